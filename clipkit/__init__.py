@@ -6,7 +6,7 @@ images = clipkit.encode_image(["cat.jpg", "dog.png"], model)        # (2, O) flo
 texts = clipkit.encode_text(["a photo of a cat"], model)            # (1, O) float32, unit norm
 probabilities = clipkit.classify("cat.jpg", ["cat", "dog"], model)  # (1, 2) float32, rows sum to 1
 
-Names that need torch are imported at first use, so that the command line responds to --help and Ctrl-C at once.
+Names that need torch are imported on first use, so that the command line responds to --help and Ctrl-C immediately.
 """
 
 from typing import TYPE_CHECKING

@@ -1,6 +1,6 @@
 """The command ``clipkit``, also available as ``python -m clipkit``.
 
-A sub-command is an entry of ``COMMANDS``. The module that implements it is imported when it is chosen.
+Each sub-command is an entry of ``COMMANDS``; its module is imported only when the command is run.
 """
 
 import argparse
@@ -70,10 +70,12 @@ def _encode_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=whole(1, 10_000_000),
         default=10_000,
-        help="rows per file, which are lost when it is stopped (default: 10000)",
+        help="rows per output file; an interrupted file is encoded again (default: 10000)",
     )
     parser.add_argument("--caption-column", metavar="C", help="column of tables (default: guessed)")
-    parser.add_argument("--retry-failed", action="store_true", help="encode files with failures again")
+    parser.add_argument(
+        "--retry-failed", action="store_true", help="encode files that contain failures again"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
@@ -87,7 +89,7 @@ def _classify_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         nargs="+",
         action="extend",
-        help='prompts in which {c} stands for the label, or a file of them (default: "a photo of a {c}.")',
+        help='prompts with {c} as a placeholder for the label, or a file of them (default: "a photo of a {c}.")',
     )
     parser.add_argument(
         "--top", metavar="K", type=whole(1, 1_000_000), default=3, help="labels per image (default: 3)"
@@ -97,9 +99,7 @@ def _classify_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL)
-    parser.add_argument(
-        "out", metavar="OUT", type=Path, help="a new folder, or an earlier export to add a library to"
-    )
+    parser.add_argument("out", metavar="OUT", type=Path, help="a new folder, or an existing export to extend")
     parser.add_argument(
         "--to",
         action="append",
@@ -114,7 +114,7 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _interpolate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", metavar="FIRST", help=f"{MODEL}, such as the model before fine-tuning")
-    parser.add_argument("second", metavar="SECOND", help="the same model trained further")
+    parser.add_argument("second", metavar="SECOND", help="the same model after further training")
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="output folder")
     parser.add_argument(
         "--alpha",
@@ -122,7 +122,7 @@ def _interpolate_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=number(0, 1),
         default=[0.5],
-        help="fraction of SECOND, 0 to 1; several are written to DIR/alpha_A each (default: 0.5)",
+        help="weight of SECOND, 0 to 1; several values write one model each, to DIR/alpha_A (default: 0.5)",
     )
     _add_name(parser)
 
@@ -155,7 +155,7 @@ def _shared_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_name(parser: argparse.ArgumentParser) -> None:
-    help_text = "architecture, if it is not stored with the weights"
+    help_text = "architecture, for weights stored without one"
     parser.add_argument("--name", metavar="NAME", default="", help=help_text)
 
 
@@ -165,14 +165,15 @@ COMMANDS = {
         epilog=SOURCES
         + TEXTS
         + """
-DIR gets
-  img_emb/img_emb_0.npy        (N, D) float16, each row of length 1
-  metadata/metadata_0.parquet  one row each: image_path, caption if there are
-                               any, source
+DIR will contain
+  img_emb/img_emb_0.npy        (N, D) float16, unit-norm rows
+  metadata/metadata_0.parquet  image_path, caption (if any) and source of each
+                               row
   failures.jsonl               inputs that failed: source, key, cause
   manifest.json                the inputs and settings
-and with --text text_emb/text_emb_0.npy and the columns caption, key, source.
-Files are numbered _0, _1, ...; with more than 9 of them _00, _01, ...
+With --text, it contains text_emb/text_emb_0.npy, and the metadata columns are
+caption, key and source. Files are numbered _0, _1, ..., zero-padded if there
+are more than ten.
 To read them:
   import numpy as np, pyarrow.parquet as pq
   from pathlib import Path
@@ -180,9 +181,8 @@ To read them:
   rows = np.concatenate([np.load(file) for file in files])   # (N, D) float16
   names = pq.read_table("DIR/metadata")["image_path"]        # N, same order
 
-Running the same command again resumes it. If inputs were added, or their size
-or time has changed, the affected files of embeddings are encoded again. With
-several processes:
+Running the same command again resumes it. If inputs were added or changed, the
+affected embedding files are encoded again. To use several processes:
   torchrun --nproc-per-node 8 -m clipkit encode ...""",
         run="clipkit.inference.encode:run",
         arguments=_encode_arguments,
@@ -202,7 +202,8 @@ several processes:
     "export": Command(
         summary="export a model for other libraries",
         epilog="""\
-Each export is loaded by its library and checked to give the same embeddings.
+Each export is loaded with its library to check that it gives the same
+embeddings.
 
   clipkit export runs/pets pets-clip
   clipkit export runs/pets pets-onnx --to onnx""",
@@ -213,14 +214,14 @@ Each export is loaded by its library and checked to give the same embeddings.
     "interpolate": Command(
         summary="interpolate between the weights of two models (WiSE-FT)",
         epilog="""\
-Both must have the same architecture, tokenizer and preprocessing. DIR becomes
-a model like any other.
+Both models must have the same architecture, tokenizer and preprocessing. Every
+command accepts the result as a model.
 
   clipkit interpolate open_clip:ViT-B-32/openai runs/pets --out between
   clipkit interpolate runs/a runs/b --alpha 0.25 0.5 0.75 --out between""",
         run="clipkit.export.interpolation:run",
         arguments=_interpolate_arguments,
-        stopped="what was finished is written",
+        stopped="models finished so far were written",
     ),
 }
 

@@ -47,16 +47,18 @@ def load(
             a folder in the hub layout of open_clip or transformers; ``open_clip:NAME/TAG`` or
             ``hf-hub:OWNER/REPOSITORY``.
         name: the architecture, for weights that are stored without it, such as "ViT-B-32-quickgelu".
-        image_size: side of the images in pixels, by default as stored; position embeddings are resampled.
-        context_length: maximal length of texts in tokens, at least 2, by default as stored.
+        image_size: side of the images in pixels, by default the stored one; position embeddings are resampled.
+        context_length: maximum length of texts in tokens, at least 2, by default the stored one.
         device: such as "cuda:1".
-        background: color behind transparent images, by name, as "#rrggbb" or as red, green and blue, each 0–255;
-            "none" drops the alpha channel, as open_clip does. None: as in the model's training.
-        upright: apply the EXIF orientation of images, unlike open_clip. None: as in the model's training.
+        background: color behind transparent images: a name, "#rrggbb", or red, green and blue, each 0–255; "none"
+            drops the alpha channel, as open_clip does. None: as in the model's training.
+        upright: whether to apply the EXIF orientation of images, which open_clip ignores. None: as in the model's
+            training.
 
     Raises:
-        CheckpointError: the source does not exist, is damaged, needs code to run, or does not fit the name.
-        ConfigError: the name, device or color is unknown, a size does not fit, or there is no network.
+        CheckpointError: the source does not exist, is damaged, would require running code, or does not match the
+            name.
+        ConfigError: the name, device or color is unknown, a size is invalid, or there is no network.
         TypeError: an argument has the wrong type.
     """
     from clipkit.formats.load import open_source
@@ -66,7 +68,7 @@ def load(
             wanted = "a string or a path" if PathLike in kinds else "a string"
             raise TypeError(f"{what} must be {wanted}, not {type(given).__name__}")
     if context_length == 1:
-        raise ConfigError("context_length = 1 does not fit: at least 2, for the start and the end of a text")
+        raise ConfigError("context_length = 1 is invalid: expected at least 2, for the start and end tokens")
     place = _device(device)
     if background is not None:
         color_of(background)  # fails before weights are read
@@ -76,7 +78,7 @@ def load(
         raise CheckpointError(f"no model at {shown!r}: a path cannot contain NUL")
     try:
         Path(path).expanduser().exists()
-    except (RuntimeError, OSError) as error:  # an unknown user; a name that is too long
+    except (RuntimeError, OSError) as error:  # an unknown user, or a path that is too long
         cause = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(f"no model at {shown}: {cause}") from error
     model = open_source(path, name=name, image_size=image_size, context_length=context_length)
@@ -88,12 +90,12 @@ def _device(device: str | torch.device) -> torch.device:
     try:
         place = torch.device(device)
         if place.type == "meta":
-            raise ConfigError("device = 'meta' holds no values: give cpu, cuda or cuda:1")
+            raise ConfigError("device = 'meta' stores no values: use cpu, cuda or cuda:1")
         if place.type == "cuda" and (place.index or 0) >= (count := torch.cuda.device_count()):
             raise ConfigError(f"device = {str(device)!r}: this machine has {count} CUDA devices")
         torch.empty(0, device=place)
     except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
-        raise ConfigError(f"Unknown device {device!r}: give cpu, cuda or cuda:1") from error
+        raise ConfigError(f"Unknown device {device!r}: use cpu, cuda or cuda:1") from error
     return place
 
 
@@ -102,14 +104,14 @@ def encode_image(images: ImageLike | Sequence[ImageLike], model: CLIP, *, batch_
     """Encode images: (N, O) float32 unit-norm features on the CPU.
 
     Args:
-        images: one or many paths, encoded bytes, PIL images, uint8 arrays (H, W, 3) or tensors (3, H, W); a
-            uint8 array or tensor of four dimensions is a batch.
+        images: one image or several: paths, encoded bytes, PIL images, uint8 arrays (H, W, 3) or tensors (3, H, W);
+            a uint8 array or tensor of four dimensions is a batch.
         model: a CLIP.
         batch_size: number of images decoded at a time.
 
     Warns:
-        UserWarning: images are transparent or have an EXIF orientation, and the model's preprocessing has neither a
-            background nor ``upright`` (see ``load``).
+        UserWarning: images are transparent or have an EXIF orientation that the model's preprocessing ignores (see
+            ``background`` and ``upright`` in ``load``).
 
     Raises:
         DataError: an image cannot be read or decoded.
@@ -124,7 +126,7 @@ def encode_image(images: ImageLike | Sequence[ImageLike], model: CLIP, *, batch_
     elif isinstance(images, Sequence) and not isinstance(images, str | bytes | bytearray | memoryview):
         many = images
     else:
-        many = [images]  # decoding reports unknown types
+        many = [images]  # unknown types are reported when decoding
     device = model.logit_scale.device
     parts = [torch.zeros(0, model.architecture.embed_dim)]
     counts = TraitCounts()
@@ -139,7 +141,7 @@ def encode_image(images: ImageLike | Sequence[ImageLike], model: CLIP, *, batch_
         background="background='white' in clipkit.load",
         upright="upright=True in clipkit.load",
     ).values():
-        warnings.warn(line, stacklevel=3)  # beyond no_grad's frame
+        warnings.warn(line, stacklevel=3)  # skips the frame of no_grad
     return torch.cat(parts)
 
 
@@ -178,6 +180,6 @@ def classify(
 
 
 def _check_model(model: object) -> None:
-    """Report swapped arguments."""
+    """Raise TypeError unless ``model`` is a CLIP; arguments are easily swapped."""
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "tokenizer"):
-        raise TypeError(f"model must be a CLIP, as clipkit.load gives it, not {type(model).__name__}")
+        raise TypeError(f"model must be a CLIP, as returned by clipkit.load, not {type(model).__name__}")

@@ -1,4 +1,4 @@
-"""Command lines: programs with sub-commands, and options that several of them share. Imports no torch."""
+"""Command lines: programs with sub-commands, and shared options. Does not import torch."""
 
 import argparse
 import math
@@ -37,10 +37,10 @@ class Command:
 
     Attributes:
         summary: one line for the program's ``--help``.
-        arguments: declares its options.
-        run: takes the parsed options and returns the exit status; as "module:name", it is imported when chosen.
+        arguments: adds its options to a parser.
+        run: takes the parsed options and returns the exit status; given as "module:name", it is imported when run.
         description: the first paragraph of its ``--help``; by default the summary.
-        stopped: what Ctrl-C has cost, for the message.
+        stopped: state of the output after Ctrl-C, for the message.
     """
 
     summary: str
@@ -53,7 +53,7 @@ class Command:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line and exit status 1, like all user errors."""
+    """Argument parser that reports errors as other user errors: one line, exit status 1."""
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError instead of printing the usage and exiting."""
@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def command_parser(commands: Mapping[str, Command], **program: Any) -> Parser:
-    """Build the parser of a program with sub-commands; ``program`` holds arguments of ``Parser``."""
+    """Build the parser of a program with sub-commands; ``program`` is passed to ``Parser``."""
     parser = Parser(formatter_class=argparse.RawDescriptionHelpFormatter, **program)
     added = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     for name, command in commands.items():
@@ -79,12 +79,12 @@ def command_parser(commands: Mapping[str, Command], **program: Any) -> Parser:
 
 
 def chosen_command(commands: Mapping[str, Command], parsed: argparse.Namespace) -> Callable[[], int]:
-    """Import the command of a parsed command line; return a function that runs it and returns the exit status."""
+    """Import the selected command; return a function that runs it and returns the exit status."""
     command = commands[parsed.command]
     run = command.run
     if isinstance(run, str):
         module, _, name = run.partition(":")
-        with _leaving_at_once(command.stopped or "nothing was done"):
+        with _exiting_on_interrupt(command.stopped or "nothing was done"):
             run = getattr(import_module(module), name)
     function: Callable[[argparse.Namespace], int] = run
 
@@ -100,8 +100,8 @@ def chosen_command(commands: Mapping[str, Command], parsed: argparse.Namespace) 
 
 
 @contextmanager
-def _leaving_at_once(stopped: str) -> Iterator[None]:
-    """Exit at once on Ctrl-C while torch is imported, as an interrupted import can end in any exception."""
+def _exiting_on_interrupt(stopped: str) -> Iterator[None]:
+    """Exit immediately on Ctrl-C while torch is imported: an interrupted import can raise any exception."""
 
     def leave(*_: object) -> None:
         os.write(2, f"stopped; {stopped}\n".encode())
@@ -119,7 +119,7 @@ def _leaving_at_once(stopped: str) -> Iterator[None]:
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
-    """Return the type of an option that takes a whole number from ``least`` to ``most``."""
+    """Return an argparse type for integers from ``least`` to ``most``."""
 
     def parse(text: str) -> int:
         digits = text.removeprefix("-")
@@ -134,7 +134,7 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
 
 def number(least: float, most: float, *, above: bool = False) -> Callable[[str], float]:
-    """Return the type of an option that takes a number from ``least``, or strictly above it, to ``most``."""
+    """Return an argparse type for numbers from ``least`` (or, if ``above``, greater than it) to ``most``."""
 
     def parse(text: str) -> float:
         try:
@@ -142,7 +142,7 @@ def number(least: float, most: float, *, above: bool = False) -> Callable[[str],
         except ValueError:
             value = math.nan
         if not (least < value if above else least <= value) or not value <= most:
-            bounds = f"above {least:,g} and up to" if above else f"from {least:,g} to"
+            bounds = f"above {least:,g} and at most" if above else f"from {least:,g} to"
             raise argparse.ArgumentTypeError(f"{text[:_SHOWN]!r} is not a number {bounds} {most:,g}")
         return value
 
@@ -150,14 +150,14 @@ def number(least: float, most: float, *, above: bool = False) -> Callable[[str],
 
 
 def add_decoding_options(parser: argparse.ArgumentParser, *, default: str) -> None:
-    """Declare ``--background`` and ``--upright``; ``default`` says what applies without them."""
+    """Add ``--background`` and ``--upright``; ``default`` describes the default for ``--help``."""
     parser.add_argument(
         "--background",
         metavar="COLOR",
-        help=f"lay transparent images on this color, such as white; none drops their alpha (default: {default})",
+        help=f"background color for transparent images, such as white; none drops alpha (default: {default})",
     )
     parser.add_argument(
         "--upright",
         action=argparse.BooleanOptionalAction,
-        help=f"apply the EXIF orientation of images, or do not (default: {default})",
+        help=f"apply or ignore the EXIF orientation of images (default: {default})",
     )

@@ -1,6 +1,6 @@
-"""The configuration of a run: frozen dataclasses, validated on construction. Imports no torch.
+"""The configuration of a run: frozen dataclasses, validated on construction. Does not import torch.
 
-Each setting is documented in its ``setting(…)``, for validation, error messages and ``train.py --settings``.
+``setting(…)`` defines each field with its documentation and valid values.
 """
 
 import math
@@ -33,7 +33,7 @@ __all__ = [
 
 MOST = 2**40  # larger than any sensible count, small enough to compute indices with
 _SHOWN = 200  # characters of a value in a message
-_MANY_EPOCHS = 50  # worth a note
+_MANY_EPOCHS = 50  # print a note above this number of epochs
 _TEXT, _WITHIN, _REGISTRY = "text", "within", "registry"
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Within:
-    """The valid values of a setting, in words and as a predicate."""
+    """The valid values of a setting, as text and as a predicate."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -72,15 +72,15 @@ def _one_of(*names: str) -> Within:
 def imported(path: str) -> Any:
     """Import "module:name".
 
-    Registries are above this module in the import order, and entries may be added to them at run time, so they are
-    looked up whenever a setting is checked.
+    Registries are looked up each time a setting is checked: their modules are in higher layers than this one, and
+    entries may be added at run time.
     """
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
 
 def late(path: str) -> Callable[..., Any]:
-    """Return a function that imports "module:name" when it is first called: registries import no torch."""
+    """Return a function that imports "module:name" when called, so that registries do not import torch."""
 
     def call(*arguments: Any, **named: Any) -> Any:
         return imported(path)(*arguments, **named)
@@ -93,16 +93,16 @@ def setting(default: T, text: str, within: Within | None = None, *, registry: st
 
     Args:
         default: its default value.
-        text: what it does, for ``train.py --settings``, without its valid values.
-        within: which values are valid; None for all of its type.
-        registry: "module:NAME" of a dict that has its valid values as keys; summaries of entries that have one are
-            added to the text.
+        text: description for ``train.py --settings``, without the valid values.
+        within: the valid values; None for all values of the type.
+        registry: "module:NAME" of a dict whose keys are the valid values; the entries' summaries are appended to
+            the text.
     """
     return field(default=default, metadata={_TEXT: text, _WITHIN: within, _REGISTRY: registry})
 
 
 def text_of(one: Field[Any]) -> str:
-    """Return the explanation of a field; "" where it has none."""
+    """Return the description of a field; "" if it has none."""
     text = cast(str, one.metadata.get(_TEXT, ""))
     if path := one.metadata.get(_REGISTRY):
         entries = [(name, getattr(entry, "summary", "")) for name, entry in imported(path).items()]
@@ -111,16 +111,16 @@ def text_of(one: Field[Any]) -> str:
 
 
 def fits(one: Field[Any]) -> Within | None:
-    """Return which values are valid for a field; None where all of its type are."""
+    """Return the valid values of a field; None if all values of its type are valid."""
     if path := one.metadata.get(_REGISTRY):
         return _one_of(*imported(path))
     return cast(Within | None, one.metadata.get(_WITHIN))
 
 
 class Section:
-    """Base of the sections of a configuration: checks its settings on construction."""
+    """Base class of configuration sections; validates settings on construction."""
 
-    section: ClassVar[str] = ""  # its name and a dot
+    section: ClassVar[str] = ""  # name of the section followed by a dot
 
     def __post_init__(self) -> None:
         for one in fields(cast(Any, self)):
@@ -136,45 +136,45 @@ class Section:
 
 
 def require(holds: bool, name: str, value: object, wanted: str) -> None:
-    """Raise ConfigError, which says what is ``wanted``, unless a setting's value is valid."""
+    """Raise ConfigError with the message ``wanted`` unless ``holds``."""
     if not holds:
         raise ConfigError(f"{name} = {shown(value)} is invalid: {wanted}")
 
 
 def _require_use(name: str, value: object, other: str, used: bool) -> None:
-    """Raise ConfigError unless another setting, without which this one has no effect, is ``used``."""
+    """Raise ConfigError unless ``used``: the setting has no effect without ``other``."""
     if not used:
         raise ConfigError(f"{name} = {shown(value)} has no effect unless {other} is set")
 
 
 def shown(value: object) -> str:
-    """Return a value for a message; Python prints no number of over 4,300 digits, which TOML may hold as 0xff…"""
+    """Format a value for a message; TOML may contain integers (0xff…) with more digits than Python prints."""
     try:
         text = repr(value)
     except ValueError:
-        return "a number of thousands of digits"
+        return "a number with thousands of digits"
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
-    """The training data, and how it is read."""
+    """Training data and how it is loaded."""
 
     section = "data."
     train: str | tuple[str, ...] = setting(
         "glyphs",
-        "Image–caption pairs: a built-in corpus (glyphs or icons), folder, tar, brace pattern or URL; or a list "
-        "of several.",
+        "Image–caption pairs: a built-in corpus (glyphs or icons), folder, tar, brace pattern or URL, or a list "
+        "of these.",
     )
     weights: tuple[float, ...] = setting(
-        (), "Fraction of every batch that comes from each source; empty: sources are concatenated."
+        (), "Fraction of each batch drawn from each source; empty: sources are concatenated."
     )
     captions: tuple[str, ...] = setting(
-        ("txt",), 'Sources of captions: "txt", the caption file, or names of json fields.'
+        ("txt",), 'Sources of captions: "txt" for the caption file, or names of JSON fields.'
     )
     caption_choice: str = setting(
         "first",
-        "Which caption is used: the first that a sample has, one at random, one by data.caption_weights, or all, "
+        "Which caption to use: the first one present, one at random, one drawn by data.caption_weights, or all, "
         "each as a separate sample.",
         _one_of("first", "random", "weighted", "all"),
     )
@@ -182,20 +182,18 @@ class DataConfig(Section):
         (), "Relative frequency of each of data.captions, with data.caption_choice=weighted."
     )
     caption_templates: tuple[str, ...] = setting(
-        (), 'Templates for captions, one chosen at random, such as "a photo of {}".'
+        (), 'Templates applied to captions, such as "a photo of {}"; one is chosen at random.'
     )
     caption_prefix: str = setting("", "Text added before each caption.")
     filters: tuple[str, ...] = setting(
-        (), 'Conditions on json fields that every sample must meet, such as "width >= 256".'
+        (), 'Conditions on JSON fields, such as "width >= 256"; samples must satisfy all of them.'
     )
     last: str = setting(
         "drop",
-        "Samples at the end of an epoch that do not fill a batch: drop them, or wrap them into the next epoch.",
+        "Samples that do not fill a batch at the end of an epoch: drop them, or wrap them into the next epoch.",
         _one_of("drop", "wrap"),
     )
-    resample: bool = setting(
-        False, "Draw samples with replacement, as some recipes do, instead of each sample once per epoch."
-    )
+    resample: bool = setting(False, "Draw samples with replacement instead of each sample once per epoch.")
     cache_gb: float = setting(
         100.0,
         "Gigabytes of remote shards that each machine caches on disk; 0 reads samples over the network.",
@@ -204,22 +202,20 @@ class DataConfig(Section):
     workers: int = setting(
         2, "Loader processes of each rank; 0 loads in the training process.", _between(0, 512)
     )
-    window: int = setting(
-        64, "Number of shards that samples are shuffled across at a time.", _between(1, MOST)
-    )
+    window: int = setting(64, "Number of shards whose samples are shuffled together.", _between(1, MOST))
     crop_scale: float = setting(
         0.9,
-        "Smallest fraction of an image's area that a random crop keeps; 1: center crop.",
+        "Minimum area of a random crop as a fraction of the image; 1: center crop.",
         _above(0, at_most=1),
     )
     flip: float = setting(
         0.0,
-        "Probability of a horizontal flip; not for captions that distinguish left from right.",
+        "Probability of a horizontal flip; unsuitable if captions distinguish left from right.",
         _between(0, 1),
     )
     color_jitter: float = setting(
         0.0,
-        "Largest relative change of brightness, contrast and saturation; of hue a quarter of it.",
+        "Maximum relative change of brightness, contrast and saturation; hue changes by up to a quarter of it.",
         _between(0, 2),
     )
     grayscale: float = setting(0.0, "Probability of converting an image to grayscale.", _between(0, 1))
@@ -235,20 +231,20 @@ class DataConfig(Section):
         Within(words="auto, true or false", holds=lambda value: value in (True, False, "auto")),
     )
     scaled_decode: bool = setting(
-        False, "Decode large JPEGs at reduced size: faster; pixel values change by 0.7 of 255."
+        False, "Decode large JPEGs at reduced size: faster; pixel values change by about 0.7 of 255."
     )
     nvjpeg: bool = setting(
         False, "Decode plain JPEGs on the GPU with torchcodec; pixel values differ by rounding."
     )
     truncated: str = setting(
         "error",
-        "Truncated shards: an error before training, or use the samples of the intact part.",
+        "Truncated shards: raise an error before training, or use the samples of the intact part.",
         _one_of("error", "use"),
     )
     max_bad: float = setting(
         0.05,
-        "Fraction of the samples drawn (repeats counted) that may be bad before the run saves and stops; 0 allows "
-        "none. Below 1,000 samples it is a fraction of 1,000: 0.05 allows 50 bad samples at the start.",
+        "Fraction of samples drawn, counting repeats, that may be bad before the run saves and stops; 0 allows "
+        "none. It applies to at least 1,000 samples: 0.05 always allows 50 bad samples.",
         _between(0, 1),
     )
 
@@ -288,7 +284,7 @@ class DataConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
-    """The model, and its initial weights."""
+    """The model and its initial weights."""
 
     section = "model."
     name: str = setting(
@@ -297,19 +293,19 @@ class ModelConfig(Section):
     image: str = setting("", "Another image tower: timm:NAME.")
     text: str = setting(
         "",
-        "Another text tower: cbow, or transformers:FOLDER or NAME; or classes:FILE, a classifier's head with a "
-        "row for each line of a file of class names, for loss.name=classes.",
+        "Another text tower: cbow, or transformers:FOLDER or NAME; or, for loss.name=classes, classes:FILE, a "
+        "classification head with one row per line of a file of class names.",
     )
-    image_size: int = setting(0, "Image side in pixels; 0: the architecture's own.", _at_least(0))
+    image_size: int = setting(0, "Image side in pixels; 0: the architecture's default.", _at_least(0))
     context_length: int = setting(
-        0, "Maximum caption length in tokens; 0: the architecture's own.", _at_least(0)
+        0, "Maximum caption length in tokens; 0: the architecture's default.", _at_least(0)
     )
     weights: str = setting(
-        "", "Initial weights: whatever clipkit.load accepts, such as another run's folder."
+        "", "Initial weights: any source that clipkit.load accepts, such as the folder of another run."
     )
     patch_dropout: float = setting(
         0.0,
-        "Fraction of each image's patches that is dropped in training, chosen anew at each step (FLIP).",
+        "Fraction of each image's patches to drop in training, chosen at random in each step (FLIP).",
         _BELOW_ONE,
     )
 
@@ -321,13 +317,13 @@ class ModelConfig(Section):
     def label(self) -> str:
         """The model's name."""
         tower = self._text_tower
-        # without the path of the file of class names
+        # omit the path of the file of class names
         text = tower.setting.partition(":")[0] if tower is not None and tower.over_classes else self.text
         return " + ".join(filter(None, (self.name, self.image, text)))
 
     @property
     def over_classes(self) -> bool:
-        """Whether ``text`` is a head of classes."""
+        """Whether ``text`` selects a classification head."""
         return self._text_tower is not None and self._text_tower.over_classes
 
     @property
@@ -338,7 +334,7 @@ class ModelConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig(Section):
-    """The objective, computed over the global batch, see clipkit/objectives/__init__.py."""
+    """The objective, computed over the global batch; see clipkit/objectives/__init__.py."""
 
     section = "loss."
     name: str = setting(
@@ -348,33 +344,34 @@ class LossConfig(Section):
     )
     same: str = setting(
         "negatives",
-        "How to treat other pairs of the batch with the same caption or image. With positives the loss cannot "
-        "reach 0, and a confident model's loss may be above chance.",
+        "How to treat other pairs in the batch with the same caption or image. With positives, the loss cannot "
+        "reach 0, and a confident model's loss may exceed chance.",
         _one_of("negatives", "positives", "ignored"),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig(Section):
-    """Distillation: learn a teacher's similarities within the batch too."""
+    """Distillation from a teacher's similarities within the batch."""
 
     section = "distill."
     teacher: str = setting(
-        "", "Teacher that encodes each batch during training: whatever clipkit.load accepts."
+        "", "Teacher that encodes each batch during training: any source that clipkit.load accepts."
     )
     features: str = setting(
-        "", "Instead, the folder with a teacher's features of the training images, from `clipkit encode`."
+        "",
+        "Alternatively, the folder with a teacher's features of the training images, from `clipkit encode`.",
     )
     text_features: str = setting(
         "", "With distill.features, the teacher's features of the captions, from `clipkit encode --text`."
     )
     scale: float = setting(
         100.0,
-        "The teacher's exp(t), which multiplies its similarities, with distill.features.",
+        "With distill.features, the teacher's exp(t), by which its similarities are multiplied.",
         _above(0, at_most=10_000),
     )
     weight: float = setting(
-        0.5, "Weight of the distillation loss; the objective's is 1 minus it.", _above(0, at_most=1)
+        0.5, "Weight of the distillation loss; the objective has 1 minus this weight.", _above(0, at_most=1)
     )
 
     def __post_init__(self) -> None:
@@ -405,19 +402,20 @@ _LOCKS = Within(
 
 @dataclass(frozen=True, kw_only=True)
 class LockConfig(Section):
-    """Frozen parameters, see clipkit/training/build.py. The temperature is always trained."""
+    """Locked (frozen) parameters; see clipkit/training/build.py. The temperature is always trained."""
 
     section = "lock."
     image: str | int = setting(
         "",
-        '"all" locks the image tower (LiT), a number locks all but that many of its top layers: the first is the '
-        "projection with the last norm, then come the blocks from the last one down, then the embeddings.",
+        '"all" locks the image tower (LiT); a number locks all but that many top layers. From the top, layers are '
+        "the projection with the last norm, the blocks in reverse order, and the embeddings.",
         _LOCKS,
     )
     text: str | int = setting("", "The same for the text tower.", _LOCKS)
     unfreeze_every: int = setting(
         0,
-        "Steps until one more layer of each tower is trained, from the top down; 0: all from the start.",
+        "Steps after which the next lower layer of each tower is unlocked, starting with the top layer; 0: train "
+        "all layers from the start.",
         _at_least(0),
     )
 
@@ -427,13 +425,9 @@ class SmallConfig(Section):
     """Train small, finish large (CLIPA, Li et al. 2023, https://arxiv.org/abs/2305.07017)."""
 
     section = "small."
-    steps: int = setting(
-        0, "Number of steps at the start with smaller images or shorter captions.", _at_least(0)
-    )
-    image_size: int = setting(0, "Image side in pixels in these steps; 0: the model's own.", _at_least(0))
-    context_length: int = setting(
-        0, "Maximum caption length in these steps; 0: the model's own.", _at_least(0)
-    )
+    steps: int = setting(0, "Number of initial steps with smaller images or shorter captions.", _at_least(0))
+    image_size: int = setting(0, "Image side in pixels in these steps; 0: the model's.", _at_least(0))
+    context_length: int = setting(0, "Maximum caption length in these steps; 0: the model's.", _at_least(0))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -447,7 +441,7 @@ class SmallConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(Section):
-    """The optimizer and its schedule: a linear warm-up, then a decay to optim.min_lr."""
+    """The optimizer and its schedule: linear warm-up, then decay to optim.min_lr."""
 
     section = "optim."
     name: str = setting("adamw", "The optimizer.", registry="clipkit.training:OPTIMIZERS")
@@ -455,36 +449,40 @@ class OptimConfig(Section):
     min_lr: float = setting(0.0, "Final learning rate; at most optim.lr.", _at_least(0))
     warmup: int = setting(2000, "Steps in which the learning rate rises to optim.lr.", _at_least(0))
     schedule: str = setting(
-        "cosine", "How the learning rate decays after the warm-up.", registry="clipkit.training:SCHEDULES"
+        "cosine", "Schedule of the learning rate after the warm-up.", registry="clipkit.training:SCHEDULES"
     )
     cooldown: int = setting(
-        0, "Steps at the end in which the learning rate of optim.schedule=constant decays.", _at_least(0)
+        0,
+        "With optim.schedule=constant, number of final steps in which the learning rate decays.",
+        _at_least(0),
     )
     weight_decay: float = setting(
         0.2,
-        "Decoupled weight decay of matrices; biases, gains and the temperature do not decay.",
+        "Decoupled weight decay of matrices; not applied to biases, gains and the temperature.",
         _at_least(0),
     )
     layer_decay: float = setting(
-        1.0, "Factor of the learning rate from each layer to the one below it.", _above(0, at_most=1)
+        1.0,
+        "Factor by which the learning rate decreases from each layer to the one below.",
+        _above(0, at_most=1),
     )
-    image_lr_scale: float = setting(1.0, "Factor of the image tower's learning rate.", _at_least(0))
-    text_lr_scale: float = setting(1.0, "Factor of the text tower's learning rate.", _at_least(0))
+    image_lr_scale: float = setting(1.0, "Multiplier for the image tower's learning rate.", _at_least(0))
+    text_lr_scale: float = setting(1.0, "Multiplier for the text tower's learning rate.", _at_least(0))
     beta1: float = setting(0.9, "Decay of the running mean of the gradients (momentum).", _BELOW_ONE)
     beta2: float = setting(0.98, "Decay of the running mean of the squared gradients.", _BELOW_ONE)
-    eps: float = setting(1e-6, "Added to the square root of that mean, to avoid division by 0.", _above(0))
+    eps: float = setting(1e-6, "Added to the denominator of the update for numerical stability.", _above(0))
     clip_norm: float = setting(
-        1.0, "Maximum norm of the whole gradient, which is scaled down to it; 0: no clipping.", _at_least(0)
+        1.0, "Maximum norm to which the whole gradient is clipped; 0: no clipping.", _at_least(0)
     )
     skip_above: float = setting(
         0.0,
-        "Skip updates with a gradient norm above this multiple of the usual one; 0: never.",
+        "Skip updates with a gradient norm above this multiple of the usual norm; 0: never.",
         Within(words="0, or above 1", holds=lambda value: value == 0 or value > 1),
     )
     average: float = setting(
         0.0,
-        "Decay of averaged weights (EMA), which are then evaluated and loaded; 0: none. They average about the "
-        "last 1 / (1 - decay) steps: 0.9999 for a long run, 0.99 for one of hundreds of steps.",
+        "Decay of the moving average of weights (EMA), which is used for evaluation and loading; 0: no average. It "
+        "spans about 1 / (1 - decay) steps: use 0.9999 for a long run, 0.99 for hundreds of steps.",
         _BELOW_ONE,
     )
 
@@ -502,11 +500,11 @@ class OptimConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Section):
-    """When to save the run; it is also saved at its end, and on Ctrl-C or SIGTERM."""
+    """When to save checkpoints; the run is also saved at its end and on Ctrl-C or SIGTERM."""
 
     section = "checkpoint."
-    every_steps: int = setting(1000, "Steps between checkpoints; 0: not by step.", _at_least(0))
-    every_minutes: float = setting(30.0, "Minutes between checkpoints; 0: not by time.", _at_least(0))
+    every_steps: int = setting(1000, "Steps between checkpoints; 0: disabled.", _at_least(0))
+    every_minutes: float = setting(30.0, "Minutes between checkpoints; 0: disabled.", _at_least(0))
     keep: int = setting(3, "Number of newest checkpoints to keep; 0: all.", _at_least(0))
 
 
@@ -522,21 +520,21 @@ class EvalConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig(Section):
-    """Where metrics are written besides the run folder's metrics.jsonl."""
+    """Logging of metrics, in addition to metrics.jsonl in the run folder."""
 
     section = "log."
     every_steps: int = setting(
         10,
-        "Steps between lines of metrics.jsonl and updates of the progress bar; without a terminal, a line is "
-        "printed at most every ten seconds, and for the last step.",
+        "Steps between lines in metrics.jsonl and updates of the progress bar. Without a terminal, a line is "
+        "printed at most every ten seconds and for the last step.",
         _at_least(1),
     )
     tensorboard: bool = setting(
-        True, "Also write metrics to the run folder's tensorboard/, where tensorboard is installed."
+        True, "Also write metrics to tensorboard/ in the run folder, if tensorboard is installed."
     )
     wandb: str = setting(
         "",
-        "Weights & Biases project that also gets metrics and scores; empty: none. Requires `wandb login` once, or "
+        "Weights & Biases project to log metrics and scores to; empty: none. Requires `wandb login` once, or "
         "WANDB_MODE=offline, which needs no account.",
     )
 
@@ -545,13 +543,13 @@ class LogConfig(Section):
 class Config(Section):
     """The settings of a run."""
 
-    out: str = setting("", "Run folder; empty: runs/ followed by the name of the config file.")
+    out: str = setting("", "Run folder; empty: runs/NAME for a config file NAME.toml.")
     seed: int = setting(
         0,
-        "Seed of the initial weights, the data order and all random draws.",
+        "Seed for the initial weights, the data order and all other random numbers.",
         Within(words="0 to 2^63", holds=lambda value: 0 <= value < 2**63),
     )
-    steps: int = setting(10_000, "Number of updates; may be raised later.", _at_least(1))
+    steps: int = setting(10_000, "Number of updates; may be increased later.", _at_least(1))
     batch_size: int = setting(
         256,
         "Pairs per step, over all ranks.",
@@ -562,8 +560,8 @@ class Config(Section):
     )
     accumulate: int = setting(
         1,
-        "Parts in which each rank computes its rows of the batch, to save memory; the loss and its gradients do "
-        "not change.",
+        "Number of parts in which each rank processes its rows of the batch, to save memory; the loss and its "
+        "gradients do not change.",
         _at_least(1),
     )
     precision: str = setting(
@@ -573,22 +571,22 @@ class Config(Section):
     )
     sharding: str = setting(
         "none",
-        "Shard weights, gradients and optimizer state of a model too large for one GPU: full, over all GPUs; "
-        "hybrid, over those of each host.",
+        "Shard weights, gradients and optimizer state, for models too large for one GPU: full, over all GPUs; "
+        "hybrid, over the GPUs of each host.",
         _one_of("none", "full", "hybrid"),
     )
     reshard: bool = setting(
         True,
-        "With sharding, free gathered weights after the forward pass; false: faster, with more memory.",
+        "With sharding, free gathered weights after the forward pass; false is faster but needs more memory.",
     )
     recompute: int = setting(
         0,
-        "Activation checkpointing: recompute one of every so many blocks in the backward pass to save memory; 1: "
-        "all blocks, 2: every other one, 0: none.",
+        "Activation checkpointing: recompute every n-th block in the backward pass to save memory; 1: all blocks, "
+        "2: every second block, 0: none.",
         _at_least(0),
     )
     compile: bool = setting(
-        False, "Compile blocks with torch.compile: faster steps after a minute or more at the start."
+        False, "Compile blocks with torch.compile: steps are faster, but the start takes a minute or more."
     )
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -632,12 +630,12 @@ class Config(Section):
         require(objective.with_teacher or not teacher, where, teacher, alone)
 
     def notes(self, *, step: int, samples: int, layers: int) -> list[str]:
-        """Return notes on settings that may be unintended, and the objective's note.
+        """Return notes on settings that may be unintentional, and the objective's note.
 
         Args:
-            step: updates made so far.
-            samples: pairs in an epoch.
-            layers: number of layers that ``lock.unfreeze_every`` unlocks, of the tower with the most.
+            step: number of updates so far.
+            samples: number of pairs in an epoch.
+            layers: number of layers that ``lock.unfreeze_every`` unlocks in the tower with the most layers.
         """
         steps, optim, every, found = self.steps, self.optim, self.lock.unfreeze_every, []
         if step >= steps:
@@ -646,7 +644,7 @@ class Config(Section):
             last = imported("clipkit.training:learning_rate")(steps - 1, steps, optim)
             found.append(
                 f"optim.warmup = {optim.warmup} is not shorter than the run of {steps} steps: the learning rate "
-                f"ends at {last:.2g}, and optim.lr is {optim.lr:g}"
+                f"ends at {last:.2g}, below optim.lr = {optim.lr:g}"
             )
         if self.small.steps >= steps:
             found.append(
@@ -669,14 +667,14 @@ class Config(Section):
         return [f"note: {one}" for one in found if one]
 
 
-# Settings that may differ when a run is resumed: they change neither the order of the data nor the result, except
-# ``steps``, which extends a run; train.py then reports the learning rates. Checkpoints contain all weights, and the
-# manifest shows whether the data are the same.
+# Settings that may differ when a run is resumed. They affect neither the order of the data nor the result, except
+# ``steps``, which extends a run; train.py then reports the learning rates. Sources may change because checkpoints
+# contain all weights and the manifest identifies the data.
 RESUMABLE = {
     "out", "steps", "accumulate", "sharding", "reshard", "recompute", "compile", "model.weights", "data.train",
     "data.workers", "data.max_bad", "data.truncated", "data.cache_gb", "checkpoint", "eval", "log",
 }  # fmt: skip
-_SHORT_FRACTION = re.compile(r"[+-]?(\.[0-9]+|[0-9]+\.)([eE][+-]?[0-9]+)?")  # .5 and 5., unknown to TOML
+_SHORT_FRACTION = re.compile(r"[+-]?(\.[0-9]+|[0-9]+\.)([eE][+-]?[0-9]+)?")  # .5 and 5., invalid in TOML
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -689,7 +687,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         values = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # with or without a BOM
     except OSError as error:
         raise ConfigError(f"config {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # tomllib's own errors, no UTF-8, numbers of 5,000 digits
+    except (ValueError, RecursionError) as error:  # invalid TOML or UTF-8, or numbers with too many digits
         raise ConfigError(f"config {path} is not TOML: {error}") from error
     _apply(values, overrides)
     config = _build(Config, values, "")
@@ -718,7 +716,7 @@ def shown_settings(config: Config) -> str:
 
 
 def changes(before: Config, after: Config) -> list[str]:
-    """Return the differing settings that must not differ when a run is resumed, as ``key: before → after``."""
+    """List changed settings that must not change when a run is resumed, as ``key: before → after``."""
     old, new = _flat(before), _flat(after)
     return [
         f"{key}: {_literal(old[key])} → {_literal(new[key])}"
@@ -754,12 +752,12 @@ def _literal(value: Any) -> str:
 
 
 def _list_form(key: str, values: Sequence[Any]) -> str:
-    """Return a list as it is written on a command line."""
+    """Format a list for a command line."""
     return f"{key}='[{','.join(map(_literal, values))}]'"
 
 
 def _apply(values: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Apply ``dotted.key=value`` overrides; a value is TOML, or else a plain string."""
+    """Apply ``dotted.key=value`` overrides; values are parsed as TOML if possible, otherwise used as strings."""
     given: dict[str, str] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -781,7 +779,7 @@ def _apply(values: dict[str, Any], overrides: Sequence[str]) -> None:
             parsed = tomllib.loads(f"value = {text}")
         except (ValueError, RecursionError):
             parsed = {}
-        # several lines and dates are text
+        # values with several lines, and dates, are strings
         is_value = parsed.keys() == {"value"} and isinstance(
             parsed["value"], bool | int | float | str | list | dict
         )
@@ -804,7 +802,7 @@ def _build(kind: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
     for key, value in values.items():
         if key not in hints:
             unknown = prefix + key
-            while isinstance(value, Mapping) and value:  # in an unknown section, the setting that is meant
+            while isinstance(value, Mapping) and value:  # name the setting in an unknown section
                 inner, value = next(iter(value.items()))
                 unknown += f".{inner}"
             raise ConfigError(f"{unknown} is unknown: {_nearest_key(unknown)}")
@@ -812,7 +810,7 @@ def _build(kind: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
     return kind(**given)
 
 
-# other trainers' names of the same settings
+# names of settings in other training programs
 _ALSO_CALLED = {
     "learning_rate": "optim.lr", "wd": "optim.weight_decay", "warmup_steps": "optim.warmup",
     "num_workers": "data.workers", "train_data": "data.train", "max_steps": "steps", "epochs": "steps",
@@ -829,24 +827,26 @@ def _nearest_key(key: str) -> str:
     last = {one.rsplit(".", 1)[-1]: one for one in reversed(known)}
     name = key.rsplit(".", 1)[-1]
     hint = f"did you mean {last[name]!r}?" if name in last else nearest(key, known)
-    return hint if hint.startswith("did") else "`train.py --settings` lists and explains them all"
+    return hint if hint.startswith("did") else "`train.py --settings` lists all settings"
 
 
 def _fit(hint: Any, value: Any, key: str) -> Any:
     """Convert a TOML value to the field's type."""
     if is_dataclass(hint):
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{key} = {shown(value)} is invalid: it is a section, set {key}.<name> instead")
+            raise ConfigError(
+                f"{key} = {shown(value)} is invalid: {key} is a section; set {key}.<name> instead"
+            )
         return _build(typing.cast(type[Any], hint), value, key + ".")
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if float in kinds and isinstance(value, str) and _SHORT_FRACTION.fullmatch(value):
         value = float(value)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and not abs(value) <= sys.float_info.max:  # infinite, not a number, or a giant whole one
+    if is_number and not abs(value) <= sys.float_info.max:  # infinity, NaN, or an integer too large for float
         raise ConfigError(f"{key} = {shown(value)} is invalid: expected a finite number")
     if float in kinds and is_number:
         return float(value)
-    if int in kinds and is_number and value == int(value):  # 1e4 is a whole number too
+    if int in kinds and is_number and value == int(value):  # 1e4 is an integer too
         require(abs(value) < 2**63, key, value, "expected less than 2^63")
         return int(value)
     for kind in (bool, str):
@@ -870,11 +870,11 @@ def _fit(hint: Any, value: Any, key: str) -> Any:
 
 
 def _several(value: str, of: type, key: str) -> list[Any]:
-    """Return the items of a comma-separated text that cannot be one value; empty otherwise."""
+    """Split a comma-separated string that cannot be a single value; return [] for any other string."""
     parts = [part.strip() for part in value.split(",")]
     if len(parts) < 2 or not all(parts):
         return []
-    if of is str:  # elsewhere commas are part of templates, filters and paths
+    if of is str:  # commas may be part of templates, filters and paths
         return parts if key == "data.captions" else []
     try:
         return [float(part) for part in parts]
@@ -883,7 +883,7 @@ def _several(value: str, of: type, key: str) -> list[Any]:
 
 
 def _text(value: str, key: str) -> str:
-    """Return a string that can be written to a file, unlike an argument of bytes that are not UTF-8."""
+    """Check that a string is valid Unicode: arguments may contain bytes that are not UTF-8."""
     require(not any("\ud800" <= c <= "\udfff" for c in value), key, value, "expected valid Unicode")
     return value
 
@@ -892,16 +892,17 @@ _WIDTH = 80
 
 
 def settings_reference(prefix: str = "") -> list[str]:
-    """Return every setting with its default, meaning and valid values, in lines of at most 80 columns.
+    """List settings with default, description and valid values, in lines of at most 80 columns.
 
     Args:
-        prefix: only names that start with it, such as "optim" or "optim.l"; or a name without its section, as "lr".
+        prefix: list only names that start with it, such as "optim" or "optim.l", or one name without its section,
+            such as "lr".
 
     Raises:
-        ConfigError: no name does.
+        ConfigError: no name matches.
     """
     hints = typing.get_type_hints(Config)
-    # heading of each section, and its settings by name; first those without a section
+    # heading and settings of each section, starting with settings outside sections
     sections = [("", {one.name: one for one in fields(Config) if not is_dataclass(hints[one.name])})]
     for section in fields(Config):
         if is_dataclass(kind := hints[section.name]):
@@ -925,5 +926,5 @@ def settings_reference(prefix: str = "") -> list[str]:
                 text, _WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
             )
     if not lines:
-        raise ConfigError(f"--settings {prefix}: no setting starts with it: {_nearest_key(prefix)}")
+        raise ConfigError(f"--settings {prefix}: no setting starts with {prefix}: {_nearest_key(prefix)}")
     return lines[1:]

@@ -1,6 +1,6 @@
-"""The process group: rank and world size, collectives, and how all ranks end when one fails.
+"""The process group: rank and world size, collectives, and ending all ranks when one fails.
 
-Without a process group everything works as with a single process.
+Without a process group, all functions behave as for a single process.
 """
 
 import os
@@ -28,20 +28,22 @@ __all__ = [
 ]  # fmt: skip
 
 
-# When one rank fails, all end, and the error is reported once, through the store that the ranks rendezvous in.
+# When one rank fails, all ranks exit and the error is reported once. Ranks communicate through the store used for
+# the rendezvous.
 #
-# A rank that fails leaves a note. Ranks that then lose the connection to it, or wait for it in vain, read the note
-# and exit silently. Rank 0 reports an error that all ranks have; otherwise each rank that has one reports it.
+# A rank that fails writes a note to the store. Ranks that lose the connection to it, or time out waiting for it,
+# read the note and exit silently. An error that occurs on all ranks is reported by rank 0, other errors by the rank
+# where they occur.
 
 Answer = TypeVar("Answer")
 
 _NOTE = "clipkit/failed"
-_POLL_SECONDS = 0.1  # between requests while waiting for others
-_WATCH_SECONDS = 2.0  # between requests for a note while there is none
-_RANK0_FIRST_SECONDS = 3.0  # for rank 0 to have the same error
-_NOTE_SECONDS = 5.0  # for the note of a rank that closed its connection
-_END_SECONDS = 5.0  # from the note until a rank that still waits for the others is ended
-_END_RANK0_SECONDS = 30.0  # it may be saving; torchrun gives as long
+_POLL_SECONDS = 0.1  # interval of requests while waiting for other ranks
+_WATCH_SECONDS = 2.0  # interval at which the watcher looks for a note
+_RANK0_FIRST_SECONDS = 3.0  # time for rank 0 to report the same error
+_NOTE_SECONDS = 5.0  # time to wait for the note of a rank that closed its connection
+_END_SECONDS = 5.0  # time after a note until a rank that is still running is ended
+_END_RANK0_SECONDS = 30.0  # the same for rank 0, which may be saving; torchrun's own limit
 _NO_WORD = (
     "the connection to another process was lost: it died without an error, probably out of memory; the last "
     "checkpoint is kept, and the same command resumes"
@@ -61,35 +63,36 @@ class Failures:
     """The notes that ranks leave for each other.
 
     Args:
-        store: shared by all ranks; there are no notes once it cannot be reached.
-        rank: of this process.
-        host: whether the store ends with this process, which then waits for the others when it fails.
+        store: the store shared by all ranks; once it is unreachable, notes are neither written nor read.
+        rank: this process's rank.
+        host: whether this process hosts the store; if so, it waits for other ranks to read the note before it
+            exits.
     """
 
     def __init__(self, store: Store, *, rank: int, host: bool) -> None:
         self._store, self._rank, self._host = store, rank, host
         self._note = ""
-        # the store cannot be reached; every further request would print a long C++ stack to stderr
+        # whether the store is unreachable: each further request would print a long C++ stack trace to stderr
         self._gone = False
         self._over = threading.Event()
         threading.Thread(target=self._watch, name="failures", daemon=True).start()
 
     def close(self) -> None:
-        """Stop looking for notes."""
+        """Stop watching for notes."""
         self._over.set()
 
     def note(self, seconds: float = 0.0) -> str:
-        """Return the error of the first rank that failed; "" if none does within some seconds."""
+        """Wait up to ``seconds`` for a rank to fail; return the first error, or ""."""
         self._until(seconds, self._look)
         return self._note
 
     def leave(self, message: str) -> None:
-        """Leave a note that this rank has failed, unless another rank was first."""
+        """Write a note that this rank has failed, unless another rank failed first."""
         who = "error" if self._rank == 0 else f"error (rank {self._rank})"
         self._ask(lambda: self._store.compare_set(_NOTE, "", f"{who}: {message}"))
 
     def reports(self, message: str) -> bool:
-        """Return whether this rank reports an error to the user: rank 0, if it soon has the same one."""
+        """Return whether this rank should report an error; rank 0 goes first if it has the same error."""
         key = f"clipkit/told/{message}"
         if self._rank:
             self._until(_RANK0_FIRST_SECONDS, lambda: bool(self._ask(lambda: self._store.check([key]))))
@@ -97,7 +100,7 @@ class Failures:
         return times is None or times == 1
 
     def wait_for_readers(self) -> None:
-        """Give the others time to read the note if the store ends with this process."""
+        """Give other ranks time to read the note if this process hosts the store."""
         if self._host:
             time.sleep(2 * _WATCH_SECONDS)
 
@@ -108,7 +111,7 @@ class Failures:
         return bool(self._note)
 
     def _ask(self, question: Callable[[], Answer]) -> Answer | None:
-        """Return the store's answer; None once it cannot be reached, because it ended with rank 0."""
+        """Return the store's answer; None once it is unreachable because the process that hosted it has exited."""
         if self._gone:
             return None
         try:
@@ -123,7 +126,7 @@ class Failures:
             time.sleep(_POLL_SECONDS)
 
     def _watch(self) -> None:
-        """End a process that waits for a failed one, which NCCL would do for many minutes."""
+        """End this process some seconds after another rank failed; NCCL would wait for that rank for minutes."""
         while not self._gone and not self._over.wait(_WATCH_SECONDS):
             if self._look():
                 if not self._over.wait(_END_SECONDS if self._rank else _END_RANK0_SECONDS):
@@ -133,17 +136,17 @@ class Failures:
 
 
 _TIMEOUT = timedelta(minutes=10)
-_LONG_TIMEOUT = timedelta(hours=6)  # of a thread that waits while shards of many gigabytes are joined
-_failures: Failures | None = None  # of the process group
-_store: Store | None = None  # in which its ranks rendezvous
-_messages = count()  # broadcast by rank 0
+_LONG_TIMEOUT = timedelta(hours=6)  # for a background thread that waits while large shards are joined
+_failures: Failures | None = None  # notes of the process group
+_store: Store | None = None  # store of the rendezvous
+_messages = count()  # numbers of messages broadcast by rank 0
 
 
 def together(command: Callable[[], int]) -> Callable[[], int]:
-    """Return a main function that ends all ranks when one fails after ``start``.
+    """Wrap a main function so that all ranks end when one fails after ``start``.
 
     Args:
-        command: a main function; raises what ``clipkit.errors.run_command`` reports.
+        command: the main function; ``clipkit.errors.run_command`` reports its exceptions.
     """
 
     def program() -> int:
@@ -151,7 +154,7 @@ def together(command: Callable[[], int]) -> Callable[[], int]:
             return command()
         except SystemExit:
             raise
-        except KeyboardInterrupt:  # perhaps from torchrun, because another rank has ended: then exit silently
+        except KeyboardInterrupt:  # exit silently if torchrun sent the signal because another rank failed
             _end_if_another_failed(0.0)
             raise
         except BaseException as error:
@@ -162,8 +165,8 @@ def together(command: Callable[[], int]) -> Callable[[], int]:
 
 
 def _report(error: BaseException) -> None:
-    """Leave a note of this rank's error; exit silently if another rank reports it."""
-    # torchrun ends the others as soon as one has ended, and the rest takes seconds
+    """Write a note of this rank's error; exit silently if another rank reports it."""
+    # torchrun ends the remaining ranks when one has exited, but reporting takes seconds
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     reported, failures = error, _failures
     if failures is not None and isinstance(error, RuntimeError):
@@ -171,7 +174,7 @@ def _report(error: BaseException) -> None:
         if lost or _SILENT.search(str(error)):
             _end_if_another_failed(_NOTE_SECONDS)
             reported = ClipkitError(_NO_WORD if lost else _NO_ANSWER)
-    # everything else is a bug, and each rank prints its traceback
+    # anything else is a bug: each rank prints its traceback
     users = isinstance(reported, ClipkitError | OSError)
     message = " ".join((str(reported) if users else f"{type(reported).__name__}: {reported}").split())
     tell_torchrun(f"error: {message}")
@@ -193,10 +196,10 @@ def _end_if_another_failed(seconds: float) -> None:
 
 
 def check_launch() -> None:
-    """Check the environment variables with which a process finds the others, as torchrun sets them.
+    """Check the environment variables for the rendezvous, which torchrun sets.
 
     Raises:
-        ConfigError: there are several processes and a variable is missing, or one is not a number.
+        ConfigError: there are several processes and a variable is missing or not a number.
     """
     world = os.environ.get("WORLD_SIZE", "1")
     needed = ("RANK", "MASTER_ADDR", "MASTER_PORT") if world != "1" else ()
@@ -215,7 +218,7 @@ def rank_and_world() -> tuple[int, int]:
     """Return rank and world size from torchrun's environment variables; 0 and 1 without them.
 
     Raises:
-        ConfigError: they are impossible.
+        ConfigError: the values are invalid.
     """
     world = os.environ.get("WORLD_SIZE", "1")
     rank = os.environ.get("RANK", "0" if world == "1" else "not set")
@@ -228,7 +231,7 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def start() -> torch.device:
-    """Join the process group that torchrun announces, if any, and return this process's device.
+    """Join the process group if torchrun started this process, and return this process's device.
 
     Raises:
         ConfigError: the machine has fewer GPUs than processes.
@@ -241,14 +244,14 @@ def start() -> torch.device:
         torch.cuda.set_device(local_rank)
     if int(environment.get("WORLD_SIZE", "1")) > 1:
         store, rank, world = next(rendezvous("env://", timeout=_TIMEOUT))
-        # Torchrun's store outlives the ranks: when it restarts them (torch 2.15), their old addresses and notes are
-        # still there. With several torchruns each has its own count of restarts, and they differ.
+        # torchrun's store outlives the ranks: after a restart (torch 2.15) it still contains their old addresses
+        # and notes. With several torchruns, each counts its own restarts, and the counts differ.
         torchruns = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         alone = torchruns and local_world == environment.get("WORLD_SIZE")
         attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
         _store = PrefixStore(f"attempt {attempt}", store)
         _failures = Failures(_store, rank=rank, host=rank == 0 and not torchruns)
-        # CPU tensors use gloo, so that agreeing on a flag never waits for a GPU's queue
+        # gloo for CPU tensors, so that agreeing on a flag does not wait for the GPU
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
             store=PrefixStore("clipkit", _store),
@@ -256,7 +259,7 @@ def start() -> torch.device:
             world_size=world,
             timeout=_TIMEOUT,
         )
-    if cuda and local_rank >= gpus:  # only now, when it can be reported once
+    if cuda and local_rank >= gpus:  # checked after joining, so that it is reported once
         raise ConfigError(
             f"{local_world} processes on a machine with {gpus} GPUs: set --nproc-per-node to the number of GPUs"
         )
@@ -264,7 +267,7 @@ def start() -> torch.device:
 
 
 def stop() -> None:
-    """Leave the process group, all ranks together: one that leaves early can abort the others."""
+    """Leave the process group; waits for all ranks, since a rank that leaves early can abort the others."""
     if dist.is_available() and dist.is_initialized():
         dist.barrier()
         if _failures is not None:
@@ -290,12 +293,12 @@ def broadcast_buffers(buffers: Iterable[Tensor]) -> None:
 
 
 def ranks_of_host() -> int:
-    """Return the number of processes on this machine, as torchrun says."""
+    """Return the number of processes on this machine, as set by torchrun."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def background_group() -> dist.ProcessGroup:
-    """Return a group of all ranks for collectives of a background thread; all ranks call this."""
+    """Return a group of all ranks for collectives in a background thread; all ranks must call this."""
     group = dist.new_group(backend="gloo", timeout=_LONG_TIMEOUT)
     assert isinstance(group, dist.ProcessGroup)
     return group
@@ -323,7 +326,7 @@ def totals(**counts: int) -> dict[str, int]:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Return every rank's value (numbers, strings, lists), in the order of ranks."""
+    """Return every rank's value (numbers, strings, lists), ordered by rank."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
@@ -332,9 +335,9 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def broadcast_bytes(content: bytes) -> bytes:
-    """Return rank 0's bytes on each rank; the others' are ignored.
+    """Return rank 0's bytes on every rank; ``content`` is ignored on other ranks.
 
-    Ranks wait without a time limit, since rank 0 may count shards for hours.
+    There is no timeout, since rank 0 may count shards for hours.
     """
     if world_size() == 1:
         return content
@@ -343,7 +346,7 @@ def broadcast_bytes(content: bytes) -> bytes:
     if rank() == 0:
         _store.set(ready, "")
     else:
-        while not _store.check([ready]):  # wait() would keep others from the store
+        while not _store.check([ready]):  # wait() would block other users of the store
             time.sleep(_POLL_SECONDS)
     size = torch.tensor(len(content))
     dist.broadcast(size, src=0)
@@ -367,7 +370,7 @@ def greatest_over_ranks(values: Tensor) -> Tensor:
 
 
 def counts_of_rows(own: int) -> list[int]:
-    """Return the number of rows of each rank, in the order of ranks, without waiting for a GPU."""
+    """Return the number of rows of each rank, ordered by rank, without waiting for a GPU."""
     if world_size() == 1:
         return [own]
     # a process group that was not created by start() may not support CPU tensors
@@ -378,10 +381,10 @@ def counts_of_rows(own: int) -> list[int]:
 
 
 def gather_rows(rows: Tensor, counts: list[int]) -> Tensor:
-    """Return every rank's (B, …) rows as (N, …), in the order of ranks; no gradient.
+    """Return every rank's (B, …) rows as (N, …), ordered by rank; no gradient.
 
     Args:
-        rows: this rank's; of the same shape, except for B, and dtype on all ranks.
+        rows: this rank's rows, with the same shape (except for B) and dtype on all ranks.
         counts: every rank's B, see ``counts_of_rows``.
     """
     if world_size() == 1:
@@ -400,7 +403,7 @@ def scatter_sums_of_rows(rows: Tensor, counts: list[int]) -> Tensor:
     """Return this rank's (B, …) rows of the sum over ranks of (N, …); no gradient.
 
     Args:
-        rows: of the same shape and dtype on all ranks.
+        rows: (N, …), with the same shape and dtype on all ranks.
         counts: every rank's B, see ``counts_of_rows``.
     """
     if world_size() == 1:

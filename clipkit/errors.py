@@ -1,7 +1,7 @@
-"""User errors, and how programs report them: one line on the terminal and exit status 1. Imports no torch.
+"""User errors, and how programs report them: one line on stderr and exit status 1. Does not import torch.
 
-Errors of the operating system are reported the same way. A bug in clipkit is an ``assert`` or an ordinary exception
-with its traceback.
+Operating system errors are reported the same way. Bugs in clipkit raise AssertionError or other exceptions, which
+are reported with a traceback.
 """
 
 import io
@@ -55,11 +55,11 @@ class Stopped(KeyboardInterrupt):
 
 
 _MAX_LISTED = 1200  # characters of known names in a message
-_FIRST_NAMES = 12  # listed where there are more
+_FIRST_NAMES = 12  # number of names listed if they would exceed _MAX_LISTED
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint for an unknown name: the closest known one, else all of them, or the first of many."""
+    """Return a hint for an unknown name: the closest known name, or else a list of the known names."""
     names = sorted(known)
     folded = {one.casefold(): one for one in names}
     if close := get_close_matches(name.casefold(), folded, n=1):
@@ -73,16 +73,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def report_errors() -> Iterator[None]:
     """Report user errors and errors of the operating system as one line on stderr, and exit.
 
-    The exit status is 1 for an error; 130 for Ctrl-C and 128 + the signal's number for ``Stopped``, whose arguments
-    say what stopping costs.
+    The exit status is 1 for errors, 130 for Ctrl-C, and 128 + the signal's number for ``Stopped``, whose message
+    states what was lost.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # an ASCII terminal or pipe must not end a training at the first "–"
+            # printing "–" to an ASCII terminal or pipe must not raise
             stream.reconfigure(errors="backslashreplace")
     try:
         yield
-        if sys.stdout is not None:  # None where it was closed at the start, as by `>&-`
+        if sys.stdout is not None:  # None if it was closed before the start, for example by `>&-`
             sys.stdout.flush()
         return
     except ClipkitError as error:
@@ -112,16 +112,16 @@ def run_command(command: Callable[[], int | None]) -> NoReturn:
 def _exit(status: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         let_go_if_broken(stream)
-    # After Ctrl-C within exec(text), which creating a dataclass is, `python -m` dies of SIGINT at its end although
-    # the exception was caught; another exec resets that.
+    # After Ctrl-C within exec(text), which dataclasses use, `python -m` ends with SIGINT even if the exception was
+    # caught; another exec resets that.
     exec("")
     sys.exit(status)
 
 
 def let_go_if_broken(stream: TextIO | None) -> bool:
-    """Redirect a stream that cannot be written to /dev/null; returns whether it was broken.
+    """Redirect a broken stream to /dev/null; return whether it was broken.
 
-    Python would otherwise try again at exit, complain, and exit with another status.
+    Otherwise Python would flush it again at exit, print an error, and change the exit status.
     """
     if stream is None:
         return True
@@ -130,7 +130,7 @@ def let_go_if_broken(stream: TextIO | None) -> bool:
     except ValueError:  # closed
         return True
     except OSError:
-        with suppress(OSError):  # a stream without a descriptor is not flushed at exit
+        with suppress(OSError):  # the stream has no file descriptor
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream.fileno())
             os.close(nowhere)
@@ -139,11 +139,11 @@ def let_go_if_broken(stream: TextIO | None) -> bool:
 
 
 def tell_torchrun(line: str, *, late: bool = False) -> None:
-    """Make torchrun's report of a failed job end with this error.
+    """Write this error to the file from which torchrun reports a failed job.
 
     Args:
         line: the error.
-        late: whether it only follows from another rank's error; torchrun shows the earliest.
+        late: whether it is a consequence of another rank's error; torchrun shows the earliest one.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         when = {"py_callstack": line, "timestamp": str(int(time.time()) + late)}
@@ -152,7 +152,7 @@ def tell_torchrun(line: str, *, late: bool = False) -> None:
 
 
 def _complain(message: str) -> int:
-    rank = os.environ.get("RANK", "0")  # every process of a job may report the same error
+    rank = os.environ.get("RANK", "0")
     message = " ".join(message.split())
     if not Path(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull)).exists():
         tell_torchrun(f"error: {message}")
@@ -161,6 +161,6 @@ def _complain(message: str) -> int:
 
 
 def _to_stderr(line: str) -> None:
-    if sys.stderr is not None:  # print would take None for stdout
-        with suppress(OSError):  # nobody reads stderr
+    if sys.stderr is not None:  # print(file=None) would write to stdout
+        with suppress(OSError):  # stderr is closed
             print(line, file=sys.stderr)

@@ -130,7 +130,7 @@ def test_options_are_trained_with_and_recorded(train: Train, tmp_path: Path) -> 
     assert about_images(train("next", f"model.weights={chosen}")) == []  # it goes on as it began
     assert decoding(tmp_path / "next") == decoding(chosen)
     wrong = error_of(train("wrong", "data.background=wite", status=1))
-    assert wrong == "error: data.background = 'wite' is not a color: give one as white or #ffffff"
+    assert wrong == "error: data.background = 'wite' is not a color: use a color such as white or #ffffff"
     wrong = error_of(train("wrong", "data.upright=yes", status=1))
     assert wrong.endswith("data.upright = 'yes' is invalid: expected auto, true or false")
 
@@ -139,7 +139,9 @@ def test_what_pack_did_is_recorded_and_done_to_raw_images(
     train: Train, forked: Forked, photos: Path, tmp_path: Path
 ) -> None:
     said = train("run", f"eval.data=[{json.dumps(str(photos / 'raw'))}]", data="white")
-    assert "transparent images are laid on #ffffff and the EXIF orientation of images is applied" in said
+    assert (
+        "transparent images get the background #ffffff and the EXIF orientation of images is applied" in said
+    )
     assert about_images(said) == []
     run = tmp_path / "run"
     assert decoding(run) == Decoding(background=(255, 255, 255), upright=True)

@@ -2,12 +2,13 @@
 
     open_clip                open_clip_config.json, open_clip_model.safetensors
     transformers             config.json, model.safetensors, preprocessor_config.json, the tokenizer's files
-    sentence-transformers    those, modules.json and others
+    sentence-transformers    the same, modules.json and others
     timm                     config.json, model.safetensors: the image tower alone
-    onnx                     visual.onnx, textual.onnx, onnx_config.json, tokenizer.json (unless it has classes)
+    onnx                     visual.onnx, textual.onnx, onnx_config.json, tokenizer.json (not for class heads)
 
-One folder can hold all exports, except timm together with transformers or sentence-transformers, whose files have
-the same names. ``EXPORTS`` registers the targets. Importing this package does not import torch.
+One folder can contain several exports, but timm cannot share one with transformers or sentence-transformers,
+because their files have the same names. ``EXPORTS`` registers the targets. Importing this package does not import
+torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,22 +32,22 @@ __all__ = ["EXPORTS", "ExportTarget", "export", "interpolate"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExportTarget:
-    """A library that can be exported to.
+    """A library to export to.
 
     Attributes:
-        display: name in a model card.
+        display: name in the model card.
         package: import name of the package that loads the export.
-        distribution: name to install it by.
+        distribution: name of that package on PyPI.
         obstacle: returns why a model cannot be exported, or "".
-        write: writes a model with its weights, float32 on the CPU, to a folder; returns the files' names.
+        write: writes a model with float32 weights on the CPU to a folder; returns the names of the files.
         check: loads that folder with the library; returns the largest difference of embeddings.
-        example: returns Python code for a model card that loads the folder ``{folder}``.
-        needs: import names of packages that ``write`` needs.
-        apart: targets that use the same file names.
-        default: whether it is exported to by default.
+        example: returns Python code for the model card that loads the folder ``{folder}``.
+        needs: import names of packages required by ``write``.
+        apart: targets whose files have the same names, so that they need separate folders.
+        default: whether it is a default target.
         texts: whether it includes the text tower.
-        loads: whether ``clipkit.load`` reads the folder.
-        resizes: whether its library resizes images in its own way and does not repair texts.
+        loads: whether ``clipkit.load`` can read the folder.
+        resizes: whether the library resizes images differently and does not repair texts.
     """
 
     display: str
@@ -67,7 +68,7 @@ class ExportTarget:
 def _target(
     module: str, display: str, *, distribution: str = "", package: str = "", suffix: str = "", **facts: Any
 ) -> ExportTarget:
-    """Create a target with the functions of ``clipkit.export.MODULE``, which is imported at the first call."""
+    """Create a target with the functions of ``clipkit.export.MODULE``, which is imported on the first call."""
 
     def function(name: str) -> Callable[..., Any]:
         return lambda *arguments: getattr(import_module(f"clipkit.export.{module}"), name)(*arguments)

@@ -1,6 +1,6 @@
-"""Samples that compare a model with its export.
+"""Samples for comparing a model with its export.
 
-The images have exactly the model's size, so that no library resizes them and only the models are compared.
+The images have exactly the model's image size, so that no library resizes them.
 Letters: N images or texts, S image side, O embedding dimension.
 """
 
@@ -38,11 +38,11 @@ class Samples:
     """Inputs and the model's outputs for them.
 
     Attributes:
-        images: N of S x S pixels.
-        texts: N, one of which exceeds every context length; for a head of classes, class names.
-        pixels: the preprocessed images, normalized float32 (N, 3, S, S).
+        images: N images of S x S pixels.
+        texts: N texts, one longer than any context length; for a class head, class names.
+        pixels: (N, 3, S, S) float32, the preprocessed and normalized images.
         image_features: (N, O) float32, not normalized.
-        text_features: likewise.
+        text_features: (N, O) float32, not normalized.
     """
 
     images: tuple["Image", ...]
@@ -64,7 +64,7 @@ class Samples:
 
 @torch.no_grad()
 def draw_samples(model: CLIP) -> Samples:
-    """Draw images, and encode them and ``texts_of`` the model, which is in evaluation mode."""
+    """Create sample images, and encode them and ``texts_of(model)``; the model must be in evaluation mode."""
     from PIL import Image
 
     texts = texts_of(model)
@@ -93,7 +93,7 @@ def draw_samples(model: CLIP) -> Samples:
 
 
 def texts_of(model: CLIP) -> tuple[str, ...]:
-    """Return ``TEXTS``; for a model with a head of classes, which reads nothing else, as many class names."""
+    """Return ``TEXTS``, or the same number of class names for a model with a class head."""
     if not isinstance(model.tokenizer, ClassTokenizer):
         return TEXTS
     names = model.tokenizer.names
@@ -107,7 +107,7 @@ def normalized(pixels: Tensor, model: CLIP) -> Tensor:
 
 
 def difference(found: object, expected: Tensor) -> float:
-    """Return the largest difference of two arrays of one shape; NaN counts as infinite."""
+    """Return the largest absolute difference of two arrays of the same shape; NaN counts as infinite."""
     other = torch.as_tensor(found, dtype=torch.float32)
     assert other.shape == expected.shape, (tuple(other.shape), tuple(expected.shape))
     return float((other - expected).abs().max().nan_to_num(nan=torch.inf))

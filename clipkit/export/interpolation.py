@@ -1,7 +1,7 @@
-"""``clipkit interpolate``: weights between those of two models (WiSE-FT, https://arxiv.org/abs/2109.01903).
+"""``clipkit interpolate``: interpolate the weights of two models (WiSE-FT, https://arxiv.org/abs/2109.01903).
 
-A fine-tuned model may score worse on other data than the model it started from; weights between the two lose less.
-Compare several fractions with ``python -m eval``.
+A fine-tuned model may score worse on other data than its initial model; interpolated weights lose less. Compare
+several values of alpha with ``python -m eval``.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from clipkit.model.clip import CLIP
 
 __all__ = ["interpolate", "run"]
 
-# texts that tell tokenizers apart: case, accents, numbers, scripts, length
+# texts that distinguish tokenizers: case, accents, numbers, scripts, length
 _PROBES = (
     "a photo of a cat",
     "A  Photo, of Zürich's 1,234 cafés &amp; bars!",
@@ -31,13 +31,13 @@ _PROBES = (
 
 @torch.no_grad()
 def interpolate(first: CLIP, second: CLIP, alpha: float) -> CLIP:
-    """Interpolate all weights, the temperature included: (1 − alpha) · first + alpha · second.
+    """Interpolate all weights, including the temperature: (1 − alpha) · first + alpha · second.
 
-    Statistics of batch norms are interpolated too; integer counts are the first model's.
+    Batch norm statistics are interpolated too; integer counts are taken from the first model.
 
     Args:
-        first: determines the device, dtype and tokenizer.
-        second: of the same architecture. Determines how transparent and rotated images are treated, which
+        first: a model; determines the device, dtype and tokenizer of the result.
+        second: a model of the same architecture; determines how transparent and rotated images are treated, which
             fine-tuning may have changed.
         alpha: 0 (the first model) to 1 (the second).
 
@@ -45,13 +45,13 @@ def interpolate(first: CLIP, second: CLIP, alpha: float) -> CLIP:
         ConfigError: alpha is out of range, or the models differ in more than their weights.
     """
     if not (math.isfinite(alpha) and 0 <= alpha <= 1):
-        raise ConfigError(f"alpha = {alpha!r} does not fit: 0 (the first model) to 1 (the second)")
+        raise ConfigError(f"alpha = {alpha!r} is invalid: expected 0 (the first model) to 1 (the second)")
     what = ""
     before, after = (replace(one.preprocess, background=None, upright=False) for one in (first, second))
     if first.architecture != second.architecture:
         what = "architecture"
     elif before != after:
-        what = "preprocessing of images"
+        what = "image preprocessing"
     elif type(first.tokenizer) is not type(second.tokenizer):
         what = "tokenizer"
     elif first.tokenizer != second.tokenizer:  # from different folders: compare their tokens
@@ -60,7 +60,7 @@ def interpolate(first: CLIP, second: CLIP, alpha: float) -> CLIP:
     if what:
         names = [model.origin or model.name or "a model" for model in (first, second)]
         raise ConfigError(
-            f"{names[0]} and {names[1]} differ in their {what}: only weights of the same model trained further "
+            f"{names[0]} and {names[1]} differ in their {what}: only models trained from the same initial weights "
             "can be interpolated"
         )
     made = deepcopy(first)
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     alphas = list(dict.fromkeys(options.alpha))
     out = output_folder(options.out)
     folders = [out]
-    if len(alphas) > 1:  # alpha_0.5 for 0.5, alpha_1 for 1.0
+    if len(alphas) > 1:  # such as alpha_0.5, alpha_1
         folders = [out / f"alpha_{float(abs(alpha))!r}".removesuffix(".0") for alpha in alphas]
     for folder in folders:
         check_free(folder)
@@ -95,9 +95,9 @@ def run(options: argparse.Namespace) -> int:
     for model in (first, second):
         print(model.origin)
     if first.preprocess != second.preprocess:
-        print("transparent and rotated images are treated as by the second model")
+        print("transparent and rotated images are treated as in the second model")
     for alpha, folder in zip(alphas, folders, strict=True):
         made_from = {"first": first.origin, "second": second.origin, "alpha": alpha}
         save_model(interpolate(first, second, alpha), folder, made_from=made_from)
-        print(f"wrote {folder}: {1 - alpha:g} of the first and {alpha:g} of the second")
+        print(f"wrote {folder}: {1 - alpha:g} × the first + {alpha:g} × the second")
     return 0

@@ -1,4 +1,4 @@
-"""The README.md of an exported model: its architecture, how each library loads it, its scores and training."""
+"""Model card (README.md) of an export: architecture, example code for each library, scores and training."""
 
 import json
 import re
@@ -22,18 +22,18 @@ from clipkit.model.tokenizer import ClipTokenizer
 __all__ = ["KnownScore", "Source", "by_caller", "model_card", "source_of"]
 
 
-_CHECKPOINT = "clipkit checkpoint "  # start of the origin of such a model
-# the folders of a path in quotes, also in file:///home/name, but not those of a URL such as s3://bucket/name
+_CHECKPOINT = "clipkit checkpoint "  # prefix of the origin of a model loaded from a checkpoint
+# folders in a quoted path, including file:///home/name, but not in a URL such as s3://bucket/name
 _FOLDERS = re.compile(r"""(?:file://|(?<![\w/.…:])~\w*|(?<![\w/.…])(?=/))/(?=[\w.])(?:[^/"'\n]+/)*""")
-_LARGEST = 64 * 2**20  # bytes of a results file or a configuration
+_LARGEST = 64 * 2**20  # size limit of a results file or configuration, in bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnownScore:
-    """One score of the exported weights, with its 95% interval from ``low`` to ``high``.
+    """A score of the exported weights, with its 95% interval from ``low`` to ``high``.
 
-    Values are 0–1; those of metrics called ``…_rank`` count from 1. ``chance`` is the score of guessing, if known;
-    ``setting`` distinguishes scores of one task, such as "k=20".
+    Values are 0–1, except for metrics named ``…_rank``, which start at 1. ``chance`` is the score of random
+    guessing, if known; ``setting`` distinguishes scores of the same task, such as "k=20".
     """
 
     dataset: str
@@ -49,11 +49,11 @@ class KnownScore:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The training that weights come from.
+    """The training run that produced the weights.
 
     Attributes:
         run: name of the clipkit run, or "".
-        step: its step, or None.
+        step: step of the checkpoint, or None.
         scores: scores at that step.
         config: the run's configuration in TOML, or "".
     """
@@ -65,7 +65,7 @@ class Source:
 
 
 def source_of(model: CLIP) -> Source:
-    """Read the files next to the checkpoint that a model was loaded from; other models have none."""
+    """Read the run folder of the checkpoint that a model was loaded from; the result is empty for other models."""
     if not model.origin.startswith(_CHECKPOINT):
         return Source()
     folder = Path(model.origin.removeprefix(_CHECKPOINT)).resolve()
@@ -80,7 +80,7 @@ def source_of(model: CLIP) -> Source:
         config = ""
     scores: dict[
         tuple[str, str, str, str], KnownScore
-    ] = {}  # the last of each dataset, task, setting and metric
+    ] = {}  # the last score for each dataset, task, setting and metric
     for line in _text(run / "results.jsonl").splitlines():
         record = _object(line)
         if step is not None and record.get("step") == step:
@@ -112,9 +112,9 @@ def model_card(model: CLIP, targets: Mapping[str, Any], source: Source, *, name:
 
     Args:
         model: the exported model.
-        targets: its libraries, with the record of each (see ``clipkit.export.write``).
-        source: its training.
-        name: the folder it is exported to, for the examples.
+        targets: the record of each target (see ``clipkit.export.write``).
+        source: the training run.
+        name: name of the export's folder, for the examples.
     """
     environment = templates(Path(__file__).with_name("templates"), html=False)
     environment.filters |= {"g": "{:g}".format, "cell": lambda text: re.sub(r"[|\s\\`<>]+", " ", text)}
@@ -136,7 +136,7 @@ def model_card(model: CLIP, targets: Mapping[str, Any], source: Source, *, name:
         exports=EXPORTS,
         samples=len(TEXTS),
         source=source,
-        # absolute paths keep only their last part
+        # shorten absolute paths to their last part
         config=_FOLDERS.sub("…/", without_secrets(source.config)),
         name=name,
         version=__version__,
@@ -145,6 +145,8 @@ def model_card(model: CLIP, targets: Mapping[str, Any], source: Source, *, name:
 
 
 def by_caller(model: CLIP) -> str:
-    """Describe preprocessing that the caller must do, as other libraries do not; "" for none."""
+    """Describe the preprocessing that other libraries do not support and the caller must do; "" for none."""
     done = str(model.preprocess.decoding)
-    return f"Before this, {done}: other libraries do not do so, and the caller must." if done else ""
+    return (
+        f"Before this, {done}. Other libraries do not support this: do it in your own code." if done else ""
+    )

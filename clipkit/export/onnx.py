@@ -1,14 +1,14 @@
-"""Export to ONNX: ``visual.onnx``, ``textual.onnx``, and ``onnx_config.json`` about the two.
+"""Export to ONNX: ``visual.onnx``, ``textual.onnx`` and their configuration, ``onnx_config.json``.
 
     visual.onnx     pixel_values  float32 (B, 3, S, S), normalized    →  image_embeds  float32 (B, O), unit norm
     textual.onnx    input_ids     int64 (B, L)                        →  text_embeds   float32 (B, O), unit norm
 
-B is any size, and so is L up to the context length; for text towers of open_clip L is the context length. Rows may
-be padded by 0 or by more ends of text. For a head of classes L is 1: the number of a class. ``onnx_config.json``
-holds what else is needed: how images are resized and normalized, the file of the tokenizer or the names of the
-classes, and exp(t), which multiplies similarities.
+B is dynamic. L is dynamic up to the context length, except for text towers of open_clip, where L is the context
+length. Rows may be padded with 0 or with repeated end-of-text tokens. For a class head, L is 1: the index of a
+class. ``onnx_config.json`` contains everything else: how to resize and normalize images, the tokenizer's file or
+the class names, and exp(t), which multiplies similarities.
 
-Weights of more than 1.5 GiB are stored in a separate file, as one ONNX file holds at most 2 GiB.
+Weights of more than 1.5 GiB are stored in a separate file, because an ONNX file is limited to 2 GiB.
 """
 
 import json
@@ -31,12 +31,12 @@ __all__ = ["OPSET", "check", "example", "obstacle", "write"]
 
 OPSET = 18
 CONFIG, VISUAL, TEXTUAL = "onnx_config.json", "visual.onnx", "textual.onnx"
-_INSIDE = 3 * 2**29  # bytes of weights that are stored in the graph's own file
-_BATCHES = (1, 3, 8)  # that the check runs
+_INSIDE = 3 * 2**29  # maximum size of weights stored in the graph's file, in bytes
+_BATCHES = (1, 3, 8)  # batch sizes used by the check
 
 
 def obstacle(model: CLIP) -> str:
-    """Return "": whether a library's tower can be exported is only known after trying."""
+    """Return "": whether the tower of another library can be exported is only known after trying."""
     return ""
 
 
@@ -53,7 +53,7 @@ class _Normalized(nn.Module):
 
 
 class _OwnTextEncoder(nn.Module):
-    """The text transformer of a plain CLIP, without grouping by length, which a graph cannot express."""
+    """The text transformer of a plain CLIP without packing texts by length, which a graph cannot express."""
 
     def __init__(self, model: CLIP) -> None:
         super().__init__()
@@ -69,9 +69,9 @@ class _OwnTextEncoder(nn.Module):
 
 
 def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]:
-    """Write the graphs, their configuration and tokenizer; return the files' names.
+    """Write the graphs, their configuration and tokenizer; return the names of the files.
 
-    The graphs take the weights from the model, float32 on the CPU, in evaluation mode.
+    The model must be in evaluation mode, with float32 weights on the CPU.
 
     Raises:
         ConfigError: the exporter does not support this tower.
@@ -126,10 +126,10 @@ def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]
 def _graph(
     encoder: nn.Module, example: Tensor, dynamic: dict[int, str], names: tuple[str, str], path: Path
 ) -> list[str]:
-    """Write one encoder as a graph; return the files' names."""
+    """Write one encoder as a graph; return the names of the files."""
     logger = logging.getLogger("onnxscript")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # no remarks about missed optimizations
+    logger.setLevel(logging.ERROR)  # hide messages about missed optimizations
     try:
         program = torch.onnx.export(
             encoder.eval(),
@@ -144,12 +144,12 @@ def _graph(
         assert program is not None
         for graph in (program.model.graph, *program.model.functions.values()):
             for node in graph:
-                node.metadata_props.clear()  # paths of source files on this machine
+                node.metadata_props.clear()  # contains paths on this machine
         outside = sum(t.numel() * t.element_size() for t in encoder.state_dict().values()) > _INSIDE
         program.save(path, external_data=outside)
     except torch.onnx.OnnxExporterError as error:
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ConfigError(f"torch cannot make an ONNX graph of this {path.stem} tower: {first}") from error
+        raise ConfigError(f"torch cannot export this {path.stem} tower to ONNX: {first}") from error
     finally:
         logger.setLevel(level)
     return [path.name, *([f"{path.name}.data"] if outside else [])]
@@ -167,7 +167,7 @@ def check(model: CLIP, folder: Path, samples: Samples) -> float:
         for file in (VISUAL, TEXTUAL)
     )
     for batch in _BATCHES:
-        tokens = model.tokenizer(samples.texts[:batch])  # as long as the longest, where any length will do
+        tokens = model.tokenizer(samples.texts[:batch])  # trimmed to the longest text if the tower allows it
         images = visual.run(None, {"pixel_values": samples.pixels[:batch].numpy()})[0]
         texts = textual.run(None, {"input_ids": tokens.numpy()})[0]
         largest = max(largest, difference(images, samples.image_embeddings[:batch]))
@@ -238,7 +238,7 @@ ids = np.arange(len(config["classes"]))[:, None]  # in the order of these names
 
 
 def example(model: CLIP) -> str:
-    """Return code that loads the export and compares an image with texts, or with classes."""
+    """Return code that loads the export and compares an image with texts or classes."""
     tokens, needed = _LIBRARY_TOKENS, "from transformers import AutoTokenizer\n"
     if isinstance(model.tokenizer, ClassTokenizer):
         tokens, needed = _CLASSES, ""

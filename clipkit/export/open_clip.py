@@ -2,8 +2,8 @@
 
     open_clip.create_model_and_transforms("local-dir:OUT"), open_clip.get_tokenizer("local-dir:OUT")
 
-Parameter names are open_clip's. A tokenizer of the transformers library is exported too; CLIP's own comes with
-open_clip.
+Parameter names are open_clip's. Tokenizers of the transformers library are exported too; CLIP's tokenizer is part
+of open_clip.
 """
 
 import json
@@ -28,22 +28,22 @@ CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 
 
 def obstacle(model: CLIP) -> str:
-    """Return why open_clip cannot hold this model, or ""."""
+    """Return why open_clip cannot represent this model, or ""."""
     try:
         to_open_clip(model.architecture)
     except ConfigError as error:
         return str(error)
     if isinstance(model.tokenizer, TransformersTokenizer):
-        return "open_clip has CLIP's tokenizer for this kind of text tower, and this model has another"
+        return "open_clip uses CLIP's tokenizer for this kind of text tower, but this model has another one"
     return ""
 
 
 def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]:
-    """Write the model with its weights, float32 on the CPU; return the files' names."""
+    """Write a model with float32 weights on the CPU; return the names of the files."""
     config = to_open_clip(model.architecture)
     names = store_tokenizer(model, folder)
     if names and (given := config["text_cfg"].get("hf_tokenizer_name")):
-        # for a local folder, open_clip ignores this name and reads the tokenizer beside the config
+        # for a local folder, open_clip ignores this name and reads the tokenizer in the folder
         name = folder.name if Path(given).exists() else given
         config["text_cfg"] = {**config["text_cfg"], "hf_tokenizer_name": name}
     preprocess = model.preprocess.to_dict()
@@ -55,7 +55,7 @@ def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]
 
 
 def store_tokenizer(model: CLIP, folder: Path) -> list[str]:
-    """Write a tokenizer of the transformers library, or nothing for CLIP's own; return the files' names."""
+    """Write a tokenizer of the transformers library (nothing for CLIP's); return the names of the files."""
     if not isinstance(model.tokenizer, LibraryTokenizer | TransformersTokenizer):
         return []
     inner = folder / ".tokenizer"
@@ -70,7 +70,7 @@ def store_tokenizer(model: CLIP, folder: Path) -> list[str]:
 @torch.no_grad()
 def check(model: CLIP, folder: Path, samples: Samples) -> float:
     """Load the folder with open_clip as a user would; return the largest difference of unit-norm embeddings."""
-    with torch.random.fork_rng(devices=[]):  # weights are initialized before they are read
+    with torch.random.fork_rng(devices=[]):  # open_clip initializes weights before loading them
         theirs, transform, tokenize = load_folder(folder)
     theirs.eval()
     pixels = torch.stack([transform(image) for image in samples.images])

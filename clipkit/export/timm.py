@@ -1,10 +1,10 @@
-"""Export of the image tower to timm: ``config.json`` and ``model.safetensors``.
+"""Export the image tower to timm: ``config.json`` and ``model.safetensors``.
 
     timm.create_model("local-dir:OUT", pretrained=True)
 
-Its output, (B, O), is that of ``CLIP.encode_image`` with ``normalize=False``: the projection to the embedding space
-is timm's classifier, with a bias of 0. clipkit's ViTs become timm's ``vit_*_clip_*``; a backbone of timm keeps its
-name. Letters: B batch, D width of the tower, O embedding dimension, P patches.
+The output (B, O) equals that of ``CLIP.encode_image`` with ``normalize=False``: the projection to the embedding
+space becomes timm's classifier, with a bias of 0. clipkit's ViTs become timm's ``vit_*_clip_*``; backbones of timm
+keep their names. Letters: B batch, D width of the tower, O embedding dimension, P patches.
 """
 
 import json
@@ -51,7 +51,7 @@ class _Backbone:
 
 
 def obstacle(model: CLIP) -> str:
-    """Return why timm has no such image tower, or ""."""
+    """Return why timm cannot represent this image tower, or ""."""
     vision = model.architecture.vision
     if vision.plain is not None:
         return ""
@@ -60,18 +60,18 @@ def obstacle(model: CLIP) -> str:
     head = model.visual.get_submodule("head")
     own = [name for name, layer in head.named_children() if not isinstance(layer, nn.Dropout)]
     if own not in ([], ["proj"]) or not all(isinstance(head.get_submodule(name), nn.Linear) for name in own):
-        return "timm cannot have an image tower with another head than one linear projection"
+        return "timm supports only image towers with one linear projection"
     backbone = _library_tower(model, model.visual.state_dict())
     built = _build(backbone).state_dict()
     if {name: t.shape for name, t in built.items()} != {
         name: t.shape for name, t in backbone.tensors.items()
     }:
-        return f"timm builds {backbone.name} with other parameters than this image tower has"
+        return f"timm's {backbone.name} has other parameters than this image tower"
     return ""
 
 
 def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]:
-    """Write the image tower with its weights, float32 on the CPU; return the files' names."""
+    """Write the image tower with float32 weights on the CPU; return the names of the files."""
     import timm
 
     visual = {name.removeprefix("visual."): t for name, t in tensors.items() if name.startswith("visual.")}
@@ -101,7 +101,7 @@ def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]
 
 
 def timm_name(shape: Architecture) -> tuple[str, dict[str, Any]]:
-    """Return the name and arguments with which timm builds an architecture's plain ViT."""
+    """Return timm's model name and arguments for an architecture's plain ViT."""
     import timm
 
     vision = shape.vision.plain
@@ -143,7 +143,7 @@ def _library_tower(model: CLIP, visual: Mapping[str, Tensor]) -> _Backbone:
     assert origin is not None
     name, arguments = origin
     tensors = {key.removeprefix("trunk."): t for key, t in visual.items() if key.startswith("trunk.")}
-    if arguments.get("global_pool") == "token":  # the norm is the same before and after pooling
+    if arguments.get("global_pool") == "token":  # with this pooling, the norm may be applied before or after
         tensors = {key.replace("fc_norm.", "norm."): t for key, t in tensors.items()}
     if "head.proj.weight" not in visual:
         classes: int = model.visual.get_submodule("trunk").num_classes  # type: ignore[assignment]
@@ -154,11 +154,13 @@ def _library_tower(model: CLIP, visual: Mapping[str, Tensor]) -> _Backbone:
     bias = visual.get("head.proj.bias", torch.zeros(backbone.classes))
     trunk = _build(backbone)
     found: Any = trunk.get_classifier()  # type: ignore[operator]
-    layers = list(found) if isinstance(found, tuple | list) else [found]  # distilled models average two
+    layers = (
+        list(found) if isinstance(found, tuple | list) else [found]
+    )  # distilled models have two, averaged
     if all(isinstance(layer, nn.Linear) and layer.bias is not None for layer in layers):
         for place, module in trunk.named_modules():
             if any(module is layer for layer in layers):
-                # copies, as safetensors stores no shared memory
+                # copied, because safetensors does not support shared memory
                 tensors[f"{place}.weight"] = visual["head.proj.weight"].clone()
                 tensors[f"{place}.bias"] = bias.clone()
     return backbone
@@ -167,7 +169,7 @@ def _library_tower(model: CLIP, visual: Mapping[str, Tensor]) -> _Backbone:
 def _build(backbone: _Backbone) -> nn.Module:
     import timm
 
-    with torch.random.fork_rng(devices=[]):  # initializes weights
+    with torch.random.fork_rng(devices=[]):  # timm initializes weights
         made: nn.Module = timm.create_model(
             backbone.name, pretrained=False, num_classes=backbone.classes, **backbone.arguments
         )
@@ -181,7 +183,7 @@ def check(model: CLIP, folder: Path, samples: Samples) -> float:
     from timm.data.config import resolve_model_data_config
     from timm.data.transforms_factory import create_transform
 
-    with torch.random.fork_rng(devices=[]):  # initializes weights before loading them
+    with torch.random.fork_rng(devices=[]):  # timm initializes weights before loading them
         theirs = timm.create_model(f"local-dir:{folder}", pretrained=True)
     theirs.eval()
     config: dict[str, Any] = resolve_model_data_config(theirs)  # type: ignore[no-untyped-call]

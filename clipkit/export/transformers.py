@@ -3,20 +3,21 @@
     transformers.CLIPModel.from_pretrained("OUT"), transformers.AutoProcessor.from_pretrained("OUT")
     sentence_transformers.SentenceTransformer("OUT")
 
-Plain ViT CLIPs only. sentence-transformers reads the files of transformers and four small ones of its own.
+Supports plain ViT CLIPs only. sentence-transformers reads the files of transformers and four small files of its
+own.
 
-Embeddings of the same pixels are clipkit's. Their image processor resizes with another library: for 60 drawn images
-at 224 pixels its values differed by 0.005 of 255 in the mean and 20 at most, and 12 of the images, with their
-middle between two pixels, were cropped one pixel beside. It converts palette and transparent images to RGB before
-resizing, not after: 20 drawn images of other sizes differed by 0.003 of 255 in the median of their means, as
-palettes by 16, with an alpha channel and converted to RGB first by 8, and with the alpha channel left to the
-processor by 26.
+Embeddings of identical pixels equal clipkit's. However, transformers' image processor resizes with another library:
+for 60 generated images at 224 pixels, its values differed by 0.005 of 255 on average and by at most 20, and 12
+images whose center lies between two pixels were cropped one pixel off. It converts palette and transparent images
+to RGB before resizing instead of afterwards: for 20 generated images of other sizes, the median of the mean
+difference was 0.003 of 255, for the same images with palettes 16, with an alpha channel and converted to RGB first
+8, and with the alpha channel left to the processor 26.
 
-Token ids are clipkit's, with these differences. Padding is end of text (49407) there and 0 here, and neither
-affects the features. Their tokenizer does not repair texts: one with HTML entities, typographic quotes,
-ligatures, full-width letters or a wrong encoding should go through ``ftfy.fix_text`` and ``html.unescape`` first.
-Inside a text ``<|startoftext|>`` and ``<|endoftext|>`` are special there, ``<start_of_text>`` and ``<end_of_text>``
-here. A model's own tokenizer is exported with it.
+Token ids equal clipkit's, with these differences. transformers pads with end of text (49407), clipkit with 0;
+neither affects the features. transformers' tokenizer does not repair texts: apply ``ftfy.fix_text`` and
+``html.unescape`` to texts with HTML entities, typographic quotes, ligatures, full-width letters or a wrong
+encoding. The special tokens recognized inside a text are ``<|startoftext|>`` and ``<|endoftext|>`` in transformers,
+``<start_of_text>`` and ``<end_of_text>`` in clipkit. A tokenizer other than CLIP's is exported with the model.
 """
 
 import json
@@ -57,12 +58,12 @@ __all__ = [
 
 WEIGHTS = "model.safetensors"
 START, END = "<|startoftext|>", "<|endoftext|>"
-# CLIP's splitting rule with transformers' names of the special tokens
+# CLIP's splitting pattern with transformers' names of the special tokens
 _WORD = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 
 
 def obstacle(model: CLIP) -> str:
-    """Return why transformers' ``CLIPModel`` cannot hold this model, or ""."""
+    """Return why transformers' ``CLIPModel`` cannot represent this model, or ""."""
     shape = model.architecture
     for tower in (shape.vision, shape.text):
         if tower.plain is None:
@@ -70,17 +71,17 @@ def obstacle(model: CLIP) -> str:
     if shape.logit_bias:
         return "transformers' CLIPModel has no logit_bias"
     if model.preprocess.resize_mode == "longest":
-        return "transformers' CLIPImageProcessor cannot resize the longer side and add a border"
+        return "transformers' CLIPImageProcessor cannot resize the longer side and pad"
     _, text = shape.own_towers()
     if isinstance(model.tokenizer, TransformersTokenizer):
         return ""
     if not isinstance(model.tokenizer, ClipTokenizer) or text.vocab_size <= END_OF_TEXT:
-        return "transformers' CLIPTokenizer needs CLIP's 49,408 tokens"
+        return "transformers' CLIPTokenizer requires CLIP's vocabulary of 49,408 tokens"
     return ""
 
 
 def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]:
-    """Write the model with its weights, float32 on the CPU; return the files' names."""
+    """Write a model with float32 weights on the CPU; return the names of the files."""
     configs = transformers_configs(model.architecture, model.preprocess)
     processor, preprocess = configs["preprocessor_config.json"], model.preprocess
     processor["processor_class"] = "CLIPProcessor"
@@ -89,7 +90,7 @@ def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]
         processor["size"] = {"height": preprocess.image_size, "width": preprocess.image_size}
         processor["do_center_crop"] = False
     if isinstance(own := model.tokenizer, TransformersTokenizer):
-        # features are read at the end of text, or at the largest token if there is none
+        # text features are read at the end-of-text token, or at the largest token if there is none
         library, end = own.library(), end_of_texts(own)
         configs["config.json"]["text_config"].update(
             bos_token_id=library.bos_token_id,
@@ -109,13 +110,13 @@ def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]
         tokenizer = write_clip_tokenizer(folder)
     for name, content in configs.items():
         _write_json(folder / name, content)
-    if not (folder / WEIGHTS).exists():  # the other target may have written it
+    if not (folder / WEIGHTS).exists():  # written already if both targets are exported
         save_file(to_transformers(tensors), folder / WEIGHTS, metadata={"format": "pt"})
     return [*configs, WEIGHTS, *tokenizer]
 
 
 def write_clip_tokenizer(folder: Path) -> list[str]:
-    """Write CLIP's vocabulary for ``Tokenizer.from_file`` and for older libraries; return the files' names."""
+    """Write CLIP's tokenizer for ``Tokenizer.from_file`` and for older libraries; return the names of the files."""
     from tokenizers import (
         AddedToken,
         Regex,
@@ -162,7 +163,7 @@ def check(model: CLIP, folder: Path, samples: Samples) -> float:
 
     with _without_bars():
         theirs, found = CLIPModel.from_pretrained(folder, local_files_only=True, output_loading_info=True)
-    assert not any(found.values()), found  # missing or unexpected names are only a warning there
+    assert not any(found.values()), found  # transformers only warns about missing or unexpected names
     processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
     inputs = processor(
         text=list(samples.texts),
@@ -207,7 +208,7 @@ with torch.no_grad():
 
 
 def write_sentence(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]:
-    """Write the files of transformers and those of sentence-transformers; return their names."""
+    """Write the files of transformers and sentence-transformers; return their names."""
     names = write(model, tensors, folder)
     package = "sentence_transformers.base.modules"
     modules = [("", "transformer.Transformer"), ("1_Normalize", "normalize.Normalize")]

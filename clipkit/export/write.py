@@ -1,9 +1,9 @@
-"""``clipkit export``: write a model for other libraries, load it back with each of them, and compare.
+"""``clipkit export``: write a model for other libraries, load it with each of them, and compare embeddings.
 
-``clipkit_export.json`` lists the files of each library and has a digest of the weights, so that a folder never
-holds two models. The export is written to a temporary folder and moved to its place once each library has loaded
-it. An earlier export of the same weights to other libraries stays in the folder, and so do files that a user has
-added or changed (a license, the card).
+``clipkit_export.json`` lists the files of each library and a digest of the weights, so that a folder never contains
+two models. The export is written to a temporary folder and renamed after each library has loaded it. Earlier
+exports of the same weights to other libraries are kept, as are files that a user has added or changed (a license,
+the model card).
 """
 
 import argparse
@@ -37,10 +37,10 @@ from clipkit.model.zero_shot import evaluating
 __all__ = ["Exported", "export", "run"]
 
 MANIFEST, CARD, NEW_CARD = "clipkit_export.json", "README.md", "README.new.md"
-TOLERANCE = 1e-5  # of embeddings
+TOLERANCE = 1e-5  # largest allowed difference of embeddings
 _FORMAT = 1
-_LARGEST = 2**20  # bytes of a manifest
-# what a library of an untested version may raise
+_LARGEST = 2**20  # size limit of a manifest, in bytes
+# exceptions that an untested version of a library may raise
 _LIBRARY_ERRORS = (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError)
 
 
@@ -51,7 +51,7 @@ class Exported:
     Attributes:
         target: key of ``EXPORTS``.
         files: its files, relative to the folder.
-        library: library that loaded them back, such as "timm 1.0.31"; "" if it is not installed.
+        library: the library that loaded them, such as "timm 1.0.31"; "" if it is not installed.
         difference: largest difference between its embeddings and clipkit's; None if not checked.
     """
 
@@ -62,22 +62,22 @@ class Exported:
 
 
 def export(model: CLIP, out: Path, *, to: Sequence[str] = (), source: Source | None = None) -> list[Exported]:
-    """Write a model for other libraries, load it back with each, and compare.
+    """Write a model for other libraries, load it with each of them, and compare embeddings.
 
     Args:
-        model: the model, which is not changed.
-        out: a folder that does not exist, is empty, or holds an earlier export.
-        to: keys of ``EXPORTS``; by default those targets with ``default`` to which the model can be exported.
-        source: scores and configuration for the model card; None for those beside the checkpoint.
+        model: the model, which is not modified.
+        out: a folder that does not exist, is empty, or contains an earlier export.
+        to: keys of ``EXPORTS``; by default the default targets to which the model can be exported.
+        source: scores and configuration for the model card; None reads them from the run folder.
 
     Raises:
-        ConfigError: the model cannot be exported to a library, or the folder holds something else.
-        CheckpointError: a library gives other embeddings than clipkit, or the folder cannot be written.
+        ConfigError: the model cannot be exported to a library, or the folder contains other files.
+        CheckpointError: a library's embeddings differ from clipkit's, or the folder cannot be written.
     """
     wanted = _wanted(model, to)
     out = output_folder(out)
     if not out.name:
-        raise ConfigError(f"{out} is not empty and no earlier export: give another folder")
+        raise ConfigError(f"{out} is not empty and not an earlier export: use another folder")
     if any(p.device.type != "cpu" or p.dtype != torch.float32 for p in model.parameters()):
         model = deepcopy(model).float().cpu()
         model.reset_constants()
@@ -85,20 +85,23 @@ def export(model: CLIP, out: Path, *, to: Sequence[str] = (), source: Source | N
     with evaluating(model), torch.no_grad():
         tensors: dict[str, Tensor] = {}
         seen: set[int] = set()
-        for name, value in model.state_dict().items():  # safetensors stores no shared memory, so it is copied
+        for (
+            name,
+            value,
+        ) in model.state_dict().items():  # copied, because safetensors does not support shared memory
             memory = value.untyped_storage().data_ptr()
             copied = value.clone(memory_format=torch.contiguous_format) if memory in seen else value
             tensors[name] = copied.contiguous()
             seen.add(memory)
         weights = model_hash(model)
         try:
-            if former.exists() and not out.exists():  # an export was killed between two renames
+            if former.exists() and not out.exists():  # an export was killed between the two renames
                 former.rename(out)
             shutil.rmtree(former, ignore_errors=True)
             earlier = _earlier_export(out, wanted, weights)
             _check_apart([*earlier.kept, *wanted])
             shutil.rmtree(aside, ignore_errors=True)  # left by a killed export
-            inner = aside / out.name  # some files contain the name of their folder
+            inner = aside / out.name  # some files contain the folder's name
             inner.mkdir(parents=True)
             done = _write(model, tensors, wanted, inner)
             records = {
@@ -125,10 +128,10 @@ def export(model: CLIP, out: Path, *, to: Sequence[str] = (), source: Source | N
 
 
 def _wanted(model: CLIP, to: Sequence[str]) -> list[str]:
-    """Return the targets without repetition; refuse impossible ones and those that need separate folders."""
+    """Return the targets without duplicates; reject unsupported ones and those that need separate folders."""
     for name in to:
         if name not in EXPORTS:
-            raise ConfigError(f"no export to {name!r}: {nearest(name, EXPORTS)}")
+            raise ConfigError(f"unknown export target {name!r}: {nearest(name, EXPORTS)}")
     if to:
         _check_apart(to)
         chosen, needed = list(dict.fromkeys(to)), list(to)
@@ -142,25 +145,25 @@ def _wanted(model: CLIP, to: Sequence[str]) -> list[str]:
             raise ConfigError(f"export to {name} needs {', '.join(missing)}: pip install -e '.[export]'")
         if obstacle := target.obstacle(model):
             able = [other for other, target in EXPORTS.items() if not target.obstacle(model)]
-            raise ConfigError(f"{obstacle}: this model can be exported by --to {', '.join(able)}")
+            raise ConfigError(f"{obstacle}: this model supports --to {', '.join(able)}")
     return chosen
 
 
 def _check_apart(names: Sequence[str]) -> None:
     for name in names:
         for other in EXPORTS[name].apart.intersection(names):
-            raise ConfigError(f"{name} and {other} name their files alike: export them to separate folders")
+            raise ConfigError(f"{name} and {other} use the same file names: export them to separate folders")
 
 
 def _write(model: CLIP, tensors: Mapping[str, Tensor], names: Sequence[str], folder: Path) -> list[Exported]:
-    """Write the files of all targets, then load them with each library."""
+    """Write the files of all targets, then load and check them with each library."""
     files = {name: EXPORTS[name].write(model, tensors, folder) for name in names}
     samples = draw_samples(model)
     for what, features in (("image", samples.image_features), ("text", samples.text_features)):
         if not features.isfinite().all():
             raise CheckpointError(
-                f"nothing was written: the model's own {what} embeddings contain NaN or infinity, "
-                "as after a diverged training"
+                f"nothing was written: the model's {what} embeddings contain NaN or infinity, "
+                "as after diverged training"
             )
     done = []
     for name in names:
@@ -172,13 +175,13 @@ def _write(model: CLIP, tensors: Mapping[str, Tensor], names: Sequence[str], fol
             except _LIBRARY_ERRORS as error:
                 cause = " ".join(f"{type(error).__name__}: {error}".split())
                 raise CheckpointError(
-                    f"nothing was written: {library} does not load the export: {cause}"
+                    f"nothing was written: {library} cannot load the export: {cause}"
                 ) from error
             if largest == float("inf"):
-                raise CheckpointError(f"nothing was written: {library} gives NaN or infinite embeddings")
+                raise CheckpointError(f"nothing was written: {library}'s embeddings contain NaN or infinity")
             if not largest <= TOLERANCE:
                 raise CheckpointError(
-                    f"nothing was written: {library} gives embeddings that differ from clipkit's by {largest:.1e}"
+                    f"nothing was written: {library}'s embeddings differ from clipkit's by {largest:.1e}"
                 )
         done.append(Exported(target=name, files=tuple(files[name]), library=library, difference=largest))
     return done
@@ -189,9 +192,9 @@ class _Earlier:
     """An earlier export in the same folder.
 
     Attributes:
-        kept: records of the targets that stay, by name.
-        stale: files of targets that are written again.
-        card: digest of the model card as it was written.
+        kept: records of the targets to keep, by name.
+        stale: files of targets to be written again.
+        card: digest of the model card as written.
     """
 
     kept: Mapping[str, Any] = field(default_factory=dict)
@@ -200,10 +203,10 @@ class _Earlier:
 
 
 def _earlier_export(out: Path, wanted: Sequence[str], weights: str) -> _Earlier:
-    """Read the manifest of ``out``, if there is one.
+    """Read the manifest of ``out``, if it exists.
 
     Raises:
-        ConfigError: the folder holds something else, or targets of another model that would stay.
+        ConfigError: the folder contains other files, or exports of another model that would be kept.
     """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return _Earlier()
@@ -217,10 +220,10 @@ def _earlier_export(out: Path, wanted: Sequence[str], weights: str) -> _Earlier:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         ours = False
     if not ours:
-        raise ConfigError(f"{out} is not empty and no earlier export: give another folder")
+        raise ConfigError(f"{out} is not empty and not an earlier export: use another folder")
     kept = {name: record for name, record in targets.items() if name not in wanted}
     if kept and known != weights:
-        raise ConfigError(f"{out} holds another model for {', '.join(kept)}: give another folder")
+        raise ConfigError(f"{out} contains another model for {', '.join(kept)}: use another folder")
     staying = frozenset().union(*(files[name] for name in kept))
     return _Earlier(kept=kept, stale=frozenset().union(*files.values()) - staying, card=card)
 
@@ -228,7 +231,7 @@ def _earlier_export(out: Path, wanted: Sequence[str], weights: str) -> _Earlier:
 def _complete(
     inner: Path, out: Path, earlier: _Earlier, targets: Mapping[str, Any], *, card: str, weights: str
 ) -> None:
-    """Add the model card, the manifest and what stays of ``out`` to the new files in ``inner``."""
+    """Add the model card, the manifest and the files to keep from ``out`` to the new files in ``inner``."""
     digest = hashlib.sha256(card.encode()).hexdigest()
     former = out / CARD
     edited = former.is_file() and hashlib.sha256(former.read_bytes()).hexdigest() != earlier.card
@@ -242,7 +245,7 @@ def _complete(
     }
     (inner / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     mode = (inner / MANIFEST).stat().st_mode & 0o777
-    for path in inner.rglob("*"):  # safetensors creates files that only their owner can read
+    for path in inner.rglob("*"):  # safetensors creates files readable only by their owner
         if path.is_file():
             path.chmod(mode)
     for path in sorted(out.rglob("*")) if out.is_dir() else ():
@@ -255,7 +258,7 @@ def _complete(
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
                 os.link(path, target, follow_symlinks=False)
-            except OSError:  # a file system without links
+            except OSError:  # a file system without hard links
                 shutil.copy2(path, target, follow_symlinks=False)
 
 
@@ -271,9 +274,9 @@ def run(options: argparse.Namespace) -> int:
     for one in done:
         if one.difference is None:
             package = EXPORTS[one.target].distribution
-            verdict = f"not checked, as {package} is not installed: pip install -e '.[export]'"
+            verdict = f"not checked because {package} is not installed: pip install -e '.[export]'"
         else:
-            verdict = f"loaded back by {one.library}, embeddings differ by at most {one.difference:.1e}"
+            verdict = f"checked with {one.library}, embeddings differ by at most {one.difference:.1e}"
         print(f"{one.target}: {len(one.files)} files; {verdict}")
     if todo := by_caller(model):
         print(todo)
@@ -283,6 +286,6 @@ def run(options: argparse.Namespace) -> int:
                 print(f"{name}: not written: {obstacle}")
     out = output_folder(options.out)
     card = NEW_CARD if (out / NEW_CARD).is_file() else CARD
-    kept = f" ({CARD} was edited and is kept)" if card == NEW_CARD else ""
-    print(f"wrote {out}; before you publish it, check {card} and fill in its license{kept}")
+    kept = f" (the edited {CARD} was kept)" if card == NEW_CARD else ""
+    print(f"wrote {out}; before publishing it, check {card} and fill in the license{kept}")
     return 0

@@ -1,4 +1,4 @@
-"""Files that appear complete or not at all, and locks between processes."""
+"""Atomic file writes, and locks between processes."""
 
 import errno
 import fcntl
@@ -21,7 +21,7 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
     Args:
         path: the file to create or replace; its folder exists.
-        durable: whether the content and the new name survive a power failure (``fsync``).
+        durable: whether to ``fsync``, so that the content and the new name survive a power failure.
     """
     temporary = temporary_path(path)
     try:
@@ -45,12 +45,12 @@ def write_atomic(path: Path, content: str | bytes, *, durable: bool = False) -> 
 
 def temporary_path(path: Path) -> Path:
     """Return a hidden name next to ``path`` that no other process on any host uses."""
-    start = path.name[:50]  # the name may already have the maximal length
+    start = path.name[:50]  # the name may already have the maximum length
     return path.with_name(f".{start}.{secrets.token_hex(4)}.partial")
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Flush a file's content, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -58,31 +58,31 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-_held: set[str] = set()  # by threads of this process, which record locks do not tell apart
+_held: set[str] = set()  # locks held by threads of this process, which record locks do not distinguish
 _guard = threading.Lock()
 
 
 def _forget() -> None:
     global _held, _guard
-    _held, _guard = set(), threading.Lock()  # a forked process holds none of its parent's locks
+    _held, _guard = set(), threading.Lock()  # a forked process does not inherit its parent's locks
 
 
 os.register_at_fork(after_in_child=_forget)
 
 
 class FileLock:
-    """Lock that one thread of one process holds at a time, named by a file in an existing folder.
+    """Lock held by at most one thread of one process, identified by a file in an existing folder.
 
-    It is a record lock (``fcntl.lockf``), which the operating system releases when its process ends, even by
+    It is a record lock (``fcntl.lockf``), which the operating system releases when the process ends, even after
     ``kill -9``. The filelock library uses ``flock``, whose locks forked data workers would inherit. Closing any
-    descriptor of the file releases the lock too, so no other code of its process may open the file.
+    descriptor of the file also releases the lock, so other code in the process must not open the file.
 
     Args:
-        path: the file; it contains the name of the holder and is removed on release.
-        note: text to add to the name of this process.
+        path: the lock file; it contains the name of the holder and is removed on release.
+        note: text appended to the name of this process.
 
     Attributes:
-        holder: who had the lock when ``try_acquire`` returned False, such as "process 17 on node3"; may be empty.
+        holder: the holder when ``try_acquire`` returned False, such as "process 17 on node3"; may be empty.
     """
 
     def __init__(self, path: Path, *, note: str = "") -> None:
@@ -95,7 +95,7 @@ class FileLock:
         """Take the lock if it is free, without waiting.
 
         Raises:
-            OSError: the file cannot be made, or the file system has no locks.
+            OSError: the file cannot be created, or the file system does not support locks.
         """
         with _guard:
             if self._path in _held:
@@ -113,7 +113,7 @@ class FileLock:
         return self._descriptor >= 0
 
     def _lock_file(self) -> int | None:
-        """Return a locked descriptor, -1 if another process has the lock, None if the file was removed."""
+        """Return a locked descriptor, -1 if another process holds the lock, or None if the file was removed."""
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         kept = False
         try:
@@ -137,7 +137,7 @@ class FileLock:
         return descriptor if kept else None
 
     def release(self) -> None:
-        """Remove the file and let others take the lock; does nothing if this object does not hold it."""
+        """Remove the file and release the lock; does nothing if this object does not hold it."""
         if self._descriptor < 0:
             return
         try:

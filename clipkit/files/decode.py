@@ -1,14 +1,15 @@
-"""Decode image files: which formats are read, by which library, and which files are refused.
+"""Decode image files, and reject files that would take too much time or memory.
 
-JPEGs are decoded by simplejpeg, which is faster; everything else, CMYK and what simplejpeg refuses by Pillow. As in
-CLIP, by default an EXIF orientation is ignored and an alpha channel dropped (clipkit/files/traits.py). Of an
-animation the first frame is used.
+JPEGs are decoded with simplejpeg, which is faster than Pillow; other formats, CMYK JPEGs and files that simplejpeg
+rejects are decoded with Pillow. As in CLIP, by default the EXIF orientation is ignored and the alpha channel
+dropped (clipkit/files/traits.py). Only the first frame of an animation is used.
 
-Files from the web may be made to take minutes or all memory. Refused before unpacking are more pixels than Pillow
-allows, very large files, JPEGs with many scans (each goes over all pixels; 125 kB took 20 s), TIFFs with tiles far
-larger than the image, and large files in formats that Pillow decodes in Python.
+Malicious files from the web may take minutes to decode or exhaust memory. The following are rejected before
+decoding: images with more pixels than Pillow allows, very large files, JPEGs with many scans (each scan passes over
+all pixels; 125 kB took 20 s), TIFFs with tiles far larger than the image, and large files in formats that Pillow
+decodes in Python.
 
-Letters: H, W sides of an image.
+Letters: H height, W width.
 """
 
 import io
@@ -53,27 +54,27 @@ __all__ = [
     "upright_array",
 ]
 
-MAX_PIXELS = 178_956_970  # Pillow's own limit against decompression bombs
-MAX_BYTES = 64 << 20  # of a file that is decoded for training
-_MAX_SCANS = 500  # of a JPEG; progressive ones have about ten
+MAX_PIXELS = 178_956_970  # Pillow's limit against decompression bombs
+MAX_BYTES = 64 << 20  # size limit of files decoded for training
+_MAX_SCANS = 500  # per JPEG; progressive JPEGs have about ten
 _MAX_SCANNED = 16 * MAX_PIXELS  # pixels times scans
 _MAX_SEGMENTS = 1000  # before a JPEG's first scan
-_EXIF, _XMP = b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/\0"  # start a JPEG's APP1 segment
+_EXIF, _XMP = b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/\0"  # prefixes of APP1 segments in JPEGs
 _ROTATED_BY_XMP = re.compile(rb'tiff:Orientation(="|>)[02-9]')
-# by the start of EXIF data: a struct format's byte order, and the tag of orientation 1 as cameras write it
+# by the first bytes of EXIF data: byte order for struct, and the orientation entry of upright images
 _UPRIGHT_TAGS = {
     b"II*\0": ("<", b"\x12\x01\x03\x00\x01\x00\x00\x00\x01\x00"),
     b"MM\0*": (">", b"\x01\x12\x00\x03\x00\x00\x00\x01\x00\x01"),
 }
-_MAX_TILE = 2**24  # pixels of a TIFF's tile, unless the image has a quarter of them
-_MAX_SLOW = 1 << 20  # bytes of a file that Pillow decodes in Python
-_MAX_COMMENTS = 1000  # of a PPM written as text; for each, Pillow copies up to a MiB
-# Pillow reads more formats, among them EPS, which it passes to another program
+_MAX_TILE = 2**24  # pixels per TIFF tile, unless the image has at least a quarter as many
+_MAX_SLOW = 1 << 20  # size limit of files that Pillow decodes in Python, in bytes
+_MAX_COMMENTS = 1000  # in a plain-text PPM; Pillow copies up to a MiB for each
+# Pillow reads further formats, including EPS, which it passes to another program
 _FORMATS = (
     "PNG", "JPEG", "WEBP", "GIF", "AVIF", "TIFF", "BMP", "DIB", "ICO", "JPEG2000", "PCX", "PPM", "QOI", "TGA",
 )  # fmt: skip
 _REFUSED_BY_SIMPLEJPEG = (ValueError, KeyError)  # KeyError for an unknown chroma subsampling
-_TEXT = (b"P1", b"P2", b"P3")  # PPM written as text
+_TEXT = (b"P1", b"P2", b"P3")  # plain-text PPM
 
 
 class Decoded(NamedTuple):
@@ -86,17 +87,17 @@ class Decoded(NamedTuple):
 def decode_image(data: bytes, *, reduce: int = 1) -> npt.NDArray[np.uint8]:
     """Decode a JPEG, PNG, WebP, GIF (first frame), TIFF, BMP, AVIF, JPEG 2000 or similar to (H, W, 3) uint8 RGB.
 
-    Grayscale of 16 bits is scaled to 8; of 32 bits or floats it is refused, as its range is unknown.
-    ``clipkit.model.preprocess.eval_pixels`` is for evaluation.
+    16-bit grayscale is scaled to 8 bits; 32-bit and float grayscale is rejected because its range is unknown. For
+    evaluation, use ``clipkit.model.preprocess.eval_pixels``.
 
     Args:
         data: the file's bytes.
-        reduce: 2, 4 or 8 decode a JPEG that has a ``jpeg_size`` at a half, a quarter or an eighth of its sides,
-            rounded up, in less time; other images keep their size.
+        reduce: 2, 4 or 8 decodes JPEGs for which ``jpeg_size`` returns a size at 1/2, 1/4 or 1/8 of their sides,
+            rounded up, which is faster; other images keep their size.
 
     Raises:
-        DataError: the image does not decode, is truncated, has more than ``MAX_PIXELS`` pixels or ``MAX_BYTES``
-            bytes, or is made to take much time or memory.
+        DataError: the image cannot be decoded, is truncated, exceeds ``MAX_PIXELS`` or ``MAX_BYTES``, or would take
+            too much time or memory.
     """
     return decode_file(data, reduce=reduce).pixels
 
@@ -105,7 +106,7 @@ _AS_OPEN_CLIP = Decoding()
 
 
 def decode_file(data: bytes, *, reduce: int = 1, decoding: Decoding = _AS_OPEN_CLIP) -> Decoded:
-    """Decode like ``decode_image``, with transparency and orientation treated as ``decoding`` says.
+    """Decode like ``decode_image``, with transparency and orientation handled according to ``decoding``.
 
     Raises:
         DataError: as for ``decode_image``.
@@ -122,7 +123,7 @@ def decode_file(data: bytes, *, reduce: int = 1, decoding: Decoding = _AS_OPEN_C
             transparent, orientation = is_transparent(image), orientation_of(image)
             if transparent and decoding.background is not None:
                 image = flattened(image, decoding.background)
-            # Pillow would clip values above 255, and floats in 0-1 to black
+            # Pillow would clip values above 255, and turn floats in 0-1 black
             if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
                 gray = (np.asarray(image) >> 8).astype(np.uint8)
                 pixels = np.repeat(gray[..., None], 3, axis=2)
@@ -136,7 +137,7 @@ def decode_file(data: bytes, *, reduce: int = 1, decoding: Decoding = _AS_OPEN_C
 
 
 def decode_jpeg(data: bytes, *, reduce: int = 1) -> npt.NDArray[np.uint8] | None:
-    """Decode a JPEG to (H, W, 3) uint8 RGB, or return None if only Pillow can.
+    """Decode a JPEG to (H, W, 3) uint8 RGB; return None if only Pillow can decode it.
 
     Raises:
         DataError: it has too many pixels or scans.
@@ -152,7 +153,7 @@ def decode_jpeg(data: bytes, *, reduce: int = 1) -> npt.NDArray[np.uint8] | None
     try:
         decoded: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(data, colorspace="RGB", **least)
     except _REFUSED_BY_SIMPLEJPEG:
-        return None  # Pillow has the clearer message, and reads some files that simplejpeg refuses
+        return None  # Pillow has clearer messages, and decodes some files that simplejpeg rejects
     return decoded
 
 
@@ -170,7 +171,7 @@ def upright_array(pixels: npt.NDArray[np.uint8], orientation: int) -> npt.NDArra
 
 
 def jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """Height and width of a JPEG that simplejpeg decodes, from its header; None for any other image.
+    """Read height and width from the header of a JPEG that simplejpeg can decode; None for other images.
 
     Raises:
         DataError: it has too many pixels or scans.
@@ -191,7 +192,7 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
 
 
 def plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """``jpeg_size`` of a sequential JPEG that is not truncated, which every decoder reads; else None."""
+    """Return ``jpeg_size`` of a complete sequential JPEG, which every decoder can read; None for other images."""
     whole = data.endswith(b"\xff\xd9") and len(data) <= MAX_BYTES
     return jpeg_size(data) if whole and _has_one_scan(data) else None
 
@@ -204,14 +205,14 @@ def _refuse_too_large(height: int, width: int) -> None:
 def _refuse_many_scans(data: bytes, pixels: int) -> None:
     if _has_one_scan(data):
         return
-    # in a JPEG's coded data a zero follows each 0xff; bytes in its segments and after its end may count too
+    # coded data has a zero after each 0xff; bytes in other segments and after the end may be counted too
     scans = data.count(b"\xff\xda")
     if scans > min(_MAX_SCANS, _MAX_SCANNED // max(1, pixels)):
-        raise DataError(f"JPEG has {scans} scans, each of which goes over all pixels")
+        raise DataError(f"JPEG has {scans} scans, which would take too long to decode")
 
 
 def _has_one_scan(data: bytes) -> bool:
-    """Check whether a JPEG surely ends with its first scan: it is sequential, and the scan has all colors."""
+    """Check that a JPEG has only one scan: it is sequential, and the first scan contains all colors."""
     colors, at = 0, 2
     for _ in range(_MAX_SEGMENTS):
         if at + 10 > len(data) or data[at] != 0xFF:
@@ -230,12 +231,12 @@ def _has_one_scan(data: bytes) -> bool:
 def jpeg_orientation(data: bytes) -> int:
     """Return the EXIF orientation of a JPEG, 1 to 8, from its header; 1 if upright or the tag is damaged.
 
-    Pillow, which takes as long as decoding a small image, is only asked if the header may hold another value.
+    Pillow, which takes as long as decoding a small image, is used only if the header may contain another value.
     """
     at = 2
     for _ in range(_MAX_SEGMENTS):
         marker = data[at : at + 2]
-        if marker == b"\xff\xda":  # the scan begins
+        if marker == b"\xff\xda":  # start of scan
             return 1
         end = at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")
         if marker[:1] != b"\xff" or (marker == b"\xff\xe1" and _may_rotate(data[at + 4 : end])):
@@ -249,7 +250,7 @@ def jpeg_orientation(data: bytes) -> int:
 
 
 def _may_rotate(segment: bytes) -> bool:
-    """Check whether a JPEG's APP1 segment may hold an orientation other than upright."""
+    """Check whether an APP1 segment of a JPEG may contain an orientation other than upright."""
     if segment.startswith(_XMP):
         return _ROTATED_BY_XMP.search(segment) is not None
     if not segment.startswith(_EXIF):
@@ -273,14 +274,14 @@ def _formats() -> tuple[str, ...]:
     from PIL import Image
 
     Image.init()
-    return tuple(name for name in _FORMATS if name in Image.OPEN)  # AVIF and QOI came with later versions
+    return tuple(name for name in _FORMATS if name in Image.OPEN)  # AVIF and QOI require recent versions
 
 
 def open_image(content: "bytes | Image") -> "Image":
     """Open a file's bytes with Pillow without decoding it; call it inside ``pillow_errors``.
 
     Raises:
-        DataError: the image has more than ``MAX_PIXELS`` pixels, or is made to take much time or memory.
+        DataError: the image has more than ``MAX_PIXELS`` pixels, or would take too much time or memory.
     """
     from PIL import Image
 
@@ -296,7 +297,7 @@ def open_image(content: "bytes | Image") -> "Image":
     _refuse_too_large(image.height, image.width)
     if content.startswith(b"\xff\xd8\xff"):
         _refuse_many_scans(content, image.height * image.width)
-    if image.format == "TIFF":  # Pillow unpacks whole tiles, however little of them the image needs
+    if image.format == "TIFF":  # Pillow unpacks whole tiles, even if the image covers only a small part
         tags = getattr(image, "tag_v2", {})
         wide, high = tags.get(322, 0), tags.get(323, 0)
         if not isinstance(wide, int) or not isinstance(high, int):
@@ -309,7 +310,7 @@ def open_image(content: "bytes | Image") -> "Image":
 
 @contextmanager
 def pillow_errors() -> Iterator[None]:
-    """Convert errors that Pillow raises to DataError, and ignore its warnings."""
+    """Convert Pillow's exceptions to DataError, and suppress its warnings."""
     from PIL import Image, UnidentifiedImageError
 
     with _silence:
@@ -324,7 +325,7 @@ def pillow_errors() -> Iterator[None]:
 
 
 class _Silence:
-    """Ignore Pillow's warnings; threads that decode at the same time share one change of Python's filters."""
+    """Suppress Pillow's warnings; concurrent threads share one change of Python's warning filters."""
 
     def __init__(self) -> None:
         self._lock, self._inside = Lock(), 0

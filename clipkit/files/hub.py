@@ -1,6 +1,6 @@
 """Downloads from the Hugging Face hub and by open_clip.
 
-Failures become one line without delay: without a network, the libraries would retry, wait and log each try.
+Failures raise a one-line error without delay; by default, the libraries would retry, wait and log each attempt.
 """
 
 import http.client
@@ -38,18 +38,18 @@ def fetch_repository(source: str) -> Path:
 
 
 def fetch_published(source: str, published: Mapping[str, Any]) -> Path:
-    """Download weights of open_clip's registry; errors as for ``fetch_repository``.
+    """Download weights from open_clip's registry; raises the same errors as ``fetch_repository``.
 
     Args:
-        source: its name for an error message.
-        published: the entry of the registry.
+        source: name for error messages.
+        published: the registry's entry.
     """
     from huggingface_hub import constants, snapshot_download
 
     with _downloading(source):
         repository = str(published.get("hf_hub") or "").rpartition("/")[0]
         if repository and not constants.HF_HUB_OFFLINE:
-            # one request first, because the downloader would retry for a minute
+            # try one request first, because the downloader would retry for a minute
             snapshot_download(repository, allow_patterns=["open_clip_config.json"])
         return download_weights(published)
 
@@ -62,13 +62,14 @@ def _downloading(source: str) -> Iterator[None]:
     except (OSError, ValueError, RuntimeError) as error:
         cause = str(error).strip().split("\n")[0]
         raise ConfigError(
-            f"{source} is not stored on this machine, and downloading it failed; is there a network? {cause}"
+            f"{source} is not stored on this machine, and downloading it failed; check the network "
+            f"connection: {cause}"
         ) from error
 
 
 @contextmanager
 def from_hub(name: str) -> Iterator[None]:
-    """Convert errors of a library that reads a folder or a name on the hub.
+    """Convert errors of a library that reads a folder or a hub repository to ConfigError.
 
     Raises:
         ConfigError: reading failed.
@@ -87,7 +88,7 @@ def from_hub(name: str) -> Iterator[None]:
 
 @contextmanager
 def _offline_if_unreachable(name: str) -> Iterator[None]:
-    """Send one request first, because libraries retry for half a minute; without an answer, use only the cache."""
+    """Use only the cache if the hub does not respond to a request; libraries would retry for half a minute."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or Path(name).exists() or _reachable(constants.ENDPOINT):
@@ -105,7 +106,7 @@ def _reachable(address: str) -> bool:
         urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=_TIMEOUT).close()
     except urllib.error.HTTPError:
         return True
-    except urllib.error.URLError as error:  # the library may have other certificates
+    except urllib.error.URLError as error:  # the library may use other certificates
         return isinstance(error.reason, ssl.SSLError)
     except (OSError, http.client.HTTPException):
         return False
@@ -116,7 +117,7 @@ def _reachable(address: str) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Log no messages of the hub's client."""
+    """Suppress log messages of the hub client."""
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.ERROR)

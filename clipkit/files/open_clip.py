@@ -1,7 +1,7 @@
-"""All use of the package open_clip_torch, public functions and internals: no other file of clipkit imports it.
+"""Interface to open_clip_torch, including its internals; no other file of clipkit imports it.
 
 Tested with open_clip 3.3; ``pyproject.toml`` excludes version 4, which is untested. Functions import open_clip when
-they are called, because that takes seconds; those that only read a file of the package do not import it.
+called, because the import takes seconds; functions that only read a file of the package do not import it.
 """
 
 import importlib.util
@@ -27,18 +27,18 @@ def _folder() -> Path:
 
 
 def vocabulary_file() -> Path:
-    """Return the file of the merges of CLIP's byte-pair encoding, gzipped text."""
+    """Return the gzipped text file with the merges of CLIP's byte-pair encoding."""
     return _folder() / "bpe_simple_vocab_16e6.txt.gz"
 
 
 @cache
 def config_files() -> dict[str, Path]:
-    """Return the configuration files of architectures with an image tower and a text tower, by name."""
+    """Return the configuration files, by name, of architectures with an image tower and a text tower."""
     return {name: path for name, (path, complete) in _all_config_files().items() if complete}
 
 
 def without_image_tower(name: str) -> bool:
-    """Return whether a configuration of open_clip describes another model, such as an audio encoder."""
+    """Return whether an open_clip configuration describes another kind of model, such as an audio encoder."""
     return name in _all_config_files() and name not in config_files()
 
 
@@ -54,7 +54,7 @@ def _all_config_files() -> dict[str, tuple[Path, bool]]:
 def build_towers(
     embed_dim: int, vision: Mapping[str, Any], text: Mapping[str, Any], *, quick_gelu: bool
 ) -> "tuple[nn.Module, nn.Module]":
-    """Build the towers of a ``CustomTextCLIP`` with fresh weights; errors are open_clip's."""
+    """Build the towers of a ``CustomTextCLIP`` with fresh weights; open_clip's exceptions are not converted."""
     import open_clip
 
     model = open_clip.CustomTextCLIP(
@@ -64,21 +64,21 @@ def build_towers(
 
 
 def make_tokenizer(source: str, context_length: int, **options: Any) -> Any:
-    """Create an ``HFTokenizer``: a tokenizer of transformers after open_clip's cleaning of texts."""
+    """Create an ``HFTokenizer``: open_clip's text cleaning followed by a tokenizer of transformers."""
     from open_clip.tokenizer import HFTokenizer
 
     return HFTokenizer(source, context_length, **options, trust_remote_code=False)
 
 
 def published_tags(name: str) -> list[str]:
-    """List the tags of the published weights of an architecture."""
+    """List the tags of an architecture's published weights."""
     import open_clip
 
     return list(open_clip.list_pretrained_tags_by_model(name))
 
 
 def published_weights(name: str, tag: str) -> Mapping[str, Any]:
-    """Return the registry's entry of published weights with their preprocessing; empty if there is none."""
+    """Return the registry entry of published weights, with their preprocessing; empty if there is none."""
     import open_clip
 
     return cast(Mapping[str, Any], open_clip.get_pretrained_cfg(name, tag))
@@ -92,7 +92,7 @@ def download_weights(published: Mapping[str, Any]) -> Path:
 
 
 def load_folder(folder: Path) -> "tuple[Any, Callable[[Any], Tensor], Callable[[list[str]], Tensor]]":
-    """Load a folder as a user of open_clip would: model, image transform for evaluation, tokenizer."""
+    """Load a folder as users of open_clip do: model, image transform for evaluation, tokenizer."""
     import open_clip
 
     source = f"local-dir:{folder}"
@@ -101,7 +101,7 @@ def load_folder(folder: Path) -> "tuple[Any, Callable[[Any], Tensor], Callable[[
 
 
 def prompt_list(name: str) -> Sequence[str | Callable[[str], str]]:
-    """Return a list of class names, such as IMAGENET_CLASSNAMES, or of templates, functions of the class name."""
+    """Return a list of class names, such as IMAGENET_CLASSNAMES, or of templates (functions of the class name)."""
     import open_clip
 
     return cast(Sequence[str | Callable[[str], str]], getattr(open_clip, name))

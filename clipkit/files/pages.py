@@ -1,7 +1,7 @@
-"""Render jinja2 templates, among them self-contained HTML pages: one file, no network, light and dark.
+"""Render jinja2 templates, such as self-contained HTML pages with a light and a dark theme.
 
-All pages extend ``templates/page.html`` with ``templates/page.css``. Output is escaped, and the page's security
-policy forbids anything outside the file.
+All pages extend ``templates/page.html`` with ``templates/page.css``. Output is escaped, and the content security
+policy forbids loading anything from outside the file.
 """
 
 import base64
@@ -22,7 +22,7 @@ _SHARED = Path(__file__).with_name("templates")
 
 @cache
 def templates(folder: Path, *, html: bool = True) -> jinja2.Environment:
-    """Load templates from a folder and from the one shared by all pages.
+    """Load templates from a folder and from the folder shared by all pages.
 
     Args:
         folder: contains templates, style sheets and scripts.
@@ -37,7 +37,7 @@ def templates(folder: Path, *, html: bool = True) -> jinja2.Environment:
         lstrip_blocks=True,
         extensions=["jinja2.ext.do"],
     )
-    # style sheets and scripts are included unescaped, and hashed for the security policy
+    # style sheets and scripts are included unescaped; scripts are hashed for the security policy
     environment.globals["source"] = lambda name: Markup(loader.get_source(environment, name)[0])
     environment.filters["sha256"] = lambda text: base64.b64encode(
         hashlib.sha256(text.encode()).digest()
@@ -46,19 +46,19 @@ def templates(folder: Path, *, html: bool = True) -> jinja2.Environment:
 
 
 def write_page(out: Path, text: str) -> Path:
-    """Write a page or table atomically, making its folder; into a pipe or device, directly.
+    """Write a page or table atomically, creating its folder; pipes and devices are written directly.
 
     Raises:
         DataError: it cannot be written.
     """
     try:
-        real = out.resolve()  # a link stays, and its target is replaced
+        real = out.resolve()  # replace the target of a link, not the link
         if real.exists() and not real.is_file():  # such as /dev/null, which must not be replaced
             real.write_bytes(text.encode("utf-8", "replace"))
         else:
             real.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(real, text)
-    except (OSError, RuntimeError, ValueError) as error:  # a link to itself; a null character
+    except (OSError, RuntimeError, ValueError) as error:  # a link to itself, or a null character
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise DataError(f"cannot write {str(out)[:200]}: {reason}") from error
     return out

@@ -1,4 +1,4 @@
-"""Brace patterns, wildcards, the order of file names, and the extensions of images."""
+"""Brace patterns, wildcards, the order of file names, and image extensions."""
 
 import glob
 import re
@@ -19,13 +19,13 @@ __all__ = [
     "user_path",
 ]
 
-# The order breaks ties in messages. The stored indexes of shards depend on this list.
+# The order matters for messages. Stored shard indexes depend on this list.
 IMAGE_EXTENSIONS = (
     "jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "jp2", "avif", "jpe",
 )  # fmt: skip
 IMAGE_SUFFIXES = frozenset(f".{extension}" for extension in IMAGE_EXTENSIONS)
 
-_MAX_NAMES = 1_000_000  # in one pattern
+_MAX_NAMES = 1_000_000  # per pattern
 _RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.-?([0-9]+))?")
 
 
@@ -40,7 +40,7 @@ def path_order(path: Path) -> tuple[str, int, str]:
 
 
 def user_path(given: str) -> Path:
-    """Expand ``~``; a ``~`` without a home folder is part of a name."""
+    """Expand ``~``; if there is no home folder, keep it as part of the name."""
     try:
         return Path(given).expanduser()
     except RuntimeError:
@@ -51,7 +51,7 @@ def output_folder(given: Path) -> Path:
     """Resolve a folder to write to.
 
     Raises:
-        ConfigError: the user of a ``~user`` does not exist, or the name is too long or contains NUL.
+        ConfigError: a user in ``~user`` does not exist, or the name is too long or contains NUL.
     """
     try:
         return given.expanduser().resolve()
@@ -72,12 +72,14 @@ def match_wildcards(path: Path) -> list[Path]:
     every = glob.iglob(str(path), recursive=True)  # noqa: PTH207 - Path.glob includes hidden files
     found = list(islice(every, _MAX_NAMES + 1))
     if len(found) > _MAX_NAMES:
-        raise DataError(f"{str(path)[:200]!r} matches more than {_MAX_NAMES:,} names: give their folder")
+        raise DataError(
+            f"{str(path)[:200]!r} matches more than {_MAX_NAMES:,} names: use their folder instead"
+        )
     return sorted(map(Path, found), key=path_order)
 
 
 def expand_braces(source: str) -> Iterator[str]:
-    """Expand a brace pattern such as ``{00000..00041}.tar``; the names are counted before any is made.
+    """Expand a brace pattern such as ``{00000..00041}.tar``; names are counted before they are generated.
 
     Raises:
         DataError: the pattern has more than a million names, or its braces do not balance.
@@ -96,14 +98,14 @@ def expand_braces(source: str) -> Iterator[str]:
 
 
 def _count_names(pattern: str) -> int:
-    """Count the names of a brace pattern; beyond the limit, return some number above it."""
-    opened: list[tuple[int, int, int]] = []  # position of each open brace, and the two counts before it
-    before, here = 0, 1  # names of the items of this list that a comma ended, and of the current item
+    """Count the names of a brace pattern; above the limit, return any number greater than the limit."""
+    opened: list[tuple[int, int, int]] = []  # position of each open brace, and the counts before it
+    before, here = 0, 1  # number of names of the previous items of this list, and of the current item
     position = 0
     while position < len(pattern):
         character = pattern[position]
         if character == "\\":
-            position += 1  # the next character is no brace
+            position += 1  # the next character is escaped
         elif character == "{":
             opened.append((position, before, here))
             before, here = 0, 1

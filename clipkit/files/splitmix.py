@@ -1,6 +1,6 @@
-"""SplitMix64's finalizer (Steele, Lea, Flood 2014) in 64-bit integers of Python, numpy and torch.
+"""SplitMix64's finalizer (Steele, Lea, Flood 2014) for 64-bit integers of Python, numpy and torch.
 
-Only integer arithmetic is used, so that the result is the same on every machine, device and release of a library.
+Only integer arithmetic is used, so results are the same on all machines, devices and library versions.
 """
 
 from typing import TYPE_CHECKING
@@ -19,14 +19,14 @@ _FACTORS = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)
 
 
 def mix(state: int) -> int:
-    """Mix 0 ≤ ``state`` < 2^64 to another such number."""
+    """Map 0 ≤ ``state`` < 2^64 to another number in this range."""
     for shift, factor in _FACTORS:
         state = (state ^ (state >> shift)) * factor & MASK
     return state ^ (state >> 31)
 
 
 def mix_array(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Mix each number in place and return the array."""
+    """Apply ``mix`` to each number in place and return the array."""
     for shift, factor in _FACTORS:
         state ^= state >> np.uint64(shift)
         state *= np.uint64(factor)
@@ -35,7 +35,7 @@ def mix_array(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def mix_tensor(state: "Tensor") -> "Tensor":
-    """Mix each int64 number, read as unsigned; products wrap around at 64 bits on all devices."""
+    """Apply ``mix`` to each int64, interpreted as unsigned; products wrap around at 64 bits on all devices."""
     for shift, factor in _FACTORS:
         state = (state ^ _shifted(state, shift)) * signed(factor)
     return state ^ _shifted(state, 31)
@@ -47,5 +47,5 @@ def signed(number: int) -> int:
 
 
 def _shifted(state: "Tensor", bits: int) -> "Tensor":
-    """Shift to the right and fill with zeros; ``>>`` of int64 alone repeats the sign."""
+    """Shift right, filling with zeros; ``>>`` of int64 fills with the sign bit."""
     return (state >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,10 +1,10 @@
 """Read tables of images, captions or both row by row: CSV, TSV, JSONL or Parquet.
 
-Text is UTF-8, with or without a byte order mark, or UTF-16 with one. A .csv file may be separated by commas, tabs,
-semicolons or bars; its header decides. A line that cannot be read is a row with a cause, not an error.
+Text is UTF-8, with or without a byte order mark, or UTF-16 with one. The delimiter of a .csv file (comma, tab,
+semicolon or bar) is detected from its header. A line that cannot be read becomes a row with a cause, not an error.
 
-Other columns are read on request. JSONL and Parquet keep their types; cells of CSV and TSV are text as written
-(``007`` stays so), and None if empty.
+Other columns are read on request. Values from JSONL and Parquet keep their types; cells of CSV and TSV are strings,
+unchanged (``007`` is not converted), or None if empty.
 """
 
 import csv
@@ -23,7 +23,7 @@ from clipkit.errors import DataError, nearest
 
 __all__ = ["CAPTION_COLUMNS", "IMAGE_COLUMNS", "SUFFIXES", "Row", "Table", "safe_cell"]
 
-# the usual names, most specific first; compared in lower case with "_" for blanks and hyphens
+# common names, most specific first; compared in lower case with "_" for spaces and hyphens
 IMAGE_COLUMNS = (
     "filepath", "file_path", "image_path", "img_path", "path", "filename", "file_name", "image_file",
     "image_filename", "image_name", "image", "img", "picture", "photo", "file",
@@ -33,52 +33,53 @@ CAPTION_COLUMNS = (
 )  # fmt: skip
 _DELIMITED, _JSON_LINES, _PARQUET = (".csv", ".tsv", ".tab"), (".jsonl", ".ndjson"), (".parquet", ".pq")
 SUFFIXES = (*_DELIMITED, *_JSON_LINES, *_PARQUET)
-LONGEST_LINE = 2**20  # bytes, of JSONL
-HEADER = 2**16  # bytes in which a header must end
-_CLASSIFIED = ["picture", "source", "label_1"]  # the first columns of what ``clipkit classify`` writes
+LONGEST_LINE = 2**20  # maximum length of a JSONL line, in bytes
+HEADER = 2**16  # maximum length of a header, in bytes
+_CLASSIFIED = ["picture", "source", "label_1"]  # first columns of the output of ``clipkit classify``
 _FORMULA = re.compile(r"'*[=+\-@\t\r\n＝＋－＠]")
 
 
 def safe_cell(text: str) -> str:
-    """Prefix text that a spreadsheet would execute as a formula with an apostrophe, as OWASP recommends.
+    """Prefix text that a spreadsheet would evaluate as a formula with an apostrophe, as OWASP recommends.
 
-    Text that looks like the result gets another apostrophe, so that removing one restores the original.
+    Text that already has such a prefix gets another apostrophe, so that removing one restores the original.
     """
     return f"'{text}" if _FORMULA.match(text) else text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One row: its path and caption (None without such a column), or the cause why it cannot be read."""
+    """One row: its path and caption (None without such a column), or why it cannot be read."""
 
-    number: int  # from 1, the header not counted
+    number: int  # from 1, not counting the header
     path: object = None
     caption: object = None
     cause: str = ""
-    progress: float  # fraction of the table that is read, in [0, 1]
+    progress: float  # fraction of the table read so far, in [0, 1]
     others: Mapping[str, object] = field(default_factory=dict)  # other columns that were requested
 
 
 class Table:
-    """The rows of a table; iterating reads them from the file, in order, in bounded memory.
+    """The rows of a table; iteration reads them from the file in order, with bounded memory.
 
     Args:
         path: a .csv, .tsv, .tab, .jsonl, .ndjson, .parquet or .pq file.
-        image_column: column with the paths; guessed from the usual names if not given.
-        caption_column: column with the captions; guessed likewise.
-        image_columns: usual names of the column with the paths.
-        image_name: what that column holds, "image" or "url".
-        need: which of "image" and "caption" the table must have.
+        image_column: column with the paths; found by common names if not given.
+        caption_column: column with the captions; found by common names if not given.
+        image_columns: common names of the column with the paths.
+        image_name: content of that column, "image" or "url".
+        need: columns that the table must have: "image", "caption" or both.
         others: names of other columns to read; None for all of them.
 
     Raises:
-        DataError: the file is missing or not a table of a known kind, or a column is missing or cannot be guessed.
+        DataError: the file is missing or not a table of a known kind, or a column is missing or cannot be found.
 
     Attributes:
-        image_column: its name, "" if there is none.
-        caption_column: likewise.
-        others: the other columns that are read, each with its position; later lines of JSONL may have more.
-        left_out: why columns are not read, by name. Of several columns with the same name only the first is read.
+        image_column: name of the column with the paths; "" if there is none.
+        caption_column: name of the column with the captions; "" if there is none.
+        others: positions of the other columns to read, by name; later lines of JSONL may have more columns.
+        left_out: columns that are not read, by name, with the reason. If several columns have the same name, only
+            the first is read.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Table:
         others: Sequence[str] | None = (),
     ) -> None:
         if not path.is_file():
-            raise DataError(f"{path} is not a file: name a .csv, .tsv, .jsonl or .parquet table")
+            raise DataError(f"{path} is not a file: expected a .csv, .tsv, .jsonl or .parquet table")
         self.path = path
         asked = {image_name: image_column, "caption": caption_column}
         self._usual = {image_name: image_columns, "caption": CAPTION_COLUMNS}
@@ -108,7 +109,7 @@ class Table:
                 objects = map(_json_object, islice(_lines(file), 100))
                 names = list(dict.fromkeys(key for one in objects if isinstance(one, dict) for key in one))
             if not names:
-                raise DataError(f"{path} has no JSON object in its first hundred lines")
+                raise DataError(f"{path} has no JSON object in its first 100 lines")
         elif suffix in _PARQUET:
             self._rows = self._parquet
             schema = _parquet_file(path).schema_arrow
@@ -116,7 +117,7 @@ class Table:
             kinds = {name: schema.field(names.index(name)).type for name in names}
         else:
             raise DataError(
-                f"{path}: a table is a .csv, .tsv, .jsonl or .parquet file, not {suffix or 'that'}"
+                f"{path}: expected a .csv, .tsv, .jsonl or .parquet file, not {suffix or 'a file without a suffix'}"
             )
         self.image_column, self.caption_column = (
             self._column(what, asked[what], names, kinds, required=needed in need)
@@ -130,14 +131,14 @@ class Table:
         for name in others or ():
             if name not in names:
                 raise DataError(f"{path} has no column {name!r} ({nearest(name, names[:30])})")
-        self._every_key = others is None  # of JSONL, where any line may have others
+        self._every_key = others is None  # any line of JSONL may have additional keys
         wanted = [
             name for name in dict.fromkeys(names if others is None else others) if name not in self._read
         ]
         self.left_out = {name: "it has no name" for name in wanted if not name.strip()}
         for name in wanted:
             if name in kinds and not _is_plain(kinds[name]):
-                self.left_out[name] = f"it holds {str(kinds[name])[:60]}"
+                self.left_out[name] = f"it contains {str(kinds[name])[:60]}"
         self.others = {name: names.index(name) for name in wanted if name not in self.left_out}
         counts = Counter(names)
         for name in (*self._read, *self.others):
@@ -150,7 +151,7 @@ class Table:
     def _column(
         self, what: str, asked: str | None, names: Sequence[str], kinds: Mapping[str, Any], *, required: bool
     ) -> str:
-        """Return the requested column, or the one with the most specific usual name; "" if none is required."""
+        """Return the requested column, or the one with the most specific common name; "" if none is required."""
         if asked is not None and asked not in names:
             raise DataError(f"{self.path} has no column {asked!r} ({nearest(asked, names[:30])})")
         plain = {_plain(name): name for name in reversed(names)}
@@ -165,11 +166,13 @@ class Table:
             return name
         if asked is None and not required:
             return ""
-        # a column of encoded images, for example: a batch of its rows would fill the memory
-        raise DataError(f"{self.path}: column {name!r} holds {kind[:60]}, not text; name a column of text")
+        # for example a column of encoded images, whose rows might not fit in memory
+        raise DataError(
+            f"{self.path}: column {name!r} contains {kind[:60]}, not text; choose a column of text"
+        )
 
     def _header(self, delimiters: str, asked: Mapping[str, str | None]) -> list[str]:
-        """Return the names in the first line of a delimited file; determine its encoding and delimiter."""
+        """Read the column names of a delimited file, and determine its encoding and delimiter."""
         with self.path.open("rb") as file:
             start = file.read(HEADER)
         self._encoding = "utf-16" if start[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
@@ -195,7 +198,7 @@ class Table:
     def _delimited(self) -> Iterator[Row]:
         size = max(1, self.path.stat().st_size)
         with self.path.open("rb") as file:
-            # newline="", as the csv module must see line ends inside quotes, which belong to the caption
+            # newline="": line ends inside quotes are part of the caption
             text = io.TextIOWrapper(file, encoding=self._encoding, errors="replace", newline="")
             reader = csv.reader(text, delimiter=self._delimiter)
             number, names = -1, list[str]()
@@ -265,7 +268,7 @@ class Table:
         number = 0
         try:
             for batch in file.iter_batches(batch_size=1024, columns=[*self._read, *self.others]):
-                # by position, as batch.column(name) fails if two columns have this name
+                # by position, because batch.column(name) fails for duplicate names
                 columns = {name: batch.column(at) for at, name in reversed([*enumerate(batch.schema.names)])}
                 values = {name: columns[name].to_pylist() for name in self._read}
                 for i in range(batch.num_rows):
@@ -282,16 +285,16 @@ class Table:
 
 
 def _is_plain(kind: Any) -> bool:
-    """Check whether values of a pyarrow type are numbers, text, times, or lists and objects of these."""
+    """Check whether a pyarrow type holds numbers, text, times, or lists and objects of these."""
     if kind.num_fields:
         return all(_is_plain(kind.field(number).type) for number in range(kind.num_fields))
     return "binary" not in str(kind) and not str(kind).startswith("extension")
 
 
 def _python(scalar: Any) -> Any:
-    """Convert a value of pyarrow: times to the microsecond (None if out of Python's range), maps to a dict.
+    """Convert a pyarrow value: times in microseconds (None if out of Python's range), maps as a dict.
 
-    A map whose keys are not strings becomes a list of pairs.
+    Maps with keys other than strings become lists of pairs.
     """
     from pyarrow import duration, time64, timestamp, types
 
@@ -325,7 +328,7 @@ def _plain(name: str) -> str:
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines that are not blank; of one that is too long only the start."""
+    """Yield nonblank lines; lines that are too long are cut."""
     first = True
     while line := file.readline(LONGEST_LINE + 1):
         if len(line) > LONGEST_LINE:
@@ -338,7 +341,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _json_object(line: bytes) -> dict[str, object] | str:
-    """Return the object in a line of JSON, or the cause why there is none."""
+    """Parse a JSON object from a line, or return why that fails."""
     if len(line) > LONGEST_LINE:
         return f"a line longer than {LONGEST_LINE:,} bytes"
     try:
@@ -349,7 +352,7 @@ def _json_object(line: bytes) -> dict[str, object] | str:
 
 
 def _parquet_file(path: Path) -> Any:
-    """Open a Parquet file; pyarrow comes with the extra ``pack``."""
+    """Open a Parquet file; pyarrow is installed by the extra ``pack``."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -358,4 +361,4 @@ def _parquet_file(path: Path) -> Any:
     try:
         return pyarrow.parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path} is not a Parquet file that can be read: {error}") from error
+        raise DataError(f"{path} cannot be read as Parquet: {error}") from error

@@ -1,7 +1,7 @@
-"""List the files of an uncompressed tar and where their bytes are, reading only the 512-byte headers.
+"""List the files of an uncompressed tar with their positions, reading only the 512-byte headers.
 
-A damaged tar is refused with the position of the damage, and no size that it states takes memory.
-In shapes, N is the number of headers.
+Errors for damaged tars state the position of the damage. Memory does not depend on sizes in headers. In shapes, N
+is the number of headers.
 """
 
 import os
@@ -19,17 +19,17 @@ from clipkit.errors import DataError
 
 __all__ = ["BLOCK", "Content", "FileContent", "TruncatedError", "sample_name", "tar_files", "tar_files_of"]
 
-BLOCK = 512  # bytes of a header; data begin at a multiple of it
-_OCTAL_PLACES = (8 ** np.arange(5, -1, -1)).astype(np.uint32)  # of six digits
-_SIZE_PLACES = 8.0 ** np.arange(10, -1, -1)  # of eleven; their sums are exact in float64
+BLOCK = 512  # size of a header in bytes; data start at a multiple of it
+_OCTAL_PLACES = (8 ** np.arange(5, -1, -1)).astype(np.uint32)  # place values of six digits
+_SIZE_PLACES = 8.0 ** np.arange(10, -1, -1)  # place values of eleven digits; sums are exact in float64
 _PLAIN, _PAX = b"0x"  # kinds of nearly all members
-_MARK = b"ustar"  # in all headers but those of the oldest format
+_MARK = b"ustar"  # magic bytes of all headers except the oldest format
 _PIECE = 4096  # bytes read at a time
 _BLANK = b" \0"
-_AT_ONCE = 4096  # headers that are checked together
-_WINDOW = 2 << 20  # bytes that are scanned at a time
-_FEW = 64  # headers that are followed after a scan has found too few
-_WORTH = 384  # headers in a window for which a scan is faster than following them
+_AT_ONCE = 4096  # headers checked together
+_WINDOW = 2 << 20  # bytes scanned at a time
+_FEW = 64  # headers to follow after a scan found too few
+_WORTH = 384  # headers per window above which scanning is faster than following
 _FILE = (b"0", b"\0", b"7")
 _WITHOUT_DATA = (b"1", b"2", b"3", b"4", b"5", b"6")  # links, devices, folders, pipes
 _ABOUT_NEXT = (b"L", b"K", b"x", b"X", b"g")  # members that describe the following ones
@@ -37,20 +37,20 @@ _PAX_WORDS = (b"path=", b"size=", b"GNU.sparse.")
 _PAX_MATTERS = re.compile(b"|".join(map(re.escape, _PAX_WORDS)))
 _PAX_SIZE = re.compile(r"[0-9]{1,19}")
 _PAX_LENGTH = re.compile(rb"(\d{1,7}) ")
-_MAX_EXTRA_BYTES = 1 << 20  # of a member that describes another; far more than any writer needs
+_MAX_EXTRA_BYTES = 1 << 20  # size limit of members that describe another one; far more than needed
 _CHUNK = 1 << 20  # bytes searched at a time
-_RECORD = 20 * BLOCK  # archives are padded to a multiple of this, by default
-_MAX_RECORD = 1 << 20  # or of at most this
+_RECORD = 20 * BLOCK  # archives are padded to a multiple of this size by default
+_MAX_RECORD = 1 << 20  # largest other record size
 _MAX_NAME = 4096  # characters
-_MAX_ZEROS = 1 << 26  # that are searched after an end; a sparse file may have any size
+_MAX_ZEROS = 1 << 26  # bytes checked after the end of the archive; a sparse file may have any size
 
 
 class TruncatedError(DataError):
-    """A tar that ends too early, or in zeros that a download has not filled; everything before is intact."""
+    """A truncated or partially downloaded tar; everything before that point is intact."""
 
 
 class Content(Protocol):
-    """The bytes of a tar, wherever they are; ``bytes`` are one."""
+    """The content of a tar; ``bytes`` implement this protocol."""
 
     def __len__(self) -> int: ...
 
@@ -58,9 +58,9 @@ class Content(Protocol):
 
 
 def sample_name(name: str) -> tuple[str, str] | None:
-    """Split a member's name into WebDataset's key, up to the first dot of the file name, and lower-case extension.
+    """Split a member's name into WebDataset's key (up to the first dot of the file name) and lower-case extension.
 
-    None for hidden files and names without an extension, which belong to no sample.
+    Return None for hidden files and names without an extension, which are not part of a sample.
     """
     folder, slash, file_name = name.rpartition("/") if "/" in name else ("", "", name)
     stem, dot, extension = file_name.partition(".")
@@ -70,15 +70,15 @@ def sample_name(name: str) -> tuple[str, str] | None:
 
 
 def tar_files(path: Path, *, called: str = "") -> Iterator[tuple[str, int, int]]:
-    """Yield name, data offset and size of every regular file of a tar, with GNU and PAX long names.
+    """Yield name, data offset and size of every regular file of a tar; supports GNU and PAX long names.
 
     Args:
         path: the tar.
-        called: its name in messages, by default the path.
+        called: name for error messages, by default the path.
 
     Raises:
-        TruncatedError: the file is truncated, after all members before the cut.
-        DataError: it is compressed, damaged or not a tar, after all members before the damage.
+        TruncatedError: the file is truncated; raised after all intact members.
+        DataError: it is compressed, damaged or not a tar; raised after all members before the damage.
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
@@ -86,7 +86,7 @@ def tar_files(path: Path, *, called: str = "") -> Iterator[tuple[str, int, int]]
 
 
 class FileContent:
-    """The bytes of an open file; not memory-mapped, as truncating a mapped file kills the process."""
+    """The bytes of an open file; not memory-mapped, because truncating a mapped file kills the process."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -100,11 +100,12 @@ class FileContent:
 
 
 def tar_files_of(shard: str, tar: Content, *, at_hand: bool = False) -> Iterator[tuple[str, int, int]]:
-    """List a tar like ``tar_files``; ``shard`` names it in messages.
+    """List a tar like ``tar_files``; ``shard`` is its name in messages.
 
-    Headers are followed by their sizes, some thousands at a time, and then checked together before their content is
-    used; checking one by one would take most of the time. If the content is ``at_hand`` (as fast as memory) and its
-    members are small, the headers are found by their marks among all blocks, and must form a chain.
+    Each header's size gives the position of the next one. Headers are read a few thousand at a time and then
+    checked together before they are used; checking them one by one would take most of the time. If the content is
+    ``at_hand`` (as fast as memory) and its members are small, headers are found by scanning all blocks for their
+    magic bytes, and must form a chain.
     """
     if len(tar) == 0:
         raise TruncatedError(f"shard {shard} is empty (0 bytes)")
@@ -113,7 +114,7 @@ def tar_files_of(shard: str, tar: Content, *, at_hand: bool = False) -> Iterator
         found = _scan(tar, run) if at_hand else None
         if found is None or len(found.headers) < _WORTH:
             run = _follow(shard, tar, run, most=steps if at_hand else _AT_ONCE)
-            steps = min(4 * steps, _AT_ONCE)  # until another scan is tried
+            steps = min(4 * steps, _AT_ONCE)  # headers to follow before the next scan
         else:
             run, steps = found, _FEW
         sound = _count_sound(run.headers)
@@ -137,19 +138,19 @@ def tar_files_of(shard: str, tar: Content, *, at_hand: bool = False) -> Iterator
 
 @dataclass(kw_only=True, slots=True)
 class _Run:
-    """A stretch of headers, unchecked.
+    """Consecutive headers, not yet checked.
 
     Attributes:
-        position: of the next header.
+        position: position of the next header.
         headers: (N, 512) uint8.
-        positions: their N positions.
+        positions: positions of the N headers.
         files: indices of the headers of regular files.
         offsets: positions of the data of these files.
-        sizes: their numbers of bytes.
-        long_names: by index in ``files``, names given by another header.
-        said: whether another header has described the next file: ``long_name``, ``long_size`` or both.
-        fault: the error that ended the walk.
-        ended: whether the walk has ended, with an error or without.
+        sizes: sizes of these files in bytes.
+        long_names: names given by a preceding header, by index in ``files``.
+        said: whether a preceding header describes the next file: ``long_name``, ``long_size`` or both.
+        fault: the error at which reading ended, if any.
+        ended: whether reading has ended, with or without an error.
     """
 
     position: int
@@ -167,9 +168,9 @@ class _Run:
 
 
 def _scan(tar: Content, before: _Run) -> _Run | None:
-    """Find the headers in a window, up to the first that is unusual or not where the chain needs it; None if none.
+    """Find the headers in a window, up to the first that is unusual or breaks the chain; None if there is none.
 
-    None as well if another header has described the next file.
+    Also returns None if a preceding header describes the next file.
     """
     start = before.position
     window = tar[start : start + _WINDOW]
@@ -183,7 +184,7 @@ def _scan(tar: Content, before: _Run) -> _Run | None:
         at, headers = at[marked], headers[marked]  # (N,), (N, 512) blocks that look like headers
     if len(at) == 0:
         return None
-    # sizes in their usual form, eleven octal digits; -1 for any other
+    # sizes in the usual form, eleven octal digits; -1 for other forms
     digits = headers[:, 124:135] - np.uint8(ord("0"))
     sizes = (digits @ _SIZE_PLACES).astype(np.int64)
     if (digits > 7).any():
@@ -193,7 +194,7 @@ def _scan(tar: Content, before: _Run) -> _Run | None:
     is_file, is_pax = headers[:, 156] == _PLAIN, headers[:, 156] == _PAX
     usual = (sizes >= 0) & (start + (at + 1) * BLOCK + sizes <= len(tar)) & (is_file | is_pax)
     usual &= at == np.concatenate([[0], after[:-1]])
-    # PAX members are usual if they have one block without relevant words
+    # PAX members of one block without relevant keywords need no special treatment
     first, lengths = at[is_pax] + 1, sizes[is_pax]
     short = (lengths >= 0) & (lengths <= BLOCK) & (first < len(blocks))
     if short.any():
@@ -217,7 +218,7 @@ def _scan(tar: Content, before: _Run) -> _Run | None:
 
 
 def _follow(shard: str, tar: Content, before: _Run, *, most: int) -> _Run:
-    """Follow at most ``most`` headers from one to the next, up to the end or to an error."""
+    """Follow at most ``most`` headers from one to the next, up to the end or an error."""
     position = before.position
     run = _Run(position=position, said=before.said, long_name=before.long_name, long_size=before.long_size)
     positions, files, offsets, sizes, end = run.positions, run.files, run.offsets, run.sizes, len(tar)
@@ -231,7 +232,7 @@ def _follow(shard: str, tar: Content, before: _Run, *, most: int) -> _Run:
                 piece, start, at = tar[position : position + _PIECE], position, 0
                 header = piece[:BLOCK]
             if len(header) < BLOCK:
-                stop = min(end, position + len(header))  # less if the file was truncated meanwhile
+                stop = min(end, position + len(header))  # the file may have been truncated meanwhile
                 raise _truncated(shard, f"it has no end mark; it stops at byte {stop}")
             if header[0] == 0 and not any(header):
                 _check_end(shard, tar, position, end)
@@ -254,7 +255,7 @@ def _follow(shard: str, tar: Content, before: _Run, *, most: int) -> _Run:
             position = data + (size + BLOCK - 1) // BLOCK * BLOCK
     except DataError as fault:
         run.fault, run.ended = fault, True
-    except ValueError:  # an 8 or a 9 among the digits
+    except ValueError:  # an invalid octal digit
         run.fault, run.ended = _damaged(shard, f"has a broken size at byte {position}"), True
     run.position = position
     run.headers = np.frombuffer(b"".join(headers), dtype=np.uint8).reshape(-1, BLOCK)
@@ -262,25 +263,25 @@ def _follow(shard: str, tar: Content, before: _Run, *, most: int) -> _Run:
 
 
 def _unusual(run: _Run, shard: str, tar: Content, kind: bytes, size: int) -> int:
-    """Add a member that is no plain file, or that another header has described; return the size of its data."""
+    """Add a member that is not a plain file or is described by a preceding header; return the size of its data."""
     position = run.positions[-1]
     data, end = position + BLOCK, len(tar)
     if size < 0:
         raise _damaged(shard, f"has a broken size at byte {position}")
     if kind in _WITHOUT_DATA:
-        size = 0  # hard links may state the size of their target
+        size = 0  # headers of hard links may contain the target's size
     elif run.long_size is not None and kind not in _ABOUT_NEXT:
         size = run.long_size
     if data + size > end:
         raise _truncated(shard, f"a member at byte {position} needs {data + size} bytes, the file has {end}")
-    sparse = f"shard {shard} holds a sparse file at byte {position}: write it without --sparse"
+    sparse = f"shard {shard} contains a sparse file at byte {position}: write it without --sparse"
     if kind in _ABOUT_NEXT:
         if size > _MAX_EXTRA_BYTES:
-            raise DataError(f"shard {shard} states a name of {size} bytes at byte {position}; write it again")
+            raise DataError(f"shard {shard} has a name of {size} bytes at byte {position}; write it again")
         extra = tar[data : data + size]
         if len(extra) < size:
             raise _truncated(shard, f"it stops at byte {data + len(extra)}")
-        # refused if programs would interpret it differently
+        # rejected if tools would interpret it differently
         ambiguous = f"has a broken extended header at byte {position}"
         name: str | None = None
         if kind == b"L":
@@ -318,10 +319,10 @@ def _unusual(run: _Run, shard: str, tar: Content, kind: bytes, size: int) -> int
 
 
 def _check_end(shard: str, tar: Content, position: int, end: int) -> None:
-    """Check that blocks of zeros are the end of the archive, not a hole that a download has left.
+    """Check that blocks of zeros mark the end of the archive, not a gap left by an incomplete download.
 
-    An archive is followed only by zeros, up to a whole number of records. A record has 20 blocks, or is a power of
-    two of up to a MiB (other values of ``tar -b`` are not in use).
+    Only zeros may follow the archive, up to a multiple of the record size, which is 20 blocks or a power of two of
+    up to 1 MiB (other values of ``tar -b`` are not in use).
     """
     far = min(end, position + _MAX_ZEROS)
     other = far  # position of the first byte that is not zero
@@ -334,17 +335,19 @@ def _check_end(shard: str, tar: Content, position: int, end: int) -> None:
             break
     zeros, block = other - position, other - other % BLOCK
     if other == end:
-        if zeros <= 2 * BLOCK + max(_RECORD, min(end & -end, _MAX_RECORD)):  # & gives the power of two in it
+        if zeros <= 2 * BLOCK + max(
+            _RECORD, min(end & -end, _MAX_RECORD)
+        ):  # largest power of two that divides end
             return
     elif zeros <= 3 * BLOCK + _MAX_RECORD:
         header = tar[block : block + BLOCK]
         if len(header) == BLOCK and _count_sound(np.frombuffer(header, dtype=np.uint8)[None]) == 1:
             raise DataError(
-                f"shard {shard} holds more than one archive, the second begins at byte {block}: "
-                "give each its own file"
+                f"shard {shard} contains more than one archive, the second starts at byte {block}: "
+                "store each archive in a separate file"
             )
     raise TruncatedError(
-        f"shard {shard} looks half-downloaded: zeros from byte {position} to {other} of {end}; "
+        f"shard {shard} seems incompletely downloaded: zeros from byte {position} to {other} of {end}; "
         "fetch or write it again"
     )
 
@@ -360,7 +363,7 @@ def _damaged(shard: str, what: str) -> DataError:
 def _count_sound(headers: npt.NDArray[np.uint8]) -> int:
     """Count the (N, 512) headers before the first with a wrong checksum."""
     fields = headers[:, 148:156]
-    # the checksum is computed with its own eight bytes as spaces
+    # the checksum is computed with spaces in its own eight bytes
     sums = headers.sum(axis=1, dtype=np.uint32) - fields.sum(axis=1, dtype=np.uint32) + np.uint32(8 * 32)
     digits = fields[:, :6] - np.uint8(ord("0"))
     stated = digits @ _OCTAL_PLACES
@@ -373,8 +376,8 @@ def _count_sound(headers: npt.NDArray[np.uint8]) -> int:
 
 
 def _unusual_size(header: bytes) -> int:
-    """Parse a size in one of its rarer forms; -1 if it is invalid."""
-    # base 256 if the first bit is set, for 8 GiB and more; with the second one set the number is negative
+    """Parse a size in one of the less common forms; -1 if it is invalid."""
+    # base 256 if the first bit is set, for 8 GiB and more; negative if the second bit is set
     if header[124] == 0x80:
         return int.from_bytes(header[125:136], "big")
     size = _octal(header[124:136])
@@ -382,20 +385,20 @@ def _unusual_size(header: bytes) -> int:
 
 
 def _octal(field: bytes) -> int | None:
-    """Parse octal digits between blanks; 0 for an empty field, None for anything else."""
+    """Parse octal digits surrounded by spaces; 0 for an empty field, None if invalid."""
     digits = field.split(b"\0", 1)[0].strip(b" ")
     # int() alone would accept signs, underscores and prefixes
     return None if digits.strip(b"01234567") else int(digits or b"0", 8)
 
 
 def _text(data: bytes) -> str:
-    # names that are not UTF-8 must stay distinct and printable
+    # escape bytes that are not UTF-8, so that names stay distinct and printable
     return data.split(b"\0", 1)[0].decode("utf-8", "backslashreplace")
 
 
 def _names(headers: npt.NDArray[np.uint8]) -> list[str]:
     """Return the names in (N, 512) headers."""
-    fields = headers[:, :100].copy().view("S100").ravel().tolist()  # without trailing zeros
+    fields = headers[:, :100].copy().view("S100").ravel().tolist()  # trailing zeros are removed
     together = b"\0".join(fields)
     if together.count(b"\0") >= len(fields):  # a name contains zeros, or there is none
         names = list(map(_text, fields))
@@ -408,7 +411,7 @@ def _names(headers: npt.NDArray[np.uint8]) -> list[str]:
 
 
 def _pax_records(data: bytes) -> dict[str, str] | None:
-    """Parse the ``LENGTH KEY=VALUE\\n`` records of a PAX header; None if they have another form."""
+    """Parse the ``LENGTH KEY=VALUE\\n`` records of a PAX header; None if they are malformed."""
     records: dict[str, str] = {}
     position = 0
     while (match := _PAX_LENGTH.match(data, position)) is not None:

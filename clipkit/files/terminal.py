@@ -1,4 +1,4 @@
-"""Text for terminals, logs and pages: names without control characters, counts, URLs without secrets, progress."""
+"""Format text for terminals, logs and pages: control characters, counts, URLs without secrets, progress."""
 
 import re
 import sys
@@ -12,11 +12,11 @@ __all__ = ["CountProgress", "counted", "printable", "shown", "size_of", "without
 
 
 def printable(text: str, most: int | None = None) -> str:
-    """Escape characters that could control a terminal, line ends included.
+    """Escape control characters, including line ends.
 
     Args:
         text: any text, such as a key or caption from data.
-        most: number of characters to keep; "…" replaces the rest.
+        most: maximum number of characters; "…" replaces the rest.
     """
     shown = text if most is None or len(text) <= most else text[:most] + "…"
     return "".join(
@@ -26,12 +26,12 @@ def printable(text: str, most: int | None = None) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with a noun whose plural ends in s: ``1 image``, ``2,000 images``."""
+    """Format a number with a noun that forms its plural with s: ``1 image``, ``2,000 images``."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def size_of(count: float) -> str:
-    """Return a number of bytes with a unit."""
+    """Format a number of bytes with a unit."""
     for unit, worth in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= worth:
             return f"{count / worth:.3g} {unit}"
@@ -45,10 +45,10 @@ _QUOTED = re.compile(r'"((?:[^"\\\n]|\\.)*)"')  # a string of TOML or JSON
 
 
 def shown(url: str) -> str:
-    """Remove what may be secret from a URL: user, password, query and fragment.
+    """Remove possible secrets from a URL: user, password, query and fragment.
 
-    Of a ``pipe:`` command, and of a URL with an ambiguous authority (such as a password with a slash), only the
-    program or scheme and the name of the tar remain.
+    For ``pipe:`` commands and URLs with an ambiguous authority (such as a password with a slash), keep only the
+    program or scheme and the name of the tar.
     """
     tar = [" " + name for name in _TAR_NAME.findall(url)[-1:]]
     if url.startswith("pipe:"):
@@ -82,12 +82,12 @@ _PLAIN_EVERY_SECONDS = 10.0
 
 
 class CountProgress:
-    """Show on stderr how many images, texts or shards are done: a bar on a terminal, else a line every ten seconds.
+    """Show progress on stderr: a bar on a terminal, otherwise a line every ten seconds.
 
     Args:
-        what: the work, at the start of the line.
-        total: how many items there are; None if unknown.
-        shown: False prints nothing.
+        what: text at the start of the line.
+        total: number of items; None if unknown.
+        shown: whether to print anything.
     """
 
     def __init__(self, what: str, *, total: int | None, shown: bool) -> None:
@@ -101,7 +101,9 @@ class CountProgress:
             known = "/{task.total:,}" if total is not None else ""
             self._bar = Progress(
                 TextColumn("{task.description}"),
-                BarColumn(bar_width=16),  # a line as wide as the terminal could not be erased after Ctrl-C
+                BarColumn(
+                    bar_width=16
+                ),  # a line of the terminal's full width could not be erased after Ctrl-C
                 TextColumn("{task.completed:,}" + known),
                 TextColumn("{task.fields[note]}"),
                 *((TimeRemainingColumn(compact=True),) if total is not None else ()),
@@ -121,7 +123,7 @@ class CountProgress:
             self._bar.stop()
 
     def show(self, done: int, failed: int = 0) -> None:
-        """Report how many items are done so far, and how many of these failed."""
+        """Update the number of items processed so far, and how many of these failed."""
         now = time.monotonic()
         rate = done / max(1e-9, now - self._began)
         note = f"{rate:,.1f}/s" + (f"{' ' if self._bar else ', '}{failed:,} failed" if failed else "")

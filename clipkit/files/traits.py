@@ -1,7 +1,7 @@
-"""Transparency and EXIF orientation of image files: find them, apply them on request, and report them otherwise.
+"""Transparency and EXIF orientation of image files: detect them, and apply them on request.
 
-Like open_clip, clipkit by default drops an alpha channel, so that a transparent image shows the colors hidden under
-it, and ignores an EXIF orientation.
+By default clipkit, like open_clip, drops the alpha channel, which reveals the colors of transparent pixels, and
+ignores the EXIF orientation. Images with ignored traits are counted and reported.
 """
 
 import struct
@@ -34,13 +34,13 @@ __all__ = [
 
 Color = tuple[int, int, int]
 
-# what Pillow was seen or is documented to raise for broken files
+# exceptions that Pillow raises for broken files, documented or observed
 PILLOW_ERRORS = (
     OSError, SyntaxError, ValueError, EOFError, RuntimeError, LookupError, TypeError, ArithmeticError, MemoryError,
     AssertionError, struct.error,
 )  # fmt: skip
-ORIENTATION_TAG = 0x0112  # of EXIF
-_TRANSPOSE = {  # Pillow's transposition that makes an image of this orientation upright
+ORIENTATION_TAG = 0x0112  # EXIF tag
+_TRANSPOSE = {  # Pillow's transposition by EXIF orientation
     2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
     8: "ROTATE_90",
 }  # fmt: skip
@@ -50,8 +50,8 @@ class Traits(NamedTuple):
     """Properties of an image file that open_clip's preprocessing ignores.
 
     Attributes:
-        transparent: whether some pixel is not opaque.
-        rotated: whether the EXIF orientation is other than upright.
+        transparent: whether any pixel is not opaque.
+        rotated: whether the EXIF orientation is not upright.
     """
 
     transparent: bool = False
@@ -63,11 +63,11 @@ NO_TRAITS = Traits()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoding:
-    """How images are decoded; the defaults are open_clip's.
+    """Options for decoding images; the defaults are open_clip's.
 
     Attributes:
-        background: color behind images that are not opaque; None drops the alpha channel.
-        upright: whether the EXIF orientation is applied.
+        background: color behind transparent images; None drops the alpha channel.
+        upright: whether to apply the EXIF orientation.
     """
 
     background: Color | None = None
@@ -77,7 +77,7 @@ class Decoding:
         """Describe the settings; "" for the defaults."""
         words = []
         if self.background is not None:
-            words.append(f"transparent images are laid on {hex_of(self.background)}")
+            words.append(f"transparent images get the background {hex_of(self.background)}")
         if self.upright:
             words.append("the EXIF orientation of images is applied")
         return " and ".join(words)
@@ -99,11 +99,11 @@ class TraitCounts:
             self.rotated += traits.rotated
 
     def lines(self, decoding: Decoding, *, background: str, upright: str) -> dict[str, str]:
-        """Return a warning for each trait that some images have and that was ignored, by the trait's name.
+        """Return a warning, by the trait's name, for each trait that was present but ignored.
 
         Args:
             decoding: how the images were decoded.
-            background: how to set a background, such as "--background white"; "" if the user chose none.
+            background: how to set a background, such as "--background white"; "" if the user chose not to.
             upright: how to apply the orientation; "" if the user chose not to.
         """
 
@@ -125,10 +125,10 @@ class TraitCounts:
 
 
 def color_of(color: str | Color, *, setting: str = "background") -> Color | None:
-    """Parse a color to red, green and blue, each 0–255; "none" gives None.
+    """Parse a color to red, green and blue, each 0–255; return None for "none".
 
     Args:
-        color: a name, "#rrggbb", or the three numbers.
+        color: a name, "#rrggbb", or three numbers.
         setting: name of the setting in error messages.
 
     Raises:
@@ -147,14 +147,14 @@ def color_of(color: str | Color, *, setting: str = "background") -> Color | None
             parsed = ()
         rgb, alpha = parsed[:3], parsed[3:]
     if not is_rgb(rgb):
-        raise ConfigError(f"{setting} = {color!r} is not a color: give one as white or #ffffff")
+        raise ConfigError(f"{setting} = {color!r} is not a color: use a color such as white or #ffffff")
     if alpha not in ((), (255,)):
-        raise ConfigError(f"{setting} = {color!r} is not opaque: give a color such as white or #ffffff")
+        raise ConfigError(f"{setting} = {color!r} is not opaque: use a color such as white or #ffffff")
     return rgb
 
 
 def is_rgb(values: object) -> TypeGuard[Color]:
-    """Check whether these are red, green and blue, each 0–255."""
+    """Check whether a value consists of red, green and blue, each 0–255."""
     return (
         isinstance(values, tuple)
         and len(values) == 3
@@ -168,12 +168,15 @@ def hex_of(color: Color | None) -> str:
 
 
 def is_transparent(image: "Image") -> bool:
-    """Check whether a pixel of a loaded image is not opaque; an alpha channel may be opaque everywhere."""
+    """Check whether any pixel of a loaded image is not opaque."""
     if (image.mode == "P" and image.palette is None) or not image.has_transparency_data:
         return False
     try:
         low, _ = _alpha(image).getextrema()
-    except (TypeError, ValueError):  # a transparent color of another mode, which Pillow ignores too
+    except (
+        TypeError,
+        ValueError,
+    ):  # a transparent color that does not match the mode, which Pillow ignores too
         return False
     assert isinstance(low, int | float)
     return low < 255
@@ -186,7 +189,7 @@ def _alpha(image: "Image") -> "Image":
 
     if image.mode in ("LA", "La", "PA", "RGBA", "RGBa"):
         return image.getchannel(image.getbands()[-1])
-    if image.mode.startswith("I;16"):  # which Pillow does not convert to RGBA
+    if image.mode.startswith("I;16"):  # Pillow cannot convert this mode to RGBA
         return Image.fromarray(
             np.where(np.asarray(image) == image.info["transparency"], 0, 255).astype(np.uint8)
         )
@@ -194,10 +197,10 @@ def _alpha(image: "Image") -> "Image":
 
 
 def align_transparent_color(image: "Image") -> None:
-    """Scale the transparent color of an opened, not yet loaded PNG like its pixels.
+    """Scale the transparent color of a PNG, opened but not yet loaded, in the same way as its pixels.
 
-    Pillow scales the pixels to 8 bits but leaves this color as stored. Of 16 bits per channel it keeps the upper 8,
-    so all pixels with the upper bits of this color count as transparent.
+    Pillow scales pixels to 8 bits but does not change this color. It keeps the upper 8 of 16 bits per channel, so
+    all pixels with these upper bits are treated as transparent.
     """
     color = image.info.get("transparency")
     tile = getattr(image, "tile", None)  # empty once the image is loaded
@@ -212,7 +215,7 @@ def align_transparent_color(image: "Image") -> None:
 
 
 def flattened(image: "Image", background: Color) -> "Image":
-    """Lay a transparent image on a color: mode RGB."""
+    """Composite an image onto a background color; the result has mode RGB."""
     import numpy as np
     from PIL import Image
 

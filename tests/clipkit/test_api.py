@@ -137,7 +137,7 @@ def test_a_picture_that_cannot_be_read_is_named(tiny: CLIP, pixels: Any) -> None
 
 
 def test_swapped_arguments_are_named(tiny: CLIP, pixels: Any) -> None:
-    message = "^model must be a CLIP, as clipkit.load gives it, not (str|list)$"
+    message = "^model must be a CLIP, as returned by clipkit.load, not (str|list)$"
     for given in ("a.png", ["a"]):
         calls: list[Callable[[Any], Any]] = [
             lambda other: clipkit.encode_image(tiny, other),  # type: ignore[arg-type]
@@ -152,9 +152,9 @@ def test_swapped_arguments_are_named(tiny: CLIP, pixels: Any) -> None:
 @pytest.mark.parametrize(
     ("argument", "error", "message"),
     [
-        ({"context_length": 1}, clipkit.ConfigError, "context_length = 1 does not fit: at least 2"),
+        ({"context_length": 1}, clipkit.ConfigError, "context_length = 1 is invalid: expected at least 2"),
         ({"device": "foo"}, clipkit.ConfigError, "Unknown device 'foo'"),
-        ({"device": "meta"}, clipkit.ConfigError, "device = 'meta' holds no values"),
+        ({"device": "meta"}, clipkit.ConfigError, "device = 'meta' stores no values"),
         ({"device": "cuda:99"}, clipkit.ConfigError, "device = 'cuda:99': this machine has"),
         ({"device": None}, clipkit.ConfigError, "Unknown device None"),
         ({"name": 3}, TypeError, "name must be a string, not int"),

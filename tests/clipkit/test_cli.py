@@ -366,7 +366,10 @@ def mistakes(checkpoint: Path) -> list[tuple[Sequence[str], str]]:
         (["encode", "nowhere", "--out", "out", *model], "nowhere: no such file or folder"),
         (["encode", "photos", "--out", "out", "--model", "nowhere"], "nowhere"),
         (["encode", "photos", "--out", "out", "--device", "tpu9", *model], "Unknown device 'tpu9'"),
-        (["encode", "photos", "--out", "out", "--device", "meta", *model], "device = 'meta' holds no values"),
+        (
+            ["encode", "photos", "--out", "out", "--device", "meta", *model],
+            "device = 'meta' stores no values",
+        ),
         (["encode", "~nobodyhere/x", "--out", "out", *model], "~nobodyhere/x: no such file or folder"),
         (["encode", "/dev/zero", "--out", "out", *model], "/dev/zero is a pipe or a device"),
         (

@@ -121,11 +121,11 @@ HOSTILE: dict[str, Hostile] = {
     "cut in a long name": Hostile(lambda: long_name(b"n" * 900)[:-300], "is truncated"),
     "nothing behind a long name": Hostile(lambda: long_name(b"n.jpg"), "is truncated"),
     "the end behind a long name": Hostile(lambda: tar_of()[:DATA] + long_name(b"n.jpg") + END, GOOD),
-    "junk behind the end": Hostile(lambda: tar_of() + b"junk", "looks half-downloaded"),
-    "two archives": Hostile(lambda: tar_of() * 2, "holds more than one archive"),
-    "zeros for ever": Hostile(lambda: tar_of() + bytes(80 << 20), "looks half-downloaded"),
-    "only zeros": Hostile(lambda: bytes(80 << 20), "looks half-downloaded"),
-    "zeros inside": Hostile(among(bytes(20 * BLOCK)), "holds more than one archive"),
+    "junk behind the end": Hostile(lambda: tar_of() + b"junk", "seems incompletely downloaded"),
+    "two archives": Hostile(lambda: tar_of() * 2, "contains more than one archive"),
+    "zeros for ever": Hostile(lambda: tar_of() + bytes(80 << 20), "seems incompletely downloaded"),
+    "only zeros": Hostile(lambda: bytes(80 << 20), "seems incompletely downloaded"),
+    "zeros inside": Hostile(among(bytes(20 * BLOCK)), "contains more than one archive"),
     "zeros over half of it": Hostile(lambda: tar_of()[: DATA // 2] + bytes(2 << 20), "truncated|half-downl"),
     # what is no tar
     "a web page": Hostile(lambda: b"<!DOCTYPE html>" + b" " * 4000, "is not a tar file"),
@@ -152,7 +152,7 @@ HOSTILE: dict[str, Hostile] = {
     "long links without end": Hostile(
         lambda: member("@LongLink", b"to\0", kind=b"K") * 5000 + tar_of(), GOOD
     ),
-    "a long name of 2 MiB": Hostile(lambda: long_name(b"n" * (2 << 20)) + tar_of(), "states a name of"),
+    "a long name of 2 MiB": Hostile(lambda: long_name(b"n" * (2 << 20)) + tar_of(), "has a name of"),
     "a name of 5,000 characters": Hostile(lambda: renamed(long_name(b"n" * 5000 + b".jpg")), "5004 characters"),
     "a name of 4,000 characters": Hostile(lambda: renamed(long_name(b"n" * 3996 + b".jpg")), GOOD),
     "an empty long name": Hostile(lambda: renamed(long_name(b"")), GOOD),
@@ -169,7 +169,7 @@ HOSTILE: dict[str, Hostile] = {
     "a size by PAX beyond the end": Hostile(lambda: renamed(pax((b"size", b"9" * 19))), "is truncated"),
     "a negative size by PAX": Hostile(lambda: renamed(pax((b"size", b"-512"))), NOTE),
     "a size of words by PAX": Hostile(lambda: renamed(pax((b"size", b"1_0"))), NOTE),
-    "a PAX header of 2 MiB": Hostile(lambda: renamed(pax((b"comment", b"x" * (2 << 20)))), "states a name of"),
+    "a PAX header of 2 MiB": Hostile(lambda: renamed(pax((b"comment", b"x" * (2 << 20)))), "has a name of"),
     "a PAX header of 200,000 records": Hostile(
         lambda: tar_of(before=member("p", b"5 a=\n" * 200_000 + record(b"size", b"9"), kind=b"x")
         + member("y.txt", b"something")), GOOD,
@@ -180,8 +180,8 @@ HOSTILE: dict[str, Hostile] = {
     "a PAX record longer than its header": Hostile(lambda: renamed(member("p", b"99 path=y.jp", kind=b"x")), NOTE),
     "a PAX record shorter than it says": Hostile(lambda: renamed(member("p", b"9 path=y.jpg\n", kind=b"x")), NOTE),
     "a PAX record of no length": Hostile(lambda: renamed(member("p", b"path=y.jpg\n", kind=b"x")), NOTE),
-    "a sparse file by PAX": Hostile(lambda: renamed(pax((b"GNU.sparse.major", b"1"))), "holds a sparse file"),
-    "a sparse file by GNU": Hostile(among(member("s.jpg", b"x", kind=b"S")), "holds a sparse file"),
+    "a sparse file by PAX": Hostile(lambda: renamed(pax((b"GNU.sparse.major", b"1"))), "contains a sparse file"),
+    "a sparse file by GNU": Hostile(among(member("s.jpg", b"x", kind=b"S")), "contains a sparse file"),
     # what else members are
     "links, devices, pipes and folders": Hostile(
         among(*(member("9.jpg", kind=kind, link=b"/etc/passwd") for kind in (b"1", b"2", b"3", b"4", b"5", b"6"))),

@@ -148,7 +148,7 @@ def test_mistakes_are_one_line_and_exit_1(
         (["pack", table, tmp_path / "red.png/x"], "red.png/x"),
         (["pack", table, tmp_path / "x", "--max-side", "0"], "--max-side: '0' is not a whole number from 1"),
         (["pack", table, tmp_path / "x", "--test", "10"], "--test: '10' is not a number from 0 to 1"),
-        (["pack", table, tmp_path / "x", "--background", "wite"], "give one as white or #ffffff"),
+        (["pack", table, tmp_path / "x", "--background", "wite"], "use a color such as white or #ffffff"),
         (["pack", tmp_path / "bad.csv", tmp_path / "x", "--quiet"], "no row of"),
     ]:
         given = list(map(str, arguments))

@@ -227,7 +227,7 @@ def test_invalid_tables(pictures: Path) -> None:
     for name, message in [
         ("nowhere.csv", "is not a file"),
         ("table.xlsx", "not .xlsx"),
-        ("table.parquet", "not a Parquet file"),
+        ("table.parquet", "cannot be read as Parquet"),
         ("empty.csv", "columns are none"),
         ("empty.jsonl", "no JSON object"),
         ("header.csv", "it has no rows"),
@@ -538,8 +538,8 @@ def test_values_of_parquet_that_json_does_not_know(pictures: Path, tmp_path: Pat
     assert fields_of(tmp_path / "out") == [{name: wanted for name, (_, _, wanted) in typed.items()}]
     assert report.fields == {name: name for name in typed}
     assert report.left_out == {
-        "image": "it holds struct<bytes: binary, path: string>",
-        "thumb": "it holds large_binary",
+        "image": "it contains struct<bytes: binary, path: string>",
+        "thumb": "it contains large_binary",
     }
     assert pack(
         tmp_path / "t.parquet", tmp_path / "few", image_column="path", fields=["thumb", "int"], progress=False
@@ -609,7 +609,7 @@ def test_rotated_and_transparent_images_are_counted(pictures: Path) -> None:
     assert Image.open(io.BytesIO(found["000000003"]["png"])).getpixel((0, 0)) == (255, 246, 246)
     card = json.loads((pictures / "out2/card.json").read_text())
     assert (card["keep_orientation"], card["background"]) == (True, "#fff")
-    with pytest.raises(ConfigError, match="'wite' is not a color: give one as white or #ffffff"):
+    with pytest.raises(ConfigError, match="'wite' is not a color: use a color such as white or #ffffff"):
         pack(table, pictures / "out3", background="wite")
 
 

@@ -148,14 +148,14 @@ def test_a_published_shape_has_timms_own_name() -> None:
         (
             "resnet",
             ["transformers"],
-            "a tower of open_clip): this model can be exported by --to open_clip, onnx",
+            "a tower of open_clip): this model supports --to open_clip, onnx",
         ),
         ("resnet", ["timm"], "timm has no image tower like this"),
         ("timm", ["sentence-transformers"], "no tower like this one (timm's"),
-        ("distilled", ["open_clip"], "this model can be exported by --to timm, onnx"),
-        ("distilled", [], "this model can be exported by --to timm, onnx"),
-        ("own", ["timm", "transformers"], "name their files alike"),
-        ("own", ["tensorflow"], "no export to 'tensorflow': known: onnx, open_clip, "),
+        ("distilled", ["open_clip"], "this model supports --to timm, onnx"),
+        ("distilled", [], "this model supports --to timm, onnx"),
+        ("own", ["timm", "transformers"], "use the same file names"),
+        ("own", ["tensorflow"], "unknown export target 'tensorflow': known: onnx, open_clip, "),
     ],
 )
 def test_what_a_library_cannot_have_is_one_line(kind: str, to: list[str], told: str, tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_a_card_that_was_changed_is_kept(model: CLIP, tmp_path: Path) -> None:
 def test_two_models_do_not_mix(model: CLIP, tmp_path: Path) -> None:
     out, other = tmp_path / "out", create(SHAPE, seed=1)
     export(model, out, to=["open_clip"])
-    with pytest.raises(ConfigError, match="holds another model for open_clip: give another folder"):
+    with pytest.raises(ConfigError, match="contains another model for open_clip: use another folder"):
         export(other, out, to=["timm"])
     export(other, out, to=["open_clip", "timm"])  # all of it anew is another matter
     again = clipkit.load(out)
@@ -97,7 +97,7 @@ def test_two_models_do_not_mix(model: CLIP, tmp_path: Path) -> None:
 
 def test_files_of_one_name_do_not_mix(model: CLIP, tmp_path: Path) -> None:
     export(model, tmp_path / "out", to=["timm"])
-    with pytest.raises(ConfigError, match="name their files alike"):
+    with pytest.raises(ConfigError, match="use the same file names"):
         export(model, tmp_path / "out", to=["transformers"])
     assert "architecture" in json.loads((tmp_path / "out" / "config.json").read_text())
 
@@ -110,7 +110,7 @@ def test_a_folder_of_something_else_is_left_alone(manifest: str | None, model: C
     if manifest is not None:
         (out / "clipkit_export.json").write_text(manifest)
     before = files(out)
-    with pytest.raises(ConfigError, match="not empty and no earlier export"):
+    with pytest.raises(ConfigError, match="not empty and not an earlier export"):
         export(model, out, to=["open_clip"])
     assert files(out) == before and list(tmp_path.iterdir()) == [out]
 
@@ -129,7 +129,7 @@ def test_an_empty_folder_and_what_a_kill_left_are_taken(model: CLIP, tmp_path: P
 
 def test_a_file_in_the_way_is_one_line(model: CLIP, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("x")
-    with pytest.raises(ConfigError, match="not empty and no earlier export"):
+    with pytest.raises(ConfigError, match="not empty and not an earlier export"):
         export(model, tmp_path / "out", to=["open_clip"])
     with pytest.raises(CheckpointError, match="cannot write"):
         export(model, tmp_path / "out" / "inner", to=["open_clip"])
@@ -141,7 +141,10 @@ def test_a_file_in_the_way_is_one_line(model: CLIP, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("largest", "told"),
-    [(1.1e-5, "embeddings that differ from clipkit's by 1.1e-05"), (math.inf, "NaN or infinite embeddings")],
+    [
+        (1.1e-5, "embeddings differ from clipkit's by 1.1e-05"),
+        (math.inf, "embeddings contain NaN or infinity"),
+    ],
 )
 def test_other_embeddings_are_not_exported(
     largest: float, told: str, model: CLIP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -211,7 +214,7 @@ def test_a_library_that_is_not_installed(
     monkeypatch.setitem(EXPORTS, "timm", replace(EXPORTS["timm"], package="no_such_package"))
     monkeypatch.setattr(exporting, "load", lambda *_, **__: model)
     assert run(Namespace(model="x", name="", out=tmp_path / "out", to=["timm"])) == 0
-    assert "timm: 2 files; not checked, as timm is not installed: pip install -e '.[export]'" in (
+    assert "timm: 2 files; not checked because timm is not installed: pip install -e '.[export]'" in (
         capsys.readouterr().out
     )
     assert "Checked" not in (tmp_path / "out" / "README.md").read_text()
@@ -272,9 +275,9 @@ def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert dispatch(["export", str(tmp_path / "my-run"), str(out)]) == 0
     printed = capsys.readouterr().out
     assert f"clipkit checkpoint {checkpoint}\n" in printed
-    assert "open_clip: 2 files; loaded back by open_clip_torch " in printed
-    assert "transformers: 8 files; loaded back by transformers " in printed
-    assert f"wrote {out}; before you publish it, check README.md and fill in its license\n" in printed
+    assert "open_clip: 2 files; checked with open_clip_torch " in printed
+    assert "transformers: 8 files; checked with transformers " in printed
+    assert f"wrote {out}; before publishing it, check README.md and fill in the license\n" in printed
     card = (out / "README.md").read_text()
     assert card.startswith(
         "---\nlibrary_name: open_clip\npipeline_tag: zero-shot-image-classification\ntags:\n- clip\n"
@@ -318,7 +321,7 @@ def test_a_bag_of_words_goes_to_onnx_and_timm_only(tmp_path: Path) -> None:
     bag = create(replace(SHAPE, text=BagOfWords(width=16)), seed=0)
     with pytest.raises(
         ConfigError,
-        match=r"width 16\): this model can be exported by --to timm, onnx",
+        match=r"width 16\): this model supports --to timm, onnx",
     ):
         export(bag, tmp_path / "out")
 
@@ -349,8 +352,8 @@ def test_a_background_and_an_orientation_are_left_to_callers_and_said_so(
     save_model(chosen.eval(), tmp_path / "model")
     assert run(Namespace(model=str(tmp_path / "model"), name="", out=tmp_path / "out", to=["open_clip"])) == 0
     line = (
-        "Before this, transparent images are laid on #ffffff and the EXIF orientation of images is applied: other "
-        "libraries do not do so, and the caller must."
+        "Before this, transparent images get the background #ffffff and the EXIF orientation of images is applied. "
+        "Other libraries do not support this: do it in your own code."
     )
     assert capsys.readouterr().out.splitlines().count(line) == 1
     assert line in (tmp_path / "out" / "README.md").read_text()

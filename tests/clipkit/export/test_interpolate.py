@@ -80,11 +80,11 @@ def test_a_background_or_orientation_of_the_fine_tuned_model_is_taken_over(two: 
 def test_models_that_differ_in_more_than_weights_are_refused(two: tuple[CLIP, CLIP]) -> None:
     first, _ = two
     wider = create(replace(TINY, embed_dim=8), seed=0)
-    with pytest.raises(ConfigError, match="differ in their architecture: only weights of the same model"):
+    with pytest.raises(ConfigError, match="differ in their architecture: only models trained from the same"):
         interpolate(first, wider, 0.5)
     grey = create(TINY, seed=0)
     grey.preprocess = replace(grey.preprocess, mean=(0.5, 0.5, 0.5))
-    with pytest.raises(ConfigError, match="differ in their preprocessing of images"):
+    with pytest.raises(ConfigError, match="differ in their image preprocessing"):
         interpolate(first, grey, 0.5)
     shorter = create(TINY, seed=0)
     shorter.tokenizer = ClipTokenizer(context_length=9)
@@ -111,7 +111,7 @@ def test_one_share_is_a_folder_that_loads(
 ) -> None:
     out = tmp_path / "deep" / "out"
     assert dispatch(["interpolate", *stored, "--out", str(out)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"wrote {out}: 0.5 of the first and 0.5 of the second"
+    assert capsys.readouterr().out.splitlines()[-1] == f"wrote {out}: 0.5 × the first + 0.5 × the second"
     model = clipkit.load(out)
     wanted = interpolate(*two, 0.5).state_dict()
     assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())

@@ -330,7 +330,7 @@ def test_a_missing_network_is_seen_at_the_first_question(monkeypatch: pytest.Mon
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
     for source in ("open_clip:ViT-B-32/openai", "hf-hub:nobody/nothing"):
-        with pytest.raises(ConfigError, match="is there a network"):
+        with pytest.raises(ConfigError, match="check the network"):
             clipkit.load(source)
 
 

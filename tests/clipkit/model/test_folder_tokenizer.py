@@ -97,7 +97,7 @@ def test_it_is_stored_and_exported(tmp_path: Path) -> None:
     expected = their_embeddings(source)
     assert (their_embeddings(out) - expected).abs().max() <= 1e-5
     assert (clipkit.encode_text(TEXTS, clipkit.load(out)) - expected).abs().max() <= 1e-5
-    with pytest.raises(ConfigError, match="open_clip has CLIP's tokenizer for this kind of text tower"):
+    with pytest.raises(ConfigError, match="open_clip uses CLIP's tokenizer for this kind of text tower"):
         export(model, tmp_path / "other", to=["open_clip"])
     assert [one.target for one in export(model, tmp_path / "default")] == ["transformers"]
     stored = json.loads(json.dumps(model.tokenizer.store(tmp_path)))

@@ -50,16 +50,18 @@ def test_a_shard_of_full_size_that_is_zeros_from_somewhere_on_is_refused(at: flo
     path = tmp_path / "0.tar"
     rest = int(len(tar) * (1 - at))
     path.write_bytes(tar[:-rest] + bytes(rest))
-    with pytest.raises(DataError, match=rf"looks half-downloaded: zeros from byte \d+ to {len(tar)} of"):
+    with pytest.raises(
+        DataError, match=rf"seems incompletely downloaded: zeros from byte \d+ to {len(tar)} of"
+    ):
         index_shard(path)
     path.write_bytes(tar[:-rest] + bytes(rest - 12_000) + tar[-12_000:])  # a hole with the end behind it
-    with pytest.raises(DataError, match="looks half-downloaded: zeros from byte"):
+    with pytest.raises(DataError, match="seems incompletely downloaded: zeros from byte"):
         index_shard(path)
     path.write_bytes(tar + bytes(3 << 20))
-    with pytest.raises(DataError, match="looks half-downloaded: zeros from byte"):
+    with pytest.raises(DataError, match="seems incompletely downloaded: zeros from byte"):
         index_shard(path)
     path.write_bytes(bytes(1 << 22))
-    with pytest.raises(DataError, match="looks half-downloaded: zeros from byte 0 to"):
+    with pytest.raises(DataError, match="seems incompletely downloaded: zeros from byte 0 to"):
         index_shard(path)
 
 
@@ -71,10 +73,10 @@ def test_archives_behind_one_another_are_refused(padded: bool, tmp_path: Path) -
         first += bytes(-len(first) % 512 + 1024)
     path = tmp_path / "0.tar"
     path.write_bytes(first + second)
-    with pytest.raises(DataError, match=f"more than one archive, the second begins at byte {len(first)}"):
+    with pytest.raises(DataError, match=f"more than one archive, the second starts at byte {len(first)}"):
         index_shard(path)
     path.write_bytes(second + b"junk")
-    with pytest.raises(DataError, match="looks half-downloaded"):
+    with pytest.raises(DataError, match="seems incompletely downloaded"):
         index_shard(path)
 
 

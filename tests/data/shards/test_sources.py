@@ -132,7 +132,7 @@ def test_wildcards_on_a_disk(folder: Path, tmp_path: Path, monkeypatch: pytest.M
     train.rename(strange)
     assert len(paths_of(str(strange))) == 12 and paths_of(f"{strange}/3.tar") == [strange / "3.tar"]
     monkeypatch.setattr(patterns, "_MAX_NAMES", 5)
-    with pytest.raises(DataError, match="matches more than 5 names: give their folder"):
+    with pytest.raises(DataError, match="matches more than 5 names: use their folder"):
         paths_of(f"{tmp_path}/*/*.tar")
 
 

@@ -84,7 +84,7 @@ def test_zeros_that_a_download_has_not_filled_are_a_cut(tmp_path: Path) -> None:
     path = tmp_path / "0.tar"
     path.write_bytes(tar[: ends[1] + (-ends[1] % 512)].ljust(900 * 512, b"\0"))
     index = index_shard(ShardFile.at(path), truncated="use")
-    assert len(index) == 2 and "looks half-downloaded" in index.truncated
+    assert len(index) == 2 and "seems incompletely downloaded" in index.truncated
 
 
 def test_of_whole_shards_nothing_changes(folder: Path) -> None:
