@@ -2,19 +2,19 @@
 
     RUN/checkpoints/LATEST                       name of the newest checkpoint
     RUN/checkpoints/step_00000200/
-        model.safetensors                        weights, with open_clip's names; averaged if the run averages them
-        trained.safetensors                      weights in training, if model.safetensors holds their average
+        model.safetensors                        weights, with open_clip's names; their average if the run uses one
+        trained.safetensors                      unaveraged weights, if model.safetensors contains the average
         model.json                               architecture, preprocessing, tokenizer
         tokenizer/                               files of a tokenizer other than CLIP's
-        optimizer.safetensors                    tensors of the optimizer
+        optimizer.safetensors                    tensors of the optimizer's state
         state.json                               all other state of the training loop
         config.toml                              the complete configuration of the run
         COMPLETE                                 size and checksum of each file
     RUN/.saved                                   marks that a checkpoint has been saved
 
-``clipkit.training.checkpoint`` writes checkpoints and resumes from them. Pickle is never used. A run whose
-checkpoints are all lost or damaged is not restarted, since that would erase its history. Checkpoints of earlier
-versions list only sizes in COMPLETE, so other damage to them is not detected.
+``clipkit.training.checkpoint`` writes checkpoints and resumes from them. Pickle is never used. If all checkpoints
+of a run are lost or damaged, it is not restarted, since that would erase its history. COMPLETE files of earlier
+versions list only sizes, so other damage is not detected.
 """
 
 import hashlib
@@ -52,16 +52,16 @@ __all__ = [
 ]  # fmt: skip
 
 
-_CHUNK = 16 << 20  # bytes; part of the definition of the checksum
-_READ = 1 << 20  # bytes read at a time, fastest if they fit in the processor's cache
+_CHUNK = 16 << 20  # bytes per CRC; part of the definition of the checksum
+_READ = 1 << 20  # bytes read at a time; fastest if they fit in the processor's cache
 _MAX_THREADS = 8
 
 
 def checksum(path: Path, *, threads: int = 0) -> str:
     """Compute the CRC-32 of the CRC-32s of each 16 MiB of a file, as eight hexadecimal digits.
 
-    Takes less time than reading the file from disk, and detects accidental damage, not manipulation. The result is
-    cached as long as the file's size, modification time and inode stay the same.
+    Faster than reading the file from disk. Detects accidental damage, not manipulation. The result is cached while
+    the file's size, modification time and inode are unchanged.
 
     Args:
         path: the file.
@@ -103,12 +103,12 @@ def _checksum(path: str, size: int, changed: int, inode: int, threads: int) -> s
 
 LATEST, COMPLETE, SAVED = "LATEST", "COMPLETE", ".saved"
 STEP_FOLDER = re.compile(r"step_(\d{1,18})", re.ASCII)
-# files of every checkpoint; some have those of a tokenizer too
+# files of every checkpoint; there may also be tokenizer files
 _FILES = {"model.safetensors", "model.json", "optimizer.safetensors", "state.json", "config.toml"}
 FORMAT = 1
 TRAINED = "/trained"  # suffix of the names in trained.safetensors
-_SHOWN = 4  # names listed in a message, of each kind
-MAX_JSON = 128 * 2**20  # bytes; a head's class names may take 64 MB
+_SHOWN = 4  # names listed in a message, per kind
+MAX_JSON = 128 * 2**20  # bytes; class names may take 64 MB
 
 
 def latest_checkpoint(run: Path, *, needed: Callable[[str], bool] | None = None) -> Path | None:
@@ -118,7 +118,7 @@ def latest_checkpoint(run: Path, *, needed: Callable[[str], bool] | None = None)
 
     Args:
         run: the run folder.
-        needed: selects by name the files of which the checksums are verified; None for all.
+        needed: selects files by name whose checksums are verified; None for all.
 
     Raises:
         CheckpointError: the run has saved checkpoints, but they are missing, damaged or unreadable.
@@ -145,8 +145,8 @@ def passed_over(checkpoint: Path) -> list[str]:
     """List newer checkpoints that were skipped because they are damaged, or named by LATEST but missing.
 
     Args:
-        checkpoint: the result of ``latest_checkpoint``. No checksums are computed again: unless LATEST names it,
-            it was the newest intact one.
+        checkpoint: the result of ``latest_checkpoint``. Checksums are not computed again: if LATEST does not name
+            it, it was the newest intact checkpoint.
     """
     root = checkpoint.parent
     pointer = _pointer(root) or ""
@@ -248,7 +248,7 @@ def with_weights(
     tokenizer: Tokenizer | None = None,
     resample: bool = False,
 ) -> CLIP:
-    """Build a float32 model with the given weights, in evaluation mode; all names and shapes must match.
+    """Build a float32 model in evaluation mode with the given weights; all names and shapes must match.
 
     Args:
         shape: the architecture.
@@ -257,10 +257,10 @@ def with_weights(
         name: name of the architecture.
         preprocess: the model's image preprocessing.
         tokenizer: the model's tokenizer.
-        resample: resample position embeddings of another size.
+        resample: whether to resample position embeddings of another size.
 
     Raises:
-        CheckpointError: the weights do not match; checked before memory for the architecture is allocated.
+        CheckpointError: the weights do not match; raised before memory for the architecture is allocated.
     """
 
     def fitting(model: CLIP) -> dict[str, Tensor]:
@@ -283,10 +283,10 @@ def with_weights(
 
 
 def check_weights(model: CLIP, tensors: Mapping[str, Tensor], *, origin: Path) -> None:
-    """Check that names, shapes and kinds of dtype of tensors match a model, which may be on the meta device.
+    """Check that tensors match a model's names, shapes and kinds of dtype; the model may be on the meta device.
 
     Raises:
-        CheckpointError: lists the missing, unexpected and misshapen tensors, grouped by layer.
+        CheckpointError: tensors are missing, unexpected or have other shapes; the message groups them by layer.
     """
     own = model.state_dict()
     missing, unexpected = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
@@ -301,7 +301,7 @@ def check_weights(model: CLIP, tensors: Mapping[str, Tensor], *, origin: Path) -
         shapes = [
             f"{name} {tuple(tensors[name].shape)} instead of {tuple(own[name].shape)}" for name in misshapen
         ]
-        parts.append(f"{len(misshapen)} of another shape ({_first(shapes)})")
+        parts.append(f"{len(misshapen)} with another shape ({_first(shapes)})")
     for what, names in (("missing", missing), ("unexpected", unexpected)):
         if names:
             layers = Counter(
@@ -309,7 +309,9 @@ def check_weights(model: CLIP, tensors: Mapping[str, Tensor], *, origin: Path) -
             )
             groups = [f"{group} ×{count}" if count > 1 else group for group, count in layers.items()]
             parts.append(f"{len(names)} {what} ({_first(groups)})")
-    raise CheckpointError(f"{origin}: the weights do not fit {model.name or 'the model'}: {'; '.join(parts)}")
+    raise CheckpointError(
+        f"{origin}: the weights do not match {model.name or 'the model'}: {'; '.join(parts)}"
+    )
 
 
 def _first(listed: list[str]) -> str:
@@ -319,7 +321,7 @@ def _first(listed: list[str]) -> str:
 def step_folders(root: Path) -> list[Path]:
     """List the checkpoint folders, complete or not, newest first."""
     try:
-        # not glob, which treats an unreadable folder as empty
+        # glob would treat an unreadable folder as empty
         folders = [folder for folder in root.iterdir() if STEP_FOLDER.fullmatch(folder.name)]
     except FileNotFoundError:
         return []
@@ -358,7 +360,7 @@ def listing(folder: Path) -> str:
     files = {
         path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()
     }
-    # by one thread, to leave the others to training
+    # one thread, to leave the other cores to training
     listed = {
         name: {"bytes": path.stat().st_size, "crc32": checksum(path, threads=1)}
         for name, path in files.items()
@@ -395,7 +397,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         if path.stat().st_size > MAX_JSON:
-            raise CheckpointError(f"{path} is too large for a configuration")
+            raise CheckpointError(f"{path} is too large to be a configuration")
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
@@ -412,7 +414,7 @@ def save_model(model: CLIP, out: Path, *, made_from: Mapping[str, Any] | None = 
     ``clipkit.load`` reads such a folder like a checkpoint.
 
     Args:
-        model: the model, not sharded, on any device.
+        model: an unsharded model on any device.
         out: a folder that does not exist or is empty.
         made_from: the model's origin, stored in model.json.
 
@@ -430,7 +432,7 @@ def save_model(model: CLIP, out: Path, *, made_from: Mapping[str, Any] | None = 
         card = model_card(model, aside) | ({"made_from": dict(made_from)} if made_from else {})
         (aside / "model.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
         mode = (aside / "model.json").stat().st_mode & 0o777
-        (aside / "model.safetensors").chmod(mode)  # safetensors creates files that only their owner can read
+        (aside / "model.safetensors").chmod(mode)  # safetensors creates files readable only by their owner
         if out.is_dir():
             out.rmdir()
         aside.rename(out)
@@ -450,13 +452,13 @@ def check_free(out: Path) -> None:
         held = out.is_dir() and any(out.iterdir())
         if held or not out.name or (out.exists() and not out.is_dir()):
             raise ConfigError(f"{out} already exists and is not empty: use a new folder")
-    except (OSError, ValueError) as error:  # a name that is too long, or contains a NUL
+    except (OSError, ValueError) as error:  # the name is too long or contains NUL
         raise ConfigError(f"cannot create the folder {str(out)[:200]!r}: {error}") from error
 
 
 def model_card(model: CLIP, folder: Path) -> dict[str, Any]:
     """Return the content of model.json, and write the tokenizer's files to the folder."""
-    # drop a registered name if the architecture differs from the registered one
+    # omit a registered name if the architecture differs from the registered one
     name = model.name if ARCHITECTURES.get(model.name, model.architecture) == model.architecture else ""
     return {
         "format": FORMAT,
@@ -468,7 +470,7 @@ def model_card(model: CLIP, folder: Path) -> dict[str, Any]:
 
 
 def weights_of(model: CLIP) -> dict[str, Tensor]:
-    """Return the state dict, with tensors that share memory, such as tied embeddings, copied."""
+    """Return the state dict; tensors that share memory, such as tied embeddings, are copied."""
     seen: set[int] = set()
     tensors: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
@@ -484,8 +486,8 @@ def weights_of(model: CLIP) -> dict[str, Tensor]:
 def model_hash(model: CLIP) -> str:
     """Hash the weights, the architecture and the preprocessing to 32 hexadecimal digits.
 
-    Not safe against deliberate collisions: tensors are hashed by CRC-32, in a tenth of the time of a cryptographic
-    hash. The scheme for initializing fresh weights is not part of the hash.
+    Not secure against deliberate collisions: tensors are hashed with CRC-32, which takes a tenth of the time of a
+    cryptographic hash. The initialization scheme is not part of the hash.
     """
     shape = replace(model.architecture, small_data=False)
     digest = hashlib.sha256(f"{shape!r}\n{model.preprocess!r}\n".encode())

@@ -8,8 +8,8 @@
     open_clip:NAME[/TAG]              open_clip's registry of published weights
     hf-hub:OWNER/REPOSITORY           a repository on the Hugging Face hub
 
-The activation is the one stored with the weights. If it is not stored, the caller must say whether it is GELU or
-QuickGELU: the tensors are the same, and the wrong one gives worse scores without an error.
+The activation function is read from the source. If the source does not record it, the caller must specify GELU or
+QuickGELU: the tensors are the same, and the wrong activation lowers scores without an error.
 """
 
 from collections.abc import Iterator, Mapping
@@ -52,12 +52,12 @@ _TRANSFORMERS_WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
 _NO_WEIGHTS = (torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128)
-_CHECKED_VALUES = 2**18  # of each tensor
+_CHECKED_VALUES = 2**18  # per tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Wanted:
-    """What the caller requested besides the source."""
+    """The caller's requests other than the source."""
 
     name: str = ""
     image_size: int = 0
@@ -91,12 +91,12 @@ def open_source(source: str, *, name: str = "", image_size: int = 0, context_len
         model.origin = f"{source}: {model.origin}"
     else:
         model = _local(Path(source).expanduser(), wanted)
-    # Weights of a diverged training have NaN in every tensor. Checking all values of ViT-L would take a sixth of
-    # the loading time.
+    # After diverged training every tensor contains NaN. Checking all values of ViT-L would take a sixth of the
+    # loading time.
     for key, value in model.named_parameters():
         if not value.detach().reshape(-1)[:_CHECKED_VALUES].isfinite().all():
             raise CheckpointError(
-                f"{model.origin}: {key} contains NaN or infinity, as after a diverged training"
+                f"{model.origin}: {key} contains NaN or infinity, as after diverged training"
             )
     if any(wanted.sizes.values()) and not model.architecture.is_own:
         _try_sizes(model)
@@ -112,7 +112,8 @@ def _local(path: Path, wanted: _Wanted) -> CLIP:
         return _file(path, wanted)
     if not is_folder:
         raise CheckpointError(
-            f"no model at {path}: give a run, a checkpoint, a weights file, a folder of open_clip or transformers, "
+            f"no model at {path}: expected a run, a checkpoint, a weights file, a folder of open_clip or "
+            f"transformers, "
             f"{OPEN_CLIP}NAME/TAG or {HUB}OWNER/REPOSITORY"
         )
     if (path / "open_clip_config.json").is_file():
@@ -141,7 +142,7 @@ def _published(source: str, wanted: _Wanted) -> CLIP:
     if not published:
         known = ", ".join(tags) or "none"
         raise CheckpointError(
-            f"{source}: give one of the published weights as {OPEN_CLIP}{name}/TAG; known: {known}"
+            f"{source}: specify published weights as {OPEN_CLIP}{name}/TAG; known tags: {known}"
         )
     file = fetch_published(source, published)
     config = open_clip_config(name)
@@ -174,7 +175,7 @@ def _open_clip_folder(folder: Path, wanted: _Wanted, file: Path | None = None) -
 def _transformers_folder(folder: Path, wanted: _Wanted, file: Path | None = None) -> CLIP:
     config = read_json(folder / "config.json")
     processor: Any = None
-    if (folder / "processor_config.json").is_file():  # which describes the tokenizer too
+    if (folder / "processor_config.json").is_file():  # this file also describes the tokenizer
         processor = read_json(folder / "processor_config.json").get("image_processor")
     if processor is None and (folder / "preprocessor_config.json").is_file():
         processor = read_json(folder / "preprocessor_config.json")
@@ -190,12 +191,12 @@ def _transformers_folder(folder: Path, wanted: _Wanted, file: Path | None = None
     model = _built(shape, tensors, file, wanted, preprocess=preprocess.to_dict(), tokenizer=tokenizer)
     model.origin = f"transformers folder {folder}"
     if not has_tokenizer(folder):
-        model.origin += " without a tokenizer, using CLIP's"
+        model.origin += " without a tokenizer (using CLIP's)"
     return model
 
 
 def _file(path: Path, wanted: _Wanted) -> CLIP:
-    """Load a weights file: the architecture is given by name, recorded beside it, or OpenAI's."""
+    """Load a weights file; the architecture is given by name, read from params.txt, or inferred (OpenAI)."""
     folder = path.parent
     if path.name == "model.safetensors" and (folder / "model.json").is_file():
         return _local(folder, wanted)
@@ -205,7 +206,9 @@ def _file(path: Path, wanted: _Wanted) -> CLIP:
         return _transformers_folder(folder, wanted, path)
     stored = read_weights(path)
     if any(key.startswith(("vision_model.", "text_model.")) for key in stored.tensors):
-        raise CheckpointError(f"{path} has transformers' names: give the folder with its config.json")
+        raise CheckpointError(
+            f"{path} has transformers' parameter names: use the folder with its config.json"
+        )
     if all(mark in stored.tensors or mark in stored.notes for mark in OPENAI_MARKS):
         with _naming(path):
             record = TrainingRecord(architecture=replace(inferred(stored.tensors), quick_gelu=True))
@@ -218,7 +221,7 @@ def _file(path: Path, wanted: _Wanted) -> CLIP:
         names = list(dict.fromkeys(one.removesuffix(QUICKGELU) for one in fitting_names(stored.tensors)))
         examples = f", such as {' or '.join(map(repr, names))}" if names else ""
         raise CheckpointError(
-            f"{path}: {record.lacking}: give the name of the architecture by --name on the command line or "
+            f"{path}: {record.lacking}: specify the architecture by --name on the command line or "
             f"clipkit.load(…, name=…){examples}, with QuickGELU {(names or ['NAME'])[0] + QUICKGELU!r}"
         )
     model = _built(
@@ -230,12 +233,14 @@ def _file(path: Path, wanted: _Wanted) -> CLIP:
 
 
 def _agree(wanted: _Wanted, found: Architecture | None, origin: object) -> None:
-    """Refuse an architecture other than the requested one, also in its activation; sizes may differ."""
+    """Raise CheckpointError if the architecture or activation is not the requested one; sizes may differ."""
     if not wanted.name or found is None:
         return
     asked = architecture(wanted.name)
     asked = replace(asked, small_data=found.small_data, logit_bias=found.logit_bias)
-    with suppress(ConfigError):  # not a multiple of its patch size: another architecture
+    with suppress(
+        ConfigError
+    ):  # raised if the size is not a multiple of the patch size: another architecture
         asked = asked.resized(image_size=found.vision.image_size, context_length=found.text.context_length)
     if asked == found:
         return
@@ -245,7 +250,7 @@ def _agree(wanted: _Wanted, found: Architecture | None, origin: object) -> None:
             f"{origin}: the weights are for {activations[found.quick_gelu]}, {wanted.name} is for "
             f"{activations[asked.quick_gelu]}"
         )
-    raise CheckpointError(f"{origin}: the weights are of another architecture than {wanted.name}")
+    raise CheckpointError(f"{origin}: the weights have another architecture than {wanted.name}")
 
 
 def _built(
@@ -277,9 +282,7 @@ def _built(
     except CheckpointError as error:
         if not (names := fitting_names(tensors)):
             raise
-        raise CheckpointError(
-            f"{error}; their shapes are those of {' or '.join(map(repr, names))}"
-        ) from error
+        raise CheckpointError(f"{error}; their shapes match {' or '.join(map(repr, names))}") from error
 
 
 def from_open_clip_tensors(
@@ -309,7 +312,7 @@ def from_open_clip_tensors(
 
 
 def _try_sizes(model: CLIP) -> None:
-    """Encode once at the new sizes, which some towers of other libraries accept when built but cannot encode."""
+    """Encode once at the new sizes, since some libraries build towers for sizes that they cannot encode."""
     size, length = model.architecture.vision.image_size, model.architecture.text.context_length
     token = 0 if model.architecture.text.classes else 3  # a head may have only one class
     what = f"images of {size} pixels"
@@ -319,7 +322,7 @@ def _try_sizes(model: CLIP) -> None:
             what = f"texts of {length} tokens"
             model.encode_text(torch.full((1, length), token))
     except (RuntimeError, AssertionError, LookupError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{model.origin}: its tower does not accept {what}: {error}") from error
+        raise CheckpointError(f"{model.origin}: the model cannot encode {what}: {error}") from error
 
 
 @contextmanager

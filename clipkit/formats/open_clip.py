@@ -33,11 +33,13 @@ __all__ = [
     "own_names", "training_record",
 ]  # fmt: skip
 
-# extra entries of OpenAI's state dicts, which no other program writes
+# extra entries that occur only in OpenAI's state dicts
 OPENAI_MARKS = ("input_resolution", "context_length", "vocab_size")
 _MAX_LAYERS = 256
-_MAX_POSITIONS = 2**26  # values of position embeddings, which some towers compute even on the meta device
-_MAX_PARAMS = 2**20  # characters read from params.txt, which has about a hundred lines
+_MAX_POSITIONS = (
+    2**26
+)  # limit for values of position embeddings, which some towers compute even on the meta device
+_MAX_PARAMS = 2**20  # characters read from params.txt, which normally has about a hundred lines
 _MAX_SHOWN = 4
 _PREPROCESS = ("mean", "std", "interpolation", "resize_mode")
 # exceptions that libraries raise for invalid configurations
@@ -52,7 +54,8 @@ def own_names(tensors: Mapping[str, Tensor], *, flat: bool) -> dict[str, Tensor]
 
     Args:
         tensors: the state dict.
-        flat: whether the text tower is clipkit's transformer, at the top level; others are prefixed ``text.``.
+        flat: whether the text tower is clipkit's transformer, whose names have no prefix; others start with
+            ``text.``.
     """
     top = ("positional_embedding", "text_projection", "token_embedding.", "transformer.", "ln_final.")
     own = {}
@@ -72,10 +75,10 @@ def own_names(tensors: Mapping[str, Tensor], *, flat: bool) -> dict[str, Tensor]
 def inferred(tensors: Mapping[str, Tensor]) -> Architecture:
     """Infer the architecture of a plain ViT or ResNet CLIP from the shapes of its tensors.
 
-    Assumes GELU, and heads of width 64 as in all of OpenAI's models.
+    Assumes GELU and a head width of 64, as in all of OpenAI's models.
 
     Raises:
-        CheckpointError: the tensors are of neither kind.
+        CheckpointError: the tensors match neither.
     """
 
     def count(prefix: str) -> int:
@@ -120,7 +123,7 @@ def inferred(tensors: Mapping[str, Tensor]) -> Architecture:
 
 
 def mlp_ratio(inner: int, width: int) -> float:
-    """Return a ratio such that ``int(ratio * width) == inner``, which the rounded quotient may miss by one."""
+    """Return a ratio with ``int(ratio * width) == inner``; due to rounding, ``inner / width`` may be off by one."""
     ratio = inner / width
     return ratio if int(ratio * width) == inner else math.nextafter(ratio, math.inf)
 
@@ -128,7 +131,7 @@ def mlp_ratio(inner: int, width: int) -> float:
 def fitting_names(tensors: Mapping[str, Tensor]) -> list[str]:
     """List the plain ViT and ResNet architectures that match a state dict of open_clip.
 
-    If none matches its image size and context length, list those that match otherwise.
+    If none matches the image size and context length, list those that match in everything else.
     """
 
     def outline(shape: Architecture) -> tuple[Any, ...] | None:
@@ -195,7 +198,7 @@ def check_claims(
             model = CLIP(shape)
     except _REFUSALS as error:
         if isinstance(error, RuntimeError) and "meta" in str(error):
-            return  # a tower that cannot be built on the meta device
+            return  # the tower cannot be built on the meta device
         raise CheckpointError(f"{origin}: cannot build the configured tower: {error}") from error
     if resample:
         tensors = fit_positions(tensors, {name: value.shape for name, value in model.state_dict().items()})
@@ -233,7 +236,7 @@ class TrainingRecord:
 
     architecture: Architecture | None = None
     name: str = ""
-    lacking: str = "no file next to these weights records their architecture, nor whether it uses QuickGELU"
+    lacking: str = "no file next to these weights records their architecture and whether it uses QuickGELU"
     preprocess: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -255,7 +258,7 @@ def training_record(file: Path) -> TrainingRecord:
         check_names(OPEN_CLIP + name)
     except ConfigError:
         return TrainingRecord(
-            lacking=f"{params} names the architecture {values.get('model')!r}, which open_clip does not know"
+            lacking=f"{params} names the architecture {values.get('model')!r}, which is unknown to open_clip"
         )
     shape = from_open_clip(open_clip_config(name))
     tag = values.get("pretrained")  # the weights that training started from

@@ -1,7 +1,7 @@
-"""Convert plain ViT CLIPs from and to the names and configuration of transformers' ``CLIPModel``.
+"""Convert plain ViT CLIPs between clipkit and transformers' ``CLIPModel``: parameter names and configuration.
 
-transformers has separate projections for queries, keys and values where clipkit has one, and stores the projections
-to the embedding space transposed.
+transformers has separate projections for queries, keys and values, clipkit a single one. transformers transposes
+the projections to the embedding space.
 """
 
 import re
@@ -23,7 +23,7 @@ __all__ = [
     "end_of_text", "from_transformers", "preprocess_from_transformers", "to_transformers", "transformers_configs",
 ]  # fmt: skip
 
-# (clipkit's name, transformers' name); a name that ends in a dot is a prefix
+# (clipkit's name, transformers' name); names that end with a dot are prefixes
 _NAMES = (
     ("logit_scale", "logit_scale"),
     ("visual.class_embedding", "vision_model.embeddings.class_embedding"),
@@ -72,7 +72,7 @@ def from_transformers(
     """Convert the config.json and state dict of a ``CLIPModel`` to an architecture and weights in clipkit's names.
 
     Raises:
-        CheckpointError: it is another model, or differs from a plain ViT CLIP.
+        CheckpointError: it is another model, or not a plain ViT CLIP.
     """
     if config.get("model_type") != "clip":
         raise CheckpointError(f"config.json describes a {config.get('model_type')!r} model, not a CLIPModel")
@@ -82,7 +82,7 @@ def from_transformers(
         vision, text = _tower(config, "vision", _VISION), _tower(config, "text", _TEXT)
         if (activation := vision["hidden_act"]) != text["hidden_act"] or activation not in _ACTIVATIONS:
             raise ConfigError(
-                f"activations {activation!r} and {text['hidden_act']!r} must be equal, and quick_gelu or gelu"
+                f"activations {activation!r} and {text['hidden_act']!r} must be the same, quick_gelu or gelu"
             )
         shape = Architecture(
             embed_dim=config.get("projection_dim", 512),
@@ -124,7 +124,7 @@ def from_transformers(
 
 
 def end_of_text(config: Mapping[str, Any]) -> int:
-    """Return the token whose output a ``CLIPModel`` uses as the text's features; see ``clipkit.model.tokenizer``.
+    """Return the token at which a ``CLIPModel`` reads text features; see ``clipkit.model.tokenizer``.
 
     Raises:
         CheckpointError: it is not in the vocabulary.
@@ -132,12 +132,14 @@ def end_of_text(config: Mapping[str, Any]) -> int:
     text = _tower(config, "text", _TEXT)
     end, size = text["eos_token_id"], text["vocab_size"]
     if type(end) is not int or not 0 <= end < size:
-        raise CheckpointError(f"config.json: eos_token_id = {end!r} is not one of {size} tokens")
+        raise CheckpointError(
+            f"config.json: eos_token_id = {end!r} is not in the vocabulary of {size} tokens"
+        )
     return end
 
 
 def _tower(config: Mapping[str, Any], kind: str, defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of one tower; in old files, ``*_config_dict`` takes precedence as in transformers."""
+    """Return the settings of one tower; as in transformers, ``*_config_dict`` in old files takes precedence."""
     plain, old = config.get(f"{kind}_config") or {}, config.get(f"{kind}_config_dict")
     tower = {**defaults, **(plain if old is None else old)}
     for name, needed in (("layer_norm_eps", 1e-5), ("num_channels", 3)):
@@ -229,16 +231,16 @@ def transformers_configs(shape: Architecture, preprocess: Preprocess) -> dict[st
 
 
 def preprocess_from_transformers(config: Mapping[str, Any], image_size: int) -> Preprocess:
-    """Convert preprocessor_config.json for a model of this image size; {} gives CLIP's preprocessing.
+    """Convert preprocessor_config.json for a model with the given image size; {} means CLIP's preprocessing.
 
     Raises:
-        CheckpointError: it describes another kind of preprocessing than CLIP's.
+        CheckpointError: the preprocessing differs from CLIP's in kind.
     """
     where = "preprocessor_config.json"
     for step in ("do_resize", "do_rescale", "do_normalize"):
         if config.get(step) not in (None, True):
             raise CheckpointError(
-                f"{where}: {step} = {config[step]!r} is not supported, CLIP needs this step"
+                f"{where}: {step} = {config[step]!r} is not supported: CLIP requires this step"
             )
     if config.get("rescale_factor") not in (None, 1 / 255):
         raise CheckpointError(f"{where}: rescale_factor = {config['rescale_factor']!r} is not 1/255")
@@ -247,7 +249,7 @@ def preprocess_from_transformers(config: Mapping[str, Any], image_size: int) -> 
         raise CheckpointError(f"{where}: resample = {resample!r} is neither bilinear nor bicubic")
     sizes = []
     for name, default in _SIZES.items():
-        edges = config.get(name) or default  # old files have just a number
+        edges = config.get(name) or default  # a single number in old files
         sizes.append(dict(edges) if isinstance(edges, Mapping) else {"shortest_edge": edges})
     size, crop = sizes
     cropped = config.get("do_center_crop") in (None, True)

@@ -1,15 +1,15 @@
 """Read tensors from weights files of any format without executing code from them.
 
     *.safetensors                       read by the safetensors library
-    *.safetensors.index.json            several such files, as transformers writes large models
+    *.safetensors.index.json            several such files, as transformers stores large models
     files of torch.save                 a state dict, or a training checkpoint that contains one
     files of torch.jit.save             TorchScript, as OpenAI published CLIP
 
-The content of a file determines its format, not its name. Pickles are interpreted by ``read_pickle``, which imports
-and calls nothing. TorchScript archives need such a reader, because loading them would run their code. It also reads
-files of ``torch.save``: ``torch.load(weights_only=True, mmap=True)`` of torch 2.15 trusts the storage sizes in the
-pickle and reads past them, inflates compressed entries without limit (1.3 MB to 300 MB), and crashes the process on
-a dictionary with a deeply nested key.
+The format is determined from a file's content, not its name. Pickles are interpreted by ``read_pickle``, which does
+not import or call anything. TorchScript archives require this, because loading them would run their code. It is
+also used for files of ``torch.save``, because ``torch.load(weights_only=True, mmap=True)`` of torch 2.15 reads out
+of bounds if a pickle states wrong storage sizes, decompresses entries without limit (1.3 MB to 300 MB), and crashes
+the process on a dictionary with a deeply nested key.
 """
 
 import io
@@ -34,17 +34,17 @@ from clipkit.files.terminal import printable
 
 __all__ = ["Opaque", "ScriptObject", "StoredWeights", "read_pickle", "read_weights"]
 
-# Limits. Together they bound time and memory by the size of a file.
+# Together these limits bound time and memory by the size of the file.
 MAX_PICKLE = 64 << 20  # bytes
-MAX_INSTRUCTIONS = 2_000_000  # a few seconds; a ViT-B-32 with its optimizer takes 37,000
-# A memoized value can be used by each instruction, so copying one must be cheap.
+MAX_INSTRUCTIONS = 2_000_000  # a few seconds; a ViT-B-32 with its optimizer has 37,000
+# Any instruction can use a memoized value, so copying one must be cheap.
 MAX_GLOBAL_NAME = 1_000  # characters
 MAX_ARGUMENTS = 8
 MAX_DIMENSIONS = 64
 MAX_REPEATED = 1 << 20  # elements of a tensor that is larger than its storage
-MAX_ENTRIES = 200_000  # of an archive
-MAX_INFLATED = 32 << 20  # bytes, of all compressed entries read from an archive
-MAX_MODULE_NAMES = 1_000_000  # attributes of all modules of a TorchScript archive
+MAX_ENTRIES = 200_000  # per archive
+MAX_INFLATED = 32 << 20  # decompressed bytes read from an archive in total
+MAX_MODULE_NAMES = 1_000_000  # attributes of all modules of a TorchScript archive in total
 MAX_MODULE_DEPTH = 100
 MAX_NAME = MAX_NOTE = 1_000  # characters of a tensor's name and of a note
 MAX_JSON = 64 << 20  # bytes
@@ -55,8 +55,8 @@ MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors library
 class StoredWeights:
     """Content of a weights file.
 
-    Tensors are on the CPU, have the stored dtype and require no gradient. Tensors that shared memory when PyTorch
-    saved them share it again. They may be mapped from the file: do not modify the file while they are in use.
+    Tensors are on the CPU, have the stored dtype and do not require gradients. Tensors that shared memory when
+    PyTorch saved them share memory again. They may be memory-mapped: do not modify the file while they are in use.
     Modifying them does not modify the file.
     """
 
@@ -70,16 +70,16 @@ class StoredWeights:
 def read_weights(path: Path) -> StoredWeights:
     """Read the tensors of a file.
 
-    Only the model's tensors of a training checkpoint take memory. If a file contains several state dicts, the
-    trained weights take precedence over their moving average.
+    Of a training checkpoint, only the model's tensors use memory. If a file contains several state dicts, trained
+    weights take precedence over their moving average. No code from the file is run.
 
     Raises:
-        CheckpointError: the file does not exist, is damaged, contains no tensors, has another format, or has a
-            pickle that refers to anything that tensors do not need. No code from the file was run.
+        CheckpointError: the file does not exist, is damaged, contains no tensors, has another format, or its pickle
+            refers to anything that tensors do not need.
     """
     try:
         if path.is_dir():
-            raise CheckpointError(f"{path} is a folder; give a weights file in it")
+            raise CheckpointError(f"{path} is a folder; use a weights file in it")
         if not path.is_file():
             raise CheckpointError(f"{path}: no such file")
         found = _read(path)
@@ -87,17 +87,19 @@ def read_weights(path: Path) -> StoredWeights:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
     tensors, notes = found.tensors, dict(found.notes)
     if not tensors:
-        frozen = " (a frozen TorchScript stores them in its code)" if found.kind == "torchscript" else ""
+        frozen = (
+            " (a frozen TorchScript module stores them in its code)" if found.kind == "torchscript" else ""
+        )
         raise CheckpointError(f"{path} contains no tensors{frozen}")
     if (longest := max(map(len, tensors))) > MAX_NAME:
         raise CheckpointError(
             f"{path}: the name of a tensor has {longest} characters; download the file again"
         )
-    # remove torch.compile's prefix anywhere in a name, and "module." where all names have it
+    # remove torch.compile's prefix anywhere in a name, and "module." if all names have it
     names = {".".join(part for part in name.split(".") if part != "_orig_mod"): name for name in tensors}
     if len(names) < len(tensors):
         raise CheckpointError(f"{path}: the same tensor exists with and without torch.compile's prefix")
-    counter = "n_averaged"  # of torch's AveragedModel
+    counter = "n_averaged"  # a buffer of torch's AveragedModel
     if counter in names and len(names) > 1 and tensors[names[counter]].numel() == 1:
         notes[counter] = int(tensors[names.pop(counter)])
     while all(name.startswith("module.") for name in names):
@@ -107,7 +109,7 @@ def read_weights(path: Path) -> StoredWeights:
     )
 
 
-# beginnings of files that are often in place of weights
+# first bytes of other files that are often mistaken for weights
 _OTHER_FORMATS = {
     b"version https://git-lfs": "a Git LFS pointer: the weights were not downloaded; run git lfs pull",
     b"<": "a web page or XML; the download failed, download it again",
@@ -122,12 +124,12 @@ _OTHER_FORMATS = {
 
 
 def _read(path: Path, *, shard: bool = False) -> StoredWeights:
-    """Read a file by the format of its content, keeping the stored names."""
+    """Read a file with any format, without changing names."""
     with path.open("rb") as file:
         start = file.read(64)
     if not start:
         raise CheckpointError(f"{path} is empty; download it again")
-    # first, because the 8 bytes of the header's length may look like any other format
+    # check safetensors first, because the 8 bytes of its header's length may look like another format
     if start[8:9] == b"{" and int.from_bytes(start[:8], "little") < MAX_HEADER:
         try:
             with safe_open(path, framework="pt") as file:
@@ -150,20 +152,20 @@ def _read(path: Path, *, shard: bool = False) -> StoredWeights:
 
 
 def _damaged(path: Path) -> str:
-    return f"{path} is cut off or damaged; download it again"
+    return f"{path} is truncated or damaged; download it again"
 
 
 def _read_index(path: Path) -> StoredWeights:
-    """Read tensors of several files from the JSON that lists the file of each."""
+    """Read the tensors of several files, listed in a JSON file."""
     if path.stat().st_size > MAX_JSON:
-        raise CheckpointError(f"{path} is too large for an index of shards")
+        raise CheckpointError(f"{path} is too large to be an index of shards")
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is neither weights nor JSON; download it again") from error
     files = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(files, dict):
-        raise CheckpointError(f"{path} is JSON, not weights; give the weights file, often model.safetensors")
+        raise CheckpointError(f"{path} is JSON, not weights; use the weights file, usually model.safetensors")
     names: dict[str, list[str]] = {}
     for name, file in files.items():
         names.setdefault(str(file), []).append(name)
@@ -175,7 +177,7 @@ def _read_index(path: Path) -> StoredWeights:
         shard = path.parent / file
         if not shard.is_file():
             raise CheckpointError(f"{path}: {file[:120]!r} is missing from the same folder; download it too")
-        # in a download cache the index and the shards are links into one folder
+        # in a download cache, index and shards are links to files in the same folder
         if shard.resolve().parent not in (path.parent.resolve(), path.resolve().parent):
             raise CheckpointError(
                 f"{path}: {file[:120]!r} is a link to another folder; copy the file instead"
@@ -194,7 +196,7 @@ def _read_index(path: Path) -> StoredWeights:
 
 
 def _notes(values: Mapping[str, Any]) -> dict[str, int | float | str]:
-    """Select numbers (bool is not one) and short texts without lone surrogates, which cannot be printed."""
+    """Select numbers (not bool) and short strings without lone surrogates, which cannot be printed."""
     return {
         name: value
         for name, value in values.items()
@@ -203,18 +205,18 @@ def _notes(values: Mapping[str, Any]) -> dict[str, int | float | str]:
     }
 
 
-# A pickle is a program for a stack machine. The machine below knows only the instructions that tensors need, and
-# names such as torch._utils._rebuild_tensor_v2 only as text, a few of which are allowed.
+# A pickle is a program for a stack machine. The interpreter below supports only the instructions that tensors need,
+# and treats names such as torch._utils._rebuild_tensor_v2 as strings, of which only a few are allowed.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredStorage:
-    """Reference to a storage of the file; ``dtype`` is None if the pickle specifies it with the tensor."""
+    """Reference to a storage in the file; ``dtype`` is None if the pickle specifies it with the tensor."""
 
     key: str
     dtype: torch.dtype | None
-    count: int  # elements, or bytes where dtype is None
-    start: int = 0  # element at which a view of a larger storage begins
+    count: int  # elements, or bytes if dtype is None
+    start: int = 0  # first element, for a view of a larger storage
     view: bool = False
 
 
@@ -239,7 +241,7 @@ class ScriptObject:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Opaque:
-    """A value that was not read, by the name of the function that would create it."""
+    """A value that was not read; ``name`` is the function that would create it."""
 
     name: str
 
@@ -270,13 +272,13 @@ _REBUILD = "torch._utils._rebuild_"
 _TENSOR_CLASSES = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"})
 _TENSORS = frozenset(_REBUILD + name for name in ("tensor", "tensor_v2", "tensor_v3"))
 _PARAMETERS = frozenset(_REBUILD + name for name in ("parameter", "parameter_with_state"))
-_SUBCLASS = "torch._tensor._rebuild_from_type_v2"  # also of a tensor that had attributes
+_SUBCLASS = "torch._tensor._rebuild_from_type_v2"  # also used for tensors with attributes
 _FIRST_ARGUMENT = _PARAMETERS | {
     "torch.Size",
     *(f"torch.jit._pickle.build_{kind}list" for kind in ("int", "tensor", "double", "bool")),
     "torch.jit._pickle.restore_type_tag",
 }
-# found next to weights and not needed: read as Opaque
+# occur next to weights but are not needed: read as Opaque
 _IGNORED = frozenset(
     {
         "collections.Counter", "torch.device", "torch.Generator", "torch.serialization._get_layout",
@@ -302,14 +304,14 @@ def read_pickle(
         stream: positioned after the pickle on return.
         origin: name of the file for error messages.
         script: whether names of a TorchScript archive's own classes (``__torch__.…``) are allowed.
-        storages: receives the first storage of each key.
+        storages: filled with the first storage of each key.
 
     Returns:
         dict (only with str keys), list, tuple, str, bytes, number, bool, None, ``StoredTensor``, ``ScriptObject``,
         or ``Opaque``. Dicts and lists may contain themselves.
 
     Raises:
-        CheckpointError: the pickle has a name that is not allowed, or is cut off, damaged or too long.
+        CheckpointError: the pickle contains a name that is not allowed, or is truncated, damaged or too long.
     """
     stack: list[Any] = []
     marked: list[list[Any]] = []
@@ -318,7 +320,7 @@ def read_pickle(
     try:
         for number, (opcode, value, _) in enumerate(pickletools.genops(stream)):
             if number > MAX_INSTRUCTIONS:
-                raise CheckpointError(f"{origin}: its pickle is too long for weights")
+                raise CheckpointError(f"{origin}: its pickle is too long to contain only weights")
             match opcode.name:
                 case "BINGET" | "LONG_BINGET":
                     stack.append(memo[value])
@@ -368,8 +370,8 @@ def read_pickle(
                     else:
                         items, stack = stack, marked.pop()
                     if type(stack[-1]) is dict and len(items) % 2 == 0:
-                        # State dicts have str keys. Others would have to be hashed: deep tuples overflow the C
-                        # stack, chosen numbers take quadratic time.
+                        # State dicts have str keys. Hashing other keys is not safe: deep tuples overflow the C
+                        # stack, and malicious numbers take quadratic time.
                         pairs = zip(items[::2], items[1::2], strict=True)
                         stack[-1].update((key, value) for key, value in pairs if type(key) is str)
                     elif not isinstance(stack[-1], Opaque):
@@ -394,7 +396,7 @@ def read_pickle(
                     stack.append(_Global(full))
                 case "REDUCE" | "NEWOBJ":
                     arguments, called = stack.pop(), _name(stack.pop())
-                    if called.startswith("__torch__."):  # an object, or (by REDUCE) a value of an Enum
+                    if called.startswith("__torch__."):  # an object or, with REDUCE, an Enum member
                         stack.append(ScriptObject(called))
                     elif opcode.name == "NEWOBJ":
                         stack.append(Opaque(called))
@@ -404,9 +406,7 @@ def read_pickle(
                     state = stack.pop()
                     if isinstance(stack[-1], ScriptObject):
                         stack[-1].state = state
-                    elif not isinstance(
-                        stack[-1], dict | Opaque | StoredTensor
-                    ):  # their attributes are ignored
+                    elif not isinstance(stack[-1], dict | Opaque | StoredTensor):  # attributes are ignored
                         raise TypeError("state")
                 case "BINPERSID":
                     storage = _storage(stack.pop())
@@ -421,7 +421,7 @@ def read_pickle(
                     raise ValueError(f"instruction {opcode.name}")
     except (IndexError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(
-            f"{origin}: its pickle is cut off or damaged; download the file again"
+            f"{origin}: its pickle is truncated or damaged; download the file again"
         ) from error
     raise AssertionError("genops ends at STOP or raises")
 
@@ -458,7 +458,7 @@ def _call(name: str, arguments: Any) -> object:
     if name in _FIRST_ARGUMENT:
         return arguments[0]
     if name == "collections.OrderedDict":
-        if arguments:  # Python 2 passed all items
+        if arguments:  # pickles of Python 2 pass all items
             raise TypeError("items")
         return {}
     if name not in _TENSORS:
@@ -469,7 +469,7 @@ def _call(name: str, arguments: Any) -> object:
     dtype, metadata = storage.dtype, more[2:]
     if name.endswith("v3"):
         dtype, metadata = _DTYPES[_name(more[2])], more[3:]
-    if metadata and metadata[0]:  # conjugated or negated lazily: the stored values are different
+    if metadata and metadata[0]:  # lazily conjugated or negated: the stored values differ
         return Opaque(name)
     if dtype is None or type(size) is not tuple or type(stride) is not tuple:
         raise TypeError("tensor")
@@ -480,8 +480,8 @@ def _call(name: str, arguments: Any) -> object:
     return StoredTensor(storage, dtype, offset, size, stride)
 
 
-# Files of PyTorch are mapped privately: values are read from disk when they are used, and those of an optimizer
-# never. Every size and position in the file is checked before it is used.
+# PyTorch files are mapped privately: values are read from disk when they are used, and optimizer state is never
+# read. Every size and position in the file is checked before use.
 
 
 def _mapped(path: Path) -> mmap.mmap:
@@ -492,7 +492,7 @@ def _mapped(path: Path) -> mmap.mmap:
 def _tensors(
     stored: Mapping[str, StoredTensor], mapped: mmap.mmap, places: Mapping[str, tuple[int, int]], origin: str
 ) -> dict[str, Tensor]:
-    """Create tensors from a mapped file; ``places`` gives the position and number of bytes of each storage."""
+    """Create tensors from a mapped file; ``places`` maps each storage to its position and number of bytes."""
     storages: dict[str, torch.UntypedStorage] = {}
     tensors = {}
     for name, tensor in stored.items():
@@ -509,7 +509,7 @@ def _tensors(
         else:
             whole = size == length
         if not whole:
-            raise CheckpointError(f"{what}: its storage is cut off; download the file again")
+            raise CheckpointError(f"{what}: its storage is truncated; download the file again")
         numbers = (tensor.offset, *tensor.size, *tensor.stride)
         if len(tensor.size) != len(tensor.stride) or min(numbers) < 0:
             raise CheckpointError(f"{what} has an impossible shape")
@@ -517,7 +517,7 @@ def _tensors(
         for extent, stride in zip(tensor.size, tensor.stride, strict=True):
             count *= extent
             last += (extent - 1) * stride
-        # an empty tensor may begin anywhere, such as a slice from beyond the end
+        # an empty tensor may start anywhere, even beyond the end of the storage
         if max(numbers) >= 1 << 62 or (count and last >= room):
             raise CheckpointError(f"{what} reaches beyond its storage; download the file again")
         if count > max(room, MAX_REPEATED):
@@ -527,7 +527,7 @@ def _tensors(
             if length:
                 content = torch.frombuffer(mapped, dtype=torch.uint8, count=length, offset=start)
                 storage = content.untyped_storage()
-            # elements must be aligned, which older files do not guarantee
+            # older files do not guarantee alignment
             storages[source.key] = storage.clone() if start % 16 else storage
         try:
             tensors[name] = torch.empty(0, dtype=tensor.dtype).set_(
@@ -538,7 +538,7 @@ def _tensors(
     return tensors
 
 
-# keys of state dicts in checkpoints; trained weights come before their moving average
+# keys of state dicts in checkpoints; trained weights take precedence over their moving average
 _STATE_DICTS = ("state_dict", "model_state_dict", "model", "module", "net", "weights", "params",
                 "ema_state_dict", "state_dict_ema", "model_ema", "ema_model", "ema")  # fmt: skip
 
@@ -546,7 +546,7 @@ _STATE_DICTS = ("state_dict", "model_state_dict", "model", "module", "net", "wei
 def _of_torch_save(
     found: object, mapped: mmap.mmap, places: Mapping[str, tuple[int, int]], path: Path
 ) -> StoredWeights:
-    """Find the state dict in what ``torch.save`` wrote, and create only its tensors."""
+    """Find the state dict in the content of a ``torch.save`` file, and create only its tensors."""
     if not isinstance(found, dict):
         raise CheckpointError(
             f"{path} contains no state dict; save one with torch.save(model.state_dict(), FILE)"
@@ -556,7 +556,7 @@ def _of_torch_save(
             break
     else:
         names = ", ".join(repr(name)[:40] for name in list(found)[:6])
-        raise CheckpointError(f"{path} contains no tensors of a model, only: {names or 'nothing'}")
+        raise CheckpointError(f"{path} contains no model tensors, only: {names or 'nothing'}")
     for name, value in state.items():
         if isinstance(value, Opaque) and value.name.startswith("torch._utils."):
             raise CheckpointError(
@@ -574,7 +574,9 @@ def _read_legacy(path: Path) -> StoredWeights:
     stream = io.BytesIO(mapped[:MAX_PICKLE])
     known: dict[str, StoredStorage] = {}
     if read_pickle(stream, origin=str(path)) != 0x1950A86A20F9469CFC6C:
-        raise CheckpointError(f"{path} is a pickle, but not of torch.save; clipkit reads no others")
+        raise CheckpointError(
+            f"{path} is a pickle that was not written by torch.save, which clipkit does not read"
+        )
     version, system, found, keys = (read_pickle(stream, origin=str(path), storages=known) for _ in range(4))
     if version != 1001 or not isinstance(system, dict) or system.get("little_endian") is not True:
         raise CheckpointError(f"{path} has a version or byte order that clipkit does not read")
@@ -632,7 +634,7 @@ def _read_zip(path: Path) -> StoredWeights:
             places = {name.removeprefix(folder): entries[name] for name in entries if name.startswith(folder)}
             if not script:
                 return _of_torch_save(found, mapped, places, path)
-            # not used, but a damaged or malicious one would break other programs
+            # not used here, but damaged or malicious content would break other programs
             read_pickle(io.BytesIO(content(root + "constants.pkl")), script=True, origin=str(path))
             if not isinstance(found, ScriptObject):
                 raise CheckpointError(f"{path} is a TorchScript archive without a module")
@@ -651,7 +653,7 @@ def _places(archive: zipfile.ZipFile, mapped: mmap.mmap, path: Path) -> dict[str
     """Return the position and number of stored bytes of each entry, checked against the file and each other."""
     infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
     if len(infos) > MAX_ENTRIES:
-        raise CheckpointError(f"{path}: {len(infos)} entries are too many for weights")
+        raise CheckpointError(f"{path}: {len(infos)} entries are too many for a weights file")
     (count,) = struct.unpack_from("<H", mapped, len(mapped) - len(archive.comment) - 12)
     if count != min(len(infos), 0xFFFF):
         raise ValueError("number of entries")
@@ -690,7 +692,7 @@ def _script_tensors(
     The source code of a class (``ROOT/code/__torch__/….py``) is searched for the two lines that list its parameters
     and buffers; it is not compiled.
     """
-    # by file and class: is it a module, and the names of its parameters and buffers
+    # by file and class: whether it is a module, and the names of its parameters and buffers
     files: dict[str, dict[str, tuple[bool, dict[str, list[str]]]]] = {}
     names = inflated = 0
 
@@ -708,7 +710,7 @@ def _script_tensors(
         if inflated > MAX_INFLATED:
             raise CheckpointError(f"{path}: its compressed entries are too large for code")
         classes: dict[str, tuple[bool, dict[str, list[str]]]] = {}
-        attributes: dict[str, list[str]] | None = None  # of the class of the current line
+        attributes: dict[str, list[str]] | None = None  # attributes of the current class
         for line in archive.read(info).decode("utf-8", "replace").split("\n"):
             if match := _CLASS.fullmatch(line):
                 attributes = {}
@@ -738,7 +740,7 @@ def _script_tensors(
         buffers = attributes.get("buffers")
         names += 1 + len(state) + len(parameters) + len(buffers or ())
         if names > MAX_MODULE_NAMES or depth > MAX_MODULE_DEPTH or len(prefix) > MAX_NAME:
-            raise failure("its modules contain each other without end")
+            raise failure("its modules contain each other recursively")
         if buffers is None:  # old versions of PyTorch list no buffers
             known = set(parameters)
             buffers = [name for name in state if isinstance(state[name], StoredTensor) and name not in known]

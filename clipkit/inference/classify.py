@@ -1,15 +1,15 @@
 """``clipkit classify``: zero-shot labels of images, as a table on the terminal or as a CSV or JSON file.
 
-Images are streamed: results are printed or written batch by batch, and none are kept in memory.
+Images are streamed: results are printed or written batch by batch and not kept in memory.
 
-    .csv      one row per image: picture, source, label_1, probability_1, label_2, …; a name or label that a
-              spreadsheet would execute as a formula (starting with =, +, -, @) is prefixed with an apostrophe,
-              which clipkit removes when it reads such a file
+    .csv      one row per image: picture, source, label_1, probability_1, label_2, …; names and labels that a
+              spreadsheet would evaluate as formulas (starting with =, +, -, @) are prefixed with an apostrophe,
+              which clipkit removes when it reads the file
     .json     an array with one line per image:
               {"picture": …, "source": …, "labels": [{"label": …, "probability": …}, …]}
     .jsonl    the same objects, one per line, without the array
 
-With an output file, the terminal shows only failures and a summary; otherwise it shows the table.
+With an output file, only failures and a summary are printed; otherwise the table is.
 
 Dimensions: B batch, C classes, O embedding dimension.
 """
@@ -51,7 +51,7 @@ _MAX_LIST_BYTES = 16 << 20  # size limit of a file of labels or templates
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Classification:
-    """The best labels of one image, most probable first; probabilities are over all labels."""
+    """The most probable labels of one image, in descending order; probabilities are over all labels."""
 
     image: str
     source: str  # the folder, file, shard or table that contains it
@@ -65,7 +65,7 @@ def classify_images(
 
     Args:
         stream: the images.
-        features: encodes them.
+        features: the encoder.
         labels: C names.
         weights: (O, C), see ``clipkit.zero_shot_classifier``.
         top: number of labels per image.
@@ -116,7 +116,7 @@ def labels_of(given: str) -> list[str]:
 
 
 def templates_of(given: Sequence[str] | None) -> list[str]:
-    """Return the given templates, with each name of a file replaced by its lines.
+    """Return the templates, with file names replaced by the lines of the file.
 
     Raises:
         DataError: a template has no ``{c}`` or is not UTF-8, or the file is missing, unreadable or empty.
@@ -181,7 +181,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print(text: str) -> None:
-    """Print a line; an error names standard output, since the output file could also be meant."""
+    """Print a line; errors name standard output, to distinguish it from the output file."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -191,7 +191,7 @@ def _print(text: str) -> None:
 
 
 def _line(image: str, label: str, probability: str) -> str:
-    """Format a row of at most 80 columns; long paths lose their beginning, long labels their end."""
+    """Format a row of at most 80 columns; long paths are shortened at the start, long labels at the end."""
     image, label = printable(image), printable(label)
     if cell_len(image) > _IMAGE_WIDTH:
         while cell_len(image) > _IMAGE_WIDTH - 1:
@@ -249,7 +249,7 @@ def _opened(path: Path | None, top: int) -> Iterator[_Writer | None]:
     if suffix not in (".csv", ".json", ".jsonl"):
         raise ConfigError(f"--out {path} must end in .csv, .json or .jsonl")
     if path.is_dir():
-        raise ConfigError(f"--out {path} is a folder: give a file name")
+        raise ConfigError(f"--out {path} is a folder: use a file name")
     try:
         with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
             writer = _Writer(file, suffix, top)
@@ -262,7 +262,7 @@ def _opened(path: Path | None, top: int) -> Iterator[_Writer | None]:
 
 
 def _check_text(text: str, what: str) -> None:
-    """Reject text that could not be written later: arguments hold invalid UTF-8 as surrogate escapes."""
+    """Reject text that could not be written: arguments represent invalid UTF-8 as surrogate escapes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -272,7 +272,7 @@ def _check_text(text: str, what: str) -> None:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # a list of labels too long for a file name
+    except OSError:  # a list of labels that is too long for a file name
         return False
 
 

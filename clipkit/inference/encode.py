@@ -1,9 +1,10 @@
 """``clipkit encode``: encode images or texts into a folder of embeddings, resuming an interrupted run.
 
-The items of all sources are numbered. Part p holds items p·n to (p + 1)·n - 1 and is encoded by process p modulo
-the number of processes, always from its beginning: its file is bit-identical whichever process writes it and
-however often the run was interrupted. A part is encoded again if its items' names or content have changed. Content
-is read again only if the size, a time or the inode of a file has changed; see ``clipkit.inference.folder``.
+The items of all sources are numbered. Part p contains items p·n to (p + 1)·n - 1 and is encoded by process p modulo
+the number of processes, always from the start, so its file is bit-identical regardless of which process writes it
+and how often the run is interrupted. A part is encoded again if the names or content of its items have changed.
+Content is read again only if the size, a time stamp or the inode of a file has changed; see
+``clipkit.inference.folder``.
 """
 
 import argparse
@@ -39,17 +40,17 @@ __all__ = ["Encoded", "encode", "run"]
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """Summary of the work of one process.
+    """Summary of one process's work.
 
     Attributes:
-        folder: the folder of the embeddings, such as OUT/img_emb.
+        folder: folder of the embeddings, such as OUT/img_emb.
         files: number of embedding files of all processes.
         written: number of files written by this process.
         found: number of files that were already complete.
         stale: number of this process's files that existed but were out of date.
-        unknown: number of stale files written by an earlier version, which did not record the content.
-        compared: number of this process's files kept because their content is unchanged, although times or
-            inodes differ.
+        unknown: number of stale files written by an earlier version, which did not record content digests.
+        compared: number of this process's files kept because their content is unchanged although times or inodes
+            differ.
         empty_lines: number of empty lines in lists of texts; they are encoded like any other.
         done: number of items processed by this process.
         failed: number of those that could not be encoded.
@@ -89,7 +90,7 @@ def encode(
     Args:
         stream: the items to encode.
         out: the output folder; an earlier run with the same settings and the same or fewer sources is resumed.
-        features: encodes the items.
+        features: the encoder.
         model_name: recorded in the manifest.
         sources: as given by the user, recorded in the manifest.
         rows_per_file: number of items in a part.
@@ -99,8 +100,8 @@ def encode(
         progress: show progress on stderr.
 
     Raises:
-        ConfigError: a setting is out of range, the folder holds embeddings of another model, setting or source, or
-            another process is writing to it.
+        ConfigError: a setting is out of range, the folder contains embeddings of another model, setting or source,
+            or another process is writing to it.
         DataError: a source is missing, empty or changed while it was read, or the model's output is not finite.
     """
     if rows_per_file < 1:
@@ -204,7 +205,7 @@ def _items_of(stream: Stream, parts: Iterable[int], length: int) -> Iterator[tup
 def _survey(
     stream: Stream, length: int, show: Callable[[int], None]
 ) -> tuple[int, list[PartDigest], bool, int]:
-    """Read the names of all items but no content.
+    """Read the names of all items without their content.
 
     Returns:
         The number of items, a digest of each part of ``length`` items, whether there are captions, and the number
@@ -212,7 +213,7 @@ def _survey(
     """
     digests: list[tuple[str, str]] = []
     names, files, count, captions, empty = hashlib.sha256(), hashlib.sha256(), 0, False, 0
-    last: tuple[Path | None, str] = (None, "")  # a file, which may hold many items, and its stamp
+    last: tuple[Path | None, str] = (None, "")  # the previous item's file and its stamp
     for count, item in enumerate(stream, 1):
         text = item.caption if isinstance(item.caption, str) else ""
         for part in (item.source, item.key, text):
@@ -222,7 +223,7 @@ def _survey(
         if isinstance(path, Path) and path != last[0]:
             try:
                 found = path.stat()
-                # ctime and inode too: renaming and unpacking can preserve the size and modification time
+                # with ctime and inode, because renaming and unpacking can preserve size and modification time
                 stamp = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
                 last = path, " ".join(map(str, stamp))
             except (OSError, ValueError):
@@ -237,7 +238,7 @@ def _survey(
             show(count)
     if count % length:
         digests.append((names.hexdigest(), files.hexdigest()))
-    # the digest covers whether there are captions, since that determines the columns of all files
+    # the digest depends on whether there are captions, since that determines the columns of all files
     found_digests = [PartDigest(names=f"{name[:31]}{captions:d}", files=file[:32]) for name, file in digests]
     return count, found_digests, captions, empty if stream.kind == "caption" else 0
 
@@ -285,12 +286,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _report(encoded: Encoded, options: argparse.Namespace, who: str) -> None:
-    """Print what was done; once the folder is complete, the last line summarizes its content."""
+    """Print a summary; once the folder is complete, the last line describes its content."""
     totals, listing = encoded.totals, options.out / "failures.jsonl"
     compared = ""
     if encoded.compared:
         compared = (
-            f"; {encoded.compared:,} compared by content because times or inodes of their files changed"
+            f"; {encoded.compared:,} compared by content because times or inodes of source files changed"
         )
     if not encoded.written:
         there = ""

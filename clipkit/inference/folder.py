@@ -5,17 +5,17 @@
                                          (for texts: caption, key, source)
     OUT/failures.jsonl                   items that could not be encoded: source, key, cause; absent if none
     OUT/manifest.json                    the sources, model and settings of all files
-    OUT/.parts/0.jsonl                   marks file 0 as complete: digests of its items, its counts, its failures
-    OUT/.lock-0                          held by the process of that number while it writes
+    OUT/.parts/0.jsonl                   marks file 0 as complete; digests of its items, counts, failures
+    OUT/.lock-0                          held by process 0 while it writes
 
-Items are split into parts of equal length. Each part is one file, which has one row less for each failure. Numbers
-are zero-padded to the number of digits of the file count, as in clip-retrieval, because its readers sort names.
-A part is written to temporary files, synced and renamed; its record in ``.parts`` appears last.
+Items are split into parts of equal length. Each part is written to one file, with a row for each item that did not
+fail. As in clip-retrieval, file numbers are zero-padded to the same length, because its readers sort names. A part
+is written to temporary files, synced and renamed; its record in ``.parts`` is written last.
 
-Sources may change after a folder was started: parts whose items changed are removed first and encoded again. A part
-is unchanged if its items have the same names and their files have the same sizes, times and inodes. If only the
-latter differ, as after a copy to another disk, the content is read (not encoded) and compared. At any time, the
-folder holds what the manifest describes, or a part of it.
+Sources may change after a folder was started: parts whose items changed are first removed, then encoded again. A
+part is unchanged if its items have the same names and their files have the same sizes, times and inodes. If only
+times or inodes differ, as after a copy to another disk, the content is read (not encoded) and compared. At any
+time, the folder contains the embeddings described by the manifest, or some of them.
 """
 
 import errno
@@ -51,14 +51,14 @@ __all__ = [
 
 
 _FORMAT = 2
-# settings that must be unchanged for a run to resume, and their names in error messages
+# settings that must not change when a run is resumed, and their names in error messages
 _SETTINGS = {
     "format": "the format", "kind": "the kind (images or texts)", "background": "the background (--background)",
     "upright": "whether the EXIF orientation is applied (--upright)", "weights": "the model",
     "rows_per_file": "--rows-per-file", "batch_size": "--batch-size", "precision": "--precision",
     "device": "--device",
 }  # fmt: skip
-_EARLIER = {"background": "none", "upright": False}  # values that older manifests do not record
+_EARLIER = {"background": "none", "upright": False}  # defaults for older manifests, which lack these settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class Manifest:
 
 
 def _difference(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """Describe why encoding into an existing folder cannot continue with these settings; "" if it can."""
+    """Describe the settings that prevent encoding into an existing folder; "" if there are none."""
     changes = []
     for name, what in _SETTINGS.items():
         then, now = stored.get(name, _EARLIER.get(name)), wanted[name]
@@ -104,7 +104,7 @@ def _difference(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
         changes.append(f"{what} was {then} and is now {now}")
     if changes:
         return "; ".join(changes)
-    # normalized as paths below them begin: ``./photos/`` and ``photos`` are the same
+    # normalized like the stored paths: ``./photos/`` and ``photos`` are the same
     before, now = (
         [str(user_path(str(source))) for source in values.get("sources", [])] for values in (stored, wanted)
     )
@@ -113,7 +113,7 @@ def _difference(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
         return ""
     absolute = {os.path.abspath(source): source for source in now}  # noqa: PTH100 (Path keeps "..")
     if other := absolute.get(os.path.abspath(missing[0])):  # noqa: PTH100
-        return f"the source {missing[0]} is now written as {other}, which would change the stored paths"
+        return f"the source {missing[0]} is now given as {other}, which would change the stored paths"
     shown = ", ".join(now[:3]) + (", …" if len(now) > 3 else "")
     return f"{missing[0]} was one of the sources, which are now {shown}"
 
@@ -128,8 +128,8 @@ class PartDigest:
     """Identifies the items of a part without reading them.
 
     Attributes:
-        names: digest of their sources, keys and texts.
-        files: digest of the sizes, times and inodes of the files that contain them.
+        names: digest of the items' sources, keys and texts.
+        files: digest of the sizes, times and inodes of the items' files.
     """
 
     names: str
@@ -137,7 +137,7 @@ class PartDigest:
 
 
 class ContentDigest:
-    """Digest of the items of a part and of the bytes read for them, independent of their order."""
+    """Digest of a part's items and the bytes read for them, independent of their order."""
 
     def __init__(self) -> None:
         self._sum = 0
@@ -166,7 +166,7 @@ class Part:
         return len(self.metadata) + len(self.failures)
 
     def add(self, outcome: Features | Failure) -> None:
-        """Add some of the part's items."""
+        """Add features or a failure."""
         if isinstance(outcome, Failure):
             self.failures.append(outcome)
             self.content.add(outcome.item, outcome.content)
@@ -189,7 +189,7 @@ class Totals:
 
 @contextmanager
 def only_writer(out: Path, process: int) -> Iterator[None]:
-    """Create the folder if needed, and lock it against other processes of the same number.
+    """Create the folder if needed, and lock it against other processes with the same index.
 
     Raises:
         ConfigError: another process holds the lock.
@@ -203,7 +203,7 @@ def only_writer(out: Path, process: int) -> Iterator[None]:
                 f"another clipkit encode{who} is writing to {out}: wait for it, or use another --out"
             )
     except OSError as error:
-        if error.errno not in _NO_LOCKS:  # without locks, temporary names still differ between processes
+        if error.errno not in _NO_LOCKS:  # without locks, processes still use different temporary names
             raise
     try:
         yield
@@ -213,26 +213,26 @@ def only_writer(out: Path, process: int) -> Iterator[None]:
 
 
 class EmbeddingFolder:
-    """Embeddings that are being written by one or more processes.
+    """A folder of embeddings written by one or more processes.
 
     Args:
         out: the folder, see ``only_writer``.
         manifest: its intended content.
-        digests: of the items of each part.
-        process: index of this process, which owns the parts of that index modulo ``processes``.
+        digests: digest of the items of each part.
+        process: index of this process, which writes the parts whose number modulo ``processes`` equals it.
         processes: number of processes.
         retry_failed: encode parts with failures again.
-        contents: reads the current items of some parts and returns a ``ContentDigest`` of each; called for parts
-            whose files have other times or inodes than when they were encoded.
+        contents: reads the items of some parts and returns a ``ContentDigest`` of each; called for parts whose
+            files have other times or inodes than when they were encoded.
 
     Attributes:
         stale: number of this process's parts that existed but must be encoded again.
-        unknown: number of stale parts written by an earlier version, which did not record the content.
+        unknown: number of stale parts written by an earlier version, which did not record content digests.
         compared: number of parts kept because their content is unchanged.
 
     Raises:
-        ConfigError: the folder holds embeddings of other sources, another model or other settings.
-        DataError: it holds embeddings without a manifest, or with a damaged one.
+        ConfigError: the folder contains embeddings of other sources, another model or other settings.
+        DataError: it contains embeddings without a manifest, or with a damaged one.
     """
 
     def __init__(
@@ -288,14 +288,14 @@ class EmbeddingFolder:
             },
             *({"source": one.item.source, "key": one.item.key, "cause": one.cause} for one in part.failures),
         ]
-        with ExitStack() as stack:  # renames the files in reverse order, the record last
+        with ExitStack() as stack:  # renames the record last
             temporary = [
                 stack.enter_context(replacing(final, durable=True))
                 for final in (self._record(part.number), *self._files(part.number))
             ]
             with temporary[0].open("wb") as file:
                 file.writelines(json.dumps(line).encode() + b"\n" for line in record)
-            with temporary[1].open("wb") as file:  # like np.save, which hides the system's error message
+            with temporary[1].open("wb") as file:  # np.save would hide the system's error message
                 header = np.lib.format.header_data_from_array_1_0(array)
                 np.lib.format.write_array_header_1_0(file, header)
                 file.write(array.reshape(-1).view(np.uint8).data)
@@ -303,9 +303,9 @@ class EmbeddingFolder:
                 pyarrow.parquet.write_table(table, file)
 
     def finish(self) -> Totals | None:
-        """Write the list of failures, clean up and return the totals; None unless every part is complete.
+        """Write the list of failures, clean up and return the totals; return None unless every part is complete.
 
-        The last of several processes gets the totals; all do if they finish at the same time.
+        Of several processes, the last to finish gets the totals, or all that finish at the same time.
 
         Raises:
             DataError: another process found other items in the same sources.
@@ -358,9 +358,9 @@ class EmbeddingFolder:
     def _remove_stale(
         self, retry_failed: bool, contents: Callable[[Sequence[int]], Mapping[int, str]]
     ) -> None:
-        """Remove this process's outdated parts, count them, and adapt the zero-padding of the others' names.
+        """Remove and count this process's outdated parts, and adapt the zero-padding of the other names.
 
-        A part with a record is complete: the record is removed first and written last.
+        A part with a record is complete, because the record is written last and removed first.
         """
         records = dict(self._own(self._records))
         current = {part for part, path in records.items() if self._is_current(part, path)}
@@ -409,9 +409,10 @@ class EmbeddingFolder:
         text = json.dumps(wanted, indent=2) + "\n"
         if not path.exists():
             if any(folder.exists() for folder in self._folders):
-                raise DataError(f"{self.out} holds embeddings but no manifest.json: use another --out")
+                raise DataError(f"{self.out} contains embeddings but no manifest.json: use another --out")
             self.out.mkdir(parents=True, exist_ok=True)
-            # if several processes start at the same time, the first one writes it and the others compare with it
+            # if several processes start at the same time, the first writes the manifest and the others compare
+            # theirs
             temporary = temporary_path(path)
             temporary.write_text(text, encoding="utf-8")
             sync(temporary)
@@ -419,12 +420,14 @@ class EmbeddingFolder:
                 with suppress(FileExistsError):
                     os.link(temporary, path)
                 temporary.unlink()
-            except OSError:  # a file system without links
+            except OSError:  # a file system without hard links
                 temporary.replace(path)
             sync(self.out)
         stored = self._stored()
         if differing := _difference(stored, wanted):
-            raise ConfigError(f"{self.out} holds embeddings of another run: {differing}; use another --out")
+            raise ConfigError(
+                f"{self.out} contains embeddings of another run: {differing}; use another --out"
+            )
         if any(stored.get(name) != wanted[name] for name in _CONTENT):
             write_atomic(path, text, durable=True)
 

@@ -1,7 +1,7 @@
 """Streams of images and texts from folders, files, shards, tables and lists of texts.
 
-    photos/                        the shards directly in it, and all images below it by path
-    pairs/                         a dataset of shards: those of all its splits, such as pairs/train and pairs/test
+    photos/                        the shards directly in it, and all images below it, sorted by path
+    pairs/                         a dataset: the shards of all splits, such as pairs/train and pairs/test
     cat.jpg                        one image
     pairs.tar                      a WebDataset shard, an uncompressed tar
     shards/{00000..00331}.tar      all paths of a brace pattern
@@ -9,8 +9,9 @@
     table.csv                      a table of paths, captions or both, see ``clipkit.files.table``
     lines.txt, -                   texts, one per line; "-" is standard input
 
-Memory does not grow with the number of images: a stream yields one item at a time, and can be iterated again in the
-same order as long as its sources do not change. Reading an item's bytes is a separate step that any thread may do.
+Memory does not grow with the number of images: a stream yields one item at a time. It can be iterated again in the
+same order as long as its sources do not change. Reading an item's bytes is a separate step, which may run in any
+thread.
 """
 
 import glob
@@ -58,7 +59,7 @@ __all__ = [
 
 MAX_BYTES = 256 << 20  # limit for one image or caption
 MAX_LINE = 2**20  # limit for a line of a list of texts, in characters
-_MAX_SORTED = 2**17  # names of one folder that are sorted in memory
+_MAX_SORTED = 2**17  # maximum number of names sorted in memory
 _SHOWN = 8  # folders listed in a message
 _CAPTIONS = ("txt", "json")  # extensions of captions; the first one present is used
 _EMPTY = "empty caption"
@@ -123,7 +124,7 @@ class Item:
         key: the image's path; in a shard the sample's key; in a list of texts the number of the line or row.
         image: location of the image.
         caption: the text, or its location.
-        cause: why the item cannot be used; "" if no problem is known yet.
+        cause: why the item cannot be used; "" if no problem is known.
     """
 
     source: str
@@ -139,11 +140,11 @@ class Stream:
     Args:
         sources: paths and patterns, see the module's documentation.
         kind: whether to stream images or captions.
-        image_column: column of tables; found by common names if not given.
-        caption_column: likewise.
+        image_column: column of tables with image paths; found by common names if not given.
+        caption_column: column of tables with captions; found by common names if not given.
 
     Raises:
-        DataError: a source is missing, or holds no items of the kind (raised when iterating).
+        DataError: a source is missing or, when iterating, contains no items of this kind.
     """
 
     def __init__(
@@ -213,7 +214,7 @@ class Stream:
     def _folder(self, folder: Path) -> Callable[[], Iterator[Item]]:
         kind = self.kind
         shards = shards_in(folder)
-        if not shards:  # a dataset, with a folder for each split
+        if not shards:  # a dataset with a folder per split
             try:
                 splits = sorted(inner for inner in folder.iterdir() if (inner / "nshards.txt").is_file())
             except OSError as error:
@@ -247,7 +248,7 @@ def read_image(item: Item) -> bytes:
     else:
         try:
             status = item.image.stat()
-            if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device might never end
+            if not stat.S_ISREG(status.st_mode):  # reading a pipe or device might block
                 raise DataError("not a file")
             if status.st_size > MAX_BYTES:
                 raise DataError(f"file of more than {MAX_BYTES >> 20} MiB")
@@ -257,7 +258,7 @@ def read_image(item: Item) -> bytes:
             raise DataError("missing file") from None
         except OSError as error:
             raise DataError(f"cannot read file: {error.strerror}") from error
-        except ValueError:  # a path with a null byte, or with characters that the system cannot encode
+        except ValueError:  # a path with a null byte or with characters that cannot be encoded
             raise DataError("cannot read file") from None
     if not data:
         raise DataError("empty file")
@@ -267,8 +268,8 @@ def read_image(item: Item) -> bytes:
 def read_caption(item: Item) -> str:
     """Read the caption of an item.
 
-    A blank line of a list of texts is a valid text, so that rows keep the line numbers; a sample's blank caption is
-    an error.
+    A blank line in a list of texts is a valid text, so that row numbers equal line numbers; a blank caption of a
+    sample is an error.
 
     Raises:
         DataError: there is no caption; the message is a short cause without the item's name.
@@ -304,7 +305,7 @@ def readable(text: str) -> str:
 
 
 def _paths_of(source: str) -> list[str]:
-    """Expand the braces and wildcards of a source, in order; other sources and existing paths are kept as given.
+    """Expand the braces and wildcards of a source, in order; return other sources and existing paths unchanged.
 
     Raises:
         DataError: a pattern matches nothing or more than a million paths, or a path named by braces is missing.
@@ -343,9 +344,9 @@ def shards_in(folder: Path) -> list[Path]:
 
 
 def images_below(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Yield every image below a folder, in the order of the paths, and unreadable folders with the cause.
+    """Yield all images below a folder, sorted by path, and unreadable folders with the cause.
 
-    Images are recognized by their suffix. Hidden files and folders are skipped, links to folders are not followed.
+    Images are recognized by their suffix. Hidden files and folders are skipped; links to folders are not followed.
     """
     waiting = [(folder, _sorted(_names(folder)))]
     while waiting:
@@ -395,7 +396,7 @@ def _sorted(names: Iterable[str]) -> Iterator[str]:
 
 
 def _hint(source: str) -> str:
-    """Suggest folders with shards inside a folder that contains none."""
+    """Suggest subfolders that contain shards."""
     path = user_path(source)
     if not path.is_dir():
         return ""
@@ -405,9 +406,9 @@ def _hint(source: str) -> str:
 
 
 def _samples(shard: Path, kind: Kind) -> Iterator[Item]:
-    """Yield the samples of a shard, and an item with the cause if it cannot be read to the end.
+    """Yield the samples of a shard, followed by an item with the cause if it cannot be read to the end.
 
-    Each duplicate of a sample's image or caption is a failed item.
+    A duplicate image or caption in a sample is yielded as a failed item.
     """
     source, causes = readable(str(shard)), list[str]()
 
@@ -442,7 +443,7 @@ def _samples(shard: Path, kind: Kind) -> Iterator[Item]:
 
 
 def _rows(table: Table, kind: Kind) -> Iterator[Item]:
-    """Yield the rows of a table; one that cannot be used has a cause."""
+    """Yield the rows of a table; unusable rows have a cause."""
     source, number = readable(str(table.path)), 0
     try:
         for row in table:
@@ -475,7 +476,7 @@ def _rows(table: Table, kind: Kind) -> Iterator[Item]:
 
 
 def _lines(origin: Path | BinaryIO, source: str) -> Iterator[Item]:
-    """Yield every line, blank ones too, so that rows keep the line numbers if nothing fails."""
+    """Yield every line, including blank ones, so that row numbers equal line numbers if nothing fails."""
     with origin.open("rb") if isinstance(origin, Path) else os.fdopen(os.dup(origin.fileno()), "rb") as file:
         file.seek(0)  # a duplicated descriptor shares its position with the original
         encoding = "utf-16" if file.read(2) in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"

@@ -1,11 +1,11 @@
 """Encode a stream of items in batches, reading and decoding ahead of the model.
 
 Each item is returned once: in a batch of features, or as a failure with its cause. The content of a batch depends
-only on the items, and on a CPU each batch is computed by one core, several batches at a time. Results are therefore
-bit-identical for any number of cores, threads and processes. (A matrix product shared by several cores rounds
-differently for each number of cores, and waits for the slowest.)
+only on the items, and on a CPU each batch is computed by one core, with several batches in parallel. Results are
+therefore bit-identical for any number of cores, threads and processes. (If several cores share a matrix product,
+rounding depends on their number.)
 
-Each item comes with a SHA-256 digest of the bytes read for it, so that a later run can detect whether a file with a
+A SHA-256 digest of the bytes read is returned with each item, so that a later run can detect whether a file with a
 new time or inode has new content.
 
 Dimensions: B batch, O embedding dimension, S image side in pixels.
@@ -40,7 +40,7 @@ __all__ = ["PRECISIONS", "Failure", "FeatureStream", "Features", "one_core_each"
 
 PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CPU_BATCH, _GPU_BATCH = 32, 256
-_GPU_LANES = 2  # one batch is assembled and copied while the other is computed
+_GPU_LANES = 2  # one batch is prepared and copied while the other is computed
 _MAX_WORKERS = 16
 
 Given = TypeVar("Given")
@@ -52,7 +52,7 @@ class Failure:
     """An item that could not be encoded.
 
     Attributes:
-        part: number of its part.
+        part: number of the item's part.
         item: the item.
         cause: why it could not be encoded.
         content: digest of the bytes read, see ``FeatureStream.contents``.
@@ -71,7 +71,7 @@ class Features:
     Attributes:
         part: number of the part.
         items: B items.
-        captions: B texts; None where there is none or captions were not requested.
+        captions: B texts; None for items without one, or if captions were not requested.
         contents: B digests of the bytes read, see ``FeatureStream.contents``.
         rows: (B, O) float32, unit norm.
     """
@@ -155,7 +155,7 @@ class FeatureStream:
         """Encode the images or captions of items.
 
         Args:
-            items: each with the number of its part; a batch never spans two parts.
+            items: items with the numbers of their parts; a batch never spans two parts.
             kind: whether to encode images or captions.
             captions: also return the captions of images.
 
@@ -163,9 +163,7 @@ class FeatureStream:
             ConfigError: a batch does not fit in memory.
             DataError: the model's output is not finite.
         """
-        if (
-            kind == "caption"
-        ):  # some tokenizers initialize at the first text, which threads must not do at once
+        if kind == "caption":  # some tokenizers are initialized by the first text, which is not thread-safe
             self.empty(kind)
         computing: deque[tuple[list[_Ready], Future[npt.NDArray[np.float32]]]] = deque()
 
@@ -200,8 +198,8 @@ class FeatureStream:
         Takes the arguments of ``run``.
 
         Yields:
-            The number of the part, the item, and its digest, which equals that of ``run`` as long as the bytes
-            read, or the error, are the same.
+            The number of the part, the item, and its digest, which equals that of ``run`` if the bytes read or the
+            error are the same.
         """
 
         def read(given: tuple[int, Item]) -> tuple[int, Item, bytes]:
@@ -210,7 +208,7 @@ class FeatureStream:
         return self._read_ahead(read, items)
 
     def lines(self, options: argparse.Namespace) -> list[str]:
-        """Format notes about images encoded so far with ignored transparency or orientation."""
+        """Return notes about encoded images whose transparency or orientation was ignored."""
         lines = self.counts.lines(
             self.model.preprocess.decoding,
             background="--background white" if options.background is None else "",
@@ -219,7 +217,7 @@ class FeatureStream:
         return list(lines.values())
 
     def empty(self, kind: Kind) -> npt.NDArray[np.float32]:
-        """Return features of no item, (0, O); encodes a dummy item to find O."""
+        """Return an empty array of features, (0, O); encodes a dummy item to determine O."""
         size, tokenizer = self.model.preprocess.image_size, self.model.tokenizer
         text = tokenizer.names[0] if isinstance(tokenizer, ClassTokenizer) else ""
         pixels = torch.zeros(3, size, size, dtype=torch.uint8)
@@ -227,7 +225,7 @@ class FeatureStream:
             return self._rows([_Ready(item=Item(source="", key=""), pixels=pixels, caption=text)], kind)[:0]
 
     def _read_ahead(self, work: Callable[[Given], Made], items: Iterable[Given]) -> Iterator[Made]:
-        """Yield ``work(item)`` of each item, in order, from threads; read a few batches of items ahead."""
+        """Yield ``work(item)`` of each item in order, computed by threads a few batches ahead."""
         if self._workers == 0:
             yield from map(work, items)
             return
@@ -305,7 +303,7 @@ def _batches(outcomes: Iterable[_Ready | Failure], batch_size: int) -> Iterator[
 
 
 def _read(item: Item, kind: Kind, *, captions: bool) -> tuple[bytes, str | None, str, bytes]:
-    """Return an item's encoded image, its caption, the cause why it cannot be read, and a digest of these."""
+    """Return an item's encoded image, its caption, the cause if it cannot be read, and a digest of these."""
     image, caption, cause = b"", None, ""
     try:
         if kind == "image":
@@ -315,7 +313,7 @@ def _read(item: Item, kind: Kind, *, captions: bool) -> tuple[bytes, str | None,
     except DataError as error:
         cause = str(error)
     if kind == "image" and captions and not cause:
-        with suppress(DataError):  # the image is encoded without one
+        with suppress(DataError):  # encode the image without a caption
             caption = read_caption(item)
     digest = hashlib.sha256(image)
     digest.update(f"\0{caption}\0{cause}".encode("utf-8", "surrogatepass"))
@@ -324,12 +322,12 @@ def _read(item: Item, kind: Kind, *, captions: bool) -> tuple[bytes, str | None,
 
 @contextmanager
 def one_core_each(workers: int) -> Iterator[ThreadPoolExecutor]:
-    """Create a pool of threads that use one core each; by default torch starts a thread per core in each of them.
+    """Create a pool of threads in which torch uses one core each; by default, each would use all cores.
 
     Pending work is cancelled on exit.
     """
     threads = torch.get_num_threads()
-    # torch applies the number to the calling thread and to all threads started later
+    # applies to the calling thread and to all threads started later
     pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
     try:
         yield pool

@@ -242,7 +242,7 @@ def test_a_column_of_images_is_refused(pictures: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     struct = [{"bytes": b"x", "path": "a.jpg"}]
     parquet.write_table(pyarrow.table({"image": struct, "text": ["x"]}), pictures / "t.parquet")
-    with pytest.raises(DataError, match="column 'image' holds struct"):
+    with pytest.raises(DataError, match="column 'image' contains struct"):
         pack(pictures / "t.parquet", pictures / "out", progress=False)
 
 

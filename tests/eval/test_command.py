@@ -105,7 +105,7 @@ def test_a_training_folder_of_open_clip(model: CLIP, write_dataset: WriteDataset
         torch.save(
             {"epoch": epoch, "state_dict": theirs.state_dict()}, run / "checkpoints" / f"epoch_{epoch}.pt"
         )
-    with pytest.raises(CheckpointError, match="give the name of the architecture by --name"):
+    with pytest.raises(CheckpointError, match="specify the architecture by --name"):
         main(["zero-shot", "--model", str(run), "--data", str(data)])
     main(["zero-shot", "--model", str(run), "--data", str(data), "--name", "ViT-S-32"])
     (run / "params.txt").write_text("model: ViT-S-32\n")

@@ -72,7 +72,7 @@ def test_a_column_of_pictures_is_left_alone_where_texts_are_wanted(tmp_path: Pat
     parquet.write_table(pyarrow.table({"image": struct, "text": ["one"]}), path)
     assert read(path, need=("caption",)) == [(None, "one")]
     for more in ({"need": ("image",)}, {"need": ("caption",), "image_column": "image"}):
-        with pytest.raises(DataError, match="column 'image' holds struct"):
+        with pytest.raises(DataError, match="column 'image' contains struct"):
             read(path, **more)
 
 

@@ -77,9 +77,9 @@ def rewrite(path: Path, change: Callable[[Any], object]) -> None:
         (lambda card: card["preprocess"].update(image_size=64), "image sizes of architecture and preprocess"),
         (lambda card: card["architecture"]["text"].update(layers=3), "12 missing (transformer.resblocks.2.* ×12"),
         (lambda card: card["architecture"]["text"].update(layers=1), "12 unexpected (transformer.resblocks.1.* "),
-        (lambda card: card["architecture"].update(embed_dim=49), "2 of another shape (text_projection"),
-        (lambda card: card["architecture"]["text"].update(vocab_size=10**6), "of another shape (token_embedding"),
-        (lambda card: card["architecture"]["vision"].update(width=10**6), "of another shape"),
+        (lambda card: card["architecture"].update(embed_dim=49), "2 with another shape (text_projection"),
+        (lambda card: card["architecture"]["text"].update(vocab_size=10**6), "with another shape (token_embedding"),
+        (lambda card: card["architecture"]["vision"].update(width=10**6), "with another shape"),
         (lambda card: card["architecture"]["vision"].update(layers=10**6), "the stored architecture"),
     ],
 )  # fmt: skip

@@ -249,7 +249,7 @@ def test_a_tokenizer_that_names_code_is_refused(tmp_path: Path) -> None:
         ({"config.json": '{"model_type": "clip"}'}, "has no weights: expected model.safetensors"),
         ({"open_clip_config.json": json.dumps({"model_cfg": CONFIGS["ViT"]})}, "has no weights"),
         ({"open_clip_config.json": '{"model_cfg": {}, "preprocess_cfg": 5}'}, "preprocess_cfg is not an object"),
-        ({"config.json": "{}", "model.safetensors": "x"}, "cut off or damaged"),
+        ({"config.json": "{}", "model.safetensors": "x"}, "truncated or damaged"),
     ],
 )  # fmt: skip
 def test_folders_that_lack_something(files: dict[str, str], message: str, tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_places_where_nothing_is(source: str, tmp_path: Path, monkeypatch: pytes
 
 def test_transformers_weights_without_their_configuration(theirs: Path, tmp_path: Path) -> None:
     shutil.copy(theirs / "model.safetensors", tmp_path / "w.safetensors")
-    with pytest.raises(CheckpointError, match="give the folder with its config"):
+    with pytest.raises(CheckpointError, match="use the folder with its config"):
         clipkit.load(tmp_path / "w.safetensors")
 
 

@@ -95,7 +95,7 @@ def test_folders_of_transformers(size: str, form: str, tmp_path: Path) -> None:
     )
     processor.save_pretrained(tmp_path)
     ours = clipkit.load(tmp_path)
-    assert ours.origin == f"transformers folder {tmp_path} without a tokenizer, using CLIP's"
+    assert ours.origin == f"transformers folder {tmp_path} without a tokenizer (using CLIP's)"
     assert ours.architecture.quick_gelu == (SIZES[size][0] == "quick_gelu")
     assert ours.preprocess.mean == (0.5, 0.4, 0.3) and ours.preprocess.interpolation == "bilinear"
     assert_same(ours, theirs, length)
@@ -314,7 +314,7 @@ def test_a_name_must_agree_with_openais_activation(monkeypatch: pytest.MonkeyPat
     ours = clipkit.load(file, name="ViT-own-quickgelu")
     assert ours.name == "ViT-own-quickgelu"
     assert_openai(ours, theirs)
-    with pytest.raises(CheckpointError, match="of another architecture than ViT-B-32-quickgelu"):
+    with pytest.raises(CheckpointError, match="have another architecture than ViT-B-32-quickgelu"):
         clipkit.load(file, name="ViT-B-32-quickgelu")
 
 

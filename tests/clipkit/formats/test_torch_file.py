@@ -16,7 +16,7 @@ from clipkit.errors import CheckpointError
 from clipkit.formats import weights
 from clipkit.formats.weights import read_weights
 
-DAMAGED = "cut off or damaged"
+DAMAGED = "truncated or damaged"
 
 
 def refused(path: Path) -> str:
@@ -194,7 +194,7 @@ class Lie:
         return getattr(torch._utils, self.rebuild), self.arguments
 
 
-BEYOND, NEVER, PICKLE = "reaches beyond its storage", "an impossible shape", "pickle is cut off or damaged"
+BEYOND, NEVER, PICKLE = "reaches beyond its storage", "an impossible shape", "pickle is truncated or damaged"
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
@@ -256,7 +256,7 @@ def test_storages_of_another_size(count: int, saved: Path) -> None:
     before = b"K\x04tq\x07Q"
     assert content.count(before) == 1
     saved.write_bytes(content.replace(before, bytes([75, count]) + before[2:]))
-    assert "'a': its storage is cut off" in refused(saved)
+    assert "'a': its storage is truncated" in refused(saved)
 
 
 def test_old_files_with_views(tmp_path: Path) -> None:
@@ -280,12 +280,12 @@ def test_old_files_with_views(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "reason"),
     [
-        (b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", b"K\x05.", "not of torch.save"),
+        (b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", b"K\x05.", "not written by torch.save"),
         (b"M\xe9\x03.", b"M\xe8\x03.", "version or byte order"),
         (b"little_endianq\x02\x88", b"little_endianq\x02\x89", "version or byte order"),
         (struct.pack("<q", 4), struct.pack("<q", -4), DAMAGED),
         (struct.pack("<q", 4), struct.pack("<q", 5), DAMAGED),
-        (struct.pack("<q", 4), struct.pack("<q", 3), "'w': its storage is cut off"),
+        (struct.pack("<q", 4), struct.pack("<q", 3), "'w': its storage is truncated"),
         (struct.pack("<q", 4), struct.pack("<q", 1 << 62), DAMAGED),
     ],
 )

@@ -294,16 +294,16 @@ LONG = b"\x80\x02N" + b"".join(
         (M + b"}" + text("w") + tensor() + b"sb.", b"class M:\n  w : Tensor\n", "contains no tensors"),
         (M + b"}" + text("w") + tensor("1") + b"sb.", CODE, "storage '1' is missing"),
         (M + b"}" + text("w") + tensor("../data/0") + b"sb.", CODE, "is missing"),
-        (M + b"}" + text("w") + tensor("0", 3) + b"sb.", CODE, "'w': its storage is cut off"),
+        (M + b"}" + text("w") + tensor("0", 3) + b"sb.", CODE, "'w': its storage is truncated"),
         (b"\x80\x02c__torch__.a.b\nM\n)\x81}b.", CODE, "'code/__torch__/a/b.py' is missing"),
         (
             M + b"}" + text("n" * 2000) + tensor() + b"sb.",
             CODE.replace(b'"w"', b'"' + b"n" * 2000 + b'"'),
             "2000 characters",
         ),
-        (CYCLE, CODE, "without end"),
-        (DOUBLING, CODE, "without end"),
-        (LONG, CODE, "without end"),
+        (CYCLE, CODE, "recursively"),
+        (DOUBLING, CODE, "recursively"),
+        (LONG, CODE, "recursively"),
     ],
 )
 def test_archives_that_do_not_hold_together(data: bytes, code: bytes, reason: str, tmp_path: Path) -> None:
@@ -327,7 +327,7 @@ def test_source_that_grows_without_end(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_frozen_module_and_a_function(tmp_path: Path) -> None:
     jit.save(jit.freeze(jit.script(nn.Linear(2, 2).eval())), tmp_path / "frozen.pt")
-    assert "frozen TorchScript stores them in its code" in refused(tmp_path / "frozen.pt")
+    assert "frozen TorchScript module stores them in its code" in refused(tmp_path / "frozen.pt")
     jit.save(jit.trace(torch.sin, torch.ones(1)), str(tmp_path / "function.pt"))
     assert "contains no tensors" in refused(tmp_path / "function.pt")
 

@@ -35,7 +35,7 @@ def refused(path: Path) -> str:
     return message
 
 
-DAMAGED = "cut off or damaged"
+DAMAGED = "truncated or damaged"
 OTHERS: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "empty"),
     "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n", "Git LFS pointer"),

@@ -367,7 +367,7 @@ def test_only_some_pictures_have_captions(photos: Path, model: CLIP, tmp_path: P
         ({"other": 1}, "{0} was one of the sources, which are now {1}"),
         (
             {"spelled": 1},
-            r"the source {0} is now written as {0}/\.\./photos, which would change the stored paths",
+            r"the source {0} is now given as {0}/\.\./photos, which would change the stored paths",
         ),
     ],
 )
@@ -397,7 +397,7 @@ def test_another_model_or_setting_in_the_same_folder_is_an_error(
 
 def test_a_folder_that_is_not_ours_is_an_error(photos: Path, model: CLIP, tmp_path: Path) -> None:
     (tmp_path / "out/img_emb").mkdir(parents=True)
-    with pytest.raises(DataError, match=r"holds embeddings but no manifest\.json"):
+    with pytest.raises(DataError, match=r"contains embeddings but no manifest\.json"):
         encode_folder(photos, tmp_path / "out", model)
     for content in (b"", b"[]", b"{", b"\xff"):
         (tmp_path / "out/manifest.json").write_bytes(content)

@@ -124,7 +124,7 @@ def test_clips_own_is_recognized(form: str, tmp_path: Path) -> None:
         (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     model = clipkit.load(tmp_path)
     assert model.tokenizer == ClipTokenizer(context_length=20)
-    assumed = " without a tokenizer, using CLIP's"
+    assumed = " without a tokenizer (using CLIP's)"
     assert model.origin == f"transformers folder {tmp_path}{assumed if form == 'none' else ''}"
 
 
