@@ -90,6 +90,7 @@ class DownloadReport:
 
     Attributes:
         shards: complete shards.
+        written: of these by this call.
         rows: their rows.
         kept: rows with an image in a tar.
         downloaded: bytes.
@@ -97,6 +98,7 @@ class DownloadReport:
     """
 
     shards: int
+    written: int
     rows: int
     kept: int
     downloaded: int
@@ -157,7 +159,9 @@ def command(parsed: argparse.Namespace) -> int:
     place, _, parts = parsed.part.partition("/")
     if not (place.isdecimal() and parts.isdecimal() and 1 <= int(place) <= int(parts)):
         raise ConfigError(f"--part {parsed.part}: expected I/N with 1 ≤ I ≤ N, such as 3/16")
-    resize = Resize(mode=parsed.resize, size=parsed.image_size, enlarge=parsed.enlarge)
+    resize = None
+    if parsed.resize != "no":
+        resize = Resize(mode=parsed.resize, size=parsed.image_size, enlarge=parsed.enlarge)
     options = DownloadOptions(
         url_column=parsed.url_column,
         caption_column=parsed.caption_column,
@@ -165,7 +169,7 @@ def command(parsed: argparse.Namespace) -> int:
         samples_per_shard=parsed.samples_per_shard,
         deduplicate=not parsed.keep_duplicates,
         exif=parsed.exif,
-        image=Storing(resize=None if parsed.resize == "no" else resize),
+        image=Storing(resize=resize),
     )
     fetch = FetchOptions(
         connections=parsed.connections,
@@ -182,11 +186,14 @@ def command(parsed: argparse.Namespace) -> int:
             parsed.table, parsed.out, options, fetch=fetch, part=(int(place), int(parts)), show=progress.show
         )
     fraction = found.kept / max(1, found.rows)
-    print(f"{parsed.out}: {counted(found.shards, 'shard')}, {time.monotonic() - began:.1f} s")
+    new = f"{time.monotonic() - began:.1f} s" if found.written else "already complete"
+    print(f"{parsed.out}: {counted(found.shards, 'shard')}, {new}")
     print(f"  {found.kept:>11,}  of {counted(found.rows, 'row')} kept ({fraction:.1%})")
     for cause, count in found.failures.items():
         print(f"  {count:>11,}  {printable(cause)}")
     print(f"  {size_of(found.downloaded)} downloaded")
+    if found.rows and not found.kept:
+        raise DataError(f"none of the {counted(found.rows, 'row')} of {parsed.table} gave an image")
     return 0
 
 
@@ -228,14 +235,14 @@ def download(
     ]
     try:
         out.mkdir(parents=True, exist_ok=True)
-        _check_options(out, paths, options)
+        _check_options(out, paths, options, fetch)
         lock = FileLock(out / f".part-{part[0]}-of-{part[1]}.lock")
         if not lock.try_acquire():
             raise DataError(f"{out}: {lock.holder or 'another process'} is downloading this part")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Pillow's, for damaged images
-                asyncio.run(_Download(readers, out, options, fetch, part, show).run())
+                written = asyncio.run(_Download(readers, out, options, fetch, part, show).run())
         finally:
             lock.release()
     except OSError as error:
@@ -247,10 +254,10 @@ def download(
         if isinstance(first, OSError):
             raise DataError(f"cannot write {out}: {first.strerror or first}") from first
         raise first from None
-    return report(out)
+    return _report(out, written)
 
 
-def report(out: Path) -> DownloadReport:
+def _report(out: Path, written: int) -> DownloadReport:
     """Add up the counts of all complete shards in a folder."""
     failures = Counter[str]()
     totals = Counter(shards=0, rows=0, kept=0, downloaded=0)
@@ -260,7 +267,7 @@ def report(out: Path) -> DownloadReport:
             shards=1, rows=stats["count"], kept=stats["successes"], downloaded=stats["bytes_downloaded"]
         )
         failures.update({cause: count for cause, count in stats["status_dict"].items() if cause != "success"})
-    return DownloadReport(**totals, failures=dict(failures.most_common()))
+    return DownloadReport(**totals, written=written, failures=dict(failures.most_common()))
 
 
 def _tables(tables: Path | Sequence[Path]) -> list[Path]:
@@ -274,11 +281,12 @@ def _tables(tables: Path | Sequence[Path]) -> list[Path]:
     return found
 
 
-def _check_options(out: Path, paths: Sequence[Path], options: DownloadOptions) -> None:
+def _check_options(out: Path, paths: Sequence[Path], options: DownloadOptions, fetch: FetchOptions) -> None:
     """Store the options in a new folder; for an existing one, check that they are the same."""
     now = json.loads(
         json.dumps({"tables": [[path.name, path.stat().st_size] for path in paths], **asdict(options)})
     )
+    now |= {"allow_private": fetch.allow_private, "ignore_robots": fetch.ignore_robots}
     file = out / "download.json"
     if file.exists():
         before = json.loads(file.read_bytes())
@@ -312,9 +320,10 @@ class _Download:
         self._first_images = _FirstRows()
         self._has_captions = any(table.caption_column for table in tables)
         self._digits = max(1, math.ceil(math.log10(options.samples_per_shard)))
-        self._rows = self._failed = 0
+        self._rows = self._failed = self._written = 0
 
-    async def run(self) -> None:
+    async def run(self) -> int:
+        """Download the incomplete shards of this part; return their number."""
         Image.init()  # not thread-safe
         connections = self._fetch.connections
         for path in self._out.glob(".*.partial"):  # of a killed process
@@ -360,6 +369,7 @@ class _Download:
                     shard.last = True
                     shard.check()
                 shards.put_nowait(None)
+        return self._written
 
     def _rows_of_part(self) -> Iterator[tuple[int, Row, bool] | None]:
         """Yield the rows of incomplete shards of this part: shard number, row, whether its URL is new.
@@ -456,6 +466,7 @@ class _Download:
             await shard.complete.wait()
             await asyncio.to_thread(self._write, shard)
             shard.spool.close()
+            self._written += 1
             places.release()
 
     def _write(self, shard: _Shard) -> None:

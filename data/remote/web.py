@@ -19,7 +19,8 @@ __all__ = ["FetchError", "FetchOptions", "Fetcher"]
 
 _RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 _MOST_REDIRECTS = 5
-_LONGEST_PAUSE = 120.0  # seconds; a longer Retry-After is ignored
+_LONGEST_PAUSE = 60.0  # seconds; a longer Retry-After is ignored
+_MOST_REFUSED = 8  # downloads, after which a host's other rows fail at once
 _RESOLVERS = 64  # concurrent DNS lookups
 _NO_TRAINING = frozenset({"noai", "noimageai", "noindex", "noimageindex"})
 _WITH_VALUE = frozenset({"unavailable_after", "max-snippet", "max-image-preview", "max-video-preview"})
@@ -67,6 +68,7 @@ class _Host:
     slots: asyncio.Semaphore
     users: int = 0
     not_before: float = 0.0  # time.monotonic() of the next request
+    refused: int = 0  # downloads in a row that failed although all waits that the host asked for were made
 
 
 class Fetcher:
@@ -107,21 +109,28 @@ class Fetcher:
             FetchError: the download failed or is not allowed.
         """
         try:
-            host = (aiohttp.client.URL(url).host or "").lower()
+            parsed = aiohttp.client.URL(url)
+            scheme, host = parsed.scheme.lower(), (parsed.host or "").lower()
         except ValueError:
-            host = ""
-        if not host or not url.startswith(("http://", "https://")):
+            raise FetchError("invalid URL") from None
+        if scheme not in ("http", "https"):
             raise FetchError("not a URL that begins with http:// or https://")
+        if not host:
+            raise FetchError("invalid URL")
         async with self._host(host) as state:
+            if state.refused >= _MOST_REFUSED:
+                raise FetchError("host refuses requests (Retry-After)")
             for attempt in range(self._options.retries + 1):
                 while (wait := state.not_before - time.monotonic()) > 0:
                     await asyncio.sleep(wait)
                 try:
                     async with self._slots:
                         await use(await self._get(url))
+                    state.refused = 0
                     return
                 except FetchError as error:
                     if not error.temporary or attempt == self._options.retries:
+                        state.refused += error.pause > 0
                         raise
                     if error.pause:  # applies to the whole host
                         state.not_before = max(state.not_before, time.monotonic() + error.pause)
@@ -138,7 +147,7 @@ class Fetcher:
                 yield state
         finally:
             state.users -= 1
-            if not state.users and state.not_before <= time.monotonic():
+            if not state.users and not state.refused and state.not_before <= time.monotonic():
                 self._hosts.pop(name, None)
 
     async def _get(self, url: str) -> bytes:

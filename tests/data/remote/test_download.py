@@ -97,6 +97,8 @@ def server() -> Iterator[Server]:
                     self.answer(200, body)
                 case "busy":
                     self.answer(503)
+                case "refused":
+                    self.answer(429, Retry_After="0.05")
                 case "cut":
                     self.answer(200, body[: len(body) // 2], promised=len(body))
                     self.close_connection = True
@@ -178,21 +180,21 @@ def test_every_row_is_accounted_for(server: Server, tmp_path: Path) -> None:
         "noai/15.jpg": "use forbidden by X-Robots-Tag",
     }  # fmt: skip
     urls = {f"{server.url}/{path}": cause for path, cause in expected.items()}
+    first = server.url.replace("http", "HTTP") + "/img/1.jpg"
+    urls = {first if url.endswith("/img/1.jpg") else url: cause for url, cause in urls.items()}
     urls |= {
         "": "no URL",
         "ftp://example.org/a.jpg": "not a URL that begins with http:// or https://",
-        "http://[::1": "not a URL that begins with http:// or https://",
+        "http://[::1": "invalid URL",
         f"{server.url}/img/1.jpg#again": "image of an earlier row",
         "http://name.invalid/a.jpg": "unknown host",
     }
-    rows = [*urls, f"{server.url}/img/1.jpg"]
+    rows = [*urls, first]
     out = tmp_path / "out"
     found = download(table(tmp_path / "t.csv", rows), out, DownloadOptions(), fetch=QUICK)
 
     causes = [*urls.values(), "URL of an earlier row"]
     assert (found.rows, found.kept, found.shards) == (len(rows), 4, 1)
-    listing = parquet.read_table(out / "00000.parquet").to_pylist()
-    assert [row["error_message"] or "" for row in listing] == causes
     assert found.failures == Counter(cause for cause in causes if cause)
     listing = parquet.read_table(out / "00000.parquet").to_pylist()
     assert [row["error_message"] or "" for row in listing] == causes
@@ -214,6 +216,15 @@ def test_every_row_is_accounted_for(server: Server, tmp_path: Path) -> None:
     manifest = make_manifest([find_shards(str(out))], Selection())
     assert manifest.counts.tolist() == [4]
     assert server.requests["/missing/5.jpg"] == 1 and server.requests["/busy/6.jpg"] == 2
+
+
+def test_a_host_that_always_asks_to_wait_is_given_up(server: Server, tmp_path: Path) -> None:
+    urls = [f"{server.url}/refused/{i}.jpg" for i in range(60)]
+    found = download(
+        table(tmp_path / "t.csv", urls), tmp_path / "out", DownloadOptions(), fetch=replace(QUICK, per_host=4)
+    )
+    assert found.failures["HTTP 429"] < 20 and sum(found.failures.values()) == 60
+    assert found.failures["host refuses requests (Retry-After)"] > 40
 
 
 @pytest.fixture
@@ -336,12 +347,18 @@ def test_the_command_resizes_and_reports(
     ]
     assert main(["download", str(path), str(out), *options]) == 0
     printed = capsys.readouterr().out
+    assert main(["download", str(path), str(out), *options]) == 0
+    assert "already complete" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="ignore_robots = False, not True"):
+        main(["download", str(path), str(out), *options, "--ignore-robots"])
     assert "2  of 3 rows kept (66.7%)" in printed and "1  HTTP 404" in printed
     assert max(map(len, printed.splitlines()[1:])) < 80
     for sample in members(out / "00000.tar").values():
         meta = json.loads(sample["json"])
         assert Image.open(io.BytesIO(sample["jpg"])).size == (meta["width"], meta["height"]) == (16, 16)
         assert (meta["original_width"], meta["exif"], "lang" in meta) == (40, "{}", False)
+    with pytest.raises(DataError, match=r"none of the 3 rows of .* gave an image"):
+        main(["download", str(path), str(tmp_path / "none"), "--resize", "no", "--quiet"])
     with pytest.raises(ConfigError, match="expected I/N"):
         main(["download", str(path), str(out), "--part", "3/2"])
 
