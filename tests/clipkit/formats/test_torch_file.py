@@ -274,7 +274,7 @@ def test_old_files_with_views(tmp_path: Path) -> None:
 
     assert torch.equal(read_weights(view(2, 3)).tensors["w"], torch.tensor([2.0, 3.0, 4.0]))
     assert BEYOND in refused(view(2, 2))
-    assert "is cut off" in refused(view(6, 3))
+    assert "is truncated" in refused(view(6, 3))
 
 
 @pytest.mark.parametrize(
