@@ -19,6 +19,7 @@ from clipkit import CLIP, distributed
 from clipkit.errors import ClipkitError, ConfigError, DataError, nearest
 from clipkit.files import counted, printable
 from clipkit.formats import newest_epoch, resolve_checkpoint
+from data.corpora.builtin import Unavailable
 from data.remote.cache import cache_folder
 from eval.compare import (
     Check,
@@ -425,12 +426,15 @@ def _score_model(
 def _print_trouble(trouble: Sequence[ClipkitError]) -> None:
     """Print each distinct reason why a dataset or task has no scores."""
     if distributed.rank() == 0:
-        lines = (f"{'not found' if isinstance(one, Missing) else 'not scored'}: {one}" for one in trouble)
+        lines = (
+            f"{'not found' if isinstance(one, Missing | Unavailable) else 'not scored'}: {one}"
+            for one in trouble
+        )
         for line in dict.fromkeys(lines):
             print(printable(line), file=sys.stderr)
 
 
 def _status(trouble: Sequence[ClipkitError], scored: Scored) -> int:
     """Return the exit status: 1 if something was damaged, or there is no score at all."""
-    broken = any(not isinstance(one, Missing | Lacks) for one in trouble)
+    broken = any(not isinstance(one, Missing | Unavailable | Lacks) for one in trouble)
     return 1 if broken or not (scored.scores or scored.found) else 0

@@ -18,6 +18,7 @@ import mmap
 import pickletools
 import re
 import struct
+import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -295,6 +296,13 @@ _ALLOWED = _TENSORS | _FIRST_ARGUMENT | _IGNORED | _TENSOR_CLASSES | _STORAGES.k
 _ALLOWED |= {_SUBCLASS, "collections.OrderedDict"}
 
 
+def _instructions(stream: io.BytesIO) -> Iterator[tuple[pickletools.OpcodeInfo, Any, int | None]]:
+    """Decode a pickle without Python's warnings about escapes in its strings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield from pickletools.genops(stream)
+
+
 def read_pickle(
     stream: io.BytesIO, *, origin: str, script: bool = False, storages: dict[str, StoredStorage] | None = None
 ) -> object:
@@ -318,7 +326,7 @@ def read_pickle(
     memo: dict[int, Any] = {}
     value: Any
     try:
-        for number, (opcode, value, _) in enumerate(pickletools.genops(stream)):
+        for number, (opcode, value, _) in enumerate(_instructions(stream)):
             if number > MAX_INSTRUCTIONS:
                 raise CheckpointError(f"{origin}: its pickle is too long to contain only weights")
             match opcode.name:

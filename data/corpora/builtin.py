@@ -14,7 +14,7 @@ from clipkit.errors import DataError, nearest
 from clipkit.files import FileLock
 from data.remote.cache import cache_folder
 
-__all__ = ["BUILTIN", "BuiltIn", "built_in", "end_with_parent", "make_digits"]
+__all__ = ["BUILTIN", "BuiltIn", "Unavailable", "built_in", "end_with_parent", "make_digits"]
 
 
 def end_with_parent() -> None:
@@ -27,6 +27,10 @@ def end_with_parent() -> None:
         os._exit(1)
 
     Thread(target=wait, daemon=True).start()
+
+
+class Unavailable(DataError):
+    """A built-in dataset needs something that is not installed; the message says what."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +78,13 @@ def make_digits(out: Path, progress: bool = False) -> None:
     There is only a test split.
 
     Raises:
-        DataError: scikit-learn is not installed, or ``out`` is not empty.
+        DataError: ``out`` is not empty.
+        Unavailable: scikit-learn is not installed.
     """
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise DataError(
+        raise Unavailable(
             "the built-in dataset digits requires scikit-learn: pip install -e '.[eval]'"
         ) from error
     from PIL import Image

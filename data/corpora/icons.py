@@ -28,7 +28,7 @@ from PIL import Image, ImageChops
 from rich.console import Console
 from rich.progress import track
 
-from clipkit.errors import DataError
+from data.corpora.builtin import Unavailable
 from data.shards.writer import DatasetWriter, Record
 
 __all__ = [
@@ -325,14 +325,14 @@ def make(out: Path, *, root: Path = Path("/usr/share/icons"), progress: bool = T
         progress: show a progress bar on stderr.
 
     Raises:
-        DataError: fewer than two themes contain images, or no two themes share a name.
+        Unavailable: fewer than two themes contain images, or no two themes share a name.
     """
     with DatasetWriter(out) as writer:
         icons = scan(root)
         families = families_of({theme for icon in icons for theme in icon.themes})
         if len(set(families.values())) < 2:
             found = f"only {min(families.values())}" if families else "none"
-            raise DataError(f"icons needs two icon themes with PNG images; {root} has {found}: {_INSTALL}")
+            raise Unavailable(f"icons needs two icon themes with PNG images; {root} has {found}: {_INSTALL}")
         icons = settle_names(icons, families)
         held_out = _choose_held_out(icons, families)
         seen, unseen = list[Icon](), list[Icon]()
@@ -361,7 +361,7 @@ def make(out: Path, *, root: Path = Path("/usr/share/icons"), progress: bool = T
             report["test: nearly the same as a training image"] += len(test) - len(kept)
             test = kept
         if len(test) < 2:
-            raise DataError(f"the icon themes under {root} share too few names to hold one out: {_INSTALL}")
+            raise Unavailable(f"the icon themes under {root} share too few names to hold one out: {_INSTALL}")
         class_names = sorted(drawing.icon.text for drawing in test)
         for record in _records(train, {}):
             writer.write("train", record)
