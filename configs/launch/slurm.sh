@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# A training on several nodes under SLURM:
+# Train on several nodes under SLURM:
 #
 #     sbatch configs/launch/slurm.sh
 #
-# Before the time limit SLURM signals this script; the run then saves its step, leaves, and is queued again. The same
-# script goes on from there. A node that fails has SLURM queue the job again, too (--requeue).
+# Before the time limit SLURM signals this script; the run then saves its step, exits, and is queued again, and the next
+# job continues from there. SLURM also queues the job again if a node fails (--requeue).
 #SBATCH --job-name=clipkit
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1
@@ -17,14 +17,14 @@
 #SBATCH --output=clipkit-%j.log
 set -euo pipefail
 
-# What to train, and where things lie: change these, or set them with sbatch --export=ALL,NAME=VALUE.
-REPOSITORY=${REPOSITORY:-$HOME/clipkit}           # on a disk that all nodes see
+# What to train, and where files are: change these, or set them with sbatch --export=ALL,NAME=VALUE.
+REPOSITORY=${REPOSITORY:-$HOME/clipkit}           # on a filesystem that all nodes share
 ENVIRONMENT=${ENVIRONMENT:-$REPOSITORY/.venv}     # the virtual environment
 CONFIG=${CONFIG:-configs/vit_b_32.toml}
 DATA=${DATA:-'/data/pairs/{00000..41455}.tar'}
-OUT=${OUT:-$REPOSITORY/runs/${SLURM_JOB_NAME:-clipkit}}  # the same one goes on
+OUT=${OUT:-$REPOSITORY/runs/${SLURM_JOB_NAME:-clipkit}}  # an existing run is continued
 PORT=${PORT:-29500}
-SETTINGS=${SETTINGS:-}                            # more of them, such as "optim.lr=1e-3 steps=200000"
+SETTINGS=${SETTINGS:-}                            # further settings, such as "optim.lr=1e-3 steps=200000"
 # INTERFACE=ib0                                   # if nodes have several networks: the one that ranks talk over
 
 cd "$REPOSITORY"
@@ -33,9 +33,9 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
 if [[ -n ${INTERFACE:-} ]]; then
     export NCCL_SOCKET_IFNAME=$INTERFACE GLOO_SOCKET_IFNAME=$INTERFACE
 fi
-# How long torchrun lets its ranks save once it is told to end; it kills them after 30 seconds otherwise.
+# Seconds that torchrun gives its ranks to save after SIGTERM before it kills them; its default is 30.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=150
-# A torchrun that was started again finds the others' ranks only where they do not share its store (torch 2.15).
+# Needed for a restarted torchrun to find the ranks of the others (torch 2.15).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

@@ -191,7 +191,7 @@ def test_examples_in_the_card_take_any_picture(model: CLIP, tmp_path: Path) -> N
     export(model, tmp_path / "out", to=["transformers", "sentence-transformers", "onnx"])
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.count('Image.open("cat.jpg").convert("RGB")') == 2  # clipkit and open_clip do it themselves
-    assert card.count("Checked on 8 drawn images of exactly the model's size and 8 plain texts: with") == 3
+    assert card.count("Checked on 8 synthetic images of the model's input size and 8 plain texts: with") == 3
 
 
 def test_wrong_weights_are_noticed(model: CLIP, tmp_path: Path) -> None:
