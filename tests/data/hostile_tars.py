@@ -126,7 +126,7 @@ HOSTILE: dict[str, Hostile] = {
     "zeros for ever": Hostile(lambda: tar_of() + bytes(80 << 20), "seems incompletely downloaded"),
     "only zeros": Hostile(lambda: bytes(80 << 20), "seems incompletely downloaded"),
     "zeros inside": Hostile(among(bytes(20 * BLOCK)), "contains more than one archive"),
-    "zeros over half of it": Hostile(lambda: tar_of()[: DATA // 2] + bytes(2 << 20), "truncated|incompletely downl"),
+    "zeros over half of it": Hostile(lambda: tar_of()[: DATA // 2] + bytes(2 << 20), "truncated|incompletely"),
     # what is no tar
     "a web page": Hostile(lambda: b"<!DOCTYPE html>" + b" " * 4000, "is not a tar file"),
     "an error in XML": Hostile(lambda: b'<?xml version="1.0"?><Error>AccessDenied</Error>', "truncated"),
