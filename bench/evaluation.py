@@ -126,7 +126,7 @@ def classifier(options: argparse.Namespace) -> Row:
 
     def build(number: int) -> None:
         prompts = [[template.replace("{c}", name) for template in templates(80)] for name in names(number)]
-        made["clipkit"] = Encoder(own).classifier(prompts, whose="the classes")
+        made["clipkit"] = Encoder(own).classifier(prompts, description="the classes")
 
     def other(number: int) -> None:
         make = cli.zeroshot_classification.zero_shot_classifier

@@ -92,7 +92,7 @@ def setting(default: T, text: str, within: Within | None = None, *, registry: st
     """Define a field of a configuration.
 
     Args:
-        default: its default value.
+        default: default value.
         text: description for ``train.py --settings``, without the valid values.
         within: the valid values; None for all values of the type.
         registry: "module:NAME" of a dict whose keys are the valid values; the entries' summaries are appended to

@@ -44,11 +44,11 @@ _RANK0_FIRST_SECONDS = 3.0  # time for rank 0 to report the same error
 _NOTE_SECONDS = 5.0  # time to wait for the note of a rank that closed its connection
 _END_SECONDS = 5.0  # time after a note until a rank that is still running is ended
 _END_RANK0_SECONDS = 30.0  # the same for rank 0, which may be saving; torchrun's own limit
-_NO_WORD = (
+_RANK_LOST = (
     "the connection to another process was lost: it died without an error, probably out of memory; the last "
     "checkpoint is kept, and the same command resumes"
 )
-_NO_ANSWER = (
+_RANK_SILENT = (
     "another process does not respond: it was stopped, or its machine failed; the last checkpoint is kept, and the "
     "same command resumes"
 )
@@ -93,7 +93,7 @@ class Failures:
 
     def reports(self, message: str) -> bool:
         """Return whether this rank should report an error; rank 0 goes first if it has the same error."""
-        key = f"clipkit/told/{message}"
+        key = f"clipkit/error/{message}"
         if self._rank:
             self._until(_RANK0_FIRST_SECONDS, lambda: bool(self._ask(lambda: self._store.check([key]))))
         times = self._ask(lambda: self._store.add(key, 1))
@@ -173,7 +173,7 @@ def _report(error: BaseException) -> None:
         lost = _LOST.search(f"{type(error).__name__}: {error}")
         if lost or _SILENT.search(str(error)):
             _end_if_another_failed(_NOTE_SECONDS)
-            reported = ClipkitError(_NO_WORD if lost else _NO_ANSWER)
+            reported = ClipkitError(_RANK_LOST if lost else _RANK_SILENT)
     # anything else is a bug: each rank prints its traceback
     users = isinstance(reported, ClipkitError | OSError)
     message = " ".join((str(reported) if users else f"{type(reported).__name__}: {reported}").split())

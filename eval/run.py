@@ -214,7 +214,7 @@ def run_model(
         works = _not_done(works, out, ranks, scored)
     # the texts of all tasks in one pass, sorted by length
     texts = (texts for work in works for texts in TASKS[work.task].texts_of(work.subject.dataset))
-    encoder.texts(list(dict.fromkeys(text for own in texts for text in own)), whose="the prompts")
+    encoder.texts(list(dict.fromkeys(text for own in texts for text in own)), description="the prompts")
     _run_tasks(works, options, out=out, step=step, scored=scored, started=started, continue_on_error=True)
 
 
@@ -355,7 +355,7 @@ class Scorer:
     bf16: bool
     say: Callable[[str], None]
     record: Callable[[int, Mapping[str, float]], None]
-    note: Callable[[str, TraitCounts], None] = lambda whose, counts: None
+    note: Callable[[str, TraitCounts], None] = lambda images, counts: None
     as_scored: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def score_if_owed(self, step: int) -> None:

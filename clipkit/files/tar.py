@@ -148,7 +148,7 @@ class _Run:
         offsets: positions of the data of these files.
         sizes: sizes of these files in bytes.
         long_names: names given by a preceding header, by index in ``files``.
-        said: whether a preceding header describes the next file: ``long_name``, ``long_size`` or both.
+        extended: whether a preceding header describes the next file: ``long_name``, ``long_size`` or both.
         fault: the error at which reading ended, if any.
         ended: whether reading has ended, with or without an error.
     """
@@ -160,7 +160,7 @@ class _Run:
     offsets: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     long_names: dict[int, str] = field(default_factory=dict)
-    said: bool = False
+    extended: bool = False
     long_name: str | None = None
     long_size: int | None = None
     fault: DataError | None = None
@@ -174,7 +174,7 @@ def _scan(tar: Content, before: _Run) -> _Run | None:
     """
     start = before.position
     window = tar[start : start + _WINDOW]
-    if before.said or len(window) < BLOCK:
+    if before.extended or len(window) < BLOCK:
         return None
     blocks = np.frombuffer(window, dtype=np.uint8, count=len(window) // BLOCK * BLOCK).reshape(-1, BLOCK)
     at = np.flatnonzero(blocks[:, 257] == _MARK[0])
@@ -220,7 +220,9 @@ def _scan(tar: Content, before: _Run) -> _Run | None:
 def _follow(shard: str, tar: Content, before: _Run, *, most: int) -> _Run:
     """Follow at most ``most`` headers from one to the next, up to the end or an error."""
     position = before.position
-    run = _Run(position=position, said=before.said, long_name=before.long_name, long_size=before.long_size)
+    run = _Run(
+        position=position, extended=before.extended, long_name=before.long_name, long_size=before.long_size
+    )
     positions, files, offsets, sizes, end = run.positions, run.files, run.offsets, run.sizes, len(tar)
     headers: list[bytes] = []
     piece, start = b"", position  # headers are close together if members are small
@@ -242,7 +244,7 @@ def _follow(shard: str, tar: Content, before: _Run, *, most: int) -> _Run:
             positions.append(position)
             digits, data = header[124:135], position + BLOCK
             size = int(digits, 8) if digits.isdigit() and header[135] in _BLANK else _unusual_size(header)
-            if header[156] == _PLAIN and not run.said and 0 <= size <= end - data:
+            if header[156] == _PLAIN and not run.extended and 0 <= size <= end - data:
                 files.append(len(headers) - 1)
                 offsets.append(data)
                 sizes.append(size)
@@ -296,11 +298,11 @@ def _unusual(run: _Run, shard: str, tar: Content, kind: bytes, size: int) -> int
             if (stated := records.get("size")) is not None:
                 if run.long_size is not None or not _PAX_SIZE.fullmatch(stated):
                     raise _damaged(shard, ambiguous)
-                run.said, run.long_size = True, int(stated)
+                run.extended, run.long_size = True, int(stated)
         if name is not None:
             if run.long_name is not None:
                 raise _damaged(shard, ambiguous)
-            run.said, run.long_name = True, name
+            run.extended, run.long_name = True, name
         return size
     if kind == b"S":
         raise DataError(sparse)
@@ -314,7 +316,7 @@ def _unusual(run: _Run, shard: str, tar: Content, kind: bytes, size: int) -> int
         run.files.append(len(run.positions) - 1)
         run.offsets.append(data)
         run.sizes.append(size)
-    run.said, run.long_name, run.long_size = False, None, None
+    run.extended, run.long_name, run.long_size = False, None, None
     return size
 
 

@@ -88,12 +88,12 @@ def step_flops(
     Args:
         shape: the architecture.
         rows: number of images of this rank.
-        lengths: of this rank's captions in tokens, as a list or with counts.
+        lengths: lengths of this rank's captions in tokens, as a list or with counts.
         global_rows: number of pairs of all ranks.
         patches: number of patches kept of each image; None for all.
         image_blocks: number of last blocks of the image tower that are trained, see ``trained_blocks``;
             ``text_blocks`` likewise.
-        counted: of towers without a formula, see ``counted_flops``.
+        counted: FLOPs of towers without a formula, see ``counted_flops``.
 
     Raises:
         ConfigError: a tower has no formula and is not in ``counted``.

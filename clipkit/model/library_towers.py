@@ -217,7 +217,7 @@ class TransformersText(TextArchitecture):
 
     Attributes:
         model: origin of its weights and tokenizer, a folder or a name on the Hugging Face hub.
-        config: its complete configuration, so that it can be built without that origin.
+        config: complete configuration, with which the encoder can be built without ``model``.
         pooling: "mean" over the tokens, "cls" for the first one, or "pooler" for the encoder's own.
         projection: "linear", "mlp" (one hidden layer), or "none".
     """

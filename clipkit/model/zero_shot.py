@@ -87,7 +87,7 @@ def indistinguishable_classes(
 
     Args:
         tokenizer: the model's own, which may or may not ignore case and which cuts long texts.
-        prompts: of C classes, each at least one, in the same order of templates.
+        prompts: for each of C classes at least one prompt, in the same order of templates.
 
     Returns:
         Groups of two classes or more, by number in increasing order.

@@ -49,7 +49,7 @@ class Objective:
             None if there is no such level.
         over_classes: whether texts are the classes of ``model.text=classes:FILE``, not the batch's captions.
         initial_scale: exp(t) of fresh weights; None: the model's own.
-        initial_bias: of an objective that adds a trained bias to the logits; None: it has none.
+        initial_bias: initial value of a trained bias of the logits; None: no bias.
         max_scale: upper bound of exp(t).
         tiled: whether logits exist only a tile at a time, for the memory estimate.
         uses_same: whether it supports ``loss.same`` other than negatives.

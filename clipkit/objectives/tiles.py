@@ -1,4 +1,4 @@
-"""What losses over the global batch share: its rows, its logits tile by tile, and gradients of the features.
+"""Common parts of losses over the global batch: rows of all ranks, logits in tiles, and gradients of features.
 
 Only some rows of the N × N logits exist at a time: sums for softmax are accumulated by row and by column over tiles
 of rows, and the backward pass computes each tile again (as FlashAttention does, Dao et al. 2022; for the

@@ -77,7 +77,7 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
 
     Args:
         step: updates made before.
-        steps: of the whole run.
+        steps: number of steps of the whole run.
         config: peak, floor, warm-up, schedule and cooldown.
     """
     if step < config.warmup:

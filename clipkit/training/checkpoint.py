@@ -90,7 +90,7 @@ def only_trainer_of(run: Path, config: Config, *, rank0: bool, launcher: int | N
 
     Args:
         run: the folder.
-        config: its configuration.
+        config: configuration of the run.
         rank0: whether this process is rank 0; other ranks do nothing here.
         launcher: process ID of the torchrun that started this process, if any.
 
@@ -289,7 +289,7 @@ def restore_optimizer(
         model: the model, with the optimizer's parameters.
         optimizer: an optimizer of ``clipkit.training.optim``.
         tensors: the state.
-        origin: their source, for error messages.
+        origin: source of the tensors, for error messages.
         partly: whether parameters may lack state because they have had no gradient yet.
 
     Raises:
@@ -599,8 +599,8 @@ def load_training(
     Args:
         folder: the checkpoint.
         model: the model on its device, sharded or not, independent of how the checkpoint was written.
-        optimizer: its optimizer.
-        averaged: its averaged weights, if the run averages them.
+        optimizer: optimizer of the model.
+        averaged: averaged weights, if the run averages them.
         partly: whether parameters may lack optimizer state because they are unfrozen later.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Estimate what a run costs: parameters, FLOPs, memory of each GPU, hours; and measure how fast a device is.
+"""Estimate the costs of a run (parameters, FLOPs, memory of each GPU, hours), and measure the speed of a device.
 
 FLOPs and activation memory are those of ``clipkit.model.flops``. Activations are what autograd keeps of clipkit's
 own blocks, uncompiled, with fused attention; compiled blocks keep less. The memory of CUDA, its libraries and
@@ -105,7 +105,7 @@ def measured_peak(
 
     Args:
         device: a CPU or a GPU.
-        dtype: that the towers compute in, such as ``torch.bfloat16``.
+        dtype: dtype of the towers' computation, such as ``torch.bfloat16``.
         seconds: duration after the first product, which loads kernels.
         together: wait for the other ranks first.
     """
@@ -216,7 +216,7 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What a run computes, as far as its costs depend on it.
+    """The properties of a run that determine its costs.
 
     Attributes:
         model: may be on the meta device; parameters that require no gradient are not trained.
@@ -254,16 +254,16 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a run needs; FLOPs are None if they are not known.
+    """Resources that a run needs; FLOPs are None if they are not known.
 
     Attributes:
         work: the workload; of a run with small steps that at full size.
-        parameters: by "image", "text" and "other" (the temperature).
+        parameters: number of parameters by "image", "text" and "other" (the temperature).
         trained: number of trained parameters.
-        image_flops: of one image, both passes; ``text_flops`` of one caption.
-        step_flops: of a step, on all ranks together, including a teacher's.
-        memory: of each GPU.
-        hours: of all steps; None if the FLOPs or the speed are not known.
+        image_flops: FLOPs of one image, both passes; ``text_flops`` of one caption.
+        step_flops: FLOPs of a step on all ranks together, including a teacher's.
+        memory: memory of each GPU.
+        hours: duration of all steps; None if the FLOPs or the speed are not known.
     """
 
     work: Workload
@@ -406,9 +406,9 @@ class Costs:
     """The estimated costs of a run.
 
     Attributes:
-        whole: of all steps; memory is that at full size.
-        steps: their number.
-        machine: that the run uses.
+        whole: estimate for all steps; memory is that at full size.
+        steps: number of steps.
+        machine: machine of the run.
         mfu: fraction of its peak that is reached.
         assumed: whether ``mfu`` is the default.
         instead: settings with which the run would fit into memory, each a group for a command line.
@@ -446,7 +446,7 @@ def workloads_of(
     """Return the workloads of a run: its small steps, if any, and its steps at full size.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         shape: the model's architecture.
         world: number of ranks.
         shard_ranks: with sharding=hybrid, number of ranks that share one copy.
@@ -487,11 +487,11 @@ def workloads_of(
 def run_costs(
     works: Sequence[Workload], machine: Machine, *, mfu: float | None = None, unknown_teacher: bool = False
 ) -> Costs:
-    """Estimate what a run costs, and with which settings it would fit into memory.
+    """Estimate the costs of a run, and find settings with which it would fit into memory.
 
     Args:
         works: see ``workloads_of``.
-        machine: that each process uses.
+        machine: machine of each process.
         mfu: fraction of the peak that is reached, above 0 and at most 1; None: a cautious default.
         unknown_teacher: whether there is a teacher that is not on this machine.
     """
@@ -538,8 +538,8 @@ def dry_run(config: Config, device: torch.device, target: Target) -> list[str]:
     """Return the lines of ``train.py --dry-run``: the settings that are not defaults, and the estimated costs.
 
     Args:
-        config: of the run.
-        device: of this process, which is measured unless ``target`` names a GPU.
+        config: configuration of the run.
+        device: device of this process, which is measured unless ``target`` names a GPU.
         target: the machines.
 
     Raises:
@@ -662,7 +662,7 @@ def _time_rows(costs: Costs) -> Iterator[Row]:
         text += f"if loading data is fast enough and {rate}, the rate {origin}"
     else:
         text += (
-            f"if loading data is fast enough and {rate}, the rate measured now; other programs slow down both"
+            f"if loading data is fast enough and {rate}, the rate measured now; other programs reduce both"
         )
     if costs.assumed and machine.gpu:
         least, most = PUBLISHED_MFU

@@ -28,7 +28,7 @@ class AveragedWeights:
 
     Args:
         model: the model.
-        decay: from 0 to below 1.
+        decay: at least 0, below 1.
     """
 
     def __init__(self, model: CLIP, decay: float) -> None:
@@ -56,7 +56,7 @@ class AveragedWeights:
 
         Args:
             tensors: not sharded; names that are not averaged, such as locked weights, are ignored.
-            origin: their source, for error messages.
+            origin: source of the tensors, for error messages.
 
         Raises:
             CheckpointError: one is missing, or of another shape or dtype; nothing is changed then.

@@ -1,4 +1,4 @@
-"""What protects a run: bad samples, values that are not finite, gradient spikes, and stopping.
+"""Protect a run from bad samples, values that are not finite, and gradient spikes; stop it on signals.
 
 RUN/bad_samples.jsonl         samples that were replaced; of rank 3: bad_samples-3.jsonl
 RUN/not_finite.jsonl          samples of a batch with a loss or gradient that is not finite; not_finite-3.jsonl
@@ -136,7 +136,7 @@ def failed_step(run: Path, step: int, *, causes: Sequence[str], loss: float, nor
     Args:
         run: the run folder.
         step: updates made.
-        causes: of each rank that has no batch, the reason; "" for others. Without any, a value is not finite.
+        causes: for each rank the reason why it has no batch, or "". If all are "", a value is not finite.
         loss: the loss.
         norm: the norm of the gradient.
     """
@@ -157,7 +157,7 @@ def weights_error(run: Path, step: int, name: str, *, saved: int | None) -> str:
     Args:
         run: the run folder.
         step: updates made.
-        name: of the first such tensor.
+        name: name of the first such tensor.
         saved: the step of the newest checkpoint; None if there is none.
     """
     if not step:
@@ -176,7 +176,7 @@ def first_not_finite(tensors: Mapping[str, Tensor]) -> str:
     checked by element, since squares of large finite values overflow.
 
     Args:
-        tensors: by name, on any device, possibly sharded; integers count as finite.
+        tensors: tensors by name, on any device, possibly sharded; integers count as finite.
     """
     parts = {name: local_part(one) for name, one in tensors.items() if one.is_floating_point()}
     parts = {name: part for name, part in parts.items() if part.numel()}
@@ -195,7 +195,7 @@ class Finding:
     Attributes:
         where: the first value that is not finite; "" if all are.
         rows: rows of the batch with features that are not finite.
-        loss: of the batch.
+        loss: loss of the batch.
     """
 
     where: str
@@ -298,7 +298,7 @@ def is_spike(norm: float, usual: float, *, factor: float, updates: int) -> bool:
     """Return whether the update with this gradient is skipped.
 
     Args:
-        norm: of the gradient before clipping.
+        norm: norm of the gradient before clipping.
         usual: the usual norm, see ``next_usual``.
         factor: multiple of the usual norm above which a gradient is a spike; 0 skips nothing.
         updates: made so far.
@@ -320,7 +320,7 @@ _PARENT_SECONDS = 0.2  # between two checks that the launcher is alive
 
 
 def loss_after(saved: int) -> str:
-    """Return what exiting at once costs if the newest checkpoint is of step ``saved``."""
+    """Return the message about lost work if the process exits with a newest checkpoint of step ``saved``."""
     return f"training after step {saved} is lost; the same command resumes from there"
 
 
@@ -331,8 +331,8 @@ class StopRequest:
     the first signal if there is nothing to save.
 
     Attributes:
-        number: of the signal received, or 0. The program's exit status is 128 + this number.
-        otherwise: what exiting at once costs, for the message.
+        number: number of the signal received, or 0. The program's exit status is 128 + this number.
+        otherwise: message about the work that exiting at once would lose.
     """
 
     def __init__(self) -> None:
@@ -375,7 +375,7 @@ def end_with_launcher(parent: int, *, leaving: Callable[[], bool]) -> None:
     """End this process, as ``kill -9`` would, as soon as its launcher has died.
 
     Without its launcher a rank is neither stopped nor restarted, and it keeps its run folder locked. A process
-    without a launcher is left alone: under ``nohup`` or ``setsid`` it outlives its parent on purpose. Nothing is
+    without a launcher is not affected: under ``nohup`` or ``setsid`` it outlives its parent on purpose. Nothing is
     saved: the next start ignores incomplete checkpoints, and resume is exact.
 
     Args:

@@ -1,4 +1,4 @@
-"""What training prints and records: progress, ``metrics.jsonl``, TensorBoard, wandb, timings and a profile."""
+"""Records of a training: terminal output, ``metrics.jsonl``, TensorBoard, wandb, timings and a profile."""
 
 import json
 import os
@@ -156,7 +156,7 @@ class TraitLines:
 
     Args:
         progress: prints the lines.
-        decoding: of the training.
+        decoding: how training decodes images.
         data: if ``background`` or ``upright`` is set, such images are not reported.
     """
 
@@ -313,7 +313,7 @@ _SKIPPED, _ROWS, _NAME = 3, 40, 44  # steps before the profile; rows of the tabl
 class Profile:
     """Records some steps, after the first few, with torch's profiler.
 
-    RUN/profile/table.txt         own time of each operation, longest first, 72 columns wide
+    RUN/profile/table.txt         own time of each operation, longest first, 74 columns wide
     RUN/profile/trace.json.gz     timeline of all operations, for https://ui.perfetto.dev
 
     Args:
@@ -362,12 +362,14 @@ class Profile:
         times = [(float(getattr(one, time_name)), one) for one in recorded.key_averages()]  # microseconds
         times.sort(key=lambda pair: -pair[0])
         total = max(1e-9, sum(own for own, _ in times))
-        lines = [f"{'operation':<{_NAME}}{'CUDA ms' if self._cuda else 'CPU ms':>12}{'share':>8}{'calls':>8}"]
+        lines = [
+            f"{'operation':<{_NAME}}{'CUDA ms' if self._cuda else 'CPU ms':>12}{'fraction':>10}{'calls':>8}"
+        ]
         for own, one in times[:_ROWS]:
             name = one.key.replace("autograd::engine::evaluate_function: ", "autograd: ")
             name = name if len(name) < _NAME else name[: _NAME - 2] + "… "
-            lines.append(f"{name:<{_NAME}}{own / 1000:>12.2f}{own / total:>8.1%}{one.count:>8,}")
-        lines.append(f"{'all':<{_NAME}}{total / 1000:>12.2f}{1:>8.1%}")
+            lines.append(f"{name:<{_NAME}}{own / 1000:>12.2f}{own / total:>10.1%}{one.count:>8,}")
+        lines.append(f"{'all':<{_NAME}}{total / 1000:>12.2f}{1:>10.1%}")
         self._folder.mkdir(exist_ok=True)
         (self._folder / "table.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
         recorded.export_chrome_trace(str(self._folder / "trace.json.gz"))
@@ -389,7 +391,7 @@ def beginning(
     Args:
         run: the run folder.
         step: updates made so far.
-        steps: of the whole run.
+        steps: number of steps of the whole run.
         planned: ``steps`` of the run before it was resumed.
         optim: for the learning rates, if ``steps`` has changed.
         weights: ``model.weights``.

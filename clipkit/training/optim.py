@@ -90,7 +90,7 @@ def make_optimizer(model: CLIP, config: OptimConfig) -> Optimizer:
 
     Args:
         model: a CLIP, on its device, and already sharded if it is to be.
-        config: its name, rate, decay, betas and eps, and how rates differ by tower and layer.
+        config: name, rate, decay, betas and eps, and how rates differ by tower and layer.
 
     Raises:
         ConfigError: rates differ by layer, and the layers of a library's tower are not known.

@@ -54,7 +54,7 @@ def shard(
 
     Args:
         model: see ``without_values``; already locked, compiled and set to recompute.
-        weights: its weights by name, whole, the same on all ranks.
+        weights: unsharded weights by name, the same on all ranks.
         sharding: "full": over all ranks; "hybrid": over the ranks of each host, replicated on the hosts.
         device: the device of the shards.
         reshard: whether blocks are freed after the forward pass and gathered again for the backward pass.
@@ -186,7 +186,7 @@ def compile_blocks(model: CLIP, *, backend: str = "inductor") -> None:
 
     Args:
         model: the model; its state dict keeps its names, and copies of it are compiled too.
-        backend: of ``torch.compile``.
+        backend: backend of ``torch.compile``.
 
     Raises:
         ConfigError: no tower is clipkit's own.

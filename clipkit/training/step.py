@@ -92,8 +92,8 @@ def backward(
         parts: number of parts, of sizes that differ by at most one, computed one after the other; 1 to B. 1 keeps
             everything in one pass.
         autocast: whether the towers run in bfloat16.
-        seeds: of each part, if the towers draw random numbers; both passes then draw the same.
-        watch: is told which phase begins.
+        seeds: seed of each part, if the towers draw random numbers; both passes then draw the same.
+        watch: stopwatch that times the phases.
     """
     watch = watch or Stopwatch()
     images = inputs["images"]
@@ -177,7 +177,7 @@ class Teacher:
     Letters: B batch, S side of the images, L tokens.
 
     Args:
-        source: whatever ``clipkit.load`` accepts.
+        source: a model as for ``clipkit.load``.
         student: the model in training; its tokens must be the teacher's.
         device: where it encodes.
         bf16: whether its towers run in bfloat16.
@@ -187,7 +187,7 @@ class Teacher:
         CheckpointError: it cannot be loaded.
 
     Attributes:
-        fingerprint: of its weights, architecture and preprocessing.
+        fingerprint: hash of its weights, architecture and preprocessing.
     """
 
     def __init__(self, source: str, student: CLIP, *, device: torch.device, bf16: bool) -> None:
@@ -256,7 +256,7 @@ class TrainingStep:
         distill: settings of distillation.
         teacher: a teacher that encodes each batch, if there is one.
         patch_dropout: fraction of patches that is dropped.
-        seed: of the run.
+        seed: seed of the run.
         accumulate: parts in which this rank's rows are computed.
         bf16: whether the towers run in bfloat16.
     """

@@ -166,12 +166,12 @@ class Encoder:
         rows = self._rows(dataset, table, layers=layers)
         return {layer: table.column(f"layer_{layer}", rows) for layer in layers}
 
-    def texts(self, texts: Sequence[str], *, whose: str = "the captions") -> Tensor:
+    def texts(self, texts: Sequence[str], *, description: str = "the captions") -> Tensor:
         """Return (N, D) float32 with unit norm on the model's device; each distinct text is encoded once.
 
         Args:
             texts: N texts.
-            whose: what the texts are, for messages.
+            description: description of the texts, for messages.
 
         Raises:
             DataError: the features are not finite, or cannot be stored.
@@ -194,17 +194,17 @@ class Encoder:
                 features[own] = encode_prompts(self.model, piece[own])
                 features = self.ranks.gather(features)
             self.encoded["texts"] += len(piece[own])
-            _check_finite(features, whose)
+            _check_finite(features, description)
             table.append([digests[one] for one in piece], {"projected": features})
         rows = [table.find(digests[text]) for text in texts]
         return table.column("projected", np.array(rows, dtype=np.int64)).to(self.device)
 
-    def classifier(self, prompts: Sequence[Sequence[str]], *, whose: str) -> Tensor:
+    def classifier(self, prompts: Sequence[Sequence[str]], *, description: str) -> Tensor:
         """Return a weight vector per class: the normalized mean of its prompts' embeddings.
 
         Args:
             prompts: by class, at least one prompt.
-            whose: what the prompts are, for messages.
+            description: description of the prompts, for messages.
 
         Returns:
             (D, C) float32 for C classes, unit columns, on the model's device.
@@ -214,7 +214,7 @@ class Encoder:
         """
         key = digest_of(json.dumps(prompts).encode())
         if key not in self._classifiers:
-            every = self.texts([prompt for own in prompts for prompt in own], whose=whose)
+            every = self.texts([prompt for own in prompts for prompt in own], description=description)
             means = [own.mean(dim=0) for own in every.split([len(own) for own in prompts])]
             self._classifiers[key] = F.normalize(torch.stack(means), dim=-1).T.contiguous()
         return self._classifiers[key]
@@ -236,7 +236,7 @@ class Encoder:
     def _table(self, name: str, widths: Mapping[str, int]) -> FeatureTable:
         if name not in self._tables:
             folder = self._folder and self._folder / name
-            self._tables[name] = FeatureTable(folder, widths, not_kept=self._warn_not_stored)
+            self._tables[name] = FeatureTable(folder, widths, on_unwritable=self._warn_not_stored)
         return self._tables[name]
 
     def _warn_not_stored(self, error: OSError) -> None:
@@ -452,12 +452,12 @@ class _ImagePass:
             pool.shutdown(cancel_futures=True)
 
 
-def _check_finite(features: Tensor, whose: str) -> None:
+def _check_finite(features: Tensor, description: str) -> None:
     """Raise DataError for features that are not finite; they are gathered, so that all ranks agree."""
     if not bool(torch.isfinite(features).all()):
         raise DataError(
-            f"the features of {whose} are not finite: the training of this model has diverged, or its weights "
-            "are damaged"
+            f"the features of {description} are not finite: the training of this model has diverged, or its "
+            "weights are damaged"
         )
 
 

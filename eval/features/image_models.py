@@ -184,8 +184,8 @@ def _loading(source: str) -> Iterator[None]:
                     f"{' '.join(str(error).split())[:_LONGEST]}"
                 ) from error
             except (ValueError, KeyError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
-                said = " ".join(str(error).split())[:_LONGEST]
-                raise ConfigError(f"timm cannot load the weights of {source}: {said}") from error
+                message = " ".join(str(error).split())[:_LONGEST]
+                raise ConfigError(f"timm cannot load the weights of {source}: {message}") from error
     finally:
         if before is None:
             del os.environ[_NO_PICKLES]

@@ -134,7 +134,7 @@ class FeatureTable:
         folder: the table's folder; None keeps it in memory. Its name and its parent's are part of the checksums, so
             that files of different tables cannot be confused.
         widths: the width of each column.
-        not_kept: called with the error when the folder cannot be written; rows then stay in memory.
+        on_unwritable: called with the error when the folder cannot be written; rows then stay in memory.
 
     Raises:
         DataError: the folder cannot be read.
@@ -145,7 +145,7 @@ class FeatureTable:
         folder: Path | None,
         widths: Mapping[str, int],
         *,
-        not_kept: Callable[[OSError], None] = lambda error: None,
+        on_unwritable: Callable[[OSError], None] = lambda error: None,
     ) -> None:
         self.folder, self.widths = folder, dict(widths)
         self._digests: list[bytes] = []  # by row
@@ -154,7 +154,7 @@ class FeatureTable:
         self._memory: dict[str, list[npt.NDArray[np.float32]]] = {name: [] for name in widths}
         self._rows: dict[str, npt.NDArray[np.int64]] = {}
         self._names = sorted(self.widths)
-        self._writable, self._not_kept = folder is not None, not_kept
+        self._writable, self._on_unwritable = folder is not None, on_unwritable
         if folder is not None:
             with self._writing():
                 (folder / "rows").mkdir(parents=True, exist_ok=True)
@@ -355,7 +355,7 @@ class FeatureTable:
             yield
         except OSError as error:
             self._writable = False
-            self._not_kept(error)
+            self._on_unwritable(error)
 
     def _damaged(self) -> DataError:
         return DataError(

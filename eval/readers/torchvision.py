@@ -113,21 +113,21 @@ def open_torchvision(
         if ALL in splits:
             what = f"torchvision's {kind} has only the split {ALL!r} with all images"
         raise NoSplit(f"dataset {name} has no split {split!r}{':' if ALL in splits else ','} {what}")
-    told = {**splits[split], **(arguments or {}), **({"download": True} if download else {})}
+    options = {**splits[split], **(arguments or {}), **({"download": True} if download else {})}
     try:
-        dataset = made(root=str(root), **told)
+        dataset = made(root=str(root), **options)
     except ModuleNotFoundError as error:
         raise DataError(f"dataset {name}: torchvision's {kind} needs {error.name}: pip install it") from error
     except (RuntimeError, OSError, ValueError, TypeError, KeyError) as error:
-        said = shorten(str(error), _LONGEST, placeholder=" …").rstrip(
+        message = shorten(str(error), _LONGEST, placeholder=" …").rstrip(
             "."
         )  # cuts between words, not in a path
-        fault = NotFetched if _NOT_THERE.search(said) and "pip install" not in said else DataError
-        if said.startswith("Dataset not found"):
-            said = "its files are missing"
+        fault = NotFetched if _NOT_THERE.search(message) and "pip install" not in message else DataError
+        if message.startswith("Dataset not found"):
+            message = "its files are missing"
         if "download" in inspect.signature(made).parameters:
-            said += f"; torchvision.datasets.{kind}({str(root)!r}, download=True) may fetch it"
-        raise fault(f"dataset {name}: torchvision's {kind} cannot be read in {root}: {said}") from error
+            message += f"; torchvision.datasets.{kind}({str(root)!r}, download=True) may fetch it"
+        raise fault(f"dataset {name}: torchvision's {kind} cannot be read in {root}: {message}") from error
     files, labels = _files(dataset), _labels(name, dataset)
     if not labels:
         raise DataError(f"dataset {name} has no image")

@@ -168,7 +168,7 @@ class Subject:
             DataError: features of the prompts are not finite.
         """
         return self.encoder.classifier(
-            self.dataset.prompts(), whose=f"the class names of dataset {self.dataset.name}"
+            self.dataset.prompts(), description=f"the class names of dataset {self.dataset.name}"
         )
 
     def warn(self, message: str) -> None:

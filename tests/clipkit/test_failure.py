@@ -14,7 +14,7 @@ from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from clipkit.distributed import _NO_ANSWER, _NO_WORD, Failures, together
+from clipkit.distributed import _RANK_LOST, _RANK_SILENT, Failures, together
 from clipkit.errors import ClipkitError
 
 PROGRAM = str(Path(__file__).parent / "failing_program.py")
@@ -27,8 +27,8 @@ FAILURES = {
     "rank 0": ["error: rank 0's shard is gone"],
     "rank 0, the others are busy": ["error: rank 0's shard is gone"],
     "a mistake of ours": [],
-    "killed": [f"error: {_NO_WORD}"],
-    "rank 0 is killed": [f"error (rank 1): {_NO_WORD}"],
+    "killed": [f"error: {_RANK_LOST}"],
+    "rank 0 is killed": [f"error (rank 1): {_RANK_LOST}"],
 }  # fmt: skip
 
 
@@ -83,13 +83,13 @@ def test_torchruns_report_ends_with_the_mistake(how: str) -> None:
             RuntimeError(
                 "[/pytorch/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 600000ms for send"
             ),
-            _NO_ANSWER,
+            _RANK_SILENT,
         ),
         (
             RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2143"),
-            _NO_WORD,
+            _RANK_LOST,
         ),
-        (DistNetworkError("Connection reset by peer"), _NO_WORD),  # while the process group is set up
+        (DistNetworkError("Connection reset by peer"), _RANK_LOST),  # while the process group is set up
     ],
 )
 def test_a_lost_connection_is_one_line(

@@ -127,7 +127,7 @@ def test_what_a_crash_left_in_the_files_is_cut_off(tmp_path: Path) -> None:
 
 def test_rows_that_a_full_disk_does_not_take_stay_in_memory(tmp_path: Path) -> None:
     errors: list[OSError] = []
-    table = FeatureTable(tmp_path, WIDTHS, not_kept=errors.append)
+    table = FeatureTable(tmp_path, WIDTHS, on_unwritable=errors.append)
     append(table, [0, 1, 2])
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
