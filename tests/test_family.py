@@ -239,7 +239,7 @@ def encoder(kind: str, folder: Path) -> None:
         "bert": lambda: BertConfig(**small, **bert),
         "distilbert": lambda: DistilBertConfig(**small, dim=32, n_layers=1, n_heads=2, hidden_dim=64),
         "t5": lambda: T5Config(**small, d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2),
-        "nllb": lambda: M2M100Config(**small, **layers, **heads),
+        "nllb": lambda: M2M100Config(**small, **layers, **heads, encoder_layerdrop=0.99),
         "xlm-roberta": lambda: XLMRobertaConfig(**small, **bert),
     }[kind]()
     made.save_pretrained(folder)

@@ -121,6 +121,7 @@ def test_kill_and_resume_gives_the_same_weights_bit_for_bit(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_sigterm_saves_leaves_with_status_143_and_resumes(
     pairs: Path, train: Train, uninterrupted: Path, tmp_path: Path
 ) -> None:

@@ -120,6 +120,7 @@ def test_the_counts_go_on_after_a_stop_and_so_does_the_rest(train: Train, tmp_pa
     assert loop_state(state, origin=out).transparent == loop_state(state, origin=out).rotated == 0
 
 
+@pytest.mark.long
 def test_options_are_trained_with_and_recorded(train: Train, tmp_path: Path) -> None:
     plain, chosen = tmp_path / "plain", tmp_path / "chosen"
     assert about_images(train("plain", "data.background=none", "data.upright=false")) == []

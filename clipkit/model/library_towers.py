@@ -205,7 +205,7 @@ class OpenClipText(TextArchitecture):
             _, text = build_towers(embed_dim, _NO_VISION, config, quick_gelu=quick_gelu)
         except _REFUSALS as error:
             raise ConfigError(f"open_clip rejects the tower's configuration: {error!r}") from error
-        return text
+        return _keep_layers(text)
 
     def open_clip_config(self) -> dict[str, Any]:
         return {"context_length": self.context_length, **self.config}
@@ -268,7 +268,7 @@ class TransformersText(TextArchitecture):
             raise ConfigError(f"without a projection {self.model} has dimension {width}, not {embed_dim}")
         encoder = model.get_encoder() if config.is_encoder_decoder else model
         return PooledEncoder(
-            encoder,
+            _keep_layers(encoder),
             width,
             embed_dim,
             pad_id=config.pad_token_id,
@@ -278,6 +278,14 @@ class TransformersText(TextArchitecture):
 
     def layer_of(self, module: "nn.Module") -> Callable[[str], Layer] | None:
         return _ENCODER
+
+
+def _keep_layers(tower: "nn.Module") -> "nn.Module":
+    """Turn off LayerDrop, as in NLLB: ranks that skip different layers wait for each other's gradients."""
+    for module in tower.modules():
+        if hasattr(module, "layerdrop"):
+            module.layerdrop = 0.0  # type: ignore[assignment]
+    return tower
 
 
 def _backbone_layers(trunk: "nn.Module") -> Callable[[str], Layer] | None:

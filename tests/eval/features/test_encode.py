@@ -205,7 +205,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS)
 def test_a_damaged_store_gives_the_same_scores_or_an_error(
     model: CLIP, tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[Any, ...]]

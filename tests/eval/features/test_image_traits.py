@@ -50,6 +50,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "raw"
 
 
+@pytest.mark.long
 def test_an_evaluation_tells_of_them_also_where_features_are_known(
     forked: Forked, model: CLIP, folder: Path, tmp_path: Path
 ) -> None:
