@@ -207,7 +207,13 @@ def main(arguments: Arguments) -> int:
         bad_lines = metrics.BadSampleLines(progress, run, total=state.bad_samples)
         statistics = ema.RunningStatistics(model)
         watch = metrics.Stopwatch(device)
-        count_flops = partial(costs.flops_of_steps, model, config.model.patch_dropout, config.batch_size)
+        count_flops = partial(
+            costs.flops_of_steps,
+            model,
+            config.model.patch_dropout,
+            config.batch_size,
+            loss_dims=config.loss.dims,
+        )
         flops = count_flops()
         measure = partial(costs.measured_peak, device, torch.bfloat16 if bf16 else torch.float32)
         peak = measure() if flops is not None else None

@@ -13,6 +13,7 @@ from clipkit.cli import (
     MOST_WORKERS,
     Command,
     add_decoding_options,
+    add_dim,
     chosen_command,
     command_parser,
     number,
@@ -151,6 +152,7 @@ def _shared_arguments(parser: argparse.ArgumentParser) -> None:
         help="threads that read and decode (default: one per core)",
     )
     parser.add_argument("--image-column", metavar="C", help="column of tables (default: guessed)")
+    add_dim(parser)
     add_decoding_options(parser, default="as in the model's training")
 
 

@@ -36,6 +36,7 @@ def load(
     name: str = "",
     image_size: int = 0,
     context_length: int = 0,
+    dim: int = 0,
     device: str | torch.device = "cpu",
     background: str | Color | None = None,
     upright: bool | None = None,
@@ -49,6 +50,8 @@ def load(
         name: the architecture, for weights that are stored without it, such as "ViT-B-32-quickgelu".
         image_size: side of the images in pixels, by default the stored one; position embeddings are resampled.
         context_length: maximum length of texts in tokens, at least 2, by default the stored one.
+        dim: size of the embeddings, at least 1: their first elements, scaled to unit norm; by default all. For
+            models that were trained with ``loss.dims``.
         device: such as "cuda:1".
         background: color behind transparent images: a name, "#rrggbb", or red, green and blue, each 0–255; "none"
             drops the alpha channel, as open_clip does. None: as in the model's training.
@@ -83,6 +86,12 @@ def load(
         raise CheckpointError(f"no model at {shown}: {cause}") from error
     model = open_source(path, name=name, image_size=image_size, context_length=context_length)
     model.preprocess = model.preprocess.with_decoding(background=background, upright=upright)
+    if dim:
+        if not 1 <= dim <= model.dim:
+            raise ConfigError(
+                f"dim = {dim} is invalid: expected 1 to {model.dim}, the model's embedding dimension"
+            )
+        model.dim = dim
     return model.to(place)
 
 
@@ -128,7 +137,7 @@ def encode_image(images: ImageLike | Sequence[ImageLike], model: CLIP, *, batch_
     else:
         many = [images]  # unknown types are reported when decoding
     device = model.logit_scale.device
-    parts = [torch.zeros(0, model.architecture.embed_dim)]
+    parts = [torch.zeros(0, model.dim)]
     counts = TraitCounts()
     with evaluating(model):
         for start in range(0, len(many), batch_size):

@@ -19,6 +19,7 @@ __all__ = [
     "Command",
     "Parser",
     "add_decoding_options",
+    "add_dim",
     "chosen_command",
     "command_parser",
     "number",
@@ -147,6 +148,17 @@ def number(least: float, most: float, *, above: bool = False) -> Callable[[str],
         return value
 
     return parse
+
+
+def add_dim(parser: argparse.ArgumentParser) -> None:
+    """Add ``--dim``."""
+    parser.add_argument(
+        "--dim",
+        type=whole(1, 1_000_000),
+        default=0,
+        metavar="N",
+        help="use the first N elements of each embedding, for models trained with loss.dims (default: all)",
+    )
 
 
 def add_decoding_options(parser: argparse.ArgumentParser, *, default: str) -> None:

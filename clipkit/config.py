@@ -61,6 +61,8 @@ def _between(least: float, most: float) -> Within:
     return Within(words=f"{least} to {shown_most}", holds=lambda value: least <= value <= most)
 
 
+_POSITIVE = Within(words="at least 1", holds=lambda value: all(one >= 1 for one in value))
+_WEIGHTS = Within(words="above 0", holds=lambda value: all(one > 0 for one in value))
 _BELOW_ONE = Within(words="at least 0 and below 1", holds=lambda value: 0 <= value < 1)
 
 
@@ -348,6 +350,30 @@ class LossConfig(Section):
         "reach 0, and a confident model's loss may exceed chance.",
         _one_of("negatives", "positives", "ignored"),
     )
+    smoothing: float = setting(
+        0.0,
+        "Label smoothing: probability that a target spreads evenly over the batch or the classes.",
+        _BELOW_ONE,
+    )
+    dims: tuple[int, ...] = setting(
+        (),
+        "Sizes of prefixes of the embedding that are trained to be embeddings of their own (Matryoshka). The loss "
+        "is the mean of the losses of these prefixes and of the whole embedding.",
+        _POSITIVE,
+    )
+    dim_weights: tuple[float, ...] = setting(
+        (), "Weights of loss.dims, the last one for the whole embedding; empty for equal weights.", _WEIGHTS
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rising = list(self.dims) == sorted(set(self.dims))
+        require(rising, "loss.dims", self.dims, "expected rising sizes")
+        if self.dim_weights:
+            _require_use("loss.dim_weights", self.dim_weights, "loss.dims", bool(self.dims))
+            count = len(self.dims) + 1
+            one_each = f"expected {count} weights: one for each of loss.dims and one for the whole embedding"
+            require(len(self.dim_weights) == count, "loss.dim_weights", self.dim_weights, one_each)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -624,6 +650,9 @@ class Config(Section):
             require(False, "model.text", self.model.text, f"requires {names}")
         negatives = objective.uses_same or self.loss.same == "negatives"
         require(negatives, "loss.same", self.loss.same, f"expected negatives with loss.name={name}")
+        smooths = objective.smooths and self.loss.same != "ignored"
+        alone = f"expected 0 with {'loss.same=ignored' if objective.smooths else f'loss.name={name}'}"
+        require(smooths or not self.loss.smoothing, "loss.smoothing", self.loss.smoothing, alone)
         teacher = self.distill.teacher or self.distill.features
         where = "distill.teacher" if self.distill.teacher else "distill.features"
         alone = f"cannot be combined with loss.name={name}"
@@ -853,7 +882,7 @@ def _fit(hint: Any, value: Any, key: str) -> Any:
         if kind in kinds and isinstance(value, kind):
             return _text(value, key) if isinstance(value, str) else value
     if any(typing.get_origin(kind) is tuple for kind in kinds):
-        of = float if any(typing.get_args(kind)[:1] == (float,) for kind in kinds) else str
+        of = next(typing.get_args(kind)[0] for kind in kinds if typing.get_origin(kind) is tuple)
         many = value if isinstance(value, list | tuple) else [value]
         if isinstance(value, str) and (several := _several(value, of, key)):
             raise ConfigError(
@@ -861,10 +890,13 @@ def _fit(hint: Any, value: Any, key: str) -> Any:
             )
         if all(isinstance(one, str) for one in many) and of is str:
             return tuple(_text(one, key) for one in many)
-        if of is float and not any(isinstance(one, str | Mapping | list | tuple) for one in many):
-            return tuple(_fit(float, one, key) for one in many)
+        if of is not str and not any(isinstance(one, str | Mapping | list | tuple) for one in many):
+            return tuple(_fit(of, one, key) for one in many)
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
-    lists = {tuple[str, ...]: "a list of strings", tuple[float, ...]: "a list of numbers"}
+    lists = {
+        tuple[str, ...]: "a list of strings", tuple[float, ...]: "a list of numbers",
+        tuple[int, ...]: "a list of whole numbers",
+    }  # fmt: skip
     wanted = " or ".join((names | lists)[kind] for kind in kinds)
     raise ConfigError(f"{key} = {shown(value)} is invalid: expected {wanted}")
 
@@ -877,7 +909,7 @@ def _several(value: str, of: type, key: str) -> list[Any]:
     if of is str:  # commas may be part of templates, filters and paths
         return parts if key == "data.captions" else []
     try:
-        return [float(part) for part in parts]
+        return [of(part) for part in parts]
     except ValueError:
         return []
 

@@ -11,6 +11,7 @@ from clipkit.cli import (
     Command,
     Parser,
     add_decoding_options,
+    add_dim,
     chosen_command,
     command_parser,
     whole,
@@ -105,6 +106,7 @@ def _scoring_options(parser: argparse.ArgumentParser, *, several: bool) -> None:
         help="dtype of the towers (default: fp32)",
     )
     add("--seed", type=whole(0, MOST_SEED), default=0, help="random seed (default: 0)")
+    add_dim(parser)
     add_decoding_options(parser, default="as in the model's training")
 
 

@@ -484,7 +484,7 @@ def weights_of(model: CLIP) -> dict[str, Tensor]:
 
 
 def model_hash(model: CLIP) -> str:
-    """Hash the weights, the architecture and the preprocessing to 32 hexadecimal digits.
+    """Hash the weights, the architecture, the preprocessing and ``dim`` to 32 hexadecimal digits.
 
     Not secure against deliberate collisions: tensors are hashed with CRC-32, which takes a tenth of the time of a
     cryptographic hash. The initialization scheme is not part of the hash.
@@ -493,6 +493,8 @@ def model_hash(model: CLIP) -> str:
     digest = hashlib.sha256(f"{shape!r}\n{model.preprocess!r}\n".encode())
     if (decoding := model.preprocess.decoding) != Decoding():
         digest.update(f"{decoding!r}\n".encode())
+    if model.dim != shape.embed_dim:
+        digest.update(f"dim {model.dim}\n".encode())
     for name, tensor in sorted(model.state_dict().items()):
         content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {zlib.crc32(content)}\n".encode())

@@ -143,6 +143,7 @@ class FeatureStream:
         model = load(
             options.model,
             name=options.name,
+            dim=options.dim,
             device=pick_device(options.device),
             background=options.background,
             upright=options.upright,

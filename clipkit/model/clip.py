@@ -43,6 +43,7 @@ class CLIP(nn.Module):
         visual: the image tower, normalized float images (B, 3, S, S) → (B, O).
         text: the text tower, tokens (B, L) → (B, O); None for the plain transformer, see above.
         origin: description of the source it was loaded from; "" for fresh weights.
+        dim: O of the features that are returned: the first ones of the embedding, see ``clipkit.load``.
         logit_scale: the parameter t; similarities are multiplied by exp(t).
         logit_bias: SigLIP's bias, added to the scaled similarities, or None. Requires a gradient only if trained.
     """
@@ -56,7 +57,7 @@ class CLIP(nn.Module):
         tokenizer: Tokenizer | None = None,
     ) -> None:
         super().__init__()
-        self.architecture, self.name, self.origin = shape, name, ""
+        self.architecture, self.name, self.origin, self.dim = shape, name, "", shape.embed_dim
         self.preprocess = preprocess or Preprocess(image_size=shape.vision.image_size)
         self.tokenizer = tokenizer or tokenizer_of(shape)
         self.visual = shape.vision.build(shape.embed_dim, quick_gelu=shape.quick_gelu)
@@ -139,7 +140,7 @@ class CLIP(nn.Module):
             if colours is not None:
                 images = images.to(colours[0].dtype).div_(255).sub_(colours[0]).div_(colours[1])
             features = self.visual(images)
-        features = _at_least_float32(features)
+        features = self._prefix(_at_least_float32(features))
         return F.normalize(features, dim=-1) if normalize else features
 
     def encode_text(
@@ -167,8 +168,11 @@ class CLIP(nn.Module):
             x = x + F.embedding(packed.places, self.positional_embedding)
             read = self.ln_final(self.transformer(x, packed=packed))  # (B, D)
             features = packed.in_order(read @ self.text_projection)
-        features = _at_least_float32(features)
+        features = self._prefix(_at_least_float32(features))
         return F.normalize(features, dim=-1) if normalize else features
+
+    def _prefix(self, features: Tensor) -> Tensor:
+        return features if self.dim == self.architecture.embed_dim else features[:, : self.dim]
 
     def _packing(self, tokens: Tensor, lengths: Sequence[int] | None) -> Packed | None:
         """Pack a batch for the plain text transformer; None for a padded batch."""

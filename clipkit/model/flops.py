@@ -8,7 +8,7 @@ Images have no gradient, so the backward pass of the patch embedding counts once
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -82,6 +82,7 @@ def step_flops(
     image_blocks: int | None = None,
     text_blocks: int | None = None,
     counted: Mapping[str, Flops] | None = None,
+    loss_dims: Sequence[int] = (),
 ) -> int:
     """FLOPs of one rank in a training step: both passes and the loss.
 
@@ -94,6 +95,7 @@ def step_flops(
         image_blocks: number of last blocks of the image tower that are trained, see ``trained_blocks``;
             ``text_blocks`` likewise.
         counted: FLOPs of towers without a formula, see ``counted_flops``.
+        loss_dims: the setting ``loss.dims``.
 
     Raises:
         ConfigError: a tower has no formula and is not in ``counted``.
@@ -105,7 +107,7 @@ def step_flops(
     for length, times in (lengths if isinstance(lengths, Mapping) else Counter(lengths)).items():
         of_caption = text or text_flops(shape, length, blocks=text_blocks)
         step += times * (of_caption.forward if text_blocks == 0 else of_caption.both)
-    loss = loss_flops(rows, len(shape.text.classes) or global_rows, shape.embed_dim)
+    loss = loss_flops(rows, len(shape.text.classes) or global_rows, shape.embed_dim + sum(loss_dims))
     return step + (loss.forward if image_blocks == text_blocks == 0 else loss.both)
 
 

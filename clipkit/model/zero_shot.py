@@ -148,7 +148,7 @@ def encode_prompts(model: CLIP, prompts: Sequence[str], *, batch_size: int = 256
             tokens = model.tokenizer(texts).to(device)
             rows.update(zip(texts, model.encode_text(tokens).float(), strict=True))
     if not rows:
-        return torch.zeros(0, model.architecture.embed_dim, device=device)
+        return torch.zeros(0, model.dim, device=device)
     return torch.stack([rows[prompt] for prompt in prompts])
 
 

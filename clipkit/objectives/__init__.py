@@ -26,11 +26,13 @@ class Targets:
         identities: (B, K) int64 numbers of the image and of the caption; equal for pairs that show the same thing.
         tokens: (B, L) int64 captions; (B, 1) numbers of classes for an objective over classes.
         same: the setting ``loss.same``.
+        smoothing: the setting ``loss.smoothing``.
     """
 
     identities: "Tensor"
     tokens: "Tensor"
     same: str
+    smoothing: float = 0.0
 
 
 _RECALL = late("clipkit.objectives.clip:recall_figures")
@@ -53,6 +55,7 @@ class Objective:
         max_scale: upper bound of exp(t).
         tiled: whether logits exist only a tile at a time, for the memory estimate.
         uses_same: whether it supports ``loss.same`` other than negatives.
+        smooths: whether it supports ``loss.smoothing``.
         with_teacher: whether it can be combined with ``distill``.
         note: what to print at the start of a training with fresh weights.
     """
@@ -67,6 +70,7 @@ class Objective:
     max_scale: float = 100.0
     tiled: bool = False
     uses_same: bool = True
+    smooths: bool = True
     with_teacher: bool = True
     note: str = ""
 
@@ -87,6 +91,7 @@ OBJECTIVES: dict[str, Objective] = {
         initial_bias=-10.0,
         max_scale=math.inf,
         tiled=True,
+        smooths=False,
         note="the sigmoid loss starts near 10, above the level of chance, as its bias starts at -10",
     ),
     "classes": Objective(

@@ -23,6 +23,7 @@ def class_loss(
     logit_bias: Tensor | None = None,
     *,
     labels: Tensor,
+    smoothing: float = 0.0,
 ) -> Tensor:
     """Compute the mean over the images of all ranks of softmax's cross-entropy over all classes.
 
@@ -34,6 +35,8 @@ def class_loss(
         logit_scale: scalar, exp(t).
         logit_bias: ignored, since it does not change softmax.
         labels: (B,) int64 numbers of classes.
+        smoothing: probability, 0 to 1, that the target spreads evenly over all classes (Szegedy et al. 2016,
+            https://arxiv.org/abs/1512.00567).
 
     Returns:
         A float32 scalar (float64 for float64 features); ln C is the level of chance.
@@ -41,7 +44,7 @@ def class_loss(
     with torch.autocast(image_features.device.type, enabled=False):
         images, classes = at_least_float32(image_features), at_least_float32(class_features)
         logits = logit_scale.to(images.dtype) * images @ classes.T  # (B, C)
-        each = F.cross_entropy(logits, labels, reduction="none")
+        each = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
         batch = GlobalBatch(images)
         own = each.sum() * batch.weight  # the mean over ranks is the loss, and likewise for gradients
         return own + (batch.mean(each.detach()) - own.detach())
@@ -65,7 +68,8 @@ def class_objective(
     targets: Targets,
 ) -> Tensor:
     """Return ``class_loss`` of the batch's labels."""
-    return class_loss(image_features, class_features, logit_scale, labels=targets.tokens[:, 0])
+    labels, smoothing = targets.tokens[:, 0], targets.smoothing
+    return class_loss(image_features, class_features, logit_scale, labels=labels, smoothing=smoothing)
 
 
 def class_chance(targets: Targets, text_rows: int) -> float:

@@ -41,6 +41,7 @@ def clip_loss(
     *,
     identities: Tensor | None = None,
     same: str = "positives",
+    smoothing: float = 0.0,
 ) -> Tensor:
     """Compute the symmetric cross-entropy of every image over all texts and of every text over all images.
 
@@ -62,19 +63,27 @@ def clip_loss(
         identities: (B, K) int64, such as numbers of the image and of the caption. Two pairs that agree in at least
             one of the K show the same thing. Given on all ranks or on none.
         same: "positives", "ignored" or "negatives".
+        smoothing: probability, at least 0 and below 1, that a target spreads evenly over the whole batch (label
+            smoothing; Szegedy et al. 2016, https://arxiv.org/abs/1512.00567); 0 with "ignored".
 
     Returns:
         A float32 scalar (float64 for float64 features); ln N is the level of chance without identities.
 
     Raises:
-        ValueError: shapes or dtypes are wrong, or ``same`` is unknown.
+        ValueError: shapes or dtypes are wrong, ``same`` is unknown, or ``smoothing`` is out of range.
     """
     check_features(image_features, text_features)
+    if not 0 <= smoothing < 1 or (smoothing and identities is not None and same == "ignored"):
+        raise ValueError(
+            f"smoothing must be at least 0 and below 1, and 0 with same='ignored', not {smoothing}"
+        )
     with torch.autocast(image_features.device.type, enabled=False):
         images, texts = at_least_float32(image_features), at_least_float32(text_features)
         batch = GlobalBatch(images)
         pairs = positive_pairs(batch, images, identities, same)
-        loss: Tensor = _Contrastive.apply(images, texts, logit_scale.to(images.dtype), batch, pairs)
+        loss: Tensor = _Contrastive.apply(
+            images, texts, logit_scale.to(images.dtype), batch, pairs, smoothing
+        )
         return loss
 
 
@@ -83,7 +92,13 @@ class _Contrastive(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, images: Tensor, texts: Tensor, scale: Tensor, batch: GlobalBatch, pairs: OwnPairs
+        ctx: Any,
+        images: Tensor,
+        texts: Tensor,
+        scale: Tensor,
+        batch: GlobalBatch,
+        pairs: OwnPairs,
+        smoothing: float,
     ) -> Tensor:
         all_texts = batch.gather(texts)  # (N, O)
         by_row = images.new_empty(2, len(images))
@@ -95,9 +110,16 @@ class _Contrastive(torch.autograd.Function):
             columns.add(logits)
         by_column, _ = columns.over_ranks()  # (2, N)
         ctx.save_for_backward(images, all_texts, scale, by_row, by_column)
-        ctx.batch, ctx.pairs = batch, pairs
+        ctx.batch, ctx.pairs, ctx.smoothing = batch, pairs, smoothing
         of_texts = by_column[:, batch.own]  # (2, B)
-        above = by_row[0] + of_texts[0] - pairs.mean_targets()
+        targets = pairs.mean_targets()
+        if smoothing:
+            mean_image = sum_over_ranks(images.sum(0)) / batch.size
+            uniform = scale * (
+                images @ all_texts.mean(0) + texts @ mean_image
+            )  # mean logits of row and column
+            targets = torch.lerp(targets, uniform, smoothing)
+        above = by_row[0] + of_texts[0] - targets
         return batch.mean(above + (by_row[1] * of_texts[1]).log()) / 2
 
     @staticmethod
@@ -105,12 +127,15 @@ class _Contrastive(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         images, all_texts, scale, by_row, by_column = ctx.saved_tensors
         found = FeatureGradients(ctx.batch, images, all_texts, scale, ctx.needs_input_grad)
+        rest = 1 - ctx.smoothing  # weight of the targets that are not spread
         for tile, logits in tiles(images, all_texts, scale):
             ctx.pairs.mask(logits, tile, _NONE)
             slopes = softmaxes(logits, by_row[:, tile], by_column)  # (R, N)
+            if ctx.smoothing:
+                slopes.sub_(2 * ctx.smoothing / ctx.batch.size).div_(rest)
             ctx.pairs.subtract_targets(slopes, tile)
             found.add(slopes, tile)
-        return *found.over_ranks(gradients[0] * ctx.batch.weight / 2), None, None
+        return *found.over_ranks(gradients[0] * ctx.batch.weight * rest / 2), None, None, None
 
 
 def clip_objective(
@@ -122,8 +147,10 @@ def clip_objective(
     targets: Targets,
 ) -> Tensor:
     """Return ``clip_loss`` of a batch."""
-    same, identities = targets.same, targets.identities
-    return clip_loss(image_features, text_features, logit_scale, identities=identities, same=same)
+    same, identities, smoothing = targets.same, targets.identities, targets.smoothing
+    return clip_loss(
+        image_features, text_features, logit_scale, identities=identities, same=same, smoothing=smoothing
+    )
 
 
 def clip_chance(targets: Targets, text_rows: int) -> float:

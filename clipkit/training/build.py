@@ -67,6 +67,9 @@ def shape_of(model: ModelConfig, loss: LossConfig, small: SmallConfig) -> Archit
             raise ConfigError(f"{name}: a class is one token")
         if not 2 <= small.context_length <= shape.text.context_length:
             raise ConfigError(f"{name}: expected 2 to {shape.text.context_length}")
+    dims = loss.dims
+    below = f"expected sizes below {shape.embed_dim}, the embedding dimension of {model.label}"
+    require(max(dims, default=0) < shape.embed_dim, "loss.dims", dims, below)
     has_bias = OBJECTIVES[loss.name].initial_bias is not None
     return replace(shape, logit_bias=True) if has_bias else shape
 

@@ -156,7 +156,7 @@ class Machine:
 
 
 def flops_of_steps(
-    model: CLIP, patch_dropout: float, batch_size: int
+    model: CLIP, patch_dropout: float, batch_size: int, *, loss_dims: Sequence[int] = ()
 ) -> Callable[[Sequence[int], int], int] | None:
     """Return a function from a batch's caption lengths and image size to the FLOPs of this rank in a step.
 
@@ -166,6 +166,7 @@ def flops_of_steps(
         model: the model; parameters that require no gradient are not trained.
         patch_dropout: fraction of patches that is dropped.
         batch_size: pairs of all ranks.
+        loss_dims: the setting ``loss.dims``.
     """
     counted = counted_flops(model)
     if counted is None:
@@ -186,6 +187,7 @@ def flops_of_steps(
             image_blocks=image_blocks,
             text_blocks=text_blocks,
             counted=counted,
+            loss_dims=loss_dims,
         )
 
     return of_step
@@ -229,6 +231,7 @@ class Workload:
         recompute: every ``recompute``-th block keeps only its input; 0 for none.
         optimizer: a name in ``OPTIMIZERS``.
         tiled: whether the loss computes its logits in tiles, see ``clipkit.objectives.Objective``.
+        loss_dims: the setting ``loss.dims``.
         average: whether averaged weights are kept.
         sharding: "none", "full" (weights, gradients and states sharded over all ranks), or "hybrid" (over
             ``shard_ranks`` of them, such as those of one host).
@@ -246,6 +249,7 @@ class Workload:
     recompute: int = 0
     optimizer: str = "adamw"
     tiled: bool = True
+    loss_dims: tuple[int, ...] = ()
     average: bool = False
     sharding: str = "none"
     shard_ranks: int = 0
@@ -348,7 +352,7 @@ def estimate(work: Workload, speed: float | None = None) -> Estimate:
         parameters[tower_of(name) or "other"] += one.numel()
         trained += one.numel() if one.requires_grad else 0
     rows, tokens = math.ceil(work.batch_size / work.world), shape.text.context_length
-    of_rank = flops_of_steps(model, work.patch_dropout, work.batch_size)
+    of_rank = flops_of_steps(model, work.patch_dropout, work.batch_size, loss_dims=work.loss_dims)
     step = None if of_rank is None else of_rank([tokens] * rows, shape.vision.image_size) * work.world
     if step is not None and work.teacher is not None:
         encoding = _tower_flops(work.teacher)
@@ -475,6 +479,7 @@ def workloads_of(
                 recompute=config.recompute,
                 optimizer=config.optim.name,
                 tiled=OBJECTIVES[config.loss.name].tiled,
+                loss_dims=config.loss.dims,
                 average=bool(config.optim.average),
                 sharding=config.sharding,
                 shard_ranks=shard_ranks,

@@ -25,6 +25,7 @@ from clipkit.model.clip import CLIP
 from clipkit.model.towers import kept_patches
 from clipkit.objectives import OBJECTIVES, Targets
 from clipkit.objectives.distill import Teaching, with_teacher
+from clipkit.objectives.matryoshka import with_prefixes
 from clipkit.training.build import patch_counts
 from clipkit.training.ema import RunningStatistics
 from clipkit.training.metrics import Stopwatch
@@ -289,6 +290,8 @@ class TrainingStep:
                 keep=counts[1],
             )
         loss: Loss = partial(OBJECTIVES[self.loss.name].loss, targets=self._targets(batch))
+        if self.loss.dims:
+            loss = with_prefixes(loss, self.loss.dims, self.loss.dim_weights)
         teaching = None
         if self.teacher is not None:
             teaching = self.teacher(batch.images, batch.tokens)
@@ -319,4 +322,9 @@ class TrainingStep:
         return {**level, **objective.figures(features.images, features.texts, targets)}
 
     def _targets(self, batch: PairBatch) -> Targets:
-        return Targets(identities=batch.identities, tokens=batch.tokens, same=self.loss.same)
+        return Targets(
+            identities=batch.identities,
+            tokens=batch.tokens,
+            same=self.loss.same,
+            smoothing=self.loss.smoothing,
+        )

@@ -139,7 +139,7 @@ class Encoder:
                 finite, or cannot be stored.
         """
         widths = {
-            "projected": self.model.architecture.embed_dim,
+            "projected": self.model.dim,
             "before_projection": self._width,
             "traits": 2,
         }
@@ -179,7 +179,7 @@ class Encoder:
         """
         if texts and isinstance(self.model, ImageModel):
             raise no_text_tower(self.model.name)
-        table = self._table("texts", {"projected": self.model.architecture.embed_dim})
+        table = self._table("texts", {"projected": self.model.dim})
         digests = {text: digest_of(text.encode("utf-8", "surrogatepass")) for text in texts}
         missing = sorted(digests, key=lambda one: (len(one), one))  # batches are padded to their longest text
         lacking = torch.tensor([float(table.find(digests[one]) is None) for one in missing])
@@ -188,7 +188,7 @@ class Encoder:
         missing = [one for one, lacked in zip(missing, lacking.tolist(), strict=True) if lacked]
         for start in range(0, len(missing), _TEXT_PIECE):
             piece = missing[start : start + _TEXT_PIECE]
-            features = torch.zeros(len(piece), self.model.architecture.embed_dim, device=self.device)
+            features = torch.zeros(len(piece), self.model.dim, device=self.device)
             own = slice(self.ranks.rank, len(piece), self.ranks.world)
             with torch.inference_mode():
                 features[own] = encode_prompts(self.model, piece[own])

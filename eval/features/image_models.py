@@ -62,7 +62,7 @@ class ImageModel(CLIP):
         nn.Module.__init__(self)  # CLIP's own would build two towers
         # an architecture needs a text tower: use the simplest
         self.architecture = Architecture(embed_dim=width, vision=tower, text=BagOfWords())
-        self.name, self.origin, self.preprocess = name, name, preprocess
+        self.name, self.origin, self.preprocess, self.dim = name, name, preprocess, width
         self.tokenizer = tokenizer_of(self.architecture)
         self.visual = _CroppingTower(trunk, preprocess.crop_size)
         self.text = _NoTextTower(name)

@@ -19,6 +19,7 @@ from clipkit.model.clip import CLIP
 from clipkit.model.towers import kept_patches
 from clipkit.objectives.classes import class_loss
 from clipkit.objectives.clip import clip_loss
+from clipkit.objectives.matryoshka import with_prefixes
 from clipkit.objectives.siglip import siglip_loss
 from clipkit.training.build import lock
 from clipkit.training.parallel import clip_gradients, complete_gradients, replicated, shard, without_values
@@ -57,6 +58,8 @@ WHAT = (
     Way(loss="siglip"),
     Way(loss="positives"),
     Way(loss="classes"),
+    Way(loss="smoothed prefixes"),
+    Way(loss="siglip prefixes"),
     Way(dropout=True),
     Way(locked=True),
 )
@@ -90,7 +93,7 @@ def compute(way: Way) -> dict[str, Tensor]:
         embed_dim=24,
         vision=VisionTower(image_size=32, patch_size=8, width=32, layers=2, heads=2),
         text=TextTower(width=32, layers=2, heads=2, context_length=30, vocab_size=END + 1),
-        logit_bias=way.loss == "siglip",
+        logit_bias=way.loss.startswith("siglip"),
     )
     if way.loss == "classes":
         shape = replace(shape, text=ClassTable(names=tuple(map(str, range(CLASSES)))))
@@ -109,6 +112,8 @@ def compute(way: Way) -> dict[str, Tensor]:
         "siglip": siglip_loss,
         "positives": partial(clip_loss, identities=identities, same="positives"),
         "classes": partial(class_loss, labels=identities[:, 1]),
+        "smoothed prefixes": with_prefixes(partial(clip_loss, smoothing=0.2), (5, 16), (1.0, 2.0, 3.0)),
+        "siglip prefixes": with_prefixes(siglip_loss, (8,)),
     }
     done = backward(trained, given, loss=losses[way.loss], parts=way.parts, autocast=False)
     complete_gradients(model)

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LOSSES = (
-    "clip", "clip positives", "clip ignored", "siglip", "siglip positives", "siglip ignored", "distillation",
+    "clip", "clip positives", "clip ignored", "clip smoothed", "clip positives smoothed",
+    "siglip", "siglip positives", "siglip ignored", "distillation",
 )  # fmt: skip
 
 
@@ -75,7 +76,7 @@ def same_thing(identities: Tensor) -> Tensor:
 
 def plain(loss: str, batch: Given) -> Tensor:
     """One of ``LOSSES``."""
-    name, _, same = loss.partition(" ")
+    name, same, smoothing = _parts(loss)
     together = same_thing(batch.identities)
     logits = batch.scale * batch.images @ batch.texts.T
     own = torch.eye(len(logits), dtype=torch.bool)
@@ -94,11 +95,20 @@ def plain(loss: str, batch: Given) -> Tensor:
     if same == "positives":
         targets = together.to(logits.dtype)
         targets /= targets.sum(1, keepdim=True)  # the relation is symmetric: so are their numbers
-        return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
+        both = (F.cross_entropy(one, targets, label_smoothing=smoothing) for one in (logits, logits.T))
+        return sum(both) / torch.tensor(2.0)
     if same == "ignored":
         logits = logits.masked_fill(together & ~own, -torch.inf)
     pairs = torch.arange(len(logits))
-    return (F.cross_entropy(logits, pairs) + F.cross_entropy(logits.T, pairs)) / 2
+    both = (F.cross_entropy(one, pairs, label_smoothing=smoothing) for one in (logits, logits.T))
+    return sum(both) / torch.tensor(2.0)
+
+
+def _parts(loss: str) -> tuple[str, str, float]:
+    """The name of a loss, ``same``, and the smoothing."""
+    smoothing = 0.3 if loss.endswith(" smoothed") else 0.0
+    name, _, same = loss.removesuffix(" smoothed").partition(" ")
+    return name, same, smoothing
 
 
 def ours(loss: str, batch: Given) -> Tensor:
@@ -107,7 +117,7 @@ def ours(loss: str, batch: Given) -> Tensor:
     from clipkit.objectives.distill import distillation_loss
     from clipkit.objectives.siglip import siglip_loss
 
-    name, _, same = loss.partition(" ")
+    name, same, smoothing = _parts(loss)
     student = (batch.images, batch.texts, batch.scale)
     if name == "distillation":
         return distillation_loss(*student, batch.teacher_images, batch.teacher_texts, batch.teacher_scale)
@@ -118,8 +128,9 @@ def ours(loss: str, batch: Given) -> Tensor:
             *student, batch.bias, identities=batch.identities if same else None, same="ignored"
         )
     if same == "positives":
-        return clip_loss(*student, identities=batch.identities, same="positives")
-    return clip_loss(*student, identities=batch.identities if same else None, same="ignored")
+        return clip_loss(*student, identities=batch.identities, same="positives", smoothing=smoothing)
+    identities = batch.identities if same else None
+    return clip_loss(*student, identities=identities, same="ignored", smoothing=smoothing)
 
 
 def gradients(value: Tensor, batch: Given) -> list[Tensor]:

@@ -22,8 +22,11 @@ def objective(name: str, identities: Tensor) -> Callable[..., Tensor]:
 
 
 def targets(name: str, identities: Tensor) -> Targets:
-    same = name.partition(" ")[2] or "negatives"
-    return Targets(identities=identities, tokens=torch.zeros(len(identities), 1), same=same)
+    smoothing = 0.3 if name.endswith(" smoothed") else 0.0
+    same = name.removesuffix(" smoothed").partition(" ")[2] or "negatives"
+    return Targets(
+        identities=identities, tokens=torch.zeros(len(identities), 1), same=same, smoothing=smoothing
+    )
 
 
 def teaching(batch: Given) -> Teaching:
