@@ -211,7 +211,7 @@ def main(arguments: Arguments) -> int:
             costs.flops_of_steps,
             model,
             config.model.patch_dropout,
-            config.batch_size,
+            OBJECTIVES[config.loss.name].text_rows(shape.text, config.batch_size),
             loss_dims=config.loss.dims,
         )
         flops = count_flops()

@@ -198,7 +198,7 @@ def rounds(
 
 def rates(bench: Bench, shape: Architecture, batch: Batch, seconds: float) -> dict[str, Any]:
     rows, device = len(batch.lengths), bench.found["device"]
-    flops = step_flops(shape, rows=rows, lengths=batch.lengths, global_rows=rows) / seconds
+    flops = step_flops(shape, rows=rows, lengths=batch.lengths, text_rows=rows) / seconds
     sheet = device["data_sheet_bf16"]
     return {
         "batch": rows,

@@ -295,8 +295,8 @@ class ModelConfig(Section):
     image: str = setting("", "Another image tower: timm:NAME.")
     text: str = setting(
         "",
-        "Another text tower: cbow, or transformers:FOLDER or NAME; or, for loss.name=classes, classes:FILE, a "
-        "classification head with one row per line of a file of class names.",
+        "Another text tower: cbow, words, or transformers:FOLDER or NAME; or, for loss.name=classes, classes:FILE, "
+        "a classification head with one row per line of a file of class names.",
     )
     image_size: int = setting(0, "Image side in pixels; 0: the architecture's default.", _at_least(0))
     context_length: int = setting(
@@ -327,6 +327,11 @@ class ModelConfig(Section):
     def over_classes(self) -> bool:
         """Whether ``text`` selects a classification head."""
         return self._text_tower is not None and self._text_tower.over_classes
+
+    @property
+    def over_words(self) -> bool:
+        """Whether ``text`` selects a table of words."""
+        return self._text_tower is not None and self._text_tower.over_words
 
     @property
     def _text_tower(self) -> type[TextArchitecture] | None:
@@ -648,6 +653,8 @@ class Config(Section):
         if self.model.over_classes and not objective.over_classes:
             names = " or ".join(f"loss.name={one}" for one in objectives if objectives[one].over_classes)
             require(False, "model.text", self.model.text, f"requires {names}")
+        if objective.over_words:
+            require(self.model.over_words, "loss.name", name, "requires model.text=words")
         negatives = objective.uses_same or self.loss.same == "negatives"
         require(negatives, "loss.same", self.loss.same, f"expected negatives with loss.name={name}")
         smooths = objective.smooths and self.loss.same != "ignored"

@@ -14,6 +14,7 @@ from clipkit.model.architectures import (
     TextArchitecture,
     TextTower,
     VisionTower,
+    WordTable,
 )
 from clipkit.model.library_towers import OpenClipText, OpenClipVision, TimmVision, TransformersText
 
@@ -28,6 +29,7 @@ IMAGE_TOWERS: dict[str, type[ImageArchitecture]] = {
 TEXT_TOWERS: dict[str, type[TextArchitecture]] = {
     "transformer": TextTower,
     "bag_of_words": BagOfWords,
+    "word_table": WordTable,
     "class_table": ClassTable,
     "open_clip_text": OpenClipText,
     "transformers": TransformersText,

@@ -190,10 +190,12 @@ class TextArchitecture(TowerArchitecture):
     Attributes:
         any_length: whether L may be shorter than the context length.
         over_classes: whether it is a classification head, see ``classes``.
+        over_words: whether images can predict its words, see ``words``.
     """
 
     any_length: ClassVar[bool] = True
     over_classes: ClassVar[bool] = False
+    over_words: ClassVar[bool] = False
 
     if TYPE_CHECKING:
 
@@ -211,6 +213,11 @@ class TextArchitecture(TowerArchitecture):
     def classes(self) -> tuple[str, ...]:
         """Class names of a classification head; empty for towers that encode texts."""
         return ()
+
+    @property
+    def words(self) -> int:
+        """Number of words that can be predicted from images, see ``WordTable``; 0 for other towers."""
+        return 0
 
     def resized(self, context_length: int) -> Self:
         """Return the tower for texts of another length."""
@@ -446,6 +453,53 @@ class BagOfWords(TextArchitecture):
         self, count: int | None, *, blocks: int | None = None, bf16: bool, recompute: int = 0
     ) -> int:
         return (self.context_length if count is None else count) * self.width * _FLOAT
+
+
+@dataclass(frozen=True, kw_only=True)
+class WordTable(TextArchitecture):
+    """The mean of learned unit vectors, one per token: the text side of bag-of-words prediction.
+
+    Predicting the words of captions from images (Joulin et al. 2016, https://arxiv.org/abs/1511.02251) is CLIP's
+    baseline in figure 2 of Radford et al. 2021.
+    """
+
+    context_length: int = 77
+    vocab_size: int = 49408
+    setting = "words"
+    own = True
+    has_blocks = False
+    over_words = True
+
+    @classmethod
+    def from_setting(cls, value: str, *, embed_dim: int) -> Self:
+        return cls()
+
+    @property
+    def description(self) -> str:
+        return f"mean of {self.vocab_size:,} word vectors"
+
+    @property
+    def words(self) -> int:
+        return self.vocab_size
+
+    def build(self, embed_dim: int, *, quick_gelu: bool) -> "nn.Module":
+        from clipkit.model.towers import WordTableTower
+
+        return WordTableTower(words=self.vocab_size, output_dim=embed_dim)
+
+    def initialize(self, module: "nn.Module", *, small_data: bool) -> None:
+        from clipkit.model.towers import WordTableTower
+
+        assert isinstance(module, WordTableTower)
+        module.initialize()
+
+    def flops(self, embed_dim: int, length: int, *, blocks: int | None = None) -> Flops:
+        return Flops(forward=0, backward=0)  # a lookup
+
+    def activation_bytes(
+        self, count: int | None, *, blocks: int | None = None, bf16: bool, recompute: int = 0
+    ) -> int:
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,7 +77,7 @@ def step_flops(
     *,
     rows: int,
     lengths: Iterable[int] | Mapping[int, int],
-    global_rows: int,
+    text_rows: int,
     patches: int | None = None,
     image_blocks: int | None = None,
     text_blocks: int | None = None,
@@ -90,7 +90,7 @@ def step_flops(
         shape: the architecture.
         rows: number of images of this rank.
         lengths: lengths of this rank's captions in tokens, as a list or with counts.
-        global_rows: number of pairs of all ranks.
+        text_rows: number of text features with which the loss compares an image.
         patches: number of patches kept of each image; None for all.
         image_blocks: number of last blocks of the image tower that are trained, see ``trained_blocks``;
             ``text_blocks`` likewise.
@@ -107,7 +107,7 @@ def step_flops(
     for length, times in (lengths if isinstance(lengths, Mapping) else Counter(lengths)).items():
         of_caption = text or text_flops(shape, length, blocks=text_blocks)
         step += times * (of_caption.forward if text_blocks == 0 else of_caption.both)
-    loss = loss_flops(rows, len(shape.text.classes) or global_rows, shape.embed_dim + sum(loss_dims))
+    loss = loss_flops(rows, text_rows, shape.embed_dim + sum(loss_dims))
     return step + (loss.forward if image_blocks == text_blocks == 0 else loss.both)
 
 

@@ -6,6 +6,7 @@
     timm:resnet50                  image tower: any backbone of timm
     transformers:FOLDER or NAME    text tower: any encoder of transformers
     cbow                           text tower: CLIP's continuous bag of words
+    words                          text tower: mean of word vectors, for bag-of-words prediction
     classes:FILE                   in place of the text tower: a classification head, with one class name per line
 
 open_clip's configurations become clipkit's own towers if possible: these have the same parameters and features and
@@ -77,7 +78,8 @@ def architecture(
     Args:
         name: a name of clipkit, or ``open_clip:NAME``.
         image: ``timm:NAME`` for another image tower, or "".
-        text: ``transformers:FOLDER or NAME``, ``cbow`` or ``classes:FILE`` for another text tower, or "".
+        text: ``transformers:FOLDER or NAME``, ``cbow``, ``words`` or ``classes:FILE`` for another text tower,
+            or "".
         image_size: side of the images in pixels; 0 for the default.
         context_length: maximum number of tokens; 0 for the default.
 

@@ -418,10 +418,7 @@ class BagOfWordsTower(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Encode (B, L) int64, rows of start of text, words, end of text (the largest id), padding → (B, O)."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        words = (places > 0) & (places < tokens.argmax(dim=-1, keepdim=True))  # (B, L)
-        words[:, 0] |= ~words.any(dim=-1)  # an empty text counts as its start
-        weights = words.to(self.token_embedding.weight.dtype)
+        weights = words_of(tokens).to(self.token_embedding.weight.dtype)
         mean = torch.einsum("bl,bld->bd", weights, self.token_embedding(tokens))
         out: Tensor = (mean / weights.sum(dim=-1, keepdim=True)) @ self.text_projection
         return out
@@ -431,6 +428,33 @@ class BagOfWordsTower(nn.Module):
         """Draw embeddings with std 0.02 as in the transformer, and the projection with std width^-½."""
         nn.init.normal_(self.token_embedding.weight, std=0.02)
         nn.init.normal_(self.text_projection, std=self.text_projection.shape[0] ** -0.5)
+
+
+def words_of(tokens: Tensor) -> Tensor:
+    """Return (B, L) whether each token is a word: not start, end or padding; an empty text has its start."""
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    words = (places > 0) & (places < tokens.argmax(dim=-1, keepdim=True))
+    words[:, 0] |= ~words.any(dim=-1)
+    return words
+
+
+class WordTableTower(nn.Module):
+    """The mean of a text's unit word vectors."""
+
+    def __init__(self, *, words: int, output_dim: int) -> None:
+        super().__init__()
+        self.token_embedding = nn.Embedding(words, output_dim)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Encode (B, L) int64 as ``BagOfWordsTower`` does, or single words (B, 1) → (B, O)."""
+        weights = words_of(tokens).to(self.token_embedding.weight.dtype)
+        vectors = F.normalize(self.token_embedding(tokens), dim=-1)  # (B, L, O)
+        return torch.einsum("bl,blo->bo", weights, vectors) / weights.sum(dim=-1, keepdim=True)
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """Draw vectors with std output_dim^-½."""
+        nn.init.normal_(self.token_embedding.weight, std=self.token_embedding.weight.shape[1] ** -0.5)
 
 
 class ClassTableTower(nn.Module):

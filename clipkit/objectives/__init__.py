@@ -15,6 +15,8 @@ from clipkit.config import late
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from clipkit.model.architectures import TextArchitecture
+
 __all__ = ["OBJECTIVES", "Objective", "Targets"]
 
 
@@ -50,6 +52,7 @@ class Objective:
         chance: ``(targets, text_rows)`` → the lowest loss of a model with equal logits; all ranks call it together.
             None if there is no such level.
         over_classes: whether texts are the classes of ``model.text=classes:FILE``, not the batch's captions.
+        over_words: whether texts are all words of ``model.text=words``.
         initial_scale: exp(t) of fresh weights; None: the model's own.
         initial_bias: initial value of a trained bias of the logits; None: no bias.
         max_scale: upper bound of exp(t).
@@ -65,6 +68,7 @@ class Objective:
     figures: Callable[["Tensor", "Tensor", Targets], dict[str, float]] = _RECALL
     chance: Callable[[Targets, int], float] | None = None
     over_classes: bool = False
+    over_words: bool = False
     initial_scale: float | None = None
     initial_bias: float | None = None
     max_scale: float = 100.0
@@ -73,6 +77,10 @@ class Objective:
     smooths: bool = True
     with_teacher: bool = True
     note: str = ""
+
+    def text_rows(self, text: "TextArchitecture", batch_size: int) -> int:
+        """Return the number of text features with which each image is compared."""
+        return len(text.classes) if self.over_classes else text.words if self.over_words else batch_size
 
 
 OBJECTIVES: dict[str, Objective] = {
@@ -101,6 +109,17 @@ OBJECTIVES: dict[str, Objective] = {
         chance=late("clipkit.objectives.classes:class_chance"),
         over_classes=True,
         uses_same=False,
+        with_teacher=False,
+    ),
+    "words": Objective(
+        summary="predicts the words of captions, with model.text=words (CLIP's bag-of-words baseline)",
+        loss=late("clipkit.objectives.words:word_objective"),
+        figures=late("clipkit.objectives.words:word_figures"),
+        chance=late("clipkit.objectives.classes:class_chance"),
+        over_words=True,
+        tiled=True,
+        uses_same=False,
+        smooths=False,
         with_teacher=False,
     ),
 }

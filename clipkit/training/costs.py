@@ -156,7 +156,7 @@ class Machine:
 
 
 def flops_of_steps(
-    model: CLIP, patch_dropout: float, batch_size: int, *, loss_dims: Sequence[int] = ()
+    model: CLIP, patch_dropout: float, text_rows: int, *, loss_dims: Sequence[int] = ()
 ) -> Callable[[Sequence[int], int], int] | None:
     """Return a function from a batch's caption lengths and image size to the FLOPs of this rank in a step.
 
@@ -165,7 +165,7 @@ def flops_of_steps(
     Args:
         model: the model; parameters that require no gradient are not trained.
         patch_dropout: fraction of patches that is dropped.
-        batch_size: pairs of all ranks.
+        text_rows: number of text features with which the loss compares an image.
         loss_dims: the setting ``loss.dims``.
     """
     counted = counted_flops(model)
@@ -182,7 +182,7 @@ def flops_of_steps(
             shape,
             rows=len(lengths),
             lengths=lengths,
-            global_rows=batch_size,
+            text_rows=text_rows,
             patches=counts[1] if counts else None,
             image_blocks=image_blocks,
             text_blocks=text_blocks,
@@ -231,6 +231,7 @@ class Workload:
         recompute: every ``recompute``-th block keeps only its input; 0 for none.
         optimizer: a name in ``OPTIMIZERS``.
         tiled: whether the loss computes its logits in tiles, see ``clipkit.objectives.Objective``.
+        text_rows: number of text features with which the loss compares an image; 0: as the batch size.
         loss_dims: the setting ``loss.dims``.
         average: whether averaged weights are kept.
         sharding: "none", "full" (weights, gradients and states sharded over all ranks), or "hybrid" (over
@@ -249,6 +250,7 @@ class Workload:
     recompute: int = 0
     optimizer: str = "adamw"
     tiled: bool = True
+    text_rows: int = 0
     loss_dims: tuple[int, ...] = ()
     average: bool = False
     sharding: str = "none"
@@ -324,7 +326,7 @@ def memory_of(work: Workload) -> Memory:
             activations = None if kept is None or activations is None else activations + part * kept
 
     # the loss: all texts and their gradients, this rank's features and theirs, and logits
-    text_rows = len(shape.text.classes) or work.batch_size
+    text_rows = work.text_rows or work.batch_size
     logits = min(_TILE, rows * text_rows) if work.tiled else rows * text_rows
     return Memory(
         weights=weights,
@@ -352,7 +354,9 @@ def estimate(work: Workload, speed: float | None = None) -> Estimate:
         parameters[tower_of(name) or "other"] += one.numel()
         trained += one.numel() if one.requires_grad else 0
     rows, tokens = math.ceil(work.batch_size / work.world), shape.text.context_length
-    of_rank = flops_of_steps(model, work.patch_dropout, work.batch_size, loss_dims=work.loss_dims)
+    of_rank = flops_of_steps(
+        model, work.patch_dropout, work.text_rows or work.batch_size, loss_dims=work.loss_dims
+    )
     step = None if of_rank is None else of_rank([tokens] * rows, shape.vision.image_size) * work.world
     if step is not None and work.teacher is not None:
         encoding = _tower_flops(work.teacher)
@@ -462,7 +466,7 @@ def workloads_of(
     if small.steps:
         resized = shape.resized(image_size=small.image_size, context_length=small.context_length)
         sizes.insert(0, (resized, min(small.steps, config.steps)))
-    works = []
+    works, objective = [], OBJECTIVES[config.loss.name]
     for own, steps in sizes:
         with torch.device("meta"):
             model = CLIP(own, name=config.model.label)
@@ -478,7 +482,8 @@ def workloads_of(
                 bf16=bf16,
                 recompute=config.recompute,
                 optimizer=config.optim.name,
-                tiled=OBJECTIVES[config.loss.name].tiled,
+                tiled=objective.tiled,
+                text_rows=objective.text_rows(own.text, config.batch_size),
                 loss_dims=config.loss.dims,
                 average=bool(config.optim.average),
                 sharding=config.sharding,

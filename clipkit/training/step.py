@@ -278,8 +278,10 @@ class TrainingStep:
         if watch is not None:
             watch.begin("forward")  # includes a teacher's
         inputs: dict[str, Any] = {"images": batch.images}
-        if classes := self.shape.text.classes:  # all of them, not only those in the batch
-            inputs["tokens"] = torch.arange(len(classes), device=batch.tokens.device)[:, None]
+        objective, text = OBJECTIVES[self.loss.name], self.shape.text
+        if objective.over_classes or objective.over_words:  # all of them, not only those in the batch
+            rows = objective.text_rows(text, len(batch.images))
+            inputs["tokens"] = torch.arange(rows, device=batch.tokens.device)[:, None]
         else:
             inputs |= {"tokens": batch.tokens, "lengths": batch.lengths}
         if counts := patch_counts(self.shape, self.patch_dropout, batch.images.shape[-1]):
@@ -289,7 +291,7 @@ class TrainingStep:
                 patches=counts[0],
                 keep=counts[1],
             )
-        loss: Loss = partial(OBJECTIVES[self.loss.name].loss, targets=self._targets(batch))
+        loss: Loss = partial(objective.loss, targets=self._targets(batch))
         if self.loss.dims:
             loss = with_prefixes(loss, self.loss.dims, self.loss.dim_weights)
         teaching = None

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from clipkit import distributed
-from clipkit.model.architectures import Architecture, ClassTable, TextTower, VisionTower
+from clipkit.model.architectures import Architecture, ClassTable, TextTower, VisionTower, WordTable
 from clipkit.model.clip import CLIP
 from clipkit.model.towers import kept_patches
 from clipkit.objectives.classes import class_loss
 from clipkit.objectives.clip import clip_loss
 from clipkit.objectives.matryoshka import with_prefixes
 from clipkit.objectives.siglip import siglip_loss
+from clipkit.objectives.words import word_loss
 from clipkit.training.build import lock
 from clipkit.training.parallel import clip_gradients, complete_gradients, replicated, shard, without_values
 from clipkit.training.step import backward
@@ -58,6 +59,7 @@ WHAT = (
     Way(loss="siglip"),
     Way(loss="positives"),
     Way(loss="classes"),
+    Way(loss="words"),
     Way(loss="smoothed prefixes"),
     Way(loss="siglip prefixes"),
     Way(dropout=True),
@@ -97,6 +99,8 @@ def compute(way: Way) -> dict[str, Tensor]:
     )
     if way.loss == "classes":
         shape = replace(shape, text=ClassTable(names=tuple(map(str, range(CLASSES)))))
+    if way.loss == "words":
+        shape = replace(shape, text=WordTable(context_length=30, vocab_size=END + 1))
     model = CLIP(shape).initialize().to(way.dtype)
     if model.logit_bias is not None:
         model.logit_bias.requires_grad_()
@@ -106,12 +110,13 @@ def compute(way: Way) -> dict[str, Tensor]:
         whole, model = model, without_values(model).to(way.dtype)
         shard(model, whole.state_dict(), "full", device=torch.device("cpu"))
     trained: nn.Module = replicated(model)
-    given, identities = inputs(way)
+    given, identities, captions = inputs(way)
     losses: dict[str, Callable[..., Tensor]] = {
         "clip": clip_loss,
         "siglip": siglip_loss,
         "positives": partial(clip_loss, identities=identities, same="positives"),
         "classes": partial(class_loss, labels=identities[:, 1]),
+        "words": partial(word_loss, tokens=captions),
         "smoothed prefixes": with_prefixes(partial(clip_loss, smoothing=0.2), (5, 16), (1.0, 2.0, 3.0)),
         "siglip prefixes": with_prefixes(siglip_loss, (8,)),
     }
@@ -125,7 +130,7 @@ def compute(way: Way) -> dict[str, Tensor]:
     return {**gradients, "loss": done.loss.reshape(1), "norm": norm.reshape(1)}
 
 
-def inputs(way: Way) -> tuple[dict[str, object], Tensor]:
+def inputs(way: Way) -> tuple[dict[str, object], Tensor, Tensor]:
     """This rank's part of the batch: captions of very different length, some of them the same."""
     random = torch.Generator().manual_seed(1)
     images = torch.randint(0, 256, (BATCH, 3, 32, 32), dtype=torch.uint8, generator=random)
@@ -136,14 +141,17 @@ def inputs(way: Way) -> tuple[dict[str, object], Tensor]:
     rank, world = distributed.rank(), distributed.world_size()
     rows = torch.arange(rank * BATCH // world, (rank + 1) * BATCH // world)
     longest = int(ends[rows].max()) + 1  # as each rank trims to its own
-    given: dict[str, object] = {"images": images[rows], "tokens": tokens[rows, :longest]}
+    captions = tokens[rows, :longest]
+    given: dict[str, object] = {"images": images[rows], "tokens": captions}
     if way.dropout:
         given["patches"] = kept_patches(seed=5, rows=rows, patches=PATCHES, keep=KEPT)
     if way.loss == "classes":
         given["tokens"] = torch.arange(CLASSES)[:, None]
+    elif way.loss == "words":
+        given["tokens"] = torch.arange(END + 1)[:, None]
     elif way.lengths:
         given["lengths"] = tuple((ends[rows] + 1).tolist())
-    return given, identities[rows]
+    return given, identities[rows], captions
 
 
 def _whole(tensor: Tensor) -> Tensor:

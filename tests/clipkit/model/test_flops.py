@@ -103,7 +103,7 @@ def test_a_training_step_is_what_torch_counts() -> None:
         logits = scale * first @ second.T
         loss = nn.functional.cross_entropy(logits, targets) + nn.functional.cross_entropy(logits.T, targets)
         torch.autograd.backward(loss)
-    ours = step_flops(shape, rows=6, lengths=[12] * 6, global_rows=6)
+    ours = step_flops(shape, rows=6, lengths=[12] * 6, text_rows=6)
     assert ours == pytest.approx(both.get_total_flops(), rel=TOLERANCE)
 
 
@@ -116,18 +116,18 @@ def test_dropped_patches_and_lengths_count_as_they_should() -> None:
 
     texts = sum(text_flops(shape, length).both for length in (9, 9, 20, 7))
     step = 4 * image_flops(shape).both + texts + loss_flops(4, 16, shape.embed_dim).both
-    assert step_flops(shape, rows=4, lengths=(9, 9, 20, 7), global_rows=16) == step
-    assert step_flops(shape, rows=4, lengths={9: 2, 20: 1, 7: 1}, global_rows=16) == step
+    assert step_flops(shape, rows=4, lengths=(9, 9, 20, 7), text_rows=16) == step
+    assert step_flops(shape, rows=4, lengths={9: 2, 20: 1, 7: 1}, text_rows=16) == step
 
 
 def test_frozen_towers_and_frozen_first_blocks_have_no_backward_pass() -> None:
     shape = ARCHITECTURES["ViT-Ti-4-16"]
     model = create(shape, seed=0)
-    whole = step_flops(shape, rows=2, lengths=[5, 9], global_rows=2)
+    whole = step_flops(shape, rows=2, lengths=[5, 9], text_rows=2)
     assert trained_blocks(model) == (None, None)
     model.visual.requires_grad_(False)
     assert trained_blocks(model) == (0, None)
-    frozen = step_flops(shape, rows=2, lengths=[5, 9], global_rows=2, image_blocks=0)
+    frozen = step_flops(shape, rows=2, lengths=[5, 9], text_rows=2, image_blocks=0)
     assert whole - frozen == 2 * image_flops(shape).backward
     for name, parameter in model.visual.named_parameters():
         if name.startswith(("transformer.resblocks.1", "transformer.resblocks.2", "ln_post", "proj")):
@@ -145,7 +145,7 @@ def test_frozen_towers_and_frozen_first_blocks_have_no_backward_pass() -> None:
     assert trained_blocks(model) == (0, 0)
     loss = loss_flops(2, 2, shape.embed_dim)
     forward = 2 * image_flops(shape).forward + sum(text_flops(shape, length).forward for length in (5, 9))
-    step = step_flops(shape, rows=2, lengths=[5, 9], global_rows=2, image_blocks=0, text_blocks=0)
+    step = step_flops(shape, rows=2, lengths=[5, 9], text_rows=2, image_blocks=0, text_blocks=0)
     assert step == forward + loss.forward
 
 
@@ -171,10 +171,10 @@ def test_a_librarys_tower_is_counted_without_values() -> None:
     whole = four - one  # three blocks, none of them a last one
     embedding, projection = 2 * 16 * 3 * 64 * 64, 2 * 64 * 32
     assert found["image"].forward == pytest.approx(whole + embedding + projection, rel=TOLERANCE)
-    step = step_flops(shape, rows=2, lengths=[5, 6], global_rows=2, counted=found)
+    step = step_flops(shape, rows=2, lengths=[5, 6], text_rows=2, counted=found)
     assert step > 2 * found["image"].both
     with pytest.raises(ConfigError, match="own towers"):
-        step_flops(shape, rows=2, lengths=[5, 6], global_rows=2)
+        step_flops(shape, rows=2, lengths=[5, 6], text_rows=2)
 
 
 def test_a_tower_that_looks_at_values_gives_no_figure() -> None:

@@ -147,7 +147,7 @@ def test_parts_divide_activations_and_hours_follow_the_peak() -> None:
     assert one.memory.activations is not None and four.memory.activations is not None
     assert one.memory.activations == 4 * four.memory.activations
     assert one.hours is not None and four.hours == pytest.approx(one.hours / 2)
-    flops = step_flops(model.architecture, rows=1024, lengths={77: 1024}, global_rows=1024)
+    flops = step_flops(model.architecture, rows=1024, lengths={77: 1024}, text_rows=1024)
     assert one.step_flops == flops
     assert one.hours == pytest.approx(1000 * flops / 125e12 / 3600)
     two = estimate(replace(work, world=2), 125e12)
