@@ -165,7 +165,7 @@ class DataConfig(Section):
     section = "data."
     train: str | tuple[str, ...] = setting(
         "glyphs",
-        "Image–caption pairs: a built-in corpus (glyphs or icons), folder, tar, brace pattern or URL, or a list "
+        "Image–caption pairs: a built-in corpus (glyphs or emoji), folder, tar, brace pattern or URL, or a list "
         "of these.",
     )
     weights: tuple[float, ...] = setting(
@@ -544,7 +544,7 @@ class EvalConfig(Section):
     """Evaluation during training and at the end."""
 
     section = "eval."
-    data: tuple[str, ...] = setting((), "Built-in sets (digits, glyphs, icons) or dataset folders.")
+    data: tuple[str, ...] = setting((), "Built-in sets (digits, emoji, glyphs) or dataset folders.")
     every_steps: int = setting(1000, "Steps between evaluations; 0: only at the end.", _at_least(0))
     batch_size: int = setting(256, "Images encoded at a time on each rank.", _between(1, MOST))
 

@@ -23,7 +23,7 @@ __all__ = ["COMMANDS", "main"]
 
 _EPILOG = """examples:
   python -m eval zero-shot --model runs/quickstart --data digits --data glyphs
-  python -m eval retrieval --model runs/icons --data icons --data my_folder
+  python -m eval retrieval --model runs/emoji --data emoji --data my_folder
   python -m eval run --suite builtin --model runs/quickstart
   python -m eval run --suite clip27 --data-root hf://datasets/clip-benchmark \\
       --model open_clip:ViT-B-32/openai --model runs/mine --skip-existing

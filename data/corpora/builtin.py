@@ -1,4 +1,4 @@
-"""Built-in datasets, created on first use and stored in the user's cache, without downloads."""
+"""Built-in datasets, created on first use and stored in the user's cache."""
 
 import io
 import os
@@ -52,10 +52,10 @@ def _make_glyphs(out: Path, progress: bool) -> None:
     glyphs.make(out, progress=progress)
 
 
-def _make_icons(out: Path, progress: bool) -> None:
-    from data.corpora import icons
+def _make_emoji(out: Path, progress: bool) -> None:
+    from data.corpora import emoji
 
-    icons.make(out, progress=progress)
+    emoji.make(out, progress=progress)
 
 
 _DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -116,7 +116,7 @@ def make_digits(out: Path, progress: bool = False) -> None:
 BUILTIN: dict[str, BuiltIn] = {
     "glyphs": BuiltIn(make=_make_glyphs, revision="3"),
     "digits": BuiltIn(make=make_digits, revision="1"),
-    "icons": BuiltIn(make=_make_icons, revision="1"),
+    "emoji": BuiltIn(make=_make_emoji, revision="1"),
 }
 
 

@@ -1,13 +1,15 @@
-"""Create ``emoji``: about 1,800 concepts drawn by eight artists, with names and keywords in 27 languages.
+"""The built-in dataset ``emoji``: 1,914 concepts drawn by seven artists, with names and keywords in 27 languages.
 
 The drawings are SVG and WebP files of packages of the npm registry, the names and keywords those of the package
-emojibase-data. Three splits:
+emojibase-data. Splits:
 
-    train             seven artists, nine tenths of the concepts
-    test              the artist ``HELD_OUT``, the concepts of training
+    train             five artists, nine tenths of the concepts
+    test              Fluent 3D, the concepts of training
+    flat              Fluent flat, the concepts of training
     unseen_concepts   the artists of training, the other tenth of the concepts
 
-The class names of the dataset are the English names of all concepts.
+Microsoft's Fluent sets are renderings of the same drawings, so both are held out. The class names of all splits are
+the English names of all concepts; ``names.json`` has those of all languages.
 """
 
 import hashlib
@@ -19,9 +21,10 @@ import subprocess
 import tarfile
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from PIL import Image
@@ -29,10 +32,14 @@ from rich.console import Console
 from rich.progress import track
 
 from clipkit.errors import DataError
+from clipkit.files import counted
+from data.corpora.builtin import Unavailable
 from data.remote.cache import cache_folder
 from data.shards.writer import DatasetWriter, Record
 
-__all__ = ["HELD_OUT", "LANGUAGES", "PACKAGES", "TEMPLATES", "make"]
+__all__ = ["HELD_OUT", "LANGUAGES", "NAMES", "PACKAGES", "REVISION", "TEMPLATES", "make"]
+
+REVISION = "1"
 
 # artist -> package and version
 PACKAGES = {
@@ -41,19 +48,18 @@ PACKAGES = {
     "twemoji": "@iconify-json/twemoji@1.2.5",
     "openmoji": "@iconify-json/openmoji@1.2.29",
     "emojione": "@iconify-json/emojione@1.2.3",
-    "fluent-emoji": "@iconify-json/fluent-emoji@1.2.7",
     "fluent-emoji-flat": "@iconify-json/fluent-emoji-flat@1.2.6",
     "fluent-emoji-3d": "@lobehub/fluent-emoji-3d@1.1.0",
 }
-_NAMES = "emojibase-data@17.0.0"
-HELD_OUT = "fluent-emoji-3d"
+NAMES = "emojibase-data@17.0.0"
+HELD_OUT = {"fluent-emoji-3d": "test", "fluent-emoji-flat": "flat"}  # artist -> split
 LANGUAGES = (
-    "bn", "da", "de", "en", "es", "et", "fi", "fr", "hi", "hu", "it", "ja", "ko", "lt", "ms", "nb", "nl", "pl", "pt",
-    "ru", "sv", "th", "uk", "vi", "zh", "zh-hant", "en-gb",
+    "bn", "da", "de", "en", "en-gb", "es", "et", "fi", "fr", "hi", "hu", "it", "ja", "ko", "lt", "ms", "nb", "nl",
+    "pl", "pt", "ru", "sv", "th", "uk", "vi", "zh", "zh-hant",
 )  # fmt: skip
 TEMPLATES = ("{c}", "{c} emoji", "an emoji of {c}", "a drawing of {c}")
 SIDE = 96  # pixels
-_LARGEST_MEMBER = 2**28  # bytes
+_LARGEST_MEMBER = 2**26  # bytes
 _UNSEEN = 0.1  # fraction of the concepts
 
 
@@ -87,10 +93,20 @@ def make(out: Path, *, packages: Path | None = None, progress: bool = True) -> N
         progress: show a progress bar on stderr.
 
     Raises:
-        DataError: a package is missing and cannot be downloaded, or resvg is not installed.
+        Unavailable: resvg_py is not installed, or npm is needed and not installed or without a network.
+        DataError: ``packages`` lacks a package, or one is damaged.
     """
-    folder = packages if packages is not None else _downloaded(cache_folder() / "npm")
-    concepts = {concept.code: concept for concept in _concepts(_Package(folder, _NAMES))}
+    if find_spec("resvg_py") is None:
+        raise Unavailable("the built-in dataset emoji requires resvg_py: pip install -e '.[emoji]'")
+    if packages is not None:
+        folder = packages
+        if missing := _missing(folder):
+            raise DataError(
+                f"{folder} lacks {counted(len(missing), 'package')}: run there: npm pack {' '.join(missing)}"
+            )
+    else:
+        folder = _downloaded(cache_folder() / "npm")
+    concepts = {concept.code: concept for concept in _concepts(_Package(folder, NAMES))}
     class_names = [concept.names["en"] for concept in concepts.values()]
     assert len(set(class_names)) == len(class_names)
     labels = {code: label for label, code in enumerate(concepts)}
@@ -98,17 +114,26 @@ def make(out: Path, *, packages: Path | None = None, progress: bool = True) -> N
     codes = _codes_by_name(sources, concepts)
     counts: dict[str, int] = {}
     records: list[tuple[str, Record]] = []
-    drawings = [(artist, *drawing) for artist, package in sources.items() for drawing in _drawings(package, codes)]
-    with ThreadPoolExecutor() as pool, DatasetWriter(out) as writer:
-        images = pool.map(_rendered, (content for *_, content in drawings))
+    drawings = [
+        (artist, *drawing)
+        for artist, package in sources.items()
+        for drawing in _drawings(package, codes, concepts)
+    ]
+    with DatasetWriter(out) as writer:
+        images = map(_rendered, (content for *_, content in drawings))
         shown = track(
-            images, "drawing emoji", len(drawings), disable=not progress, console=Console(stderr=True), transient=True
+            images,
+            "drawing emoji",
+            len(drawings),
+            disable=not progress,
+            console=Console(stderr=True),
+            transient=True,
         )
         for (artist, code, _), image in zip(drawings, shown, strict=True):
-            concept = concepts.get(code)
-            if concept is None or (artist == HELD_OUT and concept.unseen):
+            concept = concepts[code]
+            if artist in HELD_OUT and concept.unseen:
                 continue
-            split = "test" if artist == HELD_OUT else "unseen_concepts" if concept.unseen else "train"
+            split = HELD_OUT.get(artist, "unseen_concepts" if concept.unseen else "train")
             record = Record(
                 key=hashlib.sha256(f"{artist}/{code}".encode()).hexdigest()[:16],
                 image=image,
@@ -127,15 +152,21 @@ def make(out: Path, *, packages: Path | None = None, progress: bool = True) -> N
             counts[artist] = counts.get(artist, 0) + 1
         for split, record in sorted(records, key=lambda one: one[1].key):
             writer.write(split, record)
+        names = {
+            language: [concept.names.get(language, concept.names["en"]) for concept in concepts.values()]
+            for language in LANGUAGES
+        }
+        text = json.dumps(names, ensure_ascii=False, indent=0)
+        writer.extra_file("names.json").write_text(text + "\n", encoding="utf-8")
         card = {
             "name": "emoji",
-            "description": "emoji by eight artists, with names and keywords in 27 languages",
-            "made_by": "python -m data make emoji",
-            "held_out": HELD_OUT,
+            "revision": REVISION,
+            "how": "SVG and WebP drawings of npm packages on white, with names and keywords of emojibase-data",
+            "side": SIDE,
             "images": counts,
-            "packages": [*PACKAGES.values(), _NAMES],
+            "packages": [*PACKAGES.values(), NAMES],
             "licenses": {artist: package.license for artist, package in sources.items()} | {"names": "MIT"},
-            "tasks": ["zero-shot", "retrieval"],
+            "metric": "accuracy",
         }
         writer.finish(card, class_names=class_names, templates=TEMPLATES)
 
@@ -145,13 +176,11 @@ class _Package:
 
     def __init__(self, folder: Path, package: str) -> None:
         self.path = folder / _file_name(package)
-        if not self.path.is_file():
-            raise DataError(f"{folder} has no {self.path.name}: run npm pack {package} there")
 
     def members(self, pattern: str) -> Iterator[tuple[str, bytes]]:
         """Yield the files whose whole path matches a regular expression."""
         try:
-            with tarfile.open(self.path) as archive:
+            with tarfile.open(self.path, "r:gz") as archive:
                 for member in archive:
                     name = member.name.removeprefix("package/")
                     if member.isfile() and member.size <= _LARGEST_MEMBER and re.fullmatch(pattern, name):
@@ -181,43 +210,60 @@ def _file_name(package: str) -> str:
     return f"{name}-{version}.tgz"
 
 
+def _missing(folder: Path) -> list[str]:
+    return [one for one in (*PACKAGES.values(), NAMES) if not (folder / _file_name(one)).is_file()]
+
+
 def _downloaded(folder: Path) -> Path:
-    """Download the packages that are not in the folder yet."""
-    missing = [one for one in (*PACKAGES.values(), _NAMES) if not (folder / _file_name(one)).is_file()]
+    """Download the packages that are not in the folder yet, 44 MB in all."""
+    missing = _missing(folder)
     if not missing:
         return folder
     npm = shutil.which("npm")
     if npm is None:
-        raise DataError(
-            "emoji needs npm to download its packages: install it, or run npm pack elsewhere for "
-            f"{' '.join(missing)} and copy the files to {folder}"
+        raise Unavailable(
+            "the built-in dataset emoji requires npm to download its packages: install npm, or run elsewhere "
+            f"npm pack {' '.join(missing)} and copy the files to {folder}"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    command = [npm, "pack", "--silent", "--ignore-scripts", f"--pack-destination={folder}", *missing]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        raise DataError(f"npm pack failed ({lines[0] if lines else f'status {done.returncode}'}): is there a network?")
+    with TemporaryDirectory(dir=folder) as aside:  # a killed npm leaves incomplete files
+        command = [npm, "pack", "--ignore-scripts", f"--pack-destination={aside}", *missing]
+        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        if done.returncode:
+            lines = [
+                line for line in done.stderr.splitlines() if line.startswith("npm") and "code" not in line
+            ]
+            cause = lines[0].removeprefix("npm error ") if lines else f"status {done.returncode}"
+            raise Unavailable(
+                f"the built-in dataset emoji requires packages that npm cannot download: {cause}"
+            )
+        for package in missing:
+            (Path(aside) / _file_name(package)).replace(folder / _file_name(package))
     return folder
 
 
 def _concepts(package: _Package) -> Iterator[Concept]:
     """Yield the emoji that have a group and are not a skin tone, hair or letter, with names in all languages."""
     groups = {int(key): name for key, name in package.json("meta/groups.json")["groups"].items()}
-    tables = {}
-    for language in LANGUAGES:
-        rows = package.json(f"{language}/data.json")
-        tables[language] = {_code(row["hexcode"]): row for row in rows}
+    tables: dict[str, dict[str, tuple[str, list[str]]]] = {}  # by language and code: name and keywords
+    kinds: dict[str, str] = {}  # group by code
+    for file, content in package.members(rf"(?:{'|'.join(LANGUAGES)})/data\.json"):
+        rows = json.loads(content)
+        table = {_code(row["hexcode"]): (row["label"], row.get("tags", [])) for row in rows}
+        tables[file.partition("/")[0]] = table
+        if file == "en/data.json":
+            kinds = {_code(row["hexcode"]): groups.get(row.get("group", -1), "component") for row in rows}
+    tables = {language: tables[language] for language in LANGUAGES}
     seen = set[str]()
-    for code, row in tables["en"].items():
-        group = groups.get(row.get("group", -1), "component")
-        if group != "component" and row["label"] not in seen:
-            seen.add(row["label"])
+    for code, (name, _) in tables["en"].items():
+        if kinds[code] != "component" and name not in seen:
+            seen.add(name)
+            known = {language: table[code] for language, table in tables.items() if code in table}
             yield Concept(
                 code=code,
-                group=group,
-                names={language: table[code]["label"] for language, table in tables.items() if code in table},
-                keywords={language: table[code].get("tags", []) for language, table in tables.items() if code in table},
+                group=kinds[code],
+                names={language: name for language, (name, _) in known.items()},
+                keywords={language: keywords for language, (_, keywords) in known.items()},
             )
 
 
@@ -240,12 +286,16 @@ def _codes_by_name(sources: Mapping[str, _Package], concepts: Mapping[str, Conce
     return codes
 
 
-def _drawings(package: _Package, codes: Mapping[str, str]) -> Iterator[tuple[str, bytes]]:
+def _drawings(
+    package: _Package, codes: Mapping[str, str], concepts: Mapping[str, Concept]
+) -> Iterator[tuple[str, bytes]]:
     """Yield the code of each drawing and its SVG or WebP file, one per code."""
     icons = package.json("icons.json")
     if icons is None:
+        files = package.members(r"assets/[0-9a-f-]+\.webp")
         # some are there with and without a variation selector
-        yield from {_code(Path(name).stem): content for name, content in package.members(r"assets/[0-9a-f-]+\.webp")}.items()
+        drawn = {_code(Path(name).stem): content for name, content in files}
+        yield from ((code, drawn[code]) for code in drawn.keys() & concepts.keys())
         return
     found: dict[str, str] = {}
     aliases = {name: alias["parent"] for name, alias in icons.get("aliases", {}).items()}
@@ -265,15 +315,14 @@ def _drawings(package: _Package, codes: Mapping[str, str]) -> Iterator[tuple[str
 def _rendered(content: bytes) -> bytes:
     """Return a PNG of ``SIDE`` × ``SIDE`` pixels on white."""
     if content.startswith(b"<svg"):
-        try:
-            import resvg_py
-        except ImportError as error:
-            raise DataError("emoji needs resvg: pip install -e '.[emoji]'") from error
-        png = bytes(resvg_py.svg_to_bytes(svg_string=content.decode(), width=SIDE, height=SIDE, skip_system_fonts=True))
-        image = Image.open(io.BytesIO(png))
-    else:
-        image = Image.open(io.BytesIO(content), formats=("WEBP",))
-    image = image.convert("RGBA")
+        import resvg_py
+
+        content = bytes(
+            resvg_py.svg_to_bytes(
+                svg_string=content.decode(), width=SIDE, height=SIDE, skip_system_fonts=True
+            )
+        )
+    image = Image.open(io.BytesIO(content), formats=("PNG", "WEBP")).convert("RGBA")
     image.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
     white = Image.new("RGBA", (SIDE, SIDE), "white")
     white.alpha_composite(image, ((SIDE - image.width) // 2, (SIDE - image.height) // 2))

@@ -82,7 +82,7 @@ def results(tmp_path: Path) -> Path:
 
 def test_differences_agree_with_the_metrics(results: Path) -> None:
     pair = guesses(0.6, 1), guesses(0.8, 2)
-    for name in ("digits", "glyphs", "icons"):
+    for name in ("digits", "glyphs", "emoji"):
         add(results, "small", name, pair[0])
         add(results, "large", name, pair[1] if name == "digits" else pair[0])
     found = compare([results], "small", "large")
@@ -99,7 +99,7 @@ def test_differences_agree_with_the_metrics(results: Path) -> None:
     assert recall.beyond_chance
     assert by_key["glyphs", "acc1"].p == 1.0
     said = (
-        "zero-shot on digits, glyphs, icons: ece cannot be tested: the details have no per-item values of it"
+        "zero-shot on digits, glyphs, emoji: ece cannot be tested: the details have no per-item values of it"
     )
     assert found.refused == (said,)
     text = printed(found)
@@ -213,6 +213,6 @@ def test_models_are_found_by_name_weights_or_file(results: Path, tmp_path: Path)
     several = f"other.jsonl contains several models .*compare MODEL_A MODEL_B --results {other}"
     with pytest.raises(ConfigError, match=several):
         compare([], str(results), str(other))
-    add(other, "tiny", "icons", guesses(0.6, 1))
+    add(other, "tiny", "emoji", guesses(0.6, 1))
     with pytest.raises(DataError, match="no dataset and task in common"):
         compare([results, other], "large", "tiny")

@@ -106,7 +106,7 @@ RETRIEVAL = {"task": "retrieval", "prompt_set": ""}
             st.sampled_from([100, 200, 300]),
             st.floats(0, 1),
             st.sampled_from(["acc1", "ece"]),
-            dataset=st.sampled_from(["digits", "icons"]),
+            dataset=st.sampled_from(["digits", "emoji"]),
             task=st.sampled_from(["zero-shot", "knn"]),
             setting=st.sampled_from(["", "k=10"]),
         ),
@@ -143,20 +143,20 @@ def test_headlines_name_their_step_if_it_is_not_the_last(tmp_path: Path) -> None
 
 
 def test_newest_groups_series_and_puts_those_of_the_training_first(tmp_path: Path) -> None:
-    lines = [line(300, 0.5, dataset="glyphs"), later(300, 0.1, "ece"), later(100, 0.2, dataset="icons")]
+    lines = [line(300, 0.5, dataset="glyphs"), later(300, 0.1, "ece"), later(100, 0.2, dataset="emoji")]
     found = newest(read_run_folder(write(tmp_path / "run", [*lines, *TRAINED])).results)
     assert [(one.dataset, one.metric, one.step) for one in found] == [
         ("digits", "acc1", 300),
         ("digits", "ece", 300),
         ("glyphs", "acc1", 300),
-        ("icons", "acc1", 100),
+        ("emoji", "acc1", 100),
     ]
 
 
 def test_a_run_without_scores_of_its_own_shows_the_latest(tmp_path: Path) -> None:
-    lines = [later(100, 0.2), later(300, 0.3, dataset="icons")]
+    lines = [later(100, 0.2), later(300, 0.3, dataset="emoji")]
     said = top(write(tmp_path / "run", lines))
-    assert "icons" in said and "30.0 %" in said
+    assert "emoji" in said and "30.0 %" in said
     assert "20.0" not in said
 
 
