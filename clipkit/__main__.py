@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from clipkit.cli import (
-    MOST_BATCH,
-    MOST_WORKERS,
+    MODEL,
     Command,
-    add_decoding_options,
-    add_dim,
+    add_model_options,
+    add_name,
     chosen_command,
     command_parser,
     number,
@@ -39,7 +38,6 @@ and with --text
   a table         the column of captions
   shards          the captions
 """
-MODEL = "a run, a checkpoint, or anything else that clipkit.load takes"
 
 
 def main() -> NoReturn:
@@ -110,7 +108,7 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"library to export to: {', '.join(EXPORTS)}; may be repeated (default: "
         f"{' and '.join(name for name, target in EXPORTS.items() if target.default)})",
     )
-    _add_name(parser)
+    add_name(parser)
 
 
 def _interpolate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,40 +123,14 @@ def _interpolate_arguments(parser: argparse.ArgumentParser) -> None:
         default=[0.5],
         help="weight of SECOND, 0 to 1; several values write one model each, to DIR/alpha_A (default: 0.5)",
     )
-    _add_name(parser)
+    add_name(parser)
 
 
 def _shared_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of commands that run a model."""
     parser.add_argument("sources", metavar="SOURCE", nargs="+", help="input; see below")
-    parser.add_argument("--model", metavar="M", required=True, help=MODEL)
-    _add_name(parser)
-    parser.add_argument(
-        "--batch-size", metavar="N", type=whole(1, MOST_BATCH), help="(default: 32 on a CPU, else 256)"
-    )
-    parser.add_argument(
-        "--device", metavar="D", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)"
-    )
-    parser.add_argument(
-        "--precision",
-        choices=("fp32", "bf16", "fp16"),
-        default="fp32",
-        help="precision of the towers (default: fp32)",
-    )
-    parser.add_argument(
-        "--workers",
-        metavar="N",
-        type=whole(0, MOST_WORKERS),
-        help="threads that read and decode (default: one per core)",
-    )
+    add_model_options(parser)
     parser.add_argument("--image-column", metavar="C", help="column of tables (default: guessed)")
-    add_dim(parser)
-    add_decoding_options(parser, default="as in the model's training")
-
-
-def _add_name(parser: argparse.ArgumentParser) -> None:
-    help_text = "architecture, for weights stored without one"
-    parser.add_argument("--name", metavar="NAME", default="", help=help_text)
 
 
 COMMANDS = {

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from clipkit.errors import ConfigError
 
 __all__ = [
+    "MODEL",
     "MOST_BATCH",
     "MOST_SEED",
     "MOST_WORKERS",
@@ -20,12 +21,15 @@ __all__ = [
     "Parser",
     "add_decoding_options",
     "add_dim",
+    "add_model_options",
+    "add_name",
     "chosen_command",
     "command_parser",
     "number",
     "whole",
 ]
 
+MODEL = "a run, a checkpoint, or anything else that clipkit.load takes"
 MOST_BATCH = 65_536
 MOST_SEED = 2**63 - 1
 MOST_WORKERS = 512
@@ -173,3 +177,35 @@ def add_decoding_options(parser: argparse.ArgumentParser, *, default: str) -> No
         action=argparse.BooleanOptionalAction,
         help=f"apply or ignore the EXIF orientation of images (default: {default})",
     )
+
+
+def add_name(parser: argparse.ArgumentParser) -> None:
+    """Add ``--name``."""
+    help_text = "architecture, for weights stored without one"
+    parser.add_argument("--name", metavar="NAME", default="", help=help_text)
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--model`` and the options of its execution, which ``FeatureStream.from_options`` reads."""
+    parser.add_argument("--model", metavar="M", required=True, help=MODEL)
+    add_name(parser)
+    parser.add_argument(
+        "--batch-size", metavar="N", type=whole(1, MOST_BATCH), help="(default: 32 on a CPU, else 256)"
+    )
+    parser.add_argument(
+        "--device", metavar="D", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)"
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "bf16", "fp16"),
+        default="fp32",
+        help="precision of the towers (default: fp32)",
+    )
+    parser.add_argument(
+        "--workers",
+        metavar="N",
+        type=whole(0, MOST_WORKERS),
+        help="threads that read and decode (default: one per core)",
+    )
+    add_dim(parser)
+    add_decoding_options(parser, default="as in the model's training")

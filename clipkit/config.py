@@ -190,6 +190,9 @@ class DataConfig(Section):
     filters: tuple[str, ...] = setting(
         (), 'Conditions on JSON fields, such as "width >= 256"; samples must satisfy all of them.'
     )
+    scores: str = setting(
+        "", "Name of the scores that filters refer to as score.COLUMN, printed by python -m data score."
+    )
     last: str = setting(
         "drop",
         "Samples that do not fill a batch at the end of an epoch: drop them, or wrap them into the next epoch.",

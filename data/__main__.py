@@ -18,6 +18,7 @@ from clipkit.cli import (
     Command,
     Parser,
     add_decoding_options,
+    add_model_options,
     chosen_command,
     command_parser,
     number,
@@ -96,6 +97,21 @@ marks as noai are skipped.
 
   python -m data download table.parquet images --image-size 384
   python -m data download table.csv images --part 3/16
+"""
+
+
+SCORE_TEXT = f"""\
+{SOURCES}
+
+Scores are stored in the cache folder ($CLIPKIT_CACHE); the data is not changed.
+Run the same command again to resume. Training reads only the selected samples:
+
+  python -m data score pairs --model open_clip:ViT-B-32/laion2b_s34b_b79k
+  python train.py data.train=pairs data.scores=NAME \\
+      data.filters='["score.clip >= top 30%","score.duplicate = false"]'
+
+Presets: preset:datacomp_basic, preset:datacomp_clip_score, preset:laion2b and
+preset:datacomp_text_based. data/README.md describes the columns.
 """
 
 
@@ -345,6 +361,38 @@ def _download_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="print no progress")
 
 
+def _score_options(parser: argparse.ArgumentParser) -> None:
+    _source_options(parser)
+    add_model_options(parser)
+    parser.add_argument(
+        "--captions",
+        metavar="NAMES",
+        default="txt",
+        help="sources of captions as in data.captions; the first caption is scored (default: txt)",
+    )
+    parser.add_argument(
+        "--against",
+        metavar="SOURCE",
+        action="append",
+        default=[],
+        help="find the images of this evaluation set (its split test) among the samples; may be repeated",
+    )
+    parser.add_argument(
+        "--threshold",
+        metavar="S",
+        type=number(0, 1),
+        default=0.95,
+        help="similarity from which two images count as near-duplicates (default: 0.95)",
+    )
+    parser.add_argument(
+        "--no-duplicates",
+        dest="duplicates",
+        action="store_false",
+        help="do not compare all images with each other, which takes time in proportion to their number squared",
+    )
+    _cache_option(parser, 100.0, "is not possible for them")
+
+
 # --------------------------------------------------------------------------------------------------------------
 # Commands
 
@@ -577,6 +625,14 @@ COMMANDS = {
         arguments=_inspect_options,
         run=_inspect,
         stopped="nothing was written",
+    ),
+    "score": Command(
+        summary="score samples with a model, to filter them in training",
+        description="Compute CLIP scores and find duplicates and evaluation images.\n\n" + SCORE_TEXT,
+        usage="python -m data score [OPTIONS] --model M SOURCE [SOURCE ...]",
+        arguments=_score_options,
+        run="data.scores.command:score",
+        stopped="scored shards are kept; run the same command to resume",
     ),
     "speed": Command(
         summary="measure the speed of the loader",

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,9 @@ import numpy.typing as npt
 from clipkit.errors import ConfigError, DataError, nearest
 from clipkit.files import printable
 from data.shards.index import CAPTION, IMAGE, LABEL, META, ShardIndex
+
+if TYPE_CHECKING:
+    from data.scores.table import Scores
 
 __all__ = [
     "CHOICES",
@@ -342,17 +345,29 @@ class Selection:
         filters: conditions that must all hold.
         captions: where captions are, and whether each is a sample.
         truncated: "error", or "use" to use the samples of the intact part of truncated shards.
+        scores: the scores that filters refer to as ``score.COLUMN``.
     """
 
     need: tuple[str, ...] = ("image", "caption")
     filters: tuple[Filter, ...] = ()
     captions: CaptionRule = field(default_factory=CaptionRule)
     truncated: str = "error"
+    scores: "Scores | None" = None
 
     @property
     def reads_json(self) -> bool:
-        """Whether the samples' json decides which are used."""
+        """Whether the samples' json or scores decide which are used."""
         return bool(self.filters) or ("caption" in self.need and self.captions.choice == "all")
+
+    @property
+    def json_filters(self) -> tuple[Filter, ...]:
+        """The filters on the json rather than on scores."""
+        return tuple(one for one in self.filters if self.scores is None or not one.name.startswith("score."))
+
+    @property
+    def needs_content(self) -> bool:
+        """Whether scores are not enough to decide which samples are used."""
+        return bool(self.json_filters) or self.captions.choice == "all"
 
     @property
     def identity(self) -> str:
@@ -362,6 +377,8 @@ class Selection:
         large = [one for one in self.filters if isinstance(n := _number(one.value), int) and abs(n) >= 2**53]
         if large:
             identity.append(sorted(map(str, large)))
+        if self.scores is not None:
+            identity.append(self.scores.digest)
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
     def choose(self, index: ShardIndex, content: Callable[[int], tuple[str | None, Meta]]) -> Chosen:

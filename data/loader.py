@@ -52,11 +52,12 @@ from data.augment import (
     random_of,
     training_pixels,
 )
-from data.captions import CaptionRule, Filter, Selection
+from data.captions import CaptionRule, Selection
 from data.corpora.builtin import BUILTIN, end_with_parent
 from data.order import Order
 from data.remote.cache import shard_cache
 from data.remote.store import is_remote, read_text
+from data.scores.table import scored_filters
 from data.shards.manifest import Manifest, make_manifest
 from data.shards.samples import Shards
 from data.shards.sources import find_shards
@@ -115,8 +116,10 @@ def open_training_data(
         DataError: there are no shards, or they cannot be read.
         CheckpointError: the run was started with other data.
     """
+    filters, scores = scored_filters(settings.filters, settings.scores)
     selection = Selection(
-        filters=tuple(map(Filter.of, settings.filters)),
+        filters=filters,
+        scores=scores,
         captions=CaptionRule(
             fields=settings.captions,
             choice=settings.caption_choice,

@@ -1,3 +1,10 @@
 from .inputs import (
+    Item as Item,
+    Member as Member,
     readable as readable,
+)
+from .pairs import (
+    PairEncoder as PairEncoder,
+    PairFeatures as PairFeatures,
+    closest as closest,
 )

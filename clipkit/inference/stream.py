@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
 
 from clipkit.api import encode_text, load
 from clipkit.errors import ConfigError, DataError
@@ -42,6 +43,8 @@ PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat1
 _CPU_BATCH, _GPU_BATCH = 32, 256
 _GPU_LANES = 2  # one batch is prepared and copied while the other is computed
 _MAX_WORKERS = 16
+THUMBNAIL = 16  # side of the gray thumbnail of the preprocessed image, T = 16 · 16
+_LUMA = torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)  # ITU-R BT.601
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
@@ -74,6 +77,7 @@ class Features:
         captions: B texts; None for items without one, or if captions were not requested.
         contents: B digests of the bytes read, see ``FeatureStream.contents``.
         rows: (B, O) float32, unit norm.
+        thumbnails: (B, T) uint8 of images, if requested; see ``THUMBNAIL``.
     """
 
     part: int
@@ -81,6 +85,7 @@ class Features:
     captions: list[str | None]
     contents: list[bytes]
     rows: npt.NDArray[np.float32]
+    thumbnails: npt.NDArray[np.uint8] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +98,7 @@ class _Ready:
     caption: str | None = None
     digest: bytes = b""
     traits: Traits = NO_TRAITS
+    thumbnail: npt.NDArray[np.uint8] | None = None
 
 
 class FeatureStream:
@@ -151,7 +157,12 @@ class FeatureStream:
         return cls(model, batch_size=options.batch_size, precision=options.precision, workers=options.workers)
 
     def run(
-        self, items: Iterable[tuple[int, Item]], *, kind: Kind, captions: bool = False
+        self,
+        items: Iterable[tuple[int, Item]],
+        *,
+        kind: Kind,
+        captions: bool = False,
+        thumbnails: bool = False,
     ) -> Iterator[Features | Failure]:
         """Encode the images or captions of items.
 
@@ -159,6 +170,7 @@ class FeatureStream:
             items: items with the numbers of their parts; a batch never spans two parts.
             kind: whether to encode images or captions.
             captions: also return the captions of images.
+            thumbnails: also return thumbnails of images.
 
         Raises:
             ConfigError: a batch does not fit in memory.
@@ -176,9 +188,12 @@ class FeatureStream:
                 captions=[one.caption for one in batch],
                 contents=[one.digest for one in batch],
                 rows=rows.result(),
+                thumbnails=np.stack([one.thumbnail for one in batch if one.thumbnail is not None])
+                if thumbnails
+                else None,
             )
 
-        ready = partial(self._ready, kind=kind, captions=captions)
+        ready = partial(self._ready, kind=kind, captions=captions, thumbnails=thumbnails)
         with evaluating(self.model), one_core_each(self._lanes) as pool:
             for outcome in _batches(self._read_ahead(ready, items), self.batch_size):
                 if isinstance(outcome, Failure):
@@ -239,7 +254,9 @@ class FeatureStream:
             while waiting:
                 yield waiting.popleft().result()
 
-    def _ready(self, given: tuple[int, Item], *, kind: Kind, captions: bool) -> _Ready | Failure:
+    def _ready(
+        self, given: tuple[int, Item], *, kind: Kind, captions: bool, thumbnails: bool
+    ) -> _Ready | Failure:
         """Read and decode an item."""
         part, item = given
         image, caption, cause, digest = _read(item, kind, captions=captions)
@@ -253,7 +270,19 @@ class FeatureStream:
             cause = f"text of more than {MAX_CHARACTERS:,} characters"
         if cause:
             return Failure(part=part, item=item, cause=cause, content=digest)
-        return _Ready(part=part, item=item, pixels=pixels, caption=caption, digest=digest, traits=traits)
+        thumbnail = None
+        if thumbnails and pixels is not None:
+            gray = (pixels.float() * _LUMA).sum(0, keepdim=True)  # (1, S, S)
+            thumbnail = adaptive_avg_pool2d(gray, THUMBNAIL).round().to(torch.uint8).flatten().numpy()
+        return _Ready(
+            part=part,
+            item=item,
+            pixels=pixels,
+            caption=caption,
+            digest=digest,
+            traits=traits,
+            thumbnail=thumbnail,
+        )
 
     def _rows(self, batch: Sequence[_Ready], kind: Kind) -> npt.NDArray[np.float32]:
         """Encode B items → (B, O)."""

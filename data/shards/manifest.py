@@ -73,7 +73,7 @@ def _reject_unknown_fields(
     plain = Selection(need=selection.need)
     looked = 0
     known: Counter[str] = Counter()
-    missing = {one.name for one in selection.filters}
+    missing = {one.name for one in selection.json_filters}
     for opened in _some_opened(shards, plain, cache):
         for _, meta in _contents(opened, cache):
             looked += 1
@@ -432,7 +432,7 @@ class Manifest:
         """Return known changes of the samples or their order, most important first."""
         changes = []
         if self.selection != earlier.selection:
-            changes.append("the settings of captions or filters differ")
+            changes.append("the settings of captions or filters, or the scores, differ")
         before, now = list(map(_name, earlier.urls)), list(map(_name, self.urls))
         if len(before) != len(now):
             changes.append(f"{len(now)} shards instead of {len(before)}")

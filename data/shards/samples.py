@@ -132,6 +132,11 @@ class OpenShard:
     def __len__(self) -> int:
         return len(self.chosen)
 
+    @property
+    def path(self) -> Path:
+        """Path of the open local file, which the cache may have removed."""
+        return Path(f"/dev/fd/{self._descriptor}")
+
     def key(self, number: int) -> str:
         """Return the key of the ``number``-th used sample."""
         return self.index.key(self.row(number))
@@ -243,7 +248,15 @@ class OpenShard:
             if (stored := read_arrays(place)) is not None:
                 about, arrays = stored
                 return Chosen(rows=arrays["rows"], captions=arrays.get("captions"), dropped=about["dropped"])
-        chosen = selection.choose(self.index, self._content)
+        content = self._content
+        if selection.scores is not None:
+            scores, from_json = selection.scores.rows(self.index, self.shown, selection.filters), content
+
+            def content(row: int) -> tuple[str | None, dict[str, Any]]:
+                text, meta = from_json(row) if selection.needs_content else (None, {})
+                return text, {**meta, "score": scores[row]}
+
+        chosen = selection.choose(self.index, content)
         arrays = {"rows": chosen.rows} | ({} if chosen.captions is None else {"captions": chosen.captions})
         with suppress(OSError):
             write_arrays(place, {"dropped": chosen.dropped}, arrays)

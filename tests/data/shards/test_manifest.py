@@ -200,7 +200,9 @@ def test_what_is_said_of_changes(now: list[tuple[str, int, int, str]], said: lis
 
 def test_other_rules_and_other_sources_are_said() -> None:
     one = made_of(BEFORE)
-    assert made_of(BEFORE, selection="t").changes_since(one) == ["the settings of captions or filters differ"]
+    assert made_of(BEFORE, selection="t").changes_since(one) == [
+        "the settings of captions or filters, or the scores, differ"
+    ]
     assert made_of(BEFORE[:2], selection="t").changes_since(one)[1:] == [
         "2 shards instead of 3",
         "2.tar is gone",

@@ -1,0 +1,137 @@
+"""Encode image–caption pairs for scoring, and find the most similar images.
+
+Letters: B pairs, O embedding dimension, T pixels of a thumbnail, N and M images.
+"""
+
+import argparse
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from clipkit.formats.checkpoint import model_hash
+from clipkit.inference.inputs import Item, Kind
+from clipkit.inference.stream import THUMBNAIL, Failure, FeatureStream, pick_device
+
+__all__ = ["PairEncoder", "PairFeatures", "closest"]
+
+Images = npt.NDArray[Any]  # (N,) of the dtype ``PairEncoder.dtype``
+_FLAT = (
+    32.0  # added to the norm of thumbnails: noise of less than 2 gray levels (32 / sqrt(T)) is not compared
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PairFeatures:
+    """Features of B pairs.
+
+    Attributes:
+        images: (B,) records of ``PairEncoder.dtype``; zero for images that could not be encoded.
+        scores: (B,) float32 cosine similarity of image and caption; NaN if either could not be encoded.
+        causes: B reasons why an image or a caption could not be encoded; empty if both were.
+    """
+
+    images: Images
+    scores: npt.NDArray[np.float32]
+    causes: list[str]
+
+
+class PairEncoder:
+    """Encode pairs with a model.
+
+    Args:
+        options: as for ``FeatureStream.from_options``.
+
+    Attributes:
+        identity: 16 hexadecimal digits that change with the weights, the preprocessing and the precision.
+        dtype: record of an image: ``embedding`` (O) float16, unit norm, and ``thumbnail`` (T) uint8.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._stream = FeatureStream.from_options(options)
+        identity = f"{model_hash(self._stream.model)} {self._stream.precision}"
+        self.identity = hashlib.sha256(identity.encode()).hexdigest()[:16]
+        width = self._stream.empty("image").shape[1]
+        self.dtype = np.dtype(
+            [("embedding", np.float16, (width,)), ("thumbnail", np.uint8, (THUMBNAIL * THUMBNAIL,))]
+        )
+        self._options = options
+
+    def encode(self, items: Sequence[Item]) -> PairFeatures:
+        """Encode B pairs.
+
+        Raises:
+            ConfigError: a batch does not fit in memory.
+            DataError: the model's output is not finite.
+        """
+        numbered = [replace(item, key=str(number)) for number, item in enumerate(items)]
+        images = np.zeros(len(items), dtype=self.dtype)
+        rows = np.full((2, len(items), self.dtype["embedding"].shape[0]), np.nan, dtype=np.float32)
+        causes = [""] * len(items)
+        kinds: tuple[Kind, ...] = ("image", "caption")
+        for number, kind in enumerate(kinds):
+            todo = ((0, one) for one in numbered if not causes[int(one.key)])
+            for found in self._stream.run(todo, kind=kind, thumbnails=kind == "image"):
+                if isinstance(found, Failure):
+                    causes[int(found.item.key)] = found.cause
+                    continue
+                places = [int(item.key) for item in found.items]
+                rows[number, places] = found.rows
+                if found.thumbnails is not None:
+                    images["embedding"][places] = found.rows
+                    images["thumbnail"][places] = found.thumbnails
+        return PairFeatures(images=images, scores=(rows[0] * rows[1]).sum(-1), causes=causes)
+
+    def notes(self) -> list[str]:
+        """Return notes about encoded images whose transparency or orientation was ignored."""
+        return self._stream.lines(self._options)
+
+
+def closest(
+    queries: Images, others: Iterator[Images], device: str | None = None
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    """Find the most similar of other images for each query.
+
+    The similarity of two images is the smaller of the cosine similarity of their embeddings and the correlation of
+    their thumbnails: a model may embed all images of a class alike, and different images may have similar
+    thumbnails. All pairs are compared, at 2 (O + T) floating-point operations each.
+
+    Args:
+        queries: (N,) records of ``PairEncoder.dtype``.
+        others: blocks of images; the queries themselves, as the same object, are compared only with those before
+            them.
+        device: where to compute, by default a GPU if there is one.
+
+    Returns:
+        (N,) float32 similarity and (N,) int64 number of the image in all blocks; both -1 without any other image.
+    """
+    place = torch.device(pick_device(device))
+    embeddings, thumbnails = _unit(queries, place)
+    best = torch.full((len(queries),), -1.0, device=place)
+    found = torch.full((len(queries),), -1, dtype=torch.int64, device=place)
+    start = 0
+    for block in others:
+        one, other = (embeddings, thumbnails) if block is queries else _unit(block, place)
+        similarity = torch.minimum(embeddings @ one.T, thumbnails @ other.T)  # (N, M)
+        if block is queries:
+            earlier = torch.ones_like(similarity, dtype=torch.bool).tril(-1)
+            similarity.masked_fill_(~earlier, -1.0)
+        value, number = similarity.max(dim=1)
+        found = torch.where(value > best, number + start, found)
+        best = torch.maximum(value, best)
+        start += len(block)
+    return best.cpu().numpy(), found.cpu().numpy()
+
+
+def _unit(images: Images, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return unit embeddings (N, O) and centered unit thumbnails (N, T + 1), both float32."""
+    embeddings = torch.from_numpy(np.ascontiguousarray(images["embedding"])).to(device).float()
+    gray = torch.from_numpy(np.ascontiguousarray(images["thumbnail"])).to(device).float()
+    gray = torch.cat([gray - gray.mean(dim=1, keepdim=True), torch.full_like(gray[:, :1], _FLAT)], dim=1)
+    return normalize(embeddings, dim=1), normalize(gray, dim=1)

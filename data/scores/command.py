@@ -1,0 +1,395 @@
+"""``python -m data score``: score image–caption pairs, and find duplicates and evaluation images among them.
+
+First, each shard is encoded, and its features and scores are stored by content, so that they are computed once for
+any list of shards. Then each image is compared with all images of earlier shards, those before it in its shard, and
+the evaluation images. Blocks of images are read from the disk, so memory does not grow with their number.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from clipkit.errors import ConfigError, DataError
+from clipkit.files import (
+    CountProgress,
+    FileLock,
+    counted,
+    open_image,
+    pillow_errors,
+    printable,
+    prompt_list,
+    replacing,
+    write_atomic,
+)
+from clipkit.inference import Item, Member, PairEncoder, closest
+from data.captions import TEXT, CaptionRule, Selection
+from data.remote.cache import ShardCache, shard_cache
+from data.remote.store import ShardFile
+from data.scores.table import PERMILLE, find, scores_folder
+from data.shards.index import CAPTION, IMAGE, META
+from data.shards.samples import OpenShard, meta_of, text_of
+from data.shards.sources import find_shards
+
+__all__ = ["score"]
+
+_VERSION = 1  # of the columns; increase it when one is computed differently
+_ROWS = 2048  # samples encoded, compared and written at a time
+_BINS = 2**20  # of clip scores from -1 to 1, for quantiles
+_BASIC = (
+    ("key", "string"), ("cause", "string"), ("clip", "float32"), ("characters", "int32"), ("words", "int32"),
+    ("language", "string"), ("language_probability", "float32"), ("imagenet", "bool_"), ("width", "int32"),
+    ("height", "int32"), ("shorter_side", "int32"), ("aspect_ratio", "float32"),
+)  # fmt: skip
+_MATCHES = (("similarity", "duplicate", "duplicate_of"), ("contamination", "contaminated", "contaminated_by"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shard:
+    """An encoded shard.
+
+    Attributes:
+        file: the shard.
+        table: its scores; the features are next to them.
+        rows: number of samples.
+    """
+
+    file: ShardFile
+    table: Path
+    rows: int
+
+    def blocks(self) -> Iterator[npt.NDArray[Any]]:
+        """Yield the features of ``_ROWS`` images at a time."""
+        for start in range(0, self.rows, _ROWS):
+            try:
+                features = np.load(self.table.with_suffix(".npy"), mmap_mode="r", allow_pickle=False)
+            except (OSError, ValueError) as error:
+                raise _damaged(self.table.with_suffix(".npy"), error) from error
+            yield np.array(features[start : start + _ROWS])
+
+    def name(self, row: int) -> str:
+        """Return shard and key of a row."""
+        return f"{self.file.shown}/{_keys(self.table)[row].as_py()}"
+
+
+@lru_cache(maxsize=8)
+def _keys(path: Path) -> Any:
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_table(path, columns=["key"]).column("key")
+
+
+def _damaged(path: Path, error: Exception) -> DataError:
+    return DataError(
+        f"{path} is damaged ({' '.join(str(error).split())}): delete it and run the same command"
+    )
+
+
+def score(options: argparse.Namespace) -> int:
+    """Run the command and return its exit status.
+
+    Raises:
+        ClipkitError: a user error.
+    """
+    try:
+        import py3langid  # noqa: F401
+        import pyarrow  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"score needs {error.name}: pip install 'clipkit[score]'") from error
+    shards = [one for source in options.sources for one in find_shards(source, split=options.split)]
+    against = [one for source in options.against for one in find_shards(source, split="test")]
+    cache = shard_cache([*options.sources, *options.against], options.cache_gb)
+    rule = CaptionRule(
+        fields=tuple(one.strip() for one in options.captions.split(",") if one.strip()) or (TEXT,)
+    )
+    encoder = PairEncoder(options)
+    identity = hashlib.sha256(f"{_VERSION} {encoder.identity} {rule.which()}".encode()).hexdigest()[:16]
+    folder = scores_folder() / "features" / identity
+    with _only_writer(folder):
+        total = len(shards) + len(against)
+        with CountProgress("scoring shards", total=total, shown=not options.quiet) as progress:
+            encoded = []
+            for number, file in enumerate([*shards, *against], 1):
+                encoded.append(_encode(file, folder, encoder, rule, cache))
+                progress.show(number)
+        for line in encoder.notes():
+            print(line, file=sys.stderr)
+        trained = {one.table: one for one in encoded[: len(shards)]}  # of equal shards the last
+        evaluated = {one.table: one for one in encoded[len(shards) :]}
+        if same := len(shards) - len(trained):
+            print(f"note: {same:,} of {len(shards):,} shards have the content of others; remove them")
+        settings = [[one.name for one in part] for part in (trained, evaluated)]
+        which = f"{identity} {settings} {options.threshold} {options.duplicates}"
+        slug = (
+            re.sub(r"[^\w-]+", "-", options.model.rstrip("/").rpartition("/")[2])[:40].strip("-") or "model"
+        )
+        name = f"{slug}-{hashlib.sha256(which.encode()).hexdigest()[:8]}"
+        found = _match([*trained.values()], [*evaluated.values()], scores_folder() / name, options)
+    _report(name, found, options)
+    return 0
+
+
+@contextmanager
+def _only_writer(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, and report errors of its file system.
+
+    Raises:
+        DataError: another process holds it, or the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / ".lock")
+        if not lock.try_acquire():
+            raise DataError(f"{lock.holder} is scoring with the same model: wait for it")
+        try:
+            yield
+        finally:
+            lock.release()
+    except OSError as error:
+        raise DataError(f"cannot write {folder}: {error.strerror or error}; set CLIPKIT_CACHE") from error
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Features and scores of one shard.
+
+
+def _encode(
+    file: ShardFile, folder: Path, encoder: PairEncoder, rule: CaptionRule, cache: ShardCache | None
+) -> _Shard:
+    """Score the samples of a shard unless they are stored."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if file.is_remote and cache is None:
+        raise ConfigError("remote shards are scored in the cache: set --cache-gb above 0")
+    shard = OpenShard(file, Selection(need=()), cache)
+    table = folder / f"{shard.index.digest}-{shard.index.content}.parquet"
+    rows = len(shard.index)
+    if find(folder, shard.index) == table:
+        return _Shard(file=file, table=table, rows=rows)
+    schema = pa.schema([(name, getattr(pa, kind)()) for name, kind in _BASIC])
+    with (
+        replacing(table) as path,
+        replacing(table.with_suffix(".npy")) as features,
+        features.open("wb") as out,
+        pq.ParquetWriter(path, schema, compression="zstd") as writer,
+    ):
+        header = {"descr": encoder.dtype.descr, "fortran_order": False, "shape": (rows,)}
+        np.lib.format.write_array_header_1_0(out, header)
+        for start in range(0, rows, _ROWS):
+            numbers = range(start, min(start + _ROWS, rows))
+            items, facts = zip(*(_facts(shard, row, rule) for row in numbers), strict=True)
+            pairs = encoder.encode(items)
+            out.write(pairs.images.tobytes())
+            for fact, value, cause in zip(facts, pairs.scores.tolist(), pairs.causes, strict=True):
+                fact["clip"] = None if math.isnan(value) else value
+                fact["cause"] = fact.get("cause") or cause or None
+            writer.write_table(pa.Table.from_pylist(facts, schema=schema))
+    return _Shard(file=file, table=table, rows=rows)
+
+
+def _facts(shard: OpenShard, row: int, rule: CaptionRule) -> tuple[Item, dict[str, Any]]:
+    """Return a sample to encode, and what is known about it without a model."""
+    facts: dict[str, Any] = {"key": shard.index.key(row)}
+    caption, image, meta = None, None, dict[str, Any]()
+    try:
+        text, content = shard.read(row, (CAPTION, META))
+        meta = meta_of(content)
+        caption = rule.caption(text_of(text), meta, 0, None)
+    except DataError as error:
+        facts["cause"] = str(error)
+    if caption is not None:
+        language, probability = _languages().classify(caption)
+        facts |= {"characters": len(caption), "words": len(caption.split()), "language": language}
+        facts |= {"language_probability": probability, "imagenet": _names_class(caption)}
+    try:
+        (data,) = shard.read(row, (IMAGE,))
+        if data is None:
+            raise DataError("no image")
+        offset, length = shard.index.span(row, IMAGE)
+        image = Member(shard=shard.path, offset=offset, size=length, extension="")
+        with pillow_errors():
+            size = open_image(data).size
+        original = [meta.get("original_width"), meta.get("original_height")]
+        sides = [one for one in original if type(one) is int and 0 < one < 2**31]
+        width, height = sides if len(sides) == 2 else size
+        facts |= {"width": width, "height": height, "shorter_side": min(width, height)}
+        facts["aspect_ratio"] = max(width, height) / min(width, height)
+    except DataError as error:
+        facts["cause"] = str(error)
+    return Item(source="", key="", image=image, caption=caption, cause="" if image else "no image"), facts
+
+
+@cache
+def _languages() -> Any:
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier
+
+    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+
+
+@cache
+def _class_names() -> frozenset[tuple[str, ...]]:
+    return frozenset(tuple(_words(str(name))) for name in prompt_list("IMAGENET_CLASSNAMES"))
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
+def _names_class(caption: str) -> bool:
+    """Return whether a caption contains the name of an ImageNet-1k class as whole words."""
+    words, names = _words(caption), _class_names()
+    longest = max(map(len, names))
+    return any(
+        tuple(words[start : start + length]) in names
+        for start in range(len(words))
+        for length in range(1, longest + 1)
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Duplicates and evaluation images.
+
+
+def _match(
+    trained: Sequence[_Shard], evaluated: Sequence[_Shard], folder: Path, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Write the scores of all shards to a folder unless they are there, and return the manifest."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with suppress(OSError, ValueError):
+        stored: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        return stored
+    folder.mkdir(parents=True, exist_ok=True)
+    digest, bins = hashlib.sha256(), np.zeros(_BINS, dtype=np.int64)
+    counts, causes = Counter[str](), Counter[str]()
+    searched = {"duplicate": options.duplicates, "contaminated": bool(evaluated)}
+    extra = [(name, kind) for names in _MATCHES if searched[names[1]] for name, kind in
+             zip(names, (pa.float32(), pa.bool_(), pa.string()), strict=True)]  # fmt: skip
+    with CountProgress(
+        "comparing images", total=sum(one.rows for one in trained), shown=not options.quiet
+    ) as bar:
+        for number, shard in enumerate(trained):
+            target = folder / shard.table.name
+            if not target.is_file():
+                file = pq.ParquetFile(shard.table)
+                schema = pa.schema([*file.schema_arrow, *extra])
+                with replacing(target) as path, pq.ParquetWriter(path, schema, compression="zstd") as writer:
+                    for group, queries in enumerate(shard.blocks()):
+                        columns = file.read_row_group(group).to_pydict()
+                        valid = np.any(queries["embedding"] != 0, axis=1)
+                        for names in _MATCHES:
+                            if names[1] == "duplicate" and searched[names[1]]:
+                                others = [*trained[:number], shard]
+                                columns |= _matches(names, queries, others, group, valid, options)
+                            elif searched[names[1]]:
+                                columns |= _matches(names, queries, evaluated, None, valid, options)
+                        writer.write_table(pa.table(columns, schema=schema))
+                        bar.show(counts["samples"] + (group + 1) * _ROWS)
+            digest.update(hashlib.sha256(target.read_bytes()).digest())
+            _count(pq.ParquetFile(target), bins, counts, causes)
+            bar.show(counts["samples"])
+    if not counts["scored"]:
+        raise DataError(
+            f"no sample could be scored: {counted(counts['samples'], 'sample')}, {_listed(causes)}"
+        )
+    above = bins[::-1].cumsum()[::-1]  # samples in each bin or a higher one
+    wanted = [max(1, -(-permille * counts["scored"] // PERMILLE)) for permille in range(PERMILLE)]
+    top = [float(np.flatnonzero(above >= one)[-1] * 2 / _BINS - 1) for one in wanted]
+    manifest = {
+        "version": _VERSION, "model": options.model, "sources": options.sources, "against": options.against,
+        "threshold": options.threshold, "columns": [name for name, _ in _BASIC[2:]] + [name for name, _ in extra],
+        "shards": len(trained), "counts": dict(counts), "causes": dict(causes.most_common(100)), "top": top,
+        "digest": digest.hexdigest()[:32],
+    }  # fmt: skip
+    write_atomic(folder / "manifest.json", json.dumps(manifest, indent=1))
+    return manifest
+
+
+def _matches(
+    names: tuple[str, str, str],
+    queries: npt.NDArray[Any],
+    shards: Sequence[_Shard],
+    group: int | None,
+    valid: npt.NDArray[np.bool_],
+    options: argparse.Namespace,
+) -> dict[str, list[Any]]:
+    """Return three columns about the most similar image of each query.
+
+    Args:
+        names: of the columns.
+        queries: features of a block of images.
+        shards: other images; all of them, or with ``group`` up to that block of the last shard.
+        group: number of the block of the last shard that the queries are.
+        valid: which queries were encoded.
+        options: threshold and device.
+    """
+
+    def blocks() -> Iterator[npt.NDArray[Any]]:
+        for shard in shards[:-1] if group is not None else shards:
+            yield from shard.blocks()
+        if group is not None:
+            for _, block in zip(range(group), shards[-1].blocks(), strict=False):
+                yield block
+            yield queries
+
+    similarity, number = closest(queries, blocks(), options.device)
+    starts = np.cumsum([0, *(one.rows for one in shards)])
+    found = similarity >= options.threshold
+    origins: list[str | None] = [None] * len(queries)
+    for row in np.flatnonzero(found).tolist():
+        shard = int(starts.searchsorted(number[row], side="right")) - 1
+        origins[row] = shards[shard].name(int(number[row] - starts[shard]))
+    columns = (similarity.tolist(), found.tolist(), origins)
+    return {
+        name: [value if has else None for value, has in zip(column, valid, strict=True)]
+        for name, column in zip(names, columns, strict=True)
+    }
+
+
+def _count(file: Any, bins: npt.NDArray[np.int64], counts: Counter[str], causes: Counter[str]) -> None:
+    """Add the rows of a shard's scores to counts."""
+    for group in range(file.num_row_groups):
+        table = file.read_row_group(group)
+        clip = table.column("clip").drop_null().to_numpy().astype(np.float64)
+        bins += np.bincount(((clip + 1) * (_BINS / 2)).astype(np.int64).clip(0, _BINS - 1), minlength=_BINS)
+        causes.update(one for one in table.column("cause").to_pylist() if one)
+        counts.update(samples=len(table), scored=len(clip))
+        for name in {"duplicate", "contaminated"} & {*table.column_names}:
+            counts[name] += sum(map(bool, table.column(name).to_pylist()))
+
+
+# --------------------------------------------------------------------------------------------------------------
+
+
+def _listed(causes: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {printable(cause, 80)}" for cause, count in list(causes.items())[:4])
+
+
+def _report(name: str, found: dict[str, Any], options: argparse.Namespace) -> None:
+    counts, top = found["counts"], found["top"]
+    print(
+        f"scored {counts['scored']:,} of {counted(counts['samples'], 'sample')} "
+        f"in {counted(found['shards'], 'shard')}"
+    )
+    if found["causes"]:
+        print(f"  not scored       {_listed(found['causes'])}")
+    print("  clip score       " + ", ".join(f"top {one}%: {top[one * 10]:.4f}" for one in (10, 30, 50, 90)))
+    for column, what in (("duplicate", "near-duplicates"), ("contaminated", "contaminated")):
+        if column in found["columns"]:
+            print(f"  {what:<17}{counts.get(column, 0):,} (similarity of at least {options.threshold:g})")
+    print(f"  stored in        {scores_folder() / name}")
+    print(f"to select samples in training:\n  data.scores={name} data.filters='[\"score.clip >= top 30%\"]'")

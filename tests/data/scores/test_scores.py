@@ -1,0 +1,221 @@
+"""Scores of samples: their values, how filters select by them, and what is reported if they are missing."""
+
+import io
+import json
+import re
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings, strategies as st
+from PIL import Image
+
+import clipkit
+from clipkit.config import Config, DataConfig, OptimConfig
+from clipkit.errors import CheckpointError, ConfigError, DataError
+from clipkit.model.clip import CLIP
+from clipkit.training.checkpoint import LoopState, save_checkpoint
+from clipkit.training.optim import adamw
+from data.__main__ import main
+from data.loader import open_training_data
+from data.scores.table import PRESETS, scored_filters, scores_folder
+from data.shards.samples import Shards
+from data.shards.writer import DatasetWriter, Record
+
+CAPTIONS = (
+    "a photo of a tabby cat in the garden",
+    "ein Hund läuft durch den schönen Park",
+    "red",
+    "two words",
+)
+SAMPLES, PER_SHARD, BROKEN, SILENT = 26, 10, 5, 13
+
+
+def picture(seed: int, size: tuple[int, int] = (24, 20)) -> Image.Image:
+    """A smooth random image, as the thumbnails of noise are alike."""
+    noise = np.random.default_rng(seed).integers(0, 256, (5, 6, 3), dtype=np.uint8)
+    return Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC)
+
+
+def encoded(image: Image.Image, form: str = "png", **how: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, form, **how)
+    return file.getvalue()
+
+
+def write_pairs(folder: Path, *, first: int = 0, samples: int = SAMPLES) -> Path:
+    """Pairs in shards of ten; one image is broken, and one sample has no caption."""
+    with DatasetWriter(folder, samples_per_shard=PER_SHARD) as writer:
+        for number in range(first, first + samples):
+            image = encoded(picture(number, (24 + number % 7 * 24, 24)))[: 40 if number == BROKEN else None]
+            caption = None if number == SILENT else f"{CAPTIONS[number % 4]} {number}"
+            meta = {"original_width": 640, "original_height": 200} if number == 3 else {"n": number}
+            record = Record(key=f"{number:04d}", image=image, extension="png", caption=caption, meta=meta)
+            writer.write("train", record)
+        writer.finish({})
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CLIPKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def model() -> CLIP:
+    return clipkit.create("ViT-Ti-4-16", seed=1).eval()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model: CLIP, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("model") / "run"
+    save_checkpoint(run, model, adamw(model, OptimConfig()), LoopState(step=0, data=""), Config(), keep=1)
+    return run
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pairs(tmp_path_factory.mktemp("data") / "pairs")
+
+
+def scored(pairs: Path, checkpoint: Path, *options: str) -> str:
+    """Score shards and return the name of the scores."""
+    output = io.StringIO()
+    with redirect_stdout(output):
+        assert main(["score", str(pairs), "--model", str(checkpoint), "--quiet", *options]) == 0
+    match = re.search(r"data\.scores=(\S+)", output.getvalue())
+    assert match is not None
+    return match[1]
+
+
+@pytest.fixture(scope="module")
+def name(pairs: Path, checkpoint: Path) -> str:
+    return scored(pairs, checkpoint)
+
+
+def rows_of(name: str) -> list[dict[str, Any]]:
+    files = (scores_folder() / name).glob("*.parquet")
+    return sorted(
+        (row for file in files for row in pq.read_table(file).to_pylist()), key=lambda row: row["key"]
+    )
+
+
+def opened(pairs: Path, run: Path, *, resumed: bool = False, **data: Any) -> Shards:
+    run.mkdir(exist_ok=True)
+    return open_training_data(
+        DataConfig(train=str(pairs), **data),
+        run / "data.manifest",
+        rank0=True,
+        resumed=resumed,
+        broadcast=lambda content: content,
+    )
+
+
+def keys_of(shards: Shards) -> list[str]:
+    return [shards.read(number).key for number in range(len(shards))]
+
+
+def test_every_row_has_its_values_or_a_cause(name: str, model: CLIP) -> None:
+    rows = rows_of(name)
+    assert [row["key"] for row in rows] == [f"{number:04d}" for number in range(SAMPLES)]
+    for number, row in enumerate(rows):
+        if number == BROKEN:
+            assert row["clip"] is None and row["width"] is None and row["duplicate"] is None and row["cause"]
+            assert row["words"] == 8  # of its caption
+        elif number == SILENT:
+            assert row["clip"] is None and row["words"] is None and row["cause"] == "no caption"
+            assert row["width"] and row["duplicate"] is False
+        else:
+            caption = f"{CAPTIONS[number % 4]} {number}"
+            image = clipkit.encode_image(encoded(picture(number, (24 + number % 7 * 24, 24))), model)
+            expected = float((image * clipkit.encode_text(caption, model)).sum())
+            assert row["clip"] == pytest.approx(expected, abs=1e-5) and row["cause"] is None
+            width, height = (640, 200) if number == 3 else (24 + number % 7 * 24, 24)
+            assert (row["width"], row["height"], row["shorter_side"]) == (width, height, height)
+            assert row["aspect_ratio"] == pytest.approx(width / height)
+            assert (row["characters"], row["words"]) == (len(caption), len(caption.split()))
+            assert row["imagenet"] is (number % 4 == 0)  # tabby cat
+            assert number % 4 > 1 or row["language"] == ("en", "de")[number % 4]
+
+
+@pytest.mark.parametrize(
+    ("filters", "passes"),
+    [
+        (["score.language = de"], lambda row: row["language"] == "de"),
+        (["score.words > 3", "score.aspect_ratio <= 3"],
+         lambda row: (row["words"] or 0) > 3 and (row["aspect_ratio"] or 9) <= 3),
+        (["score.imagenet = true", "n >= 8"], lambda row: row["imagenet"] and int(row["key"]) >= 8),
+        (["score.duplicate = false", "score.clip > -2"], lambda row: row["clip"] is not None),
+    ],
+)  # fmt: skip
+def test_training_uses_the_samples_that_pass(
+    filters: list[str], passes: Any, pairs: Path, name: str, tmp_path: Path
+) -> None:
+    shards = opened(pairs, tmp_path / "run", filters=tuple(filters), scores=name)
+    usable = [row for row in rows_of(name) if row["key"] != f"{SILENT:04d}"]
+    assert keys_of(shards) == [row["key"] for row in usable if passes(row)]
+    assert len(shards) + shards.skipped == SAMPLES
+    opened(pairs, tmp_path / "run", filters=tuple(filters), scores=name, resumed=True)
+
+
+@given(permille=st.integers(1, 999))
+@settings(max_examples=50)
+def test_top_percent_is_the_exact_number_of_samples(name: str, permille: int) -> None:
+    (filter_,), _ = scored_filters([f"score.clip >= top {permille / 10}%"], name)
+    clips = [row["clip"] for row in rows_of(name) if row["clip"] is not None]
+    kept = sum(bool(filter_.passes({"score": {"clip": clip}})) for clip in clips)
+    assert kept == -(-permille * len(clips) // 1000)
+
+
+def test_a_resumed_run_notices_other_scores(pairs: Path, checkpoint: Path, name: str, tmp_path: Path) -> None:
+    run, select = tmp_path / "run", dict[str, Any](filters=("score.clip >= top 50%",))
+    opened(pairs, run, scores=name, **select)
+    other = scored(pairs, checkpoint, "--threshold", "0.5")
+    assert other != name
+    with pytest.raises(CheckpointError, match="or the scores, differ"):
+        opened(pairs, run, resumed=True, scores=other, **select)
+    assert scored(pairs, checkpoint) == name  # stored, so nothing changes
+    opened(pairs, run, resumed=True, scores=name, **select)
+
+
+def test_shards_without_scores_are_reported(checkpoint: Path, name: str, tmp_path: Path) -> None:
+    more = write_pairs(tmp_path / "more", first=100, samples=4)
+    with pytest.raises(DataError, match=r"0\.tar has no scores in run-\w+, or has changed: score all shards"):
+        opened(more, tmp_path / "run", filters=("score.clip > 0",), scores=name)
+    with pytest.raises(DataError, match="none of 4 samples examined has"):
+        opened(more, tmp_path / "run", filters=("score.clip > 0",))
+
+
+@pytest.mark.parametrize(
+    ("filters", "message"),
+    [
+        (["score.clap > 0"], "unknown column in filter 'score.clap > 0': did you mean 'clip'"),
+        (["score.clip >= top 100%"], "expected more than 0% and less than 100%"),
+        (["score.words >= top 10%"], "is not a number"),
+        (
+            ["preset:datacomp_basics"],
+            "unknown preset 'preset:datacomp_basics': did you mean 'datacomp_basic'",
+        ),
+        (["width > 5"], "has no effect: no filter names a column such as score.clip"),
+    ],
+)
+def test_wrong_filters_are_refused(filters: list[str], message: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        scored_filters(filters, name)
+    with pytest.raises(ConfigError, match="no such scores"):
+        scored_filters(["score.clip > 0"], "../features")
+    with pytest.raises(ConfigError, match=r"needs data\.scores"):
+        scored_filters(["preset:datacomp_clip_score"], "")
+
+
+def test_presets_are_valid(name: str) -> None:
+    for preset in PRESETS:
+        filters, scores = scored_filters([f"preset:{preset}"], name)
+        assert filters and scores is not None
+        json.dumps([*map(str, filters)])
