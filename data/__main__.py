@@ -96,7 +96,9 @@ interrupted download. Hosts with private addresses and images that their server
 marks as noai are skipped.
 
   python -m data download table.parquet images --image-size 384
+  python -m data download hf://datasets/OWNER/NAME/table.parquet images
   python -m data download table.csv images --part 3/16
+  python -m data download table.csv /shared/images --ray auto
 """
 
 
@@ -309,7 +311,9 @@ def _pack_options(parser: argparse.ArgumentParser) -> None:
 
 def _download_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "table", metavar="TABLE", type=Path, help="a table with a column of URLs, or a folder"
+        "table",
+        metavar="TABLE",
+        help="a table with a column of URLs, or a folder, local or remote (hf://, s3://)",
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder for the shards")
     parser.add_argument("--url-column", metavar="C", help="column with the URLs (default: guessed)")
@@ -340,6 +344,11 @@ def _download_options(parser: argparse.ArgumentParser) -> None:
         metavar="I/N",
         default="1/1",
         help="download every N-th shard, starting at the I-th (default: 1/1)",
+    )
+    parser.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="download on a Ray cluster, a shard per task; OUT must be on a shared disk",
     )
     _whole_option(parser, "--connections", "N", 1, 10_000, 256, "concurrent requests (default: 256)")
     _whole_option(parser, "--per-host", "N", 1, 10_000, 16, "concurrent requests per host (default: 16)")

@@ -132,7 +132,9 @@ class CountProgress:
         elif self._shown and now - self._last_line >= _PLAIN_EVERY_SECONDS:
             self._last_line = now
             line = f"{self._what} {done:,}"
-            if self._total is not None:
+            if self._total is None:
+                line += f", {note}"
+            else:
                 left = round((self._total - done) / max(1e-9, rate))
                 line += f" of {self._total:,}, {note}, left {left // 60}m{left % 60:02d}s"
             print(line, file=sys.stderr, flush=True)

@@ -15,6 +15,7 @@ import asyncio
 import hashlib
 import io
 import json
+import logging
 import math
 import os
 import sqlite3
@@ -22,17 +23,19 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from itertools import chain
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import webdataset
 from PIL import ExifTags, Image
 
+import clipkit
 from clipkit.errors import ConfigError, DataError
 from clipkit.files import (
     SUFFIXES,
@@ -43,11 +46,13 @@ from clipkit.files import (
     counted,
     printable,
     replacing,
+    shown,
     size_of,
     write_atomic,
 )
 from data.captions import json_value
 from data.pack import BadRow, FieldNames, captions_of
+from data.remote.store import describe, download as download_file, is_remote, list_folder
 from data.remote.web import Fetcher, FetchError, FetchOptions
 from data.shards.images import BROKEN, BadImage, Resize, StoredImage, Storing, store_image
 
@@ -110,6 +115,7 @@ class _Sample:
     """A row and the result of its download."""
 
     row: Row
+    fields: Mapping[str, object]  # of the json, from other columns
     captions: list[str] = field(default_factory=list)
     cause: str = ""
     status: str = ""
@@ -138,17 +144,28 @@ class _Shard:
 class _FirstRows:
     """The row in which each URL or image occurred first, in a temporary file."""
 
-    def __init__(self) -> None:
+    def __init__(self, complete: Sequence[Path] = ()) -> None:
+        """Begin with the images in these listings (Parquet) of complete shards."""
         self._data = sqlite3.connect("", isolation_level=None, check_same_thread=False)
         self._data.execute("CREATE TABLE first (digest BLOB PRIMARY KEY, row INTEGER) WITHOUT ROWID")
         self._data.execute("BEGIN")  # never committed
+        if complete:
+            from pyarrow import parquet
+        for path in complete:
+            rows = parquet.read_table(path, columns=["status", "sha256", "key"]).to_pylist()
+            self.claim([(row["sha256"], int(row["key"])) for row in rows if row["status"] == "success"])
 
-    def claim(self, digest: bytes, row: int) -> bool:
-        """Return whether no other row has this digest, and record it."""
-        if self._data.execute("INSERT OR IGNORE INTO first VALUES (?, ?)", (digest, row)).rowcount:
-            return True
-        (first,) = self._data.execute("SELECT row FROM first WHERE digest = ?", (digest,)).fetchone()
-        return bool(first == row)
+    def claim(self, rows: Iterable[tuple[str, int]]) -> list[bool]:
+        """Record digests with their rows; return for each whether no other row has it."""
+        found: list[bool] = []
+        for sha256, row in rows:
+            digest = bytes.fromhex(sha256)[:16]
+            if self._data.execute("INSERT OR IGNORE INTO first VALUES (?, ?)", (digest, row)).rowcount:
+                found.append(True)
+            else:
+                (first,) = self._data.execute("SELECT row FROM first WHERE digest = ?", (digest,)).fetchone()
+                found.append(first == row)
+        return found
 
 
 def command(parsed: argparse.Namespace) -> int:
@@ -181,46 +198,67 @@ def command(parsed: argparse.Namespace) -> int:
         ignore_robots=parsed.ignore_robots,
     )
     began = time.monotonic()
+    done = 0
+
+    def show(rows: int, failed: int) -> None:
+        nonlocal done
+        done = rows
+        progress.show(rows, failed)
+
     with CountProgress("downloading", total=None, shown=not parsed.quiet) as progress:
         found = download(
-            parsed.table, parsed.out, options, fetch=fetch, part=(int(place), int(parts)), show=progress.show
+            parsed.table,
+            parsed.out,
+            options,
+            fetch=fetch,
+            part=(int(place), int(parts)),
+            ray_address=parsed.ray,
+            show=show,
         )
     fraction = found.kept / max(1, found.rows)
-    new = f"{time.monotonic() - began:.1f} s" if found.written else "already complete"
+    seconds = time.monotonic() - began
+    new = f"{seconds:.1f} s, {done / seconds:,.1f} rows/s" if found.written else "already complete"
     print(f"{parsed.out}: {counted(found.shards, 'shard')}, {new}")
     print(f"  {found.kept:>11,}  of {counted(found.rows, 'row')} kept ({fraction:.1%})")
     for cause, count in found.failures.items():
         print(f"  {count:>11,}  {printable(cause)}")
     print(f"  {size_of(found.downloaded)} downloaded")
     if found.rows and not found.kept:
-        raise DataError(f"none of the {counted(found.rows, 'row')} of {parsed.table} gave an image")
+        raise DataError(f"none of the {counted(found.rows, 'row')} of {shown(parsed.table)} gave an image")
     return 0
 
 
 def download(
-    tables: Path | Sequence[Path],
+    tables: str | Path | Sequence[str | Path],
     out: Path,
     options: DownloadOptions,
     *,
     fetch: FetchOptions,
     part: tuple[int, int] = (1, 1),
+    ray_address: str | None = None,
     show: Callable[[int, int], None] = lambda rows, failed: None,
 ) -> DownloadReport:
     """Download the images of a table; resume an interrupted download.
 
     Args:
-        tables: .csv, .tsv, .jsonl or .parquet files, or a folder of them, read as one table.
+        tables: .csv, .tsv, .jsonl or .parquet files or folders of them, local or remote, read as one table. Remote
+            tables are downloaded to ``out/.tables`` first.
         out: the folder of the shards.
         options: what to store; must be the same in all calls for this folder.
         fetch: limits for requests.
         part: ``(i, n)``: download only every n-th shard, starting at the i-th, 1 ≤ i ≤ n.
+        ray_address: of a Ray cluster, each of whose tasks downloads a shard. ``out`` must be on a file system that
+            its machines share.
         show: called with the number of rows so far, and of those without an image.
 
     Raises:
-        ConfigError: ``out`` was started with other options.
+        ConfigError: ``out`` was started with other options, or there is no Ray cluster.
         DataError: a table cannot be read, ``out`` cannot be written, or another process downloads this part.
     """
-    paths = _tables(tables)
+    out = out.absolute()
+    if any(out.glob("[!.]*")) and not (out / "download.json").exists():
+        raise DataError(f"{out} is not empty: use a new folder")
+    paths = _tables([tables] if isinstance(tables, str | Path) else tables, out / ".tables")
     readers = [
         Table(
             path,
@@ -242,7 +280,17 @@ def download(
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Pillow's, for damaged images
-                written = asyncio.run(_Download(readers, out, options, fetch, part, show).run())
+                samples = _samples_of(readers, out, options, part)
+                keep_captions = any(reader.caption_column for reader in readers)
+                if ray_address is not None:
+                    written = _download_on_ray(
+                        samples, out, options, fetch, part, keep_captions, ray_address, show
+                    )
+                else:
+                    claim = _FirstRows(_listings(out, part)).claim
+                    written = asyncio.run(
+                        _Download(out, options, fetch, keep_captions, claim, show).run(samples)
+                    )
         finally:
             lock.release()
     except OSError as error:
@@ -270,69 +318,133 @@ def _report(out: Path, written: int) -> DownloadReport:
     return DownloadReport(**totals, written=written, failures=dict(failures.most_common()))
 
 
-def _tables(tables: Path | Sequence[Path]) -> list[Path]:
-    given = [tables] if isinstance(tables, Path) else list(tables)
+def _tables(given: Sequence[str | Path], copies: Path) -> list[Path]:
+    """Return the files of tables; those of remote tables are downloaded into the folder ``copies``."""
     found: list[Path] = []
-    for path in given:
-        inside = sorted(one for one in path.iterdir() if one.suffix in SUFFIXES) if path.is_dir() else [path]
+    for table in map(str, given):
+        if is_remote(table):
+            name = table.partition("?")[0].lower()
+            files = describe([table]) if name.endswith(SUFFIXES) else list_folder(table, SUFFIXES)
+            inside = [copies / file.name for file in files]
+            copies.mkdir(parents=True, exist_ok=True)
+            for file, path in zip(files, inside, strict=True):
+                if not path.exists():
+                    with replacing(path, durable=True) as temporary:
+                        download_file(file, temporary)
+        elif (path := Path(table)).is_dir():
+            inside = sorted(one for one in path.iterdir() if one.suffix in SUFFIXES)
+        else:
+            inside = [path]
         if not inside:
-            raise DataError(f"{path} contains no table ({', '.join(SUFFIXES)})")
+            raise DataError(f"{shown(table)} contains no table ({', '.join(SUFFIXES)})")
         found += inside
     return found
 
 
 def _check_options(out: Path, paths: Sequence[Path], options: DownloadOptions, fetch: FetchOptions) -> None:
     """Store the options in a new folder; for an existing one, check that they are the same."""
-    now = json.loads(
-        json.dumps({"tables": [[path.name, path.stat().st_size] for path in paths], **asdict(options)})
-    )
-    now |= {"allow_private": fetch.allow_private, "ignore_robots": fetch.ignore_robots}
+    stored = asdict(options)
+    stored |= stored.pop("image")
+    resize = stored.pop("resize") or {"mode": "no"}
+    stored |= {"resize": resize.pop("mode"), "image_size": resize.pop("size", None), **resize}
+    stored |= {"keep_duplicates": not stored.pop("deduplicate")}
+    stored |= {"allow_private": fetch.allow_private, "ignore_robots": fetch.ignore_robots}
+    now = json.loads(json.dumps({"table": {path.name: path.stat().st_size for path in paths}, **stored}))
     file = out / "download.json"
-    if file.exists():
-        before = json.loads(file.read_bytes())
-        for name, value in now.items():
-            if before.get(name) != value:
-                raise ConfigError(
-                    f"{out} was started with {name} = {before.get(name)}, not {value}: use the same options, or "
-                    "a new folder"
-                )
-    elif any(path for path in out.iterdir() if not path.name.startswith(".")):
-        raise DataError(f"{out} is not empty: use a new folder")
-    else:
+    if not file.exists():
         write_atomic(file, json.dumps(now, indent=2) + "\n", durable=True)
+        return
+    before = json.loads(file.read_bytes())
+    if before.get("table") != now["table"]:
+        raise ConfigError(f"{out} was started with another table: use the same one, or a new folder")
+    changed = [
+        f"--{name.replace('_', '-')} {_shown_value(before.get(name))} → {_shown_value(value)}"
+        for name, value in now.items()
+        if before.get(name) != value
+    ]
+    if changed:
+        raise ConfigError(
+            f"{out} was started with other options ({', '.join(changed)}): use the same options, or a new folder"
+        )
+
+
+def _shown_value(value: object) -> str:
+    if isinstance(value, list):
+        return ",".join(map(str, value)) or "''"
+    return {"None": "(default)", "True": "on", "False": "off"}.get(str(value), str(value))
+
+
+def _listings(out: Path, part: tuple[int, int]) -> list[Path]:
+    """Return the listings of the complete shards of a part."""
+    numbers = (int(path.name.partition("_")[0]) for path in sorted(out.glob("*_stats.json")))
+    return [out / f"{number:05d}.parquet" for number in numbers if number % part[1] == part[0] - 1]
+
+
+def _samples_of(
+    tables: Sequence[Table], out: Path, options: DownloadOptions, part: tuple[int, int]
+) -> Iterator[tuple[int, _Sample] | None]:
+    """Yield the samples of incomplete shards of a part: shard number and sample.
+
+    After each thousand rows that are skipped, yield None, so that responses can be read meanwhile.
+    """
+    first_urls = _FirstRows()
+    names = FieldNames(chain.from_iterable(table.others for table in tables), taken=_OWN_FIELDS)
+    place, parts = part
+    number, complete = -1, False
+    for at, row in enumerate(chain.from_iterable(tables)):
+        shard = at // options.samples_per_shard
+        known = names.of(row.others)
+        is_first = True
+        if options.deduplicate and isinstance(row.path, str) and row.path:
+            digest = hashlib.sha256(row.path.encode("utf-8", "surrogatepass")).hexdigest()
+            [is_first] = first_urls.claim([(digest, at)])
+        own = shard % parts == place - 1
+        if own and shard != number:
+            number, complete = shard, (out / f"{shard:05d}_stats.json").exists()
+        if own and not complete:
+            fields = {
+                known[column]: json_value(value) for column, value in row.others.items() if column in known
+            }
+            sample = _Sample(replace(row, others={}), fields)
+            if not is_first:
+                sample.status, sample.cause = "duplicate", "URL of an earlier row"
+            yield shard, sample
+        elif at % 1000 == 0:
+            yield None
 
 
 class _Download:
-    """State of one call of ``download`` in the event loop."""
+    """Downloads samples into shards, in one event loop.
+
+    Args:
+        claim: called with the digests and rows of a shard's images, in the order of shards; returns for each
+            whether it is the first.
+        threads: for decoding.
+    """
 
     def __init__(
         self,
-        tables: Sequence[Table],
         out: Path,
         options: DownloadOptions,
         fetch: FetchOptions,
-        part: tuple[int, int],
+        keep_captions: bool,
+        claim: Callable[[Sequence[tuple[str, int]]], Sequence[bool]],
         show: Callable[[int, int], None],
+        threads: int = os.cpu_count() or 1,
     ) -> None:
-        self._tables, self._out, self._options, self._part, self._show = tables, out, options, part, show
-        self._fetch = fetch
-        self._names = FieldNames(chain.from_iterable(table.others for table in tables), taken=_OWN_FIELDS)
-        self._first_images = _FirstRows()
-        self._has_captions = any(table.caption_column for table in tables)
+        self._out, self._options, self._fetch, self._claim, self._show = out, options, fetch, claim, show
+        self._keep_captions, self._threads = keep_captions, threads
         self._digits = max(1, math.ceil(math.log10(options.samples_per_shard)))
-        self._rows = self._failed = self._written = 0
+        self.rows = self.failed = self._written = 0
 
-    async def run(self) -> int:
-        """Download the incomplete shards of this part; return their number."""
+    async def run(self, samples: Iterable[tuple[int, _Sample] | None]) -> int:
+        """Download samples with the numbers of their shards, in order; return the number of shards."""
         Image.init()  # not thread-safe
         connections = self._fetch.connections
-        for path in self._out.glob(".*.partial"):  # of a killed process
-            if path.name[1:6].isdecimal() and int(path.name[1:6]) % self._part[1] == self._part[0] - 1:
-                path.unlink(missing_ok=True)
         window = asyncio.Semaphore(4 * connections)  # rows in progress, most of them waiting for their host
         places = asyncio.Semaphore(_OPEN_SHARDS)
         shards: asyncio.Queue[_Shard | None] = asyncio.Queue()
-        with ThreadPoolExecutor(os.cpu_count() or 1, "decode") as pool:
+        with ThreadPoolExecutor(self._threads, "decode") as pool:
             async with Fetcher(self._fetch) as fetcher, asyncio.TaskGroup() as group:
                 group.create_task(self._write_shards(shards, places))
 
@@ -345,11 +457,11 @@ class _Download:
                     shard.check()
 
                 shard: _Shard | None = None
-                for found in self._rows_of_part():
+                for found in samples:
                     if found is None:
                         await asyncio.sleep(0)
                         continue
-                    number, row, is_first = found
+                    number, sample = found
                     if shard is None or shard.number != number:
                         if shard is not None:
                             shard.last = True
@@ -357,10 +469,9 @@ class _Download:
                         await places.acquire()
                         shard = _Shard(number, tempfile.TemporaryFile(dir=self._out))  # noqa: SIM115
                         shards.put_nowait(shard)
-                    sample = _Sample(row)
                     shard.samples.append(sample)
-                    if not is_first:
-                        sample.status, sample.cause = "duplicate", "URL of an earlier row"
+                    if sample.status:
+                        self._count(sample)
                         continue
                     shard.waiting += 1
                     await window.acquire()
@@ -370,42 +481,6 @@ class _Download:
                     shard.check()
                 shards.put_nowait(None)
         return self._written
-
-    def _rows_of_part(self) -> Iterator[tuple[int, Row, bool] | None]:
-        """Yield the rows of incomplete shards of this part: shard number, row, whether its URL is new.
-
-        After each thousand rows that are skipped, yield None, so that responses can be read meanwhile.
-        """
-        first_urls = _FirstRows()
-        place, parts = self._part
-        number, complete = -1, False
-        at = 0
-        for table in self._tables:
-            for row in table:
-                shard, at = divmod(at, self._options.samples_per_shard)[0], at + 1
-                is_first = True
-                if self._options.deduplicate and isinstance(row.path, str) and row.path:
-                    is_first = first_urls.claim(hashlib.sha256(row.path.encode()).digest()[:16], at)
-                own = shard % parts == place - 1
-                if own and shard != number:
-                    number, complete = shard, self._path(shard, "_stats.json").exists()
-                    if complete and self._options.deduplicate:
-                        self._recall(shard)
-                if own and not complete:
-                    yield shard, row, is_first
-                elif at % 1000 == 0:
-                    yield None
-
-    def _recall(self, number: int) -> None:
-        """Record which images a complete shard contains."""
-        import pyarrow.parquet
-
-        columns = pyarrow.parquet.read_table(
-            self._path(number, ".parquet"), columns=["key", "status", "sha256"]
-        )
-        for key, status, digest in zip(*(column.to_pylist() for column in columns.columns), strict=True):
-            if status == "success":
-                self._first_images.claim(bytes.fromhex(digest)[:16], int(key))
 
     def _path(self, number: int, ending: str) -> Path:
         return self._out / f"{number:05d}{ending}"
@@ -429,16 +504,19 @@ class _Download:
 
         row = sample.row
         try:
-            if self._has_captions or row.cause:
+            if self._keep_captions or row.cause:
                 sample.captions = captions_of(row)
             if not isinstance(row.path, str) or not row.path:
                 raise FetchError("no URL")
             await fetcher.fetch(row.path.strip(), use)
         except (BadRow, FetchError) as error:
             sample.status, sample.cause = "failed_to_download", str(error)
-        self._rows += 1
-        self._failed += sample.status != "success"
-        self._show(self._rows, self._failed)
+        self._count(sample)
+
+    def _count(self, sample: _Sample) -> None:
+        self.rows += 1
+        self.failed += sample.status != "success"
+        self._show(self.rows, self.failed)
 
     def _stored(self, data: bytes) -> "tuple[StoredImage, dict[str, object], str] | str":
         """Decode and resize an image in a thread; return it, its json fields and digest, or a cause of failure."""
@@ -464,13 +542,23 @@ class _Download:
         """Write shards in order, each when it is complete."""
         while (shard := await shards.get()) is not None:
             await shard.complete.wait()
+            if self._options.deduplicate:
+                images = [
+                    (sample, (sample.sha256, shard.number * 10**self._digits + i))
+                    for i, sample in enumerate(shard.samples)
+                    if sample.status == "success"
+                ]
+                for (sample, _), first in zip(images, self._claim([row for _, row in images]), strict=True):
+                    if not first:
+                        sample.status, sample.cause = "duplicate", "image of an earlier row"
             await asyncio.to_thread(self._write, shard)
             shard.spool.close()
             self._written += 1
             places.release()
 
     def _write(self, shard: _Shard) -> None:
-        options = self._options
+        for path in self._out.glob(f".{shard.number:05d}[._]*.partial"):  # of a killed process
+            path.unlink(missing_ok=True)
         listing: list[dict[str, object]] = []
         causes = Counter[str]()
         with (
@@ -480,12 +568,6 @@ class _Download:
         ):
             for i, sample in enumerate(shard.samples):
                 key = f"{shard.number:05d}{i:0{self._digits}d}"
-                if (
-                    sample.status == "success"
-                    and options.deduplicate
-                    and not self._first_images.claim(bytes.fromhex(sample.sha256)[:16], int(key))
-                ):
-                    sample.status, sample.cause = "duplicate", "image of an earlier row"
                 meta = self._meta(sample, key)
                 if sample.status == "success":
                     shard.spool.seek(sample.place[0])
@@ -521,10 +603,7 @@ class _Download:
 
     def _meta(self, sample: _Sample, key: str) -> dict[str, Any]:
         """Return the json of a sample, which is also its row in the Parquet file."""
-        names = self._names.of(sample.row.others)
-        meta = {
-            names[column]: json_value(value) for column, value in sample.row.others.items() if column in names
-        }
+        meta = dict(sample.fields)
         if len(sample.captions) > 1:
             meta["captions"] = sample.captions
         return meta | {
@@ -540,6 +619,114 @@ class _Download:
             **sample.facts,
             "sha256": sample.sha256 or None,
         }
+
+
+def _download_on_ray(
+    samples: Iterable[tuple[int, _Sample] | None],
+    out: Path,
+    options: DownloadOptions,
+    fetch: FetchOptions,
+    part: tuple[int, int],
+    keep_captions: bool,
+    address: str,
+    show: Callable[[int, int], None],
+) -> int:
+    """Download each shard in a task of a Ray cluster; return the number of shards."""
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError("--ray needs ray: pip install 'clipkit[ray]'") from None
+    packages = [str(Path(__file__).parents[1]), str(Path(clipkit.__file__).parent)]
+    try:
+        ray.init(
+            address, runtime_env={"py_modules": packages}, log_to_driver=False, logging_level=logging.ERROR
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"--ray {address}: no Ray cluster ({str(error).partition(chr(10))[0]})") from error
+    try:
+        claims = ray.remote(num_cpus=0)(_Claims).remote(_listings(out, part))
+        task = ray.remote(num_cpus=1, max_retries=3)(_download_shard)
+        pending: dict[Any, int] = {}
+        written = rows = failed = 0
+
+        def wait() -> None:
+            nonlocal written, rows, failed
+            [done], _ = ray.wait(list(pending), num_returns=1)
+            number = pending.pop(done)
+            counts = ray.get(done)
+            if not (out / f"{number:05d}_stats.json").exists():
+                raise DataError(f"{out} is not on a file system that the machines of the Ray cluster share")
+            written, rows, failed = written + 1, rows + counts[0], failed + counts[1]
+            show(rows, failed)
+
+        for turn, (number, group) in enumerate(groupby(filter(None, samples), key=itemgetter(0))):
+            tasks = max(1, int(ray.cluster_resources().get("CPU", 1)))
+            while len(pending) >= 2 * tasks:
+                wait()
+            limits = replace(fetch, per_host=max(1, fetch.per_host // tasks))
+            pending[
+                task.remote(
+                    [sample for _, sample in group], number, turn, out, options, limits, keep_captions, claims
+                )
+            ] = number
+        while pending:
+            wait()
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, (DataError, OSError)):
+            raise cause from None
+        raise
+    except ray.exceptions.RayError as error:
+        raise DataError(
+            f"a task of the Ray cluster failed ({type(error).__name__}): run the same command to resume"
+        ) from error
+    finally:
+        ray.shutdown()
+    return written
+
+
+class _Claims:
+    """Ray actor that answers the claims of shards in order, because their tasks end in any order."""
+
+    def __init__(self, complete: Sequence[Path]) -> None:
+        self._first_images = _FirstRows(complete)
+        self._turn = 0
+        self._changed = asyncio.Condition()
+
+    async def claim(self, turn: int, rows: Sequence[tuple[str, int]]) -> list[bool]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: turn <= self._turn)  # less in a task that runs again
+            found = self._first_images.claim(rows)
+            self._turn = max(self._turn, turn + 1)
+            self._changed.notify_all()
+        return found
+
+
+def _download_shard(
+    samples: Sequence[_Sample],
+    number: int,
+    turn: int,
+    out: Path,
+    options: DownloadOptions,
+    fetch: FetchOptions,
+    keep_captions: bool,
+    claims: Any,
+) -> tuple[int, int]:
+    """Ray task that downloads a shard; return the numbers of its rows and failures."""
+    import ray
+
+    shard = _Download(
+        out,
+        options,
+        fetch,
+        keep_captions,
+        # waits in the main thread, so that Ray gives this task's core to another
+        lambda rows: ray.get(claims.claim.remote(turn, rows)),
+        lambda rows, failed: None,
+        threads=1,
+    )
+    asyncio.run(shard.run((number, sample) for sample in samples))
+    return shard.rows, shard.failed
 
 
 def _write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -111,8 +111,8 @@ class ShardFile:
         return (self.size, self.version.partition(" ")[0]) == (other.size, other.version.partition(" ")[0])
 
 
-def list_folder(url: str) -> list[ShardFile]:
-    """List the ``*.tar`` directly in a folder, sorted by (length of name, name).
+def list_folder(url: str, suffixes: tuple[str, ...] = (".tar",)) -> list[ShardFile]:
+    """List the files with these suffixes directly in a folder, sorted by (length of name, name).
 
     On a web server, the folder's page of links is read; only links into the same folder are used.
 
@@ -122,19 +122,19 @@ def list_folder(url: str) -> list[ShardFile]:
     if protocol_of(url) in STREAMS:
         raise DataError(f"{shown(url)}: a stream is not a folder that can be listed; name the shards")
     if protocol_of(url) in ("http", "https"):
-        shards = describe(_links(url.partition("#")[0].partition("?")[0].rstrip("/") + "/"))
+        shards = describe(_links(url.partition("#")[0].partition("?")[0].rstrip("/") + "/", suffixes))
     else:
         found = _retried(url, lambda: listing(url)) or []
         shards = [
             ShardFile(url=name, size=size, version=version)
             for name, size, version in found
-            if name.endswith(".tar")
+            if name.endswith(suffixes)
         ]
     return sorted(shards, key=lambda shard: name_order(shard.name))
 
 
-def _links(folder: str) -> list[str]:
-    """Return the tars of a folder that its page links to."""
+def _links(folder: str, suffixes: tuple[str, ...]) -> list[str]:
+    """Return the files of a folder that its page links to."""
     text = read_text(folder, limit=_MAX_PAGE_BYTES)
     if text is None:
         raise DataError(f"{shown(folder)}: no such folder, or it cannot be listed; name the shards")
@@ -155,7 +155,7 @@ def _links(folder: str) -> list[str]:
                 target = parts._replace(netloc=host).geturl()
         except ValueError:  # not a URL
             continue
-        if target.startswith(folder) and target.endswith(".tar") and "/" not in target[len(folder) :]:
+        if target.startswith(folder) and target.endswith(suffixes) and "/" not in target[len(folder) :]:
             found[target] = None
     return list(found)
 

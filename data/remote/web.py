@@ -22,6 +22,7 @@ _MOST_REDIRECTS = 5
 _LONGEST_PAUSE = 60.0  # seconds; a longer Retry-After is ignored
 _MOST_REFUSED = 8  # downloads, after which a host's other rows fail at once
 _RESOLVERS = 64  # concurrent DNS lookups
+_ENCODINGS = frozenset({"", "identity", "gzip", "deflate", "br", "zstd"})
 _NO_TRAINING = frozenset({"noai", "noimageai", "noindex", "noimageindex"})
 _WITH_VALUE = frozenset({"unavailable_after", "max-snippet", "max-image-preview", "max-video-preview"})
 
@@ -164,6 +165,8 @@ class Fetcher:
                     response.headers.getall("X-Robots-Tag", []), options.user_agent
                 ):
                     raise FetchError("use forbidden by X-Robots-Tag")
+                if response.headers.get("Content-Encoding", "identity").lower() not in _ENCODINGS:
+                    raise FetchError("unsupported Content-Encoding")
                 if (response.content_length or 0) > options.max_bytes:
                     raise FetchError(f"more than {options.max_bytes // 2**20} MiB")
                 body = bytearray()
@@ -192,7 +195,9 @@ class Fetcher:
             raise FetchError("invalid URL, or redirected to one") from None
         except aiohttp.ClientPayloadError:
             raise FetchError("truncated or malformed response", temporary=True) from None
-        except (aiohttp.ClientError, OSError, ValueError, EOFError):
+        except (aiohttp.ClientError, OSError, ValueError, EOFError) as error:
+            if "content-encoding" in str(error):  # needs a library that is not installed
+                raise FetchError("unsupported Content-Encoding") from None
             raise FetchError("connection lost or malformed response", temporary=True) from None
 
 

@@ -4,7 +4,9 @@ import csv
 import hashlib
 import io
 import json
+import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -31,9 +33,12 @@ from data.remote.web import FetchOptions
 from data.shards.images import Resize, Storing
 from data.shards.manifest import make_manifest
 from data.shards.sources import find_shards
+from tests.data.remote import servers
+from tests.data.remote.servers import Nginx
 
 pytest.importorskip("aiohttp")
 parquet = pytest.importorskip("pyarrow.parquet")
+nginx = servers.nginx
 
 QUICK = FetchOptions(allow_private=True, timeout=2.0, retries=1, max_bytes=2**20)
 
@@ -87,6 +92,10 @@ def server() -> Iterator[Server]:
                     self.answer(302, Location=f"/img/{name}")
                 case "loop":
                     self.answer(302, Location=self.path)
+                case "inside":
+                    self.answer(302, Location=f"{served.url.replace('127.0.0.1', '127.0.0.2')}/img/{name}")
+                case "encoded":
+                    self.answer(200, body, Content_Encoding="unknown")
                 case "file":
                     self.answer(302, Location="file:///etc/passwd")
                 case "limited" if count == 1:
@@ -134,7 +143,7 @@ def server() -> Iterator[Server]:
         def handle_error(self, *_: object) -> None:  # a client that has left
             pass
 
-    with Quiet(("127.0.0.1", 0), Handler) as listening:
+    with Quiet(("", 0), Handler) as listening:
         served = Server(f"http://127.0.0.1:{listening.server_address[1]}")
         thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
@@ -177,7 +186,7 @@ def test_every_row_is_accounted_for(server: Server, tmp_path: Path) -> None:
         "file/8": "invalid URL, or redirected to one", "cut/9.jpg": "truncated or malformed response",
         "broken/10.jpg": "broken or truncated image", "html/11": "not an image in a known format",
         "empty/12": "empty response", "big/13": "more than 1 MiB", "slow/14.jpg": "no complete response in time",
-        "noai/15.jpg": "use forbidden by X-Robots-Tag",
+        "noai/15.jpg": "use forbidden by X-Robots-Tag", "encoded/16.jpg": "unsupported Content-Encoding",
     }  # fmt: skip
     urls = {f"{server.url}/{path}": cause for path, cause in expected.items()}
     first = server.url.replace("http", "HTTP") + "/img/1.jpg"
@@ -284,6 +293,55 @@ def test_parts_make_the_same_shards(server: Server, many: Path, tmp_path: Path) 
     assert found.rows == 150
 
 
+@pytest.mark.parametrize("name", ["t.csv", ""])
+def test_a_remote_table(server: Server, tmp_path: Path, nginx: Nginx, name: str) -> None:
+    folder = nginx.url("tables")
+    for file in ("t.csv", "u.csv")[: 1 if name else 2]:
+        path = table(tmp_path / file, [f"{server.url}/img/{number}.jpg" for number in range(3)])
+        nginx.put(f"tables/{file}", path.read_bytes())
+    nginx.put("tables/0.tar", b"")
+    out = tmp_path / "out"
+    found = download(f"{folder}/{name}", out, SMALL, fetch=QUICK)
+    assert (found.kept, found.rows) == (3, 3 if name else 6)
+    nginx.put("tables/t.csv", b"url\n")  # a download continues with the table that it began with
+    (out / "00000_stats.json").unlink()
+    assert download(f"{folder}/{name}", out, SMALL, fetch=QUICK).kept == 3
+    with pytest.raises(DataError, match="there is no such file"):
+        download(f"{folder}/other.csv", tmp_path / "other", SMALL, fetch=QUICK)
+    with pytest.raises(DataError, match="contains no table"):
+        download(nginx.url(""), tmp_path / "none", SMALL, fetch=QUICK)
+
+
+@pytest.mark.long
+def test_ray_makes_the_same_shards(server: Server, many: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    download(many, tmp_path / "whole", SMALL, fetch=QUICK)
+    server.delay = 0.2
+    out, killed = tmp_path / "ray", 0
+    program = (
+        "import sys; from pathlib import Path; from tests.data.remote.test_download import *\n"
+        "download(Path(sys.argv[1]), Path(sys.argv[2]), SMALL, fetch=QUICK, ray_address='local')"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, str(many), str(out)])
+    while process.poll() is None:
+        time.sleep(0.05)
+        at_work = [path for path in Path("/proc").glob("[0-9]*") if _is_ray_task(path)]
+        if at_work and killed < 2:
+            os.kill(int(at_work[0].name), signal.SIGKILL)
+            killed += 1
+            time.sleep(1)
+    assert process.returncode == 0 and killed == 2
+    assert digests(out) == digests(tmp_path / "whole")
+    assert not [path for path in out.iterdir() if "partial" in path.name]
+
+
+def _is_ray_task(process: Path) -> bool:
+    try:
+        return (process / "cmdline").read_bytes().startswith(b"ray::_download_shard")
+    except OSError:  # it has ended
+        return False
+
+
 def test_one_process_per_part_and_the_same_options(server: Server, many: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     server.delay = 0.2
@@ -302,12 +360,15 @@ def test_one_process_per_part_and_the_same_options(server: Server, many: Path, t
         thread.join()
     assert len(errors) == 1 and "is downloading this part" in str(errors[0])
     assert len(list(out.glob("*.tar"))) == 8
-    for changed in (
-        replace(SMALL, samples_per_shard=50),
-        replace(SMALL, image=Storing(resize=Resize(mode="border", size=32))),
+    border = Storing(resize=Resize(mode="border", size=32))
+    for changed, message in (
+        (replace(SMALL, samples_per_shard=50), "(--samples-per-shard 20 → 50)"),
+        (replace(SMALL, fields=["lang"], image=border), "--fields (default) → lang, --resize no → border"),
     ):
-        with pytest.raises(ConfigError, match="use the same options"):
+        with pytest.raises(ConfigError, match=re.escape(message)):
             download(many, out, changed, fetch=QUICK)
+    with pytest.raises(ConfigError, match="with another table"):
+        download(table(tmp_path / "t.csv", []), out, SMALL, fetch=QUICK)
     with pytest.raises(DataError, match="is not empty"):
         download(many, tmp_path, SMALL, fetch=QUICK)
     with pytest.raises(DataError, match="no column"):
@@ -316,7 +377,7 @@ def test_one_process_per_part_and_the_same_options(server: Server, many: Path, t
         )
 
 
-def test_private_hosts_are_refused(server: Server, tmp_path: Path) -> None:
+def test_private_hosts_are_refused(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port = server.url.rpartition(":")[2]
     urls = [
         f"http://{host}:{port}/img/{i}.jpg"
@@ -325,8 +386,20 @@ def test_private_hosts_are_refused(server: Server, tmp_path: Path) -> None:
     found = download(
         table(tmp_path / "t.csv", urls), tmp_path / "out", SMALL, fetch=replace(QUICK, allow_private=False)
     )
-    assert found.failures == {"host with a private address (--allow-private downloads from it)": len(urls)}
+    refused = "host with a private address (--allow-private downloads from it)"
+    assert found.failures == {refused: len(urls)}
     assert not server.requests
+    # a public server that redirects to a private one; both listen
+    monkeypatch.setattr(web, "_is_public", lambda address: str(address) == "127.0.0.1")
+    urls = [f"{server.url}/{kind}/1.jpg" for kind in ("inside", "img")]
+    found = download(
+        table(tmp_path / "t.csv", urls),
+        tmp_path / "redirected",
+        SMALL,
+        fetch=replace(QUICK, allow_private=False),
+    )
+    assert (found.kept, found.failures) == (1, {refused: 1})
+    assert server.requests == {"/inside/1.jpg": 1, "/img/1.jpg": 1}
 
 
 def test_the_command_resizes_and_reports(
@@ -349,7 +422,7 @@ def test_the_command_resizes_and_reports(
     printed = capsys.readouterr().out
     assert main(["download", str(path), str(out), *options]) == 0
     assert "already complete" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="ignore_robots = False, not True"):
+    with pytest.raises(ConfigError, match="--ignore-robots off → on"):
         main(["download", str(path), str(out), *options, "--ignore-robots"])
     assert "2  of 3 rows kept (66.7%)" in printed and "1  HTTP 404" in printed
     assert max(map(len, printed.splitlines()[1:])) < 80
