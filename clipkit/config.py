@@ -165,8 +165,8 @@ class DataConfig(Section):
     section = "data."
     train: str | tuple[str, ...] = setting(
         "glyphs",
-        "Image–caption pairs: a built-in corpus (glyphs or emoji), folder, tar, brace pattern or URL, or a list "
-        "of these.",
+        "Image–caption pairs: a built-in corpus (glyphs or emoji), folder, tar, brace pattern, table or URL, or a "
+        "list of these.",
     )
     weights: tuple[float, ...] = setting(
         (), "Fraction of each batch drawn from each source; empty: sources are concatenated."

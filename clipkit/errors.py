@@ -54,7 +54,7 @@ class Stopped(KeyboardInterrupt):
         self.number = number
 
 
-_MAX_LISTED = 1200  # characters of known names in a message
+_MAX_LISTED = 600  # characters of known names in a message
 _FIRST_NAMES = 12  # number of names listed if they would exceed _MAX_LISTED
 
 

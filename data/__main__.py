@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 SOURCES = """\
 SOURCE is any value that data.train accepts: a folder, a tar, a brace pattern,
-a built-in dataset, or a URL (s3://, gs://, https://, hf://)."""
+a table of images and captions, a built-in dataset, or a URL (s3://, gs://,
+https://, hf://)."""
 INDEX_TEXT = f"""\
 {SOURCES}
 
@@ -73,6 +74,7 @@ decoding settings.
   python -m data speed pairs --workers 0,2,4,8
   python -m data speed pairs data.crop_scale=0.4 data.color_jitter=0.4
 """
+_PACKED = "a .csv, .tsv, .jsonl or .parquet file, or a folder of images with captions"
 PACK_TEXT = """\
 The first line of the table names its columns. Paths are relative to the
 table's folder. Other columns become fields of each sample's json, for
@@ -271,7 +273,7 @@ def _make_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _pack_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("table", metavar="TABLE", type=Path, help="a .csv, .tsv, .jsonl or .parquet file")
+    parser.add_argument("table", metavar="TABLE", type=Path, help=_PACKED)
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to create")
     parser.add_argument("--image-column", metavar="C", help="column with the paths (default: guessed)")
     parser.add_argument("--caption-column", metavar="C", help="column with the captions (default: guessed)")

@@ -1,4 +1,7 @@
-"""Pack images and captions listed in a table into a dataset folder.
+"""Pack images and captions of a table or a folder into a dataset folder.
+
+A table lists paths of images, or holds encoded images (Parquet). In a folder, each image has its captions in a .txt
+file of the same name, one per line; or a table named metadata lists them, as on the Hugging Face hub.
 
 Images: JPEG, PNG and WebP files are stored byte for byte, except those with an EXIF orientation, which CLIP's
 preprocessing ignores; they are stored upright (JPEG at quality 95 without chroma subsampling, PNG without loss,
@@ -18,12 +21,14 @@ Binary columns are left out.
 import hashlib
 import json
 import os
+import shlex
 import stat
+import sys
 import warnings
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +37,16 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files import Row, Table, color_of
+from clipkit.files import IMAGE_SUFFIXES, SUFFIXES, Row, Table, color_of, counted, size_of
 from data.captions import field_name, json_value
+from data.remote.cache import cache_folder, created_once
 from data.shards.images import BadImage, Resize, Storing, store_image
 from data.shards.writer import DatasetWriter, Record
 
-__all__ = ["BadRow", "FieldNames", "PackReport", "captions_of", "fields_of", "pack"]
+__all__ = [
+    "BadRow", "FieldNames", "PackReport", "captions_of", "fields_of", "images_below", "metadata_of", "pack",
+    "packed",
+]  # fmt: skip
 
 
 LARGEST_FILE = 64 * 2**20  # bytes
@@ -94,7 +103,7 @@ class _Packed:
 
 
 def pack(
-    table: Path,
+    source: Path | Sequence[Path],
     out: Path,
     *,
     image_column: str | None = None,
@@ -107,13 +116,14 @@ def pack(
     background: str | None = None,
     progress: bool = True,
 ) -> PackReport:
-    """Write the images and captions of ``table`` as a new dataset folder ``out``.
+    """Write the images and captions of ``source`` as a new dataset folder ``out``.
 
     A sample's key is its row number in nine digits, counted from 1 without the header. Bad rows are listed in
     ``bad_rows.jsonl`` of the folder. Memory does not grow with the table.
 
     Args:
-        table: a .csv, .tsv, .tab, .jsonl, .ndjson, .parquet or .pq file.
+        source: a .csv, .tsv, .tab, .jsonl, .ndjson, .parquet or .pq file, several with the same columns, or a
+            folder of images.
         out: the folder to create; it must not exist, or be empty.
         image_column: column with the paths, relative to the table's folder; guessed from usual names by default.
         caption_column: column with the captions; guessed likewise.
@@ -127,7 +137,7 @@ def pack(
 
     Raises:
         ConfigError: ``samples_per_shard``, ``max_side`` or ``test`` is out of range, or ``background`` is invalid.
-        DataError: the table cannot be read, lacks a column, or has no usable row.
+        DataError: a table cannot be read, lacks a column, or there is no usable row.
     """
     for name, value in (("samples_per_shard", samples_per_shard), ("max_side", max_side)):
         if value is not None and value < 1:
@@ -139,7 +149,17 @@ def pack(
         keep_orientation=keep_orientation,
         background=None if background is None else color_of(background),
     )
-    source = Table(table, image_column=image_column, caption_column=caption_column, others=fields)
+    paths = [source] if isinstance(source, Path) else list(source)
+    read: Table | _ImageFolder
+    if paths[0].is_dir() and (listed := metadata_of(paths[0])) is None:
+        read, tables = _ImageFolder(paths[0]), []
+    else:
+        paths = [listed] if paths[0].is_dir() and listed is not None else paths
+        tables = [
+            Table(path, image_column=image_column, caption_column=caption_column, encoded=True, others=fields)
+            for path in paths
+        ]
+        read = tables[0]
     bad, marks = Counter[str](), Counter[str]()
     firsts, kept = dict[str, str](), dict[str, str]()
     with DatasetWriter(out, samples_per_shard=samples_per_shard) as writer, warnings.catch_warnings():
@@ -157,7 +177,7 @@ def pack(
         task = bar.add_task("", total=1.0, rows=0, bad=0)
         listing = writer.extra_file("bad_rows.jsonl")
         with listing.open("w", encoding="utf-8") as file, bar:
-            for row, outcome in _in_order(source, how, test):
+            for row, outcome in _in_order(tables or [read], how, test):
                 if isinstance(outcome, _Packed):
                     writer.write(outcome.split, outcome.record)
                     marks.update(outcome.marks)
@@ -172,16 +192,16 @@ def pack(
                 bar.update(task, completed=row.progress, rows=row.number, bad=bad.total())
         if not writer.counts:
             causes = "; ".join(f"{count} × {cause} ({firsts[cause]})" for cause, count in bad.most_common())
-            raise DataError(f"no row of {source.path} can be packed: {causes or 'it has no rows'}")
+            raise DataError(f"no row of {read.path} can be packed: {causes or 'it has no rows'}")
         if not bad:
             listing.unlink()
         splits = dict(writer.counts)
         card = {
-            "name": table.stem,
-            "description": "images and captions from a table",
+            "name": read.path.stem,
+            "description": "images and captions from a table or folder",
             "made_by": "python -m data pack",
-            "source": table.name,
-            "columns": {"image": source.image_column, "caption": source.caption_column},
+            "source": ", ".join(path.name for path in paths[:_SHOWN]),
+            "columns": {"image": read.image_column, "caption": read.caption_column},
             "fields": kept,
             "test": test,
             "max_side": max_side,
@@ -194,31 +214,137 @@ def pack(
     return PackReport(
         splits=splits,
         bad=dict(bad.most_common()),
-        image_column=source.image_column,
-        caption_column=source.caption_column,
+        image_column=read.image_column,
+        caption_column=read.caption_column,
         bad_rows=writer.out / listing.name if bad else None,
         not_upright=marks["not upright"],
         transparent=marks["transparent"],
         several_captions=marks["several captions"],
         fields=kept,
-        left_out=source.left_out,
+        left_out=read.left_out,
     )
 
 
-def _in_order(source: Table, how: Storing, test: float) -> Iterator[tuple[Row, _Packed | str]]:
-    """Yield each row with its sample or the cause of failure, in the order of the table."""
+_LONGEST_NAME = 80
+_SHOWN = 8  # names of tables in the card
+
+
+def metadata_of(folder: Path) -> Path | None:
+    """Return the table of a folder of images in the layout of the Hugging Face hub, None if there is none."""
+    tables = (folder / f"metadata{suffix}" for suffix in SUFFIXES)
+    return next((table for table in tables if table.is_file()), None)
+
+
+class _ImageFolder:
+    """The images below a folder as rows of a table, with the captions in .txt files of the same names."""
+
+    image_column, caption_column = "files", ".txt files"
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder
+        self.others: dict[str, int] = {}
+        self.left_out: dict[str, str] = {}
+
+    def __iter__(self) -> Iterator[Row]:
+        paths = list(images_below(self.path))
+        for number, path in enumerate(paths, 1):
+            captions = _lines_of(path.with_suffix(".txt"))
+            name = str(path.relative_to(self.path))
+            yield Row(number=number, path=name, caption=captions, progress=number / len(paths))
+
+
+def images_below(folder: Path) -> Iterator[Path]:
+    """Yield the images in a folder and its subfolders, sorted by path."""
+    for place, folders, names in os.walk(folder):
+        folders.sort()
+        for name in sorted(names):
+            if Path(name).suffix.lower() in IMAGE_SUFFIXES:
+                yield Path(place, name)
+
+
+def _lines_of(file: Path) -> list[str]:
+    try:
+        with file.open(encoding="utf-8", errors="replace") as text:
+            return text.read(MOST_CAPTIONS * LONGEST_CAPTION).splitlines()
+    except OSError:
+        return []
+
+
+_REVISION = 1  # of packed folders in the cache; increased when the same input is packed differently
+
+
+def packed(paths: Sequence[Path]) -> Path:
+    """Return a dataset folder in the cache with the images and captions of a source, packed on first use.
+
+    A source is packed again if the path, size or modification time of a table, or of a file in a folder of images,
+    has changed.
+
+    Args:
+        paths: tables, or a folder of images; see ``pack``.
+
+    Raises:
+        DataError: as for ``pack``.
+    """
+    digest = hashlib.sha256(f"{_REVISION}".encode())
+    for path in map(Path.absolute, paths):
+        files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
+        for file in files:
+            status = file.stat()
+            digest.update(
+                f"{file}\0{status.st_size} {status.st_mtime_ns}\n".encode("utf-8", "surrogateescape")
+            )
+    name = field_name(paths[0].stem)[:_LONGEST_NAME]
+    folder = cache_folder() / "packed" / f"{name}-{digest.hexdigest()[:16]}"
+
+    def make(out: Path) -> None:
+        report = pack(paths[0] if len(paths) == 1 else paths, out, progress=sys.stderr.isatty())
+        size = sum(one.stat().st_size for one in out.rglob("*.tar"))
+        bad = sum(report.bad.values())
+        left_out = f"; {counted(bad, 'bad row')} left out, see bad_rows.jsonl there" if bad else ""
+        print(
+            f"packed {counted(report.packed, 'pair')} of {paths[0]} into {out} ({size_of(size)}){left_out}; "
+            "`python -m data pack` writes them to another folder",
+            file=sys.stderr,
+        )
+
+    try:
+        created_once(folder, make, name=f"the shards of {paths[0]}")
+    except DataError as error:
+        if "which column is" not in str(error):
+            raise
+        raise DataError(f"{error}, with python -m data pack {shlex.quote(str(paths[0]))} OUT") from error
+    return folder
+
+
+def _in_order(
+    sources: Sequence["Table | _ImageFolder"], how: Storing, test: float
+) -> Iterator[tuple[Row, _Packed | str]]:
+    """Yield each row with its sample or the cause of failure, in the order of the tables."""
     Image.init()
     workers = min(8, os.cpu_count() or 1)  # threads, because reading and decoding release the GIL
     waiting: deque[tuple[Row, Future[_Packed | str]]] = deque()
-    names, folder = FieldNames(source.others), source.path.parent
+    names = FieldNames(sources[0].others)
     with ThreadPoolExecutor(workers) as pool:
-        for row in source:
+        for row, folder in _rows_of(sources):
             waiting.append((row, pool.submit(_sample, row, names.of(row.others), folder, how, test)))
             if len(waiting) > 2 * workers:
                 first, future = waiting.popleft()
                 yield first, future.result()
         for first, future in waiting:
             yield first, future.result()
+
+
+def _rows_of(sources: Sequence["Table | _ImageFolder"]) -> Iterator[tuple[Row, Path]]:
+    """Yield rows, numbered across all tables, with the folder that their paths are relative to."""
+    before = 0
+    for part, source in enumerate(sources):
+        folder = source.path if isinstance(source, _ImageFolder) else source.path.parent
+        number = 0
+        for row in source:
+            number = row.number
+            progress = (part + row.progress) / len(sources)
+            yield replace(row, number=before + number, progress=progress), folder
+        before += number
 
 
 def _sample(row: Row, names: Mapping[str, str], folder: Path, how: Storing, test: float) -> _Packed | str:
@@ -330,8 +456,14 @@ def captions_of(row: Row) -> list[str]:
 
 
 def _file_of(row: Row, folder: Path) -> bytes:
-    """Read the image file of a row."""
+    """Return the encoded image of a row."""
     given = row.path
+    if isinstance(given, dict):  # an image as the Hugging Face hub stores it
+        given = given.get("bytes") or given.get("path")
+    if isinstance(given, bytes):
+        if len(given) > LARGEST_FILE:
+            raise BadRow(f"image of more than {LARGEST_FILE // 2**20} MiB")
+        return given
     if given is None or given == "":
         raise BadRow("no path")
     if not isinstance(given, str):

@@ -33,6 +33,7 @@ CAPTION_COLUMNS = (
 )  # fmt: skip
 _DELIMITED, _JSON_LINES, _PARQUET = (".csv", ".tsv", ".tab"), (".jsonl", ".ndjson"), (".parquet", ".pq")
 SUFFIXES = (*_DELIMITED, *_JSON_LINES, *_PARQUET)
+_BATCH, _ENCODED_BATCH = 1024, 16  # rows of a Parquet table that are read at a time, and rows with images
 LONGEST_LINE = 2**20  # maximum length of a JSONL line, in bytes
 HEADER = 2**16  # maximum length of a header, in bytes
 _CLASSIFIED = ["picture", "source", "label_1"]  # first columns of the output of ``clipkit classify``
@@ -69,6 +70,8 @@ class Table:
         image_columns: common names of the column with the paths.
         image_name: content of that column, "image" or "url".
         need: columns that the table must have: "image", "caption" or both.
+        encoded: whether a Parquet table's image column may hold encoded images, as bytes or as a struct with
+            ``bytes`` (the hub's image datasets); paths of such rows are bytes or dicts.
         others: names of other columns to read; None for all of them.
 
     Raises:
@@ -91,13 +94,15 @@ class Table:
         image_columns: Sequence[str] = IMAGE_COLUMNS,
         image_name: str = "image",
         need: Sequence[str] = ("image", "caption"),
+        encoded: bool = False,
         others: Sequence[str] | None = (),
     ) -> None:
         if not path.is_file():
             raise DataError(f"{path} is not a file: expected a .csv, .tsv, .jsonl or .parquet table")
-        self.path = path
+        self.path, self._batch = path, _BATCH
         asked = {image_name: image_column, "caption": caption_column}
         self._usual = {image_name: image_columns, "caption": CAPTION_COLUMNS}
+        self._encoded = image_name if encoded else ""
         kinds: dict[str, Any] = {}  # pyarrow's types
         suffix = path.suffix.lower()
         if suffix in _DELIMITED:
@@ -163,6 +168,9 @@ class Table:
             )
         kind = str(kinds.get(name, "string"))
         if "string" in kind and not kind.startswith(("struct", "list", "large_list", "map")):
+            return name
+        if what == self._encoded and kind.startswith(("binary", "large_binary", "struct<bytes: binary")):
+            self._batch = _ENCODED_BATCH
             return name
         if asked is None and not required:
             return ""
@@ -267,7 +275,7 @@ class Table:
         total = max(1, file.metadata.num_rows)
         number = 0
         try:
-            for batch in file.iter_batches(batch_size=1024, columns=[*self._read, *self.others]):
+            for batch in file.iter_batches(batch_size=self._batch, columns=[*self._read, *self.others]):
                 # by position, because batch.column(name) fails for duplicate names
                 columns = {name: batch.column(at) for at, name in reversed([*enumerate(batch.schema.names)])}
                 values = {name: columns[name].to_pylist() for name in self._read}

@@ -2,8 +2,6 @@
 
 import io
 import os
-import shutil
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import parent_process
@@ -11,8 +9,7 @@ from pathlib import Path
 from threading import Thread
 
 from clipkit.errors import DataError, nearest
-from clipkit.files import FileLock
-from data.remote.cache import cache_folder
+from data.remote.cache import cache_folder, created_once
 
 __all__ = ["BUILTIN", "BuiltIn", "Unavailable", "built_in", "end_with_parent", "make_digits"]
 
@@ -130,20 +127,5 @@ def built_in(name: str, *, progress: bool = True) -> Path:
         raise DataError(f"unknown built-in dataset {name!r}: {nearest(name, BUILTIN)}")
     chosen = BUILTIN[name]
     folder = cache_folder() / f"{name}-{chosen.revision}"
-    if folder.is_dir():  # folders are renamed when complete
-        return folder
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder.with_name(f".{folder.name}.lock"))
-        while not lock.try_acquire():
-            time.sleep(0.05)
-        try:
-            if not folder.is_dir():
-                for left in folder.parent.glob(f".{folder.name}.partial-*"):  # left by a killed process
-                    shutil.rmtree(left, ignore_errors=True)
-                chosen.make(folder, progress)
-        finally:
-            lock.release()
-    except OSError as error:
-        raise DataError(f"cannot create {name} in {folder.parent} ({error}): set CLIPKIT_CACHE") from error
+    created_once(folder, lambda out: chosen.make(out, progress), name=name)
     return folder

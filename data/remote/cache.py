@@ -15,9 +15,11 @@ must open it at once, or fetch again.
 import hashlib
 import json
 import os
+import shutil
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +30,7 @@ from clipkit.files import FileLock, sync, write_atomic
 from data.remote.store import ShardFile, download, is_remote, shown
 from data.remote.transfer import answered
 
-__all__ = ["STILL_SECONDS", "ShardCache", "cache_folder", "shard_cache"]
+__all__ = ["STILL_SECONDS", "ShardCache", "cache_folder", "created_once", "shard_cache"]
 
 STILL_SECONDS = 900.0  # limit for waiting for a process without progress; longer than all retries of a store
 _POLL_SECONDS = 0.05
@@ -45,6 +47,36 @@ def cache_folder() -> Path:
     if xdg := os.environ.get("XDG_CACHE_HOME"):
         return Path(xdg) / "clipkit"
     return Path.home() / ".cache" / "clipkit"
+
+
+def created_once(folder: Path, make: Callable[[Path], object], *, name: str) -> None:
+    """Create a folder of the cache unless it exists; only one of several processes does, and others wait.
+
+    Args:
+        folder: the folder; it is complete when it exists.
+        make: creates it under a temporary name, ``.NAME.partial-…``, and renames it.
+        name: of the content, for messages.
+
+    Raises:
+        DataError: the cache cannot be written.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock, shown_once = FileLock(folder.with_name(f".{folder.name}.lock")), False
+        while not folder.is_dir() and not lock.try_acquire():
+            if not shown_once:
+                print(f"waiting for {lock.holder or 'another process'} to create {name}", file=sys.stderr)
+                shown_once = True
+            time.sleep(_POLL_SECONDS)
+        try:
+            if not folder.is_dir():
+                for left in folder.parent.glob(f".{folder.name}.partial-*"):  # left by a killed process
+                    shutil.rmtree(left, ignore_errors=True)
+                make(folder)
+        finally:
+            lock.release()
+    except OSError as error:
+        raise DataError(f"cannot create {name} in {folder.parent} ({error}): set CLIPKIT_CACHE") from error
 
 
 def shard_cache(sources: Sequence[str], gigabytes: float) -> "ShardCache | None":

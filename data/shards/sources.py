@@ -3,7 +3,8 @@
 A source is a dataset folder (with ``train/`` and ``test/``), a folder of tars, a brace pattern such as
 ``pairs/{00000..00041}.tar``, a tar, or the name of a built-in dataset. The first four may also be in a store
 (``s3://``, ``gs://``, ``https://``, ``hf://``); ``pipe:COMMAND`` is a command that writes a tar. Local paths
-may contain wildcards, as in ``pairs-*/*.tar``.
+may contain wildcards, as in ``pairs-*/*.tar``. Local tables of images and captions, folders of images with
+captions and Parquet files with encoded images are packed into shards in the cache first.
 """
 
 import glob
@@ -15,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 
 from clipkit.errors import DataError
-from clipkit.files import IMAGE_SUFFIXES, counted, expand_braces, match_wildcards, path_order
+from clipkit.files import IMAGE_SUFFIXES, SUFFIXES, counted, expand_braces, match_wildcards, path_order
 from data.corpora.builtin import BUILTIN, built_in
 from data.remote import store
 from data.remote.store import HUB_FORM, ShardFile, Unreachable, is_remote, shown
@@ -23,12 +24,12 @@ from data.remote.store import HUB_FORM, ShardFile, Unreachable, is_remote, shown
 __all__ = ["find_shards", "remote_hint"]
 
 _UNPACK = {".gz": "gunzip -k", ".tgz": "gunzip -k", ".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zst": "unzstd"}
-_TABLES = (".parquet", ".pq", ".csv", ".tsv", ".tab", ".jsonl", ".ndjson")
+_SPLITS = ("train", "test", "val", "dev")
 _LOOKED_AT = 1000  # examined names in a folder, and folders in it
 _SHOWN = 8  # names in a message
 _TO_PACK = (
-    "write a table of paths and captions (columns image and caption), and convert it to shards with "
-    "python -m data pack TABLE.csv OUT"
+    "write the captions into .txt files of the same names, or paths and captions into a table (columns image and "
+    "caption), and name that"
 )
 _COLONS, _COMMA = re.compile("::"), re.compile(r"[,;\s]\s*")  # webdataset's separator, and common others
 _ANOTHER = re.compile(r"(?:::|[,;\s])\s*(?=[a-z][a-z0-9]*://|pipe:)")
@@ -87,9 +88,13 @@ def _local_shards(source: str, split: str) -> list[Path]:
     paths: list[Path] = []
     for name in expand_braces(source):
         path = Path(name).expanduser()
-        paths += [one for one in match_wildcards(path) if one.suffix == ".tar" and one.is_file()] or [path]
+        found = [one for one in match_wildcards(path) if one.is_file()]
+        tars = [one for one in found if one.suffix == ".tar"]
+        paths += tars or [one for one in found if one.suffix.lower() in SUFFIXES] or [path]
     missing = [one for one in paths if not one.is_file()]
     if not missing:
+        if all(_kind(path.name) == "table" and not _is_tar(path) for path in paths):
+            return _packed(paths, split)
         if (hint := next(filter(None, map(_file_hint, paths)), None)) is not None:
             raise DataError(hint)
         return paths
@@ -116,17 +121,44 @@ def _folder_shards(folder: Path, split: str) -> list[Path]:
     here = inside if inside.is_dir() else folder
     paths = sorted(here.glob("*.tar"), key=path_order)
     if not paths:
-        raise DataError(
-            _folder_hint(inside)
-            or _splits_hint(folder, split)
-            or _folder_hint(folder)
-            or _empty(folder, split)
-        )
+        known = _splits_hint(folder, split)  # a dataset folder lists bad rows in a table
+        for place in () if known else (here, folder):
+            if tables := _tables_in(place, split):
+                return _packed(tables, split)
+            if _has_pairs(place):
+                return _packed([place], split)
+        raise DataError(_folder_hint(inside) or known or _folder_hint(folder) or _empty(folder, split))
     stated = here / "nshards.txt"
     if stated.is_file():
         with stated.open(errors="replace") as file:
             _check_count(str(here), len(paths), file.read(100))
     return paths
+
+
+def _packed(paths: list[Path], split: str) -> list[Path]:
+    """Return the shards of tables, or of a folder of images, after packing them into the cache."""
+    from data.pack import packed
+
+    return _folder_shards(packed(paths), split if len(paths) > 1 or paths[0].is_dir() else "train")
+
+
+def _tables_in(folder: Path, split: str) -> list[Path]:
+    """Return the only table of a folder, or its Parquet files, of the split if their names begin with splits."""
+    tables = [one for one in folder.iterdir() if _kind(one.name) == "table" and one.is_file()]
+    if len(tables) == 1:
+        return tables
+    tables = sorted((one for one in tables if one.suffix == ".parquet"), key=path_order)
+    own = [one for one in tables if one.name.startswith(split)]
+    by_split = own or any(one.name.startswith(_SPLITS) for one in tables)
+    return own if by_split else tables
+
+
+def _has_pairs(folder: Path) -> bool:
+    """Whether a folder has images with captions in .txt files, or a table of them named metadata."""
+    from data.pack import images_below, metadata_of
+
+    first = islice(images_below(folder), _LOOKED_AT)
+    return metadata_of(folder) is not None or any(one.with_suffix(".txt").is_file() for one in first)
 
 
 def _check_count(folder: str, found: int, stated: str | None) -> None:
@@ -198,15 +230,19 @@ def _file_hint(path: Path) -> str | None:
     kind = _kind(path.name)
     if kind is None or not path.is_file():
         return None
-    with path.open("rb") as file:  # it may still be a tar, such as one that a browser unpacked
-        if file.read(262)[257:] == b"ustar":
-            return None
-    quoted = shlex.quote(str(path))
+    if _is_tar(path):
+        return None
     if kind == "compressed":
-        return f"{path} is compressed: unpack it with {_UNPACK[path.suffix.lower()]} {quoted}"
+        return f"{path} is compressed: unpack it with {_UNPACK[path.suffix.lower()]} {shlex.quote(str(path))}"
     if kind == "table":
-        return f"{path} is a table, not a tar: convert it to shards with python -m data pack {quoted} OUT"
+        return f"{path} is a table, not a tar: name tables and tars as separate sources"
     return f"{path} is an image, not a tar: {_TO_PACK}"
+
+
+def _is_tar(path: Path) -> bool:
+    """Whether a file is a tar whatever its name, such as one that a browser unpacked."""
+    with path.open("rb") as file:
+        return file.read(262)[257:] == b"ustar"
 
 
 def _folder_hint(folder: Path) -> str | None:
@@ -218,8 +254,7 @@ def _folder_hint(folder: Path) -> str | None:
         command = f"{_UNPACK[Path(name).suffix.lower()]} {shlex.quote(str(folder))}/*{suffix}"
         return f"the tars in {folder} are compressed: unpack them with {command}"
     if name := found.get("table"):
-        table = shlex.quote(str(folder / name))
-        return f"{folder} has a table, not tars: convert it to shards with python -m data pack {table} OUT"
+        return f"{folder} has several tables, such as {name}: name the one to use"
     below = (one for name in inside if (folder / name).is_dir() for one in _names(folder / name))
     if "image" in found or any(_kind(name) == "image" for name in islice(below, _LOOKED_AT)):
         return f"{folder} has images, not tars: {_TO_PACK}"
@@ -251,7 +286,7 @@ def _kind(name: str) -> str | None:
     suffix = Path(name).suffix
     if suffix == ".tgz" or (suffix in _UNPACK and name.endswith(".tar" + suffix)):
         return "compressed"
-    return "table" if suffix in _TABLES else "image" if suffix in IMAGE_SUFFIXES else None
+    return "table" if suffix in SUFFIXES else "image" if suffix in IMAGE_SUFFIXES else None
 
 
 def _names(folder: Path) -> list[str]:

@@ -103,7 +103,8 @@ def find_named(
     for name in plain:
         if name.replace("-", "_").isidentifier() and name not in BUILTIN and not Path(name).exists():
             raise DataError(
-                f"no dataset {name!r}: no such folder, and no such card ({nearest(name, card_names())})"
+                f"no dataset {name!r}: no such folder, and no such card ({nearest(name, card_names())}); "
+                "`python -m eval list` lists the datasets"
             )
     targets: dict[str, Target] = {}
     trouble: list[DataError] = []

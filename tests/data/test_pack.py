@@ -238,9 +238,9 @@ def test_invalid_tables(pictures: Path) -> None:
     assert not list(pictures.glob(".out*"))
 
 
-def test_a_column_of_images_is_refused(pictures: Path) -> None:
+def test_a_column_of_other_values_is_refused(pictures: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    struct = [{"bytes": b"x", "path": "a.jpg"}]
+    struct = [{"pixels": b"x", "path": "a.jpg"}]
     parquet.write_table(pyarrow.table({"image": struct, "text": ["x"]}), pictures / "t.parquet")
     with pytest.raises(DataError, match="column 'image' contains struct"):
         pack(pictures / "t.parquet", pictures / "out", progress=False)

@@ -144,13 +144,13 @@ def test_wildcards_on_a_disk(folder: Path, tmp_path: Path, monkeypatch: pytest.M
         ("{train,none}/*.tar", "no local tar matches 'none/*.tar'"),
         (
             "*.csv",
-            "pairs.csv is a table, not a tar: convert it to shards with python -m data pack pairs.csv OUT",
+            "no row of pairs.csv can be packed: it has no rows",
         ),
         (
             "pairs.csv",
-            "pairs.csv is a table, not a tar: convert it to shards with python -m data pack pairs.csv OUT",
+            "no row of pairs.csv can be packed: it has no rows",
         ),
-        ("a cat.jpg", "a cat.jpg is an image, not a tar: write a table of paths and captions"),
+        ("a cat.jpg", "a cat.jpg is an image, not a tar: write the captions into .txt files"),
         ("*.tgz", "packed.tgz is compressed: unpack it with gunzip -k packed.tgz"),
         ("packed.tgz", "packed.tgz is compressed: unpack it with gunzip -k packed.tgz"),
         ("train/1.tar::train/2.tar", "2 sources in one string: give them as a list, "),
@@ -221,14 +221,14 @@ def test_a_folder_of_other_things(tmp_path: Path) -> None:
         ("0.tar.zst", "the tars in {0} are compressed: unpack them with unzstd '{0}'/*.zst"),
         (
             "0.parquet",
-            "{0} has a table, not tars: convert it to shards with python -m data pack '{0}/0.parquet' OUT",
+            "{0}/0.parquet cannot be read as Parquet: ",
         ),
         (
             "all.csv",
-            "{0} has a table, not tars: convert it to shards with python -m data pack '{0}/all.csv' OUT",
+            "{0}/all.csv: which column is the image? Set --image-column; the columns are x, with python -m data",
         ),
-        ("0.JPG", "{0} has images, not tars: write a table of paths and captions"),
-        ("cats/0.webp", "{0} has images, not tars: write a table of paths and captions"),
+        ("0.JPG", "{0} has images, not tars: write the captions into .txt files of the same names"),
+        ("cats/0.webp", "{0} has images, not tars: write the captions into .txt files of the same names"),
         ("notes.txt", "no tar of split 'train' in {0}"),
         ("cats/x/0.webp", "no tar of split 'train' in {0}; it has the folders cats"),
     ):

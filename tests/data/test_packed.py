@@ -1,0 +1,169 @@
+"""Tables, folders of images and Parquet with encoded images as sources of training: packed into the cache once."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from clipkit.errors import DataError
+from data.captions import Selection
+from data.remote.cache import cache_folder
+from data.shards.manifest import Manifest, make_manifest
+from data.shards.samples import Shards
+from data.shards.sources import find_shards
+
+FIND = "import sys; from data.shards.sources import find_shards; print(find_shards(sys.argv[1])[0].url)"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CLIPKIT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def images(folder: Path, count: int = 6, side: int = 9) -> list[tuple[str, str]]:
+    """Write images and return their paths in the folder and their captions."""
+    random = np.random.default_rng(0)
+    rows = []
+    for number in range(count):
+        name = f"{'inside/' if number % 2 else ''}{number:04d}.png"
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(0, 256, (side, side + 1, 3), dtype=np.uint8)).save(folder / name)
+        rows.append((name, f"caption, {number}"))
+    return rows
+
+
+def table(path: Path, rows: list[tuple[str, str]], folder: str) -> Path:
+    path.write_text("image,caption\n" + "".join(f'{folder}/{name},"{text}"\n' for name, text in rows))
+    return path
+
+
+def parquet(path: Path, rows: list[tuple[str, str]], folder: Path, *, plain: bool = False) -> Path:
+    """Write a table with encoded images as the hub stores them, or as plain bytes."""
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow.parquet import write_table
+
+    content = [(folder / name).read_bytes() for name, _ in rows]
+    encoded = content if plain else [{"bytes": one, "path": "x.png"} for one in content]
+    write_table(arrow.table({"image": encoded, "text": [text for _, text in rows]}), path)
+    return path
+
+
+def samples(source: object, split: str = "train") -> list[tuple[str, bytes]]:
+    """Return caption and image of each sample, in order of the captions."""
+    shards = Shards(make_manifest([find_shards(str(source), split=split)], Selection()), Selection())
+    read = [shards.read(place) for place in range(len(shards))]
+    return sorted((str(one.caption), bytes(one.image)) for one in read)
+
+
+def test_the_same_pairs_in_every_form(tmp_path: Path) -> None:
+    folder = tmp_path / "photos"
+    rows = images(folder)
+    expected = sorted((text, (folder / name).read_bytes()) for name, text in rows)
+    assert samples(table(tmp_path / "pairs.csv", rows, "photos")) == expected
+    assert samples(parquet(tmp_path / "plain.parquet", rows, folder, plain=True)) == expected
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    parquet(hub / "train-00000-of-00002.parquet", rows[:3], folder)
+    parquet(hub / "train-00001-of-00002.parquet", rows[3:], folder)
+    parquet(hub / "test-00000-of-00001.parquet", rows[:1], folder)
+    assert samples(hub) == samples(f"{hub}/train-*.parquet") == expected
+    assert samples(hub, split="test") == expected[:1]
+    table(folder / "metadata.csv", rows, ".")
+    assert samples(folder) == expected
+    (folder / "metadata.csv").unlink()
+    for name, text in rows:
+        (folder / name).with_suffix(".txt").write_text(text)
+    assert samples(folder) == expected
+
+
+def test_a_source_is_packed_once_and_again_when_it_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = images(tmp_path / "photos")
+    source = table(tmp_path / "pairs.csv", [*rows, ("gone.png", "nothing")], "photos")
+    first = find_shards(str(source))
+    said = capsys.readouterr().err
+    assert "packed 6 pairs" in said and "1 bad row left out" in said
+    assert find_shards(str(source)) == first and not capsys.readouterr().err
+    recorded = make_manifest([first], Selection())
+    os.utime(source, ns=(0, 0))  # as a copy has it
+    touched = find_shards(str(source))
+    assert touched != first
+    assert not _changes(make_manifest([touched], Selection()), recorded)
+    table(source, rows[1:], "photos")
+    assert _changes(make_manifest([find_shards(str(source))], Selection()), recorded)
+
+
+def _changes(new: Manifest, old: Manifest) -> list[str]:
+    return list(new.changes_since(old))
+
+
+def test_processes_pack_a_source_once(tmp_path: Path) -> None:
+    source = table(tmp_path / "pairs.csv", images(tmp_path / "photos", 300, side=60), "photos")
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", FIND, str(source)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for _ in range(3)
+    ]
+    outputs = [one.communicate(timeout=120) for one in started]
+    assert len({out for out, _ in outputs}) == 1 and all(one.returncode == 0 for one in started)
+    assert sum(error.count(b"packed 300 pairs") for _, error in outputs) == 1
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path, cache: Path) -> None:
+    source = table(tmp_path / "pairs.csv", images(tmp_path / "photos", 300, side=60), "photos")
+    process = subprocess.Popen([sys.executable, "-c", FIND, str(source)], stderr=subprocess.DEVNULL)
+    while not (left := list((cache / "packed").glob(".*.partial-*/train/0.tar"))):
+        assert process.poll() is None
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert left[0].exists()
+    assert len(samples(source)) == 300
+    assert [one.name for one in (cache / "packed").iterdir()] == [
+        Path(find_shards(str(source))[0].url).parents[1].name
+    ]
+
+
+def test_errors_are_one_line(tmp_path: Path) -> None:
+    odd = tmp_path / "odd.csv"
+    odd.write_text("a,b\n1,2\n")
+    with pytest.raises(DataError, match=r"which column is the image\?.* a, b, with python -m data pack"):
+        find_shards(str(odd))
+    odd.write_text("image,caption\n")
+    with pytest.raises(DataError, match=r"no row of .* can be packed: it has no rows"):
+        find_shards(str(odd))
+    images(tmp_path / "photos")
+    with pytest.raises(DataError, match="has images, not tars"):
+        find_shards(str(tmp_path / "photos"))
+    (tmp_path / "photos" / "0000.txt").write_bytes(b"\xff")
+    with pytest.raises(
+        DataError, match=r"can be packed: .*caption is not UTF-8.*empty caption|empty caption"
+    ):
+        find_shards(str(tmp_path / "photos"))
+    assert not list(cache_folder().glob("packed/*"))
+
+
+def test_broken_and_empty_images_in_parquet_are_bad_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow.parquet import write_table
+
+    image = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(image, "png")
+    encoded = [image.getvalue(), b"GIF8", b"", None]
+    kind = arrow.struct([("bytes", arrow.binary()), ("path", arrow.string())])
+    column = arrow.array([one if one is None else {"bytes": one, "path": None} for one in encoded], type=kind)
+    write_table(arrow.table({"image": column, "caption": ["a", "b", "c", "d"]}), tmp_path / "t.parquet")
+    assert [text for text, _ in samples(tmp_path / "t.parquet")] == ["a"]
+    assert "3 bad rows left out" in capsys.readouterr().err
