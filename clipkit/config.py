@@ -301,6 +301,11 @@ class ModelConfig(Section):
         "Another text tower: cbow, words, or transformers:FOLDER or NAME; or, for loss.name=classes, classes:FILE, "
         "a classification head with one row per line of a file of class names.",
     )
+    tokenizer: str = setting(
+        "",
+        "Folder of a tokenizer from `python -m data tokenizer`, for clipkit's text transformer; it is stored with "
+        "the weights. Empty: the text tower's own, or that of model.weights.",
+    )
     image_size: int = setting(0, "Image side in pixels; 0: the architecture's default.", _at_least(0))
     context_length: int = setting(
         0, "Maximum caption length in tokens; 0: the architecture's default.", _at_least(0)
@@ -317,6 +322,8 @@ class ModelConfig(Section):
     def __post_init__(self) -> None:
         check_names(self.name, self.image, self.text)
         super().__post_init__()
+        both = bool(self.tokenizer and self.weights)
+        require(not both, "model.tokenizer", self.tokenizer, "model.weights have their own tokenizer")
 
     @property
     def label(self) -> str:

@@ -75,6 +75,15 @@ decoding settings.
   python -m data speed pairs data.crop_scale=0.4 data.color_jitter=0.4
 """
 _PACKED = "a .csv, .tsv, .jsonl or .parquet file, or a folder of images with captions"
+TOKENIZER_TEXT = f"""\
+Train a byte-level BPE tokenizer on the captions of shards, for any languages. A
+small vocabulary saves memory and time of a small model.
+
+{SOURCES}
+
+  python -m data tokenizer pairs --out tokenizer --vocab 8192
+  python train.py CONFIG model.tokenizer=tokenizer
+"""
 PACK_TEXT = """\
 The first line of the table names its columns. Paths are relative to the
 table's folder. Other columns become fields of each sample's json, for
@@ -215,12 +224,7 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
         default=1000.0,
         help="samples/s that one GPU processes, to compute the number of workers (default: 1000)",
     )
-    parser.add_argument(
-        "--captions",
-        metavar="NAMES",
-        default="txt",
-        help="sources of captions as in data.captions: txt, or json fields, separated by commas (default: txt)",
-    )
+    _caption_option(parser)
     parser.add_argument(
         "--filters",
         metavar="FILTER",
@@ -258,6 +262,30 @@ def _speed_options(parser: argparse.ArgumentParser) -> None:
     )
     _cache_option(parser, 100.0, "reads over the network")
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead of a table")
+
+
+def _caption_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--captions",
+        metavar="NAMES",
+        default="txt",
+        help="sources of captions as in data.captions: txt, or json fields, separated by commas (default: txt)",
+    )
+
+
+def _tokenizer_options(parser: argparse.ArgumentParser) -> None:
+    _source_options(parser)
+    parser.add_argument("--out", metavar="OUT", type=Path, required=True, help="the folder to create")
+    _whole_option(parser, "--vocab", "N", 258, 1_000_000, 8192, "number of tokens (default: 8192)")
+    _caption_option(parser)
+    parser.add_argument(
+        "--filters",
+        metavar="FILTER",
+        action="append",
+        default=[],
+        help="use only samples that pass a filter such as 'lang = de' (as data.filters); may be repeated",
+    )
+    _cache_option(parser, 100.0, "reads them over the network")
 
 
 def _make_options(parser: argparse.ArgumentParser) -> None:
@@ -602,7 +630,7 @@ def _remarks(report: "PackReport", *, kept: bool, background: str | None) -> Ite
 COMMANDS = {
     "make": Command(
         summary="create a built-in dataset",
-        description="Create a built-in dataset without downloading anything.\n\n" + MAKE_TEXT,
+        description="Create a built-in dataset.\n\n" + MAKE_TEXT,
         arguments=_make_options,
         run=_make,
         stopped="nothing was written",
@@ -627,6 +655,13 @@ COMMANDS = {
         description="Index the samples of shards and their byte positions.\n\n" + INDEX_TEXT,
         arguments=_index_options,
         run=_index,
+        stopped="nothing was written",
+    ),
+    "tokenizer": Command(
+        summary="train a tokenizer on captions, for model.tokenizer",
+        description=TOKENIZER_TEXT,
+        arguments=_tokenizer_options,
+        run="data.tokenizer:command",
         stopped="nothing was written",
     ),
     "inspect": Command(

@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, SupportsIndex
 
@@ -32,7 +33,7 @@ __all__ = [
     "ANY_END", "CONTEXT_LENGTH", "END_OF_TEXT", "MAX_CHARACTERS", "START_OF_TEXT", "VOCABULARY",
     "ClassTokenizer", "ClipTokenizer", "LibraryTokenizer", "Tokenizer", "TransformersTokenizer",
     "byte_symbols", "end_of_texts", "folder_tokenizer", "has_tokenizer", "list_of_strings", "pair_merges",
-    "tokenize", "tokenizer_of", "tokens_in_order",
+    "stored_tokenizer", "tokenize", "tokenizer_of", "tokens_in_order", "trained_tokenizer",
 ]  # fmt: skip
 
 
@@ -490,12 +491,41 @@ class TransformersTokenizer:
             self._made = made
         return self._made
 
+    @property
+    def vocab_size(self) -> int:
+        """The largest token plus one."""
+        return max(self.library().get_vocab().values(), default=0) + 1
+
     def store(self, folder: Path) -> Any:
         self.library().save_pretrained(folder / _FOLDER)
         return {"kind": _UNCLEANED, "context_length": self.context_length}
 
     def of_length(self, context_length: int) -> "TransformersTokenizer":
         return replace(self, context_length=context_length, _made=None)
+
+
+def trained_tokenizer(folder: str, context_length: int) -> TransformersTokenizer:
+    """Return the tokenizer in a folder, for clipkit's text transformer, which reads a text at its largest token.
+
+    Raises:
+        ConfigError: there is none, or it does not end every text with its largest token.
+    """
+    name = f"model.tokenizer = {folder!r}"
+    if find_spec("transformers") is None:
+        raise ConfigError(f"{name} requires transformers: pip install -e '.[export]'")
+    if not has_tokenizer(place := Path(folder).expanduser()):
+        raise ConfigError(
+            f"{name}: no tokenizer there; python -m data tokenizer SOURCE --out FOLDER makes one"
+        )
+    own = TransformersTokenizer(source=str(place.absolute()), context_length=context_length)
+    if end_of_texts(own) is None:
+        raise ConfigError(f"{name}: it must end every text with its largest token")
+    return own
+
+
+def stored_tokenizer(folder: Path) -> TransformersTokenizer:
+    """Return the tokenizer of a checkpoint of a run with ``model.tokenizer``, of any context length."""
+    return TransformersTokenizer(source=str(folder / _FOLDER), context_length=CONTEXT_LENGTH)
 
 
 def tokenizer_of(shape: Architecture, *, stored: Any = None, folder: Path | None = None) -> Tokenizer:

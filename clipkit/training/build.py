@@ -17,6 +17,7 @@ from clipkit.model import IMAGE_TOWERS
 from clipkit.model.architectures import STEM, Architecture, Layer, selected
 from clipkit.model.clip import CLIP, create
 from clipkit.model.names import architecture
+from clipkit.model.tokenizer import stored_tokenizer, trained_tokenizer
 from clipkit.objectives import OBJECTIVES
 from clipkit.training.ema import AveragedWeights, RunningStatistics
 from clipkit.training.parallel import gathered
@@ -48,6 +49,11 @@ def shape_of(model: ModelConfig, loss: LossConfig, small: SmallConfig) -> Archit
         image_size=model.image_size,
         context_length=model.context_length,
     )
+    if model.tokenizer:
+        if (text := shape.text.plain) is None:
+            raise ConfigError(f"model.tokenizer requires clipkit's text transformer, not {model.label}")
+        own = trained_tokenizer(model.tokenizer, shape.text.context_length)
+        shape = replace(shape, text=replace(text, vocab_size=own.vocab_size))
     if model.patch_dropout and shape.vision.patches is None:
         raise ConfigError(
             f"model.patch_dropout = {model.patch_dropout} requires clipkit's own image towers, not {model.label}"
@@ -113,6 +119,17 @@ def first_model(
             raise ConfigError(f"model.weights = {model.weights!r} {_misfit(first, shape, model)}")
     else:
         first, fresh = create(shape, name=model.label, seed=seed), True
+        if model.tokenizer:
+            own = trained_tokenizer(model.tokenizer, shape.text.context_length)
+            first.tokenizer = own
+            if (
+                checkpoint is not None
+                and stored_tokenizer(checkpoint).library().get_vocab() != own.library().get_vocab()
+            ):
+                raise CheckpointError(
+                    f"{checkpoint} has another tokenizer than model.tokenizer = {model.tokenizer!r}: restore "
+                    "that, or set out=… for a new run"
+                )
         if checkpoint is not None:
             first.preprocess = stored_preprocess(checkpoint)
         if small.steps and small.image_size:

@@ -39,7 +39,7 @@ from data.shards.writer import DatasetWriter, Record
 
 __all__ = ["HELD_OUT", "LANGUAGES", "NAMES", "PACKAGES", "REVISION", "TEMPLATES", "make"]
 
-REVISION = "1"
+REVISION = "2"
 
 # artist -> package and version
 PACKAGES = {
@@ -57,7 +57,7 @@ LANGUAGES = (
     "bn", "da", "de", "en", "en-gb", "es", "et", "fi", "fr", "hi", "hu", "it", "ja", "ko", "lt", "ms", "nb", "nl",
     "pl", "pt", "ru", "sv", "th", "uk", "vi", "zh", "zh-hant",
 )  # fmt: skip
-TEMPLATES = ("{c}", "{c} emoji", "an emoji of {c}", "a drawing of {c}")
+TEMPLATES = ("{c}",)
 SIDE = 96  # pixels
 _LARGEST_MEMBER = 2**26  # bytes
 _UNSEEN = 0.1  # fraction of the concepts
@@ -98,14 +98,16 @@ def make(out: Path, *, packages: Path | None = None, progress: bool = True) -> N
     """
     if find_spec("resvg_py") is None:
         raise Unavailable("the built-in dataset emoji requires resvg_py: pip install -e '.[emoji]'")
-    if packages is not None:
-        folder = packages
-        if missing := _missing(folder):
-            raise DataError(
-                f"{folder} lacks {counted(len(missing), 'package')}: run there: npm pack {' '.join(missing)}"
-            )
-    else:
-        folder = _downloaded(cache_folder() / "npm")
+    with DatasetWriter(out) as writer:
+        if packages is None:
+            packages = _downloaded(cache_folder() / "npm")
+        elif missing := _missing(packages):
+            number = counted(len(missing), "package")
+            raise DataError(f"{packages} lacks {number}: run there: npm pack {' '.join(missing)}")
+        _write(writer, packages, progress=progress)
+
+
+def _write(writer: DatasetWriter, folder: Path, *, progress: bool) -> None:
     concepts = {concept.code: concept for concept in _concepts(_Package(folder, NAMES))}
     class_names = [concept.names["en"] for concept in concepts.values()]
     assert len(set(class_names)) == len(class_names)
@@ -119,56 +121,56 @@ def make(out: Path, *, packages: Path | None = None, progress: bool = True) -> N
         for artist, package in sources.items()
         for drawing in _drawings(package, codes, concepts)
     ]
-    with DatasetWriter(out) as writer:
-        images = map(_rendered, (content for *_, content in drawings))
-        shown = track(
-            images,
-            "drawing emoji",
-            len(drawings),
-            disable=not progress,
-            console=Console(stderr=True),
-            transient=True,
+    images = map(_rendered, (content for *_, content in drawings))
+    shown = track(
+        images,
+        "drawing emoji",
+        len(drawings),
+        disable=not progress,
+        console=Console(stderr=True),
+        transient=True,
+    )
+    for (artist, code, _), image in zip(drawings, shown, strict=True):
+        concept = concepts[code]
+        if artist in HELD_OUT and concept.unseen:
+            continue
+        split = HELD_OUT.get(artist, "unseen_concepts" if concept.unseen else "train")
+        record = Record(
+            key=hashlib.sha256(f"{artist}/{code}".encode()).hexdigest()[:16],
+            image=image,
+            extension="png",
+            caption=concept.names["en"],
+            label=labels[code],
+            meta={
+                "artist": artist,
+                "code": code,
+                "group": concept.group,
+                "names": concept.names,
+                "all_names": [*concept.names.values()],  # one per language, for data.caption_choice=random
+                "keywords": concept.keywords,
+            },
         )
-        for (artist, code, _), image in zip(drawings, shown, strict=True):
-            concept = concepts[code]
-            if artist in HELD_OUT and concept.unseen:
-                continue
-            split = HELD_OUT.get(artist, "unseen_concepts" if concept.unseen else "train")
-            record = Record(
-                key=hashlib.sha256(f"{artist}/{code}".encode()).hexdigest()[:16],
-                image=image,
-                extension="png",
-                caption=concept.names["en"],
-                label=labels[code],
-                meta={
-                    "artist": artist,
-                    "code": code,
-                    "group": concept.group,
-                    "names": concept.names,
-                    "keywords": concept.keywords,
-                },
-            )
-            records.append((split, record))
-            counts[artist] = counts.get(artist, 0) + 1
-        for split, record in sorted(records, key=lambda one: one[1].key):
-            writer.write(split, record)
-        names = {
-            language: [concept.names.get(language, concept.names["en"]) for concept in concepts.values()]
-            for language in LANGUAGES
-        }
-        text = json.dumps(names, ensure_ascii=False, indent=0)
-        writer.extra_file("names.json").write_text(text + "\n", encoding="utf-8")
-        card = {
-            "name": "emoji",
-            "revision": REVISION,
-            "how": "SVG and WebP drawings of npm packages on white, with names and keywords of emojibase-data",
-            "side": SIDE,
-            "images": counts,
-            "packages": [*PACKAGES.values(), NAMES],
-            "licenses": {artist: package.license for artist, package in sources.items()} | {"names": "MIT"},
-            "metric": "accuracy",
-        }
-        writer.finish(card, class_names=class_names, templates=TEMPLATES)
+        records.append((split, record))
+        counts[artist] = counts.get(artist, 0) + 1
+    for split, record in sorted(records, key=lambda one: one[1].key):
+        writer.write(split, record)
+    names = {
+        language: [concept.names.get(language, concept.names["en"]) for concept in concepts.values()]
+        for language in LANGUAGES
+    }
+    text = json.dumps(names, ensure_ascii=False, indent=0)
+    writer.extra_file("names.json").write_text(text + "\n", encoding="utf-8")
+    card = {
+        "name": "emoji",
+        "revision": REVISION,
+        "how": "SVG and WebP drawings of npm packages on white, with names and keywords of emojibase-data",
+        "side": SIDE,
+        "images": counts,
+        "packages": [*PACKAGES.values(), NAMES],
+        "licenses": {artist: package.license for artist, package in sources.items()} | {"names": "MIT"},
+        "metric": "accuracy",
+    }
+    writer.finish(card, class_names=class_names, templates=TEMPLATES)
 
 
 class _Package:

@@ -1,0 +1,106 @@
+"""Train a tokenizer on the captions of shards: ``python -m data tokenizer``.
+
+It is a byte-level BPE of lower-case text, so it encodes every language. Start and end of text are the last two
+tokens, as clipkit's text transformer reads a text at its largest token.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+from clipkit.errors import ConfigError, DataError
+from clipkit.files import CountProgress
+from data.captions import CaptionRule, Filter, Selection
+from data.remote.cache import shard_cache
+from data.shards.index import CAPTION, META
+from data.shards.manifest import make_manifest
+from data.shards.samples import OpenShard, meta_of, text_of
+from data.shards.sources import find_shards
+
+__all__ = ["LEAST", "command", "train", "write"]
+
+_START, _END = "<|startoftext|>", "<|endoftext|>"
+LEAST = 256 + 2  # the bytes, and start and end of text
+
+
+def train(texts: Iterable[str], vocab: int) -> Tokenizer:
+    """Return a tokenizer with at most ``vocab`` tokens, at least ``LEAST``."""
+    assert vocab >= LEAST
+    made = Tokenizer(models.BPE())
+    made.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+    # a word has the same tokens at the start of a text as within it
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab - 2,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    made.train_from_iterator(texts, trainer)
+    made.add_special_tokens([_START, _END])
+    special = [(token, made.token_to_id(token)) for token in (_START, _END)]
+    made.post_processor = processors.TemplateProcessing(single=f"{_START} $A {_END}", special_tokens=special)
+    return made
+
+
+def write(made: Tokenizer, folder: Path) -> None:
+    """Write the files that transformers and ``model.tokenizer`` read; ``folder`` must not exist, or be empty."""
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": _START,
+        "eos_token": _END,
+        "pad_token": _END,
+    }
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.partial-") as inside:
+        aside = Path(inside, "tokenizer")
+        aside.mkdir()
+        made.save(str(aside / "tokenizer.json"))
+        (aside / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+        aside.replace(folder)  # an empty folder, too
+
+
+def command(parsed: argparse.Namespace) -> int:
+    """Run ``python -m data tokenizer``."""
+    out: Path = parsed.out
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise DataError(f"{out} already exists and is not empty: use a new folder, or remove it first")
+    fields = tuple(one.strip() for one in parsed.captions.split(",") if one.strip())
+    if not fields:
+        raise ConfigError("--captions is empty: name txt or json fields")
+    rule = CaptionRule(fields=fields, choice="all")
+    selection = Selection(need=("caption",), filters=tuple(map(Filter.of, parsed.filters)), captions=rule)
+    shards = [shard for source in parsed.sources for shard in find_shards(source, split=parsed.split)]
+    cache = shard_cache(parsed.sources, parsed.cache_gb)
+    manifest = make_manifest([shards], selection, cache=cache, stats=False)
+    count = int(manifest.counts.sum())
+
+    def texts() -> Iterator[str]:
+        done = 0
+        for file in shards:
+            shard = OpenShard(file, selection, cache)
+            for number in range(len(shard)):
+                text, meta = shard.read(shard.row(number), (CAPTION, META))
+                flat = [*chain.from_iterable(rule.by_field(text_of(text), meta_of(meta)))]
+                yield flat[shard.caption_number(number)]
+                done += 1
+                progress.show(done, 0)
+
+    with CountProgress("reading captions", total=count, shown=not parsed.quiet) as progress:
+        made = train(texts(), parsed.vocab)
+    write(made, out)
+    print(f"wrote {out}: {made.get_vocab_size():,} tokens from {count:,} captions")
+    return 0
