@@ -65,6 +65,7 @@ from .terminal import (
 from .traits import (
     NO_TRAITS as NO_TRAITS,
     ORIENTATION_TAG as ORIENTATION_TAG,
+    PILLOW_ERRORS as PILLOW_ERRORS,
     Color as Color,
     Decoding as Decoding,
     TraitCounts as TraitCounts,

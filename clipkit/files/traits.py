@@ -5,6 +5,7 @@ ignores the EXIF orientation. Images with ignored traits are counted and reporte
 """
 
 import struct
+import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
@@ -37,7 +38,7 @@ Color = tuple[int, int, int]
 # exceptions that Pillow raises for broken files, documented or observed
 PILLOW_ERRORS = (
     OSError, SyntaxError, ValueError, EOFError, RuntimeError, LookupError, TypeError, ArithmeticError, MemoryError,
-    AssertionError, struct.error,
+    AssertionError, AttributeError, struct.error, zlib.error,
 )  # fmt: skip
 ORIENTATION_TAG = 0x0112  # EXIF tag
 _TRANSPOSE = {  # Pillow's transposition by EXIF orientation

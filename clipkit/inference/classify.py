@@ -153,8 +153,6 @@ def run(options: argparse.Namespace) -> int:
     with _opened(options.out, top) as writer:
         features = FeatureStream.from_options(options)
         weights = zero_shot_classifier(features.model, labels, templates)
-        if writer is None:
-            _print(_line("image", "label", "probability"))
         with CountProgress("classifying", total=None, shown=writer is not None) as bar:
             for outcome in classify_images(stream, features, labels, weights, top=top):
                 if isinstance(outcome, Failure):
@@ -167,6 +165,8 @@ def run(options: argparse.Namespace) -> int:
                     if writer is not None:
                         writer.write(outcome)
                     else:
+                        if done == 1:
+                            _print(_line("image", "label", "probability"))
                         images = [outcome.image] + [""] * (len(outcome.labels) - 1)
                         for image, (label, probability) in zip(images, outcome.labels, strict=True):
                             _print(_line(image, label, f"{probability:.1%}"))

@@ -38,6 +38,7 @@ from PIL import ExifTags, Image
 import clipkit
 from clipkit.errors import ConfigError, DataError
 from clipkit.files import (
+    PILLOW_ERRORS,
     SUFFIXES,
     CountProgress,
     FileLock,
@@ -54,7 +55,7 @@ from data.captions import json_value
 from data.pack import BadRow, FieldNames, captions_of
 from data.remote.store import describe, download as download_file, is_remote, list_folder
 from data.remote.web import Fetcher, FetchError, FetchOptions
-from data.shards.images import BROKEN, BadImage, Resize, StoredImage, Storing, store_image
+from data.shards.images import BadImage, Resize, StoredImage, Storing, store_image
 
 __all__ = ["URL_COLUMNS", "DownloadOptions", "DownloadReport", "download"]
 
@@ -531,7 +532,7 @@ class _Download:
             "original_height": image.original_size[1],
         }
         if self._options.exif:
-            with suppress(*BROKEN), Image.open(io.BytesIO(data)) as opened:
+            with suppress(*PILLOW_ERRORS), Image.open(io.BytesIO(data)) as opened:
                 tags = {
                     ExifTags.TAGS.get(tag, str(tag)): str(value) for tag, value in opened.getexif().items()
                 }

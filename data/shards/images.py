@@ -6,8 +6,6 @@ as a model sees them.
 """
 
 import io
-import struct
-import zlib
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -17,6 +15,7 @@ from PIL import Image, UnidentifiedImageError
 from clipkit.errors import ConfigError, DataError
 from clipkit.files import (
     ORIENTATION_TAG,
+    PILLOW_ERRORS,
     Color,
     decode_jpeg,
     flattened,
@@ -34,11 +33,6 @@ MAX_PIXELS = 100_000_000
 _QUALITY = 95  # of JPEG and WebP
 _AS_IS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
 _READ = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")  # none of them runs a program
-# what Pillow's decoders raise for broken files; MemoryError for a wrong size in a header
-BROKEN = (
-    OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, EOFError, MemoryError,
-    NotImplementedError, AttributeError, struct.error, zlib.error,
-)  # fmt: skip
 ResizeMode = Literal["keep_ratio", "keep_ratio_largest", "center_crop", "border"]
 RESIZE_MODES: tuple[ResizeMode, ...] = get_args(ResizeMode)
 
@@ -141,7 +135,7 @@ def store_image(data: bytes, how: Storing) -> StoredImage:
         raise BadImage(f"image of more than {MAX_PIXELS:,} pixels") from None
     except UnidentifiedImageError:
         raise BadImage("not an image in a known format") from None
-    except BROKEN:
+    except PILLOW_ERRORS:
         raise BadImage("broken or truncated image") from None
 
 
