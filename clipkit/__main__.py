@@ -93,7 +93,9 @@ def _classify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top", metavar="K", type=whole(1, 1_000_000), default=3, help="labels per image (default: 3)"
     )
-    parser.add_argument("--out", metavar="FILE", type=Path, help="write a .csv, .json or .jsonl file instead of printing")
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="write a .csv, .json or .jsonl file instead of printing"
+    )
 
 
 def _export_arguments(parser: argparse.ArgumentParser) -> None:

@@ -24,7 +24,7 @@ from data.remote.store import HUB_FORM, ShardFile, Unreachable, is_remote, shown
 __all__ = ["find_shards", "remote_hint"]
 
 _UNPACK = {".gz": "gunzip -k", ".tgz": "gunzip -k", ".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zst": "unzstd"}
-_SPLITS = ("train", "test", "val", "dev")
+_SPLITS = ("train", "test", "val", "valid", "validation", "dev")
 _LOOKED_AT = 1000  # examined names in a folder, and folders in it
 _SHOWN = 8  # names in a message
 _TO_PACK = (
@@ -94,7 +94,7 @@ def _local_shards(source: str, split: str) -> list[Path]:
     missing = [one for one in paths if not one.is_file()]
     if not missing:
         if all(_kind(path.name) == "table" and not _is_tar(path) for path in paths):
-            return _packed(paths, split)
+            return _packed(paths)
         if (hint := next(filter(None, map(_file_hint, paths)), None)) is not None:
             raise DataError(hint)
         return paths
@@ -122,11 +122,16 @@ def _folder_shards(folder: Path, split: str) -> list[Path]:
     paths = sorted(here.glob("*.tar"), key=path_order)
     if not paths:
         known = _splits_hint(folder, split)  # a dataset folder lists bad rows in a table
-        for place in () if known else (here, folder):
+        by_split = any((folder / name).is_dir() for name in (split, *_SPLITS))
+        for place in () if known else (inside, folder, folder / "data"):  # data: in downloads from the hub
+            if not place.is_dir():
+                continue
             if tables := _tables_in(place, split):
-                return _packed(tables, split)
-            if _has_pairs(place):
-                return _packed([place], split)
+                return _packed(tables)
+            if (place == inside or not by_split) and _has_pairs(
+                place
+            ):  # below the folder are other splits too
+                return _packed([place])
         raise DataError(_folder_hint(inside) or known or _folder_hint(folder) or _empty(folder, split))
     stated = here / "nshards.txt"
     if stated.is_file():
@@ -135,22 +140,25 @@ def _folder_shards(folder: Path, split: str) -> list[Path]:
     return paths
 
 
-def _packed(paths: list[Path], split: str) -> list[Path]:
+def _packed(paths: list[Path]) -> list[Path]:
     """Return the shards of tables, or of a folder of images, after packing them into the cache."""
     from data.pack import packed
 
-    return _folder_shards(packed(paths), split if len(paths) > 1 or paths[0].is_dir() else "train")
+    return _folder_shards(packed(paths), "train")
 
 
 def _tables_in(folder: Path, split: str) -> list[Path]:
     """Return the only table of a folder, or its Parquet files, of the split if their names begin with splits."""
     tables = [one for one in folder.iterdir() if _kind(one.name) == "table" and one.is_file()]
-    if len(tables) == 1:
-        return tables
-    tables = sorted((one for one in tables if one.suffix == ".parquet"), key=path_order)
-    own = [one for one in tables if one.name.startswith(split)]
-    by_split = own or any(one.name.startswith(_SPLITS) for one in tables)
-    return own if by_split else tables
+    parquet = sorted((one for one in tables if one.suffix == ".parquet"), key=path_order)
+    if any(_is_of(one, name) for one in parquet for name in (split, *_SPLITS)):
+        return [one for one in parquet if _is_of(one, split)]
+    return tables if len(tables) == 1 else parquet
+
+
+def _is_of(table: Path, split: str) -> bool:
+    """Whether the name of a table begins with a split, such as ``train-00000-of-00002.parquet``."""
+    return re.match(rf"{re.escape(split)}(?![a-z])", table.name) is not None
 
 
 def _has_pairs(folder: Path) -> bool:
@@ -254,7 +262,7 @@ def _folder_hint(folder: Path) -> str | None:
         command = f"{_UNPACK[Path(name).suffix.lower()]} {shlex.quote(str(folder))}/*{suffix}"
         return f"the tars in {folder} are compressed: unpack them with {command}"
     if name := found.get("table"):
-        return f"{folder} has several tables, such as {name}: name the one to use"
+        return f"{folder} has tables such as {name}, but none or several of this split: name one"
     below = (one for name in inside if (folder / name).is_dir() for one in _names(folder / name))
     if "image" in found or any(_kind(name) == "image" for name in islice(below, _LOOKED_AT)):
         return f"{folder} has images, not tars: {_TO_PACK}"

@@ -2,6 +2,7 @@
 
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -82,6 +83,30 @@ def test_the_same_pairs_in_every_form(tmp_path: Path) -> None:
     for name, text in rows:
         (folder / name).with_suffix(".txt").write_text(text)
     assert samples(folder) == expected
+
+
+def test_a_split_has_no_pairs_of_another(tmp_path: Path) -> None:
+    rows = images(tmp_path / "photos")
+    expected = sorted(text for text, _ in samples(table(tmp_path / "pairs.csv", rows, "photos")))
+    hub = tmp_path / "repository" / "data"
+    hub.mkdir(parents=True)
+    for number, row in enumerate(rows[:4]):
+        split = ("train", "test")[number // 2]
+        parquet(hub / f"{split}-0000{number % 2}-of-00002.parquet", [row], tmp_path / "photos")
+    for folder in (hub, hub.parent):
+        assert [text for text, _ in samples(folder)] == expected[:2]
+        assert [text for text, _ in samples(folder, split="test")] == expected[2:4]
+    for split in ("train", "test"):
+        for name, text in images(tmp_path / "splits" / split, 2):
+            (tmp_path / "splits" / split / name).with_suffix(".txt").write_text(f"{split} {text}")
+    assert {text[:4] for text, _ in samples(tmp_path / "splits", split="test")} == {"test"}
+    shutil.rmtree(tmp_path / "splits" / "test")
+    for one in hub.glob("test-*"):
+        one.unlink()
+    (hub / "train-00001-of-00002.parquet").unlink()  # one table is left, of the other split
+    for folder in (hub, hub.parent, tmp_path / "splits"):
+        with pytest.raises(DataError, match=r"of this split|of split 'test'|has images, not tars"):
+            find_shards(str(folder), split="test")
 
 
 def test_a_source_is_packed_once_and_again_when_it_changes(
