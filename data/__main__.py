@@ -594,6 +594,8 @@ def _pack(parsed: argparse.Namespace) -> int:
     held_out, bad = report.splits.get("test", 0), sum(report.bad.values())
     test = f" and {held_out:,} into test" if parsed.test else ""
     few = ": too few images for that fraction" if parsed.test and not held_out else ""
+    if parsed.test and not report.splits.get("train"):
+        few = ": warning: nothing is left to train on"
     print(f"packed {counted(report.splits.get('train', 0), 'pair')} into train{test}{few}")
     if bad:
         mostly = "warning: " if bad >= report.packed else ""

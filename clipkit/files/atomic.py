@@ -2,11 +2,13 @@
 
 import errno
 import fcntl
+import math
 import os
 import secrets
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -111,6 +113,27 @@ class FileLock:
                 with _guard:
                     _held.discard(self._path)
         return self._descriptor >= 0
+
+    def acquire(self, waiting: Callable[[], object], *, timeout: float = math.inf, poll: float = 0.1) -> bool:
+        """Take the lock, waiting at most ``timeout`` seconds while another process holds it; return whether it did.
+
+        Args:
+            waiting: called once if the lock is not free at first; ``holder`` is known then.
+            timeout: in seconds.
+            poll: seconds between attempts.
+
+        Raises:
+            OSError: as for ``try_acquire``.
+        """
+        until, first = time.monotonic() + timeout, True
+        while not self.try_acquire():
+            if time.monotonic() >= until:
+                return False
+            if first:
+                waiting()
+                first = False
+            time.sleep(poll)
+        return True
 
     def _lock_file(self) -> int | None:
         """Return a locked descriptor, -1 if another process holds the lock, or None if the file was removed."""

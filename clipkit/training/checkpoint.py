@@ -11,7 +11,6 @@ import re
 import resource
 import shutil
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -77,7 +76,6 @@ _LOCK, _CONFIG, _MANIFEST = ".lock", "config.toml", "data.manifest"
 # written before the first step
 _AT_START = {_LOCK, _CONFIG, _MANIFEST, "metrics.jsonl", "truncated_shards.jsonl", "tensorboard"}
 _LOCK_SECONDS = 10.0  # to wait for a lock: ranks of a killed launcher end within a second
-_POLL_SECONDS = 0.1
 _LOCK_PID = re.compile(r"process ([0-9]+)(?!.*process)")  # the last one: a launcher, if there is one
 _MAX_COUNT = 2**63
 
@@ -134,20 +132,20 @@ def only_trainer_of(run: Path, config: Config, *, rank0: bool, launcher: int | N
 
 def _acquire(lock: FileLock, run: Path) -> None:
     """Take the lock, or raise ConfigError if another process still holds it after some seconds."""
-    until, waiting = time.monotonic() + _LOCK_SECONDS, False
-    while not lock.try_acquire():
-        holder = f" ({lock.holder})" if lock.holder else ""
-        if time.monotonic() >= until:
-            # the launcher's process ID: torchrun may restart a rank that ends alone
-            pid = _LOCK_PID.search(lock.holder)
-            stop = f"`kill -TERM {pid[1]}` saves and stops it; " if pid else ""
-            raise ConfigError(
-                f"another training{holder} is writing to {run}: {stop}wait for it, or set another out="
-            )
-        if not waiting:
-            print(f"waiting for another training{holder} to leave {run}", file=sys.stderr, flush=True)
-            waiting = True
-        time.sleep(_POLL_SECONDS)
+
+    def holder() -> str:
+        return f" ({lock.holder})" if lock.holder else ""
+
+    def waiting() -> None:
+        print(f"waiting for another training{holder()} to leave {run}", file=sys.stderr, flush=True)
+
+    if not lock.acquire(waiting, timeout=_LOCK_SECONDS):
+        # the launcher's process ID: torchrun may restart a rank that ends alone
+        pid = _LOCK_PID.search(lock.holder)
+        stop = f"`kill -TERM {pid[1]}` saves and stops it; " if pid else ""
+        raise ConfigError(
+            f"another training{holder()} is writing to {run}: {stop}wait for it, or set another out="
+        )
 
 
 def _claim(run: Path, config: Config) -> None:

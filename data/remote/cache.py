@@ -62,12 +62,10 @@ def created_once(folder: Path, make: Callable[[Path], object], *, name: str) -> 
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock, shown_once = FileLock(folder.with_name(f".{folder.name}.lock")), False
-        while not folder.is_dir() and not lock.try_acquire():
-            if not shown_once:
-                print(f"waiting for {lock.holder or 'another process'} to create {name}", file=sys.stderr)
-                shown_once = True
-            time.sleep(_POLL_SECONDS)
+        if folder.is_dir():
+            return
+        lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+        lock.acquire(lambda: print(f"waiting for {lock.holder} to create {name}", file=sys.stderr))
         try:
             if not folder.is_dir():
                 for left in folder.parent.glob(f".{folder.name}.partial-*"):  # left by a killed process

@@ -7,7 +7,6 @@ side.
 import json
 import logging
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,7 +42,6 @@ __all__ = ["ONE_RANK", "Encoder", "ImageFeatures", "Ranks", "dtype_name"]
 
 _FORMAT = 3  # of stored features; increased when the same model and image give other features
 _TEXT_PIECE = 8192
-_WAIT = 0.5  # seconds between attempts to take another process's lock
 _MAX_THREADS = 8
 _BATCHES_AHEAD = 3
 _PIECE = 1024  # approximate number of images between two writes to the store
@@ -270,13 +268,9 @@ class Encoder:
             yield
             return
         lock = FileLock(table.folder / "rows" / f"{key}.lock")
-        waits = False
+        waiting = f"dataset {dataset.name}: waiting for another process that is encoding it"
         try:
-            while not lock.try_acquire():
-                if not waits:
-                    _log.warning("dataset %s: waiting for another process that is encoding it", dataset.name)
-                    waits = True
-                time.sleep(_WAIT)
+            lock.acquire(lambda: _log.warning("%s", waiting))
         except OSError:  # the folder cannot be written; the table reports it
             yield
             return

@@ -250,12 +250,8 @@ def only_one(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         made = True
-        lock, told = FileLock(folder / ".lock"), False
-        while not lock.try_acquire():
-            if not told:
-                print(f"another process trains in {folder}: waiting for it", file=sys.stderr, flush=True)
-                told = True
-            time.sleep(_WAIT)
+        lock = FileLock(folder / ".lock")
+        lock.acquire(lambda: print(f"another process trains in {folder}: waiting for it", file=sys.stderr))
         try:
             yield
         finally:
