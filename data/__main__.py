@@ -430,6 +430,14 @@ def _score_options(parser: argparse.ArgumentParser) -> None:
         help="do not compare all images with each other, which takes time in proportion to their number squared",
     )
     _cache_option(parser, 100.0, "is not possible for them")
+    parser.add_argument("--html", metavar="OUT", type=Path, help="also write a page about filters")
+    parser.add_argument(
+        "--filters",
+        metavar="FILTER",
+        action="append",
+        default=[],
+        help="filter to show on the page, as in data.filters; may be repeated (default: some common ones)",
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------

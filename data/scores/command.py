@@ -38,16 +38,17 @@ from clipkit.inference import Item, Member, PairEncoder, closest
 from data.captions import TEXT, CaptionRule, Selection
 from data.remote.cache import ShardCache, shard_cache
 from data.remote.store import ShardFile
-from data.scores.table import PERMILLE, find, scores_folder
+from data.scores.page import write_filters
+from data.scores.table import PERMILLE, scores_folder
 from data.shards.index import CAPTION, IMAGE, META
 from data.shards.samples import OpenShard, meta_of, text_of
 from data.shards.sources import find_shards
 
 __all__ = ["score"]
 
-_VERSION = 1  # of the columns; increase it when one is computed differently
+_VERSION = 1  # of columns and features; increase it when one is computed differently
 _ROWS = 2048  # samples encoded, compared and written at a time
-_BINS = 2**20  # of clip scores from -1 to 1, for quantiles
+_BINS = 2_000_000  # of clip scores from -1 to 1, for quantiles
 _BASIC = (
     ("key", "string"), ("cause", "string"), ("clip", "float32"), ("characters", "int32"), ("words", "int32"),
     ("language", "string"), ("language_probability", "float32"), ("imagenet", "bool_"), ("width", "int32"),
@@ -114,16 +115,19 @@ def score(options: argparse.Namespace) -> int:
     rule = CaptionRule(
         fields=tuple(one.strip() for one in options.captions.split(",") if one.strip()) or (TEXT,)
     )
+    if options.filters and options.html is None:
+        raise ConfigError("--filters has no effect without --html; training filters with data.filters")
+    if options.html is not None and (not options.html.parent.is_dir() or options.html.is_dir()):
+        raise DataError(f"cannot write {options.html}: choose a file in an existing folder")
     encoder = PairEncoder(options)
     identity = hashlib.sha256(f"{_VERSION} {encoder.identity} {rule.which()}".encode()).hexdigest()[:16]
     folder = scores_folder() / "features" / identity
     with _only_writer(folder):
-        total = len(shards) + len(against)
-        with CountProgress("scoring shards", total=total, shown=not options.quiet) as progress:
-            encoded = []
-            for number, file in enumerate([*shards, *against], 1):
-                encoded.append(_encode(file, folder, encoder, rule, cache))
-                progress.show(number)
+        encoded: list[_Shard] = []
+        with CountProgress("scoring samples", total=None, shown=not options.quiet) as progress:
+            for file in [*shards, *against]:
+                done = sum(one.rows for one in encoded)
+                encoded.append(_encode(file, folder, encoder, rule, cache, progress, done))
         for line in encoder.notes():
             print(line, file=sys.stderr)
         trained = {one.table: one for one in encoded[: len(shards)]}  # of equal shards the last
@@ -138,6 +142,18 @@ def score(options: argparse.Namespace) -> int:
         name = f"{slug}-{hashlib.sha256(which.encode()).hexdigest()[:8]}"
         found = _match([*trained.values()], [*evaluated.values()], scores_folder() / name, options)
     _report(name, found, options)
+    if options.html is not None:
+        files = [*trained.values()]
+
+        def read(number: int, row: int) -> tuple[str, bytes]:
+            shard = OpenShard(files[number].file, Selection(need=()), cache)
+            image, text, meta = shard.read(row, (IMAGE, CAPTION, META))
+            caption = rule.caption(text_of(text), meta_of(meta), 0, None) or ""
+            return f"{caption} ({shard.index.key(row)})", image or b""
+
+        tables = [scores_folder() / name / one.table.name for one in files]
+        write_filters(options.html, name, tables, options.filters, read)
+        print(f"\nwrote {printable(str(options.html))}")
     return 0
 
 
@@ -166,9 +182,15 @@ def _only_writer(folder: Path) -> Iterator[None]:
 
 
 def _encode(
-    file: ShardFile, folder: Path, encoder: PairEncoder, rule: CaptionRule, cache: ShardCache | None
+    file: ShardFile,
+    folder: Path,
+    encoder: PairEncoder,
+    rule: CaptionRule,
+    cache: ShardCache | None,
+    progress: CountProgress,
+    done: int,
 ) -> _Shard:
-    """Score the samples of a shard unless they are stored."""
+    """Score the samples of a shard unless they are stored; ``done`` samples of other shards are finished."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -177,8 +199,9 @@ def _encode(
     shard = OpenShard(file, Selection(need=()), cache)
     table = folder / f"{shard.index.digest}-{shard.index.content}.parquet"
     rows = len(shard.index)
-    if find(folder, shard.index) == table:
-        return _Shard(file=file, table=table, rows=rows)
+    encoded = _Shard(file=file, table=table, rows=rows)
+    if table.is_file():
+        return encoded
     schema = pa.schema([(name, getattr(pa, kind)()) for name, kind in _BASIC])
     with (
         replacing(table) as path,
@@ -197,7 +220,8 @@ def _encode(
                 fact["clip"] = None if math.isnan(value) else value
                 fact["cause"] = fact.get("cause") or cause or None
             writer.write_table(pa.Table.from_pylist(facts, schema=schema))
-    return _Shard(file=file, table=table, rows=rows)
+            progress.show(done + numbers.stop)
+    return encoded
 
 
 def _facts(shard: OpenShard, row: int, rule: CaptionRule) -> tuple[Item, dict[str, Any]]:
@@ -308,7 +332,7 @@ def _match(
         )
     above = bins[::-1].cumsum()[::-1]  # samples in each bin or a higher one
     wanted = [max(1, -(-permille * counts["scored"] // PERMILLE)) for permille in range(PERMILLE)]
-    top = [float(np.flatnonzero(above >= one)[-1] * 2 / _BINS - 1) for one in wanted]
+    top = [round(float(np.flatnonzero(above >= one)[-1]) * 2 / _BINS - 1, 6) for one in wanted]
     manifest = {
         "version": _VERSION, "model": options.model, "sources": options.sources, "against": options.against,
         "threshold": options.threshold, "columns": [name for name, _ in _BASIC[2:]] + [name for name, _ in extra],

@@ -25,7 +25,17 @@ from data.captions import Filter
 from data.remote.cache import cache_folder
 from data.shards.index import ShardIndex
 
-__all__ = ["COLUMNS", "PERMILLE", "PRESETS", "Preset", "Scores", "find", "scored_filters", "scores_folder"]
+__all__ = [
+    "COLUMNS",
+    "PERMILLE",
+    "PREFIX",
+    "PRESETS",
+    "Preset",
+    "Scores",
+    "find",
+    "scored_filters",
+    "scores_folder",
+]
 
 COLUMNS = {
     "clip": "cosine similarity of image and caption",
@@ -47,7 +57,7 @@ COLUMNS = {
 }
 PERMILLE = 1000
 _TOP = re.compile(r"\s*score\.clip\s*>=\s*top\s+([0-9]+(?:\.[0-9])?)\s*%\s*")
-_PREFIX, _PRESET = "score.", "preset:"
+PREFIX, _PRESET = "score.", "preset:"
 
 
 class Preset(NamedTuple):
@@ -147,7 +157,7 @@ class Scores:
         Raises:
             DataError: the shard has no scores, or its file is damaged.
         """
-        names = sorted({one.name.removeprefix(_PREFIX) for one in filters if one.name.startswith(_PREFIX)})
+        names = sorted({one.name.removeprefix(PREFIX) for one in filters if one.name.startswith(PREFIX)})
         path = find(self.folder, index)
         if path is None:
             raise DataError(
@@ -179,7 +189,7 @@ def scored_filters(texts: Sequence[str], name: str) -> tuple[tuple[Filter, ...],
         DataError: the scores cannot be read.
     """
     texts = [one for text in texts for one in _expanded(text)]
-    uses = any(one.lstrip().startswith(_PREFIX) for one in texts)
+    uses = any(one.lstrip().startswith(PREFIX) for one in texts)
     if not name:
         presets = [one for one in texts if _TOP.fullmatch(one)]
         if presets:
@@ -204,7 +214,7 @@ def scored_filters(texts: Sequence[str], name: str) -> tuple[tuple[Filter, ...],
                 raise ConfigError(f"filter {text!r}: expected more than 0% and less than 100%")
             text = f"score.clip >= {manifest['top'][permille]!r}"
         one = Filter.of(text)
-        column = one.name.removeprefix(_PREFIX)
+        column = one.name.removeprefix(PREFIX)
         if one.name != column and column not in manifest["columns"]:
             raise ConfigError(f"unknown column in filter {text!r}: {nearest(column, manifest['columns'])}")
         filters.append(one)

@@ -3,6 +3,9 @@
 import io
 import json
 import re
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -17,6 +20,8 @@ from PIL import Image
 import clipkit
 from clipkit.config import Config, DataConfig, OptimConfig
 from clipkit.errors import CheckpointError, ConfigError, DataError
+from clipkit.files import FileLock
+from clipkit.inference.pairs import closest
 from clipkit.model.clip import CLIP
 from clipkit.training.checkpoint import LoopState, save_checkpoint
 from clipkit.training.optim import adamw
@@ -219,3 +224,116 @@ def test_presets_are_valid(name: str) -> None:
         filters, scores = scored_filters([f"preset:{preset}"], name)
         assert filters and scores is not None
         json.dumps([*map(str, filters)])
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Near-duplicates and evaluation images.
+
+DTYPE = np.dtype([("embedding", np.float16, (5,)), ("thumbnail", np.uint8, (256,))])
+
+
+def features(random: np.random.Generator, count: int) -> Any:
+    """Images of few distinct looks, so that there are equal ones."""
+    images = np.zeros(count, dtype=DTYPE)
+    images["embedding"] = random.standard_normal((4, 5))[random.integers(4, size=count)]
+    images["thumbnail"] = random.integers(0, 256, (3, 256))[random.integers(3, size=count)]
+    return images
+
+
+@given(seed=st.integers(0, 2**32), sizes=st.lists(st.integers(0, 7), max_size=4), queries=st.integers(1, 6))
+@settings(max_examples=60)
+def test_the_most_similar_image_is_that_of_all_pairs(seed: int, sizes: list[int], queries: int) -> None:
+    random = np.random.default_rng(seed)
+    blocks, asked = [features(random, size) for size in sizes if size], features(random, queries)
+    found, number = closest(asked, iter([*blocks, asked]), "cpu")
+    everything = np.concatenate([*blocks, asked])
+    for row in range(queries):
+        before = everything[: len(everything) - queries + row]
+        if not len(before):
+            assert (found[row], number[row]) == (-1, -1)
+            continue
+        one = asked["embedding"][row].astype(np.float64)
+        others = before["embedding"].astype(np.float64)
+        cosine = others @ one / np.linalg.norm(others, axis=1) / np.linalg.norm(one)
+        gray = before["thumbnail"].astype(np.float64)
+        correlation = [np.corrcoef(asked["thumbnail"][row].astype(np.float64), other)[0, 1] for other in gray]
+        expected = np.minimum(cosine, correlation)
+        assert found[row] == pytest.approx(expected.max(), abs=2e-3)  # uniform thumbnails are damped
+        assert expected[number[row]] == pytest.approx(expected.max(), abs=2e-3)
+
+
+def reencoded(image: Image.Image) -> dict[str, tuple[str, bytes]]:
+    half = image.resize((image.width // 2, image.height // 2), Image.Resampling.BICUBIC)
+    return {
+        "jpeg": ("jpg", encoded(image, "jpeg", quality=50)),
+        "webp": ("webp", encoded(image, "webp", quality=40)),
+        "half": ("png", encoded(half)),
+    }
+
+
+def test_hidden_evaluation_images_and_duplicates_are_found(checkpoint: Path, tmp_path: Path) -> None:
+    with DatasetWriter(tmp_path / "eval") as writer:
+        for number in range(50):
+            writer.write(
+                "test",
+                Record(key=f"e{number:03d}", image=encoded(picture(number, (96, 96))), extension="png"),
+            )
+        writer.finish({})
+    with DatasetWriter(tmp_path / "train", samples_per_shard=70) as writer:  # 150 of 350 are hidden ones
+        for number in range(50):
+            own = {
+                f"own{part}": ("png", encoded(picture(1000 + number * 4 + part, (96, 96))))
+                for part in range(4)
+            }
+            for how, (form, data) in (own | reencoded(picture(number, (96, 96)))).items():
+                writer.write(
+                    "train", Record(key=f"{number:03d}-{how}", image=data, extension=form, caption="red")
+                )
+        writer.finish({})
+    before = (tmp_path / "train" / "train" / "0.tar").stat()
+    for path in (tmp_path / "train" / "train").iterdir():
+        path.chmod(0o444)
+    (tmp_path / "train" / "train").chmod(0o555)
+    page = tmp_path / "page.html"
+    name = scored(tmp_path / "train", checkpoint, "--against", str(tmp_path / "eval"), "--html", str(page))
+    assert (tmp_path / "train" / "train" / "0.tar").stat().st_mtime_ns == before.st_mtime_ns
+    rows = rows_of(name)
+    assert len(rows) == 350
+    for row in rows:
+        number, how = row["key"].split("-")
+        assert row["contaminated"] is not how.startswith("own"), row
+        assert row["duplicate"] is (how in ("webp", "half")), row  # the first one, the JPEG, is kept
+        if row["contaminated"]:
+            assert row["contaminated_by"].endswith(f"eval/test/0.tar/e{number}")
+        if row["duplicate"]:
+            assert re.search(rf"/train/\d\.tar/{number}-(jpeg|webp)$", row["duplicate_of"])
+    shards = opened(
+        tmp_path / "train", tmp_path / "run", filters=("score.contaminated = false",), scores=name
+    )
+    assert len(shards) == 200
+    text = page.read_text(encoding="utf-8")
+    assert text.count("data:image/webp;base64,") >= 40 and "http://" not in text and "https://" not in text
+    assert "<td>200</td><td>57.1%</td>" in text
+
+
+@pytest.mark.slow
+def test_a_killed_command_continues_with_the_same_result(
+    checkpoint: Path, pairs: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = json.loads((scores_folder() / name / "manifest.json").read_text())
+    monkeypatch.setenv("CLIPKIT_CACHE", str(tmp_path))
+    command = [sys.executable, "-m", "data", "score", str(pairs), "--model", str(checkpoint), "--quiet"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    while process.poll() is None and not list(tmp_path.glob("scores/features/*/*.parquet")):
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    (folder,) = tmp_path.glob("scores/features/*")
+    lock = FileLock(folder / ".lock")
+    assert lock.try_acquire()
+    with pytest.raises(DataError, match="is scoring with the same model: wait for it"):
+        scored(pairs, checkpoint)
+    lock.release()
+    assert scored(pairs, checkpoint) == name
+    found = json.loads((scores_folder() / name / "manifest.json").read_text())
+    assert found == expected

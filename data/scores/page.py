@@ -1,0 +1,148 @@
+"""A page that shows what each filter on scores keeps and drops."""
+
+import base64
+import io
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clipkit.errors import ConfigError, DataError
+from clipkit.files import decode_image, printable, templates, write_page
+from data.captions import Filter
+from data.scores.table import COLUMNS, PREFIX, scored_filters
+
+__all__ = ["write_filters"]
+
+_EXAMPLES = 12  # kept, and as many dropped
+_BINS, _VALUES = 24, 12  # of numbers; most frequent other values
+_SIDE, _QUALITY = 128, 70  # of images, in pixels and WebP's quality
+_CAPTION = 120  # characters
+
+Sample = tuple[int, int]  # number of the shard, row
+
+
+@dataclass
+class _Effect:
+    """What one filter does, alone."""
+
+    filter: Filter
+    kept: int = 0
+    dropped: int = 0
+    missing: int = 0
+    values: Counter[Any] = field(default_factory=Counter)  # (bin or value, passes) → samples
+    edges: list[float] = field(default_factory=list)  # of the bins of numbers
+    examples: dict[bool, list[tuple[float, Sample]]] = field(default_factory=lambda: {True: [], False: []})
+
+    @property
+    def column(self) -> str:
+        return self.filter.name.removeprefix(PREFIX)
+
+    def add(self, value: Any, sample: Sample, priority: float) -> bool:
+        passes = self.filter.passes({"score": {self.column: value}})
+        if passes is None:
+            self.missing += 1
+            return False
+        self.kept, self.dropped = self.kept + passes, self.dropped + (not passes)
+        place = int(np.searchsorted(self.edges, value, side="right")) - 1 if self.edges else value
+        self.values[place, passes] += 1
+        chosen = self.examples[passes]  # those of the smallest random numbers
+        if len(chosen) < _EXAMPLES or priority < chosen[-1][0]:
+            chosen.append((priority, sample))
+            chosen.sort()
+            del chosen[_EXAMPLES:]
+        return passes
+
+    def bars(self) -> tuple[list[tuple[str, int, int]], int]:
+        """Return label, kept and dropped samples of each bin or frequent value, and the largest number."""
+        totals: Counter[Any] = Counter()
+        for (value, _), count in self.values.items():
+            totals[value] += count
+        labels: dict[Any, str] = {place: f"{edge:.3g}" for place, edge in enumerate(self.edges)}
+        if not labels:
+            labels = {value: str(value).lower() for value, _ in totals.most_common(_VALUES)}
+        counts = self.values
+        bars = [(text, counts[value, True], counts[value, False]) for value, text in labels.items()]
+        return bars, max(totals.values(), default=1)
+
+
+def write_filters(
+    out: Path,
+    name: str,
+    tables: Sequence[Path],
+    texts: Sequence[str],
+    read: Callable[[int, int], tuple[str, bytes]],
+) -> None:
+    """Write the page.
+
+    Args:
+        out: the HTML file.
+        name: of the scores.
+        tables: scores of each shard.
+        texts: filters, as in ``data.filters``; by default some on the columns that there are.
+        read: returns key with caption, and encoded image, of a row of a shard.
+
+    Raises:
+        ConfigError: a filter is invalid or is not on scores.
+        DataError: the page cannot be written.
+    """
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    there = pq.read_schema(tables[0]).names
+    flags = [f"{PREFIX}{name} = false" for name in ("duplicate", "contaminated") if name in there]
+    filters, _ = scored_filters(texts or [f"{PREFIX}clip >= top 30%", *flags, "preset:datacomp_basic"], name)
+    if others := [one for one in filters if not one.name.startswith(PREFIX)]:
+        raise ConfigError(
+            f"filter '{others[0]}' is not on scores: --html shows only filters such as 'score.clip > 0.28'"
+        )
+    effects = [_Effect(one) for one in filters]
+    for effect in effects:  # edges of histograms
+        columns = (pq.read_table(path, columns=[effect.column]).column(0) for path in tables)
+        if pq.read_schema(tables[0]).field(effect.column).type not in ("string", "bool"):
+            ends = [pc.min_max(one).as_py() for one in columns]
+            low = min((one["min"] for one in ends if one["min"] is not None), default=0)
+            high = max((one["max"] for one in ends if one["max"] is not None), default=0)
+            if high > low:
+                effect.edges = np.linspace(low, high, _BINS + 1)[:-1].tolist()
+    together, samples, random = 0, 0, np.random.default_rng(0)
+    names = sorted({effect.column for effect in effects})
+    for number, path in enumerate(tables):
+        rows = pq.read_table(path, columns=names).to_pylist()
+        samples += len(rows)
+        for row, (values, priority) in enumerate(zip(rows, random.random(len(rows)).tolist(), strict=True)):
+            passed = [effect.add(values[effect.column], (number, row), priority) for effect in effects]
+            together += all(passed)
+
+    def example(sample: Sample) -> dict[str, str]:
+        try:
+            text, data = read(*sample)
+            image = _webp(data)
+        except DataError as error:
+            return {"text": str(error), "image": ""}
+        return {"text": printable(text, _CAPTION), "image": image}
+
+    environment = templates(Path(__file__).parent.with_name("inspect") / "templates")
+    page = environment.get_template("scores.html").render(
+        title=name,
+        lead=f"{together:,} of {samples:,} samples pass all filters ({together / max(1, samples):.1%})",
+        notes=[],
+        effects=effects,
+        columns=COLUMNS,
+        samples=samples,
+        example=example,
+    )
+    write_page(out, page)
+
+
+def _webp(data: bytes) -> str:
+    from PIL import Image
+
+    image = Image.fromarray(decode_image(data))
+    image.thumbnail((_SIDE, _SIDE))
+    file = io.BytesIO()
+    image.save(file, "WEBP", quality=_QUALITY)
+    return base64.b64encode(file.getvalue()).decode()
