@@ -61,7 +61,7 @@ MAKE_TEXT = """\
            families are held out as the test split
   digits   8 x 8 handwritten digits from scikit-learn, for evaluation only
   emoji    emoji by seven artists, with names in 27 languages; two artists and
-           a tenth of the concepts are held out. Downloads 44 MB with npm pack
+           a tenth of the concepts are held out. Downloads 32 MB with npm pack
            unless --packages names a folder with the .tgz files
 """
 SPEED_TEXT = f"""\

@@ -113,7 +113,7 @@ def make_digits(out: Path, progress: bool = False) -> None:
 BUILTIN: dict[str, BuiltIn] = {
     "glyphs": BuiltIn(make=_make_glyphs, revision="3"),
     "digits": BuiltIn(make=make_digits, revision="1"),
-    "emoji": BuiltIn(make=_make_emoji, revision="2"),
+    "emoji": BuiltIn(make=_make_emoji, revision="3"),
 }
 
 

@@ -25,6 +25,7 @@ COLORS = {"noto": "#f00", "noto-v1": "#e00", "twemoji": "#d00", "openmoji": "#c0
 COLORS |= {"fluent-emoji-flat": "#00f"}
 CODES = [f"{0x1F400 + number:X}" for number in range(40)]
 COMPOSED = "1F469-200D-1F52C"
+FLAG = "1F1EF-1F1F2"  # Jamaica
 
 
 def archive(folder: Path, package: str, files: Mapping[str, object]) -> None:
@@ -46,6 +47,7 @@ def rows(language: str) -> list[dict[str, Any]]:
     return [
         *animals,
         {"hexcode": COMPOSED, "label": f"{language} woman scientist", "group": 0},
+        {"hexcode": FLAG, "label": "flag: Jamaica", "group": 0},
         {"hexcode": "1F3FB", "label": "light skin tone", "group": 1},
         {"hexcode": "1F1E6", "label": "regional indicator A"},
     ]
@@ -55,13 +57,13 @@ def rows(language: str) -> list[dict[str, Any]]:
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packages")
     files: dict[str, object] = {f"{one}/data.json": rows(one) for one in emoji.LANGUAGES if one != "bn"}
-    files["bn/data.json"] = rows("bn")[:-5]  # names are missing
+    files["bn/data.json"] = rows("bn")[:-6]  # names are missing
     files["meta/groups.json"] = {"groups": {"0": "animals-nature", "1": "component"}}
     archive(folder, emoji.NAMES, files)
     for artist, color in COLORS.items():
         body = f'<rect x="4" y="4" width="8" height="24" fill="{color}"/>'
         icons = {f"animal-{code.lower()}": {"body": body} for code in CODES}
-        icons["lady-with-tube"] = {"body": body}
+        icons["flag-for-flag-jamaica"] = icons["lady-with-tube"] = {"body": body}
         icons["animal-light-skin-tone"] = {"body": "not drawn"}
         content = {
             "icons": icons,
@@ -78,7 +80,8 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     buffer = io.BytesIO()
     Image.new("RGBA", (200, 200), (0, 0, 0, 0)).save(buffer, "WEBP", lossless=True)
     webps = {
-        f"assets/{code.lower()}.webp": buffer.getvalue() for code in (*CODES, "1F3FB", f"{CODES[0]}-fe0f")
+        f"assets/{code.lower()}.webp": buffer.getvalue()
+        for code in (*CODES, FLAG, "1F3FB", f"{CODES[0]}-fe0f")
     }
     package = {"license": "MIT", "author": "someone"}
     archive(folder, emoji.PACKAGES["fluent-emoji-3d"], {"package.json": package, **webps})
@@ -116,7 +119,8 @@ def test_artists_and_concepts_are_held_out(made: Path) -> None:
     assert artists["train"] == artists["unseen_concepts"] == {*emoji.PACKAGES} - set(emoji.HELD_OUT)
     concepts = {split: {one["code"] for one in found} for split, found in splits.items()}
     assert not concepts["train"] & concepts["unseen_concepts"] and concepts["unseen_concepts"]
-    assert concepts["train"] | concepts["unseen_concepts"] == {*CODES, COMPOSED}
+    assert concepts["train"] | concepts["unseen_concepts"] == {*CODES, COMPOSED, FLAG}
+    assert FLAG not in concepts["test"]  # the package has another artist's
     assert concepts["test"] <= concepts["train"] and concepts["flat"] <= concepts["train"]
     every = [one for found in splits.values() for one in found]
     drawn = Counter((one["artist"], one["code"]) for one in every)
@@ -126,16 +130,16 @@ def test_artists_and_concepts_are_held_out(made: Path) -> None:
 def test_names_labels_and_images(made: Path) -> None:
     classes = (made / "classnames.txt").read_text().splitlines()
     names = json.loads((made / "names.json").read_text())
-    assert len(classes) == len(CODES) + 1 and names["en"] == classes and set(names) == set(emoji.LANGUAGES)
+    assert len(classes) == len(CODES) + 2 and names["en"] == classes and set(names) == set(emoji.LANGUAGES)
     assert all(len(of_language) == len(classes) for of_language in names.values())
-    assert names["bn"][-1] == "en woman scientist" and names["de"][-1] == "de woman scientist"
+    assert names["bn"][-2] == "en woman scientist" and names["de"][-2] == "de woman scientist"
     for one in samples(made, "train"):
         label = int(one["cls"])
         assert (
             classes[label] == one["txt"].decode() == one["names"]["en"]
             and names["de"][label] == one["names"]["de"]
         )
-        assert one["code"] == COMPOSED or one["keywords"]["de"] == ["de pet"]
+        assert one["code"] in (COMPOSED, FLAG) or one["keywords"]["de"] == ["de pet"]
         image = Image.open(io.BytesIO(one["png"]))
         assert image.size == (emoji.SIDE,) * 2 and image.mode == "RGB"
         corner, inside = image.getpixel((1, 1)), image.getpixel((24, 48))
@@ -159,7 +163,7 @@ def test_card(made: Path) -> None:
     assert load_card("emoji").classes == 1914
     for source, split in ((made, "test"), (made / "unseen_concepts", "test")):
         dataset = open_dataset(source, split=split)
-        assert dataset.class_names[-1] == "en woman scientist" and dataset.labels is not None
+        assert dataset.class_names[-2] == "en woman scientist" and dataset.labels is not None
 
 
 def test_it_is_the_same_each_time(made: Path, packages: Path, tmp_path: Path) -> None:
