@@ -7,9 +7,10 @@ of scikit-learn's two photographs with sides of 200 to 1,000 pixels. About a ten
 with Retry-After above a rate, truncated, slow, too large or non-image responses, and redirect loops. Both programs
 use 64 connections, a timeout of 10 s, two retries, a shorter side of 256 pixels and JPEG quality 95.
 
-Reports images per second of each, and the URLs that only one of them stored. For clipkit, also reports whether
-shards are identical after ``kill -9`` is sent ``--kills`` times, whether an image is lost or stored twice, and a
-bound: the rate of decoding, resizing and encoding alone with two threads.
+Reports images per second of each, and the URLs that only one of them stored, for this table and for one without
+slow responses: img2dataset's timeout applies to each read, so it waits minutes for these. For clipkit, also reports
+its peak memory, whether shards are identical after ``kill -9`` is sent ``--kills`` times, whether an image is lost
+or stored twice, and a bound: the rate of decoding, resizing and encoding alone with two threads.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import json
 import os
 import platform
 import random
+import resource
 import shutil
 import signal
 import socketserver
@@ -28,6 +30,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +90,10 @@ def make_images(folder: Path, count: int) -> None:
         )
 
 
-def write_table(path: Path, count: int) -> None:
+def write_table(path: Path, count: int, without: str = "") -> None:
     """Write URLs and captions in random order; ``FAULTS`` has the number of rows of each fault per 20,000."""
-    kinds = [kind for kind, number in FAULTS.items() for _ in range(max(1, number * count // 20_000))]
+    numbers = {kind: max(1, number * count // 20_000) for kind, number in FAULTS.items() if kind != without}
+    kinds = [kind for kind, number in numbers.items() for _ in range(number)]
     kinds += ["img"] * (count - len(kinds))
     random.Random(1).shuffle(kinds)
     with path.open("w", newline="") as file:
@@ -127,11 +131,22 @@ def theirs(program: str, table: Path, out: Path, shard: int) -> list[str]:
     ]  # fmt: skip
 
 
-def timed(command: list[str]) -> float:
-    """Run a command and return its duration in seconds."""
-    began = time.monotonic()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    return time.monotonic() - began
+def timed(command: list[str]) -> tuple[float, float, float]:
+    """Run a command.
+
+    Returns:
+        Its duration and the CPU time of it and its child processes, in seconds; its own peak memory in MB.
+    """
+    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    peak = 0.0
+    while process.poll() is None:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        peak = max([peak, *(int(line.split()[1]) / 1024 for line in status.splitlines() if "VmHWM" in line)])
+        time.sleep(0.1)
+    assert process.returncode == 0, command
+    seconds, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, peak
 
 
 def kept(out: Path) -> Counter[str]:
@@ -189,13 +204,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)  # nginx's worker is another user
-        images, table = folder / "www" / "img", folder / "urls.csv"
+        images = folder / "www" / "img"
+        tables = {"all": folder / "urls.csv", "without slow": folder / "urls-without-slow.csv"}
         images.mkdir(parents=True)
         make_images(images, options.urls)
         (folder / "www" / "page.html").write_text("<html>not here</html>")
         large = (images / "0.jpg").read_bytes()
         (folder / "www" / "large.jpg").write_bytes(large + bytes(80 * 2**20))
-        write_table(table, options.urls)
+        write_table(tables["all"], options.urls)
+        write_table(tables["without slow"], options.urls, without="slow")
         (folder / "nginx.conf").write_text(CONFIG.format(folder=folder, port=PORT))
         server = subprocess.Popen([nginx, "-p", name, "-c", f"{name}/nginx.conf", "-e", f"{name}/error.log"])
         cut = socketserver.ThreadingTCPServer(("127.0.0.1", CUT_PORT), Cut)
@@ -204,29 +221,35 @@ def main() -> None:
         rounds: list[dict[str, Any]] = []
         try:
             time.sleep(1)
-            for turn in range(options.rounds):
-                out = {who: folder / f"{who}-{turn}" for who in ("clipkit", "img2dataset")}
+            for turn, responses in product(range(options.rounds), tables):
+                table = tables[responses]
+                out = {who: folder / f"{who}-{turn}-{responses}" for who in ("clipkit", "img2dataset")}
                 commands = {
                     "clipkit": ours(table, out["clipkit"], shard),
                     "img2dataset": theirs(options.img2dataset, table, out["img2dataset"], shard),
                 }
                 order = list(commands) if turn % 2 else list(commands)[::-1]
-                seconds = {who: timed(commands[who]) for who in order}
+                used = {who: timed(commands[who]) for who in order}
                 found = {who: kept(out[who]) for who in commands}
-                rates = {who: found[who].total() / seconds[who] for who in commands}
+                rates = {who: found[who].total() / used[who][0] for who in commands}
                 rounds.append(
                     {
+                        "responses": responses,
+                        "seconds": {who: used[who][0] for who in commands},
+                        "cpu_seconds": {who: used[who][1] for who in commands},
                         "images_per_second": rates,
                         "ratio": rates["clipkit"] / rates["img2dataset"],
+                        "memory_mb": used["clipkit"][2],
+                        "load": os.getloadavg()[0],
                         "kept": {who: found[who].total() for who in commands},
                         "only_clipkit": kinds(set(found["clipkit"]) - set(found["img2dataset"])),
                         "only_img2dataset": kinds(set(found["img2dataset"]) - set(found["clipkit"])),
                     }
                 )
                 print(json.dumps(rounds[-1], indent=2), flush=True)
-            whole = folder / "clipkit-0"
+            whole = folder / "clipkit-0-all"
             again = folder / "killed"
-            count = killed(ours(table, again, shard), options.kills, seconds["clipkit"])
+            count = killed(ours(tables["all"], again, shard), options.kills, rounds[0]["seconds"]["clipkit"])
             same = {
                 path.name: path.read_bytes() == (again / path.name).read_bytes()
                 for path in sorted(whole.glob("*.tar"))

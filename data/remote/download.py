@@ -18,6 +18,7 @@ import json
 import logging
 import math
 import os
+import socket
 import sqlite3
 import tempfile
 import time
@@ -639,10 +640,13 @@ def _download_on_ray(
         raise ConfigError("--ray needs ray: pip install 'clipkit[ray]'") from None
     packages = [str(Path(__file__).parents[1]), str(Path(clipkit.__file__).parent)]
     try:
+        host, _, port = address.rpartition("/")[2].rpartition(":")
+        if host:  # ray.init waits forever for a server that does not exist, even after Ctrl-C
+            socket.create_connection((host, int(port)), timeout=10).close()
         ray.init(
             address, runtime_env={"py_modules": packages}, log_to_driver=False, logging_level=logging.ERROR
         )
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(f"--ray {address}: no Ray cluster ({str(error).partition(chr(10))[0]})") from error
     try:
         claims = ray.remote(num_cpus=0)(_Claims).remote(_listings(out, part))

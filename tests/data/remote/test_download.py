@@ -312,6 +312,13 @@ def test_a_remote_table(server: Server, tmp_path: Path, nginx: Nginx, name: str)
         download(nginx.url(""), tmp_path / "none", SMALL, fetch=QUICK)
 
 
+def test_a_missing_ray_cluster(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    for address, message in (("127.0.0.1:1", "refused"), ("127.0.0.1:x", "invalid")):
+        with pytest.raises(ConfigError, match=f"--ray {address}: no Ray cluster .*{message}"):
+            download(table(tmp_path / "t.csv", []), tmp_path / "out", SMALL, fetch=QUICK, ray_address=address)
+
+
 @pytest.mark.long
 def test_ray_makes_the_same_shards(server: Server, many: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray")
