@@ -13,7 +13,7 @@ import numpy as np
 from clipkit.errors import ConfigError, DataError
 from clipkit.files import decode_image, printable, templates, write_page
 from data.captions import Filter
-from data.scores.table import COLUMNS, PREFIX, scored_filters
+from data.scores.table import COLUMNS, PREFIX, PRESET, PRESETS, scored_filters
 
 __all__ = ["write_filters"]
 
@@ -94,7 +94,9 @@ def write_filters(
 
     there = pq.read_schema(tables[0]).names
     flags = [f"{PREFIX}{name} = false" for name in ("duplicate", "contaminated") if name in there]
-    filters, _ = scored_filters(texts or [f"{PREFIX}clip >= top 30%", *flags, "preset:datacomp_basic"], name)
+    texts = texts or [f"{PREFIX}clip >= top 30%", *flags, "preset:datacomp_basic"]
+    filters, _ = scored_filters(texts, name)
+    presets = {one: PRESETS[one.removeprefix(PRESET).strip()] for one in texts if one.startswith(PRESET)}
     if others := [one for one in filters if not one.name.startswith(PREFIX)]:
         raise ConfigError(
             f"filter '{others[0]}' is not on scores: --html shows only filters such as 'score.clip > 0.28'"
@@ -129,7 +131,7 @@ def write_filters(
     page = environment.get_template("scores.html").render(
         title=name,
         lead=f"{together:,} of {samples:,} samples pass all filters ({together / max(1, samples):.1%})",
-        notes=[],
+        notes=[f"{one}: {preset.source}; {preset.differs}" for one, preset in presets.items()],
         effects=effects,
         columns=COLUMNS,
         samples=samples,

@@ -29,6 +29,7 @@ __all__ = [
     "COLUMNS",
     "PERMILLE",
     "PREFIX",
+    "PRESET",
     "PRESETS",
     "Preset",
     "Scores",
@@ -57,7 +58,7 @@ COLUMNS = {
 }
 PERMILLE = 1000
 _TOP = re.compile(r"\s*score\.clip\s*>=\s*top\s+([0-9]+(?:\.[0-9])?)\s*%\s*")
-PREFIX, _PRESET = "score.", "preset:"
+PREFIX, PRESET = "score.", "preset:"
 
 
 class Preset(NamedTuple):
@@ -222,9 +223,9 @@ def scored_filters(texts: Sequence[str], name: str) -> tuple[tuple[Filter, ...],
 
 
 def _expanded(text: str) -> Sequence[str]:
-    if not text.startswith(_PRESET):
+    if not text.startswith(PRESET):
         return (text,)
-    name = text.removeprefix(_PRESET).strip()
+    name = text.removeprefix(PRESET).strip()
     if name not in PRESETS:
         raise ConfigError(f"unknown preset {text!r}: {nearest(name, PRESETS)}")
     return PRESETS[name].filters

@@ -312,7 +312,7 @@ def test_hidden_evaluation_images_and_duplicates_are_found(checkpoint: Path, tmp
     )
     assert len(shards) == 200
     text = page.read_text(encoding="utf-8")
-    assert text.count("data:image/webp;base64,") >= 40 and "http://" not in text and "https://" not in text
+    assert text.count("data:image/webp;base64,") >= 40 and not re.search("(src|href)=.http", text)
     assert "<td>200</td><td>57.1%</td>" in text
 
 
