@@ -32,7 +32,7 @@ import torch
 
 from clipkit import distributed, training
 from clipkit.config import load_config, shown_settings, to_toml
-from clipkit.objectives import OBJECTIVES
+from clipkit.objectives import OBJECTIVES, TERMS
 from clipkit.training import build, checkpoint, costs, ema, guards, metrics, optim, parallel
 from clipkit.training.step import Teacher, TrainingStep, check_rows
 from data import augment, loader, order
@@ -61,7 +61,7 @@ def main(arguments: Arguments) -> int:
         return 0
     if arguments.replay:
         config = replace(config, accumulate=guards.replay_parts(run, config.accumulate, config.batch_size))
-    shape = build.shape_of(config.model, config.loss, config.small)
+    shape = build.shape_of(config.model, config.loss, config.small, config.caption)
     build.check_split(config.batch_size, world=world, parts=config.accumulate)
     if config.data.nvjpeg:
         augment.require_nvjpeg(device)
@@ -91,8 +91,15 @@ def main(arguments: Arguments) -> int:
         )
 
         # 5. The model, from the inside out, the optimizer, and the batches.
+        first_lines: list[str] = []
         model = build.first_model(
-            config.model, config.loss, shape, seed=config.seed, small=config.small, checkpoint=newest
+            config.model,
+            config.loss,
+            shape,
+            seed=config.seed,
+            small=config.small,
+            checkpoint=newest,
+            say=first_lines.append,
         )
         if newest is None:  # otherwise the checkpoint's
             model.preprocess = loader.trained_preprocess(model.preprocess, config.data, packed)
@@ -122,6 +129,7 @@ def main(arguments: Arguments) -> int:
             seed=config.seed,
             accumulate=config.accumulate,
             bf16=bf16,
+            terms={name: getattr(config, name) for name in TERMS if getattr(config, name).weight},
         )
         size, length = shape.vision.image_size, shape.text.context_length
         train_loader = loader.Loader(
@@ -182,6 +190,7 @@ def main(arguments: Arguments) -> int:
             metrics.model_line(model, world=world, device=device, bf16=bf16),
             f"{', '.join(filter(None, samples))}; {sample_order.describe(config.steps, sources)}",
             str(model.preprocess.decoding),
+            *first_lines,
             *metrics.beginning(run, state.step, config.steps, planned, config.optim, config.model.weights),
             *config.notes(step=state.step, samples=sample_order.samples, layers=layers),
             *(guards.list_truncated(run, shards.manifest.truncated_shards()) if rank0 else ()),

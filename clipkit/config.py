@@ -24,10 +24,10 @@ from clipkit.model.architectures import TextArchitecture, selected
 from clipkit.model.names import check_names
 
 __all__ = [
-    "MOST", "CheckpointConfig", "Config", "DataConfig", "DistillConfig", "EvalConfig", "LockConfig", "LogConfig",
-    "LossConfig", "ModelConfig", "OptimConfig", "Section", "SmallConfig", "Within", "changes", "fits", "imported",
-    "late", "load_config", "require", "setting", "settings_reference", "shown", "shown_settings", "text_of",
-    "to_toml",
+    "MOST", "CaptionConfig", "CheckpointConfig", "Config", "DataConfig", "DistillConfig", "EvalConfig",
+    "LockConfig", "LogConfig", "LossConfig", "ModelConfig", "OptimConfig", "Section", "SmallConfig", "Within",
+    "changes", "fits", "imported", "late", "load_config", "require", "setting", "settings_reference", "shown",
+    "shown_settings", "text_of", "to_toml",
 ]  # fmt: skip
 
 
@@ -392,6 +392,41 @@ class LossConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CaptionConfig(Section):
+    """Predict captions from images, in addition to ``loss.name``; see clipkit/model/decoder.py.
+
+    The term is the mean over all predicted tokens of −log p(token | previous tokens, image).
+    """
+
+    section = "caption."
+    weight: float = setting(
+        0.0, "Weight of the term, which is added to the loss; 0: no decoder.", _at_least(0)
+    )
+    layers: int = setting(0, "Layers of the decoder; 0: half of the text tower's.", _at_least(0))
+    feed: str = setting(
+        "tokens",
+        "The decoder's input: tokens, with an embedding of its own (Cap), or text, the text tower's tokens (CoCa).",
+        _one_of("tokens", "text"),
+    )
+    parallel: float = setting(
+        0.0,
+        "Fraction of the captions whose tokens are all predicted at once, from the image alone; CapPa: 0.75.",
+        Within(words="0 to 1", holds=lambda value: 0 <= value <= 1),
+    )
+    length: int = setting(
+        64, "Most tokens of a caption that are predicted, including end of text.", _at_least(1)
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("layers", "feed", "parallel", "length"):
+            if not self._is_default(name):
+                _require_use(f"caption.{name}", getattr(self, name), "caption.weight", bool(self.weight))
+        alone = "expected 0 with caption.feed=text, whose text tower is causal"
+        require(not self.parallel or self.feed == "tokens", "caption.parallel", self.parallel, alone)
+
+
+@dataclass(frozen=True, kw_only=True)
 class DistillConfig(Section):
     """Distillation from a teacher's similarities within the batch."""
 
@@ -632,6 +667,7 @@ class Config(Section):
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    caption: CaptionConfig = field(default_factory=CaptionConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
     lock: LockConfig = field(default_factory=LockConfig)
     small: SmallConfig = field(default_factory=SmallConfig)
@@ -674,6 +710,12 @@ class Config(Section):
         where = "distill.teacher" if self.distill.teacher else "distill.features"
         alone = f"cannot be combined with loss.name={name}"
         require(objective.with_teacher or not teacher, where, teacher, alone)
+        wanted = [one for one in imported("clipkit.objectives:TERMS") if getattr(self, one).weight]
+        if objective.over_classes and wanted:
+            weight = getattr(self, wanted[0]).weight
+            require(False, f"{wanted[0]}.weight", weight, f"expected 0 with loss.name={name}")
+        if not objective.compares:
+            require(bool(wanted), "loss.name", name, "requires a term, such as caption.weight=1")
 
     def notes(self, *, step: int, samples: int, layers: int) -> list[str]:
         """Return notes on settings that may be unintentional, and the objective's note.

@@ -493,6 +493,8 @@ def model_hash(model: CLIP) -> str:
     digest = hashlib.sha256(f"{shape!r}\n{model.preprocess!r}\n".encode())
     if (decoding := model.preprocess.decoding) != Decoding():
         digest.update(f"{decoding!r}\n".encode())
+    if shape.decoder is not None:
+        digest.update(f"{shape.decoder!r}\n".encode())
     if model.dim != shape.embed_dim:
         digest.update(f"dim {model.dim}\n".encode())
     for name, tensor in sorted(model.state_dict().items()):

@@ -8,7 +8,7 @@ the defaults of the base classes are right for a tower of another library that n
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar
 
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from clipkit.model.tokenizer import Tokenizer
 
 __all__ = [
-    "ARCHITECTURES", "QUICKGELU", "STEM", "Architecture", "BagOfWords", "ClassTable", "ImageArchitecture", "Layer",
-    "LayerNames", "TextArchitecture", "TextTower", "TowerArchitecture", "VisionTower", "named", "selected",
+    "ARCHITECTURES", "QUICKGELU", "STEM", "Architecture", "BagOfWords", "ClassTable", "Decoder",
+    "ImageArchitecture", "Layer", "LayerNames", "TextArchitecture", "TextTower", "TowerArchitecture",
+    "VisionTower", "named", "selected",
 ]  # fmt: skip
 
 _MAX, _MAX_LAYERS, _MAX_RATIO = 1_000_000, 1000, 64  # limits for stored architectures, which are not trusted
@@ -75,7 +76,7 @@ class TowerArchitecture:
             elif one.type is float:
                 if type(value) not in (int, float) or not 0 < value <= _MAX_RATIO:
                     raise ConfigError(f"{one.name} = {value!r} is not a number above 0, at most {_MAX_RATIO}")
-            elif not isinstance(value, str if one.type is str else Mapping):
+            elif not isinstance(value, one.type if one.type in (str, bool) else Mapping):
                 raise ConfigError(f"{one.name} = {value!r} has the wrong type")
 
     @classmethod
@@ -219,6 +220,11 @@ class TextArchitecture(TowerArchitecture):
         """Number of words that can be predicted from images, see ``WordTable``; 0 for other towers."""
         return 0
 
+    @property
+    def caption_vocabulary(self) -> int:
+        """Size of the vocabulary of the tokens that a decoder of captions predicts; 0 if there are none."""
+        return 0
+
     def resized(self, context_length: int) -> Self:
         """Return the tower for texts of another length."""
         return replace(self, **{"context_length": context_length})
@@ -273,6 +279,11 @@ class _TransformerTower:
         if blocks is None:
             return Flops(forward=forward, backward=2 * forward - embedding)
         return Flops(forward=forward, backward=2 * ((blocks - 1) * body + last + projection) if blocks else 0)
+
+    def whole_flops(self, length: int) -> Flops:
+        """Compute the FLOPs that are added if the last block computes all tokens, not only the one that is read."""
+        forward = (length - 1) * (4 * self.width**2 + 4 * self.width * self.hidden + 4 * length * self.width)
+        return Flops(forward=forward, backward=2 * forward)
 
     def _activation_bytes(
         self, length: int, blocks: int | None, *, bf16: bool, recompute: int
@@ -397,6 +408,10 @@ class TextTower(_TransformerTower, TextArchitecture):
         return self
 
     @property
+    def caption_vocabulary(self) -> int:
+        return self.vocab_size
+
+    @property
     def description(self) -> str:
         return f"causal transformer, {self.layers} layers, width {self.width}, {self.heads} heads"
 
@@ -429,6 +444,10 @@ class BagOfWords(TextArchitecture):
     @classmethod
     def from_setting(cls, value: str, *, embed_dim: int) -> Self:
         return cls(width=embed_dim)
+
+    @property
+    def caption_vocabulary(self) -> int:
+        return self.vocab_size
 
     @property
     def description(self) -> str:
@@ -473,6 +492,10 @@ class WordTable(TextArchitecture):
     @classmethod
     def from_setting(cls, value: str, *, embed_dim: int) -> Self:
         return cls()
+
+    @property
+    def caption_vocabulary(self) -> int:
+        return self.vocab_size
 
     @property
     def description(self) -> str:
@@ -582,8 +605,64 @@ class ClassTable(TextArchitecture):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Decoder(_TransformerTower, TowerArchitecture):
+    """A causal transformer that predicts captions; each layer attends to the image's tokens too (CoCa, CapPa).
+
+    Attributes:
+        context_length: most tokens of a caption that are predicted, including the end.
+        feed: its input: "tokens", with an embedding of its own, or "text", the text tower's tokens.
+        parallel: whether it has an embedding of [mask], to predict all tokens at once.
+    """
+
+    width: int
+    layers: int
+    heads: int
+    context_length: int
+    vocab_size: int = 49408
+    mlp_ratio: float = 4.0
+    feed: str = "tokens"
+    parallel: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_heads()
+        if self.feed not in ("tokens", "text") or (self.parallel and self.feed == "text"):
+            raise ConfigError(f"feed = {self.feed!r} and parallel = {self.parallel} are not a decoder")
+
+    def flops(self, length: int, seen: int, seen_width: int) -> Flops:
+        """Compute the FLOPs of one caption of ``length`` predicted tokens.
+
+        Args:
+            length: number of tokens; all of ``context_length`` are computed with [mask].
+            seen: number of the image's tokens.
+            seen_width: their width.
+        """
+        width, hidden = self.width, self.hidden
+        if self.parallel:
+            length = self.context_length
+        layer = length * (12 * width**2 + 8 * width * hidden) + 4 * length**2 * width
+        layer += 4 * seen * width**2 + 4 * length * seen * width  # cross-attention
+        mapping = 0 if seen_width == width else 2 * seen * seen_width * width
+        forward = self.layers * layer + mapping + 2 * length * width * self.vocab_size
+        return Flops(forward=forward, backward=2 * forward)
+
+    def decoder_bytes(self, seen: int, *, bf16: bool, recompute: int = 0) -> int:
+        """Estimate the bytes autograd keeps for one caption of full length."""
+        length, width, computed = self.context_length, self.width, _HALF if bf16 else _FLOAT
+        stream = length * width * _FLOAT
+        body = 4 * stream + computed * length * (10 * width + 4 * self.hidden)
+        body += (
+            computed * 2 * seen * width + seen * width * _FLOAT
+        )  # keys and values, and the norm before them
+        kept = self.layers * body
+        if recompute:
+            kept = (self.layers * 2 * stream + body) // recompute + kept * (recompute - 1) // recompute
+        return kept + 3 * stream
+
+
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Architecture of a CLIP: two towers and the dimension they project to."""
+    """Architecture of a CLIP: two towers and the dimension they project to, and maybe a decoder of captions."""
 
     embed_dim: int
     vision: ImageArchitecture
@@ -591,6 +670,8 @@ class Architecture:
     quick_gelu: bool = False
     small_data: bool = False  # selects the initialization, see CLIP.initialize
     logit_bias: bool = False  # whether the model has SigLIP's bias
+    # not in ``repr``, which is part of the hash of models without one
+    decoder: Decoder | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         _check_number("embed_dim", self.embed_dim, _MAX)
@@ -621,9 +702,10 @@ class Architecture:
 
         kinds = {kind: name for name, kind in (*IMAGE_TOWERS.items(), *TEXT_TOWERS.items())}
         towers = {"vision": self.vision, "text": self.text}
-        return asdict(self) | {
+        values = asdict(self) | {
             name: {"kind": kinds[type(tower)], **asdict(tower)} for name, tower in towers.items()
         }
+        return {name: value for name, value in values.items() if value is not None}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Architecture":
@@ -633,7 +715,8 @@ class Architecture:
         try:
             vision = _stored_tower(values["vision"], "vit", IMAGE_TOWERS)
             text = _stored_tower(values["text"], "transformer", TEXT_TOWERS)
-            return cls(**{**values, "vision": vision, "text": text})
+            decoder = Decoder(**values["decoder"]) if "decoder" in values else None
+            return cls(**{**values, "vision": vision, "text": text, "decoder": decoder})
         except (AttributeError, KeyError, TypeError, ConfigError) as error:
             raise CheckpointError(
                 f"the stored architecture is invalid or from another version: {error}"

@@ -6,21 +6,25 @@ module, as in OpenAI's and open_clip's state dicts.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipkit.errors import ConfigError
-from clipkit.model.architectures import Architecture
+from clipkit.model.architectures import Architecture, Decoder
+from clipkit.model.decoder import CaptionDecoder
 from clipkit.model.names import architecture
 from clipkit.model.preprocess import Preprocess
 from clipkit.model.tokenizer import Tokenizer, tokenizer_of
 from clipkit.model.towers import (
     Packed,
+    Padded,
     Transformer,
+    VisionTransformer,
     attention_by_length,
     attention_varlen,
     pack,
@@ -44,6 +48,7 @@ class CLIP(nn.Module):
         text: the text tower, tokens (B, L) → (B, O); None for the plain transformer, see above.
         origin: description of the source it was loaded from; "" for fresh weights.
         dim: O of the features that are returned: the first ones of the embedding, see ``clipkit.load``.
+        text_decoder: the decoder of captions, or None.
         logit_scale: the parameter t; similarities are multiplied by exp(t).
         logit_bias: SigLIP's bias, added to the scaled similarities, or None. Requires a gradient only if trained.
     """
@@ -74,6 +79,7 @@ class CLIP(nn.Module):
             self.text_projection = nn.Parameter(torch.empty(text.width, shape.embed_dim))
         else:
             self.text = shape.text.build(shape.embed_dim, quick_gelu=shape.quick_gelu)
+        self.text_decoder = None if shape.decoder is None else _decoder(shape, shape.decoder)
         self.logit_scale = nn.Parameter(torch.empty(()))
         self.logit_bias = nn.Parameter(torch.empty(()), requires_grad=False) if shape.logit_bias else None
         self.register_buffer("_mean", torch.empty(3, 1, 1), persistent=False)
@@ -101,22 +107,76 @@ class CLIP(nn.Module):
         tokens: Tensor,
         patches: Tensor | None = None,
         lengths: Sequence[int] | None = None,
+        terms: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> tuple[Tensor, ...]:
-        """Encode pairs.
+        """Encode pairs, and compute local terms of the objective.
 
         Args:
             images: (B, 3, S, S), uint8, or normalized float.
             tokens: (B, L) int64 with L at most the context length; each row ends at its largest id (end of text).
             patches: (B, K) int64, see ``encode_image``.
             lengths: B numbers, see ``encode_text``.
+            terms: arguments of each term by name; those of "caption" are ``captions``, ``lengths`` and
+                ``parallel``, see ``CaptionDecoder.nll``.
 
         Returns:
             image features (B, O) and text features (B, O), unit norm, the scalar exp(t), and SigLIP's bias if any.
+            With ``terms``, a tensor (K,) of their sums of −log-likelihoods follows.
         """
-        image = self.encode_image(images, patches=patches)
-        text = self.encode_text(tokens, lengths=lengths)
         bias = () if self.logit_bias is None else (self.logit_bias,)
-        return image, text, self.logit_scale.exp(), *bias
+        if not terms:
+            image = self.encode_image(images, patches=patches)
+            text = self.encode_text(tokens, lengths=lengths)
+            return image, text, self.logit_scale.exp(), *bias
+        image, seen = self.image_tokens(images, patches=patches)
+        if self._feeds_text:
+            text, read = self.text_tokens(tokens, lengths=lengths)
+        else:
+            text, read = self.encode_text(tokens, lengths=lengths), None
+        sums = [self._term(name, given, seen, read) for name, given in terms.items()]
+        return image, text, self.logit_scale.exp(), *bias, torch.stack(sums)
+
+    @property
+    def _feeds_text(self) -> bool:
+        return self.architecture.decoder is not None and self.architecture.decoder.feed == "text"
+
+    def _term(self, name: str, given: Mapping[str, Any], seen: Tensor, read: Tensor | None) -> Tensor:
+        """Compute a local term's sum over the rows of this batch."""
+        assert name == "caption" and self.text_decoder is not None, name
+        return self.text_decoder.nll(seen, text=read, **given)
+
+    def image_tokens(self, images: Tensor, *, patches: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Encode images to unit-norm features (B, O) and the normalized tokens of the last block (B, 1 + K, D).
+
+        Arguments as for ``encode_image``.
+
+        Raises:
+            ConfigError: the image tower is not clipkit's ViT.
+        """
+        if not isinstance(self.visual, VisionTransformer):
+            raise ConfigError("the image tower has no tokens: captions need clipkit's ViT")
+        colours = (self.get_buffer("_mean"), self.get_buffer("_std")) if images.dtype == torch.uint8 else None
+        features, tokens = self.visual.with_tokens(images, patches, colours=colours)
+        return F.normalize(self._prefix(_at_least_float32(features)), dim=-1), tokens
+
+    def text_tokens(self, tokens: Tensor, *, lengths: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+        """Encode texts to unit-norm features (B, O) and the normalized tokens of the last block (B, L, D).
+
+        Tokens behind the end of text may be 0. Arguments as for ``encode_text``; only for the plain transformer.
+        """
+        ends = tokens.argmax(dim=-1)
+        if (packed := self._packing(tokens, lengths)) is None:
+            x = self.token_embedding(tokens) + self.positional_embedding[: tokens.shape[1]]
+            found = self.ln_final(self.transformer.tokens(x, Padded(ends=ends)))  # (B, L, D)
+        else:
+            x = self.token_embedding(tokens[packed.rows, packed.places])
+            x = x + F.embedding(packed.places, self.positional_embedding)
+            flat = self.ln_final(self.transformer.tokens(x, packed))  # (T, D)
+            found = flat.new_zeros(*tokens.shape, flat.shape[-1])
+            found = found.index_put((packed.rows, packed.places), flat)
+        read = found[torch.arange(len(tokens), device=tokens.device), ends]
+        features = _at_least_float32(read @ self.text_projection)
+        return F.normalize(self._prefix(features), dim=-1), found
 
     def encode_image(
         self, images: Tensor, *, normalize: bool = True, patches: Tensor | None = None
@@ -241,7 +301,22 @@ class CLIP(nn.Module):
         self.logit_scale.fill_(math.log(1 / 0.07))
         if self.logit_bias is not None:
             self.reset_bias()
+        if self.text_decoder is not None:
+            _initialize_decoder(self.text_decoder)
         return self
+
+    @torch.no_grad()
+    def set_decoder(self, decoder: Decoder | None, *, seed: int = 0) -> None:
+        """Replace the decoder of captions by one with fresh weights, or by none."""
+        self.architecture = replace(self.architecture, decoder=decoder)
+        self.text_decoder = None
+        if decoder is not None:
+            with torch.device("meta"):
+                made = _decoder(self.architecture, decoder)
+            self.text_decoder = made.to_empty(device=self.logit_scale.device)
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(seed)
+                _initialize_decoder(self.text_decoder)
 
     @torch.no_grad()
     def reset_bias(self) -> None:
@@ -251,6 +326,19 @@ class CLIP(nn.Module):
             self.architecture = replace(self.architecture, logit_bias=True)
         self.logit_scale.fill_(math.log(10))
         self.logit_bias.fill_(-10)
+
+
+def _decoder(shape: Architecture, decoder: Decoder) -> CaptionDecoder:
+    if shape.vision.plain is None:
+        raise ConfigError("a decoder of captions needs clipkit's ViT as the image tower")
+    return CaptionDecoder(decoder, seen_width=shape.vision.plain.width, quick_gelu=shape.quick_gelu)
+
+
+def _initialize_decoder(decoder: CaptionDecoder) -> None:
+    for module in decoder.modules():
+        if isinstance(module, nn.LayerNorm | nn.Linear):
+            module.reset_parameters()
+    decoder.initialize()
 
 
 def _at_least_float32(features: Tensor) -> Tensor:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from clipkit.model.clip import CLIP
 
 __all__ = [
-    "Flops", "counted_flops", "image_flops", "loss_flops", "step_flops", "text_flops", "trained_blocks",
+    "Flops", "caption_flops", "counted_flops", "image_flops", "loss_flops", "step_flops", "text_flops",
+    "trained_blocks",
 ]  # fmt: skip
 
 
@@ -66,6 +67,23 @@ def text_flops(shape: "Architecture", length: int, *, blocks: int | None = None)
     return flops
 
 
+def caption_flops(shape: "Architecture", length: int, *, patches: int | None = None) -> Flops:
+    """FLOPs that predicting a caption of ``length`` tokens, including start and end, adds.
+
+    These are the decoder's, and those of the towers' last blocks, which compute all tokens.
+    """
+    decoder, vision, text = shape.decoder, shape.vision.plain, shape.text.plain
+    assert decoder is not None and vision is not None
+    seen = 1 + (vision.patches if patches is None else patches)
+    found = [
+        decoder.flops(min(length - 1, decoder.context_length), seen, vision.width),
+        vision.whole_flops(seen),
+    ]
+    if decoder.feed == "text" and text is not None:
+        found.append(text.whole_flops(length))
+    return Flops(forward=sum(one.forward for one in found), backward=sum(one.backward for one in found))
+
+
 def loss_flops(rows: int, columns: int, embed_dim: int) -> Flops:
     """FLOPs of a contrastive loss's logits, (rows, columns), which both directions of the softmax share."""
     forward = 2 * rows * columns * embed_dim
@@ -104,6 +122,10 @@ def step_flops(
     if image is None:
         image = image_flops(shape, patches=patches, blocks=image_blocks)
     step = rows * (image.forward if image_blocks == 0 else image.both)
+    if shape.decoder is not None:
+        lengths = lengths if isinstance(lengths, Mapping) else Counter(lengths)
+        for length, times in lengths.items():
+            step += times * caption_flops(shape, length, patches=patches).both
     for length, times in (lengths if isinstance(lengths, Mapping) else Counter(lengths)).items():
         of_caption = text or text_flops(shape, length, blocks=text_blocks)
         step += times * (of_caption.forward if text_blocks == 0 else of_caption.both)
@@ -122,7 +144,7 @@ def trained_blocks(model: "CLIP") -> tuple[int | None, int | None]:
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     image = {name.removeprefix("visual.") for name in trained if name.startswith("visual.")}
     if model.text is None:
-        text = {name for name in trained if not name.startswith(("visual.", "logit_"))}
+        text = {name for name in trained if not name.startswith(("visual.", "logit_", "text_decoder."))}
     else:
         text = {name for name in trained if name.startswith("text.")}
     shape = model.architecture

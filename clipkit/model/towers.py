@@ -23,7 +23,8 @@ from clipkit.model.resample import fitted_grid
 __all__ = [
     "Attention", "AttentionFunction", "BagOfWordsTower", "ClassTableTower", "Kernel", "Packed", "Padded",
     "PooledEncoder", "QuickGELU", "ResidualAttentionBlock", "Rows", "Transformer", "VisionTransformer",
-    "attention_by_length", "attention_varlen", "kept_patches", "pack", "varlen_runs",
+    "attention_by_length", "attention_varlen", "chosen_rows", "initialize_block", "kept_patches", "pack",
+    "varlen_runs",
 ]  # fmt: skip
 
 
@@ -39,14 +40,17 @@ class Padded:
 
     Attributes:
         ends: (B,) int64, the token that is read, with causal attention; None reads the first, which attends to all.
+        mask: (B, 1, L, L) bool, the tokens that each token attends to, instead of all previous ones.
     """
 
     ends: Tensor | None = None
+    mask: Tensor | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend with all tokens: (B, L, H, E) each → (B, L, H, E)."""
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, L, E)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=self.ends is not None).transpose(1, 2)
+        causal = self.ends is not None and self.mask is None
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, is_causal=causal).transpose(1, 2)
 
     def attend_read(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend with the tokens that are read: q (B, 1, H, E), k and v (B, L, H, E) → (B, 1, H, E)."""
@@ -313,18 +317,30 @@ class Transformer(nn.Module):
         out: Tensor = last(x, rows, read=True)
         return out
 
+    def tokens(self, x: Tensor, rows: Rows) -> Tensor:
+        """Compute all tokens: (B, L, D), or packed (T, D) → the same shape."""
+        for block in self.resblocks:
+            x = block(x, rows)
+        return x
+
     @torch.no_grad()
     def initialize(self) -> None:
         """Draw weights by width; those that add to the residual stream are scaled by depth too."""
         for block in self.blocks:
-            width = block.attn.out_proj.in_features
-            out_std = width**-0.5 * (2 * len(self.blocks)) ** -0.5
-            nn.init.normal_(block.attn.in_proj_weight, std=width**-0.5)
-            nn.init.zeros_(block.attn.in_proj_bias)
-            nn.init.normal_(block.attn.out_proj.weight, std=out_std)
-            nn.init.zeros_(block.attn.out_proj.bias)
-            nn.init.normal_(block.mlp.c_fc.weight, std=(2 * width) ** -0.5)
-            nn.init.normal_(block.mlp.c_proj.weight, std=out_std)
+            initialize_block(block.attn, block.mlp, layers=len(self.blocks))
+
+
+@torch.no_grad()
+def initialize_block(attn: Attention, mlp: "Mlp", *, layers: int) -> None:
+    """Draw a block's weights, see ``Transformer.initialize``."""
+    width = attn.out_proj.in_features
+    out_std = width**-0.5 * (2 * layers) ** -0.5
+    nn.init.normal_(attn.in_proj_weight, std=width**-0.5)
+    nn.init.zeros_(attn.in_proj_bias)
+    nn.init.normal_(attn.out_proj.weight, std=out_std)
+    nn.init.zeros_(attn.out_proj.bias)
+    nn.init.normal_(mlp.c_fc.weight, std=(2 * width) ** -0.5)
+    nn.init.normal_(mlp.c_proj.weight, std=out_std)
 
 
 class VisionTransformer(nn.Module):
@@ -357,7 +373,23 @@ class VisionTransformer(nn.Module):
     def forward(
         self, images: Tensor, patches: Tensor | None = None, *, colours: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        """Compute features (B, O), not normalized.
+        """Compute features (B, O), not normalized; arguments as for ``stem``."""
+        read = self.ln_post(self.transformer(self.stem(images, patches, colours=colours)))  # (B, D)
+        out: Tensor = read @ self.proj
+        return out
+
+    def with_tokens(
+        self, images: Tensor, patches: Tensor | None = None, *, colours: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute features (B, O) and the normalized tokens (B, 1 + K, D), the class token first."""
+        x = self.transformer.tokens(self.stem(images, patches, colours=colours), Padded())
+        tokens: Tensor = self.ln_post(x)
+        return tokens[:, 0] @ self.proj, tokens
+
+    def stem(
+        self, images: Tensor, patches: Tensor | None = None, *, colours: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """Compute the tokens (B, 1 + K, D) before the blocks.
 
         Args:
             images: (B, 3, S, S), normalized float, or uint8 with ``colours``. S must be a multiple of the patch
@@ -388,8 +420,7 @@ class VisionTransformer(nn.Module):
         places = places.to(x.dtype)  # (P + 1, D)
         first = (self.class_embedding.to(x.dtype) + places[0]).expand(x.shape[0], 1, -1)
         x = x + (places[1:] if patches is None else F.embedding(patches, places[1:]))
-        read = self.ln_post(self.transformer(self.ln_pre(torch.cat([first, x], dim=1))))  # (B, D)
-        out: Tensor = read @ self.proj
+        out: Tensor = self.ln_pre(torch.cat([first, x], dim=1))
         return out
 
     @torch.no_grad()
@@ -535,6 +566,21 @@ def kept_patches(*, seed: int, rows: Tensor, patches: int, keep: int) -> Tensor:
     """
     assert rows.dtype == torch.int64 and rows.ndim == 1, (rows.dtype, rows.shape)
     assert 1 <= keep <= patches, (keep, patches)
+    key = _keys(seed, rows)
+    numbers = torch.arange(1, patches + 1, device=rows.device) * signed(STEP)  # (P,), as SplitMix64 counts
+    draws = mix_tensor(key[:, None] + numbers)  # (B, P), a random number for each patch
+    # stable, so that all devices break ties alike
+    smallest = draws.argsort(dim=1, stable=True)[:, :keep]
+    return smallest.sort(dim=1).values
+
+
+def chosen_rows(*, seed: int, rows: Tensor, fraction: float) -> Tensor:
+    """Choose each row with a probability: (B,) bool; arguments as for ``kept_patches``."""
+    return _keys(seed, rows) < min(int((fraction - 0.5) * 2**64), 2**63 - 1)
+
+
+def _keys(seed: int, rows: Tensor) -> Tensor:
+    """Hash a seed and rows to (B,) int64."""
     # mix a seed of any size to an int64, so that seeds and rows with the same sum give different keys
     value, rest = 0, seed
     while True:
@@ -542,9 +588,4 @@ def kept_patches(*, seed: int, rows: Tensor, patches: int, keep: int) -> Tensor:
         rest >>= 64
         if rest in (0, -1):
             break
-    key = mix_tensor(rows + signed(value))  # (B,)
-    numbers = torch.arange(1, patches + 1, device=rows.device) * signed(STEP)  # (P,), as SplitMix64 counts
-    draws = mix_tensor(key[:, None] + numbers)  # (B, P), a random number for each patch
-    # stable, so that all devices break ties alike
-    smallest = draws.argsort(dim=1, stable=True)[:, :keep]
-    return smallest.sort(dim=1).values
+    return mix_tensor(rows + signed(value))

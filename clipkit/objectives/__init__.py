@@ -3,12 +3,15 @@
 To add an objective, write its loss in a separate file and add an entry to ``OBJECTIVES``. A loss is a function of
 the model's outputs (image features, text features, exp(t), and the bias of a model that has one) and the batch's
 ``Targets``, and returns the scalar of the global batch; so a weighted sum of several is a loss too.
+
+``TERMS`` are objectives that need no other sample of the batch, which are added to the loss. Each is computed in
+the model's ``forward`` as a sum over samples, and divided by the number of its targets in the global batch.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from clipkit.config import late
 
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 
     from clipkit.model.architectures import TextArchitecture
 
-__all__ = ["OBJECTIVES", "Objective", "Targets"]
+__all__ = ["OBJECTIVES", "TERMS", "Objective", "Targets", "Term"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,6 +63,7 @@ class Objective:
         uses_same: whether it supports ``loss.same`` other than negatives.
         smooths: whether it supports ``loss.smoothing``.
         with_teacher: whether it can be combined with ``distill``.
+        compares: whether it compares images with texts.
         note: what to print at the start of a training with fresh weights.
     """
 
@@ -76,6 +80,7 @@ class Objective:
     uses_same: bool = True
     smooths: bool = True
     with_teacher: bool = True
+    compares: bool = True
     note: str = ""
 
     def text_rows(self, text: "TextArchitecture", batch_size: int) -> int:
@@ -122,4 +127,35 @@ OBJECTIVES: dict[str, Objective] = {
         smooths=False,
         with_teacher=False,
     ),
+    "none": Objective(
+        summary="no comparison of images with texts: only terms, such as caption.weight",
+        loss=late("clipkit.objectives.caption:no_loss"),
+        figures=late("clipkit.objectives.caption:no_figures"),
+        tiled=True,
+        uses_same=False,
+        smooths=False,
+        with_teacher=False,
+        compares=False,
+        note="loss.name=none trains no text features: set lock.text=all, unless caption.feed=text reads them",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """A local term of the loss, whose weight is the setting NAME.weight.
+
+    Attributes:
+        inputs: ``(settings, batch, seed)`` → arguments of ``CLIP.forward`` for this term by name, each of B rows,
+            and the number of this rank's targets. ``settings`` is the section NAME of the configuration, and
+            ``seed`` differs in each step and from those of other terms.
+        stream: number that distinguishes its random draws from those of other terms.
+    """
+
+    inputs: Callable[..., tuple[dict[str, Any], int]]
+    stream: int
+
+
+TERMS: dict[str, Term] = {
+    "caption": Term(inputs=late("clipkit.objectives.caption:caption_inputs"), stream=1),
 }

@@ -1,7 +1,7 @@
 """Build the model that training starts with, and choose which layers are trained."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from clipkit.api import load
-from clipkit.config import LossConfig, ModelConfig, SmallConfig, require
+from clipkit.config import CaptionConfig, LossConfig, ModelConfig, SmallConfig, require
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.formats.checkpoint import load_model, stored_preprocess
 from clipkit.model import IMAGE_TOWERS
-from clipkit.model.architectures import STEM, Architecture, Layer, selected
+from clipkit.model.architectures import STEM, Architecture, Decoder, Layer, selected
 from clipkit.model.clip import CLIP, create
 from clipkit.model.names import architecture
 from clipkit.model.tokenizer import stored_tokenizer, trained_tokenizer
@@ -36,11 +36,13 @@ def check_split(batch_size: int, *, world: int, parts: int) -> None:
         )
 
 
-def shape_of(model: ModelConfig, loss: LossConfig, small: SmallConfig) -> Architecture:
-    """Return the architecture that settings select, with a bias if the objective needs one.
+def shape_of(
+    model: ModelConfig, loss: LossConfig, small: SmallConfig, caption: CaptionConfig | None = None
+) -> Architecture:
+    """Return the architecture that settings select, with a bias or a decoder if the objective needs one.
 
     Raises:
-        ConfigError: a name is unknown, or the towers do not support patch dropout or smaller inputs.
+        ConfigError: a name is unknown, or the towers do not support patch dropout, smaller inputs or captions.
     """
     shape = architecture(
         model.name,
@@ -76,8 +78,31 @@ def shape_of(model: ModelConfig, loss: LossConfig, small: SmallConfig) -> Archit
     dims = loss.dims
     below = f"expected sizes below {shape.embed_dim}, the embedding dimension of {model.label}"
     require(max(dims, default=0) < shape.embed_dim, "loss.dims", dims, below)
+    if caption is not None and caption.weight:
+        shape = replace(shape, decoder=_decoder_of(shape, caption, model.label))
     has_bias = OBJECTIVES[loss.name].initial_bias is not None
     return replace(shape, logit_bias=True) if has_bias else shape
+
+
+def _decoder_of(shape: Architecture, caption: CaptionConfig, label: str) -> Decoder:
+    """Return the decoder of captions: as wide as the text tower, or as the image tower beside other text towers."""
+    like, vocabulary = shape.text.plain or shape.vision.plain, shape.text.caption_vocabulary
+    if shape.vision.plain is None or like is None or not vocabulary:
+        raise ConfigError(
+            f"caption.weight = {caption.weight} requires clipkit's own image tower and text tower, not {label}"
+        )
+    if caption.feed == "text" and shape.text.plain is None:
+        raise ConfigError(f"caption.feed = 'text' requires a text transformer, not that of {label}")
+    return Decoder(
+        width=like.width,
+        layers=caption.layers or max(1, like.layers // 2),
+        heads=like.heads,
+        context_length=max(1, min(caption.length, shape.text.context_length - 1)),
+        vocab_size=vocabulary,
+        mlp_ratio=like.mlp_ratio,
+        feed=caption.feed,
+        parallel=caption.parallel > 0,
+    )
 
 
 def first_model(
@@ -88,11 +113,13 @@ def first_model(
     seed: int,
     small: SmallConfig,
     checkpoint: Path | None = None,
+    say: Callable[[str], object] = lambda line: None,
 ) -> CLIP:
     """Return a model with fresh weights or those of ``model.weights``, in training mode on the CPU.
 
     A run that resumes takes weights, tokenizer and preprocessing from its ``checkpoint``; ``model.weights`` may no
-    longer exist. The preprocessing is always the checkpoint's.
+    longer exist. The preprocessing is always the checkpoint's. ``say`` gets a line if a decoder of captions is
+    drawn anew, because the weights have none or another one.
 
     Raises:
         ConfigError: the weights have another architecture.
@@ -113,6 +140,11 @@ def first_model(
             )  # reads its files now: the checkpoint is deleted when newer ones replace it
     elif model.weights:
         first = load(model.weights, image_size=model.image_size, context_length=model.context_length)
+        if first.architecture.decoder != shape.decoder:
+            has = "another" if first.architecture.decoder else "no"
+            anew = "is not used" if shape.decoder is None else "starts with fresh weights"
+            say(f"note: model.weights = {model.weights!r} has {has} decoder of captions; it {anew}")
+            first.set_decoder(shape.decoder, seed=seed)
         if fresh := shape.logit_bias and first.logit_bias is None:
             first.reset_bias()
         if not _fits(first, shape):
@@ -216,7 +248,7 @@ class Place:
     """Where a parameter is.
 
     Attributes:
-        tower: "image", "text", or "" for the temperature and the bias of the loss.
+        tower: "image", "text", "decoder", or "" for the temperature and the bias of the loss.
         depth: 0 (nearest to the input) to ``top``.
         top: the tower's last depth.
     """
@@ -232,9 +264,11 @@ class Place:
 
 
 def tower_of(name: str) -> str:
-    """Return the tower of a CLIP's parameter: "image", "text", or "" for none."""
+    """Return the tower of a CLIP's parameter: "image", "text", "decoder", or "" for none."""
     if name in ("logit_scale", "logit_bias"):
         return ""
+    if name.startswith("text_decoder."):
+        return "decoder"
     return "image" if name.startswith("visual.") else "text"
 
 
@@ -245,7 +279,9 @@ def places(model: CLIP) -> dict[str, Place]:
         ConfigError: the blocks of a library's tower are not recognized.
     """
     names = [name for name, _ in model.named_parameters()]
-    found = {name: Place(tower="", depth=0, top=0) for name in names if not tower_of(name)}
+    # nothing is below the decoder: it is never locked, and has the full rate
+    single = ("", "decoder")
+    found = {name: Place(tower=tower_of(name), depth=0, top=0) for name in names if tower_of(name) in single}
     shape = model.architecture
     text_module = model if model.text is None else model.text
     for tower, kind, module in (("image", shape.vision, model.visual), ("text", shape.text, text_module)):

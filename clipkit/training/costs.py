@@ -21,7 +21,16 @@ from clipkit.distributed import barrier, ranks_of_host, world_size
 from clipkit.errors import ClipkitError, ConfigError, nearest
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
-from clipkit.model.flops import Flops, counted_flops, image_flops, step_flops, text_flops, trained_blocks
+from clipkit.model.decoder import LOGITS
+from clipkit.model.flops import (
+    Flops,
+    caption_flops,
+    counted_flops,
+    image_flops,
+    step_flops,
+    text_flops,
+    trained_blocks,
+)
 from clipkit.model.names import architecture
 from clipkit.objectives import OBJECTIVES
 from clipkit.training import OPTIMIZERS
@@ -208,6 +217,7 @@ class Memory:
     activations: int | None
     loss: int
     images: int
+    decoder: int = 0  # activations of the decoder of captions, and a tile of its logits
     teacher: int = 0  # weights of a teacher that encodes each batch
 
     @property
@@ -264,9 +274,10 @@ class Estimate:
 
     Attributes:
         work: the workload; of a run with small steps that at full size.
-        parameters: number of parameters by "image", "text" and "other" (the temperature).
+        parameters: number of parameters by "image", "text", "decoder" and "other" (the temperature).
         trained: number of trained parameters.
         image_flops: FLOPs of one image, both passes; ``text_flops`` of one caption.
+        caption_flops: what predicting one caption adds; None without a decoder.
         step_flops: FLOPs of a step on all ranks together, including a teacher's.
         memory: memory of each GPU.
         hours: duration of all steps; None if the FLOPs or the speed are not known.
@@ -277,6 +288,7 @@ class Estimate:
     trained: int
     image_flops: Flops | None
     text_flops: Flops | None
+    caption_flops: Flops | None
     step_flops: int | None
     memory: Memory
     hours: float | None
@@ -325,6 +337,14 @@ def memory_of(work: Workload) -> Memory:
             kept = tower.activation_bytes(count, blocks=last, bf16=work.bf16, recompute=work.recompute)
             activations = None if kept is None or activations is None else activations + part * kept
 
+    decoder = 0
+    if shape.decoder is not None and shape.vision.plain is not None:
+        seen = 1 + (_kept_patches(work) or shape.vision.plain.patches)
+        of_row = shape.decoder.decoder_bytes(seen, bf16=work.bf16, recompute=work.recompute)
+        # the gradients of the vocabulary's projection and of the predicted tokens are computed in the forward pass
+        vocabulary = shape.decoder.width * (shape.decoder.vocab_size + part * shape.decoder.context_length)
+        decoder = part * of_row + _FLOAT * (2 * LOGITS + vocabulary)
+
     # the loss: all texts and their gradients, this rank's features and theirs, and logits
     text_rows = work.text_rows or work.batch_size
     logits = min(_TILE, rows * text_rows) if work.tiled else rows * text_rows
@@ -337,6 +357,7 @@ def memory_of(work: Workload) -> Memory:
         loss=_FLOAT * (2 * text_rows * shape.embed_dim + 4 * rows * shape.embed_dim + 3 * logits),
         # this step's and the next one's as they are stored, and a part as the tower's input
         images=3 * shape.vision.image_size**2 * (2 * rows * _BYTE + part * _FLOAT),
+        decoder=decoder,
         teacher=teacher,
     )
 
@@ -349,7 +370,7 @@ def estimate(work: Workload, speed: float | None = None) -> Estimate:
         speed: FLOP/s that each GPU is expected to reach; None: no hours.
     """
     model, shape = work.model, work.model.architecture
-    parameters, trained = {"image": 0, "text": 0, "other": 0}, 0
+    parameters, trained = {"image": 0, "text": 0, "decoder": 0, "other": 0}, 0
     for name, one in model.named_parameters():
         parameters[tower_of(name) or "other"] += one.numel()
         trained += one.numel() if one.requires_grad else 0
@@ -368,6 +389,7 @@ def estimate(work: Workload, speed: float | None = None) -> Estimate:
         trained=trained,
         image_flops=image,
         text_flops=text,
+        caption_flops=caption_flops(shape, tokens, patches=_kept_patches(work)) if shape.decoder else None,
         step_flops=step,
         memory=memory_of(work),
         hours=None if speed is None or step is None else work.steps * step / work.world / speed / 3600,
@@ -555,7 +577,7 @@ def dry_run(config: Config, device: torch.device, target: Target) -> list[str]:
     Raises:
         ConfigError: the GPU is unknown, or the batch cannot be split over so many.
     """
-    shape = shape_of(config.model, config.loss, config.small)
+    shape = shape_of(config.model, config.loss, config.small, config.caption)
     world = target.gpus or world_size()
     check_split(config.batch_size, world=world, parts=config.accumulate)
     bf16 = computes_in_bf16(config.precision, device)
@@ -606,6 +628,8 @@ def _model_rows(found: Estimate) -> Iterator[Row]:
         for count in (found.parameters["image"], found.parameters["text"], sum(found.parameters.values()))
     )
     trained = f"{found.trained / 1e6:,.1f} M"
+    if count := found.parameters["decoder"]:
+        text += f", decoder {count / 1e6:,.1f} M"
     yield "parameters", f"image {image}, text {text}, {total} in all, {trained} trained"
     if found.image_flops is None or found.text_flops is None:
         yield "FLOPs", "not known for a tower of another library"
@@ -613,6 +637,8 @@ def _model_rows(found: Estimate) -> Iterator[Row]:
     tokens = found.work.model.architecture.text.context_length
     of_text = f"{_flops(found.text_flops.both)} a caption of {tokens} tokens"
     yield "FLOPs", f"{_flops(found.image_flops.both)} an image, {of_text}"
+    if (decoder := found.caption_flops) is not None:
+        yield "", f"{_flops(decoder.both)} to predict a caption"
     if found.step_flops is not None:
         teacher = ", with the teacher's" if found.memory.teacher else ""
         yield (
@@ -630,6 +656,7 @@ def _memory_rows(costs: Costs) -> Iterator[Row]:
         (memory.average, "averaged weights"),
         (memory.teacher, "the teacher's weights"),
         (memory.activations, "activations"),
+        (memory.decoder, "activations of the caption decoder"),
         (memory.loss, "loss"),
         (memory.images, "images"),
     ]

@@ -35,7 +35,7 @@ def parameter_groups(model: CLIP, config: OptimConfig) -> Groups:
     Raises:
         ConfigError: rates differ by layer, and the layers of a library's tower are not known.
     """
-    of_tower = {"image": config.image_lr_scale, "text": config.text_lr_scale, "": 1.0}
+    of_tower = {"image": config.image_lr_scale, "text": config.text_lr_scale, "decoder": 1.0, "": 1.0}
     scales = {name: of_tower[tower_of(name)] for name, _ in model.named_parameters()}
     if config.layer_decay < 1:  # otherwise layers need not be known
         for name, place in places(model).items():

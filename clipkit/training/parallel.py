@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from clipkit.distributed import ranks_of_host, sum_over_ranks, world_size
 from clipkit.errors import ConfigError
 from clipkit.model.clip import CLIP
+from clipkit.model.decoder import CrossAttentionBlock
 from clipkit.model.towers import Kernel, ResidualAttentionBlock
 
 __all__ = [
@@ -78,10 +79,11 @@ def shard(
     else:
         shape = (world // per_host, per_host)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("hosts", "ranks"))
-    for block in [module for module in model.modules() if isinstance(module, ResidualAttentionBlock)]:
+    kinds = (ResidualAttentionBlock, CrossAttentionBlock)
+    for block in [module for module in model.modules() if isinstance(module, kinds)]:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, ignored_params=set(scalars(model)))
-    for method in ("encode_image", "encode_text"):
+    for method in ("encode_image", "encode_text", "image_tokens", "text_tokens"):
         register_fsdp_forward_method(model, method)
     model.to_empty(device=device)
     model.reset_constants()
@@ -221,6 +223,10 @@ def recompute_blocks(model: CLIP, every: int = 1) -> None:
     for transformer in model.transformers.values():
         for number, block in enumerate(transformer.blocks):
             block.recompute = every > 0 and number % every == 0
+    if model.text_decoder is not None:
+        layers = zip(model.text_decoder.blocks, model.text_decoder.cross_blocks, strict=True)
+        for number, (own, cross) in enumerate(layers):
+            own.recompute = cross.recompute = every > 0 and number % every == 0
     if "image" not in model.transformers and model.architecture.vision.has_blocks:
         _switch(model.visual, "image", on=every > 0)
     if model.text is not None and model.architecture.text.has_blocks:

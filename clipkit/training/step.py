@@ -4,7 +4,7 @@ Random draws are functions of the seed, the step and the place in the global bat
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
@@ -17,13 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clipkit.api import load
 from clipkit.config import DistillConfig, LossConfig
-from clipkit.distributed import rank
+from clipkit.distributed import rank, sum_over_ranks, world_size
 from clipkit.errors import ConfigError
 from clipkit.formats.checkpoint import model_hash
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
 from clipkit.model.towers import kept_patches
-from clipkit.objectives import OBJECTIVES, Targets
+from clipkit.objectives import OBJECTIVES, TERMS, Targets
 from clipkit.objectives.distill import Teaching, with_teacher
 from clipkit.objectives.matryoshka import with_prefixes
 from clipkit.training.build import patch_counts
@@ -32,7 +32,8 @@ from clipkit.training.metrics import Stopwatch
 from clipkit.training.parallel import local_gradients
 
 __all__ = [
-    "Features", "PairBatch", "Teacher", "TrainingStep", "backward", "check_rows", "seed_of", "seeds_of",
+    "Features", "LocalTerms", "PairBatch", "Teacher", "TrainingStep", "backward", "check_rows", "seed_of",
+    "seeds_of",
 ]  # fmt: skip
 
 Loss = Callable[..., Tensor]
@@ -45,6 +46,24 @@ class Features:
     loss: Tensor  # ()
     images: Tensor  # (B, O)
     texts: Tensor  # (B, O), or (C, O) of all classes
+    terms: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # () each, means over the global batch's targets
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalTerms:
+    """Terms of the loss that need no other sample, see ``clipkit.objectives.TERMS``.
+
+    Attributes:
+        inputs: arguments of each term by name, each a tensor or a sequence of B rows.
+        weights: (K,) float64, their weights.
+        counts: (K,) float64, their numbers of targets in the global batch.
+    """
+
+    inputs: Mapping[str, Mapping[str, Any]]
+    weights: Tensor
+    counts: Tensor
 
 
 def check_rows(model: nn.Module, *, batch_size: int, world: int, parts: int) -> None:
@@ -76,13 +95,14 @@ def backward(
     parts: int,
     autocast: bool,
     seeds: Sequence[int] = (),
+    terms: LocalTerms | None = None,
     watch: Stopwatch | None = None,
 ) -> Features:
-    """Add the gradient of ``loss`` to the model's parameters, exactly also in parts.
+    """Add the gradient of ``loss`` and of local terms to the model's parameters, exactly also in parts.
 
     In parts (GradCache, Gao et al. 2021, https://arxiv.org/abs/2101.06983) all features are computed without a
     graph; the loss of the whole batch gives the gradients of the features, and a second pass carries them through
-    the towers part by part.
+    the towers part by part, which computes the local terms too.
 
     Args:
         model: a CLIP, possibly wrapped in DistributedDataParallel or sharded.
@@ -94,6 +114,7 @@ def backward(
             everything in one pass.
         autocast: whether the towers run in bfloat16.
         seeds: seed of each part, if the towers draw random numbers; both passes then draw the same.
+        terms: local terms that are added to the loss.
         watch: stopwatch that times the phases.
     """
     watch = watch or Stopwatch()
@@ -101,11 +122,37 @@ def backward(
     precision = torch.autocast(images.device.type, torch.bfloat16, enabled=autocast)
     assert 1 <= parts <= len(images), (len(images), parts)
     pieces: list[dict[str, Any]] = [{} for _ in range(parts)]
+
+    def cut(name: str, value: Any, into: Sequence[dict[str, Any]]) -> None:
+        cuts = [len(value) * number // parts for number in range(parts + 1)]
+        for piece, span in zip(into, pairwise(cuts), strict=True):
+            piece[name] = value[slice(*span)]
+
     for name, value in inputs.items():
         if value is not None:
-            cuts = [len(value) * number // parts for number in range(parts + 1)]
-            for piece, span in zip(pieces, pairwise(cuts), strict=True):
-                piece[name] = value[slice(*span)]
+            cut(name, value, pieces)
+    further: list[dict[str, Any]] = [{} for _ in range(parts)]  # arguments of passes with a graph
+    if terms is not None:
+        for name, given in terms.inputs.items():
+            own: list[dict[str, Any]] = [{} for _ in range(parts)]
+            for key, value in given.items():
+                cut(key, value, own)
+            for number, one in enumerate(own):
+                further[number].setdefault("terms", {})[name] = one
+        shares = terms.weights / terms.counts
+
+    def of_sums(sums: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradient of the terms' sums; ranks average their gradients."""
+        return [(shares * world_size()).to(one.dtype) for one in sums]
+
+    def done(value: Tensor, images: Tensor, texts: Tensor, sums: Sequence[Tensor]) -> Features:
+        found: dict[str, Tensor] = {}
+        value = value.detach()
+        if terms is not None:
+            total = sum_over_ranks(torch.stack([one.detach() for one in sums]).sum(dim=0))  # (K,)
+            value = value + (shares * total).sum().to(value.dtype)
+            found = dict(zip(terms.inputs, total / terms.counts, strict=True))
+        return Features(loss=value, images=images.detach(), texts=texts.detach(), terms=found)
 
     def draw(number: int) -> None:
         if seeds:
@@ -115,12 +162,13 @@ def backward(
     if parts == 1:
         draw(0)
         with precision:
-            outputs = model(**pieces[0])
+            outputs = model(**pieces[0], **further[0])
+        outputs, sums = (outputs, ()) if terms is None else (outputs[:-1], outputs[-1:])
         watch.begin("loss")
         value = loss(*outputs)
         watch.begin("backward")
-        torch.autograd.backward(value)
-        return Features(loss=value.detach(), images=outputs[0].detach(), texts=outputs[1].detach())
+        torch.autograd.backward([value, *sums], [None, *of_sums(sums)])
+        return done(value, outputs[0], outputs[1], sums)
     bare: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
     first: list[tuple[Tensor, ...]] = []
     statistics = RunningStatistics(bare)
@@ -136,18 +184,21 @@ def backward(
     torch.autograd.backward(value)
     watch.begin("backward")
     sizes = [[len(one[i]) for one in first] for i in (0, 1)]
+    all_sums: list[Tensor] = []
     gradients = zip(*(_gradient(one).split(own) for one, own in zip(whole, sizes, strict=True)), strict=True)
     for number, (piece, of_features) in enumerate(zip(pieces, gradients, strict=True)):
         draw(number)
         with local_gradients(model, last=number == parts - 1):
             with precision:
-                outputs = model(**piece)
-            of_outputs = [*of_features, *(_gradient(one) / parts for one in scalars)]
+                outputs = model(**piece, **further[number])
+            sums = outputs[len(scalars) + 2 :]
+            all_sums += sums
+            of_outputs = [*of_features, *(_gradient(one) / parts for one in scalars), *of_sums(sums)]
             pairs = [
                 pair for pair in zip(outputs, of_outputs, strict=True) if pair[0].requires_grad
             ]  # not locked
             torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
-    return Features(loss=value.detach(), images=whole[0].detach(), texts=whole[1].detach())
+    return done(value, whole[0], whole[1], all_sums)
 
 
 def _gradient(tensor: Tensor) -> Tensor:
@@ -254,6 +305,7 @@ class TrainingStep:
     Attributes:
         shape: the model's architecture.
         loss: the objective.
+        terms: settings of each local term by name, see ``clipkit.objectives.TERMS``.
         distill: settings of distillation.
         teacher: a teacher that encodes each batch, if there is one.
         patch_dropout: fraction of patches that is dropped.
@@ -270,6 +322,7 @@ class TrainingStep:
     seed: int
     accumulate: int
     bf16: bool
+    terms: Mapping[str, Any] = field(default_factory=dict)
 
     def gradients(
         self, module: nn.Module, batch: PairBatch, step: int, watch: Stopwatch | None = None
@@ -312,14 +365,30 @@ class TrainingStep:
             autocast=self.bf16,
             # clipkit's own towers draw nothing; other libraries' dropout uses torch's generator
             seeds=() if self.shape.is_own else seeds_of(self.seed, step, rank(), self.accumulate),
+            terms=self._local_terms(batch, step),
             watch=watch,
         )
+
+    def _local_terms(self, batch: PairBatch, step: int) -> LocalTerms | None:
+        if not self.terms:
+            return None
+        inputs, counts = {}, []
+        for name, settings in self.terms.items():
+            seed = seed_of(self.seed, step, TERMS[name].stream)
+            inputs[name], count = TERMS[name].inputs(settings, batch, seed)
+            counts.append(float(count))
+        device = batch.tokens.device
+        both = torch.tensor([counts, [float(one.weight) for one in self.terms.values()]], dtype=torch.float64)
+        counted, weights = both.to(device, non_blocking=True)
+        whole = sum_over_ranks(counted)
+        return LocalTerms(inputs=inputs, weights=weights, counts=whole)
 
     def figures(self, batch: PairBatch, features: Features) -> dict[str, float]:
         """Return the objective's metrics and the loss at chance; all ranks call this together."""
         objective, targets = OBJECTIVES[self.loss.name], self._targets(batch)
-        level = {}
-        if objective.chance is not None and not self.distill.wanted:  # it would depend on the teacher
+        level = {f"loss_{name}": float(value) for name, value in features.terms.items()}
+        # it would depend on the teacher, and terms have none
+        if objective.chance is not None and not self.distill.wanted and not self.terms:
             level["chance"] = objective.chance(targets, len(features.texts))
         return {**level, **objective.figures(features.images, features.texts, targets)}
 

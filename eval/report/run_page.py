@@ -36,6 +36,7 @@ _METRICS = (
     "text_to_image_R@1", "mfu", "seconds", "samples", "epoch", "grad_norm",
 )  # fmt: skip
 _IN_BATCH = {"image_to_text_R@1": "image → text", "text_to_image_R@1": "text → image"}
+_TERM = "loss_"  # prefix of the metrics of local terms, such as loss_caption
 _MEAN = "mean_R@1"  # of both directions of retrieval
 _BESIDE = {  # metrics drawn together
     "acc1": ("acc5",),
@@ -139,6 +140,7 @@ def _read(run: Path) -> RunFolder:
         step = whole(line.get("step"))
         if step is None:
             continue
+        columns.update({name: {} for name in line if name.startswith(_TERM) and name not in columns})
         for name, column in columns.items():
             value = line.get(name)
             if isinstance(value, int | float) and not isinstance(value, bool):
@@ -411,6 +413,15 @@ def _charts(run: RunFolder) -> list[str]:
     median = _median(useful, "%")
     charts = [
         Chart(title="Loss", note=note, lines=[_noisy("loss", loss, last), *levels], wide=True),
+        *(
+            Chart(
+                title=f"Loss of {name.removeprefix(_TERM)}",
+                note="mean over the batch's targets, without the term's weight",
+                lines=[_noisy("loss", points, number(points[-1][1]))],
+            )
+            for name, points in run.metrics.items()
+            if name.startswith(_TERM) and points
+        ),
         *(chart for series, chart in scored if series in own),
         Chart(
             title="Retrieval within the batch",

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 from safetensors.torch import save_file
@@ -14,9 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from clipkit import distributed
-from clipkit.model.architectures import Architecture, ClassTable, TextTower, VisionTower, WordTable
+from clipkit.config import CaptionConfig
+from clipkit.model.architectures import Architecture, ClassTable, Decoder, TextTower, VisionTower, WordTable
 from clipkit.model.clip import CLIP
 from clipkit.model.towers import kept_patches
+from clipkit.objectives import Targets
+from clipkit.objectives.caption import caption_inputs, no_loss
 from clipkit.objectives.classes import class_loss
 from clipkit.objectives.clip import clip_loss
 from clipkit.objectives.matryoshka import with_prefixes
@@ -24,7 +28,7 @@ from clipkit.objectives.siglip import siglip_loss
 from clipkit.objectives.words import word_loss
 from clipkit.training.build import lock
 from clipkit.training.parallel import clip_gradients, complete_gradients, replicated, shard, without_values
-from clipkit.training.step import backward
+from clipkit.training.step import LocalTerms, backward
 
 BATCH, END, PATCHES, KEPT, CLASSES = 23, 99, 16, 7, 9  # no number of ranks or parts divides the batch
 ACCUMULATIONS = (1, 2, 5)
@@ -35,6 +39,7 @@ class Way:
     """What is computed, and how."""
 
     loss: str = "clip"
+    caption: str = ""  # how captions are predicted
     dropout: bool = False
     locked: bool = False
     parts: int = 1
@@ -45,7 +50,8 @@ class Way:
     @property
     def what(self) -> str:
         """All that changes the result."""
-        return f"{self.loss}{' dropout' * self.dropout}{' locked' * self.locked}"
+        caption = f" caption {self.caption}" if self.caption else ""
+        return f"{self.loss}{caption}{' dropout' * self.dropout}{' locked' * self.locked}"
 
     @property
     def name(self) -> str:
@@ -62,6 +68,9 @@ WHAT = (
     Way(loss="words"),
     Way(loss="smoothed prefixes"),
     Way(loss="siglip prefixes"),
+    Way(loss="none", caption="tokens", dropout=True),
+    Way(loss="clip", caption="parallel"),
+    Way(loss="siglip", caption="text"),
     Way(dropout=True),
     Way(locked=True),
 )
@@ -101,6 +110,13 @@ def compute(way: Way) -> dict[str, Tensor]:
         shape = replace(shape, text=ClassTable(names=tuple(map(str, range(CLASSES)))))
     if way.loss == "words":
         shape = replace(shape, text=WordTable(context_length=30, vocab_size=END + 1))
+    if way.caption:
+        feed = "text" if way.caption == "text" else "tokens"
+        parallel = way.caption == "parallel"
+        decoder = Decoder(
+            width=32, layers=2, heads=4, context_length=20, vocab_size=END + 1, feed=feed, parallel=parallel
+        )
+        shape = replace(shape, decoder=decoder)
     model = CLIP(shape).initialize().to(way.dtype)
     if model.logit_bias is not None:
         model.logit_bias.requires_grad_()
@@ -110,7 +126,7 @@ def compute(way: Way) -> dict[str, Tensor]:
         whole, model = model, without_values(model).to(way.dtype)
         shard(model, whole.state_dict(), "full", device=torch.device("cpu"))
     trained: nn.Module = replicated(model)
-    given, identities, captions = inputs(way)
+    given, identities, captions, rows = inputs(way)
     losses: dict[str, Callable[..., Tensor]] = {
         "clip": clip_loss,
         "siglip": siglip_loss,
@@ -119,8 +135,18 @@ def compute(way: Way) -> dict[str, Tensor]:
         "words": partial(word_loss, tokens=captions),
         "smoothed prefixes": with_prefixes(partial(clip_loss, smoothing=0.2), (5, 16), (1.0, 2.0, 3.0)),
         "siglip prefixes": with_prefixes(siglip_loss, (8,)),
+        "none": partial(no_loss, targets=Targets(identities=identities, tokens=captions, same="negatives")),
     }
-    done = backward(trained, given, loss=losses[way.loss], parts=way.parts, autocast=False)
+    terms = None
+    if way.caption:
+        lengths = (captions.argmax(dim=1) + 1).tolist()
+        batch = SimpleNamespace(tokens=captions, lengths=lengths, rows=rows)
+        settings = CaptionConfig(weight=0.7, parallel=0.5 * (way.caption == "parallel"), length=20)
+        arguments, count = caption_inputs(settings, batch, seed=3)
+        counts = distributed.sum_over_ranks(torch.tensor([count], dtype=torch.float64))
+        weights = torch.tensor([settings.weight], dtype=torch.float64)
+        terms = LocalTerms(inputs={"caption": arguments}, weights=weights, counts=counts)
+    done = backward(trained, given, loss=losses[way.loss], parts=way.parts, autocast=False, terms=terms)
     complete_gradients(model)
     norm = clip_gradients(model, 1.0)
     same = distributed.gather_objects([float(done.loss), float(norm)])
@@ -130,7 +156,7 @@ def compute(way: Way) -> dict[str, Tensor]:
     return {**gradients, "loss": done.loss.reshape(1), "norm": norm.reshape(1)}
 
 
-def inputs(way: Way) -> tuple[dict[str, object], Tensor, Tensor]:
+def inputs(way: Way) -> tuple[dict[str, object], Tensor, Tensor, Tensor]:
     """This rank's part of the batch: captions of very different length, some of them the same."""
     random = torch.Generator().manual_seed(1)
     images = torch.randint(0, 256, (BATCH, 3, 32, 32), dtype=torch.uint8, generator=random)
@@ -151,7 +177,7 @@ def inputs(way: Way) -> tuple[dict[str, object], Tensor, Tensor]:
         given["tokens"] = torch.arange(END + 1)[:, None]
     elif way.lengths:
         given["lengths"] = tuple((ends[rows] + 1).tolist())
-    return given, identities[rows], captions
+    return given, identities[rows], captions, rows
 
 
 def _whole(tensor: Tensor) -> Tensor:

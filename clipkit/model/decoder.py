@@ -1,0 +1,231 @@
+"""The decoder that predicts captions from an image's tokens.
+
+As in CoCa (Yu et al. 2022, https://arxiv.org/abs/2205.01917) each layer is a block of causal self-attention and
+one of cross-attention. Parameters have open_clip's names. Its input is the text tower's tokens (CoCa), or tokens
+embedded by the decoder itself (Cap; Tschannen et al. 2023, https://arxiv.org/abs/2306.07915), which can also be
+predicted in parallel: all inputs are [mask], without a causal mask (CapPa).
+
+Letters in shape comments: B captions, L tokens of a caption, N predicted tokens of all captions, M tokens of an
+image, D the decoder's width, V words of the vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from torch.utils.checkpoint import checkpoint
+
+from clipkit.model.architectures import Decoder
+from clipkit.model.towers import (
+    Attention,
+    Mlp,
+    Padded,
+    Transformer,
+    initialize_block,
+)
+
+__all__ = ["LOGITS", "CaptionDecoder", "CrossAttentionBlock", "caption_nll"]
+
+LOGITS = 1 << 24  # of the vocabulary in memory at a time
+
+
+class CrossAttentionBlock(nn.Module):
+    """A pre-norm block whose tokens attend to those of an image.
+
+    Attributes:
+        recompute: whether activations are recomputed in the backward pass instead of kept.
+    """
+
+    def __init__(self, width: int, heads: int, *, mlp_ratio: float, quick_gelu: bool) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(width)
+        self.ln_1_kv = nn.LayerNorm(width)
+        self.attn = Attention(width, heads)
+        self.ln_2 = nn.LayerNorm(width)
+        self.mlp = Mlp(width, ratio=mlp_ratio, quick_gelu=quick_gelu)
+        self.recompute = False
+
+    def forward(self, x: Tensor, seen: Tensor) -> Tensor:
+        """Compute (B, L, D) that attend to (B, M, D) → (B, L, D)."""
+        if self.recompute and torch.is_grad_enabled():
+            out: Tensor = checkpoint(self.whole, x, seen, use_reentrant=False, preserve_rng_state=False)
+            return out
+        return self.whole(x, seen)
+
+    def whole(self, x: Tensor, seen: Tensor) -> Tensor:
+        """Compute the block without recomputation."""
+        x = x + self.attn.read(self.ln_1_kv(seen), self.ln_1(x), Padded())
+        out: Tensor = x + self.mlp(self.ln_2(x))
+        return out
+
+
+class CaptionDecoder(Transformer):
+    """Predict captions, see the module's description.
+
+    Args:
+        shape: the architecture.
+        seen_width: width of the image's tokens; another one than the decoder's is mapped linearly.
+        quick_gelu: whether MLPs use QuickGELU.
+    """
+
+    def __init__(self, shape: Decoder, *, seen_width: int, quick_gelu: bool) -> None:
+        width, ratio = shape.width, shape.mlp_ratio
+        super().__init__(width, shape.layers, shape.heads, mlp_ratio=ratio, quick_gelu=quick_gelu)
+        self.shape = shape
+        self.cross_attn = nn.ModuleList(
+            CrossAttentionBlock(width, shape.heads, mlp_ratio=ratio, quick_gelu=quick_gelu)
+            for _ in range(shape.layers)
+        )
+        self.ln_final = nn.LayerNorm(width)
+        self.text_projection = nn.Parameter(torch.empty(width, shape.vocab_size))
+        self.image_projection = None if seen_width == width else nn.Linear(seen_width, width)
+        if shape.feed == "tokens":
+            self.token_embedding = nn.Embedding(
+                shape.vocab_size, width, _weight=torch.empty(shape.vocab_size, width)
+            )
+            self.positional_embedding = nn.Parameter(torch.empty(shape.context_length, width))
+        if shape.parallel:
+            self.mask_embedding = nn.Parameter(torch.empty(width))
+
+    @property
+    def cross_blocks(self) -> list[CrossAttentionBlock]:
+        """The blocks of cross-attention in order."""
+        return [block for block in self.cross_attn if isinstance(block, CrossAttentionBlock)]
+
+    def hidden(self, seen: Tensor, x: Tensor, parallel: Tensor | None = None) -> Tensor:
+        """Compute inputs (B, L, D) to (B, L, D), of which ``text_projection`` makes logits of the next token.
+
+        Args:
+            seen: (B, M, W), the image's tokens.
+            x: (B, L, D), embedded tokens, or the text tower's.
+            parallel: (B,) bool, rows without a causal mask.
+        """
+        if self.image_projection is not None:
+            seen = self.image_projection(seen)
+        length, mask = x.shape[1], None
+        if parallel is not None:
+            causal = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+            mask = causal | parallel[:, None, None, None]  # (B, 1, L, L)
+        rows = Padded(ends=torch.empty(0), mask=mask)
+        for block, cross in zip(self.blocks, self.cross_blocks, strict=True):
+            x = cross(block(x, rows), seen)
+        out: Tensor = self.ln_final(x)
+        return out
+
+    def embed(self, tokens: Tensor, parallel: Tensor | None = None) -> Tensor:
+        """Embed tokens (B, L) int64, and [mask] in ``parallel`` rows (B,) bool, → (B, L, D)."""
+        x: Tensor = self.token_embedding(tokens)
+        if parallel is not None:
+            x = torch.where(parallel[:, None, None], self.mask_embedding.to(x.dtype), x)
+        return x + self.positional_embedding[: tokens.shape[1]]
+
+    def nll(
+        self,
+        seen: Tensor,
+        captions: Tensor,
+        *,
+        text: Tensor | None = None,
+        lengths: Sequence[int] | None = None,
+        parallel: Tensor | None = None,
+    ) -> Tensor:
+        """Sum −log p(token | previous tokens, image) over all tokens but the start: a scalar, at least float32.
+
+        Args:
+            seen: (B, M, W), the image's tokens.
+            captions: (B, L) int64; each row ends at its largest id.
+            text: (B, L, D), the text tower's tokens, for ``feed="text"``.
+            lengths: B numbers of tokens, see ``CLIP.encode_text``.
+            parallel: (B,) bool, rows that are predicted in parallel, for a decoder that can.
+        """
+        shape, device = self.shape, captions.device
+        count = min(shape.context_length, captions.shape[1] - 1)
+        targets = captions[:, 1 : count + 1]  # (B, L)
+        if shape.feed == "text":
+            assert text is not None
+            x = text[:, :count]
+        else:
+            inputs = captions[:, :count]
+            if shape.parallel:  # always as many, since parallel rows attend to all
+                count = shape.context_length
+                inputs, targets = (F.pad(one, (0, count - one.shape[1])) for one in (inputs, targets))
+                if parallel is None:
+                    parallel = torch.zeros(len(captions), dtype=torch.bool, device=device)
+            x = self.embed(inputs, parallel)
+        ends = (
+            captions.argmax(dim=-1) if lengths is None else torch.tensor(lengths) - 1
+        )  # on the host, if given
+        wanted = torch.arange(count, device=ends.device) < ends[:, None]
+        index = wanted.flatten().nonzero()[:, 0].to(device, non_blocking=True)  # (N,)
+        hidden = self.hidden(seen, x, parallel).flatten(0, 1)[index]  # (N, D)
+        return caption_nll(hidden, self.text_projection, targets.flatten()[index])
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """Draw weights as the text tower's; the vocabulary's projection with std D^-½, [mask] with std 0.02."""
+        width = self.shape.width
+        super().initialize()
+        for block in self.cross_blocks:
+            initialize_block(block.attn, block.mlp, layers=self.shape.layers)
+        nn.init.normal_(self.text_projection, std=width**-0.5)
+        if self.shape.feed == "tokens":
+            nn.init.normal_(self.token_embedding.weight, std=0.02)
+            nn.init.normal_(self.positional_embedding, std=0.01)
+        if self.shape.parallel:
+            nn.init.normal_(self.mask_embedding, std=0.02)
+
+
+def caption_nll(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Sum the cross-entropy of logits ``hidden @ weight``, of which only a tile is in memory at a time.
+
+    The forward pass computes the gradients too, so logits are computed once.
+
+    Args:
+        hidden: (N, D).
+        weight: (D, V).
+        targets: (N,) int64.
+
+    Returns:
+        a scalar in float32 (float64 for float64).
+    """
+    if not torch.is_grad_enabled():  # a function without gradients would compute those of the weights
+        hidden, weight = hidden.detach(), weight.detach()
+    total: Tensor = _TiledCrossEntropy.apply(hidden, weight, targets)
+    return total
+
+
+class _TiledCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        wanted = ctx.needs_input_grad  # type: ignore[attr-defined]
+        exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        total = hidden.new_zeros((), dtype=exact)
+        of_hidden = torch.empty_like(hidden) if wanted[0] else None
+        of_weight = torch.zeros_like(weight) if wanted[1] else None
+        rows = max(1, LOGITS // weight.shape[1])
+        for start in range(0, len(hidden), rows):
+            part, target = hidden[start : start + rows], targets[start : start + rows, None]
+            logits = (part @ weight).to(exact)  # (rows, V)
+            level = logits.logsumexp(dim=1, keepdim=True)
+            total += (level - logits.gather(1, target)).sum()
+            if of_hidden is None and of_weight is None:
+                continue
+            gradient = logits.sub_(level).exp_()
+            gradient.scatter_add_(1, target, gradient.new_full((), -1.0).expand_as(target))
+            gradient = gradient.to(part.dtype)
+            if of_hidden is not None:
+                of_hidden[start : start + rows] = gradient @ weight.T
+            if of_weight is not None:
+                of_weight += part.T @ gradient
+        ctx.save_for_backward(of_hidden, of_weight)  # type: ignore[arg-type]  # torch allows None
+        return total
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, scale: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        of_hidden, of_weight = ctx.saved_tensors  # type: ignore[attr-defined]
+        return (
+            None if of_hidden is None else of_hidden * scale.to(of_hidden.dtype),
+            None if of_weight is None else of_weight * scale.to(of_weight.dtype),
+            None,
+        )

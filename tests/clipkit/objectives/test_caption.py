@@ -1,0 +1,244 @@
+"""Captions are predicted as open_clip's CoCa decoder does, and the term's loss is plain cross-entropy."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+
+from clipkit.api import load
+from clipkit.config import load_config
+from clipkit.errors import ConfigError
+from clipkit.export.write import export
+from clipkit.formats.checkpoint import model_hash, save_model
+from clipkit.model import decoder as decoders
+from clipkit.model.architectures import Architecture, Decoder, TextTower, VisionTower
+from clipkit.model.clip import CLIP
+from clipkit.model.decoder import caption_nll
+from clipkit.model.flops import caption_flops, step_flops
+from clipkit.model.towers import chosen_rows
+from clipkit.training.build import first_model, lock, places, shape_of
+
+QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
+END, LENGTH = 99, 12
+
+
+def made(feed: str = "tokens", *, parallel: bool = False, width: int = 48, words: int = END + 1) -> CLIP:
+    """A small model in float64, whose image tokens are wider than the decoder unless ``width`` is 32."""
+    shape = Architecture(
+        embed_dim=24,
+        vision=VisionTower(image_size=32, patch_size=8, width=width, layers=2, heads=2),
+        text=TextTower(width=32, layers=2, heads=2, context_length=30, vocab_size=words),
+        decoder=Decoder(
+            width=32,
+            layers=2,
+            heads=4,
+            context_length=LENGTH,
+            vocab_size=words,
+            feed=feed,
+            parallel=parallel,
+        ),
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return CLIP(shape).initialize().double()
+
+
+def batch(rows: int = 7, *, width: int = 20) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(1)
+    images = torch.randint(0, 256, (rows, 3, 32, 32), dtype=torch.uint8, generator=random)
+    tokens = torch.randint(1, END, (rows, width), generator=random)
+    return images, tokens.scatter_(1, torch.arange(1, rows + 1)[:, None] * 2, END)
+
+
+def logits_of(model: CLIP, seen: Tensor, tokens: Tensor, parallel: Tensor | None = None) -> Tensor:
+    assert model.text_decoder is not None
+    hidden = model.text_decoder.hidden(seen, model.text_decoder.embed(tokens, parallel), parallel)
+    return hidden @ model.text_decoder.text_projection
+
+
+@pytest.mark.parametrize("quick_gelu", [False, True])
+def test_logits_are_those_of_open_clips_decoder_with_the_same_names(quick_gelu: bool) -> None:
+    transformer = pytest.importorskip("open_clip.transformer")
+    torch.manual_seed(0)
+    act = transformer.QuickGELU if quick_gelu else torch.nn.GELU
+    theirs = transformer.MultimodalTransformer(32, 2, 4, 20, act_layer=act, output_dim=END + 1).double()
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    shape = Decoder(width=32, layers=2, heads=4, context_length=20, vocab_size=END + 1, feed="text")
+    ours = decoders.CaptionDecoder(shape, seen_width=32, quick_gelu=quick_gelu).double()
+    ours.load_state_dict(theirs.state_dict())
+    seen, text = (torch.randn(3, length, 32, dtype=torch.float64) for length in (17, 9))
+    expected = theirs(seen, text)
+    assert expected.std() > 0.1
+    assert (ours.hidden(seen, text) @ ours.text_projection - expected).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize(("feed", "parallel"), [("tokens", False), ("tokens", True), ("text", False)])
+def test_the_term_is_the_cross_entropy_of_all_tokens_up_to_the_end(feed: str, parallel: bool) -> None:
+    model, (images, tokens) = made(feed, parallel=parallel), batch()
+    given = {"captions": tokens}
+    rows = torch.arange(len(tokens)) % 2 == 0 if parallel else None
+    if rows is not None:
+        given["parallel"] = rows
+    *features, sums = model(images, tokens, terms={"caption": given})
+    for found, plain in zip(features, model(images, tokens), strict=True):
+        assert torch.allclose(found, plain, rtol=0, atol=1e-12)
+    assert model.text_decoder is not None
+    _, seen = model.image_tokens(images)
+    if feed == "text":
+        _, read = model.text_tokens(tokens)
+        logits = model.text_decoder.hidden(seen, read[:, :LENGTH]) @ model.text_decoder.text_projection
+    else:
+        logits = logits_of(model, seen, tokens[:, :LENGTH], rows)
+    after_end = torch.arange(LENGTH) >= tokens.argmax(dim=1, keepdim=True)
+    wanted = tokens[:, 1 : LENGTH + 1].masked_fill(after_end, -100)
+    expected = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum")
+    assert torch.allclose(sums, expected[None], rtol=1e-12)
+    lengths = (tokens.argmax(dim=1) + 1).tolist()
+    again = model(images, tokens, lengths=lengths, terms={"caption": {**given, "lengths": lengths}})[-1]
+    assert torch.allclose(again, sums, rtol=1e-12)
+
+
+def test_a_token_depends_on_earlier_ones_only_and_a_parallel_row_on_none() -> None:
+    model, (images, tokens) = made(parallel=True), batch()
+    _, seen = model.image_tokens(images)
+    changed = tokens[:, :LENGTH].clone()
+    changed[:, 5] = (changed[:, 5] + 1) % END
+    parallel = torch.arange(len(tokens)) < 3
+    before, after = (logits_of(model, seen, one, parallel) for one in (tokens[:, :LENGTH], changed))
+    assert torch.equal(before[:3], after[:3])
+    assert torch.allclose(before[3:, :5], after[3:, :5], rtol=0, atol=1e-12)
+    assert ((before - after)[3:, 5:].abs().amax(dim=(1, 2)) > 1e-4).all()
+    assert (before[:3] - logits_of(model, seen.flip(0), changed, parallel)[:3]).abs().max() > 1e-4
+
+
+def test_rows_do_not_depend_on_the_others_nor_on_padding() -> None:
+    model, (images, tokens) = made(parallel=True), batch()
+    parallel = torch.arange(len(tokens)) % 2 == 0
+
+    def term(rows: slice, width: int) -> Tensor:
+        given = {"captions": tokens[rows, :width], "parallel": parallel[rows]}
+        return model(images[rows], tokens[rows, :width], terms={"caption": given})[-1]
+
+    together = term(slice(0, 3), 20)
+    assert torch.allclose(together, term(slice(0, 1), 3) + term(slice(1, 3), 7), rtol=1e-12)
+
+
+@given(
+    rows=st.integers(1, 9),
+    words=st.integers(2, 40),
+    tile=st.sampled_from([1, 50, 1 << 24]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=40, deadline=None)
+def test_the_tiled_loss_and_its_gradients_are_those_of_cross_entropy(
+    rows: int, words: int, tile: int, seed: int
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    hidden, weight = (
+        (3 * torch.randn(*size, generator=random, dtype=torch.float64)).requires_grad_()
+        for size in ((rows, 6), (6, words))
+    )
+    targets = torch.randint(0, words, (rows,), generator=random)
+    expected = F.cross_entropy(hidden @ weight, targets, reduction="sum")
+    wanted = torch.autograd.grad(2.5 * expected, [hidden, weight])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoders, "LOGITS", tile)
+        found = caption_nll(hidden, weight, targets)
+        got = torch.autograd.grad(2.5 * found, [hidden, weight])
+        (of_weight,) = torch.autograd.grad(caption_nll(hidden.detach(), weight, targets), [weight])
+    assert torch.allclose(found, expected, rtol=1e-12)
+    for one, other in zip((*got, 2.5 * of_weight), (*wanted, wanted[1]), strict=True):
+        assert torch.allclose(one, other, rtol=1e-10, atol=1e-10)
+
+
+def test_parallel_rows_are_a_function_of_seed_and_row() -> None:
+    rows = torch.arange(4000)
+    chosen = chosen_rows(seed=5, rows=rows, fraction=0.75)
+    assert 0.72 < chosen.double().mean() < 0.78
+    assert torch.equal(chosen_rows(seed=5, rows=rows[1000:1010], fraction=0.75), chosen[1000:1010])
+    assert not torch.equal(chosen_rows(seed=6, rows=rows, fraction=0.75), chosen)
+    assert chosen_rows(seed=5, rows=rows, fraction=1.0).all()
+    assert not chosen_rows(seed=5, rows=rows, fraction=0.0).any()
+
+
+def test_a_decoder_is_stored_hashed_and_left_out_of_exports(tmp_path: Path) -> None:
+    model = made(width=32, words=49408).float().eval()
+    plain = CLIP(replace(model.architecture, decoder=None)).eval()
+    plain.load_state_dict({k: v for k, v in model.state_dict().items() if not k.startswith("text_decoder.")})
+    assert "decoder" not in repr(plain.architecture) and "decoder" not in plain.architecture.to_dict()
+    assert model_hash(model) != model_hash(plain)
+    save_model(model, tmp_path / "model")
+    again = load(str(tmp_path / "model"))
+    assert again.architecture == model.architecture and model_hash(again) == model_hash(model)
+    export(again, tmp_path / "exported", to=["open_clip"])
+    assert model_hash(load(str(tmp_path / "exported"))) == model_hash(plain)
+
+
+def test_weights_without_a_decoder_get_a_fresh_one_and_a_line_says_so(tmp_path: Path) -> None:
+    config = load_config(QUICKSTART, ["caption.weight=1", "caption.parallel=0.5", "caption.length=9"])
+    shape = shape_of(config.model, config.loss, config.small, config.caption)
+    assert shape.decoder == Decoder(
+        width=128, layers=1, heads=4, context_length=9, mlp_ratio=4.0, feed="tokens", parallel=True
+    )
+    plain = first_model(config.model, config.loss, replace(shape, decoder=None), seed=3, small=config.small)
+    fresh = first_model(config.model, config.loss, shape, seed=3, small=config.small)
+    for name, value in plain.state_dict().items():  # the towers start as they do without a decoder
+        assert torch.equal(fresh.state_dict()[name], value), name
+    save_model(plain, tmp_path / "model")
+    lines: list[str] = []
+    chosen = replace(config.model, weights=str(tmp_path / "model"))
+    found = first_model(chosen, config.loss, shape, seed=4, small=config.small, say=lines.append)
+    assert found.architecture == shape and len(lines) == 1 and "has no decoder of captions" in lines[0]
+    assert all(value.isfinite().all() for value in found.state_dict().values())
+    lock(found, image="all", text="all")
+    assert places(found)["text_decoder.text_projection"].tower == "decoder"
+    assert {name.partition(".")[0] for name, p in found.named_parameters() if p.requires_grad} == {
+        "text_decoder",
+        "logit_scale",
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["caption.feed=text"], "caption.feed = 'text' has no effect unless caption.weight is set"),
+        (["caption.weight=1", "caption.feed=text", "caption.parallel=0.5"], "caption.parallel = 0.5"),
+        (["loss.name=none"], "loss.name = 'none' is invalid: requires a term, such as caption.weight=1"),
+        (["caption.weight=-1"], "caption.weight = -1"),
+        (["caption.weight=1", "model.text=cbow", "caption.feed=text"], "requires a text transformer"),
+        (["caption.weight=1", "model.name=open_clip:RN50"], "requires clipkit's own image tower"),
+    ],
+)
+def test_combinations_that_do_not_fit_are_one_line(given: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config = load_config(QUICKSTART, given)
+        shape_of(config.model, config.loss, config.small, config.caption)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_flops_are_those_that_torch_counts() -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    for feed in ("tokens", "text"):
+        model = made(feed)
+        images, tokens = (one[:1] for one in batch())
+        tokens = torch.cat([torch.full((1, LENGTH), 3), torch.full((1, 1), END)], dim=1)
+        found = []
+        for terms in ({}, {"caption": {"captions": tokens}}):
+            with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+                model(images, tokens, terms=terms)
+            found.append(counter.get_total_flops())
+        expected = caption_flops(model.architecture, LENGTH + 1)
+        assert found[1] - found[0] == expected.forward
+        shape = model.architecture
+        with_term, without = (
+            step_flops(one, rows=2, lengths=[13, 13], text_rows=2)
+            for one in (shape, replace(shape, decoder=None))
+        )
+        assert with_term - without == 2 * expected.both
