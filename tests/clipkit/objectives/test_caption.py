@@ -122,7 +122,8 @@ def test_rows_do_not_depend_on_the_others_nor_on_padding() -> None:
 
     def term(rows: slice, width: int) -> Tensor:
         given = {"captions": tokens[rows, :width], "parallel": parallel[rows]}
-        return model(images[rows], tokens[rows, :width], terms={"caption": given})[-1]
+        sums: Tensor = model(images[rows], tokens[rows, :width], terms={"caption": given})[-1]
+        return sums
 
     together = term(slice(0, 3), 20)
     assert torch.allclose(together, term(slice(0, 1), 3) + term(slice(1, 3), 7), rtol=1e-12)
