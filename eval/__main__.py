@@ -131,6 +131,16 @@ def _task_arguments(tasks: Mapping[str, Task], parser: argparse.ArgumentParser) 
             metavar="SET",
             help="prompt set, for datasets that have it (openai, clip_benchmark …)",
         )
+    if any(task.in_languages for task in tasks.values()):
+        parser.add_argument(
+            "--language",
+            action="append",
+            default=[],
+            metavar="LANGUAGES",
+            help="zero-shot and retrieval in these languages, such as de,fr, or all",
+        )
+    else:
+        parser.set_defaults(language=[])
     for task in tasks.values():
         task.add_options(parser)
 

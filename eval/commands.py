@@ -40,7 +40,7 @@ from eval.datasets.catalog import (
     suites_of,
 )
 from eval.datasets.dataset import EvalDataset, Lacks
-from eval.datasets.targets import Missing, Target, find_named, find_suites
+from eval.datasets.targets import Missing, Target, find_named, find_suites, with_languages
 from eval.features.encoder import Ranks
 from eval.features.image_models import TIMM, load_image_model, no_text_tower
 from eval.report.terminal import score_table
@@ -212,7 +212,14 @@ def score(options: argparse.Namespace) -> int:
         if not options.suite:
             _check_something_fits(named, tasks)
         others, trouble = find_suites(options.suite, root=options.data_root, prompts=options.prompts)
-        targets = _merged(named, others, options.prompts)
+        targets = []
+        for target in _merged(named, others, options.prompts):
+            try:
+                targets.append(with_languages(target, _languages(options.language)))
+            except DataError as error:
+                trouble.append(error)
+        if trouble and not targets and named:
+            raise trouble[0]
         models = [_Model.of(name, options.out) for name in dict.fromkeys(options.model)]
         scored = Scored()
         for model in models:
@@ -253,6 +260,14 @@ def verify(options: argparse.Namespace) -> int:
         if distributed.rank() == 0 and not checks:
             print(nothing_checked(known, known_as), file=sys.stderr)
         return max(status, print_checks(checks) if checks and distributed.rank() == 0 else 0)
+
+
+def _languages(given: Sequence[str]) -> list[str]:
+    """Split the lists of --language; ConfigError if one is empty."""
+    names = [name.strip() for one in given for name in one.split(",")]
+    if not all(names):
+        raise ConfigError("--language: expected languages separated by commas, such as de,fr, or all")
+    return names
 
 
 @contextmanager

@@ -2,11 +2,12 @@
 
 import hashlib
 import json
+import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from eval.results.details import take_snapshot
 from eval.results.records import write_details, write_snapshot
 from eval.results.scores import Score, append_results, provenance, read_results, time_now, weights_id
 from eval.tasks import TASKS, Options, task_of
-from eval.tasks.subject import Subject
+from eval.tasks.subject import Outcome, Subject
 
 __all__ = ["Scored", "Scorer", "check_tasks", "evaluate", "run_model"]
 
@@ -213,7 +214,7 @@ def run_model(
     if skip_existing:
         works = _not_done(works, out, ranks, scored)
     # the texts of all tasks in one pass, sorted by length
-    texts = (texts for work in works for texts in TASKS[work.task].texts_of(work.subject.dataset))
+    texts = (texts for work in works for texts in _texts(work.task, work.subject.dataset))
     encoder.texts(list(dict.fromkeys(text for own in texts for text in own)), description="the prompts")
     _run_tasks(works, options, out=out, step=step, scored=scored, started=started, continue_on_error=True)
 
@@ -256,25 +257,72 @@ def _run_tasks(
             encoder.progress, before = started(work.subject.dataset), work.subject
         begun = time.monotonic()
         try:
-            outcome = TASKS[work.task].run(work.subject, options)
+            outcomes = _run_task(work, options)
         except (ConfigError, DataError) as error:
             if not continue_on_error:
                 raise
             scored.trouble.append(error)
             continue
-        scored.scores += outcome.scores
+        scored.scores += (scores := [score for _, outcome in outcomes for score in outcome.scores])
         scored.counts.update(encoder.counts)
         if out is None or encoder.ranks.rank > 0:
             continue
         facts = {**work.facts, "time": time_now()}
         if "inputs" in work.facts:  # by which --skip-existing finds complete results
-            facts["lines"] = len(outcome.scores)
+            facts["lines"] = len(scores)
             if TASKS[work.task].learns:  # scored images that are also in the split it learned from
                 facts["train_overlap"] = work.subject.overlap["train"]
         seconds = round(time.monotonic() - begun, 3)
-        append_results(out, outcome.scores, step=step, provenance=facts, seconds=seconds)
-        for details in outcome.details:
-            write_details(out, details, weights=str(work.facts["weights"]))
+        for own, outcome in outcomes:
+            append_results(out, outcome.scores, step=step, provenance={**facts, **own}, seconds=seconds)
+            for details in outcome.details:
+                write_details(out, details, weights=str(work.facts["weights"]))
+
+
+def _texts(task: str, dataset: EvalDataset) -> Iterator[Sequence[str]]:
+    """Yield the texts that a task encodes, in all languages."""
+    if not (dataset.languages and TASKS[task].in_languages):
+        yield from TASKS[task].texts_of(dataset)
+        return
+    for language in dataset.languages:
+        yield from TASKS[task].texts_of(dataset.in_language(language)[0])
+
+
+def _run_task(work: _Work, options: Options) -> list[tuple[dict[str, Any], Outcome]]:
+    """Run a task, in each language if the dataset has several, and average; return provenance and outcomes."""
+    task, languages = TASKS[work.task], work.subject.dataset.languages
+    if not (languages and task.in_languages):
+        return [({}, task.run(work.subject, options))]
+    outcomes = list[tuple[dict[str, Any], Outcome]]()
+    for language in languages:
+        subject = work.subject.in_language(language)
+        outcome = task.run(subject, options)
+        details = [replace(one, setting=language) for one in outcome.details]
+        facts = provenance(subject.encoder.model, subject.dataset, weights="")
+        facts = {key: facts[key] for key in ("prompts", "prompt_count", "captions")}
+        outcomes.append(({"language": language, **facts}, Outcome(scores=outcome.scores, details=details)))
+    if len(languages) > 1:
+        by_metric: dict[str, list[Score]] = {}
+        for score in (score for _, outcome in outcomes for score in outcome.scores):
+            by_metric.setdefault(score.metric, []).append(score)
+        names = f"{len(languages)} languages" if len(languages) > 4 else ", ".join(languages)
+        mean = [_mean(own, f"mean of {names}") for own in by_metric.values() if len(own) == len(languages)]
+        outcomes.append(({"language": ",".join(languages)}, Outcome(scores=mean)))
+    return outcomes
+
+
+def _mean(scores: Sequence[Score], setting: str) -> Score:
+    """Average scores of one metric in several languages; ``n`` is the sum, and there is no interval."""
+    chances = [score.chance for score in scores if score.chance is not None]
+    return replace(
+        scores[0],
+        setting=setting,
+        value=math.fsum(score.value for score in scores) / len(scores),
+        n=sum(score.n for score in scores),
+        low=None,
+        high=None,
+        chance=math.fsum(chances) / len(chances) if len(chances) == len(scores) else None,
+    )
 
 
 def _inputs(subject: Subject, task: str, options: Options) -> str:
@@ -298,7 +346,7 @@ def _inputs(subject: Subject, task: str, options: Options) -> str:
         digest.update(json.dumps([dataset.split, dataset.stamp]).encode())
         for values in (dataset.labels, dataset.items, *dataset.metadata.values()):
             digest.update(b"" if values is None else values.numpy().tobytes())
-    for texts in TASKS[task].texts_of(subject.dataset):
+    for texts in _texts(task, subject.dataset):
         digest.update(json.dumps(texts).encode())
     return digest.hexdigest()[:16]
 

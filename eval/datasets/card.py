@@ -177,6 +177,7 @@ class Sources(_Table, frozen=True, kw_only=True):
         builtin: the name of a built-in dataset.
         torchvision: torchvision's dataset.
         huggingface: parquet files at Hugging Face.
+        images: the card of the dataset with the images, if only texts are published.
     """
 
     clip_benchmark: str = ""
@@ -184,6 +185,7 @@ class Sources(_Table, frozen=True, kw_only=True):
     builtin: str = ""
     torchvision: Torchvision | None = None
     huggingface: Hub | None = None
+    images: str = ""
 
     @property
     def folders(self) -> tuple[str, ...]:
@@ -295,6 +297,7 @@ class Card(_Table, frozen=True, kw_only=True):
         caption_prompts: by prompt set, the template for captions, with ``{c}``; used only if the user names it.
         aliases: by class key, other keys of the class.
         superclasses: by superclass, the keys of its classes.
+        languages: number of languages; None for one language or any number.
         paper: numbers from the CLIP paper, for its 27 datasets.
         sources: where the data are.
         prompt_sets: by name; the first is the default.
@@ -324,6 +327,7 @@ class Card(_Table, frozen=True, kw_only=True):
     caption_prompts: Mapping[str, str] = {}
     aliases: Mapping[str, Words] = {}
     superclasses: Mapping[str, Texts] = {}
+    languages: Count | None = None
     paper: Paper | None = None
     sources: Sources = Sources()
     prompt_sets: Mapping[str, Prompts] = msgspec.field(name="prompts", default_factory=dict)

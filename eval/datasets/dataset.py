@@ -20,6 +20,7 @@ __all__ = [
     "EvalDataset",
     "Images",
     "Lacks",
+    "Language",
     "NoSplit",
     "by_class_names",
     "captions_of",
@@ -60,6 +61,46 @@ class Images(Protocol):
         """Return a fingerprint that also changes when files are rewritten or moved."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Language:
+    """A dataset's texts in one language.
+
+    Attributes:
+        class_names: names of the classes; () if only captions are translated.
+        templates: prompts with ``{c}`` for the class name.
+        labels: by class, its label in the dataset, if only some of its classes have names; others are left out.
+        captions: of each image; None if only class names are translated.
+    """
+
+    class_names: tuple[str, ...] = ()
+    templates: tuple[str, ...] = ("{c}",)
+    labels: tuple[int, ...] = ()
+    captions: tuple[tuple[str, ...], ...] | None = None
+
+
+@dataclass(frozen=True)
+class _SomeImages:
+    """Some of the images of a dataset; fingerprints are those of all."""
+
+    images: Images
+    numbers: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def read(self, number: int) -> bytes:
+        return self.images.read(self.numbers[number])
+
+    def locate(self, number: int) -> tuple[str, str]:
+        return self.images.locate(self.numbers[number])
+
+    def fingerprint(self) -> str:
+        return self.images.fingerprint()
+
+    def stamp(self) -> str:
+        return self.images.stamp()
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EvalDataset:
     """One split of a dataset to evaluate a model on.
@@ -84,6 +125,8 @@ class EvalDataset:
             own.
         caption_template: template applied to captions for retrieval, with ``{c}`` for the caption.
         caption_prompt_set: name of that template's prompt set; "" for plain captions.
+        languages: texts by language, in each of which zero-shot and retrieval are scored.
+        language: the language of a dataset that ``in_language`` returned; it is the setting of the scores.
     """
 
     name: str
@@ -103,9 +146,28 @@ class EvalDataset:
     prompt_set: str = "own"
     caption_template: str = "{c}"
     caption_prompt_set: str = ""
+    languages: Mapping[str, Language] = field(default_factory=dict)
+    language: str = ""
 
     def __len__(self) -> int:
         return len(self.images)
+
+    def in_language(self, name: str) -> tuple["EvalDataset", Tensor | None]:
+        """Return the dataset with the texts of one language, and the numbers of its images; None for all."""
+        own = self.languages[name]
+        found = replace(self, languages={}, language=name, captions=own.captions)
+        if not own.class_names:
+            return found, None
+        found = replace(found, class_names=own.class_names, synonyms=None, templates=own.templates)
+        if not own.labels or self.labels is None:
+            return found, None
+        rows = torch.isin(self.labels, torch.tensor(own.labels)).nonzero().flatten()  # (M,)
+        new = torch.full((max(len(self.class_names), max(own.labels) + 1),), -1)
+        new[torch.tensor(own.labels)] = torch.arange(len(own.labels))
+        images = _SomeImages(self.images, rows.tolist())
+        return replace(
+            found, images=images, labels=new[self.labels[rows]], items=None, metadata={}, superclasses=()
+        ), rows
 
     def all_captions(self) -> list[tuple[str, ...]]:
         """Return the choices of each image, then the captions of each image."""

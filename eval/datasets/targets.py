@@ -7,16 +7,26 @@ from pathlib import Path
 
 from clipkit.errors import ConfigError, DataError, nearest
 from clipkit.files import counted, user_path
-from data.corpora.builtin import BUILTIN
+from data.corpora.builtin import BUILTIN, built_in
 from data.remote.store import Unreachable, is_remote, shown
 from eval.datasets.card import Card, MetricKind, read_card
 from eval.datasets.catalog import card_names, load_card, load_suite
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, Lacks, some
 from eval.readers import find_published, open_dataset, open_datasets
+from eval.readers.languages import babel_languages, named_languages
 from eval.readers.parquet import open_hugging_face
 from eval.readers.torchvision import NotFetched, open_torchvision
 
-__all__ = ["OWN_CARD", "Missing", "Target", "Trouble", "find_named", "find_suites", "find_targets"]
+__all__ = [
+    "OWN_CARD",
+    "Missing",
+    "Target",
+    "Trouble",
+    "find_named",
+    "find_suites",
+    "find_targets",
+    "with_languages",
+]
 
 OWN_CARD = "card.toml"
 _log = logging.getLogger("eval")
@@ -39,6 +49,7 @@ class Target:
         card: the dataset's card, if there is one.
         keys: the dataset's own class names.
         opener: opens any of its splits, without the card's names.
+        folder: the folder that the user named; "" if the dataset was found by the name of its card.
         own_card: whether the card is next to the images, so that its sizes hold for all splits.
     """
 
@@ -48,6 +59,7 @@ class Target:
     keys: tuple[str, ...]
     opener: Opener
     own_card: bool = False
+    folder: str = ""
 
     def open_split(self, split: str) -> EvalDataset:
         """Open another split, with the same class names and prompts.
@@ -231,8 +243,14 @@ def _of_card(card: Card, root: Root, *, prompts: str, captions: str, metrics: Se
     """Open the test split of a card's dataset; ``prompts`` is for its classes, ``captions`` for its captions."""
     if not card.tasks:
         raise Lacks(f"{card.name} cannot be scored: {card.note}")
+    if card.sources.images:
+        return _of_texts(card, root, prompts)
     opener = _opener(card, root)
     dataset = replace(opener(TEST), name=card.name)
+    if card.languages not in (None, len(dataset.languages)):
+        raise DataError(
+            f"dataset {card.name} has {counted(len(dataset.languages), 'language')}, its card says {card.languages}"
+        )
     card.check_size(TEST, len(dataset))
     return Target(
         dataset=_with_prompts(card, dataset, prompts, captions),
@@ -241,6 +259,49 @@ def _of_card(card: Card, root: Root, *, prompts: str, captions: str, metrics: Se
         keys=dataset.class_names,
         opener=opener,
     )
+
+
+def _of_texts(card: Card, root: Root, prompts: str) -> Target:
+    """Open a dataset that only has names of another dataset's classes."""
+    images = load_card(card.sources.images)
+    found = None if root is None else find_published(root, [card.name])
+    if found is None:
+        raise Missing(f"{card.name}: {card.get}")
+    target = _of_card(images, root, prompts=prompts, captions="")
+    labels = [0] * len(images.keys)
+    for label, number in enumerate(images.class_order(target.keys or images.keys)):
+        labels[number] = label
+    dataset = replace(target.dataset, name=card.name, languages=babel_languages(found, labels))
+    return replace(target, dataset=dataset, metrics=card.metrics, card=card)
+
+
+def with_languages(target: Target, languages: Sequence[str], *, root: Root = None) -> Target:
+    """Restrict a dataset to some languages; class names of ``names.json`` next to its images are read here.
+
+    Args:
+        target: the dataset.
+        languages: names of languages; "all" for all; () for all that the dataset has besides ``names.json``.
+        root: where the dataset was searched for.
+
+    Raises:
+        Lacks: the dataset does not have a language.
+    """
+    dataset = target.dataset
+    if not languages:
+        return target
+    known = dataset.languages
+    if not known and dataset.class_names:
+        own = target.card.sources.builtin if target.card is not None else ""
+        name = own or (dataset.name if dataset.name in BUILTIN else "")
+        known = named_languages(built_in(name) if name else target.folder or "", dataset)
+    if not known:
+        raise Lacks(f"dataset {dataset.name} has no texts in several languages")
+    for language in languages:
+        if language not in (*known, "all"):
+            raise Lacks(f"dataset {dataset.name} has no language {language!r}: {nearest(language, known)}")
+    chosen = [name for name in known if name in languages or "all" in languages]
+    dataset = replace(dataset, languages={name: known[name] for name in chosen})
+    return replace(target, dataset=dataset)
 
 
 def _of_folder(source: str, dataset: EvalDataset, root: Root, prompts: str) -> Target:
@@ -257,7 +318,7 @@ def _of_folder(source: str, dataset: EvalDataset, root: Root, prompts: str) -> T
 
     if card is None:
         _warn_of_default_prompts(dataset)
-        return Target(dataset=dataset, keys=dataset.class_names, opener=opener)
+        return Target(dataset=dataset, keys=dataset.class_names, opener=opener, folder=source)
     if card.metadata:  # the first time, the names of these columns were unknown
         dataset = replace(opener(TEST), name=dataset.name)
     card.check_size(TEST, len(dataset))
@@ -285,6 +346,7 @@ def _of_folder(source: str, dataset: EvalDataset, root: Root, prompts: str) -> T
         keys=dataset.class_names,
         opener=opener,
         own_card=True,
+        folder=source,
     )
 
 

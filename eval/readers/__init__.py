@@ -20,6 +20,7 @@ from eval.datasets.dataset import TEST, EvalDataset
 from eval.readers.choices import open_caption_choices
 from eval.readers.files import how_to_pack, is_table, read_text_file
 from eval.readers.folders import open_image_folder, utf8_name
+from eval.readers.languages import is_multilingual, open_multilingual
 from eval.readers.parquet import has_parquet, open_hugging_face
 from eval.readers.shards import CACHE_GB, address_of, find_published, open_published
 from eval.readers.torchvision import check_known, open_torchvision
@@ -101,6 +102,10 @@ READERS: Mapping[str, Reader] = {
         open=lambda file, name, options: open_caption_choices(
             file, name, split=options.split, images=options.images
         ),
+    ),
+    "multilingual": Reader(
+        recognizes=lambda place, _: isinstance(place, Path) and is_multilingual(place),
+        open=lambda folder, name, options: open_multilingual(folder, name, split=options.split),
     ),
     "published": Reader(
         recognizes=_is_published,

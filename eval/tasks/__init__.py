@@ -123,6 +123,11 @@ class Task:
     depends_on: tuple[str, ...] = ()
 
     @property
+    def in_languages(self) -> bool:
+        """Whether it is scored in each language of a dataset."""
+        return self.by_prompts and not self.learns
+
+    @property
     def needs_text(self) -> bool:
         """Whether the model must have a text tower."""
         return bool(self.texts)

@@ -5,6 +5,7 @@ Dimensions: N images or texts, D embedding dimension, W width before the project
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import cast
@@ -61,7 +62,7 @@ def metric_scores(
                 split=dataset.split,
                 task=task,
                 prompt_set=prompt_set,
-                setting=setting,
+                setting=setting or dataset.language,
                 metric=name,
                 value=found.value,
                 n=found.n,
@@ -144,6 +145,20 @@ class Subject:
         layers = self.encoder.layers(dataset)
         columns = {"projected": torch.empty(len(dataset), 0), "before_projection": layers[layer]}
         return ImageFeatures(columns.__getitem__)
+
+    def in_language(self, name: str) -> "Subject":
+        """Return the subject with the texts of one language; images are encoded once for all languages."""
+        dataset, rows = self.dataset.in_language(name)
+        one, images = copy(self), self.images()
+        one.dataset = self._as_read(dataset)
+        one._splits = {dataset.split: one.dataset}
+        if rows is not None:
+            images = ImageFeatures(
+                lambda column: getattr(self.images(), column)[rows],
+                lambda: [self.images().digests()[i] for i in rows.tolist()],
+            )
+        one._images = {dataset.split: images}
+        return one
 
     def count_overlap(self, split: str) -> None:
         """Count the scored images whose files are also in another split, and log a warning."""

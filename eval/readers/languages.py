@@ -1,0 +1,184 @@
+"""Readers of texts in several languages: Crossmodal-3600, XTD, Babel-ImageNet, and class names in ``names.json``.
+
+- Crossmodal-3600 (Thapliyal et al. 2022): ``captions.jsonl``, in each line ``image/key`` and for each language
+  ``{"caption": [...]}``; ``images/KEY.jpg``.
+- XTD (Aggarwal and Kale 2020): ``test_image_names.txt`` and, with the same lines, ``test_1kcaptions_LANGUAGE.txt``
+  in the folder itself or in ``XTD10``, ``MIC`` and ``STAIR``; or ``LANGUAGE.txt`` for XTD200; images in ``images``.
+- Babel-ImageNet (Geigle et al. 2023): ``babel_imagenet.json``, by language class numbers of ImageNet and their
+  names, and ``nllb_dist13b_prompts.json``, by language templates with ``{}``.
+- ``names.json`` next to the shards of any dataset with classes: by language the names in label order.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from clipkit.errors import DataError
+from eval.datasets.dataset import TEST, EvalDataset, Language, NoSplit
+from eval.readers.files import FileImages, beside, checked_set, lines_of, read_text_file
+from eval.results.records import parse_json
+
+__all__ = ["babel_languages", "is_multilingual", "named_languages", "open_multilingual"]
+
+_MAX_BYTES = 1 << 30
+_CAPTIONS = "captions.jsonl"
+_IMAGES = "test_image_names.txt"
+_PREFIX = "test_1kcaptions_"
+_FOLDERS = (".", "XTD10", "MIC", "STAIR")
+
+
+def is_multilingual(folder: Path) -> bool:
+    """Return whether a folder has the captions of Crossmodal-3600 or XTD."""
+    if any((folder / part / _IMAGES).is_file() for part in _FOLDERS):
+        return True
+    if not (folder / _CAPTIONS).is_file():
+        return False
+    with (folder / _CAPTIONS).open("rb") as file:
+        return b'"image/key"' in file.readline(1 << 20)
+
+
+def open_multilingual(folder: Path, name: str, *, split: str = TEST) -> EvalDataset:
+    """Open a folder of Crossmodal-3600 or XTD; its captions without a language are the English or the first ones.
+
+    Raises:
+        DataError: an image is missing, or captions are incomplete.
+    """
+    if split != TEST:
+        raise NoSplit(f"dataset {name} has no split {split!r}: all of {folder} is for testing")
+    keyed = (folder / _CAPTIONS).is_file()
+    files, captions = (_of_json_lines if keyed else _of_text_files)(folder, name)
+    if not files or not captions:
+        raise DataError(f"dataset {name}: no captions in {folder}")
+    for language, own in captions.items():
+        empty = next((number for number, texts in enumerate(own) if not texts), None)
+        if empty is not None:
+            raise DataError(f"dataset {name}: image {files[empty]} has no caption in language {language}")
+    within = folder / "images" if (folder / "images").is_dir() else folder
+    images = FileImages(folder, [within / file for file in files])
+    return checked_set(
+        EvalDataset(
+            name=name,
+            images=images,
+            revision=images.fingerprint(),
+            tasks=("retrieval",),
+            captions=captions.get("en") or next(iter(captions.values())),
+            languages={language: Language(captions=own) for language, own in captions.items()},
+        )
+    )
+
+
+_Captions = dict[str, tuple[tuple[str, ...], ...]]
+
+
+def _of_json_lines(folder: Path, name: str) -> tuple[list[str], _Captions]:
+    files, found = list[str](), dict[str, list[tuple[str, ...]]]()
+    text = read_text_file(folder / _CAPTIONS, limit=_MAX_BYTES) or ""
+    for number, line in enumerate(filter(str.strip, text.split("\n"))):
+        try:
+            entry = parse_json(line)
+            own = {
+                key: tuple(one.strip() for one in value["caption"] if one.strip())
+                for key, value in entry.items()
+                if isinstance(value, dict)
+            }
+            files.append(f"{entry['image/key']}.jpg")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"dataset {name}: {folder / _CAPTIONS} line {number + 1}: expected image/key and a list of "
+                "captions for each language"
+            ) from error
+        for language in own if number == 0 else ():
+            found[language] = []
+        if own.keys() != found.keys():
+            different = min(own.keys() ^ found.keys())
+            raise DataError(
+                f"dataset {name}: {folder / _CAPTIONS} line {number + 1} differs from the first line in language "
+                f"{different}"
+            )
+        for language, captions in own.items():
+            found[language].append(captions)
+    return files, {language: tuple(own) for language, own in found.items()}
+
+
+def _of_text_files(folder: Path, name: str) -> tuple[list[str], _Captions]:
+    places = [folder / part for part in _FOLDERS]
+    files = next(lines_of(place / _IMAGES) for place in places if (place / _IMAGES).is_file())
+    texts = sorted(path for place in places for path in place.glob("*.txt") if path.name != _IMAGES)
+    texts = [path for path in texts if path.stem.startswith(_PREFIX)] or texts
+    found: _Captions = {}
+    for path in texts:
+        lines = lines_of(path)
+        if len(lines) != len(files):
+            raise DataError(
+                f"dataset {name}: {path} has {len(lines):,} lines, {_IMAGES} has {len(files):,}: expected one "
+                "caption per image"
+            )
+        found[path.stem.removeprefix(_PREFIX)] = tuple((line,) if line else () for line in lines)
+    return files, found
+
+
+def _table(place: Path | str) -> dict[str, Any] | None:
+    """Return a JSON object, or None if there is no file."""
+    if (text := read_text_file(place, limit=_MAX_BYTES)) is None:
+        return None
+    try:
+        table = parse_json(text)
+    except ValueError as error:
+        raise DataError(f"{place} does not parse: {error}") from error
+    if not isinstance(table, dict):
+        raise DataError(f"{place}: expected an object with languages as keys")
+    return table
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(one, str) for one in value)
+
+
+def named_languages(folder: Path | str, dataset: EvalDataset) -> Mapping[str, Language]:
+    """Read class names by language from ``names.json``; {} if there is no file; prompts are the dataset's.
+
+    Raises:
+        DataError: a language does not have one name per class.
+    """
+    place = beside(folder, "names.json")
+    found = {}
+    for language, names in (_table(place) or {}).items():
+        if not _are_texts(names) or len(names) != len(dataset.class_names):
+            raise DataError(f"{place}: {language}: expected a list of {len(dataset.class_names)} class names")
+        found[language] = Language(class_names=tuple(names), templates=dataset.templates)
+    return found
+
+
+def babel_languages(folder: Path | str, labels: Sequence[int]) -> Mapping[str, Language]:
+    """Read Babel-ImageNet's class names and prompts.
+
+    Args:
+        folder: the folder of the two files.
+        labels: by class of ImageNet, its label in the images.
+
+    Raises:
+        DataError: a file is missing or damaged.
+    """
+    names_file = beside(folder, "babel_imagenet.json")
+    names, prompts = _table(names_file), _table(beside(folder, "nllb_dist13b_prompts.json"))
+    if names is None or prompts is None:
+        raise DataError(f"{folder}: expected babel_imagenet.json and nllb_dist13b_prompts.json")
+    found = {}
+    for language, pair in names.items():
+        numbers, own = pair if isinstance(pair, list) and len(pair) == 2 else ([], [])
+        if (
+            not _are_texts(own)
+            or len(numbers) != len(own)
+            or any(not isinstance(one, int) or not 0 <= one < len(labels) for one in numbers)
+            or len(set(numbers)) < len(numbers)
+        ):
+            raise DataError(f"{names_file}: {language}: expected different class numbers and their names")
+        templates = prompts.get(language, ["{}"])  # a few languages have no prompts
+        if not _are_texts(templates):
+            raise DataError(f"{folder}: prompts of {language}: expected a list of templates")
+        found[language.lower()] = Language(
+            class_names=tuple(own),
+            templates=tuple(one.replace("{}", "{c}") for one in templates),
+            labels=tuple(labels[number] for number in numbers),
+        )
+    return found
