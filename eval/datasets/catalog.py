@@ -160,6 +160,7 @@ def card_lines(name: str) -> list[str]:
         "captions": _counts(card.captions),
         "items": _counts(card.items),
         "classes": f"{classes} ({some(card.keys)})" if card.keys else classes,
+        "languages": str(card.languages or ""),
         "labels": "several per image" if card.multilabel else "",
         "groups": ", ".join(card.metadata),
         "prompts": ", ".join(prompts),

@@ -12,9 +12,10 @@ from PIL import Image
 from clipkit import CLIP
 from clipkit.errors import DataError
 from clipkit.model import eval_pixels
-from eval import Encoder, open_dataset, read_results
+from eval import Encoder, EvalDataset, open_dataset, read_results
 from eval.datasets.card import parse_card
 from eval.datasets.targets import find_targets, with_languages
+from eval.features.encoder import ImageFeatures
 from eval.run import Scored, run_model
 from tests.eval.conftest import CLASSES, png
 
@@ -115,7 +116,12 @@ def test_images_are_encoded_once(
 ) -> None:
     calls = []
     encode = Encoder.images
-    monkeypatch.setattr(Encoder, "images", lambda *args: calls.append(args) or encode(*args))
+
+    def counted(encoder: Encoder, dataset: EvalDataset) -> ImageFeatures:
+        calls.append(dataset)
+        return encode(encoder, dataset)
+
+    monkeypatch.setattr(Encoder, "images", counted)
     (target,) = find_targets([str(xtd)])
     found = scored(model, target, tmp_path / "r.jsonl")
     assert {one.setting for one in found.scores} == {"de", "jp", "it", "mean of de, jp, it"}
