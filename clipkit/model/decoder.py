@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from clipkit.model.architectures import Decoder
@@ -191,29 +191,30 @@ def caption_nll(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """
     if not torch.is_grad_enabled():  # a function without gradients would compute those of the weights
         hidden, weight = hidden.detach(), weight.detach()
-    total: Tensor = _TiledCrossEntropy.apply(hidden, weight, targets)
-    return total
+    with torch.autocast(hidden.device.type, enabled=False):  # losses are computed in at least float32
+        if hidden.dtype != torch.float64:
+            hidden, weight = hidden.float(), weight.float()
+        total: Tensor = _TiledCrossEntropy.apply(hidden, weight, targets)
+        return total
 
 
 class _TiledCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         wanted = ctx.needs_input_grad  # type: ignore[attr-defined]
-        exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        total = hidden.new_zeros((), dtype=exact)
+        total = hidden.new_zeros(())
         of_hidden = torch.empty_like(hidden) if wanted[0] else None
         of_weight = torch.zeros_like(weight) if wanted[1] else None
         rows = max(1, LOGITS // weight.shape[1])
         for start in range(0, len(hidden), rows):
             part, target = hidden[start : start + rows], targets[start : start + rows, None]
-            logits = (part @ weight).to(exact)  # (rows, V)
+            logits = part @ weight  # (rows, V)
             level = logits.logsumexp(dim=1, keepdim=True)
             total += (level - logits.gather(1, target)).sum()
             if of_hidden is None and of_weight is None:
                 continue
             gradient = logits.sub_(level).exp_()
             gradient.scatter_add_(1, target, gradient.new_full((), -1.0).expand_as(target))
-            gradient = gradient.to(part.dtype)
             if of_hidden is not None:
                 of_hidden[start : start + rows] = gradient @ weight.T
             if of_weight is not None:
@@ -222,10 +223,11 @@ class _TiledCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: FunctionCtx, scale: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         of_hidden, of_weight = ctx.saved_tensors  # type: ignore[attr-defined]
         return (
-            None if of_hidden is None else of_hidden * scale.to(of_hidden.dtype),
-            None if of_weight is None else of_weight * scale.to(of_weight.dtype),
+            None if of_hidden is None else of_hidden * scale,
+            None if of_weight is None else of_weight * scale,
             None,
         )

@@ -305,9 +305,9 @@ def _drawings(
     found: dict[str, str] = {}
     aliases = {name: alias["parent"] for name, alias in icons.get("aliases", {}).items()}
     for name in (*icons["icons"], *aliases):
-        code = codes.get(name) or codes.get(re.sub(r"^flag-for-(flag-)?", "flag-", name))
-        if code is not None:
-            found.setdefault(code, aliases.get(name, name))
+        known = codes.get(name) or codes.get(re.sub(r"^flag-for-(flag-)?", "flag-", name))
+        if known is not None:
+            found.setdefault(known, aliases.get(name, name))
     for code, name in found.items():
         icon = icons["icons"].get(name)
         if icon is not None:

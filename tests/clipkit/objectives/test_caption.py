@@ -157,6 +157,17 @@ def test_the_tiled_loss_and_its_gradients_are_those_of_cross_entropy(
         assert torch.allclose(one, other, rtol=1e-10, atol=1e-10)
 
 
+def test_the_vocabularys_loss_is_computed_in_float32() -> None:
+    hidden, weight = (torch.randn(*size).requires_grad_() for size in ((7, 6), (6, 30)))
+    targets = torch.arange(7)
+    exact = caption_nll(hidden, weight, targets)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = caption_nll(hidden, weight, targets)
+    assert torch.equal(found, exact) and found.dtype == torch.float32
+    gradients = (torch.autograd.grad(one, [hidden, weight]) for one in (found, exact))
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
 def test_parallel_rows_are_a_function_of_seed_and_row() -> None:
     rows = torch.arange(4000)
     chosen = chosen_rows(seed=5, rows=rows, fraction=0.75)
