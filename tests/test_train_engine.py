@@ -234,7 +234,7 @@ def plain(trainings: Trainings, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def test_a_profile_is_a_table_and_a_trace(plain: Path) -> None:
     table = (plain / "profile" / "table.txt").read_text()
     head, *rows, whole = table.splitlines()
-    assert head.split() == ["operation", "CPU", "ms", "share", "calls"] and "aten::" in table
+    assert head.split() == ["operation", "CPU", "ms", "fraction", "calls"] and "aten::" in table
     names, own = zip(*((row[:44].strip(), float(row[44:].split()[0])) for row in rows), strict=True)
     assert "aten::mm" in names and list(own) == sorted(own, reverse=True)
     assert whole.split()[::2] == ["all", "100.0%"] and max(map(len, table.splitlines())) <= 80
