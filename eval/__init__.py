@@ -14,6 +14,7 @@ import lazy_loader
 if TYPE_CHECKING:
     from eval.datasets.dataset import EvalDataset as EvalDataset
     from eval.features.encoder import Encoder as Encoder, Ranks as Ranks
+    from eval.features.mteb import mteb_model as mteb_model
     from eval.readers import open_dataset as open_dataset, open_datasets as open_datasets
     from eval.results.scores import (
         Score as Score,
@@ -32,6 +33,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     submod_attrs={
         "datasets.dataset": ["EvalDataset"],
         "features.encoder": ["Encoder", "Ranks"],
+        "features.mteb": ["mteb_model"],
         "readers": ["open_dataset", "open_datasets"],
         "results.scores": [
             "Score",
