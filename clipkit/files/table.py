@@ -312,8 +312,8 @@ def _python(scalar: Any) -> Any:
     if types.is_map(kind):
         pairs = [(_python(one["key"]), _python(one["value"])) for one in scalar.values]
         return dict(pairs) if str(kind.key_type) in ("string", "large_string", "string_view") else pairs
-    if "map<" not in str(kind):
-        with suppress(ValueError, OverflowError):  # nanoseconds, years beyond 9999
+    if "map<" not in str(kind) and "[ns" not in str(kind):  # with pandas, nanoseconds would be its types
+        with suppress(ValueError, OverflowError):  # years beyond 9999
             return scalar.as_py()
     if types.is_struct(kind):
         return {name: _python(value) for name, value in scalar.items()}
