@@ -122,7 +122,7 @@ def test_a_run_that_has_ended_can_be_extended(train: Train, tmp_path: Path) -> N
     assert load_config(out / "config.toml").steps == 8
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_data_may_be_copied_but_not_changed(train: Train, pairs: Path, tmp_path: Path) -> None:
     """Captions of the same lengths, with the modification time that the shard had, are other data all the same."""
     data, out = tmp_path / "data", tmp_path / "run"

@@ -205,6 +205,7 @@ def test_an_evaluation_within_a_training_tells_of_its_images_once(train: Train, 
     ]
 
 
+@pytest.mark.long
 def test_two_ranks_count_what_one_does(train: Train, forked: Forked, photos: Path, tmp_path: Path) -> None:
     train("one")
     given = [f"data.train={photos / 'as_is'}", *SETTINGS, f"steps={STEPS}", f"out={tmp_path / 'two'}"]

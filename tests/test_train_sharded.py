@@ -112,7 +112,7 @@ def test_joined_shards_are_an_ordinary_checkpoint(whole: Path, sharded: Path) ->
     assert math.isfinite(clipkit.load(sharded).logit_scale.item())
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_shards_are_gone_on_with_by(
     world: int, trainings: Trainings, whole: Path, sharded: Path, tmp_path: Path
 ) -> None:

@@ -28,7 +28,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory, forked: Forked) -> dic
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "world", [1, pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)]
+    "world", [1, 2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)]
 )
 def test_gradients_are_those_of_one_process_in_one_piece(
     one_process: dict[str, torch.Tensor], tmp_path: Path, forked: Forked, world: int

@@ -73,7 +73,7 @@ def test_unknown_kinds_name_the_known_ones() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tower", TOWERS)
+@pytest.mark.parametrize("tower", ["image", pytest.param("text", marks=pytest.mark.long)])
 def test_training_resuming_and_evaluating(tower: str, forked: Forked, tmp_path: Path) -> None:
     pairs, out = write_pairs(tmp_path / "pairs"), tmp_path / "run"
     scored = write_pairs(tmp_path / "scored", 8, split="test")
