@@ -15,6 +15,7 @@ import lazy_loader
 
 if TYPE_CHECKING:
     from clipkit.api import (
+        caption as caption,
         classify as classify,
         encode_image as encode_image,
         encode_text as encode_text,
@@ -36,7 +37,7 @@ __version__ = "0.1.0"
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "api": ["classify", "encode_image", "encode_text", "load"],
+        "api": ["caption", "classify", "encode_image", "encode_text", "load"],
         "errors": ["CheckpointError", "ClipkitError", "ConfigError", "DataError"],
         "model.clip": ["CLIP", "create"],
         "model.tokenizer": ["tokenize"],

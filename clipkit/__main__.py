@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from clipkit.cli import (
     MODEL,
+    MOST_SEED,
     Command,
     add_model_options,
     add_name,
@@ -54,7 +55,7 @@ def dispatch(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser(
         COMMANDS,
         prog="clipkit",
-        description="Encode, classify, export and interpolate with a CLIP model.",
+        description="Encode, classify and describe images, and export and interpolate CLIP models.",
         epilog="Run clipkit COMMAND --help for the options of a command.",
     )
     return chosen_command(COMMANDS, parser.parse_args(arguments))()
@@ -95,6 +96,38 @@ def _classify_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--out", metavar="FILE", type=Path, help="write a .csv, .json or .jsonl file instead of printing"
+    )
+
+
+def _caption_arguments(parser: argparse.ArgumentParser) -> None:
+    _shared_arguments(parser)
+    parser.add_argument("--prefix", metavar="TEXT", default="", help="start of all captions")
+    parser.add_argument(
+        "--beams",
+        metavar="K",
+        type=whole(1, 1000),
+        default=1,
+        help="hypotheses of a beam search (default: 1)",
+    )
+    parser.add_argument(
+        "--top-p",
+        metavar="P",
+        type=number(0, 1),
+        default=0.0,
+        help="sample among the most probable tokens with this total probability (default: take the best)",
+    )
+    parser.add_argument(
+        "--seed", metavar="N", type=whole(0, MOST_SEED), default=0, help="seed of --top-p (default: 0)"
+    )
+    parser.add_argument(
+        "--length",
+        metavar="N",
+        type=whole(1, 1_000_000),
+        default=0,
+        help="maximum number of tokens with prefix and end (default: the model's)",
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="write a .csv or .jsonl file instead of printing"
     )
 
 
@@ -174,6 +207,18 @@ affected embedding files are encoded again. To use several processes:
         run="clipkit.inference.classify:run",
         arguments=_classify_arguments,
         stopped="no file was written",
+    ),
+    "caption": Command(
+        summary="describe images, with a model trained with caption.weight",
+        epilog=SOURCES
+        + """
+  clipkit caption photos/ --model runs/captions
+  clipkit caption photos/ --model runs/captions --beams 4 --out captions.csv
+
+With --out, running the same command again resumes it.""",
+        run="clipkit.inference.caption:run",
+        arguments=_caption_arguments,
+        stopped="with --out, run the same command again to resume",
     ),
     "export": Command(
         summary="export a model for other libraries",

@@ -1,10 +1,10 @@
-"""The Python API: load a model, encode images and texts, classify.
+"""The Python API: load a model, encode images and texts, classify and describe images.
 
 Letters: N images or texts, C classes, O embedding dimension.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from os import PathLike
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.files.traits import Color, TraitCounts, color_of
 from clipkit.model.clip import CLIP
+from clipkit.model.generate import check_generation, generate_captions
 from clipkit.model.preprocess import ImageLike, pixels_and_traits
 from clipkit.model.tokenizer import list_of_strings
 from clipkit.model.zero_shot import (
@@ -25,7 +26,7 @@ from clipkit.model.zero_shot import (
     zero_shot_classifier,
 )
 
-__all__ = ["classify", "encode_image", "encode_text", "load"]
+__all__ = ["caption", "classify", "encode_image", "encode_text", "load"]
 
 _SHOWN = 200  # characters of a path in a message
 
@@ -128,6 +129,57 @@ def encode_image(images: ImageLike | Sequence[ImageLike], model: CLIP, *, batch_
         TypeError: ``model`` is not a model.
     """
     _check_model(model)
+    empty = torch.zeros(0, model.dim)
+    with evaluating(model):
+        batches = _pixels(images, model, batch_size)
+        return torch.cat([empty, *(model.encode_image(pixels).float().cpu() for pixels in batches)])
+
+
+@torch.no_grad()
+def caption(
+    images: ImageLike | Sequence[ImageLike],
+    model: CLIP,
+    *,
+    beams: int = 1,
+    top_p: float = 0.0,
+    prefix: str = "",
+    length: int = 0,
+    seed: int = 0,
+    batch_size: int = 64,
+) -> list[str]:
+    """Describe images with a model that was trained with ``caption.weight``: N captions.
+
+    Args:
+        images: as for ``encode_image``.
+        model: a CLIP with a decoder of captions.
+        beams: number of hypotheses of a beam search; 1: the most probable token at each step.
+        top_p: samples each token among the most probable ones with this total probability, 0 to 1; 0: no samples.
+        prefix: start of all captions, which is part of the result.
+        length: maximum number of tokens, including the prefix and the end of text; 0: the model's maximum.
+        seed: seed of the samples; the caption of an image depends on its place in ``images`` too.
+        batch_size: number of images decoded and described at a time.
+
+    Warns:
+        UserWarning: see ``encode_image``.
+
+    Raises:
+        ConfigError: the model has no decoder, or a setting is out of range.
+        DataError: an image cannot be read or decoded, or the prefix is too long.
+        TypeError: ``model`` is not a model.
+    """
+    _check_model(model)
+    check_generation(model, beams=beams, top_p=top_p, prefix=prefix, length=length)
+    found: list[str] = []
+    for pixels in _pixels(images, model, batch_size):
+        rows = range(len(found), len(found) + len(pixels))
+        found += generate_captions(
+            model, pixels, beams=beams, top_p=top_p, prefix=prefix, length=length, seed=seed, rows=rows
+        )
+    return found
+
+
+def _pixels(images: ImageLike | Sequence[ImageLike], model: CLIP, batch_size: int) -> Iterator[Tensor]:
+    """Yield batches (B, 3, S, S) uint8 on the model's device, then warn about what preprocessing ignored."""
     check_batch_size(batch_size)
     many: Sequence[ImageLike]
     if isinstance(images, np.ndarray | Tensor):
@@ -136,22 +188,17 @@ def encode_image(images: ImageLike | Sequence[ImageLike], model: CLIP, *, batch_
         many = images
     else:
         many = [images]  # unknown types are reported when decoding
-    device = model.logit_scale.device
-    parts = [torch.zeros(0, model.dim)]
     counts = TraitCounts()
-    with evaluating(model):
-        for start in range(0, len(many), batch_size):
-            read = [pixels_and_traits(one, model.preprocess) for one in many[start : start + batch_size]]
-            counts.add(*(traits for _, traits in read))
-            pixels = torch.stack([pixels for pixels, _ in read])
-            parts.append(model.encode_image(pixels.to(device)).float().cpu())
+    for start in range(0, len(many), batch_size):
+        read = [pixels_and_traits(one, model.preprocess) for one in many[start : start + batch_size]]
+        counts.add(*(traits for _, traits in read))
+        yield torch.stack([pixels for pixels, _ in read]).to(model.logit_scale.device)
     for line in counts.lines(
         model.preprocess.decoding,
         background="background='white' in clipkit.load",
         upright="upright=True in clipkit.load",
     ).values():
-        warnings.warn(line, stacklevel=3)  # skips the frame of no_grad
-    return torch.cat(parts)
+        warnings.warn(line, stacklevel=5)  # skips the frames of the caller and of no_grad
 
 
 def encode_text(texts: str | Sequence[str], model: CLIP, *, batch_size: int = 256) -> Tensor:

@@ -50,6 +50,9 @@ def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]
     preprocess["size"] = preprocess.pop("image_size")
     content = {"model_cfg": config, "preprocess_cfg": preprocess}
     (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    if "multimodal_cfg" in config and model.text_decoder is not None:
+        decoder = model.text_decoder.state_dict(prefix="text_decoder.")
+        tensors = {**tensors, **{name: value.contiguous() for name, value in decoder.items()}}
     save_file(dict(tensors), folder / WEIGHTS, metadata={"format": "pt"})
     return [CONFIG, WEIGHTS, *names]
 

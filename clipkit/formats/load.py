@@ -304,7 +304,9 @@ def from_open_clip_tensors(
         if value.dtype in _NO_WEIGHTS:
             raise CheckpointError(f"{origin}: {key} is {value.dtype}; quantized weights are not supported")
     shape = replace(shape, logit_bias="logit_bias" in tensors)
-    own = own_names(tensors, flat=shape.text.plain is not None)
+    if shape.decoder is not None and "text_decoder.text_projection" not in tensors:
+        shape = replace(shape, decoder=None)
+    own = own_names(tensors, flat=shape.text.plain is not None, decoder=shape.decoder is not None)
     check_claims(shape, own, origin=origin, resample=resample)
     return with_weights(
         shape, own, origin=origin, name=name, preprocess=preprocess, tokenizer=tokenizer, resample=resample

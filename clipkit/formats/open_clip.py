@@ -49,18 +49,19 @@ _REFUSALS = (
 )  # fmt: skip
 
 
-def own_names(tensors: Mapping[str, Tensor], *, flat: bool) -> dict[str, Tensor]:
+def own_names(tensors: Mapping[str, Tensor], *, flat: bool, decoder: bool = False) -> dict[str, Tensor]:
     """Convert a state dict of open_clip or OpenAI to clipkit's names.
 
     Args:
         tensors: the state dict.
         flat: whether the text tower is clipkit's transformer, whose names have no prefix; others start with
             ``text.``.
+        decoder: whether to keep CoCa's decoder of captions.
     """
     top = ("positional_embedding", "text_projection", "token_embedding.", "transformer.", "ln_final.")
     own = {}
     for name, value in tensors.items():
-        if name in (*OPENAI_MARKS, "attn_mask") or name.startswith("text_decoder."):
+        if name in (*OPENAI_MARKS, "attn_mask") or (name.startswith("text_decoder.") and not decoder):
             continue
         if name.endswith("embeddings.position_ids"):  # written by old versions of transformers
             continue

@@ -206,6 +206,17 @@ class FeatureStream:
             while computing:
                 yield first_computed()
 
+    def pixel_batches(self, items: Iterable[Item]) -> Iterator[tuple[list[Item], Tensor] | Failure]:
+        """Read and preprocess images: batches of items with (B, 3, S, S) uint8 on the model's device."""
+        ready = partial(self._ready, kind="image", captions=False, thumbnails=False)
+        for outcome in _batches(self._read_ahead(ready, ((0, item) for item in items)), self.batch_size):
+            if isinstance(outcome, Failure):
+                yield outcome
+                continue
+            self.counts.add(*(one.traits for one in outcome))
+            pixels = torch.stack([one.pixels for one in outcome if one.pixels is not None])
+            yield [one.item for one in outcome], pixels.to(self.device)
+
     def contents(
         self, items: Iterable[tuple[int, Item]], *, kind: Kind, captions: bool = False
     ) -> Iterator[tuple[int, Item, bytes]]:

@@ -16,6 +16,10 @@ from .flops import (
     counted_flops as counted_flops,
     image_flops as image_flops,
 )
+from .generate import (
+    check_generation as check_generation,
+    generate_captions as generate_captions,
+)
 from .library_towers import (
     OpenClipText as OpenClipText,
     OpenClipVision as OpenClipVision,

@@ -16,7 +16,7 @@ from clipkit.errors import CheckpointError, ConfigError, nearest
 from clipkit.model.flops import Flops
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from clipkit.model.tokenizer import Tokenizer
 
@@ -176,6 +176,14 @@ class ImageArchitecture(TowerArchitecture):
         """
         return None
 
+    def tokens(self, embed_dim: int) -> tuple[int, int] | None:
+        """Return the number and width of an image's tokens that a decoder reads; None if it has none."""
+        return None
+
+    def with_tokens(self, module: "nn.Module", images: "Tensor") -> "tuple[Tensor, Tensor]":
+        """Compute features (B, O) and tokens (B, M, W) of normalized images, for towers of other libraries."""
+        raise NotImplementedError
+
     def smooth_positions(self, module: "nn.Module", image_size: int) -> None:
         """Smooth fresh position embeddings for training on images of ``image_size``, see ``smooth_grid``."""
 
@@ -219,6 +227,15 @@ class TextArchitecture(TowerArchitecture):
     def words(self) -> int:
         """Number of words that can be predicted from images, see ``WordTable``; 0 for other towers."""
         return 0
+
+    @property
+    def token_width(self) -> int:
+        """Width of the tokens that a decoder of captions can read; 0 if there are none."""
+        return 0
+
+    def with_tokens(self, module: "nn.Module", tokens: "Tensor") -> "tuple[Tensor, Tensor]":
+        """Compute features (B, O) and tokens (B, L, W), for towers of other libraries."""
+        raise NotImplementedError
 
     @property
     def caption_vocabulary(self) -> int:
@@ -325,6 +342,9 @@ class VisionTower(_TransformerTower, ImageArchitecture):
                 f"image_size = {self.image_size} is not a multiple of patch_size = {self.patch_size}"
             )
 
+    def tokens(self, embed_dim: int) -> tuple[int, int]:
+        return 1 + self.patches, self.width
+
     @property
     def plain(self) -> "VisionTower":
         return self
@@ -402,6 +422,10 @@ class TextTower(_TransformerTower, TextArchitecture):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_heads()
+
+    @property
+    def token_width(self) -> int:
+        return self.width
 
     @property
     def plain(self) -> "TextTower":

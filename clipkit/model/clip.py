@@ -34,6 +34,7 @@ from clipkit.model.towers import (
 __all__ = ["CLIP", "MAX_LOGIT_SCALE", "build", "create"]
 
 MAX_LOGIT_SCALE = 100.0  # published limit of exp(t)
+_NO_DROPOUT = "patch dropout needs clipkit's ViT as the image tower"
 
 
 class CLIP(nn.Module):
@@ -146,24 +147,29 @@ class CLIP(nn.Module):
         return self.text_decoder.nll(seen, text=read, **given)
 
     def image_tokens(self, images: Tensor, *, patches: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Encode images to unit-norm features (B, O) and the normalized tokens of the last block (B, 1 + K, D).
+        """Encode images to unit-norm features (B, O) and the tokens that a decoder reads (B, M, W).
 
-        Arguments as for ``encode_image``.
-
-        Raises:
-            ConfigError: the image tower is not clipkit's ViT.
+        These are the normalized tokens of the last block, the class token first, or those of the library's tower.
+        Arguments as for ``encode_image``; only for architectures whose ``vision.tokens`` is not None.
         """
-        if not isinstance(self.visual, VisionTransformer):
-            raise ConfigError("the image tower has no tokens: captions need clipkit's ViT")
-        colours = (self.get_buffer("_mean"), self.get_buffer("_std")) if images.dtype == torch.uint8 else None
-        features, tokens = self.visual.with_tokens(images, patches, colours=colours)
+        if isinstance(self.visual, VisionTransformer):
+            colours = self._colours if images.dtype == torch.uint8 else None
+            features, tokens = self.visual.with_tokens(images, patches, colours=colours)
+        elif patches is not None:
+            raise ConfigError(_NO_DROPOUT)
+        else:
+            features, tokens = self.architecture.vision.with_tokens(self.visual, self._normalized(images))
         return F.normalize(self._prefix(_at_least_float32(features)), dim=-1), tokens
 
     def text_tokens(self, tokens: Tensor, *, lengths: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-        """Encode texts to unit-norm features (B, O) and the normalized tokens of the last block (B, L, D).
+        """Encode texts to unit-norm features (B, O) and the tokens that a decoder reads (B, L, D).
 
-        Tokens behind the end of text may be 0. Arguments as for ``encode_text``; only for the plain transformer.
+        These are the normalized tokens of the last block, or those of the library's tower. Tokens behind the end of
+        text may be 0. Arguments as for ``encode_text``; only for architectures with a ``text.token_width``.
         """
+        if self.text is not None:
+            features, found = self.architecture.text.with_tokens(self.text, tokens)
+            return F.normalize(self._prefix(_at_least_float32(features)), dim=-1), found
         ends = tokens.argmax(dim=-1)
         if (packed := self._packing(tokens, lengths)) is None:
             x = self.token_embedding(tokens) + self.positional_embedding[: tokens.shape[1]]
@@ -191,15 +197,13 @@ class CLIP(nn.Module):
         Raises:
             ConfigError: ``patches`` with an image tower that cannot skip patches.
         """
-        colours = (self.get_buffer("_mean"), self.get_buffer("_std")) if images.dtype == torch.uint8 else None
         if self.architecture.vision.patches is not None:
+            colours = self._colours if images.dtype == torch.uint8 else None
             features = self.visual(images, patches, colours=colours)
         elif patches is not None:
-            raise ConfigError("patch dropout needs clipkit's ViT as the image tower")
+            raise ConfigError(_NO_DROPOUT)
         else:
-            if colours is not None:
-                images = images.to(colours[0].dtype).div_(255).sub_(colours[0]).div_(colours[1])
-            features = self.visual(images)
+            features = self.visual(self._normalized(images))
         features = self._prefix(_at_least_float32(features))
         return F.normalize(features, dim=-1) if normalize else features
 
@@ -230,6 +234,17 @@ class CLIP(nn.Module):
             features = packed.in_order(read @ self.text_projection)
         features = self._prefix(_at_least_float32(features))
         return F.normalize(features, dim=-1) if normalize else features
+
+    @property
+    def _colours(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of images, (3, 1, 1) each."""
+        return self.get_buffer("_mean"), self.get_buffer("_std")
+
+    def _normalized(self, images: Tensor) -> Tensor:
+        if images.dtype != torch.uint8:
+            return images
+        mean, std = self._colours
+        return images.to(mean.dtype).div_(255).sub_(mean).div_(std)
 
     def _prefix(self, features: Tensor) -> Tensor:
         return features if self.dim == self.architecture.embed_dim else features[:, : self.dim]
@@ -306,9 +321,21 @@ class CLIP(nn.Module):
         return self
 
     @torch.no_grad()
-    def set_decoder(self, decoder: Decoder | None, *, seed: int = 0) -> None:
-        """Replace the decoder of captions by one with fresh weights, or by none."""
-        self.architecture = replace(self.architecture, decoder=decoder)
+    def set_decoder(self, decoder: Decoder | None, *, seed: int = 0) -> bool:
+        """Replace the decoder of captions by one with fresh weights, or by none.
+
+        Returns:
+            False if it kept its weights, because it has no position embeddings and only its length is another.
+        """
+        self.architecture, former = replace(self.architecture, decoder=decoder), self.text_decoder
+        if (
+            former is not None
+            and decoder is not None
+            and decoder.feed == "text"
+            and replace(former.shape, context_length=decoder.context_length) == decoder
+        ):
+            former.shape = decoder
+            return False
         self.text_decoder = None
         if decoder is not None:
             with torch.device("meta"):
@@ -317,6 +344,7 @@ class CLIP(nn.Module):
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(seed)
                 _initialize_decoder(self.text_decoder)
+        return True
 
     @torch.no_grad()
     def reset_bias(self) -> None:
@@ -329,9 +357,13 @@ class CLIP(nn.Module):
 
 
 def _decoder(shape: Architecture, decoder: Decoder) -> CaptionDecoder:
-    if shape.vision.plain is None:
-        raise ConfigError("a decoder of captions needs clipkit's ViT as the image tower")
-    return CaptionDecoder(decoder, seen_width=shape.vision.plain.width, quick_gelu=shape.quick_gelu)
+    if (seen := shape.vision.tokens(shape.embed_dim)) is None:
+        raise ConfigError("a decoder of captions needs a ViT of clipkit or open_clip as the image tower")
+    if decoder.feed == "text" and decoder.width != shape.text.token_width:
+        raise ConfigError(
+            f"a decoder of width {decoder.width} cannot read a text tower's tokens of {shape.text.token_width}"
+        )
+    return CaptionDecoder(decoder, seen_width=seen[1], quick_gelu=shape.quick_gelu)
 
 
 def _initialize_decoder(decoder: CaptionDecoder) -> None:

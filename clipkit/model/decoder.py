@@ -121,6 +121,17 @@ class CaptionDecoder(Transformer):
             x = torch.where(parallel[:, None, None], self.mask_embedding.to(x.dtype), x)
         return x + self.positional_embedding[: tokens.shape[1]]
 
+    def next_logits(self, seen: Tensor, tokens: Tensor, text: Tensor | None = None) -> Tensor:
+        """Compute the logits of the token after each row: (B, V) float32.
+
+        Args:
+            seen: (B, M, W), the image's tokens.
+            tokens: (B, L) int64 rows of equal length, of at most ``context_length``.
+            text: (B, L, D), the text tower's tokens, for ``feed="text"``.
+        """
+        hidden = self.hidden(seen, self.embed(tokens) if text is None else text)[:, -1]
+        return (hidden @ self.text_projection).float()
+
     def nll(
         self,
         seen: Tensor,

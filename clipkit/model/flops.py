@@ -73,12 +73,12 @@ def caption_flops(shape: "Architecture", length: int, *, patches: int | None = N
     These are the decoder's, and those of the towers' last blocks, which compute all tokens.
     """
     decoder, vision, text = shape.decoder, shape.vision.plain, shape.text.plain
-    assert decoder is not None and vision is not None
-    seen = 1 + (vision.patches if patches is None else patches)
-    found = [
-        decoder.flops(min(length - 1, decoder.context_length), seen, vision.width),
-        vision.whole_flops(seen),
-    ]
+    tokens = shape.vision.tokens(shape.embed_dim)
+    assert decoder is not None and tokens is not None
+    seen, width = tokens if patches is None else (1 + patches, tokens[1])
+    found = [decoder.flops(min(length - 1, decoder.context_length), seen, width)]
+    if vision is not None:
+        found.append(vision.whole_flops(seen))
     if decoder.feed == "text" and text is not None:
         found.append(text.whole_flops(length))
     return Flops(forward=sum(one.forward for one in found), backward=sum(one.backward for one in found))

@@ -16,7 +16,7 @@ from clipkit.files.open_clip import build_towers
 from clipkit.model.architectures import STEM, ImageArchitecture, Layer, LayerNames, TextArchitecture
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from clipkit.model.tokenizer import Tokenizer
 
@@ -91,6 +91,17 @@ class OpenClipVision(ImageArchitecture):
                     f"the tower does not accept images of {self.image_size} pixels: {error!r}"
                 ) from error
         return visual
+
+    def tokens(self, embed_dim: int) -> tuple[int, int] | None:
+        patch, layers = self.config.get("patch_size", 16), self.config.get("layers", 12)
+        if self.backbone or not isinstance(patch, int) or not isinstance(layers, int):
+            return None  # not a ViT of open_clip
+        if self.config.get("attentional_pool") is True:
+            return self.config.get("n_queries", 256) - 1, embed_dim
+        return (self.image_size // patch) ** 2, self.config.get("width", 768)
+
+    def with_tokens(self, module: "nn.Module", images: "Tensor") -> "tuple[Tensor, Tensor]":
+        return _with_output_tokens(module, images)
 
     def layer_of(self, module: "nn.Module") -> Callable[[str], Layer] | None:
         if self.backbone:
@@ -207,6 +218,13 @@ class OpenClipText(TextArchitecture):
             raise ConfigError(f"open_clip rejects the tower's configuration: {error!r}") from error
         return _keep_layers(text)
 
+    @property
+    def token_width(self) -> int:
+        return int(self.config.get("width", 512))
+
+    def with_tokens(self, module: "nn.Module", tokens: "Tensor") -> "tuple[Tensor, Tensor]":
+        return _with_output_tokens(module, tokens)
+
     def open_clip_config(self) -> dict[str, Any]:
         return {"context_length": self.context_length, **self.config}
 
@@ -278,6 +296,16 @@ class TransformersText(TextArchitecture):
 
     def layer_of(self, module: "nn.Module") -> Callable[[str], Layer] | None:
         return _ENCODER
+
+
+def _with_output_tokens(tower: "nn.Module", given: "Tensor") -> "tuple[Tensor, Tensor]":
+    """Call a transformer of open_clip, which returns its tokens too while ``output_tokens`` is set."""
+    tower.output_tokens = True  # type: ignore[assignment]
+    try:
+        features, tokens = tower(given)
+    finally:
+        tower.output_tokens = False  # type: ignore[assignment]
+    return features, tokens
 
 
 def _keep_layers(tower: "nn.Module") -> "nn.Module":

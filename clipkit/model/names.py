@@ -25,6 +25,7 @@ from clipkit.model.architectures import (
     ARCHITECTURES,
     QUICKGELU,
     Architecture,
+    Decoder,
     ImageArchitecture,
     TextArchitecture,
     TextTower,
@@ -48,6 +49,7 @@ _PLAIN_VISION: dict[str, Any] = {
     "qk_norm": False, "scaled_cosine_attn": False, "scale_heads": False, "scale_attn_inner": False,
     "scale_attn": False, "scale_fc": False, "timm_model_name": None,
 }  # fmt: skip
+_DECODER = {"context_length": 77, "width": 512, "heads": 8, "layers": 12}
 _OWN_TEXT: dict[str, Any] = {
     "context_length": 77, "vocab_size": 49408, "width": 512, "heads": 8, "layers": 12, "mlp_ratio": 4.0,
 }  # fmt: skip
@@ -141,7 +143,9 @@ def _listed(name: str) -> str:
 
 
 def from_open_clip(config: Mapping[str, Any]) -> Architecture:
-    """Convert a configuration of open_clip (``model_cfg``), without CoCa's caption decoder.
+    """Convert a configuration of open_clip (``model_cfg``).
+
+    CoCa's decoder of captions is left out if its text tower is one of transformers.
 
     Raises:
         ConfigError: a field is unknown, missing, or of the wrong type.
@@ -150,13 +154,22 @@ def from_open_clip(config: Mapping[str, Any]) -> Architecture:
         raise ConfigError(f"the open_clip configuration has unknown fields: {', '.join(unknown)}")
     try:
         vision, text = dict(config["vision_cfg"]), dict(config["text_cfg"])
-        return Architecture(
+        shape = Architecture(
             embed_dim=config["embed_dim"],
             vision=_vision(vision),
             text=_text(text),
             quick_gelu=config.get("quick_gelu", False),
             logit_bias=config.get("init_logit_bias") is not None,
         )
+        decoder = dict(config.get("multimodal_cfg") or {})
+        if not decoder or decoder.get("ls_init_value") is not None:
+            return shape
+        decoder = {**_DECODER, **{key: value for key, value in decoder.items() if key in _DECODER}}
+        decoder["vocab_size"] = text.get("vocab_size", 49408)
+        _, width = shape.vision.tokens(shape.embed_dim) or (0, 0)
+        if not width == shape.text.token_width == decoder["width"]:
+            return shape
+        return replace(shape, decoder=Decoder(feed="text", **decoder))
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"the open_clip configuration is not supported: {error!r}") from error
 
@@ -207,4 +220,8 @@ def to_open_clip(shape: Architecture) -> dict[str, Any]:
         config["quick_gelu"] = True
     if shape.logit_bias:
         config["init_logit_bias"] = 0.0
+    if (decoder := shape.decoder) is not None and decoder.feed == "text" and not shape.is_own:
+        config["multimodal_cfg"] = {name: getattr(decoder, name) for name in (*_DECODER, "vocab_size")}
+        config["vision_cfg"] |= {"output_tokens": True}
+        config["text_cfg"] |= {"output_tokens": True}
     return config

@@ -314,6 +314,11 @@ def tokens_in_order() -> list[str]:
     return [*symbols, *(symbol + "</w>" for symbol in symbols), *map("".join, pair_merges())]
 
 
+@cache
+def _symbols_by_id() -> tuple[str, ...]:
+    return tuple(tokens_in_order())
+
+
 def pair_merges() -> list[tuple[str, str]]:
     """Return the merges of the byte-pair encoding in order, from the file in open_clip_torch."""
     lines = gzip.decompress(vocabulary_file().read_bytes()).decode("utf-8").split("\n")[1 : _MERGES + 1]
@@ -342,6 +347,9 @@ class Tokenizer(Protocol):
     def __call__(self, texts: Sequence[str]) -> Tensor:
         """Tokenize N texts to (N, L) int64."""
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, without the start and the end of text."""
+
     def store(self, folder: Path) -> Any:
         """Write the tokenizer's files to a checkpoint folder, and return its entry in model.json."""
 
@@ -358,6 +366,11 @@ class ClipTokenizer:
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
         return tokenize(texts, self.context_length, trim=self.trim)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        symbols, bytes_ = _symbols_by_id(), {symbol: byte for byte, symbol in byte_symbols().items()}
+        text = "".join(symbols[one] for one in ids if one < START_OF_TEXT).replace("</w>", " ").rstrip()
+        return bytes(bytes_.get(one, ord(" ")) for one in text).decode("utf-8", "replace")
 
     def store(self, folder: Path) -> Any:
         return VOCABULARY
@@ -381,6 +394,9 @@ class ClassTokenizer:
                 f"{name[:80]!r} is not one of the model's {len(self.names)} classes: {nearest(name, self.names)} "
                 "(its classification head encodes only class names)"
             ) from error
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.names[ids[0]]
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
@@ -421,6 +437,9 @@ class LibraryTokenizer:
             ids = ids[:, : int(used[-1]) + 1 if len(used) else 1]
         return ids
 
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._library().tokenizer.decode(list(ids), skip_special_tokens=True))
+
     def _library(self) -> Any:
         if self._made is None:
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # loader processes are forked
@@ -460,6 +479,9 @@ class TransformersTokenizer:
         rows = self.rows(texts)
         longest = max(1, *map(len, rows))
         return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.library().decode(list(ids), skip_special_tokens=True))
 
     def rows(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, cut, without padding."""

@@ -78,14 +78,21 @@ def shape_of(
     dims = loss.dims
     below = f"expected sizes below {shape.embed_dim}, the embedding dimension of {model.label}"
     require(max(dims, default=0) < shape.embed_dim, "loss.dims", dims, below)
-    if caption is not None and caption.weight:
-        shape = replace(shape, decoder=_decoder_of(shape, caption, model.label))
+    decoder = _decoder_of(shape, caption, model.label) if caption is not None and caption.weight else None
+    shape = replace(shape, decoder=decoder)
     has_bias = OBJECTIVES[loss.name].initial_bias is not None
     return replace(shape, logit_bias=True) if has_bias else shape
 
 
 def _decoder_of(shape: Architecture, caption: CaptionConfig, label: str) -> Decoder:
     """Return the decoder of captions: as wide as the text tower, or as the image tower beside other text towers."""
+    if (stored := shape.decoder) is not None:
+        if caption.feed != stored.feed or caption.layers not in (0, stored.layers) or caption.parallel:
+            raise ConfigError(
+                f"{label} has a decoder of {stored.layers} layers: set caption.feed = {stored.feed!r}, and neither "
+                "caption.layers nor caption.parallel"
+            )
+        return replace(stored, context_length=min(caption.length, shape.text.context_length - 1))
     like, vocabulary = shape.text.plain or shape.vision.plain, shape.text.caption_vocabulary
     if shape.vision.plain is None or like is None or not vocabulary:
         raise ConfigError(
@@ -143,8 +150,8 @@ def first_model(
         if first.architecture.decoder != shape.decoder:
             has = "another" if first.architecture.decoder else "no"
             anew = "is not used" if shape.decoder is None else "starts with fresh weights"
-            say(f"note: model.weights = {model.weights!r} has {has} decoder of captions; it {anew}")
-            first.set_decoder(shape.decoder, seed=seed)
+            if first.set_decoder(shape.decoder, seed=seed):
+                say(f"note: model.weights = {model.weights!r} has {has} decoder of captions; it {anew}")
         if fresh := shape.logit_bias and first.logit_bias is None:
             first.reset_bias()
         if not _fits(first, shape):

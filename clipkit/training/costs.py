@@ -338,8 +338,9 @@ def memory_of(work: Workload) -> Memory:
             activations = None if kept is None or activations is None else activations + part * kept
 
     decoder = 0
-    if shape.decoder is not None and shape.vision.plain is not None:
-        seen = 1 + (_kept_patches(work) or shape.vision.plain.patches)
+    if shape.decoder is not None and (tokens := shape.vision.tokens(shape.embed_dim)) is not None:
+        kept_patches = _kept_patches(work)
+        seen = tokens[0] if kept_patches is None else 1 + kept_patches
         of_row = shape.decoder.decoder_bytes(seen, bf16=work.bf16, recompute=work.recompute)
         # the gradients of the vocabulary's projection and of the predicted tokens are computed in the forward pass
         vocabulary = shape.decoder.width * (shape.decoder.vocab_size + part * shape.decoder.context_length)

@@ -32,6 +32,7 @@ from clipkit.training.optim import adamw
 NEEDED = {
     "encode": ["x", "--model", "m", "--out", "o"],
     "classify": ["x", "--model", "m", "--labels", "a,b"],
+    "caption": ["x", "--model", "m"],
     "export": ["m", "o"],
     "interpolate": ["a", "b", "--out", "o"],
 }

@@ -1,0 +1,226 @@
+"""``clipkit caption``: describe images, as a table on the terminal or as a CSV or JSON Lines file.
+
+    .csv      one row per image: image, source, caption; cells that a spreadsheet would evaluate as formulas are
+              prefixed with an apostrophe
+    .jsonl    one object per line: {"image": …, "source": …, "caption": …}
+
+Images are streamed. With an output file, results are first appended to ``.NAME.partial``, a few batches at a time:
+its first line has the settings, each other line an image. The same command resumes there.
+"""
+
+import argparse
+import csv
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clipkit.errors import ConfigError, DataError
+from clipkit.files.atomic import FileLock, replacing
+from clipkit.files.table import safe_cell
+from clipkit.files.terminal import CountProgress, counted, printable
+from clipkit.formats.checkpoint import model_hash
+from clipkit.inference.inputs import Item, Stream
+from clipkit.inference.stream import PRECISIONS, Failure, FeatureStream
+from clipkit.model.generate import check_generation, generate_captions
+
+__all__ = ["caption_images", "run"]
+
+_GENERATION = ("beams", "top_p", "prefix", "length", "seed")
+_BLOCK = 4  # batches that are appended to the output at a time
+_WIDTH = 80
+
+
+def caption_images(
+    items: Iterable[Item], features: FeatureStream, *, first: int = 0, **generation: Any
+) -> Iterator[dict[str, str]]:
+    """Describe images, a few batches at a time.
+
+    Args:
+        items: the images.
+        features: the model, and how images are read.
+        first: number of the first image, which selects the random numbers of ``top_p``.
+        generation: arguments of ``clipkit.caption``.
+
+    Yields:
+        for each image in order its name "image", its "source", and "caption", or "error" if it cannot be read.
+
+    Raises:
+        ConfigError: a batch does not fit in memory.
+        DataError: the model's output is not finite.
+    """
+    dtype = PRECISIONS[features.precision]
+    autocast = torch.autocast(features.device.type, dtype or torch.bfloat16, enabled=dtype is not None)
+    remaining = iter(items)
+    while block := list(islice(remaining, _BLOCK * features.batch_size)):
+        numbers = {id(item): number for number, item in enumerate(block, first)}
+        found: dict[int, tuple[str, str]] = {}
+        for outcome in features.pixel_batches(block):
+            if isinstance(outcome, Failure):
+                found[id(outcome.item)] = "error", outcome.cause
+                continue
+            batch, pixels = outcome
+            rows = [numbers[id(item)] for item in batch]
+            try:
+                with autocast:
+                    captions = generate_captions(features.model, pixels, rows=rows, **generation)
+            except torch.OutOfMemoryError as error:
+                raise ConfigError(
+                    f"out of memory with --batch-size {features.batch_size}: use a smaller batch size"
+                ) from error
+            found |= {id(item): ("caption", text) for item, text in zip(batch, captions, strict=True)}
+        for item in block:
+            name, text = found[id(item)]
+            yield {"image": item.key, "source": item.source, name: text}
+        first += len(block)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit status: 0 if at least one image was described.
+
+    Raises:
+        ClipkitError: a user error.
+    """
+    stream = Stream(options.sources, image_column=options.image_column)
+    generation = {name: getattr(options, name) for name in _GENERATION}
+    out: Path | None = options.out
+    if out is not None and (out.suffix.lower() not in (".csv", ".jsonl") or out.is_dir()):
+        raise ConfigError(f"--out {out} must be a file name ending in .csv or .jsonl")
+    features = FeatureStream.from_options(options)
+    check_generation(features.model, **{name: value for name, value in generation.items() if name != "seed"})
+    if out is None:
+        done, failed = _print_table(caption_images(stream, features, **generation))
+    else:
+        try:
+            done, failed = _write(out, stream, features, generation)
+        except OSError as error:
+            raise DataError(f"cannot write {out}: {error.strerror or error}") from error
+    for line in features.lines(options):
+        print(line, file=sys.stderr)
+    if failed:
+        print(f"{failed:,} of {counted(done + failed, 'image')} failed", file=sys.stderr)
+    if out is not None:
+        print(f"wrote {counted(done, 'caption')} to {out}")
+    return 0 if done else 1
+
+
+def _print_table(found: Iterator[dict[str, str]]) -> tuple[int, int]:
+    """Print each image with its caption on the next lines; return how many were described and failed."""
+    done = failed = 0
+    for one in found:
+        if _said_failure(one):
+            failed += 1
+            continue
+        done += 1
+        caption = textwrap.wrap(printable(one["caption"]) or "(empty)", _WIDTH - 2)
+        print(printable(one["image"]), *(f"  {line}" for line in caption), sep="\n", flush=True)
+    return done, failed
+
+
+def _said_failure(one: dict[str, str]) -> bool:
+    if "error" not in one:
+        return False
+    where = f" (in {one['source']})" if one["source"] not in one["image"] else ""
+    print(f"failed: {printable(one['image'] + where)}: {one['error']}", file=sys.stderr)
+    return True
+
+
+def _write(out: Path, stream: Stream, features: FeatureStream, generation: dict[str, Any]) -> tuple[int, int]:
+    """Append results to the partial file from where it ends, then write ``out``."""
+    partial = out.with_name(f".{out.name}.partial")
+    lock = FileLock(out.with_name(f".{out.name}.lock"))
+    if not lock.try_acquire():
+        raise ConfigError(f"{out} is being written by {lock.holder or 'another process'}")
+    try:
+        settings = json.dumps(
+            {
+                "model": model_hash(features.model),
+                "precision": features.precision,
+                "batch_size": features.batch_size,
+                **generation,
+            }
+        )
+        count = _resumable(partial, settings, stream, _BLOCK * features.batch_size)
+        if count:
+            print(f"resuming after {counted(count, 'image')} in {partial}", file=sys.stderr)
+        with (
+            partial.open("a", encoding="utf-8") as file,
+            CountProgress("captions", total=None, shown=True) as bar,
+        ):
+            if not count:
+                file.write(settings + "\n")
+            failed, block = 0, []
+            described = caption_images(islice(stream, count, None), features, first=count, **generation)
+            for number, one in enumerate(described, count + 1):
+                failed += _said_failure(one)
+                block.append(json.dumps(one, ensure_ascii=False))
+                if number % (_BLOCK * features.batch_size) == 0:
+                    file.write("".join(f"{line}\n" for line in block))
+                    file.flush()
+                    block.clear()
+                bar.show(number, failed)
+            file.write("".join(f"{line}\n" for line in block))
+        done, failed = _convert(partial, out)
+        partial.unlink()
+        return done, failed
+    finally:
+        lock.release()
+
+
+def _resumable(partial: Path, settings: str, stream: Stream, block: int) -> int:
+    """Cut a partial file to whole blocks and return its number of images; remove it if it cannot be resumed."""
+    if not partial.exists():
+        return 0
+    count, end = 0, 0
+    with partial.open("rb") as file:
+        same = file.readline() == f"{settings}\n".encode()
+        end = file.tell()
+        for item, line in zip(stream, file, strict=False):
+            try:
+                one = json.loads(line)
+            except ValueError:  # cut by kill -9
+                break
+            if not same or (one["image"], one["source"]) != (item.key, item.source):
+                same = False
+                break
+            count += 1
+            if count % block == 0:
+                end = file.tell()
+    count -= count % block
+    if not same or not count:
+        if not same:
+            print(f"{partial} has other settings or images: starting again", file=sys.stderr)
+        partial.unlink()
+        return 0
+    os.truncate(partial, end)
+    return count
+
+
+def _convert(partial: Path, out: Path) -> tuple[int, int]:
+    """Write the captions of a partial file as .csv or .jsonl; return how many there are, and failures."""
+    done = failed = 0
+    with (
+        partial.open(encoding="utf-8") as lines,
+        replacing(out) as temporary,
+        temporary.open("w", encoding="utf-8", newline="") as file,
+    ):
+        table = csv.writer(file, lineterminator="\n") if out.suffix.lower() == ".csv" else None
+        if table is not None:
+            table.writerow(("image", "source", "caption"))
+        for line in islice(lines, 1, None):
+            one = json.loads(line)
+            if "error" in one:
+                failed += 1
+                continue
+            done += 1
+            if table is None:
+                file.write(line)
+            else:
+                table.writerow([safe_cell(one[name]) for name in ("image", "source", "caption")])
+    return done, failed

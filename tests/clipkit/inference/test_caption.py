@@ -1,0 +1,131 @@
+"""``clipkit caption``: files equal the API's captions, also after kill -9; invalid input is one line."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+import clipkit
+from clipkit.__main__ import dispatch
+from clipkit.errors import ClipkitError
+from clipkit.formats.checkpoint import save_model
+from clipkit.inference import caption as captions
+from clipkit.model.architectures import Decoder
+from clipkit.model.clip import CLIP
+
+Run = Callable[..., int]
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("photos")
+    for number in range(23):
+        Image.effect_noise((40, 30), 20 + 9 * number).convert("RGB").save(folder / f"{number:02}.png")
+    (folder / "05 broken.png").write_bytes(b"no image")
+    return folder
+
+
+@pytest.fixture
+def checkpoint(tiny: CLIP, tmp_path: Path) -> Path:
+    tiny.set_decoder(Decoder(width=64, layers=1, heads=4, context_length=8), seed=1)
+    assert tiny.text_decoder is not None
+    tiny.text_decoder.text_projection.data *= 8  # captions that depend on the image
+    with torch.no_grad():
+        save_model(tiny, tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def run(checkpoint: Path, photos: Path) -> Run:
+    def with_options(*options: str | Path) -> int:
+        return dispatch(
+            ["caption", str(photos), "--model", str(checkpoint), "--batch-size", "2", *map(str, options)]
+        )
+
+    return with_options
+
+
+def test_files_have_the_captions_of_the_api(
+    run: Run, checkpoint: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = [path for path in sorted(photos.iterdir()) if "broken" not in path.name]
+    for options, settings in (
+        ((), {}),
+        (("--beams", "3"), {"beams": 3}),
+        (("--prefix", "a"), {"prefix": "a"}),
+    ):
+        assert run("--out", tmp_path / "out.jsonl", *options) == 0
+        lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+        wanted = clipkit.caption(good, clipkit.load(checkpoint), batch_size=2, **settings)
+        assert [line["caption"] for line in lines] == wanted and len(set(wanted)) > 3
+        assert [Path(line["image"]).name for line in lines] == [path.name for path in good]
+    assert "1 of 24 images failed" in capsys.readouterr().err
+    assert run("--out", tmp_path / "out.csv", *options) == 0
+    with (tmp_path / "out.csv").open(newline="", encoding="utf-8") as file:
+        assert [row["caption"].removeprefix("'") for row in csv.DictReader(file)] == wanted
+    capsys.readouterr()
+    assert run(*options) == 0
+    said = capsys.readouterr()
+    shown = said.out.splitlines()
+    assert max(map(len, shown)) <= 80 and sum(line.startswith("  ") for line in shown) >= len(good)
+    assert "failed: " in said.err and "05 broken.png" in said.err
+
+
+@pytest.mark.slow
+def test_kill_9_and_the_same_command_again(run: Run, checkpoint: Path, photos: Path, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
+    partial = tmp_path / ".killed.jsonl.partial"
+    options = ["--top-p", "0.9", "--seed", "5"]
+    assert run("--out", whole, *options) == 0
+    command = [sys.executable, "-m", "clipkit", "caption", photos, "--model", checkpoint, "--batch-size", "2"]
+    with subprocess.Popen(
+        [*map(str, command), "--out", str(killed), *options], stderr=subprocess.PIPE
+    ) as process:
+        while process.poll() is None and not (partial.exists() and partial.read_bytes().count(b"\n") > 8):
+            time.sleep(0.001)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL and partial.exists() and not killed.exists()
+    with partial.open("ab") as file:
+        file.write(b'{"image": "cut')
+    assert run("--out", killed, *options) == 0
+    assert killed.read_bytes() == whole.read_bytes() and not partial.exists()
+
+
+def test_a_partial_file_of_other_settings_is_not_continued(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, convert = tmp_path / "out.jsonl", captions._convert
+    monkeypatch.setattr(captions, "_convert", lambda *_: (_ for _ in ()).throw(OSError(28, os.strerror(28))))
+    with pytest.raises(ClipkitError, match=r"cannot write .*out.jsonl: No space left on device"):
+        run("--out", out, "--length", "3")
+    assert (tmp_path / ".out.jsonl.partial").exists()
+    monkeypatch.setattr(captions, "_convert", convert)
+    assert run("--out", out) == 0
+    assert "has other settings or images: starting again" in capsys.readouterr().err
+    assert run("--out", tmp_path / "again.jsonl") == 0
+    assert out.read_bytes() == (tmp_path / "again.jsonl").read_bytes()
+
+
+def test_mistakes_are_one_line(run: Run, tmp_path: Path, tiny: CLIP) -> None:
+    for options, said in (
+        (("--out", tmp_path / "a.txt"), r"must be a file name ending in \.csv or \.jsonl"),
+        (("--out", tmp_path / "none" / "a.csv"), "No such file or directory"),
+        (("--top-p", "0.5", "--beams", "2"), "top_p = 0.5 with 2 beams is invalid"),
+        (("--prefix", "one two three four five six seven eight"), "the prefix has 8 tokens"),
+        (("--beams", "0"), "is not a whole number from 1"),
+    ):
+        with pytest.raises(ClipkitError, match=said):
+            run(*options)
+    tiny.set_decoder(None)
+    save_model(tiny, tmp_path / "plain")
+    with pytest.raises(ClipkitError, match=r"was trained without caption\.weight"):
+        run("--model", tmp_path / "plain")
