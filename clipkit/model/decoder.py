@@ -122,7 +122,7 @@ class CaptionDecoder(Transformer):
         return x + self.positional_embedding[: tokens.shape[1]]
 
     def next_logits(self, seen: Tensor, tokens: Tensor, text: Tensor | None = None) -> Tensor:
-        """Compute the logits of the token after each row: (B, V) float32.
+        """Compute the logits of the token after each row: (B, V), at least float32.
 
         Args:
             seen: (B, M, W), the image's tokens.
@@ -130,7 +130,8 @@ class CaptionDecoder(Transformer):
             text: (B, L, D), the text tower's tokens, for ``feed="text"``.
         """
         hidden = self.hidden(seen, self.embed(tokens) if text is None else text)[:, -1]
-        return (hidden @ self.text_projection).float()
+        logits = hidden @ self.text_projection
+        return logits if logits.dtype == torch.float64 else logits.float()
 
     def nll(
         self,

@@ -153,32 +153,31 @@ def coca(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_coca_is_loaded_and_exported_with_its_decoder(coca: Path, tmp_path: Path) -> None:
     import open_clip
 
-    ours = clipkit.load(coca)
-    export(ours, tmp_path / "out", to=["open_clip"])
-    again = clipkit.load(tmp_path / "out")
+    export(clipkit.load(coca), tmp_path / "out", to=["open_clip"])
+    ours, again = clipkit.load(coca).double(), clipkit.load(tmp_path / "out").double()
     texts = ["a cat", "a photo of two dogs on a long road", "one"]
     tokens, shown = tokenize(texts, 12), images(3, 32)
-    pixels = shown / 255 * 2 - 1
+    pixels = shown.double() / 255 * 2 - 1
     for folder in (coca, tmp_path / "out"):
         theirs, _, _ = open_clip.create_model_and_transforms(f"local-dir:{folder}")
-        theirs.eval()
+        theirs.double().eval()
         wanted = theirs(pixels, tokens)
         for model in (ours, again):
             lengths = (tokens.argmax(dim=-1) + 1).tolist()
             image, text, _, sums = model(
                 shown, tokens, terms={"caption": {"captions": tokens, "lengths": lengths}}
             )
-            torch.testing.assert_close(image, wanted["image_features"], rtol=0, atol=1e-5)
-            torch.testing.assert_close(text, wanted["text_features"], rtol=0, atol=1e-5)
+            torch.testing.assert_close(image, wanted["image_features"], rtol=0, atol=1e-9)
+            torch.testing.assert_close(text, wanted["text_features"], rtol=0, atol=1e-9)
             nll = -wanted["logits"].log_softmax(-1).gather(2, wanted["labels"][..., None])[..., 0]
             total = sum(row[: length - 1].sum() for row, length in zip(nll, lengths, strict=True))
-            torch.testing.assert_close(sums[0], total, rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(sums[0], total, rtol=1e-9, atol=1e-9)
             decoder, seen = model.text_decoder, model.image_tokens(shown)[1]
             assert decoder is not None
             for length in (1, 4):
                 read = model.text_tokens(tokens[:, :length], lengths=[length] * 3)[1]
                 logits = decoder.next_logits(seen, tokens[:, :length], read)
-                torch.testing.assert_close(logits, wanted["logits"][:, length - 1], rtol=0, atol=1e-5)
+                torch.testing.assert_close(logits, wanted["logits"][:, length - 1], rtol=0, atol=1e-9)
     rows = torch.full((3, 1), START_OF_TEXT)
     for _ in range(11):  # open_clip's own loop needs a version of transformers with beam search classes
         rows = torch.cat([rows, theirs(pixels, rows, output_labels=False)["logits"][:, -1:].argmax(-1)], 1)
