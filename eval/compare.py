@@ -329,7 +329,8 @@ def _incomparable(scores: Sequence[tuple[Record, Record]]) -> str | None:
         if first.n != second.n:
             return f"the numbers of items differ ({first.n or 0:,} and {second.n or 0:,})"
         of_set = f" of set {first.prompt_set}" if first.prompt_set else ""
-        texts = {"zero-shot": f"prompts{of_set or ' of set own'}", "retrieval": f"captions{of_set}"}
+        texts = {"zero-shot": f"prompts{of_set or ' of set own'}"}
+        texts |= dict.fromkeys(("retrieval", "captioning"), f"captions{of_set}")
         if first.task in texts and first.prompts and second.prompts not in ("", first.prompts):
             return f"the {texts[first.task]} differ ({first.prompts} and {second.prompts})"
     return None if scores else "the models have no metric in common"
@@ -370,6 +371,11 @@ def _test(metric: str, first: Details, second: Details) -> Comparison | None:
     if metric in first.values and metric in second.values:
         values = first.values[metric].tensor()
         others = aligned(second.values[metric].tensor(), values)
+        if known is not None and known.row_statistic is not None:
+            if len(values) % first.n:
+                raise DataError(f"the details have {len(values):,} values of {first.n:,} items")
+            rows, other_rows = (own.view(first.n, -1).double().numpy() for own in (values, others))
+            return compare_statistics(known.row_statistic(rows), known.row_statistic(other_rows), first.n)
         if known is None or known.item_statistic is None:
             return compare_means(values, others)
         if labels is None:

@@ -205,6 +205,7 @@ def run_model(
         for task in dict.fromkeys(tasks or main):
             try:
                 check_tasks(subject.dataset, [task], classes=model.architecture.text.classes)
+                TASKS[task].check_model(model)
                 facts = {**provenance(model, subject.dataset, weights=""), **origin}
                 facts |= {"options": options.text_of(task), "inputs": _inputs(subject, task, options)}
             except (ConfigError, DataError) as error:
@@ -348,6 +349,8 @@ def _inputs(subject: Subject, task: str, options: Options) -> str:
             digest.update(b"" if values is None else values.numpy().tobytes())
     for texts in _texts(task, subject.dataset):
         digest.update(json.dumps(texts).encode())
+    if TASKS[task].describes:
+        digest.update(json.dumps(subject.dataset.captions).encode())
     return digest.hexdigest()[:16]
 
 

@@ -184,6 +184,23 @@ class CLIP(nn.Module):
         features = _at_least_float32(read @ self.text_projection)
         return F.normalize(self._prefix(features), dim=-1), found
 
+    def caption_nll(
+        self, seen: Tensor, captions: Tensor, *, lengths: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute −log p of captions given images, for models with a decoder.
+
+        Args:
+            seen: (B, M, W), the tokens of the image of each caption, see ``image_tokens``.
+            captions: (B, L) int64, see ``forward``; tokens beyond the decoder's context length are not predicted.
+            lengths: B numbers, see ``encode_text``.
+
+        Returns:
+            (B,) at least float32, the sum over the tokens of each caption, and (B,) int64, their number.
+        """
+        assert self.text_decoder is not None
+        text = self.text_tokens(captions, lengths=lengths)[1] if self._feeds_text else None
+        return self.text_decoder.nll_by_caption(seen, captions, text=text, lengths=lengths)
+
     def encode_image(
         self, images: Tensor, *, normalize: bool = True, patches: Tensor | None = None
     ) -> Tensor:

@@ -151,6 +151,43 @@ class CaptionDecoder(Transformer):
             lengths: B numbers of tokens, see ``CLIP.encode_text``.
             parallel: (B,) bool, rows that are predicted in parallel, for a decoder that can.
         """
+        hidden, targets, _ = self._predict(seen, captions, text, lengths, parallel)
+        return caption_nll(hidden, self.text_projection, targets)
+
+    @torch.no_grad()
+    def nll_by_caption(
+        self,
+        seen: Tensor,
+        captions: Tensor,
+        *,
+        text: Tensor | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the sum of ``nll`` for each caption.
+
+        Returns:
+            (B,) at least float32, and (B,) int64, the number of predicted tokens of each caption.
+        """
+        hidden, targets, rows = self._predict(seen, captions, text, lengths, None)
+        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        sums = torch.zeros(len(captions), dtype=dtype, device=hidden.device)
+        with torch.autocast(hidden.device.type, enabled=False):
+            weight = self.text_projection.to(dtype)
+            tile = max(1, LOGITS // weight.shape[1])
+            for part, target, row in zip(*(one.split(tile) for one in (hidden, targets, rows)), strict=True):
+                logits = part.to(dtype) @ weight  # F.cross_entropy would round more
+                sums.index_add_(0, row, logits.logsumexp(dim=1) - logits.gather(1, target[:, None])[:, 0])
+        return sums, rows.bincount(minlength=len(captions))
+
+    def _predict(
+        self,
+        seen: Tensor,
+        captions: Tensor,
+        text: Tensor | None,
+        lengths: Sequence[int] | None,
+        parallel: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the N predictions of ``nll``: (N, D), their targets (N,) and captions (N,)."""
         shape, device = self.shape, captions.device
         count = min(shape.context_length, captions.shape[1] - 1)
         targets = captions[:, 1 : count + 1]  # (B, L)
@@ -171,7 +208,7 @@ class CaptionDecoder(Transformer):
         wanted = torch.arange(count, device=ends.device) < ends[:, None]
         index = wanted.flatten().nonzero()[:, 0].to(device, non_blocking=True)  # (N,)
         hidden = self.hidden(seen, x, parallel).flatten(0, 1)[index]  # (N, D)
-        return caption_nll(hidden, self.text_projection, targets.flatten()[index])
+        return hidden, targets.flatten()[index], index // count
 
     @torch.no_grad()
     def initialize(self) -> None:

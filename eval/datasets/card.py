@@ -90,8 +90,8 @@ class MetricKind:
         metric, task = metric_of(name), TASKS[task_name]
         assert metric is not None
         if task.fits != "labels":
-            kind = {"captions": "retrieval", "choices": "compositional"}[task.fits]
-            return metric.kind == kind and metric.highest is not None  # scores on cards are fractions
+            # scores on cards are fractions
+            return metric.kind == METRICS[task.metric].kind and metric.highest == 1.0
         if metric.kind != ("multi-label" if self.multilabel else "one-label"):
             return False
         if self.classes is not None and not metric.least <= self.classes <= (metric.most or self.classes):

@@ -223,10 +223,10 @@ def captions_of(dataset: EvalDataset) -> tuple[tuple[str, ...], ...]:
         DataError: all captions are equal.
     """
     if dataset.captions is None:
-        raise Lacks(f"dataset {dataset.name} has no captions, which retrieval needs")
+        raise Lacks(f"dataset {dataset.name} has no captions, which retrieval and captioning need")
     if len({caption for own in dataset.captions for caption in own}) < 2:
         raise DataError(
-            f"dataset {dataset.name} has the same caption for all images: there is nothing to retrieve"
+            f"dataset {dataset.name} has the same caption for all images: there is nothing to tell apart"
         )
     return dataset.captions
 

@@ -15,7 +15,8 @@ from typing import Generic, Literal, Never, TypeVar
 import torch
 from torch import Tensor
 
-from eval.metrics import classes, intervals, pairs, ranking
+from eval.metrics import captions, classes, intervals, pairs, ranking
+from eval.metrics.captions import Descriptions, caption_tokens
 from eval.metrics.classes import calibration_bins, confusion, per_class_accuracy, superclass_confusion
 from eval.metrics.intervals import (
     Comparison,
@@ -50,10 +51,12 @@ __all__ = [
     "Answers",
     "Choices",
     "Comparison",
+    "Descriptions",
     "Direction",
     "Estimate",
     "Metric",
     "calibration_bins",
+    "caption_tokens",
     "class_ranks",
     "class_scores",
     "compare_correct",
@@ -72,7 +75,7 @@ __all__ = [
     "winoground",
 ]
 
-Kind = Literal["one-label", "multi-label", "retrieval", "compositional"]
+Kind = Literal["one-label", "multi-label", "retrieval", "captioning", "compositional"]
 Inputs = TypeVar("Inputs", contravariant=True)
 Directions = Mapping[str, Direction]  # by DIRECTIONS
 
@@ -82,14 +85,16 @@ class Metric(Generic[Inputs]):
     """The registry entry of a metric.
 
     Attributes:
-        kind: images with one or several labels, retrieval of captions, or choices between captions.
-        function: computes it from ``Answers``, ``Directions`` or ``Choices``; None if undefined for them.
+        kind: images with one or several labels, retrieval of captions, generated captions, or choices between
+            captions.
+        function: computes it from ``Answers``, ``Directions``, ``Descriptions`` or ``Choices``; None if it is
+            undefined for them.
         chance: its value for random guessing; None if that is not a single number.
         title: name on pages and in tables; by default the key with spaces.
         interval: how the interval is computed; None if there is none.
         counts: the items that ``n`` of the estimate counts.
-        larger_is_better: False for ranks and errors.
-        highest: upper bound; the lower one is 0. None for ranks, which start at 1.
+        larger_is_better: False for ranks, errors and perplexity.
+        highest: upper bound; the lower one is 0. None for ranks and perplexity, which start at 1.
         least: minimum number of classes or candidates for it to be meaningful.
         most: maximum number of classes for which it is defined.
         by_default: whether classification reports it if the card names no metric.
@@ -100,6 +105,7 @@ class Metric(Generic[Inputs]):
         value_from: (N,) ranks, (N,) predictions or (N, C) scores.
         item_statistic: for paired tests, the statistic of the (N,) values and labels in the details, if not the
             mean.
+        row_statistic: for paired tests, the statistic of (N, K) values in the details, which are flattened there.
         items: for paired tests, (N,) values with this mean, from the right items of ``items_from`` and the labels.
         items_from: the metrics of the details that ``items`` takes.
     """
@@ -120,6 +126,7 @@ class Metric(Generic[Inputs]):
     value: Callable[[Tensor, Tensor], float] | None = None
     value_from: Literal["ranks", "predictions", "scores"] = "ranks"
     item_statistic: Callable[[Tensor, Tensor], Statistic] | None = None
+    row_statistic: Callable[[intervals.Floats], Statistic] | None = None
     items: Callable[[Mapping[str, Tensor], Tensor], Tensor] | None = None
     items_from: tuple[str, ...] = ()
 
@@ -313,6 +320,35 @@ METRICS: Mapping[str, Metric[Never]] = {
         function=_mean_recall,
         chance=lambda found: sum(found[direction].chance(1) for direction in DIRECTIONS) / 2,
         interval=None,
+    ),
+    "cider_d": Metric[Descriptions](
+        kind="captioning",
+        function=captions.mean_cider_d,
+        chance=lambda found: float(found.by_chance.cider.mean()),
+        title="CIDEr-D",
+        highest=10.0,
+    ),
+    "bleu_4": Metric[Descriptions](
+        kind="captioning",
+        function=captions.bleu_4,
+        chance=lambda found: intervals.statistic_value(
+            captions.bleu_statistic(found.by_chance.bleu_counts), len(found.captions)
+        ),
+        title="BLEU-4",
+        row_statistic=captions.bleu_statistic,
+    ),
+    "exact_match": Metric[Descriptions](
+        kind="captioning",
+        function=captions.exact_match,
+        chance=lambda found: found.exact_chance,
+        interval="wilson",
+    ),
+    "perplexity": Metric[Descriptions](
+        kind="captioning",
+        function=captions.perplexity,
+        larger_is_better=False,
+        highest=None,
+        row_statistic=captions.perplexity_statistic,
     ),
     "accuracy": replace(_accuracy(lambda choices: choices.correct), interval="wilson"),
     "macro_accuracy": _accuracy(lambda choices: choices.counted_groups),

@@ -200,7 +200,7 @@ def open_published(
     if broken:
         shard, key = images.locate(broken[0])
         what = f"{counted(len(broken), 'sample')} with a caption that is not UTF-8"
-        if captions and ({"retrieval", "compositional"} & set(tasks)):
+        if captions and any(TASKS[task].fits != "labels" for task in tasks):
             raise DataError(
                 f"dataset {name}: {what}, the first is {key} of {shard}: write the captions in UTF-8"
             )

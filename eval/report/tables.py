@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 # tasks without training; the first is the usual main task
-AS_TRAINED = ("zero-shot", "retrieval", "compositional")
+AS_TRAINED = ("zero-shot", "retrieval", "captioning", "compositional")
 SEVERAL_TASKS = "several tasks"
 PLAIN = "ridge"  # few-shot settings without an estimator
 _STD = "_std"  # suffix of a metric: its standard deviation over seeds
@@ -112,7 +112,7 @@ def is_informative(metric: str, n: int | None) -> bool:
 
 
 def is_rank(metric: str) -> bool:
-    """Whether a metric counts from 1."""
+    """Whether a metric starts at 1, as ranks and perplexity do."""
     return metric in METRICS and METRICS[metric].highest is None
 
 
@@ -122,8 +122,11 @@ def lower_is_better(metric: str) -> bool:
 
 
 def is_fraction(metric: str, *values: float | None) -> bool:
-    """Whether values of a metric are in [0, 1] and shown in percent; ranks are not."""
-    return not is_rank(metric) and all(0 <= one <= 1 for one in values if one is not None)
+    """Whether values of a metric are in [0, 1] and shown in percent; ranks and CIDEr-D are not."""
+    known = METRICS.get(metric)
+    if known is not None and known.highest != 1.0:
+        return False
+    return all(0 <= one <= 1 for one in values if one is not None)
 
 
 @dataclass(frozen=True, kw_only=True)

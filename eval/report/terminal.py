@@ -78,7 +78,8 @@ def _plain(scores: Sequence[Score], width: int) -> Table:
             name = " ".join(filter(None, (*start, prompts, score.setting)))
         before = group
         names.append(name)
-    value = "% or rank" if any(is_rank(score.metric) for score in scores) else "value %"
+    plain = [score.metric for score in scores if not is_fraction(score.metric)]
+    value = "value %" if not plain else "% or rank" if all(map(is_rank, plain)) else "% or value"
     cells = {
         value: [_value(score, score.value) for score in scores],
         "95% interval": [_interval(score) for score in scores],

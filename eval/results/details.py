@@ -18,6 +18,7 @@ from clipkit.errors import DataError
 from clipkit.model import fill_template
 from eval.datasets.dataset import EvalDataset
 from eval.metrics import (
+    Descriptions,
     calibration_bins,
     class_ranks,
     class_scores,
@@ -26,12 +27,32 @@ from eval.metrics import (
     superclass_confusion,
     top_classes,
 )
-from eval.results.records import Bin, Details, Example, Guess, Hit, Matrix, Query, Snapshot, Thumbnail, pack
+from eval.results.records import (
+    Bin,
+    Description,
+    Details,
+    Example,
+    Guess,
+    Hit,
+    Matrix,
+    Query,
+    Snapshot,
+    Thumbnail,
+    pack,
+)
 from eval.tasks.subject import Subject
 
-__all__ = ["item_details", "prediction_details", "retrieval_details", "take_snapshot", "zero_shot_details"]
+__all__ = [
+    "captioning_details",
+    "item_details",
+    "prediction_details",
+    "retrieval_details",
+    "take_snapshot",
+    "zero_shot_details",
+]
 
 EXAMPLES = 6  # in details
+DESCRIPTIONS = 40
 GUESSES = 5
 MISTAKES = 30
 _WHOLE_MATRIX = 64  # classes; with more, only the most frequent mistakes are stored
@@ -230,6 +251,51 @@ def retrieval_details(
         item_details(dataset, task="retrieval", n=len(dataset), right=right, values=values),
         examples=tuple(examples),
         candidates=len(captions),
+        pictures=_thumbnails(dataset, chosen),
+    )
+
+
+def captioning_details(
+    dataset: EvalDataset,
+    generated: Sequence[str],
+    found: Descriptions,
+    *,
+    setting: str = "",
+    seed: int = 0,
+) -> Details:
+    """Collect what a paired test needs, and forty random images with their generated and true captions.
+
+    Args:
+        dataset: N images with captions.
+        generated: the generated captions.
+        found: these and the true captions as tokens.
+        setting: as in the scores.
+        seed: seed of the images, which otherwise depend only on N.
+    """
+    assert dataset.captions is not None
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
+    chosen = order[:DESCRIPTIONS].tolist()
+    values = {"cider_d": found.cider, "bleu_4": found.bleu_counts, "perplexity": found.perplexity_counts}
+    details = item_details(
+        dataset,
+        task="captioning",
+        n=len(dataset),
+        setting=setting,
+        right={"exact_match": torch.from_numpy(found.exact)},
+        values={name: torch.from_numpy(own).flatten() for name, own in values.items()},
+    )
+    return replace(
+        details,
+        descriptions=tuple(
+            Description(
+                picture=str(number),
+                generated=_short(generated[number]),
+                captions=tuple(_short(" ".join(one.split())) for one in dataset.captions[number][:GUESSES]),
+                exact=bool(found.exact[number]),
+                cider=_rounded(float(found.cider[number])),
+            )
+            for number in chosen
+        ),
         pictures=_thumbnails(dataset, chosen),
     )
 

@@ -162,6 +162,17 @@ class Example:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Description:
+    """A generated caption, the true ones, whether it is one of them, and its CIDEr-D."""
+
+    picture: str
+    generated: str
+    captions: tuple[str, ...]
+    exact: bool
+    cider: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Matrix:
     """Cosines of M images (rows) and their M captions (columns); the pairs are on the diagonal."""
 
@@ -284,10 +295,12 @@ class Details:
         bins: bins of the reliability diagram.
         examples: predictions to show. For retrieval, captions with their cosine similarities; equal captions
             count once.
+        descriptions: for captioning, generated captions of random images.
         candidates: for retrieval, the number of captions; otherwise 0.
-        pictures: thumbnails by the names that ``examples`` use.
+        pictures: thumbnails by the names that ``examples`` and ``descriptions`` use.
         right: by metric, whether each item is right, for paired tests. Items of retrieval are the queries.
-        values: by metric, a value of each item whose mean is the metric; for ``roc_auc``, the item's score.
+        values: by metric, a value of each item whose mean is the metric; for ``roc_auc``, the item's score; for
+            metrics with a ``row_statistic``, several values of each item.
         labels: the class of each item, if there are classes.
         chosen_c: for a probe, C (the inverse of the regularization strength) chosen on validation images.
         chosen_rate: for a fine-tuned model, its learning rate.
@@ -311,6 +324,7 @@ class Details:
     matrix: Packed | None = None
     bins: tuple[Bin, ...] = ()
     examples: tuple[Example, ...] = ()
+    descriptions: tuple[Description, ...] = ()
     candidates: Count = 0
     pictures: Mapping[str, Thumbnail] = field(default_factory=dict)
     right: Mapping[str, Packed] = field(default_factory=dict)

@@ -51,7 +51,7 @@ class Score:
         dataset: its name.
         task: such as "zero-shot" or "retrieval".
         metric: such as "acc1" or "image_to_text_R@1".
-        value: in [0, 1], except ranks, which start at 1.
+        value: in [0, 1], except ranks and perplexity, which start at 1, and CIDEr-D, in [0, 10].
         n: number of images (or captions) averaged over.
         low: lower end of the 95% interval, if there is one.
         high: upper end.
@@ -128,7 +128,7 @@ class Record:
     @property
     def prompts(self) -> str:
         """The fingerprint of the prompts (for retrieval, of the captions as encoded), or ""."""
-        return text_of(self.line, "captions" if self.task == "retrieval" else "prompts")
+        return text_of(self.line, "captions" if self.task in ("retrieval", "captioning") else "prompts")
 
 
 def text_of(line: Mapping[str, Any], key: str) -> str:

@@ -15,6 +15,7 @@ from clipkit.cli import MOST_BATCH, MOST_SEED, number, whole
 from clipkit.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
+    from clipkit import CLIP
     from eval.datasets.dataset import EvalDataset
     from eval.tasks.subject import Outcome, Subject
 
@@ -40,6 +41,7 @@ class Options:
         rates: fine-tune: learning rates to choose from.
         fine_tune_batch: fine-tune: batch size.
         runs: fine-tune: folder of training runs; by default in the cache folder.
+        beams: captioning: hypotheses of beam search; 1 takes the most probable token at each step.
         details: whether to collect what a page shows besides the scores.
 
     Raises:
@@ -57,6 +59,7 @@ class Options:
     rates: tuple[float, ...] = (1e-5, 3e-5, 1e-4)
     fine_tune_batch: int = 128
     runs: Path | None = None
+    beams: int = 1
     details: bool = True
 
     def __post_init__(self) -> None:
@@ -67,6 +70,7 @@ class Options:
             ("epochs", 0 < self.epochs < math.inf, "a number above 0"),
             ("rates", bool(self.rates) and all(0 < one < math.inf for one in self.rates), "numbers above 0"),
             ("fine_tune_batch", self.fine_tune_batch >= 1, "a number above 0"),
+            ("beams", self.beams >= 1, "a whole number from 1"),
         ):
             if not valid:
                 raise ConfigError(f"invalid value {name} = {getattr(self, name)}: expected {expected}")
@@ -106,6 +110,7 @@ class Task:
         metric: the primary metric of a dataset without a card.
         by_prompts: whether ``--prompts`` has an effect.
         learns: whether it needs the training split.
+        describes: whether the model must have a decoder of captions.
         gives_probabilities: whether its predictions can be logits, as calibration needs; votes are not.
         add_options: declares its command-line options, named after fields of ``Options``.
         depends_on: the options that its scores depend on.
@@ -118,6 +123,7 @@ class Task:
     metric: str
     by_prompts: bool = False
     learns: bool = False
+    describes: bool = False
     gives_probabilities: bool = True
     add_options: Callable[[argparse.ArgumentParser], None] = lambda _: None
     depends_on: tuple[str, ...] = ()
@@ -129,16 +135,24 @@ class Task:
 
     @property
     def needs_text(self) -> bool:
-        """Whether the model must have a text tower."""
-        return bool(self.texts)
+        """Whether the model must have a text tower or decoder."""
+        return bool(self.texts) or self.describes
+
+    def check_model(self, model: "CLIP") -> None:
+        """Raise ConfigError if a model lacks what the task needs."""
+        if self.describes and model.text_decoder is None:
+            raise ConfigError(
+                f"{model.name or 'the model'} cannot describe images: train it with caption.weight above 0"
+            )
 
     def run(self, subject: "Subject", options: Options) -> "Outcome":
         """Score a model on a dataset.
 
         Raises:
             DataError: the dataset is damaged or lacks what the task needs.
-            ConfigError: the options do not fit the model.
+            ConfigError: the model lacks what the task needs, or the options do not fit it.
         """
+        self.check_model(subject.encoder.model)
         module, _, name = self.function.partition(":")
         function: Callable[[Subject, Options], Outcome] = getattr(import_module(module), name)
         return function(subject, options)
@@ -250,6 +264,16 @@ def _fine_tune_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _captioning_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--beams",
+        type=whole(1, 64),
+        default=Options.beams,
+        metavar="K",
+        help=f"captioning: hypotheses of beam search (default: {Options.beams}, no search)",
+    )
+
+
 TASKS: Mapping[str, Task] = {
     "zero-shot": Task(
         summary="classify images by the prompts of their class names",
@@ -294,6 +318,15 @@ TASKS: Mapping[str, Task] = {
         texts="caption_prompts",
         metric="mean_R@1",
         by_prompts=True,
+    ),
+    "captioning": Task(
+        summary="describe images and compare with their captions (CIDEr-D, BLEU-4, exact matches, perplexity)",
+        function="eval.tasks.captioning:captioning",
+        fits="captions",
+        metric="cider_d",
+        describes=True,
+        add_options=_captioning_options,
+        depends_on=("beams",),
     ),
     "compositional": Task(
         summary="choose the right caption among wrong ones (Winoground, SugarCrepe, ARO, WinoGAViL)",
