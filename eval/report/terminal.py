@@ -80,10 +80,11 @@ def _plain(scores: Sequence[Score], width: int) -> Table:
         names.append(name)
     plain = [score.metric for score in scores if not is_fraction(score.metric)]
     value = "value %" if not plain else "% or rank" if all(map(is_rank, plain)) else "% or value"
+    chance = "chance %" if value != "% or value" else "chance"
     cells = {
         value: [_value(score, score.value) for score in scores],
         "95% interval": [_interval(score) for score in scores],
-        "chance %": ["" if score.chance is None else f"{100 * score.chance:.2f}" for score in scores],
+        chance: ["" if score.chance is None else _value(score, score.chance, digits=2) for score in scores],
         "n": [f"{score.n:,}" for score in scores],
     }
     words = [word for score in scores for word in _metric(score.metric).split()]
@@ -96,7 +97,7 @@ def _plain(scores: Sequence[Score], width: int) -> Table:
         others = [metric, *(max(map(cell_len, [head, *own])) for head, own in cells.items())]
         return width - _GAP - sum(column + _GAP for column in others)
 
-    for head in ("chance %", "n", "95% interval"):
+    for head in (chance, "n", "95% interval"):
         if room() < widest:
             del cells[head]
     most = max(_LEAST_NAME, min(_NAME, room()))
@@ -184,8 +185,10 @@ def _broken(name: str, most: int = _NAME) -> Text:
     return Text("\n".join(line.rstrip() for line in lines))
 
 
-def _value(score: Score, value: float) -> str:
-    return f"{value:,.1f}" if is_rank(score.metric) else f"{100 * value:.1f}"
+def _value(score: Score, value: float, *, digits: int = 1) -> str:
+    if is_fraction(score.metric):
+        return f"{100 * value:.{digits}f}"
+    return f"{value:,.1f}" if is_rank(score.metric) else f"{value:.3f}"
 
 
 def _interval(score: Score) -> str:
