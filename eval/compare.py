@@ -329,7 +329,7 @@ def _incomparable(scores: Sequence[tuple[Record, Record]]) -> str | None:
         if first.n != second.n:
             return f"the numbers of items differ ({first.n or 0:,} and {second.n or 0:,})"
         of_set = f" of set {first.prompt_set}" if first.prompt_set else ""
-        texts = {"zero-shot": f"prompts{of_set or ' of set own'}"}
+        texts = dict.fromkeys(("zero-shot", "likelihood"), f"prompts{of_set or ' of set own'}")
         texts |= dict.fromkeys(("retrieval", "captioning"), f"captions{of_set}")
         if first.task in texts and first.prompts and second.prompts not in ("", first.prompts):
             return f"the {texts[first.task]} differ ({first.prompts} and {second.prompts})"

@@ -350,7 +350,7 @@ def _inputs(subject: Subject, task: str, options: Options) -> str:
     for texts in _texts(task, subject.dataset):
         digest.update(json.dumps(texts).encode())
     if TASKS[task].describes:
-        digest.update(json.dumps(subject.dataset.captions).encode())
+        digest.update(json.dumps([subject.dataset.captions, subject.dataset.prompts()]).encode())
     return digest.hexdigest()[:16]
 
 

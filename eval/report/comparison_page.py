@@ -616,7 +616,7 @@ def _revisions(found: ResultSet) -> dict[str, str]:
         seen = revisions.setdefault((row.dataset, row.split), {})
         if row.data_revision:
             seen[f"images {row.data_revision}"] = None
-        if row.prompts and row.task == "zero-shot":
+        if row.prompts and row.task in ("zero-shot", "likelihood"):
             seen[f"prompts {' '.join(filter(None, (row.prompt_set, row.prompts)))}"] = None
     return {
         name if split == TEST else f"{name}, {split}": "; ".join(seen)

@@ -271,7 +271,7 @@ def _different_data(rows: Sequence[Record]) -> list[str]:
             ("images", "n ="): (row.what, "" if row.n is None else f"{row.n:,}"),
             ("prompts", "revisions"): (
                 (row.dataset, row.split, row.task, row.prompt_set),
-                row.prompts if row.task in ("zero-shot", "retrieval", "captioning") else "",
+                row.prompts if row.task in ("zero-shot", "likelihood", "retrieval", "captioning") else "",
             ),
         }
         for kind, (key, value) in values.items():

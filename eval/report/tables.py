@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 # tasks without training; the first is the usual main task
-AS_TRAINED = ("zero-shot", "retrieval", "captioning", "compositional")
+AS_TRAINED = ("zero-shot", "retrieval", "captioning", "compositional", "likelihood")
 SEVERAL_TASKS = "several tasks"
 PLAIN = "ridge"  # few-shot settings without an estimator
 _STD = "_std"  # suffix of a metric: its standard deviation over seeds

@@ -72,6 +72,7 @@ def zero_shot_details(
     class_weights: Tensor,
     logit_scale: float,
     *,
+    task: str = "zero-shot",
     seed: int = 0,
     device: torch.device | None = None,
 ) -> Details:
@@ -86,6 +87,7 @@ def zero_shot_details(
         image_features: (N, D) unit norm, possibly memory-mapped.
         class_weights: (D, C) unit columns.
         logit_scale: exp(t) of the model.
+        task: as in the scores.
         seed: seed of the examples, which otherwise depend only on N and the predictions.
         device: for the matrix products; by default that of the features.
 
@@ -104,13 +106,13 @@ def zero_shot_details(
             scores = class_scores(image_features, class_weights, device=device)  # (N, 2)
             values["roc_auc"] = pack(scores[:, 1] - scores[:, 0])
         details = prediction_details(
-            dataset, top.classes[:, 0], task="zero-shot", confidence=top.probabilities[:, 0]
+            dataset, top.classes[:, 0], task=task, confidence=top.probabilities[:, 0]
         )
         right_of = {metric: pack(own) for metric, own in right.items()}
         details = replace(details, right=right_of, values=values)
     else:  # a class of -1 means none
         is_right = labels.bool().gather(1, top.classes.clamp(min=0)) & (top.classes >= 0)
-        details = item_details(dataset, task="zero-shot", n=len(labels))
+        details = item_details(dataset, task=task, n=len(labels))
     chosen, weights = _choose_examples(is_right[:, 0], seed), class_weights.cpu()
     examples = []
     for number in chosen:
@@ -319,7 +321,8 @@ def item_details(
         right: by metric, (items,) bool; the items of "text_to_image_R@1" are captions.
         values: by metric that is their mean, (items,) float.
     """
-    prompt_sets = {"zero-shot": dataset.prompt_set, "retrieval": dataset.caption_prompt_set}
+    prompt_sets = dict.fromkeys(("zero-shot", "likelihood"), dataset.prompt_set)
+    prompt_sets["retrieval"] = dataset.caption_prompt_set
     return Details(
         dataset=dataset.name,
         task=task,

@@ -328,6 +328,14 @@ TASKS: Mapping[str, Task] = {
         add_options=_captioning_options,
         depends_on=("beams",),
     ),
+    "likelihood": Task(
+        summary="classify images by the likelihood of the prompts of their class names as captions",
+        function="eval.tasks.captioning:likelihood",
+        fits="labels",
+        metric="acc1",
+        by_prompts=True,
+        describes=True,
+    ),
     "compositional": Task(
         summary="choose the right caption among wrong ones (Winoground, SugarCrepe, ARO, WinoGAViL)",
         function="eval.tasks.compositional:compositional",

@@ -1,12 +1,13 @@
-"""The task ``captioning``: describe each image, and compare with its true captions.
+"""Tasks of models with a decoder: ``captioning``, and ``likelihood``, zero-shot without a text tower.
 
-Captions are compared by their tokens (``caption_tokens``). The perplexity is that of the true captions, of which
-tokens beyond the decoder's length are left out. Prompts for captions are not used.
+``captioning`` describes each image and compares with its true captions by their tokens (``caption_tokens``). The
+perplexity is that of the true captions, of which tokens beyond the decoder's length are left out. Prompts for
+captions are not used.
 
-Letters in shape comments: N images, B images of a batch, R captions.
+Letters in shape comments: N images, B images of a batch, R captions, P prompts, C classes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -21,9 +22,10 @@ from eval.features.encoder import Ranks
 from eval.metrics import METRICS, Descriptions, caption_tokens
 from eval.results.details import captioning_details
 from eval.tasks import Options
+from eval.tasks.classify import prompt_outcome, report_classes
 from eval.tasks.subject import Outcome, Subject, metric_scores
 
-__all__ = ["captioning"]
+__all__ = ["captioning", "likelihood"]
 
 _ROWS = 128  # captions that the decoder computes at a time
 _THREADS = 4  # that read images
@@ -59,10 +61,62 @@ def _describe(subject: Subject, captions: Sequence[Sequence[str]], beams: int) -
 
     The ranks share the images.
     """
+    dataset, model, ranks = subject.dataset, subject.encoder.model, subject.encoder.ranks
+    texts: dict[int, str] = {}
+    likelihoods = torch.zeros(len(dataset), 2, dtype=torch.float64)
+
+    def compute(numbers: Sequence[int], pixels: Tensor) -> None:
+        texts.update(zip(numbers, generate_captions(model, pixels, beams=beams, rows=numbers), strict=True))
+        likelihoods[list(numbers)] = _likelihoods(model, pixels, [captions[i] for i in numbers])
+
+    _over_images(subject, compute, batch=_ROWS // beams)
+    likelihoods = ranks.gather(likelihoods)
+    if not bool(likelihoods.isfinite().all()):
+        raise DataError(f"the model's likelihoods of the captions of dataset {dataset.name} are not finite")
+    return _gathered(ranks, texts, len(dataset)), likelihoods
+
+
+def likelihood(subject: Subject, options: Options) -> Outcome:
+    """Run the task ``likelihood``: the class whose prompts, as captions, have the highest mean of log p.
+
+    It needs no text tower, only the decoder (Tschannen et al. 2023, https://arxiv.org/abs/2306.07915).
+
+    Raises:
+        DataError: the dataset has no labels or class names, a metric does not apply to it, an image cannot be read,
+            or the model's outputs are not finite.
+    """
+    report_classes(subject)
+    dataset, model = subject.dataset, subject.encoder.model
+    prompts = dataset.prompts()
+    tokens = model.tokenizer([one for own in prompts for one in own])  # (P, L)
+    classes = torch.tensor([i for i, own in enumerate(prompts) for _ in own])  # (P,)
+    scores = torch.zeros(len(dataset), len(prompts))  # (N, C)
+
+    def compute(numbers: Sequence[int], pixels: Tensor) -> None:
+        _, seen = model.image_tokens(pixels)
+        flat = torch.empty(len(numbers) * len(tokens))  # (B · P,)
+        for rows in torch.arange(len(flat)).split(_ROWS):
+            sums, _ = _caption_nll(model, seen, rows // len(tokens), tokens[rows % len(tokens)])
+            flat[rows] = -sums.float().cpu()
+        own = torch.zeros(len(numbers), len(prompts)).index_add_(1, classes, flat.view(len(numbers), -1))
+        scores[list(numbers)] = own / classes.bincount(minlength=len(prompts))
+
+    _over_images(subject, compute, batch=_ROWS)
+    scores = subject.encoder.ranks.gather(scores)
+    if not bool(scores.isfinite().all()):
+        raise DataError(f"the model's likelihoods of the prompts of dataset {dataset.name} are not finite")
+    return prompt_outcome(subject, options, scores, torch.eye(len(prompts)), 1.0, task="likelihood")
+
+
+def _over_images(subject: Subject, compute: Callable[[Sequence[int], Tensor], None], *, batch: int) -> None:
+    """Call ``compute`` with the numbers and pixels (B, 3, S, S) of batches of this rank's images.
+
+    Raises:
+        DataError: it fails for an image of any rank.
+    """
     encoder, dataset = subject.encoder, subject.dataset
     model, ranks = encoder.model, encoder.ranks
-    own = range(ranks.rank, len(dataset), ranks.world)
-    batch = max(1, min(encoder.batch_size, _ROWS // beams))
+    own, batch = range(ranks.rank, len(dataset), ranks.world), max(1, min(encoder.batch_size, batch))
 
     def pixels_of(number: int) -> Tensor:
         try:
@@ -71,28 +125,19 @@ def _describe(subject: Subject, captions: Sequence[Sequence[str]], beams: int) -
             where = f"{dataset.where(number)}: {error}"
             raise DataError(f"{where}; fix or remove it (images are never skipped)") from error
 
-    texts: dict[int, str] = {}
-    likelihoods = torch.zeros(len(dataset), 2, dtype=torch.float64)
     failed: dict[int, str] = {}
     try:
         with evaluating(model), torch.inference_mode(), ThreadPoolExecutor(_THREADS) as pool:
             for start in range(0, len(own), batch):
                 numbers = own[start : start + batch]
-                pixels = torch.stack([*pool.map(pixels_of, numbers)]).to(encoder.device)  # (B, 3, S, S)
-                found = generate_captions(model, pixels, beams=beams, rows=numbers)
-                texts |= zip(numbers, found, strict=True)
-                likelihoods[list(numbers)] = _likelihoods(model, pixels, [captions[i] for i in numbers])
+                compute(numbers, torch.stack([*pool.map(pixels_of, numbers)]).to(encoder.device))
                 if encoder.progress is not None:
                     encoder.progress(len(numbers))
     except DataError as error:
         failed[ranks.rank] = str(error)
-    # ranks that succeeded must not wait for captions that will never come
+    # ranks that succeeded must not wait for results that will never come
     if messages := [*filter(None, _gathered(ranks, failed, ranks.world))]:
         raise DataError(messages[0])
-    likelihoods = ranks.gather(likelihoods)
-    if not bool(likelihoods.isfinite().all()):
-        raise DataError(f"the model's likelihoods of the captions of dataset {dataset.name} are not finite")
-    return _gathered(ranks, texts, len(dataset)), likelihoods
 
 
 def _likelihoods(model: CLIP, pixels: Tensor, captions: Sequence[Sequence[str]]) -> Tensor:
@@ -103,11 +148,15 @@ def _likelihoods(model: CLIP, pixels: Tensor, captions: Sequence[Sequence[str]])
     found = torch.zeros(len(captions), 2, dtype=torch.float64)
     for start in range(0, len(texts), _ROWS):
         rows = images[start : start + _ROWS]
-        tokens = model.tokenizer(texts[start : start + _ROWS])
-        lengths = (tokens.argmax(dim=-1) + 1).tolist()
-        sums, counts = model.caption_nll(seen[rows.to(seen.device)], tokens.to(seen.device), lengths=lengths)
+        sums, counts = _caption_nll(model, seen, rows, model.tokenizer(texts[start : start + _ROWS]))
         found.index_add_(0, rows, torch.stack([sums.double(), counts.double()], dim=1).cpu())
     return found
+
+
+def _caption_nll(model: CLIP, seen: Tensor, images: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute ``CLIP.caption_nll`` of tokens (R, L) given the numbered images (R,) of a batch."""
+    lengths = (tokens.argmax(dim=-1) + 1).tolist()
+    return model.caption_nll(seen[images.to(seen.device)], tokens.to(seen.device), lengths=lengths)
 
 
 def _gathered(ranks: Ranks, own: Mapping[int, str], count: int) -> list[str]:

@@ -6,6 +6,7 @@ Dimensions: N images, C classes.
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from clipkit.errors import DataError
 from clipkit.files import counted
@@ -20,6 +21,7 @@ from eval.tasks.subject import Outcome, Subject, metric_scores
 __all__ = [
     "classification_scores",
     "fitting_metrics",
+    "prompt_outcome",
     "report_captions",
     "report_choices",
     "report_classes",
@@ -75,7 +77,7 @@ def classification_scores(
         DataError: a metric does not apply to the dataset, or is undefined for its labels.
     """
     dataset = answers.dataset
-    prompt_set = dataset.prompt_set if task == "zero-shot" else ""
+    prompt_set = dataset.prompt_set if task in ("zero-shot", "likelihood") else ""
     names = fitting_metrics(dataset, metrics)
     return metric_scores(dataset, names, answers, task=task, prompt_set=prompt_set, setting=setting)
 
@@ -147,25 +149,50 @@ def _shown(texts: Sequence[str]) -> str:
 def zero_shot(subject: Subject, options: Options) -> Outcome:
     """Run the task ``zero-shot``.
 
-    With details, there are also the expected calibration error, if images have one label, and the accuracy by
-    superclass, if the dataset has superclasses.
-
     Raises:
         DataError: the dataset has no labels or class names, or a metric does not apply to it.
     """
     report_classes(subject)
+    images = subject.images().projected
+    return prompt_outcome(subject, options, images, subject.class_weights(), subject.logit_scale)
+
+
+def prompt_outcome(
+    subject: Subject,
+    options: Options,
+    features: Tensor,
+    weights: Tensor,
+    logit_scale: float,
+    *,
+    task: str = "zero-shot",
+) -> Outcome:
+    """Score a classifier made of class prompts.
+
+    With details, there are also the expected calibration error, if images have one label, and the accuracy by
+    superclass, if the dataset has superclasses.
+
+    Args:
+        subject: the model and the dataset.
+        options: options of the task.
+        features: (N, D).
+        weights: (D, C).
+        logit_scale: factor of their product.
+        task: for the scores.
+
+    Raises:
+        DataError: the dataset has no labels or class names, or a metric does not apply to it.
+    """
     dataset = subject.dataset
-    features, weights = subject.images().projected, subject.class_weights()
-    answers = Answers(dataset, features, weights, subject.logit_scale, subject.device)
+    answers = Answers(dataset, features, weights, logit_scale, subject.device)
     metrics = fitting_metrics(dataset, subject.metrics)
     if options.details and answers.labels.dim() == 1:
         metrics += ("ece",)
     if options.details and dataset.superclasses:
         metrics += ("superclass_acc1",)
-    scores = classification_scores(answers, task="zero-shot", metrics=tuple(dict.fromkeys(metrics)))
+    scores = classification_scores(answers, task=task, metrics=tuple(dict.fromkeys(metrics)))
     if not options.details:
         return Outcome(scores=scores)
     details = zero_shot_details(
-        dataset, features, weights, subject.logit_scale, seed=options.seed, device=subject.device
+        dataset, features, weights, logit_scale, task=task, seed=options.seed, device=subject.device
     )
     return Outcome(scores=scores, details=[details])

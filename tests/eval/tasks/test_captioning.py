@@ -91,6 +91,33 @@ def test_a_model_that_knows_the_captions_has_the_best_scores(dataset: EvalDatase
     assert all(details.pictures[one.picture].png for one in details.descriptions)
 
 
+def test_classes_are_chosen_by_the_likelihood_of_their_prompts(write_dataset: WriteDataset) -> None:
+    _, model = trained()
+    folder = write_dataset(
+        "named", labels=[*range(COUNT)], class_names=WORDS, templates=["a {c} on top", "the {c}"]
+    )
+    dataset = open_dataset(folder)
+    outcome = TASKS["likelihood"].run(Subject(Encoder(model, batch_size=5), dataset), Options())
+    scores = torch.zeros(COUNT, COUNT)
+    for i in range(COUNT):  # a prompt at a time
+        pixels = eval_pixels(png(i), model.preprocess)[None]
+        for j, word in enumerate(WORDS):
+            for prompt in (f"a {word} on top", f"the {word}"):
+                tokens = model.tokenizer([prompt])
+                with torch.no_grad():
+                    sums = model(pixels, tokens, terms={"caption": {"captions": tokens}})[-1]
+                scores[i, j] -= float(sums) / 2
+    right = scores.argmax(dim=1) == torch.arange(COUNT)
+    found = by_metric(outcome.scores)
+    assert found["acc1"].value == pytest.approx(float(right.float().mean())) and right.float().mean() > 0.8
+    assert {score.prompt_set for score in outcome.scores} == {"own"}
+    (details,) = outcome.details
+    assert details.task == "likelihood" and details.key[4] == "own"
+    shown = details.examples[0]
+    expected = scores[int(shown.picture)].softmax(dim=0).max()
+    assert shown.guesses[0].probability == pytest.approx(float(expected), rel=2e-3)
+
+
 def test_ranks_share_the_images_and_fail_together(
     dataset: EvalDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,4 +204,6 @@ def test_datasets_and_models_that_cannot_be_described(
         evaluate(model, dataset, tasks=["captioning"])
     with pytest.raises(DataError, match="has no captions, which retrieval and captioning need"):
         evaluate(model, open_dataset(write_dataset()), tasks=["captioning"])
+    with pytest.raises(ConfigError, match="cannot describe images"):
+        evaluate(model, open_dataset(write_dataset("others")), tasks=["likelihood"])
     assert dataset.tasks == ("retrieval",)
