@@ -37,6 +37,7 @@ _METRICS = (
 )  # fmt: skip
 _IN_BATCH = {"image_to_text_R@1": "image → text", "text_to_image_R@1": "text → image"}
 _TERM = "loss_"  # prefix of the metrics of local terms, such as loss_caption
+_LOSS_TIME = "loss_time"  # seconds of a step that the loss takes
 _MEAN = "mean_R@1"  # of both directions of retrieval
 _BESIDE = {  # metrics drawn together
     "acc1": ("acc5",),
@@ -140,7 +141,8 @@ def _read(run: Path) -> RunFolder:
         step = whole(line.get("step"))
         if step is None:
             continue
-        columns.update({name: {} for name in line if name.startswith(_TERM) and name not in columns})
+        terms = {name for name in line if name.startswith(_TERM)} - {_LOSS_TIME}
+        columns.update({name: {} for name in line if name in terms and name not in columns})
         for name, column in columns.items():
             value = line.get(name)
             if isinstance(value, int | float) and not isinstance(value, bool):

@@ -200,8 +200,8 @@ class Line(TableRow):
 
     @property
     def title(self) -> str:
-        """Dataset and metric."""
-        return f"{self.dataset} {metric_name(self.metric)}"
+        """Dataset and metric, and the note."""
+        return ", ".join(filter(None, (f"{self.dataset} {metric_name(self.metric)}", self.note)))
 
     @property
     def scope(self) -> str:

@@ -291,6 +291,13 @@ def test_a_repeated_step_counts_once(run: Path) -> None:
     assert "last loss is 0.123" in parse(build_report(run)).words
 
 
+def test_terms_have_curves_of_their_own_and_the_time_of_the_loss_has_none(run: Path) -> None:
+    lines = [metrics_line(step) | {"loss_caption": 2.5, "loss_time": 0.01} for step in range(1, 9)]
+    write_lines(run / "metrics.jsonl", lines)
+    text = build_report(run).read_text(encoding="utf-8")
+    assert "Loss of caption" in text and "Loss of time" not in text
+
+
 def test_at_most_five_snapshots_are_shown(run: Path) -> None:
     for step in range(400, 2001, 100):
         write_snapshot(run, snapshot(step))
