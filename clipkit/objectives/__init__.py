@@ -136,7 +136,7 @@ OBJECTIVES: dict[str, Objective] = {
         smooths=False,
         with_teacher=False,
         compares=False,
-        note="loss.name=none trains no text features: set lock.text=all, unless caption.feed=text reads them",
+        note="loss.name=none trains no text features; lock.text=all saves time unless caption.feed=text",
     ),
 }
 

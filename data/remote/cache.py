@@ -386,21 +386,26 @@ class ShardCache:
 
     def _make_space(self, part: Path, size: int, urgent: bool) -> bool:
         """Remove the least recently used files until ``part`` fits; return False if that is impossible."""
-        files, total, unwritten = list[tuple[int, Path, int]](), size, 0
-        for path in [*self.folder.glob("??/*.tar"), *self.folder.glob("??/*.part")]:
+        files, sizes, unwritten = list[tuple[int, Path, int]](), dict[Path, int](), 0
+        for path in self.folder.glob(
+            "??/*.part"
+        ):  # first: other processes may rename parts to shards meanwhile
             if path == part:
+                continue
+            if (lock := FileLock(path.with_suffix(".lock"))).try_acquire():  # of a killed process
+                path.unlink(missing_ok=True)
+                lock.release()
                 continue
             with suppress(FileNotFoundError):
                 status = path.stat()
-                if path.suffix == ".tar":
-                    files.append((status.st_mtime_ns, path, status.st_size))
-                elif (lock := FileLock(path.with_suffix(".lock"))).try_acquire():  # of a killed process
-                    path.unlink(missing_ok=True)
-                    lock.release()
-                    continue
-                else:
-                    unwritten += max(0, status.st_size - status.st_blocks * 512)
-                total += status.st_size
+                sizes[path.with_suffix("")] = status.st_size
+                unwritten += max(0, status.st_size - status.st_blocks * 512)
+        for path in self.folder.glob("??/*.tar"):
+            with suppress(FileNotFoundError):
+                status = path.stat()
+                sizes[path.with_suffix("")] = status.st_size
+                files.append((status.st_mtime_ns, path, status.st_size))
+        total = size + sum(sizes.values())
         before = time.time_ns() - int(self._in_use_seconds * 1e9)
         removable = sorted(one for one in files if urgent or one[0] < before)
         if total - sum(one[2] for one in removable) > self.max_bytes:

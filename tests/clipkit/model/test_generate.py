@@ -65,16 +65,21 @@ def images(count: int, size: int = 16) -> Tensor:
     return torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8, generator=random)
 
 
-def likelihood(model: CLIP, image: Tensor, ids: tuple[int, ...]) -> float:
-    """log p of each token after the start, from the loss that training uses where rows end, else token by token."""
-    total, decoder = 0.0, model.text_decoder
+def next_words(model: CLIP, image: Tensor) -> dict[tuple[int, ...], list[float]]:
+    """log p of each word after the start and each beginning of at most three words."""
+    decoder = model.text_decoder
+    found: dict[tuple[int, ...], list[float]] = {}
     assert decoder is not None
-    _, seen = model.image_tokens(image[None])
-    for place, one in enumerate(ids):
-        row = torch.tensor([[1, *ids[:place]]])
-        text = model.text_tokens(row, lengths=[place + 1])[1] if decoder.shape.feed == "text" else None
-        total += decoder.next_logits(seen, row, text)[0].log_softmax(dim=-1)[one].item()
-    return total
+    for length in range(4):
+        beginnings = list(itertools.product(range(5), repeat=length))
+        rows = torch.tensor([[1, *ids] for ids in beginnings])
+        _, seen = model.image_tokens(image.expand(len(rows), -1, -1, -1))
+        text = None
+        if decoder.shape.feed == "text":
+            _, text = model.text_tokens(rows, lengths=[length + 1] * len(rows))
+        chances = decoder.next_logits(seen, rows, text).log_softmax(dim=-1)
+        found |= dict(zip(beginnings, chances.tolist(), strict=True))
+    return found
 
 
 @pytest.mark.parametrize("feed", ["tokens", "text"])
@@ -88,11 +93,16 @@ def test_a_beam_search_of_all_hypotheses_finds_the_best_caption(feed: str) -> No
         found = generate_captions(model, shown, beams=300)
         greedy = generate_captions(model, shown)
         for image, caption, plain in zip(shown, found, greedy, strict=True):
-            best = max(every, key=lambda ids: likelihood(model, image, ids) / len(ids))
+            chances = next_words(model, image)
+            means = {
+                ids: sum(chances[ids[:place]][one] for place, one in enumerate(ids)) / len(ids)
+                for ids in every
+            }
+            best = max(every, key=means.__getitem__)
             assert caption == model.tokenizer.decode([one for one in best if one != 4])
             ids: tuple[int, ...] = ()
             while len(ids) < 4 and 4 not in ids:
-                ids += (max(range(5), key=lambda one: likelihood(model, image, (*ids, one))),)
+                ids += (max(range(5), key=chances[ids].__getitem__),)
             assert plain == model.tokenizer.decode([one for one in ids if one != 4])
 
 
@@ -136,12 +146,11 @@ def coca(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """open_clip's CoCa with random weights, as a folder."""
     open_clip = pytest.importorskip("open_clip")
     folder = tmp_path_factory.mktemp("coca")
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        towers = {key: value for key, value in COCA.items() if key != "custom_text"}
-        model = open_clip.CoCa(**towers)
-    for value in model.parameters():  # biases and scales too
-        value.data += 0.02 * torch.randn(value.shape, generator=torch.Generator().manual_seed(value.numel()))
+    model = open_clip.CoCa(**{key: value for key, value in COCA.items() if key != "custom_text"})
+    random = torch.Generator().manual_seed(0)
+    for name, value in model.named_parameters():  # open_clip leaves some uninitialized
+        drawn = torch.randn(value.shape, generator=random)
+        value.data = drawn * value.shape[-1] ** -0.5 if value.ndim > 1 else 0.1 * drawn + ("ln_" in name)
     save_file(model.state_dict(), folder / "open_clip_model.safetensors")
     preprocess = {"size": 32, "mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bicubic"}
     content = {"model_cfg": COCA, "preprocess_cfg": preprocess}
