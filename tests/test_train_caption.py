@@ -26,7 +26,7 @@ SETTINGS = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_captions_are_trained_and_resumed_bit_for_bit(trainings: Trainings, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     trainings.run(whole, *SETTINGS)

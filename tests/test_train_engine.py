@@ -176,7 +176,8 @@ def test_a_first_loss_that_is_no_number_is_replayed_too(trainings: Trainings, tm
     assert replay.stdout.startswith("step 1 in fp32: the output of visual.")
 
 
-@pytest.mark.parametrize("loss", ["clip", pytest.param("siglip", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("loss", ["clip", "siglip"])
 def test_a_run_goes_on_when_the_weights_that_it_began_with_are_gone(
     loss: str, trainings: Trainings, tmp_path: Path
 ) -> None:
@@ -197,6 +198,7 @@ def test_a_run_goes_on_when_the_weights_that_it_began_with_are_gone(
         assert digests(out, 4) == end and (checkpoint(out, 4) / "model.json").read_text() == card
 
 
+@pytest.mark.long
 def test_spikes_are_counted_and_skipped_and_judged_alike_after_a_stop(
     trainings: Trainings, tmp_path: Path
 ) -> None:

@@ -153,8 +153,8 @@ def break_all(data: Path) -> dict[Path, bytes]:
     return before
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("world", [1, 2])
 def test_where_no_batch_can_be_made_the_run_goes_on_once_the_data_are_repaired(
     world: int, trainings: Trainings, breakable: Path, tmp_path: Path
 ) -> None:

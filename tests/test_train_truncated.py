@@ -20,7 +20,7 @@ from tests.small_trainings import (
 __all__ = ["pairs", "trainings"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_intact_part_of_a_truncated_shard_is_trained_on(trainings: Trainings, tmp_path: Path) -> None:
     data, out = write_pairs(tmp_path / "pairs"), tmp_path / "run"
     shard = data / "train" / "1.tar"

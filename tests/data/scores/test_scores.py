@@ -316,7 +316,7 @@ def test_hidden_evaluation_images_and_duplicates_are_found(checkpoint: Path, tmp
     assert "<td>200</td><td>57.1%</td>" in text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_command_continues_with_the_same_result(
     checkpoint: Path, pairs: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
