@@ -44,7 +44,7 @@ from eval.run import Scorer
 def main(arguments: Arguments) -> int:
     # 1. This process among the others, and its device.
     stop = guards.StopRequest()
-    guards.end_with_launcher(PARENT, leaving=lambda: stop.asked)
+    guards.end_with_launcher(PARENT, leaving=stop.leaving)
     distributed.check_launch()
     device = distributed.start()
     rank, world = distributed.rank(), distributed.world_size()
@@ -319,7 +319,7 @@ def main(arguments: Arguments) -> int:
 
                 # 7e. What is due after this step.
                 too_many_bad = guards.too_many_bad(state.bad_samples, drawn, config.data.max_bad)
-                stopped = ranks["asked_to_stop"] > 0 or too_many_bad
+                stopped = stop.agreed = ranks["asked_to_stop"] > 0 or too_many_bad
                 last = step == config.steps
                 due_score = training.is_due(step, config.eval.every_steps) and not last and not stopped
                 due_save = last or stopped or ranks["time_to_save"] > 0

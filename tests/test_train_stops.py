@@ -112,7 +112,8 @@ def test_ranks_that_are_asked_to_stop_save_although_torchrun_dies(
     run = Launched(trainings, 2, tmp_path / "run", "steps=100000", "checkpoint.every_steps=0")
     run.wait_for_steps(3)
     started = run.processes()
-    os.kill(process_of(run.out), signal.SIGUSR1)
+    for process in started - {run.torchrun.pid}:  # as SLURM does: to all, and torchrun dies of it
+        os.kill(process, signal.SIGUSR1)
     run.torchrun.kill()
     run.torchrun.wait()
     run.wait_until_gone(started)

@@ -332,16 +332,31 @@ class StopRequest:
 
     Attributes:
         number: number of the signal received, or 0. The program's exit status is 128 + this number.
+        agreed: whether all ranks have agreed to stop after this step, whichever of them received a signal.
         otherwise: message about the work that exiting at once would lose.
     """
 
     def __init__(self) -> None:
-        self.number, self.saves = 0, False
+        self.number, self.saves, self.agreed = 0, False, False
+        self._signalled = False
         self.otherwise = "no step was made; the same command starts again"
         self._owner = os.getpid()  # loader processes leave signals to the trainer
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # ignored by nohup
                 signal.signal(number, self._ask)
+        # Python calls ``_ask`` only between two instructions of the main thread, which may spend seconds in a
+        # backward pass; the number of a signal arrives in this pipe at once.
+        self._arrived, write_end = os.pipe()
+        for end in (self._arrived, write_end):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+
+    def leaving(self) -> bool:
+        """Return whether this process is about to save and exit, for the thread that watches the launcher."""
+        with suppress(BlockingIOError):
+            numbers = os.read(self._arrived, 4096)  # of other signals too, such as SIGCHLD
+            self._signalled |= any(signal.getsignal(number) == self._ask for number in numbers)
+        return self._signalled or self.agreed
 
     @property
     def asked(self) -> bool:

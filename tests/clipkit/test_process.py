@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ def handlers() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+    signal.set_wakeup_fd(-1)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -51,13 +53,18 @@ def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
     signal.raise_signal(signal.SIGHUP)
 
 
-# what a rank does: it says that it is there, and leaves by itself if it is told to
+# what a rank does: it prints its process ID; "leaving", it saves; "in a step", its main thread is long in C
 RANK = """
-import os, sys, time
+import hashlib, os, sys, time
 parent = os.getppid()
-from clipkit.training.guards import end_with_launcher
-end_with_launcher(parent, leaving=lambda: sys.argv[1] == "leaving")
+from clipkit.training.guards import StopRequest, end_with_launcher
+stop = StopRequest()
+stop.save_first(True, "")
+stop.agreed = sys.argv[1] == "leaving"
+end_with_launcher(parent, leaving=stop.leaving)
 print(os.getpid(), flush=True)
+if sys.argv[1] == "in a step":
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 50_000_000)
 time.sleep(60)
 """
 LAUNCHER = """
@@ -65,17 +72,18 @@ import subprocess, sys, time
 subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]])
 time.sleep(60)
 """
-UNDER_TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "LOCAL_RANK": "0"}
+UNDER_TORCHRUN: dict[str, Any] = {"TORCHELASTIC_RUN_ID": "1", "LOCAL_RANK": "0"}
 
 
-def orphan(how: str, **environment: str) -> tuple[int, str]:
-    """Kill a rank's launcher alone; returns the rank, 0 if it has ended, and what it said."""
+def orphan(how: str, *, number: int = 0, **environment: str) -> tuple[int, str]:
+    """Send a rank a signal and kill its launcher; returns the rank, 0 if it has ended, and what it said."""
     command = [sys.executable, "-c", LAUNCHER, RANK, how]
     launcher = subprocess.Popen(
         command, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert launcher.stdout is not None
     rank = int(launcher.stdout.readline())
+    os.kill(rank, number)
     launcher.kill()
     launcher.wait()
     try:
@@ -101,6 +109,13 @@ def test_a_process_without_a_launcher_outlives_its_parent() -> None:
 def test_a_rank_that_is_saving_outlives_its_launcher() -> None:
     rank, _ = orphan("leaving", **UNDER_TORCHRUN)
     assert rank
+
+
+def test_a_rank_that_is_asked_to_stop_during_a_step_outlives_its_launcher() -> None:
+    rank, _ = orphan("in a step", number=signal.SIGUSR1, **UNDER_TORCHRUN)
+    assert rank
+    rank, said = orphan("in a step", number=signal.SIGURG, **UNDER_TORCHRUN)
+    assert rank == 0 and said.startswith("error: torchrun has died")
 
 
 def test_a_rank_ends_whose_launcher_died_before_it_looked() -> None:
