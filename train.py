@@ -61,7 +61,7 @@ def main(arguments: Arguments) -> int:
         return 0
     if arguments.replay:
         config = replace(config, accumulate=guards.replay_parts(run, config.accumulate, config.batch_size))
-    shape = build.shape_of(config.model, config.loss, config.small, config.caption)
+    shape = build.shape_of(config.model, config.loss, config.small, config.caption, config.masked)
     build.check_split(config.batch_size, world=world, parts=config.accumulate)
     if config.data.nvjpeg:
         augment.require_nvjpeg(device)
@@ -222,6 +222,7 @@ def main(arguments: Arguments) -> int:
             config.model.patch_dropout,
             OBJECTIVES[config.loss.name].text_rows(shape.text, config.batch_size),
             loss_dims=config.loss.dims,
+            masked=config.masked.fraction,
         )
         flops = count_flops()
         measure = partial(costs.measured_peak, device, torch.bfloat16 if bf16 else torch.float32)

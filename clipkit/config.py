@@ -25,9 +25,9 @@ from clipkit.model.names import check_names
 
 __all__ = [
     "MOST", "CaptionConfig", "CheckpointConfig", "Config", "DataConfig", "DistillConfig", "EvalConfig",
-    "LockConfig", "LogConfig", "LossConfig", "ModelConfig", "OptimConfig", "Section", "SmallConfig", "Within",
-    "changes", "fits", "imported", "late", "load_config", "require", "setting", "settings_reference", "shown",
-    "shown_settings", "text_of", "to_toml",
+    "LockConfig", "LogConfig", "LossConfig", "MaskedConfig", "ModelConfig", "OptimConfig", "Section",
+    "SmallConfig", "Within", "changes", "fits", "imported", "late", "load_config", "require", "setting",
+    "settings_reference", "shown", "shown_settings", "text_of", "to_toml",
 ]  # fmt: skip
 
 
@@ -427,6 +427,35 @@ class CaptionConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MaskedConfig(Section):
+    """Predict masked patches of images, in addition to ``loss.name``; see clipkit/model/masked.py.
+
+    Images with masked patches are encoded in a further pass. The term is the mean over the chosen patches.
+    """
+
+    section = "masked."
+    weight: float = setting(0.0, "Weight of the term, which is added to the loss; 0: none.", _at_least(0))
+    fraction: float = setting(
+        0.5,
+        "Fraction of the patches that is chosen: 80% of them are masked, 10% replaced by another patch of the "
+        "image, and 10% kept.",
+        Within(words="more than 0, at most 1", holds=lambda value: 0 < value <= 1),
+    )
+    target: str = setting(
+        "color",
+        "What is predicted of a patch: the class of its mean color among 512, those of 4 × 4 cells (small), or its "
+        "pixels, normalized.",
+        registry="clipkit.model.architectures:MASKED",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("fraction", "target"):
+            if not self._is_default(name):
+                _require_use(f"masked.{name}", getattr(self, name), "masked.weight", bool(self.weight))
+
+
+@dataclass(frozen=True, kw_only=True)
 class DistillConfig(Section):
     """Distillation from a teacher's similarities within the batch."""
 
@@ -668,6 +697,7 @@ class Config(Section):
     data: DataConfig = field(default_factory=DataConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     caption: CaptionConfig = field(default_factory=CaptionConfig)
+    masked: MaskedConfig = field(default_factory=MaskedConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
     lock: LockConfig = field(default_factory=LockConfig)
     small: SmallConfig = field(default_factory=SmallConfig)

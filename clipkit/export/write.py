@@ -32,6 +32,7 @@ from clipkit.export.model_card import Source, by_caller, model_card, source_of
 from clipkit.files.patterns import output_folder
 from clipkit.formats.checkpoint import model_hash
 from clipkit.model.clip import CLIP
+from clipkit.model.flops import HEADS
 from clipkit.model.zero_shot import evaluating
 
 __all__ = ["Exported", "export", "run"]
@@ -89,7 +90,7 @@ def export(model: CLIP, out: Path, *, to: Sequence[str] = (), source: Source | N
             name,
             value,
         ) in model.state_dict().items():  # copied, because safetensors does not support shared memory
-            if name.startswith("text_decoder."):  # only the towers are exported
+            if name.startswith(HEADS):  # only the towers are exported
                 continue
             memory = value.untyped_storage().data_ptr()
             copied = value.clone(memory_format=torch.contiguous_format) if memory in seen else value

@@ -495,6 +495,8 @@ def model_hash(model: CLIP) -> str:
         digest.update(f"{decoding!r}\n".encode())
     if shape.decoder is not None:
         digest.update(f"{shape.decoder!r}\n".encode())
+    if shape.masked is not None:
+        digest.update(f"masked {shape.masked}\n".encode())
     if model.dim != shape.embed_dim:
         digest.update(f"dim {model.dim}\n".encode())
     for name, tensor in sorted(model.state_dict().items()):

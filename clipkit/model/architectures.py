@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from clipkit.model.tokenizer import Tokenizer
 
 __all__ = [
-    "ARCHITECTURES", "QUICKGELU", "STEM", "Architecture", "BagOfWords", "ClassTable", "Decoder",
-    "ImageArchitecture", "Layer", "LayerNames", "TextArchitecture", "TextTower", "TowerArchitecture",
-    "VisionTower", "named", "selected",
+    "ARCHITECTURES", "COLORS", "MASKED", "QUICKGELU", "STEM", "Architecture", "BagOfWords",
+    "ClassTable", "Decoder", "ImageArchitecture", "Layer", "LayerNames", "TextArchitecture", "TextTower",
+    "TowerArchitecture", "VisionTower", "named", "selected",
 ]  # fmt: skip
 
 _MAX, _MAX_LAYERS, _MAX_RATIO = 1_000_000, 1000, 64  # limits for stored architectures, which are not trusted
@@ -684,9 +684,22 @@ class Decoder(_TransformerTower, TowerArchitecture):
         return kept + 3 * stream
 
 
+COLORS = 512  # classes of a color, three bits a channel
+# targets of masked patches, see clipkit.model.masked: the side of a patch → number of outputs for it
+MASKED: dict[str, Callable[[int], int]] = {
+    "color": lambda side: COLORS,
+    "small": lambda side: 16 * COLORS,
+    "pixels": lambda side: 3 * side**2,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Architecture of a CLIP: two towers and the dimension they project to, and maybe a decoder of captions."""
+    """Architecture of a CLIP: two towers and the dimension they project to, and maybe heads of local terms.
+
+    Attributes:
+        masked: the target of masked patches, or None.
+    """
 
     embed_dim: int
     vision: ImageArchitecture
@@ -696,12 +709,26 @@ class Architecture:
     logit_bias: bool = False  # whether the model has SigLIP's bias
     # not in ``repr``, which is part of the hash of models without one
     decoder: Decoder | None = field(default=None, repr=False)
+    masked: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         _check_number("embed_dim", self.embed_dim, _MAX)
         for name in ("quick_gelu", "small_data", "logit_bias"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigError(f"{name} = {value!r} must be true or false")
+        if self.masked not in (None, *MASKED):
+            raise ConfigError(f"masked = {self.masked!r} is unknown: {nearest(str(self.masked), MASKED)}")
+        side = 0 if self.vision.plain is None else self.vision.plain.patch_size
+        if self.masked == "small" and side % 4:
+            raise ConfigError(
+                f"masked.target = 'small' cuts patches in 4 × 4 cells, and they are {side} pixels wide"
+            )
+
+    @property
+    def masked_outputs(self) -> int:
+        """Number of outputs for a masked patch; 0 without a head that predicts these."""
+        vision = self.vision.plain
+        return 0 if self.masked is None or vision is None else MASKED[self.masked](vision.patch_size)
 
     @property
     def is_own(self) -> bool:

@@ -6,9 +6,9 @@ module, as in OpenAI's and open_clip's state dicts.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import Architecture, Decoder
 from clipkit.model.decoder import CaptionDecoder
+from clipkit.model.masked import MaskedPatchHead
 from clipkit.model.names import architecture
 from clipkit.model.preprocess import Preprocess
 from clipkit.model.tokenizer import Tokenizer, tokenizer_of
@@ -34,6 +35,8 @@ from clipkit.model.towers import (
 __all__ = ["CLIP", "MAX_LOGIT_SCALE", "build", "create"]
 
 MAX_LOGIT_SCALE = 100.0  # published limit of exp(t)
+Head = TypeVar("Head", bound=nn.Module)
+Kind = TypeVar("Kind")
 _NO_DROPOUT = "patch dropout needs clipkit's ViT as the image tower"
 
 
@@ -50,6 +53,7 @@ class CLIP(nn.Module):
         origin: description of the source it was loaded from; "" for fresh weights.
         dim: O of the features that are returned: the first ones of the embedding, see ``clipkit.load``.
         text_decoder: the decoder of captions, or None.
+        masked_head: the head that predicts masked patches, or None.
         logit_scale: the parameter t; similarities are multiplied by exp(t).
         logit_bias: SigLIP's bias, added to the scaled similarities, or None. Requires a gradient only if trained.
     """
@@ -81,6 +85,7 @@ class CLIP(nn.Module):
         else:
             self.text = shape.text.build(shape.embed_dim, quick_gelu=shape.quick_gelu)
         self.text_decoder = None if shape.decoder is None else _decoder(shape, shape.decoder)
+        self.masked_head = None if shape.masked is None else _masked_head(shape, shape.masked)
         self.logit_scale = nn.Parameter(torch.empty(()))
         self.logit_bias = nn.Parameter(torch.empty(()), requires_grad=False) if shape.logit_bias else None
         self.register_buffer("_mean", torch.empty(3, 1, 1), persistent=False)
@@ -118,7 +123,7 @@ class CLIP(nn.Module):
             patches: (B, K) int64, see ``encode_image``.
             lengths: B numbers, see ``encode_text``.
             terms: arguments of each term by name; those of "caption" are ``captions``, ``lengths`` and
-                ``parallel``, see ``CaptionDecoder.nll``.
+                ``parallel``, see ``CaptionDecoder.nll``; those of "masked" are of ``MaskedPatchHead.nll``.
 
         Returns:
             image features (B, O) and text features (B, O), unit norm, the scalar exp(t), and SigLIP's bias if any.
@@ -129,22 +134,28 @@ class CLIP(nn.Module):
             image = self.encode_image(images, patches=patches)
             text = self.encode_text(tokens, lengths=lengths)
             return image, text, self.logit_scale.exp(), *bias
-        image, seen = self.image_tokens(images, patches=patches)
-        if self._feeds_text:
+        sums, read = {}, None
+        if "caption" in terms:
+            image, seen = self.image_tokens(images, patches=patches)
+        else:
+            image = self.encode_image(images, patches=patches)
+        if "caption" in terms and self._feeds_text:
             text, read = self.text_tokens(tokens, lengths=lengths)
         else:
-            text, read = self.encode_text(tokens, lengths=lengths), None
-        sums = [self._term(name, given, seen, read) for name, given in terms.items()]
-        return image, text, self.logit_scale.exp(), *bias, torch.stack(sums)
+            text = self.encode_text(tokens, lengths=lengths)
+        for name, given in terms.items():
+            if name == "caption":
+                assert self.text_decoder is not None
+                sums[name] = self.text_decoder.nll(seen, text=read, **given)
+            else:
+                assert name == "masked" and self.masked_head is not None, name
+                assert isinstance(self.visual, VisionTransformer)
+                sums[name] = self.masked_head.nll(self.visual, images, colors=self._colours, **given)
+        return image, text, self.logit_scale.exp(), *bias, torch.stack(list(sums.values()))
 
     @property
     def _feeds_text(self) -> bool:
         return self.architecture.decoder is not None and self.architecture.decoder.feed == "text"
-
-    def _term(self, name: str, given: Mapping[str, Any], seen: Tensor, read: Tensor | None) -> Tensor:
-        """Compute a local term's sum over the rows of this batch."""
-        assert name == "caption" and self.text_decoder is not None, name
-        return self.text_decoder.nll(seen, text=read, **given)
 
     def image_tokens(self, images: Tensor, *, patches: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Encode images to unit-norm features (B, O) and the tokens that a decoder reads (B, M, W).
@@ -335,6 +346,8 @@ class CLIP(nn.Module):
             self.reset_bias()
         if self.text_decoder is not None:
             _initialize_decoder(self.text_decoder)
+        if self.masked_head is not None:
+            self.masked_head.initialize()
         return self
 
     @torch.no_grad()
@@ -355,13 +368,31 @@ class CLIP(nn.Module):
             return False
         self.text_decoder = None
         if decoder is not None:
-            with torch.device("meta"):
-                made = _decoder(self.architecture, decoder)
-            self.text_decoder = made.to_empty(device=self.logit_scale.device)
-            with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(seed)
-                _initialize_decoder(self.text_decoder)
+            self.text_decoder = self._fresh(_decoder, decoder, _initialize_decoder, seed)
         return True
+
+    @torch.no_grad()
+    def set_masked(self, target: str | None, *, seed: int = 0) -> None:
+        """Replace the head that predicts masked patches by one with fresh weights, or by none."""
+        self.architecture = replace(self.architecture, masked=target)
+        self.masked_head = None
+        if target is not None:
+            self.masked_head = self._fresh(_masked_head, target, MaskedPatchHead.initialize, seed)
+
+    def _fresh(
+        self,
+        make: Callable[[Architecture, Kind], Head],
+        kind: Kind,
+        initialize: Callable[[Head], None],
+        seed: int,
+    ) -> Head:
+        with torch.device("meta"):
+            made = make(self.architecture, kind)
+        made = made.to_empty(device=self.logit_scale.device)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            initialize(made)
+        return made
 
     @torch.no_grad()
     def reset_bias(self) -> None:
@@ -381,6 +412,13 @@ def _decoder(shape: Architecture, decoder: Decoder) -> CaptionDecoder:
             f"a decoder of width {decoder.width} cannot read a text tower's tokens of {shape.text.token_width}"
         )
     return CaptionDecoder(decoder, seen_width=seen[1], quick_gelu=shape.quick_gelu)
+
+
+def _masked_head(shape: Architecture, target: str) -> MaskedPatchHead:
+    vision = shape.vision.plain
+    if vision is None:
+        raise ConfigError("prediction of masked patches needs clipkit's ViT as the image tower")
+    return MaskedPatchHead(target, width=vision.width, outputs=shape.masked_outputs)
 
 
 def _initialize_decoder(decoder: CaptionDecoder) -> None:

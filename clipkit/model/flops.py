@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from clipkit.model.clip import CLIP
 
 __all__ = [
-    "Flops", "caption_flops", "counted_flops", "image_flops", "loss_flops", "step_flops", "text_flops",
-    "trained_blocks",
+    "HEADS", "Flops", "caption_flops", "counted_flops", "image_flops", "loss_flops", "masked_flops", "step_flops",
+    "text_flops", "trained_blocks",
 ]  # fmt: skip
 
 
 _BEFORE_BLOCKS = ("conv1.", "class_embedding", "positional_embedding", "ln_pre.", "token_embedding.")
+# heads of local terms, which only training and captioning use, by the beginning of their parameters' names
+HEADS = ("text_decoder.", "masked_head.")
 _UNKNOWN = "the FLOPs by formula are known only for clipkit's own towers"
 
 
@@ -84,6 +86,17 @@ def caption_flops(shape: "Architecture", length: int, *, patches: int | None = N
     return Flops(forward=sum(one.forward for one in found), backward=sum(one.backward for one in found))
 
 
+def masked_flops(shape: "Architecture", fraction: float, *, blocks: int | None = None) -> Flops:
+    """FLOPs that predicting a fraction of an image's patches adds: a pass over all of them, and the head."""
+    vision = shape.vision.plain
+    assert vision is not None
+    head = 2 * max(1, round(fraction * vision.patches)) * vision.width * shape.masked_outputs
+    image, whole = image_flops(shape, blocks=blocks), vision.whole_flops(1 + vision.patches)
+    return Flops(
+        forward=image.forward + whole.forward + head, backward=image.backward + whole.backward + 2 * head
+    )
+
+
 def loss_flops(rows: int, columns: int, embed_dim: int) -> Flops:
     """FLOPs of a contrastive loss's logits, (rows, columns), which both directions of the softmax share."""
     forward = 2 * rows * columns * embed_dim
@@ -101,6 +114,7 @@ def step_flops(
     text_blocks: int | None = None,
     counted: Mapping[str, Flops] | None = None,
     loss_dims: Sequence[int] = (),
+    masked: float = 0.0,
 ) -> int:
     """FLOPs of one rank in a training step: both passes and the loss.
 
@@ -114,6 +128,7 @@ def step_flops(
             ``text_blocks`` likewise.
         counted: FLOPs of towers without a formula, see ``counted_flops``.
         loss_dims: the setting ``loss.dims``.
+        masked: fraction of the patches that are predicted, for an architecture with a head for this.
 
     Raises:
         ConfigError: a tower has no formula and is not in ``counted``.
@@ -122,6 +137,8 @@ def step_flops(
     if image is None:
         image = image_flops(shape, patches=patches, blocks=image_blocks)
     step = rows * (image.forward if image_blocks == 0 else image.both)
+    if shape.masked is not None:
+        step += rows * masked_flops(shape, masked, blocks=image_blocks).both
     if shape.decoder is not None:
         lengths = lengths if isinstance(lengths, Mapping) else Counter(lengths)
         for length, times in lengths.items():
@@ -143,11 +160,11 @@ def trained_blocks(model: "CLIP") -> tuple[int | None, int | None]:
     """
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     image = {name.removeprefix("visual.") for name in trained if name.startswith("visual.")}
+    shape = model.architecture
     if model.text is None:
-        text = {name for name in trained if not name.startswith(("visual.", "logit_", "text_decoder."))}
+        text = {name for name in trained if not name.startswith(("visual.", "logit_", *HEADS))}
     else:
         text = {name for name in trained if name.startswith("text.")}
-    shape = model.architecture
     return _last_blocks(image, shape.vision.block_count), _last_blocks(text, shape.text.block_count)
 
 

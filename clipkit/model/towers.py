@@ -23,8 +23,8 @@ from clipkit.model.resample import fitted_grid
 __all__ = [
     "Attention", "AttentionFunction", "BagOfWordsTower", "ClassTableTower", "Kernel", "Packed", "Padded",
     "PooledEncoder", "QuickGELU", "ResidualAttentionBlock", "Rows", "Transformer", "VisionTransformer",
-    "attention_by_length", "attention_varlen", "chosen_rows", "initialize_block", "kept_patches", "pack",
-    "varlen_runs",
+    "attention_by_length", "attention_varlen", "chosen_rows", "cut_patches", "draws", "initialize_block",
+    "kept_patches", "pack", "varlen_runs",
 ]  # fmt: skip
 
 
@@ -379,15 +379,26 @@ class VisionTransformer(nn.Module):
         return out
 
     def with_tokens(
-        self, images: Tensor, patches: Tensor | None = None, *, colours: tuple[Tensor, Tensor] | None = None
+        self,
+        images: Tensor,
+        patches: Tensor | None = None,
+        *,
+        colours: tuple[Tensor, Tensor] | None = None,
+        replaced: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute features (B, O) and the normalized tokens (B, 1 + K, D), the class token first."""
-        x = self.transformer.tokens(self.stem(images, patches, colours=colours), Padded())
+        x = self.stem(images, patches, colours=colours, replaced=replaced)
+        x = self.transformer.tokens(x, Padded())
         tokens: Tensor = self.ln_post(x)
         return tokens[:, 0] @ self.proj, tokens
 
     def stem(
-        self, images: Tensor, patches: Tensor | None = None, *, colours: tuple[Tensor, Tensor] | None = None
+        self,
+        images: Tensor,
+        patches: Tensor | None = None,
+        *,
+        colours: tuple[Tensor, Tensor] | None = None,
+        replaced: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Compute the tokens (B, 1 + K, D) before the blocks.
 
@@ -397,12 +408,11 @@ class VisionTransformer(nn.Module):
             patches: (B, K) int64, ascending, the patches of each image to compute, numbered along rows; None
                 for all.
             colours: mean and standard deviation, (3, 1, 1) each, with which images / 255 are normalized.
+            replaced: for each place the patch that is seen there, (B, K) int64, and the embedding (D,) of patch K.
         """
         side = images.shape[-1]
         assert images.shape[1:] == (3, side, side) and side % self.patch_size == 0, tuple(images.shape)
-        grid = side // self.patch_size
-        # (B, 3, g, p, g, p) → (B, g, g, 3, p, p)
-        cut = images.unflatten(3, (grid, -1)).unflatten(2, (grid, -1)).permute(0, 2, 4, 1, 3, 5)
+        grid, cut = side // self.patch_size, cut_patches(images, self.patch_size)
         if patches is None:
             cut = cut.flatten(1, 2)
         else:
@@ -414,6 +424,10 @@ class VisionTransformer(nn.Module):
             cut = cut.to(mean.dtype, copy=True).div_(255).sub_(mean).div_(std)
         weight = self.conv1.weight.flatten(1)  # (D, 3pp)
         x = F.linear(cut.flatten(2).to(weight.dtype), weight)  # (B, K, D)
+        if replaced is not None:
+            sources, further = replaced
+            x = torch.cat([x, further.to(x.dtype).expand(len(x), 1, -1)], dim=1)
+            x = x.gather(1, sources[..., None].expand(-1, -1, x.shape[-1]))
         places: Tensor = self.positional_embedding
         if side != self.image_size:
             places = fitted_grid(places, grid)
@@ -437,6 +451,12 @@ class VisionTransformer(nn.Module):
             nn.init.xavier_uniform_(block.attn.in_proj_weight)
             nn.init.zeros_(block.attn.in_proj_bias)
             nn.init.zeros_(block.attn.out_proj.bias)
+
+
+def cut_patches(images: Tensor, side: int) -> Tensor:
+    """Cut images (B, 3, S, S) into a grid of patches (B, S / side, S / side, 3, side, side)."""
+    cut: Tensor = images.unflatten(3, (-1, side)).unflatten(2, (-1, side)).permute(0, 2, 4, 1, 3, 5)
+    return cut
 
 
 class BagOfWordsTower(nn.Module):
@@ -566,12 +586,15 @@ def kept_patches(*, seed: int, rows: Tensor, patches: int, keep: int) -> Tensor:
     """
     assert rows.dtype == torch.int64 and rows.ndim == 1, (rows.dtype, rows.shape)
     assert 1 <= keep <= patches, (keep, patches)
-    key = _keys(seed, rows)
-    numbers = torch.arange(1, patches + 1, device=rows.device) * signed(STEP)  # (P,), as SplitMix64 counts
-    draws = mix_tensor(key[:, None] + numbers)  # (B, P), a random number for each patch
     # stable, so that all devices break ties alike
-    smallest = draws.argsort(dim=1, stable=True)[:, :keep]
+    smallest = draws(seed=seed, rows=rows, count=patches).argsort(dim=1, stable=True)[:, :keep]
     return smallest.sort(dim=1).values
+
+
+def draws(*, seed: int, rows: Tensor, count: int) -> Tensor:
+    """Draw ``count`` numbers for each row: (B, count) int64 of all values; arguments as for ``kept_patches``."""
+    numbers = torch.arange(1, count + 1, device=rows.device) * signed(STEP)  # as SplitMix64 counts
+    return mix_tensor(_keys(seed, rows)[:, None] + numbers)
 
 
 def chosen_rows(*, seed: int, rows: Tensor, fraction: float) -> Tensor:

@@ -146,9 +146,9 @@ class Term:
     """A local term of the loss, whose weight is the setting NAME.weight.
 
     Attributes:
-        inputs: ``(settings, batch, seed)`` → arguments of ``CLIP.forward`` for this term by name, each of B rows,
-            and the number of this rank's targets. ``settings`` is the section NAME of the configuration, and
-            ``seed`` differs in each step and from those of other terms.
+        inputs: ``(settings, batch, seed, architecture)`` → arguments of ``CLIP.forward`` for this term by name,
+            each of B rows, and the number of this rank's targets. ``settings`` is the section NAME of the
+            configuration, and ``seed`` differs in each step and from those of other terms.
         stream: number that distinguishes its random draws from those of other terms.
     """
 
@@ -158,4 +158,5 @@ class Term:
 
 TERMS: dict[str, Term] = {
     "caption": Term(inputs=late("clipkit.objectives.caption:caption_inputs"), stream=1),
+    "masked": Term(inputs=late("clipkit.objectives.masked:masked_inputs"), stream=2),
 }

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from clipkit.config import CaptionConfig
+from clipkit.model.architectures import Architecture
 from clipkit.model.towers import chosen_rows
 from clipkit.objectives import Targets
 
@@ -21,7 +22,9 @@ class _Captions(Protocol):
     def rows(self) -> Tensor: ...
 
 
-def caption_inputs(settings: CaptionConfig, batch: _Captions, seed: int) -> tuple[dict[str, Any], int]:
+def caption_inputs(
+    settings: CaptionConfig, batch: _Captions, seed: int, shape: Architecture
+) -> tuple[dict[str, Any], int]:
     """Return the arguments of ``CaptionDecoder.nll`` and the number of predicted tokens, see ``Term``."""
     given: dict[str, Any] = {"captions": batch.tokens, "lengths": batch.lengths}
     if settings.parallel:

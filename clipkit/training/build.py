@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from clipkit.api import load
-from clipkit.config import CaptionConfig, LossConfig, ModelConfig, SmallConfig, require
+from clipkit.config import CaptionConfig, LossConfig, MaskedConfig, ModelConfig, SmallConfig, require
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.formats.checkpoint import load_model, stored_preprocess
 from clipkit.model import IMAGE_TOWERS
@@ -37,9 +37,13 @@ def check_split(batch_size: int, *, world: int, parts: int) -> None:
 
 
 def shape_of(
-    model: ModelConfig, loss: LossConfig, small: SmallConfig, caption: CaptionConfig | None = None
+    model: ModelConfig,
+    loss: LossConfig,
+    small: SmallConfig,
+    caption: CaptionConfig | None = None,
+    masked: MaskedConfig | None = None,
 ) -> Architecture:
-    """Return the architecture that settings select, with a bias or a decoder if the objective needs one.
+    """Return the architecture that settings select, with a bias or heads if the objective needs them.
 
     Raises:
         ConfigError: a name is unknown, or the towers do not support patch dropout, smaller inputs or captions.
@@ -79,7 +83,10 @@ def shape_of(
     below = f"expected sizes below {shape.embed_dim}, the embedding dimension of {model.label}"
     require(max(dims, default=0) < shape.embed_dim, "loss.dims", dims, below)
     decoder = _decoder_of(shape, caption, model.label) if caption is not None and caption.weight else None
-    shape = replace(shape, decoder=decoder)
+    target = masked.target if masked is not None and masked.weight else None
+    if target is not None and shape.vision.plain is None:
+        raise ConfigError(f"masked.weight requires clipkit's own ViT as the image tower, not {model.label}")
+    shape = replace(shape, decoder=decoder, masked=target)
     has_bias = OBJECTIVES[loss.name].initial_bias is not None
     return replace(shape, logit_bias=True) if has_bias else shape
 
@@ -152,6 +159,8 @@ def first_model(
             anew = "is not used" if shape.decoder is None else "starts with fresh weights"
             if first.set_decoder(shape.decoder, seed=seed):
                 say(f"note: model.weights = {model.weights!r} has {has} decoder of captions; it {anew}")
+        if first.architecture.masked != shape.masked:
+            first.set_masked(shape.masked, seed=seed)
         if fresh := shape.logit_bias and first.logit_bias is None:
             first.reset_bias()
         if not _fits(first, shape):
@@ -255,7 +264,7 @@ class Place:
     """Where a parameter is.
 
     Attributes:
-        tower: "image", "text", "decoder", or "" for the temperature and the bias of the loss.
+        tower: see ``tower_of``.
         depth: 0 (nearest to the input) to ``top``.
         top: the tower's last depth.
     """
@@ -271,8 +280,11 @@ class Place:
 
 
 def tower_of(name: str) -> str:
-    """Return the tower of a CLIP's parameter: "image", "text", "decoder", or "" for none."""
-    if name in ("logit_scale", "logit_bias"):
+    """Return the tower of a CLIP's parameter: "image", "text", "decoder", or "" for none.
+
+    None have the temperature, the bias of the loss, and the head of masked patches.
+    """
+    if name.startswith(("logit_", "masked_head.")):
         return ""
     if name.startswith("text_decoder."):
         return "decoder"

@@ -27,6 +27,7 @@ from clipkit.model.flops import (
     caption_flops,
     counted_flops,
     image_flops,
+    masked_flops,
     step_flops,
     text_flops,
     trained_blocks,
@@ -165,7 +166,7 @@ class Machine:
 
 
 def flops_of_steps(
-    model: CLIP, patch_dropout: float, text_rows: int, *, loss_dims: Sequence[int] = ()
+    model: CLIP, patch_dropout: float, text_rows: int, *, loss_dims: Sequence[int] = (), masked: float = 0.0
 ) -> Callable[[Sequence[int], int], int] | None:
     """Return a function from a batch's caption lengths and image size to the FLOPs of this rank in a step.
 
@@ -176,6 +177,7 @@ def flops_of_steps(
         patch_dropout: fraction of patches that is dropped.
         text_rows: number of text features with which the loss compares an image.
         loss_dims: the setting ``loss.dims``.
+        masked: the setting ``masked.fraction``.
     """
     counted = counted_flops(model)
     if counted is None:
@@ -197,6 +199,7 @@ def flops_of_steps(
             text_blocks=text_blocks,
             counted=counted,
             loss_dims=loss_dims,
+            masked=masked,
         )
 
     return of_step
@@ -218,6 +221,7 @@ class Memory:
     loss: int
     images: int
     decoder: int = 0  # activations of the decoder of captions, and a tile of its logits
+    masked: int = 0  # activations of the pass over images with masked patches
     teacher: int = 0  # weights of a teacher that encodes each batch
 
     @property
@@ -243,6 +247,7 @@ class Workload:
         tiled: whether the loss computes its logits in tiles, see ``clipkit.objectives.Objective``.
         text_rows: number of text features with which the loss compares an image; 0: as the batch size.
         loss_dims: the setting ``loss.dims``.
+        masked: the setting ``masked.fraction``.
         average: whether averaged weights are kept.
         sharding: "none", "full" (weights, gradients and states sharded over all ranks), or "hybrid" (over
             ``shard_ranks`` of them, such as those of one host).
@@ -262,6 +267,7 @@ class Workload:
     tiled: bool = True
     text_rows: int = 0
     loss_dims: tuple[int, ...] = ()
+    masked: float = 0.0
     average: bool = False
     sharding: str = "none"
     shard_ranks: int = 0
@@ -278,6 +284,7 @@ class Estimate:
         trained: number of trained parameters.
         image_flops: FLOPs of one image, both passes; ``text_flops`` of one caption.
         caption_flops: what predicting one caption adds; None without a decoder.
+        masked_flops: what predicting masked patches adds for one image; None without.
         step_flops: FLOPs of a step on all ranks together, including a teacher's.
         memory: memory of each GPU.
         hours: duration of all steps; None if the FLOPs or the speed are not known.
@@ -289,6 +296,7 @@ class Estimate:
     image_flops: Flops | None
     text_flops: Flops | None
     caption_flops: Flops | None
+    masked_flops: Flops | None
     step_flops: int | None
     memory: Memory
     hours: float | None
@@ -346,6 +354,12 @@ def memory_of(work: Workload) -> Memory:
         vocabulary = shape.decoder.width * (shape.decoder.vocab_size + part * shape.decoder.context_length)
         decoder = part * of_row + _FLOAT * (2 * LOGITS + vocabulary)
 
+    masked, vision = 0, shape.vision.plain
+    if shape.masked is not None and vision is not None:
+        of_image = vision.activation_bytes(None, bf16=work.bf16, recompute=work.recompute)
+        outputs = round(work.masked * vision.patches) * shape.masked_outputs
+        masked = part * (of_image + 3 * _FLOAT * outputs)
+
     # the loss: all texts and their gradients, this rank's features and theirs, and logits
     text_rows = work.text_rows or work.batch_size
     logits = min(_TILE, rows * text_rows) if work.tiled else rows * text_rows
@@ -359,6 +373,7 @@ def memory_of(work: Workload) -> Memory:
         # this step's and the next one's as they are stored, and a part as the tower's input
         images=3 * shape.vision.image_size**2 * (2 * rows * _BYTE + part * _FLOAT),
         decoder=decoder,
+        masked=masked,
         teacher=teacher,
     )
 
@@ -377,13 +392,18 @@ def estimate(work: Workload, speed: float | None = None) -> Estimate:
         trained += one.numel() if one.requires_grad else 0
     rows, tokens = math.ceil(work.batch_size / work.world), shape.text.context_length
     of_rank = flops_of_steps(
-        model, work.patch_dropout, work.text_rows or work.batch_size, loss_dims=work.loss_dims
+        model,
+        work.patch_dropout,
+        work.text_rows or work.batch_size,
+        loss_dims=work.loss_dims,
+        masked=work.masked,
     )
     step = None if of_rank is None else of_rank([tokens] * rows, shape.vision.image_size) * work.world
     if step is not None and work.teacher is not None:
         encoding = _tower_flops(work.teacher)
         step = step + work.batch_size * sum(one.forward for one in encoding) if encoding else None
     image, text = _tower_flops(model, _kept_patches(work)) or (None, None)
+    blocks = trained_blocks(model)[0]
     return Estimate(
         work=work,
         parameters=parameters,
@@ -391,6 +411,7 @@ def estimate(work: Workload, speed: float | None = None) -> Estimate:
         image_flops=image,
         text_flops=text,
         caption_flops=caption_flops(shape, tokens, patches=_kept_patches(work)) if shape.decoder else None,
+        masked_flops=masked_flops(shape, work.masked, blocks=blocks) if shape.masked else None,
         step_flops=step,
         memory=memory_of(work),
         hours=None if speed is None or step is None else work.steps * step / work.world / speed / 3600,
@@ -508,6 +529,7 @@ def workloads_of(
                 tiled=objective.tiled,
                 text_rows=objective.text_rows(own.text, config.batch_size),
                 loss_dims=config.loss.dims,
+                masked=config.masked.fraction,
                 average=bool(config.optim.average),
                 sharding=config.sharding,
                 shard_ranks=shard_ranks,
@@ -578,7 +600,7 @@ def dry_run(config: Config, device: torch.device, target: Target) -> list[str]:
     Raises:
         ConfigError: the GPU is unknown, or the batch cannot be split over so many.
     """
-    shape = shape_of(config.model, config.loss, config.small, config.caption)
+    shape = shape_of(config.model, config.loss, config.small, config.caption, config.masked)
     world = target.gpus or world_size()
     check_split(config.batch_size, world=world, parts=config.accumulate)
     bf16 = computes_in_bf16(config.precision, device)
@@ -640,6 +662,8 @@ def _model_rows(found: Estimate) -> Iterator[Row]:
     yield "FLOPs", f"{_flops(found.image_flops.both)} an image, {of_text}"
     if (decoder := found.caption_flops) is not None:
         yield "", f"{_flops(decoder.both)} to predict a caption"
+    if (masked := found.masked_flops) is not None:
+        yield "", f"{_flops(masked.both)} to predict the masked patches of an image"
     if found.step_flops is not None:
         teacher = ", with the teacher's" if found.memory.teacher else ""
         yield (
@@ -658,6 +682,7 @@ def _memory_rows(costs: Costs) -> Iterator[Row]:
         (memory.teacher, "the teacher's weights"),
         (memory.activations, "activations"),
         (memory.decoder, "activations of the caption decoder"),
+        (memory.masked, "activations of the images with masked patches"),
         (memory.loss, "loss"),
         (memory.images, "images"),
     ]

@@ -375,7 +375,7 @@ class TrainingStep:
         inputs, counts = {}, []
         for name, settings in self.terms.items():
             seed = seed_of(self.seed, step, TERMS[name].stream)
-            inputs[name], count = TERMS[name].inputs(settings, batch, seed)
+            inputs[name], count = TERMS[name].inputs(settings, batch, seed, self.shape)
             counts.append(float(count))
         device = batch.tokens.device
         both = torch.tensor([counts, [float(one.weight) for one in self.terms.values()]], dtype=torch.float64)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from clipkit import distributed
-from clipkit.config import CaptionConfig
+from clipkit.config import CaptionConfig, MaskedConfig
 from clipkit.model.architectures import Architecture, ClassTable, Decoder, TextTower, VisionTower, WordTable
 from clipkit.model.clip import CLIP
 from clipkit.model.towers import kept_patches
@@ -23,6 +24,7 @@ from clipkit.objectives import Targets
 from clipkit.objectives.caption import caption_inputs, no_loss
 from clipkit.objectives.classes import class_loss
 from clipkit.objectives.clip import clip_loss
+from clipkit.objectives.masked import masked_inputs
 from clipkit.objectives.matryoshka import with_prefixes
 from clipkit.objectives.siglip import siglip_loss
 from clipkit.objectives.words import word_loss
@@ -40,6 +42,7 @@ class Way:
 
     loss: str = "clip"
     caption: str = ""  # how captions are predicted
+    masked: str = ""  # what is predicted of masked patches
     dropout: bool = False
     locked: bool = False
     parts: int = 1
@@ -51,7 +54,8 @@ class Way:
     def what(self) -> str:
         """All that changes the result."""
         caption = f" caption {self.caption}" if self.caption else ""
-        return f"{self.loss}{caption}{' dropout' * self.dropout}{' locked' * self.locked}"
+        masked = f" masked {self.masked}" if self.masked else ""
+        return f"{self.loss}{caption}{masked}{' dropout' * self.dropout}{' locked' * self.locked}"
 
     @property
     def name(self) -> str:
@@ -71,6 +75,9 @@ WHAT = (
     Way(loss="none", caption="tokens", dropout=True),
     Way(loss="clip", caption="parallel"),
     Way(loss="siglip", caption="text"),
+    Way(loss="none", masked="color"),
+    Way(loss="clip", masked="small", dropout=True),
+    Way(loss="siglip", masked="pixels", caption="tokens"),
     Way(dropout=True),
     Way(locked=True),
 )
@@ -117,6 +124,8 @@ def compute(way: Way) -> dict[str, Tensor]:
             width=32, layers=2, heads=4, context_length=20, vocab_size=END + 1, feed=feed, parallel=parallel
         )
         shape = replace(shape, decoder=decoder)
+    if way.masked:
+        shape = replace(shape, masked=way.masked)
     model = CLIP(shape).initialize().to(way.dtype)
     if model.logit_bias is not None:
         model.logit_bias.requires_grad_()
@@ -137,15 +146,26 @@ def compute(way: Way) -> dict[str, Tensor]:
         "siglip prefixes": with_prefixes(siglip_loss, (8,)),
         "none": partial(no_loss, targets=Targets(identities=identities, tokens=captions, same="negatives")),
     }
-    terms = None
+    lengths = (captions.argmax(dim=1) + 1).tolist()
+    batch = SimpleNamespace(images=given["images"], tokens=captions, lengths=lengths, rows=rows)
+    wanted: dict[str, tuple[dict[str, Any], int]] = {}
     if way.caption:
-        lengths = (captions.argmax(dim=1) + 1).tolist()
-        batch = SimpleNamespace(tokens=captions, lengths=lengths, rows=rows)
         settings = CaptionConfig(weight=0.7, parallel=0.5 * (way.caption == "parallel"), length=20)
-        arguments, count = caption_inputs(settings, batch, seed=3)
-        counts = distributed.sum_over_ranks(torch.tensor([count], dtype=torch.float64))
-        weights = torch.tensor([settings.weight], dtype=torch.float64)
-        terms = LocalTerms(inputs={"caption": arguments}, weights=weights, counts=counts)
+        wanted["caption"] = caption_inputs(settings, batch, seed=3, shape=shape)
+    if way.masked:
+        wanted["masked"] = masked_inputs(
+            MaskedConfig(weight=0.3, target=way.masked), batch, seed=4, shape=shape
+        )
+    terms = None
+    if wanted:
+        counts = torch.tensor([count for _, count in wanted.values()], dtype=torch.float64)
+        terms = LocalTerms(
+            inputs={name: arguments for name, (arguments, _) in wanted.items()},
+            weights=torch.tensor(
+                [{"caption": 0.7, "masked": 0.3}[name] for name in wanted], dtype=torch.float64
+            ),
+            counts=distributed.sum_over_ranks(counts),
+        )
     done = backward(trained, given, loss=losses[way.loss], parts=way.parts, autocast=False, terms=terms)
     complete_gradients(model)
     norm = clip_gradients(model, 1.0)

@@ -1,4 +1,4 @@
-"""A training that predicts captions resumes bit for bit after kill -9, and shows its loss."""
+"""A training with local terms resumes bit for bit after kill -9, and shows their losses."""
 
 import os
 import signal
@@ -22,12 +22,12 @@ __all__ = ["pairs", "trainings"]
 
 SETTINGS = (
     "steps=12", "checkpoint.every_steps=3", "caption.weight=0.5", "caption.parallel=0.5", "caption.length=12",
-    "accumulate=2", "optim.average=0.9",
+    "accumulate=2", "optim.average=0.9", "masked.weight=0.5", "masked.target=small", "model.patch_dropout=0.25",
 )  # fmt: skip
 
 
 @pytest.mark.long
-def test_captions_are_trained_and_resumed_bit_for_bit(trainings: Trainings, tmp_path: Path) -> None:
+def test_terms_are_trained_and_resumed_bit_for_bit(trainings: Trainings, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     trainings.run(whole, *SETTINGS)
     running = trainings.start(killed, *SETTINGS)
@@ -37,8 +37,10 @@ def test_captions_are_trained_and_resumed_bit_for_bit(trainings: Trainings, tmp_
     assert latest_step(killed) < 12
     trainings.run(killed, *SETTINGS)
     assert digests(killed, 12) == digests(whole, 12)
-    lines = [line for line in metrics(whole) if "loss_caption" in line]
-    assert len(lines) == 12 and all("chance" not in line for line in lines)
-    assert [line["loss_caption"] for line in metrics(killed)] == [line["loss_caption"] for line in lines]
-    assert lines[-1]["loss_caption"] < lines[0]["loss_caption"]
-    assert "Loss of caption" in build_report(whole).read_text(encoding="utf-8")
+    page = build_report(whole).read_text(encoding="utf-8")
+    for name in ("caption", "masked"):
+        losses = [line[f"loss_{name}"] for line in metrics(whole)]
+        assert len(losses) == 12 and losses[-1] < losses[0]
+        assert [line[f"loss_{name}"] for line in metrics(killed)] == losses
+        assert f"Loss of {name}" in page
+    assert all("chance" not in line for line in metrics(whole))

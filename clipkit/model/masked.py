@@ -1,0 +1,151 @@
+"""Prediction of masked patches: the self-supervision of ViT (Dosovitskiy et al. 2021, appendix B.1.2).
+
+Some patches of an image are replaced before the blocks, and a linear head predicts them from the tokens after the
+blocks. ``TARGETS`` are what it predicts.
+
+Letters in shape comments: B images, P patches of an image, K chosen patches of an image, p side of a patch in
+pixels, D width of the image tower.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clipkit.model.architectures import COLORS
+from clipkit.model.towers import VisionTransformer, cut_patches, draws, kept_patches
+
+__all__ = ["TARGETS", "MaskedPatchHead", "Target", "corrupted"]
+
+_CELLS = 4  # of a patch along each side, for the target "small"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What is predicted of a patch.
+
+    Attributes:
+        labels: uint8 patches (B, K, 3, p, p) → labels (B, K, …).
+        loss: outputs (N, outputs) and labels (N, …) of N patches → a scalar, the sum over patches.
+    """
+
+    labels: Callable[[Tensor], Tensor]
+    loss: Callable[[Tensor, Tensor], Tensor]
+
+
+def _color(cells: Tensor) -> Tensor:
+    """Compute the class of the mean color, three bits a channel: uint8 (…, 3, h, w) → (…) int64, below 512."""
+    pixels = cells.shape[-1] * cells.shape[-2]
+    bits = cells.sum(dim=(-2, -1), dtype=torch.int64) // (32 * pixels)  # (…, 3)
+    return bits[..., 0] * 64 + bits[..., 1] * 8 + bits[..., 2]
+
+
+def _small(patches: Tensor) -> Tensor:
+    """Compute the classes of the colors of 4 × 4 cells: (B, K, 3, p, p) → (B, K, 16)."""
+    cells = patches.unflatten(-1, (_CELLS, -1)).unflatten(-3, (_CELLS, -1))  # (B, K, 3, 4, h, 4, w)
+    return _color(cells.permute(0, 1, 3, 5, 2, 4, 6)).flatten(-2)
+
+
+def _pixels(patches: Tensor) -> Tensor:
+    """Normalize each patch by its mean and deviation (He et al. 2022, https://arxiv.org/abs/2111.06377)."""
+    values = patches.flatten(-3).float()
+    # the variance of MAE is of values in [0, 1]
+    return (values - values.mean(-1, keepdim=True)) / (values.var(-1, keepdim=True) + 255**2 * 1e-6).sqrt()
+
+
+def _cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Sum over patches the mean over cells of the cross-entropy."""
+    total = F.cross_entropy(
+        outputs.unflatten(-1, (-1, COLORS)).flatten(0, -2), labels.flatten(), reduction="sum"
+    )
+    return total * len(labels) / max(labels.numel(), 1)
+
+
+def _squared(outputs: Tensor, labels: Tensor) -> Tensor:
+    return (outputs - labels.to(outputs.dtype)).square().mean(dim=-1).sum()
+
+
+TARGETS: dict[str, Target] = {
+    "color": Target(labels=_color, loss=_cross_entropy),
+    "small": Target(labels=_small, loss=_cross_entropy),
+    "pixels": Target(labels=_pixels, loss=_squared),
+}
+
+
+class MaskedPatchHead(nn.Module):
+    """The embedding of [mask] and the linear prediction, see the module's description."""
+
+    def __init__(self, target: str, *, width: int, outputs: int) -> None:
+        super().__init__()
+        self.target = target
+        self.mask_embedding = nn.Parameter(torch.empty(width))
+        self.head = nn.Linear(width, outputs)
+
+    def nll(
+        self,
+        visual: VisionTransformer,
+        images: Tensor,
+        *,
+        colors: tuple[Tensor, Tensor],
+        sources: Tensor,
+        chosen: Tensor,
+        labels: Tensor,
+    ) -> Tensor:
+        """Sum the loss of the target over all chosen patches: a scalar, at least float32.
+
+        Args:
+            visual: the image tower.
+            images: (B, 3, S, S) uint8.
+            colors: see ``VisionTransformer.stem``.
+            sources: (B, P) int64, see ``corrupted``.
+            chosen: (B, K) int64.
+            labels: (B, K, …), see ``Target``.
+        """
+        tokens = visual.with_tokens(images, colours=colors, replaced=(sources, self.mask_embedding))[1]
+        index = (chosen + 1)[..., None].expand(-1, -1, tokens.shape[-1])  # token 0 is the class token
+        outputs = self.head(tokens.gather(1, index)).flatten(0, 1)  # (N, outputs)
+        with torch.autocast(images.device.type, enabled=False):  # losses are computed in at least float32
+            if outputs.dtype != torch.float64:
+                outputs = outputs.float()
+            return TARGETS[self.target].loss(outputs, labels.flatten(0, 1))
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """Draw weights with std 0.02 and zero biases."""
+        nn.init.normal_(self.mask_embedding, std=0.02)
+        nn.init.normal_(self.head.weight, std=0.02)
+        nn.init.zeros_(self.head.bias)
+
+
+def corrupted(
+    images: Tensor, *, target: str, side: int, fraction: float, seed: int, rows: Tensor
+) -> dict[str, Tensor]:
+    """Choose patches and what replaces them: [mask] for 80%, another patch of the image for 10%, itself for 10%.
+
+    Args:
+        images: (B, 3, S, S) uint8.
+        target: a name in ``TARGETS``.
+        side: p.
+        fraction: fraction of the patches that is chosen; at least one is.
+        seed: any integer, different in each step.
+        rows: (B,) int64, positions of the images in the global batch.
+
+    Returns:
+        ``chosen`` (B, K) int64, ascending; ``sources`` (B, P) int64, for each place the patch that is seen there,
+        or P for [mask]; ``labels`` of the chosen patches, see ``Target``.
+    """
+    assert images.dtype == torch.uint8, images.dtype
+    cut = cut_patches(images, side).flatten(1, 2)  # (B, P, 3, p, p)
+    patches = cut.shape[1]
+    keep = max(1, round(fraction * patches))
+    chosen = kept_patches(seed=seed, rows=rows, patches=patches, keep=keep)
+    numbers = draws(seed=seed, rows=rows, count=3 * patches)[:, patches:]  # kept_patches uses the first
+    kind, which = (one.gather(1, chosen) for one in numbers.split(patches, dim=1))
+    other = (chosen + 1 + which.remainder(max(patches - 1, 1))) % patches
+    kind = kind.remainder(10)
+    seen = torch.where(kind < 8, patches, torch.where(kind == 8, other, chosen))
+    sources = torch.arange(patches, device=rows.device).repeat(len(images), 1).scatter(1, chosen, seen)
+    index = torch.arange(len(images), device=images.device)[:, None]
+    return {"chosen": chosen, "sources": sources, "labels": TARGETS[target].labels(cut[index, chosen])}
