@@ -117,7 +117,9 @@ def main(arguments: Arguments) -> int:
         model.to(device)
         optimizer = optim.make_optimizer(model, config.optim)
         averaged = ema.AveragedWeights(model, config.optim.average) if config.optim.average else None
-        unfreezing = build.Unfreezing(model, every=every) if (every := config.lock.unfreeze_every) else None
+        terms = {name: getattr(config, name) for name in TERMS if getattr(config, name).weight}
+        after = {name: settings.after for name, settings in terms.items()}
+        unfreezing = build.Unfreezing(model, every=config.lock.unfreeze_every, after=after)
         source = config.distill.teacher
         teacher = Teacher(source, model, device=device, bf16=bf16) if source else None
         compute = TrainingStep(
@@ -129,7 +131,7 @@ def main(arguments: Arguments) -> int:
             seed=config.seed,
             accumulate=config.accumulate,
             bf16=bf16,
-            terms={name: getattr(config, name) for name in TERMS if getattr(config, name).weight},
+            terms=terms,
         )
         size, length = shape.vision.image_size, shape.text.context_length
         train_loader = loader.Loader(
@@ -155,8 +157,7 @@ def main(arguments: Arguments) -> int:
         state = checkpoint.LoopState(step=0, data=shards.fingerprint(), teacher=fingerprint)
         planned = config.steps
         if newest is not None:
-            partly = unfreezing is not None
-            found = checkpoint.load_training(newest, model, optimizer, averaged, partly=partly)
+            found = checkpoint.load_training(newest, model, optimizer, averaged, partly=unfreezing.wanted)
             if found.data != state.data:
                 raise loader.other_data(run, f"fingerprint {state.data}, it was {found.data}")
             if found.teacher not in ("", fingerprint):
@@ -170,8 +171,7 @@ def main(arguments: Arguments) -> int:
             guards.drop_bad_samples_after(run, state.step)
             metrics.drop_lines_after(run / "results.jsonl", state.step)
         distributed.barrier()  # no rank writes before that is done
-        if unfreezing is not None:
-            unfreezing.lock_for_step(state.step)
+        unfreezing.lock_for_step(state.step)
         trained = parallel.replicated(model)
         if arguments.replay:
             batch = train_loader.on_device(train_loader.batch(state.step), state.step, device)
@@ -185,14 +185,13 @@ def main(arguments: Arguments) -> int:
         progress = metrics.ProgressLine(steps=config.steps, done=state.step, shown=rank0)
         sources, settings = config.data.shown_sources, to_toml(config)
         samples = [f"{sample_order.samples} samples", shards.manifest.left_out(shards.selection)]
-        layers = unfreezing.layers if unfreezing is not None else 0
         lines = (
             metrics.model_line(model, world=world, device=device, bf16=bf16),
             f"{', '.join(filter(None, samples))}; {sample_order.describe(config.steps, sources)}",
             str(model.preprocess.decoding),
             *first_lines,
             *metrics.beginning(run, state.step, config.steps, planned, config.optim, config.model.weights),
-            *config.notes(step=state.step, samples=sample_order.samples, layers=layers),
+            *config.notes(step=state.step, samples=sample_order.samples, layers=unfreezing.layers),
             *(guards.list_truncated(run, shards.manifest.truncated_shards()) if rank0 else ()),
             *(packed.notes if newest is None else checkpoint.damaged_notes(newest)),
         )
@@ -250,7 +249,7 @@ def main(arguments: Arguments) -> int:
                     fault = error
                     batch = train_loader.placeholder(step, error).to(device)
                 starvation.count(batch)
-                if unfreezing is not None and unfreezing.lock_for_step(step):
+                if unfreezing.lock_for_step(step):
                     trained = parallel.replicated(model)
                     flops = count_flops()
 

@@ -416,10 +416,13 @@ class CaptionConfig(Section):
     length: int = setting(
         64, "Most tokens of a caption that are predicted, including end of text.", _at_least(1)
     )
+    after: int = setting(
+        0, "Number of first steps without the term; its weights are locked until then.", _at_least(0)
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("layers", "feed", "parallel", "length"):
+        for name in ("layers", "feed", "parallel", "length", "after"):
             if not self._is_default(name):
                 _require_use(f"caption.{name}", getattr(self, name), "caption.weight", bool(self.weight))
         alone = "expected 0 with caption.feed=text, whose text tower is causal"
@@ -447,10 +450,13 @@ class MaskedConfig(Section):
         "pixels, normalized.",
         registry="clipkit.model.architectures:MASKED",
     )
+    after: int = setting(
+        0, "Number of first steps without the term; its weights are locked until then.", _at_least(0)
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("fraction", "target"):
+        for name in ("fraction", "target", "after"):
             if not self._is_default(name):
                 _require_use(f"masked.{name}", getattr(self, name), "masked.weight", bool(self.weight))
 
@@ -716,8 +722,12 @@ class Config(Section):
 
         optimizers = imported("clipkit.training:OPTIMIZERS")
         optimizer, never = optimizers[self.optim.name], f"expected 0 with optim.name={self.optim.name}"
-        joins_late = optimizer.parameters_join_late or not self.lock.unfreeze_every
-        require(joins_late, "lock.unfreeze_every", self.lock.unfreeze_every, never)
+        terms = {one: getattr(self, one) for one in imported("clipkit.objectives:TERMS")}
+        terms = {one: settings for one, settings in terms.items() if settings.weight}
+        late_ones = {"lock.unfreeze_every": self.lock.unfreeze_every}
+        late_ones |= {f"{one}.after": settings.after for one, settings in terms.items()}
+        for name, value in late_ones.items():
+            require(optimizer.parameters_join_late or not value, name, value, never)
         able = ", ".join(name for name, one in optimizers.items() if one.shardable)
         never = f"expected none with optim.name={self.optim.name}; only {able} can be sharded"
         require(optimizer.shardable or self.sharding == "none", "sharding", self.sharding, never)
@@ -740,12 +750,14 @@ class Config(Section):
         where = "distill.teacher" if self.distill.teacher else "distill.features"
         alone = f"cannot be combined with loss.name={name}"
         require(objective.with_teacher or not teacher, where, teacher, alone)
-        wanted = [one for one in imported("clipkit.objectives:TERMS") if getattr(self, one).weight]
-        if objective.over_classes and wanted:
-            weight = getattr(self, wanted[0]).weight
-            require(False, f"{wanted[0]}.weight", weight, f"expected 0 with loss.name={name}")
+        for term, settings in terms.items():
+            alone = f"expected 0 with loss.name={name}"
+            require(not objective.over_classes, f"{term}.weight", settings.weight, alone)
+        at_once = any(not settings.after for settings in terms.values())
         if not objective.compares:
-            require(bool(wanted), "loss.name", name, "requires a term, such as caption.weight=1")
+            require(
+                at_once, "loss.name", name, "requires a term from the first step, such as caption.weight=1"
+            )
 
     def notes(self, *, step: int, samples: int, layers: int) -> list[str]:
         """Return notes on settings that may be unintentional, and the objective's note.
@@ -769,6 +781,12 @@ class Config(Section):
                 f"small.steps = {self.small.steps} is not shorter than the run of {steps} steps: no step is made "
                 "at the model's full size"
             )
+        for name in imported("clipkit.objectives:TERMS"):
+            if (term := getattr(self, name)).weight and term.after >= steps:
+                found.append(
+                    f"{name}.after = {term.after} is not shorter than the run of {steps} steps: the term never "
+                    "begins"
+                )
         if every and every * (layers - 1) >= steps:
             found.append(
                 f"lock.unfreeze_every = {every} unlocks {1 + (steps - 1) // every} of {layers} layers in {steps} "

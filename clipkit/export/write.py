@@ -90,7 +90,7 @@ def export(model: CLIP, out: Path, *, to: Sequence[str] = (), source: Source | N
             name,
             value,
         ) in model.state_dict().items():  # copied, because safetensors does not support shared memory
-            if name.startswith(HEADS):  # only the towers are exported
+            if name.startswith(tuple(HEADS.values())):  # only the towers are exported
                 continue
             memory = value.untyped_storage().data_ptr()
             copied = value.clone(memory_format=torch.contiguous_format) if memory in seen else value

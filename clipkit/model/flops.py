@@ -27,8 +27,8 @@ __all__ = [
 
 
 _BEFORE_BLOCKS = ("conv1.", "class_embedding", "positional_embedding", "ln_pre.", "token_embedding.")
-# heads of local terms, which only training and captioning use, by the beginning of their parameters' names
-HEADS = ("text_decoder.", "masked_head.")
+# heads of local terms, which only training and captioning use: how the names of their parameters begin
+HEADS = {"caption": "text_decoder.", "masked": "masked_head."}
 _UNKNOWN = "the FLOPs by formula are known only for clipkit's own towers"
 
 
@@ -162,7 +162,7 @@ def trained_blocks(model: "CLIP") -> tuple[int | None, int | None]:
     image = {name.removeprefix("visual.") for name in trained if name.startswith("visual.")}
     shape = model.architecture
     if model.text is None:
-        text = {name for name in trained if not name.startswith(("visual.", "logit_", *HEADS))}
+        text = {name for name in trained if not name.startswith(("visual.", "logit_", *HEADS.values()))}
     else:
         text = {name for name in trained if name.startswith("text.")}
     return _last_blocks(image, shape.vision.block_count), _last_blocks(text, shape.text.block_count)

@@ -1,7 +1,7 @@
 """Build the model that training starts with, and choose which layers are trained."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from clipkit.formats.checkpoint import load_model, stored_preprocess
 from clipkit.model import IMAGE_TOWERS
 from clipkit.model.architectures import STEM, Architecture, Decoder, Layer, selected
 from clipkit.model.clip import CLIP, create
+from clipkit.model.flops import HEADS
 from clipkit.model.names import architecture
 from clipkit.model.tokenizer import stored_tokenizer, trained_tokenizer
 from clipkit.objectives import OBJECTIVES
@@ -368,33 +369,37 @@ def still_statistics(model: nn.Module) -> None:
 
 
 class Unfreezing:
-    """Gradual unfreezing (ULMFiT; Howard & Ruder 2018, https://arxiv.org/abs/1801.06146): from the top down.
+    """Parameters that are trained only from a later step on.
 
-    Fine-tuning starts with the top layer of both towers, and lower layers follow. Permanently locked parameters
-    stay locked.
+    Gradual unfreezing (ULMFiT; Howard & Ruder 2018, https://arxiv.org/abs/1801.06146) starts with the top layer of
+    both towers, and lower layers follow. Heads of local terms join when their term begins. Permanently locked
+    parameters stay locked.
 
     Args:
         model: a CLIP, after ``lock``.
-        every: steps until the next lower layer is trained too, at least 1.
+        every: steps until the next lower layer is trained too; 0 trains all from the start.
+        after: number of steps before a term begins, by its name.
+
+    Attributes:
+        wanted: whether any parameter is trained only later.
+        layers: number of layers that are trained in the end, of the tower with the most; 1 if ``every`` is 0.
 
     Raises:
         ConfigError: a tower's layers are not known.
     """
 
-    def __init__(self, model: CLIP, *, every: int) -> None:
-        assert every >= 1, every
-        self._model, self._every = model, every
-        where = places(model)
-        self._above = [
-            (parameter, where[name].above if tower_of(name) else 0)
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-        ]
-
-    @property
-    def layers(self) -> int:
-        """Number of layers that are trained in the end, of the tower with the most."""
-        return 1 + max((above for _, above in self._above), default=0)
+    def __init__(self, model: CLIP, *, every: int = 0, after: Mapping[str, int] | None = None) -> None:
+        assert every >= 0, every
+        self._model, self.layers, where = model, 1, places(model) if every else {}
+        heads = {HEADS[name]: steps for name, steps in (after or {}).items()}
+        self._first: list[tuple[nn.Parameter, int]] = []  # the first step in which each is trained
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                above = where[name].above if every and tower_of(name) else 0
+                head = next((steps for prefix, steps in heads.items() if name.startswith(prefix)), 0)
+                self._first.append((parameter, max(above * every, head)))
+                self.layers = max(self.layers, 1 + above)
+        self.wanted = any(first for _, first in self._first)
 
     def lock_for_step(self, step: int) -> bool:
         """Set what is trained in update ``step`` = 0, 1, …; return whether that has changed.
@@ -403,8 +408,8 @@ class Unfreezing:
         again. The optimizer holds all of them from the start and skips those without a gradient.
         """
         changed = False
-        for parameter, above in self._above:
-            free = above <= step // self._every
+        for parameter, first in self._first:
+            free = step >= first
             changed |= parameter.requires_grad != free
             parameter.requires_grad_(free)
             if not free:

@@ -11,6 +11,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
 from clipkit.model.decoder import LOGITS
 from clipkit.model.flops import (
+    HEADS,
     Flops,
     caption_flops,
     counted_flops,
@@ -183,9 +185,15 @@ def flops_of_steps(
     if counted is None:
         return None
     image_blocks, text_blocks = trained_blocks(model)
+    trained = {name for name, one in model.named_parameters() if one.requires_grad}
+    heads = {name for name, prefix in HEADS.items() if any(one.startswith(prefix) for one in trained)}
 
     def of_step(lengths: Sequence[int], image_size: int) -> int:
         shape = model.architecture
+        if "caption" not in heads:
+            shape = replace(shape, decoder=None)
+        if "masked" not in heads:
+            shape = replace(shape, masked=None)
         if shape.vision.size_step:
             shape = shape.resized(image_size=image_size)
         counts = patch_counts(shape, patch_dropout, image_size)
@@ -495,7 +503,7 @@ def workloads_of(
     bf16: bool,
     teacher: CLIP | None = None,
 ) -> list[Workload]:
-    """Return the workloads of a run: its small steps, if any, and its steps at full size.
+    """Return the workloads of a run: its small steps and those before terms begin, if any, and its other steps.
 
     Args:
         config: configuration of the run.
@@ -505,13 +513,17 @@ def workloads_of(
         bf16: whether the towers compute in bfloat16.
         teacher: a model that encodes each batch.
     """
-    small = config.small
-    sizes = [(shape, max(0, config.steps - small.steps))]
-    if small.steps:
-        resized = shape.resized(image_size=small.image_size, context_length=small.context_length)
-        sizes.insert(0, (resized, min(small.steps, config.steps)))
+    small, caption, masked = config.small, config.caption, config.masked
+    bounds = {min(one, config.steps) for one in (0, small.steps, caption.after, masked.after)}
     works, objective = [], OBJECTIVES[config.loss.name]
-    for own, steps in sizes:
+    for begin, end in pairwise([*sorted(bounds), config.steps]):
+        own = shape
+        if begin < small.steps:
+            own = own.resized(image_size=small.image_size, context_length=small.context_length)
+        if begin < caption.after:
+            own = replace(own, decoder=None)
+        if begin < masked.after:
+            own = replace(own, masked=None)
         with torch.device("meta"):
             model = CLIP(own, name=config.model.label)
         lock(model, image=config.lock.image, text=config.lock.text)
@@ -519,7 +531,7 @@ def workloads_of(
             Workload(
                 model=model,
                 batch_size=config.batch_size,
-                steps=steps,
+                steps=end - begin,
                 world=world,
                 parts=config.accumulate,
                 patch_dropout=config.model.patch_dropout,
@@ -552,8 +564,8 @@ def run_costs(
     """
     fraction = mfu or (GPU_MFU if machine.gpu else CPU_MFU)
     speed = None if machine.peak is None else fraction * machine.peak
-    *small, full = (estimate(work, speed) for work in works)
-    for one in small:
+    *earlier, full = (estimate(work, speed) for work in works)
+    for one in earlier:
         hours = None if one.hours is None or full.hours is None else one.hours + full.hours
         full = replace(full, hours=hours)
     costs = Costs(

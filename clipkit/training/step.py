@@ -370,15 +370,16 @@ class TrainingStep:
         )
 
     def _local_terms(self, batch: PairBatch, step: int) -> LocalTerms | None:
-        if not self.terms:
+        terms = {name: settings for name, settings in self.terms.items() if step >= settings.after}
+        if not terms:
             return None
         inputs, counts = {}, []
-        for name, settings in self.terms.items():
+        for name, settings in terms.items():
             seed = seed_of(self.seed, step, TERMS[name].stream)
             inputs[name], count = TERMS[name].inputs(settings, batch, seed, self.shape)
             counts.append(float(count))
         device = batch.tokens.device
-        both = torch.tensor([counts, [float(one.weight) for one in self.terms.values()]], dtype=torch.float64)
+        both = torch.tensor([counts, [float(one.weight) for one in terms.values()]], dtype=torch.float64)
         counted, weights = both.to(device, non_blocking=True)
         whole = sum_over_ranks(counted)
         return LocalTerms(inputs=inputs, weights=weights, counts=whole)

@@ -19,6 +19,7 @@ from clipkit.model.flops import image_flops, masked_flops, step_flops
 from clipkit.model.masked import TARGETS, corrupted
 from clipkit.model.towers import VisionTransformer
 from clipkit.training.build import first_model, places, shape_of
+from clipkit.training.costs import workloads_of
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
 SIDE, PATCHES = 8, 16
@@ -186,6 +187,18 @@ def test_settings(tmp_path: Path) -> None:
         shape("masked.weight=1", "model.name=open_clip:RN50")
     with pytest.raises(ConfigError, match="14 pixels wide"):
         shape("masked.weight=1", "masked.target=small", "model.name=ViT-L-14")
+    with pytest.raises(ConfigError, match="requires a term from the first step"):
+        shape("masked.weight=1", "masked.after=5", "loss.name=none")
+    with pytest.raises(ConfigError, match=r"masked.after = 5 .*lamb"):
+        shape("masked.weight=1", "masked.after=5", "optim.name=lamb")
+    late = load_config(
+        QUICKSTART, ["masked.weight=1", "masked.after=900", "small.steps=600", "small.image_size=8"]
+    )
+    works = workloads_of(late, shape("masked.weight=1"), world=1, shard_ranks=1, bf16=False)
+    found = [
+        (one.steps, one.model.architecture.vision.image_size, one.model.masked_head is None) for one in works
+    ]
+    assert found == [(600, 8, True), (300, 16, True), (300, 16, False)]
     first = load_config(QUICKSTART, [])
     save_model(first_model(first.model, first.loss, shape(), seed=0, small=first.small), tmp_path / "start")
     config = load_config(QUICKSTART, ["masked.weight=1", f"model.weights={tmp_path / 'start'}"])
