@@ -781,12 +781,12 @@ class Config(Section):
                 f"small.steps = {self.small.steps} is not shorter than the run of {steps} steps: no step is made "
                 "at the model's full size"
             )
-        for name in imported("clipkit.objectives:TERMS"):
-            if (term := getattr(self, name)).weight and term.after >= steps:
-                found.append(
-                    f"{name}.after = {term.after} is not shorter than the run of {steps} steps: the term never "
-                    "begins"
-                )
+        terms = ((name, getattr(self, name)) for name in imported("clipkit.objectives:TERMS"))
+        found += [
+            f"{name}.after = {one.after} is not shorter than the run of {steps} steps: the term never begins"
+            for name, one in terms
+            if one.weight and one.after >= steps
+        ]
         if every and every * (layers - 1) >= steps:
             found.append(
                 f"lock.unfreeze_every = {every} unlocks {1 + (steps - 1) // every} of {layers} layers in {steps} "
