@@ -1,16 +1,17 @@
 """Compare training options on the quickstart: scores on handwriting and unseen fonts, and time.
 
-    python -m bench.options [OPTION …] [--out FOLDER]
+    python -m bench.options [OPTION …] [--seeds 0 1 2] [--out FOLDER]
 
 Trains ``configs/quickstart.toml`` with its defaults and once with each option, and reads the scores of the last
-step. Interrupted runs resume. Scores are of one seed; they vary between seeds by 2 points on handwriting and 5 on
-fonts (bench/README.md), so only larger differences are effects. Seconds depend on other load on the machine.
+step. Interrupted runs resume. Scores vary between seeds by 2 points on handwriting and 5 on fonts
+(bench/README.md), so with one seed only larger differences are effects. Seconds depend on other load on the machine.
 """
 
 import argparse
 import json
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -29,6 +30,10 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "muon": ("optim.name=muon",),
     "average=0.99": ("optim.average=0.99",),
     "constant, cooldown 240": ("optim.schedule=constant", "optim.cooldown=240"),
+    "caption": ("caption.weight=1", "caption.length=24"),
+    "masked": ("masked.weight=0.5",),
+    "masked pixels": ("masked.weight=0.5", "masked.target=pixels"),
+    "dims 32, 64": ("loss.dims=[32,64]",),
 }
 SCORES = {"digits": "zero-shot", "glyphs": "zero-shot"}
 
@@ -49,12 +54,16 @@ def trained(out: Path, settings: tuple[str, ...]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
     parser.add_argument("options", nargs="*", choices=[*OPTIONS, []], help="default: all")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="default: 0")
     parser.add_argument("--out", type=Path, default=Path("runs/options"))
     given = parser.parse_args()
-    for name in given.options or OPTIONS:
+    for option, seed in product(given.options or OPTIONS, given.seeds):
         results = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
+        name, settings = option, OPTIONS[option]
+        if seed:
+            name, settings = f"{option}, seed {seed}", (*settings, f"seed={seed}")
         folder = given.out / "".join(c if c.isalnum() else "_" for c in name)
-        results[name] = {"settings": OPTIONS[name], **trained(folder, OPTIONS[name])}
+        results[name] = {"settings": settings, **trained(folder, settings)}
         RESULT.write_text(json.dumps(results, indent=2) + "\n")
         one = results[name]
         print(
