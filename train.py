@@ -61,7 +61,9 @@ def main(arguments: Arguments) -> int:
         return 0
     if arguments.replay:
         config = replace(config, accumulate=guards.replay_parts(run, config.accumulate, config.batch_size))
-    shape = build.shape_of(config.model, config.loss, config.small, config.caption, config.masked)
+    shape = build.shape_of(
+        config.model, config.loss, config.small, config.caption, config.masked, config.views
+    )
     build.check_split(config.batch_size, world=world, parts=config.accumulate)
     if config.data.nvjpeg:
         augment.require_nvjpeg(device)
@@ -132,6 +134,7 @@ def main(arguments: Arguments) -> int:
             accumulate=config.accumulate,
             bf16=bf16,
             terms=terms,
+            averaged=averaged,
         )
         size, length = shape.vision.image_size, shape.text.context_length
         train_loader = loader.Loader(
@@ -223,7 +226,8 @@ def main(arguments: Arguments) -> int:
             loss_dims=config.loss.dims,
             masked=config.masked.fraction,
         )
-        flops = count_flops()
+        views = config.views
+        flops = count_flops(views=views if state.step >= views.after else None)
         measure = partial(costs.measured_peak, device, torch.bfloat16 if bf16 else torch.float32)
         peak = measure() if flops is not None else None
         batches = loader.DeviceBatches(train_loader, state.step, config.steps, device)
@@ -251,16 +255,16 @@ def main(arguments: Arguments) -> int:
                 starvation.count(batch)
                 if unfreezing.lock_for_step(step):
                     trained = parallel.replicated(model)
-                    flops = count_flops()
+                    flops = count_flops(views=views if step >= views.after else None)
 
                 # 7b. The gradient of the global batch, clipped.
                 rate = training.learning_rate(step, config.steps, config.optim)
                 for group in optimizer.param_groups:
                     group["lr"] = rate * group["lr_scale"]
                 optimizer.zero_grad(set_to_none=True)
-                if statistics:
+                if statistics or compute.swaps(step):
                     writer.wait_until_copied()
-                    statistics.keep()
+                statistics.keep()
                 features = compute.gradients(trained, batch, step, watch)
                 parallel.complete_gradients(model)
                 norm_here = parallel.clip_gradients(model, config.optim.clip_norm)

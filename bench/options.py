@@ -4,7 +4,7 @@
 
 Trains ``configs/quickstart.toml`` with its defaults and once with each option, and reads the scores of the last
 step. Interrupted runs resume. Scores vary between seeds by 2 points on handwriting and 5 on fonts
-(bench/README.md), so with one seed only larger differences are effects. Seconds depend on other load on the machine.
+(bench/README.md), so with one seed only larger differences are effects. Seconds depend on other load.
 """
 
 import argparse
@@ -33,6 +33,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "caption": ("caption.weight=1", "caption.length=24"),
     "masked": ("masked.weight=0.5",),
     "masked pixels": ("masked.weight=0.5", "masked.target=pixels"),
+    "views": ("views.weight=1", "optim.average=0.99"),
     "dims 32, 64": ("loss.dims=[32,64]",),
 }
 SCORES = {"digits": "zero-shot", "glyphs": "zero-shot"}

@@ -26,8 +26,8 @@ from clipkit.model.names import check_names
 __all__ = [
     "MOST", "CaptionConfig", "CheckpointConfig", "Config", "DataConfig", "DistillConfig", "EvalConfig",
     "LockConfig", "LogConfig", "LossConfig", "MaskedConfig", "ModelConfig", "OptimConfig", "Section",
-    "SmallConfig", "Within", "changes", "fits", "imported", "late", "load_config", "require", "setting",
-    "settings_reference", "shown", "shown_settings", "text_of", "to_toml",
+    "SmallConfig", "ViewsConfig", "Within", "changes", "fits", "imported", "late", "load_config", "require",
+    "setting", "settings_reference", "shown", "shown_settings", "text_of", "to_toml",
 ]  # fmt: skip
 
 
@@ -446,8 +446,8 @@ class MaskedConfig(Section):
     )
     target: str = setting(
         "color",
-        "What is predicted of a patch: the class of its mean color among 512, those of 4 × 4 cells (small), or its "
-        "pixels, normalized.",
+        "What is predicted of a patch: the class of its mean color among 512, those of 4 × 4 cells (small), its "
+        "normalized pixels, or its token with averaged weights (features).",
         registry="clipkit.model.architectures:MASKED",
     )
     after: int = setting(
@@ -459,6 +459,36 @@ class MaskedConfig(Section):
         for name in ("fraction", "target", "after"):
             if not self._is_default(name):
                 _require_use(f"masked.{name}", getattr(self, name), "masked.weight", bool(self.weight))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViewsConfig(Section):
+    """Compare small crops of an image with what averaged weights see in the whole image (SILC, SigLIP 2).
+
+    Requires ``optim.average``. See clipkit/objectives/views.py.
+    """
+
+    section = "views."
+    weight: float = setting(0.0, "Weight of the term, which is added to the loss; 0: none.", _at_least(0))
+    count: int = setting(8, "Number of crops of each image.", _at_least(1))
+    area: tuple[float, ...] = setting(
+        (0.05, 0.4),
+        "Least and greatest area of a crop, as fractions of the image's.",
+        Within(
+            words="two increasing fractions, more than 0 and at most 1",
+            holds=lambda value: len(value) == 2 and 0 < value[0] <= value[1] <= 1,
+        ),
+    )
+    size: int = setting(
+        0, "Side of a crop in pixels, after resizing; 0: half of the image's, in whole patches.", _at_least(0)
+    )
+    after: int = setting(0, "Number of first steps without the term.", _at_least(0))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("count", "area", "size", "after"):
+            if not self._is_default(name):
+                _require_use(f"views.{name}", getattr(self, name), "views.weight", bool(self.weight))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -704,6 +734,7 @@ class Config(Section):
     loss: LossConfig = field(default_factory=LossConfig)
     caption: CaptionConfig = field(default_factory=CaptionConfig)
     masked: MaskedConfig = field(default_factory=MaskedConfig)
+    views: ViewsConfig = field(default_factory=ViewsConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
     lock: LockConfig = field(default_factory=LockConfig)
     small: SmallConfig = field(default_factory=SmallConfig)
@@ -753,6 +784,12 @@ class Config(Section):
         for term, settings in terms.items():
             alone = f"expected 0 with loss.name={name}"
             require(not objective.over_classes, f"{term}.weight", settings.weight, alone)
+        target = self.masked.target if self.masked.weight else ""
+        if target == "features":
+            require(self.sharding == "none", "masked.target", target, "cannot be combined with sharding")
+            _require_use("masked.target", target, "optim.average", bool(self.optim.average))
+        if self.views.weight:
+            _require_use("views.weight", self.views.weight, "optim.average", bool(self.optim.average))
         at_once = any(not settings.after for settings in terms.values())
         if not objective.compares:
             require(

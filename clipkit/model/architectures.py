@@ -685,11 +685,12 @@ class Decoder(_TransformerTower, TowerArchitecture):
 
 
 COLORS = 512  # classes of a color, three bits a channel
-# targets of masked patches, see clipkit.model.masked: the side of a patch → number of outputs for it
-MASKED: dict[str, Callable[[int], int]] = {
-    "color": lambda side: COLORS,
-    "small": lambda side: 16 * COLORS,
-    "pixels": lambda side: 3 * side**2,
+# targets of masked patches, see clipkit.model.masked: the image tower → number of outputs for a patch
+MASKED: dict[str, Callable[[VisionTower], int]] = {
+    "color": lambda tower: COLORS,
+    "small": lambda tower: 16 * COLORS,
+    "pixels": lambda tower: 3 * tower.patch_size**2,
+    "features": lambda tower: tower.width,
 }
 
 
@@ -728,7 +729,7 @@ class Architecture:
     def masked_outputs(self) -> int:
         """Number of outputs for a masked patch; 0 without a head that predicts these."""
         vision = self.vision.plain
-        return 0 if self.masked is None or vision is None else MASKED[self.masked](vision.patch_size)
+        return 0 if self.masked is None or vision is None else MASKED[self.masked](vision)
 
     @property
     def is_own(self) -> bool:

@@ -8,7 +8,7 @@ module, as in OpenAI's and open_clip's state dicts.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,15 @@ MAX_LOGIT_SCALE = 100.0  # published limit of exp(t)
 Head = TypeVar("Head", bound=nn.Module)
 Kind = TypeVar("Kind")
 _NO_DROPOUT = "patch dropout needs clipkit's ViT as the image tower"
+
+
+class LocalTerm(Protocol):
+    """See ``clipkit.objectives.Term``."""
+
+    @property
+    def reads_tokens(self) -> bool: ...
+    @property
+    def total(self) -> Callable[..., Tensor]: ...
 
 
 class CLIP(nn.Module):
@@ -113,7 +122,7 @@ class CLIP(nn.Module):
         tokens: Tensor,
         patches: Tensor | None = None,
         lengths: Sequence[int] | None = None,
-        terms: Mapping[str, Mapping[str, Any]] | None = None,
+        terms: Mapping[str, tuple[LocalTerm, Mapping[str, Any]]] | None = None,
     ) -> tuple[Tensor, ...]:
         """Encode pairs, and compute local terms of the objective.
 
@@ -122,36 +131,28 @@ class CLIP(nn.Module):
             tokens: (B, L) int64 with L at most the context length; each row ends at its largest id (end of text).
             patches: (B, K) int64, see ``encode_image``.
             lengths: B numbers, see ``encode_text``.
-            terms: arguments of each term by name; those of "caption" are ``captions``, ``lengths`` and
-                ``parallel``, see ``CaptionDecoder.nll``; those of "masked" are of ``MaskedPatchHead.nll``.
+            terms: entries of ``clipkit.objectives.TERMS`` by name, and the arguments of each.
 
         Returns:
             image features (B, O) and text features (B, O), unit norm, the scalar exp(t), and SigLIP's bias if any.
-            With ``terms``, a tensor (K,) of their sums of −log-likelihoods follows.
+            With ``terms``, a tensor (K,) of their sums follows.
         """
         bias = () if self.logit_bias is None else (self.logit_bias,)
         if not terms:
             image = self.encode_image(images, patches=patches)
             text = self.encode_text(tokens, lengths=lengths)
             return image, text, self.logit_scale.exp(), *bias
-        sums, read = {}, None
-        if "caption" in terms:
+        read = None
+        if whole := any(term.reads_tokens for term, _ in terms.values()):
             image, seen = self.image_tokens(images, patches=patches)
         else:
-            image = self.encode_image(images, patches=patches)
-        if "caption" in terms and self._feeds_text:
+            image, seen = self.encode_image(images, patches=patches), None
+        if whole and self._feeds_text:
             text, read = self.text_tokens(tokens, lengths=lengths)
         else:
             text = self.encode_text(tokens, lengths=lengths)
-        for name, given in terms.items():
-            if name == "caption":
-                assert self.text_decoder is not None
-                sums[name] = self.text_decoder.nll(seen, text=read, **given)
-            else:
-                assert name == "masked" and self.masked_head is not None, name
-                assert isinstance(self.visual, VisionTransformer)
-                sums[name] = self.masked_head.nll(self.visual, images, colors=self._colours, **given)
-        return image, text, self.logit_scale.exp(), *bias, torch.stack(list(sums.values()))
+        sums = [term.total(self, images, seen, read, **given) for term, given in terms.values()]
+        return image, text, self.logit_scale.exp(), *bias, torch.stack(sums)
 
     @property
     def _feeds_text(self) -> bool:
@@ -164,7 +165,7 @@ class CLIP(nn.Module):
         Arguments as for ``encode_image``; only for architectures whose ``vision.tokens`` is not None.
         """
         if isinstance(self.visual, VisionTransformer):
-            colours = self._colours if images.dtype == torch.uint8 else None
+            colours = self.colours if images.dtype == torch.uint8 else None
             features, tokens = self.visual.with_tokens(images, patches, colours=colours)
         elif patches is not None:
             raise ConfigError(_NO_DROPOUT)
@@ -226,7 +227,7 @@ class CLIP(nn.Module):
             ConfigError: ``patches`` with an image tower that cannot skip patches.
         """
         if self.architecture.vision.patches is not None:
-            colours = self._colours if images.dtype == torch.uint8 else None
+            colours = self.colours if images.dtype == torch.uint8 else None
             features = self.visual(images, patches, colours=colours)
         elif patches is not None:
             raise ConfigError(_NO_DROPOUT)
@@ -264,14 +265,14 @@ class CLIP(nn.Module):
         return F.normalize(features, dim=-1) if normalize else features
 
     @property
-    def _colours(self) -> tuple[Tensor, Tensor]:
+    def colours(self) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of images, (3, 1, 1) each."""
         return self.get_buffer("_mean"), self.get_buffer("_std")
 
     def _normalized(self, images: Tensor) -> Tensor:
         if images.dtype != torch.uint8:
             return images
-        mean, std = self._colours
+        mean, std = self.colours
         return images.to(mean.dtype).div_(255).sub_(mean).div_(std)
 
     def _prefix(self, features: Tensor) -> Tensor:

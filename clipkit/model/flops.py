@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HEADS", "Flops", "caption_flops", "counted_flops", "image_flops", "loss_flops", "masked_flops", "step_flops",
-    "text_flops", "trained_blocks",
+    "text_flops", "trained_blocks", "view_flops",
 ]  # fmt: skip
 
 
@@ -97,6 +97,12 @@ def masked_flops(shape: "Architecture", fraction: float, *, blocks: int | None =
     )
 
 
+def view_flops(shape: "Architecture", count: int, side: int, *, blocks: int | None = None) -> Flops:
+    """FLOPs of ``count`` crops of an image, ``side`` pixels wide."""
+    one = image_flops(shape.resized(image_size=side), blocks=blocks)
+    return Flops(forward=count * one.forward, backward=count * one.backward)
+
+
 def loss_flops(rows: int, columns: int, embed_dim: int) -> Flops:
     """FLOPs of a contrastive loss's logits, (rows, columns), which both directions of the softmax share."""
     forward = 2 * rows * columns * embed_dim
@@ -115,6 +121,7 @@ def step_flops(
     counted: Mapping[str, Flops] | None = None,
     loss_dims: Sequence[int] = (),
     masked: float = 0.0,
+    views: tuple[int, int] | None = None,
 ) -> int:
     """FLOPs of one rank in a training step: both passes and the loss.
 
@@ -129,6 +136,7 @@ def step_flops(
         counted: FLOPs of towers without a formula, see ``counted_flops``.
         loss_dims: the setting ``loss.dims``.
         masked: fraction of the patches that are predicted, for an architecture with a head for this.
+        views: number of crops of each image and their side, which are compared with averaged weights.
 
     Raises:
         ConfigError: a tower has no formula and is not in ``counted``.
@@ -139,6 +147,11 @@ def step_flops(
     step = rows * (image.forward if image_blocks == 0 else image.both)
     if shape.masked is not None:
         step += rows * masked_flops(shape, masked, blocks=image_blocks).both
+    averaged = views is not None or shape.masked == "features"
+    if averaged:  # averaged weights encode the batch
+        step += rows * image_flops(shape).forward
+    if views is not None:
+        step += rows * view_flops(shape, *views, blocks=image_blocks).both
     if shape.decoder is not None:
         lengths = lengths if isinstance(lengths, Mapping) else Counter(lengths)
         for length, times in lengths.items():
@@ -146,6 +159,7 @@ def step_flops(
     for length, times in (lengths if isinstance(lengths, Mapping) else Counter(lengths)).items():
         of_caption = text or text_flops(shape, length, blocks=text_blocks)
         step += times * (of_caption.forward if text_blocks == 0 else of_caption.both)
+        step += times * averaged * of_caption.forward
     loss = loss_flops(rows, text_rows, shape.embed_dim + sum(loss_dims))
     return step + (loss.forward if image_blocks == text_blocks == 0 else loss.both)
 

@@ -27,11 +27,11 @@ class Target:
     """What is predicted of a patch.
 
     Attributes:
-        labels: uint8 patches (B, K, 3, p, p) → labels (B, K, …).
+        labels: uint8 patches (B, K, 3, p, p) → labels (B, K, …); None if they are not made of pixels.
         loss: outputs (N, outputs) and labels (N, …) of N patches → a scalar, the sum over patches.
     """
 
-    labels: Callable[[Tensor], Tensor]
+    labels: Callable[[Tensor], Tensor] | None
     loss: Callable[[Tensor, Tensor], Tensor]
 
 
@@ -63,6 +63,10 @@ def _cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
     return total * len(labels) / max(labels.numel(), 1)
 
 
+def _cosine(outputs: Tensor, labels: Tensor) -> Tensor:
+    return (1 - F.cosine_similarity(outputs, labels.to(outputs.dtype), dim=-1)).sum()
+
+
 def _squared(outputs: Tensor, labels: Tensor) -> Tensor:
     return (outputs - labels.to(outputs.dtype)).square().mean(dim=-1).sum()
 
@@ -71,6 +75,7 @@ TARGETS: dict[str, Target] = {
     "color": Target(labels=_color, loss=_cross_entropy),
     "small": Target(labels=_small, loss=_cross_entropy),
     "pixels": Target(labels=_pixels, loss=_squared),
+    "features": Target(labels=None, loss=_cosine),
 }
 
 
@@ -134,7 +139,7 @@ def corrupted(
 
     Returns:
         ``chosen`` (B, K) int64, ascending; ``sources`` (B, P) int64, for each place the patch that is seen there,
-        or P for [mask]; ``labels`` of the chosen patches, see ``Target``.
+        or P for [mask]; ``labels`` of the chosen patches, see ``Target``, unless they are not made of pixels.
     """
     assert images.dtype == torch.uint8, images.dtype
     cut = cut_patches(images, side).flatten(1, 2)  # (B, P, 3, p, p)
@@ -148,4 +153,9 @@ def corrupted(
     seen = torch.where(kind < 8, patches, torch.where(kind == 8, other, chosen))
     sources = torch.arange(patches, device=rows.device).repeat(len(images), 1).scatter(1, chosen, seen)
     index = torch.arange(len(images), device=images.device)[:, None]
-    return {"chosen": chosen, "sources": sources, "labels": TARGETS[target].labels(cut[index, chosen])}
+    found = {"chosen": chosen, "sources": sources}
+    return (
+        found
+        if (labels := TARGETS[target].labels) is None
+        else {**found, "labels": labels(cut[index, chosen])}
+    )

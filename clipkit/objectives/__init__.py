@@ -5,7 +5,9 @@ the model's outputs (image features, text features, exp(t), and the bias of a mo
 ``Targets``, and returns the scalar of the global batch; so a weighted sum of several is a loss too.
 
 ``TERMS`` are objectives that need no other sample of the batch, which are added to the loss. Each is computed in
-the model's ``forward`` as a sum over samples, and divided by the number of its targets in the global batch.
+the model's ``forward`` as a sum over samples, and divided by the number of its targets in the global batch. To add
+one, write its functions in a separate file, and add an entry to ``TERMS`` and a section with ``weight`` and
+``after`` to ``clipkit.config.Config``.
 """
 
 import math
@@ -143,20 +145,45 @@ OBJECTIVES: dict[str, Objective] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """A local term of the loss, whose weight is the setting NAME.weight.
+    """A local term of the loss, whose weight is the setting NAME.weight; it begins after NAME.after steps.
 
     Attributes:
-        inputs: ``(settings, batch, seed, architecture)`` → arguments of ``CLIP.forward`` for this term by name,
-            each of B rows, and the number of this rank's targets. ``settings`` is the section NAME of the
-            configuration, and ``seed`` differs in each step and from those of other terms.
+        inputs: ``(settings, batch, seed, architecture, teach)`` → arguments of ``total`` by name, each of B rows,
+            and the number of this rank's targets. ``settings`` is the section NAME of the configuration, and
+            ``seed`` differs in each step and from those of other terms. ``teach()`` encodes the batch with averaged
+            weights, see ``clipkit.training.step.averaged_teaching``; all ranks call it together.
+        total: ``(model, images, image_tokens, text_tokens, **arguments)`` → the sum over the rows of
+            −log-likelihoods or other losses, a scalar.
+        reads_tokens: whether ``total`` gets ``image_tokens``, and ``text_tokens`` if the architecture's decoder is
+            fed with them.
+        averages: settings → whether ``inputs`` calls ``teach``.
         stream: number that distinguishes its random draws from those of other terms.
     """
 
     inputs: Callable[..., tuple[dict[str, Any], int]]
+    total: Callable[..., "Tensor"]
     stream: int
+    reads_tokens: bool = False
+    averages: Callable[[Any], bool] = lambda settings: False
 
 
 TERMS: dict[str, Term] = {
-    "caption": Term(inputs=late("clipkit.objectives.caption:caption_inputs"), stream=1),
-    "masked": Term(inputs=late("clipkit.objectives.masked:masked_inputs"), stream=2),
+    "caption": Term(
+        inputs=late("clipkit.objectives.caption:caption_inputs"),
+        total=late("clipkit.objectives.caption:caption_sum"),
+        stream=1,
+        reads_tokens=True,
+    ),
+    "masked": Term(
+        inputs=late("clipkit.objectives.masked:masked_inputs"),
+        total=late("clipkit.objectives.masked:masked_sum"),
+        stream=2,
+        averages=lambda settings: bool(settings.target == "features"),
+    ),
+    "views": Term(
+        inputs=late("clipkit.objectives.views:view_inputs"),
+        total=late("clipkit.objectives.views:view_sum"),
+        stream=3,
+        averages=lambda settings: True,
+    ),
 }

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from clipkit.config import CaptionConfig
 from clipkit.model.architectures import Architecture
+from clipkit.model.clip import CLIP
 from clipkit.model.towers import chosen_rows
 from clipkit.objectives import Targets
 
-__all__ = ["caption_inputs", "no_figures", "no_loss"]
+__all__ = ["caption_inputs", "caption_sum", "no_figures", "no_loss"]
 
 
 class _Captions(Protocol):
@@ -23,7 +24,7 @@ class _Captions(Protocol):
 
 
 def caption_inputs(
-    settings: CaptionConfig, batch: _Captions, seed: int, shape: Architecture
+    settings: CaptionConfig, batch: _Captions, seed: int, shape: Architecture, teach: object = None
 ) -> tuple[dict[str, Any], int]:
     """Return the arguments of ``CaptionDecoder.nll`` and the number of predicted tokens, see ``Term``."""
     given: dict[str, Any] = {"captions": batch.tokens, "lengths": batch.lengths}
@@ -31,6 +32,14 @@ def caption_inputs(
         rows = batch.rows.to(batch.tokens.device)
         given["parallel"] = chosen_rows(seed=seed, rows=rows, fraction=settings.parallel)
     return given, sum(min(length - 1, settings.length) for length in batch.lengths)
+
+
+def caption_sum(
+    model: CLIP, images: Tensor, image_tokens: Tensor, text_tokens: Tensor | None, **given: Any
+) -> Tensor:
+    """Compute ``CaptionDecoder.nll``."""
+    assert model.text_decoder is not None
+    return model.text_decoder.nll(image_tokens, text=text_tokens, **given)
 
 
 def no_loss(images: Tensor, texts: Tensor, scale: Tensor, *bias: Tensor, targets: Targets) -> Tensor:

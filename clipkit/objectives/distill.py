@@ -32,6 +32,7 @@ class Teaching:
     images: Tensor  # (B, P)
     texts: Tensor  # (B, P)
     scale: Tensor  # exp(t)
+    tokens: Tensor | None = None  # (B, 1 + K, D) of the images, see ``CLIP.image_tokens``
 
 
 def with_teacher(loss: Callable[..., Tensor], teaching: Teaching, *, weight: float) -> Callable[..., Tensor]:

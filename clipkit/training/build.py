@@ -10,7 +10,15 @@ import torch
 from torch import nn
 
 from clipkit.api import load
-from clipkit.config import CaptionConfig, LossConfig, MaskedConfig, ModelConfig, SmallConfig, require
+from clipkit.config import (
+    CaptionConfig,
+    LossConfig,
+    MaskedConfig,
+    ModelConfig,
+    SmallConfig,
+    ViewsConfig,
+    require,
+)
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.formats.checkpoint import load_model, stored_preprocess
 from clipkit.model import IMAGE_TOWERS
@@ -43,6 +51,7 @@ def shape_of(
     small: SmallConfig,
     caption: CaptionConfig | None = None,
     masked: MaskedConfig | None = None,
+    views: ViewsConfig | None = None,
 ) -> Architecture:
     """Return the architecture that settings select, with a bias or heads if the objective needs them.
 
@@ -88,6 +97,12 @@ def shape_of(
     if target is not None and shape.vision.plain is None:
         raise ConfigError(f"masked.weight requires clipkit's own ViT as the image tower, not {model.label}")
     shape = replace(shape, decoder=decoder, masked=target)
+    if views is not None and views.weight:
+        step, largest = shape.vision.size_step, shape.vision.image_size
+        if not step:
+            raise ConfigError(f"views.weight requires clipkit's own image towers, not {model.label}")
+        sizes = f"expected a multiple of the patch size, {step}, and at most the image size, {largest}"
+        require(views.size % step == 0 and views.size <= largest, "views.size", views.size, sizes)
     has_bias = OBJECTIVES[loss.name].initial_bias is not None
     return replace(shape, logit_bias=True) if has_bias else shape
 
@@ -391,7 +406,7 @@ class Unfreezing:
     def __init__(self, model: CLIP, *, every: int = 0, after: Mapping[str, int] | None = None) -> None:
         assert every >= 0, every
         self._model, self.layers, where = model, 1, places(model) if every else {}
-        heads = {HEADS[name]: steps for name, steps in (after or {}).items()}
+        heads = {HEADS[name]: steps for name, steps in (after or {}).items() if name in HEADS}
         self._first: list[tuple[nn.Parameter, int]] = []  # the first step in which each is trained
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:

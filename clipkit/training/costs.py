@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from clipkit.api import load
-from clipkit.config import Config, shown_settings
+from clipkit.config import Config, ViewsConfig, shown_settings
 from clipkit.distributed import barrier, ranks_of_host, world_size
 from clipkit.errors import ClipkitError, ConfigError, nearest
 from clipkit.model.architectures import Architecture
@@ -33,9 +33,11 @@ from clipkit.model.flops import (
     step_flops,
     text_flops,
     trained_blocks,
+    view_flops,
 )
 from clipkit.model.names import architecture
 from clipkit.objectives import OBJECTIVES
+from clipkit.objectives.views import view_side
 from clipkit.training import OPTIMIZERS
 from clipkit.training.arguments import Target
 from clipkit.training.build import check_split, lock, patch_counts, shape_of, tower_of
@@ -168,7 +170,13 @@ class Machine:
 
 
 def flops_of_steps(
-    model: CLIP, patch_dropout: float, text_rows: int, *, loss_dims: Sequence[int] = (), masked: float = 0.0
+    model: CLIP,
+    patch_dropout: float,
+    text_rows: int,
+    *,
+    loss_dims: Sequence[int] = (),
+    masked: float = 0.0,
+    views: ViewsConfig | None = None,
 ) -> Callable[[Sequence[int], int], int] | None:
     """Return a function from a batch's caption lengths and image size to the FLOPs of this rank in a step.
 
@@ -180,6 +188,7 @@ def flops_of_steps(
         text_rows: number of text features with which the loss compares an image.
         loss_dims: the setting ``loss.dims``.
         masked: the setting ``masked.fraction``.
+        views: the section ``views``, if this term is part of the loss.
     """
     counted = counted_flops(model)
     if counted is None:
@@ -208,6 +217,7 @@ def flops_of_steps(
             counted=counted,
             loss_dims=loss_dims,
             masked=masked,
+            views=_views(views, shape, image_size),
         )
 
     return of_step
@@ -230,6 +240,7 @@ class Memory:
     images: int
     decoder: int = 0  # activations of the decoder of captions, and a tile of its logits
     masked: int = 0  # activations of the pass over images with masked patches
+    views: int = 0  # activations of crops
     teacher: int = 0  # weights of a teacher that encodes each batch
 
     @property
@@ -256,6 +267,7 @@ class Workload:
         text_rows: number of text features with which the loss compares an image; 0: as the batch size.
         loss_dims: the setting ``loss.dims``.
         masked: the setting ``masked.fraction``.
+        views: the section ``views``, if this term is part of the loss.
         average: whether averaged weights are kept.
         sharding: "none", "full" (weights, gradients and states sharded over all ranks), or "hybrid" (over
             ``shard_ranks`` of them, such as those of one host).
@@ -276,6 +288,7 @@ class Workload:
     text_rows: int = 0
     loss_dims: tuple[int, ...] = ()
     masked: float = 0.0
+    views: ViewsConfig | None = None
     average: bool = False
     sharding: str = "none"
     shard_ranks: int = 0
@@ -293,6 +306,7 @@ class Estimate:
         image_flops: FLOPs of one image, both passes; ``text_flops`` of one caption.
         caption_flops: what predicting one caption adds; None without a decoder.
         masked_flops: what predicting masked patches adds for one image; None without.
+        view_flops: FLOPs of the crops of one image; None without.
         step_flops: FLOPs of a step on all ranks together, including a teacher's.
         memory: memory of each GPU.
         hours: duration of all steps; None if the FLOPs or the speed are not known.
@@ -305,6 +319,7 @@ class Estimate:
     text_flops: Flops | None
     caption_flops: Flops | None
     masked_flops: Flops | None
+    view_flops: Flops | None
     step_flops: int | None
     memory: Memory
     hours: float | None
@@ -368,6 +383,12 @@ def memory_of(work: Workload) -> Memory:
         outputs = round(work.masked * vision.patches) * shape.masked_outputs
         masked = part * (of_image + 3 * _FLOAT * outputs)
 
+    views = 0
+    if (crops := _views(work.views, shape, shape.vision.image_size)) is not None:
+        tower = shape.resized(image_size=crops[1]).vision
+        of_view = tower.activation_bytes(None, bf16=work.bf16, recompute=work.recompute) or 0
+        views = part * crops[0] * (of_view + 6 * crops[1] ** 2 * _FLOAT)
+
     # the loss: all texts and their gradients, this rank's features and theirs, and logits
     text_rows = work.text_rows or work.batch_size
     logits = min(_TILE, rows * text_rows) if work.tiled else rows * text_rows
@@ -382,6 +403,7 @@ def memory_of(work: Workload) -> Memory:
         images=3 * shape.vision.image_size**2 * (2 * rows * _BYTE + part * _FLOAT),
         decoder=decoder,
         masked=masked,
+        views=views,
         teacher=teacher,
     )
 
@@ -405,6 +427,7 @@ def estimate(work: Workload, speed: float | None = None) -> Estimate:
         work.text_rows or work.batch_size,
         loss_dims=work.loss_dims,
         masked=work.masked,
+        views=work.views,
     )
     step = None if of_rank is None else of_rank([tokens] * rows, shape.vision.image_size) * work.world
     if step is not None and work.teacher is not None:
@@ -412,6 +435,7 @@ def estimate(work: Workload, speed: float | None = None) -> Estimate:
         step = step + work.batch_size * sum(one.forward for one in encoding) if encoding else None
     image, text = _tower_flops(model, _kept_patches(work)) or (None, None)
     blocks = trained_blocks(model)[0]
+    crops = _views(work.views, shape, shape.vision.image_size)
     return Estimate(
         work=work,
         parameters=parameters,
@@ -420,10 +444,18 @@ def estimate(work: Workload, speed: float | None = None) -> Estimate:
         text_flops=text,
         caption_flops=caption_flops(shape, tokens, patches=_kept_patches(work)) if shape.decoder else None,
         masked_flops=masked_flops(shape, work.masked, blocks=blocks) if shape.masked else None,
+        view_flops=view_flops(shape, *crops, blocks=blocks) if crops else None,
         step_flops=step,
         memory=memory_of(work),
         hours=None if speed is None or step is None else work.steps * step / work.world / speed / 3600,
     )
+
+
+def _views(settings: ViewsConfig | None, shape: Architecture, image_size: int) -> tuple[int, int] | None:
+    """Return the number of crops and their side; None without them."""
+    if settings is None or not settings.weight:
+        return None
+    return settings.count, view_side(settings, shape, image_size=image_size)
 
 
 def _kept_patches(work: Workload) -> int | None:
@@ -514,7 +546,8 @@ def workloads_of(
         teacher: a model that encodes each batch.
     """
     small, caption, masked = config.small, config.caption, config.masked
-    bounds = {min(one, config.steps) for one in (0, small.steps, caption.after, masked.after)}
+    starts = (0, small.steps, caption.after, masked.after, config.views.after)
+    bounds = {min(one, config.steps) for one in starts}
     works, objective = [], OBJECTIVES[config.loss.name]
     for begin, end in pairwise([*sorted(bounds), config.steps]):
         own = shape
@@ -542,6 +575,7 @@ def workloads_of(
                 text_rows=objective.text_rows(own.text, config.batch_size),
                 loss_dims=config.loss.dims,
                 masked=config.masked.fraction,
+                views=config.views if begin >= config.views.after else None,
                 average=bool(config.optim.average),
                 sharding=config.sharding,
                 shard_ranks=shard_ranks,
@@ -612,7 +646,7 @@ def dry_run(config: Config, device: torch.device, target: Target) -> list[str]:
     Raises:
         ConfigError: the GPU is unknown, or the batch cannot be split over so many.
     """
-    shape = shape_of(config.model, config.loss, config.small, config.caption, config.masked)
+    shape = shape_of(config.model, config.loss, config.small, config.caption, config.masked, config.views)
     world = target.gpus or world_size()
     check_split(config.batch_size, world=world, parts=config.accumulate)
     bf16 = computes_in_bf16(config.precision, device)
@@ -676,6 +710,8 @@ def _model_rows(found: Estimate) -> Iterator[Row]:
         yield "", f"{_flops(decoder.both)} to predict a caption"
     if (masked := found.masked_flops) is not None:
         yield "", f"{_flops(masked.both)} to predict the masked patches of an image"
+    if (views := found.view_flops) is not None:
+        yield "", f"{_flops(views.both)} for the crops of an image"
     if found.step_flops is not None:
         teacher = ", with the teacher's" if found.memory.teacher else ""
         yield (
@@ -695,6 +731,7 @@ def _memory_rows(costs: Costs) -> Iterator[Row]:
         (memory.activations, "activations"),
         (memory.decoder, "activations of the caption decoder"),
         (memory.masked, "activations of the images with masked patches"),
+        (memory.views, "activations of the crops"),
         (memory.loss, "loss"),
         (memory.images, "images"),
     ]

@@ -5,7 +5,7 @@ Random draws are functions of the seed, the step and the place in the global bat
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -17,22 +17,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clipkit.api import load
 from clipkit.config import DistillConfig, LossConfig
-from clipkit.distributed import rank, sum_over_ranks, world_size
+from clipkit.distributed import counts_of_rows, gather_rows, rank, sum_over_ranks, world_size
 from clipkit.errors import ConfigError
 from clipkit.formats.checkpoint import model_hash
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
 from clipkit.model.towers import kept_patches
+from clipkit.model.zero_shot import evaluating
 from clipkit.objectives import OBJECTIVES, TERMS, Targets
 from clipkit.objectives.distill import Teaching, with_teacher
 from clipkit.objectives.matryoshka import with_prefixes
 from clipkit.training.build import patch_counts
-from clipkit.training.ema import RunningStatistics
+from clipkit.training.ema import AveragedWeights, RunningStatistics
 from clipkit.training.metrics import Stopwatch
 from clipkit.training.parallel import local_gradients
 
 __all__ = [
-    "Features", "LocalTerms", "PairBatch", "Teacher", "TrainingStep", "backward", "check_rows", "seed_of",
+    "Features", "LocalTerms", "PairBatch", "Teacher", "TrainingStep", "averaged_teaching", "backward",
+    "check_rows", "seed_of",
     "seeds_of",
 ]  # fmt: skip
 
@@ -138,7 +140,7 @@ def backward(
             for key, value in given.items():
                 cut(key, value, own)
             for number, one in enumerate(own):
-                further[number].setdefault("terms", {})[name] = one
+                further[number].setdefault("terms", {})[name] = TERMS[name], one
         shares = terms.weights / terms.counts
 
     def of_sums(sums: Sequence[Tensor]) -> list[Tensor]:
@@ -221,6 +223,33 @@ def seed_of(seed: int, *places: int) -> int:
 def seeds_of(seed: int, step: int, rank: int, parts: int) -> list[int]:
     """Return a seed for each part of a rank's rows, for towers of other libraries with dropout."""
     return [seed_of(seed, step, rank, part) for part in range(parts)]
+
+
+def averaged_teaching(
+    module: nn.Module, averaged: AveragedWeights, batch: "PairBatch", *, bf16: bool, tokens: bool
+) -> Teaching:
+    """Encode a batch with the averaged weights, without patch dropout; all ranks call this together.
+
+    Args:
+        module: a CLIP, possibly wrapped in DistributedDataParallel or sharded.
+        averaged: its averaged weights.
+        batch: this rank's pairs.
+        bf16: whether the towers run in bfloat16.
+        tokens: whether to return the images' tokens too, for which the model must not be sharded.
+
+    Returns:
+        features of this rank's images (B, O) and of the texts of all ranks (N, O).
+    """
+    bare: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
+    precision = torch.autocast(batch.images.device.type, torch.bfloat16, enabled=bf16)
+    with averaged.applied(), evaluating(bare), torch.no_grad(), precision:
+        images, texts, scale = bare(batch.images, batch.tokens, lengths=batch.lengths)[:3]
+        seen = None
+        if tokens:
+            assert isinstance(bare, CLIP)
+            seen = bare.image_tokens(batch.images)[1]
+    everyones = gather_rows(texts, counts_of_rows(len(texts)))
+    return Teaching(images=images, texts=everyones, scale=scale, tokens=seen)
 
 
 class Teacher:
@@ -312,6 +341,7 @@ class TrainingStep:
         seed: seed of the run.
         accumulate: parts in which this rank's rows are computed.
         bf16: whether the towers run in bfloat16.
+        averaged: averaged weights, for terms that compare with them.
     """
 
     shape: Architecture
@@ -323,6 +353,7 @@ class TrainingStep:
     accumulate: int
     bf16: bool
     terms: Mapping[str, Any] = field(default_factory=dict)
+    averaged: AveragedWeights | None = None
 
     def gradients(
         self, module: nn.Module, batch: PairBatch, step: int, watch: Stopwatch | None = None
@@ -365,18 +396,31 @@ class TrainingStep:
             autocast=self.bf16,
             # clipkit's own towers draw nothing; other libraries' dropout uses torch's generator
             seeds=() if self.shape.is_own else seeds_of(self.seed, step, rank(), self.accumulate),
-            terms=self._local_terms(batch, step),
+            terms=self._local_terms(module, batch, step),
             watch=watch,
         )
 
-    def _local_terms(self, batch: PairBatch, step: int) -> LocalTerms | None:
+    def swaps(self, step: int) -> bool:
+        """Return whether a step gives the model its averaged weights for a while."""
+        return any(
+            self.terms[name].after <= step for name in self.terms if TERMS[name].averages(self.terms[name])
+        )
+
+    def _local_terms(self, module: nn.Module, batch: PairBatch, step: int) -> LocalTerms | None:
         terms = {name: settings for name, settings in self.terms.items() if step >= settings.after}
         if not terms:
             return None
+
+        @cache
+        def teach() -> Teaching:
+            assert self.averaged is not None
+            tokens = self.shape.masked == "features"
+            return averaged_teaching(module, self.averaged, batch, bf16=self.bf16, tokens=tokens)
+
         inputs, counts = {}, []
         for name, settings in terms.items():
             seed = seed_of(self.seed, step, TERMS[name].stream)
-            inputs[name], count = TERMS[name].inputs(settings, batch, seed, self.shape)
+            inputs[name], count = TERMS[name].inputs(settings, batch, seed, self.shape, teach)
             counts.append(float(count))
         device = batch.tokens.device
         both = torch.tensor([counts, [float(one.weight) for one in terms.values()]], dtype=torch.float64)

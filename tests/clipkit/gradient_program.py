@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from clipkit import distributed
-from clipkit.config import CaptionConfig, MaskedConfig
+from clipkit.config import CaptionConfig, MaskedConfig, ViewsConfig
 from clipkit.model.architectures import Architecture, ClassTable, Decoder, TextTower, VisionTower, WordTable
 from clipkit.model.clip import CLIP
 from clipkit.model.towers import kept_patches
@@ -24,9 +24,11 @@ from clipkit.objectives import Targets
 from clipkit.objectives.caption import caption_inputs, no_loss
 from clipkit.objectives.classes import class_loss
 from clipkit.objectives.clip import clip_loss
+from clipkit.objectives.distill import Teaching
 from clipkit.objectives.masked import masked_inputs
 from clipkit.objectives.matryoshka import with_prefixes
 from clipkit.objectives.siglip import siglip_loss
+from clipkit.objectives.views import view_inputs
 from clipkit.objectives.words import word_loss
 from clipkit.training.build import lock
 from clipkit.training.parallel import clip_gradients, complete_gradients, replicated, shard, without_values
@@ -43,6 +45,7 @@ class Way:
     loss: str = "clip"
     caption: str = ""  # how captions are predicted
     masked: str = ""  # what is predicted of masked patches
+    views: bool = False
     dropout: bool = False
     locked: bool = False
     parts: int = 1
@@ -54,7 +57,7 @@ class Way:
     def what(self) -> str:
         """All that changes the result."""
         caption = f" caption {self.caption}" if self.caption else ""
-        masked = f" masked {self.masked}" if self.masked else ""
+        masked = f" masked {self.masked}" * bool(self.masked) + " views" * self.views
         return f"{self.loss}{caption}{masked}{' dropout' * self.dropout}{' locked' * self.locked}"
 
     @property
@@ -78,6 +81,8 @@ WHAT = (
     Way(loss="none", masked="color"),
     Way(loss="clip", masked="small", dropout=True),
     Way(loss="siglip", masked="pixels", caption="tokens"),
+    Way(loss="none", views=True),
+    Way(loss="siglip", views=True, masked="color"),
     Way(dropout=True),
     Way(locked=True),
 )
@@ -157,13 +162,24 @@ def compute(way: Way) -> dict[str, Tensor]:
         wanted["masked"] = masked_inputs(
             MaskedConfig(weight=0.3, target=way.masked), batch, seed=4, shape=shape
         )
+    if way.views:
+
+        def teach() -> Teaching:
+            with torch.no_grad():  # the averaged weights are the first ones
+                images, texts, scale = trained(**given)[:3]
+            texts = distributed.gather_rows(texts, distributed.counts_of_rows(len(texts)))
+            return Teaching(images=images, texts=texts, scale=scale)
+
+        wanted["views"] = view_inputs(
+            ViewsConfig(weight=0.4, count=3), batch, seed=5, shape=shape, teach=teach
+        )
     terms = None
     if wanted:
         counts = torch.tensor([count for _, count in wanted.values()], dtype=torch.float64)
         terms = LocalTerms(
             inputs={name: arguments for name, (arguments, _) in wanted.items()},
             weights=torch.tensor(
-                [{"caption": 0.7, "masked": 0.3}[name] for name in wanted], dtype=torch.float64
+                [{"caption": 0.7, "masked": 0.3, "views": 0.4}[name] for name in wanted], dtype=torch.float64
             ),
             counts=distributed.sum_over_ranks(counts),
         )

@@ -44,7 +44,7 @@ def test_gradients_are_those_of_one_process_in_one_piece(
         reference = one_process[f"{what}/1 float64/{parameter}"]
         floor = 1e-7 * float(one_process[f"{what}/1 float64/norm"])  # what is 0 but for rounding
         difference = float((gradient.double() - reference).norm() / reference.norm().clamp_min(floor))
-        assert difference < (1e-10 if how.endswith("float64") else 1e-5), (name, difference)
+        assert difference < (1e-10 if how.endswith("float64") else 1e-4), (name, difference)
     for what in {name.split("/")[0] for name in one_process}:
         if not what.startswith("none"):  # the temperature takes part
             assert float(one_process[f"{what}/1 float64/logit_scale"].abs()) > 1e-6

@@ -20,6 +20,7 @@ from clipkit.model.clip import CLIP
 from clipkit.model.decoder import caption_nll
 from clipkit.model.flops import caption_flops, step_flops
 from clipkit.model.towers import chosen_rows
+from clipkit.objectives import TERMS
 from clipkit.training.build import first_model, lock, places, shape_of
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
@@ -84,7 +85,7 @@ def test_the_term_is_the_cross_entropy_of_all_tokens_up_to_the_end(feed: str, pa
     rows = torch.arange(len(tokens)) % 2 == 0 if parallel else None
     if rows is not None:
         given["parallel"] = rows
-    *features, sums = model(images, tokens, terms={"caption": given})
+    *features, sums = model(images, tokens, terms={"caption": (TERMS["caption"], given)})
     for found, plain in zip(features, model(images, tokens), strict=True):
         assert torch.allclose(found, plain, rtol=0, atol=1e-12)
     assert model.text_decoder is not None
@@ -99,7 +100,9 @@ def test_the_term_is_the_cross_entropy_of_all_tokens_up_to_the_end(feed: str, pa
     expected = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum")
     assert torch.allclose(sums, expected[None], rtol=1e-12)
     lengths = (tokens.argmax(dim=1) + 1).tolist()
-    again = model(images, tokens, lengths=lengths, terms={"caption": {**given, "lengths": lengths}})[-1]
+    again = model(
+        images, tokens, lengths=lengths, terms={"caption": (TERMS["caption"], {**given, "lengths": lengths})}
+    )[-1]
     assert torch.allclose(again, sums, rtol=1e-12)
 
 
@@ -122,7 +125,9 @@ def test_rows_do_not_depend_on_the_others_nor_on_padding() -> None:
 
     def term(rows: slice, width: int) -> Tensor:
         given = {"captions": tokens[rows, :width], "parallel": parallel[rows]}
-        sums: Tensor = model(images[rows], tokens[rows, :width], terms={"caption": given})[-1]
+        sums: Tensor = model(
+            images[rows], tokens[rows, :width], terms={"caption": (TERMS["caption"], given)}
+        )[-1]
         return sums
 
     together = term(slice(0, 3), 20)
@@ -220,7 +225,10 @@ def test_weights_without_a_decoder_get_a_fresh_one_and_a_line_says_so(tmp_path: 
     [
         (["caption.feed=text"], "caption.feed = 'text' has no effect unless caption.weight is set"),
         (["caption.weight=1", "caption.feed=text", "caption.parallel=0.5"], "caption.parallel = 0.5"),
-        (["loss.name=none"], "loss.name = 'none' is invalid: requires a term, such as caption.weight=1"),
+        (
+            ["loss.name=none"],
+            "loss.name = 'none' is invalid: requires a term from the first step, such as caption.weight=1",
+        ),
         (["caption.weight=-1"], "caption.weight = -1"),
         (["caption.weight=1", "model.text=cbow", "caption.feed=text"], "requires a text transformer"),
         (["caption.weight=1", "model.name=open_clip:RN50"], "requires clipkit's own image tower"),
@@ -242,7 +250,7 @@ def test_flops_are_those_that_torch_counts() -> None:
         images, tokens = (one[:1] for one in batch())
         tokens = torch.cat([torch.full((1, LENGTH), 3), torch.full((1, 1), END)], dim=1)
         found = []
-        for terms in ({}, {"caption": {"captions": tokens}}):
+        for terms in ({}, {"caption": (TERMS["caption"], {"captions": tokens})}):
             with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
                 model(images, tokens, terms=terms)
             found.append(counter.get_total_flops())

@@ -1,6 +1,7 @@
 """Masked patches are predicted: corruption, targets, the loss, and the settings that cannot be combined with it."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from clipkit.api import load
-from clipkit.config import load_config
+from clipkit.config import MaskedConfig, load_config
 from clipkit.errors import ConfigError
 from clipkit.formats.checkpoint import model_hash, save_model
 from clipkit.model.architectures import MASKED, Architecture, TextTower, VisionTower
@@ -18,6 +19,9 @@ from clipkit.model.clip import CLIP
 from clipkit.model.flops import image_flops, masked_flops, step_flops
 from clipkit.model.masked import TARGETS, corrupted
 from clipkit.model.towers import VisionTransformer
+from clipkit.objectives import TERMS
+from clipkit.objectives.distill import Teaching
+from clipkit.objectives.masked import masked_inputs
 from clipkit.training.build import first_model, places, shape_of
 from clipkit.training.costs import workloads_of
 
@@ -87,7 +91,7 @@ def test_eighty_percent_are_masked_and_ten_are_other_patches() -> None:
 
 def test_labels_are_those_of_numpy() -> None:
     images = pictures(3)
-    for target in MASKED:
+    for target in ("color", "small", "pixels"):
         found = chosen_in(images, target=target)
         for row, patches in enumerate(found["chosen"].tolist()):
             for place, patch in enumerate(patches):
@@ -117,7 +121,7 @@ def test_pixels_of_masked_patches_are_not_seen() -> None:
     assert isinstance(model.visual, VisionTransformer) and model.masked_head is not None
     replaced = found["sources"], model.masked_head.mask_embedding
     tokens = [
-        model.visual.with_tokens(one, colours=model._colours, replaced=replaced)[1]
+        model.visual.with_tokens(one, colours=model.colours, replaced=replaced)[1]
         for one in (images, torch.where(grid, noise, images), torch.where(grid, images, noise))
     ]
     assert torch.equal(tokens[0], tokens[1]) and not torch.allclose(tokens[0], tokens[2])
@@ -144,21 +148,35 @@ def test_the_loss_is_that_of_beit_on_equal_logits() -> None:
 @pytest.mark.parametrize("target", MASKED)
 def test_the_sum_is_over_the_chosen_patches(target: str) -> None:
     model, images = made(target), pictures()
-    found = chosen_in(images, target=target)
+    batch = SimpleNamespace(images=images, rows=torch.arange(5))
+
+    def teach() -> Teaching:
+        image, tokens = model.image_tokens(images.flip(3))
+        return Teaching(
+            images=image.detach(), texts=image.detach(), scale=torch.ones(()), tokens=tokens.detach()
+        )
+
+    asked = MaskedConfig(weight=1, target=target)
+    found, count = masked_inputs(asked, batch, seed=3, shape=model.architecture, teach=teach)
+    assert count == found["chosen"].numel() == 40
     assert isinstance(model.visual, VisionTransformer) and model.masked_head is not None
-    outputs = model(images, torch.full((5, 3), 99), terms={"masked": found})
+    outputs = model(images, torch.full((5, 3), 99), terms={"masked": (TERMS["masked"], found)})
     assert len(outputs) == 4 and outputs[-1].shape == (1,)
     replaced = found["sources"], model.masked_head.mask_embedding
-    tokens = model.visual.with_tokens(images, colours=model._colours, replaced=replaced)[1][:, 1:]
+    tokens = model.visual.with_tokens(images, colours=model.colours, replaced=replaced)[1][:, 1:]
     predicted = torch.stack(
         [model.masked_head.head(one[at]) for one, at in zip(tokens, found["chosen"], strict=True)]
     )
-    if target == "pixels":
+    if target == "features":
+        taught = torch.stack([one[1:][at] for one, at in zip(teach().tokens, found["chosen"], strict=True)])  # type: ignore[arg-type]
+        taught = taught - taught.mean(-1, keepdim=True)
+        expected = (1 - (F.normalize(predicted, dim=-1) * F.normalize(taught, dim=-1)).sum(-1)).sum()
+    elif target == "pixels":
         expected = (predicted - found["labels"]).square().mean(dim=-1).sum()
     else:
         cells = predicted.unflatten(-1, (-1, 512)).flatten(0, -2)
         expected = F.cross_entropy(cells, found["labels"].flatten()) * found["chosen"].numel()
-    assert outputs[-1].item() == pytest.approx(expected.item(), rel=1e-12)
+    assert outputs[-1].item() == pytest.approx(expected.item(), rel=1e-12 if target != "features" else 1e-5)
     assert torch.equal(outputs[0], model.encode_image(images))  # the other pass is clean
 
 
@@ -187,6 +205,10 @@ def test_settings(tmp_path: Path) -> None:
         shape("masked.weight=1", "model.name=open_clip:RN50")
     with pytest.raises(ConfigError, match="14 pixels wide"):
         shape("masked.weight=1", "masked.target=small", "model.name=ViT-L-14")
+    with pytest.raises(ConfigError, match=r"masked.target = 'features' .*optim.average"):
+        shape("masked.weight=1", "masked.target=features")
+    with pytest.raises(ConfigError, match="cannot be combined with sharding"):
+        shape("masked.weight=1", "masked.target=features", "optim.average=0.9", "sharding=full")
     with pytest.raises(ConfigError, match="requires a term from the first step"):
         shape("masked.weight=1", "masked.after=5", "loss.name=none")
     with pytest.raises(ConfigError, match=r"masked.after = 5 .*lamb"):

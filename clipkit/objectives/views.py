@@ -1,0 +1,160 @@
+"""The term that compares local views with the whole image: self-distillation by the average of the weights.
+
+As in SILC (Naeem et al. 2023, https://arxiv.org/abs/2310.13355) and SigLIP 2 (Tschannen et al. 2025,
+https://arxiv.org/abs/2502.14786), the model encodes small crops of an image and learns what averaged weights see
+in the whole image. Here distributions over the texts of the batch are compared, not over learned prototypes, so
+there are neither centers nor other state.
+
+Letters in shape comments: B images, N texts of the global batch, V views of an image, s side of a view in pixels,
+O embedding dimension.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from clipkit.config import ViewsConfig
+from clipkit.model.architectures import Architecture
+from clipkit.model.clip import CLIP
+from clipkit.model.towers import draws
+from clipkit.objectives.distill import Teaching
+
+__all__ = ["divergence", "drawn_boxes", "view_inputs", "view_side", "view_sum", "views"]
+
+_ASPECT = 4 / 3  # of a crop at most, and its inverse at least
+_LOGITS = 1 << 22  # in memory at a time
+
+
+class _Images(Protocol):
+    @property
+    def images(self) -> Tensor: ...
+    @property
+    def rows(self) -> Tensor: ...
+
+
+def view_inputs(
+    settings: ViewsConfig, batch: _Images, seed: int, shape: Architecture, teach: Callable[[], Teaching]
+) -> tuple[dict[str, Any], int]:
+    """Return the arguments of ``view_sum`` and the number of images, see ``Term``."""
+    teaching, images = teach(), batch.images
+    rows = batch.rows.to(images.device)
+    given = {
+        "boxes": drawn_boxes(seed=seed, rows=rows, count=settings.count, area=settings.area),
+        "seen": teaching.images,
+        # the same for all images: (B, …) without memory, as arguments have a row for each image
+        "texts": teaching.texts.expand(len(images), -1, -1),
+        "scales": teaching.scale.expand(len(images)),
+        "sides": [view_side(settings, shape, image_size=images.shape[-1])] * len(images),
+    }
+    return given, len(images)
+
+
+def view_side(settings: ViewsConfig, shape: Architecture, *, image_size: int) -> int:
+    """Return the side of a view: the setting, or half of the image's in whole patches; at most the image's."""
+    step = shape.vision.size_step
+    return min(image_size, settings.size or max(step, image_size // 2 // step * step))
+
+
+def view_sum(
+    model: CLIP,
+    images: Tensor,
+    image_tokens: Tensor | None,
+    text_tokens: Tensor | None,
+    *,
+    boxes: Tensor,
+    seen: Tensor,
+    texts: Tensor,
+    scales: Tensor,
+    sides: list[int],
+) -> Tensor:
+    """Sum over images the mean over views of ``divergence``: a scalar, at least float32.
+
+    Args:
+        model: the model, with an image tower that encodes other sizes.
+        images: (B, 3, S, S) uint8.
+        image_tokens: not used; neither are ``text_tokens``.
+        boxes: (B, V, 4), see ``drawn_boxes``.
+        seen: (B, O) the teacher's features of the whole images.
+        texts: (B, N, O) the teacher's features of all texts, the same for each image.
+        scales: (B,) its exp(t), the same for each image.
+        sides: s, the same for each image.
+    """
+    crops = views(images, boxes, side=sides[0]).flatten(0, 1)  # (BV, 3, s, s)
+    mean, std = model.colours
+    found = model.encode_image(crops.div_(255).sub_(mean.to(crops.dtype)).div_(std.to(crops.dtype)))
+    return divergence(found.unflatten(0, boxes.shape[:2]), seen, texts[0], scales[0])
+
+
+def drawn_boxes(*, seed: int, rows: Tensor, count: int, area: Sequence[float]) -> Tensor:
+    """Draw boxes in images: (B, V, 4) float32 left, top, width and height, as fractions of the image's side.
+
+    The area is uniform, the logarithm of the aspect ratio too (3/4 to 4/3), and so is the place.
+
+    Args:
+        seed: any integer, different in each step.
+        rows: (B,) int64, positions of the images in the global batch.
+        count: V.
+        area: least and greatest area of a box, as fractions of the image's.
+    """
+    numbers = draws(seed=seed, rows=rows, count=4 * count).view(-1, count, 4)
+    sizes, aspects, lefts, tops = ((numbers >> 11) & (2**53 - 1)).double().div_(2**53).unbind(-1)
+    sizes = area[0] + (area[1] - area[0]) * sizes
+    aspects = _ASPECT ** (2 * aspects - 1)
+    widths, heights = ((sizes * one).sqrt().clamp(max=1) for one in (aspects, 1 / aspects))
+    return torch.stack([lefts * (1 - widths), tops * (1 - heights), widths, heights], dim=-1).float()
+
+
+def views(images: Tensor, boxes: Tensor, *, side: int) -> Tensor:
+    """Cut boxes out of uint8 images, and resize them bilinearly to (B, V, 3, s, s) float32 from 0 to 255."""
+    count = boxes.shape[1]
+    places = (torch.arange(side, device=images.device) + 0.5) / side  # centers of pixels
+    x, y = (2 * (boxes[..., i, None] + boxes[..., i + 2, None] * places) - 1 for i in (0, 1))  # (B, V, s)
+    grid = torch.stack(torch.broadcast_tensors(x[:, :, None], y[..., None]), dim=-1)  # (B, V, s, s, 2)
+    cut = F.grid_sample(images.float(), grid.flatten(1, 2), padding_mode="border", align_corners=False)
+    crops: Tensor = cut.unflatten(2, (count, side)).transpose(1, 2)  # from (B, 3, Vs, s)
+    return crops
+
+
+def divergence(found: Tensor, seen: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
+    """Sum over images the mean over views of KL(softmax(scale · texts · seen) ‖ softmax(scale · texts · found)).
+
+    Gradients are computed in the forward pass, a tile of images at a time.
+
+    Args:
+        found: (B, V, O) features of views, unit norm.
+        seen: (B, O) the teacher's features of the whole images, unit norm; no gradient.
+        texts: (N, O) the teacher's features of texts, unit norm; no gradient.
+        scale: scalar; no gradient.
+
+    Returns:
+        a scalar in float32 (float64 for float64).
+    """
+    with torch.autocast(found.device.type, enabled=False):
+        found = found if found.dtype == torch.float64 else found.float()
+        taught = [one.detach().to(found.dtype) for one in (seen, texts, scale)]
+        total: Tensor = _Divergence.apply(found, *taught)
+        return total
+
+
+class _Divergence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, found: Tensor, seen: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
+        total, gradient = found.new_zeros(()), torch.empty_like(found)
+        rows = max(1, _LOGITS // (found.shape[1] * len(texts)))
+        for tile in (slice(start, start + rows) for start in range(0, len(found), rows)):
+            wanted = (scale * seen[tile] @ texts.T).log_softmax(dim=-1)[:, None]  # (R, 1, N)
+            given = (scale * found[tile] @ texts.T).log_softmax(dim=-1)  # (R, V, N)
+            total += (wanted.exp() * (wanted - given)).sum()
+            gradient[tile] = scale * (given.exp_() - wanted.exp()) @ texts
+        ctx.save_for_backward(gradient.div_(found.shape[1]))
+        return total / found.shape[1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, scale: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return gradient * scale, None, None, None

@@ -1,0 +1,132 @@
+"""Crops of images are compared with what averaged weights see in the whole image."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings, strategies as st
+
+from clipkit.config import ViewsConfig, load_config
+from clipkit.errors import ConfigError
+from clipkit.model.architectures import Architecture
+from clipkit.model.clip import create
+from clipkit.model.flops import image_flops, step_flops, text_flops
+from clipkit.objectives import views as module
+from clipkit.objectives.views import divergence, drawn_boxes, view_side, views
+from clipkit.training.build import shape_of
+from clipkit.training.costs import workloads_of
+from clipkit.training.ema import AveragedWeights
+from clipkit.training.step import averaged_teaching
+
+QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 200), st.integers(1, 9), st.floats(0.01, 1), st.floats(0, 1), st.integers(0, 2**64))
+def test_boxes_are_within_images(rows: int, count: int, least: float, more: float, seed: int) -> None:
+    area = (least, least + (1 - least) * more)
+    boxes = drawn_boxes(seed=seed, rows=torch.arange(rows), count=count, area=area)
+    assert boxes.shape == (rows, count, 4) and boxes.dtype == torch.float32
+    left, top, width, height = boxes.double().unbind(-1)
+    assert min(left.min(), top.min()) >= 0 and max((left + width).max(), (top + height).max()) <= 1 + 1e-6
+    sizes = width * height
+    clipped = (width > 1 - 1e-6) | (height > 1 - 1e-6)
+    assert (sizes <= area[1] + 1e-6).all() and (sizes[~clipped] >= area[0] - 1e-6).all()
+    assert torch.equal(
+        drawn_boxes(seed=seed, rows=torch.tensor([rows - 1]), count=count, area=area), boxes[-1:]
+    )
+
+
+def test_boxes_are_uniform() -> None:
+    boxes = drawn_boxes(seed=1, rows=torch.arange(20_000), count=2, area=(0.1, 0.4)).double()
+    left, top, width, height = boxes.unbind(-1)
+    assert float((width * height).mean()) == pytest.approx(0.25, abs=0.002)
+    assert float((width / height).log().mean()) == pytest.approx(0, abs=0.005)
+    assert float((left / (1 - width)).mean()) == pytest.approx(0.5, abs=0.005)
+    assert float((top / (1 - height)).mean()) == pytest.approx(0.5, abs=0.005)
+    flat = torch.stack([width * height, width / height, left / (1 - width), top / (1 - height)]).flatten(1)
+    assert (flat.corrcoef() - torch.eye(4)).abs().max() < 0.02
+    assert abs(float(torch.stack([width[:, 0], width[:, 1]]).corrcoef()[0, 1])) < 0.02
+
+
+def test_crops_are_the_pixels_in_the_box() -> None:
+    images = torch.randint(
+        0, 256, (2, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
+    boxes = torch.tensor([[0, 0, 1, 1], [0.25, 0.5, 0.25, 0.25]]).expand(2, -1, -1)
+    assert torch.allclose(views(images, boxes, side=16)[:, 0], images.float(), atol=1e-3)
+    crops = views(images, boxes, side=4)
+    assert crops.shape == (2, 2, 3, 4, 4)
+    assert torch.allclose(crops[:, 1], images[:, :, 8:12, 4:8].float(), atol=1e-3)
+    twice = views(images, boxes, side=8)[:, 1]  # inner pixels are those of bilinear interpolation
+    inner = F.interpolate(images[:, :, 8:12, 4:8].float(), (8, 8), mode="bilinear")
+    assert torch.allclose(twice[..., 1:-1, 1:-1], inner[..., 1:-1, 1:-1], atol=1e-3)
+
+
+def test_the_divergence_and_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = torch.Generator().manual_seed(0)
+    found, seen, texts = (
+        F.normalize(torch.randn(*size, 8, generator=random, dtype=torch.float64), dim=-1)
+        for size in ((5, 3), (5,), (11,))
+    )
+    scale = torch.tensor(7.0)
+    student = (scale * found.requires_grad_() @ texts.T).log_softmax(-1)
+    teacher = (scale * seen @ texts.T).log_softmax(-1)[:, None].expand_as(student)
+    expected = F.kl_div(student, teacher, reduction="sum", log_target=True) / 3
+    (wanted,) = torch.autograd.grad(2 * expected, found)
+    for logits in (1 << 22, 70, 1):  # all images in one tile, two, one
+        monkeypatch.setattr(module, "_LOGITS", logits)
+        total = divergence(found, seen, texts, scale)
+        (gradient,) = torch.autograd.grad(2 * total, found)
+        assert total.item() == pytest.approx(expected.item(), rel=1e-12)
+        assert (gradient - wanted).abs().max() < 1e-12
+    assert divergence(seen[:, None], seen, texts, scale).item() == pytest.approx(0, abs=1e-12)
+
+
+def test_the_averaged_weights_teach_and_the_model_keeps_its_own() -> None:
+    model, other = create("ViT-Ti-4-16", seed=0), create("ViT-Ti-4-16", seed=1)
+    averaged = AveragedWeights(model, 0.9)
+    averaged.restore(other.state_dict(), origin="test")
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (4, 3, 16, 16), dtype=torch.uint8, generator=random)
+    texts = model.tokenizer(["a", "b", "c", "d"])
+    batch = SimpleNamespace(images=images, tokens=texts, lengths=None)
+    taught = averaged_teaching(model, averaged, batch, bf16=False, tokens=True)
+    with torch.no_grad():
+        expected = (*other.image_tokens(images), other.encode_text(texts))
+    for found, wanted in zip((taught.images, taught.tokens, taught.texts), expected, strict=True):
+        assert found is not None and torch.allclose(found, wanted, atol=1e-5)
+    assert model.training and all(
+        torch.equal(value, kept[name]) for name, value in model.state_dict().items()
+    )
+
+
+def test_settings_and_flops() -> None:
+    def shape(*given: str) -> Architecture:
+        config = load_config(QUICKSTART, given)
+        return shape_of(config.model, config.loss, config.small, config.caption, config.masked, config.views)
+
+    on = ("views.weight=1", "optim.average=0.9")
+    assert shape(*on) == shape()
+    assert view_side(ViewsConfig(), shape(), image_size=16) == 8
+    assert view_side(ViewsConfig(weight=1, size=12), shape(), image_size=8) == 8  # in small steps
+    with pytest.raises(ConfigError, match=r"views.weight = 1.0 .*optim.average"):
+        shape("views.weight=1")
+    with pytest.raises(
+        ConfigError, match=r"views.size = 6 is invalid: expected a multiple of the patch size, 4"
+    ):
+        shape(*on, "views.size=6")
+    with pytest.raises(ConfigError, match=r"views.area = .* is invalid"):
+        shape(*on, "views.area=[0.4,0.1]")
+    with pytest.raises(ConfigError, match=r"views.weight requires clipkit's own image towers"):
+        shape(*on, "model.name=open_clip:RN50")
+    config = load_config(QUICKSTART, [*on, "views.count=3", "views.after=900"])
+    works = workloads_of(config, shape(*on), world=1, shard_ranks=1, bf16=False)
+    assert [(work.steps, work.views is None) for work in works] == [(900, True), (300, False)]
+    rows = {"rows": 2, "lengths": [5, 6], "text_rows": 2}
+    added = step_flops(shape(), **rows, views=(3, 8)) - step_flops(shape(), **rows)  # type: ignore[arg-type]
+    encoding = 2 * image_flops(shape()).forward + sum(text_flops(shape(), one).forward for one in (5, 6))
+    assert added == encoding + 6 * image_flops(shape().resized(image_size=8)).both
