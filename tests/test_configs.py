@@ -64,7 +64,7 @@ def gpus_of(path: Path) -> int:
 
 def cost(config: Config, world: int) -> Estimate:
     """As ``train.py --dry-run`` estimates it, on so many GPUs."""
-    shape = shape_of(config.model, config.loss, config.small)
+    shape = shape_of(config.model, config.loss, config.small, config.caption, config.masked, config.views)
     shard_ranks, bf16 = min(world, GPUS_OF_NODE), config.precision != "fp32"
     return estimate(workloads_of(config, shape, world=world, shard_ranks=shard_ranks, bf16=bf16)[-1])
 
