@@ -187,6 +187,11 @@ class DataConfig(Section):
         (), 'Templates applied to captions, such as "a photo of {}"; one is chosen at random.'
     )
     caption_prefix: str = setting("", "Text added before each caption.")
+    negatives: str = setting(
+        "",
+        "JSON field with wrong captions of an image, one or a list, as negatives of this image alone (NegCLIP); "
+        "one is chosen at random.",
+    )
     filters: tuple[str, ...] = setting(
         (), 'Conditions on JSON fields, such as "width >= 256"; samples must satisfy all of them.'
     )
@@ -270,6 +275,10 @@ class DataConfig(Section):
             _require_use(name, self.caption_weights, "data.caption_choice=weighted", weighted)
         for one in self.caption_templates:
             require("{}" in one, "data.caption_templates", one, "expected {} in place of the caption")
+        changed = bool(self.negatives and self.caption_templates)
+        require(
+            not changed, "data.caption_templates", self.caption_templates, "expected none with data.negatives"
+        )
         super().__post_init__()
         if self.background:
             color_of(self.background, setting="data.background")
@@ -777,6 +786,14 @@ class Config(Section):
         smooths = objective.smooths and self.loss.same != "ignored"
         alone = f"expected 0 with {'loss.same=ignored' if objective.smooths else f'loss.name={name}'}"
         require(smooths or not self.loss.smoothing, "loss.smoothing", self.loss.smoothing, alone)
+        negatives = self.data.negatives
+        alone = f"cannot be combined with loss.name={name}"
+        require(objective.takes_negatives or not negatives, "data.negatives", negatives, alone)
+        alone = "cannot be combined with distillation"
+        require(not (self.distill.wanted and negatives), "data.negatives", negatives, alone)
+        alone = "cannot be combined with caption.feed=text"
+        fed = bool(self.caption.weight and self.caption.feed == "text")
+        require(not (fed and negatives), "data.negatives", negatives, alone)
         teacher = self.distill.teacher or self.distill.features
         where = "distill.teacher" if self.distill.teacher else "distill.features"
         alone = f"cannot be combined with loss.name={name}"

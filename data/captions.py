@@ -148,6 +148,7 @@ class CaptionRule:
         weights: weight of each field, for "weighted".
         templates: strings in which ``{}`` is replaced by the caption; one is drawn for each use.
         prefix: text before the caption.
+        negatives: a json field with wrong captions of the image, a string or a list of strings; "" for none.
     """
 
     fields: tuple[str, ...] = (TEXT,)
@@ -155,6 +156,7 @@ class CaptionRule:
     weights: tuple[float, ...] = ()
     templates: tuple[str, ...] = ()
     prefix: str = ""
+    negatives: str = ""
 
     def which(self) -> str:
         """Return a string that identifies the settings on which the number of captions per sample depends."""
@@ -169,6 +171,12 @@ class CaptionRule:
     def reads_json(self) -> bool:
         """Whether captions depend on the json."""
         return self.fields != (TEXT,)
+
+    def wrong_captions(self, meta: Meta) -> list[str]:
+        """Return the wrong captions of an image, with the prefix, except empty ones and those not in UTF-8."""
+        value = value_at(meta, self.negatives)
+        values = value if isinstance(value, list) else [value]
+        return [self.prefix + one for one in values if isinstance(one, str) and one.strip() and is_utf8(one)]
 
     def by_field(self, text: str | None, meta: Meta) -> list[list[str]]:
         """Return the non-empty captions of each field."""

@@ -126,6 +126,7 @@ def open_training_data(
             weights=settings.caption_weights,
             templates=settings.caption_templates,
             prefix=settings.caption_prefix,
+            negatives=settings.negatives,
         ),
         truncated=settings.truncated,
     )
@@ -296,7 +297,7 @@ def other_teacher(run: Path, settings: DistillConfig) -> CheckpointError:
 # caption.
 
 _SUBSTITUTES = 32  # attempts to replace a bad sample
-_CROP, _SUBSTITUTE, _CAPTION = range(3)  # purposes of random numbers; part of their seed
+_CROP, _SUBSTITUTE, _CAPTION, _NEGATIVE = range(4)  # purposes of random numbers; part of their seed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -332,6 +333,8 @@ class Batch:
         images: (B, 3, S, S) uint8, channels last in memory; rows of undecoded images are undefined.
         tokens: (B, L) int64, trimmed to the longest caption of this part.
         lengths: B token counts, including the end of text.
+        negatives: (B, L) int64, a wrong caption of each image, or again the caption of an image that has none; None
+            without ``data.negatives``. ``negative_lengths`` are as ``lengths``.
         ids: (B,) int64, sample numbers, always on the host; a substitute has the number of the sample it
             replaces.
         identities: (B, 2) int64, number of the image and hash of the caption (see ``caption_hash``): equal for
@@ -355,6 +358,8 @@ class Batch:
     traits: TraitCounts = field(default_factory=TraitCounts)
     undecoded: Undecoded | None = None
     teacher: TeacherFeatures | None = None
+    negatives: Tensor | None = None
+    negative_lengths: tuple[int, ...] = ()
     read_seconds: float = 0.0
     make_seconds: float = 0.0
 
@@ -374,12 +379,16 @@ class Batch:
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors that ``to`` copies."""
         features = () if self.teacher is None else tuple(one for one in self.teacher if one is not None)
-        return (self.images, self.tokens, self.identities, *features)
+        negatives = () if self.negatives is None else (self.negatives,)
+        return (self.images, self.tokens, self.identities, *negatives, *features)
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> "Batch":
         images, tokens, identities, *features = map(move, self.tensors())
+        negatives = None if self.negatives is None else features.pop(0)
         teacher = TeacherFeatures(*features) if features else None
-        return replace(self, images=images, tokens=tokens, identities=identities, teacher=teacher)
+        return replace(
+            self, images=images, tokens=tokens, identities=identities, negatives=negatives, teacher=teacher
+        )
 
 
 def caption_hash(caption: str) -> int:
@@ -542,12 +551,15 @@ class Loader:
                 self._fill(row, number, epoch, part)
         finally:
             torch.set_num_threads(threads)
-        tokens = (self._tokenizers[stage.context_length] if stage else self.tokenize)(part.captions)
+        texts = part.captions + part.negatives
+        tokens = (self._tokenizers[stage.context_length] if stage else self.tokenize)(texts)
+        lengths = token_lengths(tokens)
+        tokens, *negatives = tokens.split(len(part.captions))
         ids, identities = ids_and_identities(draw.ids, part.numbers, part.captions)
         return Batch(
             images=part.images,
             tokens=tokens,
-            lengths=token_lengths(tokens),
+            lengths=lengths[: len(tokens)],
             ids=ids,
             identities=identities,
             first_row=draw.first_row,
@@ -555,6 +567,8 @@ class Loader:
             traits=part.traits,
             undecoded=Undecoded.of(part.undecoded) if part.undecoded else None,
             teacher=None if self.teacher is None else self.teacher.read(part.features),
+            negatives=negatives[0] if negatives else None,
+            negative_lengths=lengths[len(tokens) :],
             read_seconds=part.read_seconds,
             make_seconds=time.perf_counter() - began,
         )
@@ -581,7 +595,13 @@ class Loader:
             first_row=draw.first_row,
             bad=error.bad if isinstance(error, BatchError) else (),
             teacher=None if self.teacher is None else self.teacher.zeros(count),
+            negatives=torch.zeros(count, 1, dtype=torch.int64) if self._with_negatives else None,
+            negative_lengths=(1,) * count if self._with_negatives else (),
         )
+
+    @property
+    def _with_negatives(self) -> bool:
+        return bool(self.shards.selection.captions.negatives)
 
     def names(self, ids: Tensor | Sequence[int]) -> list[tuple[str, str]]:
         """Return shard and key of samples; the key is empty if it is no longer known."""
@@ -656,6 +676,10 @@ class Loader:
             )
         part.traits.add(traits)
         part.captions.append(caption)
+        if self._with_negatives:
+            wrong = rule.wrong_captions(sample.meta) or [caption]
+            random = random_of(self.order.seed, _NEGATIVE, epoch, sample.id)
+            part.negatives.append(wrong[int(random.integers(len(wrong)))][:MAX_CHARACTERS])
         part.numbers.append(number - sample.caption_number)  # of the first sample with this image
         if features is not None:
             part.features.append(features)
@@ -667,6 +691,7 @@ class _Part:
 
     images: Tensor
     captions: list[str] = field(default_factory=list)
+    negatives: list[str] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
     features: list[FoundRow] = field(default_factory=list)
     bad: list[BadSample] = field(default_factory=list)

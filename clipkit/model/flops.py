@@ -122,6 +122,7 @@ def step_flops(
     loss_dims: Sequence[int] = (),
     masked: float = 0.0,
     views: tuple[int, int] | None = None,
+    negatives: Iterable[int] = (),
 ) -> int:
     """FLOPs of one rank in a training step: both passes and the loss.
 
@@ -137,6 +138,7 @@ def step_flops(
         loss_dims: the setting ``loss.dims``.
         masked: fraction of the patches that are predicted, for an architecture with a head for this.
         views: number of crops of each image and their side, which are compared with averaged weights.
+        negatives: lengths of wrong captions, with ``data.negatives``.
 
     Raises:
         ConfigError: a tower has no formula and is not in ``counted``.
@@ -160,6 +162,9 @@ def step_flops(
         of_caption = text or text_flops(shape, length, blocks=text_blocks)
         step += times * (of_caption.forward if text_blocks == 0 else of_caption.both)
         step += times * averaged * of_caption.forward
+    for length, times in Counter(negatives).items():
+        of_caption = text or text_flops(shape, length, blocks=text_blocks)
+        step += times * (of_caption.forward if text_blocks == 0 else of_caption.both)
     loss = loss_flops(rows, text_rows, shape.embed_dim + sum(loss_dims))
     return step + (loss.forward if image_blocks == text_blocks == 0 else loss.both)
 

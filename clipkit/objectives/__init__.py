@@ -34,12 +34,15 @@ class Targets:
         tokens: (B, L) int64 captions; (B, 1) numbers of classes for an objective over classes.
         same: the setting ``loss.same``.
         smoothing: the setting ``loss.smoothing``.
+        negatives: (B,) bool, images with a wrong caption of their own, whose features follow those of the captions;
+            None without ``data.negatives``.
     """
 
     identities: "Tensor"
     tokens: "Tensor"
     same: str
     smoothing: float = 0.0
+    negatives: "Tensor | None" = None
 
 
 _RECALL = late("clipkit.objectives.clip:recall_figures")
@@ -64,6 +67,7 @@ class Objective:
         tiled: whether logits exist only a tile at a time, for the memory estimate.
         uses_same: whether it supports ``loss.same`` other than negatives.
         smooths: whether it supports ``loss.smoothing``.
+        takes_negatives: whether it supports ``data.negatives``.
         with_teacher: whether it can be combined with ``distill``.
         compares: whether it compares images with texts.
         note: what to print at the start of a training with fresh weights.
@@ -81,6 +85,7 @@ class Objective:
     tiled: bool = False
     uses_same: bool = True
     smooths: bool = True
+    takes_negatives: bool = False
     with_teacher: bool = True
     compares: bool = True
     note: str = ""
@@ -96,6 +101,7 @@ OBJECTIVES: dict[str, Objective] = {
         loss=late("clipkit.objectives.clip:clip_objective"),
         chance=late("clipkit.objectives.clip:clip_chance"),
         tiled=True,
+        takes_negatives=True,
     ),
     "siglip": Objective(
         summary="an independent binary classification of each image–text pair, with a bias; the loss starts near "
@@ -107,6 +113,7 @@ OBJECTIVES: dict[str, Objective] = {
         max_scale=math.inf,
         tiled=True,
         smooths=False,
+        takes_negatives=True,
         note="the sigmoid loss starts near 10, above the level of chance, as its bias starts at -10",
     ),
     "classes": Objective(

@@ -25,6 +25,7 @@ from clipkit.objectives.tiles import (
     row_sums,
     softmaxes,
     tiles,
+    with_own_negatives,
 )
 
 __all__ = ["clip_chance", "clip_loss", "clip_objective", "in_batch_recall", "recall_figures"]
@@ -42,6 +43,7 @@ def clip_loss(
     identities: Tensor | None = None,
     same: str = "positives",
     smoothing: float = 0.0,
+    negatives: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Compute the symmetric cross-entropy of every image over all texts and of every text over all images.
 
@@ -65,6 +67,9 @@ def clip_loss(
         same: "positives", "ignored" or "negatives".
         smoothing: probability, at least 0 and below 1, that a target spreads evenly over the whole batch (label
             smoothing; Szegedy et al. 2016, https://arxiv.org/abs/1512.00567); 0 with "ignored".
+        negatives: (B, O) features of a wrong caption of each image, and (B,) bool whether the image has one; such a
+            text is one more in the softmax of its image (NegCLIP; Yuksekgonul et al. 2023,
+            https://arxiv.org/abs/2210.01936). Given on all ranks or on none.
 
     Returns:
         A float32 scalar (float64 for float64 features); ln N is the level of chance without identities.
@@ -81,8 +86,9 @@ def clip_loss(
         images, texts = at_least_float32(image_features), at_least_float32(text_features)
         batch = GlobalBatch(images)
         pairs = positive_pairs(batch, images, identities, same)
+        wrong, has = (None, None) if negatives is None else (at_least_float32(negatives[0]), negatives[1])
         loss: Tensor = _Contrastive.apply(
-            images, texts, logit_scale.to(images.dtype), batch, pairs, smoothing
+            images, texts, logit_scale.to(images.dtype), wrong, has, batch, pairs, smoothing
         )
         return loss
 
@@ -96,6 +102,8 @@ class _Contrastive(torch.autograd.Function):
         images: Tensor,
         texts: Tensor,
         scale: Tensor,
+        wrong: Tensor | None,
+        has: Tensor | None,
         batch: GlobalBatch,
         pairs: OwnPairs,
         smoothing: float,
@@ -109,7 +117,13 @@ class _Contrastive(torch.autograd.Function):
             by_row[:, tile] = row_sums(logits)
             columns.add(logits)
         by_column, _ = columns.over_ranks()  # (2, N)
-        ctx.save_for_backward(images, all_texts, scale, by_row, by_column)
+        logits_wrong = None
+        if wrong is not None and has is not None:
+            logits_wrong = (scale * (images * wrong).sum(1)).masked_fill(~has, _NONE)
+            greatest = torch.maximum(by_row[0], logits_wrong)
+            by_row[1].mul_((by_row[0] - greatest).exp()).add_((logits_wrong - greatest).exp())
+            by_row[0] = greatest
+        ctx.save_for_backward(images, all_texts, scale, by_row, by_column, wrong, logits_wrong)
         ctx.batch, ctx.pairs, ctx.smoothing = batch, pairs, smoothing
         of_texts = by_column[:, batch.own]  # (2, B)
         targets = pairs.mean_targets()
@@ -125,8 +139,8 @@ class _Contrastive(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        images, all_texts, scale, by_row, by_column = ctx.saved_tensors
-        found = FeatureGradients(ctx.batch, images, all_texts, scale, ctx.needs_input_grad)
+        images, all_texts, scale, by_row, by_column, wrong, logits_wrong = ctx.saved_tensors
+        found = FeatureGradients(ctx.batch, images, all_texts, scale, ctx.needs_input_grad[:3])
         rest = 1 - ctx.smoothing  # weight of the targets that are not spread
         for tile, logits in tiles(images, all_texts, scale):
             ctx.pairs.mask(logits, tile, _NONE)
@@ -135,7 +149,17 @@ class _Contrastive(torch.autograd.Function):
                 slopes.sub_(2 * ctx.smoothing / ctx.batch.size).div_(rest)
             ctx.pairs.subtract_targets(slopes, tile)
             found.add(slopes, tile)
-        return *found.over_ranks(gradients[0] * ctx.batch.weight * rest / 2), None, None, None
+        of_images, of_texts, of_scale = found.over_ranks(gradients[0] * ctx.batch.weight * rest / 2)
+        of_wrong = None
+        if wrong is not None:
+            slopes = (
+                (logits_wrong - by_row[0]).exp() / by_row[1] * (gradients[0] * ctx.batch.weight / 2)
+            )  # (B,)
+            of_scale = of_scale + (slopes[:, None] * images * wrong).sum()
+            slopes = (slopes * scale)[:, None]
+            of_wrong = slopes * images
+            of_images = None if of_images is None else of_images + slopes * wrong
+        return of_images, of_texts, of_scale, of_wrong, None, None, None, None
 
 
 def clip_objective(
@@ -147,9 +171,15 @@ def clip_objective(
     targets: Targets,
 ) -> Tensor:
     """Return ``clip_loss`` of a batch."""
-    same, identities, smoothing = targets.same, targets.identities, targets.smoothing
+    texts, wrong = with_own_negatives(text_features, targets.negatives)
     return clip_loss(
-        image_features, text_features, logit_scale, identities=identities, same=same, smoothing=smoothing
+        image_features,
+        texts,
+        logit_scale,
+        identities=targets.identities,
+        same=targets.same,
+        smoothing=targets.smoothing,
+        negatives=None if wrong is None or targets.negatives is None else (wrong, targets.negatives),
     )
 
 
@@ -195,6 +225,16 @@ def in_batch_recall(image_features: Tensor, text_features: Tensor) -> Tensor:
 
 
 def recall_figures(image_features: Tensor, text_features: Tensor, targets: Targets) -> dict[str, float]:
-    """Return the metrics ``image_to_text_R@1`` and ``text_to_image_R@1`` of a batch."""
-    to_text, to_image = in_batch_recall(image_features, text_features).tolist()
-    return {"image_to_text_R@1": to_text, "text_to_image_R@1": to_image}
+    """Return the metrics ``image_to_text_R@1`` and ``text_to_image_R@1`` of a batch.
+
+    With wrong captions also ``negatives_acc``, the fraction of images with one that are closer to their own.
+    """
+    texts, wrong = with_own_negatives(text_features, targets.negatives)
+    to_text, to_image = in_batch_recall(image_features, texts).tolist()
+    found = {"image_to_text_R@1": to_text, "text_to_image_R@1": to_image}
+    if wrong is not None and targets.negatives is not None:
+        closer = (image_features * (texts - wrong)).sum(1) > 0
+        counts = torch.stack([closer[targets.negatives].sum(), targets.negatives.sum()])
+        right, images = sum_over_ranks(counts).tolist()
+        found |= {"negatives_acc": right / images} if images else {}
+    return found

@@ -21,6 +21,7 @@ from clipkit.objectives.tiles import (
     counts_alike,
     positive_pairs,
     tiles,
+    with_own_negatives,
 )
 
 __all__ = ["siglip_chance", "siglip_loss", "siglip_objective"]
@@ -37,6 +38,7 @@ def siglip_loss(
     *,
     identities: Tensor | None = None,
     same: str = "positives",
+    negatives: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Treat each image–text pair as an independent binary classification: do they belong together?
 
@@ -51,6 +53,7 @@ def siglip_loss(
         logit_bias: scalar; initially −10 in the paper.
         identities: (B, K) int64, as for ``clip_loss``: which pairs show the same thing.
         same: z of those: "positives" 1, "negatives" −1; "ignored": they are left out.
+        negatives: as for ``clip_loss``: one more text of its image, with z = −1.
 
     Returns:
         A float32 scalar (float64 for float64 features).
@@ -65,6 +68,12 @@ def siglip_loss(
         batch = GlobalBatch(images)
         pairs = positive_pairs(batch, images, identities, same)
         loss: Tensor = _Sigmoid.apply(images, texts, scale, bias, batch, pairs, torch.is_grad_enabled())
+        if negatives is not None:
+            wrong, has = negatives
+            logits = scale * (images * at_least_float32(wrong)).sum(1) + bias
+            of_rows = F.softplus(logits, threshold=_LINEAR) * has  # (B,)
+            here = of_rows.sum() * batch.weight  # has the gradient, which ranks average
+            loss = loss + batch.mean(of_rows.detach()) + (here - here.detach())
         return loss
 
 
@@ -119,8 +128,16 @@ def siglip_objective(
     targets: Targets,
 ) -> Tensor:
     """Return ``siglip_loss`` of a batch."""
-    features = (image_features, text_features, logit_scale, logit_bias)
-    return siglip_loss(*features, identities=targets.identities, same=targets.same)
+    texts, wrong = with_own_negatives(text_features, targets.negatives)
+    return siglip_loss(
+        image_features,
+        texts,
+        logit_scale,
+        logit_bias,
+        identities=targets.identities,
+        same=targets.same,
+        negatives=None if wrong is None or targets.negatives is None else (wrong, targets.negatives),
+    )
 
 
 def siglip_chance(targets: Targets, text_rows: int) -> float:

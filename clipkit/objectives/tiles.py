@@ -30,6 +30,7 @@ from clipkit.distributed import (
 __all__ = [
     "ColumnSums", "FeatureGradients", "GlobalBatch", "OwnPairs", "at_least_float32", "check_features",
     "counts_alike", "positive_pairs", "row_sums", "softmaxes", "tile_height", "tiles",
+    "with_own_negatives",
 ]  # fmt: skip
 
 _TILE = 1 << 22  # logits that exist at a time,
@@ -175,6 +176,14 @@ class FeatureGradients:
         if self._of_texts is not None:
             of_texts = self._batch.scatter_sums(self._of_texts).mul_(factor * self._scale)
         return of_images, of_texts, (factor * of_scale).reshape(self._scale.shape)
+
+
+def with_own_negatives(texts: Tensor, has: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Split (2B, O) features into those of captions and of wrong captions; (B, O) and None without the latter."""
+    if has is None:
+        return texts, None
+    captions, negatives = texts.chunk(2)
+    return captions, negatives
 
 
 def at_least_float32(features: Tensor) -> Tensor:

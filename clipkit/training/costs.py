@@ -177,8 +177,9 @@ def flops_of_steps(
     loss_dims: Sequence[int] = (),
     masked: float = 0.0,
     views: ViewsConfig | None = None,
-) -> Callable[[Sequence[int], int], int] | None:
-    """Return a function from a batch's caption lengths and image size to the FLOPs of this rank in a step.
+) -> Callable[[Sequence[int], int, Sequence[int]], int] | None:
+    """Return a function from a batch's caption lengths, its image size and the lengths of its wrong captions to the
+    FLOPs of this rank in a step.
 
     None if a tower's FLOPs are not known.
 
@@ -197,7 +198,7 @@ def flops_of_steps(
     trained = {name for name, one in model.named_parameters() if one.requires_grad}
     heads = {name for name, prefix in HEADS.items() if any(one.startswith(prefix) for one in trained)}
 
-    def of_step(lengths: Sequence[int], image_size: int) -> int:
+    def of_step(lengths: Sequence[int], image_size: int, negatives: Sequence[int] = ()) -> int:
         shape = model.architecture
         if "caption" not in heads:
             shape = replace(shape, decoder=None)
@@ -218,6 +219,7 @@ def flops_of_steps(
             loss_dims=loss_dims,
             masked=masked,
             views=_views(views, shape, image_size),
+            negatives=negatives,
         )
 
     return of_step
@@ -268,6 +270,7 @@ class Workload:
         loss_dims: the setting ``loss.dims``.
         masked: the setting ``masked.fraction``.
         views: the section ``views``, if this term is part of the loss.
+        negatives: whether each image has a wrong caption of its own.
         average: whether averaged weights are kept.
         sharding: "none", "full" (weights, gradients and states sharded over all ranks), or "hybrid" (over
             ``shard_ranks`` of them, such as those of one host).
@@ -289,6 +292,7 @@ class Workload:
     loss_dims: tuple[int, ...] = ()
     masked: float = 0.0
     views: ViewsConfig | None = None
+    negatives: bool = False
     average: bool = False
     sharding: str = "none"
     shard_ranks: int = 0
@@ -363,10 +367,12 @@ def memory_of(work: Workload) -> Memory:
     # activations of one part: of both towers, and the features and their unit vectors
     activations: int | None = part * shape.embed_dim * _FLOAT * 4
     counts = (_kept_patches(work), shape.text.context_length)
-    for tower, count, last in zip((shape.vision, shape.text), counts, trained_blocks(model), strict=True):
+    times = (1, 1 + work.negatives)
+    towers = zip((shape.vision, shape.text), counts, trained_blocks(model), times, strict=True)
+    for tower, count, last, often in towers:
         if last != 0:
             kept = tower.activation_bytes(count, blocks=last, bf16=work.bf16, recompute=work.recompute)
-            activations = None if kept is None or activations is None else activations + part * kept
+            activations = None if kept is None or activations is None else activations + part * often * kept
 
     decoder = 0
     if shape.decoder is not None and (tokens := shape.vision.tokens(shape.embed_dim)) is not None:
@@ -421,6 +427,7 @@ def estimate(work: Workload, speed: float | None = None) -> Estimate:
         parameters[tower_of(name) or "other"] += one.numel()
         trained += one.numel() if one.requires_grad else 0
     rows, tokens = math.ceil(work.batch_size / work.world), shape.text.context_length
+    texts = [tokens] * rows
     of_rank = flops_of_steps(
         model,
         work.patch_dropout,
@@ -429,7 +436,11 @@ def estimate(work: Workload, speed: float | None = None) -> Estimate:
         masked=work.masked,
         views=work.views,
     )
-    step = None if of_rank is None else of_rank([tokens] * rows, shape.vision.image_size) * work.world
+    step = (
+        None
+        if of_rank is None
+        else of_rank(texts, shape.vision.image_size, texts * work.negatives) * work.world
+    )
     if step is not None and work.teacher is not None:
         encoding = _tower_flops(work.teacher)
         step = step + work.batch_size * sum(one.forward for one in encoding) if encoding else None
@@ -576,6 +587,7 @@ def workloads_of(
                 loss_dims=config.loss.dims,
                 masked=config.masked.fraction,
                 views=config.views if begin >= config.views.after else None,
+                negatives=bool(config.data.negatives),
                 average=bool(config.optim.average),
                 sharding=config.sharding,
                 shard_ranks=shard_ranks,

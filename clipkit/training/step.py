@@ -318,6 +318,10 @@ class PairBatch(Protocol):
     @property
     def tokens(self) -> Tensor: ...
     @property
+    def negatives(self) -> Tensor | None: ...
+    @property
+    def negative_lengths(self) -> tuple[int, ...]: ...
+    @property
     def lengths(self) -> tuple[int, ...]: ...
     @property
     def rows(self) -> Tensor: ...
@@ -368,6 +372,9 @@ class TrainingStep:
             inputs["tokens"] = torch.arange(rows, device=batch.tokens.device)[:, None]
         else:
             inputs |= {"tokens": batch.tokens, "lengths": batch.lengths}
+            if batch.negatives is not None:  # their features follow those of the captions
+                inputs["tokens"] = torch.cat([batch.tokens, batch.negatives])
+                inputs["lengths"] = batch.lengths + batch.negative_lengths
         if counts := patch_counts(self.shape, self.patch_dropout, batch.images.shape[-1]):
             inputs["patches"] = kept_patches(
                 seed=seed_of(self.seed, step),
@@ -432,8 +439,9 @@ class TrainingStep:
         """Return the objective's metrics and the loss at chance; all ranks call this together."""
         objective, targets = OBJECTIVES[self.loss.name], self._targets(batch)
         level = {f"loss_{name}": float(value) for name, value in features.terms.items()}
-        # it would depend on the teacher, and terms have none
-        if objective.chance is not None and not self.distill.wanted and not self.terms:
+        # it would depend on the teacher, and terms and wrong captions have none
+        plain = not (self.distill.wanted or self.terms or batch.negatives is not None)
+        if objective.chance is not None and plain:
             level["chance"] = objective.chance(targets, len(features.texts))
         return {**level, **objective.figures(features.images, features.texts, targets)}
 
@@ -443,4 +451,5 @@ class TrainingStep:
             tokens=batch.tokens,
             same=self.loss.same,
             smoothing=self.loss.smoothing,
+            negatives=None if batch.negatives is None else (batch.negatives != batch.tokens).any(dim=1),
         )

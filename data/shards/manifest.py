@@ -104,6 +104,26 @@ def _reject_unknown_caption(opened: Iterable[OpenShard], rule: CaptionRule, cach
         raise DataError(no_caption(rule, looked, files, known))
 
 
+def _reject_unknown_negatives(
+    opened: Iterable[OpenShard], rule: CaptionRule, cache: ShardCache | None
+) -> None:
+    """Raise DataError if none of the first samples has a wrong caption."""
+    known: dict[str, bool] = {}
+    looked = 0
+    for one in opened:
+        for _, meta in _contents(one, cache):
+            if rule.wrong_captions(meta):
+                return
+            looked += 1
+            note_texts(known, meta)
+    if looked:
+        texts = [name for name, has_text in known.items() if has_text]
+        raise DataError(
+            f"data.negatives names the json field {rule.negatives!r}, which has text in none of {looked:,} samples "
+            f"examined: {field_hint(rule.negatives, texts or known)}"
+        )
+
+
 def _some_opened(
     shards: Sequence[ShardFile],
     selection: Selection,
@@ -220,12 +240,17 @@ def _counted(
 ) -> Iterator[tuple[int, Census]]:
     # The first shard is always opened, so that a problem of all shards is found at once.
     first = OpenShard(shards[0], selection, cache)
+    checks = []
     if (
         "caption" in selection.need and selection.captions.choice != "all"
-    ):  # "all" drops samples without captions
+    ):  # which drops samples without captions
+        checks.append(_reject_unknown_caption)
+    if selection.captions.negatives:
+        checks.append(_reject_unknown_negatives)
+    for check in checks:
         most = _LOOKED_REMOTE if any(one.is_remote for one in shards) else _LOOKED_SHARDS - 1
         others = _some_opened(shards[1:], selection, cache, most=most)
-        _reject_unknown_caption(chain([first], others), selection.captions, cache)
+        check(chain([first], others), selection.captions, cache)
     yield 0, _census_of(first)
     del first  # close it
     if len(shards) <= _ALONE:

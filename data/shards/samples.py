@@ -310,7 +310,9 @@ class Shards:
         need = set(selection.need)
         read_all = need <= {"image"}
         self._caption = read_all or "caption" in need
-        self._meta = read_all or ("caption" in need and selection.captions.reads_json)
+        self._meta = read_all or (
+            "caption" in need and (selection.captions.reads_json or bool(selection.captions.negatives))
+        )
         label = read_all or "label" in need
         self._columns = (IMAGE, *([CAPTION] * self._caption), *([LABEL] * label), *([META] * self._meta))
         self._forget_open()

@@ -23,11 +23,11 @@ from clipkit.model.towers import kept_patches
 from clipkit.objectives import Targets
 from clipkit.objectives.caption import caption_inputs, no_loss
 from clipkit.objectives.classes import class_loss
-from clipkit.objectives.clip import clip_loss
+from clipkit.objectives.clip import clip_loss, clip_objective
 from clipkit.objectives.distill import Teaching
 from clipkit.objectives.masked import masked_inputs
 from clipkit.objectives.matryoshka import with_prefixes
-from clipkit.objectives.siglip import siglip_loss
+from clipkit.objectives.siglip import siglip_loss, siglip_objective
 from clipkit.objectives.views import view_inputs
 from clipkit.objectives.words import word_loss
 from clipkit.training.build import lock
@@ -46,6 +46,7 @@ class Way:
     caption: str = ""  # how captions are predicted
     masked: str = ""  # what is predicted of masked patches
     views: bool = False
+    negatives: bool = False  # whether images have a wrong caption of their own
     dropout: bool = False
     locked: bool = False
     parts: int = 1
@@ -58,6 +59,7 @@ class Way:
         """All that changes the result."""
         caption = f" caption {self.caption}" if self.caption else ""
         masked = f" masked {self.masked}" * bool(self.masked) + " views" * self.views
+        masked += " negatives" * self.negatives
         return f"{self.loss}{caption}{masked}{' dropout' * self.dropout}{' locked' * self.locked}"
 
     @property
@@ -81,6 +83,9 @@ WHAT = (
     Way(loss="none", masked="color"),
     Way(loss="clip", masked="small", dropout=True),
     Way(loss="siglip", masked="pixels", caption="tokens"),
+    Way(loss="clip", negatives=True, caption="tokens"),
+    Way(loss="smoothed prefixes", negatives=True),
+    Way(loss="siglip", negatives=True),
     Way(loss="none", views=True),
     Way(loss="siglip", views=True, masked="color"),
     Way(dropout=True),
@@ -142,6 +147,13 @@ def compute(way: Way) -> dict[str, Tensor]:
         shard(model, whole.state_dict(), "full", device=torch.device("cpu"))
     trained: nn.Module = replicated(model)
     given, identities, captions, rows = inputs(way)
+    targets = Targets(
+        identities=identities,
+        tokens=captions,
+        same="negatives",
+        smoothing=0.2,
+        negatives=rows % 4 > 0,
+    )
     losses: dict[str, Callable[..., Tensor]] = {
         "clip": clip_loss,
         "siglip": siglip_loss,
@@ -150,8 +162,15 @@ def compute(way: Way) -> dict[str, Tensor]:
         "words": partial(word_loss, tokens=captions),
         "smoothed prefixes": with_prefixes(partial(clip_loss, smoothing=0.2), (5, 16), (1.0, 2.0, 3.0)),
         "siglip prefixes": with_prefixes(siglip_loss, (8,)),
-        "none": partial(no_loss, targets=Targets(identities=identities, tokens=captions, same="negatives")),
+        "none": partial(no_loss, targets=targets),
     }
+    if way.negatives:
+        clip = partial(clip_objective, targets=targets)
+        losses |= {
+            "clip": partial(clip_objective, targets=replace(targets, smoothing=0.0)),
+            "siglip": partial(siglip_objective, targets=targets),
+            "smoothed prefixes": with_prefixes(clip, (5, 16), (1.0, 2.0, 3.0)),
+        }
     lengths = (captions.argmax(dim=1) + 1).tolist()
     batch = SimpleNamespace(images=given["images"], tokens=captions, lengths=lengths, rows=rows)
     wanted: dict[str, tuple[dict[str, Any], int]] = {}
@@ -212,6 +231,12 @@ def inputs(way: Way) -> tuple[dict[str, object], Tensor, Tensor, Tensor]:
         given["tokens"] = torch.arange(CLASSES)[:, None]
     elif way.loss == "words":
         given["tokens"] = torch.arange(END + 1)[:, None]
+    elif way.negatives:
+        wrong = torch.where(rows % 4 > 0, (rows - 1) % BATCH, rows)  # one in four has none
+        both = torch.cat([rows, wrong])
+        given["tokens"] = tokens[both, : int(ends[both].max()) + 1]
+        if way.lengths:
+            given["lengths"] = tuple((ends[both] + 1).tolist())
     elif way.lengths:
         given["lengths"] = tuple((ends[rows] + 1).tolist())
     return given, identities[rows], captions, rows

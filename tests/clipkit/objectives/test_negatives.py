@@ -1,0 +1,128 @@
+"""Wrong captions of an image are negatives of this image alone: losses, loading, settings."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import simplejpeg
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from clipkit.config import load_config
+from clipkit.errors import ConfigError
+from clipkit.model.architectures import ARCHITECTURES
+from clipkit.model.flops import step_flops, text_flops
+from clipkit.objectives import Targets
+from clipkit.objectives.clip import clip_loss, recall_figures
+from clipkit.objectives.siglip import siglip_loss
+from data.captions import CaptionRule
+from data.shards.writer import DatasetWriter, Record
+from tests.small_trainings import Trainings, error_of, metrics, pairs, trainings
+
+__all__ = ["pairs", "trainings"]
+
+QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
+
+
+def features(rows: int = 7) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    random = torch.Generator().manual_seed(0)
+    images, texts, wrong = (
+        F.normalize(torch.randn(rows, 5, generator=random, dtype=torch.float64), dim=-1).requires_grad_()
+        for _ in range(3)
+    )
+    return images, texts, wrong, torch.arange(rows) % 3 > 0
+
+
+@pytest.mark.parametrize("scale", [3.0, 100.0])
+def test_the_softmax_of_an_image_has_one_more_text(scale: float) -> None:
+    images, texts, wrong, has = features()
+    t = torch.tensor(scale, dtype=torch.float64, requires_grad=True)
+    logits = t * images @ texts.T
+    more = (t * (images * wrong).sum(1)).masked_fill(~has, -torch.inf)
+    own = torch.arange(len(images))
+    by_image = F.cross_entropy(torch.cat([logits, more[:, None]], dim=1), own)
+    expected = (by_image + F.cross_entropy(logits.T, own)) / 2
+    inputs = (images, texts, t, wrong)
+    wanted = torch.autograd.grad(expected, inputs)
+    loss = clip_loss(images, texts, t, negatives=(wrong, has))
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    for one, other in zip(torch.autograd.grad(loss, inputs), wanted, strict=True):
+        assert (one - other).abs().max() < 1e-12
+    none = clip_loss(images, texts, t, negatives=(wrong, torch.zeros_like(has)))
+    assert none.item() == pytest.approx(clip_loss(images, texts, t).item(), rel=1e-12)
+
+
+def test_the_sigmoid_loss_has_one_more_pair() -> None:
+    images, texts, wrong, has = features()
+    t, bias = (torch.tensor(one, dtype=torch.float64, requires_grad=True) for one in (5.0, -2.0))
+    logits = t * images @ texts.T + bias
+    more = F.softplus(t * (images * wrong).sum(1) + bias)[has].sum()
+    expected = (F.softplus(logits * (1 - 2 * torch.eye(7))).sum() + more) / 7
+    inputs = (images, texts, t, bias, wrong)
+    wanted = torch.autograd.grad(expected, inputs)
+    loss = siglip_loss(images, texts, t, bias, negatives=(wrong, has))
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    for one, other in zip(torch.autograd.grad(loss, inputs), wanted, strict=True):
+        assert (one - other).abs().max() < 1e-12
+
+
+def test_the_metric() -> None:
+    images, texts, wrong, has = features()
+    numbers = torch.arange(7)[:, None]
+    targets = Targets(identities=numbers, tokens=numbers, same="negatives", negatives=has)
+    found = recall_figures(images, torch.cat([texts, wrong]), targets)
+    closer = ((images * texts).sum(1) > (images * wrong).sum(1))[has].double().mean()
+    assert found["negatives_acc"] == pytest.approx(closer.item())
+    del found["negatives_acc"]
+    plain = Targets(identities=numbers, tokens=numbers, same="negatives")
+    assert found == recall_figures(images, texts, plain)
+
+
+def test_wrong_captions() -> None:
+    rule = CaptionRule(negatives="wrong.text", prefix="a ")
+    assert rule.wrong_captions({"wrong": {"text": ["b", "", 3, "c", "\udc80"]}}) == ["a b", "a c"]
+    assert rule.wrong_captions({"wrong": {"text": "b"}}) == ["a b"]
+    assert rule.wrong_captions({"wrong": "b"}) == rule.wrong_captions({}) == []
+
+
+def test_settings_and_flops() -> None:
+    for refused in ("loss.name=classes", "distill.teacher=another", "caption_templates"):
+        settings = {"caption_templates": 'data.caption_templates=["a {}"]'}.get(refused, refused)
+        more = ["model.text=classes:a.txt"] if "classes" in refused else []
+        with pytest.raises(ConfigError, match=r"data\."):
+            load_config(QUICKSTART, ["data.negatives=wrong", settings, *more])
+    with pytest.raises(ConfigError, match=r"cannot be combined with caption.feed=text"):
+        load_config(QUICKSTART, ["data.negatives=wrong", "caption.weight=1", "caption.feed=text"])
+    shape = ARCHITECTURES["ViT-Ti-4-16"]
+    rows = {"rows": 2, "lengths": [5, 6], "text_rows": 2}
+    added = step_flops(shape, **rows, negatives=[3, 9]) - step_flops(shape, **rows)  # type: ignore[arg-type]
+    assert added == sum(text_flops(shape, one).both for one in (3, 9))
+
+
+@pytest.mark.slow
+def test_a_training_learns_to_tell_them_apart(trainings: Trainings, tmp_path: Path) -> None:
+    data, colors = tmp_path / "data", {"red": (255, 0, 0), "blue": (0, 0, 255)}
+    with DatasetWriter(data, samples_per_shard=20) as writer:
+        for i in range(40):
+            name, other = ("red", "blue") if i % 2 else ("blue", "red")
+            image = simplejpeg.encode_jpeg(np.full((20, 20, 3), colors[name], dtype=np.uint8))
+            meta = {"wrong": [f"a {other} square"]} if i % 5 else {}
+            record = Record(
+                key=f"{i:04d}", image=image, extension="jpg", caption=f"a {name} square", meta=meta
+            )
+            writer.write("train", record)
+        writer.finish({"name": "squares"})
+    settings = (f"data.train={data}", "loss.same=ignored", "optim.lr=1e-3", "steps=12")
+    ended = trainings.start(tmp_path / "typed", *settings, "data.negatives=worng").result()
+    message = (
+        "data.negatives names the json field 'worng', which has text in none of 40 samples examined: did you"
+    )
+    assert message in error_of(ended.stderr)
+    for workers in (0, 1):
+        out = tmp_path / f"run{workers}"
+        trainings.run(out, *settings, "data.negatives=wrong", f"data.workers={workers}", "accumulate=2")
+    lines = metrics(out)
+    assert [line["loss"] for line in lines] == [line["loss"] for line in metrics(tmp_path / "run0")]
+    assert all("chance" not in line for line in lines)
+    assert lines[-1]["negatives_acc"] == 1 and lines[-1]["loss"] < lines[0]["loss"]
