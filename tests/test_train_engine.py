@@ -162,6 +162,7 @@ def test_a_last_step_that_spoils_the_weights_is_not_saved_and_is_no_end(
     assert not (out / "checkpoints").exists() and not (out / "report.html").exists()
 
 
+@pytest.mark.long
 def test_a_first_loss_that_is_no_number_is_replayed_too(trainings: Trainings, tmp_path: Path) -> None:
     weights, out = tmp_path / "weights", tmp_path / "run"
     model = clipkit.create("ViT-Ti-4-16", seed=0)

@@ -136,6 +136,7 @@ def test_options_are_trained_with_and_recorded(train: Train, tmp_path: Path) -> 
     assert wrong.endswith("data.upright = 'yes' is invalid: expected auto, true or false")
 
 
+@pytest.mark.long
 def test_what_pack_did_is_recorded_and_done_to_raw_images(
     train: Train, forked: Forked, photos: Path, tmp_path: Path
 ) -> None:

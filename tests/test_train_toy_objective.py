@@ -13,7 +13,7 @@ __all__ = ["pairs", "trainings"]
 STEPS = 6
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_objective_from_outside_is_trained_saved_resumed_and_scored(
     forked: Forked, trainings: Trainings, tmp_path: Path
 ) -> None:

@@ -97,7 +97,7 @@ def ways(world: int) -> list[Way]:
     """All that a launch of so many ranks computes."""
     wanted = [replace(one, parts=parts) for one in WHAT for parts in ACCUMULATIONS]
     wanted += [replace(one, lengths=True, parts=2) for one in WHAT]
-    wanted += [replace(one, dtype=torch.float32, parts=parts) for one in WHAT for parts in (1, 5)]
+    wanted += [replace(one, dtype=torch.float32, parts=5) for one in WHAT]
     if world > 1:
         parts_of_sharded = ACCUMULATIONS if world > 2 else ACCUMULATIONS[-1:]  # to save time
         wanted += [replace(one, sharded=True, parts=parts) for one in WHAT for parts in parts_of_sharded]

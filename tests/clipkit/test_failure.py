@@ -60,8 +60,8 @@ def test_where_one_rank_fails_all_end_and_it_is_told_once(how: str, ends: dict[s
     assert ends[how]["seconds"] < 30
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [pytest.param("all alike", marks=pytest.mark.long), "the last"])
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["all alike", "the last"])
 def test_torchruns_report_ends_with_the_mistake(how: str) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(

@@ -100,7 +100,9 @@ def test_pack_suggests_options_for_images(
     assert "packed 3 pairs into train and 0 into test: too few images for that fraction" in output
 
 
-@pytest.mark.parametrize("size", [100, 5_000, 10_000])
+@pytest.mark.parametrize(
+    "size", [pytest.param(100, marks=pytest.mark.long), 5_000, pytest.param(10_000, marks=pytest.mark.long)]
+)
 def test_pack_on_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, size: int) -> None:
     Image.effect_noise((64, 64), 50).save(tmp_path / "noise.png")
     rows = "noise.png,x\n" * 20 + "gone.png,x\n" * 20
@@ -168,7 +170,7 @@ def _heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("stop", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_stopping_prints_a_line_and_leaves_nothing(tmp_path: Path, stop: signal.Signals) -> None:
     Image.new("RGB", (1000, 1000)).save(tmp_path / "a.png")
     with (tmp_path / "table.csv").open("w") as file:

@@ -182,6 +182,7 @@ def test_a_loader_and_a_training_replace_what_is_bad_and_write_it_down(corpus: P
     ]
 
 
+@pytest.mark.long
 def test_no_pair_in_a_thousand_shards_is_one_line_soon(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for number in range(1000):

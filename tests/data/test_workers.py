@@ -203,7 +203,7 @@ def is_running(pid: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("moment", [0.0, 0.2])
+@pytest.mark.parametrize("moment", [0.0, pytest.param(0.2, marks=pytest.mark.long)])
 def test_a_program_whose_worker_is_killed_says_so_in_one_line_and_ends(moment: float, shards: Path) -> None:
     program, workers = start(shards)
     time.sleep(moment)

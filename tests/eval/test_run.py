@@ -117,7 +117,7 @@ def test_killed_at_a_random_moment_and_run_again_gives_the_same_table(
     assert values(tmp_path / "again.jsonl") == values(tmp_path / "whole.jsonl")
 
 
-@pytest.mark.parametrize("ranks", [False, True])
+@pytest.mark.parametrize("ranks", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_two_processes_at_once(
     run: Path,
     probed: Path,

@@ -262,7 +262,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_kill_9_and_the_same_command_again(
     photos: Path, checkpoint: Path, tmp_path: Path, forked: Forked
 ) -> None:

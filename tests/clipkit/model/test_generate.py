@@ -17,6 +17,7 @@ from clipkit.model.architectures import Architecture, Decoder, TextTower, Vision
 from clipkit.model.clip import CLIP
 from clipkit.model.generate import generate_captions
 from clipkit.model.tokenizer import END_OF_TEXT, START_OF_TEXT, ClipTokenizer, tokenize
+from clipkit.objectives import TERMS
 
 COCA = {
     "embed_dim": 32,
@@ -174,7 +175,7 @@ def test_coca_is_loaded_and_exported_with_its_decoder(coca: Path, tmp_path: Path
         for model in (ours, again):
             lengths = (tokens.argmax(dim=-1) + 1).tolist()
             image, text, _, sums = model(
-                shown, tokens, terms={"caption": {"captions": tokens, "lengths": lengths}}
+                shown, tokens, terms={"caption": (TERMS["caption"], {"captions": tokens, "lengths": lengths})}
             )
             torch.testing.assert_close(image, wanted["image_features"], rtol=0, atol=1e-9)
             torch.testing.assert_close(text, wanted["text_features"], rtol=0, atol=1e-9)

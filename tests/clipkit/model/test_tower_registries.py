@@ -72,8 +72,8 @@ def test_unknown_kinds_name_the_known_ones() -> None:
         Architecture.from_dict(stored)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tower", ["image", pytest.param("text", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("tower", ["image", "text"])
 def test_training_resuming_and_evaluating(tower: str, forked: Forked, tmp_path: Path) -> None:
     pairs, out = write_pairs(tmp_path / "pairs"), tmp_path / "run"
     scored = write_pairs(tmp_path / "scored", 8, split="test")

@@ -181,6 +181,7 @@ cp "$PACKAGES"/*.tgz "$to"
 """
 
 
+@pytest.mark.long
 def test_download(packages: Path, tmp_path: Path) -> None:
     (tmp_path / "npm").write_text(NPM)
     (tmp_path / "npm").chmod(0o755)

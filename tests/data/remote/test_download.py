@@ -261,6 +261,7 @@ def test_shards_do_not_depend_on_the_order_of_responses(server: Server, many: Pa
     assert len(images) == len(set(images)) == reports[0].kept
 
 
+@pytest.mark.long
 def test_kills_lose_and_repeat_nothing(server: Server, many: Path, tmp_path: Path) -> None:
     download(many, tmp_path / "whole", SMALL, fetch=QUICK)
     server.delay = 0.05

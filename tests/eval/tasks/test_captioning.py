@@ -17,6 +17,7 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.formats import save_model
 from clipkit.model import eval_pixels
 from clipkit.model.architectures import Architecture, Decoder, TextTower, VisionTower
+from clipkit.objectives import TERMS
 from eval import Encoder, EvalDataset, Subject, evaluate, open_dataset
 from eval.__main__ import main
 from eval.compare import compare
@@ -49,7 +50,7 @@ def trained(feed: str = "tokens") -> tuple[CLIP, CLIP]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     found = []
     for step in range(1, STEPS[-1] + 1):
-        loss = model(images, tokens, terms={"caption": {"captions": tokens}})[-1].sum()
+        loss = model(images, tokens, terms={"caption": (TERMS["caption"], {"captions": tokens})})[-1].sum()
         optimizer.zero_grad()
         (loss / tokens.numel()).backward()
         optimizer.step()
@@ -81,7 +82,9 @@ def test_a_model_that_knows_the_captions_has_the_best_scores(dataset: EvalDatase
         pixels = eval_pixels(dataset.images.read(i), model.preprocess)[None]
         tokens = model.tokenizer([caption])
         with torch.no_grad():
-            total += float(model(pixels, tokens, terms={"caption": {"captions": tokens}})[-1])
+            total += float(
+                model(pixels, tokens, terms={"caption": (TERMS["caption"], {"captions": tokens})})[-1]
+            )
         count += int(tokens.argmax())
     assert found["perplexity"].value == pytest.approx(math.exp(total / count), rel=1e-5)
     (details,) = outcome.details
@@ -105,7 +108,9 @@ def test_classes_are_chosen_by_the_likelihood_of_their_prompts(write_dataset: Wr
             for prompt in (f"a {word} on top", f"the {word}"):
                 tokens = model.tokenizer([prompt])
                 with torch.no_grad():
-                    sums = model(pixels, tokens, terms={"caption": {"captions": tokens}})[-1]
+                    sums = model(pixels, tokens, terms={"caption": (TERMS["caption"], {"captions": tokens})})[
+                        -1
+                    ]
                 scores[i, j] -= float(sums) / 2
     right = scores.argmax(dim=1) == torch.arange(COUNT)
     found = by_metric(outcome.scores)

@@ -73,7 +73,7 @@ def run_of(runs: Path) -> Path:
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_classes_are_learned_by_a_head_that_anyone_can_load(
     colours: Path, unskilled: CLIP, tmp_path: Path
 ) -> None:
