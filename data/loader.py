@@ -58,7 +58,7 @@ from data.order import Order
 from data.remote.cache import shard_cache
 from data.remote.store import is_remote, read_text
 from data.scores.table import scored_filters
-from data.shards.manifest import Manifest, make_manifest
+from data.shards.manifest import Manifest, make_manifest, reject_unknown_negatives
 from data.shards.samples import Shards
 from data.shards.sources import find_shards
 from data.shards.teacher import FoundRow, StoredFeatures, TeacherFeatures
@@ -148,6 +148,7 @@ def open_training_data(
                 manifest = make_manifest(sources, selection, cache=cache, progress=progress.show)
             except TruncatedError as error:
                 raise DataError(f"{error}, or set data.truncated=use to train on its intact part") from error
+        reject_unknown_negatives([shard for source in sources for shard in source], selection, cache)
         earlier = Manifest.load(recorded)
         if earlier is not None and resumed:
             if changes := manifest.changes_since(earlier):

@@ -48,6 +48,7 @@ __all__ = [
     "make_manifest",
     "no_caption",
     "note_texts",
+    "reject_unknown_negatives",
     "stated_count",
     "take_census",
 ]
@@ -104,14 +105,20 @@ def _reject_unknown_caption(opened: Iterable[OpenShard], rule: CaptionRule, cach
         raise DataError(no_caption(rule, looked, files, known))
 
 
-def _reject_unknown_negatives(
-    opened: Iterable[OpenShard], rule: CaptionRule, cache: ShardCache | None
+def reject_unknown_negatives(
+    shards: Sequence[ShardFile], selection: Selection, cache: ShardCache | None
 ) -> None:
-    """Raise DataError if none of the first samples has a wrong caption."""
+    """Raise DataError if none of the first samples has a wrong caption in the field that the rule names.
+
+    Unlike other fields, this one does not decide which samples are used, so it is not part of the census.
+    """
+    rule, looked = selection.captions, 0
+    if not rule.negatives:
+        return
     known: dict[str, bool] = {}
-    looked = 0
-    for one in opened:
-        for _, meta in _contents(one, cache):
+    most = _LOOKED_REMOTE + 1 if any(one.is_remote for one in shards) else _LOOKED_SHARDS
+    for opened in _some_opened(shards, selection, cache, most=most):
+        for _, meta in _contents(opened, cache):
             if rule.wrong_captions(meta):
                 return
             looked += 1
@@ -240,17 +247,12 @@ def _counted(
 ) -> Iterator[tuple[int, Census]]:
     # The first shard is always opened, so that a problem of all shards is found at once.
     first = OpenShard(shards[0], selection, cache)
-    checks = []
     if (
         "caption" in selection.need and selection.captions.choice != "all"
-    ):  # which drops samples without captions
-        checks.append(_reject_unknown_caption)
-    if selection.captions.negatives:
-        checks.append(_reject_unknown_negatives)
-    for check in checks:
+    ):  # "all" drops samples without captions
         most = _LOOKED_REMOTE if any(one.is_remote for one in shards) else _LOOKED_SHARDS - 1
         others = _some_opened(shards[1:], selection, cache, most=most)
-        check(chain([first], others), selection.captions, cache)
+        _reject_unknown_caption(chain([first], others), selection.captions, cache)
     yield 0, _census_of(first)
     del first  # close it
     if len(shards) <= _ALONE:

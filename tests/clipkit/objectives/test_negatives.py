@@ -114,6 +114,7 @@ def test_a_training_learns_to_tell_them_apart(trainings: Trainings, tmp_path: Pa
             writer.write("train", record)
         writer.finish({"name": "squares"})
     settings = (f"data.train={data}", "loss.same=ignored", "optim.lr=1e-3", "steps=12")
+    trainings.run(tmp_path / "plain", *settings, "steps=1")  # the samples are counted
     ended = trainings.start(tmp_path / "typed", *settings, "data.negatives=worng").result()
     message = (
         "data.negatives names the json field 'worng', which has text in none of 40 samples examined: did you"
