@@ -316,7 +316,9 @@ def main(arguments: Arguments) -> int:
                 trait_lines.say("drawn so far, repeats counted", state.trait_counts(drawn))
                 progress.advance(step)
                 profiled.step()
-                flops_here = flops and flops(batch.lengths, batch.images.shape[-1], batch.negative_lengths)
+                flops_here = flops and flops(
+                    batch.lengths, batch.images.shape[-1], batch.more_lengths + batch.negative_lengths
+                )
                 rates.step(samples=config.batch_size, flops=flops_here)
                 writer.finish_if_done()
                 stop.otherwise = guards.loss_after(writer.saved_step)

@@ -180,6 +180,12 @@ class DataConfig(Section):
         "each as a separate sample.",
         _one_of("first", "random", "weighted", "all"),
     )
+    caption_count: int = setting(
+        1,
+        "Number of captions of each image in a step, with data.caption_choice=first or random; the image is "
+        "encoded once, and compared as if it were in the batch with each. Images with fewer captions repeat them.",
+        _between(1, 1000),
+    )
     caption_weights: tuple[float, ...] = setting(
         (), "Relative frequency of each of data.captions, with data.caption_choice=weighted."
     )
@@ -275,6 +281,11 @@ class DataConfig(Section):
             _require_use(name, self.caption_weights, "data.caption_choice=weighted", weighted)
         for one in self.caption_templates:
             require("{}" in one, "data.caption_templates", one, "expected {} in place of the caption")
+        several = f"cannot be combined with data.caption_count = {self.caption_count}"
+        single = self.caption_count == 1
+        choices = single or self.caption_choice in ("first", "random")
+        require(choices, "data.caption_choice", self.caption_choice, several)
+        require(single or not self.negatives, "data.negatives", self.negatives, several)
         changed = bool(self.negatives and self.caption_templates)
         require(
             not changed, "data.caption_templates", self.caption_templates, "expected none with data.negatives"
@@ -786,14 +797,20 @@ class Config(Section):
         smooths = objective.smooths and self.loss.same != "ignored"
         alone = f"expected 0 with {'loss.same=ignored' if objective.smooths else f'loss.name={name}'}"
         require(smooths or not self.loss.smoothing, "loss.smoothing", self.loss.smoothing, alone)
-        negatives = self.data.negatives
-        alone = f"cannot be combined with loss.name={name}"
-        require(objective.takes_negatives or not negatives, "data.negatives", negatives, alone)
-        alone = "cannot be combined with distillation"
-        require(not (self.distill.wanted and negatives), "data.negatives", negatives, alone)
-        alone = "cannot be combined with caption.feed=text"
-        fed = bool(self.caption.weight and self.caption.feed == "text")
-        require(not (fed and negatives), "data.negatives", negatives, alone)
+        for setting, given in (
+            ("negatives", self.data.negatives),
+            ("caption_count", self.data.caption_count - 1),
+        ):
+            for refused, cause in (
+                (not objective.more_texts, f"loss.name={name}"),
+                (self.distill.wanted, "distillation"),
+                (bool(self.caption.weight) and self.caption.feed == "text", "caption.feed=text"),
+            ):
+                value, alone = getattr(self.data, setting), f"cannot be combined with {cause}"
+                require(not (given and refused), f"data.{setting}", value, alone)
+        if self.data.caption_count > 1 and self.loss.same == "negatives":
+            same = "expected positives or ignored with data.caption_count above 1"
+            require(False, "loss.same", self.loss.same, same)
         teacher = self.distill.teacher or self.distill.features
         where = "distill.teacher" if self.distill.teacher else "distill.features"
         alone = f"cannot be combined with loss.name={name}"

@@ -148,6 +148,7 @@ class CaptionRule:
         weights: weight of each field, for "weighted".
         templates: strings in which ``{}`` is replaced by the caption; one is drawn for each use.
         prefix: text before the caption.
+        count: number of captions of a sample that are used at once, for "first" and "random".
         negatives: a json field with wrong captions of the image, a string or a list of strings; "" for none.
     """
 
@@ -156,6 +157,7 @@ class CaptionRule:
     weights: tuple[float, ...] = ()
     templates: tuple[str, ...] = ()
     prefix: str = ""
+    count: int = 1
     negatives: str = ""
 
     def which(self) -> str:
@@ -221,7 +223,23 @@ class CaptionRule:
             number = 0
         if number >= len(flat):
             return None
-        caption = flat[number]
+        return self._finished(flat[number], random)
+
+    def several(self, text: str | None, meta: Meta, random: np.random.Generator | None) -> list[str]:
+        """Return ``count`` captions of a sample, repeated if it has fewer; none if it has none.
+
+        Arguments and errors are as for ``caption``.
+        """
+        flat = [caption for captions in self.by_field(text, meta) for caption in captions]
+        if self.choice == "random":
+            assert random is not None
+            flat = [flat[number] for number in random.permutation(len(flat))]
+        return (
+            [self._finished(flat[number % len(flat)], random) for number in range(self.count)] if flat else []
+        )
+
+    def _finished(self, caption: str, random: np.random.Generator | None) -> str:
+        """Apply a template and the prefix."""
         if self.templates:
             drawn = int(random.integers(len(self.templates))) if random and len(self.templates) > 1 else 0
             caption = self.templates[drawn].replace("{}", caption)

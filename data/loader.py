@@ -126,6 +126,7 @@ def open_training_data(
             weights=settings.caption_weights,
             templates=settings.caption_templates,
             prefix=settings.caption_prefix,
+            count=settings.caption_count,
             negatives=settings.negatives,
         ),
         truncated=settings.truncated,
@@ -334,6 +335,8 @@ class Batch:
         images: (B, 3, S, S) uint8, channels last in memory; rows of undecoded images are undefined.
         tokens: (B, L) int64, trimmed to the longest caption of this part.
         lengths: B token counts, including the end of text.
+        more: ((K - 1) B, L) int64, the second captions of all images, the third, …, with ``data.caption_count`` K;
+            then there are KB ``identities``. ``more_lengths`` are as ``lengths``.
         negatives: (B, L) int64, a wrong caption of each image, or again the caption of an image that has none; None
             without ``data.negatives``. ``negative_lengths`` are as ``lengths``.
         ids: (B,) int64, sample numbers, always on the host; a substitute has the number of the sample it
@@ -359,6 +362,8 @@ class Batch:
     traits: TraitCounts = field(default_factory=TraitCounts)
     undecoded: Undecoded | None = None
     teacher: TeacherFeatures | None = None
+    more: Tensor | None = None
+    more_lengths: tuple[int, ...] = ()
     negatives: Tensor | None = None
     negative_lengths: tuple[int, ...] = ()
     read_seconds: float = 0.0
@@ -380,15 +385,22 @@ class Batch:
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors that ``to`` copies."""
         features = () if self.teacher is None else tuple(one for one in self.teacher if one is not None)
-        negatives = () if self.negatives is None else (self.negatives,)
-        return (self.images, self.tokens, self.identities, *negatives, *features)
+        further = (one for one in (self.more, self.negatives) if one is not None)
+        return (self.images, self.tokens, self.identities, *further, *features)
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> "Batch":
         images, tokens, identities, *features = map(move, self.tensors())
+        more = None if self.more is None else features.pop(0)
         negatives = None if self.negatives is None else features.pop(0)
         teacher = TeacherFeatures(*features) if features else None
         return replace(
-            self, images=images, tokens=tokens, identities=identities, negatives=negatives, teacher=teacher
+            self,
+            images=images,
+            tokens=tokens,
+            identities=identities,
+            more=more,
+            negatives=negatives,
+            teacher=teacher,
         )
 
 
@@ -404,12 +416,12 @@ def ids_and_identities(
     """Return a batch's ``ids`` and ``identities`` in one storage, because each storage sent to another
     process takes a file descriptor."""
     count = len(ids)
-    numbers = np.empty(3 * count, dtype=np.int64)
+    numbers = np.empty(count + 2 * len(captions), dtype=np.int64)
     numbers[:count] = ids
     numbers[count::2] = images
     numbers[count + 1 :: 2] = [caption_hash(caption) for caption in captions]
     both = torch.from_numpy(numbers)
-    return both[:count], both[count:].view(count, 2)
+    return both[:count], both[count:].view(-1, 2)
 
 
 def token_lengths(tokens: Tensor) -> tuple[int, ...]:
@@ -552,15 +564,18 @@ class Loader:
                 self._fill(row, number, epoch, part)
         finally:
             torch.set_num_threads(threads)
-        texts = part.captions + part.negatives
+        count = self.shards.selection.captions.count
+        captions = [one for number in range(count) for one in part.captions[number::count]]
+        texts = captions + part.negatives
         tokens = (self._tokenizers[stage.context_length] if stage else self.tokenize)(texts)
         lengths = token_lengths(tokens)
-        tokens, *negatives = tokens.split(len(part.captions))
-        ids, identities = ids_and_identities(draw.ids, part.numbers, part.captions)
+        rows = len(draw.ids)
+        tokens, more, negatives = tokens.split([rows, len(captions) - rows, len(part.negatives)])
+        ids, identities = ids_and_identities(draw.ids, part.numbers * count, captions)
         return Batch(
             images=part.images,
             tokens=tokens,
-            lengths=lengths[: len(tokens)],
+            lengths=lengths[:rows],
             ids=ids,
             identities=identities,
             first_row=draw.first_row,
@@ -568,8 +583,10 @@ class Loader:
             traits=part.traits,
             undecoded=Undecoded.of(part.undecoded) if part.undecoded else None,
             teacher=None if self.teacher is None else self.teacher.read(part.features),
-            negatives=negatives[0] if negatives else None,
-            negative_lengths=lengths[len(tokens) :],
+            more=more if count > 1 else None,
+            more_lengths=lengths[rows : len(captions)],
+            negatives=negatives if self._with_negatives else None,
+            negative_lengths=lengths[len(captions) :],
             read_seconds=part.read_seconds,
             make_seconds=time.perf_counter() - began,
         )
@@ -587,15 +604,18 @@ class Loader:
         stage = stage_at(self.stages, step)
         draw = self.order.batch(step, rank=self.rank, world_size=self.world_size)
         count, ids = len(draw.ids), torch.from_numpy(draw.ids)
+        more = self.shards.selection.captions.count - 1
         return Batch(
             images=empty_batch(count, stage.image_size if stage else self.image_size).zero_(),
             tokens=torch.zeros(count, 1, dtype=torch.int64),
             lengths=(1,) * count,
             ids=ids,
-            identities=torch.stack([ids, ids], dim=1),
+            identities=torch.stack([ids, ids], dim=1).repeat(more + 1, 1),
             first_row=draw.first_row,
             bad=error.bad if isinstance(error, BatchError) else (),
             teacher=None if self.teacher is None else self.teacher.zeros(count),
+            more=torch.zeros(more * count, 1, dtype=torch.int64) if more else None,
+            more_lengths=(1,) * (more * count),
             negatives=torch.zeros(count, 1, dtype=torch.int64) if self._with_negatives else None,
             negative_lengths=(1,) * count if self._with_negatives else (),
         )
@@ -652,13 +672,17 @@ class Loader:
         part.read_seconds += time.perf_counter() - began
         rule = self.shards.selection.captions
         random = random_of(self.order.seed, _CAPTION, epoch, sample.id) if rule.draws else None
-        caption = rule.caption(sample.caption, sample.meta, sample.caption_number, random)
-        if caption is None:
+        if rule.count > 1:
+            captions = rule.several(sample.caption, sample.meta, random)
+        else:
+            caption = rule.caption(sample.caption, sample.meta, sample.caption_number, random)
+            captions = [] if caption is None else [caption]
+        if not captions:
             raise DataError(
                 f"no caption in {' or '.join(rule.fields)}" if rule.reads_json else "empty caption"
             )
-        if len(caption) > MAX_CHARACTERS:
-            raise DataError(f"caption of {len(caption)} characters")
+        if (longest := max(map(len, captions))) > MAX_CHARACTERS:
+            raise DataError(f"caption of {longest} characters")
         features = self.teacher.find(sample.shard, sample.key) if self.teacher is not None else None
         random = random_of(self.order.seed, _CROP, epoch, number)
         size = plain_jpeg_size(sample.image) if self.decode_later else None
@@ -676,9 +700,9 @@ class Loader:
                 decoding=self.decoding,
             )
         part.traits.add(traits)
-        part.captions.append(caption)
+        part.captions += captions
         if self._with_negatives:
-            wrong = rule.wrong_captions(sample.meta) or [caption]
+            wrong = rule.wrong_captions(sample.meta) or captions
             random = random_of(self.order.seed, _NEGATIVE, epoch, sample.id)
             part.negatives.append(wrong[int(random.integers(len(wrong)))][:MAX_CHARACTERS])
         part.numbers.append(number - sample.caption_number)  # of the first sample with this image
@@ -691,7 +715,7 @@ class _Part:
     """A batch under construction."""
 
     images: Tensor
-    captions: list[str] = field(default_factory=list)
+    captions: list[str] = field(default_factory=list)  # all of an image next to each other
     negatives: list[str] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
     features: list[FoundRow] = field(default_factory=list)

@@ -122,7 +122,7 @@ def step_flops(
     loss_dims: Sequence[int] = (),
     masked: float = 0.0,
     views: tuple[int, int] | None = None,
-    negatives: Iterable[int] = (),
+    further: Iterable[int] = (),
 ) -> int:
     """FLOPs of one rank in a training step: both passes and the loss.
 
@@ -138,7 +138,7 @@ def step_flops(
         loss_dims: the setting ``loss.dims``.
         masked: fraction of the patches that are predicted, for an architecture with a head for this.
         views: number of crops of each image and their side, which are compared with averaged weights.
-        negatives: lengths of wrong captions, with ``data.negatives``.
+        further: lengths of further texts, with ``data.negatives`` or ``data.caption_count``.
 
     Raises:
         ConfigError: a tower has no formula and is not in ``counted``.
@@ -162,7 +162,7 @@ def step_flops(
         of_caption = text or text_flops(shape, length, blocks=text_blocks)
         step += times * (of_caption.forward if text_blocks == 0 else of_caption.both)
         step += times * averaged * of_caption.forward
-    for length, times in Counter(negatives).items():
+    for length, times in Counter(further).items():
         of_caption = text or text_flops(shape, length, blocks=text_blocks)
         step += times * (of_caption.forward if text_blocks == 0 else of_caption.both)
     loss = loss_flops(rows, text_rows, shape.embed_dim + sum(loss_dims))

@@ -31,6 +31,7 @@ class Targets:
 
     Attributes:
         identities: (B, K) int64 numbers of the image and of the caption; equal for pairs that show the same thing.
+            With ``data.caption_count`` M there are (MB, K): further captions follow.
         tokens: (B, L) int64 captions; (B, 1) numbers of classes for an objective over classes.
         same: the setting ``loss.same``.
         smoothing: the setting ``loss.smoothing``.
@@ -67,7 +68,7 @@ class Objective:
         tiled: whether logits exist only a tile at a time, for the memory estimate.
         uses_same: whether it supports ``loss.same`` other than negatives.
         smooths: whether it supports ``loss.smoothing``.
-        takes_negatives: whether it supports ``data.negatives``.
+        more_texts: whether it supports ``data.negatives`` and ``data.caption_count``.
         with_teacher: whether it can be combined with ``distill``.
         compares: whether it compares images with texts.
         note: what to print at the start of a training with fresh weights.
@@ -85,7 +86,7 @@ class Objective:
     tiled: bool = False
     uses_same: bool = True
     smooths: bool = True
-    takes_negatives: bool = False
+    more_texts: bool = False
     with_teacher: bool = True
     compares: bool = True
     note: str = ""
@@ -101,7 +102,7 @@ OBJECTIVES: dict[str, Objective] = {
         loss=late("clipkit.objectives.clip:clip_objective"),
         chance=late("clipkit.objectives.clip:clip_chance"),
         tiled=True,
-        takes_negatives=True,
+        more_texts=True,
     ),
     "siglip": Objective(
         summary="an independent binary classification of each image–text pair, with a bias; the loss starts near "
@@ -113,7 +114,7 @@ OBJECTIVES: dict[str, Objective] = {
         max_scale=math.inf,
         tiled=True,
         smooths=False,
-        takes_negatives=True,
+        more_texts=True,
         note="the sigmoid loss starts near 10, above the level of chance, as its bias starts at -10",
     ),
     "classes": Objective(

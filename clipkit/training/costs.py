@@ -178,7 +178,7 @@ def flops_of_steps(
     masked: float = 0.0,
     views: ViewsConfig | None = None,
 ) -> Callable[[Sequence[int], int, Sequence[int]], int] | None:
-    """Return a function from a batch's caption lengths, its image size and the lengths of its wrong captions to the
+    """Return a function from a batch's caption lengths, its image size and the lengths of its further texts to the
     FLOPs of this rank in a step.
 
     None if a tower's FLOPs are not known.
@@ -198,7 +198,7 @@ def flops_of_steps(
     trained = {name for name, one in model.named_parameters() if one.requires_grad}
     heads = {name for name, prefix in HEADS.items() if any(one.startswith(prefix) for one in trained)}
 
-    def of_step(lengths: Sequence[int], image_size: int, negatives: Sequence[int] = ()) -> int:
+    def of_step(lengths: Sequence[int], image_size: int, further: Sequence[int] = ()) -> int:
         shape = model.architecture
         if "caption" not in heads:
             shape = replace(shape, decoder=None)
@@ -219,7 +219,7 @@ def flops_of_steps(
             loss_dims=loss_dims,
             masked=masked,
             views=_views(views, shape, image_size),
-            negatives=negatives,
+            further=further,
         )
 
     return of_step
@@ -270,7 +270,7 @@ class Workload:
         loss_dims: the setting ``loss.dims``.
         masked: the setting ``masked.fraction``.
         views: the section ``views``, if this term is part of the loss.
-        negatives: whether each image has a wrong caption of its own.
+        further: number of further texts of each image.
         average: whether averaged weights are kept.
         sharding: "none", "full" (weights, gradients and states sharded over all ranks), or "hybrid" (over
             ``shard_ranks`` of them, such as those of one host).
@@ -292,7 +292,7 @@ class Workload:
     loss_dims: tuple[int, ...] = ()
     masked: float = 0.0
     views: ViewsConfig | None = None
-    negatives: bool = False
+    further: int = 0
     average: bool = False
     sharding: str = "none"
     shard_ranks: int = 0
@@ -367,7 +367,7 @@ def memory_of(work: Workload) -> Memory:
     # activations of one part: of both towers, and the features and their unit vectors
     activations: int | None = part * shape.embed_dim * _FLOAT * 4
     counts = (_kept_patches(work), shape.text.context_length)
-    times = (1, 1 + work.negatives)
+    times = (1, 1 + work.further)
     towers = zip((shape.vision, shape.text), counts, trained_blocks(model), times, strict=True)
     for tower, count, last, often in towers:
         if last != 0:
@@ -439,7 +439,7 @@ def estimate(work: Workload, speed: float | None = None) -> Estimate:
     step = (
         None
         if of_rank is None
-        else of_rank(texts, shape.vision.image_size, texts * work.negatives) * work.world
+        else of_rank(texts, shape.vision.image_size, texts * work.further) * work.world
     )
     if step is not None and work.teacher is not None:
         encoding = _tower_flops(work.teacher)
@@ -587,7 +587,7 @@ def workloads_of(
                 loss_dims=config.loss.dims,
                 masked=config.masked.fraction,
                 views=config.views if begin >= config.views.after else None,
-                negatives=bool(config.data.negatives),
+                further=config.data.caption_count - 1 + bool(config.data.negatives),
                 average=bool(config.optim.average),
                 sharding=config.sharding,
                 shard_ranks=shard_ranks,

@@ -4,7 +4,7 @@ Random draws are functions of the seed, the step and the place in the global bat
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any, Protocol
@@ -35,7 +35,7 @@ from clipkit.training.parallel import local_gradients
 __all__ = [
     "Features", "LocalTerms", "PairBatch", "Teacher", "TrainingStep", "averaged_teaching", "backward",
     "check_rows", "seed_of",
-    "seeds_of",
+    "seeds_of", "with_captions",
 ]  # fmt: skip
 
 Loss = Callable[..., Tensor]
@@ -310,6 +310,18 @@ def _cut(tokens: Tensor, length: int) -> Tensor:
     return cut
 
 
+def with_captions(loss: Loss) -> Loss:
+    """Return ``loss`` for several captions of each image, as if the image were in the batch with each of them.
+
+    Text features (MB, O) are those of the first captions of all images, of their second captions, and so on.
+    """
+
+    def repeated(images: Tensor, texts: Tensor, *scalars: Tensor) -> Tensor:
+        return loss(images.repeat(len(texts) // len(images), 1), texts, *scalars)
+
+    return repeated
+
+
 class PairBatch(Protocol):
     """The attributes of a batch that a step uses, see data/loader.py."""
 
@@ -317,6 +329,10 @@ class PairBatch(Protocol):
     def images(self) -> Tensor: ...
     @property
     def tokens(self) -> Tensor: ...
+    @property
+    def more(self) -> Tensor | None: ...
+    @property
+    def more_lengths(self) -> tuple[int, ...]: ...
     @property
     def negatives(self) -> Tensor | None: ...
     @property
@@ -372,9 +388,10 @@ class TrainingStep:
             inputs["tokens"] = torch.arange(rows, device=batch.tokens.device)[:, None]
         else:
             inputs |= {"tokens": batch.tokens, "lengths": batch.lengths}
-            if batch.negatives is not None:  # their features follow those of the captions
-                inputs["tokens"] = torch.cat([batch.tokens, batch.negatives])
-                inputs["lengths"] = batch.lengths + batch.negative_lengths
+            further = [one for one in (batch.more, batch.negatives) if one is not None]
+            if further:  # their features follow those of the captions
+                inputs["tokens"] = torch.cat([batch.tokens, *further])
+                inputs["lengths"] = batch.lengths + batch.more_lengths + batch.negative_lengths
         if counts := patch_counts(self.shape, self.patch_dropout, batch.images.shape[-1]):
             inputs["patches"] = kept_patches(
                 seed=seed_of(self.seed, step),
@@ -383,6 +400,8 @@ class TrainingStep:
                 keep=counts[1],
             )
         loss: Loss = partial(objective.loss, targets=self._targets(batch))
+        if batch.more is not None:
+            loss = with_captions(loss)
         if self.loss.dims:
             loss = with_prefixes(loss, self.loss.dims, self.loss.dim_weights)
         teaching = None
@@ -440,10 +459,16 @@ class TrainingStep:
         objective, targets = OBJECTIVES[self.loss.name], self._targets(batch)
         level = {f"loss_{name}": float(value) for name, value in features.terms.items()}
         # it would depend on the teacher, and terms and wrong captions have none
-        plain = not (self.distill.wanted or self.terms or batch.negatives is not None)
+        plain = not (
+            self.distill.wanted or self.terms or batch.negatives is not None or batch.more is not None
+        )
         if objective.chance is not None and plain:
             level["chance"] = objective.chance(targets, len(features.texts))
-        return {**level, **objective.figures(features.images, features.texts, targets)}
+        texts = features.texts
+        if batch.more is not None:  # of the first captions
+            texts = texts[: len(features.images)]
+            targets = replace(targets, identities=targets.identities[: len(texts)])
+        return {**level, **objective.figures(features.images, texts, targets)}
 
     def _targets(self, batch: PairBatch) -> Targets:
         return Targets(

@@ -32,7 +32,7 @@ from clipkit.objectives.views import view_inputs
 from clipkit.objectives.words import word_loss
 from clipkit.training.build import lock
 from clipkit.training.parallel import clip_gradients, complete_gradients, replicated, shard, without_values
-from clipkit.training.step import LocalTerms, backward
+from clipkit.training.step import LocalTerms, backward, with_captions
 
 BATCH, END, PATCHES, KEPT, CLASSES = 23, 99, 16, 7, 9  # no number of ranks or parts divides the batch
 ACCUMULATIONS = (1, 2, 5)
@@ -46,6 +46,7 @@ class Way:
     caption: str = ""  # how captions are predicted
     masked: str = ""  # what is predicted of masked patches
     views: bool = False
+    several: bool = False  # whether images have two captions
     negatives: bool = False  # whether images have a wrong caption of their own
     dropout: bool = False
     locked: bool = False
@@ -59,7 +60,7 @@ class Way:
         """All that changes the result."""
         caption = f" caption {self.caption}" if self.caption else ""
         masked = f" masked {self.masked}" * bool(self.masked) + " views" * self.views
-        masked += " negatives" * self.negatives
+        masked += " negatives" * self.negatives + " several" * self.several
         return f"{self.loss}{caption}{masked}{' dropout' * self.dropout}{' locked' * self.locked}"
 
     @property
@@ -86,6 +87,7 @@ WHAT = (
     Way(loss="clip", negatives=True, caption="tokens"),
     Way(loss="smoothed prefixes", negatives=True),
     Way(loss="siglip", negatives=True),
+    Way(loss="positives", several=True),
     Way(loss="none", views=True),
     Way(loss="siglip", views=True, masked="color"),
     Way(dropout=True),
@@ -164,6 +166,9 @@ def compute(way: Way) -> dict[str, Tensor]:
         "siglip prefixes": with_prefixes(siglip_loss, (8,)),
         "none": partial(no_loss, targets=targets),
     }
+    if way.several:
+        both = torch.cat([identities, identities])
+        losses["positives"] = with_captions(partial(clip_loss, identities=both, same="positives"))
     if way.negatives:
         clip = partial(clip_objective, targets=targets)
         losses |= {
@@ -231,7 +236,7 @@ def inputs(way: Way) -> tuple[dict[str, object], Tensor, Tensor, Tensor]:
         given["tokens"] = torch.arange(CLASSES)[:, None]
     elif way.loss == "words":
         given["tokens"] = torch.arange(END + 1)[:, None]
-    elif way.negatives:
+    elif way.negatives or way.several:
         wrong = torch.where(rows % 4 > 0, (rows - 1) % BATCH, rows)  # one in four has none
         both = torch.cat([rows, wrong])
         given["tokens"] = tokens[both, : int(ends[both].max()) + 1]

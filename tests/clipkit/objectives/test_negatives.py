@@ -1,5 +1,6 @@
 """Wrong captions of an image are negatives of this image alone: losses, loading, settings."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,16 @@ from clipkit.config import load_config
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import ARCHITECTURES
 from clipkit.model.flops import step_flops, text_flops
+from clipkit.model.tokenizer import ClipTokenizer
 from clipkit.objectives import Targets
 from clipkit.objectives.clip import clip_loss, recall_figures
 from clipkit.objectives.siglip import siglip_loss
+from clipkit.training.step import with_captions
 from data.captions import CaptionRule
+from data.loader import Loader, caption_hash
+from data.order import Order
+from data.shards.samples import Shards
+from data.shards.sources import find_shards
 from data.shards.writer import DatasetWriter, Record
 from tests.small_trainings import Trainings, error_of, metrics, pairs, trainings
 
@@ -96,7 +103,7 @@ def test_settings_and_flops() -> None:
         load_config(QUICKSTART, ["data.negatives=wrong", "caption.weight=1", "caption.feed=text"])
     shape = ARCHITECTURES["ViT-Ti-4-16"]
     rows = {"rows": 2, "lengths": [5, 6], "text_rows": 2}
-    added = step_flops(shape, **rows, negatives=[3, 9]) - step_flops(shape, **rows)  # type: ignore[arg-type]
+    added = step_flops(shape, **rows, further=[3, 9]) - step_flops(shape, **rows)  # type: ignore[arg-type]
     assert added == sum(text_flops(shape, one).both for one in (3, 9))
 
 
@@ -127,3 +134,57 @@ def test_a_training_learns_to_tell_them_apart(trainings: Trainings, tmp_path: Pa
     assert [line["loss"] for line in lines] == [line["loss"] for line in metrics(tmp_path / "run0")]
     assert all("chance" not in line for line in lines)
     assert lines[-1]["negatives_acc"] == 1 and lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_several_captions_are_those_of_a_batch_with_the_image_repeated() -> None:
+    images, texts, more, _ = features()
+    t = torch.tensor(9.0, dtype=torch.float64)
+    numbers = torch.arange(7).repeat(2)[:, None]
+    whole = partial(clip_loss, identities=numbers, same="positives")
+    loss = with_captions(whole)(images, torch.cat([texts, more]), t)
+    logits = t * torch.cat([images, images]) @ torch.cat([texts, more]).T
+    wanted = torch.eye(7, dtype=torch.float64).repeat(2, 2) / 2
+    expected = (F.cross_entropy(logits, wanted) + F.cross_entropy(logits.T, wanted)) / 2
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["first", "random"])
+def test_a_training_reads_several_captions(choice: str, trainings: Trainings, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    image = simplejpeg.encode_jpeg(np.zeros((20, 20, 3), dtype=np.uint8))
+    with DatasetWriter(data, samples_per_shard=20) as writer:
+        for i in range(40):
+            captions = [f"{name} {i}" for name in ("one", "two", "three")[: 1 + i % 3]]
+            record = Record(key=f"{i:04d}", image=image, extension="jpg", caption="", meta={"all": captions})
+            writer.write("train", record)
+        writer.finish({"name": "captions"})
+    rule = CaptionRule(fields=("all",), choice=choice, count=2)
+    shards = Shards.of(find_shards(str(data / "train")), captions=rule)
+    order = Order(shards.counts, seed=2, batch_size=20)
+    loader = Loader(shards=shards, order=order, image_size=16, tokenize=ClipTokenizer())
+    batch, pairs = loader.batch(0), set()
+    assert batch.more is not None and batch.more.shape == batch.tokens.shape == (20, batch.tokens.shape[1])
+    assert batch.identities.shape == (40, 2)
+    tokenize = ClipTokenizer()
+    for row, number in enumerate(batch.ids.tolist()):
+        captions = [f"{name} {number}" for name in ("one", "two", "three")[: 1 + number % 3]]
+        known = {
+            tuple(one[one > 0].tolist()): name for one, name in zip(tokenize(captions), captions, strict=True)
+        }
+        first, second = (known[tuple(one[row][one[row] > 0].tolist())] for one in (batch.tokens, batch.more))
+        assert batch.identities[row].tolist() == [number, caption_hash(first)]
+        assert batch.identities[20 + row].tolist() == [number, caption_hash(second)]
+        assert (first == second) == (len(captions) == 1)
+        pairs.add((first.split()[0], second.split()[0]))
+    assert batch.lengths == tuple((batch.tokens.argmax(1) + 1).tolist())
+    assert batch.more_lengths == tuple((batch.more.argmax(1) + 1).tolist())
+    assert pairs == {("one", "one"), ("one", "two")} if choice == "first" else len(pairs) > 4
+    settings = (
+        f"data.train={data}", 'data.captions=["all"]', f"data.caption_choice={choice}", "data.caption_count=2",
+        "loss.same=positives", "steps=3", "accumulate=2", "caption.weight=1",
+    )  # fmt: skip
+    trainings.run(tmp_path / "run", *settings)
+    assert all(line["loss"] > 0 and "image_to_text_R@1" in line for line in metrics(tmp_path / "run"))
+    refused = trainings.start(tmp_path / "refused", *settings, "loss.same=negatives").result()
+    assert "loss.same = 'negatives' is invalid: expected positives or ignored" in error_of(refused.stderr)
