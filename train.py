@@ -253,8 +253,9 @@ def main(arguments: Arguments) -> int:
                     fault = error
                     batch = train_loader.placeholder(step, error).to(device)
                 starvation.count(batch)
-                if unfreezing.lock_for_step(step):
+                if changed := unfreezing.lock_for_step(step):
                     trained = parallel.replicated(model)
+                if changed or step == views.after:
                     flops = count_flops(views=views if step >= views.after else None)
 
                 # 7b. The gradient of the global batch, clipped.

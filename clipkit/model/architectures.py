@@ -143,7 +143,7 @@ class ImageArchitecture(TowerArchitecture):
     def patches(self) -> int | None:
         """Number of patches per image, for a tower that can skip patches and normalizes images itself.
 
-        Such a module is called as ``(images, patches, colours=…)``, see ``VisionTransformer``. None for others.
+        Such a module is called as ``(images, patches, colors=…)``, see ``VisionTransformer``. None for others.
         """
         return None
 

@@ -165,8 +165,8 @@ class CLIP(nn.Module):
         Arguments as for ``encode_image``; only for architectures whose ``vision.tokens`` is not None.
         """
         if isinstance(self.visual, VisionTransformer):
-            colours = self.colours if images.dtype == torch.uint8 else None
-            features, tokens = self.visual.with_tokens(images, patches, colours=colours)
+            colors = self.colors if images.dtype == torch.uint8 else None
+            features, tokens = self.visual.with_tokens(images, patches, colors=colors)
         elif patches is not None:
             raise ConfigError(_NO_DROPOUT)
         else:
@@ -227,8 +227,8 @@ class CLIP(nn.Module):
             ConfigError: ``patches`` with an image tower that cannot skip patches.
         """
         if self.architecture.vision.patches is not None:
-            colours = self.colours if images.dtype == torch.uint8 else None
-            features = self.visual(images, patches, colours=colours)
+            colors = self.colors if images.dtype == torch.uint8 else None
+            features = self.visual(images, patches, colors=colors)
         elif patches is not None:
             raise ConfigError(_NO_DROPOUT)
         else:
@@ -265,14 +265,14 @@ class CLIP(nn.Module):
         return F.normalize(features, dim=-1) if normalize else features
 
     @property
-    def colours(self) -> tuple[Tensor, Tensor]:
+    def colors(self) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of images, (3, 1, 1) each."""
         return self.get_buffer("_mean"), self.get_buffer("_std")
 
     def _normalized(self, images: Tensor) -> Tensor:
         if images.dtype != torch.uint8:
             return images
-        mean, std = self.colours
+        mean, std = self.colors
         return images.to(mean.dtype).div_(255).sub_(mean).div_(std)
 
     def _prefix(self, features: Tensor) -> Tensor:

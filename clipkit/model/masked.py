@@ -108,7 +108,7 @@ class MaskedPatchHead(nn.Module):
             chosen: (B, K) int64.
             labels: (B, K, …), see ``Target``.
         """
-        tokens = visual.with_tokens(images, colours=colors, replaced=(sources, self.mask_embedding))[1]
+        tokens = visual.with_tokens(images, colors=colors, replaced=(sources, self.mask_embedding))[1]
         index = (chosen + 1)[..., None].expand(-1, -1, tokens.shape[-1])  # token 0 is the class token
         outputs = self.head(tokens.gather(1, index)).flatten(0, 1)  # (N, outputs)
         with torch.autocast(images.device.type, enabled=False):  # losses are computed in at least float32

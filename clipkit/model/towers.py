@@ -371,10 +371,10 @@ class VisionTransformer(nn.Module):
         self.proj = nn.Parameter(torch.empty(width, output_dim))
 
     def forward(
-        self, images: Tensor, patches: Tensor | None = None, *, colours: tuple[Tensor, Tensor] | None = None
+        self, images: Tensor, patches: Tensor | None = None, *, colors: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
         """Compute features (B, O), not normalized; arguments as for ``stem``."""
-        read = self.ln_post(self.transformer(self.stem(images, patches, colours=colours)))  # (B, D)
+        read = self.ln_post(self.transformer(self.stem(images, patches, colors=colors)))  # (B, D)
         out: Tensor = read @ self.proj
         return out
 
@@ -383,11 +383,11 @@ class VisionTransformer(nn.Module):
         images: Tensor,
         patches: Tensor | None = None,
         *,
-        colours: tuple[Tensor, Tensor] | None = None,
+        colors: tuple[Tensor, Tensor] | None = None,
         replaced: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute features (B, O) and the normalized tokens (B, 1 + K, D), the class token first."""
-        x = self.stem(images, patches, colours=colours, replaced=replaced)
+        x = self.stem(images, patches, colors=colors, replaced=replaced)
         x = self.transformer.tokens(x, Padded())
         tokens: Tensor = self.ln_post(x)
         return tokens[:, 0] @ self.proj, tokens
@@ -397,17 +397,17 @@ class VisionTransformer(nn.Module):
         images: Tensor,
         patches: Tensor | None = None,
         *,
-        colours: tuple[Tensor, Tensor] | None = None,
+        colors: tuple[Tensor, Tensor] | None = None,
         replaced: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Compute the tokens (B, 1 + K, D) before the blocks.
 
         Args:
-            images: (B, 3, S, S), normalized float, or uint8 with ``colours``. S must be a multiple of the patch
+            images: (B, 3, S, S), normalized float, or uint8 with ``colors``. S must be a multiple of the patch
                 size; position embeddings are resized to it.
             patches: (B, K) int64, ascending, the patches of each image to compute, numbered along rows; None
                 for all.
-            colours: mean and standard deviation, (3, 1, 1) each, with which images / 255 are normalized.
+            colors: mean and standard deviation, (3, 1, 1) each, with which images / 255 are normalized.
             replaced: for each place the patch that is seen there, (B, K) int64, and the embedding (D,) of patch K.
         """
         side = images.shape[-1]
@@ -419,8 +419,8 @@ class VisionTransformer(nn.Module):
             cut = cut[
                 torch.arange(len(images), device=images.device)[:, None], patches // grid, patches % grid
             ]
-        if colours is not None:  # cut is (B, K, 3, p, p) here, with fewer pixels than the images
-            mean, std = colours
+        if colors is not None:  # cut is (B, K, 3, p, p) here, with fewer pixels than the images
+            mean, std = colors
             cut = cut.to(mean.dtype, copy=True).div_(255).sub_(mean).div_(std)
         weight = self.conv1.weight.flatten(1)  # (D, 3pp)
         x = F.linear(cut.flatten(2).to(weight.dtype), weight)  # (B, K, D)

@@ -55,4 +55,4 @@ def masked_sum(
 ) -> Tensor:
     """Compute ``MaskedPatchHead.nll``."""
     assert model.masked_head is not None and isinstance(model.visual, VisionTransformer)
-    return model.masked_head.nll(model.visual, images, colors=model.colours, **given)
+    return model.masked_head.nll(model.visual, images, colors=model.colors, **given)

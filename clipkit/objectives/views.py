@@ -84,7 +84,7 @@ def view_sum(
         sides: s, the same for each image.
     """
     crops = views(images, boxes, side=sides[0]).flatten(0, 1)  # (BV, 3, s, s)
-    mean, std = model.colours
+    mean, std = model.colors
     found = model.encode_image(crops.div_(255).sub_(mean.to(crops.dtype)).div_(std.to(crops.dtype)))
     return divergence(found.unflatten(0, boxes.shape[:2]), seen, texts[0], scales[0])
 

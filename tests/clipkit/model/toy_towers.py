@@ -19,7 +19,7 @@ __all__ = ["ToyText", "ToyVision"]
 
 
 class Cells(nn.Module):
-    """The mean colours of a grid of cells, through two linear layers."""
+    """The mean colors of a grid of cells, through two linear layers."""
 
     def __init__(self, cells: int, output_dim: int) -> None:
         super().__init__()

@@ -121,7 +121,7 @@ def test_pixels_of_masked_patches_are_not_seen() -> None:
     assert isinstance(model.visual, VisionTransformer) and model.masked_head is not None
     replaced = found["sources"], model.masked_head.mask_embedding
     tokens = [
-        model.visual.with_tokens(one, colours=model.colours, replaced=replaced)[1]
+        model.visual.with_tokens(one, colors=model.colors, replaced=replaced)[1]
         for one in (images, torch.where(grid, noise, images), torch.where(grid, images, noise))
     ]
     assert torch.equal(tokens[0], tokens[1]) and not torch.allclose(tokens[0], tokens[2])
@@ -163,7 +163,7 @@ def test_the_sum_is_over_the_chosen_patches(target: str) -> None:
     outputs = model(images, torch.full((5, 3), 99), terms={"masked": (TERMS["masked"], found)})
     assert len(outputs) == 4 and outputs[-1].shape == (1,)
     replaced = found["sources"], model.masked_head.mask_embedding
-    tokens = model.visual.with_tokens(images, colours=model.colours, replaced=replaced)[1][:, 1:]
+    tokens = model.visual.with_tokens(images, colors=model.colors, replaced=replaced)[1][:, 1:]
     predicted = torch.stack(
         [model.masked_head.head(one[at]) for one, at in zip(tokens, found["chosen"], strict=True)]
     )

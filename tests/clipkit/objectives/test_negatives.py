@@ -127,11 +127,8 @@ def test_a_training_learns_to_tell_them_apart(trainings: Trainings, tmp_path: Pa
         "data.negatives names the json field 'worng', which has text in none of 40 samples examined: did you"
     )
     assert message in error_of(ended.stderr)
-    for workers in (0, 1):
-        out = tmp_path / f"run{workers}"
-        trainings.run(out, *settings, "data.negatives=wrong", f"data.workers={workers}", "accumulate=2")
-    lines = metrics(out)
-    assert [line["loss"] for line in lines] == [line["loss"] for line in metrics(tmp_path / "run0")]
+    trainings.run(tmp_path / "run", *settings, "data.negatives=wrong", "data.workers=1", "accumulate=2")
+    lines = metrics(tmp_path / "run")
     assert all("chance" not in line for line in lines)
     assert lines[-1]["negatives_acc"] == 1 and lines[-1]["loss"] < lines[0]["loss"]
 

@@ -8,7 +8,7 @@ import pytest
 from tests.forked import Forked
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_updates_and_averages_of_spread_weights_are_those_of_whole_ones(forked: Forked) -> None:
     said = "".join(one.stdout for one in forked.ranks("tests/clipkit/sharded_program.py", world=2))
     for layout in ("full", "hybrid"):
