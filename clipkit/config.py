@@ -425,8 +425,9 @@ class CaptionConfig(Section):
     layers: int = setting(0, "Layers of the decoder; 0: half of the text tower's.", _at_least(0))
     feed: str = setting(
         "tokens",
-        "The decoder's input: tokens, with an embedding of its own (Cap), or text, the text tower's tokens (CoCa).",
-        _one_of("tokens", "text"),
+        "The decoder's input: tokens, with an embedding of its own (Cap), or text, the text tower's tokens (CoCa); "
+        "shared: the text tower is the decoder, in a second pass with cross-attention (MaMMUT).",
+        _one_of("tokens", "text", "shared"),
     )
     parallel: float = setting(
         0.0,
@@ -445,7 +446,7 @@ class CaptionConfig(Section):
         for name in ("layers", "feed", "parallel", "length", "after"):
             if not self._is_default(name):
                 _require_use(f"caption.{name}", getattr(self, name), "caption.weight", bool(self.weight))
-        alone = "expected 0 with caption.feed=text, whose text tower is causal"
+        alone = f"expected 0 with caption.feed={self.feed}"
         require(not self.parallel or self.feed == "tokens", "caption.parallel", self.parallel, alone)
 
 
@@ -804,7 +805,10 @@ class Config(Section):
             for refused, cause in (
                 (not objective.more_texts, f"loss.name={name}"),
                 (self.distill.wanted, "distillation"),
-                (bool(self.caption.weight) and self.caption.feed == "text", "caption.feed=text"),
+                (
+                    bool(self.caption.weight) and self.caption.feed != "tokens",
+                    f"caption.feed={self.caption.feed}",
+                ),
             ):
                 value, alone = getattr(self.data, setting), f"cannot be combined with {cause}"
                 require(not (given and refused), f"data.{setting}", value, alone)

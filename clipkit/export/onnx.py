@@ -26,6 +26,7 @@ from clipkit.export.open_clip import store_tokenizer
 from clipkit.export.transformers import write_clip_tokenizer
 from clipkit.model.clip import CLIP
 from clipkit.model.tokenizer import ClassTokenizer, ClipTokenizer
+from clipkit.model.towers import Padded
 
 __all__ = ["OPSET", "check", "example", "obstacle", "write"]
 
@@ -60,11 +61,13 @@ class _OwnTextEncoder(nn.Module):
         self.token_embedding, self.positional_embedding = model.token_embedding, model.positional_embedding
         self.transformer, self.ln_final = model.transformer, model.ln_final
         self.text_projection = model.text_projection
+        plain = model.architecture.text.plain
+        self.causal = plain is None or plain.causal
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """(B, L) → (B, O)."""
         x = self.token_embedding(input_ids) + self.positional_embedding[: input_ids.shape[1]]  # (B, L, D)
-        read = self.ln_final(self.transformer(x, input_ids.argmax(dim=-1)))  # (B, D)
+        read = self.ln_final(self.transformer(x, Padded.texts(input_ids, causal=self.causal)))  # (B, D)
         return F.normalize(read @ self.text_projection, dim=-1)
 
 

@@ -68,11 +68,13 @@ def obstacle(model: CLIP) -> str:
     for tower in (shape.vision, shape.text):
         if tower.plain is None:
             return f"transformers' CLIPModel has no tower like this one ({tower.description})"
+    _, text = shape.own_towers()
+    if not text.causal:
+        return f"transformers' CLIPModel has no tower like this one ({text.description})"
     if shape.logit_bias:
         return "transformers' CLIPModel has no logit_bias"
     if model.preprocess.resize_mode == "longest":
         return "transformers' CLIPImageProcessor cannot resize the longer side and pad"
-    _, text = shape.own_towers()
     if isinstance(model.tokenizer, TransformersTokenizer):
         return ""
     if not isinstance(model.tokenizer, ClipTokenizer) or text.vocab_size <= END_OF_TEXT:

@@ -493,6 +493,8 @@ def model_hash(model: CLIP) -> str:
     digest = hashlib.sha256(f"{shape!r}\n{model.preprocess!r}\n".encode())
     if (decoding := model.preprocess.decoding) != Decoding():
         digest.update(f"{decoding!r}\n".encode())
+    if shape.text.plain is not None and not shape.text.plain.causal:
+        digest.update(b"bidirectional\n")
     if shape.decoder is not None:
         digest.update(f"{shape.decoder!r}\n".encode())
     if shape.masked is not None:

@@ -409,7 +409,11 @@ class VisionTower(_TransformerTower, ImageArchitecture):
 
 @dataclass(frozen=True, kw_only=True)
 class TextTower(_TransformerTower, TextArchitecture):
-    """A causal text transformer over CLIP's 49,408 byte-pair tokens."""
+    """A text transformer over CLIP's 49,408 byte-pair tokens.
+
+    Attributes:
+        causal: whether tokens attend to previous ones only, as in CLIP; if not, to all up to the end of text.
+    """
 
     width: int
     layers: int
@@ -417,6 +421,7 @@ class TextTower(_TransformerTower, TextArchitecture):
     context_length: int = 77
     vocab_size: int = 49408
     mlp_ratio: float = 4.0
+    causal: bool = field(default=True, repr=False)  # not in the hash of causal models
     own = True
 
     def __post_init__(self) -> None:
@@ -437,7 +442,8 @@ class TextTower(_TransformerTower, TextArchitecture):
 
     @property
     def description(self) -> str:
-        return f"causal transformer, {self.layers} layers, width {self.width}, {self.heads} heads"
+        kind = "causal" if self.causal else "bidirectional"
+        return f"{kind} transformer, {self.layers} layers, width {self.width}, {self.heads} heads"
 
     def flops(self, embed_dim: int, length: int, *, blocks: int | None = None) -> Flops:
         return self._flops(length, embed_dim, blocks=blocks)
@@ -450,6 +456,8 @@ class TextTower(_TransformerTower, TextArchitecture):
         return kept if blocks is not None else kept + count * 8  # the tokens
 
     def open_clip_config(self) -> dict[str, Any]:
+        if not self.causal:  # open_clip's would attend to padding
+            return super().open_clip_config()
         names = ("context_length", "vocab_size", "width", "heads", "layers", "mlp_ratio")
         return {name: getattr(self, name) for name in names}
 
@@ -634,7 +642,8 @@ class Decoder(_TransformerTower, TowerArchitecture):
 
     Attributes:
         context_length: most tokens of a caption that are predicted, including the end.
-        feed: its input: "tokens", with an embedding of its own, or "text", the text tower's tokens.
+        feed: its input: "tokens", with an embedding of its own, or "text", the text tower's tokens; with "shared",
+            it is the text tower, of which every ``text.layers / layers``-th block is followed by cross-attention.
         parallel: whether it has an embedding of [mask], to predict all tokens at once.
     """
 
@@ -650,11 +659,11 @@ class Decoder(_TransformerTower, TowerArchitecture):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_heads()
-        if self.feed not in ("tokens", "text") or (self.parallel and self.feed == "text"):
+        if self.feed not in FEEDS or (self.parallel and self.feed != "tokens"):
             raise ConfigError(f"feed = {self.feed!r} and parallel = {self.parallel} are not a decoder")
 
     def flops(self, length: int, seen: int, seen_width: int) -> Flops:
-        """Compute the FLOPs of one caption of ``length`` predicted tokens.
+        """Compute the FLOPs of one caption of ``length`` predicted tokens, without those of a shared text tower.
 
         Args:
             length: number of tokens; all of ``context_length`` are computed with [mask].
@@ -664,26 +673,30 @@ class Decoder(_TransformerTower, TowerArchitecture):
         width, hidden = self.width, self.hidden
         if self.parallel:
             length = self.context_length
-        layer = length * (12 * width**2 + 8 * width * hidden) + 4 * length**2 * width
-        layer += 4 * seen * width**2 + 4 * length * seen * width  # cross-attention
+        layer = 4 * (length + seen) * width**2 + 4 * length * seen * width  # cross-attention
+        if self.feed != "shared":
+            layer += length * (8 * width**2 + 8 * width * hidden) + 4 * length**2 * width
         mapping = 0 if seen_width == width else 2 * seen * seen_width * width
         forward = self.layers * layer + mapping + 2 * length * width * self.vocab_size
         return Flops(forward=forward, backward=2 * forward)
 
     def decoder_bytes(self, seen: int, *, bf16: bool, recompute: int = 0) -> int:
-        """Estimate the bytes autograd keeps for one caption of full length."""
+        """Estimate the bytes autograd keeps for one caption of full length, see ``flops``."""
         length, width, computed = self.context_length, self.width, _HALF if bf16 else _FLOAT
         stream = length * width * _FLOAT
-        body = 4 * stream + computed * length * (10 * width + 4 * self.hidden)
+        body = stream + computed * length * 3 * width  # cross-attention
         body += (
             computed * 2 * seen * width + seen * width * _FLOAT
         )  # keys and values, and the norm before them
+        if self.feed != "shared":
+            body += 3 * stream + computed * length * (7 * width + 4 * self.hidden)
         kept = self.layers * body
         if recompute:
             kept = (self.layers * 2 * stream + body) // recompute + kept * (recompute - 1) // recompute
         return kept + 3 * stream
 
 
+FEEDS = ("tokens", "text", "shared")  # inputs of a decoder
 COLORS = 512  # classes of a color, three bits a channel
 # targets of masked patches, see clipkit.model.masked: the image tower → number of outputs for a patch
 MASKED: dict[str, Callable[[VisionTower], int]] = {
@@ -816,7 +829,7 @@ def _vit(
         vision=VisionTower(
             image_size=image_size, patch_size=patch_size, **dict(zip(names, image, strict=True))
         ),
-        text=TextTower(**dict(zip(names, text, strict=True))),
+        text=TextTower(width=text[0], layers=text[1], heads=text[2]),
         quick_gelu=quick_gelu,
         small_data=small_data,
     )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import Architecture, Decoder
-from clipkit.model.decoder import CaptionDecoder
+from clipkit.model.decoder import CaptionDecoder, TextInput
 from clipkit.model.masked import MaskedPatchHead
 from clipkit.model.names import architecture
 from clipkit.model.preprocess import Preprocess
@@ -147,16 +147,26 @@ class CLIP(nn.Module):
             image, seen = self.image_tokens(images, patches=patches)
         else:
             image, seen = self.encode_image(images, patches=patches), None
-        if whole and self._feeds_text:
-            text, read = self.text_tokens(tokens, lengths=lengths)
+        decoder = self.architecture.decoder
+        if whole and decoder is not None and decoder.feed == "text":
+            text, found = self.text_tokens(tokens, lengths=lengths)
+            read = TextInput(found)
         else:
             text = self.encode_text(tokens, lengths=lengths)
+            read = self.decoder_input(tokens) if whole else None
         sums = [term.total(self, images, seen, read, **given) for term, given in terms.values()]
         return image, text, self.logit_scale.exp(), *bias, torch.stack(sums)
 
-    @property
-    def _feeds_text(self) -> bool:
-        return self.architecture.decoder is not None and self.architecture.decoder.feed == "text"
+    def decoder_input(self, tokens: Tensor, *, lengths: Sequence[int] | None = None) -> TextInput | None:
+        """Compute what the decoder reads of texts, see ``encode_text``; None if it embeds tokens itself."""
+        assert self.architecture.decoder is not None
+        feed = self.architecture.decoder.feed
+        if feed == "text":
+            return TextInput(self.text_tokens(tokens, lengths=lengths)[1])
+        if feed == "shared":
+            x = self.token_embedding(tokens) + self.positional_embedding[: tokens.shape[1]]
+            return TextInput(x, self.transformer.blocks, self.ln_final)
+        return None
 
     def image_tokens(self, images: Tensor, *, patches: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Encode images to unit-norm features (B, O) and the tokens that a decoder reads (B, M, W).
@@ -185,7 +195,7 @@ class CLIP(nn.Module):
         ends = tokens.argmax(dim=-1)
         if (packed := self._packing(tokens, lengths)) is None:
             x = self.token_embedding(tokens) + self.positional_embedding[: tokens.shape[1]]
-            found = self.ln_final(self.transformer.tokens(x, Padded(ends=ends)))  # (B, L, D)
+            found = self.ln_final(self.transformer.tokens(x, self._padded(tokens)))  # (B, L, D)
         else:
             x = self.token_embedding(tokens[packed.rows, packed.places])
             x = x + F.embedding(packed.places, self.positional_embedding)
@@ -210,7 +220,7 @@ class CLIP(nn.Module):
             (B,) at least float32, the sum over the tokens of each caption, and (B,) int64, their number.
         """
         assert self.text_decoder is not None
-        text = self.text_tokens(captions, lengths=lengths)[1] if self._feeds_text else None
+        text = self.decoder_input(captions, lengths=lengths)
         return self.text_decoder.nll_by_caption(seen, captions, text=text, lengths=lengths)
 
     def encode_image(
@@ -241,9 +251,8 @@ class CLIP(nn.Module):
     ) -> Tensor:
         """Encode texts to (B, O), in float32 or float64 as for images.
 
-        With causal attention nothing after end of text reaches the features, so texts are computed to their
-        true length
-        if it is known: if ``lengths`` is given, or on a CPU. Reading it from another device would synchronize,
+        Nothing after end of text reaches the features, so texts are computed to their true length if it is known:
+        if ``lengths`` is given, or on a CPU. Reading it from another device would synchronize,
         so there texts are computed to the given width (the tokenizer trims). Other towers compute all tokens.
 
         Args:
@@ -255,11 +264,11 @@ class CLIP(nn.Module):
             features = self.text(tokens)
         elif (packed := self._packing(tokens, lengths)) is None:
             x = self.token_embedding(tokens) + self.positional_embedding[: tokens.shape[1]]  # (B, L, D)
-            features = self.ln_final(self.transformer(x, tokens.argmax(dim=-1))) @ self.text_projection
+            features = self.ln_final(self.transformer(x, self._padded(tokens))) @ self.text_projection
         else:
             x = self.token_embedding(tokens[packed.rows, packed.places])  # (T, D)
             x = x + F.embedding(packed.places, self.positional_embedding)
-            read = self.ln_final(self.transformer(x, packed=packed))  # (B, D)
+            read = self.ln_final(self.transformer(x, packed))  # (B, D)
             features = packed.in_order(read @ self.text_projection)
         features = self._prefix(_at_least_float32(features))
         return F.normalize(features, dim=-1) if normalize else features
@@ -278,6 +287,10 @@ class CLIP(nn.Module):
     def _prefix(self, features: Tensor) -> Tensor:
         return features if self.dim == self.architecture.embed_dim else features[:, : self.dim]
 
+    def _padded(self, tokens: Tensor) -> Padded:
+        plain = self.architecture.text.plain
+        return Padded.texts(tokens, causal=plain is None or plain.causal)
+
     def _packing(self, tokens: Tensor, lengths: Sequence[int] | None) -> Packed | None:
         """Pack a batch for the plain text transformer; None for a padded batch."""
         on_cpu = tokens.device.type == "cpu"
@@ -294,8 +307,10 @@ class CLIP(nn.Module):
             return None  # by length, each batch would compile its own lengths
         else:
             attention = attention_by_length
-        longest = self.architecture.text.context_length
-        return pack(lengths, longest=longest, attention=attention, device=tokens.device)
+        plain = self.architecture.text.plain
+        assert plain is not None
+        longest, causal = plain.context_length, plain.causal
+        return pack(lengths, longest=longest, causal=causal, attention=attention, device=tokens.device)
 
     @torch.no_grad()
     def initialize(self) -> "CLIP":
@@ -408,9 +423,14 @@ class CLIP(nn.Module):
 def _decoder(shape: Architecture, decoder: Decoder) -> CaptionDecoder:
     if (seen := shape.vision.tokens(shape.embed_dim)) is None:
         raise ConfigError("a decoder of captions needs a ViT of clipkit or open_clip as the image tower")
-    if decoder.feed == "text" and decoder.width != shape.text.token_width:
+    if decoder.feed != "tokens" and decoder.width != shape.text.token_width:
         raise ConfigError(
             f"a decoder of width {decoder.width} cannot read a text tower's tokens of {shape.text.token_width}"
+        )
+    if decoder.feed == "shared" and (shape.text.plain is None or shape.text.plain.layers % decoder.layers):
+        raise ConfigError(
+            f"a text tower of {shape.text.block_count} layers cannot attend to images in {decoder.layers} of them: "
+            "they must be evenly spaced"
         )
     return CaptionDecoder(decoder, seen_width=seen[1], quick_gelu=shape.quick_gelu)
 

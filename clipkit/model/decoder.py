@@ -3,13 +3,16 @@
 As in CoCa (Yu et al. 2022, https://arxiv.org/abs/2205.01917) each layer is a block of causal self-attention and
 one of cross-attention. Parameters have open_clip's names. Its input is the text tower's tokens (CoCa), or tokens
 embedded by the decoder itself (Cap; Tschannen et al. 2023, https://arxiv.org/abs/2306.07915), which can also be
-predicted in parallel: all inputs are [mask], without a causal mask (CapPa).
+predicted in parallel: all inputs are [mask], without a causal mask (CapPa). Or it has only the cross-attention, and
+the blocks of the text tower between it, in a second, causal pass (MaMMUT; Kuo et al. 2023,
+https://arxiv.org/abs/2303.16839).
 
 Letters in shape comments: B captions, L tokens of a caption, N predicted tokens of all captions, M tokens of an
 image, D the decoder's width, V words of the vocabulary.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -22,17 +25,33 @@ from clipkit.model.towers import (
     Attention,
     Mlp,
     Padded,
+    ResidualAttentionBlock,
     Transformer,
     initialize_block,
 )
 
-__all__ = ["LOGITS", "CaptionDecoder", "CrossAttentionBlock", "caption_nll"]
+__all__ = ["LOGITS", "CaptionDecoder", "CrossAttentionBlock", "TextInput", "caption_nll"]
 
 LOGITS = 1 << 24  # of the vocabulary in memory at a time
 
 
+@dataclass(frozen=True, eq=False)
+class TextInput:
+    """What a decoder reads of texts instead of its own embedding.
+
+    Attributes:
+        x: (B, L, D), the text tower's tokens, or with ``blocks`` its embedded tokens.
+        blocks: the text tower's blocks, for a decoder that has none.
+        norm: its last norm.
+    """
+
+    x: Tensor
+    blocks: list[ResidualAttentionBlock] = field(default_factory=list)
+    norm: nn.Module | None = None
+
+
 class CrossAttentionBlock(nn.Module):
-    """A pre-norm block whose tokens attend to those of an image.
+    """A pre-norm block whose tokens attend to those of an image; without an MLP if ``mlp_ratio`` is 0.
 
     Attributes:
         recompute: whether activations are recomputed in the backward pass instead of kept.
@@ -43,8 +62,10 @@ class CrossAttentionBlock(nn.Module):
         self.ln_1 = nn.LayerNorm(width)
         self.ln_1_kv = nn.LayerNorm(width)
         self.attn = Attention(width, heads)
-        self.ln_2 = nn.LayerNorm(width)
-        self.mlp = Mlp(width, ratio=mlp_ratio, quick_gelu=quick_gelu)
+        self.mlp = None
+        if mlp_ratio:
+            self.ln_2 = nn.LayerNorm(width)
+            self.mlp = Mlp(width, ratio=mlp_ratio, quick_gelu=quick_gelu)
         self.recompute = False
 
     def forward(self, x: Tensor, seen: Tensor) -> Tensor:
@@ -57,8 +78,7 @@ class CrossAttentionBlock(nn.Module):
     def whole(self, x: Tensor, seen: Tensor) -> Tensor:
         """Compute the block without recomputation."""
         x = x + self.attn.read(self.ln_1_kv(seen), self.ln_1(x), Padded())
-        out: Tensor = x + self.mlp(self.ln_2(x))
-        return out
+        return x if self.mlp is None else x + self.mlp(self.ln_2(x))
 
 
 class CaptionDecoder(Transformer):
@@ -71,14 +91,17 @@ class CaptionDecoder(Transformer):
     """
 
     def __init__(self, shape: Decoder, *, seen_width: int, quick_gelu: bool) -> None:
-        width, ratio = shape.width, shape.mlp_ratio
-        super().__init__(width, shape.layers, shape.heads, mlp_ratio=ratio, quick_gelu=quick_gelu)
+        width, shared = shape.width, shape.feed == "shared"
+        ratio = shape.mlp_ratio
+        super().__init__(
+            width, 0 if shared else shape.layers, shape.heads, mlp_ratio=ratio, quick_gelu=quick_gelu
+        )
         self.shape = shape
         self.cross_attn = nn.ModuleList(
-            CrossAttentionBlock(width, shape.heads, mlp_ratio=ratio, quick_gelu=quick_gelu)
+            CrossAttentionBlock(width, shape.heads, mlp_ratio=0 if shared else ratio, quick_gelu=quick_gelu)
             for _ in range(shape.layers)
         )
-        self.ln_final = nn.LayerNorm(width)
+        self.ln_final = None if shared else nn.LayerNorm(width)
         self.text_projection = nn.Parameter(torch.empty(width, shape.vocab_size))
         self.image_projection = None if seen_width == width else nn.Linear(seen_width, width)
         if shape.feed == "tokens":
@@ -94,13 +117,16 @@ class CaptionDecoder(Transformer):
         """The blocks of cross-attention in order."""
         return [block for block in self.cross_attn if isinstance(block, CrossAttentionBlock)]
 
-    def hidden(self, seen: Tensor, x: Tensor, parallel: Tensor | None = None) -> Tensor:
+    def hidden(
+        self, seen: Tensor, x: Tensor, parallel: Tensor | None = None, text: TextInput | None = None
+    ) -> Tensor:
         """Compute inputs (B, L, D) to (B, L, D), of which ``text_projection`` makes logits of the next token.
 
         Args:
             seen: (B, M, W), the image's tokens.
             x: (B, L, D), embedded tokens, or the text tower's.
             parallel: (B,) bool, rows without a causal mask.
+            text: has the blocks, if the decoder has none.
         """
         if self.image_projection is not None:
             seen = self.image_projection(seen)
@@ -109,9 +135,15 @@ class CaptionDecoder(Transformer):
             causal = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
             mask = causal | parallel[:, None, None, None]  # (B, 1, L, L)
         rows = Padded(ends=torch.empty(0), mask=mask)
-        for block, cross in zip(self.blocks, self.cross_blocks, strict=True):
-            x = cross(block(x, rows), seen)
-        out: Tensor = self.ln_final(x)
+        blocks = self.blocks if text is None or text.norm is None else text.blocks
+        norm = self.ln_final if text is None or text.norm is None else text.norm
+        assert norm is not None
+        every = len(blocks) // len(self.cross_attn)
+        for number, block in enumerate(blocks, 1):
+            x = block(x, rows)
+            if number % every == 0:
+                x = self.cross_attn[number // every - 1](x, seen)
+        out: Tensor = norm(x)
         return out
 
     def embed(self, tokens: Tensor, parallel: Tensor | None = None) -> Tensor:
@@ -121,15 +153,15 @@ class CaptionDecoder(Transformer):
             x = torch.where(parallel[:, None, None], self.mask_embedding.to(x.dtype), x)
         return x + self.positional_embedding[: tokens.shape[1]]
 
-    def next_logits(self, seen: Tensor, tokens: Tensor, text: Tensor | None = None) -> Tensor:
+    def next_logits(self, seen: Tensor, tokens: Tensor, text: TextInput | None = None) -> Tensor:
         """Compute the logits of the token after each row: (B, V), at least float32.
 
         Args:
             seen: (B, M, W), the image's tokens.
             tokens: (B, L) int64 rows of equal length, of at most ``context_length``.
-            text: (B, L, D), the text tower's tokens, for ``feed="text"``.
+            text: see ``CLIP.decoder_input``.
         """
-        hidden = self.hidden(seen, self.embed(tokens) if text is None else text)[:, -1]
+        hidden = self.hidden(seen, self.embed(tokens) if text is None else text.x, text=text)[:, -1]
         logits = hidden @ self.text_projection
         return logits if logits.dtype == torch.float64 else logits.float()
 
@@ -138,7 +170,7 @@ class CaptionDecoder(Transformer):
         seen: Tensor,
         captions: Tensor,
         *,
-        text: Tensor | None = None,
+        text: TextInput | None = None,
         lengths: Sequence[int] | None = None,
         parallel: Tensor | None = None,
     ) -> Tensor:
@@ -147,7 +179,7 @@ class CaptionDecoder(Transformer):
         Args:
             seen: (B, M, W), the image's tokens.
             captions: (B, L) int64; each row ends at its largest id.
-            text: (B, L, D), the text tower's tokens, for ``feed="text"``.
+            text: see ``CLIP.decoder_input``.
             lengths: B numbers of tokens, see ``CLIP.encode_text``.
             parallel: (B,) bool, rows that are predicted in parallel, for a decoder that can.
         """
@@ -160,7 +192,7 @@ class CaptionDecoder(Transformer):
         seen: Tensor,
         captions: Tensor,
         *,
-        text: Tensor | None = None,
+        text: TextInput | None = None,
         lengths: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute the sum of ``nll`` for each caption.
@@ -183,7 +215,7 @@ class CaptionDecoder(Transformer):
         self,
         seen: Tensor,
         captions: Tensor,
-        text: Tensor | None,
+        text: TextInput | None,
         lengths: Sequence[int] | None,
         parallel: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -191,9 +223,8 @@ class CaptionDecoder(Transformer):
         shape, device = self.shape, captions.device
         count = min(shape.context_length, captions.shape[1] - 1)
         targets = captions[:, 1 : count + 1]  # (B, L)
-        if shape.feed == "text":
-            assert text is not None
-            x = text[:, :count]
+        if text is not None:
+            x = text.x[:, :count]
         else:
             inputs = captions[:, :count]
             if shape.parallel:  # always as many, since parallel rows attend to all
@@ -207,7 +238,7 @@ class CaptionDecoder(Transformer):
         )  # on the host, if given
         wanted = torch.arange(count, device=ends.device) < ends[:, None]
         index = wanted.flatten().nonzero()[:, 0].to(device, non_blocking=True)  # (N,)
-        hidden = self.hidden(seen, x, parallel).flatten(0, 1)[index]  # (N, D)
+        hidden = self.hidden(seen, x, parallel, text).flatten(0, 1)[index]  # (N, D)
         return hidden, targets.flatten()[index], index // count
 
     @torch.no_grad()

@@ -83,6 +83,9 @@ def caption_flops(shape: "Architecture", length: int, *, patches: int | None = N
         found.append(vision.whole_flops(seen))
     if decoder.feed == "text" and text is not None:
         found.append(text.whole_flops(length))
+    if decoder.feed == "shared" and text is not None:
+        length = min(length - 1, decoder.context_length)
+        found += [text.flops(0, length), text.whole_flops(length)]
     return Flops(forward=sum(one.forward for one in found), backward=sum(one.backward for one in found))
 
 

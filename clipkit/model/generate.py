@@ -94,10 +94,9 @@ def check_generation(
 
 
 def _next_logits(model: CLIP, seen: Tensor, tokens: Tensor) -> Tensor:
-    decoder, text = model.text_decoder, None
+    decoder = model.text_decoder
     assert decoder is not None
-    if decoder.shape.feed == "text":
-        _, text = model.text_tokens(tokens, lengths=[tokens.shape[1]] * len(tokens))
+    text = model.decoder_input(tokens, lengths=[tokens.shape[1]] * len(tokens))
     logits = decoder.next_logits(seen, tokens, text)
     if not logits.isfinite().all():
         raise DataError("the model's logits of captions are not finite: its weights are damaged")

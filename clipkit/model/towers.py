@@ -28,10 +28,10 @@ __all__ = [
 ]  # fmt: skip
 
 
-# Layouts of a batch of tokens: padded rows, or texts packed into one row. Under a causal mask nothing after end
-# of text reaches a text's features, so a packed batch contains each text up to there. All layers except
-# attention work on single tokens. Attention over a packed row is torch's ``varlen_attn`` on CUDA in half
-# precision, otherwise plain attention over all texts of one length at a time.
+# Layouts of a batch of tokens: padded rows, or texts packed into one row. Nothing after end of text reaches a
+# text's features, so a packed batch contains each text up to there. All layers except attention work on single
+# tokens. Attention over a packed row is torch's ``varlen_attn`` on CUDA in half precision, otherwise plain
+# attention over all texts of one length at a time.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,11 +40,21 @@ class Padded:
 
     Attributes:
         ends: (B,) int64, the token that is read, with causal attention; None reads the first, which attends to all.
-        mask: (B, 1, L, L) bool, the tokens that each token attends to, instead of all previous ones.
+        mask: bool, of the shape (B, 1, L, L) or one that broadcasts to it, the tokens that each token attends to,
+            instead of all previous ones.
     """
 
     ends: Tensor | None = None
     mask: Tensor | None = None
+
+    @classmethod
+    def texts(cls, tokens: Tensor, *, causal: bool) -> "Padded":
+        """Return the layout of texts (B, L), rows that end at their largest id."""
+        ends = tokens.argmax(dim=-1)
+        if causal:
+            return cls(ends=ends)
+        visible = torch.arange(tokens.shape[1], device=tokens.device) <= ends[:, None]  # (B, L)
+        return cls(ends=ends, mask=visible[:, None, None])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend with all tokens: (B, L, H, E) each → (B, L, H, E)."""
@@ -79,6 +89,7 @@ class Packed:
         order: (B,) int64, the row of each text of the packed batch.
         counts: (texts, length) for each length that occurs, ascending.
         longest: upper bound of the lengths.
+        causal: whether tokens attend to previous ones only.
         attention: the attention function.
     """
 
@@ -88,10 +99,11 @@ class Packed:
     order: Tensor
     counts: tuple[tuple[int, int], ...]
     longest: int
+    causal: bool
     attention: "AttentionFunction"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend causally within each text: (T, H, E) each → (T, H, E)."""
+        """Attend within each text: (T, H, E) each → (T, H, E)."""
         return self.attention(q, k, v, self, ends_only=False)
 
     def attend_read(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -113,14 +125,19 @@ AttentionFunction: TypeAlias = Callable[..., Tensor]  # (q, k, v, packed, *, end
 
 
 def pack(
-    lengths: Sequence[int], *, longest: int, attention: AttentionFunction, device: torch.device
+    lengths: Sequence[int],
+    *,
+    longest: int,
+    causal: bool = True,
+    attention: AttentionFunction,
+    device: torch.device,
 ) -> Packed:
     """Pack texts of the given lengths.
 
     Args:
         lengths: number of tokens of each row including end of text; on the host, to avoid a synchronization.
         longest: upper bound of the lengths; constant, so that compiled kernels are reused between batches.
-        attention: see ``Packed``.
+        causal, attention: see ``Packed``.
         device: device of the tensors.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
@@ -141,6 +158,7 @@ def pack(
         order=rows_of,
         counts=counts,
         longest=longest,
+        causal=causal,
         attention=attention,
     )
 
@@ -166,7 +184,8 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends_on
         each = torch.arange(len(starts), dtype=starts.dtype, device=starts.device)
         out = varlen_attn(q, k, v, each, starts, 1, longest)
     else:
-        out = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0))
+        window = (-1, 0 if packed.causal else -1)
+        out = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=window)
     assert isinstance(out, Tensor)
     return out
 
@@ -183,7 +202,7 @@ def attention_by_length(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends
     parts = []
     for (texts, _), *three in zip(packed.counts, queries, k.split(sizes), v.split(sizes), strict=True):
         a, b, c = (one.unflatten(0, (texts, -1)).transpose(1, 2) for one in three)  # (texts, H, length, E)
-        mixed = F.scaled_dot_product_attention(a, b, c, is_causal=not ends_only)
+        mixed = F.scaled_dot_product_attention(a, b, c, is_causal=packed.causal and not ends_only)
         parts.append(mixed.transpose(1, 2).flatten(0, 1))
     return torch.cat(parts)
 
@@ -305,12 +324,8 @@ class Transformer(nn.Module):
         """The blocks in order."""
         return [block for block in self.resblocks if isinstance(block, ResidualAttentionBlock)]
 
-    def forward(self, x: Tensor, at: Tensor | None = None, *, packed: Packed | None = None) -> Tensor:
-        """Compute (B, L, D) → (B, D): causal, read at ``at`` (B,), or bidirectional, read at the first token.
-
-        With ``packed``, (T, D) → (B, D): causal within each text, read at its last token.
-        """
-        rows = Padded(ends=at) if packed is None else packed
+    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+        """Compute the token that is read of each row: (B, L, D), or packed (T, D) → (B, D)."""
         *body, last = self.resblocks
         for block in body:
             x = block(x, rows)
@@ -331,7 +346,7 @@ class Transformer(nn.Module):
 
 
 @torch.no_grad()
-def initialize_block(attn: Attention, mlp: "Mlp", *, layers: int) -> None:
+def initialize_block(attn: Attention, mlp: "Mlp | None", *, layers: int) -> None:
     """Draw a block's weights, see ``Transformer.initialize``."""
     width = attn.out_proj.in_features
     out_std = width**-0.5 * (2 * layers) ** -0.5
@@ -339,8 +354,9 @@ def initialize_block(attn: Attention, mlp: "Mlp", *, layers: int) -> None:
     nn.init.zeros_(attn.in_proj_bias)
     nn.init.normal_(attn.out_proj.weight, std=out_std)
     nn.init.zeros_(attn.out_proj.bias)
-    nn.init.normal_(mlp.c_fc.weight, std=(2 * width) ** -0.5)
-    nn.init.normal_(mlp.c_proj.weight, std=out_std)
+    if mlp is not None:
+        nn.init.normal_(mlp.c_fc.weight, std=(2 * width) ** -0.5)
+        nn.init.normal_(mlp.c_proj.weight, std=out_std)
 
 
 class VisionTransformer(nn.Module):
@@ -374,7 +390,7 @@ class VisionTransformer(nn.Module):
         self, images: Tensor, patches: Tensor | None = None, *, colors: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
         """Compute features (B, O), not normalized; arguments as for ``stem``."""
-        read = self.ln_post(self.transformer(self.stem(images, patches, colors=colors)))  # (B, D)
+        read = self.ln_post(self.transformer(self.stem(images, patches, colors=colors), Padded()))  # (B, D)
         out: Tensor = read @ self.proj
         return out
 

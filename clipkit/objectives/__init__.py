@@ -160,7 +160,7 @@ class Term:
             and the number of this rank's targets. ``settings`` is the section NAME of the configuration, and
             ``seed`` differs in each step and from those of other terms. ``teach()`` encodes the batch with averaged
             weights, see ``clipkit.training.step.averaged_teaching``; all ranks call it together.
-        total: ``(model, images, image_tokens, text_tokens, **arguments)`` → the sum over the rows of
+        total: ``(model, images, image_tokens, text, **arguments)`` → the sum over the rows of
             −log-likelihoods or other losses, a scalar.
         reads_tokens: whether ``total`` gets ``image_tokens``, and ``text_tokens`` if the architecture's decoder is
             fed with them.

@@ -8,6 +8,7 @@ from torch import Tensor
 from clipkit.config import CaptionConfig
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
+from clipkit.model.decoder import TextInput
 from clipkit.model.towers import chosen_rows
 from clipkit.objectives import Targets
 
@@ -35,11 +36,11 @@ def caption_inputs(
 
 
 def caption_sum(
-    model: CLIP, images: Tensor, image_tokens: Tensor, text_tokens: Tensor | None, **given: Any
+    model: CLIP, images: Tensor, image_tokens: Tensor, text: TextInput | None, **given: Any
 ) -> Tensor:
     """Compute ``CaptionDecoder.nll``."""
     assert model.text_decoder is not None
-    return model.text_decoder.nll(image_tokens, text=text_tokens, **given)
+    return model.text_decoder.nll(image_tokens, text=text, **given)
 
 
 def no_loss(images: Tensor, texts: Tensor, scale: Tensor, *bias: Tensor, targets: Targets) -> Tensor:

@@ -96,6 +96,13 @@ def shape_of(
     target = masked.target if masked is not None and masked.weight else None
     if target is not None and shape.vision.plain is None:
         raise ConfigError(f"masked.weight requires clipkit's own ViT as the image tower, not {model.label}")
+    if (
+        decoder is not None
+        and decoder.feed == "shared"
+        and not model.weights
+        and shape.text.plain is not None
+    ):
+        shape = replace(shape, text=replace(shape.text.plain, causal=False))
     shape = replace(shape, decoder=decoder, masked=target)
     if views is not None and views.weight:
         step, largest = shape.vision.size_step, shape.vision.image_size
@@ -121,11 +128,15 @@ def _decoder_of(shape: Architecture, caption: CaptionConfig, label: str) -> Deco
         raise ConfigError(
             f"caption.weight = {caption.weight} requires clipkit's own image tower and text tower, not {label}"
         )
-    if caption.feed == "text" and shape.text.plain is None:
-        raise ConfigError(f"caption.feed = 'text' requires a text transformer, not that of {label}")
+    if caption.feed != "tokens" and shape.text.plain is None:
+        raise ConfigError(f"caption.feed = {caption.feed!r} requires a text transformer, not that of {label}")
+    layers = caption.layers or max(1, like.layers // 2)
+    if caption.feed == "shared" and like.layers % layers:
+        every = f"expected a divisor of the text tower's {like.layers} layers with caption.feed=shared"
+        raise ConfigError(f"caption.layers = {layers} is invalid: {every}")
     return Decoder(
         width=like.width,
-        layers=caption.layers or max(1, like.layers // 2),
+        layers=layers,
         heads=like.heads,
         context_length=max(1, min(caption.length, shape.text.context_length - 1)),
         vocab_size=vocabulary,

@@ -380,6 +380,9 @@ def memory_of(work: Workload) -> Memory:
         seen = tokens[0] if kept_patches is None else 1 + kept_patches
         of_row = shape.decoder.decoder_bytes(seen, bf16=work.bf16, recompute=work.recompute)
         # the gradients of the vocabulary's projection and of the predicted tokens are computed in the forward pass
+        if shape.decoder.feed == "shared":
+            count = shape.decoder.context_length
+            of_row += shape.text.activation_bytes(count, bf16=work.bf16, recompute=work.recompute) or 0
         vocabulary = shape.decoder.width * (shape.decoder.vocab_size + part * shape.decoder.context_length)
         decoder = part * of_row + _FLOAT * (2 * LOGITS + vocabulary)
 

@@ -83,7 +83,7 @@ def shard(
     for block in [module for module in model.modules() if isinstance(module, kinds)]:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, ignored_params=set(scalars(model)))
-    for method in ("encode_image", "encode_text", "image_tokens", "text_tokens"):
+    for method in ("encode_image", "encode_text", "image_tokens", "text_tokens", "decoder_input"):
         register_fsdp_forward_method(model, method)
     model.to_empty(device=device)
     model.reset_constants()
@@ -224,9 +224,10 @@ def recompute_blocks(model: CLIP, every: int = 1) -> None:
         for number, block in enumerate(transformer.blocks):
             block.recompute = every > 0 and number % every == 0
     if model.text_decoder is not None:
-        layers = zip(model.text_decoder.blocks, model.text_decoder.cross_blocks, strict=True)
-        for number, (own, cross) in enumerate(layers):
-            own.recompute = cross.recompute = every > 0 and number % every == 0
+        for number, own in enumerate(model.text_decoder.blocks):
+            own.recompute = every > 0 and number % every == 0
+        for number, cross in enumerate(model.text_decoder.cross_blocks):
+            cross.recompute = every > 0 and number % every == 0
     if "image" not in model.transformers and model.architecture.vision.has_blocks:
         _switch(model.visual, "image", on=every > 0)
     if model.text is not None and model.architecture.text.has_blocks:

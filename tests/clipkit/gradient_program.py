@@ -81,6 +81,7 @@ WHAT = (
     Way(loss="none", caption="tokens", dropout=True),
     Way(loss="clip", caption="parallel"),
     Way(loss="siglip", caption="text"),
+    Way(loss="clip", caption="shared", dropout=True),
     Way(loss="none", masked="color"),
     Way(loss="clip", masked="small", dropout=True),
     Way(loss="siglip", masked="pixels", caption="tokens"),
@@ -133,12 +134,14 @@ def compute(way: Way) -> dict[str, Tensor]:
     if way.loss == "words":
         shape = replace(shape, text=WordTable(context_length=30, vocab_size=END + 1))
     if way.caption:
-        feed = "text" if way.caption == "text" else "tokens"
+        feed = way.caption if way.caption in ("text", "shared") else "tokens"
         parallel = way.caption == "parallel"
         decoder = Decoder(
             width=32, layers=2, heads=4, context_length=20, vocab_size=END + 1, feed=feed, parallel=parallel
         )
         shape = replace(shape, decoder=decoder)
+        if feed == "shared" and shape.text.plain is not None:
+            shape = replace(shape, text=replace(shape.text.plain, causal=False))
     if way.masked:
         shape = replace(shape, masked=way.masked)
     model = CLIP(shape).initialize().to(way.dtype)

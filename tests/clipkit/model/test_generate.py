@@ -75,15 +75,13 @@ def next_words(model: CLIP, image: Tensor) -> dict[tuple[int, ...], list[float]]
         beginnings = list(itertools.product(range(5), repeat=length))
         rows = torch.tensor([[1, *ids] for ids in beginnings])
         _, seen = model.image_tokens(image.expand(len(rows), -1, -1, -1))
-        text = None
-        if decoder.shape.feed == "text":
-            _, text = model.text_tokens(rows, lengths=[length + 1] * len(rows))
+        text = model.decoder_input(rows, lengths=[length + 1] * len(rows))
         chances = decoder.next_logits(seen, rows, text).log_softmax(dim=-1)
         found |= dict(zip(beginnings, chances.tolist(), strict=True))
     return found
 
 
-@pytest.mark.parametrize("feed", ["tokens", "text"])
+@pytest.mark.parametrize("feed", ["tokens", "text", "shared"])
 @torch.no_grad()
 def test_a_beam_search_of_all_hypotheses_finds_the_best_caption(feed: str) -> None:
     words = (0, 1, 2, 3)
@@ -185,7 +183,7 @@ def test_coca_is_loaded_and_exported_with_its_decoder(coca: Path, tmp_path: Path
             decoder, seen = model.text_decoder, model.image_tokens(shown)[1]
             assert decoder is not None
             for length in (1, 4):
-                read = model.text_tokens(tokens[:, :length], lengths=[length] * 3)[1]
+                read = model.decoder_input(tokens[:, :length], lengths=[length] * 3)
                 logits = decoder.next_logits(seen, tokens[:, :length], read)
                 torch.testing.assert_close(logits, wanted["logits"][:, length - 1], rtol=0, atol=1e-9)
     rows = torch.full((3, 1), START_OF_TEXT)

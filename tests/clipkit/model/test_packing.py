@@ -13,7 +13,7 @@ from torch import Tensor
 import clipkit.model.clip
 from clipkit.model.clip import CLIP
 from clipkit.model.tokenizer import END_OF_TEXT, START_OF_TEXT
-from clipkit.model.towers import Packed, attention_by_length, attention_varlen, pack, varlen_runs
+from clipkit.model.towers import Packed, Padded, attention_by_length, attention_varlen, pack, varlen_runs
 
 LENGTHS = [5, 2, 77, 5, 9, 33, 2, 9, 9, 12, 3, 76]
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def by_segment(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends_only: bo
 def padded(model: CLIP, tokens: Tensor) -> Tensor:
     """As the tower computes where lengths are not known."""
     x = model.token_embedding(tokens) + model.positional_embedding[: tokens.shape[1]]
-    read = model.ln_final(model.transformer(x, tokens.argmax(dim=-1)))
+    read = model.ln_final(model.transformer(x, Padded.texts(tokens, causal=True)))
     return F.normalize(read @ model.text_projection, dim=-1)
 
 

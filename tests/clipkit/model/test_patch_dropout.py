@@ -13,7 +13,7 @@ from torch import Tensor
 from clipkit.errors import ConfigError
 from clipkit.model import Architecture, TextTower, TimmVision
 from clipkit.model.clip import CLIP
-from clipkit.model.towers import VisionTransformer, kept_patches
+from clipkit.model.towers import Padded, VisionTransformer, kept_patches
 
 
 @given(
@@ -87,7 +87,7 @@ def masked(model: CLIP, images: Tensor, patches: Tensor) -> Tensor:
     )
     x = x.gather(1, patches[..., None].expand(-1, -1, x.shape[-1]))
     first = (visual.class_embedding + visual.positional_embedding[0]).expand(len(x), 1, -1)
-    read = visual.ln_post(visual.transformer(visual.ln_pre(torch.cat([first, x], dim=1))))
+    read = visual.ln_post(visual.transformer(visual.ln_pre(torch.cat([first, x], dim=1)), Padded()))
     return F.normalize(read @ visual.proj, dim=-1)
 
 

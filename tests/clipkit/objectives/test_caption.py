@@ -19,7 +19,7 @@ from clipkit.model.architectures import Architecture, Decoder, TextTower, Vision
 from clipkit.model.clip import CLIP
 from clipkit.model.decoder import caption_nll
 from clipkit.model.flops import caption_flops, step_flops
-from clipkit.model.towers import chosen_rows
+from clipkit.model.towers import Padded, chosen_rows
 from clipkit.objectives import TERMS
 from clipkit.training.build import first_model, lock, places, shape_of
 
@@ -32,7 +32,9 @@ def made(feed: str = "tokens", *, parallel: bool = False, width: int = 48, words
     shape = Architecture(
         embed_dim=24,
         vision=VisionTower(image_size=32, patch_size=8, width=width, layers=2, heads=2),
-        text=TextTower(width=32, layers=2, heads=2, context_length=30, vocab_size=words),
+        text=TextTower(
+            width=32, layers=2, heads=2, context_length=30, vocab_size=words, causal=feed != "shared"
+        ),
         decoder=Decoder(
             width=32,
             layers=2,
@@ -78,7 +80,9 @@ def test_logits_are_those_of_open_clips_decoder_with_the_same_names(quick_gelu: 
     assert (ours.hidden(seen, text) @ ours.text_projection - expected).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize(("feed", "parallel"), [("tokens", False), ("tokens", True), ("text", False)])
+@pytest.mark.parametrize(
+    ("feed", "parallel"), [("tokens", False), ("tokens", True), ("text", False), ("shared", False)]
+)
 def test_the_term_is_the_cross_entropy_of_all_tokens_up_to_the_end(feed: str, parallel: bool) -> None:
     model, (images, tokens) = made(feed, parallel=parallel), batch()
     given = {"captions": tokens}
@@ -90,9 +94,9 @@ def test_the_term_is_the_cross_entropy_of_all_tokens_up_to_the_end(feed: str, pa
         assert torch.allclose(found, plain, rtol=0, atol=1e-12)
     assert model.text_decoder is not None
     _, seen = model.image_tokens(images)
-    if feed == "text":
-        _, read = model.text_tokens(tokens)
-        logits = model.text_decoder.hidden(seen, read[:, :LENGTH]) @ model.text_decoder.text_projection
+    if (text := model.decoder_input(tokens)) is not None:
+        hidden = model.text_decoder.hidden(seen, text.x[:, :LENGTH], text=text)
+        logits = hidden @ model.text_decoder.text_projection
     else:
         logits = logits_of(model, seen, tokens[:, :LENGTH], rows)
     after_end = torch.arange(LENGTH) >= tokens.argmax(dim=1, keepdim=True)
@@ -104,6 +108,32 @@ def test_the_term_is_the_cross_entropy_of_all_tokens_up_to_the_end(feed: str, pa
         images, tokens, lengths=lengths, terms={"caption": (TERMS["caption"], {**given, "lengths": lengths})}
     )[-1]
     assert torch.allclose(again, sums, rtol=1e-12)
+
+
+def test_a_shared_text_tower_is_causal_and_attends_to_images_for_captions_only() -> None:
+    model, (images, tokens) = made("shared"), batch()
+    decoder, shown, text = model.text_decoder, model.image_tokens(images)[1], model.decoder_input(tokens)
+    assert decoder is not None and not decoder.blocks and text is not None
+    full, lengths = Padded(), (tokens.argmax(dim=1) + 1).tolist()
+    for row, length in enumerate(lengths):  # each text alone, without padding
+        x = text.x[row : row + 1, :length]
+        for block in model.transformer.blocks:
+            x = block(x, full)
+        expected = F.normalize((model.ln_final(x) @ model.text_projection)[0, -1], dim=0)
+        for known in (None, lengths):
+            assert torch.allclose(model.encode_text(tokens, lengths=known)[row], expected, rtol=0, atol=1e-12)
+            features, _ = model.text_tokens(tokens, lengths=known)
+            assert torch.allclose(features[row], expected, rtol=0, atol=1e-12)
+    padded = model.ln_final(model.transformer(text.x, Padded.texts(tokens, causal=False)))
+    features = F.normalize(padded @ model.text_projection, dim=1)
+    assert torch.allclose(features, model.encode_text(tokens), rtol=0, atol=1e-12)
+
+    assert decoder.image_projection is not None
+    seen, x = decoder.image_projection(shown), text.x
+    for block, cross in zip(model.transformer.blocks, decoder.cross_blocks, strict=True):
+        x = block(x, Padded(ends=torch.empty(0)))
+        x = x + cross.attn.read(cross.ln_1_kv(seen), cross.ln_1(x), full)
+    assert torch.allclose(decoder.hidden(shown, text.x, text=text), model.ln_final(x), rtol=0, atol=1e-12)
 
 
 def test_a_token_depends_on_earlier_ones_only_and_a_parallel_row_on_none() -> None:
@@ -231,6 +261,8 @@ def test_weights_without_a_decoder_get_a_fresh_one_and_a_line_says_so(tmp_path: 
         ),
         (["caption.weight=-1"], "caption.weight = -1"),
         (["caption.weight=1", "model.text=cbow", "caption.feed=text"], "requires a text transformer"),
+        (["caption.weight=1", "model.text=cbow", "caption.feed=shared"], "requires a text transformer"),
+        (["caption.weight=1", "caption.feed=shared", "caption.layers=3"], "caption.layers = 3 is invalid"),
         (["caption.weight=1", "model.name=open_clip:RN50"], "requires clipkit's own image tower"),
     ],
 )
@@ -245,7 +277,7 @@ def test_flops_are_those_that_torch_counts() -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    for feed in ("tokens", "text"):
+    for feed in ("tokens", "text", "shared"):
         model = made(feed)
         images, tokens = (one[:1] for one in batch())
         tokens = torch.cat([torch.full((1, LENGTH), 3), torch.full((1, 1), END)], dim=1)
