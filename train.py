@@ -33,7 +33,7 @@ import torch
 from clipkit import distributed, training
 from clipkit.config import load_config, shown_settings, to_toml
 from clipkit.objectives import OBJECTIVES, TERMS
-from clipkit.training import build, checkpoint, costs, ema, guards, metrics, optim, parallel
+from clipkit.training import build, checkpoint, costs, ema, guards, metrics, optim, parallel, sam
 from clipkit.training.step import Teacher, TrainingStep, check_rows
 from data import augment, loader, order
 from eval import Ranks, check_tasks, open_datasets
@@ -225,6 +225,7 @@ def main(arguments: Arguments) -> int:
             OBJECTIVES[config.loss.name].text_rows(shape.text, config.batch_size),
             loss_dims=config.loss.dims,
             masked=config.masked.fraction,
+            gradients=1 + bool(config.optim.sam),
         )
         views = config.views
         flops = count_flops(views=views if state.step >= views.after else None)
@@ -263,11 +264,15 @@ def main(arguments: Arguments) -> int:
                 for group in optimizer.param_groups:
                     group["lr"] = rate * group["lr_scale"]
                 optimizer.zero_grad(set_to_none=True)
-                if statistics or compute.swaps(step):
+                if statistics or config.optim.sam or compute.swaps(step):
                     writer.wait_until_copied()
                 statistics.keep()
                 features = compute.gradients(trained, batch, step, watch)
                 parallel.complete_gradients(model)
+                if config.optim.sam:
+                    with sam.uphill(model, config.optim.sam):
+                        compute.gradients(trained, batch, step, watch)
+                        parallel.complete_gradients(model)
                 norm_here = parallel.clip_gradients(model, config.optim.clip_norm)
                 loss, norm = torch.stack([features.loss.float(), norm_here.float()]).tolist()
 

@@ -333,6 +333,11 @@ class ModelConfig(Section):
     weights: str = setting(
         "", "Initial weights: any source that clipkit.load accepts, such as the folder of another run."
     )
+    new_head: bool = setting(
+        False,
+        "Take only the image tower of model.weights; the rest, such as a classification head, starts with random "
+        "weights.",
+    )
     patch_dropout: float = setting(
         0.0,
         "Fraction of each image's patches to drop in training, chosen at random in each step (FLIP).",
@@ -342,8 +347,10 @@ class ModelConfig(Section):
     def __post_init__(self) -> None:
         check_names(self.name, self.image, self.text)
         super().__post_init__()
-        both = bool(self.tokenizer and self.weights)
+        both = bool(self.tokenizer and self.weights and not self.new_head)
         require(not both, "model.tokenizer", self.tokenizer, "model.weights have their own tokenizer")
+        if self.new_head:
+            _require_use("model.new_head", self.new_head, "model.weights", bool(self.weights))
 
     @property
     def label(self) -> str:
@@ -615,13 +622,18 @@ class OptimConfig(Section):
     )
     cooldown: int = setting(
         0,
-        "With optim.schedule=constant, number of final steps in which the learning rate decays.",
+        "With optim.schedule=constant or rsqrt, number of final steps in which the learning rate decays.",
         _at_least(0),
     )
     weight_decay: float = setting(
         0.2,
         "Decoupled weight decay of matrices; not applied to biases, gains and the temperature.",
         _at_least(0),
+    )
+    head_decay: float = setting(
+        -1.0,
+        "Weight decay of the matrices of the last layers: projections and rows of classes; -1: optim.weight_decay.",
+        Within(words="-1, or at least 0", holds=lambda value: value == -1 or value >= 0),
     )
     layer_decay: float = setting(
         1.0,
@@ -633,6 +645,12 @@ class OptimConfig(Section):
     beta1: float = setting(0.9, "Decay of the running mean of the gradients (momentum).", _BELOW_ONE)
     beta2: float = setting(0.98, "Decay of the running mean of the squared gradients.", _BELOW_ONE)
     eps: float = setting(1e-6, "Added to the denominator of the update for numerical stability.", _above(0))
+    sam: float = setting(
+        0.0,
+        "Sharpness-aware minimization: gradients are those at weights moved by this distance along the gradient, "
+        "which doubles the time of a step; 0: off.",
+        _at_least(0),
+    )
     clip_norm: float = setting(
         1.0, "Maximum norm to which the whole gradient is clipped; 0: no clipping.", _at_least(0)
     )
@@ -657,7 +675,9 @@ class OptimConfig(Section):
                 "optim.min_lr", self.min_lr, "optim.cooldown or a schedule that decays", self.cooldown > 0
             )
         if self.cooldown:
-            _require_use("optim.cooldown", self.cooldown, "optim.schedule=constant", not decays)
+            _require_use("optim.cooldown", self.cooldown, "optim.schedule=constant or rsqrt", not decays)
+        alone = "expected at least 1 with optim.schedule=rsqrt, whose unit of time it is"
+        require(self.schedule != "rsqrt" or self.warmup > 0, "optim.warmup", self.warmup, alone)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,15 +49,11 @@ def check_tasks(
     for name in chosen:
         task = task_of(name)
         task.check(dataset)
-        for texts in task.texts_of(by_class_names(dataset)) if classes else ():
+        for texts in task.texts_of(by_class_names(dataset), classes) if classes else ():
             try:
                 ClassTokenizer(names=tuple(classes))(texts)
             except DataError as error:
-                advice = (
-                    "fine-tune the model that this one was initialized from"
-                    if name == "fine-tune"
-                    else "linear-probe, few-shot and knn need no names"
-                )
+                advice = "linear-probe, few-shot, knn and fine-tune need no names"
                 raise Lacks(
                     f"dataset {dataset.name} cannot be scored by {name}: {error}; {advice}"
                 ) from error
@@ -199,12 +195,13 @@ def run_model(
         gflops = float(f"{flops.forward / 1e9:.4g}")
     origin = {**(origin or {}), "model_hash": model_hash(model), "gflops": gflops}
     works: list[_Work] = []
+    classes = model.architecture.text.classes
     for target in targets:
         subject = Subject(encoder, target.dataset, metrics=target.metrics, open_split=target.open_split)
         main = target.dataset.tasks if target.card is None else target.card.tasks[:1]
         for task in dict.fromkeys(tasks or main):
             try:
-                check_tasks(subject.dataset, [task], classes=model.architecture.text.classes)
+                check_tasks(subject.dataset, [task], classes=classes)
                 TASKS[task].check_model(model)
                 facts = {**provenance(model, subject.dataset, weights=""), **origin}
                 facts |= {"options": options.text_of(task), "inputs": _inputs(subject, task, options)}
@@ -215,7 +212,7 @@ def run_model(
     if skip_existing:
         works = _not_done(works, out, ranks, scored)
     # the texts of all tasks in one pass, sorted by length
-    texts = (texts for work in works for texts in _texts(work.task, work.subject.dataset))
+    texts = (texts for work in works for texts in _texts(work.task, work.subject.dataset, classes))
     encoder.texts(list(dict.fromkeys(text for own in texts for text in own)), description="the prompts")
     _run_tasks(works, options, out=out, step=step, scored=scored, started=started, continue_on_error=True)
 
@@ -280,10 +277,10 @@ def _run_tasks(
                 write_details(out, details, weights=str(work.facts["weights"]))
 
 
-def _texts(task: str, dataset: EvalDataset) -> Iterator[Sequence[str]]:
+def _texts(task: str, dataset: EvalDataset, classes: Sequence[str]) -> Iterator[Sequence[str]]:
     """Yield the texts that a task encodes, in all languages."""
     if not (dataset.languages and TASKS[task].in_languages):
-        yield from TASKS[task].texts_of(dataset)
+        yield from TASKS[task].texts_of(dataset, classes)
         return
     for language in dataset.languages:
         yield from TASKS[task].texts_of(dataset.in_language(language)[0])
@@ -347,7 +344,7 @@ def _inputs(subject: Subject, task: str, options: Options) -> str:
         digest.update(json.dumps([dataset.split, dataset.stamp]).encode())
         for values in (dataset.labels, dataset.items, *dataset.metadata.values()):
             digest.update(b"" if values is None else values.numpy().tobytes())
-    for texts in _texts(task, subject.dataset):
+    for texts in _texts(task, subject.dataset, subject.encoder.model.architecture.text.classes):
         digest.update(json.dumps(texts).encode())
     if TASKS[task].describes:
         digest.update(json.dumps([subject.dataset.captions, subject.dataset.prompts()]).encode())

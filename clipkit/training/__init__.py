@@ -52,28 +52,31 @@ class Schedule:
     """How the learning rate changes after the warm-up.
 
     Attributes:
-        shape: maps the fraction of the remaining steps that are made, 0 to 1, to the fraction of the way from
-            ``optim.min_lr`` up to ``optim.lr``.
-        decays: whether it decays by itself; otherwise ``optim.cooldown`` applies.
+        shape: maps the number of steps after the warm-up, of those after the warm-up in the whole run, and of the
+            warm-up to the fraction of the way from ``optim.min_lr`` up to ``optim.lr``.
+        decays: whether it ends at ``optim.min_lr``; otherwise ``optim.cooldown`` applies.
     """
 
-    shape: Callable[[float], float]
+    shape: Callable[[int, int, int], float]
     decays: bool = True
 
 
 SCHEDULES: dict[str, Schedule] = {
-    "cosine": Schedule(shape=lambda progress: (1 + math.cos(math.pi * progress)) / 2),
-    "linear": Schedule(shape=lambda progress: 1 - progress),
-    "constant": Schedule(shape=lambda progress: 1.0, decays=False),
+    "cosine": Schedule(shape=lambda step, steps, _: (1 + math.cos(math.pi * (step / steps))) / 2),
+    "linear": Schedule(shape=lambda step, steps, _: 1 - step / steps),
+    "constant": Schedule(shape=lambda *_: 1.0, decays=False),
+    # Zhai et al. 2022, https://arxiv.org/abs/2106.04560, with the warm-up as the unit of time
+    "rsqrt": Schedule(shape=lambda step, _, warmup: math.sqrt(warmup / (warmup + step)), decays=False),
 }
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     """Return the learning rate of update ``step`` (0 ≤ step < steps); multiply it by each group's ``lr_scale``.
 
-    A linear warm-up, then the schedule from ``lr`` down to ``min_lr``. A constant rate decays linearly over the
-    last ``cooldown`` steps, but not before the warm-up ends, so a run can be extended from before them (Hu et al.
-    2024, https://arxiv.org/abs/2404.06395; Hägele et al. 2024, https://arxiv.org/abs/2405.18392).
+    A linear warm-up, then the schedule from ``lr`` down to ``min_lr``. A constant rate, or one that falls with
+    1 / √step, decays linearly over the last ``cooldown`` steps, but not before the warm-up ends, so a run can be
+    extended from before them (Hu et al. 2024, https://arxiv.org/abs/2404.06395; Hägele et al. 2024,
+    https://arxiv.org/abs/2405.18392).
 
     Args:
         step: updates made before.
@@ -82,11 +85,11 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     """
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
-    begin, shape = config.warmup, SCHEDULES[config.schedule].shape
-    if config.cooldown and step >= (begin := max(config.warmup, steps - config.cooldown)):
-        shape = SCHEDULES["linear"].shape
-    progress = (step - begin) / max(1, steps - begin)
-    return config.min_lr + (config.lr - config.min_lr) * shape(progress)
+    begin = max(config.warmup, steps - config.cooldown)  # of the cooldown
+    cooled = (step - begin) / max(1, steps - begin) if config.cooldown and step > begin else 0.0
+    after = (begin if cooled else step) - config.warmup
+    fraction = SCHEDULES[config.schedule].shape(after, max(1, steps - config.warmup), config.warmup)
+    return config.min_lr + (config.lr - config.min_lr) * fraction * (1 - cooled)
 
 
 def is_due(step: int, every: int) -> bool:

@@ -179,7 +179,7 @@ def first_model(
             first.tokenizer(
                 ["a"]
             )  # reads its files now: the checkpoint is deleted when newer ones replace it
-    elif model.weights:
+    elif model.weights and not model.new_head:
         first = load(model.weights, image_size=model.image_size, context_length=model.context_length)
         if first.architecture.decoder != shape.decoder:
             has = "another" if first.architecture.decoder else "no"
@@ -207,7 +207,9 @@ def first_model(
                 )
         if checkpoint is not None:
             first.preprocess = stored_preprocess(checkpoint)
-        if small.steps and small.image_size:
+        if model.new_head:
+            _take_image_tower(first, model)
+        elif small.steps and small.image_size:
             shape.vision.smooth_positions(first.visual, small.image_size)
     with torch.no_grad():
         if fresh and objective.initial_scale is not None:
@@ -220,6 +222,20 @@ def first_model(
     return first.train()
 
 
+def _take_image_tower(first: CLIP, model: ModelConfig) -> None:
+    """Copy the image tower of ``model.weights``, and its preprocessing."""
+    source = load(model.weights, image_size=model.image_size)
+    own, other = first.architecture, source.architecture
+    if any(getattr(own, name) != getattr(other, name) for name in ("vision", "embed_dim", "quick_gelu")):
+        raise ConfigError(
+            f"model.weights = {model.weights!r} are of {source.name or 'another architecture'}, whose image tower "
+            f"is not that of {model.label}: set model.name or model.image"
+        )
+    first.visual.load_state_dict(source.visual.state_dict())
+    first.preprocess = source.preprocess
+    first.reset_constants()
+
+
 def _fits(first: CLIP, shape: Architecture) -> bool:
     """Compare architectures, except for a bias, which softmax ignores, and the initialization of fresh weights."""
     return replace(first.architecture, logit_bias=shape.logit_bias, small_data=shape.small_data) == shape
@@ -228,11 +244,11 @@ def _fits(first: CLIP, shape: Architecture) -> bool:
 def _misfit(first: CLIP, shape: Architecture, model: ModelConfig) -> str:
     """Describe how weights differ from the architecture that settings select, and what to do."""
     if other := _other_classes(first, shape):
-        return f"are of {other}: set {model.text} as it was for them"
+        return f"are of {other}: set {model.text} as it was for them, or model.new_head=true"
     if shape.text.classes and not first.architecture.text.classes:
         return (
             f"have a text tower instead of the class head {model.text}: `python -m eval fine-tune` makes such a "
-            "head and trains it"
+            "head and trains it; model.new_head=true starts with a random one"
         )
     if first.architecture.text.classes and not shape.text.classes:
         return (

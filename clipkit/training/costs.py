@@ -177,6 +177,7 @@ def flops_of_steps(
     loss_dims: Sequence[int] = (),
     masked: float = 0.0,
     views: ViewsConfig | None = None,
+    gradients: int = 1,
 ) -> Callable[[Sequence[int], int, Sequence[int]], int] | None:
     """Return a function from a batch's caption lengths, its image size and the lengths of its further texts to the
     FLOPs of this rank in a step.
@@ -190,6 +191,7 @@ def flops_of_steps(
         loss_dims: the setting ``loss.dims``.
         masked: the setting ``masked.fraction``.
         views: the section ``views``, if this term is part of the loss.
+        gradients: number of gradients of an update, 2 with ``optim.sam``.
     """
     counted = counted_flops(model)
     if counted is None:
@@ -207,7 +209,7 @@ def flops_of_steps(
         if shape.vision.size_step:
             shape = shape.resized(image_size=image_size)
         counts = patch_counts(shape, patch_dropout, image_size)
-        return step_flops(
+        return gradients * step_flops(
             shape,
             rows=len(lengths),
             lengths=lengths,
@@ -237,6 +239,7 @@ class Memory:
     gradients: int
     optimizer: int
     average: int  # averaged weights
+    copy: int  # of the weights, for ``optim.sam``
     activations: int | None
     loss: int
     images: int
@@ -272,6 +275,7 @@ class Workload:
         views: the section ``views``, if this term is part of the loss.
         further: number of further texts of each image.
         average: whether averaged weights are kept.
+        sam: whether each update computes two gradients (``optim.sam``).
         sharding: "none", "full" (weights, gradients and states sharded over all ranks), or "hybrid" (over
             ``shard_ranks`` of them, such as those of one host).
         shard_ranks: with "hybrid", number of ranks that share one copy.
@@ -294,6 +298,7 @@ class Workload:
     views: ViewsConfig | None = None
     further: int = 0
     average: bool = False
+    sam: bool = False
     sharding: str = "none"
     shard_ranks: int = 0
     teacher: CLIP | None = None
@@ -406,6 +411,7 @@ def memory_of(work: Workload) -> Memory:
         gradients=math.ceil(_FLOAT * trained / ways),
         optimizer=math.ceil(state / ways),
         average=own if work.average else 0,
+        copy=own if work.sam else 0,
         activations=activations,
         loss=_FLOAT * (2 * text_rows * shape.embed_dim + 4 * rows * shape.embed_dim + 3 * logits),
         # this step's and the next one's as they are stored, and a part as the tower's input
@@ -438,6 +444,7 @@ def estimate(work: Workload, speed: float | None = None) -> Estimate:
         loss_dims=work.loss_dims,
         masked=work.masked,
         views=work.views,
+        gradients=1 + work.sam,
     )
     step = (
         None
@@ -592,6 +599,7 @@ def workloads_of(
                 views=config.views if begin >= config.views.after else None,
                 further=config.data.caption_count - 1 + bool(config.data.negatives),
                 average=bool(config.optim.average),
+                sam=bool(config.optim.sam),
                 sharding=config.sharding,
                 shard_ranks=shard_ranks,
                 teacher=teacher,
@@ -742,6 +750,7 @@ def _memory_rows(costs: Costs) -> Iterator[Row]:
         (memory.gradients, "gradients"),
         (memory.optimizer, "optimizer state"),
         (memory.average, "averaged weights"),
+        (memory.copy, "copy of the weights"),
         (memory.teacher, "the teacher's weights"),
         (memory.activations, "activations"),
         (memory.decoder, "activations of the caption decoder"),

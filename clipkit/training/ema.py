@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from clipkit.distributed import broadcast_buffers
 from clipkit.errors import CheckpointError
 from clipkit.model.clip import CLIP
-from clipkit.training.parallel import local_part, put
+from clipkit.training.parallel import drop_gathered, local_part, put
 
 __all__ = ["AveragedWeights", "RunningStatistics"]
 
@@ -92,9 +92,7 @@ class AveragedWeights:
             kept = weight.clone()
             weight.copy_(average)
             average.copy_(kept)
-        for module in self._model.modules():
-            if (reshard := getattr(module, "reshard", None)) is not None:
-                reshard()  # FSDP2 may still hold weights that it gathered before
+        drop_gathered(self._model)
 
     @staticmethod
     def _parts(tensors: Mapping[str, Tensor]) -> list[Tensor]:

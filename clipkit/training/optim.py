@@ -29,21 +29,25 @@ def parameter_groups(model: CLIP, config: OptimConfig) -> Groups:
     """Group the trained parameters by weight decay and by ``lr_scale``, the factor of the schedule's rate.
 
     As published for CLIP, matrices decay; gains, biases, the class embedding and the temperature, all of at most
-    one dimension, do not. ``params`` is in the model's order. Lower rates for lower layers (``layer_decay``) are
+    one dimension, do not. ``params`` is in the model's order. A strong decay of the head is that of Zhai et al.
+    (2022, https://arxiv.org/abs/2106.04560). Lower rates for lower layers (``layer_decay``) are
     BEiT's (Bao et al. 2021, https://arxiv.org/abs/2106.08254).
 
     Raises:
-        ConfigError: rates differ by layer, and the layers of a library's tower are not known.
+        ConfigError: rates or decay differ by layer, and the layers of a library's tower are not known.
     """
     of_tower = {"image": config.image_lr_scale, "text": config.text_lr_scale, "decoder": 1.0, "": 1.0}
     scales = {name: of_tower[tower_of(name)] for name, _ in model.named_parameters()}
-    if config.layer_decay < 1:  # otherwise layers need not be known
+    decays = dict.fromkeys(scales, config.weight_decay)
+    if config.layer_decay < 1 or config.head_decay >= 0:  # otherwise layers need not be known
         for name, place in places(model).items():
             scales[name] *= config.layer_decay**place.above
+            if config.head_decay >= 0 and place.tower in ("image", "text") and not place.above:
+                decays[name] = config.head_decay
     groups: dict[tuple[float, float, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            decay, scale = config.weight_decay if parameter.ndim >= 2 else 0.0, scales[name]
+            decay, scale = decays[name] if parameter.ndim >= 2 else 0.0, scales[name]
             group = {"params": [], "weight_decay": decay, "lr": config.lr * scale, "lr_scale": scale}
             # fused operations take tensors of one kind: FSDP2 does not shard the temperature, which is a scalar
             groups.setdefault((decay, scale, is_sharded(parameter)), group)["params"].append(parameter)

@@ -135,6 +135,13 @@ def gathered(model: CLIP, *, reshard: bool = True) -> Iterator[None]:
             module.reshard()
 
 
+def drop_gathered(model: nn.Module) -> None:
+    """Make FSDP2 gather weights again, whose values have changed."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 @torch.no_grad()
 def complete_gradients(model: CLIP) -> None:
     """Average the gradients of scalars over ranks after the backward pass of a sharded model."""

@@ -40,6 +40,7 @@ class Options:
         epochs: fine-tune: number of epochs.
         rates: fine-tune: learning rates to choose from.
         fine_tune_batch: fine-tune: batch size.
+        image_size: fine-tune: side of the images in pixels, to which the model is adapted; 0: its own.
         runs: fine-tune: folder of training runs; by default in the cache folder.
         beams: captioning: hypotheses of beam search; 1 takes the most probable token at each step.
         details: whether to collect what a page shows besides the scores.
@@ -58,6 +59,7 @@ class Options:
     epochs: float = 10.0
     rates: tuple[float, ...] = (1e-5, 3e-5, 1e-4)
     fine_tune_batch: int = 128
+    image_size: int = 0
     runs: Path | None = None
     beams: int = 1
     details: bool = True
@@ -70,6 +72,7 @@ class Options:
             ("epochs", 0 < self.epochs < math.inf, "a number above 0"),
             ("rates", bool(self.rates) and all(0 < one < math.inf for one in self.rates), "numbers above 0"),
             ("fine_tune_batch", self.fine_tune_batch >= 1, "a number above 0"),
+            ("image_size", self.image_size >= 0, "0, or a number of pixels"),
             ("beams", self.beams >= 1, "a whole number from 1"),
         ):
             if not valid:
@@ -110,6 +113,7 @@ class Task:
         metric: the primary metric of a dataset without a card.
         by_prompts: whether ``--prompts`` has an effect.
         learns: whether it needs the training split.
+        makes_head: whether a model with a head of other classes gets a new one, so that it needs no texts.
         describes: whether the model must have a decoder of captions.
         gives_probabilities: whether its predictions can be logits, as calibration needs; votes are not.
         add_options: declares its command-line options, named after fields of ``Options``.
@@ -123,6 +127,7 @@ class Task:
     metric: str
     by_prompts: bool = False
     learns: bool = False
+    makes_head: bool = False
     describes: bool = False
     gives_probabilities: bool = True
     add_options: Callable[[argparse.ArgumentParser], None] = lambda _: None
@@ -165,9 +170,16 @@ class Task:
             dataset
         )
 
-    def texts_of(self, dataset: "EvalDataset") -> Iterable[Sequence[str]]:
-        """Return the texts of a dataset that the task encodes, by class or by image."""
+    def texts_of(self, dataset: "EvalDataset", classes: Sequence[str] = ()) -> Iterable[Sequence[str]]:
+        """Return the texts of a dataset that the task encodes, by class or by image.
+
+        Args:
+            dataset: the dataset.
+            classes: all texts that the model can read; empty for any text.
+        """
         texts: Iterable[Sequence[str]] = getattr(dataset, self.texts)() if self.texts else ()
+        if self.makes_head and classes and not all(set(own) <= set(classes) for own in texts):
+            return ()
         return texts
 
 
@@ -255,6 +267,13 @@ def _fine_tune_options(parser: argparse.ArgumentParser) -> None:
         default=Options.fine_tune_batch,
         metavar="N",
         help=f"fine-tune: batch size (default: {Options.fine_tune_batch})",
+    )
+    parser.add_argument(
+        "--image-size",
+        type=_positive,
+        default=Options.image_size,
+        metavar="S",
+        help="fine-tune: side of the images in pixels; position embeddings are resampled (default: the model's)",
     )
     parser.add_argument(
         "--runs",
@@ -351,8 +370,9 @@ TASKS: Mapping[str, Task] = {
         metric="acc1",
         by_prompts=True,
         learns=True,
+        makes_head=True,
         add_options=_fine_tune_options,
-        depends_on=("seed", "epochs", "rates", "fine_tune_batch"),
+        depends_on=("seed", "epochs", "rates", "fine_tune_batch", "image_size"),
     ),
 }
 

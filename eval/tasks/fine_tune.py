@@ -1,9 +1,9 @@
 """The task ``fine-tune``: train the image tower and a classification head on the training split with ``train.py``.
 
-The head starts as the zero-shot classifier (WiSE-FT, Wortsman et al. 2022, arXiv 2109.01903), and logits are
-cosines with its rows. Of several learning rates the best on validation images is chosen; the model is then trained
-again, on training and validation images, and tested once. Trainings follow configs/finetune.toml with all layers
-trained from the start and no weight averages.
+The head starts as the zero-shot classifier (WiSE-FT, Wortsman et al. 2022, arXiv 2109.01903), or with random rows
+if the model has a head of other classes; logits are cosines with its rows. Of several learning rates the best on
+validation images is chosen; the model is then trained again, on training and validation images, and tested once.
+Trainings follow configs/finetune.toml with all layers trained from the start and no weight averages.
 
 The trainings, the scores by rate and a copy of the images are stored in a folder named after a digest of their
 inputs: interrupted trainings resume, and nothing is trained twice.
@@ -74,6 +74,7 @@ class ClassTraining:
         batch_size: over all devices; reduced to the number of images.
         seed: seed of the order and the crops.
         device: device of the trainings; on CUDA, all GPUs of this machine are used.
+        image_size: side of the images in pixels; 0: the model's.
     """
 
     folder: Path
@@ -81,6 +82,7 @@ class ClassTraining:
     batch_size: int
     seed: int
     device: torch.device
+    image_size: int = 0
 
     def prepare(
         self,
@@ -144,7 +146,7 @@ class ClassTraining:
         batch_size = max(2, min(self.batch_size, samples))
         steps = max(1, round(self.epochs * samples / batch_size))
         given: Mapping[str, object] = {
-            **_model_settings(head), "model.weights": str(self.folder / _HEAD),
+            **_model_settings(head, self.image_size), "model.weights": str(self.folder / _HEAD),
             "model.text": f"classes:{pictures}/classnames.txt", "loss.name": "classes", "loss.same": "negatives",
             "data.train": [str(pictures / one) for one in splits], "data.last": "wrap", "data.max_bad": 0.0,
             "data.workers": min(4, os.cpu_count() or 1), "out": str(run), "seed": self.seed, "steps": steps,
@@ -209,8 +211,8 @@ def _read(images: Sequence[LabelledImage]) -> Iterator[tuple[bytes, int]]:
             yield from pool.map(read, images[start : start + 256])
 
 
-def _model_settings(head: CLIP) -> dict[str, object]:
-    """Return the settings with which train.py builds the same image tower.
+def _model_settings(head: CLIP, image_size: int = 0) -> dict[str, object]:
+    """Return the settings with which train.py builds the same image tower, for images of another size if given.
 
     A model with the bias of the sigmoid loss or another image size has no name of its own.
 
@@ -228,7 +230,7 @@ def _model_settings(head: CLIP) -> dict[str, object]:
         if shape is not None:  # initialization does not matter, and exports do not store it
             shape = replace(shape, logit_bias=wanted.logit_bias, small_data=wanted.small_data)
         if shape is not None and replace(shape, text=wanted.text) == wanted:
-            return {"model.name": known, "model.image": image, "model.image_size": size}
+            return {"model.name": known, "model.image": image, "model.image_size": image_size or size}
     raise ConfigError(
         "fine-tuning needs a model with an architecture that train.py knows by name, "
         f"{f'not {head.name!r}' if head.name else 'and this one has none'}: "
@@ -303,15 +305,20 @@ def fine_tune(subject: Subject, options: Options) -> Outcome:
     else:
         learn, tune, tuned_on = _images(train, None), [], ""
     names = distinct_names(dataset.class_names)
-    head = with_class_head(subject.encoder.model, names, subject.class_weights().T)
+    head = with_class_head(subject.encoder.model, names, _first_rows(subject, names, options.seed))
     epochs, batch_size = options.epochs, options.fine_tune_batch
     try:
         runs = cache_folder() / "fine-tune" if options.runs is None else options.runs.expanduser()
     except RuntimeError as error:
         raise ConfigError(f"--runs {options.runs}: {error}") from error
-    folder = runs / _name(subject, head, learn, tune, (epochs, batch_size, options.seed))
+    folder = runs / _name(subject, head, learn, tune, (epochs, batch_size, options.seed, options.image_size))
     training = ClassTraining(
-        folder=folder, epochs=epochs, batch_size=batch_size, seed=options.seed, device=subject.device
+        folder=folder,
+        epochs=epochs,
+        batch_size=batch_size,
+        seed=options.seed,
+        image_size=options.image_size,
+        device=subject.device,
     )
     metric = tuning_metric(metrics if subject.metrics else (), labels_of(dataset))
     with only_one(folder):
@@ -342,6 +349,15 @@ def fine_tune(subject: Subject, options: Options) -> Outcome:
     )
     tuned_on = tuned_on if len(rates) > 1 else ""
     return Outcome(scores=scores, details=[replace(details, tuned_on=tuned_on, chosen_rate=rate)])
+
+
+def _first_rows(subject: Subject, names: Sequence[str], seed: int) -> Tensor:
+    """Return the zero-shot classifier, (C, O), or random rows if the model has a head of other classes."""
+    shape = subject.encoder.model.architecture
+    if shape.text.classes and not set(names) <= set(shape.text.classes):
+        rows = torch.randn(len(names), shape.embed_dim, generator=torch.Generator().manual_seed(seed))
+        return torch.nn.functional.normalize(rows, dim=1).to(subject.device)
+    return subject.class_weights().T
 
 
 def _images(dataset: EvalDataset, chosen: Tensor | None) -> list[LabelledImage]:

@@ -19,6 +19,7 @@ from clipkit.training.build import Unfreezing
 from clipkit.training.ema import AveragedWeights
 from clipkit.training.optim import make_optimizer
 from clipkit.training.parallel import complete_gradients, shard, without_values
+from clipkit.training.sam import uphill
 
 SHAPE = Architecture(
     embed_dim=7,  # no multiple of the ranks
@@ -44,10 +45,10 @@ def main() -> None:
             difference = compare(plain, spread, name)
             assert difference < 2e-6, (layout, name, difference)
             print(f"{layout} {name} the same")
-    for name in ("adamw", "stable_adamw", "lamb"):
-        difference = compare_trainings(name)
-        assert difference < 1e-9, (name, difference)
-        print(f"training with {name} the same")
+    for name, radius in (("adamw", 0.0), ("stable_adamw", 0.0), ("lamb", 0.0), ("adamw", 0.05)):
+        difference = compare_trainings(name, radius)
+        assert difference < 1e-9, (name, radius, difference)
+        print(f"training with {name}{' and sam' * bool(radius)} the same")
     distributed.stop()
     sys.stdout.flush()
 
@@ -81,8 +82,18 @@ def compare(plain: CLIP, spread: CLIP, name: str) -> float:
     return max(float((a - _whole(b)).abs().max().detach()) for a, b in pairs)
 
 
-def compare_trainings(name: str) -> float:
-    """The largest difference of a training under FSDP2 that unfreezes, and scores averaged weights in between."""
+def compare_trainings(name: str, radius: float) -> float:
+    """The largest difference of a training under FSDP2 that unfreezes, and scores averaged weights in between.
+
+    Args:
+        name: the optimizer.
+        radius: that of sharpness-aware minimization; 0 for none.
+    """
+
+    def gradients(model: CLIP, images: Tensor, tokens: Tensor) -> None:
+        torch.autograd.backward(clip_loss(*model(images, tokens)))
+        complete_gradients(model)
+
     whole = create(SHAPE, seed=0).double()
     models = (whole, without_values(whole).double())
     shard(models[1], whole.state_dict(), "full", device=torch.device("cpu"))
@@ -98,9 +109,10 @@ def compare_trainings(name: str) -> float:
         for model, optimizer, average, its in zip(models, optimizers, averages, unfreezing, strict=True):
             its.lock_for_step(step)
             optimizer.zero_grad(set_to_none=True)
-            torch.autograd.backward(clip_loss(*model(images, tokens)))
-            if model is models[1]:
-                complete_gradients(model)
+            gradients(model, images, tokens)
+            if radius:
+                with uphill(model, radius):
+                    gradients(model, images, tokens)
             optimizer.step()
             average.update(step + 1)
             with average.applied(), torch.no_grad():

@@ -401,7 +401,7 @@ def test_a_head_of_classes_is_scored_where_its_classes_are(
         "dataset others cannot be scored by zero-shot: 'purple' is not one of the model's 3 classes" in told
     )
     assert "dataset captions cannot be scored by retrieval: 'a' is not one of the model's 3 classes" in told
-    assert told.count("linear-probe, few-shot and knn need no names") == 2
+    assert told.count("linear-probe, few-shot, knn and fine-tune need no names") == 2
     assert {line["dataset"] for line in read_results(tmp_path / "head/results.jsonl")} == {"fitting"}
 
 

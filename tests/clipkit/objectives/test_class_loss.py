@@ -162,6 +162,37 @@ def test_other_names_than_the_weights_were_trained_for_are_told(
     assert begin(tmp_path / "head", f"classes:{file}").name == f"{TINY} + classes"  # no folder's name
 
 
+def test_a_new_head_keeps_the_image_tower_at_another_size_and_for_any_head(
+    head: CLIP, tmp_path: Path
+) -> None:
+    (tmp_path / "names").write_text("a\nb")
+    clip = create(ARCHITECTURES[TINY], name=TINY, seed=1)
+    for name, one in (("head", head), ("clip", clip)):
+        save_model(one, tmp_path / name)
+        model = ModelConfig(
+            name=TINY,
+            weights=str(tmp_path / name),
+            text=f"classes:{tmp_path}/names",
+            image_size=32,
+            new_head=True,
+        )
+        shape = shape_of(model, BY_CLASSES, SmallConfig())
+        first = first_model(model, BY_CLASSES, shape, seed=0, small=SmallConfig())
+        kept, resized = one.visual.state_dict(), clipkit.load(tmp_path / name, image_size=32)
+        for key, value in first.visual.state_dict().items():
+            wanted = resized.visual.state_dict() if key == "positional_embedding" else kept
+            assert torch.equal(value, wanted[key]), key
+        assert first.tokenizer(["b"]).tolist() == [[1]] and first.architecture.vision.image_size == 32
+        assert first.preprocess.image_size == 32 and torch.equal(first.colors[0], one.colors[0])
+    other = ModelConfig(name="ViT-Ti-8-48", weights=str(tmp_path / "clip"), new_head=True)
+    with pytest.raises(
+        ConfigError, match="clip' are of ViT-Ti-4-16, whose image tower is not that of ViT-Ti-8"
+    ):
+        first_model(
+            other, LossConfig(), shape_of(other, LossConfig(), SmallConfig()), seed=0, small=SmallConfig()
+        )
+
+
 def test_weights_that_have_the_other_kind_of_head_are_told(head: CLIP, tmp_path: Path) -> None:
     save_model(head, tmp_path / "head")
     save_model(create(ARCHITECTURES[TINY], name=TINY, seed=0), tmp_path / "clip")

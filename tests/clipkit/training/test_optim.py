@@ -14,6 +14,7 @@ from clipkit.config import OptimConfig
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import Architecture, TextTower, VisionTower
 from clipkit.model.clip import CLIP, create
+from clipkit.objectives.clip import clip_loss
 from clipkit.training import OPTIMIZERS, SCHEDULES, learning_rate
 from clipkit.training.build import places
 from clipkit.training.checkpoint import optimizer_tensors
@@ -23,6 +24,7 @@ from clipkit.training.optim import (
     make_optimizer,
     parameter_groups,
 )
+from clipkit.training.sam import uphill
 
 TINY = Architecture(
     embed_dim=16,
@@ -328,3 +330,58 @@ def test_a_linear_rate_falls_evenly(schedule: tuple[int, OptimConfig]) -> None:
     assert all(a - b == pytest.approx(fall, abs=config.lr * 1e-9) for a, b in pairwise(rates))
     if rates:
         assert rates[0] == pytest.approx(config.lr)
+
+
+@given(schedule=schedules(), cooldown=st.integers(0, 120))
+def test_a_rate_that_falls_with_the_root_of_time_is_halved_after_four_warmups(
+    schedule: tuple[int, OptimConfig], cooldown: int
+) -> None:
+    steps, config = schedule
+    warmup = max(1, config.warmup)
+    rsqrt = replace(config, schedule="rsqrt", warmup=warmup, min_lr=0.0, cooldown=0)
+    for step in range(warmup, steps):
+        assert learning_rate(step, steps, rsqrt) == pytest.approx(config.lr * (warmup / step) ** 0.5)
+    assert learning_rate(4 * warmup, 5 * warmup, rsqrt) == pytest.approx(config.lr / 2)
+    cooled = replace(rsqrt, cooldown=cooldown)
+    begin = max(warmup, steps - cooldown)
+    for step in range(begin, steps):
+        level = learning_rate(begin, steps, rsqrt) if begin < steps else 0.0
+        assert learning_rate(step, steps, cooled) == pytest.approx(level * (steps - step) / (steps - begin))
+
+
+def test_the_head_can_decay_more_than_the_rest(tiny: CLIP) -> None:
+    groups = parameter_groups(tiny, OptimConfig(weight_decay=0.1, head_decay=3.0))
+    of = {id(one): group["weight_decay"] for group in groups for one in group["params"]}
+    strong = {name for name, one in tiny.named_parameters() if of[id(one)] == 3.0}
+    assert strong == {"visual.proj", "text_projection"}
+    plain = {name for name, one in tiny.named_parameters() if of[id(one)] == 0.1}
+    assert plain == {name for name, one in tiny.named_parameters() if one.ndim >= 2} - strong
+
+
+def test_sharpness_aware_gradients_are_those_uphill_and_weights_come_back(tiny: CLIP) -> None:
+    model, random = tiny.double().train(), torch.Generator().manual_seed(0)
+    side, length = model.architecture.vision.image_size, model.architecture.text.context_length
+    images = torch.rand(4, 3, side, side, generator=random, dtype=torch.float64)
+    tokens = torch.randint(1, 90, (4, length), generator=random)
+
+    def loss(other: CLIP) -> torch.Tensor:
+        return clip_loss(*other(images, tokens))
+
+    torch.autograd.backward(loss(model))
+    before = {name: one.detach().clone() for name, one in model.named_parameters()}
+    first = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    norm = torch.cat([one.flatten() for one in first.values()]).norm()
+    reference = deepcopy(model)
+    reference.zero_grad()
+    with torch.no_grad():
+        for name, one in reference.named_parameters():
+            one.add_(0.1 * first[name] / norm)
+    torch.autograd.backward(loss(reference))
+    with uphill(model, 0.1):
+        assert all(one.grad is None for one in model.parameters())
+        torch.autograd.backward(loss(model))
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours, before[name])
+        assert ours.grad is not None and theirs.grad is not None
+        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-12, atol=1e-15)
+        assert not torch.equal(ours.grad, first[name])

@@ -23,7 +23,9 @@ from clipkit import CLIP
 from clipkit.errors import ConfigError, DataError
 from clipkit.formats.checkpoint import save_model
 from clipkit.model.clip import create
+from clipkit.model.zero_shot import with_class_head
 from eval import Encoder, Subject
+from eval.__main__ import main
 from eval.datasets.dataset import distinct_names
 from eval.datasets.targets import find_targets
 from eval.features.encoder import Ranks
@@ -95,6 +97,31 @@ def test_classes_are_learned_by_a_head_that_anyone_can_load(
     assert not scored.trouble and {metric: again[metric] for metric in values(found)} == values(found)
     first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
     assert first["chance"] == pytest.approx(np.log(3)) and 0 <= first["acc1"] <= 1
+
+
+@pytest.mark.long
+def test_a_head_of_other_classes_is_replaced_and_images_may_have_another_size(
+    colours: Path, unskilled: CLIP, tmp_path: Path
+) -> None:
+    save_model(with_class_head(unskilled, ["a", "b"], torch.eye(2, 128)), tmp_path / "other")
+    out = tmp_path / "r.jsonl"
+    command = ["fine-tune", "--model", str(tmp_path / "other"), "--data", str(colours), "--image-size", "24"]
+    settings = [
+        "--epochs",
+        "6",
+        "--fine-tune-batch",
+        "16",
+        "--rates",
+        "1e-3",
+        "--runs",
+        str(tmp_path / "runs"),
+    ]
+    assert main([*command, *settings, "--out", str(out)]) == 0
+    scores = {line["metric"]: line["value"] for line in map(json.loads, out.read_text().splitlines())}
+    assert scores["acc1"] > 0.9
+    tuned = clipkit.load(run_of(tmp_path / "runs"))
+    assert tuned.architecture.vision.image_size == 24
+    assert tuned.architecture.text.classes == tuple(sorted(COLOURS))
 
 
 @pytest.mark.long

@@ -1,0 +1,43 @@
+"""Sharpness-aware minimization (Foret et al. 2021, https://arxiv.org/abs/2010.01412)."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from clipkit.model.clip import CLIP
+from clipkit.training.ema import RunningStatistics
+from clipkit.training.parallel import clip_gradients, drop_gathered, local_part
+
+__all__ = ["uphill"]
+
+
+@contextmanager
+def uphill(model: CLIP, radius: float) -> Iterator[None]:
+    """Move the weights by ``radius`` along the gradient of the global batch, and then back, bit for bit.
+
+    Inside, the gradients are None, and a forward pass does not change running statistics.
+
+    Args:
+        model: a CLIP with gradients that are complete, see ``complete_gradients``.
+        radius: ρ: weights become w + ρ g / ‖g‖.
+    """
+    moved = [one for one in model.parameters() if one.grad is not None]
+    weights = [local_part(one) for one in moved]
+    gradients = [local_part(one.grad) for one in moved if one.grad is not None]
+    kept, statistics = [one.clone() for one in weights], RunningStatistics(model)
+    with torch.no_grad():
+        step = radius / clip_gradients(model, 0.0).clamp(min=1e-12)
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.addcmul_(gradient, step.to(weight.dtype))
+    for one in moved:
+        one.grad = None
+    drop_gathered(model)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for weight, value in zip(weights, kept, strict=True):
+                weight.copy_(value)
+        statistics.put_back()
+        drop_gathered(model)
