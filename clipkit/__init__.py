@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         classify as classify,
         encode_image as encode_image,
         encode_text as encode_text,
+        explain as explain,
         load as load,
     )
     from clipkit.errors import (
@@ -37,7 +38,7 @@ __version__ = "0.1.0"
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "api": ["caption", "classify", "encode_image", "encode_text", "load"],
+        "api": ["caption", "classify", "encode_image", "encode_text", "explain", "load"],
         "errors": ["CheckpointError", "ClipkitError", "ConfigError", "DataError"],
         "model.clip": ["CLIP", "create"],
         "model.tokenizer": ["tokenize"],

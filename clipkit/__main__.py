@@ -12,6 +12,8 @@ from clipkit.cli import (
     MODEL,
     MOST_SEED,
     Command,
+    add_decoding_options,
+    add_dim,
     add_model_options,
     add_name,
     chosen_command,
@@ -55,7 +57,7 @@ def dispatch(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser(
         COMMANDS,
         prog="clipkit",
-        description="Encode, classify and describe images, and export and interpolate CLIP models.",
+        description="Use CLIP models on images and texts, export and interpolate them.",
         epilog="Run clipkit COMMAND --help for the options of a command.",
     )
     return chosen_command(COMMANDS, parser.parse_args(arguments))()
@@ -129,6 +131,19 @@ def _caption_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", metavar="FILE", type=Path, help="write a .csv or .jsonl file instead of printing"
     )
+
+
+def _explain_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("image", metavar="IMAGE", type=Path, help="an image file")
+    parser.add_argument("prompts", metavar="PROMPT", nargs="+", help="texts such as 'a photo of a cat'")
+    parser.add_argument("--model", metavar="M", required=True, help=MODEL)
+    add_name(parser)
+    parser.add_argument(
+        "--device", metavar="D", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)"
+    )
+    add_dim(parser)
+    add_decoding_options(parser, default="as in the model's training")
+    parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="the .png file to write")
 
 
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
@@ -219,6 +234,17 @@ With --out, running the same command again resumes it.""",
         run="clipkit.inference.caption:run",
         arguments=_caption_arguments,
         stopped="with --out, run the same command again to resume",
+    ),
+    "explain": Command(
+        summary="show where in an image texts are (LeGrad)",
+        epilog="""\
+FILE shows the part of the image that the model gets, and for each PROMPT its
+heat from black to yellow, on one scale for all prompts.
+
+  clipkit explain photo.jpg "a cat" "a dog" --model runs/pets --out heat.png""",
+        run="clipkit.inference.explain:run",
+        arguments=_explain_arguments,
+        stopped="no file was written",
     ),
     "export": Command(
         summary="export a model for other libraries",

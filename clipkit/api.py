@@ -1,6 +1,6 @@
-"""The Python API: load a model, encode images and texts, classify and describe images.
+"""The Python API: load a model, encode images and texts, classify, describe and explain images.
 
-Letters: N images or texts, C classes, O embedding dimension.
+Letters: N images or texts, C classes, O embedding dimension, T prompts, g patches along a side.
 """
 
 import warnings
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.files.traits import Color, TraitCounts, color_of
+from clipkit.model.attention import text_heatmaps
 from clipkit.model.clip import CLIP
 from clipkit.model.generate import check_generation, generate_captions
 from clipkit.model.preprocess import ImageLike, pixels_and_traits
@@ -26,7 +27,7 @@ from clipkit.model.zero_shot import (
     zero_shot_classifier,
 )
 
-__all__ = ["caption", "classify", "encode_image", "encode_text", "load"]
+__all__ = ["caption", "classify", "encode_image", "encode_text", "explain", "load"]
 
 _SHOWN = 200  # characters of a path in a message
 
@@ -176,6 +177,42 @@ def caption(
             model, pixels, beams=beams, top_p=top_p, prefix=prefix, length=length, seed=seed, rows=rows
         )
     return found
+
+
+def explain(
+    images: ImageLike | Sequence[ImageLike],
+    prompts: str | Sequence[str],
+    model: CLIP,
+    *,
+    batch_size: int = 8,
+) -> Tensor:
+    """Compute where in images prompts are: LeGrad (Bousselham et al. 2024, https://arxiv.org/abs/2404.03214).
+
+    Args:
+        images: as for ``encode_image``.
+        prompts: T texts, or one.
+        model: a CLIP with a ViT of clipkit, open_clip or timm.
+        batch_size: number of images at a time; memory grows with it.
+
+    Returns:
+        (N, T, g, g) float32 on the CPU, at least 0, a value for each patch of the image that the model gets, which
+        may be cropped. The largest of each image is 1, so prompts of an image can be compared.
+
+    Warns:
+        UserWarning: see ``encode_image``.
+
+    Raises:
+        ConfigError: the image tower is no ViT.
+        DataError: an image cannot be read or decoded, or a text cannot be encoded.
+        TypeError: ``model`` is not a model.
+    """
+    texts = encode_text([prompts] if isinstance(prompts, str) else prompts, model)  # checks the model
+    found = [torch.zeros(0, len(texts), 1, 1)]
+    with evaluating(model):
+        for pixels in _pixels(images, model, batch_size):
+            heat = text_heatmaps(model, pixels, torch.as_tensor(texts).to(pixels.device)).cpu()
+            found.append(heat / heat.flatten(1).amax(dim=1).clamp(min=1e-30)[:, None, None, None])
+    return torch.cat(found[1:] or found)
 
 
 def _pixels(images: ImageLike | Sequence[ImageLike], model: CLIP, batch_size: int) -> Iterator[Tensor]:

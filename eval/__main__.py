@@ -194,6 +194,28 @@ def _compare_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _internals_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--model",
+        required=True,
+        action="append",
+        help="a run folder, a checkpoint, any other argument of clipkit.load, or timm:NAME; twice to compare",
+    )
+    add("--name", default="", metavar="ARCHITECTURE", help="architecture, if not stored with the weights")
+    add("--data", required=True, metavar="NAME|FOLDER", help="dataset name, folder or URL")
+    add("--data-root", metavar="FOLDER", help="folder or store with datasets by name")
+    add(
+        "--images",
+        type=whole(4, 10_000),
+        default=128,
+        metavar="N",
+        help="number of images, evenly spaced in the dataset (default: 128)",
+    )
+    add("--device", default="cpu", help="cpu, cuda, cuda:1 … (default: cpu)")
+    add("--out", type=Path, required=True, metavar="FILE", help="the page to write, a .html file")
+
+
 def _list_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "suite",
@@ -236,6 +258,11 @@ COMMANDS = {
         summary="test which differences between two models are statistically significant",
         arguments=_compare_arguments,
         run="eval.commands:compare_models",
+    ),
+    "internals": Command(
+        summary="build a page of what an image tower learned: filters, attention, similarity of layers",
+        arguments=_internals_arguments,
+        run="eval.report.internals_page:run",
     ),
     "list": Command(
         summary="list the suites and their datasets",

@@ -1,3 +1,7 @@
+from .explain import (
+    heat_colors as heat_colors,
+    overlay as overlay,
+)
 from .inputs import (
     Item as Item,
     Member as Member,

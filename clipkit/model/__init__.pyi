@@ -9,6 +9,11 @@ from .architectures import (
     TextTower as TextTower,
     VisionTower as VisionTower,
 )
+from .attention import (
+    attention_blocks as attention_blocks,
+    attention_maps as attention_maps,
+    patch_grid as patch_grid,
+)
 from .clip import (
     CLIP as CLIP,
 )

@@ -18,7 +18,7 @@ from clipkit.model.architectures import ARCHITECTURES
 ROOT = Path(clipkit.__file__).parents[1]
 PUBLIC = {
     "CLIP", "CheckpointError", "ClipkitError", "ConfigError", "DataError", "caption", "classify", "clip_loss",
-    "create", "encode_image", "encode_text", "load", "tokenize", "zero_shot_classifier",
+    "create", "encode_image", "encode_text", "explain", "load", "tokenize", "zero_shot_classifier",
 }  # fmt: skip
 HEAVY = (
     "torchvision", "transformers", "open_clip", "timm", "wandb", "tensorboard", "matplotlib", "PIL", "simplejpeg",

@@ -4,7 +4,7 @@ from html.parser import HTMLParser
 
 __all__ = ["Page"]
 
-_VOID = {"meta", "br", "wbr", "path", "polyline", "polygon"}
+_VOID = {"meta", "br", "wbr", "img", "path", "polyline", "polygon"}
 
 
 class Page(HTMLParser):

@@ -1,0 +1,92 @@
+"""``clipkit explain``: show where in an image prompts are, as a PNG."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageDraw, ImageFont
+
+from clipkit.api import explain, load
+from clipkit.errors import ConfigError, DataError
+from clipkit.files.atomic import replacing
+from clipkit.inference.stream import pick_device
+from clipkit.model.preprocess import Preprocess, eval_pixels
+
+__all__ = ["heat_colors", "overlay", "run"]
+
+_SIDE, _MARGIN, _LINE = 320, 8, 20  # of a picture and its label, in pixels
+# colors of heat 0, 1/4, … 1 (Matplotlib's "inferno", every quarter)
+_COLORS = np.array(
+    [(0, 0, 4), (87, 16, 110), (188, 55, 84), (249, 142, 9), (252, 255, 164)], dtype=np.float32
+)
+
+
+def heat_colors(heat: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    """Map heat (H, W), 0 … 1, to colors from black over red to yellow, (H, W, 3)."""
+    at = np.linspace(0, 1, len(_COLORS))
+    colors = np.stack([np.interp(heat, at, _COLORS[:, i]) for i in range(3)], axis=-1)
+    return colors.astype(np.uint8)
+
+
+def overlay(picture: Image.Image, heat: npt.NDArray[np.float32]) -> Image.Image:
+    """Draw heat (g, g), 0 … 1, over a grey version of a square picture."""
+    smooth = Image.fromarray(heat.astype(np.float32)).resize(picture.size, Image.Resampling.BICUBIC)
+    level = np.clip(np.asarray(smooth), 0, 1)[..., None]  # (S, S, 1)
+    colors = heat_colors(level[..., 0])
+    grey = np.asarray(picture.convert("L"), dtype=np.float32)[..., None]
+    return Image.fromarray(((1 - 0.7 * level) * grey + 0.7 * level * colors).astype(np.uint8))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit status.
+
+    Raises:
+        ClipkitError: a user error.
+    """
+    out: Path = options.out
+    if out.suffix.lower() != ".png" or out.is_dir():
+        raise ConfigError(f"--out {out} must be a file name ending in .png")
+    if not options.image.is_file():
+        raise DataError(f"{options.image} is not an image file")
+    model = load(
+        options.model,
+        name=options.name,
+        dim=options.dim,
+        device=pick_device(options.device),
+        background=options.background,
+        upright=options.upright,
+    )
+    data = options.image.read_bytes()
+    heat = explain(data, options.prompts, model)[0].numpy()  # (T, g, g)
+    heat = (heat - heat.min()) / max(float(heat.max() - heat.min()), 1e-12)
+    picture = _seen(data, model.preprocess)
+    sheet = _sheet([picture, *(overlay(picture, one) for one in heat)], ["", *options.prompts])
+    try:
+        with replacing(out) as partial:
+            sheet.save(partial, format="PNG")
+    except OSError as error:
+        raise DataError(f"cannot write {out}: {error.strerror or error}") from error
+    print(f"wrote {out}")
+    return 0
+
+
+def _seen(data: bytes, preprocess: Preprocess) -> Image.Image:
+    """Return the part of an image that the model gets, enlarged."""
+    pixels = eval_pixels(data, preprocess)  # (3, S, S)
+    return Image.fromarray(pixels.permute(1, 2, 0).numpy()).resize((_SIDE, _SIDE), Image.Resampling.BICUBIC)
+
+
+def _sheet(pictures: Sequence[Image.Image], labels: Sequence[str]) -> Image.Image:
+    """Place pictures in a row, each with its label below."""
+    step = _SIDE + _MARGIN
+    sheet = Image.new("RGB", (_MARGIN + step * len(pictures), _SIDE + 2 * _MARGIN + _LINE), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(14)
+    for place, (picture, label) in enumerate(zip(pictures, labels, strict=True)):
+        left = _MARGIN + place * step
+        sheet.paste(picture, (left, _MARGIN))
+        while label and draw.textlength(label, font) > _SIDE:
+            label = label[:-1]
+        draw.text((left, _SIDE + _MARGIN + 3), label, "black", font)
+    return sheet

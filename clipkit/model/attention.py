@@ -1,0 +1,195 @@
+"""Where an image tower looks: attention maps and heatmaps of texts, for ViTs of clipkit, open_clip and timm.
+
+Towers call torch's ``scaled_dot_product_attention``, which returns no weights. It is replaced for a while by its
+formula, so no tower needs code of its own.
+
+Letters in shape comments: B images, T texts, H heads, N tokens of an image, g patches along a side, S image side.
+"""
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clipkit.errors import ConfigError
+from clipkit.model.clip import CLIP
+
+__all__ = ["attention_blocks", "attention_maps", "patch_grid", "text_heatmaps"]
+
+_replaced = threading.Lock()  # held while torch's function is replaced, in all threads
+
+
+def attention_blocks(model: CLIP) -> list[nn.Module]:
+    """Return the blocks of a ViT in order: the longest list of modules of one class that have an ``attn``.
+
+    Raises:
+        ConfigError: the image tower has none.
+    """
+    found: list[nn.Module] = []
+    for module in model.visual.modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > len(found):
+            kinds = {type(one) for one in module}
+            if len(kinds) == 1 and all(isinstance(getattr(one, "attn", None), nn.Module) for one in module):
+                found = list(module)
+    if not found:
+        raise ConfigError(
+            f"{model.name or 'the model'} has no ViT as its image tower, so no attention to show"
+        )
+    return found
+
+
+def patch_grid(tokens: int) -> tuple[int, int]:
+    """Return the number of patches along a side, and of tokens before them, such as the class token."""
+    side = math.isqrt(tokens)
+    return side, tokens - side**2
+
+
+@contextmanager
+def attention_maps(model: CLIP, use: Callable[[int, Tensor], Tensor | None]) -> Iterator[None]:
+    """Call ``use`` with the attention of each block of the image tower, while the tower computes all tokens.
+
+    Args:
+        model: see ``attention_blocks``.
+        use: gets the number of the block and its weights (B, H, N, N), after the softmax; may return other
+            weights to go on with.
+    """
+    blocks, here, at = attention_blocks(model), threading.get_ident(), [-1]
+
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if at[0] < 0 or threading.get_ident() != here or is_causal or dropout_p or enable_gqa:
+            return plain(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        logits = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        if attn_mask is not None:
+            logits = (
+                logits.masked_fill(~attn_mask, -math.inf)
+                if attn_mask.dtype == torch.bool
+                else logits + attn_mask
+            )
+        weights = logits.softmax(dim=-1)
+        if (other := use(at[0], weights)) is not None:
+            weights = other
+        return weights @ v
+
+    with ExitStack() as after:
+        after.enter_context(_replaced)
+        plain: Callable[..., Tensor] = F.scaled_dot_product_attention
+        fast = torch.backends.mha.get_fastpath_enabled()
+        after.callback(setattr, F, "scaled_dot_product_attention", plain)
+        after.callback(torch.backends.mha.set_fastpath_enabled, fast)
+        setattr(F, "scaled_dot_product_attention", attend)  # noqa: B010
+        torch.backends.mha.set_fastpath_enabled(False)  # of nn.MultiheadAttention, which calls no function
+        for number, block in enumerate(blocks):
+
+            def enter(*_: object, number: int = number) -> None:
+                at[0] = number
+
+            def leave(*_: object) -> None:
+                at[0] = -1
+
+            after.callback(block.register_forward_pre_hook(enter).remove)
+            after.callback(block.register_forward_hook(leave).remove)
+        yield
+
+
+def text_heatmaps(model: CLIP, images: Tensor, texts: Tensor) -> Tensor:
+    """Compute where in each image each text is: LeGrad (Bousselham et al. 2024, https://arxiv.org/abs/2404.03214).
+
+    The tokens after each block are read as if they were the last. The positive part of the gradient of their
+    similarity to the text with respect to the block's attention is averaged over heads, and summed over queries and
+    blocks.
+
+    Args:
+        model: see ``attention_blocks``; used in evaluation mode, and its parameters get no gradient.
+        images: (B, 3, S, S) as for ``encode_image``.
+        texts: (T, O) float32, unit norm.
+
+    Returns:
+        (B, T, g, g) float32, at least 0, of any scale.
+
+    Raises:
+        ConfigError: the image tower has no ViT, or its patches are not a square.
+    """
+    blocks, weights = attention_blocks(model), list[Tensor]()
+
+    def keep(number: int, found: Tensor) -> Tensor:
+        weights[:] = [found.detach().requires_grad_()]
+        return weights[0]
+
+    total: Tensor | None = None
+    with _constant(model):
+        for block, (given, named) in zip(blocks, _inputs(model, blocks, images), strict=True):
+            with torch.enable_grad():
+                with attention_maps(model, keep):
+                    tokens = block(*given, **named)
+                with _reading(blocks, tokens):
+                    features = F.normalize(_features(model, images), dim=-1)  # (B, O)
+                scores = (features @ texts.T.to(features.dtype)).sum(dim=0)  # (T,)
+                gradients = [torch.autograd.grad(one, weights, retain_graph=True)[0] for one in scores]
+            found = torch.stack([one.clamp_(min=0).mean(dim=1).sum(dim=1) for one in gradients], dim=1)
+            total = found.float() if total is None else total + found.float()  # (B, T, N)
+    assert total is not None
+    side, before = patch_grid(total.shape[-1])
+    heat: Tensor = total[..., before:].unflatten(-1, (side, side))
+    return heat
+
+
+@contextmanager
+def _constant(model: CLIP) -> Iterator[None]:
+    """Compute no gradients of parameters."""
+    trained = [one for one in model.parameters() if one.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+@torch.no_grad()
+def _inputs(model: CLIP, blocks: list[nn.Module], images: Tensor) -> list[tuple[Any, Any]]:
+    """Return the arguments with which each block is called."""
+    found: list[tuple[Any, Any]] = []
+    with ExitStack() as after:
+        for block in blocks:
+            hook = block.register_forward_pre_hook(
+                lambda _, given, named: found.append((given, named)), with_kwargs=True
+            )
+            after.callback(hook.remove)
+        _features(model, images)
+    return found
+
+
+def _features(model: CLIP, images: Tensor) -> Tensor:
+    """Encode images, with all tokens in the last block."""
+    if model.architecture.vision.plain is not None:
+        return model.image_tokens(images)[0]
+    return model.encode_image(images)
+
+
+@contextmanager
+def _reading(blocks: list[nn.Module], tokens: Tensor) -> Iterator[None]:
+    """Replace the tokens after the last block, and compute no block."""
+    kept = [block.forward for block in blocks]
+    for block in blocks[:-1]:
+        block.forward = lambda x, *_, **__: x
+    blocks[-1].forward = lambda *_, **__: tokens
+    try:
+        yield
+    finally:
+        for block, forward in zip(blocks, kept, strict=True):
+            block.forward = forward

@@ -1,0 +1,211 @@
+"""Build the page of ``python -m eval internals``: one self-contained file for one or two models."""
+
+import argparse
+import base64
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from markupsafe import Markup
+from PIL import Image
+from torch import Tensor
+
+import clipkit
+from clipkit import CLIP
+from clipkit.errors import ConfigError, DataError
+from clipkit.files import write_page
+from clipkit.inference import heat_colors, overlay
+from clipkit.model import attention_blocks, eval_pixels
+from eval.datasets.dataset import EvalDataset
+from eval.datasets.targets import find_targets
+from eval.features.image_models import TIMM, load_image_model
+from eval.internals import Internals, compare_layers, look_inside
+from eval.report.charts import TEMPLATES
+
+__all__ = ["build_internals", "run"]
+
+_SIDE, _TILE = 192, 34  # of a picture and of a filter, in pixels
+_COLUMNS = 7  # of filters
+_PICTURES = 6
+Pixels = npt.NDArray[np.uint8]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit status.
+
+    Raises:
+        ClipkitError: a user error.
+    """
+    if not 1 <= len(options.model) <= 2:
+        raise ConfigError(f"{len(options.model)} models: internals shows one, or two side by side")
+    out: Path = options.out
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(f"--out {out} must be a file name ending in .html")
+    (target,) = find_targets([options.data], root=options.data_root)
+    models: list[CLIP] = []
+    for source in options.model:
+        if source.startswith(TIMM):
+            models.append(load_image_model(source, device=options.device))
+        else:
+            models.append(clipkit.load(source, name=options.name, device=options.device))
+    page = build_internals(models, options.model, target.dataset, options.images)
+    print(f"wrote {write_page(out, page)}")
+    return 0
+
+
+def build_internals(models: Sequence[CLIP], names: Sequence[str], dataset: EvalDataset, count: int) -> str:
+    """Return the page of one model or two for ``count`` images of a dataset, evenly spaced.
+
+    Raises:
+        DataError: an image is damaged, or there are fewer than 4.
+    """
+    numbers = sorted({round(place) for place in np.linspace(0, len(dataset) - 1, min(count, len(dataset)))})
+    if len(numbers) < 4:
+        raise DataError(f"dataset {dataset.name} has {len(dataset)} images: internals needs at least 4")
+    data = [dataset.images.read(number) for number in numbers]
+    pixels = [torch.stack([eval_pixels(one, model.preprocess) for one in data]) for model in models]
+    pixels = [one.to(model.logit_scale.device) for one, model in zip(pixels, models, strict=True)]
+    found = [
+        look_inside(model, images, shown=_PICTURES) for model, images in zip(models, pixels, strict=True)
+    ]
+    prompts = _prompts(dataset, numbers[:_PICTURES])
+    views = []
+    for model, name, inside, images in zip(models, names, found, pixels, strict=True):
+        views.append(
+            {
+                "name": name,
+                "filters": _filters(inside),
+                "positions": _positions(inside),
+                "distances": _dots(inside.distances, images.shape[-1]),
+                "rollouts": _rollouts(inside, images),
+                "heat": _heat(model, images[:_PICTURES], prompts),
+                "likeness": _matrix(compare_layers(model, model, images, images)),
+                "layers": inside.layers,
+                "side": images.shape[-1],
+            }
+        )
+    between = None
+    if len(models) == 2:
+        between = _matrix(compare_layers(models[0], models[1], pixels[0], pixels[1]))
+    tower = "towers" if len(models) > 1 else "tower"
+    return TEMPLATES.get_template("internals.html").render(
+        title=" and ".join(names),
+        lead=f"What the image {tower} learned, on {len(numbers):,} images of {dataset.name}.",
+        notes=[],
+        views=views,
+        between=between,
+        images=len(numbers),
+    )
+
+
+def _prompts(dataset: EvalDataset, numbers: Sequence[int]) -> list[list[str]]:
+    """Return up to two texts for each image: its own, and that of the next image with another one."""
+    own: list[str] = []
+    for number in numbers:
+        if dataset.labels is not None and dataset.labels.ndim == 1 and dataset.class_names:
+            own.append(dataset.class_names[int(dataset.labels[number])])
+        elif dataset.captions is not None:
+            own.append(dataset.captions[number][0])
+    found = []
+    for place, text in enumerate(own):
+        others = [one for one in (*own[place:], *own[:place]) if one != text]
+        found.append([text, *others[:1]])
+    return found
+
+
+def _png(pixels: Pixels, scale: int = 1) -> Markup:
+    """Return an image as a data URI, enlarged without smoothing."""
+    image = Image.fromarray(pixels)
+    if scale > 1:
+        image = image.resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST)
+    file = io.BytesIO()
+    image.save(file, "PNG", optimize=True)
+    return Markup("data:image/png;base64," + base64.b64encode(file.getvalue()).decode())
+
+
+def _filters(inside: Internals) -> Markup | None:
+    if inside.filters is None:
+        return None
+    low, high = (
+        inside.filters.amin(dim=(1, 2, 3), keepdim=True),
+        inside.filters.amax(dim=(1, 2, 3), keepdim=True),
+    )
+    values = (255 * (inside.filters - low) / (high - low).clamp(min=1e-12)).permute(0, 2, 3, 1)
+    rows = -(-len(values) // _COLUMNS)
+    sheet = np.full((rows * _TILE, _COLUMNS * _TILE, 3), 128, np.uint8)
+    for number, one in enumerate(values.to(torch.uint8).numpy()):
+        tile = np.asarray(Image.fromarray(one).resize((_TILE - 2, _TILE - 2), Image.Resampling.NEAREST))
+        top, left = number // _COLUMNS * _TILE, number % _COLUMNS * _TILE
+        sheet[top + 1 : top + _TILE - 1, left + 1 : left + _TILE - 1] = tile
+    return _png(sheet)
+
+
+def _positions(inside: Internals) -> Markup | None:
+    if inside.positions is None:
+        return None
+    side = len(inside.positions)
+    padded = torch.full((side, side + 1, side, side + 1), -1.0)
+    padded[:, :side, :, :side] = inside.positions.permute(
+        0, 2, 1, 3
+    )  # row of the tile, row in it, column, column
+    flat = (padded.flatten(2).flatten(0, 1)[:-1, :-1] + 1) / 2
+    return _png(heat_colors(flat.numpy()), max(1, 384 // len(flat)))
+
+
+def _dots(distances: Tensor | None, image_size: int) -> list[tuple[float, float, str]]:
+    """Return left and top in percent, and a title, of each head."""
+    if distances is None:
+        return []
+    layers = len(distances)
+    return [
+        (
+            100 * (layer + 0.5) / layers,
+            100 * (1 - float(value) / image_size),
+            f"layer {layer + 1}, head {head + 1}: {float(value):.1f} pixels",
+        )
+        for layer, heads in enumerate(distances)
+        for head, value in enumerate(heads)
+    ]
+
+
+def _rollouts(inside: Internals, images: Tensor) -> list[tuple[Markup, Markup]]:
+    if inside.rollouts is None:
+        return []
+    pairs = zip(images.cpu(), inside.rollouts.numpy(), strict=False)
+    return [(_shown(picture), _over(picture, heat)) for picture, heat in pairs]
+
+
+def _heat(
+    model: CLIP, images: Tensor, prompts: Sequence[Sequence[str]]
+) -> list[tuple[Markup, list[tuple[str, Markup]]]]:
+    """Return each image with the heat of its texts; none if the model reads no texts or has no ViT."""
+    try:
+        attention_blocks(model)
+        found = []
+        for picture, texts in zip(images, prompts, strict=False):
+            heat = clipkit.explain(picture, texts, model)[0].numpy()
+            heat = (heat - heat.min()) / max(float(heat.max() - heat.min()), 1e-12)
+            pictures = [_over(picture.cpu(), one) for one in heat]
+            found.append((_shown(picture.cpu()), list(zip(texts, pictures, strict=True))))
+    except (ConfigError, DataError):
+        return []
+    return found
+
+
+def _shown(picture: Tensor) -> Markup:
+    image = Image.fromarray(picture.permute(1, 2, 0).numpy()).resize((_SIDE, _SIDE), Image.Resampling.BICUBIC)
+    return _png(np.asarray(image))
+
+
+def _over(picture: Tensor, heat: npt.NDArray[np.float32]) -> Markup:
+    image = Image.fromarray(picture.permute(1, 2, 0).numpy()).resize((_SIDE, _SIDE), Image.Resampling.BICUBIC)
+    return _png(np.asarray(overlay(image, heat)))
+
+
+def _matrix(values: Tensor) -> Markup:
+    """Return a matrix in colors, 0 … 1, its first row at the bottom."""
+    flat = values.flip(0).clamp(0, 1).numpy()
+    return _png(heat_colors(flat), max(1, 320 // max(flat.shape)))

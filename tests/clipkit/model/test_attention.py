@@ -1,0 +1,117 @@
+"""Attention maps are those of the libraries, and heatmaps are the gradients that they claim to be."""
+
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import clipkit
+from clipkit.errors import ConfigError
+from clipkit.export.write import export
+from clipkit.model.attention import attention_blocks, attention_maps, patch_grid, text_heatmaps
+from clipkit.model.clip import CLIP, create
+from clipkit.model.names import architecture
+from clipkit.model.towers import Padded, ResidualAttentionBlock
+
+FULL = Padded()
+
+
+def pictures(model: CLIP, count: int = 2) -> Tensor:
+    side = model.architecture.vision.image_size
+    random = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8, generator=random)
+
+
+def maps_of(model: CLIP, images: Tensor) -> list[Tensor]:
+    found: list[Tensor] = []
+    own = model.architecture.vision.plain is not None
+    with torch.no_grad(), attention_maps(model, lambda _, weights: found.append(weights)):
+        _ = model.image_tokens(images) if own else model.encode_image(images)
+    return found
+
+
+def test_maps_are_those_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = create("ViT-Ti-8-48", seed=0).double().eval()
+    export(create("ViT-Ti-8-48", seed=0), tmp_path / "out", to=["transformers"])
+    theirs = transformers.CLIPModel.from_pretrained(tmp_path / "out", attn_implementation="eager").double()
+    images = pictures(model)
+    mean, std = model.colors
+    pixels = (images.double() / 255 - mean) / std
+    wanted = theirs.vision_model(pixels, output_attentions=True).attentions
+    found = maps_of(model, images)
+    assert len(found) == len(wanted) == 4
+    for ours, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, other, rtol=0, atol=1e-6)  # their softmax is in float32
+
+
+def test_maps_are_those_of_timm() -> None:
+    utilities = pytest.importorskip("timm.utils.attention_extract")
+    model = create(architecture("ViT-Ti-8-48", image="timm:test_vit"), seed=0).eval()
+    images = pictures(model)
+    trunk = deepcopy(model.visual.get_submodule("trunk"))
+    mean, std = model.colors
+    for block in trunk.blocks:  # type: ignore[union-attr]  # a ModuleList
+        block.attn.fused_attn = False  # its graph then has a softmax
+    extract = utilities.AttentionExtract(trunk, method="fx")
+    wanted = extract((images.float() / 255 - mean) / std)
+    found = maps_of(model, images)
+    assert len(found) == len(wanted) > 1
+    for ours, other in zip(found, wanted.values(), strict=True):
+        torch.testing.assert_close(ours, other, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["ViT-Ti-8-48", "open_clip:coca_ViT-B-32"])
+def test_features_are_the_same_and_torchs_function_comes_back(name: str) -> None:
+    model, plain = create(architecture(name), seed=0).eval(), F.scaled_dot_product_attention
+    images = pictures(model)
+    with torch.no_grad():
+        before = model.encode_image(images)
+        with attention_maps(model, lambda _, weights: weights):
+            torch.testing.assert_close(model.encode_image(images), before, rtol=0, atol=1e-5)
+    heat = text_heatmaps(model, images, F.normalize(torch.randn(3, before.shape[1]), dim=1))
+    side, _ = patch_grid(50 if "B-32" in name else 37)
+    assert heat.shape == (2, 3, side, side) and (heat >= 0).all() and heat.std() > 0
+    assert F.scaled_dot_product_attention is plain and torch.backends.mha.get_fastpath_enabled()
+    with torch.no_grad():
+        assert torch.equal(model.encode_image(images), before)
+    assert all(one.requires_grad for key, one in model.named_parameters() if key != "logit_bias")
+
+
+def test_heat_is_the_positive_gradient_of_what_each_block_would_say() -> None:
+    model = create("ViT-Ti-8-48", seed=0).double().eval()
+    images, texts = pictures(model, 1), F.normalize(torch.randn(2, 192, dtype=torch.float64), dim=1)
+    blocks = [one for one in attention_blocks(model) if isinstance(one, ResidualAttentionBlock)]
+    visual, step, total = model.visual, 1e-6, torch.zeros(2, 37, dtype=torch.float64)
+    with torch.no_grad():
+        for number in range(len(blocks)):
+
+            def says(change: tuple[int, int, int] | None, number: int = number) -> Tensor:
+                def nudged(at: int, weights: Tensor) -> Tensor:
+                    if at == number and change is not None:
+                        weights = weights.clone()
+                        weights[(0, *change)] += step
+                    return weights
+
+                x = visual.stem(images, colors=model.colors)  # type: ignore[operator]
+                with attention_maps(model, nudged):
+                    for block in blocks[: number + 1]:
+                        x = block(x, FULL)
+                read = visual.ln_post(x[:, 0]) @ visual.proj  # type: ignore[operator]
+                return F.normalize(read, dim=-1)[0] @ texts.T  # (T,)
+
+            base = says(None)
+            for head in range(3):
+                for key in range(37):  # only the class token is read, so other queries have no gradient
+                    total[:, key] += ((says((head, 0, key)) - base) / step).clamp(min=0) / 3
+    heat = text_heatmaps(model, images, texts)
+    torch.testing.assert_close(heat[0].flatten(1).double(), total[:, 1:], rtol=1e-4, atol=1e-6)
+
+
+def test_towers_without_attention_are_refused() -> None:
+    model = create(architecture("ViT-Ti-8-48", image="timm:test_resnet"), seed=0).eval()
+    with pytest.raises(ConfigError, match="has no ViT as its image tower"):
+        clipkit.explain(torch.zeros(48, 48, 3, dtype=torch.uint8), "a cat", model)

@@ -1,0 +1,109 @@
+"""What is said of a model's inside is what its definitions say, for every kind of tower."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from clipkit.errors import ConfigError
+from clipkit.formats.checkpoint import save_model
+from clipkit.model.clip import create
+from clipkit.model.names import architecture
+from eval.__main__ import main
+from eval.internals import attention_distances, compare_layers, hsic, layers_of, look_inside, rollout
+from tests.eval.web_page import Page
+
+
+@given(st.integers(4, 9), st.integers(1, 6), st.integers(1, 6), st.integers(0, 99))
+@settings(max_examples=40)
+def test_alignment_does_not_change_with_rotations_and_scale(
+    count: int, width: int, other: int, seed: int
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    first, second = (
+        torch.randn(count, size, generator=random, dtype=torch.float64) for size in (width, other)
+    )
+    q, _ = torch.linalg.qr(torch.randn(width, width, generator=random, dtype=torch.float64))
+    turned = 3 * first @ q + 5
+    grams = [one @ one.T for one in (first, turned, second)]
+    own = hsic(grams[0], grams[0])
+    if own > 1e-9:
+        like = hsic(grams[0], grams[1]) / (own * hsic(grams[1], grams[1])).sqrt()
+        assert like == pytest.approx(1, abs=1e-6)
+    k, m = (one - one.diag().diag() for one in (grams[0], grams[2]))
+    ones = torch.ones(count, dtype=torch.float64)
+    wanted = (k @ m).trace() + (ones @ k @ ones) * (ones @ m @ ones) / ((count - 1) * (count - 2))
+    wanted = (wanted - 2 / (count - 2) * (ones @ k @ m @ ones)) / (count * (count - 3))
+    assert hsic(grams[0], grams[2]) == pytest.approx(float(wanted), rel=1e-9, abs=1e-9)
+
+
+def test_distances_and_rollouts_are_those_of_their_loops() -> None:
+    torch.manual_seed(0)
+    maps = [torch.rand(2, 3, 10, 10).softmax(dim=-1) for _ in range(3)]  # 3 × 3 patches after one token
+    wanted = torch.zeros(3)
+    for head in range(3):
+        for image in range(2):
+            for q in range(9):
+                weights = maps[0][image, head, 1 + q, 1:]
+                far = [12 * np.hypot(q // 3 - k // 3, q % 3 - k % 3) for k in range(9)]
+                wanted[head] += float((weights / weights.sum()) @ torch.tensor(far, dtype=torch.float32)) / 9
+    torch.testing.assert_close(attention_distances(maps[0], 36), wanted)
+    for image in range(2):
+        total = np.eye(10)
+        for one in maps:
+            total = (one[image].mean(dim=0).numpy() + np.eye(10)) / 2 @ total
+        row = total[0, 1:] - total[0, 1:].min()
+        np.testing.assert_allclose(
+            rollout(maps)[image].flatten().numpy(), row / row.max(), rtol=1e-4, atol=1e-6
+        )
+
+
+def test_a_model_is_like_itself_and_memory_does_not_depend_on_the_number_of_images() -> None:
+    model = create("ViT-Ti-4-16", seed=0).eval()
+    images = torch.randint(0, 256, (70, 3, 16, 16), dtype=torch.uint8)  # two batches, and a third one
+    like = compare_layers(model, model, images, images)
+    torch.testing.assert_close(like.diagonal(), torch.ones(3))
+    torch.testing.assert_close(like, like.T)
+    inside = look_inside(model, images)
+    assert inside.distances is not None and inside.distances.shape == (3, 3)
+    assert (inside.distances > 0).all() and (inside.distances < 16 * 2**0.5).all()
+    assert inside.positions is not None
+    torch.testing.assert_close(inside.positions[1, 2, 1, 2], torch.tensor(1.0))
+    assert inside.filters is not None and inside.filters.shape == (28, 3, 4, 4)
+    torch.testing.assert_close(inside.filters.flatten(1).norm(dim=1), torch.ones(28))
+
+
+TOWERS = {
+    "own": architecture("ViT-Ti-8-48"),
+    "resnet": architecture("ViT-Ti-8-48", image="timm:test_resnet"),
+    "timm": architecture("ViT-Ti-8-48", image="timm:test_vit"),
+}
+
+
+@pytest.mark.parametrize("kind", TOWERS)
+def test_a_page_of_two_models_shows_what_each_has(kind: str, tmp_path: Path) -> None:
+    first, second = create("ViT-Ti-4-16", seed=0), create(TOWERS[kind], seed=0)
+    for name, model in (("first", first), ("<b>", second)):
+        save_model(model, tmp_path / name)
+    out = tmp_path / "page.html"
+    command = ["internals", "--data", "digits", "--images", "9", "--out", str(out)]
+    assert main([*command, "--model", str(tmp_path / "first"), "--model", str(tmp_path / "<b>")]) == 0
+    text = out.read_text(encoding="utf-8")
+    page = Page(text)
+    assert f"{tmp_path}/&lt;b&gt;" in text
+    assert all((values["src"] or "").startswith("data:") for tag, values in page.tags if tag == "img")
+    heads = {"own": 4 * 3, "resnet": 0, "timm": len(layers_of(second)) * 2}[kind]
+    assert text.count('title="layer ') == 3 * 3 + heads
+    assert text.count('alt="heat of') == (12 if kind == "resnet" else 24)
+    assert "similarity of the layers of both models" in text
+
+
+def test_what_is_wrong_is_told_in_a_line(tmp_path: Path) -> None:
+    save_model(create("ViT-Ti-4-16", seed=0), tmp_path / "m")
+    command = ["internals", "--data", "digits", "--model", str(tmp_path / "m")]
+    with pytest.raises(ConfigError, match=r"must be a file name ending in \.html"):
+        main([*command, "--out", str(tmp_path / "x.png")])
+    with pytest.raises(ConfigError, match="3 models: internals shows one, or two side by side"):
+        main([*command, *command[-2:], *command[-2:], "--out", str(tmp_path / "x.html")])
