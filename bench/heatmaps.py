@@ -1,6 +1,6 @@
 """Check heatmaps of texts: on images of four digits, how often the heat of a digit is in its quarter.
 
-    python -m bench.heatmaps [--steps 800] [--folder runs/heatmaps]
+    python -m bench.heatmaps [--steps 600] [--folder runs/heatmaps]
 
 Trains a ViT (48 pixels, patches of 8) on 12,000 images that are 2 × 2 digits of scikit-learn, whose captions name
 them in random order, so nothing says where each is. 500 images are made of other digits. The quarter with the most
@@ -82,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--folder", type=Path, default=Path("runs/heatmaps"))
     given = parser.parse_args()
     folder = given.folder.absolute()

@@ -239,7 +239,8 @@ With --out, running the same command again resumes it.""",
         summary="show where in an image texts are (LeGrad)",
         epilog="""\
 FILE shows the part of the image that the model gets, and for each PROMPT its
-heat from black to yellow, on one scale for all prompts.
+heat from black to yellow, on its own scale: where it would be, not whether it
+is there.
 
   clipkit explain photo.jpg "a cat" "a dog" --model runs/pets --out heat.png""",
         run="clipkit.inference.explain:run",

@@ -195,8 +195,8 @@ def explain(
         batch_size: number of images at a time; memory grows with it.
 
     Returns:
-        (N, T, g, g) float32 on the CPU, at least 0, a value for each patch of the image that the model gets, which
-        may be cropped. The largest of each image is 1, so prompts of an image can be compared.
+        (N, T, g, g) float32 on the CPU, a value for each patch of the image that the model gets, which may be
+        cropped. Each map is scaled to 0 … 1: it says where a prompt would be, not whether the image shows it.
 
     Warns:
         UserWarning: see ``encode_image``.
@@ -211,7 +211,8 @@ def explain(
     with evaluating(model):
         for pixels in _pixels(images, model, batch_size):
             heat = text_heatmaps(model, pixels, torch.as_tensor(texts).to(pixels.device)).cpu()
-            found.append(heat / heat.flatten(1).amax(dim=1).clamp(min=1e-30)[:, None, None, None])
+            heat = heat - heat.amin(dim=(2, 3), keepdim=True)
+            found.append(heat / heat.amax(dim=(2, 3), keepdim=True).clamp(min=1e-30))
     return torch.cat(found[1:] or found)
 
 

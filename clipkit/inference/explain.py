@@ -58,10 +58,8 @@ def run(options: argparse.Namespace) -> int:
         background=options.background,
         upright=options.upright,
     )
-    data = options.image.read_bytes()
-    heat = explain(data, options.prompts, model)[0].numpy()  # (T, g, g)
-    heat = (heat - heat.min()) / max(float(heat.max() - heat.min()), 1e-12)
-    picture = _seen(data, model.preprocess)
+    heat = explain(options.image, options.prompts, model)[0].numpy()  # (T, g, g)
+    picture = _seen(options.image, model.preprocess)
     sheet = _sheet([picture, *(overlay(picture, one) for one in heat)], ["", *options.prompts])
     try:
         with replacing(out) as partial:
@@ -72,9 +70,9 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _seen(data: bytes, preprocess: Preprocess) -> Image.Image:
+def _seen(file: Path, preprocess: Preprocess) -> Image.Image:
     """Return the part of an image that the model gets, enlarged."""
-    pixels = eval_pixels(data, preprocess)  # (3, S, S)
+    pixels = eval_pixels(file, preprocess)  # (3, S, S)
     return Image.fromarray(pixels.permute(1, 2, 0).numpy()).resize((_SIDE, _SIDE), Image.Resampling.BICUBIC)
 
 

@@ -187,7 +187,6 @@ def _heat(
         found = []
         for picture, texts in zip(images, prompts, strict=False):
             heat = clipkit.explain(picture, texts, model)[0].numpy()
-            heat = (heat - heat.min()) / max(float(heat.max() - heat.min()), 1e-12)
             pictures = [_over(picture.cpu(), one) for one in heat]
             found.append((_shown(picture.cpu()), list(zip(texts, pictures, strict=True))))
     except (ConfigError, DataError):
