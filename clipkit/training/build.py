@@ -237,8 +237,14 @@ def _take_image_tower(first: CLIP, model: ModelConfig) -> None:
 
 
 def _fits(first: CLIP, shape: Architecture) -> bool:
-    """Compare architectures, except for a bias, which softmax ignores, and the initialization of fresh weights."""
-    return replace(first.architecture, logit_bias=shape.logit_bias, small_data=shape.small_data) == shape
+    """Compare architectures, except for what weights bring along.
+
+    That is a bias, which softmax ignores, the initialization, and whether text attention is causal.
+    """
+    own = replace(first.architecture, logit_bias=shape.logit_bias, small_data=shape.small_data)
+    if own.text.plain is not None and shape.text.plain is not None:
+        own = replace(own, text=replace(own.text.plain, causal=shape.text.plain.causal))
+    return own == shape
 
 
 def _misfit(first: CLIP, shape: Architecture, model: ModelConfig) -> str:

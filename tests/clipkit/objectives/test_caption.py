@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from clipkit.api import load
-from clipkit.config import load_config
+from clipkit.config import CaptionConfig, LossConfig, ModelConfig, SmallConfig, load_config
 from clipkit.errors import ConfigError
 from clipkit.export.write import export
 from clipkit.formats.checkpoint import model_hash, save_model
@@ -224,6 +224,23 @@ def test_a_decoder_is_stored_hashed_and_left_out_of_exports(tmp_path: Path) -> N
     assert again.architecture == model.architecture and model_hash(again) == model_hash(model)
     export(again, tmp_path / "exported", to=["open_clip"])
     assert model_hash(load(str(tmp_path / "exported"))) == model_hash(plain)
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_weights_keep_the_direction_of_their_text_attention(weight: float, tmp_path: Path) -> None:
+    fresh, shared = ModelConfig(name="ViT-Ti-4-16"), CaptionConfig(weight=1.0, feed="shared")
+    shape = shape_of(fresh, LossConfig(), SmallConfig(), shared)
+    first = first_model(fresh, LossConfig(), shape, seed=0, small=SmallConfig())
+    save_model(first, tmp_path / "m")
+    again = ModelConfig(name="ViT-Ti-4-16", weights=str(tmp_path / "m"))
+    shape = shape_of(again, LossConfig(), SmallConfig(), shared if weight else CaptionConfig())
+    for checkpoint in (None, tmp_path / "m") if weight else (None,):
+        found = first_model(again, LossConfig(), shape, seed=1, small=SmallConfig(), checkpoint=checkpoint)
+        for one in (first, found):
+            assert one.architecture.text.plain is not None and not one.architecture.text.plain.causal
+        tokens = first.tokenizer(["a photo of a cat"])
+        assert torch.equal(found.encode_text(tokens), first.encode_text(tokens))
+        assert (found.text_decoder is None) == (not weight)
 
 
 def test_weights_without_a_decoder_get_a_fresh_one_and_a_line_says_so(tmp_path: Path) -> None:
