@@ -3,6 +3,7 @@
 ``setting(…)`` defines each field with its documentation and valid values.
 """
 
+import json
 import math
 import re
 import sys
@@ -307,6 +308,17 @@ class DataConfig(Section):
         return tuple(map(shown_url, self.sources))
 
 
+def _json_object(name: str, text: str) -> dict[str, Any]:
+    """Parse a setting that is a JSON object, or empty."""
+    try:
+        value = json.loads(text or "{}")
+    except ValueError as error:
+        raise ConfigError(f"{name} = {text!r} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f'{name} = {text!r} is not a JSON object, such as {{"depth": 4}}')
+    return value
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
     """The model and its initial weights."""
@@ -316,6 +328,9 @@ class ModelConfig(Section):
         "ViT-B-32", "Architecture: one of clipkit's, such as ViT-B-32 or ViT-L-14, or open_clip:NAME."
     )
     image: str = setting("", "Another image tower: timm:NAME.")
+    image_options: str = setting(
+        "", 'Arguments with which timm builds it, as JSON, such as {"depth": 4, "global_pool": "map"}.'
+    )
     text: str = setting(
         "",
         "Another text tower: cbow, words, or transformers:FOLDER or NAME; or, for loss.name=classes, classes:FILE, "
@@ -349,6 +364,7 @@ class ModelConfig(Section):
         super().__post_init__()
         both = bool(self.tokenizer and self.weights and not self.new_head)
         require(not both, "model.tokenizer", self.tokenizer, "model.weights have their own tokenizer")
+        _json_object("model.image_options", self.image_options)
         if self.new_head:
             _require_use("model.new_head", self.new_head, "model.weights", bool(self.weights))
 
@@ -359,6 +375,11 @@ class ModelConfig(Section):
         # omit the path of the file of class names
         text = tower.setting.partition(":")[0] if tower is not None and tower.over_classes else self.text
         return " + ".join(filter(None, (self.name, self.image, text)))
+
+    @property
+    def tower_options(self) -> dict[str, Any]:
+        """``image_options`` as values."""
+        return _json_object("model.image_options", self.image_options)
 
     @property
     def over_classes(self) -> bool:

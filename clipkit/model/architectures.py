@@ -162,6 +162,12 @@ class ImageArchitecture(TowerArchitecture):
         """Number of values that the constructor computes for position embeddings, checked for stored towers."""
         return 0
 
+    def with_options(self, options: Mapping[str, Any]) -> Self:
+        """Return the tower with arguments for its library; ConfigError if it takes none."""
+        if options:
+            raise ConfigError(f"a tower like this one ({self.description}) takes no options")
+        return self
+
     def resized(self, image_size: int) -> Self:
         """Return the tower for images of another size."""
         return replace(self, **{"image_size": image_size})

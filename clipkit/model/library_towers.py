@@ -30,6 +30,12 @@ _NO_VISION: dict[str, Any] = {"image_size": 2, "patch_size": 2, "width": 64, "la
 _NO_TEXT: dict[str, Any] = {"context_length": 2, "vocab_size": 2, "width": 64, "heads": 1, "layers": 1}
 _POOLINGS = {"mean_pooler": "mean", "cls_pooler": "pooler", "cls_last_hidden_state_pooler": "cls"}
 _PROJECTIONS = ("linear", "mlp", "none")
+# arguments of timm that the tower sets itself, and those that read files or change what it returns
+_FIXED_OPTIONS = {
+    "cache_dir", "checkpoint_path", "exportable", "features_only", "img_size", "in_chans", "num_classes",
+    "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "scriptable",
+}  # fmt: skip
+_LARGEST, _MOST_VALUES = 100_000, 64
 _TOKENIZER_OPTIONS = {"clean", "strip_sep_token", "language"}  # settings that run no code
 # exceptions that libraries raise for invalid configurations
 _REFUSALS = (TypeError, ValueError, KeyError, AssertionError, RuntimeError, ArithmeticError)
@@ -118,12 +124,34 @@ class OpenClipVision(ImageArchitecture):
 
 @dataclass(frozen=True, kw_only=True)
 class TimmVision(ImageArchitecture):
-    """A backbone of timm with its own pooling and a linear projection; ``options`` are arguments for timm."""
+    """A backbone of timm with its own pooling and a linear projection.
+
+    Attributes:
+        options: arguments with which timm builds it, such as ``{"depth": 4, "global_pool": "map"}``: numbers,
+            strings and lists of them, none that read files.
+    """
 
     image_size: int
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
     setting = "timm:NAME, such as timm:resnet50"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key, value in self.options.items():
+            if key in _FIXED_OPTIONS:
+                raise ConfigError(f"image option {key!r} cannot be set")
+            values = value if isinstance(value, list | tuple) else [value]
+            plain = all(one is None or isinstance(one, bool | int | float | str) for one in values)
+            large = any(isinstance(one, int | float) and not abs(one) <= _LARGEST for one in values)
+            if not plain or large or len(values) > _MOST_VALUES or any(len(str(one)) > 100 for one in values):
+                raise ConfigError(
+                    f"image option {key!r} must be a number of at most {_LARGEST:,}, a short string, or at most "
+                    f"{_MOST_VALUES} of them"
+                )
+
+    def with_options(self, options: Mapping[str, Any]) -> Self:
+        return replace(self, options=options)
 
     @classmethod
     def from_setting(cls, value: str, *, embed_dim: int) -> Self:

@@ -73,13 +73,20 @@ _TOP = {
 
 
 def architecture(
-    name: str, *, image: str = "", text: str = "", image_size: int = 0, context_length: int = 0
+    name: str,
+    *,
+    image: str = "",
+    image_options: Mapping[str, Any] | None = None,
+    text: str = "",
+    image_size: int = 0,
+    context_length: int = 0,
 ) -> Architecture:
     """Create an architecture from the values of settings.
 
     Args:
         name: a name of clipkit, or ``open_clip:NAME``.
         image: ``timm:NAME`` for another image tower, or "".
+        image_options: arguments with which timm builds it, see ``TimmVision``.
         text: ``transformers:FOLDER or NAME``, ``cbow``, ``words`` or ``classes:FILE`` for another text tower,
             or "".
         image_size: side of the images in pixels; 0 for the default.
@@ -91,7 +98,10 @@ def architecture(
     check_names(name, image, text, called="name")
     shape = from_open_clip(open_clip_config(name)) if name.startswith(OPEN_CLIP) else named(name)
     if vision := selected(image, IMAGE_TOWERS):
-        shape = replace(shape, vision=vision[0].from_setting(vision[1], embed_dim=shape.embed_dim))
+        tower = vision[0].from_setting(vision[1], embed_dim=shape.embed_dim)
+        shape = replace(shape, vision=tower.with_options(image_options or {}))
+    elif image_options:
+        raise ConfigError("image_options require a tower of timm: set model.image = 'timm:NAME'")
     if words := selected(text, TEXT_TOWERS):
         shape = replace(shape, text=words[0].from_setting(words[1], embed_dim=shape.embed_dim))
     return shape.resized(image_size=image_size, context_length=context_length)

@@ -61,6 +61,7 @@ def shape_of(
     shape = architecture(
         model.name,
         image=model.image,
+        image_options=model.tower_options,
         text=model.text,
         image_size=model.image_size,
         context_length=model.context_length,

@@ -33,7 +33,7 @@ import clipkit
 from clipkit.errors import CheckpointError, ConfigError, DataError
 from clipkit.files import FileLock, decode_image, write_atomic
 from clipkit.formats import latest_checkpoint, model_hash, save_model, step_of
-from clipkit.model import ARCHITECTURES, CLIP, QUICKGELU, architecture, with_class_head
+from clipkit.model import ARCHITECTURES, CLIP, QUICKGELU, TimmVision, architecture, with_class_head
 from data.remote.cache import cache_folder
 from data.shards.writer import DatasetWriter, Record
 from eval.datasets.dataset import TEST, EvalDataset, distinct_names, labels_of
@@ -222,15 +222,21 @@ def _model_settings(head: CLIP, image_size: int = 0) -> dict[str, object]:
     name, *others = head.name.split(" + ")
     image = next((one for one in others if one.startswith("timm:")), "")
     wanted = head.architecture
+    options = wanted.vision.options if isinstance(wanted.vision, TimmVision) else {}
     size = wanted.vision.image_size
     for known in (name, *ARCHITECTURES, *(one + QUICKGELU for one in ARCHITECTURES)):
         shape = None
         with suppress(ConfigError):
-            shape = architecture(known, image=image, image_size=size)
+            shape = architecture(known, image=image, image_options=options, image_size=size)
         if shape is not None:  # initialization does not matter, and exports do not store it
             shape = replace(shape, logit_bias=wanted.logit_bias, small_data=wanted.small_data)
         if shape is not None and replace(shape, text=wanted.text) == wanted:
-            return {"model.name": known, "model.image": image, "model.image_size": image_size or size}
+            return {
+                "model.name": known,
+                "model.image": image,
+                "model.image_options": json.dumps(options) if options else "",
+                "model.image_size": image_size or size,
+            }
     raise ConfigError(
         "fine-tuning needs a model with an architecture that train.py knows by name, "
         f"{f'not {head.name!r}' if head.name else 'and this one has none'}: "

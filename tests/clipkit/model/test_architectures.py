@@ -1,13 +1,16 @@
 """The named shapes are the published ones, parameter for parameter, and a stored shape is checked."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from clipkit.api import load
 from clipkit.errors import CheckpointError, ConfigError
+from clipkit.formats.checkpoint import save_model
 from clipkit.model.architectures import ARCHITECTURES, Architecture, TextTower, VisionTower
-from clipkit.model.clip import CLIP
+from clipkit.model.clip import CLIP, create
 from clipkit.model.names import architecture
 
 OWN = {"ViT-Ti-8-48", "ViT-Ti-4-16"}
@@ -63,3 +66,26 @@ def test_what_does_not_divide_is_refused() -> None:
     for wrong in mistakes:
         with pytest.raises(CheckpointError):
             Architecture.from_dict(wrong)
+
+
+def test_options_of_timms_towers_are_stored_and_checked(tmp_path: Path) -> None:
+    pytest.importorskip("timm")
+    options = {"depth": 3, "global_pool": "map", "class_token": False}
+    shape = architecture("ViT-Ti-4-16", image="timm:test_vit", image_options=options, image_size=32)
+    model = create(shape, seed=0)
+    assert len(model.visual.get_submodule("trunk.blocks")) == 3
+    save_model(model, tmp_path / "model")
+    again = load(tmp_path / "model").architecture
+    assert again == shape and Architecture.from_dict(shape.to_dict()) == shape
+    stored = shape.to_dict()
+    stored["vision"]["options"] = {"checkpoint_path": "/etc/passwd"}
+    with pytest.raises(CheckpointError, match="image option 'checkpoint_path' cannot be set"):
+        Architecture.from_dict(stored)
+    refused: list[dict[str, Any]] = [
+        {"depth": float("nan")}, {"depth": 10**9}, {"a": {"b": 1}}, {"a": [0] * 65}, {"a": "b" * 101},
+    ]  # fmt: skip
+    for wrong in refused:
+        with pytest.raises(ConfigError, match="must be a number of at most"):
+            architecture("ViT-Ti-4-16", image="timm:test_vit", image_options=wrong)
+    with pytest.raises(ConfigError, match="image_options require a tower of timm"):
+        architecture("ViT-Ti-4-16", image_options=options)
