@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from timm.optim.adafactor_bv import AdafactorBigVision
 from timm.optim.lamb import Lamb as TimmLamb
 from torch import Tensor
 from torch.optim import Optimizer
@@ -17,8 +18,8 @@ from clipkit.training.build import places, tower_of
 from clipkit.training.parallel import is_sharded, local_part, sums_over_parts
 
 __all__ = [
-    "Lamb", "MuonWithAdamW", "StableAdamW", "adamw", "expected_state", "lamb", "make_optimizer", "muon",
-    "parameter_groups", "stable_adamw",
+    "Adafactor", "Lamb", "MuonWithAdamW", "StableAdamW", "adafactor", "adamw", "expected_state", "lamb",
+    "make_optimizer", "muon", "parameter_groups", "stable_adamw",
 ]  # fmt: skip
 
 Groups = list[dict[str, Any]]
@@ -72,6 +73,12 @@ def lamb(model: CLIP, config: OptimConfig) -> Optimizer:
     return Lamb(groups, lr=config.lr, betas=betas, eps=config.eps, max_grad_norm=None)
 
 
+def adafactor(model: CLIP, config: OptimConfig) -> Optimizer:
+    """Build ``Adafactor``; its second moments have a schedule and a constant of their own."""
+    groups, momentum = parameter_groups(model, config), config.beta1 or None
+    return Adafactor(groups, lr=config.lr, momentum=momentum)
+
+
 def muon(model: CLIP, config: OptimConfig) -> Optimizer:
     """Build Muon for the matrices of blocks, and AdamW for embeddings, projections, convolutions and the rest."""
     parameters = dict(model.named_parameters())
@@ -116,6 +123,33 @@ def expected_state(optimizer: Optimizer, parameter: Tensor) -> StateShapes:
 def _adamw_state(parameter: Tensor) -> StateShapes:
     moment = (parameter.shape, parameter.dtype)
     return {"exp_avg": moment, "exp_avg_sq": moment, "step": (torch.Size(), torch.float32)}
+
+
+class Adafactor(AdafactorBigVision):
+    """timm's AdaFactor as in Scaling ViT (Zhai et al. 2022, https://arxiv.org/abs/2106.04560).
+
+    The second moment of a matrix is the product of the means of its rows and columns, and the first moment is in
+    bfloat16, so the state takes a quarter of AdamW's memory. β2 = min(0.999, 1 − t^−0.8), and ``optim.beta2`` and
+    ``optim.eps`` have no effect. Parameters must not be sharded.
+
+    State of each parameter: ``step``, float32 on the CPU; ``exp_avg`` in bfloat16, with a momentum;
+    ``exp_avg_sq_r`` and ``exp_avg_sq_c`` of a tensor whose two largest dimensions are at least 16, otherwise
+    ``exp_avg_sq``.
+    """
+
+    def expected_state(self, parameter: Tensor) -> StateShapes:
+        """See the function of this name."""
+        shape = list(parameter.shape)
+        found = {"step": (torch.Size(), torch.float32)}
+        if self.defaults["momentum"] is not None:
+            found["exp_avg"] = (parameter.shape, self.defaults["momentum_dtype"])
+        order = sorted(range(len(shape)), key=lambda dim: (shape[dim], dim))
+        if len(order) < 2 or shape[order[-2]] < self.defaults["min_dim_size_to_factor"]:
+            return {**found, "exp_avg_sq": (parameter.shape, parameter.dtype)}
+        for name, dim in (("exp_avg_sq_r", order[-1]), ("exp_avg_sq_c", order[-2])):
+            reduced = torch.Size(1 if one == dim else size for one, size in enumerate(shape))
+            found[name] = (reduced, parameter.dtype)
+        return found
 
 
 class Lamb(TimmLamb):

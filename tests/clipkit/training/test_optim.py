@@ -171,7 +171,7 @@ def test_the_configuration_says_it_all(tiny: CLIP) -> None:
 def give_gradients(model: CLIP, seed: int, without: tuple[str, ...] = ()) -> None:
     random = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        drawn = torch.randn(parameter.shape, generator=random)
+        drawn = torch.randn(parameter.shape, generator=random).to(parameter.dtype)
         parameter.grad = None if name.startswith(without or ("nothing",)) else drawn
 
 
@@ -282,6 +282,43 @@ def test_muon_is_torchs_for_the_matrices_of_blocks_and_adamw_for_the_rest() -> N
         for optimizer in reference:
             optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_adafactor_is_its_formula(tiny: CLIP) -> None:
+    ours, theirs = tiny.double(), deepcopy(tiny).double()
+    config = OptimConfig(name="adafactor", lr=1e-2, weight_decay=0.3)
+    optimizer = make_optimizer(ours, config)
+    decays = {id(one): group["weight_decay"] for group in optimizer.param_groups for one in group["params"]}
+    rows: dict[int, torch.Tensor] = {}
+    columns: dict[int, torch.Tensor] = {}
+    squares: dict[int, torch.Tensor] = {}
+    means: dict[int, torch.Tensor] = {}
+    for step in range(1, 5):
+        give_gradients(ours, step)
+        give_gradients(theirs, step)
+        optimizer.step()
+        beta = min(0.999, 1 - step**-0.8)
+        with torch.no_grad():
+            for number, (own, other) in enumerate(zip(ours.parameters(), theirs.parameters(), strict=True)):
+                assert other.grad is not None
+                square = other.grad**2 + 1e-30
+                if other.ndim == 2 and min(other.shape) >= 16:
+                    wide = other.shape[1] >= other.shape[0]  # rows are the larger dimension's means
+                    r, c = (
+                        square.mean(1 if wide else 0, keepdim=True),
+                        square.mean(0 if wide else 1, keepdim=True),
+                    )
+                    rows[number] = beta * rows.get(number, 0) + (1 - beta) * r
+                    columns[number] = beta * columns.get(number, 0) + (1 - beta) * c
+                    second = rows[number] * columns[number] / rows[number].mean()
+                else:
+                    squares[number] = beta * squares.get(number, 0) + (1 - beta) * square
+                    second = squares[number]
+                update = (other.grad / second.sqrt()).bfloat16()
+                mean = means.get(number, torch.zeros_like(update))
+                means[number] = mean.lerp(update, 0.1)
+                other.sub_(1e-2 * decays[id(own)] * other + 1e-2 * means[number].double())
+                assert torch.allclose(own, other, rtol=0, atol=2e-4)  # a unit of bfloat16 may be rounded away
 
 
 def test_each_name_that_a_configuration_takes_is_an_optimizer_or_a_schedule() -> None:
