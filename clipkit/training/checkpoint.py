@@ -320,7 +320,7 @@ def restore_optimizer(
     for name, state in stored.items():
         parameter, own = parameters[name], {}
         for kind, value in state.items():
-            if value.ndim:
+            if (value.shape, value.dtype) == (parameter.shape, parameter.dtype) and value.ndim:
                 own[kind] = torch.empty_like(parameter)  # sharded like its parameter
                 put(own[kind], value)
             else:
