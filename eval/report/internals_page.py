@@ -65,8 +65,7 @@ def build_internals(models: Sequence[CLIP], names: Sequence[str], dataset: EvalD
     numbers = sorted({round(place) for place in np.linspace(0, len(dataset) - 1, min(count, len(dataset)))})
     if len(numbers) < 4:
         raise DataError(f"dataset {dataset.name} has {len(dataset)} images: internals needs at least 4")
-    data = [dataset.images.read(number) for number in numbers]
-    pixels = [torch.stack([eval_pixels(one, model.preprocess) for one in data]) for model in models]
+    pixels = [_pixels(dataset, numbers, model) for model in models]
     pixels = [one.to(model.logit_scale.device) for one, model in zip(pixels, models, strict=True)]
     found = [
         look_inside(model, images, shown=_PICTURES) for model, images in zip(models, pixels, strict=True)
@@ -99,6 +98,17 @@ def build_internals(models: Sequence[CLIP], names: Sequence[str], dataset: EvalD
         between=between,
         images=len(numbers),
     )
+
+
+def _pixels(dataset: EvalDataset, numbers: Sequence[int], model: CLIP) -> Tensor:
+    """Preprocess images, (B, 3, S, S) uint8."""
+    found = []
+    for number in numbers:
+        try:
+            found.append(eval_pixels(dataset.images.read(number), model.preprocess))
+        except DataError as error:
+            raise DataError(f"{dataset.where(number)}: {error}") from error
+    return torch.stack(found)
 
 
 def _prompts(dataset: EvalDataset, numbers: Sequence[int]) -> list[list[str]]:
