@@ -51,10 +51,11 @@ def patch_grid(tokens: int) -> tuple[int, int]:
 
 @contextmanager
 def attention_maps(model: CLIP, use: Callable[[int, Tensor], Tensor | None]) -> Iterator[None]:
-    """Call ``use`` with the attention of each block of the image tower, while the tower computes all tokens.
+    """Call ``use`` with the attention weights of each block when the image tower runs inside, in this thread.
 
     Args:
-        model: see ``attention_blocks``.
+        model: see ``attention_blocks``. The last block of clipkit's own tower computes one token only, except in
+            ``CLIP.image_tokens``.
         use: gets the number of the block and its weights (B, H, N, N), after the softmax; may return other
             weights to go on with.
     """
@@ -121,7 +122,7 @@ def text_heatmaps(model: CLIP, images: Tensor, texts: Tensor) -> Tensor:
         (B, T, g, g) float32, at least 0, of any scale.
 
     Raises:
-        ConfigError: the image tower has no ViT, or its patches are not a square.
+        ConfigError: the image tower is no ViT, or does not attend to all patches.
     """
     blocks, weights = attention_blocks(model), list[Tensor]()
 
@@ -135,11 +136,19 @@ def text_heatmaps(model: CLIP, images: Tensor, texts: Tensor) -> Tensor:
             with torch.enable_grad():
                 with attention_maps(model, keep):
                     tokens = block(*given, **named)
+                if not weights or weights[0].shape[0] != len(images) or weights[0].shape[-2] < 2:
+                    raise ConfigError(
+                        f"{model.name or 'the model'} does not attend to all patches at once, so there is no heatmap"
+                    )
                 with _reading(blocks, tokens):
                     features = F.normalize(_features(model, images), dim=-1)  # (B, O)
                 scores = (features @ texts.T.to(features.dtype)).sum(dim=0)  # (T,)
                 gradients = [torch.autograd.grad(one, weights, retain_graph=True)[0] for one in scores]
             found = torch.stack([one.clamp_(min=0).mean(dim=1).sum(dim=1) for one in gradients], dim=1)
+            if found.shape[0] != len(images):
+                raise ConfigError(
+                    f"{model.name or 'the model'} attends within windows, which have no heatmap"
+                )
             total = found.float() if total is None else total + found.float()  # (B, T, N)
     assert total is not None
     side, before = patch_grid(total.shape[-1])

@@ -111,7 +111,14 @@ def test_heat_is_the_positive_gradient_of_what_each_block_would_say() -> None:
     torch.testing.assert_close(heat[0].flatten(1).double(), total[:, 1:], rtol=1e-4, atol=1e-6)
 
 
-def test_towers_without_attention_are_refused() -> None:
-    model = create(architecture("ViT-Ti-8-48", image="timm:test_resnet"), seed=0).eval()
-    with pytest.raises(ConfigError, match="has no ViT as its image tower"):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("test_resnet", "has no ViT as its image tower"),
+        ("swin_tiny_patch4_window7_224", "there is no heatmap"),
+    ],
+)
+def test_towers_without_attention_to_all_patches_are_refused(name: str, message: str) -> None:
+    model = create(architecture("ViT-Ti-8-48", image=f"timm:{name}"), seed=0).eval()
+    with pytest.raises(ConfigError, match=message):
         clipkit.explain(torch.zeros(48, 48, 3, dtype=torch.uint8), "a cat", model)
