@@ -138,7 +138,7 @@ def text_heatmaps(model: CLIP, images: Tensor, texts: Tensor) -> Tensor:
                     tokens = block(*given, **named)
                 if not weights or weights[0].shape[0] != len(images) or weights[0].shape[-2] < 2:
                     raise ConfigError(
-                        f"{model.name or 'the model'} does not attend to all patches at once, so there is no heatmap"
+                        f"{model.name or 'the model'} does not attend to all patches at once: there is no heatmap"
                     )
                 with _reading(blocks, tokens):
                     features = F.normalize(_features(model, images), dim=-1)  # (B, O)

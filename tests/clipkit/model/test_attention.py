@@ -115,7 +115,7 @@ def test_heat_is_the_positive_gradient_of_what_each_block_would_say() -> None:
     ("name", "message"),
     [
         ("test_resnet", "has no ViT as its image tower"),
-        ("swin_tiny_patch4_window7_224", "there is no heatmap"),
+        ("swin_tiny_patch4_window7_224", "not attend to all patches at once"),
     ],
 )
 def test_towers_without_attention_to_all_patches_are_refused(name: str, message: str) -> None:
