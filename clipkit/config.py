@@ -348,6 +348,11 @@ class ModelConfig(Section):
     weights: str = setting(
         "", "Initial weights: any source that clipkit.load accepts, such as the folder of another run."
     )
+    image_weights: str = setting(
+        "",
+        "Initial weights of a timm tower, for example to lock it (LiT): a file in timm's names, "
+        "hf-hub:OWNER/REPOSITORY, or timm for those that timm publishes. Images are normalized as timm does.",
+    )
     new_head: bool = setting(
         False,
         "Take only the image tower of model.weights; the rest, such as a classification head, starts with random "
@@ -365,6 +370,10 @@ class ModelConfig(Section):
         both = bool(self.tokenizer and self.weights and not self.new_head)
         require(not both, "model.tokenizer", self.tokenizer, "model.weights have their own tokenizer")
         _json_object("model.image_options", self.image_options)
+        if self.image_weights:
+            image = "model.image=timm:NAME and no model.weights"
+            usable = self.image.startswith("timm:") and not self.weights
+            _require_use("model.image_weights", self.image_weights, image, usable)
         if self.new_head:
             _require_use("model.new_head", self.new_head, "model.weights", bool(self.weights))
 

@@ -18,6 +18,7 @@ from clipkit.model.flops import Flops
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from clipkit.model.preprocess import Preprocess
     from clipkit.model.tokenizer import Tokenizer
 
 __all__ = [
@@ -167,6 +168,26 @@ class ImageArchitecture(TowerArchitecture):
         if options:
             raise ConfigError(f"a tower like this one ({self.description}) takes no options")
         return self
+
+    @property
+    def published(self) -> str:
+        """A repository on the Hugging Face hub with weights for ``take_weights``; "" if there is none."""
+        return ""
+
+    def take_weights(
+        self, module: "nn.Module", tensors: Mapping[str, "Tensor"], preprocess: "Preprocess"
+    ) -> "Preprocess":
+        """Copy weights of the tower's library into a built tower; return ``preprocess`` with its normalization.
+
+        Args:
+            module: the result of ``build``.
+            tensors: weights in the library's names. A classifier is left out; position embeddings are resampled.
+            preprocess: the model's preprocessing.
+
+        Raises:
+            CheckpointError: the tensors are not of this tower.
+        """
+        raise ConfigError(f"{self.description} has no weights of its own")
 
     def resized(self, image_size: int) -> Self:
         """Return the tower for images of another size."""

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from clipkit.errors import ConfigError, nearest
+from clipkit.errors import CheckpointError, ConfigError, nearest
 from clipkit.files.open_clip import build_towers
 from clipkit.model.architectures import STEM, ImageArchitecture, Layer, LayerNames, TextArchitecture
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from clipkit.model.preprocess import Preprocess
     from clipkit.model.tokenizer import Tokenizer
 
 __all__ = [
@@ -175,6 +176,40 @@ class TimmVision(ImageArchitecture):
         assert isinstance(width, int)
         head = nn.Sequential(OrderedDict(proj=nn.Linear(width, embed_dim, bias=False)))
         return nn.Sequential(OrderedDict(trunk=trunk, head=head))
+
+    @property
+    def published(self) -> str:
+        import timm
+
+        known = timm.get_pretrained_cfg(self.name)
+        return (known and known.hf_hub_id) or ""
+
+    def take_weights(
+        self, module: "nn.Module", tensors: Mapping[str, "Tensor"], preprocess: "Preprocess"
+    ) -> "Preprocess":
+        import timm
+
+        from clipkit.model.preprocess import INTERPOLATIONS
+
+        _, options = self.timm_model()
+        known: Any = timm.get_pretrained_cfg(self.name)
+        heads = (known and known.classifier) or ()
+        left_out = tuple(f"{one}." for one in ([heads] if isinstance(heads, str) else heads))
+        own = {name: value for name, value in tensors.items() if not name.startswith(left_out)}
+        # as many classes as the overlay has, none: timm checks that the names are complete
+        overlay = {"state_dict": own, "num_classes": 0, "label_offset": 0}
+        try:
+            trunk = timm.create_model(
+                self.name, pretrained=True, pretrained_cfg_overlay=overlay, num_classes=0, **options
+            )
+        except _REFUSALS as error:
+            cause = " ".join(str(error).split())[:200]
+            raise CheckpointError(f"not the weights of timm's {self.name}: {cause}") from error
+        module.get_submodule("trunk").load_state_dict(trunk.state_dict())
+        if known is None:
+            return preprocess
+        named = known.interpolation if known.interpolation in INTERPOLATIONS else preprocess.interpolation
+        return replace(preprocess, mean=known.mean, std=known.std, interpolation=named)
 
     def layer_of(self, module: "nn.Module") -> Callable[[str], Layer] | None:
         return _backbone_layers(module.get_submodule("trunk"))

@@ -44,7 +44,7 @@ __all__ = [
 OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)
 OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
 MAX_IMAGE_SIZE = 4096  # of a model's input
-_INTERPOLATIONS = ("bicubic", "bilinear")
+INTERPOLATIONS = ("bicubic", "bilinear")
 _RESIZE_MODES = ("shortest", "longest", "squash")
 _MAX_RESIZED = 2**24  # pixels; of larger images only the part that the crop keeps is resized
 
@@ -90,7 +90,7 @@ class Preprocess:
             ("image_size", type(size) is int and 0 < size <= MAX_IMAGE_SIZE, f"from 1 to {MAX_IMAGE_SIZE}"),
             ("mean", is_finite(self.mean), "three numbers"),
             ("std", is_finite(self.std) and min(self.std) > 0, "three numbers above 0"),
-            ("interpolation", self.interpolation in _INTERPOLATIONS, " or ".join(_INTERPOLATIONS)),
+            ("interpolation", self.interpolation in INTERPOLATIONS, " or ".join(INTERPOLATIONS)),
             ("resize_mode", self.resize_mode in _RESIZE_MODES, " or ".join(_RESIZE_MODES)),
             ("fill_color", type(fill) is int and 0 <= fill <= 255, "from 0 to 255"),
             ("background", ground is None or is_rgb(ground), "three whole numbers from 0 to 255"),

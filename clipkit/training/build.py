@@ -20,7 +20,9 @@ from clipkit.config import (
     require,
 )
 from clipkit.errors import CheckpointError, ConfigError
+from clipkit.files.hub import HUB, fetch_repository
 from clipkit.formats.checkpoint import load_model, stored_preprocess
+from clipkit.formats.weights import read_weights
 from clipkit.model import IMAGE_TOWERS
 from clipkit.model.architectures import STEM, Architecture, Decoder, Layer, selected
 from clipkit.model.clip import CLIP, create
@@ -210,6 +212,8 @@ def first_model(
             first.preprocess = stored_preprocess(checkpoint)
         if model.new_head:
             _take_image_tower(first, model)
+        elif model.image_weights and checkpoint is None:
+            _take_backbone(first, model)
         elif small.steps and small.image_size:
             shape.vision.smooth_positions(first.visual, small.image_size)
     with torch.no_grad():
@@ -235,6 +239,21 @@ def _take_image_tower(first: CLIP, model: ModelConfig) -> None:
     first.visual.load_state_dict(source.visual.state_dict())
     first.preprocess = source.preprocess
     first.reset_constants()
+
+
+def _take_backbone(first: CLIP, model: ModelConfig) -> None:
+    """Copy the weights of the image tower's backbone, and their normalization of images."""
+    vision, source = first.architecture.vision, model.image_weights
+    if source == "timm":
+        if not vision.published:
+            raise ConfigError(f"timm publishes no weights for {model.image}")
+        source = HUB + vision.published
+    try:
+        path = fetch_repository(source) / "model.safetensors" if source.startswith(HUB) else Path(source)
+        tensors = read_weights(path).tensors
+        first.preprocess = vision.take_weights(first.visual, tensors, first.preprocess)
+    except CheckpointError as error:
+        raise CheckpointError(f"model.image_weights = {model.image_weights!r}: {error}") from error
 
 
 def _fits(first: CLIP, shape: Architecture) -> bool:
