@@ -22,6 +22,7 @@ import hashlib
 import json
 import os
 import shlex
+import shutil
 import stat
 import sys
 import warnings
@@ -40,6 +41,7 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.files import IMAGE_SUFFIXES, SUFFIXES, Row, Table, color_of, counted, size_of
 from data.captions import field_name, json_value
 from data.remote.cache import cache_folder, created_once
+from data.remote.store import ShardFile, download_all
 from data.shards.images import BadImage, Resize, Storing, store_image
 from data.shards.writer import DatasetWriter, Record
 
@@ -273,46 +275,55 @@ def _lines_of(file: Path) -> list[str]:
 _REVISION = 1  # of packed folders in the cache; increased when the same input is packed differently
 
 
-def packed(paths: Sequence[Path]) -> Path:
+def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
     """Return a dataset folder in the cache with the images and captions of a source, packed on first use.
 
     A source is packed again if the path, size or modification time of a table, or of a file in a folder of images,
-    has changed.
+    or the version of a remote table has changed. Remote tables are deleted when they are packed.
 
     Args:
-        paths: tables, or a folder of images; see ``pack``.
+        sources: tables, a folder of images (see ``pack``), or remote Parquet files.
 
     Raises:
-        DataError: as for ``pack``.
+        DataError: as for ``pack``, or a remote table cannot be downloaded.
     """
     digest = hashlib.sha256(f"{_REVISION}".encode())
+    remote = [one for one in sources if isinstance(one, ShardFile)]
+    paths = [one for one in sources if isinstance(one, Path)]
+    facts = [f"{one.url}\0{one.size} {one.version}" for one in remote]
     for path in map(Path.absolute, paths):
-        files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
-        for file in files:
+        for file in sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]:
             status = file.stat()
-            digest.update(
-                f"{file}\0{status.st_size} {status.st_mtime_ns}\n".encode("utf-8", "surrogateescape")
-            )
-    name = field_name(paths[0].stem)[:_LONGEST_NAME]
+            facts.append(f"{file}\0{status.st_size} {status.st_mtime_ns}")
+    digest.update("".join(f"{one}\n" for one in facts).encode("utf-8", "surrogateescape"))
+    shown = remote[0].shown if remote else str(sources[0])
+    name = field_name(Path(sources[0].name).stem)[:_LONGEST_NAME]
     folder = cache_folder() / "packed" / f"{name}-{digest.hexdigest()[:16]}"
+    copies = folder.with_name(f".{folder.name}.tables")  # kept after an interruption, to resume
 
     def make(out: Path) -> None:
-        report = pack(paths[0] if len(paths) == 1 else paths, out, progress=sys.stderr.isatty())
+        tables = download_all(remote, copies) if remote else paths
+        report = pack(tables[0] if len(tables) == 1 else tables, out, progress=sys.stderr.isatty())
+        shutil.rmtree(copies, ignore_errors=True)
         size = sum(one.stat().st_size for one in out.rglob("*.tar"))
         bad = sum(report.bad.values())
         left_out = f"; {counted(bad, 'bad row')} left out, see bad_rows.jsonl there" if bad else ""
         print(
-            f"packed {counted(report.packed, 'pair')} of {paths[0]} into {out} ({size_of(size)}){left_out}; "
+            f"packed {counted(report.packed, 'pair')} of {shown} into {out} ({size_of(size)}){left_out}; "
             "`python -m data pack` writes them to another folder",
             file=sys.stderr,
         )
 
     try:
-        created_once(folder, make, name=f"the shards of {paths[0]}")
+        created_once(folder, make, name=f"the shards of {shown}")
     except DataError as error:
         if "which column is" not in str(error):
             raise
-        raise DataError(f"{error}, with python -m data pack {shlex.quote(str(paths[0]))} OUT") from error
+        table = shlex.quote(shown)
+        raise DataError(
+            f"{error}. Write shards with `python -m data pack {table} OUT`, or, if it lists URLs, with "
+            f"`python -m data download {table} OUT`"
+        ) from error
     return folder
 
 

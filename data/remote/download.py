@@ -54,7 +54,7 @@ from clipkit.files import (
 )
 from data.captions import json_value
 from data.pack import BadRow, FieldNames, captions_of
-from data.remote.store import describe, download as download_file, is_remote, list_folder
+from data.remote.store import describe, download_all, is_remote, list_folder
 from data.remote.web import Fetcher, FetchError, FetchOptions
 from data.shards.images import BadImage, Resize, StoredImage, Storing, store_image
 
@@ -327,12 +327,7 @@ def _tables(given: Sequence[str | Path], copies: Path) -> list[Path]:
         if is_remote(table):
             name = table.partition("?")[0].lower()
             files = describe([table]) if name.endswith(SUFFIXES) else list_folder(table, SUFFIXES)
-            inside = [copies / file.name for file in files]
-            copies.mkdir(parents=True, exist_ok=True)
-            for file, path in zip(files, inside, strict=True):
-                if not path.exists():
-                    with replacing(path, durable=True) as temporary:
-                        download_file(file, temporary)
+            inside = download_all(files, copies)
         elif (path := Path(table)).is_dir():
             inside = sorted(one for one in path.iterdir() if one.suffix in SUFFIXES)
         else:

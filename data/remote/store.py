@@ -5,6 +5,7 @@ import os
 import stat
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from typing import TypeVar
 from urllib.parse import urljoin, urlsplit
 
 from clipkit.errors import DataError
-from clipkit.files import name_order, shown
+from clipkit.files import name_order, replacing, shown
 from data.remote.transfer import (
     HUB_FORM,
     STREAMS,
@@ -359,6 +360,24 @@ def download(shard: ShardFile, path: Path, *, reserve: Callable[[int], None] | N
     except OSError as error:
         raise DataError(f"cannot write {path}: {error.strerror}") from error
     return crc
+
+
+def download_all(files: Sequence[ShardFile], folder: Path) -> list[Path]:
+    """Download files into a folder under their own names, except those that it has; return their paths.
+
+    Raises:
+        DataError: two files have the same name, one cannot be downloaded, or the folder cannot be written.
+    """
+    paths = [folder / file.name for file in files]
+    names = Counter(file.name for file in files)
+    if repeated := next((name for name, count in names.items() if count > 1), None):
+        raise DataError(f"several files are called {repeated}: use one at a time")
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, path in zip(files, paths, strict=True):
+        if not path.exists():
+            with replacing(path, durable=True) as temporary:
+                download(file, temporary)
+    return paths
 
 
 class RangedBytes:

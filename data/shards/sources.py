@@ -4,7 +4,7 @@ A source is a dataset folder (with ``train/`` and ``test/``), a folder of tars, 
 ``pairs/{00000..00041}.tar``, a tar, or the name of a built-in dataset. The first four may also be in a store
 (``s3://``, ``gs://``, ``https://``, ``hf://``); ``pipe:COMMAND`` is a command that writes a tar. Local paths
 may contain wildcards, as in ``pairs-*/*.tar``. Local tables of images and captions, folders of images with
-captions and Parquet files with encoded images are packed into shards in the cache first.
+captions, and Parquet files with encoded images, also in a store, are packed into shards in the cache first.
 """
 
 import glob
@@ -14,6 +14,7 @@ import shlex
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from clipkit.errors import DataError
 from clipkit.files import IMAGE_SUFFIXES, SUFFIXES, counted, expand_braces, match_wildcards, path_order
@@ -24,6 +25,8 @@ from data.remote.store import HUB_FORM, ShardFile, Unreachable, is_remote, shown
 __all__ = ["find_shards", "remote_hint"]
 
 _UNPACK = {".gz": "gunzip -k", ".tgz": "gunzip -k", ".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zst": "unzstd"}
+_PARQUET = (".parquet", ".pq")
+_File = TypeVar("_File", Path, ShardFile)
 _SPLITS = ("train", "test", "val", "valid", "validation", "dev")
 _LOOKED_AT = 1000  # examined names in a folder, and folders in it
 _SHOWN = 8  # names in a message
@@ -59,22 +62,28 @@ def find_shards(source: str, *, split: str = "train") -> list[ShardFile]:
 def _remote_shards(source: str, split: str) -> list[ShardFile]:
     if (hint := remote_hint(source)) is not None:
         raise DataError(hint)
-    if source.startswith("pipe:") or "{" in source or source.partition("?")[0].endswith(".tar"):
-        return store.describe(list(expand_braces(source)))
+    name = source.partition("?")[0].lower()
+    if source.startswith("pipe:") or "{" in source or name.endswith((".tar", *SUFFIXES)):
+        files = store.describe(list(expand_braces(source)))
+        return _packed_remote(files) if name.endswith(SUFFIXES) else files
     form = f"; name the shards as {HUB_FORM}" if source.startswith("hf://") else ""
     fault = nothing = DataError(f"no tar at {shown(source)} or in its folder {split!r}{form}")
-    for folder in (f"{source.rstrip('/')}/{split}", source.rstrip("/")):
+    base = source.rstrip("/")
+    places = (f"{base}/{split}", base, f"{base}/data")  # data: in datasets of the hub
+    for folder in places:
         try:
-            found = store.list_folder(folder)
+            found = store.list_folder(folder, (".tar", *_PARQUET))
         except Unreachable:
             raise
         except DataError as error:
-            fault = error
+            fault = fault if folder == places[-1] else error
             continue
-        if found:
+        if tars := [one for one in found if one.name.endswith(".tar")]:
             stated = store.read_text(f"{folder}/nshards.txt", limit=100)
-            _check_count(shown(folder), len(found), stated)
-            return found
+            _check_count(shown(folder), len(tars), stated)
+            return tars
+        if tables := _of_split(found, split):
+            return _packed_remote(tables)
         fault = nothing
     if source.startswith(("http://", "https://")):  # many web servers list no folders
         form = f"'{shown(source).rstrip('/')}/{{00000..00331}}.tar'"
@@ -140,6 +149,13 @@ def _folder_shards(folder: Path, split: str) -> list[Path]:
     return paths
 
 
+def _packed_remote(files: list[ShardFile]) -> list[ShardFile]:
+    """Return the shards of remote tables, after downloading and packing them into the cache."""
+    from data.pack import packed
+
+    return [ShardFile.at(path) for path in _folder_shards(packed(files), "train")]
+
+
 def _packed(paths: list[Path]) -> list[Path]:
     """Return the shards of tables, or of a folder of images, after packing them into the cache."""
     from data.pack import packed
@@ -150,15 +166,18 @@ def _packed(paths: list[Path]) -> list[Path]:
 def _tables_in(folder: Path, split: str) -> list[Path]:
     """Return the only table of a folder, or its Parquet files, of the split if their names begin with splits."""
     tables = [one for one in folder.iterdir() if _kind(one.name) == "table" and one.is_file()]
-    parquet = sorted((one for one in tables if one.suffix == ".parquet"), key=path_order)
-    if any(_is_of(one, name) for one in parquet for name in (split, *_SPLITS)):
-        return [one for one in parquet if _is_of(one, split)]
-    return tables if len(tables) == 1 else parquet
+    parquet = sorted((one for one in tables if one.suffix in _PARQUET), key=path_order)
+    return _of_split(parquet, split) if parquet or len(tables) != 1 else tables
 
 
-def _is_of(table: Path, split: str) -> bool:
-    """Whether the name of a table begins with a split, such as ``train-00000-of-00002.parquet``."""
-    return re.match(rf"{re.escape(split)}(?![a-z])", table.name) is not None
+def _of_split(tables: list[_File], split: str) -> list[_File]:
+    """Return the tables of a split if names begin with one, such as ``train-00000-of-00002.parquet``; else all."""
+
+    def is_of(table: _File, split: str) -> bool:
+        return re.match(rf"{re.escape(split)}(?![a-z])", table.name) is not None
+
+    named = any(is_of(one, name) for one in tables for name in (split, *_SPLITS))
+    return [one for one in tables if is_of(one, split)] if named else tables
 
 
 def _has_pairs(folder: Path) -> bool:

@@ -19,6 +19,9 @@ from data.remote.cache import cache_folder
 from data.shards.manifest import Manifest, make_manifest
 from data.shards.samples import Shards
 from data.shards.sources import find_shards
+from tests.data.remote import servers
+
+nginx = servers.nginx
 
 FIND = "import sys; from data.shards.sources import find_shards; print(find_shards(sys.argv[1])[0].url)"
 
@@ -159,10 +162,47 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path, cache: Path) -> N
     ]
 
 
+@pytest.mark.parametrize("place", ["", "data/"])
+def test_remote_parquet_is_downloaded_once_and_again_when_it_changes(
+    nginx: servers.Nginx, tmp_path: Path, cache: Path, place: str
+) -> None:
+    rows = images(tmp_path / "photos")
+    for number, some in enumerate((rows[:2], rows[2:])):
+        file = parquet(tmp_path / f"train-{number:05d}-of-00002.parquet", some, tmp_path / "photos")
+        nginx.put(f"set/{place}{file.name}", file.read_bytes())
+    folder = nginx.url("set")
+    wanted = [(text, (tmp_path / "photos" / name).read_bytes()) for name, text in rows]
+    assert samples(folder) == wanted
+
+    def downloads() -> int:
+        return sum(
+            one.name.endswith(".parquet") and one.sent > 500  # others are HEAD
+            for one in nginx.requests()
+        )
+
+    assert downloads() == 2 and samples(folder) == wanted and downloads() == 2
+    assert samples(nginx.url(f"set/{place}train-{{00000..00001}}-of-00002.parquet")) == wanted
+    assert downloads() == 2
+    changed = parquet(tmp_path / "train-00001-of-00002.parquet", rows[3:], tmp_path / "photos")
+    nginx.put(f"set/{place}{changed.name}", changed.read_bytes())
+    assert samples(folder) == [*wanted[:2], *wanted[3:]]
+    assert not list((cache / "packed").glob(".*.tables"))
+    with pytest.raises(DataError, match=r"no tar at http.*/set or in its folder 'test'"):
+        find_shards(folder, split="test")
+
+
+def test_a_remote_table_of_urls_names_the_command_that_downloads(nginx: servers.Nginx) -> None:
+    url = nginx.put("pairs.csv", b"url,caption\nhttp://there/1.jpg,one\n")
+    with pytest.raises(DataError, match=rf"columns are url, caption.*`python -m data download {url} OUT`"):
+        find_shards(url)
+
+
 def test_errors_are_one_line(tmp_path: Path) -> None:
     odd = tmp_path / "odd.csv"
     odd.write_text("a,b\n1,2\n")
-    with pytest.raises(DataError, match=r"which column is the image\?.* a, b, with python -m data pack"):
+    with pytest.raises(
+        DataError, match=r"which column is the image\?.* a, b. Write shards with `python -m data pack"
+    ):
         find_shards(str(odd))
     odd.write_text("image,caption\n")
     with pytest.raises(DataError, match=r"no row of .* can be packed: it has no rows"):

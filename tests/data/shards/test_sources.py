@@ -225,7 +225,7 @@ def test_a_folder_of_other_things(tmp_path: Path) -> None:
         ),
         (
             "all.csv",
-            "{0}/all.csv: which column is the image? Set --image-column; the columns are x, with python -m data",
+            "{0}/all.csv: which column is the image? Set --image-column; the columns are x. Write shards",
         ),
         ("0.JPG", "{0} has images, not tars: write the captions into .txt files of the same names"),
         ("cats/0.webp", "{0} has images, not tars: write the captions into .txt files of the same names"),
