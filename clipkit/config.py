@@ -205,6 +205,12 @@ class DataConfig(Section):
     scores: str = setting(
         "", "Name of the scores that filters refer to as score.COLUMN, printed by python -m data score."
     )
+    fraction: float = setting(
+        1.0,
+        "Fraction of the samples to use, chosen by a hash of their keys; a smaller fraction is a subset of a "
+        "larger one.",
+        Within(words="above 0 and at most 1", holds=lambda value: 0 < value <= 1),
+    )
     last: str = setting(
         "drop",
         "Samples that do not fill a batch at the end of an epoch: drop them, or wrap them into the next epoch.",

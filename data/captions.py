@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CHOICES",
     "NOT_UTF8",
+    "OUTSIDE",
     "TEXT",
     "CaptionRule",
     "Chosen",
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 Meta = Mapping[str, Any]
+OUTSIDE = "outside data.fraction"  # why a sample is not used
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -362,6 +364,12 @@ class Chosen:
         return len(self.rows)
 
 
+def _draw(key: str) -> float:
+    """Return a number from 0 to 1 that depends on the sample's key only."""
+    digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest) / 2**64
+
+
 @dataclass(frozen=True, kw_only=True)
 class Selection:
     """Which samples are used.
@@ -372,6 +380,7 @@ class Selection:
         captions: where captions are, and whether each is a sample.
         truncated: "error", or "use" to use the samples of the intact part of truncated shards.
         scores: the scores that filters refer to as ``score.COLUMN``.
+        fraction: of the samples with the members in ``need``, those used, by a hash of the key.
     """
 
     need: tuple[str, ...] = ("image", "caption")
@@ -379,6 +388,7 @@ class Selection:
     captions: CaptionRule = field(default_factory=CaptionRule)
     truncated: str = "error"
     scores: "Scores | None" = None
+    fraction: float = 1.0
 
     @property
     def reads_json(self) -> bool:
@@ -405,6 +415,8 @@ class Selection:
             identity.append(sorted(map(str, large)))
         if self.scores is not None:
             identity.append(self.scores.digest)
+        if self.fraction < 1:
+            identity.append([f"fraction {self.fraction}"])
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
     def choose(self, index: ShardIndex, content: Callable[[int], tuple[str | None, Meta]]) -> Chosen:
@@ -424,6 +436,10 @@ class Selection:
             dropped[f"without {member}"] += int((usable & ~present).sum())
             usable &= present
         rows = np.flatnonzero(usable).astype(np.uint32)
+        if self.fraction < 1:
+            drawn = [_draw(index.key(row)) < self.fraction for row in rows.tolist()]
+            dropped[OUTSIDE] += drawn.count(False)
+            rows = rows[np.array(drawn, dtype=np.bool_)]
         if not self.reads_json:
             return Chosen(rows=rows, captions=None, dropped=dict(+dropped))
         kept: list[int] = []

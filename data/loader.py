@@ -130,6 +130,7 @@ def open_training_data(
             negatives=settings.negatives,
         ),
         truncated=settings.truncated,
+        fraction=settings.fraction,
     )
     cache = shard_cache(settings.sources, settings.cache_gb)
     content = b""

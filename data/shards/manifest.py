@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import DataError
-from data.captions import TEXT, CaptionRule, Selection, field_hint, leaf_fields, listed, value_at
+from data.captions import OUTSIDE, TEXT, CaptionRule, Selection, field_hint, leaf_fields, listed, value_at
 from data.corpora.builtin import end_with_parent
 from data.remote.cache import ShardCache, cache_folder
 from data.remote.store import ShardFile, read_range, read_text
@@ -286,7 +286,9 @@ def _initialize_process() -> None:
 
 
 def _count(shard: ShardFile, selection: Selection, cache: ShardCache | None, stats: bool) -> Census:
-    plain = not selection.reads_json and set(selection.need) <= {"image", "caption"}
+    plain = (
+        not selection.reads_json and selection.fraction == 1 and set(selection.need) <= {"image", "caption"}
+    )
     if selection.truncated == "use" and not shard.is_remote:
         stats = False  # it includes the samples that are cut off
     if stats and plain and stored_index(shard) is None and (stated := stated_count(shard)) is not None:
@@ -376,7 +378,7 @@ class Manifest:
         Args:
             selection: the one that the manifest was made with.
         """
-        unusable = {f"without {member}" for member in selection.need} | {"unreadable"}
+        unusable = {f"without {member}" for member in selection.need} | {"unreadable", OUTSIDE}
         by_filters = [f"{count} {why}" for why, count in self.dropped.items() if why not in unusable]
         others = [f"{count} {why}" for why, count in self.dropped.items() if why in unusable]
         parts = [f"left out by data.filters: {', '.join(by_filters) or 'none'}"] if selection.filters else []

@@ -177,6 +177,8 @@ def test_the_identity_changes_with_what_may_be_chosen() -> None:
         Selection(filters=filters[:1]),
         Selection(captions=all_of),
         Selection(captions=CaptionRule(choice="all", fields=("a",))),
+        Selection(fraction=0.5),
+        Selection(fraction=0.25),
     ]
     assert len({selection.identity for selection in different}) == len(different)
     assert Selection(filters=filters).identity == Selection(filters=filters[::-1]).identity
@@ -302,6 +304,24 @@ def test_where_nothing_can_be_kept_it_is_chosen_each_time(
     selection = Selection(filters=(Filter.of("width >= 10"),))
     file = shard_of(tmp_path / "0.tar", of_json({"width": 10}, {"width": 1}))
     assert [OpenShard(file, selection, None).chosen.rows.tolist() for _ in range(2)] == [[0], [0]]
+
+
+@given(fractions=st.tuples(st.floats(0.001, 1), st.floats(0.001, 1)))
+@settings(max_examples=20, deadline=None)
+def test_a_fraction_is_part_of_every_larger_one(
+    fractions: tuple[float, float], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    file = tmp_path_factory.getbasetemp() / "many.tar"
+    if not file.exists():
+        shard_of(file, [{"txt": "a"}] * 2000)
+    less, more = sorted(fractions)
+    opened = [OpenShard(ShardFile.at(file), Selection(fraction=one), None) for one in (less, more)]
+    rows = [set(one.chosen.rows.tolist()) for one in opened]
+    assert rows[0] <= rows[1]
+    assert sum(opened[0].chosen.dropped.values()) == 2000 - len(rows[0])
+    for chosen, fraction in zip(rows, (less, more), strict=True):
+        deviation = (2000 * fraction * (1 - fraction)) ** 0.5
+        assert abs(len(chosen) - 2000 * fraction) <= 5 * deviation + 1e-9
 
 
 def test_filters_that_leave_nothing_say_so(tmp_path: Path) -> None:
