@@ -62,7 +62,7 @@ def main(arguments: Arguments) -> int:
     if arguments.replay:
         config = replace(config, accumulate=guards.replay_parts(run, config.accumulate, config.batch_size))
     shape = build.shape_of(
-        config.model, config.loss, config.small, config.caption, config.masked, config.views
+        config.model, config.loss, config.small, config.caption, config.masked, config.views, config.shape
     )
     build.check_split(config.batch_size, world=world, parts=config.accumulate)
     if config.data.nvjpeg:

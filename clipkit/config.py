@@ -413,6 +413,44 @@ class ModelConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShapeConfig(Section):
+    """Sizes of clipkit's own towers that differ from those of model.name."""
+
+    section = "shape."
+    image_width: int = setting(
+        0, "Width of the image tower; 0: that of model.name, as for all sizes.", _at_least(0)
+    )
+    image_layers: int = setting(0, "Its number of blocks.", _at_least(0))
+    image_heads: int = setting(
+        0, "Its attention heads; 0: heads as wide as those of model.name.", _at_least(0)
+    )
+    image_mlp: float = setting(0.0, "Width inside its MLPs, relative to its width.", _at_least(0))
+    patch: int = setting(0, "Side of a patch in pixels.", _at_least(0))
+    pool: str = setting(
+        "",
+        "What is projected to an image's features. class: the class token. mean: the mean of the patches. map: "
+        "attention of a learned token to the patches. Empty: that of model.name.",
+        _one_of("", "class", "mean", "map"),
+    )
+    positions: str = setting(
+        "",
+        "Position embeddings of patches: learned; sincos_2d: fixed sines and cosines of row and column; none. "
+        "Empty: those of model.name.",
+        _one_of("", "learned", "sincos_2d", "none"),
+    )
+    text_width: int = setting(
+        0, "Width of the text tower, with heads as wide as those of model.name.", _at_least(0)
+    )
+    text_layers: int = setting(0, "Its number of blocks.", _at_least(0))
+    embed: int = setting(0, "Dimension of the embedding.", _at_least(0))
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The settings that differ from ``model.name``."""
+        return {one.name: value for one in fields(self) if (value := getattr(self, one.name))}
+
+
+@dataclass(frozen=True, kw_only=True)
 class LossConfig(Section):
     """The objective, computed over the global batch; see clipkit/objectives/__init__.py."""
 
@@ -814,6 +852,7 @@ class Config(Section):
     views: ViewsConfig = field(default_factory=ViewsConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
     lock: LockConfig = field(default_factory=LockConfig)
+    shape: ShapeConfig = field(default_factory=ShapeConfig)
     small: SmallConfig = field(default_factory=SmallConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

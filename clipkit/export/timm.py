@@ -53,13 +53,14 @@ class _Backbone:
 def obstacle(model: CLIP) -> str:
     """Return why timm cannot represent this image tower, or ""."""
     vision = model.architecture.vision
-    if vision.plain is not None:
-        return ""
+    if (own := vision.plain) is not None:
+        return "" if own.is_clips else f"timm has no image tower like this one ({vision.description})"
     if vision.timm_model() is None:
         return f"timm has no image tower like this one ({vision.description})"
     head = model.visual.get_submodule("head")
-    own = [name for name, layer in head.named_children() if not isinstance(layer, nn.Dropout)]
-    if own not in ([], ["proj"]) or not all(isinstance(head.get_submodule(name), nn.Linear) for name in own):
+    layers = [name for name, layer in head.named_children() if not isinstance(layer, nn.Dropout)]
+    linear = all(isinstance(head.get_submodule(name), nn.Linear) for name in layers)
+    if layers not in ([], ["proj"]) or not linear:
         return "timm supports only image towers with one linear projection"
     backbone = _library_tower(model, model.visual.state_dict())
     built = _build(backbone).state_dict()

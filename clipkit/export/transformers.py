@@ -68,7 +68,9 @@ def obstacle(model: CLIP) -> str:
     for tower in (shape.vision, shape.text):
         if tower.plain is None:
             return f"transformers' CLIPModel has no tower like this one ({tower.description})"
-    _, text = shape.own_towers()
+    vision, text = shape.own_towers()
+    if not vision.is_clips:
+        return f"transformers' CLIPModel has no tower like this one ({vision.description})"
     if not text.causal:
         return f"transformers' CLIPModel has no tower like this one ({text.description})"
     if shape.logit_bias:

@@ -495,6 +495,8 @@ def model_hash(model: CLIP) -> str:
         digest.update(f"{decoding!r}\n".encode())
     if shape.text.plain is not None and not shape.text.plain.causal:
         digest.update(b"bidirectional\n")
+    if (vision := shape.vision.plain) is not None and not vision.is_clips:
+        digest.update(f"pool {vision.pool}\n".encode())
     if shape.decoder is not None:
         digest.update(f"{shape.decoder!r}\n".encode())
     if shape.masked is not None:

@@ -349,9 +349,19 @@ class _TransformerTower:
         return kept, length * (width * computed + statistics)
 
 
+POOLS = ("class", "mean", "map")  # what is projected to an image's features
+POSITIONS = ("learned", "sincos_2d", "none")
+
+
 @dataclass(frozen=True, kw_only=True)
 class VisionTower(_TransformerTower, ImageArchitecture):
-    """A ViT. ``image_size`` and ``patch_size`` are sides in pixels."""
+    """A ViT. ``image_size`` and ``patch_size`` are sides in pixels.
+
+    Attributes:
+        pool: what is projected to features: "class", the class token; "mean", the mean of the normalized patch
+            tokens (open_clip's "avg"); "map", attention of a learned token to them (Zhai et al. 2022, 2106.04560).
+        positions: position embeddings: "learned", or fixed: "sincos_2d", or "none".
+    """
 
     image_size: int
     patch_size: int
@@ -359,11 +369,18 @@ class VisionTower(_TransformerTower, ImageArchitecture):
     layers: int
     heads: int
     mlp_ratio: float = 4.0
+    pool: str = field(default="class", repr=False)  # not in the hash of models with the defaults
+    positions: str = field(default="learned", repr=False)
     own = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_heads()
+        for name, value, known in (("pool", self.pool, POOLS), ("positions", self.positions, POSITIONS)):
+            if value not in known:
+                raise ConfigError(f"{name} = {value!r} is unknown: {nearest(value, known)}")
+        if self.positions == "sincos_2d" and self.width % 4:
+            raise ConfigError(f"positions = 'sincos_2d' requires a width divisible by 4, not {self.width}")
         if self.image_size % self.patch_size:
             raise ConfigError(
                 f"image_size = {self.image_size} is not a multiple of patch_size = {self.patch_size}"
@@ -390,10 +407,15 @@ class VisionTower(_TransformerTower, ImageArchitecture):
 
     @property
     def description(self) -> str:
-        return (
-            f"ViT with patches of {self.patch_size} pixels, {self.layers} layers, width {self.width}, "
-            f"{self.heads} heads"
-        )
+        kinds = [f"{self.pool} pooling"] if self.pool != "class" else []
+        kinds += [f"{self.positions} positions"] if self.positions != "learned" else []
+        sizes = [f"{self.layers} layers", f"width {self.width}", f"{self.heads} heads"]
+        return f"ViT with patches of {self.patch_size} pixels, {', '.join([*sizes, *kinds])}"
+
+    @property
+    def is_clips(self) -> bool:
+        """Whether it reads the class token, as CLIP's ViTs do; position embeddings may be fixed."""
+        return self.pool == "class"
 
     def build(self, embed_dim: int, *, quick_gelu: bool) -> "nn.Module":
         from clipkit.model.towers import VisionTransformer
@@ -401,6 +423,7 @@ class VisionTower(_TransformerTower, ImageArchitecture):
         return VisionTransformer(
             image_size=self.image_size, patch_size=self.patch_size, width=self.width, layers=self.layers,
             heads=self.heads, mlp_ratio=self.mlp_ratio, output_dim=embed_dim, quick_gelu=quick_gelu,
+            pool=self.pool, positions=self.positions,
         )  # fmt: skip
 
     def initialize(self, module: "nn.Module", *, small_data: bool) -> None:
@@ -412,26 +435,46 @@ class VisionTower(_TransformerTower, ImageArchitecture):
     def smooth_positions(self, module: "nn.Module", image_size: int) -> None:
         from clipkit.model.resample import smooth_grid
 
-        smooth_grid(module.get_parameter("positional_embedding"), image_size // self.patch_size)
+        if self.positions == "learned":
+            smooth_grid(module.get_parameter("positional_embedding"), image_size // self.patch_size)
 
     def flops(self, embed_dim: int, *, patches: int | None = None, blocks: int | None = None) -> Flops:
         count = self.patches if patches is None else patches
         embedding = 2 * count * 3 * self.patch_size**2 * self.width
-        return self._flops(count + 1, embed_dim, blocks=blocks, embedding=embedding)
+        read = self._flops(count + 1, embed_dim, blocks=blocks, embedding=embedding)
+        if self.pool == "class":
+            return read
+        pooling = super().whole_flops(count + 1).forward  # of the last block
+        if self.pool == "map":  # keys and values of all patches; query, output and MLP of one token
+            pooling += 4 * self.width * ((count + 1) * self.width + self.hidden + count)
+        backward = read.backward + 2 * pooling if blocks != 0 else 0
+        return Flops(forward=read.forward + pooling, backward=backward)
+
+    def whole_flops(self, length: int) -> Flops:
+        return super().whole_flops(length) if self.pool == "class" else Flops(forward=0, backward=0)
 
     def activation_bytes(
         self, count: int | None, *, blocks: int | None = None, bf16: bool, recompute: int = 0
     ) -> int:
         count = self.patches if count is None else count
         kept, before = self._activation_bytes(count + 1, blocks, bf16=bf16, recompute=recompute)
+        if self.pool != "class":  # the rest of the last block's tokens
+            kept += count * (self.width + self.hidden) * 2 * (_HALF if bf16 else _FLOAT)
         if blocks is not None:
             return kept
         # with the patches, and the norm before the blocks
         return kept + count * 3 * self.patch_size**2 * (_HALF if bf16 else _FLOAT) + before
 
     def open_clip_config(self) -> dict[str, Any]:
+        if self.pool == "map":
+            return super().open_clip_config()
         names = ("image_size", "patch_size", "width", "layers", "mlp_ratio")
-        return {**{name: getattr(self, name) for name in names}, "head_width": self.width // self.heads}
+        pool = {"pool_type": "avg"} if self.pool == "mean" else {}
+        return {
+            **{name: getattr(self, name) for name in names},
+            "head_width": self.width // self.heads,
+            **pool,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -850,11 +893,11 @@ def _vit(
     small_data: bool = False,
 ) -> Architecture:
     """Build an architecture; towers are given as (width, layers, heads)."""
-    names = ("width", "layers", "heads")
+    width, layers, heads = image
     return Architecture(
         embed_dim=embed_dim,
         vision=VisionTower(
-            image_size=image_size, patch_size=patch_size, **dict(zip(names, image, strict=True))
+            image_size=image_size, patch_size=patch_size, width=width, layers=layers, heads=heads
         ),
         text=TextTower(width=text[0], layers=text[1], heads=text[2]),
         quick_gelu=quick_gelu,

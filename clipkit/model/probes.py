@@ -85,7 +85,7 @@ def _raw_and_pooled(model: CLIP, images: Tensor) -> tuple[Tensor, Tensor | None]
             finally:
                 visual.proj = proj
         return pooled @ proj.float(), pooled
-    place = visual.ln_post if own else getattr(visual, "trunk", None)
+    place = (visual.attn_pool or visual.ln_post) if own else getattr(visual, "trunk", None)
     if not isinstance(place, nn.Module):
         return model.encode_image(images, normalize=False), None
     with _outputs(place) as outs:

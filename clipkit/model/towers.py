@@ -359,8 +359,34 @@ def initialize_block(attn: Attention, mlp: "Mlp | None", *, layers: int) -> None
         nn.init.normal_(mlp.c_proj.weight, std=out_std)
 
 
+class MeanPooling(nn.Module):
+    """The mean of the patch tokens."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, 1 + K, D) with the class token first → (B, D)."""
+        return tokens[:, 1:].mean(dim=1)
+
+
+class AttentionPooling(nn.Module):
+    """Attention of a learned token to the patch tokens, then an MLP (MAP; Zhai et al. 2022, 2106.04560)."""
+
+    def __init__(self, width: int, heads: int, *, mlp_ratio: float, quick_gelu: bool) -> None:
+        super().__init__()
+        self.probe = nn.Parameter(torch.empty(width))
+        self.attn = Attention(width, heads)
+        self.norm = nn.LayerNorm(width)
+        self.mlp = Mlp(width, ratio=mlp_ratio, quick_gelu=quick_gelu)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, 1 + K, D) with the class token first → (B, D)."""
+        probe = self.probe.to(tokens.dtype).expand(len(tokens), 1, -1)
+        x = self.attn.read(tokens[:, 1:], probe, Padded())[:, 0]
+        out: Tensor = x + self.mlp(self.norm(x))
+        return out
+
+
 class VisionTransformer(nn.Module):
-    """A ViT (Dosovitskiy et al. 2021) with CLIP's norm before the blocks, read at the class token."""
+    """A ViT (Dosovitskiy et al. 2021) with CLIP's norm before the blocks; arguments as for ``VisionTower``."""
 
     def __init__(
         self,
@@ -373,23 +399,33 @@ class VisionTransformer(nn.Module):
         mlp_ratio: float = 4.0,
         output_dim: int,
         quick_gelu: bool,
+        pool: str = "class",
+        positions: str = "learned",
     ) -> None:
         super().__init__()
-        self.image_size, self.patch_size = image_size, patch_size
+        self.image_size, self.patch_size, self.positions = image_size, patch_size, positions
         patches = (image_size // patch_size) ** 2
         # a convolution for the parameter's name and shape; applied as a matrix product
         self.conv1 = nn.Conv2d(3, width, kernel_size=patch_size, stride=patch_size, bias=False)
         self.class_embedding = nn.Parameter(torch.empty(width))
-        self.positional_embedding = nn.Parameter(torch.empty(patches + 1, width))
+        table = torch.empty(patches + 1, width)
+        self.positional_embedding = nn.Parameter(table, requires_grad=positions == "learned")
         self.ln_pre = nn.LayerNorm(width)
         self.transformer = Transformer(width, layers, heads, mlp_ratio=mlp_ratio, quick_gelu=quick_gelu)
         self.ln_post = nn.LayerNorm(width)
+        self.attn_pool: nn.Module | None = None  # None: the class token is read
+        if pool == "mean":
+            self.attn_pool = MeanPooling()
+        elif pool == "map":
+            self.attn_pool = AttentionPooling(width, heads, mlp_ratio=mlp_ratio, quick_gelu=quick_gelu)
         self.proj = nn.Parameter(torch.empty(width, output_dim))
 
     def forward(
         self, images: Tensor, patches: Tensor | None = None, *, colors: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
         """Compute features (B, O), not normalized; arguments as for ``stem``."""
+        if self.attn_pool is not None:
+            return self.with_tokens(images, patches, colors=colors)[0]
         read = self.ln_post(self.transformer(self.stem(images, patches, colors=colors), Padded()))  # (B, D)
         out: Tensor = read @ self.proj
         return out
@@ -406,7 +442,8 @@ class VisionTransformer(nn.Module):
         x = self.stem(images, patches, colors=colors, replaced=replaced)
         x = self.transformer.tokens(x, Padded())
         tokens: Tensor = self.ln_post(x)
-        return tokens[:, 0] @ self.proj, tokens
+        read = tokens[:, 0] if self.attn_pool is None else self.attn_pool(tokens)
+        return read @ self.proj, tokens
 
     def stem(
         self,
@@ -459,7 +496,17 @@ class VisionTransformer(nn.Module):
         std = self.class_embedding.shape[0] ** -0.5
         for parameter in (self.class_embedding, self.proj):
             nn.init.normal_(parameter, std=std)
-        nn.init.normal_(self.positional_embedding, std=0.8 if small_data else std)
+        if self.positions == "learned":
+            nn.init.normal_(self.positional_embedding, std=0.8 if small_data else std)
+        elif self.positions == "none":
+            nn.init.zeros_(self.positional_embedding)
+        else:
+            self.positional_embedding.copy_(
+                sincos_grid(self.image_size // self.patch_size, len(self.class_embedding))
+            )
+        if isinstance(self.attn_pool, AttentionPooling):
+            nn.init.normal_(self.attn_pool.probe, std=std)
+            initialize_block(self.attn_pool.attn, self.attn_pool.mlp, layers=1)
         if small_data:
             self.transformer.initialize()
             return
@@ -467,6 +514,19 @@ class VisionTransformer(nn.Module):
             nn.init.xavier_uniform_(block.attn.in_proj_weight)
             nn.init.zeros_(block.attn.in_proj_bias)
             nn.init.zeros_(block.attn.out_proj.bias)
+
+
+def sincos_grid(side: int, width: int) -> Tensor:
+    """Return fixed position embeddings (1 + side², width) float32, 0 for the class token (ViT's "sincos_2d").
+
+    A patch at row y and column x has sin(x ω), cos(x ω), sin(y ω) and cos(y ω) for width / 4 frequencies ω from 1
+    down to 10,000⁻¹.
+    """
+    frequencies = 10_000 ** -torch.linspace(0, 1, width // 4, dtype=torch.float64)
+    angles = torch.arange(side, dtype=torch.float64)[:, None] * frequencies  # (g, D / 4)
+    x, y = angles.expand(side, -1, -1), angles[:, None].expand(-1, side, -1)  # (g, g, D / 4) each
+    grid = torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=-1).flatten(0, 1)
+    return F.pad(grid, (0, 0, 1, 0)).float()
 
 
 def cut_patches(images: Tensor, side: int) -> Tensor:

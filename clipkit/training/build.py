@@ -15,6 +15,7 @@ from clipkit.config import (
     LossConfig,
     MaskedConfig,
     ModelConfig,
+    ShapeConfig,
     SmallConfig,
     ViewsConfig,
     require,
@@ -54,6 +55,7 @@ def shape_of(
     caption: CaptionConfig | None = None,
     masked: MaskedConfig | None = None,
     views: ViewsConfig | None = None,
+    sizes: ShapeConfig | None = None,
 ) -> Architecture:
     """Return the architecture that settings select, with a bias or heads if the objective needs them.
 
@@ -68,6 +70,8 @@ def shape_of(
         image_size=model.image_size,
         context_length=model.context_length,
     )
+    if sizes is not None and sizes.changed:
+        shape = _with_sizes(shape, sizes, model)
     if model.tokenizer:
         if (text := shape.text.plain) is None:
             raise ConfigError(f"model.tokenizer requires clipkit's text transformer, not {model.label}")
@@ -111,10 +115,45 @@ def shape_of(
         step, largest = shape.vision.size_step, shape.vision.image_size
         if not step:
             raise ConfigError(f"views.weight requires clipkit's own image towers, not {model.label}")
-        sizes = f"expected a multiple of the patch size, {step}, and at most the image size, {largest}"
-        require(views.size % step == 0 and views.size <= largest, "views.size", views.size, sizes)
+        fitting = f"expected a multiple of the patch size, {step}, and at most the image size, {largest}"
+        require(views.size % step == 0 and views.size <= largest, "views.size", views.size, fitting)
     has_bias = OBJECTIVES[loss.name].initial_bias is not None
     return replace(shape, logit_bias=True) if has_bias else shape
+
+
+def _with_sizes(shape: Architecture, sizes: ShapeConfig, model: ModelConfig) -> Architecture:
+    """Return the architecture with the sizes of [shape]."""
+    changed = sizes.changed
+    vision, text = shape.vision.plain, shape.text.plain
+    of_text = {
+        name.removeprefix("text_"): changed.pop(name)
+        for name in ("text_width", "text_layers")
+        if name in changed
+    }
+    embed_dim = changed.pop("embed", shape.embed_dim)
+    of_image = {_FIELDS.get(name, name.removeprefix("image_")): value for name, value in changed.items()}
+    for tower, own, given, kind in (
+        ("image", vision, of_image, "ViT"),
+        ("text", text, of_text, "transformer"),
+    ):
+        if given and own is None:
+            raise ConfigError(
+                f"[shape] changes the {tower} tower, which requires clipkit's {kind}, not {model.label}"
+            )
+        if "width" in given and "heads" not in given and own is not None:
+            head = own.width // own.heads
+            multiple = f"expected a multiple of {head}, the width of a head of {model.name}"
+            require(given["width"] % head == 0, f"shape.{tower}_width", given["width"], multiple)
+            given["heads"] = given["width"] // head
+    return replace(
+        shape,
+        embed_dim=embed_dim,
+        vision=replace(vision, **of_image) if vision is not None and of_image else shape.vision,
+        text=replace(text, **of_text) if text is not None and of_text else shape.text,
+    )
+
+
+_FIELDS = {"image_mlp": "mlp_ratio", "patch": "patch_size"}  # settings and fields of ``VisionTower``
 
 
 def _decoder_of(shape: Architecture, caption: CaptionConfig, label: str) -> Decoder:

@@ -669,7 +669,9 @@ def dry_run(config: Config, device: torch.device, target: Target) -> list[str]:
     Raises:
         ConfigError: the GPU is unknown, or the batch cannot be split over so many.
     """
-    shape = shape_of(config.model, config.loss, config.small, config.caption, config.masked, config.views)
+    shape = shape_of(
+        config.model, config.loss, config.small, config.caption, config.masked, config.views, config.shape
+    )
     world = target.gpus or world_size()
     check_split(config.batch_size, world=world, parts=config.accumulate)
     bf16 = computes_in_bf16(config.precision, device)

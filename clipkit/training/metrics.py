@@ -23,6 +23,7 @@ from clipkit.errors import ConfigError, DataError, let_go_if_broken
 from clipkit.files.atomic import write_atomic
 from clipkit.files.terminal import printable, without_secrets
 from clipkit.files.traits import Decoding, TraitCounts
+from clipkit.model import ARCHITECTURES
 from clipkit.model.clip import CLIP
 from clipkit.training import learning_rate
 
@@ -380,7 +381,10 @@ def model_line(model: CLIP, *, world: int, device: torch.device, bf16: bool) -> 
     """Return the model's name and size, the precision and the devices, as a line."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     precision = "bf16" if bf16 else "fp32"
-    return f"{model.name}, {parameters / 1e6:.1f} M parameters, {precision} on {world} × {device.type}"
+    named, vision = ARCHITECTURES.get(model.name), model.architecture.vision
+    is_named = named is None or vision.resized(named.vision.image_size) == named.vision
+    other = "" if is_named else f" ({vision.description})"
+    return f"{model.name}{other}, {parameters / 1e6:.1f} M parameters, {precision} on {world} × {device.type}"
 
 
 def beginning(

@@ -74,16 +74,23 @@ def test_the_formula_is_what_torch_counts_of_published_models(name: str, length:
     text=st.tuples(st.integers(1, 3), st.integers(1, 9)),
     grid=st.integers(1, 4),
     ratio=st.sampled_from([1.0, 2.5, 4.0]),
+    pool=st.sampled_from(["class", "mean", "map"]),
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_the_formula_is_what_torch_counts_of_any_shape(
-    image: tuple[int, int, int], text: tuple[int, int], grid: int, ratio: float
+    image: tuple[int, int, int], text: tuple[int, int], grid: int, ratio: float, pool: str
 ) -> None:
     layers, heads, width = image
     shape = Architecture(
         embed_dim=10,
         vision=VisionTower(
-            image_size=4 * grid, patch_size=4, width=width, layers=layers, heads=heads, mlp_ratio=ratio
+            image_size=4 * grid,
+            patch_size=4,
+            width=width,
+            layers=layers,
+            heads=heads,
+            mlp_ratio=ratio,
+            pool=pool,
         ),
         text=TextTower(width=12, layers=text[0], heads=3, context_length=9, vocab_size=20),
     )

@@ -1,0 +1,164 @@
+"""Pooling and position embeddings of clipkit's ViT, and the sizes of [shape]."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+import clipkit
+from clipkit.config import LossConfig, ModelConfig, OptimConfig, ShapeConfig, SmallConfig
+from clipkit.errors import ConfigError
+from clipkit.formats.checkpoint import model_hash, save_model
+from clipkit.model import Architecture, TextTower, VisionTower
+from clipkit.model.clip import CLIP, create
+from clipkit.model.probes import image_representations
+from clipkit.model.towers import AttentionPooling, sincos_grid
+from clipkit.training.build import shape_of
+from clipkit.training.optim import make_optimizer
+
+
+def model(**vision: Any) -> CLIP:
+    tower = VisionTower(image_size=32, patch_size=8, width=48, layers=2, heads=3, **vision)
+    text = TextTower(width=32, layers=1, heads=2, context_length=8, vocab_size=60)
+    return create(Architecture(embed_dim=24, vision=tower, text=text), seed=1)
+
+
+def images(count: int = 3, side: int = 32) -> torch.Tensor:
+    return torch.rand(count, 3, side, side, generator=torch.Generator().manual_seed(0))
+
+
+def test_mean_pooling_is_open_clips() -> None:
+    from open_clip.model import CLIPVisionCfg, _build_vision_tower
+
+    ours = model(pool="mean").eval()
+    config = ours.architecture.vision.open_clip_config()
+    assert config["pool_type"] == "avg"
+    theirs = _build_vision_tower(24, CLIPVisionCfg(**config))
+    theirs.load_state_dict(ours.visual.state_dict())
+    torch.testing.assert_close(ours.visual(images()), theirs.eval()(images()), rtol=1e-5, atol=1e-6)
+
+
+def test_attention_pooling_is_timms() -> None:
+    from timm.layers.attention_pool import AttentionPoolLatent
+
+    ours = AttentionPooling(48, 3, mlp_ratio=4.0, quick_gelu=False)
+    for parameter in ours.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    theirs = AttentionPoolLatent(48, num_heads=3, mlp_ratio=4.0, norm_layer=torch.nn.LayerNorm).eval()
+    (q, kv), (q_bias, kv_bias) = (
+        one.split((48, 96)) for one in (ours.attn.in_proj_weight, ours.attn.in_proj_bias)
+    )
+    state = {f"norm.{name}": value for name, value in ours.norm.state_dict().items()}
+    state |= {
+        "latent": ours.probe[None, None],
+        "q.weight": q,
+        "q.bias": q_bias,
+        "kv.weight": kv,
+        "kv.bias": kv_bias,
+    }
+    state |= {f"proj.{name}": value for name, value in ours.attn.out_proj.state_dict().items()}
+    state |= {f"mlp.fc1.{name}": value for name, value in ours.mlp.c_fc.state_dict().items()}
+    state |= {f"mlp.fc2.{name}": value for name, value in ours.mlp.c_proj.state_dict().items()}
+    theirs.load_state_dict(state)
+    tokens = torch.randn(2, 17, 48)
+    torch.testing.assert_close(ours(tokens), theirs(tokens[:, 1:]), rtol=1e-5, atol=1e-5)
+
+
+@given(side=st.integers(1, 5), quarter=st.integers(2, 6))
+@settings(max_examples=20, deadline=None)
+def test_fixed_positions_are_sines_and_cosines_of_row_and_column(side: int, quarter: int) -> None:
+    table = sincos_grid(side, 4 * quarter).numpy()
+    assert not table[0].any()
+    for row in range(side):
+        for column in range(side):
+            omega = np.array([10_000 ** (-number / (quarter - 1)) for number in range(quarter)])
+            waves = (np.sin(column * omega), np.cos(column * omega), np.sin(row * omega), np.cos(row * omega))
+            assert np.allclose(table[1 + row * side + column], np.concatenate(waves), atol=1e-6)
+
+
+@pytest.mark.parametrize("positions", ["sincos_2d", "none"])
+def test_fixed_positions_are_not_trained(positions: str) -> None:
+    one = model(positions=positions)
+    before = one.visual.get_parameter("positional_embedding").clone()
+    optimizer = make_optimizer(one, OptimConfig(lr=0.1, weight_decay=0.5))
+    one.encode_image(images()).sum().backward()
+    optimizer.step()
+    assert torch.equal(one.visual.get_parameter("positional_embedding"), before)
+    assert before.any() == (positions != "none")
+
+
+def test_without_positions_the_order_of_patches_does_not_matter() -> None:
+    one, cut = model(positions="none", pool="mean").eval(), images()
+    mirrored = cut.unflatten(3, (4, 8)).flip(3).flatten(3)  # columns of patches in reverse order
+    torch.testing.assert_close(one.visual(cut), one.visual(mirrored), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("pool", ["mean", "map"])
+def test_all_patches_chosen_are_all_patches(pool: str) -> None:
+    one = model(pool=pool).eval()
+    every = torch.arange(16).expand(3, -1)
+    torch.testing.assert_close(one.visual(images(), every), one.visual(images()))
+    pooled = image_representations(one, images()).before_projection
+    assert pooled.shape == (3, 48)
+    torch.testing.assert_close(pooled @ one.visual.get_parameter("proj"), one.visual(images()))
+
+
+@pytest.mark.parametrize("pool", ["mean", "map"])
+def test_models_are_stored_with_their_pooling(pool: str, tmp_path: Path) -> None:
+    one = model(pool=pool, positions="sincos_2d").eval()
+    save_model(one, tmp_path / "model")
+    again = clipkit.load(tmp_path / "model")
+    assert again.architecture == one.architecture
+    assert torch.equal(again.visual(images()), one.visual(images()))
+    assert model_hash(again) == model_hash(one)
+    larger = clipkit.load(tmp_path / "model", image_size=64)
+    assert larger.visual(images(side=64)).shape == (3, 24)
+
+
+def test_the_pooling_is_part_of_the_hash() -> None:
+    mean, plain = model(pool="mean"), model()
+    mean.load_state_dict(plain.state_dict())
+    assert model_hash(mean) != model_hash(plain)
+
+
+def sized(model: ModelConfig | None = None, **sizes: Any) -> Architecture:
+    config = model or ModelConfig(name="ViT-B-32")
+    return shape_of(config, LossConfig(), SmallConfig(), sizes=ShapeConfig(**sizes))
+
+
+def test_sizes_replace_those_of_the_name() -> None:
+    shape = sized(
+        image_width=384, image_layers=6, image_mlp=2.0, patch=16, pool="map", text_width=256, embed=128
+    )
+    plain = sized()
+    vision, text = plain.own_towers()
+    assert shape == replace(
+        plain,
+        embed_dim=128,
+        vision=replace(vision, width=384, layers=6, heads=6, mlp_ratio=2.0, patch_size=16, pool="map"),
+        text=replace(text, width=256, heads=4),
+    )
+    assert sized(image_width=384, image_heads=2).own_towers()[0].heads == 2
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"shape.image_width = 100 .*multiple of 64, the width of a head of ViT-B-32"
+    ):
+        sized(image_width=100)
+    with pytest.raises(
+        ConfigError, match=r"\[shape\] changes the image tower, which requires clipkit's ViT, not"
+    ):
+        sized(ModelConfig(name="ViT-B-32", image="timm:resnet18"), pool="mean")
+    with pytest.raises(
+        ConfigError, match=r"\[shape\] changes the text tower, which requires clipkit's transformer"
+    ):
+        sized(ModelConfig(name="ViT-B-32", text="cbow"), text_layers=3)
+    with pytest.raises(ConfigError, match="image_size = 224 is not a multiple of patch_size = 15"):
+        sized(patch=15)
+    with pytest.raises(ConfigError, match=r"shape.pool = 'avg' is invalid: expected .*class, mean or map"):
+        ShapeConfig(pool="avg")
