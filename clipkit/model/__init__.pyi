@@ -13,6 +13,7 @@ from .attention import (
     attention_blocks as attention_blocks,
     attention_maps as attention_maps,
     patch_grid as patch_grid,
+    text_heatmaps as text_heatmaps,
 )
 from .clip import (
     CLIP as CLIP,

@@ -10,12 +10,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from clipkit.errors import DataError
-from clipkit.model import fill_template
+from clipkit.errors import ConfigError, DataError
+from clipkit.model import eval_pixels, fill_template, text_heatmaps
 from eval.datasets.dataset import EvalDataset
 from eval.metrics import (
     Descriptions,
@@ -41,6 +42,9 @@ from eval.results.records import (
     pack,
 )
 from eval.tasks.subject import Subject
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 __all__ = [
     "captioning_details",
@@ -384,6 +388,7 @@ def take_snapshot(
         if names:
             shown = order[:SNAPSHOT_EXAMPLES]
             logits = subject.logit_scale * features[shown] @ subject.class_weights().cpu()  # (E, C)
+            heats = _heats(subject, shown)
             for number, row in zip(shown, logits.softmax(dim=1), strict=True):
                 truth = None if labels is None else int(labels[number])
                 # of equal probabilities the lower class comes first, as in the scores
@@ -399,6 +404,7 @@ def take_snapshot(
                         truth=None if truth is None else _short(names[truth]),
                         rank=None if truth is None else 1 + ranked.index(truth),
                         probability=None if truth is None else _rounded(float(row[truth])),
+                        heat=heats.get(number),
                     )
                 )
         if pairs:
@@ -437,6 +443,34 @@ def take_snapshot(
             for name in sorted(used, key=int)
         },
     )
+
+
+def _heats(subject: Subject, numbers: Sequence[int]) -> dict[int, Thumbnail]:
+    """Draw where in images the model sees their class; empty for towers without heatmaps."""
+    from PIL import Image
+
+    from clipkit.inference import overlay
+
+    dataset, model = subject.dataset, subject.encoder.model
+    sharded = hasattr(model, "reshard")  # a single rank cannot run it
+    if dataset.labels is None or sharded or subject.encoder.ranks.rank > 0:
+        return {}
+    found, weights = {}, subject.class_weights().to(model.logit_scale.device)
+    for number in numbers:
+        name = dataset.class_names[label := int(dataset.labels[number])]
+        try:
+            pixels = eval_pixels(dataset.images.read(number), model.preprocess)  # (3, S, S)
+            images = pixels[None].to(weights.device)
+            heat = text_heatmaps(model, images, weights[:, label][None])[0, 0].cpu()  # (g, g)
+        except ConfigError:  # the tower has no attention to show
+            return {}
+        except DataError:
+            continue
+        heat = (heat - heat.min()) / (heat.max() - heat.min()).clamp(min=1e-30)
+        picture = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+        picture = picture.resize((_THUMBNAIL_SIZE, _THUMBNAIL_SIZE), Image.Resampling.BICUBIC)
+        found[number] = _encoded(overlay(picture, heat.numpy()), f"where the model sees {_short(name)}")
+    return found
 
 
 def _distinct_pairs(dataset: EvalDataset, order: list[int]) -> list[tuple[int, str]]:
@@ -504,6 +538,10 @@ def _thumbnail(dataset: EvalDataset, number: int, alt: str) -> Thumbnail:
     except DataError:
         return Thumbnail(png="", alt=alt)
     image.thumbnail((_THUMBNAIL_SIZE, _THUMBNAIL_SIZE), Image.Resampling.LANCZOS)
+    return _encoded(image, alt)
+
+
+def _encoded(image: "Image.Image", alt: str) -> Thumbnail:
     buffer = io.BytesIO()
     image.save(buffer, format="PNG", optimize=True)
     return Thumbnail(png=base64.b64encode(buffer.getvalue()).decode("ascii"), alt=alt)

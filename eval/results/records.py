@@ -152,13 +152,18 @@ class Guess:
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One prediction: the most likely labels in order, the true label, and its rank (1 is best)."""
+    """One prediction: the most likely labels in order, the true label, and its rank (1 is best).
+
+    Attributes:
+        heat: where the model sees the true label.
+    """
 
     picture: str
     guesses: tuple[Guess, ...]
     truth: str | None
     rank: Count | None
     probability: float | None
+    heat: Thumbnail | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,6 +62,9 @@ def test_examples_agree_with_classify(model: CLIP, subject: Subject) -> None:
         )
         for place, guess in enumerate(example.guesses, start=1):
             assert guess.right == (guess.label == example.truth) == (example.rank == place)
+        assert example.heat is not None
+        assert example.heat.alt == f"where the model sees {example.truth}"
+        assert Image.open(io.BytesIO(base64.b64decode(example.heat.png))).size == (96, 96)
 
 
 def test_ranks_are_those_of_the_score(subject: Subject) -> None:
