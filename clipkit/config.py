@@ -595,11 +595,14 @@ class ViewsConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig(Section):
-    """Distillation from a teacher's similarities within the batch."""
+    """Distillation from a teacher's similarities within the batch, or from its classification of images."""
 
     section = "distill."
     teacher: str = setting(
-        "", "Teacher that encodes each batch during training: any source that clipkit.load accepts."
+        "",
+        "Teacher that encodes each batch during training: any source that clipkit.load accepts. With "
+        'loss.name=classes, a model with a head of the same classes, or a CLIP, which gets prompts "a photo of a '
+        'CLASS."',
     )
     features: str = setting(
         "",
@@ -616,6 +619,15 @@ class DistillConfig(Section):
     weight: float = setting(
         0.5, "Weight of the distillation loss; the objective has 1 minus this weight.", _above(0, at_most=1)
     )
+    temperature: float = setting(
+        1.0,
+        "With loss.name=classes, the number by which the logits of teacher and student are divided; the loss is "
+        "multiplied by its square.",
+        _above(0, at_most=1000),
+    )
+    hard: bool = setting(
+        False, "With loss.name=classes, learn the teacher's most likely class, not its distribution (DeiT)."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -630,6 +642,11 @@ class DistillConfig(Section):
             _require_use("distill.weight", self.weight, where, self.wanted)
         if not self._is_default("scale"):
             _require_use("distill.scale", self.scale, "distill.features", bool(self.features))
+        for name in ("temperature", "hard"):
+            if not self._is_default(name):
+                _require_use(f"distill.{name}", getattr(self, name), "distill.teacher", bool(self.teacher))
+        if self.hard and not self._is_default("temperature"):
+            require(False, "distill.temperature", self.temperature, "expected 1 with distill.hard")
 
     @property
     def wanted(self) -> bool:
@@ -913,7 +930,14 @@ class Config(Section):
         teacher = self.distill.teacher or self.distill.features
         where = "distill.teacher" if self.distill.teacher else "distill.features"
         alone = f"cannot be combined with loss.name={name}"
-        require(objective.with_teacher or not teacher, where, teacher, alone)
+        require(objective.divergence is not None or not teacher, where, teacher, alone)
+        if objective.over_classes:
+            require(not self.distill.features, where, teacher, f"{alone}; use distill.teacher")
+        else:
+            for setting in ("hard", "temperature"):
+                if not self.distill._is_default(setting):
+                    value = getattr(self.distill, setting)
+                    _require_use(f"distill.{setting}", value, "loss.name=classes", False)
         for term, settings in terms.items():
             alone = f"expected 0 with loss.name={name}"
             require(not objective.over_classes, f"{term}.weight", settings.weight, alone)

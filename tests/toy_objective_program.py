@@ -33,7 +33,7 @@ if __name__ == "__main__":
         initial_scale=2.0,
         initial_bias=0.0,
         max_scale=2.5,
-        with_teacher=False,
+        divergence=None,
         note="this is a toy",
     )
     arguments = parse_arguments()

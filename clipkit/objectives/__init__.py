@@ -47,6 +47,7 @@ class Targets:
 
 
 _RECALL = late("clipkit.objectives.clip:recall_figures")
+_DIVERGENCE = late("clipkit.objectives.distill:batch_divergence")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,8 @@ class Objective:
         uses_same: whether it supports ``loss.same`` other than negatives.
         smooths: whether it supports ``loss.smoothing``.
         more_texts: whether it supports ``data.negatives`` and ``data.caption_count``.
-        with_teacher: whether it can be combined with ``distill``.
+        divergence: ``(image_features, text_features, logit_scale, teaching, *, distill)`` → the loss against a
+            teacher; None if it cannot be combined with ``distill``.
         compares: whether it compares images with texts.
         note: what to print at the start of a training with fresh weights.
     """
@@ -87,7 +89,7 @@ class Objective:
     uses_same: bool = True
     smooths: bool = True
     more_texts: bool = False
-    with_teacher: bool = True
+    divergence: Callable[..., "Tensor"] | None = _DIVERGENCE
     compares: bool = True
     note: str = ""
 
@@ -124,7 +126,7 @@ OBJECTIVES: dict[str, Objective] = {
         chance=late("clipkit.objectives.classes:class_chance"),
         over_classes=True,
         uses_same=False,
-        with_teacher=False,
+        divergence=late("clipkit.objectives.classes:class_divergence"),
     ),
     "words": Objective(
         summary="predicts the words of captions, with model.text=words (CLIP's bag-of-words baseline)",
@@ -135,7 +137,7 @@ OBJECTIVES: dict[str, Objective] = {
         tiled=True,
         uses_same=False,
         smooths=False,
-        with_teacher=False,
+        divergence=None,
     ),
     "none": Objective(
         summary="no comparison of images with texts: only terms, such as caption.weight",
@@ -144,7 +146,7 @@ OBJECTIVES: dict[str, Objective] = {
         tiled=True,
         uses_same=False,
         smooths=False,
-        with_teacher=False,
+        divergence=None,
         compares=False,
         note="loss.name=none trains no text features; lock.text=all saves time unless caption.feed=text",
     ),

@@ -9,11 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipkit.config import DistillConfig
 from clipkit.distributed import sum_over_ranks
 from clipkit.objectives import Targets
+from clipkit.objectives.distill import Teaching
 from clipkit.objectives.tiles import GlobalBatch, at_least_float32
 
-__all__ = ["class_chance", "class_figures", "class_loss", "class_objective", "right_classes"]
+__all__ = [
+    "class_chance",
+    "class_divergence",
+    "class_figures",
+    "class_loss",
+    "class_objective",
+    "right_classes",
+]
 
 
 def class_loss(
@@ -44,10 +53,49 @@ def class_loss(
     with torch.autocast(image_features.device.type, enabled=False):
         images, classes = at_least_float32(image_features), at_least_float32(class_features)
         logits = logit_scale.to(images.dtype) * images @ classes.T  # (B, C)
-        each = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
-        batch = GlobalBatch(images)
-        own = each.sum() * batch.weight  # the mean over ranks is the loss, and likewise for gradients
-        return own + (batch.mean(each.detach()) - own.detach())
+        return _mean(F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing), images)
+
+
+def class_divergence(
+    image_features: Tensor,
+    class_features: Tensor,
+    logit_scale: Tensor,
+    teaching: Teaching,
+    *,
+    distill: DistillConfig,
+) -> Tensor:
+    """Compute the mean loss of all ranks' images against a teacher's classification of them.
+
+    With temperature τ it is τ² times the Kullback–Leibler divergence from the teacher's softmax of logits / τ to
+    the student's (Hinton et al. 2015, https://arxiv.org/abs/1503.02531), and with ``distill.hard`` the
+    cross-entropy of the teacher's most likely class (DeiT, Touvron et al. 2021, https://arxiv.org/abs/2012.12877).
+
+    Args:
+        image_features, class_features, logit_scale: see ``class_loss``.
+        teaching: the teacher's features of the same images (B, P), and of the same classes (C, P).
+        distill: settings of distillation.
+
+    Returns:
+        A scalar as ``class_loss``; 0 if both agree, unless ``distill.hard``.
+    """
+    with torch.autocast(image_features.device.type, enabled=False):
+        images, classes = at_least_float32(image_features), at_least_float32(class_features)
+        logits = logit_scale.to(images.dtype) * images @ classes.T  # (B, C)
+        taught = (
+            teaching.scale.to(images) * teaching.images.to(images) @ teaching.texts.to(images).T
+        ).detach()
+        if distill.hard:
+            return _mean(F.cross_entropy(logits, taught.argmax(dim=1), reduction="none"), images)
+        own, other = ((one / distill.temperature).log_softmax(dim=1) for one in (logits, taught))
+        apart = F.kl_div(own, other, reduction="none", log_target=True).sum(dim=1)
+        return _mean(distill.temperature**2 * apart, images)
+
+
+def _mean(each: Tensor, images: Tensor) -> Tensor:
+    """Return the mean over the rows of all ranks; the mean over ranks of its gradients is the global batch's."""
+    batch = GlobalBatch(images)
+    own = each.sum() * batch.weight
+    return own + (batch.mean(each.detach()) - own.detach())
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from clipkit.config import DistillConfig
 from clipkit.objectives.tiles import (
     ColumnSums,
     FeatureGradients,
@@ -22,7 +23,7 @@ from clipkit.objectives.tiles import (
     tiles,
 )
 
-__all__ = ["Teaching", "distillation_loss", "with_teacher"]
+__all__ = ["Teaching", "batch_divergence", "distillation_loss", "with_teacher"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,22 +31,32 @@ class Teaching:
     """A teacher's features of one batch, in its own embedding dimension."""
 
     images: Tensor  # (B, P)
-    texts: Tensor  # (B, P)
+    texts: Tensor  # (B, P), or (C, P) of all classes
     scale: Tensor  # exp(t)
     tokens: Tensor | None = None  # (B, 1 + K, D) of the images, see ``CLIP.image_tokens``
 
 
-def with_teacher(loss: Callable[..., Tensor], teaching: Teaching, *, weight: float) -> Callable[..., Tensor]:
-    """Return ``weight`` × the distillation loss + (1 − ``weight``) × ``loss``, of the same arguments."""
+def with_teacher(
+    loss: Callable[..., Tensor], divergence: Callable[..., Tensor], teaching: Teaching, distill: DistillConfig
+) -> Callable[..., Tensor]:
+    """Return w × ``divergence`` + (1 − w) × ``loss`` with w = ``distill.weight``, of the same arguments."""
+    weight = distill.weight
 
     def both(images: Tensor, texts: Tensor, scale: Tensor, *bias: Tensor) -> Tensor:
-        taught = distillation_loss(images, texts, scale, teaching.images, teaching.texts, teaching.scale)
+        taught = divergence(images, texts, scale, teaching, distill=distill)
         if weight == 1:
             # the bias stays in the graph: DistributedDataParallel waits for a gradient of every parameter
             return taught + 0 * sum((one.sum() for one in bias), torch.zeros_like(taught))
         return weight * taught + (1 - weight) * loss(images, texts, scale, *bias)
 
     return both
+
+
+def batch_divergence(
+    images: Tensor, texts: Tensor, scale: Tensor, teaching: Teaching, *, distill: DistillConfig
+) -> Tensor:
+    """Return ``distillation_loss`` of the batch."""
+    return distillation_loss(images, texts, scale, teaching.images, teaching.texts, teaching.scale)
 
 
 def distillation_loss(

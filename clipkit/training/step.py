@@ -23,7 +23,7 @@ from clipkit.formats.checkpoint import model_hash
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
 from clipkit.model.towers import kept_patches
-from clipkit.model.zero_shot import evaluating
+from clipkit.model.zero_shot import evaluating, zero_shot_classifier
 from clipkit.objectives import OBJECTIVES, TERMS, Targets
 from clipkit.objectives.distill import Teaching, with_teacher
 from clipkit.objectives.matryoshka import with_prefixes
@@ -259,12 +259,13 @@ class Teacher:
 
     Args:
         source: a model as for ``clipkit.load``.
-        student: the model in training; its tokens must be the teacher's.
+        student: the model in training; its tokens must be the teacher's. If it has a head of classes, the teacher
+            classifies images by its own head of the same classes, or by the prompts "a photo of a CLASS."
         device: where it encodes.
         bf16: whether its towers run in bfloat16.
 
     Raises:
-        ConfigError: its tokenizer differs from the student's.
+        ConfigError: its tokenizer or its classes differ from the student's.
         CheckpointError: it cannot be loaded.
 
     Attributes:
@@ -276,6 +277,16 @@ class Teacher:
         self.fingerprint = model_hash(self._model)
         self._model.to(device)
         self._device, self._bf16 = device, bf16
+        self._classes: Tensor | None = None  # (C, P)
+        if names := student.architecture.text.classes:
+            own_names = self._model.architecture.text.classes
+            if own_names and set(own_names) != set(names):
+                raise ConfigError(
+                    f"distill.teacher = {source!r} has other classes ({len(own_names):,}) than model.text "
+                    f"({len(names):,})"
+                )
+            self._classes = zero_shot_classifier(self._model, names, allow_indistinguishable=True).T
+            return
         sample = ["a photo of two cats, 3:4", "Ünï 猫"]
         own, other = self._model.tokenizer(sample), student.tokenizer(sample)
         length = min(own.shape[1], other.shape[1])  # context lengths may differ
@@ -295,7 +306,9 @@ class Teacher:
                 images = resized.round_().clamp_(0, 255).to(torch.uint8)
             return Teaching(
                 images=self._model.encode_image(images),
-                texts=self._model.encode_text(_cut(tokens, length)),
+                texts=self._model.encode_text(_cut(tokens, length))
+                if self._classes is None
+                else self._classes,
                 scale=self._model.logit_scale.detach().exp(),
             )
 
@@ -413,7 +426,8 @@ class TrainingStep:
             scale = torch.tensor(self.distill.scale, device=images.device)
             teaching = Teaching(images=images, texts=texts, scale=scale)
         if teaching is not None:
-            loss = with_teacher(loss, teaching, weight=self.distill.weight)
+            assert objective.divergence is not None
+            loss = with_teacher(loss, objective.divergence, teaching, self.distill)
         return backward(
             module,
             inputs,

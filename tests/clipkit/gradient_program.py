@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from clipkit import distributed
-from clipkit.config import CaptionConfig, MaskedConfig, ViewsConfig
+from clipkit.config import CaptionConfig, DistillConfig, MaskedConfig, ViewsConfig
 from clipkit.model.architectures import Architecture, ClassTable, Decoder, TextTower, VisionTower, WordTable
 from clipkit.model.clip import CLIP
 from clipkit.model.towers import kept_patches
 from clipkit.objectives import Targets
 from clipkit.objectives.caption import caption_inputs, no_loss
-from clipkit.objectives.classes import class_loss
+from clipkit.objectives.classes import class_divergence, class_loss
 from clipkit.objectives.clip import clip_loss, clip_objective
-from clipkit.objectives.distill import Teaching
+from clipkit.objectives.distill import Teaching, with_teacher
 from clipkit.objectives.masked import masked_inputs
 from clipkit.objectives.matryoshka import with_prefixes
 from clipkit.objectives.siglip import siglip_loss, siglip_objective
@@ -75,6 +75,7 @@ WHAT = (
     Way(loss="siglip"),
     Way(loss="positives"),
     Way(loss="classes"),
+    Way(loss="taught classes"),
     Way(loss="words"),
     Way(loss="smoothed prefixes"),
     Way(loss="siglip prefixes"),
@@ -129,7 +130,7 @@ def compute(way: Way) -> dict[str, Tensor]:
         text=TextTower(width=32, layers=2, heads=2, context_length=30, vocab_size=END + 1),
         logit_bias=way.loss.startswith("siglip"),
     )
-    if way.loss == "classes":
+    if way.loss.endswith("classes"):
         shape = replace(shape, text=ClassTable(names=tuple(map(str, range(CLASSES)))))
     if way.loss == "words":
         shape = replace(shape, text=WordTable(context_length=30, vocab_size=END + 1))
@@ -171,6 +172,13 @@ def compute(way: Way) -> dict[str, Tensor]:
         "siglip prefixes": with_prefixes(siglip_loss, (8,)),
         "none": partial(no_loss, targets=targets),
     }
+    if way.loss == "taught classes":
+        random = torch.Generator().manual_seed(8)
+        teacher = torch.randn(BATCH, 6, dtype=torch.float64, generator=random)
+        heads = torch.randn(CLASSES, 6, dtype=torch.float64, generator=random)
+        teaching = Teaching(images=teacher[rows], texts=heads, scale=torch.tensor(2.0))
+        distill = DistillConfig(teacher="any", temperature=3.0)
+        losses[way.loss] = with_teacher(losses["classes"], class_divergence, teaching, distill)
     if way.several:
         both = torch.cat([identities, identities])
         losses["positives"] = with_captions(partial(clip_loss, identities=both, same="positives"))
@@ -237,7 +245,7 @@ def inputs(way: Way) -> tuple[dict[str, object], Tensor, Tensor, Tensor]:
     given: dict[str, object] = {"images": images[rows], "tokens": captions}
     if way.dropout:
         given["patches"] = kept_patches(seed=5, rows=rows, patches=PATCHES, keep=KEPT)
-    if way.loss == "classes":
+    if way.loss.endswith("classes"):
         given["tokens"] = torch.arange(CLASSES)[:, None]
     elif way.loss == "words":
         given["tokens"] = torch.arange(END + 1)[:, None]

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,13 +12,14 @@ from hypothesis import given, strategies as st
 
 import clipkit
 from clipkit.__main__ import dispatch
-from clipkit.config import Config, LossConfig, ModelConfig, SmallConfig, load_config
+from clipkit.config import Config, DistillConfig, LossConfig, ModelConfig, SmallConfig, load_config
 from clipkit.errors import CheckpointError, ConfigError, DataError
 from clipkit.formats.checkpoint import save_model
 from clipkit.model.architectures import ARCHITECTURES, Architecture, ClassTable
 from clipkit.model.clip import CLIP, create
 from clipkit.model.names import architecture
-from clipkit.objectives.classes import class_loss, right_classes
+from clipkit.objectives.classes import class_divergence, class_loss, right_classes
+from clipkit.objectives.distill import Teaching
 from clipkit.training.build import first_model, shape_of
 from clipkit.training.parallel import recompute_blocks
 
@@ -37,6 +39,32 @@ def test_the_loss_is_cross_entropy_and_right_is_argmax(
     value = class_loss(images, heads, torch.tensor(scale), labels=labels)
     assert value.item() == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-6)
     assert right_classes(images, heads, labels) == (logits.argmax(1) == labels).double().mean().item()
+
+
+@given(
+    st.integers(1, 9),
+    st.integers(1, 7),
+    st.integers(0, 2**31),
+    st.floats(0.1, 50),
+    st.sampled_from([0.5, 1.0, 4.0]),
+)
+def test_a_teacher_of_classes(rows: int, classes: int, seed: int, scale: float, temperature: float) -> None:
+    random = torch.Generator().manual_seed(seed)
+    images, heads, taught, taught_heads = (
+        F.normalize(torch.randn(n, size, dtype=torch.float64, generator=random), dim=1)
+        for n, size in ((rows, 5), (classes, 5), (rows, 3), (classes, 3))
+    )
+    teaching = Teaching(images=taught, texts=taught_heads, scale=torch.tensor(20.0))
+    own, other = scale * images @ heads.T, 20 * taught @ taught_heads.T
+
+    def value(**settings: Any) -> float:
+        distill = DistillConfig(teacher="any", **settings)
+        return class_divergence(images, heads, torch.tensor(scale), teaching, distill=distill).item()
+
+    p, q = (own / temperature).softmax(1), (other / temperature).softmax(1)
+    divergence = temperature**2 * (q * (q.log() - p.log())).sum(1).mean().item()
+    assert value(temperature=temperature) == pytest.approx(divergence, rel=1e-6, abs=1e-12)
+    assert value(hard=True) == pytest.approx(F.cross_entropy(own, other.argmax(1)).item(), rel=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +126,12 @@ def test_an_architecture_reads_the_names_from_a_file(tmp_path: Path) -> None:
         (["model.text=classes:x"], "model.text = 'classes:x' is invalid: requires loss.name=classes"),
         (["loss.name=classes", "model.text=classes:x", "loss.same=positives"], "loss.same = 'positives'"),
         (
-            ["loss.name=classes", "model.text=classes:x", "distill.teacher=y"],
-            "cannot be combined with loss.name=classes",
+            ["loss.name=classes", "model.text=classes:x", "distill.features=y", "distill.text_features=z"],
+            "cannot be combined with loss.name=classes; use distill.teacher",
         ),
+        (["distill.teacher=y", "distill.hard=true"], "no effect unless loss.name=classes"),
+        (["distill.teacher=y", "distill.temperature=2"], "no effect unless loss.name=classes"),
+        (["loss.name=classes", "model.text=classes:x", "distill.hard=true"], "unless distill.teacher"),
     ],
 )
 def test_a_head_and_its_loss_go_together(settings: list[str], said: str) -> None:

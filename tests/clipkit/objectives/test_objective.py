@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipkit.config import DistillConfig
 from clipkit.objectives import OBJECTIVES, Targets
 from clipkit.objectives.distill import Teaching, with_teacher
 from tests.clipkit.plain_losses import LOSSES, Given, given, plain
@@ -49,7 +50,10 @@ def test_without_a_teacher_it_is_the_contrastive_one(name: str) -> None:
 @pytest.mark.parametrize("weight", [0.25, 1.0])
 def test_a_teacher_has_its_share(name: str, weight: float) -> None:
     batch = given(12).slice(slice(None))
-    loss = with_teacher(objective(name, batch.identities), teaching(batch), weight=weight)
+    settings = DistillConfig(teacher="any", weight=weight)
+    divergence = OBJECTIVES[name.split()[0]].divergence
+    assert divergence is not None
+    loss = with_teacher(objective(name, batch.identities), divergence, teaching(batch), settings)
     found = value(loss, batch, bias=True)
     wanted = weight * plain("distillation", batch) + (1 - weight) * plain(name, batch)
     torch.testing.assert_close(found, wanted)
