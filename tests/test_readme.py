@@ -97,8 +97,9 @@ def check_command(words: list[str], help_of: HelpOf) -> None:
     if words[0] == "clipkit":
         words = ["python", "-m", *words]
     if words[1] != "-m" or words[2].startswith("bench."):
-        file = words[2].replace(".", "/") + ".py" if words[1] == "-m" else words[1]
-        text = (ROOT / file).read_text(encoding="utf-8")
+        file = ROOT / (words[2].replace(".", "/") + ".py" if words[1] == "-m" else words[1])
+        folder = file.with_suffix("")
+        text = (folder / "__main__.py" if folder.is_dir() else file).read_text(encoding="utf-8")
     else:
         assert words[2] in ("clipkit", "data", "eval"), words
         text = help_of(f"{words[2]}/__main__.py", words[3])

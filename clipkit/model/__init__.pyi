@@ -1,5 +1,6 @@
 from .architectures import (
     ARCHITECTURES as ARCHITECTURES,
+    IMAGE_SIZES as IMAGE_SIZES,
     QUICKGELU as QUICKGELU,
     Architecture as Architecture,
     BagOfWords as BagOfWords,

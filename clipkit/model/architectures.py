@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from clipkit.model.tokenizer import Tokenizer
 
 __all__ = [
-    "ARCHITECTURES", "COLORS", "MASKED", "QUICKGELU", "STEM", "Architecture", "BagOfWords",
+    "ARCHITECTURES", "COLORS", "IMAGE_SIZES", "MASKED", "QUICKGELU", "STEM", "Architecture", "BagOfWords",
     "ClassTable", "Decoder", "ImageArchitecture", "Layer", "LayerNames", "TextArchitecture", "TextTower",
     "TowerArchitecture", "VisionTower", "named", "selected",
 ]  # fmt: skip
@@ -351,6 +351,10 @@ class _TransformerTower:
 
 POOLS = ("class", "mean", "map")  # what is projected to an image's features
 POSITIONS = ("learned", "sincos_2d", "none")
+IMAGE_SIZES = {  # settings of [shape]: fields of ``VisionTower``
+    "image_width": "width", "image_layers": "layers", "image_heads": "heads", "image_mlp": "mlp_ratio",
+    "patch": "patch_size", "pool": "pool", "positions": "positions",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from clipkit.files.hub import HUB, fetch_repository
 from clipkit.formats.checkpoint import load_model, stored_preprocess
 from clipkit.formats.weights import read_weights
 from clipkit.model import IMAGE_TOWERS
-from clipkit.model.architectures import STEM, Architecture, Decoder, Layer, selected
+from clipkit.model.architectures import IMAGE_SIZES, STEM, Architecture, Decoder, Layer, selected
 from clipkit.model.clip import CLIP, create
 from clipkit.model.flops import HEADS
 from clipkit.model.names import architecture
@@ -131,7 +131,7 @@ def _with_sizes(shape: Architecture, sizes: ShapeConfig, model: ModelConfig) -> 
         if name in changed
     }
     embed_dim = changed.pop("embed", shape.embed_dim)
-    of_image = {_FIELDS.get(name, name.removeprefix("image_")): value for name, value in changed.items()}
+    of_image = {IMAGE_SIZES[name]: value for name, value in changed.items()}
     for tower, own, given, kind in (
         ("image", vision, of_image, "ViT"),
         ("text", text, of_text, "transformer"),
@@ -151,9 +151,6 @@ def _with_sizes(shape: Architecture, sizes: ShapeConfig, model: ModelConfig) -> 
         vision=replace(vision, **of_image) if vision is not None and of_image else shape.vision,
         text=replace(text, **of_text) if text is not None and of_text else shape.text,
     )
-
-
-_FIELDS = {"image_mlp": "mlp_ratio", "patch": "patch_size"}  # settings and fields of ``VisionTower``
 
 
 def _decoder_of(shape: Architecture, caption: CaptionConfig, label: str) -> Decoder:

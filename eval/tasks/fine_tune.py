@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,7 +33,15 @@ import clipkit
 from clipkit.errors import CheckpointError, ConfigError, DataError
 from clipkit.files import FileLock, decode_image, write_atomic
 from clipkit.formats import latest_checkpoint, model_hash, save_model, step_of
-from clipkit.model import ARCHITECTURES, CLIP, QUICKGELU, TimmVision, architecture, with_class_head
+from clipkit.model import (
+    ARCHITECTURES,
+    CLIP,
+    IMAGE_SIZES,
+    QUICKGELU,
+    TimmVision,
+    architecture,
+    with_class_head,
+)
 from data.remote.cache import cache_folder
 from data.shards.writer import DatasetWriter, Record
 from eval.datasets.dataset import TEST, EvalDataset, distinct_names, labels_of
@@ -224,19 +232,29 @@ def _model_settings(head: CLIP, image_size: int = 0) -> dict[str, object]:
     wanted = head.architecture
     options = wanted.vision.options if isinstance(wanted.vision, TimmVision) else {}
     size = wanted.vision.image_size
+    alike: dict[str, object] = {}
     for known in (name, *ARCHITECTURES, *(one + QUICKGELU for one in ARCHITECTURES)):
-        shape = None
-        with suppress(ConfigError):
+        try:
             shape = architecture(known, image=image, image_options=options, image_size=size)
-        if shape is not None:  # initialization does not matter, and exports do not store it
-            shape = replace(shape, logit_bias=wanted.logit_bias, small_data=wanted.small_data)
-        if shape is not None and replace(shape, text=wanted.text) == wanted:
-            return {
-                "model.name": known,
-                "model.image": image,
-                "model.image_options": json.dumps(options) if options else "",
-                "model.image_size": image_size or size,
-            }
+        except ConfigError:
+            continue
+        # initialization does not matter, and exports do not store it
+        shape = replace(shape, text=wanted.text, logit_bias=wanted.logit_bias, small_data=wanted.small_data)
+        found: dict[str, object] = {
+            "model.name": known,
+            "model.image": image,
+            "model.image_options": json.dumps(options) if options else "",
+            "model.image_size": image_size or size,
+        }
+        if shape == wanted:
+            return found
+        own = wanted.vision.plain
+        both = own is not None and shape.vision.plain is not None
+        if both and replace(shape, embed_dim=wanted.embed_dim, vision=wanted.vision) == wanted:
+            sizes = {f"shape.{setting}": getattr(own, field) for setting, field in IMAGE_SIZES.items()}
+            alike = alike or {**found, **sizes, "shape.embed": wanted.embed_dim}
+    if alike:
+        return alike
     raise ConfigError(
         "fine-tuning needs a model with an architecture that train.py knows by name, "
         f"{f'not {head.name!r}' if head.name else 'and this one has none'}: "

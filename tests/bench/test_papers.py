@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.papers import images_to_reach, means
+from bench.papers.objectives import images_to_reach, means
 
 
 def test_images_to_reach_a_score_are_linear_in_their_logarithm() -> None:

@@ -23,6 +23,7 @@ from clipkit import CLIP
 from clipkit.errors import ConfigError, DataError
 from clipkit.formats.checkpoint import save_model
 from clipkit.model.clip import create
+from clipkit.model.names import architecture
 from clipkit.model.zero_shot import with_class_head
 from eval import Encoder, Subject
 from eval.__main__ import main
@@ -186,13 +187,12 @@ def test_killed_at_a_random_moment_it_goes_on_to_the_same_scores(
     assert scores("killed") == scores("whole") * (len(scores("killed")) // len(scores("whole")))
 
 
-def test_what_cannot_be_trained_is_refused(
-    colours: Path, unskilled: CLIP, model: CLIP, tmp_path: Path
-) -> None:
+def test_what_cannot_be_trained_is_refused(colours: Path, unskilled: CLIP, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="run it without torchrun"):
         fine_tune(subject_of(unskilled, colours, ranks=Ranks(rank=0, world=2)), Options(runs=tmp_path))
     with pytest.raises(ConfigError, match="needs a model with an architecture that train"):
-        fine_tune(subject_of(model, colours), Options(runs=tmp_path))
+        nameless = create(architecture("ViT-Ti-4-16", image="timm:resnet10t", image_size=32), name="", seed=0)
+        fine_tune(subject_of(nameless, colours), Options(runs=tmp_path))
     subject = subject_of(unskilled, colours)
     train = subject.split("train")
     assert train is not None

@@ -19,11 +19,13 @@ from PIL import Image
 
 import clipkit
 from clipkit import CLIP
+from clipkit.config import LossConfig, ModelConfig, ShapeConfig, SmallConfig
 from clipkit.errors import ConfigError, DataError
 from clipkit.formats.checkpoint import save_model
 from clipkit.model.clip import create
 from clipkit.model.names import architecture
 from clipkit.model.zero_shot import with_class_head
+from clipkit.training.build import shape_of
 from eval import Encoder, Subject, open_dataset
 from eval.tasks import Options
 from eval.tasks.fine_tune import ClassTraining, Diverged, _best, _model_settings, fine_tune, only_one
@@ -155,24 +157,35 @@ def test_a_damaged_list_of_rates_is_made_again(unskilled: CLIP, tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("name", "changed"),
+    ("name", "changed", "sizes"),
     [
-        ("ViT-Ti-4-16", {"logit_bias": True}),
-        ("ViT-Ti-4-16", {"quick_gelu": True}),
-        ("ViT-Ti-4-16", {"quick_gelu": True, "logit_bias": True}),
-        ("ViT-Ti-4-16", {"small_data": False}),  # as of an export
+        ("ViT-Ti-4-16", {"logit_bias": True}, {}),
+        ("ViT-Ti-4-16", {"quick_gelu": True}, {}),
+        ("ViT-Ti-4-16", {"quick_gelu": True, "logit_bias": True}, {}),
+        ("ViT-Ti-4-16", {"small_data": False}, {}),  # as of an export
+        ("ViT-Ti-4-16", {"quick_gelu": True}, {"patch_size": 8, "width": 128, "heads": 4}),
+        ("ViT-Ti-4-16", {}, {"pool": "map", "positions": "none", "layers": 1, "mlp_ratio": 2.0}),
     ],
 )
 def test_a_model_that_has_lost_its_name_is_trained(
-    name: str, changed: dict[str, Any], tmp_path: Path
+    name: str, changed: dict[str, Any], sizes: dict[str, Any], tmp_path: Path
 ) -> None:
     shape = replace(architecture(name, image_size=32), **changed)
+    if sizes:
+        assert shape.vision.plain is not None
+        shape = replace(shape, embed_dim=24, vision=replace(shape.vision.plain, **sizes))
     save_model(create(shape, name=name, seed=0), tmp_path / "model")
     model = clipkit.load(tmp_path / "model")
     head = with_class_head(model, ["a", "b"], torch.eye(2, shape.embed_dim))
-    found = {key.removeprefix("model."): str(value) for key, value in _model_settings(head).items()}
-    again = architecture(found["name"], image=found["image"], image_size=int(found["image_size"]))
-    assert replace(again, text=shape.text, **changed) == shape
+    found: dict[str, dict[str, Any]] = {"model": {}, "shape": {}}
+    for key, value in _model_settings(head).items():
+        section, _, setting = key.partition(".")
+        found[section][setting] = value
+    again = shape_of(
+        ModelConfig(**found["model"]), LossConfig(), SmallConfig(), sizes=ShapeConfig(**found["shape"])
+    )
+    assert replace(again, text=shape.text, **{"small_data": shape.small_data, **changed}) == shape
+    assert bool(found["shape"]) == bool(sizes)
 
 
 def test_a_head_of_few_classes_on_another_librarys_tower_is_loaded(tmp_path: Path) -> None:

@@ -1,25 +1,19 @@
-"""Reproduce figures of papers in small, on built-in data.
+"""Figure 2 of CLIP (Radford et al. 2021, https://arxiv.org/abs/2103.00020).
 
-    python -m bench.papers objectives [--steps N] [--folder FOLDER] [--out FILE] [--figure FILE]
-
-``objectives`` is figure 2 of CLIP (Radford et al. 2021, https://arxiv.org/abs/2103.00020): zero-shot accuracy by
-number of images seen, for predicting captions, predicting their words, and contrastive learning with two text
-towers. All train on the same images of ``glyphs`` in the same order and are scored on the built-in ``digits``. Each
-objective uses the better of two learning rates at seed 0. Finished parts are skipped when the command is repeated.
-Captions have a vocabulary of their own, 1,966 tokens; the others use CLIP's, since bags of words require it.
+Zero-shot accuracy by number of images seen, for predicting captions, predicting their words, and contrastive
+learning with two text towers. All train on the same images of ``glyphs`` in the same order and are scored on the
+built-in ``digits``. Each objective uses the better of two learning rates at seed 0. Captions have a vocabulary of
+their own, 1,966 tokens; the others use CLIP's, since bags of words require it.
 """
 
-import argparse
 import json
-import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from math import log2
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-RESULTS = Path(__file__).parent / "results"
+from bench.papers.runs import RESULTS, run
 
 CAPTIONS = "caption"
 OBJECTIVES: dict[str, tuple[str, ...]] = {
@@ -29,22 +23,16 @@ OBJECTIVES: dict[str, tuple[str, ...]] = {
     "contrastive, transformer": (),
 }
 RATES = ("5e-4", "1.5e-3")
-BATCH, POINTS = 64, 5  # pairs per step; scored checkpoints of a run
+STEPS, BATCH, POINTS = 400, 64, 5  # pairs per step; scored checkpoints of a run
 Curve = dict[int, tuple[float, float, float]]  # images seen: accuracy and its 95% interval
 
 
-def run(*command: str) -> None:
-    """Run a Python command from the repository root; exit with its status if it fails."""
-    if status := subprocess.run([sys.executable, *command], cwd=ROOT, check=False).returncode:
-        sys.exit(status)
-
-
-def measured(objective: str, rate: str, seed: int, *, steps: int, folder: Path) -> Curve:
+def measured(objective: str, rate: str, seed: int, *, folder: Path, jobs: int) -> Curve:
     """Train and score the checkpoints, as far as this is not yet done; return the accuracies."""
     out = folder / "".join(c if c.isalnum() else "_" for c in f"{objective} {rate} {seed}")
     done = out / "curve.json"
     curve: dict[str, Any] = json.loads(done.read_text()) if done.is_file() else {}
-    every = max(1, steps // POINTS)
+    every = STEPS // POINTS
     at = range(every, every * POINTS + 1, every)
     if all(str(step * BATCH) in curve for step in at):
         return {int(images): tuple(score) for images, score in curve.items()}
@@ -53,6 +41,7 @@ def measured(objective: str, rate: str, seed: int, *, steps: int, folder: Path) 
         f"optim.warmup={at[-1] // 4}", "optim.schedule=constant",
         "eval.data=[]", f"checkpoint.every_steps={every}", "checkpoint.keep=0", *OBJECTIVES[objective],
         *([f"model.tokenizer={folder / 'tokenizer'}"] if objective == CAPTIONS else []),
+        log=out.with_suffix(".log"), jobs=jobs,
     )  # fmt: skip
 
     import clipkit
@@ -113,61 +102,52 @@ def plot(found: Mapping[str, Sequence[tuple[int, float]]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def objectives(*, steps: int, seeds: int, folder: Path, out: Path, figure: Path) -> None:
+def objectives(*, seeds: int, jobs: int, folder: Path) -> dict[str, Any]:
     """Reproduce figure 2 of CLIP."""
     from data.corpora.builtin import built_in
 
-    folder, corpus = folder.absolute(), built_in("glyphs")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    folder, corpus = folder / "objectives", built_in("glyphs")
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "tokenizer").exists():
         run("-m", "data", "tokenizer", str(corpus), "--out", str(folder / "tokenizer"), "--vocab", "2048")
-    found: dict[str, Any] = {}
-    for name in OBJECTIVES:
-        rates = {rate: measured(name, rate, 0, steps=steps, folder=folder) for rate in RATES}
+
+    def curves(name: str) -> dict[str, Any]:
+        rates = {rate: measured(name, rate, 0, folder=folder, jobs=jobs) for rate in RATES}
         best = max(rates, key=lambda rate: rates[rate][max(rates[rate])][0])
-        others = [measured(name, best, seed, steps=steps, folder=folder) for seed in range(1, seeds)]
-        found[name] = {"rate": best, "rates": rates, "seeds": [rates[best], *others]}
+        others = [measured(name, best, seed, folder=folder, jobs=jobs) for seed in range(1, seeds)]
+        return {"rate": best, "rates": rates, "seeds": [rates[best], *others]}
+
+    with ThreadPoolExecutor(jobs) as pool:
+        found = dict(zip(OBJECTIVES, pool.map(curves, OBJECTIVES), strict=True))
     points = {name: means(one["seeds"]) for name, one in found.items()}
     images, target = points[CAPTIONS][-1]
     for name, one in found.items():
         reached = images_to_reach(points[name], target)
         one["factor"] = None if reached is None else images / reached
         one["factor_is_lower_bound"] = reached == points[name][0][0]
-        sign = "≥ " if one["factor_is_lower_bound"] else ""
-        factor = "not reached" if reached is None else f"factor {sign}{images / reached:.1f}"
-        print(f"{name:<28}rate {one['rate']:<8}{points[name][-1][1]:6.1%}  {factor}")
-    result = {
-        "steps": steps,
-        "batch_size": BATCH,
-        "target": target,
-        "paper": "words 3, contrastive 4 times words",
+    plot(points, RESULTS / "papers_objectives.png")
+    words, contrastive = (found[name]["factor"] for name in ("words", "contrastive, bag of words"))
+    return {
+        "title": "Captions, words, or a comparison of pairs",
+        "source": "CLIP (Radford et al. 2021, https://arxiv.org/abs/2103.00020), figure 2",
+        "finding": "Predicting a bag of words needs 3 times fewer images than predicting captions, and the "
+        "contrastive objective 4 times fewer again.",
+        "agrees": bool(words and contrastive and contrastive > words > 1.5),
+        "scale": f"{STEPS} steps of {BATCH} pairs, {seeds} seeds",
+        "rows": {
+            f"{name}, {_factor(one)}": {
+                f"after {images:,} images": [seed[images][0] for seed in one["seeds"]]
+            }
+            for name, one in found.items()
+        },
+        "objectives": found,
     }
-    out.write_text(json.dumps({**result, "objectives": found}, indent=1) + "\n")
-    plot(points, figure)
 
 
-FIGURES: dict[str, Callable[..., None]] = {"objectives": objectives}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def _factor(one: Mapping[str, Any]) -> str:
+    sign = "≥ " if one["factor_is_lower_bound"] else ""
+    return (
+        "never as good as captions"
+        if one["factor"] is None
+        else f"{sign}{one['factor']:.1f} times fewer images"
     )
-    parser.add_argument("name", choices=FIGURES)
-    parser.add_argument("--steps", type=int, default=400, help="steps of each training (default: 400)")
-    parser.add_argument("--seeds", type=int, default=3, help="seeds of the better rate (default: 3)")
-    parser.add_argument("--folder", type=Path, default=Path("runs/papers/objectives"))
-    parser.add_argument("--out", type=Path, default=RESULTS / "papers_objectives.json")
-    parser.add_argument("--figure", type=Path, help="PNG or SVG (default: next to --out)")
-    given = parser.parse_args()
-    if given.steps < POINTS or given.seeds < 1:
-        parser.error(f"expected --steps of at least {POINTS} and --seeds of at least 1")
-    figure = given.figure or given.out.with_suffix(".png")
-    FIGURES[given.name](
-        steps=given.steps, seeds=given.seeds, folder=given.folder, out=given.out, figure=figure
-    )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,1 @@
+"""Findings of papers, tried in small on built-in data; see ``python -m bench.papers --help``."""

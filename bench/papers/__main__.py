@@ -1,0 +1,80 @@
+"""Try findings of papers in small on built-in data, and write what came out into one page.
+
+    python -m bench.papers NAME [NAME …] [--seeds 3] [--jobs 2] [--folder runs/papers]
+
+Trainings and scores are kept in the folder; a repeated command continues. Every study writes
+``bench/results/papers_NAME.json``, and the page ``bench/results/papers.md`` is made from these files.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from bench.papers.labels import STUDIES, study
+from bench.papers.objectives import objectives
+from bench.papers.runs import RESULTS
+from bench.papers.transfer import transfer
+
+ALL: dict[str, Callable[..., dict[str, Any]]] = {
+    "objectives": objectives,
+    "transfer": transfer,
+    **{name: partial(study, name) for name in STUDIES},
+}
+
+
+def page(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the studies' results as Markdown."""
+    lines = [
+        "# Findings of papers, tried in small", "",
+        "Written by `python -m bench.papers NAME`. Small models on built-in data may differ from the papers', so a",
+        "direction that was not found says little about large ones. Scores are means and standard deviations over",
+        "seeds.",
+    ]  # fmt: skip
+    for name, one in found.items():
+        verdict = "The direction agrees." if one["agrees"] else "The direction does not agree."
+        columns = list(dict.fromkeys(score for row in one["rows"].values() for score in row))
+        lines += [
+            "", f"## {one['title']}", "",
+            f"{one['source']}: {one['finding']} **{verdict}**", "",
+            f"`python -m bench.papers {name}`: {one['scale']}.", "",
+            "| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns),
+        ]  # fmt: skip
+        for variant, row in one["rows"].items():
+            lines.append(f"| {variant} | " + " | ".join(_shown(row[score]) for score in columns) + " |")
+        if (RESULTS / f"papers_{name}.png").is_file():
+            lines += ["", f"![{one['title']}](papers_{name}.png)"]
+    return "\n".join(lines) + "\n"
+
+
+def _shown(values: list[float]) -> str:
+    spread = f" ± {100 * stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{100 * mean(values):.1f}{spread}%"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="+", choices=ALL, metavar="NAME", help=", ".join(ALL))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time (default: 1)")
+    parser.add_argument("--folder", type=Path, default=Path("runs/papers"))
+    given = parser.parse_args()
+    if given.seeds < 1 or given.jobs < 1:
+        parser.error("expected --seeds and --jobs of at least 1")
+    for name in given.names:
+        found = ALL[name](seeds=given.seeds, jobs=given.jobs, folder=given.folder.absolute())
+        path = RESULTS / f"papers_{name}.json"
+        path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        print(page({name: found}))
+    paths = {name: RESULTS / f"papers_{name}.json" for name in ALL}
+    every = {name: json.loads(path.read_text("utf-8")) for name, path in paths.items() if path.is_file()}
+    (RESULTS / "papers.md").write_text(page(every), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""Studies of ViTs that are trained on labels: small models, the characters of ``glyphs``, three seeds.
+
+Every training sees 400 batches of 128 images of 32 pixels unless its settings say otherwise, with 1,574 characters
+as classes. Scores are the accuracy on two unseen fonts ("fonts", 62 classes), that of a linear probe on handwritten
+digits ("probe", 1,000 images to learn from), and that of ridge regression on five digits per class ("5-shot").
+"""
+
+import hashlib
+import json
+import tarfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from bench.labels import write_folder
+from bench.papers.runs import run
+
+STEPS, BATCH, SIDE = 400, 128, 32
+VIT = ("shape.patch=8",)  # 16 patches, 0.8 million parameters
+RESNET = ("model.image=timm:resnet10t", 'model.image_options={"channels":[24,48,96,192]}')  # 0.7 million
+Means = Mapping[str, Mapping[str, float]]  # variant: score: mean over seeds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Variants of a training and what a paper found about them.
+
+    Attributes:
+        title: heading of the section.
+        source: the paper.
+        finding: what it found, in a sentence.
+        variants: settings by name. ``{NAME}`` is the run folder of an earlier variant with the same seed.
+        agrees: whether the means show the same direction.
+    """
+
+    title: str
+    source: str
+    finding: str
+    variants: Mapping[str, Sequence[str]]
+    agrees: Callable[[Means], bool]
+
+
+def _best(means: Means, score: str, among: Callable[[str], bool] = lambda name: True) -> str:
+    return max((name for name in means if among(name)), key=lambda name: means[name][score])
+
+
+_FRACTIONS = {"1,200": 0.02, "3,000": 0.05, "12,000": 0.2, "60,000": 1.0}
+
+STUDIES: dict[str, Study] = {
+    "size": Study(
+        title="Pre-training size: ResNet against ViT",
+        source="ViT (Dosovitskiy et al. 2021, https://arxiv.org/abs/2010.11929), figures 3 and 4",
+        finding="ResNets are better after pre-training on few images, ViTs after pre-training on many.",
+        variants={
+            f"{name}, {images} images": (*settings, f"data.fraction={fraction}")
+            for name, settings in (("ViT", VIT), ("ResNet", RESNET))
+            for images, fraction in _FRACTIONS.items()
+        },
+        agrees=lambda means: (
+            means["ResNet, 1,200 images"]["probe"] > means["ViT, 1,200 images"]["probe"]
+            and means["ViT, 60,000 images"]["probe"] > means["ResNet, 60,000 images"]["probe"]
+        ),
+    ),
+    "positions": Study(
+        title="Position embeddings and pooling",
+        source="ViT, appendix D.3 and D.4",
+        finding="Without position embeddings accuracy is 3 points lower; their kind and the pooling matter little.",
+        variants={
+            f"{positions}, {pool}": (*VIT, f"shape.positions={positions}", f"shape.pool={pool}")
+            for positions in ("none", "learned", "sincos_2d")
+            for pool in ("class", "mean", "map")
+        },
+        agrees=lambda means: all(
+            means[f"none, {pool}"]["fonts"] < means[f"{positions}, {pool}"]["fonts"]
+            for positions in ("learned", "sincos_2d")
+            for pool in ("class", "mean", "map")
+        ),
+    ),
+    "head": Study(
+        title="Strong weight decay on the head",
+        source="Scaling ViT (Zhai et al. 2022, https://arxiv.org/abs/2106.04560), section 3.1",
+        finding="Much decay on the head and little on the body transfers better to few labels.",
+        variants={
+            f"head {head}, body {body}": (*VIT, f"optim.head_decay={head}", f"optim.weight_decay={body}")
+            for head, body in ((0.1, 0.1), (3.0, 0.1), (0.03, 0.03), (3.0, 0.03))
+        },
+        agrees=lambda means: "head 3.0" in _best(means, "5-shot"),
+    ),
+    "sam": Study(
+        title="Sharpness-aware minimization",
+        source="Chen et al. 2022, https://arxiv.org/abs/2106.01548",
+        finding="A ViT without pre-training or strong augmentation becomes 5 points better, a ResNet less so.",
+        variants={
+            f"{name}, SAM {rho}": (*settings, "data.fraction=0.2", f"optim.sam={rho}")
+            for name, settings in (("ViT", VIT), ("ResNet", RESNET))
+            for rho in (0, 0.05, 0.1)
+        },
+        agrees=lambda means: not _best(means, "fonts", lambda name: "ViT" in name).endswith("SAM 0"),
+    ),
+    "distillation": Study(
+        title="Distillation from a ResNet",
+        source="DeiT (Touvron et al. 2021, https://arxiv.org/abs/2012.12877), table 3",
+        finding="A ViT learns more from a ResNet's hard labels than from its soft ones or from labels alone.",
+        variants={
+            "teacher: ResNet": (*RESNET, "data.fraction=0.2"),
+            "labels alone": (*VIT, "data.fraction=0.2"),
+            "soft labels, temperature 3": (
+                *VIT, "data.fraction=0.2", "distill.teacher={teacher: ResNet}", "distill.temperature=3",
+            ),
+            "hard labels": (*VIT, "data.fraction=0.2", "distill.teacher={teacher: ResNet}", "distill.hard=true"),
+        },
+        agrees=lambda means: _best(means, "fonts", lambda name: "ResNet" not in name) == "hard labels",
+    ),
+    "dimensions": Study(
+        title="One dimension at a time",
+        source="ViT, figure 8",
+        finding="Depth helps most, up to a point; smaller patches help surprisingly much; width least.",
+        variants={
+            "base": VIT,
+            "depth 8": (*VIT, "shape.image_layers=8"),
+            "width 384": (*VIT, "shape.image_width=384", "shape.image_heads=6"),
+            "MLP 1536": (*VIT, "shape.image_mlp=1536"),
+            "patch 4": ("shape.patch=4",),
+        },
+        agrees=lambda means: means["depth 8"]["fonts"] > means["width 384"]["fonts"]
+        and means["patch 4"]["fonts"] > means["width 384"]["fonts"],
+    ),
+    "compute": Study(
+        title="Error by training compute",
+        source="Scaling ViT, figure 1 and section 2",
+        finding="The few-shot error follows a power law of compute and then saturates.",
+        variants={
+            f"{steps} steps": (*VIT, f"steps={steps}", f"optim.warmup={3 * steps // 4}")
+            for steps in (100, 200, 400, 800, 1600)
+        },
+        agrees=lambda means: _falls([1 - one["5-shot"] for one in means.values()]),
+    ),
+}  # fmt: skip
+
+
+def _falls(values: Sequence[float]) -> bool:
+    return list(values) == sorted(values, reverse=True)
+
+
+def write_classes(corpus: Path, out: Path) -> None:
+    """Write the names of all training images, one a line."""
+    names = set()
+    for path in sorted((corpus / "train").glob("*.tar")):
+        with tarfile.open(path) as shard:
+            for member in shard:
+                if member.name.endswith(".json") and (file := shard.extractfile(member)):
+                    names.add(json.load(file)["name"])
+    out.write_text("\n".join(sorted(names)) + "\n", encoding="utf-8")
+
+
+def prepare(folder: Path) -> None:
+    """Write what the studies share, as far as it is missing: names of classes, and digits by class."""
+    from data.corpora.builtin import built_in
+
+    if not (folder / "classes.txt").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_folder(folder / "digits")
+        write_classes(built_in("glyphs"), folder / "classes.txt")
+
+
+def trained(settings: Sequence[str], seed: int, folder: Path, *, jobs: int = 1) -> Path:
+    """Train as far as this is not yet done; return the run folder, which is named after the settings."""
+    digest = hashlib.sha256("\n".join([*settings, str(seed)]).encode()).hexdigest()[:12]
+    out = folder / f"run_{digest}"
+    if not (out / "report.html").is_file():
+        base = {
+            "steps": STEPS, "batch_size": BATCH, "model.image_size": SIDE, "loss.name": "classes",
+            "model.text": f"classes:{folder / 'classes.txt'}", "data.captions": "name", "eval.data": "[]",
+        }  # fmt: skip
+        base |= dict(text.split("=", 1) for text in settings)
+        given = [f"{name}={value}" for name, value in base.items()]
+        run("train.py", f"out={out}", f"seed={seed}", *given, log=out.with_suffix(".log"), jobs=jobs)
+    return out
+
+
+def scores(out: Path, folder: Path) -> dict[str, float]:
+    """Return the scores of a run, computed once."""
+    done = out / "scores.json"
+    if not done.is_file():
+        import clipkit
+        from eval.features.encoder import Encoder
+        from eval.readers import open_dataset
+        from eval.tasks import Options
+        from eval.tasks.classify import zero_shot
+        from eval.tasks.probe import few_shot, linear_probe
+        from eval.tasks.subject import Subject
+
+        encoder = Encoder(clipkit.load(str(out)), batch_size=BATCH)
+        fonts = Subject(encoder, open_dataset("glyphs"))
+        digits = Subject(encoder, open_dataset(str(folder / "digits")))
+        options = Options(details=False, shots=(5,), estimators=("ridge",), seeds=tuple(range(10)))
+        found = {}
+        for name, task, subject in (
+            ("fonts", zero_shot, fonts), ("probe", linear_probe, digits), ("5-shot", few_shot, digits),
+        ):  # fmt: skip
+            found[name] = mean(one.value for one in task(subject, options).scores if one.metric == "acc1")
+        done.write_text(json.dumps(found))
+    found = json.loads(done.read_text())
+    return {str(name): float(value) for name, value in found.items()}
+
+
+def study(name: str, *, seeds: int, jobs: int, folder: Path) -> dict[str, Any]:
+    """Train and score the variants of a study; return what its section shows."""
+    one = STUDIES[name]
+    prepare(folder)
+
+    def of_seed(seed: int) -> dict[str, dict[str, float]]:
+        runs: dict[str, Path] = {}
+        found = {}
+        for variant, settings in one.variants.items():
+            filled = list(settings)
+            for other, out in runs.items():
+                filled = [text.replace("{" + other + "}", str(out)) for text in filled]
+            runs[variant] = trained(filled, seed, folder, jobs=jobs)
+            found[variant] = scores(runs[variant], folder)
+            shown = ", ".join(f"{score} {value:.1%}" for score, value in found[variant].items())
+            print(f"{name}, seed {seed}, {variant}: {shown}", flush=True)
+        return found
+
+    with ThreadPoolExecutor(jobs) as pool:
+        found = list(pool.map(of_seed, range(seeds)))
+    rows = {
+        variant: {score: [by_seed[variant][score] for by_seed in found] for score in found[0][variant]}
+        for variant in one.variants
+    }
+    means = {variant: {score: mean(values) for score, values in row.items()} for variant, row in rows.items()}
+    return {
+        "title": one.title,
+        "source": one.source,
+        "finding": one.finding,
+        "agrees": one.agrees(means),
+        "scale": f"{STEPS} steps of {BATCH} images of {SIDE} pixels, {seeds} seeds",
+        "rows": rows,
+    }
