@@ -68,7 +68,8 @@ _BELOW_ONE = Within(words="at least 0 and below 1", holds=lambda value: 0 <= val
 
 
 def _one_of(*names: str) -> Within:
-    words = " or ".join([", ".join(names[:-1]), names[-1]])
+    *others, last = (name or '""' for name in names)
+    words = f"{', '.join(others)} or {last}"
     return Within(words=words, holds=lambda value: value in names)
 
 

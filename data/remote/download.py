@@ -225,7 +225,7 @@ def command(parsed: argparse.Namespace) -> int:
     for cause, count in found.failures.items():
         print(f"  {count:>11,}  {printable(cause)}")
     print(f"  {size_of(found.downloaded)} downloaded")
-    if found.rows and not found.kept:
+    if not found.kept and (found.rows or parts == "1"):
         raise DataError(f"none of the {counted(found.rows, 'row')} of {shown(parsed.table)} gave an image")
     return 0
 

@@ -596,7 +596,8 @@ def _nothing_usable(found: Sequence[Census], first: ShardFile, selection: Select
     seen = ", ".join(f"{name} ({count})" for name, count in extensions.most_common(8)) or "none"
     where = f"shard {first.shown} has" if len(found) == 1 else f"the first {len(found)} shards have"
     lacking = {f"without {member}" for member in selection.need}
-    if selection.filters and any(reason not in lacking for reason in dropped):
+    if any(reason not in lacking for reason in dropped) and (selection.filters or OUTSIDE in dropped):
         because = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common(4))
-        return f"{where} no sample that passes data.filters: {because}"
+        which = "passes data.filters" if selection.filters else "is used"
+        return f"{where} no sample that {which}: {because}"
     return f"{where} no sample with {' and '.join(selection.need)}; extensions seen: {seen}"

@@ -442,6 +442,11 @@ def test_the_command_resizes_and_reports(
         main(["download", str(path), str(tmp_path / "none"), "--resize", "no", "--quiet"])
     with pytest.raises(ConfigError, match="expected I/N"):
         main(["download", str(path), str(out), "--part", "3/2"])
+    empty = tmp_path / "empty.csv"
+    empty.write_text("url,caption\n")
+    with pytest.raises(DataError, match=r"none of the 0 rows of .* gave an image"):
+        main(["download", str(empty), str(tmp_path / "empty"), "--quiet"])
+    assert main(["download", str(empty), str(tmp_path / "empty"), "--part", "2/3", "--quiet"]) == 0
 
 
 @pytest.mark.parametrize(
