@@ -331,7 +331,7 @@ def test_filters_that_leave_nothing_say_so(tmp_path: Path) -> None:
     assert str(caught.value) == (
         f"shard {file.url} has no sample that passes data.filters: 1 not width >= 1000, 1 without width"
     )
-    with pytest.raises(DataError, match="has no sample that is used: 2 outside data.fraction"):
+    with pytest.raises(DataError, match=r"has no sample that is used: 2 outside data\.fraction"):
         make_manifest([[file]], Selection(fraction=1e-9))
 
 
