@@ -74,7 +74,7 @@ decoding settings.
   python -m data speed pairs --workers 0,2,4,8
   python -m data speed pairs data.crop_scale=0.4 data.color_jitter=0.4
 """
-_PACKED = "a .csv, .tsv, .jsonl or .parquet file, or a folder of images with captions"
+_PACKED = "a .csv, .tsv, .jsonl or .parquet file, or a folder of images with captions or by class"
 TOKENIZER_TEXT = f"""\
 Train a byte-level BPE tokenizer on the captions of shards, for any languages. A
 small vocabulary saves memory and time of a small model.

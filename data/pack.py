@@ -1,7 +1,8 @@
 """Pack images and captions of a table or a folder into a dataset folder.
 
 A table lists paths of images, or holds encoded images (Parquet). In a folder, each image has its captions in a .txt
-file of the same name, one per line; or a table named metadata lists them, as on the Hugging Face hub.
+file of the same name, one per line; or a table named metadata lists them, as on the Hugging Face hub; or there are
+no captions and a subfolder for each class, whose name is the caption.
 
 Images: JPEG, PNG and WebP files are stored byte for byte, except those with an EXIF orientation, which CLIP's
 preprocessing ignores; they are stored upright (JPEG at quality 95 without chroma subsampling, PNG without loss,
@@ -43,6 +44,7 @@ from data.captions import field_name, json_value
 from data.remote.cache import cache_folder, created_once
 from data.remote.store import ShardFile, download_all
 from data.shards.images import BadImage, Resize, Storing, store_image
+from data.shards.sources import SPLITS
 from data.shards.writer import DatasetWriter, Record
 
 __all__ = [
@@ -125,7 +127,8 @@ def pack(
 
     Args:
         source: a .csv, .tsv, .tab, .jsonl, .ndjson, .parquet or .pq file, several with the same columns, or a
-            folder of images.
+            folder of images, whose captions are in .txt files or are the names of its subfolders; these names are
+            written to ``classes.txt``.
         out: the folder to create; it must not exist, or be empty.
         image_column: column with the paths, relative to the table's folder; guessed from usual names by default.
         caption_column: column with the captions; guessed likewise.
@@ -212,6 +215,9 @@ def pack(
             "bad_rows": dict(bad.most_common()),
             "license": "unknown: that of the images",
         }
+        if isinstance(read, _ImageFolder) and read.classes:
+            lines = "".join(f"{name}\n" for name in read.classes)
+            writer.extra_file("classes.txt").write_text(lines, "utf-8", "replace")
         writer.finish(card | ({"tasks": ["retrieval"]} if "test" in splits else {}))
     return PackReport(
         splits=splits,
@@ -238,20 +244,35 @@ def metadata_of(folder: Path) -> Path | None:
 
 
 class _ImageFolder:
-    """The images below a folder as rows of a table, with the captions in .txt files of the same names."""
+    """The images below a folder as rows of a table, with the captions in .txt files of the same names.
 
-    image_column, caption_column = "files", ".txt files"
+    If there are no such files and all images are in subfolders, these are classes, whose names are the captions.
+
+    Attributes:
+        classes: names of the classes, if there are any.
+    """
+
+    image_column = "files"
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
         self.others: dict[str, int] = {}
         self.left_out: dict[str, str] = {}
+        self._images = list(images_below(folder))
+        inside = {path.relative_to(folder).parts[:-1][:1] for path in self._images}
+        by_class = () not in inside and not any(path.with_suffix(".txt").exists() for path in self._images)
+        names = {" ".join(one.split()) for (one,) in inside} if by_class else set()
+        self.classes = sorted(names) if len(names) > 1 and not names & {*SPLITS} else []
+        self.caption_column = "names of folders" if self.classes else ".txt files"
 
     def __iter__(self) -> Iterator[Row]:
-        paths = list(images_below(self.path))
+        paths = self._images
         for number, path in enumerate(paths, 1):
-            captions = _lines_of(path.with_suffix(".txt"))
             name = str(path.relative_to(self.path))
+            if self.classes:
+                captions = [" ".join(path.relative_to(self.path).parts[0].split())]
+            else:
+                captions = _lines_of(path.with_suffix(".txt"))
             yield Row(number=number, path=name, caption=captions, progress=number / len(paths))
 
 

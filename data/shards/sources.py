@@ -22,17 +22,17 @@ from data.corpora.builtin import BUILTIN, built_in
 from data.remote import store
 from data.remote.store import HUB_FORM, ShardFile, Unreachable, is_remote, shown
 
-__all__ = ["find_shards", "remote_hint"]
+__all__ = ["SPLITS", "find_shards", "remote_hint"]
 
 _UNPACK = {".gz": "gunzip -k", ".tgz": "gunzip -k", ".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zst": "unzstd"}
 _PARQUET = (".parquet", ".pq")
 _File = TypeVar("_File", Path, ShardFile)
-_SPLITS = ("train", "test", "val", "valid", "validation", "dev")
+SPLITS = ("train", "test", "val", "valid", "validation", "dev")
 _LOOKED_AT = 1000  # examined names in a folder, and folders in it
 _SHOWN = 8  # names in a message
 _TO_PACK = (
     "write the captions into .txt files of the same names, or paths and captions into a table (columns image and "
-    "caption), and name that"
+    "caption), and name that; `python -m data pack` packs images in one folder per class"
 )
 _COLONS, _COMMA = re.compile("::"), re.compile(r"[,;\s]\s*")  # webdataset's separator, and common others
 _ANOTHER = re.compile(r"(?:::|[,;\s])\s*(?=[a-z][a-z0-9]*://|pipe:)")
@@ -131,7 +131,7 @@ def _folder_shards(folder: Path, split: str) -> list[Path]:
     paths = sorted(here.glob("*.tar"), key=path_order)
     if not paths:
         known = _splits_hint(folder, split)  # a dataset folder lists bad rows in a table
-        by_split = any((folder / name).is_dir() for name in (split, *_SPLITS))
+        by_split = any((folder / name).is_dir() for name in (split, *SPLITS))
         for place in () if known else (inside, folder, folder / "data"):  # data: in downloads from the hub
             if not place.is_dir():
                 continue
@@ -176,7 +176,7 @@ def _of_split(tables: list[_File], split: str) -> list[_File]:
     def is_of(table: _File, split: str) -> bool:
         return re.match(rf"{re.escape(split)}(?![a-z])", table.name) is not None
 
-    named = any(is_of(one, name) for one in tables for name in (split, *_SPLITS))
+    named = any(is_of(one, name) for one in tables for name in (split, *SPLITS))
     return [one for one in tables if is_of(one, split)] if named else tables
 
 

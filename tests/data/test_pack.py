@@ -316,6 +316,22 @@ def test_a_fraction_is_from_0_to_1(pictures: Path, share: float) -> None:
         pack(pictures / "t.csv", pictures / "out", test=share)
 
 
+def test_names_of_folders_are_classes(tmp_path: Path) -> None:
+    for name in ("cat/1.png", "cat/inside/2.png", "a  dog/3.png"):
+        path = tmp_path / "photos" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encoded("PNG"))
+    pack(tmp_path / "photos", tmp_path / "out")
+    assert [one["txt"].decode() for one in samples(tmp_path / "out").values()] == ["a dog", "cat", "cat"]
+    assert (tmp_path / "out/classes.txt").read_text() == "a dog\ncat\n"
+    (tmp_path / "photos/cat/1.txt").write_text("a cat")  # captions after all
+    assert pack(tmp_path / "photos", tmp_path / "captions").bad == {"empty caption": 2}
+    (tmp_path / "photos/cat/1.txt").unlink()
+    (tmp_path / "photos/cat").rename(tmp_path / "photos/train")
+    with pytest.raises(DataError, match="empty caption"):  # a folder of splits
+        pack(tmp_path / "photos", tmp_path / "splits")
+
+
 def test_several_captions(pictures: Path) -> None:
     rows: list[tuple[object, ...]] = [
         (["one", " two ", "", None],),
