@@ -105,7 +105,8 @@ def main(arguments: Arguments) -> int:
         )
         if newest is None:  # otherwise the checkpoint's
             model.preprocess = loader.trained_preprocess(model.preprocess, config.data, packed)
-        build.lock(model, image=config.lock.image, text=config.lock.text)
+        terms = {name: getattr(config, name) for name in TERMS if getattr(config, name).weight}
+        build.lock(model, image=config.lock.image, text=config.lock.text, terms=terms)
         check_rows(model, batch_size=config.batch_size, world=world, parts=config.accumulate)
         if config.sharding != "none" and not arguments.replay:  # a replay runs in one process
             weights = model.state_dict()
@@ -119,7 +120,6 @@ def main(arguments: Arguments) -> int:
         model.to(device)
         optimizer = optim.make_optimizer(model, config.optim)
         averaged = ema.AveragedWeights(model, config.optim.average) if config.optim.average else None
-        terms = {name: getattr(config, name) for name in TERMS if getattr(config, name).weight}
         after = {name: settings.after for name, settings in terms.items()}
         unfreezing = build.Unfreezing(model, every=config.lock.unfreeze_every, after=after)
         source = config.distill.teacher

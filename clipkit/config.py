@@ -334,9 +334,11 @@ class ModelConfig(Section):
     name: str = setting(
         "ViT-B-32", "Architecture: one of clipkit's, such as ViT-B-32 or ViT-L-14, or open_clip:NAME."
     )
-    image: str = setting("", "Another image tower: timm:NAME.")
+    image: str = setting("", "Another image tower: timm:NAME, or pixels:SIZE (Image GPT).")
     image_options: str = setting(
-        "", 'Arguments with which timm builds it, as JSON, such as {"depth": 4, "global_pool": "map"}.'
+        "",
+        'Arguments with which timm builds it, as JSON, such as {"depth": 4, "global_pool": "map"}; for pixels: '
+        '{"colors": 512, "causal": true}.',
     )
     text: str = setting(
         "",
@@ -358,7 +360,8 @@ class ModelConfig(Section):
     image_weights: str = setting(
         "",
         "Initial weights of a timm tower, for example to lock it (LiT): a file in timm's names, "
-        "hf-hub:OWNER/REPOSITORY, or timm for those that timm publishes. Images are normalized as timm does.",
+        "hf-hub:OWNER/REPOSITORY, or timm for those that timm publishes. Images are normalized as timm does. For "
+        "pixels, the file of `python -m data palette`.",
     )
     new_head: bool = setting(
         False,
@@ -378,8 +381,8 @@ class ModelConfig(Section):
         require(not both, "model.tokenizer", self.tokenizer, "model.weights have their own tokenizer")
         _json_object("model.image_options", self.image_options)
         if self.image_weights:
-            image = "model.image=timm:NAME and no model.weights"
-            usable = self.image.startswith("timm:") and not self.weights
+            image = "model.image=timm:NAME or pixels:SIZE and no model.weights"
+            usable = self.image.startswith(("timm:", "pixels:")) and not self.weights
             _require_use("model.image_weights", self.image_weights, image, usable)
         if self.new_head:
             _require_use("model.new_head", self.new_head, "model.weights", bool(self.weights))
@@ -562,6 +565,31 @@ class MaskedConfig(Section):
         for name in ("fraction", "target", "after"):
             if not self._is_default(name):
                 _require_use(f"masked.{name}", getattr(self, name), "masked.weight", bool(self.weight))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PixelsConfig(Section):
+    """Predict pixels, in addition to ``loss.name``, with ``model.image=pixels:SIZE``; see clipkit/model/pixels.py.
+
+    The term is the mean over the predicted pixels of −log p.
+    """
+
+    section = "pixels."
+    weight: float = setting(0.0, "Weight of the term, which is added to the loss; 0: none.", _at_least(0))
+    fraction: float = setting(
+        0.15,
+        "Fraction of the pixels that is masked and predicted if the tower is not causal.",
+        Within(words="more than 0, at most 1", holds=lambda value: 0 < value <= 1),
+    )
+    after: int = setting(
+        0, "Number of first steps without the term; its weights are locked until then.", _at_least(0)
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("fraction", "after"):
+            if not self._is_default(name):
+                _require_use(f"pixels.{name}", getattr(self, name), "pixels.weight", bool(self.weight))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -867,6 +895,7 @@ class Config(Section):
     loss: LossConfig = field(default_factory=LossConfig)
     caption: CaptionConfig = field(default_factory=CaptionConfig)
     masked: MaskedConfig = field(default_factory=MaskedConfig)
+    pixels: PixelsConfig = field(default_factory=PixelsConfig)
     views: ViewsConfig = field(default_factory=ViewsConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
     lock: LockConfig = field(default_factory=LockConfig)
@@ -941,11 +970,15 @@ class Config(Section):
                     _require_use(f"distill.{setting}", value, "loss.name=classes", False)
         for term, settings in terms.items():
             alone = f"expected 0 with loss.name={name}"
-            require(not objective.over_classes, f"{term}.weight", settings.weight, alone)
+            refused = objective.over_classes and term != "pixels"
+            require(not refused, f"{term}.weight", settings.weight, alone)
         target = self.masked.target if self.masked.weight else ""
         if target == "features":
             require(self.sharding == "none", "masked.target", target, "cannot be combined with sharding")
             _require_use("masked.target", target, "optim.average", bool(self.optim.average))
+        if self.pixels.weight:
+            image = self.model.image.startswith("pixels:")
+            _require_use("pixels.weight", self.pixels.weight, "model.image=pixels:SIZE", image)
         if self.views.weight:
             _require_use("views.weight", self.views.weight, "optim.average", bool(self.optim.average))
         at_once = any(not settings.after for settings in terms.values())

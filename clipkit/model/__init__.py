@@ -11,6 +11,7 @@ from clipkit.model.architectures import (
     BagOfWords,
     ClassTable,
     ImageArchitecture,
+    PixelTower,
     TextArchitecture,
     TextTower,
     VisionTower,
@@ -25,6 +26,7 @@ IMAGE_TOWERS: dict[str, type[ImageArchitecture]] = {
     "vit": VisionTower,
     "open_clip_vision": OpenClipVision,
     "timm": TimmVision,
+    "pixels": PixelTower,
 }
 TEXT_TOWERS: dict[str, type[TextArchitecture]] = {
     "transformer": TextTower,

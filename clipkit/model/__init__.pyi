@@ -6,6 +6,7 @@ from .architectures import (
     BagOfWords as BagOfWords,
     ClassTable as ClassTable,
     ImageArchitecture as ImageArchitecture,
+    PixelTower as PixelTower,
     TextArchitecture as TextArchitecture,
     TextTower as TextTower,
     VisionTower as VisionTower,

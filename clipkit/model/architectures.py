@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ARCHITECTURES", "COLORS", "IMAGE_SIZES", "MASKED", "QUICKGELU", "STEM", "Architecture", "BagOfWords",
-    "ClassTable", "Decoder", "ImageArchitecture", "Layer", "LayerNames", "TextArchitecture", "TextTower",
-    "TowerArchitecture", "VisionTower", "named", "selected",
+    "ClassTable", "Decoder", "ImageArchitecture", "Layer", "LayerNames", "PixelTower", "TextArchitecture",
+    "TextTower", "TowerArchitecture", "VisionTower", "named", "selected",
 ]  # fmt: skip
 
 _MAX, _MAX_LAYERS, _MAX_RATIO = 1_000_000, 1000, 64  # limits for stored architectures, which are not trusted
@@ -52,6 +52,7 @@ _TRANSFORMER = LayerNames(
     block=re.compile(r"transformer\.resblocks\.(\d+)\."),
     head=re.compile(r"ln_post|ln_final|proj|text_projection|attn_pool"),
 )
+_PIXELS = LayerNames(block=re.compile(r"blocks\.(\d+)\."), head=re.compile(r"ln_post|proj"))  # of Image GPT
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,11 @@ class ImageArchitecture(TowerArchitecture):
         if options:
             raise ConfigError(f"a tower like this one ({self.description}) takes no options")
         return self
+
+    @property
+    def color_range(self) -> tuple[float, float] | None:
+        """Mean and standard deviation of all channels of images, for fresh weights; None for CLIP's."""
+        return None
 
     @property
     def published(self) -> str:
@@ -350,6 +356,7 @@ class _TransformerTower:
 
 
 POOLS = ("class", "mean", "map")  # what is projected to an image's features
+_MOST_PIXELS = 512  # along a side
 POSITIONS = ("learned", "sincos_2d", "none")
 IMAGE_SIZES = {  # settings of [shape]: fields of ``VisionTower``
     "image_width": "width", "image_layers": "layers", "image_heads": "heads", "image_mlp": "mlp_ratio",
@@ -479,6 +486,91 @@ class VisionTower(_TransformerTower, ImageArchitecture):
             "head_width": self.width // self.heads,
             **pool,
         }
+
+
+PIXEL_SIZES = {"Ti": (128, 6, 4), "S": (512, 24, 8), "M": (1024, 36, 8), "L": (1536, 48, 16)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PixelTower(ImageArchitecture):
+    """Image GPT, see clipkit/model/pixels.py. ``image_size`` is also the side of its grid of pixels.
+
+    Attributes:
+        colors: number of colors of the palette.
+        causal: whether it predicts the next pixel; otherwise it predicts masked ones.
+    """
+
+    image_size: int
+    width: int
+    layers: int
+    heads: int
+    colors: int = 512
+    causal: bool = True
+    setting = "pixels:SIZE with the sizes Ti, S, M and L (Image GPT)"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.width % self.heads:
+            raise ConfigError(f"width = {self.width} is not a multiple of heads = {self.heads}")
+        if self.image_size > _MOST_PIXELS:
+            raise ConfigError(f"image_size = {self.image_size} is too large for a tower of pixels")
+
+    @classmethod
+    def from_setting(cls, value: str, *, embed_dim: int) -> Self:
+        if value not in PIXEL_SIZES:
+            raise ConfigError(f"model.image = 'pixels:{value}' is unknown: {nearest(value, PIXEL_SIZES)}")
+        width, layers, heads = PIXEL_SIZES[value]
+        return cls(image_size=32, width=width, layers=layers, heads=heads)
+
+    def with_options(self, options: Mapping[str, Any]) -> Self:
+        if unknown := options.keys() - {"colors", "causal"}:
+            raise ConfigError(f"image option {min(unknown)!r} is unknown: known: causal, colors")
+        return replace(self, **options)
+
+    @property
+    def color_range(self) -> tuple[float, float] | None:
+        return 0.5, 0.5  # to [-1, 1], the range of palettes
+
+    @property
+    def description(self) -> str:
+        what = "the next pixel" if self.causal else "masked pixels"
+        return f"Image GPT of {self.layers} layers, width {self.width}, {self.colors} colors, predicts {what}"
+
+    def build(self, embed_dim: int, *, quick_gelu: bool) -> "nn.Module":
+        from clipkit.model.pixels import PixelTransformer
+
+        return PixelTransformer(
+            side=self.image_size, width=self.width, layers=self.layers, heads=self.heads, colors=self.colors,
+            causal=self.causal, output_dim=embed_dim,
+        )  # fmt: skip
+
+    def take_weights(
+        self, module: "nn.Module", tensors: Mapping[str, "Tensor"], preprocess: "Preprocess"
+    ) -> "Preprocess":
+        found = tensors.get("palette")
+        if found is None or found.shape != (self.colors, 3) or not found.is_floating_point():
+            have = "none" if found is None else str(tuple(found.shape))
+            raise CheckpointError(f"expected a palette of shape ({self.colors}, 3), found {have}")
+        module.get_buffer("palette").copy_(found)
+        return preprocess
+
+    def tokens(self, embed_dim: int) -> tuple[int, int]:
+        return self.image_size**2, self.width
+
+    def with_tokens(self, module: "nn.Module", images: "Tensor") -> "tuple[Tensor, Tensor]":
+        from clipkit.model.pixels import PixelTransformer
+
+        assert isinstance(module, PixelTransformer)
+        return module.with_tokens(images)
+
+    def layer_of(self, module: "nn.Module") -> Callable[[str], Layer]:
+        return _PIXELS
+
+    def flops(self, embed_dim: int, *, patches: int | None = None, blocks: int | None = None) -> Flops:
+        length = self.image_size**2
+        block = 24 * length * self.width**2 + 4 * length**2 * self.width
+        forward = self.layers * block + 2 * self.width * embed_dim
+        return Flops(forward=forward, backward=0 if blocks == 0 else 2 * forward)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,7 +77,7 @@ class CLIP(nn.Module):
     ) -> None:
         super().__init__()
         self.architecture, self.name, self.origin, self.dim = shape, name, "", shape.embed_dim
-        self.preprocess = preprocess or Preprocess(image_size=shape.vision.image_size)
+        self.preprocess = preprocess or _preprocess(shape)
         self.tokenizer = tokenizer or tokenizer_of(shape)
         self.visual = shape.vision.build(shape.embed_dim, quick_gelu=shape.quick_gelu)
         self.text: nn.Module | None = None
@@ -153,7 +153,7 @@ class CLIP(nn.Module):
             read = TextInput(found)
         else:
             text = self.encode_text(tokens, lengths=lengths)
-            read = self.decoder_input(tokens) if whole else None
+            read = self.decoder_input(tokens) if whole and decoder is not None else None
         sums = [term.total(self, images, seen, read, **given) for term, given in terms.values()]
         return image, text, self.logit_scale.exp(), *bias, torch.stack(sums)
 
@@ -472,6 +472,14 @@ def create(shape: str | Architecture, *, name: str = "", seed: int | None = None
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # not torch.manual_seed: it reseeds the GPUs too
         return build(shape, name=name).initialize()
+
+
+def _preprocess(shape: Architecture) -> Preprocess:
+    vision = shape.vision
+    if vision.color_range is None:
+        return Preprocess(image_size=vision.image_size)
+    mean, std = ((one,) * 3 for one in vision.color_range)
+    return Preprocess(image_size=vision.image_size, mean=mean, std=std)
 
 
 def build(

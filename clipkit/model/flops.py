@@ -21,14 +21,15 @@ if TYPE_CHECKING:
     from clipkit.model.clip import CLIP
 
 __all__ = [
-    "HEADS", "Flops", "caption_flops", "counted_flops", "image_flops", "loss_flops", "masked_flops", "step_flops",
+    "HEADS", "Flops", "caption_flops", "counted_flops", "image_flops", "loss_flops", "masked_flops", "pixel_flops",
+    "step_flops",
     "text_flops", "trained_blocks", "view_flops",
 ]  # fmt: skip
 
 
 _BEFORE_BLOCKS = ("conv1.", "class_embedding", "positional_embedding", "ln_pre.", "token_embedding.")
 # heads of local terms, which only training and captioning use: how the names of their parameters begin
-HEADS = {"caption": "text_decoder.", "masked": "masked_head."}
+HEADS = {"caption": "text_decoder.", "masked": "masked_head.", "pixels": "visual.proj_colors."}
 _UNKNOWN = "the FLOPs by formula are known only for clipkit's own towers"
 
 
@@ -100,6 +101,17 @@ def masked_flops(shape: "Architecture", fraction: float, *, blocks: int | None =
     )
 
 
+def pixel_flops(shape: "Architecture") -> Flops:
+    """FLOPs that predicting the pixels of an image adds: the table of colors, and a pass if they are masked."""
+    from clipkit.model.architectures import PixelTower
+
+    vision = shape.vision
+    assert isinstance(vision, PixelTower)
+    head, own = 2 * vision.image_size**2 * vision.width * vision.colors, image_flops(shape)
+    alone = 0 if vision.causal else 1
+    return Flops(forward=alone * own.forward + head, backward=alone * own.backward + 2 * head)
+
+
 def view_flops(shape: "Architecture", count: int, side: int, *, blocks: int | None = None) -> Flops:
     """FLOPs of ``count`` crops of an image, ``side`` pixels wide."""
     one = image_flops(shape.resized(image_size=side), blocks=blocks)
@@ -124,6 +136,7 @@ def step_flops(
     counted: Mapping[str, Flops] | None = None,
     loss_dims: Sequence[int] = (),
     masked: float = 0.0,
+    pixels: bool = False,
     views: tuple[int, int] | None = None,
     further: Iterable[int] = (),
 ) -> int:
@@ -140,6 +153,7 @@ def step_flops(
         counted: FLOPs of towers without a formula, see ``counted_flops``.
         loss_dims: the setting ``loss.dims``.
         masked: fraction of the patches that are predicted, for an architecture with a head for this.
+        pixels: whether pixels are predicted, see ``pixel_flops``.
         views: number of crops of each image and their side, which are compared with averaged weights.
         further: lengths of further texts, with ``data.negatives`` or ``data.caption_count``.
 
@@ -152,6 +166,8 @@ def step_flops(
     step = rows * (image.forward if image_blocks == 0 else image.both)
     if shape.masked is not None:
         step += rows * masked_flops(shape, masked, blocks=image_blocks).both
+    if pixels:
+        step += rows * pixel_flops(shape).both
     averaged = views is not None or shape.masked == "features"
     if averaged:  # averaged weights encode the batch
         step += rows * image_flops(shape).forward

@@ -190,6 +190,12 @@ TERMS: dict[str, Term] = {
         stream=2,
         averages=lambda settings: bool(settings.target == "features"),
     ),
+    "pixels": Term(
+        inputs=late("clipkit.objectives.pixels:pixel_inputs"),
+        total=late("clipkit.objectives.pixels:pixel_sum"),
+        stream=4,
+        reads_tokens=True,
+    ),
     "views": Term(
         inputs=late("clipkit.objectives.views:view_inputs"),
         total=late("clipkit.objectives.views:view_sum"),

@@ -1,7 +1,7 @@
 """Build the model that training starts with, and choose which layers are trained."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -427,7 +427,9 @@ def places(model: CLIP) -> dict[str, Place]:
     return {name: found[name] for name in names}
 
 
-def lock(model: CLIP, *, image: str | int = "", text: str | int = "") -> None:
+def lock(
+    model: CLIP, *, image: str | int = "", text: str | int = "", terms: Collection[str] = tuple(HEADS)
+) -> None:
     """Lock towers or their lower layers permanently: their parameters get no gradient and no update.
 
     With a trained image tower locked, the text tower learns to match it (LiT; Zhai et al. 2022,
@@ -437,6 +439,7 @@ def lock(model: CLIP, *, image: str | int = "", text: str | int = "") -> None:
         model: a CLIP, before its optimizer is made.
         image: "" locks nothing; "all" the image tower; a number all but that many top layers.
         text: the same for the text tower.
+        terms: local terms that are trained; the heads of others are locked, since they get no gradient.
 
     Raises:
         ConfigError: a tower has fewer layers, they are not known, or nothing but the temperature is left to train.
@@ -451,7 +454,8 @@ def lock(model: CLIP, *, image: str | int = "", text: str | int = "") -> None:
             require(depths <= count, f"lock.{tower}", depths, most)
     for name, parameter in model.named_parameters():
         depths = kept.get(tower_of(name), -1)
-        if depths == 0 or (depths > 0 and where[name].above >= depths):
+        unused = any(name.startswith(head) for term, head in HEADS.items() if term not in terms)
+        if unused or depths == 0 or (depths > 0 and where[name].above >= depths):
             parameter.requires_grad_(False)
     if not any(p.requires_grad for name, p in model.named_parameters() if tower_of(name)):
         raise ConfigError(

@@ -30,13 +30,14 @@ from clipkit.model.flops import (
     counted_flops,
     image_flops,
     masked_flops,
+    pixel_flops,
     step_flops,
     text_flops,
     trained_blocks,
     view_flops,
 )
 from clipkit.model.names import architecture
-from clipkit.objectives import OBJECTIVES
+from clipkit.objectives import OBJECTIVES, TERMS
 from clipkit.objectives.views import view_side
 from clipkit.training import OPTIMIZERS
 from clipkit.training.arguments import Target
@@ -197,8 +198,7 @@ def flops_of_steps(
     if counted is None:
         return None
     image_blocks, text_blocks = trained_blocks(model)
-    trained = {name for name, one in model.named_parameters() if one.requires_grad}
-    heads = {name for name, prefix in HEADS.items() if any(one.startswith(prefix) for one in trained)}
+    heads = {name for name, prefix in HEADS.items() if _trains(model, prefix)}
 
     def of_step(lengths: Sequence[int], image_size: int, further: Sequence[int] = ()) -> int:
         shape = model.architecture
@@ -220,11 +220,16 @@ def flops_of_steps(
             counted=counted,
             loss_dims=loss_dims,
             masked=masked,
+            pixels="pixels" in heads,
             views=_views(views, shape, image_size),
             further=further,
         )
 
     return of_step
+
+
+def _trains(model: CLIP, prefix: str) -> bool:
+    return any(one.requires_grad and name.startswith(prefix) for name, one in model.named_parameters())
 
 
 _TILE = 1 << 22  # logits of a tiled loss in memory, three times: themselves, their gradients, a product
@@ -315,6 +320,7 @@ class Estimate:
         image_flops: FLOPs of one image, both passes; ``text_flops`` of one caption.
         caption_flops: what predicting one caption adds; None without a decoder.
         masked_flops: what predicting masked patches adds for one image; None without.
+        pixel_flops: what predicting the pixels of one image adds; None without.
         view_flops: FLOPs of the crops of one image; None without.
         step_flops: FLOPs of a step on all ranks together, including a teacher's.
         memory: memory of each GPU.
@@ -328,6 +334,7 @@ class Estimate:
     text_flops: Flops | None
     caption_flops: Flops | None
     masked_flops: Flops | None
+    pixel_flops: Flops | None
     view_flops: Flops | None
     step_flops: int | None
     memory: Memory
@@ -465,6 +472,7 @@ def estimate(work: Workload, speed: float | None = None) -> Estimate:
         text_flops=text,
         caption_flops=caption_flops(shape, tokens, patches=_kept_patches(work)) if shape.decoder else None,
         masked_flops=masked_flops(shape, work.masked, blocks=blocks) if shape.masked else None,
+        pixel_flops=pixel_flops(shape) if _trains(model, HEADS["pixels"]) else None,
         view_flops=view_flops(shape, *crops, blocks=blocks) if crops else None,
         step_flops=step,
         memory=memory_of(work),
@@ -567,7 +575,7 @@ def workloads_of(
         teacher: a model that encodes each batch.
     """
     small, caption, masked = config.small, config.caption, config.masked
-    starts = (0, small.steps, caption.after, masked.after, config.views.after)
+    starts = (0, small.steps, *(getattr(config, name).after for name in TERMS))
     bounds = {min(one, config.steps) for one in starts}
     works, objective = [], OBJECTIVES[config.loss.name]
     for begin, end in pairwise([*sorted(bounds), config.steps]):
@@ -580,7 +588,10 @@ def workloads_of(
             own = replace(own, masked=None)
         with torch.device("meta"):
             model = CLIP(own, name=config.model.label)
-        lock(model, image=config.lock.image, text=config.lock.text)
+        terms = [
+            name for name in TERMS if getattr(config, name).weight and begin >= getattr(config, name).after
+        ]
+        lock(model, image=config.lock.image, text=config.lock.text, terms=terms)
         works.append(
             Workload(
                 model=model,
@@ -735,6 +746,8 @@ def _model_rows(found: Estimate) -> Iterator[Row]:
         yield "", f"{_flops(decoder.both)} to predict a caption"
     if (masked := found.masked_flops) is not None:
         yield "", f"{_flops(masked.both)} to predict the masked patches of an image"
+    if (pixels := found.pixel_flops) is not None:
+        yield "", f"{_flops(pixels.both)} to predict the pixels of an image"
     if (views := found.view_flops) is not None:
         yield "", f"{_flops(views.both)} for the crops of an image"
     if found.step_flops is not None:

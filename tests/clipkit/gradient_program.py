@@ -16,8 +16,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from clipkit import distributed
-from clipkit.config import CaptionConfig, DistillConfig, MaskedConfig, ViewsConfig
-from clipkit.model.architectures import Architecture, ClassTable, Decoder, TextTower, VisionTower, WordTable
+from clipkit.config import CaptionConfig, DistillConfig, MaskedConfig, PixelsConfig, ViewsConfig
+from clipkit.model.architectures import (
+    Architecture,
+    ClassTable,
+    Decoder,
+    PixelTower,
+    TextTower,
+    VisionTower,
+    WordTable,
+)
 from clipkit.model.clip import CLIP
 from clipkit.model.towers import kept_patches
 from clipkit.objectives import Targets
@@ -27,6 +35,7 @@ from clipkit.objectives.clip import clip_loss, clip_objective
 from clipkit.objectives.distill import Teaching, with_teacher
 from clipkit.objectives.masked import masked_inputs
 from clipkit.objectives.matryoshka import with_prefixes
+from clipkit.objectives.pixels import pixel_inputs
 from clipkit.objectives.siglip import siglip_loss, siglip_objective
 from clipkit.objectives.views import view_inputs
 from clipkit.objectives.words import word_loss
@@ -45,6 +54,7 @@ class Way:
     loss: str = "clip"
     caption: str = ""  # how captions are predicted
     masked: str = ""  # what is predicted of masked patches
+    pixels: str = ""  # how they are predicted
     views: bool = False
     several: bool = False  # whether images have two captions
     negatives: bool = False  # whether images have a wrong caption of their own
@@ -60,6 +70,7 @@ class Way:
         """All that changes the result."""
         caption = f" caption {self.caption}" if self.caption else ""
         masked = f" masked {self.masked}" * bool(self.masked) + " views" * self.views
+        masked += f" pixels {self.pixels}" * bool(self.pixels)
         masked += " negatives" * self.negatives + " several" * self.several
         return f"{self.loss}{caption}{masked}{' dropout' * self.dropout}{' locked' * self.locked}"
 
@@ -90,6 +101,8 @@ WHAT = (
     Way(loss="smoothed prefixes", negatives=True),
     Way(loss="siglip", negatives=True),
     Way(loss="positives", several=True),
+    Way(loss="none", pixels="next"),
+    Way(loss="siglip", pixels="masked", caption="tokens"),
     Way(loss="none", views=True),
     Way(loss="siglip", views=True, masked="color"),
     Way(dropout=True),
@@ -106,7 +119,8 @@ def ways(world: int) -> list[Way]:
         wanted += [replace(one, lengths=True, parts=2) for one in WHAT]
         wanted += [replace(one, dtype=torch.float32, parts=5) for one in WHAT]
     if world > 1:
-        wanted += [replace(one, sharded=True, parts=number) for one in WHAT for number in parts]
+        own = [one for one in WHAT if not one.pixels]
+        wanted += [replace(one, sharded=True, parts=number) for one in own for number in parts]
     return wanted
 
 
@@ -145,6 +159,9 @@ def compute(way: Way) -> dict[str, Tensor]:
             shape = replace(shape, text=replace(shape.text.plain, causal=False))
     if way.masked:
         shape = replace(shape, masked=way.masked)
+    if way.pixels:
+        tower = PixelTower(image_size=8, width=16, layers=2, heads=2, colors=8, causal=way.pixels == "next")
+        shape = replace(shape, vision=tower)
     model = CLIP(shape).initialize().to(way.dtype)
     if model.logit_bias is not None:
         model.logit_bias.requires_grad_()
@@ -199,6 +216,8 @@ def compute(way: Way) -> dict[str, Tensor]:
         wanted["masked"] = masked_inputs(
             MaskedConfig(weight=0.3, target=way.masked), batch, seed=4, shape=shape
         )
+    if way.pixels:
+        wanted["pixels"] = pixel_inputs(PixelsConfig(weight=0.6), batch, seed=6, shape=shape)
     if way.views:
 
         def teach() -> Teaching:
@@ -216,7 +235,8 @@ def compute(way: Way) -> dict[str, Tensor]:
         terms = LocalTerms(
             inputs={name: arguments for name, (arguments, _) in wanted.items()},
             weights=torch.tensor(
-                [{"caption": 0.7, "masked": 0.3, "views": 0.4}[name] for name in wanted], dtype=torch.float64
+                [{"caption": 0.7, "masked": 0.3, "pixels": 0.6, "views": 0.4}[name] for name in wanted],
+                dtype=torch.float64,
             ),
             counts=distributed.sum_over_ranks(counts),
         )
@@ -242,7 +262,8 @@ def inputs(way: Way) -> tuple[dict[str, object], Tensor, Tensor, Tensor]:
     rows = torch.arange(rank * BATCH // world, (rank + 1) * BATCH // world)
     longest = int(ends[rows].max()) + 1  # as each rank trims to its own
     captions = tokens[rows, :longest]
-    given: dict[str, object] = {"images": images[rows], "tokens": captions}
+    side = 8 if way.pixels else 32
+    given: dict[str, object] = {"images": images[rows, :, :side, :side], "tokens": captions}
     if way.dropout:
         given["patches"] = kept_patches(seed=5, rows=rows, patches=PATCHES, keep=KEPT)
     if way.loss.endswith("classes"):

@@ -1,0 +1,148 @@
+"""Image GPT: against transformers' implementation, and what a token may see."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from transformers import ImageGPTConfig, ImageGPTForCausalImageModeling
+
+import clipkit
+from clipkit.config import load_config
+from clipkit.errors import CheckpointError, ConfigError
+from clipkit.formats.checkpoint import save_model
+from clipkit.model.clip import CLIP, create
+from clipkit.model.names import architecture
+from clipkit.model.pixels import PixelTransformer, even_palette
+from clipkit.training.build import shape_of
+
+QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
+
+
+def tower(*, causal: bool = True, colors: int = 27, seed: int = 0) -> PixelTransformer:
+    torch.manual_seed(seed)
+    found = PixelTransformer(side=4, width=32, layers=3, heads=4, colors=colors, causal=causal, output_dim=8)
+    torch.nn.init.normal_(found.proj_colors.weight)
+    return found.eval()
+
+
+def logits(model: PixelTransformer, colors: torch.Tensor, chosen: torch.Tensor | None = None) -> torch.Tensor:
+    found: torch.Tensor = model.proj_colors(model.outputs(colors, chosen)).detach()
+    return found
+
+
+def test_logits_are_those_of_transformers() -> None:
+    own = tower()
+    config = ImageGPTConfig(
+        vocab_size=28, n_positions=16, n_embd=32, n_layer=3, n_head=4, activation_function="quick_gelu",
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    other = ImageGPTForCausalImageModeling(config).eval()
+    state = {name: value for name, value in other.state_dict().items() if name.endswith(".bias")}
+    values = {name: torch.zeros_like(value) for name, value in state.items()}  # as released
+    values |= {
+        "transformer.wte.weight": own.color_embedding.weight,
+        "transformer.wpe.weight": own.positional_embedding,
+        "transformer.ln_f.weight": own.ln_post.weight,
+        "lm_head.weight": own.proj_colors.weight,
+    }
+    for number, block in enumerate(own.blocks):
+        for name, parameter in block.named_parameters():
+            theirs = {
+                "attn.qkv.weight": "attn.c_attn.weight", "attn.out.weight": "attn.c_proj.weight",
+                "c_fc.weight": "mlp.c_fc.weight", "c_proj.weight": "mlp.c_proj.weight",
+            }.get(name, name)  # fmt: skip
+            turned = parameter if name.startswith("ln_") else parameter.T
+            values[f"transformer.h.{number}.{theirs}"] = turned
+    other.load_state_dict(values)
+    colors = torch.randint(0, 27, (3, 16), generator=torch.Generator().manual_seed(1))
+    seen = torch.cat([torch.full((3, 1), 27), colors[:, :-1]], dim=1)
+    with torch.no_grad():
+        expected = other(seen).logits
+    torch.testing.assert_close(logits(own, colors), expected, rtol=1e-5, atol=1e-5)
+    loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), colors.flatten(), reduction="sum")
+    pixels = even_palette(27)[colors].transpose(1, 2).unflatten(2, (4, 4))
+    _, tokens = own.with_tokens(pixels)
+    assert own.nll(pixels, tokens).item() == pytest.approx(loss.item(), rel=1e-5)
+
+
+@given(place=st.integers(0, 15), color=st.integers(0, 26))
+@settings(max_examples=20)
+def test_a_pixel_changes_only_what_comes_after_it(place: int, color: int) -> None:
+    model, colors = tower(), torch.arange(16)[None] % 27
+    changed = colors.clone()
+    changed[0, place] = color
+    before, after = logits(model, colors), logits(model, changed)
+    assert torch.equal(before[:, : place + 1], after[:, : place + 1])
+    if place < 15 and color != int(colors[0, place]):
+        assert not torch.equal(before[:, place + 1 :], after[:, place + 1 :])
+
+
+@given(chosen=st.sets(st.integers(0, 15), min_size=1), seed=st.integers(0, 100))
+@settings(max_examples=20)
+def test_masked_pixels_are_not_seen(chosen: set[int], seed: int) -> None:
+    model, index = tower(causal=False), torch.tensor([sorted(chosen)])
+    colors = torch.randint(0, 27, (1, 16), generator=torch.Generator().manual_seed(seed))
+    other = colors.scatter(1, index, 3)
+    assert torch.equal(logits(model, colors, index), logits(model, other, index))
+
+
+@pytest.mark.parametrize("colors", [16, 27, 512])
+def test_every_color_of_the_palette_is_itself(colors: int) -> None:
+    palette = even_palette(colors)
+    assert len(palette.unique(dim=0)) == colors
+    model = PixelTransformer(side=4, width=8, layers=1, heads=1, colors=colors, causal=True, output_dim=8)
+    image = palette[:16].T.unflatten(1, (4, 4))[None]
+    assert model.colors_of(image).tolist() == [list(range(16))]
+    stored = ((image + 1) * 127.5).round().to(torch.uint8)
+    assert model.colors_of(stored).tolist() == [list(range(16))]
+
+
+def test_completions_keep_what_is_given_and_are_drawn_from_the_model() -> None:
+    model = tower()
+    with torch.no_grad():  # equal odds
+        model.proj_colors.weight.zero_()
+    given_colors = torch.arange(6)[None].repeat(200, 1)
+    found = model.completed(given_colors, generator=torch.Generator().manual_seed(0))
+    assert found.shape == (200, 16) and torch.equal(found[:, :6], given_colors)
+    counts = torch.bincount(found[:, 6:].flatten(), minlength=27)
+    assert counts.min() > 0 and counts.max() < 2000 / 27 * 1.6
+
+
+@pytest.fixture(scope="module")
+def model() -> CLIP:
+    shape = architecture(
+        "ViT-Ti-4-16", image="pixels:Ti", image_options={"colors": 8, "causal": False}, image_size=8
+    )
+    return create(shape, seed=0)
+
+
+def test_a_model_is_stored_with_its_palette(model: CLIP, tmp_path: Path) -> None:
+    vision, folder = model.architecture.vision, tmp_path / "model"
+    palette = torch.linspace(-1, 1, 24).view(8, 3)
+    assert vision.take_weights(model.visual, {"palette": palette}, model.preprocess) == model.preprocess
+    assert (model.preprocess.mean, model.preprocess.std) == ((0.5,) * 3, (0.5,) * 3)
+    save_model(model, folder)
+    again = clipkit.load(folder)
+    assert again.architecture == model.architecture
+    assert torch.equal(again.visual.get_buffer("palette"), palette)
+    images = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
+    assert torch.equal(again.encode_image(images), model.eval().encode_image(images))
+    with pytest.raises(CheckpointError, match=r"expected a palette of shape \(8, 3\), found \(7, 3\)"):
+        vision.take_weights(model.visual, {"palette": palette[:7]}, model.preprocess)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["model.image=pixels:XL"], "'pixels:XL' is unknown"),
+        (["model.image=pixels:Ti", 'model.image_options={"depth": 3}'], "image option 'depth' is unknown"),
+        (["pixels.weight=1"], "unless model.image=pixels:SIZE is set"),
+        (["pixels.fraction=0.5"], "unless pixels.weight is set"),
+        (["model.image=pixels:Ti", "model.image_size=1000"], "too large for a tower of pixels"),
+    ],
+)
+def test_wrong_settings_are_refused(given: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        config = load_config(QUICKSTART, given)
+        shape_of(config.model, config.loss, config.small)
