@@ -84,6 +84,15 @@ small vocabulary saves memory and time of a small model.
   python -m data tokenizer pairs --out tokenizer --vocab 8192
   python train.py CONFIG model.tokenizer=tokenizer
 """
+PALETTE_TEXT = f"""\
+Choose a palette by k-means over pixels of the images, for Image GPT.
+
+{SOURCES}
+
+  python -m data palette glyphs --colors 16 --out palette.safetensors
+  python train.py CONFIG model.image=pixels:Ti model.image_options='{{"colors": 16}}' \\
+    model.image_weights=palette.safetensors pixels.weight=1 loss.name=none
+"""
 PACK_TEXT = """\
 The first line of the table names its columns. Paths are relative to the
 table's folder. Other columns become fields of each sample's json, for
@@ -285,6 +294,16 @@ def _tokenizer_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="use only samples that pass a filter such as 'lang = de' (as data.filters); may be repeated",
     )
+    _cache_option(parser, 100.0, "reads them over the network")
+
+
+def _palette_options(parser: argparse.ArgumentParser) -> None:
+    _source_options(parser)
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, required=True, help="the .safetensors file to write"
+    )
+    _whole_option(parser, "--colors", "N", 2, 4096, 512, "number of colors (default: 512)")
+    _whole_option(parser, "--images", "N", 1, 1_000_000, 2000, "images to look at (default: 2000)")
     _cache_option(parser, 100.0, "reads them over the network")
 
 
@@ -672,6 +691,13 @@ COMMANDS = {
         description=TOKENIZER_TEXT,
         arguments=_tokenizer_options,
         run="data.tokenizer:command",
+        stopped="nothing was written",
+    ),
+    "palette": Command(
+        summary="choose the colors of Image GPT from images",
+        description=PALETTE_TEXT,
+        arguments=_palette_options,
+        run="data.palette:command",
         stopped="nothing was written",
     ),
     "inspect": Command(

@@ -51,7 +51,7 @@ class PixelTransformer(nn.Module):
         self.positional_embedding = nn.Parameter(torch.empty(side**2, width))
         self.blocks = nn.ModuleList(PixelBlock(width, heads, causal=causal) for _ in range(layers))
         self.ln_post = nn.RMSNorm(width, eps=_EPSILON)
-        self.proj = nn.Parameter(torch.empty(width, output_dim))
+        self.proj: nn.Parameter | None = nn.Parameter(torch.empty(width, output_dim))
         self.proj_colors = nn.Linear(width, colors, bias=False)
         for name, parameter in self.named_parameters():
             if name == "proj":
@@ -93,7 +93,8 @@ class PixelTransformer(nn.Module):
     def with_tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Compute features and tokens: images (B, 3, S, S) in [-1, 1] → (B, O), (B, P, D)."""
         tokens = self.outputs(self.colors_of(images))
-        return tokens.mean(dim=1) @ self.proj, tokens
+        features = tokens.mean(dim=1)
+        return features if self.proj is None else features @ self.proj, tokens
 
     def forward(self, images: Tensor) -> Tensor:
         """Compute features: images (B, 3, S, S) in [-1, 1] → (B, O)."""

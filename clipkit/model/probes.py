@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipkit.errors import ConfigError
+from clipkit.model.attention import attention_blocks, patch_grid
 from clipkit.model.clip import CLIP
 
 __all__ = ["ImageRepresentations", "image_representations", "layer_count"]
@@ -28,7 +29,8 @@ class ImageRepresentations:
     Attributes:
         projected: (B, O) float32, unit norm, as from ``encode_image``.
         before_projection: (B, W) float32, input of the last linear layer, not normalized.
-        layers: (B, W) float32, the class token after a block, by the block's number from 1.
+        layers: (B, W) float32, the class token after a block, or the mean of all tokens if there is none, by the
+            block's number from 1.
     """
 
     projected: Tensor
@@ -37,8 +39,11 @@ class ImageRepresentations:
 
 
 def layer_count(model: CLIP) -> int:
-    """Return the number of blocks that ``image_representations`` supports; 0 for towers of other libraries."""
-    return model.architecture.vision.block_count
+    """Return the number of blocks of an image tower that is a transformer; 0 for others."""
+    try:
+        return len(attention_blocks(model))
+    except ConfigError:
+        return 0
 
 
 def image_representations(model: CLIP, images: Tensor, *, layers: Sequence[int] = ()) -> ImageRepresentations:
@@ -58,16 +63,28 @@ def image_representations(model: CLIP, images: Tensor, *, layers: Sequence[int] 
     if wrong := [layer for layer in layers if not 1 <= layer <= layer_count(model)]:
         raise ConfigError(f"the image tower has no layer {wrong[0]}: expected 1 to {layer_count(model)}")
     with ExitStack() as watching:
-        blocks = {layer: model.transformers["image"].blocks[layer - 1] for layer in layers}
+        blocks = {layer: attention_blocks(model)[layer - 1] for layer in layers}
         outputs = {layer: watching.enter_context(_outputs(block)) for layer, block in blocks.items()}
         raw, pooled = _raw_and_pooled(model, images)
-    last = {layer: seen[-1] for layer, seen in outputs.items()}
+    last = {layer: _pooled(seen[-1]).float() for layer, seen in outputs.items()}
+    before = raw if pooled is None else pooled.float()
+    if any(out.shape != before.shape for out in last.values()):
+        raise ConfigError(
+            "the image tower's blocks have another width than its output: they cannot be probed"
+        )
     return ImageRepresentations(
         projected=F.normalize(raw, dim=-1),
-        before_projection=raw if pooled is None else pooled.float(),
-        # the last block returns only the class token
-        layers={layer: (out if out.dim() == 2 else out[:, 0]).float() for layer, out in last.items()},
+        before_projection=before,
+        layers=last,
     )
+
+
+def _pooled(tokens: Tensor) -> Tensor:
+    if tokens.dim() == 2:  # the last block of clipkit's own tower returns only the class token
+        return tokens
+    tokens = tokens.flatten(1, -2)  # windows keep the grid
+    _, before = patch_grid(tokens.shape[1])
+    return tokens[:, 0] if before else tokens.mean(dim=1)
 
 
 def _raw_and_pooled(model: CLIP, images: Tensor) -> tuple[Tensor, Tensor | None]:

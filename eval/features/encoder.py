@@ -150,9 +150,9 @@ class Encoder:
         return ImageFeatures(lambda name: table.column(name, rows), lambda: table.digests(rows))
 
     def layers(self, dataset: EvalDataset) -> Mapping[int, Tensor]:
-        """Return the class token after each block of the image tower, numbered from 1: (N, W) float32.
+        """Return the class token, or the mean token, after each block of the image tower, numbered from 1.
 
-        All layers are encoded in one pass. Image towers of other libraries have none.
+        They are (N, W) float32, encoded in one pass. Towers that are no transformers have none.
 
         Raises:
             DataError: as for ``images``.

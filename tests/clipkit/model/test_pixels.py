@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import ImageGPTConfig, ImageGPTForCausalImageModeling
 
 import clipkit
@@ -12,6 +13,7 @@ from clipkit.config import load_config
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.formats.checkpoint import save_model
 from clipkit.model.clip import CLIP, create
+from clipkit.model.flops import image_flops
 from clipkit.model.names import architecture
 from clipkit.model.pixels import PixelTransformer, even_palette
 from clipkit.training.build import shape_of
@@ -146,3 +148,11 @@ def test_wrong_settings_are_refused(given: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         config = load_config(QUICKSTART, given)
         shape_of(config.model, config.loss, config.small)
+
+
+def test_flops_are_those_that_torch_counts(model: CLIP) -> None:
+    images = torch.randint(0, 256, (1, 3, 8, 8), dtype=torch.uint8)
+    with FlopCounterMode(display=False) as counter:
+        model.encode_image(images)
+    nearest = 2 * 64 * 3 * 8  # to find colors, which needs no gradient
+    assert counter.get_total_flops() - nearest == image_flops(model.architecture).forward

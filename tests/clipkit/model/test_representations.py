@@ -9,6 +9,8 @@ import torch
 import clipkit
 from clipkit import CLIP
 from clipkit.errors import ConfigError
+from clipkit.model.clip import create
+from clipkit.model.names import architecture
 from clipkit.model.probes import image_representations, layer_count
 from tests.clipkit.stored_models import write_hub_folder
 
@@ -58,6 +60,29 @@ def test_layers_end_in_what_is_projected() -> None:
     assert {tuple(values.shape) for values in out.layers.values()} == {(3, out.before_projection.shape[1])}
     with pytest.raises(ConfigError, match=f"no layer {count + 1}: expected 1 to {count}"):
         image_representations(model, images, layers=[count + 1])
+
+
+@pytest.mark.parametrize("kind", ["timm", "pixels"])
+def test_layers_of_other_towers(kind: str) -> None:
+    image = "timm:vit_tiny_patch16_224" if kind == "timm" else "pixels:Ti"
+    options = {"depth": 2, "embed_dim": 48, "num_heads": 3} if kind == "timm" else {"colors": 8}
+    shape = architecture(
+        "ViT-Ti-4-16", image=image, image_options=options, image_size=0 if kind == "timm" else 8
+    )
+    model = create(shape, seed=0).eval()
+    last, images = layer_count(model), pictures(model)
+    blocks = model.visual.get_submodule("trunk.blocks" if kind == "timm" else "blocks")
+    seen: list[torch.Tensor] = []
+    handle = blocks.get_submodule("0").register_forward_hook(lambda _, __, result: seen.append(result))
+    with torch.inference_mode():
+        out = image_representations(model, images, layers=[1, last])
+    handle.remove()
+    assert last == (2 if kind == "timm" else 6)
+    torch.testing.assert_close(out.layers[1], seen[0][:, 0] if kind == "timm" else seen[0].mean(dim=1))
+    assert out.layers[last].shape == out.before_projection.shape
+    wide = create(architecture("ViT-Ti-4-16", image="timm:swin_tiny_patch4_window7_224"), seed=0)
+    with torch.inference_mode(), pytest.raises(ConfigError, match="another width than its output"):
+        image_representations(wide, pictures(wide, 1), layers=[1])
 
 
 @pytest.mark.parametrize("kind", ["ViT", "CoCa"])
