@@ -146,6 +146,34 @@ def _explain_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="the .png file to write")
 
 
+def _complete_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("image", metavar="IMAGE", type=Path, help="an image file")
+    parser.add_argument("--model", metavar="M", required=True, help=MODEL)
+    parser.add_argument(
+        "--keep",
+        metavar="F",
+        type=number(0, 1),
+        default=0.5,
+        help="upper part of the image that is given (default: 0.5)",
+    )
+    parser.add_argument(
+        "--samples", metavar="N", type=whole(1, 100), default=6, help="completions (default: 6)"
+    )
+    parser.add_argument(
+        "--temperature",
+        metavar="T",
+        type=number(0.01, 100),
+        default=1.0,
+        help="divides the logits; below 1 prefers likely colors (default: 1)",
+    )
+    parser.add_argument("--seed", metavar="S", type=whole(0, MOST_SEED), default=0, help="(default: 0)")
+    parser.add_argument(
+        "--device", metavar="D", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)"
+    )
+    add_decoding_options(parser, default="as in the model's training")
+    parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="the .png file to write")
+
+
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL)
     parser.add_argument("out", metavar="OUT", type=Path, help="a new folder, or an existing export to extend")
@@ -245,6 +273,16 @@ is there.
   clipkit explain photo.jpg "a cat" "a dog" --model runs/pets --out heat.png""",
         run="clipkit.inference.explain:run",
         arguments=_explain_arguments,
+        stopped="no file was written",
+    ),
+    "complete": Command(
+        summary="complete an image with Image GPT",
+        epilog="""\
+FILE shows the image in the model's colors, what is given of it, and samples.
+
+  clipkit complete photo.jpg --model runs/pixels --out completed.png""",
+        run="clipkit.inference.complete:run",
+        arguments=_complete_arguments,
         stopped="no file was written",
     ),
     "export": Command(

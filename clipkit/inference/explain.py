@@ -14,9 +14,9 @@ from clipkit.files.atomic import replacing
 from clipkit.inference.stream import pick_device
 from clipkit.model.preprocess import Preprocess, eval_pixels
 
-__all__ = ["heat_colors", "overlay", "run"]
+__all__ = ["SIDE", "check_files", "heat_colors", "overlay", "run", "sheet", "write_png"]
 
-_SIDE, _MARGIN, _LINE = 320, 8, 20  # of a picture and its label, in pixels
+SIDE, _MARGIN, _LINE = 320, 8, 20  # of a picture and its label, in pixels
 # colors of heat 0, 1/4, … 1 (Matplotlib's "inferno", every quarter)
 _COLORS = np.array(
     [(0, 0, 4), (87, 16, 110), (188, 55, 84), (249, 142, 9), (252, 255, 164)], dtype=np.float32
@@ -45,11 +45,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ClipkitError: a user error.
     """
-    out: Path = options.out
-    if out.suffix.lower() != ".png" or out.is_dir():
-        raise ConfigError(f"--out {out} must be a file name ending in .png")
-    if not options.image.is_file():
-        raise DataError(f"{options.image} is not an image file")
+    check_files(options.image, options.out)
     model = load(
         options.model,
         name=options.name,
@@ -60,31 +56,44 @@ def run(options: argparse.Namespace) -> int:
     )
     heat = explain(options.image, options.prompts, model)[0].numpy()  # (T, g, g)
     picture = _seen(options.image, model.preprocess)
-    sheet = _sheet([picture, *(overlay(picture, one) for one in heat)], ["", *options.prompts])
+    pictures = [picture, *(overlay(picture, one) for one in heat)]
+    write_png(sheet(pictures, ["", *options.prompts]), options.out)
+    return 0
+
+
+def check_files(image: Path, out: Path) -> None:
+    """Raise ConfigError or DataError unless ``image`` is a file and ``out`` may become a PNG."""
+    if out.suffix.lower() != ".png" or out.is_dir():
+        raise ConfigError(f"--out {out} must be a file name ending in .png")
+    if not image.is_file():
+        raise DataError(f"{image} is not an image file")
+
+
+def write_png(picture: Image.Image, out: Path) -> None:
+    """Write a picture, completely or not at all, and say so; DataError if that is not possible."""
     try:
         with replacing(out) as partial:
-            sheet.save(partial, format="PNG")
+            picture.save(partial, format="PNG")
     except OSError as error:
         raise DataError(f"cannot write {out}: {error.strerror or error}") from error
     print(f"wrote {out}")
-    return 0
 
 
 def _seen(file: Path, preprocess: Preprocess) -> Image.Image:
     """Return the part of an image that the model gets, enlarged."""
     pixels = eval_pixels(file, preprocess)  # (3, S, S)
-    return Image.fromarray(pixels.permute(1, 2, 0).numpy()).resize((_SIDE, _SIDE), Image.Resampling.BICUBIC)
+    return Image.fromarray(pixels.permute(1, 2, 0).numpy()).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
 
 
-def _sheet(pictures: Sequence[Image.Image], labels: Sequence[str]) -> Image.Image:
-    """Place pictures in a row, each with its label below."""
-    step = _SIDE + _MARGIN
-    sheet = Image.new("RGB", (_MARGIN + step * len(pictures), _SIDE + 2 * _MARGIN + _LINE), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(14)
+def sheet(pictures: Sequence[Image.Image], labels: Sequence[str]) -> Image.Image:
+    """Place pictures of ``SIDE`` pixels in a row, each with its label below."""
+    step = SIDE + _MARGIN
+    row = Image.new("RGB", (_MARGIN + step * len(pictures), SIDE + 2 * _MARGIN + _LINE), "white")
+    draw, font = ImageDraw.Draw(row), ImageFont.load_default(14)
     for place, (picture, label) in enumerate(zip(pictures, labels, strict=True)):
         left = _MARGIN + place * step
-        sheet.paste(picture, (left, _MARGIN))
-        while label and draw.textlength(label, font) > _SIDE:
+        row.paste(picture, (left, _MARGIN))
+        while label and draw.textlength(label, font) > SIDE:
             label = label[:-1]
-        draw.text((left, _SIDE + _MARGIN + 3), label, "black", font)
-    return sheet
+        draw.text((left, SIDE + _MARGIN + 3), label, "black", font)
+    return row

@@ -33,6 +33,7 @@ NEEDED = {
     "encode": ["x", "--model", "m", "--out", "o"],
     "classify": ["x", "--model", "m", "--labels", "a,b"],
     "caption": ["x", "--model", "m"],
+    "complete": ["a.png", "--model", "b", "--out", "c.png"],
     "explain": ["x.jpg", "a cat", "--model", "m", "--out", "o.png"],
     "export": ["m", "o"],
     "interpolate": ["a", "b", "--out", "o"],

@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import ImageGPTConfig, ImageGPTForCausalImageModeling
 
 import clipkit
+from clipkit.__main__ import dispatch
 from clipkit.config import load_config
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.formats.checkpoint import save_model
@@ -156,3 +158,22 @@ def test_flops_are_those_that_torch_counts(model: CLIP) -> None:
         model.encode_image(images)
     nearest = 2 * 64 * 3 * 8  # to find colors, which needs no gradient
     assert counter.get_total_flops() - nearest == image_flops(model.architecture).forward
+
+
+def test_the_command_keeps_the_upper_rows(tmp_path: Path) -> None:
+    shape = architecture("ViT-Ti-4-16", image="pixels:Ti", image_options={"colors": 8}, image_size=8)
+    save_model(create(shape, seed=0), tmp_path / "model")
+    Image.new("RGB", (20, 20), (255, 255, 255)).save(tmp_path / "white.png")
+    command = ["complete", str(tmp_path / "white.png"), "--model", str(tmp_path / "model"), "--out"]
+    assert dispatch([*command, str(tmp_path / "a.png"), "--samples", "2", "--keep", "0.25"]) == 0
+    assert dispatch([*command, str(tmp_path / "b.png"), "--samples", "2", "--keep", "0.25"]) == 0
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()  # of the same seed
+    picture = Image.open(tmp_path / "a.png")
+    assert picture.size == (8 + 4 * 328, 356)
+    for place in (2, 3):  # of 8 rows, two are given: 80 of 320 pixels
+        left = 8 + place * 328
+        assert picture.crop((left, 8, left + 320, 88)).getcolors() == [(320 * 80, (255, 255, 255))]
+        assert len(picture.crop((left, 88, left + 320, 328)).getcolors() or ()) > 1
+    with pytest.raises(ConfigError, match="does not predict the next pixel"):
+        save_model(clipkit.create("ViT-Ti-4-16", seed=0), tmp_path / "vit")
+        dispatch([*command, str(tmp_path / "c.png"), "--model", str(tmp_path / "vit")])

@@ -1,0 +1,59 @@
+"""``clipkit complete``: draw the lower part of an image with Image GPT, as a PNG."""
+
+import argparse
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from clipkit.api import load
+from clipkit.errors import ConfigError
+from clipkit.inference.explain import SIDE, check_files, sheet, write_png
+from clipkit.inference.stream import pick_device
+from clipkit.model.pixels import PixelTransformer
+from clipkit.model.preprocess import eval_pixels
+
+__all__ = ["run"]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit status.
+
+    Raises:
+        ClipkitError: a user error.
+    """
+    check_files(options.image, options.out)
+    model = load(
+        options.model,
+        device=pick_device(options.device),
+        background=options.background,
+        upright=options.upright,
+    )
+    visual = model.visual
+    if not isinstance(visual, PixelTransformer) or not visual.causal:
+        raise ConfigError(
+            f"{options.model} does not predict the next pixel: train one with model.image=pixels:SIZE and "
+            "pixels.weight=1"
+        )
+    pixels = eval_pixels(options.image, model.preprocess)[None].to(visual.palette.device)  # (1, 3, S, S)
+    with torch.inference_mode():
+        colors = visual.colors_of(pixels)  # (1, P)
+        side = pixels.shape[-1]
+        kept = round(options.keep * side) * side  # whole rows
+        random = torch.Generator(colors.device).manual_seed(options.seed)
+        drawn = visual.completed(
+            colors[:, :kept].repeat(options.samples, 1), temperature=options.temperature, generator=random
+        )
+        seen = [colors[0], torch.cat([colors[0, :kept], colors.new_full((side**2 - kept,), -1)]), *drawn]
+    pictures = [_picture(one, visual.palette, side) for one in seen]
+    labels = ["image", "given", *(f"sample {number}" for number in range(1, options.samples + 1))]
+    write_png(sheet(pictures, labels), options.out)
+    return 0
+
+
+def _picture(colors: Tensor, palette: Tensor, side: int) -> Image.Image:
+    """Return colors (P,) as an enlarged picture; -1 is white."""
+    values = ((palette[colors.clamp(min=0)] + 1) * 127.5).round()
+    values[colors < 0] = 255
+    picture = Image.fromarray(values.view(side, side, 3).to(torch.uint8).cpu().numpy())
+    return picture.resize((SIDE, SIDE), Image.Resampling.NEAREST)
