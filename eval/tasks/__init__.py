@@ -31,6 +31,7 @@ class Options:
     Attributes:
         seed: seed for drawing example images, and validation images from the training split.
         layers: linear-probe: blocks of the image tower to probe too, from 1; True for all.
+        examples: linear-probe and fine-tune: number of training images that are used, at random; 0 for all.
         shots: few-shot: images per class. Numbers that the smallest class does not have are skipped.
         seeds: few-shot: one draw for each.
         estimators: few-shot: "ridge" and "logistic".
@@ -51,6 +52,7 @@ class Options:
 
     seed: int = 0
     layers: bool | tuple[int, ...] = False
+    examples: int = 0
     shots: tuple[int, ...] = (1, 2, 4, 8, 16)
     seeds: tuple[int, ...] = (0, 1, 2)
     estimators: tuple[str, ...] = _ESTIMATORS
@@ -72,6 +74,7 @@ class Options:
             ("epochs", 0 < self.epochs < math.inf, "a number above 0"),
             ("rates", bool(self.rates) and all(0 < one < math.inf for one in self.rates), "numbers above 0"),
             ("fine_tune_batch", self.fine_tune_batch >= 1, "a number above 0"),
+            ("examples", self.examples >= 0, "0, or a number of images"),
             ("image_size", self.image_size >= 0, "0, or a number of pixels"),
             ("beams", self.beams >= 1, "a whole number from 1"),
         ):
@@ -83,7 +86,8 @@ class Options:
 
     def text_of(self, task: str) -> str:
         """Return the options that the scores of a task depend on, for its result lines."""
-        return " ".join(f"{name}={getattr(self, name)}" for name in TASKS[task].depends_on)
+        names = [name for name in TASKS[task].depends_on if name != "examples" or self.examples]
+        return " ".join(f"{name}={getattr(self, name)}" for name in names)
 
 
 def options_of(parsed: argparse.Namespace) -> Options:
@@ -190,7 +194,21 @@ def _listed(values: Iterable[float]) -> str:
     return " ".join(f"{value:g}" for value in values)
 
 
+def _examples_option(parser: argparse.ArgumentParser) -> None:
+    if "--examples" in parser._option_string_actions:  # two tasks have it
+        return
+    parser.add_argument(
+        "--examples",
+        type=whole(0, MOST_SEED),
+        default=Options.examples,
+        metavar="N",
+        help="linear-probe, fine-tune: use N random training images, a fifth of them to tune on, as VTAB-1k with "
+        "1000 (default: all)",
+    )
+
+
 def _linear_probe_options(parser: argparse.ArgumentParser) -> None:
+    _examples_option(parser)
     parser.add_argument(
         "--layers",
         nargs="*",
@@ -243,6 +261,7 @@ def _knn_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _fine_tune_options(parser: argparse.ArgumentParser) -> None:
+    _examples_option(parser)
     positive = number(0, 1e6, above=True)
     epochs = Options.epochs
     parser.add_argument(
@@ -309,7 +328,7 @@ TASKS: Mapping[str, Task] = {
         metric="acc1",
         learns=True,
         add_options=_linear_probe_options,
-        depends_on=("seed", "layers"),
+        depends_on=("seed", "layers", "examples"),
     ),
     "few-shot": Task(
         summary="train classifiers on 1, 2, 4, 8 and 16 images per class",
@@ -372,7 +391,7 @@ TASKS: Mapping[str, Task] = {
         learns=True,
         makes_head=True,
         add_options=_fine_tune_options,
-        depends_on=("seed", "epochs", "rates", "fine_tune_batch", "image_size"),
+        depends_on=("seed", "epochs", "rates", "fine_tune_batch", "image_size", "examples"),
     ),
 }
 

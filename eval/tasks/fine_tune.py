@@ -51,7 +51,7 @@ from eval.results.details import prediction_details
 from eval.results.scores import latest_results
 from eval.tasks import Options
 from eval.tasks.classify import classification_scores, fitting_metrics
-from eval.tasks.probe import NothingToTuneOn, learn_and_tune, training_split, tuning_metric
+from eval.tasks.probe import NothingToTuneOn, draw_examples, learn_and_tune, training_split, tuning_metric
 from eval.tasks.subject import Outcome, Subject
 
 __all__ = ["ClassTraining", "Diverged", "LabelledImage", "fine_tune", "only_one"]
@@ -322,12 +322,13 @@ def fine_tune(subject: Subject, options: Options) -> Outcome:
         raise DataError(f"dataset {dataset.name} has several labels per image, but fine-tuning needs one")
     if len(rates) > 1 or (dataset.split != "val" and subject.split("val") is not None):
         try:
-            chosen, held, tuned_on = learn_and_tune(subject, train, options.seed)
+            chosen, held, tuned_on = learn_and_tune(subject, train, options.seed, options.examples)
         except NothingToTuneOn as error:
             raise DataError(f"{error}; a single value of --rates needs none") from error
         learn, tune = _images(*chosen), _images(*held)
     else:
-        learn, tune, tuned_on = _images(train, None), [], ""
+        drawn = draw_examples(train, options.examples, options.seed) if options.examples else None
+        learn, tune, tuned_on = _images(train, drawn), [], ""
     names = distinct_names(dataset.class_names)
     head = with_class_head(subject.encoder.model, names, _first_rows(subject, names, options.seed))
     epochs, batch_size = options.epochs, options.fine_tune_batch
@@ -359,7 +360,8 @@ def fine_tune(subject: Subject, options: Options) -> Outcome:
             float(model.logit_scale.exp()),
             subject.device,
         )
-    setting = f"{epochs:g} epochs"
+    examples = f"{options.examples:,} examples, " if options.examples else ""
+    setting = f"{examples}{epochs:g} epochs"
     scores = classification_scores(answers, task="fine-tune", metrics=metrics, setting=setting)
     _log.warning("dataset %s: the fine-tuned model is %s", dataset.name, run)
     if not options.details:

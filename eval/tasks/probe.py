@@ -39,6 +39,7 @@ __all__ = [
     "Neighbours",
     "NothingToTuneOn",
     "carve",
+    "draw_examples",
     "draw_shots",
     "few_shot",
     "halving_search",
@@ -121,16 +122,28 @@ def _one_label(dataset: EvalDataset, labels: Tensor, learner: str) -> None:
 Chosen = tuple[EvalDataset, Tensor | None]  # a split, and the numbers of its images or None for all
 
 
-def learn_and_tune(subject: Subject, train: EvalDataset, seed: int) -> tuple[Chosen, Chosen, str]:
+def learn_and_tune(
+    subject: Subject, train: EvalDataset, seed: int, examples: int = 0
+) -> tuple[Chosen, Chosen, str]:
     """Choose the images to learn from and to tune on: the split ``val``, else a fifth of each class of ``train``.
 
+    With ``examples``, it is a fifth of so many random images of ``train``, of which no others are used: the
+    protocol of VTAB-1k (Zhai et al. 2019, https://arxiv.org/abs/1910.04867).
+
     Returns:
-        Both, and "val" or "a fifth of train".
+        Both, and "val", "a fifth of train", or "a fifth of N images of train".
 
     Raises:
         DataError: the split ``val`` has other classes, or no class has an image to spare.
     """
     dataset, labels = subject.dataset, labels_of(train)
+    if examples:
+        drawn = draw_examples(train, examples, seed)
+        if len(drawn) < CARVED:
+            raise NothingToTuneOn(f"dataset {train.name}: {len(drawn)} training images leave none to tune on")
+        tuned = round(len(drawn) / CARVED)
+        learn, tune = (one.sort().values for one in (drawn[tuned:], drawn[:tuned]))
+        return (train, learn), (train, tune), f"a fifth of {len(drawn):,} images of train"
     # images that are scored are not tuned on
     val = subject.split("val") if dataset.split != "val" else None
     if val is not None:
@@ -150,6 +163,14 @@ def learn_and_tune(subject: Subject, train: EvalDataset, seed: int) -> tuple[Cho
                 some([repr(train.class_names[i]) for i in alone]),
             )
     return (train, learn), (train, tune), "a fifth of train"
+
+
+def draw_examples(train: EvalDataset, examples: int, seed: int) -> Tensor:
+    """Return the numbers of random images of a split, int64, all of them if there are fewer than ``examples``.
+
+    A smaller number of examples gives a subset.
+    """
+    return _shuffled(torch.arange(len(labels_of(train))), f"{train.revision} {seed} examples")[:examples]
 
 
 def carve(labels: Tensor, *, revision: str, seed: int) -> tuple[Tensor, Tensor]:
@@ -342,7 +363,7 @@ class LinearProbe:
 
 
 def linear_probes(
-    subject: Subject, *, layers: bool | Sequence[int] = False, seed: int = 0
+    subject: Subject, *, layers: bool | Sequence[int] = False, seed: int = 0, examples: int = 0
 ) -> Iterator[LinearProbe]:
     """Yield the probe of the final representation, then those of layers.
 
@@ -350,6 +371,7 @@ def linear_probes(
         subject: with a split ``train``, and perhaps ``val``.
         layers: blocks of the image tower, from 1, whose class token is probed; True for all.
         seed: seed for drawing the images to tune on if there is no split ``val``.
+        examples: number of training images that are used, see ``learn_and_tune``; 0 for all.
 
     Raises:
         DataError: there is nothing to learn from, or a metric is undefined for the labels.
@@ -361,14 +383,14 @@ def linear_probes(
     if wrong := [layer for layer in layers if not 1 <= layer <= known]:
         raise ConfigError(f"no layer {wrong[0]}: the image tower has {known} that can be probed")
     for layer in (None, *dict.fromkeys(layers)):
-        yield _probe(subject, layer, seed)
+        yield _probe(subject, layer, seed, examples)
 
 
-def _probe(subject: Subject, layer: int | None, seed: int) -> LinearProbe:
+def _probe(subject: Subject, layer: int | None, seed: int, examples: int) -> LinearProbe:
     dataset = subject.dataset
     metrics = fitting_metrics(dataset, subject.metrics)
     train = training_split(subject, "train", "a linear probe")
-    learn, tune, tuned_on = learn_and_tune(subject, train, seed)
+    learn, tune, tuned_on = learn_and_tune(subject, train, seed, examples)
     if tuned_on == "val":
         subject.count_overlap("val")
 
@@ -388,7 +410,8 @@ def _probe(subject: Subject, layer: int | None, seed: int) -> LinearProbe:
         _log.warning("dataset %s: some fits of the linear probe took all of their 1,000 steps", dataset.name)
     tested = _with_ones(subject.images(layer=layer).before_projection)
     answers = Answers(dataset, tested, found.fit.classifier(), 1.0, subject.device)
-    setting = "" if layer is None else f"layer {layer}"
+    settings = [f"{examples:,} examples"] * bool(examples) + [f"layer {layer}"] * (layer is not None)
+    setting = ", ".join(settings)
     return LinearProbe(
         scores=classification_scores(answers, task="linear-probe", metrics=metrics, setting=setting),
         answers=answers,
@@ -403,7 +426,7 @@ def linear_probe(subject: Subject, options: Options) -> Outcome:
     """Run the task ``linear-probe``; see ``linear_probes``."""
     scores: list[Score] = []
     details: list[Details] = []
-    for probe in linear_probes(subject, layers=options.layers, seed=options.seed):
+    for probe in linear_probes(subject, layers=options.layers, seed=options.seed, examples=options.examples):
         scores += probe.scores
         if options.details and probe.answers.labels.dim() == 1:
             own = prediction_details(

@@ -19,7 +19,15 @@ from eval import Subject
 from eval.metrics.ranking import map_11_point
 from eval.tasks import Options, logistic
 from eval.tasks.logistic import LogisticFit, LogisticProblem, Rows
-from eval.tasks.probe import carve, halving_search, linear_probe, linear_probes, penalty_of, sweep
+from eval.tasks.probe import (
+    carve,
+    halving_search,
+    learn_and_tune,
+    linear_probe,
+    linear_probes,
+    penalty_of,
+    sweep,
+)
 from tests.eval.conftest import subject_of
 
 WriteDataset = Callable[..., Path]
@@ -247,6 +255,28 @@ def test_the_probe_of_a_dataset(
     assert "classes without training images" in caplog.text  # three of the seven names
     with pytest.raises(ConfigError, match="layer 9"):
         linear_probe(subject, Options(layers=(9,)))
+
+
+def test_a_thousand_examples_as_in_vtab(model: CLIP, write_dataset: WriteDataset) -> None:
+    subject = subject_of(model, write_dataset, {"test": LABELS, "train": LABELS, "val": LABELS})
+    train = subject.split("train")
+    assert train is not None
+    seen: set[int] = set()
+    for examples in (10, 20, 32, 99):
+        (_, learn), (split, tune), tuned_on = learn_and_tune(subject, train, 3, examples)
+        assert learn is not None and tune is not None and split.split == "train"
+        found = {*learn.tolist(), *tune.tolist()}
+        used = min(examples, len(LABELS))
+        assert tuned_on == f"a fifth of {used} images of train" and len(tune) == round(used / 5)
+        assert len(found) == len(learn) + len(tune) == used and seen <= found  # a smaller number is a subset
+        seen = found
+    options = Options(examples=20)
+    (score, *_) = linear_probe(subject, options).scores
+    assert score.setting == "20 examples" and 0.5 < score.value
+    assert options.text_of("linear-probe") == "seed=0 layers=False examples=20"
+    assert Options().text_of("linear-probe") == "seed=0 layers=False"
+    with pytest.raises(DataError, match="4 training images leave none to tune on"):
+        linear_probe(subject, Options(examples=4))
 
 
 def test_a_dataset_without_a_split_to_tune_on(
