@@ -630,8 +630,8 @@ class DistillConfig(Section):
     teacher: str = setting(
         "",
         "Teacher that encodes each batch during training: any source that clipkit.load accepts. With "
-        'loss.name=classes, a model with a head of the same classes, or a CLIP, which gets prompts "a photo of a '
-        'CLASS."',
+        'loss.name=classes, a model with a head of the same classes, or a CLIP, which gets prompts such as "a photo '
+        'of a cat".',
     )
     features: str = setting(
         "",
