@@ -630,7 +630,7 @@ class DistillConfig(Section):
     teacher: str = setting(
         "",
         "Teacher that encodes each batch during training: any source that clipkit.load accepts. With "
-        'loss.name=classes, a model with a head of the same classes, or a CLIP, which gets prompts such as "a photo '
+        'loss.name=classes, a model with a head of the same classes, or a CLIP, with prompts such as "a photo '
         'of a cat".',
     )
     features: str = setting(
