@@ -979,6 +979,8 @@ class Config(Section):
         if self.pixels.weight:
             image = self.model.image.startswith("pixels:")
             _require_use("pixels.weight", self.pixels.weight, "model.image=pixels:SIZE", image)
+            locked = "cannot be combined with pixels.weight, which trains the image tower"
+            require(self.lock.image != "all", "lock.image", self.lock.image, locked)
         if self.views.weight:
             _require_use("views.weight", self.views.weight, "optim.average", bool(self.optim.average))
         at_once = any(not settings.after for settings in terms.values())

@@ -143,6 +143,10 @@ def test_a_model_is_stored_with_its_palette(model: CLIP, tmp_path: Path) -> None
         (["model.image=pixels:Ti", 'model.image_options={"depth": 3}'], "image option 'depth' is unknown"),
         (["pixels.weight=1"], "unless model.image=pixels:SIZE is set"),
         (["pixels.fraction=0.5"], "unless pixels.weight is set"),
+        (
+            ["model.image=pixels:Ti", "pixels.weight=1", "lock.image=all"],
+            "cannot be combined with pixels.weight",
+        ),
         (["model.image=pixels:Ti", "model.image_size=1000"], "too large for a tower of pixels"),
     ],
 )
