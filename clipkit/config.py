@@ -167,8 +167,8 @@ class DataConfig(Section):
     section = "data."
     train: str | tuple[str, ...] = setting(
         "glyphs",
-        "Image–caption pairs: a built-in corpus (glyphs or emoji), folder, tar, brace pattern, table or URL, or a "
-        "list of these.",
+        "Image–caption pairs: a built-in corpus (glyphs, emoji or cues), folder, tar, brace pattern, table or URL, "
+        "or a list of these.",
     )
     weights: tuple[float, ...] = setting(
         (), "Fraction of each batch drawn from each source; empty: sources are concatenated."
@@ -815,7 +815,7 @@ class EvalConfig(Section):
     """Evaluation during training and at the end."""
 
     section = "eval."
-    data: tuple[str, ...] = setting((), "Built-in sets (digits, emoji, glyphs) or dataset folders.")
+    data: tuple[str, ...] = setting((), "Built-in sets (digits, emoji, glyphs, cues) or dataset folders.")
     every_steps: int = setting(1000, "Steps between evaluations; 0: only at the end.", _at_least(0))
     batch_size: int = setting(256, "Images encoded at a time on each rank.", _between(1, MOST))
 

@@ -63,6 +63,8 @@ MAKE_TEXT = """\
   emoji    emoji by seven artists, with names in 27 languages; two artists and
            a tenth of the concepts are held out. Downloads 32 MB with npm pack
            unless --packages names a folder with the .tgz files
+  cues     digits filled with textures; in the test split shape and texture
+           are of different digits, which measures shape bias
 """
 SPEED_TEXT = f"""\
 Runs the training loader without a model: reads shards, decodes and crops
@@ -308,7 +310,7 @@ def _palette_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _make_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="glyphs, digits or emoji")
+    parser.add_argument("name", metavar="NAME", help="glyphs, digits, emoji or cues")
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to create")
     parser.add_argument(
         "--packages",

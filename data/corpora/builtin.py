@@ -55,6 +55,12 @@ def _make_emoji(out: Path, progress: bool) -> None:
     emoji.make(out, progress=progress)
 
 
+def _make_cues(out: Path, progress: bool) -> None:
+    from data.corpora import cues
+
+    cues.make(out)
+
+
 _DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 _DIGIT_TEMPLATES = (
     "the digit {c}",
@@ -114,6 +120,7 @@ BUILTIN: dict[str, BuiltIn] = {
     "glyphs": BuiltIn(make=_make_glyphs, revision="3"),
     "digits": BuiltIn(make=make_digits, revision="1"),
     "emoji": BuiltIn(make=_make_emoji, revision="3"),
+    "cues": BuiltIn(make=_make_cues, revision="1"),
 }
 
 

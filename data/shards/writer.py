@@ -4,12 +4,13 @@
     ROOT/classnames.txt                          one class per line; the index of the line is the label
     ROOT/zeroshot_classification_templates.txt   one prompt template per line, with {c} for the class
     ROOT/<split>/nshards.txt                     number of shards of the split
-    ROOT/<split>/0.tar …                         WebDataset shards: KEY.png, KEY.txt, KEY.cls, KEY.json
+    ROOT/<split>/0.tar …                         WebDataset shards: KEY.png, KEY.txt, KEY.cls, KEY.json, KEY.npy
 
 A folder is written under a temporary name and renamed when complete.
 """
 
 import errno
+import io
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import webdataset
 
 from clipkit.errors import DataError
@@ -34,6 +36,7 @@ class Record:
 
     ``key`` is a path without dots, because the extension starts at the first dot. An image with several
     captions has the first as ``caption`` and all of them as "captions" in ``meta``, where evaluation expects them.
+    ``columns`` are the metadata columns that evaluation may group by.
     """
 
     key: str
@@ -42,6 +45,7 @@ class Record:
     caption: str | None = None
     label: int | None = None
     meta: Mapping[str, Any] = field(default_factory=dict)
+    columns: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         name = self.key.rpartition("/")[2]
@@ -55,6 +59,9 @@ class Record:
             members["txt"] = self.caption.encode()
         if self.label is not None:
             members["cls"] = str(self.label).encode()
+        if self.columns:
+            np.save(file := io.BytesIO(), np.array(self.columns, np.int64))
+            members["npy"] = file.getvalue()
         if self.meta:
             members["json"] = json.dumps(dict(self.meta), ensure_ascii=False, sort_keys=True).encode()
         return members

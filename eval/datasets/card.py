@@ -94,6 +94,8 @@ class MetricKind:
             return metric.kind == METRICS[task.metric].kind and metric.highest == 1.0
         if metric.kind != ("multi-label" if self.multilabel else "one-label"):
             return False
+        if metric.column and metric.column not in self.columns:
+            return False
         if self.classes is not None and not metric.least <= self.classes <= (metric.most or self.classes):
             return False
         return (self.superclasses or not metric.needs_superclasses) and (
@@ -113,6 +115,8 @@ class MetricKind:
                     meant = "images with several labels, multilabel = true"
                 elif metric.kind != "one-label":
                     meant = metric.kind
+                elif metric.column:
+                    meant = f"datasets with the metadata column {metric.column}"
                 elif metric.needs_superclasses:
                     meant = "datasets with [superclasses]"
                 elif not metric.larger_is_better:

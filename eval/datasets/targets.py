@@ -370,7 +370,7 @@ def _opener(card: Card, root: Root) -> Opener:
     ready = f"published at {known.urls[0]}" if known.urls else card.get or f"see {card.home}"
     how = f"{where}; {ready}" + (f"; {card.stand_in} can be used instead" if card.stand_in else "")
     if known.builtin:
-        return lambda split: open_dataset(known.builtin, split=split)
+        return lambda split: open_dataset(known.builtin, split=split, metadata_names=card.metadata)
     if root is None:
         raise Missing(f"{card.name}: {how}")
     found = find_published(root, [*known.folders, card.name])

@@ -100,6 +100,7 @@ class Metric(Generic[Inputs]):
         by_default: whether classification reports it if the card names no metric.
         needs_probabilities: whether it needs logits; votes and ridge scores are not.
         needs_superclasses: whether the card must define superclasses.
+        column: the metadata column that it needs; "" for none.
         value: computes the value alone from ``value_from`` and the labels. Required for choosing C of a linear
             probe.
         value_from: (N,) ranks, (N,) predictions or (N, C) scores.
@@ -123,6 +124,7 @@ class Metric(Generic[Inputs]):
     by_default: bool = False
     needs_probabilities: bool = False
     needs_superclasses: bool = False
+    column: str = ""
     value: Callable[[Tensor, Tensor], float] | None = None
     value_from: Literal["ranks", "predictions", "scores"] = "ranks"
     item_statistic: Callable[[Tensor, Tensor], Statistic] | None = None
@@ -308,6 +310,17 @@ METRICS: Mapping[str, Metric[Never]] = {
         title="superclass top-1",
         interval="wilson",
         needs_superclasses=True,
+    ),
+    "shape_bias": Metric[Answers](
+        kind="one-label",
+        function=lambda answers: classes.shape_bias(
+            answers.top.classes[:, 0], answers.labels, answers.group("texture")
+        ),
+        chance=lambda _: 0.5,
+        interval="wilson",
+        counts="images classified by shape or texture",
+        by_default=True,
+        column="texture",
     ),
     "mean_average_precision": _precision(ranking.mean_average_precision),
     "map_11_point": _precision(ranking.map_11_point),

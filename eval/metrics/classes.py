@@ -316,6 +316,24 @@ def _confusion(label: Ints, predicted: Ints, weight: Ints) -> Confusion:
     return Confusion(label=code // base, predicted=code % base - 1, count=count[order])
 
 
+def shape_bias(predicted: Tensor, shapes: Tensor, textures: Tensor) -> Estimate | None:
+    """Compute the fraction of decisions for the shape among those for the shape or the texture.
+
+    (Geirhos et al. 2019, https://arxiv.org/abs/1811.12231.) Images whose shape and texture are of the same class do
+    not count.
+
+    Args:
+        predicted, shapes, textures: (N,) int64, classes.
+
+    Returns:
+        The estimate, or None if no image counts.
+    """
+    conflict = shapes != textures
+    by_shape, by_texture = conflict & (predicted == shapes), conflict & (predicted == textures)
+    count = int((by_shape | by_texture).sum())
+    return proportion(int(by_shape.sum()), count) if count else None
+
+
 def worst_group_accuracy(correct: Tensor, groups: Tensor, *, ignore: Collection[int] = ()) -> Estimate:
     """Compute the accuracy of the worst group; WILDS calls it ``acc_worst_region`` (FMoW) or ``acc_wg``.
 

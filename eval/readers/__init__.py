@@ -95,7 +95,9 @@ READERS: Mapping[str, Reader] = {
     ),
     "builtin": Reader(
         recognizes=lambda place, _: isinstance(place, str) and place in BUILTIN,
-        open=lambda name, shown_as, options: open_published(built_in(name), shown_as, split=options.split),
+        open=lambda name, shown_as, options: open_published(
+            built_in(name), shown_as, split=options.split, metadata_names=options.metadata_names
+        ),
     ),
     "choices": Reader(
         recognizes=lambda place, _: isinstance(place, Path) and place.is_file(),

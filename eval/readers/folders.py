@@ -2,7 +2,8 @@
 
 import logging
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -88,8 +89,23 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
             class_names=tuple(utf8_name(one).replace("_", " ").strip() for one in classes),
             templates=templates_in(folder) or DEFAULT_TEMPLATES,
             labels=torch.tensor([label for _, label in labelled]),
+            metadata=_textures(labelled, classes),
         )
     )
+
+
+_CONFLICT = re.compile(r"(.+?)\d+-(.+?)\d+")
+
+
+def _textures(labelled: Sequence[tuple[Path, int]], classes: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Return the column ``texture`` if all files are named as cue-conflict images are: ``cat/cat4-bottle1.png``."""
+    found = []
+    for file, label in labelled:
+        match = _CONFLICT.fullmatch(file.stem)
+        if match is None or match[1] != classes[label] or match[2] not in classes:
+            return {}
+        found.append(classes.index(match[2]))
+    return {"texture": torch.tensor(found)}
 
 
 def _folder_of_split(folder: Path, split: str, splits: dict[str, Path]) -> Path:

@@ -391,8 +391,18 @@ def difference_bars(
     return macro("charts.html", "difference_bars")(title, ranked, low, (high - low) or 1.0, note)
 
 
-def scatter(title: str, dots: Sequence[Dot], *, x_unit: str, note: str = "") -> Markup:
-    """Render at least one fraction in [0, 1] over a logarithmic x axis, joining the best up to each x."""
+def scatter(
+    title: str,
+    dots: Sequence[Dot],
+    *,
+    lines: Sequence[tuple[Dot, Dot, bool]] = (),
+    x_unit: str,
+    note: str = "",
+) -> Markup:
+    """Render at least one fraction in [0, 1] over a logarithmic x axis.
+
+    ``lines`` join two dots each, dashed or not; without lines, the best dots up to each x are joined.
+    """
     logs = [math.log10(dot.x) for dot in dots]
     best, worst = max(dot.y for dot in dots), min(dot.y for dot in dots)
     step = 0.05 if best - worst < 0.3 else 0.1
@@ -432,7 +442,11 @@ def scatter(title: str, dots: Sequence[Dot], *, x_unit: str, note: str = "") -> 
     return macro("charts.html", "scatter")(
         title,
         list(zip(order, places, numbers, strict=True)),
-        scale.points([(math.log10(dot.x), dot.y) for dot in frontier]),
+        [
+            (scale.points([(math.log10(dot.x), dot.y) for dot in (first, last)]), last.tone, dashed)
+            for first, last, dashed in lines
+        ],
+        scale.points([] if lines else [(math.log10(dot.x), dot.y) for dot in frontier]),
         x_ticks=[(scale.left(math.log10(x)), number(x)) for x in ticks],
         y_ticks=[bottom + i * step for i in range(round((top - bottom) / step) + 1)],
         scale=scale,

@@ -38,7 +38,9 @@ from eval.report.result_set import Model, ResultSet, by_data, same_data
 from eval.report.tables import (
     AS_TRAINED,
     PLAIN,
+    Average,
     Facts,
+    Line,
     ScoreTable,
     TableRow,
     is_fraction,
@@ -64,6 +66,10 @@ _MOST_GFLOPS = 1e12  # larger values are errors and would spoil the axis
 _SHOTS = re.compile(r"(\d{1,4})-shot\b[ ,]*(.*)")
 _LAYER = re.compile(r"layer (\d{1,4})\b[ ,]*(.*)")
 _OPTION = re.compile(r"(\w+)=(\([^()]*\)|[^\s()]+)(?: |$)")
+_SIZE = re.compile(
+    r"(?i)x?[tsmblhg]|ti|big-?g|tiny|small|base|large|huge|giant|so\d+m|patch\d+|plus|\d+|quickgelu"
+)
+_RESOLUTION = re.compile(r"[-_](?=[2-9]\d\d)\d+")
 _MARKS = re.compile(r"[()']|,(?=\))")
 _OTHER_COLUMNS = (  # shown elsewhere, different by dataset, or for recognizing results scored already
     "model", "weights", "architecture", "gflops", "prompts", "prompt_count", "data_revision", "captions", "choices",
@@ -131,7 +137,7 @@ def build_comparison(results: Sequence[Path], out: Path, **facts: Unpack[Facts])
         tables=tables,
         baseline=baseline,
         probe=probe,
-        cost=_cost(whole),
+        cost=_costs(whole, tables.get("linear-probe")),
         few_shot=_few_shot(found, zero_shot),
         layers=_layers(found),
         details=_detail_sections(found, [*details.values()], thumbnails),
@@ -189,20 +195,65 @@ def _probe(found: ResultSet, zero_shot: ScoreTable, probe: ScoreTable | None) ->
     return "", []
 
 
-def _cost(table: ScoreTable) -> Markup:
-    """Chart the first average (or dataset) over the image tower's GFLOPs, if models differ in them."""
-    rows = table.main_rows
-    dots = [
-        Dot(name=model.label, x=model.gflops, y=value, tone=i % _TONES + 1)
-        for i, (model, value) in enumerate(zip(table.models, rows[0].values if rows else (), strict=False))
+def _costs(whole: ScoreTable, probe: ScoreTable | None) -> list[Markup]:
+    """Chart means over the image tower's GFLOPs: the first one, and those of linear probes.
+
+    The latter have a line for each family of models (figure 10 of the CLIP paper).
+    """
+    charts = [_cost(whole.models, row) for row in whole.main_rows[:1]]
+    if probe is not None:
+        charts += [
+            _cost(probe.models, row, families=True) for row in probe.averages[:_SUITES] if not row.setting
+        ]
+    return [chart for chart in charts if chart]
+
+
+def _cost(models: Sequence[Model], row: Line | Average, *, families: bool = False) -> Markup:
+    """Chart a row over the image tower's GFLOPs, if models differ in them."""
+    dots = {
+        i: Dot(name=model.label, x=model.gflops, y=value, tone=i % _TONES + 1)
+        for i, (model, value) in enumerate(zip(models, row.values, strict=True))
         if model.gflops is not None and 0 < model.gflops < _MOST_GFLOPS and value is not None
-    ]
-    if len({dot.x for dot in dots}) < 2:
+    }
+    if len({dot.x for dot in dots.values()}) < 2:
         return Markup()
-    title = _capital(rows[0].title) if table.averages else rows[0].names[0]
-    without = len(table.models) - len(dots)
-    note = f"{without} of {len(table.models)} models not shown: their cost is unknown" if without else ""
-    return scatter(title, dots, x_unit="GFLOPs per image", note=note)
+    lines: list[tuple[Dot, Dot, bool]] = []
+    if families:
+        members: dict[str, list[int]] = {}
+        for i in dots:
+            members.setdefault(family(models[i]) or models[i].label, []).append(i)
+        for number, own in enumerate(members.values()):
+            dots |= {i: replace(dots[i], tone=number % _TONES + 1) for i in own}
+            base: int | None = None
+            shapes: dict[str, int] = {}  # the first size of an architecture
+            for i in sorted(own, key=lambda i: dots[i].x):
+                shape = _RESOLUTION.sub("", models[i].architecture)
+                if shape in shapes:
+                    lines.append((dots[shapes[shape]], dots[i], True))
+                else:
+                    shapes[shape] = i
+                    lines += [(dots[base], dots[i], False)] if base is not None else []
+                    base = i
+    title = _capital(row.title) if isinstance(row, Average) else row.names[0]
+    notes = ["lines join models of one family, dashed lines the same model at a higher resolution"] * bool(
+        lines
+    )
+    if len(dots) < len(models):
+        notes.append(f"{len(models) - len(dots)} of {len(models)} models not shown: their cost is unknown")
+    return scatter(title, [*dots.values()], lines=lines, x_unit="GFLOPs per image", note="; ".join(notes))
+
+
+def family(model: Model) -> str:
+    """Return a published model's kind and training, the same for all its sizes; "" for runs.
+
+    "open_clip:ViT-L-14/openai" and "open_clip:ViT-B-32/openai" are "ViT openai".
+    """
+    scheme, colon, name = model.name.partition(":")
+    if not colon or not scheme.isidentifier():
+        return ""
+    kind, _, training = name.replace(".", "/", 1).partition("/")
+    words = [re.sub(r"\d.*", "", word) for word in re.split("[-_]", kind) if not _SIZE.fullmatch(word)]
+    return " ".join(filter(None, (*words, training)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,9 +21,14 @@ from clipkit.inference import heat_colors, overlay
 from clipkit.model import attention_blocks, eval_pixels
 from eval.datasets.dataset import EvalDataset
 from eval.datasets.targets import find_targets
-from eval.features.image_models import TIMM, load_image_model
+from eval.features.encoder import Encoder
+from eval.features.image_models import TIMM, ImageModel, load_image_model
 from eval.internals import Internals, compare_layers, look_inside
 from eval.report.charts import TEMPLATES
+from eval.results.scores import Score
+from eval.tasks import Options
+from eval.tasks.classify import zero_shot
+from eval.tasks.subject import Subject
 
 __all__ = ["build_internals", "run"]
 
@@ -82,6 +87,7 @@ def build_internals(models: Sequence[CLIP], names: Sequence[str], dataset: EvalD
                 "rollouts": _rollouts(inside, images),
                 "heat": _heat(model, images[:_PICTURES], prompts),
                 "likeness": _matrix(compare_layers(model, model, images, images)),
+                "bias": _shape_bias(model, dataset),
                 "layers": inside.layers,
                 "side": images.shape[-1],
             }
@@ -202,6 +208,14 @@ def _heat(
     except (ConfigError, DataError):
         return []
     return found
+
+
+def _shape_bias(model: CLIP, dataset: EvalDataset) -> Score | None:
+    """Return the shape bias on all images, if the dataset has textures and the model reads texts."""
+    if "texture" not in dataset.metadata or isinstance(model, ImageModel):
+        return None
+    subject = Subject(Encoder(model), dataset, metrics=("shape_bias",))
+    return next(iter(zero_shot(subject, Options(details=False)).scores), None)
 
 
 def _shown(picture: Tensor) -> Markup:

@@ -45,7 +45,10 @@ def fitting_metrics(dataset: EvalDataset, metrics: Sequence[str]) -> tuple[str, 
         return tuple(
             name
             for name, own in METRICS.items()
-            if own.kind == kind and own.by_default and classes >= own.least
+            if own.kind == kind
+            and own.by_default
+            and classes >= own.least
+            and (not own.column or own.column in dataset.metadata)
         )
     for name in chosen:
         own = metric_of(name)

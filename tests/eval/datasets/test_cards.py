@@ -133,7 +133,10 @@ def test_cards_accept_every_metric_that_the_tasks_compute() -> None:
     of_classes = {
         one
         for multi_label in (True, False)
-        for one in MetricKind(multilabel=multi_label, superclasses=True).fitting(["zero-shot"])
+        for one in MetricKind(multilabel=multi_label, superclasses=True, columns=("texture",)).fitting(
+            ["zero-shot"]
+        )
+        if one in METRICS
     }
     assert of_classes == {
         name for name, metric in METRICS.items() if metric.kind in ("one-label", "multi-label")
@@ -141,6 +144,7 @@ def test_cards_accept_every_metric_that_the_tasks_compute() -> None:
     assert "ece" not in MetricKind().fitting(["zero-shot"], primary=True)
     assert "ece" not in MetricKind().fitting(["knn"])  # votes are no probabilities
     assert "superclass_acc1" not in MetricKind().fitting(["zero-shot"])
+    assert "shape_bias" not in MetricKind(columns=("region",)).fitting(["zero-shot"])
 
 
 def test_suites_have_the_members_that_their_names_promise() -> None:
@@ -148,7 +152,7 @@ def test_suites_have_the_members_that_their_names_promise() -> None:
     assert {name: count[name] for name in ("clip27", "kornblith12", "vtab19", "datacomp38", "builtin")} == {
         "clip27": 27, "kornblith12": 12, "vtab19": 19, "datacomp38": 38, "builtin": 3,
     }  # fmt: skip
-    assert set(load_suite("builtin").cards) == set(BUILTIN)
+    assert set(load_suite("builtin").cards) == set(BUILTIN) - {"cues"}  # only for models trained on it
     assert set(load_suite("kornblith12").cards) < set(load_suite("clip27").cards)
     for name in suite_names():
         for card in map(load_card, load_suite(name).cards):

@@ -19,6 +19,7 @@ from eval.metrics.classes import (
     f1_macro_statistic,
     mean_of_top1_and_top5,
     per_class_accuracy,
+    shape_bias,
     superclass_confusion,
     top_k_accuracy,
     worst_group_accuracy,
@@ -274,3 +275,17 @@ def test_the_same_predictions_give_the_same_interval_whatever_the_block(
     assert f1_macro(predicted, labels) == first
     monkeypatch.setattr(intervals, "_MOST_DRAWN", 1)  # as of a large set: no fewer than these are drawn
     assert f1_macro(predicted, labels) == first
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=40))
+def test_shape_bias_is_that_of_a_loop(rows: list[tuple[int, int, int]]) -> None:
+    counted = [
+        predicted == shape
+        for predicted, shape, texture in rows
+        if shape != texture and predicted in (shape, texture)
+    ]
+    found = shape_bias(*torch.tensor(rows).unbind(dim=1))
+    assert (found is None) == (not counted)
+    if found is not None:
+        assert found.value == pytest.approx(sum(counted) / len(counted))
+        assert found.n == len(counted)

@@ -238,3 +238,12 @@ def test_a_format_is_a_function_and_an_entry(tmp_path: Path, monkeypatch: pytest
     assert target.dataset.images.read(1) == png(1)
     (folder / "labels.txt").write_text("0\n1\n2\n")
     assert "image 3.png of" in refusal(folder) and "there are 2 class names" in refusal(folder)
+
+
+def test_names_of_cue_conflict_images_are_textures(tmp_path: Path) -> None:
+    fill(tmp_path, "cat/cat1-cat3.png", "cat/cat4-dog2.png", "dog/dog2-cat1.png")
+    found = open_dataset(tmp_path)
+    assert found.labels is not None and found.labels.tolist() == [0, 0, 1]
+    assert found.metadata["texture"].tolist() == [0, 1, 0]
+    (tmp_path / "cat" / "cat4-dog2.png").rename(tmp_path / "cat" / "cat4.png")
+    assert not open_dataset(tmp_path).metadata

@@ -15,8 +15,9 @@ from hypothesis import given, settings, strategies as st
 from clipkit.errors import DataError
 from eval.datasets.dataset import EvalDataset
 from eval.report import as_csv, as_latex, as_markdown, build_comparison
+from eval.report.comparison_page import family
 from eval.report.result_set import read_result_set
-from eval.report.tables import score_table
+from eval.report.tables import read_scores, score_table
 from eval.results.details import item_details
 from eval.results.records import write_details
 from tests.eval.made_up_results import DATASETS, EVIL, MODELS, PNG, add_details, line, made_up, write
@@ -55,7 +56,7 @@ def test_page_shows_every_part(results: Path) -> None:
     assert "sha256:0000000000000000" in page.words
     assert not any(a.get("class") == "notes" for _, a in page.tags)
     plots = [a for _, a in page.tags if a.get("class") == "plot"]
-    assert len(plots) == 3
+    assert len(plots) == 6  # three of them linear probes over cost
     assert all(a.get("aria-label") for a in plots)
 
 
@@ -470,3 +471,35 @@ def test_retrieval_shows_where_matches_are_found_and_ranks_are_no_percentages(tm
     assert "100.0" not in page.words.replace("100%", "") and re.search(
         r"median rank retrieval 5,000 1 ", page.words
     )
+
+
+def test_linear_probes_over_cost_join_the_sizes_of_a_family(tmp_path: Path) -> None:
+    lines = [
+        line(model, dataset, "acc1", 0.4 + 0.02 * model, task="linear-probe", prompt_set="")
+        for model in range(5)
+        for dataset in ("food101", "dtd")
+    ]
+    out = build_comparison([write(tmp_path / "results.jsonl", lines)], tmp_path / "page.html")
+    page = out.read_text(encoding="utf-8")
+    chart = page[page.index("lines join models of one family") :]
+    chart = chart[: chart.index("</svg>")]
+    assert chart.count('class="line t1"') == 2  # B-32, B-16 and L-14 of openai
+    assert chart.count('class="line t1 dashed"') == 1  # L-14 at 336 pixels
+    assert chart.count("<polyline") == 3  # laion's B-32 is alone
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("open_clip:ViT-L-14-336/openai", "ViT openai"),
+        ("open_clip:RN50x16/openai", "RN openai"),
+        ("open_clip:ViT-B-16-SigLIP/webli", "ViT SigLIP webli"),
+        ("timm:resnet50.tv_in1k", "resnet tv_in1k"),
+        ("runs/quickstart", ""),
+        ("/data/a:b/run", ""),
+    ],
+)
+def test_families_are_named_without_sizes(tmp_path: Path, name: str, expected: str) -> None:
+    own = line(0, "dtd", "acc1", 0.5) | {"model": name}
+    found = read_scores([write(tmp_path / "results.jsonl", [own])])
+    assert family(found.models[0]) == expected
