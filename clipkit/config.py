@@ -438,9 +438,9 @@ class ShapeConfig(Section):
     )
     positions: str = setting(
         "",
-        "Position embeddings of patches: learned; sincos_2d: fixed sines and cosines of row and column; none. "
-        "Empty: those of model.name.",
-        _one_of("", "learned", "sincos_2d", "none"),
+        "Position embeddings of patches: learned; learned_2d: one for each row and each column, of half the width; "
+        "sincos_2d: fixed sines and cosines of row and column; none. Empty: those of model.name.",
+        _one_of("", "learned", "learned_2d", "sincos_2d", "none"),
     )
     text_width: int = setting(
         0, "Width of the text tower, with heads as wide as those of model.name.", _at_least(0)
@@ -981,6 +981,9 @@ class Config(Section):
             _require_use("pixels.weight", self.pixels.weight, "model.image=pixels:SIZE", image)
             locked = "cannot be combined with pixels.weight, which trains the image tower"
             require(self.lock.image != "all", "lock.image", self.lock.image, locked)
+        if self.optim.name == "adafactor":
+            tied = "cannot be combined with optim.name=adafactor, whose second moments belong to rows and columns"
+            require(self.shape.positions != "learned_2d", "shape.positions", self.shape.positions, tied)
         if self.views.weight:
             _require_use("views.weight", self.views.weight, "optim.average", bool(self.optim.average))
         at_once = any(not settings.after for settings in terms.values())

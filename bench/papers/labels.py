@@ -70,12 +70,12 @@ STUDIES: dict[str, Study] = {
         finding="Without position embeddings accuracy is 3 points lower; their kind and the pooling matter little.",
         variants={
             f"{positions}, {pool}": (*VIT, f"shape.positions={positions}", f"shape.pool={pool}")
-            for positions in ("none", "learned", "sincos_2d")
+            for positions in ("none", "learned", "learned_2d", "sincos_2d")
             for pool in ("class", "mean", "map")
         },
         agrees=lambda means: all(
             means[f"none, {pool}"]["fonts"] < means[f"{positions}, {pool}"]["fonts"]
-            for positions in ("learned", "sincos_2d")
+            for positions in ("learned", "learned_2d", "sincos_2d")
             for pool in ("class", "mean", "map")
         ),
     ),

@@ -357,7 +357,7 @@ class _TransformerTower:
 
 POOLS = ("class", "mean", "map")  # what is projected to an image's features
 _MOST_PIXELS = 512  # along a side
-POSITIONS = ("learned", "sincos_2d", "none")
+POSITIONS = ("learned", "learned_2d", "sincos_2d", "none")
 IMAGE_SIZES = {  # settings of [shape]: fields of ``VisionTower``
     "image_width": "width", "image_layers": "layers", "image_heads": "heads", "image_mlp": "mlp_ratio",
     "patch": "patch_size", "pool": "pool", "positions": "positions",
@@ -371,7 +371,8 @@ class VisionTower(_TransformerTower, ImageArchitecture):
     Attributes:
         pool: what is projected to features: "class", the class token; "mean", the mean of the normalized patch
             tokens (open_clip's "avg"); "map", attention of a learned token to them (Zhai et al. 2022, 2106.04560).
-        positions: position embeddings: "learned", or fixed: "sincos_2d", or "none".
+        positions: position embeddings: "learned"; "learned_2d", a row's and a column's of half the width each; or
+            fixed: "sincos_2d", or "none".
     """
 
     image_size: int
@@ -390,8 +391,10 @@ class VisionTower(_TransformerTower, ImageArchitecture):
         for name, value, known in (("pool", self.pool, POOLS), ("positions", self.positions, POSITIONS)):
             if value not in known:
                 raise ConfigError(f"{name} = {value!r} is unknown: {nearest(value, known)}")
-        if self.positions == "sincos_2d" and self.width % 4:
-            raise ConfigError(f"positions = 'sincos_2d' requires a width divisible by 4, not {self.width}")
+        if (parts := {"sincos_2d": 4, "learned_2d": 2}.get(self.positions)) and self.width % parts:
+            raise ConfigError(
+                f"positions = {self.positions!r} requires a width divisible by {parts}, not {self.width}"
+            )
         if self.image_size % self.patch_size:
             raise ConfigError(
                 f"image_size = {self.image_size} is not a multiple of patch_size = {self.patch_size}"
@@ -446,7 +449,7 @@ class VisionTower(_TransformerTower, ImageArchitecture):
     def smooth_positions(self, module: "nn.Module", image_size: int) -> None:
         from clipkit.model.resample import smooth_grid
 
-        if self.positions == "learned":
+        if self.positions.startswith("learned"):
             smooth_grid(module.get_parameter("positional_embedding"), image_size // self.patch_size)
 
     def flops(self, embed_dim: int, *, patches: int | None = None, blocks: int | None = None) -> Flops:

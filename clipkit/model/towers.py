@@ -7,6 +7,7 @@ without renaming.
 """
 
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -409,7 +410,7 @@ class VisionTransformer(nn.Module):
         self.conv1 = nn.Conv2d(3, width, kernel_size=patch_size, stride=patch_size, bias=False)
         self.class_embedding = nn.Parameter(torch.empty(width))
         table = torch.empty(patches + 1, width)
-        self.positional_embedding = nn.Parameter(table, requires_grad=positions == "learned")
+        self.positional_embedding = nn.Parameter(table, requires_grad=positions.startswith("learned"))
         self.ln_pre = nn.LayerNorm(width)
         self.transformer = Transformer(width, layers, heads, mlp_ratio=mlp_ratio, quick_gelu=quick_gelu)
         self.ln_post = nn.LayerNorm(width)
@@ -482,6 +483,8 @@ class VisionTransformer(nn.Module):
             x = torch.cat([x, further.to(x.dtype).expand(len(x), 1, -1)], dim=1)
             x = x.gather(1, sources[..., None].expand(-1, -1, x.shape[-1]))
         places: Tensor = self.positional_embedding
+        if self.positions == "learned_2d":
+            places = tied_grid(places)
         if side != self.image_size:
             places = fitted_grid(places, grid)
         places = places.to(x.dtype)  # (P + 1, D)
@@ -496,8 +499,12 @@ class VisionTransformer(nn.Module):
         std = self.class_embedding.shape[0] ** -0.5
         for parameter in (self.class_embedding, self.proj):
             nn.init.normal_(parameter, std=std)
-        if self.positions == "learned":
+        if self.positions.startswith("learned"):
             nn.init.normal_(self.positional_embedding, std=0.8 if small_data else std)
+            if self.positions == "learned_2d":
+                places = tied_grid(self.positional_embedding)
+                places[1:] *= (self.image_size // self.patch_size) ** 0.5  # means have a smaller deviation
+                self.positional_embedding.copy_(places)
         elif self.positions == "none":
             nn.init.zeros_(self.positional_embedding)
         else:
@@ -514,6 +521,20 @@ class VisionTransformer(nn.Module):
             nn.init.xavier_uniform_(block.attn.in_proj_weight)
             nn.init.zeros_(block.attn.in_proj_bias)
             nn.init.zeros_(block.attn.out_proj.bias)
+
+
+def tied_grid(places: Tensor) -> Tensor:
+    """Project position embeddings (1 + side², width) to ViT's "2-D": a row's and a column's of half the width each.
+
+    The first half is averaged along rows and the second half along columns, and so are the gradients. A tied table
+    therefore stays tied, and an optimizer that does not depend on the gradients' scale updates it as it would one
+    embedding for each row and column. The stored table is complete, so any format can hold it.
+    """
+    side, half = math.isqrt(len(places) - 1), places.shape[1] // 2
+    grid = places[1:].unflatten(0, (side, side))  # (g, g, D)
+    rows = grid[..., :half].mean(dim=1, keepdim=True).expand(-1, side, -1)
+    columns = grid[..., half:].mean(dim=0, keepdim=True).expand(side, -1, -1)
+    return torch.cat([places[:1], torch.cat([rows, columns], dim=-1).flatten(0, 1)])
 
 
 def sincos_grid(side: int, width: int) -> Tensor:

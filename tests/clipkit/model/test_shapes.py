@@ -16,7 +16,7 @@ from clipkit.formats.checkpoint import model_hash, save_model
 from clipkit.model import Architecture, TextTower, VisionTower
 from clipkit.model.clip import CLIP, create
 from clipkit.model.probes import image_representations
-from clipkit.model.towers import AttentionPooling, sincos_grid
+from clipkit.model.towers import AttentionPooling, sincos_grid, tied_grid
 from clipkit.training.build import shape_of
 from clipkit.training.optim import make_optimizer
 
@@ -89,6 +89,36 @@ def test_fixed_positions_are_not_trained(positions: str) -> None:
     optimizer.step()
     assert torch.equal(one.visual.get_parameter("positional_embedding"), before)
     assert before.any() == (positions != "none")
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "lamb", "stable_adamw"])
+def test_positions_of_rows_and_columns_stay_tied(name: str) -> None:
+    one = model(positions="learned_2d")
+    table = one.visual.get_parameter("positional_embedding")
+    rows, columns = (torch.zeros(4, 24, requires_grad=True) for _ in range(2))
+    first = table[:1].detach()
+    with torch.no_grad():
+        rows.copy_(table[1::4, :24])
+        columns.copy_(table[1:5, 24:])
+    grid = torch.cat([rows[:, None].expand(-1, 4, -1), columns.expand(4, -1, -1)], dim=-1)
+    torch.testing.assert_close(torch.cat([first, grid.flatten(0, 1)]), table)
+    plain = model()
+    plain.load_state_dict(one.state_dict())
+    torch.testing.assert_close(plain.visual(images()), one.visual(images()))
+
+    untied = plain.visual.get_parameter("positional_embedding")
+    (whole,) = torch.autograd.grad(plain.visual(images()).square().sum(), untied)
+    of_each = torch.autograd.grad(grid, (rows, columns), whole[1:].unflatten(0, (4, 4)))
+    optimizer = make_optimizer(one, OptimConfig(name=name, lr=0.01))
+    for step in range(3):
+        optimizer.zero_grad()
+        one.visual(images()).square().sum().backward()
+        if step == 0:  # averages over what is tied
+            assert table.grad is not None
+            torch.testing.assert_close(table.grad[1::4, :24], of_each[0] / 4)
+            torch.testing.assert_close(table.grad[1:5, 24:], of_each[1] / 4)
+        optimizer.step()
+    torch.testing.assert_close(tied_grid(table), table, rtol=0, atol=1e-6)
 
 
 def test_without_positions_the_order_of_patches_does_not_matter() -> None:
