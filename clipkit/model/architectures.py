@@ -448,9 +448,13 @@ class VisionTower(_TransformerTower, ImageArchitecture):
 
     def smooth_positions(self, module: "nn.Module", image_size: int) -> None:
         from clipkit.model.resample import smooth_grid
+        from clipkit.model.towers import tie_grid
 
+        table, side = module.get_parameter("positional_embedding"), image_size // self.patch_size
         if self.positions.startswith("learned"):
-            smooth_grid(module.get_parameter("positional_embedding"), image_size // self.patch_size)
+            smooth_grid(table, side)
+        if self.positions == "learned_2d":
+            tie_grid(table, drawn=side)
 
     def flops(self, embed_dim: int, *, patches: int | None = None, blocks: int | None = None) -> Flops:
         count = self.patches if patches is None else patches

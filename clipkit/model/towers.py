@@ -502,9 +502,7 @@ class VisionTransformer(nn.Module):
         if self.positions.startswith("learned"):
             nn.init.normal_(self.positional_embedding, std=0.8 if small_data else std)
             if self.positions == "learned_2d":
-                places = tied_grid(self.positional_embedding)
-                places[1:] *= (self.image_size // self.patch_size) ** 0.5  # means have a smaller deviation
-                self.positional_embedding.copy_(places)
+                tie_grid(self.positional_embedding, drawn=self.image_size // self.patch_size)
         elif self.positions == "none":
             nn.init.zeros_(self.positional_embedding)
         else:
@@ -535,6 +533,13 @@ def tied_grid(places: Tensor) -> Tensor:
     rows = grid[..., :half].mean(dim=1, keepdim=True).expand(-1, side, -1)
     columns = grid[..., half:].mean(dim=0, keepdim=True).expand(side, -1, -1)
     return torch.cat([places[:1], torch.cat([rows, columns], dim=-1).flatten(0, 1)])
+
+
+@torch.no_grad()
+def tie_grid(places: Tensor, *, drawn: int) -> None:
+    """Tie random position embeddings in place and keep their deviation; ``drawn`` of a row's are independent."""
+    places.copy_(tied_grid(places))
+    places[1:] *= drawn**0.5
 
 
 def sincos_grid(side: int, width: int) -> Tensor:

@@ -91,6 +91,15 @@ def test_fixed_positions_are_not_trained(positions: str) -> None:
     assert before.any() == (positions != "none")
 
 
+def test_smooth_positions_of_rows_and_columns_are_tied() -> None:
+    one = model(positions="learned_2d")
+    table = one.visual.get_parameter("positional_embedding")
+    before = table.detach().clone()
+    one.architecture.vision.smooth_positions(one.visual, 16)
+    torch.testing.assert_close(tied_grid(table), table)
+    assert float(table[1:].std()) == pytest.approx(float(before[1:].std()), rel=0.5)
+
+
 @pytest.mark.parametrize("name", ["adamw", "muon", "lamb", "stable_adamw"])
 def test_positions_of_rows_and_columns_stay_tied(name: str) -> None:
     one = model(positions="learned_2d")
