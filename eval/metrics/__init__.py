@@ -326,6 +326,16 @@ METRICS: Mapping[str, Metric[Never]] = {
     "map_11_point": _precision(ranking.map_11_point),
     "mean_average_precision_softmax": _precision(ranking.mean_average_precision, softmax=True),
     "map_11_point_softmax": _precision(ranking.map_11_point, softmax=True),
+    "any_label_acc1": Metric[Answers](
+        kind="multi-label",
+        function=lambda answers: classes.any_label_accuracy(answers.top.classes[:, 0], answers.labels),
+        chance=lambda answers: float(
+            answers.labels.sum(dim=1)[answers.labels.any(dim=1)].double().mean() / answers.classes
+        ),
+        title="top-1 among the labels",
+        interval="wilson",
+        counts="images with a label",
+    ),
     **_retrieval("image_to_text"),
     **_retrieval("text_to_image"),
     "mean_R@1": Metric[Directions](

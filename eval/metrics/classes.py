@@ -316,6 +316,24 @@ def _confusion(label: Ints, predicted: Ints, weight: Ints) -> Confusion:
     return Confusion(label=code // base, predicted=code % base - 1, count=count[order])
 
 
+def any_label_accuracy(predicted: Tensor, labels: Tensor) -> Estimate | None:
+    """Compute the fraction of images for which the most probable class is one of the labels.
+
+    This is the ReaL accuracy (Beyer et al. 2020, https://arxiv.org/abs/2006.07159): images without a label do not
+    count.
+
+    Args:
+        predicted: (N,) int64, classes.
+        labels: (N, C) bool.
+
+    Returns:
+        The estimate, or None if no image has a label.
+    """
+    counted = labels.any(dim=1)
+    right = labels[counted].gather(1, predicted[counted][:, None])
+    return proportion(int(right.sum()), len(right)) if len(right) else None
+
+
 def shape_bias(predicted: Tensor, shapes: Tensor, textures: Tensor) -> Estimate | None:
     """Compute the fraction of decisions for the shape among those for the shape or the texture.
 

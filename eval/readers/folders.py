@@ -1,5 +1,6 @@
 """Reader of images in folders by class, ``ROOT/<class>/*.jpg``; no image is silently left out."""
 
+import json
 import logging
 import os
 import re
@@ -60,6 +61,9 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
         pairs = f"; {tables[0].name} may be a table of captions: {how_to_pack(tables[0])}" if tables else ""
         raise DataError(f"{inside} contains no images in folders by class, such as {inside}/cat/1.jpg{pairs}")
     images = FileImages(inside, [file for file, _ in labelled])
+    labels, real = torch.tensor([label for _, label in labelled]), folder / _REAL
+    if real.is_file():
+        labels = _real_labels(real, [file for file, _ in labelled], len(classes))
     if len(classes) == 1:
         if tables := tables_in(folder) or tables_in(folder / classes[0]):
             raise DataError(
@@ -88,10 +92,39 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
             tasks=("zero-shot",),
             class_names=tuple(utf8_name(one).replace("_", " ").strip() for one in classes),
             templates=templates_in(folder) or DEFAULT_TEMPLATES,
-            labels=torch.tensor([label for _, label in labelled]),
+            labels=labels,
             metadata=_textures(labelled, classes),
         )
     )
+
+
+_REAL = "real.json"
+_VALIDATION = re.compile(r"ILSVRC2012_val_(\d{8})")
+
+
+def _real_labels(file: Path, images: Sequence[Path], classes: int) -> torch.Tensor:
+    """Return ImageNet's reassessed labels (Beyer et al. 2020, https://arxiv.org/abs/2006.07159), (N, C) bool.
+
+    Raises:
+        DataError: the file is not a list of labels for each validation image, or an image is not one of them.
+    """
+    try:
+        given = json.loads(file.read_text(encoding="utf-8"))
+        rows = [[int(label) for label in own] for own in given]
+        labels = torch.zeros(len(images), classes, dtype=torch.bool)
+        for number, image in enumerate(images):
+            match = _VALIDATION.fullmatch(image.stem)
+            if match is None or not 1 <= int(match[1]) <= len(rows):
+                raise DataError(
+                    f"{file} has no labels for {image.name}: expected ILSVRC2012_val_00000001.JPEG …"
+                )
+            own = rows[int(match[1]) - 1]
+            if any(not 0 <= label < classes for label in own):
+                raise DataError(f"{file}: labels {own} of {image.name} are not among {classes} class folders")
+            labels[number, own] = True
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{file} is not a JSON list with a list of labels for each image: {error}") from error
+    return labels
 
 
 _CONFLICT = re.compile(r"(.+?)\d+-(.+?)\d+")

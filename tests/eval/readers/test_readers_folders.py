@@ -19,6 +19,7 @@ from eval.datasets import read_card
 from eval.datasets.dataset import EvalDataset
 from eval.datasets.new import new_card
 from eval.datasets.targets import find_targets
+from eval.metrics.classes import any_label_accuracy
 from eval.readers import OpenOptions, Reader, open_dataset
 from eval.readers.files import FileImages, checked_set, lines_of
 
@@ -247,3 +248,17 @@ def test_names_of_cue_conflict_images_are_textures(tmp_path: Path) -> None:
     assert found.metadata["texture"].tolist() == [0, 1, 0]
     (tmp_path / "cat" / "cat4-dog2.png").rename(tmp_path / "cat" / "cat4.png")
     assert not open_dataset(tmp_path).metadata
+
+
+def test_reassessed_labels_of_imagenet(tmp_path: Path) -> None:
+    numbers = {"n01": (1, 4), "n02": (2, 3)}
+    fill(tmp_path, *(f"{key}/ILSVRC2012_val_{i:08d}.JPEG" for key, own in numbers.items() for i in own))
+    (tmp_path / "real.json").write_text("[[0, 1], [], [1], [1]]")
+    found = open_dataset(tmp_path)
+    assert found.labels is not None
+    assert found.labels.tolist() == [[True, True], [False, True], [False, False], [False, True]]
+    estimate = any_label_accuracy(torch.tensor([0, 0, 1, 1]), found.labels)
+    assert estimate is not None and (estimate.value, estimate.n) == (pytest.approx(2 / 3), 3)
+    for text in ("[[0], [], [1]]", "[[0], [], [7], [1]]", "[1, 2, 3, 4]", '[["a"], [], [], []]', "{"):
+        (tmp_path / "real.json").write_text(text)
+        assert "real.json" in refusal(tmp_path)
