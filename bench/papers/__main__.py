@@ -16,14 +16,41 @@ from typing import Any
 
 from bench.papers.labels import STUDIES, study
 from bench.papers.objectives import objectives
+from bench.papers.pixels import pixels
 from bench.papers.runs import RESULTS
 from bench.papers.transfer import transfer
 
 ALL: dict[str, Callable[..., dict[str, Any]]] = {
     "objectives": objectives,
     "transfer": transfer,
+    "pixels": pixels,
     **{name: partial(study, name) for name in STUDIES},
 }
+
+
+def plot(found: Mapping[str, Any], path: Path) -> None:
+    """Plot each score of each variant: a dot for the mean, a line for the standard deviation over seeds."""
+    from matplotlib.figure import Figure
+
+    rows = found["rows"]
+    scores = list(dict.fromkeys(score for row in rows.values() for score in row))
+    figure = Figure(figsize=(1.5 + 1.5 * len(scores), 0.8 + 0.3 * len(rows)), layout="constrained")
+    for panel, score in zip(figure.subplots(1, len(scores), squeeze=False)[0], scores, strict=True):
+        for place, row in enumerate(rows.values()):
+            values = [100 * value for value in row[score]]
+            panel.errorbar(
+                mean(values),
+                -place,
+                xerr=stdev(values) if len(values) > 1 else None,
+                fmt="o",
+                color="tab:blue",
+            )
+        panel.set_title(f"{score}, %", fontsize=9)
+        panel.set_yticks(
+            [-place for place in range(len(rows))], list(rows) if panel is figure.axes[0] else []
+        )
+        panel.grid(axis="x", lw=0.5)
+    figure.savefig(path, dpi=120)
 
 
 def page(found: Mapping[str, Mapping[str, Any]]) -> str:
@@ -70,6 +97,8 @@ def main() -> None:
         found = ALL[name](seeds=given.seeds, jobs=given.jobs, folder=given.folder.absolute())
         path = RESULTS / f"papers_{name}.json"
         path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        if name != "objectives":  # which has its own figure
+            plot(found, path.with_suffix(".png"))
         print(page({name: found}))
     paths = {name: RESULTS / f"papers_{name}.json" for name in ALL}
     every = {name: json.loads(path.read_text("utf-8")) for name, path in paths.items() if path.is_file()}

@@ -32,8 +32,10 @@ class Study:
         title: heading of the section.
         source: the paper.
         finding: what it found, in a sentence.
-        variants: settings by name. ``{NAME}`` is the run folder of an earlier variant with the same seed.
+        variants: settings by name. ``{NAME}`` is the run folder of an earlier variant with the same seed, ``{}`` the
+            folder of all studies.
         agrees: whether the means show the same direction.
+        scores: computes the scores of a run folder, given the folder of all studies.
     """
 
     title: str
@@ -41,6 +43,7 @@ class Study:
     finding: str
     variants: Mapping[str, Sequence[str]]
     agrees: Callable[[Means], bool]
+    scores: Callable[[Path, Path], dict[str, float]] = lambda out, folder: scores(out, folder)
 
 
 def _best(means: Means, score: str, among: Callable[[str], bool] = lambda name: True) -> str:
@@ -138,6 +141,20 @@ STUDIES: dict[str, Study] = {
         },
         agrees=lambda means: _falls([1 - one["5-shot"] for one in means.values()]),
     ),
+    "cues": Study(
+        title="Shape or texture",
+        source="Tuli et al. 2021, https://arxiv.org/abs/2105.07197",
+        finding="A ViT decides by shape more often than a convolutional network.",
+        variants={
+            name: (
+                *settings, "data.train=cues", "model.text=classes:{}/cues.txt", "model.image_size=64", "steps=200",
+                "optim.warmup=50",
+            )
+            for name, settings in (("ViT", VIT), ("ResNet", RESNET))
+        },
+        agrees=lambda means: means["ViT"]["shape bias"] > means["ResNet"]["shape bias"],
+        scores=lambda out, _: cue_scores(out),
+    ),
 }  # fmt: skip
 
 
@@ -164,6 +181,8 @@ def prepare(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_folder(folder / "digits")
         write_classes(built_in("glyphs"), folder / "classes.txt")
+    if not (folder / "cues.txt").exists():
+        (folder / "cues.txt").write_bytes((built_in("cues") / "classnames.txt").read_bytes())
 
 
 def trained(settings: Sequence[str], seed: int, folder: Path, *, jobs: int = 1) -> Path:
@@ -207,6 +226,23 @@ def scores(out: Path, folder: Path) -> dict[str, float]:
     return {str(name): float(value) for name, value in found.items()}
 
 
+def cue_scores(out: Path) -> dict[str, float]:
+    """Return the shape bias of a run on ``cues``, and its accuracy where shape and texture agree."""
+    import clipkit
+    from eval.features.encoder import Encoder
+    from eval.readers import open_dataset
+    from eval.tasks import Options
+    from eval.tasks.classify import zero_shot
+    from eval.tasks.subject import Subject
+
+    encoder, found = Encoder(clipkit.load(str(out)), batch_size=BATCH), {}
+    for name, split, metric in (("shape bias", "test", "shape_bias"), ("equal cues", "val", "acc1")):
+        dataset = open_dataset("cues", split=split, metadata_names=("texture",))
+        (score,) = zero_shot(Subject(encoder, dataset, metrics=(metric,)), Options(details=False)).scores
+        found[name] = score.value
+    return found
+
+
 def study(name: str, *, seeds: int, jobs: int, folder: Path) -> dict[str, Any]:
     """Train and score the variants of a study; return what its section shows."""
     one = STUDIES[name]
@@ -216,11 +252,11 @@ def study(name: str, *, seeds: int, jobs: int, folder: Path) -> dict[str, Any]:
         runs: dict[str, Path] = {}
         found = {}
         for variant, settings in one.variants.items():
-            filled = list(settings)
+            filled = [text.replace("{}", str(folder)) for text in settings]
             for other, out in runs.items():
                 filled = [text.replace("{" + other + "}", str(out)) for text in filled]
             runs[variant] = trained(filled, seed, folder, jobs=jobs)
-            found[variant] = scores(runs[variant], folder)
+            found[variant] = one.scores(runs[variant], folder)
             shown = ", ".join(f"{score} {value:.1%}" for score, value in found[variant].items())
             print(f"{name}, seed {seed}, {variant}: {shown}", flush=True)
         return found
