@@ -32,10 +32,11 @@ class Study:
         title: heading of the section.
         source: the paper.
         finding: what it found, in a sentence.
-        variants: settings by name. ``{NAME}`` is the run folder of an earlier variant with the same seed, ``{}`` the
-            folder of all studies.
+        variants: settings by name. ``{NAME}`` is the run folder of an earlier variant with the same seed, ``{}``
+            the folder of all studies.
         agrees: whether the means show the same direction.
         scores: computes the scores of a run folder, given the folder of all studies.
+        scale: what each variant was trained on.
     """
 
     title: str
@@ -44,6 +45,7 @@ class Study:
     variants: Mapping[str, Sequence[str]]
     agrees: Callable[[Means], bool]
     scores: Callable[[Path, Path], dict[str, float]] = lambda out, folder: scores(out, folder)
+    scale: str = f"{STEPS} steps of {BATCH} images of {SIDE} pixels"
 
 
 def _best(means: Means, score: str, among: Callable[[str], bool] = lambda name: True) -> str:
@@ -154,6 +156,7 @@ STUDIES: dict[str, Study] = {
         },
         agrees=lambda means: means["ViT"]["shape bias"] > means["ResNet"]["shape bias"],
         scores=lambda out, _: cue_scores(out),
+        scale=f"200 steps of {BATCH} images of 64 pixels",
     ),
 }  # fmt: skip
 
@@ -273,6 +276,6 @@ def study(name: str, *, seeds: int, jobs: int, folder: Path) -> dict[str, Any]:
         "source": one.source,
         "finding": one.finding,
         "agrees": one.agrees(means),
-        "scale": f"{STEPS} steps of {BATCH} images of {SIDE} pixels, {seeds} seeds",
+        "scale": f"{one.scale}, {seeds} seeds",
         "rows": rows,
     }
