@@ -141,6 +141,15 @@ def _task_arguments(tasks: Mapping[str, Task], parser: argparse.ArgumentParser) 
         )
     else:
         parser.set_defaults(language=[])
+    if any("examples" in task.depends_on for task in tasks.values()):
+        parser.add_argument(
+            "--examples",
+            type=whole(0, MOST_SEED),
+            default=0,
+            metavar="N",
+            help="linear-probe, fine-tune: use N random training images, a fifth of them to tune on, as VTAB-1k "
+            "with 1000 (default: all)",
+        )
     for task in tasks.values():
         task.add_options(parser)
 

@@ -142,6 +142,7 @@ STUDIES: dict[str, Study] = {
             for steps in (100, 200, 400, 800, 1600)
         },
         agrees=lambda means: _falls([1 - one["5-shot"] for one in means.values()]),
+        scale=f"{BATCH} images of {SIDE} pixels per step",
     ),
     "cues": Study(
         title="Shape or texture",

@@ -270,7 +270,7 @@ def _take_image_tower(first: CLIP, model: ModelConfig) -> None:
     if any(getattr(own, name) != getattr(other, name) for name in ("vision", "embed_dim", "quick_gelu")):
         raise ConfigError(
             f"model.weights = {model.weights!r} are of {source.name or 'another architecture'}, whose image tower "
-            f"is not that of {model.label}: set model.name or model.image"
+            f"is not that of {model.label}: set model.name, model.image or model.image_options"
         )
     first.visual.load_state_dict(source.visual.state_dict())
     first.preprocess = source.preprocess

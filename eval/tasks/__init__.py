@@ -194,21 +194,7 @@ def _listed(values: Iterable[float]) -> str:
     return " ".join(f"{value:g}" for value in values)
 
 
-def _examples_option(parser: argparse.ArgumentParser) -> None:
-    if "--examples" in parser._option_string_actions:  # two tasks have it
-        return
-    parser.add_argument(
-        "--examples",
-        type=whole(0, MOST_SEED),
-        default=Options.examples,
-        metavar="N",
-        help="linear-probe, fine-tune: use N random training images, a fifth of them to tune on, as VTAB-1k with "
-        "1000 (default: all)",
-    )
-
-
 def _linear_probe_options(parser: argparse.ArgumentParser) -> None:
-    _examples_option(parser)
     parser.add_argument(
         "--layers",
         nargs="*",
@@ -261,7 +247,6 @@ def _knn_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _fine_tune_options(parser: argparse.ArgumentParser) -> None:
-    _examples_option(parser)
     positive = number(0, 1e6, above=True)
     epochs = Options.epochs
     parser.add_argument(
