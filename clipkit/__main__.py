@@ -174,6 +174,54 @@ def _complete_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="the .png file to write")
 
 
+def _search_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("embeddings", metavar="EMBEDDINGS", help="a folder that clipkit encode wrote")
+    parser.add_argument("text", metavar="TEXT", nargs="?", default="", help="what to search for")
+    parser.add_argument(
+        "--image", metavar="FILE", type=Path, action="append", default=[], help="an image to search for"
+    )
+    parser.add_argument(
+        "--not", dest="unwanted", metavar="TEXT", action="append", default=[], help="what is not wanted"
+    )
+    parser.add_argument("-k", metavar="N", type=whole(1, 100_000), default=20, help="results (default: 20)")
+    parser.add_argument(
+        "--html", metavar="FILE", type=Path, help="write a page with thumbnails instead of printing"
+    )
+    parser.add_argument("--model", metavar="M", help="(default: that of the embeddings)")
+    add_name(parser)
+    parser.add_argument(
+        "--device", metavar="D", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)"
+    )
+
+
+def _serve_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "embeddings",
+        metavar="EMBEDDINGS",
+        nargs="+",
+        help="folders that clipkit encode wrote, shown side by side",
+    )
+    parser.add_argument(
+        "--model", metavar="M", action="append", help="for each folder (default: those of the embeddings)"
+    )
+    add_name(parser)
+    parser.add_argument(
+        "--device", metavar="D", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)"
+    )
+    parser.add_argument(
+        "--port", metavar="N", type=whole(0, 65_535), default=8000, help="(default: 8000; 0: any)"
+    )
+    parser.add_argument(
+        "--host",
+        metavar="H",
+        default="127.0.0.1",
+        help="address to listen on (default: 127.0.0.1, this machine)",
+    )
+    parser.add_argument(
+        "--token", metavar="T", help="token that other addresses require (default: a random one)"
+    )
+
+
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL)
     parser.add_argument("out", metavar="OUT", type=Path, help="a new folder, or an existing export to extend")
@@ -284,6 +332,31 @@ FILE shows the image in the model's colors, what is given of it, and samples.
         run="clipkit.inference.complete:run",
         arguments=_complete_arguments,
         stopped="no file was written",
+    ),
+    "search": Command(
+        summary="search embeddings for texts and images",
+        epilog="""\
+Several texts and images are combined to the mean of their embeddings; half the
+mean of what is not wanted is subtracted. All rows are compared.
+
+  clipkit encode photos/ --model runs/pets --out embeddings
+  clipkit search embeddings "a red bicycle" --not "a person"
+  clipkit search embeddings --image cat.jpg -k 100 --html cats.html""",
+        run="clipkit.inference.search:run",
+        arguments=_search_arguments,
+    ),
+    "serve": Command(
+        summary="search embeddings on a web page, with a JSON API",
+        epilog="""\
+Needs the extra `serve`. New embeddings are found without a restart. The API is
+described at /openapi.json:
+  curl 'http://127.0.0.1:8000/api/search?text=a+red+bicycle&k=20'
+  curl -F file=@cat.jpg 'http://127.0.0.1:8000/api/search?k=20'
+
+  clipkit serve embeddings
+  clipkit serve embeddings other --port 8001""",
+        run="clipkit.inference.serve:run",
+        arguments=_serve_arguments,
     ),
     "export": Command(
         summary="export a model for other libraries",

@@ -1,0 +1,408 @@
+"""``clipkit search``: find the nearest rows of embeddings for texts and images, exactly.
+
+Embeddings stay memory-mapped. A query is multiplied with all rows in float16, as they are stored, which memory
+bandwidth limits; the rows that rounding could place among the k best are then compared in float32. The result
+therefore equals that of comparing all rows in float32.
+
+Dimensions: N rows, O embedding dimension, K results.
+"""
+
+import argparse
+import base64
+import hashlib
+import io
+import json
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.compute
+import pyarrow.parquet
+import torch
+import torch.nn.functional as F
+from markupsafe import Markup
+from PIL import Image
+from torch import Tensor
+
+from clipkit.api import encode_image, encode_text, load
+from clipkit.errors import ConfigError, DataError
+from clipkit.files.decode import decode_file
+from clipkit.files.pages import templates, write_page
+from clipkit.files.patterns import IMAGE_EXTENSIONS, user_path
+from clipkit.files.terminal import counted, printable
+from clipkit.files.traits import Decoding
+from clipkit.formats.checkpoint import model_hash
+from clipkit.inference.inputs import Item, Member, members, read_image
+from clipkit.inference.stream import pick_device
+from clipkit.model.clip import CLIP
+from clipkit.model.preprocess import ImageLike
+
+__all__ = ["Embeddings", "Hit", "Query", "load_model", "run", "thumbnail"]
+
+TEMPLATES = templates(Path(__file__).with_name("templates"))
+NOT_WEIGHT = 0.5  # of what is not wanted
+_NAMED = re.compile(r"(img|text)_emb_?(\d+)\.npy")
+_SHARDS = 16  # whose list of members is kept
+_TABLES = 100 << 20  # bytes of metadata that are kept
+_ROUNDING = 2.0**-10  # of a product in float16; half of it by the result, the rest for the sum
+_AS_SHOWN = Decoding(background=(255, 255, 255), upright=True)
+_BLOCK = 1 << 16  # rows that are compared in float32 at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hit:
+    """A row that was found.
+
+    Attributes:
+        id: names the row until its file changes, as "part-row-digits".
+        similarity: cosine with the query.
+        path: the image's path, the key in its shard, or the text.
+        source: the folder, file, shard or table that contains it.
+        metadata: its other columns.
+    """
+
+    id: str
+    similarity: float
+    path: str
+    source: str
+    metadata: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """One embedding file, memory-mapped, with its metadata."""
+
+    number: int
+    digits: str  # change with the files
+    rows: Tensor  # (N, O)
+    table: Path
+
+
+class Embeddings:
+    """A folder written by ``clipkit encode`` or clip-retrieval, which may grow while it is searched.
+
+    Args:
+        folder: see ``clipkit.inference.folder``.
+
+    Attributes:
+        manifest: what ``clipkit encode`` recorded; empty for other folders.
+
+    Raises:
+        DataError: it is not such a folder, or has no complete embeddings.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manifest: dict[str, Any] = {}
+        if (folder / "manifest.json").is_file():
+            try:
+                self.manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise DataError(f"cannot read {folder / 'manifest.json'}: {error}") from error
+        self._parts: tuple[_Part, ...] = ()
+        self._tables: OrderedDict[str, pyarrow.Table] = OrderedDict()
+        self._lock = Lock()
+        self.refresh()
+        if not self._parts:
+            raise DataError(
+                f"{folder} contains no embeddings: expected a folder written by clipkit encode, with img_emb and "
+                "metadata"
+            )
+
+    def __len__(self) -> int:
+        return sum(len(part.rows) for part in self._parts)
+
+    @property
+    def width(self) -> int:
+        """O."""
+        return self._parts[0].rows.shape[1]
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the metadata columns."""
+        return list(self._table(self._parts[0]).column_names)
+
+    def refresh(self) -> None:
+        """Open files that are new or have changed since; incomplete ones are left out until they are complete."""
+        with self._lock:
+            known = {part.digits: part for part in self._parts}
+            found = []
+            for number, rows, table in _files(self.folder):
+                try:
+                    stats = [path.stat() for path in (rows, table)]
+                    stamp = [(one.st_mtime_ns, one.st_size, one.st_ino) for one in stats]
+                    digits = hashlib.sha256(repr((number, stamp)).encode()).hexdigest()[:8]
+                    part = known.get(digits) or _opened(number, digits, rows, table)
+                except FileNotFoundError:  # being replaced
+                    continue
+                if part is not None and len(part.rows):
+                    found.append(part)
+            if found and len({part.rows.shape[1] for part in found}) > 1:
+                raise DataError(f"the files in {self.folder} have embeddings of different dimensions")
+            self._parts = tuple(found)
+
+    def search(self, query: Tensor, k: int, *, filters: Mapping[str, str] | None = None) -> list[Hit]:
+        """Return the k most similar rows, the best first; equal ones in the order of the files.
+
+        Args:
+            query: (O,) float32, unit norm.
+            k: number of results, at least 1.
+            filters: by column, a text that its value must contain, in upper or lower case.
+
+        Raises:
+            DataError: the query has another dimension, or there is no such column.
+        """
+        parts = self._parts
+        if query.shape != (self.width,):
+            raise DataError(f"the query has dimension {query.numel()}, the embeddings have {self.width}")
+        masks = [self._mask(part, filters or {}) for part in parts]
+        half = query.half()
+        # |q · x - half(q) · x| ≤ |q - half(q)|, as |x| is 1 up to rounding, plus the rounding of the product
+        error = float((query - half.float()).norm()) + _ROUNDING
+        coarse = []
+        for part, mask in zip(parts, masks, strict=True):
+            scores = part.rows @ (half if part.rows.dtype == torch.float16 else query)
+            coarse.append(scores if mask is None else scores.masked_fill(~mask, -torch.inf))
+        every = torch.cat(coarse)
+        k = min(k, int((every > -torch.inf).sum()))
+        if k == 0:
+            return []
+        least = float(every.topk(k).values[-1]) - 2 * error
+        ranked: list[tuple[float, int, int]] = []
+        for place, (part, scores) in enumerate(zip(parts, coarse, strict=True)):
+            for rows in (scores >= least).nonzero()[:, 0].split(_BLOCK):
+                if len(rows):
+                    exact = (part.rows[rows].float() @ query).tolist()
+                    ranked += zip([-one for one in exact], [place] * len(rows), rows.tolist(), strict=True)
+        return [self._hit(parts[place], row, -score) for score, place, row in sorted(ranked)[:k]]
+
+    def row(self, name: str) -> tuple[Hit, Tensor]:
+        """Return a row by the id of a hit, with similarity 1, and its embedding, (O,) float32.
+
+        Raises:
+            DataError: there is no such row, or its file has changed.
+        """
+        match = re.fullmatch(r"(\d{1,9})-(\d{1,12})-([0-9a-f]{8})", name)
+        part = next((one for one in self._parts if match and one.digits == match[3]), None)
+        if match is None or part is None or part.number != int(match[1]) or int(match[2]) >= len(part.rows):
+            raise DataError(f"no row {printable(name, 40)}: the embeddings may have changed, search again")
+        row = int(match[2])
+        return self._hit(part, row, 1.0), F.normalize(part.rows[row].float(), dim=0)
+
+    def vector_of(self, path: str) -> Tensor:
+        """Return the embedding of an image or text by its path, (O,) float32, unit norm.
+
+        Raises:
+            DataError: it has none here.
+        """
+        for part in self._parts:
+            table = self._table(part)
+            names = table["image_path" if "image_path" in table.column_names else "caption"]
+            row = pyarrow.compute.index(names, path).as_py()
+            if row >= 0:
+                return F.normalize(part.rows[row].float(), dim=0)
+        raise DataError(f"{self.folder} has no embedding of {printable(path, 200)}")
+
+    def _hit(self, part: _Part, row: int, similarity: float) -> Hit:
+        values: dict[str, Any] = self._table(part).slice(row, 1).to_pylist()[0]
+        text = self.manifest.get("kind") == "caption" or "image_path" not in values
+        path = values.pop("caption" if text else "image_path", None)
+        return Hit(
+            id=f"{part.number}-{row}-{part.digits}",
+            similarity=similarity,
+            path=str(path),
+            source=str(values.pop("source", "")),
+            metadata=values,
+        )
+
+    def _table(self, part: _Part) -> pyarrow.Table:
+        with self._lock:
+            if part.digits in self._tables:
+                self._tables.move_to_end(part.digits)
+                return self._tables[part.digits]
+        try:
+            table = pyarrow.parquet.read_table(part.table)
+        except (OSError, pyarrow.ArrowException) as error:
+            raise DataError(f"cannot read {part.table}: {error}") from error
+        with self._lock:
+            self._tables[part.digits] = table
+            while len(self._tables) > 1 and sum(one.nbytes for one in self._tables.values()) > _TABLES:
+                self._tables.popitem(last=False)
+        return table
+
+    def _mask(self, part: _Part, filters: Mapping[str, str]) -> Tensor | None:
+        """Return which rows of a part pass the filters, (N,) bool; None for all."""
+        mask = None
+        for column, text in filters.items():
+            table = self._table(part)
+            if column not in table.column_names:
+                raise DataError(f"no column {printable(column, 40)}: {', '.join(table.column_names)}")
+            values = table[column].cast(pyarrow.string())
+            found = pyarrow.compute.match_substring(values, text, ignore_case=True).fill_null(False)
+            own = torch.from_numpy(found.to_numpy(zero_copy_only=False).copy())
+            mask = own if mask is None else mask & own
+        return mask
+
+
+def _files(folder: Path) -> Iterator[tuple[int, Path, Path]]:
+    """Yield the number, embedding file and metadata file of each part, in order."""
+    found = []
+    for kind in ("img_emb", "text_emb"):
+        if (folder / kind).is_dir():
+            for entry in os.scandir(folder / kind):
+                if match := _NAMED.fullmatch(entry.name):
+                    table = folder / "metadata" / f"metadata_{match[2]}.parquet"
+                    found.append((int(match[2]), Path(entry.path), table))
+            break
+    yield from sorted(found)
+
+
+def _opened(number: int, digits: str, rows: Path, table: Path) -> _Part | None:
+    """Open a part; None if the numbers of rows differ because it is being replaced."""
+    try:
+        array = np.load(rows, mmap_mode="c")  # never written
+        count = pyarrow.parquet.read_metadata(table).num_rows
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise DataError(f"cannot read {rows} and {table}: {error}") from error
+    if array.ndim != 2 or array.dtype not in (np.float16, np.float32):
+        raise DataError(f"{rows} has {array.dtype} of shape {array.shape}: expected float16 or float32 rows")
+    if len(array) != count:
+        return None
+    return _Part(number=number, digits=digits, rows=torch.from_numpy(array), table=table)
+
+
+@dataclass(kw_only=True)
+class Query:
+    """Embeddings of what is searched for, and of what is not wanted, (O,) float32 each."""
+
+    wanted: list[Tensor] = field(default_factory=list)
+    unwanted: list[Tensor] = field(default_factory=list)
+
+    def add(self, model: CLIP, *, texts: Sequence[str] = (), images: Sequence[ImageLike] = ()) -> None:
+        """Encode texts and images that are searched for."""
+        self.wanted += self._encoded(model, texts, images)
+
+    def add_unwanted(self, model: CLIP, *, texts: Sequence[str]) -> None:
+        """Encode texts that are not wanted."""
+        self.unwanted += self._encoded(model, texts, ())
+
+    @staticmethod
+    def _encoded(model: CLIP, texts: Sequence[str], images: Sequence[ImageLike]) -> list[Tensor]:
+        found = [*encode_text(list(texts), model)] if texts else []
+        return [*found, *encode_image(list(images), model)] if images else found
+
+    def vector(self) -> Tensor:
+        """Return the mean of what is searched for minus half the mean of what is not, (O,) float32, unit norm.
+
+        Raises:
+            DataError: both are equal, so that no direction is left.
+        """
+        total = torch.stack(self.wanted).mean(dim=0)
+        if self.unwanted:
+            total = total - NOT_WEIGHT * torch.stack(self.unwanted).mean(dim=0)
+        if not total.norm() > 1e-6:
+            raise DataError(
+                "what is searched for and what is not wanted are equal: nothing is left of the query"
+            )
+        return F.normalize(total, dim=0)
+
+
+def load_model(embeddings: Embeddings, options: argparse.Namespace, name: str = "") -> CLIP:
+    """Load the model of embeddings, by default the one that ``clipkit encode`` recorded.
+
+    Raises:
+        ConfigError: no model is known, or the embeddings are of another one.
+    """
+    recorded = embeddings.manifest
+    source = name or recorded.get("model")
+    if not source:
+        raise ConfigError(f"{embeddings.folder} does not record its model: pass --model")
+    model = load(str(source), name=options.name, device=pick_device(options.device))
+    if recorded and model_hash(model) != recorded.get("weights"):
+        model = load(str(source), name=options.name, device=pick_device(options.device), dim=embeddings.width)
+        if model_hash(model) != recorded.get("weights"):
+            raise ConfigError(
+                f"{embeddings.folder} has embeddings of {recorded.get('model')} with other weights than {source}: "
+                "encode again, or pass --model"
+            )
+    if model.dim != embeddings.width:
+        raise ConfigError(
+            f"{source} gives embeddings of dimension {model.dim}, {embeddings.folder} has {embeddings.width}"
+        )
+    return model
+
+
+@lru_cache(_SHARDS)
+def _members_of(shard: Path, _changed: tuple[int, int]) -> dict[str, Member]:
+    """Return the image of each sample of a shard."""
+    return {key: member for key, member in members(shard) if member.extension in IMAGE_EXTENSIONS}
+
+
+def thumbnail(hit: Hit, side: int) -> bytes:
+    """Return the image of a hit as a JPEG of at most ``side`` pixels along each side.
+
+    Raises:
+        DataError: it cannot be read or decoded.
+    """
+    source = Path(hit.source)
+    image: Path | Member = Path(hit.path)
+    try:
+        if source.suffix.lower() == ".tar" and source.is_file():
+            state = source.stat()
+            of_shard = _members_of(source, (state.st_mtime_ns, state.st_size))
+            if hit.path not in of_shard:
+                raise DataError(f"{hit.source} has no image {hit.path}")
+            image = of_shard[hit.path]
+    except OSError as error:
+        raise DataError(f"cannot read {source}: {error.strerror}") from error
+    content = read_image(Item(source=hit.source, key=hit.path, image=image))
+    picture = Image.fromarray(decode_file(content, decoding=_AS_SHOWN).pixels)
+    picture.thumbnail((side, side), Image.Resampling.BICUBIC, reducing_gap=2.0)
+    file = io.BytesIO()
+    picture.save(file, "JPEG", quality=85)
+    return file.getvalue()
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit status: 0 if something was found.
+
+    Raises:
+        ClipkitError: a user error.
+    """
+    texts = [options.text] if options.text else []
+    if not texts and not options.image:
+        raise ConfigError("nothing to search for: give a text or --image FILE")
+    embeddings = Embeddings(user_path(options.embeddings))
+    model, query = load_model(embeddings, options, options.model or ""), Query()
+    query.add(model, texts=texts, images=options.image)
+    query.add_unwanted(model, texts=options.unwanted)
+    hits = embeddings.search(query.vector(), options.k)
+    if options.html is not None:
+        title = printable(options.text or ", ".join(path.name for path in options.image), 80)
+        lead = f"The nearest of {counted(len(embeddings), 'row')} in {embeddings.folder}."
+        shown = [(hit, _embedded(hit)) for hit in hits]
+        page = TEMPLATES.get_template("found.html").render(title=title, lead=lead, notes=[], hits=shown)
+        print(f"wrote {write_page(options.html, page)}")
+        return 0 if hits else 1
+    print("rank  similarity  path")
+    for rank, hit in enumerate(hits, start=1):
+        print(f"{rank:>4}  {hit.similarity:>10.4f}  {printable(hit.path)}")
+    return 0 if hits else 1
+
+
+def _embedded(hit: Hit) -> Markup | None:
+    """Return a thumbnail as a data URI; None if there is none."""
+    try:
+        return Markup("data:image/jpeg;base64,") + base64.b64encode(thumbnail(hit, 240)).decode()
+    except DataError:
+        return None

@@ -1,0 +1,318 @@
+"""``clipkit serve``: a web page and a JSON API that search embeddings.
+
+The API is described at ``/openapi.json``. Only thumbnails of images that the embeddings list are served. Uploads
+are decoded with the limits of training data. The server listens on 127.0.0.1 unless another address is given, which
+requires a token.
+"""
+
+import argparse
+import asyncio
+import hmac
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from ipaddress import ip_address
+from threading import Semaphore
+from typing import Annotated, Any
+
+import uvicorn
+from fastapi import FastAPI, Query as QueryField, Request, UploadFile
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, Field, StringConstraints
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from torch import Tensor
+
+from clipkit.errors import ClipkitError, ConfigError
+from clipkit.files.patterns import user_path
+from clipkit.files.terminal import counted
+from clipkit.inference.search import TEMPLATES, Embeddings, Query, load_model, thumbnail
+from clipkit.model.clip import CLIP
+
+__all__ = ["Collection", "application", "run"]
+
+MAX_UPLOAD = 32 << 20  # bytes of a request
+_UPLOAD_SECONDS = 60.0
+_MOST, _MAX_TEXT = 200, 10_000  # results; characters
+_MAX_PARTS, _MAX_IMAGES = 20, 8  # of a query
+_SIDE = 320  # of thumbnails
+_AT_ONCE = 2  # requests that compute
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collection:
+    """Embeddings that are searched, with their model."""
+
+    name: str
+    embeddings: Embeddings
+    model: CLIP
+
+
+Text = Annotated[str, StringConstraints(max_length=_MAX_TEXT)]
+
+
+class Parts(BaseModel):
+    """A query. The result is nearest to the mean of what is searched for minus half the mean of what is not."""
+
+    text: list[Text] = Field([], description="texts that are searched for", max_length=_MAX_PARTS)
+    unwanted: list[Text] = Field(
+        [], alias="not", description="texts that are not wanted", max_length=_MAX_PARTS
+    )
+    like: list[Text] = Field([], description="ids of results that are searched for", max_length=_MAX_PARTS)
+    unlike: list[Text] = Field([], description="ids of results that are not wanted", max_length=_MAX_PARTS)
+    where: list[Text] = Field(
+        [], description="COLUMN:TEXT; the column must contain the text", max_length=_MAX_PARTS
+    )
+    k: int = Field(20, ge=1, le=_MOST, description="number of results")
+    collection: int = Field(0, ge=0, description="number of the collection, from 0")
+
+
+class Result(BaseModel):
+    """One result: its rank from 1, the cosine of its embedding and the query, and its metadata."""
+
+    rank: int
+    id: str
+    path: str
+    source: str
+    similarity: float
+    thumbnail: str
+    metadata: dict[str, Any]
+
+
+class Results(BaseModel):
+    """The results of a query, the best first, and the number of rows that were searched."""
+
+    results: list[Result]
+    rows: int
+
+
+def application(collections: Sequence[Collection], *, token: str = "", hosts: Sequence[str] = ()) -> ASGIApp:
+    """Build the web application.
+
+    Args:
+        collections: at least one; they are numbered from 0.
+        token: if given, required as ``?token=``, a cookie that the page sets, or ``Authorization: Bearer``.
+        hosts: if given, the values of the header ``Host`` that are accepted, without ports.
+    """
+    app = FastAPI(title="clipkit search", docs_url=None, redoc_url=None)
+    computing = Semaphore(_AT_ONCE)
+    source: Callable[[str], str] = TEMPLATES.globals["source"]  # type: ignore[assignment]
+
+    @app.exception_handler(ClipkitError)
+    async def user_error(_: Request, error: ClipkitError) -> JSONResponse:
+        return JSONResponse({"detail": str(error)}, status_code=400)
+
+    def chosen(number: int) -> Collection:
+        if not 0 <= number < len(collections):
+            raise ConfigError(f"no collection {number}: there are {len(collections)}, from 0")
+        return collections[number]
+
+    def embedding(name: str, of: Collection) -> Tensor:
+        """Return the embedding of a result, in another collection that of the same image."""
+        number, _, row = name.partition("-")
+        own = chosen(int(number) if number.isdecimal() else -1)
+        hit, vector = own.embeddings.row(row)
+        return vector if own is of else of.embeddings.vector_of(hit.path)
+
+    def found(parts: Parts, images: Sequence[bytes] = ()) -> Results:
+        one, query = chosen(parts.collection), Query()
+        if not (parts.text or parts.like or images):
+            raise ConfigError("nothing to search for: give text, like or a file")
+        with computing:
+            one.embeddings.refresh()
+            query.add(one.model, texts=parts.text, images=images)
+            query.add_unwanted(one.model, texts=parts.unwanted)
+            query.wanted += [embedding(name, one) for name in parts.like]
+            query.unwanted += [embedding(name, one) for name in parts.unlike]
+            filters = dict(text.partition(":")[::2] for text in parts.where)
+            hits = one.embeddings.search(query.vector(), parts.k, filters=filters)
+        results = []
+        for rank, hit in enumerate(hits, start=1):
+            name = f"{parts.collection}-{hit.id}"
+            results.append(
+                Result(**asdict(hit) | {"id": name}, rank=rank, thumbnail=f"/api/thumbnails/{name}")
+            )
+        return Results(results=results, rows=len(one.embeddings))
+
+    @app.get("/api/search")
+    def search(parts: Annotated[Parts, QueryField()]) -> Results:
+        """Search for texts and for images like earlier results."""
+        return found(parts)
+
+    @app.post("/api/search")
+    async def search_images(file: list[UploadFile], parts: Annotated[Parts, QueryField()]) -> Results:
+        """Search for uploaded images, together with the other parts of the query."""
+        images = [await one.read() for one in file[:_MAX_IMAGES]]
+        return await asyncio.to_thread(found, parts, images)
+
+    @app.get("/api/collections")
+    def listed() -> list[dict[str, Any]]:
+        """List the collections: name, rows, dimension, model, and metadata columns that can be filtered."""
+        return [
+            {
+                "name": one.name,
+                "rows": len(one.embeddings),
+                "dimension": one.embeddings.width,
+                "model": one.model.name,
+                "columns": one.embeddings.columns,
+            }
+            for one in collections
+        ]
+
+    @app.get("/api/thumbnails/{name}", response_class=Response)
+    def image(name: str) -> Response:
+        """Return a result's image as a JPEG."""
+        number, _, row = name.partition("-")
+        hit, _ = chosen(int(number) if number.isdecimal() else -1).embeddings.row(row)
+        return Response(
+            thumbnail(hit, _SIDE),
+            media_type="image/jpeg",
+            headers={"Cache-Control": "private, max-age=86400"},
+        )
+
+    @app.get("/", include_in_schema=False)
+    def page() -> Response:
+        names = [one.name for one in collections]
+        rows = [len(one.embeddings) for one in collections]
+        columns = list(dict.fromkeys(column for one in collections for column in one.embeddings.columns))
+        html = TEMPLATES.get_template("search.html").render(names=names, rows=rows, columns=columns)
+        return Response(html, media_type="text/html; charset=utf-8")
+
+    @app.get("/search.js", include_in_schema=False)
+    def script() -> Response:
+        return Response(source("search.js"), media_type="text/javascript")
+
+    @app.get("/search.css", include_in_schema=False)
+    def style() -> Response:
+        return Response(source("page.css") + source("search.css"), media_type="text/css")
+
+    return _Guard(app, token=token, hosts=hosts)
+
+
+class _Guard:
+    """Check the host, the token and the size of requests before anything reads them, and add security headers."""
+
+    def __init__(self, app: ASGIApp, *, token: str, hosts: Sequence[str]) -> None:
+        self.app, self.token, self.hosts = app, token, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request = Request(scope)
+        given = request.query_params.get("token", "")
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                added = {
+                    "content-security-policy": _POLICY,
+                    "x-content-type-options": "nosniff",
+                    "referrer-policy": "no-referrer",
+                    "cross-origin-resource-policy": "same-origin",
+                }
+                if self.token and self._is_token(given):
+                    added["set-cookie"] = f"clipkit={self.token}; HttpOnly; SameSite=Strict; Path=/"
+                message["headers"] = [
+                    *message["headers"], *((name.encode(), value.encode()) for name, value in added.items()),
+                ]  # fmt: skip
+            await send(message)
+
+        async def refuse(status: int, why: str) -> None:
+            await JSONResponse({"detail": why}, status_code=status)(scope, receive, with_headers)
+
+        if self.hosts and request.url.hostname not in self.hosts:  # another site's name for this address
+            await refuse(400, "unknown host")
+            return
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self.token and not any(map(self._is_token, (given, bearer, request.cookies.get("clipkit", "")))):
+            await refuse(401, "a token is required: open the address that clipkit serve printed")
+            return
+        if request.method not in ("POST", "PUT", "PATCH"):
+            await self.app(scope, receive, with_headers)
+            return
+        length = request.headers.get("content-length", "")  # of the body, as the protocol ensures
+        if not length.isdecimal():
+            await refuse(411, "the header Content-Length is required")
+            return
+        if int(length) > MAX_UPLOAD:
+            await refuse(413, f"expected at most {MAX_UPLOAD >> 20} MiB")
+            return
+        until = asyncio.get_running_loop().time() + _UPLOAD_SECONDS
+        complete = False
+
+        async def in_time() -> Message:
+            nonlocal complete
+            async with asyncio.timeout_at(None if complete else until):
+                message = await receive()
+            complete = complete or not message.get("more_body", False)
+            return message
+
+        await self.app(scope, in_time, with_headers)
+
+    def _is_token(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), self.token.encode())
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit status.
+
+    Raises:
+        ClipkitError: a user error.
+    """
+    folders = [user_path(one) for one in options.embeddings]
+    models = options.model or [""] * len(folders)
+    if len(models) not in (1, len(folders)):
+        raise ConfigError(
+            f"{len(models)} models for {counted(len(folders), 'folder')}: give one --model for each"
+        )
+    models = models * len(folders) if len(models) == 1 else models
+    collections = []
+    for folder, name in zip(folders, models, strict=True):
+        embeddings = Embeddings(folder)
+        model = load_model(embeddings, options, name)
+        collections.append(Collection(name=folder.resolve().name, embeddings=embeddings, model=model))
+    local = _is_local(options.host)
+    token = "" if local else options.token or secrets.token_urlsafe(24)
+    hosts = ("127.0.0.1", "localhost", "::1") if local else ()
+    app = application(collections, token=token, hosts=hosts)
+    config = uvicorn.Config(
+        app,
+        host=options.host,
+        port=options.port,
+        log_level="warning",
+        timeout_keep_alive=10,
+        server_header=False,
+    )
+    server = _Server(config, query=f"/?token={token}" if token else "/")
+    try:
+        server.run()
+    except SystemExit as error:  # uvicorn could not listen, and has logged why
+        raise ConfigError(
+            f"cannot listen on {options.host} port {options.port}: choose another --port"
+        ) from error
+    return 0
+
+
+class _Server(uvicorn.Server):
+    """A server that prints its address once it listens."""
+
+    def __init__(self, config: uvicorn.Config, *, query: str) -> None:
+        super().__init__(config)
+        self.query = query
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            name = f"[{host}]" if ":" in host else host
+            print(f"serving http://{name}:{port}{self.query} (Ctrl-C ends)", flush=True)
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
