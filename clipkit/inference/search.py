@@ -107,6 +107,8 @@ class Embeddings:
                 self.manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
             except (OSError, ValueError) as error:
                 raise DataError(f"cannot read {folder / 'manifest.json'}: {error}") from error
+            if not isinstance(self.manifest, dict):
+                raise DataError(f"cannot read {folder / 'manifest.json'}: it is not a manifest")
         self._parts: tuple[_Part, ...] = ()
         self._tables: OrderedDict[str, pyarrow.Table] = OrderedDict()
         self._lock = Lock()
@@ -268,7 +270,7 @@ def _files(folder: Path) -> Iterator[tuple[int, Path, Path]]:
 def _opened(number: int, digits: str, rows: Path, table: Path) -> _Part | None:
     """Open a part; None if the numbers of rows differ because it is being replaced."""
     try:
-        array = np.load(rows, mmap_mode="c")  # never written
+        array = np.lib.format.open_memmap(rows, mode="c")  # never written
         count = pyarrow.parquet.read_metadata(table).num_rows
     except FileNotFoundError:
         raise
@@ -396,7 +398,9 @@ def run(options: argparse.Namespace) -> int:
         return 0 if hits else 1
     print("rank  similarity  path")
     for rank, hit in enumerate(hits, start=1):
-        print(f"{rank:>4}  {hit.similarity:>10.4f}  {printable(hit.path)}")
+        caption = hit.metadata.get("caption")
+        about = f"  {printable(str(caption), 60)}" if caption else ""
+        print(f"{rank:>4}  {hit.similarity:>10.4f}  {printable(hit.path)}{about}")
     return 0 if hits else 1
 
 

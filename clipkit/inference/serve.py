@@ -181,6 +181,10 @@ def application(collections: Sequence[Collection], *, token: str = "", hosts: Se
         html = TEMPLATES.get_template("search.html").render(names=names, rows=rows, columns=columns)
         return Response(html, media_type="text/html; charset=utf-8")
 
+    @app.get("/favicon.ico", include_in_schema=False)
+    def icon() -> Response:
+        return Response(status_code=204)
+
     @app.get("/search.js", include_in_schema=False)
     def script() -> Response:
         return Response(source("search.js"), media_type="text/javascript")

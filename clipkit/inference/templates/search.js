@@ -1,6 +1,6 @@
 // Texts from the data are only ever set as textContent.
 const at = (id) => document.getElementById(id);
-const inputs = ["text", "not", "contains"].map(at);
+const inputs = ["text", "not", "filter"].map(at);
 const state = { images: [], like: [], unlike: [] }; // files, and results
 let latest = 0;
 let waiting;
@@ -48,7 +48,9 @@ function shown(hit) {
   return element("li", { title: `${hit.path}\n${hit.source}` }, [
     picture,
     element("b", {}, [element("span", { textContent: hit.rank }), element("span", { textContent: hit.similarity.toFixed(3) })]),
-    element("p", {}, [element("bdi", { textContent: hit.metadata.caption || hit.path })]),
+    hit.metadata.caption
+      ? element("p", { textContent: hit.metadata.caption })
+      : element("p", { className: "path" }, [element("bdi", { textContent: hit.path })]),
     element("div", { className: "do" }, [button("more like this", "like"), button("not this", "unlike")]),
   ]);
 }

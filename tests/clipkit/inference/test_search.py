@@ -1,0 +1,184 @@
+"""Exact search over embeddings equals comparing all rows, while the folder grows."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from PIL import Image
+
+import clipkit
+from clipkit.__main__ import dispatch
+from clipkit.errors import ConfigError, DataError
+from clipkit.formats.checkpoint import save_model
+from clipkit.inference.search import Embeddings, Hit, Query, thumbnail
+
+pyarrow = pytest.importorskip("pyarrow")
+
+
+def write(folder: Path, *parts: np.ndarray, first: int = 0) -> None:
+    """Write parts as ``clipkit encode`` does; row 3 of part 1 is the image 1/3.png."""
+    from pyarrow import parquet
+
+    for kind in ("img_emb", "metadata"):
+        (folder / kind).mkdir(parents=True, exist_ok=True)
+    for number, rows in enumerate(parts, start=first):
+        np.save(folder / "img_emb" / f"img_emb_{number}.npy", rows)
+        names = [f"{number}/{row}.png" for row in range(len(rows))]
+        groups = ["Odd" if row % 2 else None for row in range(len(rows))]
+        table = pyarrow.table({"image_path": names, "group": groups, "source": ["images"] * len(rows)})
+        parquet.write_table(table, folder / "metadata" / f"metadata_{number}.parquet")
+
+
+def unit(rng: np.random.Generator, rows: int, width: int = 16) -> np.ndarray:
+    found = rng.standard_normal((rows, width)).astype(np.float32)
+    normed: np.ndarray = found / np.linalg.norm(found, axis=1, keepdims=True)
+    return normed
+
+
+@given(st.integers(0, 2**32 - 1), st.lists(st.integers(1, 60), min_size=1, max_size=4), st.integers(1, 40))
+@settings(max_examples=40, deadline=None)
+def test_results_are_those_of_comparing_all_rows(seed: int, sizes: list[int], k: int) -> None:
+    import tempfile
+
+    rng = np.random.default_rng(seed)
+    close = unit(rng, 1) + 1e-3 * rng.standard_normal((sum(sizes), 16))  # closer than float16 resolves
+    rows = np.where(rng.random((sum(sizes), 1)) < 0.5, close, unit(rng, sum(sizes)))
+    rows[rng.random(len(rows)) < 0.2] = rows[0]
+    rows = (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float16)
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), *np.split(rows, np.cumsum(sizes)[:-1]))
+        query = torch.from_numpy(unit(rng, 1)[0])
+        hits = Embeddings(Path(folder)).search(query, k)
+    scores = torch.from_numpy(rows).float() @ query
+    names = [f"{part}/{row}.png" for part, size in enumerate(sizes) for row in range(size)]
+    assert len(hits) == min(k, len(rows))
+    assert [hit.similarity for hit in hits] == pytest.approx(scores.topk(len(hits)).values.tolist(), abs=1e-6)
+    for hit in hits:
+        assert hit.similarity == pytest.approx(float(scores[names.index(hit.path)]), abs=1e-6)
+    assert len({hit.id for hit in hits}) == len(hits)
+
+
+def test_filters_leave_rows_out(tmp_path: Path) -> None:
+    write(tmp_path, unit(np.random.default_rng(0), 30).astype(np.float16))
+    embeddings, query = Embeddings(tmp_path), torch.from_numpy(unit(np.random.default_rng(1), 1)[0])
+    odd = embeddings.search(query, 50, filters={"group": "oDD"})
+    assert len(odd) == 15 and all(hit.metadata == {"group": "Odd"} for hit in odd)
+    assert [hit.path for hit in embeddings.search(query, 50, filters={"image_path": "/7."})] == ["0/7.png"]
+    assert embeddings.search(query, 5, filters={"group": "none of them"}) == []
+    with pytest.raises(DataError, match="no column colour: image_path, group, source"):
+        embeddings.search(query, 5, filters={"colour": "red"})
+    with pytest.raises(DataError, match="dimension 8, the embeddings have 16"):
+        embeddings.search(torch.ones(8), 5)
+
+
+def test_new_rows_are_found_and_replaced_ones_are_refused(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    write(tmp_path, unit(rng, 10).astype(np.float16))
+    embeddings = Embeddings(tmp_path)
+    new = unit(rng, 5)
+    write(tmp_path, new.astype(np.float16), np.zeros((0, 16), np.float16), first=1)  # all of part 2 failed
+    query = torch.from_numpy(new[3])
+    assert embeddings.search(query, 1)[0].path != "1/3.png"
+    embeddings.refresh()
+    (hit,) = embeddings.search(query, 1)
+    assert hit.path == "1/3.png" and len(embeddings) == 15
+    again, vector = embeddings.row(hit.id)
+    assert again.path == hit.path
+    torch.testing.assert_close(vector, query, atol=1e-3, rtol=0)
+    torch.testing.assert_close(embeddings.vector_of("1/3.png"), vector)
+    (tmp_path / "metadata" / "metadata_0.parquet").unlink()  # as while it is written again
+    write(tmp_path, unit(rng, 5).astype(np.float16), first=1)
+    embeddings.refresh()
+    assert len(embeddings) == 5
+    for name in (hit.id, "1-2", "1-99-00000000", "../etc", "-1-0-00000000", f"1-77-{hit.id[-8:]}"):
+        with pytest.raises(DataError, match="search again"):
+            embeddings.row(name)
+
+
+def test_what_is_no_folder_of_embeddings(tmp_path: Path) -> None:
+    for damaged in (b"", b"\x93NUMPY", b"junk" * 100):
+        write(tmp_path, unit(np.random.default_rng(0), 4).astype(np.float16))
+        (tmp_path / "img_emb" / "img_emb_0.npy").write_bytes(damaged)
+        with pytest.raises(DataError, match="cannot read"):
+            Embeddings(tmp_path)
+    write(tmp_path, np.zeros((4, 2, 2), np.float16))
+    with pytest.raises(DataError, match="expected float16 or float32 rows"):
+        Embeddings(tmp_path)
+    write(tmp_path, np.full((4, 4), {}, dtype=object))  # a pickle
+    with pytest.raises(DataError, match="cannot read"):
+        Embeddings(tmp_path)
+    with pytest.raises(DataError, match="contains no embeddings"):
+        Embeddings(tmp_path / "missing")
+
+
+def test_a_query_that_cancels_out() -> None:
+    one = torch.eye(4)
+    half = Query(wanted=[one[0]], unwanted=[one[0]]).vector()
+    torch.testing.assert_close(half, one[0])
+    with pytest.raises(DataError, match="nothing is left"):
+        Query(wanted=[one[0], -one[0]]).vector()
+    mixed = Query(wanted=[one[0], one[1]], unwanted=[one[2]]).vector()
+    torch.testing.assert_close(mixed, torch.tensor([0.5, 0.5, -0.5, 0]) / 0.75**0.5)
+
+
+@pytest.fixture(scope="module")
+def encoded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, images, and their embeddings; two of the images are in a shard."""
+    folder = tmp_path_factory.mktemp("search")
+    save_model(clipkit.create("ViT-Ti-4-16", seed=0).eval(), folder / "model")
+    (folder / "images").mkdir()
+    for number in range(12):
+        noise = np.random.default_rng(number).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(folder / "images" / f"{number}.png")
+    import webdataset
+
+    with webdataset.TarWriter(str(folder / "pairs.tar")) as shard:
+        for key in ("a", "b"):
+            noise = Image.effect_noise((20, 20), 50 + ord(key)).convert("RGB")
+            shard.write({"__key__": key, "png": noise, "txt": f"caption {key}"})
+    arguments = ["--model", str(folder / "model"), "--out", str(folder / "embeddings"), "--quiet"]
+    assert dispatch(["encode", str(folder / "images"), str(folder / "pairs.tar"), *arguments]) == 0
+    return folder
+
+
+def test_an_image_finds_itself(encoded: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder, image = str(encoded / "embeddings"), encoded / "images" / "7.png"
+    assert dispatch(["search", folder, "--image", str(image), "-k", "3"]) == 0
+    header, first, *others = capsys.readouterr().out.splitlines()
+    assert header.split() == ["rank", "similarity", "path"] and len(others) == 2
+    assert first.split()[0] == "1" and float(first.split()[1]) > 0.999 and first.endswith("7.png")
+    page = tmp_path / "found.html"
+    assert dispatch(["search", folder, "noise", "--not", "a cat", "--html", str(page)]) == 0
+    assert page.read_text(encoding="utf-8").count("data:image/jpeg;base64,") == 14
+
+
+def test_images_of_shards_have_thumbnails(encoded: Path) -> None:
+    embeddings = Embeddings(encoded / "embeddings")
+    hits = embeddings.search(torch.nn.functional.normalize(torch.ones(embeddings.width), dim=0), 20)
+    shard = {hit.path: hit for hit in hits if hit.source.endswith(".tar")}
+    assert shard["a"].metadata["caption"] == "caption a"
+    assert thumbnail(shard["a"], 8).startswith(b"\xff\xd8\xff")
+    missing = Hit(id="", similarity=1, path="c", source=shard["a"].source, metadata={})
+    with pytest.raises(DataError, match="has no image c"):
+        thumbnail(missing, 8)
+    with pytest.raises(DataError, match="missing file"):
+        thumbnail(Hit(id="", similarity=1, path="/nowhere.png", source="/", metadata={}), 8)
+
+
+def test_another_models_embeddings_are_refused(encoded: Path, tmp_path: Path) -> None:
+    save_model(clipkit.create("ViT-Ti-4-16", seed=1).eval(), tmp_path / "other")
+    with pytest.raises(ConfigError, match="other weights"):
+        dispatch(["search", str(encoded / "embeddings"), "x", "--model", str(tmp_path / "other")])
+    with pytest.raises(ConfigError, match="give a text or --image"):
+        dispatch(["search", str(encoded / "embeddings")])
+    write(tmp_path / "foreign", unit(np.random.default_rng(0), 4).astype(np.float16))
+    with pytest.raises(ConfigError, match="pass --model"):
+        dispatch(["search", str(tmp_path / "foreign"), "x"])
+    with pytest.raises(ConfigError, match="dimension 128"):
+        dispatch(["search", str(tmp_path / "foreign"), "x", "--model", str(tmp_path / "other")])
+    (tmp_path / "foreign" / "manifest.json").write_text(json.dumps(["no", "manifest"]))
+    with pytest.raises(DataError, match=r"manifest\.json"):
+        Embeddings(tmp_path / "foreign")

@@ -1,0 +1,313 @@
+"""The web page and the API of ``clipkit serve``, a real server with a real browser and hostile clients."""
+
+import http.client
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import clipkit
+from clipkit.__main__ import dispatch
+from clipkit.errors import ConfigError
+from clipkit.formats.checkpoint import save_model
+
+for needed in ("pyarrow", "fastapi", "uvicorn"):
+    pytest.importorskip(needed)
+EVIL = "<img src=x onerror=\"document.title='owned'\">"
+
+
+def noise(number: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(number).integers(0, 256, (20, 30, 3), dtype=np.uint8))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models, and a table of twelve images with captions, encoded by both."""
+    folder = tmp_path_factory.mktemp("serve")
+    (folder / "images").mkdir()
+    rows = ["path\tcaption"]
+    for number in range(12):
+        noise(number).save(folder / "images" / f"{number}.png")
+        rows.append(f"images/{number}.png\t{EVIL if number == 5 else f'caption {number}'}")
+    (folder / "pairs.tsv").write_text("\n".join(rows) + "\n")
+    for name, seed in (("one", 0), ("two", 1)):
+        save_model(clipkit.create("ViT-Ti-4-16", seed=seed).eval(), folder / f"model_{name}")
+        encode(folder, name, folder / "pairs.tsv")
+    return folder
+
+
+def encode(folder: Path, name: str, *sources: Path, out: Path | None = None) -> None:
+    options = ["--model", str(folder / f"model_{name}"), "--out", str(out or folder / name), "--quiet"]
+    assert dispatch(["encode", *map(str, sources), *options]) == 0
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[str]:
+    """Run a server on a free port; the address with the token."""
+    command = [sys.executable, "-m", "clipkit", "serve", *arguments, "--port", "0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
+        try:
+            assert server.stdout is not None
+            line = server.stdout.readline()
+            found = re.search(r"http://\S+", line)
+            assert found, line
+            yield found[0]
+        finally:
+            server.terminate()
+
+
+@pytest.fixture(scope="module")
+def address(made: Path) -> Iterator[str]:
+    with serving(str(made / "one"), str(made / "two")) as found:
+        yield found
+
+
+def get(address: str, **headers: str) -> Any:
+    with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=60) as answer:
+        content = answer.read()
+        return json.loads(content) if "json" in answer.headers["content-type"] else content
+
+
+def status(address: str, data: bytes | None = None, **headers: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address, data, headers), timeout=60) as answer:
+            return answer.status, answer.read().decode(errors="replace")
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode(errors="replace")
+
+
+def form(content: bytes) -> tuple[bytes, str]:
+    body = b'--edge\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
+    return body + content + b"\r\n--edge--\r\n", "multipart/form-data; boundary=edge"
+
+
+def test_texts_images_and_filters(made: Path, address: str) -> None:
+    found = get(f"{address}api/search?text=noise&k=5")
+    assert found["rows"] == 12 and [one["rank"] for one in found["results"]] == [1, 2, 3, 4, 5]
+    model = clipkit.load(made / "model_one")
+    best = found["results"][0]
+    cosine = float(clipkit.encode_text("noise", model)[0] @ clipkit.encode_image(best["path"], model)[0])
+    assert best["similarity"] == pytest.approx(cosine, abs=1e-3)
+    assert get(address.rstrip("/") + best["thumbnail"]).startswith(b"\xff\xd8\xff")
+    body, kind = form((made / "images" / "7.png").read_bytes())
+    code, text = status(f"{address}api/search?k=1&collection=1", body, **{"Content-Type": kind})
+    assert code == 200 and json.loads(text)["results"][0]["path"].endswith("/7.png")
+    like = get(f"{address}api/search?like={best['id']}&k=2")["results"]
+    assert like[0]["path"] == best["path"] and like[0]["similarity"] == pytest.approx(1, abs=1e-3)
+    other = get(f"{address}api/search?like={best['id']}&k=1&collection=1")["results"]  # of the other model
+    assert other[0]["path"] == best["path"]
+    not_it = get(f"{address}api/search?text=noise&unlike={best['id']}&k=12")["results"]
+    assert not_it[0]["path"] != best["path"]
+    kept = get(f"{address}api/search?text=noise&where={quote('caption:caption 1')}")["results"]
+    assert {one["metadata"]["caption"] for one in kept} == {"caption 1", "caption 10", "caption 11"}
+    described = get(f"{address}openapi.json")["paths"]["/api/search"]
+    assert {"get", "post"} == described.keys()
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["", "k=3", "text=a&k=0", "text=a&k=201", "text=a&collection=2", "text=a&collection=-1", "like=1",
+     "like=9-0-0-x", "like=..%2F..%2Fetc%2Fpasswd", "text=a&where=nothing:x",
+     "text=" + "a" * 10_001, "&".join(["text=a"] * 21)],
+)  # fmt: skip
+def test_wrong_queries_are_refused(address: str, query: str) -> None:
+    code, text = status(f"{address}api/search?{query}")
+    assert code in (400, 422) and "detail" in json.loads(text)
+
+
+def test_only_thumbnails_of_listed_images_are_served(made: Path, address: str) -> None:
+    (made / "images" / "secret.png").write_bytes((made / "images" / "1.png").read_bytes())
+    for path in (
+        "api/thumbnails/..%2f..%2f..%2fetc%2fpasswd", "api/thumbnails/0-0-0-00000000", "api/thumbnails/secret.png",
+        "../../etc/passwd", "search.js/../../../etc/passwd", "templates/search.html", "images/1.png",
+        f"api/thumbnails/{quote(str(made / 'images' / 'secret.png'), safe='')}",
+    ):  # fmt: skip
+        with closing(http.client.HTTPConnection(urlsplit(address).netloc, timeout=30)) as connection:
+            connection.request("GET", f"/{path}")
+            answer = connection.getresponse()
+            assert answer.status in (400, 404), path
+            assert b"root:" not in answer.read()
+
+
+def png_bomb() -> bytes:
+    """A PNG of 60,000 x 60,000 pixels in a few kilobytes."""
+    import struct
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        )
+
+    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 0, 0, 0, 0)
+    lines = zlib.compress(bytes(60_001 * 100))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", lines) + chunk(b"IEND", b"")
+
+
+def test_hostile_uploads(address: str) -> None:
+    for content, expected in ((b"no image", "400"), (png_bomb(), "400"), (b"", "400"), (b"\0" * 1000, "400")):
+        body, kind = form(content)
+        code, text = status(f"{address}api/search", body, **{"Content-Type": kind})
+        assert str(code) == expected and "detail" in json.loads(text)
+    place = urlsplit(address).netloc
+    with closing(http.client.HTTPConnection(place, timeout=30)) as connection:
+        connection.putrequest("POST", "/api/search")
+        connection.putheader("Content-Length", str(100 << 20))
+        connection.endheaders()
+        assert connection.getresponse().status == 413  # before anything is sent
+    with closing(http.client.HTTPConnection(place, timeout=30)) as connection:
+        connection.request("POST", "/api/search", iter([b"x"] * 3), encode_chunked=True)
+        assert connection.getresponse().status == 411
+
+
+def test_slow_clients_hinder_no_other(address: str) -> None:
+    place = urlsplit(address)
+    assert place.hostname is not None and place.port is not None
+    slow = [socket.create_connection((place.hostname, place.port)) for _ in range(60)]
+    head = b"POST /api/search HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n"
+    head += b"Content-Type: multipart/form-data; boundary=edge\r\n\r\n--edge\r\n"
+    for number, client in enumerate(slow):
+        client.sendall(b"GET /api/sea" if number % 2 else head)
+    outcomes: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: outcomes.append(get(f"{address}api/search?text=x")["rows"]))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert outcomes == [12] * 8
+    for client in slow:
+        client.close()
+
+
+def test_other_names_of_the_address_are_refused(address: str) -> None:
+    assert status(address, Host="evil.example")[0] == 400
+    assert status(address, Host="localhost")[0] == 200
+
+
+def test_other_addresses_require_a_token(made: Path) -> None:
+    with serving(str(made / "one"), "--host", "0.0.0.0") as address:
+        plain, _, token = address.partition("?token=")
+        assert len(token) > 20
+        for query in ("", "?token=", f"?token={token[:-1]}", "?token=%C3%A9"):
+            assert status(plain + query)[0] == 401
+        assert status(plain, Cookie="clipkit=wrong", Authorization="Bearer wrong")[0] == 401
+        assert status(plain, Authorization=f"Bearer {token}")[0] == 200
+        with urllib.request.urlopen(address, timeout=30) as answer:
+            cookie = answer.headers["set-cookie"]
+        assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
+        assert status(f"{plain}api/search?text=a", Cookie=cookie.partition(";")[0])[0] == 200
+
+
+def test_new_images_are_found_without_a_restart(made: Path, tmp_path: Path) -> None:
+    out, images = tmp_path / "embeddings", tmp_path / "images"
+    images.mkdir()
+    noise(50).save(images / "50.png")
+    encode(made, "one", images, out=out)
+    with serving(str(out)) as address:
+        assert get(f"{address}api/search?text=noise")["rows"] == 1
+        noise(51).save(images / "51.png")
+        encode(made, "one", images, out=out)
+        found = get(f"{address}api/search?text=noise")
+        assert found["rows"] == 2 and {Path(one["path"]).name for one in found["results"]} == {
+            "50.png",
+            "51.png",
+        }
+
+
+def test_what_cannot_be_served(made: Path) -> None:
+    with pytest.raises(ConfigError, match="2 models for 1 folder"):
+        dispatch(["serve", str(made / "one"), "--model", "a", "--model", "b"])
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {port}"):
+            dispatch(["serve", str(made / "one"), "--port", port])
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_the_page_in_a_browser(made: Path, width: int) -> None:
+    playwright = pytest.importorskip("playwright.sync_api")
+    browser_path = shutil.which("chromium") or shutil.which("chromium-browser")
+    if browser_path is None:
+        pytest.skip("chromium is not installed")
+    with serving(str(made / "one"), str(made / "two")) as address, playwright.sync_playwright() as start:
+        browser = start.chromium.launch(executable_path=browser_path, args=["--no-sandbox", "--disable-gpu"])
+        context = browser.new_context(viewport={"width": width, "height": 800})
+        context.grant_permissions(["clipboard-read", "clipboard-write"])
+        page = context.new_page()
+        errors: list[str] = []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        page.goto(address)
+        hits = [page.locator("section").nth(number).locator(".hits li") for number in (0, 1)]
+
+        def first(collection: int, name: str) -> None:
+            playwright.expect(hits[collection].first).to_have_attribute("title", re.compile(f"/{name}\n"))
+
+        page.keyboard.press("/")
+        page.keyboard.type("noise")
+        for each in hits:  # both models
+            playwright.expect(each).to_have_count(12)
+        assert page.evaluate("document.querySelector('.hits img').naturalWidth") > 0
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.title() != "owned" and page.get_by_text(EVIL).count() == 2
+
+        page.fill("#text", "")
+        page.set_input_files("#file", made / "images" / "3.png")
+        for collection in (0, 1):
+            first(collection, "3.png")
+        page.locator("#parts button").click()
+        playwright.expect(hits[0]).to_have_count(0)
+
+        page.evaluate(
+            """async (address) => {
+                const file = await (await fetch(address)).blob();
+                const bitmap = await createImageBitmap(file);
+                const canvas = new OffscreenCanvas(bitmap.width, bitmap.height);
+                canvas.getContext("2d").drawImage(bitmap, 0, 0);
+                const png = await canvas.convertToBlob({ type: "image/png" });
+                await navigator.clipboard.write([new ClipboardItem({ "image/png": png })]);
+            }""",
+            get(f"{address}api/search?text=x&where=image_path:/8.png")["results"][0]["thumbnail"],
+        )
+        page.keyboard.press("Control+V")
+        first(0, "8.png")
+        page.locator("#parts button").click()
+
+        page.fill("#text", "noise")
+        playwright.expect(hits[1]).to_have_count(12)
+        page.select_option("#column", "caption")
+        page.fill("#filter", "CAPTION 11")
+        playwright.expect(hits[0]).to_have_count(1)
+        hits[0].get_by_text("more like this").click()
+        page.fill("#filter", "")
+        page.fill("#text", "")
+        for collection in (0, 1):
+            first(collection, "11.png")
+        hits[0].first.get_by_text("not this").click()
+        playwright.expect(page.locator("#parts .not")).to_have_count(1)
+        playwright.expect(page.locator("#status")).to_have_text(re.compile("nothing is left|^$"))
+        assert not [error for error in errors if "400" not in error]
+
+        browser.close()
