@@ -155,13 +155,14 @@ def encode_prompts(model: CLIP, prompts: Sequence[str], *, batch_size: int = 256
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put a model in evaluation mode, and restore the mode of each of its modules afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    training = [module for module in model.modules() if module.training]
+    if training:
+        model.eval()
     try:
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for module in training:
+            module.training = True
 
 
 @torch.no_grad()

@@ -137,8 +137,8 @@ def encoded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     with webdataset.TarWriter(str(folder / "pairs.tar")) as shard:
         for key in ("a", "b"):
-            noise = Image.effect_noise((20, 20), 50 + ord(key)).convert("RGB")
-            shard.write({"__key__": key, "png": noise, "txt": f"caption {key}"})
+            image = Image.effect_noise((20, 20), 50 + ord(key)).convert("RGB")
+            shard.write({"__key__": key, "png": image, "txt": f"caption {key}"})
     arguments = ["--model", str(folder / "model"), "--out", str(folder / "embeddings"), "--quiet"]
     assert dispatch(["encode", str(folder / "images"), str(folder / "pairs.tar"), *arguments]) == 0
     return folder
