@@ -344,6 +344,7 @@ mean of what is not wanted is subtracted. All rows are compared.
   clipkit search embeddings --image cat.jpg -k 100 --html cats.html""",
         run="clipkit.inference.search:run",
         arguments=_search_arguments,
+        stopped="nothing was found",
     ),
     "serve": Command(
         summary="search embeddings on a web page, with a JSON API",
@@ -357,6 +358,7 @@ described at /openapi.json:
   clipkit serve embeddings other --port 8001""",
         run="clipkit.inference.serve:run",
         arguments=_serve_arguments,
+        stopped="the server has ended",
     ),
     "export": Command(
         summary="export a model for other libraries",

@@ -35,6 +35,8 @@ NEEDED = {
     "caption": ["x", "--model", "m"],
     "complete": ["a.png", "--model", "b", "--out", "c.png"],
     "explain": ["x.jpg", "a cat", "--model", "m", "--out", "o.png"],
+    "search": ["e", "x"],
+    "serve": ["e"],
     "export": ["m", "o"],
     "interpolate": ["a", "b", "--out", "o"],
 }
