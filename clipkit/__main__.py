@@ -345,6 +345,7 @@ mean of what is not wanted is subtracted. All rows are compared.
         run="clipkit.inference.search:run",
         arguments=_search_arguments,
         stopped="nothing was found",
+        extra="pack",
     ),
     "serve": Command(
         summary="search embeddings on a web page, with a JSON API",
@@ -359,6 +360,7 @@ described at /openapi.json:
         run="clipkit.inference.serve:run",
         arguments=_serve_arguments,
         stopped="the server has ended",
+        extra="serve",
     ),
     "export": Command(
         summary="export a model for other libraries",

@@ -46,6 +46,7 @@ class Command:
         run: takes the parsed options and returns the exit status; given as "module:name", it is imported when run.
         description: the first paragraph of its ``--help``; by default the summary.
         stopped: state of the output after Ctrl-C, for the message.
+        extra: the optional dependencies that its module imports; "" for none.
     """
 
     summary: str
@@ -55,6 +56,7 @@ class Command:
     epilog: str | None = None
     usage: str | None = None
     stopped: str = ""
+    extra: str = ""
 
 
 class Parser(argparse.ArgumentParser):
@@ -84,13 +86,23 @@ def command_parser(commands: Mapping[str, Command], **program: Any) -> Parser:
 
 
 def chosen_command(commands: Mapping[str, Command], parsed: argparse.Namespace) -> Callable[[], int]:
-    """Import the selected command; return a function that runs it and returns the exit status."""
+    """Import the selected command; return a function that runs it and returns the exit status.
+
+    Raises:
+        ConfigError: it requires a package that is not installed.
+    """
     command = commands[parsed.command]
     run = command.run
     if isinstance(run, str):
         module, _, name = run.partition(":")
-        with _exiting_on_interrupt(command.stopped or "nothing was done"):
-            run = getattr(import_module(module), name)
+        try:
+            with _exiting_on_interrupt(command.stopped or "nothing was done"):
+                run = getattr(import_module(module), name)
+        except ModuleNotFoundError as error:
+            if not command.extra:
+                raise
+            install = f"pip install -e '.[{command.extra}]'"
+            raise ConfigError(f"{parsed.command} requires {error.name}: {install}") from error
     function: Callable[[argparse.Namespace], int] = run
 
     def start() -> int:

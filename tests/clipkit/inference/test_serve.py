@@ -234,7 +234,7 @@ def test_new_images_are_found_without_a_restart(made: Path, tmp_path: Path) -> N
         }
 
 
-def test_what_cannot_be_served(made: Path) -> None:
+def test_what_cannot_be_served(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="2 models for 1 folder"):
         dispatch(["serve", str(made / "one"), "--model", "a", "--model", "b"])
     with socket.socket() as taken:
@@ -243,6 +243,10 @@ def test_what_cannot_be_served(made: Path) -> None:
         port = str(taken.getsockname()[1])
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {port}"):
             dispatch(["serve", str(made / "one"), "--port", port])
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    monkeypatch.delitem(sys.modules, "clipkit.inference.serve")
+    with pytest.raises(ConfigError, match=r"serve requires fastapi: pip install -e '\.\[serve\]'"):
+        dispatch(["serve", str(made / "one")])
 
 
 @pytest.mark.parametrize("width", [390, 1200])
