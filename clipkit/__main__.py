@@ -83,9 +83,7 @@ def _encode_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _classify_arguments(parser: argparse.ArgumentParser) -> None:
     _shared_arguments(parser)
-    parser.add_argument(
-        "--labels", required=True, metavar="LABELS", help='"cat,dog,...", or a file with one label per line'
-    )
+    parser.add_argument("--labels", metavar="LABELS", help='"cat,dog,...", or a file with one label per line')
     parser.add_argument(
         "--templates",
         metavar="T",
@@ -95,6 +93,30 @@ def _classify_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--top", metavar="K", type=whole(1, 1_000_000), default=3, help="labels per image (default: 3)"
+    )
+    parser.add_argument(
+        "--calibrate",
+        metavar="FOLDER",
+        help="fit probabilities and thresholds on images in folders by label; a folder none has others",
+    )
+    parser.add_argument(
+        "--calibration",
+        metavar="FILE",
+        help="file that --calibrate writes (default: calibration.json), or that is used without it",
+    )
+    parser.add_argument(
+        "--least-precision",
+        metavar="P",
+        type=number(0, 1),
+        default=0.9,
+        help="precision that thresholds shall reach with --calibrate (default: 0.9)",
+    )
+    parser.add_argument("--none", action="store_true", help="give no label below the threshold")
+    parser.add_argument(
+        "--multi-label", action="store_true", help="give all labels that reach their thresholds"
+    )
+    parser.add_argument(
+        "--review", metavar="FILE", type=Path, help="write a page of the least certain images to correct"
     )
     parser.add_argument(
         "--out", metavar="FILE", type=Path, help="write a .csv, .json or .jsonl file instead of printing"
@@ -294,7 +316,10 @@ affected embedding files are encoded again. To use several processes:
         + """
   clipkit classify photos/ --labels "cat,dog,a bird" --model runs/pets
   clipkit classify a.jpg --labels names.txt --templates "a sketch of a {c}."
-    "a {c}" --model runs/pets --out labels.csv""",
+    "a {c}" --model runs/pets --out labels.csv
+With a few labelled images in labelled/cat, labelled/dog, labelled/none:
+  clipkit classify photos/ --calibrate labelled --none --model runs/pets
+    --review review.html""",
         run="clipkit.inference.classify:run",
         arguments=_classify_arguments,
         stopped="no file was written",

@@ -36,7 +36,10 @@ from clipkit.files.atomic import replacing
 from clipkit.files.patterns import user_path
 from clipkit.files.table import safe_cell
 from clipkit.files.terminal import CountProgress, counted, printable
+from clipkit.formats.checkpoint import model_hash
+from clipkit.inference.calibrate import Calibration, calibrate, read_calibration
 from clipkit.inference.inputs import Stream
+from clipkit.inference.review import Uncertain, note_uncertain, write_review
 from clipkit.inference.stream import Failure, FeatureStream
 from clipkit.model.zero_shot import DEFAULT_TEMPLATES, fill_template, zero_shot_classifier
 
@@ -46,6 +49,7 @@ __all__ = ["Classification", "classify_images", "labels_of", "run", "templates_o
 _WIDTH = 80
 _LABEL_WIDTH, _PROBABILITY_WIDTH = 30, len("probability")
 _IMAGE_WIDTH = _WIDTH - _LABEL_WIDTH - _PROBABILITY_WIDTH - 4
+NONE = "none"  # the folder of images without a label
 _MAX_LIST_BYTES = 16 << 20  # size limit of a file of labels or templates
 
 
@@ -56,10 +60,18 @@ class Classification:
     image: str
     source: str  # the folder, file, shard or table that contains it
     labels: list[tuple[str, float]]
+    margin: float  # between the two most probable labels, or to a threshold if that is nearer
 
 
 def classify_images(
-    stream: Stream, features: FeatureStream, labels: Sequence[str], weights: Tensor, *, top: int
+    stream: Stream,
+    features: FeatureStream,
+    labels: Sequence[str],
+    weights: Tensor,
+    *,
+    top: int,
+    calibration: Calibration | None = None,
+    below: bool = True,
 ) -> Iterator[Classification | Failure]:
     """Classify the images of a stream.
 
@@ -69,6 +81,8 @@ def classify_images(
         labels: C names.
         weights: (O, C), see ``clipkit.zero_shot_classifier``.
         top: number of labels per image.
+        calibration: probabilities and thresholds; None for the model's own probabilities.
+        below: return the most probable labels, too, if they are below their thresholds.
 
     Raises:
         DataError: the model's output is not finite.
@@ -81,13 +95,34 @@ def classify_images(
         if isinstance(outcome, Failure):
             yield outcome
             continue
-        probabilities = (scale * torch.from_numpy(outcome.rows) @ weights).softmax(dim=-1)  # (B, C)
+        similarities = torch.from_numpy(outcome.rows) @ weights  # (B, C)
+        if calibration is None:
+            probabilities = (scale * similarities).softmax(dim=-1)
+        else:
+            probabilities = calibration.probabilities(similarities)
         best = probabilities.topk(min(top, len(labels)), dim=-1)
-        for item, values, indices in zip(
-            outcome.items, best.values.tolist(), best.indices.tolist(), strict=True
-        ):
-            named = [(labels[index], value) for index, value in zip(indices, values, strict=True)]
-            yield Classification(image=item.key, source=item.source, labels=named)
+        two = probabilities.topk(2, dim=-1).values
+        margins = two[:, 0] - two[:, 1]  # (B,)
+        accepted = torch.ones_like(probabilities, dtype=torch.bool)
+        if calibration is not None:
+            distances = probabilities - torch.tensor(calibration.thresholds)  # (B, C)
+            accepted = distances >= 0
+            if calibration.several:
+                margins = distances.abs().amin(dim=-1)
+            else:
+                own = distances.gather(1, best.indices[:, :1])
+                accepted = (own >= 0).expand_as(probabilities)
+                margins = torch.minimum(margins, own[:, 0].abs())
+        for number, item in enumerate(outcome.items):
+            named = [
+                (labels[index], value)
+                for index, value in zip(
+                    best.indices[number].tolist(), best.values[number].tolist(), strict=True
+                )
+                if below or accepted[number, index]
+            ]
+            margin = float(margins[number])
+            yield Classification(image=item.key, source=item.source, labels=named, margin=margin)
 
 
 def labels_of(given: str) -> list[str]:
@@ -146,15 +181,25 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ClipkitError: a user error.
     """
-    labels, templates = labels_of(options.labels), templates_of(options.templates)
+    labels, calibration = _labels(options)
+    templates = templates_of(options.templates) if calibration is None else list(calibration.templates)
     stream = Stream(options.sources, image_column=options.image_column)
     top = min(options.top, len(labels))
+    below = not (options.none or options.multi_label)
+    uncertain: list[Uncertain] = []
     done = failed = 0
     with _opened(options.out, top) as writer:
         features = FeatureStream.from_options(options)
         weights = zero_shot_classifier(features.model, labels, templates)
+        if options.calibrate is not None:
+            calibration = _calibrated(options, features, labels, templates, weights)
+        elif calibration is not None and calibration.weights != model_hash(features.model):
+            raise ConfigError(f"{options.calibration} is of another model: run --calibrate again")
         with CountProgress("classifying", total=None, shown=writer is not None) as bar:
-            for outcome in classify_images(stream, features, labels, weights, top=top):
+            found = classify_images(
+                stream, features, labels, weights, top=top, calibration=calibration, below=below
+            )
+            for outcome in found:
                 if isinstance(outcome, Failure):
                     failed += 1
                     item = outcome.item
@@ -162,14 +207,18 @@ def run(options: argparse.Namespace) -> int:
                     print(f"failed: {printable(item.key + where)}: {outcome.cause}", file=sys.stderr)
                 else:
                     done += 1
+                    if options.review is not None:
+                        note_uncertain(uncertain, outcome)
                     if writer is not None:
                         writer.write(outcome)
                     else:
                         if done == 1:
                             _print(_line("image", "label", "probability"))
                         images = [outcome.image] + [""] * (len(outcome.labels) - 1)
-                        for image, (label, probability) in zip(images, outcome.labels, strict=True):
+                        for image, (label, probability) in zip(images, outcome.labels, strict=False):
                             _print(_line(image, label, f"{probability:.1%}"))
+                        if not outcome.labels:
+                            _print(_line(outcome.image, "none", ""))
                 bar.show(done + failed, failed)
     for line in features.lines(options):
         print(line, file=sys.stderr)
@@ -177,7 +226,97 @@ def run(options: argparse.Namespace) -> int:
         print(f"{failed:,} of {counted(done + failed, 'image')} failed", file=sys.stderr)
     if options.out is not None:
         _print(f"wrote {counted(done, 'image')} to {options.out}")
+    if options.review is not None:
+        _print(f"wrote {write_review(options.review, uncertain, labels)}")
     return 0 if done else 1
+
+
+def _labels(options: argparse.Namespace) -> tuple[list[str], Calibration | None]:
+    """Return the labels that the options name, and a calibration that is used again.
+
+    Raises:
+        ConfigError: options are missing or contradict each other.
+        DataError: a file cannot be read.
+    """
+    if options.calibrate is not None:
+        if options.labels is not None:
+            return labels_of(options.labels), None
+        folder = user_path(options.calibrate)
+        if not folder.is_dir():
+            raise DataError(f"{folder}: no such folder")
+        names = sorted(one.name for one in folder.iterdir() if one.is_dir() and not one.name.startswith("."))
+        return [name for name in names if name != NONE], None
+    if options.calibration is not None:
+        calibration = read_calibration(user_path(options.calibration))
+        if options.labels is not None and labels_of(options.labels) != list(calibration.labels):
+            raise ConfigError(f"--labels differ from those of {options.calibration}: leave them out")
+        if options.multi_label != calibration.several:
+            which = "with" if calibration.several else "without"
+            raise ConfigError(f"{options.calibration} was made {which} --multi-label: use it in the same way")
+        return list(calibration.labels), calibration
+    for name in ("multi_label", "none"):
+        if getattr(options, name):
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} needs thresholds: add --calibrate FOLDER, or --calibration FILE")
+    if options.labels is None:
+        raise ConfigError("no labels: give --labels, --calibrate FOLDER, or --calibration FILE")
+    return labels_of(options.labels), None
+
+
+def _calibrated(
+    options: argparse.Namespace,
+    features: FeatureStream,
+    labels: Sequence[str],
+    templates: Sequence[str],
+    weights: Tensor,
+) -> Calibration:
+    """Calibrate on a folder with a folder of images for each label; an image in several folders has all labels."""
+    folder = user_path(options.calibrate)
+    known = {label: number for number, label in enumerate(labels)}
+    rows: dict[bytes, Tensor] = {}  # by content
+    marked: dict[bytes, set[int]] = {}
+    for outcome in features.run(((0, item) for item in Stream([str(folder)])), kind="image"):
+        if isinstance(outcome, Failure):
+            raise DataError(f"{outcome.item.key}: {outcome.cause}")
+        for item, content, row in zip(outcome.items, outcome.contents, outcome.rows, strict=True):
+            name = Path(item.key).relative_to(folder).parts[0]
+            if name not in known and name != NONE:
+                raise DataError(f"{item.key} is not in the folder of a label: expected {folder}/LABEL/IMAGE")
+            rows[content] = torch.from_numpy(row) @ weights.float().cpu()
+            marked.setdefault(content, set()).update({known[name]} if name != NONE else ())
+    targets = torch.zeros(len(rows), len(labels), dtype=torch.bool)
+    for number, own in enumerate(marked.values()):
+        targets[number, sorted(own)] = True
+    several = int((targets.sum(dim=1) > 1).sum())
+    if several and not options.multi_label:
+        raise DataError(f"{counted(several, 'image')} in {folder} have several labels: add --multi-label")
+    found = calibrate(
+        torch.stack(list(rows.values())) if rows else torch.empty(0, len(labels)),
+        targets,
+        labels=labels,
+        templates=templates,
+        weights=model_hash(features.model),
+        scale=float(features.model.logit_scale.detach().float().exp()),
+        several=options.multi_label,
+        target=options.least_precision,
+    )
+    out = user_path(options.calibration or "calibration.json")
+    found.write(out)
+    held = found.held_out
+    print(
+        f"wrote {out}; on images held out from {held.images}: precision {held.precision:.1%} "
+        f"[{held.low:.1%}, {held.high:.1%}] of {counted(held.accepted, 'accepted label')}, recall {held.recall:.1%}"
+        + (
+            ""
+            if held.ece is None
+            else f", calibration error {held.ece[0]:.1%} before, {held.ece[1]:.1%} after"
+        ),
+        file=sys.stderr,
+    )
+    if held.high < found.target or not held.accepted:
+        advice = "add labelled images, or lower --least-precision"
+        print(f"note: the precision of {found.target:.0%} is not reached: {advice}", file=sys.stderr)
+    return found
 
 
 def _print(text: str) -> None:

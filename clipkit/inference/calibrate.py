@@ -1,0 +1,268 @@
+"""Calibrate zero-shot labels on a few labelled images: probabilities that mean what they say, and thresholds.
+
+Probabilities are softmax(a s + b) of the similarities s, with one a and a b for each label, or sigmoid(a s + b) if
+images have several labels. A label's threshold is the lowest one above which its predictions reach the requested
+precision. Thresholds are chosen on four fifths of the images and tried on the other fifth, in turn; the precision
+and recall that are reported are those of the other fifths. The thresholds that are stored are chosen on all images.
+
+Dimensions: N images, C labels.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from clipkit.errors import DataError
+from clipkit.files.atomic import write_atomic
+
+__all__ = ["Calibration", "HeldOut", "calibrate", "read_calibration"]
+
+FOLDS = 5
+_DECAY = 1e-3
+_LEAST = 30  # right predictions of a label for a threshold of its own; others share one
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """What thresholds do on images that they were not chosen on.
+
+    Attributes:
+        images: number of images.
+        accepted: number of labels that were predicted above their thresholds.
+        precision: fraction of these that are right, with its 95% interval (Wilson).
+        low, high: the interval.
+        recall: fraction of the true labels that were predicted above their thresholds.
+        ece: expected calibration error of the most probable label in 15 bins, before and after calibration; None
+            for several labels per image.
+    """
+
+    images: int
+    accepted: int
+    precision: float
+    low: float
+    high: float
+    recall: float
+    ece: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Probabilities and thresholds of labels, for one model.
+
+    Attributes:
+        weights: hash of the model.
+        labels, templates: C labels and the prompts.
+        several: whether images may have several labels.
+        scale: a.
+        biases: C values b.
+        thresholds: by label, the probability from which it is accepted; more than 1: never.
+        target: the precision that was asked for.
+        held_out: what the thresholds do on other images.
+    """
+
+    weights: str
+    labels: tuple[str, ...]
+    templates: tuple[str, ...]
+    several: bool
+    scale: float
+    biases: tuple[float, ...]
+    thresholds: tuple[float, ...]
+    target: float
+    held_out: HeldOut
+
+    def probabilities(self, similarities: Tensor) -> Tensor:
+        """Return (N, C) probabilities for similarities (N, C)."""
+        return _probabilities(similarities, self.scale, torch.tensor(self.biases), several=self.several)
+
+    def write(self, path: Path) -> None:
+        """Write a JSON file.
+
+        Raises:
+            DataError: it cannot be written.
+        """
+        try:
+            write_atomic(path, json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise DataError(f"cannot write {path}: {error.strerror}") from error
+
+
+def read_calibration(path: Path) -> Calibration:
+    """Read a file written by ``Calibration.write``.
+
+    Raises:
+        DataError: it is not such a file.
+    """
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Calibration)
+        numbers = [found.scale, *found.biases, *found.thresholds]
+        same = len(found.labels) == len(found.biases) == len(found.thresholds) > 1
+        if not same or not all(map(math.isfinite, numbers)):
+            raise ValueError("its labels, biases and thresholds do not match")
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path} is not a calibration written by clipkit classify --calibrate: {error}"
+        ) from error
+    return found
+
+
+def calibrate(
+    similarities: Tensor,
+    targets: Tensor,
+    *,
+    labels: Sequence[str],
+    templates: Sequence[str],
+    weights: str,
+    scale: float,
+    several: bool,
+    target: float = 0.9,
+    seed: int = 0,
+) -> Calibration:
+    """Fit probabilities and thresholds.
+
+    Args:
+        similarities: (N, C) float32.
+        targets: (N, C) bool, the labels of each image; images without any are of none.
+        labels, templates, weights: see ``Calibration``.
+        scale: the model's own a, for the error before calibration.
+        several: whether images may have several labels.
+        target: the precision to reach, 0 to 1.
+        seed: seed of the fifths.
+
+    Raises:
+        DataError: there are fewer than ten images, or a label or everything but it has none.
+    """
+    if len(targets) < 2 * FOLDS:
+        raise DataError(
+            f"{len(targets)} labelled images are too few to calibrate: expected at least {2 * FOLDS}"
+        )
+    for number, count in enumerate(targets.sum(dim=0).tolist()):
+        if not 0 < count < len(targets):
+            raise DataError(
+                f"label {labels[number]!r} has {count} of {len(targets)} labelled images: add others"
+            )
+    order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(seed))
+    fold = torch.empty(len(targets), dtype=torch.int64)
+    fold[order] = torch.arange(len(targets)) % FOLDS
+    accepted = torch.zeros_like(targets)
+    other = torch.zeros_like(similarities)  # probabilities of images by what was fitted to others
+    for number in range(FOLDS):
+        learn, held = fold != number, fold == number
+        fitted = _fit(similarities[learn], targets[learn], several=several, scale=scale)
+        own = _probabilities(similarities[learn], *fitted, several=several)
+        other[held] = _probabilities(similarities[held], *fitted, several=several)
+        chosen = _thresholds(own, targets[learn], target, several=several)
+        accepted[held] = _predicted(other[held], several=several) & (other[held] >= chosen)
+    right, count = int((accepted & targets).sum()), int(accepted.sum())
+    low, high = _wilson(right, count)
+    held_out = HeldOut(
+        images=len(targets),
+        accepted=count,
+        precision=right / max(1, count),
+        low=low,
+        high=high,
+        recall=right / max(1, int(targets.sum())),
+        ece=None if several else (_ece((similarities * scale).softmax(dim=1), targets), _ece(other, targets)),
+    )
+    fitted = _fit(similarities, targets, several=several, scale=scale)
+    probabilities = _probabilities(similarities, *fitted, several=several)
+    return Calibration(
+        weights=weights,
+        labels=tuple(labels),
+        templates=tuple(templates),
+        several=several,
+        scale=fitted[0],
+        biases=tuple(fitted[1].tolist()),
+        thresholds=tuple(_thresholds(probabilities, targets, target, several=several).tolist()),
+        target=target,
+        held_out=held_out,
+    )
+
+
+def _probabilities(similarities: Tensor, scale: float, biases: Tensor, *, several: bool) -> Tensor:
+    logits = scale * similarities + biases
+    return logits.sigmoid() if several else logits.softmax(dim=1)
+
+
+def _fit(similarities: Tensor, targets: Tensor, *, several: bool, scale: float) -> tuple[float, Tensor]:
+    """Return the scale and (C,) biases with the smallest cross-entropy."""
+    logarithm = torch.tensor(math.log(scale), requires_grad=True)
+    biases = torch.zeros(similarities.shape[1], requires_grad=True)
+    if several:
+        with torch.no_grad():
+            biases.fill_(-scale * float(similarities.mean()))
+    parameters = [logarithm, biases]
+    optimizer = torch.optim.LBFGS(parameters, max_iter=200, line_search_fn="strong_wolfe")
+    one = targets.sum(dim=1) == 1
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        logits = logarithm.exp() * similarities + biases
+        if several:
+            value = F.binary_cross_entropy_with_logits(logits, targets.float())
+        else:
+            value = F.cross_entropy(logits[one], targets[one].float().argmax(dim=1))
+        value = value + _DECAY * biases.var(correction=0)  # labels with few images stay near the others
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    return float(logarithm.detach().exp().clamp(1e-3, 1e4)), biases.detach()
+
+
+def _predicted(probabilities: Tensor, *, several: bool) -> Tensor:
+    """Return (N, C) bool, the labels that may be accepted: all, or only the most probable one."""
+    if several:
+        return torch.ones_like(probabilities, dtype=torch.bool)
+    best = probabilities.argmax(dim=1, keepdim=True)
+    return torch.zeros_like(probabilities, dtype=torch.bool).scatter(1, best, True)
+
+
+def _thresholds(probabilities: Tensor, targets: Tensor, target: float, *, several: bool) -> Tensor:
+    """Return (C,) thresholds, those of labels with few predictions from the predictions of all labels."""
+    predicted = _predicted(probabilities, several=several)
+    shared = _threshold(probabilities[predicted], targets[predicted], target)
+    found = []
+    for label in range(probabilities.shape[1]):
+        own = predicted[:, label]
+        enough = int((own & targets[:, label]).sum()) >= _LEAST
+        found.append(_threshold(probabilities[own, label], targets[own, label], target) if enough else shared)
+    return torch.tensor(found)
+
+
+def _threshold(probabilities: Tensor, right: Tensor, target: float) -> float:
+    """Return the lowest probability above which predictions have the precision; 2 if there is none.
+
+    One right and one wrong prediction are added, because the best of many thresholds looks better than it is.
+    """
+    order = probabilities.argsort(descending=True)
+    count = torch.arange(1, len(order) + 1, dtype=torch.float64)
+    enough = ((right[order].double().cumsum(0) + 1) / (count + 2) >= target).nonzero()
+    return float(probabilities[order[enough[-1]]]) if len(enough) else 2.0
+
+
+def _wilson(hits: int, count: int) -> tuple[float, float]:
+    """Return the 95% interval of a proportion (Wilson 1927)."""
+    if not count:
+        return 0.0, 1.0
+    z = 1.959963984540054
+    mean, spread = hits / count, z * z / count
+    middle = (mean + spread / 2) / (1 + spread)
+    half = z / (1 + spread) * math.sqrt(mean * (1 - mean) / count + spread / (4 * count))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def _ece(probabilities: Tensor, targets: Tensor, bins: int = 15) -> float:
+    """Return the expected calibration error of the most probable label of images with one label."""
+    one = targets.sum(dim=1) == 1
+    confidence, best = probabilities[one].max(dim=1)
+    right = targets[one].gather(1, best[:, None])[:, 0].double()
+    place = (confidence * bins).long().clamp(max=bins - 1)
+    gaps = torch.zeros(bins, dtype=torch.float64).index_add(0, place, confidence.double() - right)
+    return float(gaps.abs().sum() / max(1, len(right)))

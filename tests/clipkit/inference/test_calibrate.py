@@ -1,0 +1,187 @@
+"""Calibrated labels: thresholds and errors are those of plain loops, and files are read as they were written."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from PIL import Image
+
+import clipkit
+from clipkit.__main__ import dispatch
+from clipkit.errors import ConfigError, DataError
+from clipkit.formats.checkpoint import save_model
+from clipkit.inference import calibrate as calibration
+from clipkit.inference.calibrate import Calibration, calibrate, read_calibration
+from eval.metrics.classes import expected_calibration_error
+from eval.metrics.intervals import proportion
+
+
+def made(
+    seed: int, *, images: int = 300, labels: int = 4, several: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Similarities whose logits at a scale of 20 are right, and the labels drawn from them."""
+    draw = torch.Generator().manual_seed(seed)
+    similarities = torch.randn(images, labels, generator=draw) * 0.1
+    if several:
+        return similarities, torch.rand(images, labels, generator=draw) < (20 * similarities - 1).sigmoid()
+    chosen = torch.multinomial((20 * similarities).softmax(dim=1), 1, generator=draw)
+    return similarities, torch.zeros(images, labels, dtype=torch.bool).scatter(1, chosen, True)
+
+
+def calibrated(similarities: torch.Tensor, targets: torch.Tensor, *, several: bool = False) -> Calibration:
+    names = [f"label {number}" for number in range(targets.shape[1])]
+    return calibrate(
+        similarities, targets, labels=names, templates=["{c}"], weights="w", scale=100.0, several=several
+    )
+
+
+def test_the_scale_that_the_labels_were_drawn_with_is_found() -> None:
+    similarities, targets = made(0, images=5000)
+    found = calibrated(similarities, targets)
+    assert found.scale == pytest.approx(20, rel=0.1)
+    assert found.biases == pytest.approx([found.biases[0]] * 4, abs=0.3)
+    assert found.held_out.ece is not None
+    assert found.held_out.ece[1] < 0.03 < 0.2 < found.held_out.ece[0]
+    similarities, targets = made(1, images=5000, several=True)
+    found = calibrated(similarities, targets, several=True)
+    assert found.scale == pytest.approx(20, rel=0.1)
+    assert found.biases == pytest.approx([-1] * 4, abs=0.15)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_other_images_reach_the_precision_that_is_promised(several: bool) -> None:
+    reached, promised = [], []
+    others, truth = made(1000, images=5000, several=several)
+    for seed in range(10):
+        found = calibrated(*made(seed, images=400, several=several), several=several)
+        probabilities = found.probabilities(others)
+        accepted = probabilities >= torch.tensor(found.thresholds)
+        if not several:
+            accepted &= probabilities == probabilities.amax(dim=1, keepdim=True)
+        reached.append(float((accepted & truth).sum() / accepted.sum()))
+        promised.append(found.held_out.low)
+    assert 0.87 < sum(reached) / 10 < 0.95
+    assert sum(one >= low for one, low in zip(reached, promised, strict=True)) >= 8
+
+
+@given(st.dictionaries(st.integers(0, 20), st.booleans(), min_size=1), st.floats(0, 1))
+def test_the_lowest_threshold_with_the_precision(rows: dict[int, bool], target: float) -> None:
+    probabilities = torch.tensor([value / 20 for value in rows])
+    right = torch.tensor(list(rows.values()))
+    reaching = []
+    for value in probabilities.tolist():
+        above = right[probabilities >= value].tolist()
+        if (sum(above) + 1) / (len(above) + 2) >= target:
+            reaching.append(value)
+    assert calibration._threshold(probabilities, right, target) == (min(reaching) if reaching else 2.0)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 50))
+def test_errors_and_intervals_are_those_of_the_evaluation(seed: int, count: int) -> None:
+    similarities, targets = made(seed, images=count)
+    probabilities = (30 * similarities).softmax(dim=1)
+    confidence, best = probabilities.max(dim=1)
+    right = targets.gather(1, best[:, None])[:, 0]
+    error = expected_calibration_error(confidence, right).value
+    assert calibration._ece(probabilities, targets) == pytest.approx(error, abs=1e-6)
+    hits = int(right.sum())
+    assert calibration._wilson(hits, count) == pytest.approx(
+        (proportion(hits, count).low, proportion(hits, count).high), abs=1e-9
+    )
+
+
+def test_too_few_images() -> None:
+    similarities, targets = made(0, images=9)
+    with pytest.raises(DataError, match="9 labelled images are too few"):
+        calibrated(similarities, targets)
+    similarities, targets = made(0, images=50)
+    targets[:, 2] = False
+    with pytest.raises(DataError, match="'label 2' has 0 of 50"):
+        calibrated(similarities, targets)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images of three shades in folders by label, one of none, and a model."""
+    out = tmp_path_factory.mktemp("calibrate")
+    for place, name in enumerate(("dark", "light", "none")):
+        for number in range(12):
+            shade = np.random.default_rng([place, number]).integers(80 * place, 80 * place + 60, (16, 16, 3))
+            (out / "labelled" / name).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(shade.astype(np.uint8)).save(out / "labelled" / name / f"{number}.png")
+    save_model(clipkit.create("ViT-Ti-4-16", seed=0).eval(), out / "model")
+    return out
+
+
+def test_the_command(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ["classify", str(folder / "labelled"), "--model", str(folder / "model")]
+    assert dispatch([*command, "--calibrate", str(folder / "labelled"), "--none", "--out", "one.jsonl"]) == 0
+    assert "wrote calibration.json; on images held out from 36: precision" in capsys.readouterr().err
+    found = read_calibration(tmp_path / "calibration.json")
+    assert found.labels == ("dark", "light") and not found.several
+    again = [
+        *command,
+        "--calibration",
+        "calibration.json",
+        "--none",
+        "--out",
+        "two.jsonl",
+        "--review",
+        "r.html",
+    ]
+    assert dispatch(again) == 0
+    lines = Path("one.jsonl").read_text()
+    assert lines == Path("two.jsonl").read_text()
+    for line in map(json.loads, lines.splitlines()):
+        for label in line["labels"][:1]:
+            assert label["probability"] >= found.thresholds[found.labels.index(label["label"])] - 1e-6
+    assert Path("r.html").read_text().count("<select") == 36
+
+    for extra, message in (
+        (["--none"], "--none needs thresholds"),
+        (["--multi-label", "--labels", "a,b"], "--multi-label needs thresholds"),
+        ([], "no labels"),
+        (["--calibration", "calibration.json", "--labels", "dark,white"], "--labels differ"),
+        (["--calibration", "calibration.json", "--multi-label"], "was made without --multi-label"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            dispatch([*command, *extra])
+    save_model(clipkit.create("ViT-Ti-4-16", seed=1).eval(), tmp_path / "other")
+    with pytest.raises(ConfigError, match="another model"):
+        dispatch([*command[:-1], str(tmp_path / "other"), "--calibration", "calibration.json"])
+    for text in (
+        "",
+        "[]",
+        '{"scale": 1}',
+        "{",
+        Path("calibration.json").read_text().replace('"scale": ', '"scale": -1e999, "x": '),
+    ):
+        Path("damaged.json").write_text(text)
+        with pytest.raises(DataError, match=r"damaged\.json is not a calibration"):
+            dispatch([*command, "--calibration", "damaged.json"])
+
+
+def test_an_image_in_two_folders_has_both_labels(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("dark", "light"):
+        (tmp_path / "labelled" / name).mkdir(parents=True)
+        for number in range(8):
+            content = (folder / "labelled" / name / f"{number}.png").read_bytes()
+            (tmp_path / "labelled" / name / f"{number}.png").write_bytes(content)
+    (tmp_path / "labelled" / "dark" / "both.png").write_bytes(
+        (tmp_path / "labelled/light/1.png").read_bytes()
+    )
+    command = ["classify", "labelled", "--model", str(folder / "model"), "--calibrate", "labelled"]
+    with pytest.raises(DataError, match="1 image in labelled have several labels: add --multi-label"):
+        dispatch(command)
+    assert dispatch([*command, "--multi-label", "--out", "labels.csv"]) == 0
+    assert read_calibration(tmp_path / "calibration.json").several
+    assert read_calibration(tmp_path / "calibration.json").held_out.images == 16
