@@ -161,7 +161,7 @@ def _explain_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="M", required=True, help=MODEL)
     add_name(parser)
     parser.add_argument(
-        "--device", metavar="D", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)"
+        "--device", metavar="D", help="cpu, cuda, cuda:1, mps, xpu (default: auto, an accelerator if any)"
     )
     add_dim(parser)
     add_decoding_options(parser, default="as in the model's training")
@@ -190,7 +190,7 @@ def _complete_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", metavar="S", type=whole(0, MOST_SEED), default=0, help="(default: 0)")
     parser.add_argument(
-        "--device", metavar="D", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)"
+        "--device", metavar="D", help="cpu, cuda, cuda:1, mps, xpu (default: auto, an accelerator if any)"
     )
     add_decoding_options(parser, default="as in the model's training")
     parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="the .png file to write")
@@ -212,7 +212,7 @@ def _search_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="M", help="(default: that of the embeddings)")
     add_name(parser)
     parser.add_argument(
-        "--device", metavar="D", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)"
+        "--device", metavar="D", help="cpu, cuda, cuda:1, mps, xpu (default: auto, an accelerator if any)"
     )
 
 
@@ -228,7 +228,7 @@ def _serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_name(parser)
     parser.add_argument(
-        "--device", metavar="D", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)"
+        "--device", metavar="D", help="cpu, cuda, cuda:1, mps, xpu (default: auto, an accelerator if any)"
     )
     parser.add_argument(
         "--port", metavar="N", type=whole(0, 65_535), default=8000, help="(default: 8000; 0: any)"

@@ -205,7 +205,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--batch-size", metavar="N", type=whole(1, MOST_BATCH), help="(default: 32 on a CPU, else 256)"
     )
     parser.add_argument(
-        "--device", metavar="D", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)"
+        "--device", metavar="D", help="cpu, cuda, cuda:1, mps, xpu (default: auto, an accelerator if any)"
     )
     parser.add_argument(
         "--precision",

@@ -378,6 +378,9 @@ def one_core_each(workers: int) -> Iterator[ThreadPoolExecutor]:
 
 
 def pick_device(asked: str | None) -> str:
-    """Return the requested device, by default a GPU if there is one; each process of a node gets its own GPU."""
-    name = asked or ("cuda" if torch.cuda.is_available() else "cpu")
+    """Return the requested device, by default an accelerator if there is one; each process gets its own GPU."""
+    name = asked or "auto"
+    if name == "auto":  # CUDA, MPS (Apple) or XPU (Intel)
+        found = torch.accelerator.current_accelerator(check_available=True)
+        name = "cpu" if found is None else found.type
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if name == "cuda" else name

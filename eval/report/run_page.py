@@ -1,6 +1,7 @@
 """Build ``report.html``, the self-contained page of a training run; the same folder gives the same bytes."""
 
 import math
+import shlex
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Any
 
 from clipkit.errors import DataError
 from clipkit.files import without_secrets, write_page
+from data.corpora.builtin import BUILTIN
+from data.remote.cache import cache_folder
 from eval.datasets.dataset import TEST
 from eval.report.charts import (
     TEMPLATES,
@@ -243,8 +246,22 @@ def build_report(run: Path, out: Path | None = None) -> Path:
         series_name=partial(_series_name, known={result.series for result in folder.results}),
         provenance=_provenance(_of_training(folder.results)),
         config=without_secrets(folder.config_text).strip(),
+        search=_search(run, folder.scored_on),
     )
     return write_page(run / "report.html" if out is None else out, page)
+
+
+def _search(run: Path, datasets: Sequence[str]) -> str:
+    """Return the commands that open a page to search the first dataset on this disk; "" if there is none."""
+    for name in datasets:
+        place = cache_folder() / f"{name}-{BUILTIN[name].revision}" if name in BUILTIN else Path(name)
+        if place.is_dir():
+            out = shlex.quote(str(run / "search"))
+            return (
+                f"clipkit encode {shlex.quote(str(place))} --model {shlex.quote(str(run))} --out {out}\n"
+                f"clipkit serve {out}"
+            )
+    return ""
 
 
 def newest(results: Sequence[Result]) -> list[Result]:
