@@ -118,6 +118,7 @@ def encode(
         model=model_name,
         weights=model_hash(features.model),
         background=hex_of(decoding.background),
+        directory=str(Path.cwd()),
         upright=decoding.upright,
         sources=list(sources),
         items=items,

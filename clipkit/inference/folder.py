@@ -78,6 +78,7 @@ class Manifest:
     device: str  # type of the device: different devices round differently
     background: str = "none"  # color behind transparent images, as #rrggbb
     upright: bool = False  # whether the EXIF orientation is applied
+    directory: str = ""  # that relative paths of sources begin at
     format: int = _FORMAT
 
     @property

@@ -67,6 +67,7 @@ class Hit:
         path: the image's path, the key in its shard, or the text.
         source: the folder, file, shard or table that contains it.
         metadata: its other columns.
+        directory: the folder that relative paths were given in; "" for the current one.
     """
 
     id: str
@@ -74,6 +75,7 @@ class Hit:
     path: str
     source: str
     metadata: Mapping[str, Any]
+    directory: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +130,11 @@ class Embeddings:
         return self._parts[0].rows.shape[1]
 
     @property
+    def has_images(self) -> bool:
+        """Whether the rows are of images rather than texts."""
+        return self.manifest.get("kind") != "caption"
+
+    @property
     def columns(self) -> list[str]:
         """Names of the metadata columns."""
         return list(self._table(self._parts[0]).column_names)
@@ -172,6 +179,7 @@ class Embeddings:
         coarse = []
         for part, mask in zip(parts, masks, strict=True):
             scores = part.rows @ (half if part.rows.dtype == torch.float16 else query)
+            scores.nan_to_num_(nan=-torch.inf)
             coarse.append(scores if mask is None else scores.masked_fill(~mask, -torch.inf))
         every = torch.cat(coarse)
         k = min(k, int((every > -torch.inf).sum()))
@@ -215,14 +223,14 @@ class Embeddings:
 
     def _hit(self, part: _Part, row: int, similarity: float) -> Hit:
         values: dict[str, Any] = self._table(part).slice(row, 1).to_pylist()[0]
-        text = self.manifest.get("kind") == "caption" or "image_path" not in values
-        path = values.pop("caption" if text else "image_path", None)
+        path = values.pop("image_path" if self.has_images and "image_path" in values else "caption", None)
         return Hit(
             id=f"{part.number}-{row}-{part.digits}",
             similarity=similarity,
             path=str(path),
             source=str(values.pop("source", "")),
             metadata=values,
+            directory=str(self.manifest.get("directory", "")),
         )
 
     def _table(self, part: _Part) -> pyarrow.Table:
@@ -350,25 +358,31 @@ def _members_of(shard: Path, _changed: tuple[int, int]) -> dict[str, Member]:
     return {key: member for key, member in members(shard) if member.extension in IMAGE_EXTENSIONS}
 
 
+def _located(path: str, directory: str) -> Path:
+    """Return a path as it was given in a directory, or in the current one if it is not there."""
+    there = Path(directory) / path
+    return there if there.exists() else Path(path)
+
+
 def thumbnail(hit: Hit, side: int) -> bytes:
     """Return the image of a hit as a JPEG of at most ``side`` pixels along each side.
 
     Raises:
         DataError: it cannot be read or decoded.
     """
-    source = Path(hit.source)
-    image: Path | Member = Path(hit.path)
+    source, image = (_located(one, hit.directory) for one in (hit.source, hit.path))
+    content: Path | Member = image
     try:
         if source.suffix.lower() == ".tar" and source.is_file():
             state = source.stat()
             of_shard = _members_of(source, (state.st_mtime_ns, state.st_size))
             if hit.path not in of_shard:
                 raise DataError(f"{hit.source} has no image {hit.path}")
-            image = of_shard[hit.path]
+            content = of_shard[hit.path]
     except OSError as error:
         raise DataError(f"cannot read {source}: {error.strerror}") from error
-    content = read_image(Item(source=hit.source, key=hit.path, image=image))
-    picture = Image.fromarray(decode_file(content, decoding=_AS_SHOWN).pixels)
+    data = read_image(Item(source=hit.source, key=hit.path, image=content))
+    picture = Image.fromarray(decode_file(data, decoding=_AS_SHOWN).pixels)
     picture.thumbnail((side, side), Image.Resampling.BICUBIC, reducing_gap=2.0)
     file = io.BytesIO()
     picture.save(file, "JPEG", quality=85)

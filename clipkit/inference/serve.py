@@ -78,7 +78,7 @@ class Result(BaseModel):
     path: str
     source: str
     similarity: float
-    thumbnail: str
+    thumbnail: str = Field(description="address of a JPEG; empty for texts")
     metadata: dict[str, Any]
 
 
@@ -132,9 +132,8 @@ def application(collections: Sequence[Collection], *, token: str = "", hosts: Se
         results = []
         for rank, hit in enumerate(hits, start=1):
             name = f"{parts.collection}-{hit.id}"
-            results.append(
-                Result(**asdict(hit) | {"id": name}, rank=rank, thumbnail=f"/api/thumbnails/{name}")
-            )
+            address = f"/api/thumbnails/{name}" if one.embeddings.has_images else ""
+            results.append(Result(**asdict(hit) | {"id": name}, rank=rank, thumbnail=address))
         return Results(results=results, rows=len(one.embeddings))
 
     @app.get("/api/search")
@@ -145,7 +144,9 @@ def application(collections: Sequence[Collection], *, token: str = "", hosts: Se
     @app.post("/api/search")
     async def search_images(file: list[UploadFile], parts: Annotated[Parts, QueryField()]) -> Results:
         """Search for uploaded images, together with the other parts of the query."""
-        images = [await one.read() for one in file[:_MAX_IMAGES]]
+        if len(file) > _MAX_IMAGES:
+            raise ConfigError(f"expected at most {_MAX_IMAGES} files")
+        images = [await one.read() for one in file]
         return await asyncio.to_thread(found, parts, images)
 
     @app.get("/api/collections")

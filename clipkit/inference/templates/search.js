@@ -35,7 +35,7 @@ function showParts() {
 }
 
 function shown(hit) {
-  const picture = element("img", { src: hit.thumbnail, alt: hit.path, loading: "lazy" });
+  const picture = hit.thumbnail ? element("img", { src: hit.thumbnail, alt: hit.path, loading: "lazy" }) : "";
   const button = (textContent, list) => {
     const made = element("button", { type: "button", textContent });
     made.onclick = () => {

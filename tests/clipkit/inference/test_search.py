@@ -182,3 +182,39 @@ def test_another_models_embeddings_are_refused(encoded: Path, tmp_path: Path) ->
     (tmp_path / "foreign" / "manifest.json").write_text(json.dumps(["no", "manifest"]))
     with pytest.raises(DataError, match=r"manifest\.json"):
         Embeddings(tmp_path / "foreign")
+
+
+def test_relative_paths_are_found_from_other_folders(
+    encoded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(encoded)
+    assert dispatch(["encode", "images", "--model", "model", "--out", str(tmp_path / "out"), "--quiet"]) == 0
+    monkeypatch.chdir(tmp_path)
+    embeddings = Embeddings(tmp_path / "out")
+    (hit,) = embeddings.search(torch.nn.functional.normalize(torch.ones(embeddings.width), dim=0), 1)
+    assert not Path(hit.path).is_absolute() and thumbnail(hit, 8).startswith(b"\xff\xd8\xff")
+
+
+def test_texts_are_found_by_images(encoded: Path, tmp_path: Path) -> None:
+    (tmp_path / "lines.txt").write_text("a cat\na dog\n")
+    model, out = str(encoded / "model"), str(tmp_path / "out")
+    assert (
+        dispatch(["encode", "--text", str(tmp_path / "lines.txt"), "--model", model, "--out", out, "--quiet"])
+        == 0
+    )
+    embeddings = Embeddings(Path(out))
+    query = Query()
+    query.add(clipkit.load(model), texts=["a dog"])
+    first, second = embeddings.search(query.vector(), 5)
+    assert (first.path, second.path) == ("a dog", "a cat") and not embeddings.has_images
+    assert first.similarity == pytest.approx(1, abs=1e-3)
+
+
+def test_rows_that_are_not_finite_are_never_found(tmp_path: Path) -> None:
+    rows = unit(np.random.default_rng(0), 10).astype(np.float16)
+    rows[3] = np.nan
+    write(tmp_path, rows)
+    query = torch.from_numpy(unit(np.random.default_rng(1), 1)[0])
+    assert {hit.path for hit in Embeddings(tmp_path).search(query, 20)} == {
+        f"0/{row}.png" for row in range(10) if row != 3
+    }
