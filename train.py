@@ -100,6 +100,7 @@ def main(arguments: Arguments) -> int:
             shape,
             seed=config.seed,
             small=config.small,
+            lora=config.lora,
             checkpoint=newest,
             say=first_lines.append,
         )

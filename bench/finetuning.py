@@ -1,10 +1,10 @@
 """Compare fine-tuning options: the quickstart's model on 1,000 digits, and its loss of accuracy on fonts.
 
-    python -m bench.finetuning [OPTION …] [--model runs/quickstart]
+    python -m bench.finetuning [OPTION …] [--model runs/quickstart] [--seeds 0]
 
 Trains ``configs/finetune.toml`` with its defaults and once with each option on the first 1,000 built-in digits, and
-evaluates zero-shot on the other 797 and on the fonts that the quickstart is evaluated on. One seed. Only
-scores are recorded, no times.
+evaluates zero-shot on the other 797 and on the fonts that the quickstart is evaluated on. Only scores are
+recorded, no times.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 
 import eval as evaluation
@@ -27,6 +28,16 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "locked text tower": ("lock.text=all", "lock.unfreeze_every=0"),
     "one rate for all layers": ("optim.layer_decay=1",),
     "no averages": ("optim.average=0",),
+    **{
+        f"adapters, rate {rate}": (
+            "lora.rank=8",
+            "lock.unfreeze_every=0",
+            "optim.layer_decay=1",
+            f"optim.lr={rate}",
+        )
+        for rate in ("3e-4", "1e-3", "3e-3")
+    },
+    "one rate of 1e-3 for all layers": ("lock.unfreeze_every=0", "optim.layer_decay=1", "optim.lr=1e-3"),
 }
 
 
@@ -65,22 +76,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
     parser.add_argument("options", nargs="*", choices=[*OPTIONS, []], help="default: all")
     parser.add_argument("--model", default="runs/quickstart")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
         pairs = Path(work) / "pairs"
         write_pairs(pairs)
-        for number, name in enumerate(given.options or OPTIONS):
+        for number, (name, seed) in enumerate(product(given.options or OPTIONS, given.seeds)):
             out = Path(work) / str(number)
             settings = [
                 f"data.train={pairs}", f'eval.data=["{pairs}", "glyphs"]', "eval.every_steps=0", "data.workers=1",
-                f"model.weights={given.model}", "model.name=ViT-Ti-4-16", f"out={out}", *OPTIONS[name],
+                f"model.weights={given.model}", "model.name=ViT-Ti-4-16", f"out={out}", f"seed={seed}", *OPTIONS[name],
             ]  # fmt: skip
             program = [sys.executable, str(ROOT / "train.py"), str(ROOT / "configs" / "finetune.toml")]
             subprocess.run([*program, *settings], cwd=ROOT, check=True)
             found = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
-            found[name] = {"settings": OPTIONS[name], **scores(out / "results.jsonl")}
+            label = f"{name}, seed {seed}" if seed else name
+            found[label] = {"settings": OPTIONS[name], **scores(out / "results.jsonl")}
             RESULT.write_text(json.dumps(found, indent=2) + "\n")
-            print(name, found[name], flush=True)
+            print(label, found[label], flush=True)
 
 
 if __name__ == "__main__":

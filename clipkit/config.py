@@ -710,6 +710,29 @@ class LockConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685) of ``model.weights``, which are locked."""
+
+    section = "lora."
+    rank: int = setting(
+        0,
+        "Rank of the adapters of all matrices in the towers' blocks; everything else but the temperature is "
+        "locked. 0: train the weights themselves.",
+        _at_least(0),
+    )
+    alpha: float = setting(0.0, "Adapters are multiplied by alpha / rank. 0: by 1.", _at_least(0))
+    image: bool = setting(True, "Whether the image tower has adapters; otherwise it is locked.")
+    text: bool = setting(True, "The same for the text tower.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("alpha", "image", "text"):
+            if not self._is_default(name):
+                _require_use(f"lora.{name}", getattr(self, name), "lora.rank", bool(self.rank))
+        require(self.image or self.text, "lora.text", self.text, "expected true with lora.image=false")
+
+
+@dataclass(frozen=True, kw_only=True)
 class SmallConfig(Section):
     """Train small, finish large (CLIPA, Li et al. 2023, https://arxiv.org/abs/2305.07017)."""
 
@@ -899,6 +922,7 @@ class Config(Section):
     views: ViewsConfig = field(default_factory=ViewsConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
     lock: LockConfig = field(default_factory=LockConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     shape: ShapeConfig = field(default_factory=ShapeConfig)
     small: SmallConfig = field(default_factory=SmallConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -981,6 +1005,12 @@ class Config(Section):
             _require_use("pixels.weight", self.pixels.weight, "model.image=pixels:SIZE", image)
             locked = "cannot be combined with pixels.weight, which trains the image tower"
             require(self.lock.image != "all", "lock.image", self.lock.image, locked)
+        if self.lora.rank:
+            _require_use("lora.rank", self.lora.rank, "model.weights", bool(self.model.weights))
+            for setting in ("image", "text", "unfreeze_every"):
+                locked, alone = getattr(self.lock, setting), "cannot be combined with lora.rank"
+                require(not locked, f"lock.{setting}", locked, alone)
+            require(not self.model.new_head, "model.new_head", True, "cannot be combined with lora.rank")
         if self.optim.name == "adafactor":
             tied = "cannot be combined with optim.name=adafactor, whose second moments belong to rows and columns"
             require(self.shape.positions != "learned_2d", "shape.positions", self.shape.positions, tied)

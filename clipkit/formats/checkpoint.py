@@ -26,11 +26,12 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -40,6 +41,7 @@ from clipkit.errors import CheckpointError, ConfigError
 from clipkit.files.traits import Decoding
 from clipkit.model.architectures import ARCHITECTURES, Architecture
 from clipkit.model.clip import CLIP, build
+from clipkit.model.lora import Adapters, add_adapters, merge_adapters
 from clipkit.model.preprocess import Preprocess
 from clipkit.model.resample import fit_positions
 from clipkit.model.tokenizer import Tokenizer, tokenizer_of
@@ -204,6 +206,7 @@ def load_model(folder: Path, *, image_size: int = 0, context_length: int = 0) ->
     if preprocess.image_size != shape.vision.image_size:
         raise CheckpointError(f"{folder}: the image sizes of architecture and preprocessing differ")
     tokenizer = tokenizer_of(shape, stored=card.get("tokenizer", "none"), folder=folder)
+    base = _base(folder, shape, card["adapters"]) if card.get("adapters") else None
     try:
         tensors = load_file(weights)
     except (OSError, SafetensorError) as error:
@@ -213,6 +216,11 @@ def load_model(folder: Path, *, image_size: int = 0, context_length: int = 0) ->
             f"{weights} is damaged, its checksum is wrong: use another checkpoint, or remove {COMPLETE} beside "
             "it to load it anyway"
         )
+    if base is not None:
+        check_weights(base, {**base.state_dict(), **tensors}, origin=folder)
+        base.load_state_dict(tensors, strict=False)
+        merge_adapters(base)
+        tensors = base.state_dict()
     if resized := bool(image_size or context_length):
         shape = shape.resized(image_size=image_size, context_length=context_length)
         preprocess = replace(preprocess, image_size=shape.vision.image_size)
@@ -227,6 +235,31 @@ def load_model(folder: Path, *, image_size: int = 0, context_length: int = 0) ->
         tokenizer=tokenizer,
         resample=resized,
     )
+
+
+def _base(folder: Path, shape: Architecture, stored: object) -> CLIP:
+    """Load the model that a checkpoint's adapters belong to, and add adapters without values of their own."""
+    from clipkit.formats.load import open_source
+
+    try:
+        adapters = msgspec.convert(stored, Adapters)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"{folder}: model.json describes no adapters: {error}") from error
+    where = f"{folder} has adapters of {adapters.source}"
+    try:
+        base = open_source(
+            adapters.source, image_size=shape.vision.image_size, context_length=shape.text.context_length
+        )
+    except (CheckpointError, ConfigError) as error:
+        raise CheckpointError(f"{where}, which cannot be loaded: {error}") from error
+    if model_hash(base) != adapters.hash:
+        raise CheckpointError(f"{where}, whose weights have changed since: restore them")
+    base.set_decoder(shape.decoder, seed=0)
+    base.set_masked(shape.masked, seed=0)
+    if shape.logit_bias and base.logit_bias is None:
+        base.reset_bias()
+    add_adapters(base, adapters)
+    return base
 
 
 def stored_preprocess(folder: Path) -> Preprocess:
@@ -466,6 +499,7 @@ def model_card(model: CLIP, folder: Path) -> dict[str, Any]:
         "architecture": model.architecture.to_dict(),
         "preprocess": model.preprocess.to_dict(),
         "tokenizer": model.tokenizer.store(folder),
+        **({} if model.adapters is None else {"adapters": asdict(model.adapters)}),
     }
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import Architecture, Decoder
 from clipkit.model.decoder import CaptionDecoder, TextInput
+from clipkit.model.lora import Adapters
 from clipkit.model.masked import MaskedPatchHead
 from clipkit.model.names import architecture
 from clipkit.model.preprocess import Preprocess
@@ -81,6 +82,7 @@ class CLIP(nn.Module):
         self.tokenizer = tokenizer or tokenizer_of(shape)
         self.visual = shape.vision.build(shape.embed_dim, quick_gelu=shape.quick_gelu)
         self.text: nn.Module | None = None
+        self.adapters: Adapters | None = None
         if (text := shape.text.plain) is not None:
             self.transformer = Transformer(
                 text.width, text.layers, text.heads, mlp_ratio=text.mlp_ratio, quick_gelu=shape.quick_gelu

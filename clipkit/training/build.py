@@ -12,6 +12,7 @@ from torch import nn
 from clipkit.api import load
 from clipkit.config import (
     CaptionConfig,
+    LoraConfig,
     LossConfig,
     MaskedConfig,
     ModelConfig,
@@ -22,12 +23,13 @@ from clipkit.config import (
 )
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.files.hub import HUB, fetch_repository
-from clipkit.formats.checkpoint import load_model, stored_preprocess
+from clipkit.formats.checkpoint import load_model, model_hash, stored_preprocess
 from clipkit.formats.weights import read_weights
 from clipkit.model import IMAGE_TOWERS
 from clipkit.model.architectures import IMAGE_SIZES, STEM, Architecture, Decoder, Layer, selected
 from clipkit.model.clip import CLIP, create
 from clipkit.model.flops import HEADS
+from clipkit.model.lora import Adapters, add_adapters
 from clipkit.model.names import architecture
 from clipkit.model.tokenizer import stored_tokenizer, trained_tokenizer
 from clipkit.objectives import OBJECTIVES
@@ -192,14 +194,15 @@ def first_model(
     *,
     seed: int,
     small: SmallConfig,
+    lora: LoraConfig | None = None,
     checkpoint: Path | None = None,
     say: Callable[[str], object] = lambda line: None,
 ) -> CLIP:
     """Return a model with fresh weights or those of ``model.weights``, in training mode on the CPU.
 
     A run that resumes takes weights, tokenizer and preprocessing from its ``checkpoint``; ``model.weights`` may no
-    longer exist. The preprocessing is always the checkpoint's. ``say`` gets a line if a decoder of captions is
-    drawn anew, because the weights have none or another one.
+    longer exist, unless the run trains adapters of them. The preprocessing is always the checkpoint's. ``say``
+    gets a line if a decoder of captions is drawn anew, because the weights have none or another one.
 
     Raises:
         ConfigError: the weights have another architecture.
@@ -207,7 +210,9 @@ def first_model(
     """
     objective = OBJECTIVES[loss.name]
     fresh = False  # whether temperature and bias start with the objective's values
-    if model.weights and checkpoint is not None:
+    adapted = lora is not None and lora.rank > 0
+    adapters: Adapters | None = None
+    if model.weights and checkpoint is not None and not adapted:
         first = load_model(checkpoint)
         if not _fits(first, shape):
             cause = f"of another architecture than {model.label}"
@@ -220,6 +225,16 @@ def first_model(
             )  # reads its files now: the checkpoint is deleted when newer ones replace it
     elif model.weights and not model.new_head:
         first = load(model.weights, image_size=model.image_size, context_length=model.context_length)
+        if lora is not None and adapted:
+            path = Path(model.weights).expanduser()
+            adapters = Adapters(
+                rank=lora.rank,
+                alpha=lora.alpha or float(lora.rank),
+                image=lora.image,
+                text=lora.text,
+                source=str(path.resolve()) if path.exists() else model.weights,
+                hash=model_hash(first),
+            )
         if first.architecture.decoder != shape.decoder:
             has = "another" if first.architecture.decoder else "no"
             anew = "is not used" if shape.decoder is None else "starts with fresh weights"
@@ -258,6 +273,11 @@ def first_model(
         if fresh and objective.initial_bias is not None and first.logit_bias is not None:
             first.logit_bias.fill_(objective.initial_bias)
     first.name = first.name or model.label
+    if adapters is not None:
+        if checkpoint is not None:
+            first.preprocess = stored_preprocess(checkpoint)
+            first.reset_constants()
+        add_adapters(first, adapters, seed=seed)
     if first.logit_bias is not None:
         first.logit_bias.requires_grad_(objective.initial_bias is not None)
     return first.train()

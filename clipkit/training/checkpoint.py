@@ -54,6 +54,7 @@ from clipkit.formats.checkpoint import (
     weights_of,
 )
 from clipkit.model.clip import CLIP
+from clipkit.model.lora import adapter_tensors
 from clipkit.training.ema import AveragedWeights
 from clipkit.training.guards import first_not_finite, weights_error
 from clipkit.training.optim import expected_state
@@ -385,7 +386,7 @@ class CheckpointWriter:
                 not finite; existing checkpoints are unchanged.
         """
         self.finish()
-        weights = weights_of(model)
+        weights = adapter_tensors(model, weights_of(model))
         files = {"model.safetensors": weights, "optimizer.safetensors": optimizer_tensors(model, optimizer)}
         if averaged is not None:
             average = averaged.tensors()
@@ -610,7 +611,9 @@ def load_training(
     state = loop_state(stored, origin=folder)
     if STEP_FOLDER.fullmatch(folder.name) and state.step != step_of(folder.name):
         raise CheckpointError(f"{folder}: state.json is of step {state.step}")
-    weights = _load(folder / "model.safetensors")
+    own_names = adapter_tensors(model, model.state_dict()).keys()
+    base = {name: one for name, one in model.state_dict().items() if name not in own_names}
+    weights = {**base, **_load(folder / "model.safetensors")}
     _check(model, weights, folder)
     if averaged is not None:
         averaged.restore(weights, origin=folder)
@@ -619,7 +622,7 @@ def load_training(
         _check(model, weights, folder)
     elif (folder / "trained.safetensors").exists():
         raise CheckpointError(f"{folder}: its weights are averaged; set optim.average as before")
-    for name, own in model.state_dict().items():
+    for name, own in adapter_tensors(model, model.state_dict()).items():
         put(own, weights[name])
     partly = partly or not state.step  # before the first update an optimizer has no state
     restore_optimizer(model, optimizer, _load(folder / "optimizer.safetensors"), origin=folder, partly=partly)

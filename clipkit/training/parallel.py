@@ -20,6 +20,7 @@ from clipkit.distributed import ranks_of_host, sum_over_ranks, world_size
 from clipkit.errors import ConfigError
 from clipkit.model.clip import CLIP
 from clipkit.model.decoder import CrossAttentionBlock
+from clipkit.model.lora import add_adapters
 from clipkit.model.towers import Kernel, ResidualAttentionBlock
 
 __all__ = [
@@ -35,6 +36,8 @@ def without_values(model: CLIP) -> CLIP:
             model.architecture, name=model.name, preprocess=model.preprocess, tokenizer=model.tokenizer
         )
     empty.origin = model.origin
+    if model.adapters is not None:
+        add_adapters(empty, model.adapters)
     for parameter, own in zip(empty.parameters(), model.parameters(), strict=True):
         parameter.requires_grad_(own.requires_grad)
     return empty.train()

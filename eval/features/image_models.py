@@ -67,6 +67,7 @@ class ImageModel(CLIP):
         self.visual = _CroppingTower(trunk, preprocess.crop_size)
         self.text = _NoTextTower(name)
         self.text_decoder = None
+        self.adapters = None
         self.logit_scale = nn.Parameter(torch.zeros(()), requires_grad=False)
         self.logit_bias = None
         self.register_buffer("_mean", torch.empty(3, 1, 1), persistent=False)

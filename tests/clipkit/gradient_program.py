@@ -27,6 +27,7 @@ from clipkit.model.architectures import (
     WordTable,
 )
 from clipkit.model.clip import CLIP
+from clipkit.model.lora import Adapters, add_adapters
 from clipkit.model.towers import kept_patches
 from clipkit.objectives import Targets
 from clipkit.objectives.caption import caption_inputs, no_loss
@@ -60,6 +61,7 @@ class Way:
     negatives: bool = False  # whether images have a wrong caption of their own
     dropout: bool = False
     locked: bool = False
+    adapters: bool = False
     parts: int = 1
     lengths: bool = False
     sharded: bool = False
@@ -72,7 +74,8 @@ class Way:
         masked = f" masked {self.masked}" * bool(self.masked) + " views" * self.views
         masked += f" pixels {self.pixels}" * bool(self.pixels)
         masked += " negatives" * self.negatives + " several" * self.several
-        return f"{self.loss}{caption}{masked}{' dropout' * self.dropout}{' locked' * self.locked}"
+        masked += " dropout" * self.dropout + " adapters" * self.adapters
+        return f"{self.loss}{caption}{masked}{' locked' * self.locked}"
 
     @property
     def name(self) -> str:
@@ -107,6 +110,8 @@ WHAT = (
     Way(loss="siglip", views=True, masked="color"),
     Way(dropout=True),
     Way(locked=True),
+    Way(adapters=True, dropout=True),
+    Way(loss="siglip", adapters=True, caption="tokens"),
 )
 
 
@@ -167,6 +172,13 @@ def compute(way: Way) -> dict[str, Tensor]:
         model.logit_bias.requires_grad_()
     if way.locked:
         lock(model, image="all", text=2)
+    if way.adapters:
+        add_adapters(model, Adapters(rank=3, alpha=6, image=True, text=True, source="", hash=""), seed=7)
+        for number, (name, parameter) in enumerate(model.named_parameters()):
+            if name.endswith(".up"):
+                random = torch.Generator().manual_seed(number)
+                torch.nn.init.normal_(parameter, std=0.1, generator=random)
+        model.to(way.dtype)
     if way.sharded:
         whole, model = model, without_values(model).to(way.dtype)
         shard(model, whole.state_dict(), "full", device=torch.device("cpu"))

@@ -1,0 +1,130 @@
+"""Low-rank adapters (LoRA; Hu et al. 2021, https://arxiv.org/abs/2106.09685) of the matrices in the towers' blocks.
+
+A matrix W (O, I) becomes W + s · up · down with up (O, r), down (r, I) and s = alpha / r. They are torch
+parametrizations, so towers of any library compute with the sum, and W itself is locked. ``up`` starts at 0. One
+adapter serves the queries, keys and values that share a matrix.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from clipkit.errors import ConfigError
+from clipkit.model.architectures import STEM
+
+if TYPE_CHECKING:
+    from clipkit.model.clip import CLIP
+
+__all__ = ["Adapters", "adapter_tensors", "add_adapters", "is_adapter", "merge_adapters"]
+
+_PART = "parametrizations."
+_MATRICES = ("weight", "in_proj_weight")
+_HEADS = ("logit_", "masked_head.", "text_decoder.")  # trained whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapters:
+    """A model's adapters.
+
+    Attributes:
+        rank: r.
+        alpha: s · r.
+        image, text: whether the tower has adapters.
+        source, hash: the model that they adapt, and its ``model_hash``.
+    """
+
+    rank: int
+    alpha: float
+    image: bool
+    text: bool
+    source: str
+    hash: str
+
+
+class LowRank(nn.Module):
+    """The parametrization of one matrix."""
+
+    def __init__(self, rows: int, columns: int, rank: int, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+        self.down = nn.Parameter(torch.empty(rank, columns))
+        self.up = nn.Parameter(torch.empty(rows, rank))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Return W + s · up · down."""
+        return torch.addmm(weight, self.up, self.down, alpha=self.scale)
+
+
+def add_adapters(model: "CLIP", adapters: Adapters, *, seed: int = 0) -> None:
+    """Add adapters to a model, in place, and lock everything else but the temperature and heads of local terms.
+
+    Args:
+        model: a CLIP without adapters, on the CPU or without values.
+        adapters: what to add.
+        seed: seed of ``down``.
+    """
+    random = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if not name.startswith(_HEADS):
+            parameter.requires_grad_(False)
+    for module, name in _matrices(model, adapters):
+        weight: Tensor = getattr(module, name)
+        rows, columns = weight.shape
+        own = LowRank(rows, columns, adapters.rank, adapters.alpha / adapters.rank).to(weight.device)
+        if not weight.is_meta:
+            nn.init.zeros_(own.up)
+            nn.init.normal_(own.down, std=weight.shape[1] ** -0.5, generator=random)
+        parametrize.register_parametrization(module, name, own, unsafe=True)
+    model.adapters = adapters
+
+
+def merge_adapters(model: "CLIP") -> None:
+    """Make the sums the weights of the model, in place; without adapters it is unchanged."""
+    for module in list(model.modules()):
+        for name in list(getattr(module, "parametrizations", ())):
+            parametrize.remove_parametrizations(module, name, leave_parametrized=True)
+    model.adapters = None
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter belongs to an adapter."""
+    return _PART in name and not name.endswith(".original")
+
+
+def adapter_tensors(model: "CLIP", tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return those of a model's tensors that its base does not have: adapters, temperature, and heads of terms."""
+    if model.adapters is None:
+        return tensors
+    return {name: one for name, one in tensors.items() if is_adapter(name) or name.startswith(_HEADS)}
+
+
+def _matrices(model: "CLIP", adapters: Adapters) -> list[tuple[nn.Module, str]]:
+    """Return the modules and names of the matrices in the towers' blocks.
+
+    Raises:
+        ConfigError: the blocks of a library's tower are not recognized, or have no matrices.
+    """
+    shape, found = model.architecture, []
+    towers = (
+        ("image", adapters.image, shape.vision, model.visual),
+        ("text", adapters.text, shape.text, model if model.text is None else model.text),
+    )
+    for tower, wanted, kind, module in towers:
+        layer = kind.layer_of(module) if wanted else None
+        own = []
+        for name, parameter in module.named_parameters() if layer is not None else ():
+            if module is model and name.startswith(("visual.", *_HEADS)):
+                continue
+            path, _, last = name.rpartition(".")
+            assert layer is not None
+            if last in _MATRICES and parameter.ndim == 2 and layer(name) not in (None, STEM):
+                own.append((module.get_submodule(path), last))
+        if wanted and not own:
+            raise ConfigError(
+                f"lora.{tower} = True: the {tower} tower has no blocks with matrices: set it to false"
+            )
+        found += own
+    return found
