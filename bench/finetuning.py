@@ -85,7 +85,8 @@ def main() -> None:
             out = Path(work) / str(number)
             settings = [
                 f"data.train={pairs}", f'eval.data=["{pairs}", "glyphs"]', "eval.every_steps=0", "data.workers=1",
-                f"model.weights={given.model}", "model.name=ViT-Ti-4-16", f"out={out}", f"seed={seed}", *OPTIONS[name],
+                f"model.weights={given.model}", "model.name=ViT-Ti-4-16", f"out={out}", f"seed={seed}",
+                *OPTIONS[name],
             ]  # fmt: skip
             program = [sys.executable, str(ROOT / "train.py"), str(ROOT / "configs" / "finetune.toml")]
             subprocess.run([*program, *settings], cwd=ROOT, check=True)
