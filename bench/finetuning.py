@@ -37,7 +37,10 @@ OPTIONS: dict[str, tuple[str, ...]] = {
         )
         for rate in ("3e-4", "1e-3", "3e-3")
     },
-    "one rate of 1e-3 for all layers": ("lock.unfreeze_every=0", "optim.layer_decay=1", "optim.lr=1e-3"),
+    **{
+        f"all layers, rate {rate}": ("lock.unfreeze_every=0", "optim.layer_decay=1", f"optim.lr={rate}")
+        for rate in ("3e-5", "1e-4")
+    },
 }
 
 
