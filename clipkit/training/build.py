@@ -37,7 +37,7 @@ from clipkit.training.ema import AveragedWeights, RunningStatistics
 from clipkit.training.parallel import gathered
 
 __all__ = [
-    "Place", "Unfreezing", "check_split", "first_model", "lock", "patch_counts", "places",
+    "Place", "Unfreezing", "adapters_of", "check_split", "first_model", "lock", "patch_counts", "places",
     "scored_weights", "shape_of", "still_statistics", "tower_of",
 ]  # fmt: skip
 
@@ -227,14 +227,8 @@ def first_model(
         first = load(model.weights, image_size=model.image_size, context_length=model.context_length)
         if lora is not None and adapted:
             path = Path(model.weights).expanduser()
-            adapters = Adapters(
-                rank=lora.rank,
-                alpha=lora.alpha or float(lora.rank),
-                image=lora.image,
-                text=lora.text,
-                source=str(path.resolve()) if path.exists() else model.weights,
-                hash=model_hash(first),
-            )
+            source = str(path.resolve()) if path.exists() else model.weights
+            adapters = adapters_of(lora, source=source, weights=model_hash(first))
         if first.architecture.decoder != shape.decoder:
             has = "another" if first.architecture.decoder else "no"
             anew = "is not used" if shape.decoder is None else "starts with fresh weights"
@@ -281,6 +275,14 @@ def first_model(
     if first.logit_bias is not None:
         first.logit_bias.requires_grad_(objective.initial_bias is not None)
     return first.train()
+
+
+def adapters_of(lora: LoraConfig, *, source: str = "", weights: str = "") -> Adapters:
+    """Return the adapters that settings select, of a model and its hash."""
+    alpha = lora.alpha or float(lora.rank)
+    return Adapters(
+        rank=lora.rank, alpha=alpha, image=lora.image, text=lora.text, source=source, hash=weights
+    )
 
 
 def _take_image_tower(first: CLIP, model: ModelConfig) -> None:

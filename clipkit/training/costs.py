@@ -36,12 +36,13 @@ from clipkit.model.flops import (
     trained_blocks,
     view_flops,
 )
+from clipkit.model.lora import add_adapters
 from clipkit.model.names import architecture
 from clipkit.objectives import OBJECTIVES, TERMS
 from clipkit.objectives.views import view_side
 from clipkit.training import OPTIMIZERS
 from clipkit.training.arguments import Target
-from clipkit.training.build import check_split, lock, patch_counts, shape_of, tower_of
+from clipkit.training.build import adapters_of, check_split, lock, patch_counts, shape_of, tower_of
 
 __all__ = [
     "COUNTED_ON", "CPU_MFU", "GPUS", "GPU_MFU", "PUBLISHED_MFU", "Costs", "Estimate", "Gpu", "Machine", "Memory",
@@ -417,7 +418,7 @@ def memory_of(work: Workload) -> Memory:
         weights=weights,
         gradients=math.ceil(_FLOAT * trained / ways),
         optimizer=math.ceil(state / ways),
-        average=own if work.average else 0,
+        average=math.ceil(_FLOAT * trained / ways) if work.average else 0,
         copy=own if work.sam else 0,
         activations=activations,
         loss=_FLOAT * (2 * text_rows * shape.embed_dim + 4 * rows * shape.embed_dim + 3 * logits),
@@ -588,6 +589,8 @@ def workloads_of(
             own = replace(own, masked=None)
         with torch.device("meta"):
             model = CLIP(own, name=config.model.label)
+        if config.lora.rank:
+            add_adapters(model, adapters_of(config.lora))
         terms = [
             name for name in TERMS if getattr(config, name).weight and begin >= getattr(config, name).after
         ]

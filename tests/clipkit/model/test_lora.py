@@ -119,10 +119,10 @@ def test_a_run_resumes_bit_by_bit_and_stores_nothing_of_its_base(
     start = clipkit.load(base / "model")
     assert loaded.adapters is None and loaded.state_dict().keys() == start.state_dict().keys()
     name = "visual.transformer.resblocks.0.mlp.c_fc"
-    path = f"{name}.parametrizations.weight.0"
+    adapter = f"{name}.parametrizations.weight.0"
     difference = loaded.state_dict()[f"{name}.weight"] - start.state_dict()[f"{name}.weight"]
     torch.testing.assert_close(
-        difference, stored[f"{path}.up"] @ stored[f"{path}.down"], atol=1e-6, rtol=1e-4
+        difference, stored[f"{adapter}.up"] @ stored[f"{adapter}.down"], atol=1e-6, rtol=1e-4
     )
     assert difference.abs().max() > 1e-4
 

@@ -53,7 +53,10 @@ def test_the_ways_to_name_shards(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         ("{folder}/train/{{0..14}}.tar", "3 of 15 shards are missing, the first is {folder}/train/12.tar"),
         ("{folder}/train/{{0..3.tar", "the braces of '{folder}/train/{{0..3.tar' do not balance"),
         ("{folder}/train/99.tar", "no data at '{folder}/train/99.tar': not a folder, a tar, or a built-in"),
-        ("glyph", "no data at 'glyph': not a folder, a tar, or a built-in dataset (cues, digits, emoji, glyphs)"),
+        (
+            "glyph",
+            "no data at 'glyph': not a folder, a tar, or a built-in dataset (cues, digits, emoji, glyphs)",
+        ),
         ("", "no data: the source is empty"),
         ("x" * 300, "cannot look for data at 'xxx"),
         ("x/" * 2500, "cannot look for data at 'x/x/"),
