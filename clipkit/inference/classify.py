@@ -182,6 +182,8 @@ def run(options: argparse.Namespace) -> int:
         ClipkitError: a user error.
     """
     labels, calibration = _labels(options)
+    if options.review is not None and options.review.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(f"--review {options.review} must be a file name ending in .html")
     templates = templates_of(options.templates) if calibration is None else list(calibration.templates)
     stream = Stream(options.sources, image_column=options.image_column)
     top = min(options.top, len(labels))
@@ -245,7 +247,12 @@ def _labels(options: argparse.Namespace) -> tuple[list[str], Calibration | None]
         if not folder.is_dir():
             raise DataError(f"{folder}: no such folder")
         names = sorted(one.name for one in folder.iterdir() if one.is_dir() and not one.name.startswith("."))
-        return [name for name in names if name != NONE], None
+        found = [name for name in names if name != NONE]
+        if len(found) < 2:
+            raise DataError(
+                f"{folder} has {counted(len(found), 'label')}: expected a folder for each of several"
+            )
+        return found, None
     if options.calibration is not None:
         calibration = read_calibration(user_path(options.calibration))
         if options.labels is not None and labels_of(options.labels) != list(calibration.labels):

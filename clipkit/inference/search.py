@@ -339,7 +339,7 @@ def load_model(embeddings: Embeddings, options: argparse.Namespace, name: str = 
         raise ConfigError(f"{embeddings.folder} does not record its model: pass --model")
     model = load(str(source), name=options.name, device=pick_device(options.device))
     if recorded and model_hash(model) != recorded.get("weights"):
-        model = load(str(source), name=options.name, device=pick_device(options.device), dim=embeddings.width)
+        model.dim = min(model.dim, embeddings.width)  # as with encode --dim
         if model_hash(model) != recorded.get("weights"):
             raise ConfigError(
                 f"{embeddings.folder} has embeddings of {recorded.get('model')} with other weights than {source}: "

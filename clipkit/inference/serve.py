@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import hmac
 import secrets
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from ipaddress import ip_address
@@ -291,13 +292,13 @@ def run(options: argparse.Namespace) -> int:
         timeout_keep_alive=10,
         server_header=False,
     )
-    server = _Server(config, query=f"/?token={token}" if token else "/")
     try:
-        server.run()
-    except SystemExit as error:  # uvicorn could not listen, and has logged why
-        raise ConfigError(
-            f"cannot listen on {options.host} port {options.port}: choose another --port"
-        ) from error
+        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+        listening = socket.create_server((options.host, options.port), family=family)
+    except OSError as error:
+        where = f"{options.host} port {options.port}"
+        raise ConfigError(f"cannot listen on {where}: {error.strerror or error}") from error
+    _Server(config, query=f"/?token={token}" if token else "/").run([listening])
     return 0
 
 
@@ -308,10 +309,11 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self.query = query
 
-    async def startup(self, sockets: Any = None) -> None:
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
-            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            assert sockets is not None
+            host, port = sockets[0].getsockname()[:2]
             name = f"[{host}]" if ":" in host else host
             print(f"serving http://{name}:{port}{self.query} (Ctrl-C ends)", flush=True)
 

@@ -241,7 +241,7 @@ def test_what_cannot_be_served(made: Path, monkeypatch: pytest.MonkeyPatch) -> N
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {port}"):
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {port}: "):
             dispatch(["serve", str(made / "one"), "--port", port])
     monkeypatch.setitem(sys.modules, "fastapi", None)
     monkeypatch.delitem(sys.modules, "clipkit.inference.serve")
