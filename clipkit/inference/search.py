@@ -229,7 +229,10 @@ class Embeddings:
             similarity=similarity,
             path=str(path),
             source=str(values.pop("source", "")),
-            metadata=values,
+            metadata={
+                name: one if one is None or isinstance(one, str | int | float) else str(one)
+                for name, one in values.items()
+            },
             directory=str(self.manifest.get("directory", "")),
         )
 
@@ -255,7 +258,10 @@ class Embeddings:
             table = self._table(part)
             if column not in table.column_names:
                 raise DataError(f"no column {printable(column, 40)}: {', '.join(table.column_names)}")
-            values = table[column].cast(pyarrow.string())
+            try:
+                values = table[column].cast(pyarrow.string())
+            except pyarrow.ArrowException as error:
+                raise DataError(f"column {column} has no text: {error}") from error
             found = pyarrow.compute.match_substring(values, text, ignore_case=True).fill_null(False)
             own = torch.from_numpy(found.to_numpy(zero_copy_only=False).copy())
             mask = own if mask is None else mask & own

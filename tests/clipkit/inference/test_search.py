@@ -28,7 +28,10 @@ def write(folder: Path, *parts: np.ndarray, first: int = 0) -> None:
         np.save(folder / "img_emb" / f"img_emb_{number}.npy", rows)
         names = [f"{number}/{row}.png" for row in range(len(rows))]
         groups = ["Odd" if row % 2 else None for row in range(len(rows))]
-        table = pyarrow.table({"image_path": names, "group": groups, "source": ["images"] * len(rows)})
+        source = ["images"] * len(rows)
+        table = pyarrow.table(
+            {"image_path": names, "group": groups, "source": source, "raw": [b"\xff"] * len(rows)}
+        )
         parquet.write_table(table, folder / "metadata" / f"metadata_{number}.parquet")
 
 
@@ -65,11 +68,13 @@ def test_filters_leave_rows_out(tmp_path: Path) -> None:
     write(tmp_path, unit(np.random.default_rng(0), 30).astype(np.float16))
     embeddings, query = Embeddings(tmp_path), torch.from_numpy(unit(np.random.default_rng(1), 1)[0])
     odd = embeddings.search(query, 50, filters={"group": "oDD"})
-    assert len(odd) == 15 and all(hit.metadata == {"group": "Odd"} for hit in odd)
+    assert len(odd) == 15 and all(hit.metadata == {"group": "Odd", "raw": "b'\\xff'"} for hit in odd)
     assert [hit.path for hit in embeddings.search(query, 50, filters={"image_path": "/7."})] == ["0/7.png"]
     assert embeddings.search(query, 5, filters={"group": "none of them"}) == []
-    with pytest.raises(DataError, match="no column colour: image_path, group, source"):
+    with pytest.raises(DataError, match="no column colour: image_path, group, source, raw"):
         embeddings.search(query, 5, filters={"colour": "red"})
+    with pytest.raises(DataError, match="column raw has no text"):
+        embeddings.search(query, 5, filters={"raw": "x"})
     with pytest.raises(DataError, match="dimension 8, the embeddings have 16"):
         embeddings.search(torch.ones(8), 5)
 
