@@ -35,6 +35,11 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "masked pixels": ("masked.weight=0.5", "masked.target=pixels"),
     "views": ("views.weight=1", "optim.average=0.99"),
     "dims 32, 64": ("loss.dims=[32,64]",),
+    # as many steps as take the CPU time of the default's 1,200
+    "caption, equal time": ("caption.weight=1", "caption.length=24", "steps=230", "optim.warmup=58"),
+    "masked, equal time": ("masked.weight=0.5", "steps=520", "optim.warmup=130"),
+    "views, equal time": ("views.weight=1", "optim.average=0.99", "steps=330", "optim.warmup=82"),
+    "muon, 1,000 steps": ("optim.name=muon", "steps=1000", "optim.warmup=250"),
 }
 SCORES = {"digits": "zero-shot", "glyphs": "zero-shot"}
 
