@@ -46,8 +46,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     "adafactor": OptimizerEntry(
         make=late("clipkit.training.optim:adafactor"), matrix_bytes=2, other_bytes=2, shardable=False
     ),
-    # orthogonalizes whole matrices
-    "muon": OptimizerEntry(make=late("clipkit.training.optim:muon"), matrix_bytes=4, shardable=False),
+    "muon": OptimizerEntry(make=late("clipkit.training.optim:muon"), matrix_bytes=4),
 }
 
 

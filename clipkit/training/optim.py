@@ -15,7 +15,7 @@ from clipkit.config import OptimConfig
 from clipkit.model.clip import CLIP
 from clipkit.training import OPTIMIZERS
 from clipkit.training.build import places, tower_of
-from clipkit.training.parallel import is_sharded, local_part, sums_over_parts
+from clipkit.training.parallel import is_sharded, local_part, sharded_like, sums_over_parts, whole
 
 __all__ = [
     "Adafactor", "Lamb", "MuonWithAdamW", "StableAdamW", "adafactor", "adamw", "expected_state", "lamb",
@@ -185,7 +185,7 @@ class MuonWithAdamW(Optimizer):
 
     Muon orthogonalizes the update of a matrix, in bfloat16, and scales it to the norm of AdamW's updates (Liu et
     al., section 2.2), so both use one learning rate and weight decay. The projection of queries, keys and values is
-    one matrix. Parameters must not be sharded.
+    one matrix. If parameters are sharded, so is their state, and each rank orthogonalizes the gathered matrices.
 
     Groups with ``"matrices": True`` are Muon's. State of their parameters: ``momentum_buffer``, of their shape and
     dtype; of others AdamW's ``exp_avg``, ``exp_avg_sq`` and ``step``.
@@ -224,8 +224,35 @@ class MuonWithAdamW(Optimizer):
             wanted = isinstance(optimizer, torch.optim.Muon)
             optimizer.param_groups = [group for group in self.param_groups if group["matrices"] == wanted]
             optimizer.state = self.state
-            optimizer.step()
+            if wanted and any(is_sharded(one) for group in optimizer.param_groups for one in group["params"]):
+                self._step_sharded(optimizer.param_groups)
+            else:
+                optimizer.step()
         return loss
+
+    def _step_sharded(self, groups: Groups) -> None:
+        """Make Muon's update of sharded matrices, one gathered at a time."""
+        for group in groups:
+            momentum, rate, decay = (group[name] for name in ("momentum", "lr", "weight_decay"))
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
+                average = state["momentum_buffer"].lerp_(parameter.grad, 1 - momentum)
+                gradient = whole(parameter.grad.lerp(average, momentum))
+                step = torch.nn.Parameter(torch.zeros_like(gradient))
+                step.grad = gradient
+                torch.optim.Muon(
+                    [step],
+                    lr=rate,
+                    momentum=0,
+                    nesterov=False,
+                    weight_decay=0,
+                    adjust_lr_fn=group["adjust_lr_fn"],
+                ).step()
+                parameter.mul_(1 - rate * decay).add_(sharded_like(parameter, step.detach()))
 
 
 # values that are processed at a time: those that fit in a core's cache; on GPUs to limit temporary memory

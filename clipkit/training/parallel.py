@@ -25,7 +25,8 @@ from clipkit.model.towers import Kernel, ResidualAttentionBlock
 
 __all__ = [
     "clip_gradients", "compile_blocks", "complete_gradients", "gathered", "is_sharded", "local_gradients",
-    "local_part", "put", "recompute_blocks", "replicated", "scalars", "shard", "sums_over_parts", "without_values",
+    "local_part", "put", "recompute_blocks", "replicated", "scalars", "shard", "sharded_like", "sums_over_parts",
+    "whole", "without_values",
 ]  # fmt: skip
 
 
@@ -164,8 +165,8 @@ def clip_gradients(model: CLIP, limit: float) -> Tensor:
     norms = [
         torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None]) for part in parts.values()
     ]
-    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    norm = whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
+    norms = [whole(norm) for norm in norms]
+    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     if limit:
         for part in parts.values():
             torch.nn.utils.clip_grads_with_norm_(part, limit, norm)
@@ -175,11 +176,20 @@ def clip_gradients(model: CLIP, limit: float) -> Tensor:
 @torch.no_grad()
 def put(target: Tensor, value: Tensor) -> None:
     """Copy a whole tensor into one of the same shape that may be sharded."""
-    if isinstance(target, DTensor):
-        value = distribute_tensor(
-            value.to(target.device), target.device_mesh, target.placements, src_data_rank=None
-        )
-    target.copy_(value)
+    target.copy_(sharded_like(target, value))
+
+
+def sharded_like(target: Tensor, value: Tensor) -> Tensor:
+    """Shard a whole tensor, which all ranks have, as ``target`` is sharded; without communication."""
+    if not isinstance(target, DTensor):
+        return value
+    layout = target.device_mesh, target.placements
+    return distribute_tensor(value.to(target.device), *layout, src_data_rank=None)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Gather a tensor that may be sharded; all ranks call it together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 _MAX_SHAPES = 32  # of a compiled function, before it runs uncompiled
@@ -285,7 +295,7 @@ def sums_over_parts(tensors: Sequence[Tensor], sums: Sequence[Tensor]) -> list[T
     Returns:
         N scalars, the same on all ranks.
     """
-    whole = list(sums)
+    totals = list(sums)
     layouts: dict[object, list[tuple[int, DTensor]]] = {}
     for index, tensor in enumerate(tensors):
         if isinstance(tensor, DTensor):
@@ -295,7 +305,7 @@ def sums_over_parts(tensors: Sequence[Tensor], sums: Sequence[Tensor]) -> list[T
         # ranks that hold the same rows, as in hybrid sharding, must not count them twice
         kinds = [Partial() if placement.is_shard() else Replicate() for placement in layout.placements]
         parts = torch.stack([sums[index] for index, _ in members])
-        totals = DTensor.from_local(parts, layout.device_mesh, kinds, run_check=False).full_tensor()
-        for (index, _), total in zip(members, totals.unbind(), strict=True):
-            whole[index] = total
-    return whole
+        added = DTensor.from_local(parts, layout.device_mesh, kinds, run_check=False).full_tensor()
+        for (index, _), total in zip(members, added.unbind(), strict=True):
+            totals[index] = total
+    return totals
