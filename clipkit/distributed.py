@@ -37,6 +37,10 @@ __all__ = [
 
 Answer = TypeVar("Answer")
 
+# names since torch 2.14, where the others are deprecated
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 _NOTE = "clipkit/failed"
 _POLL_SECONDS = 0.1  # interval of requests while waiting for other ranks
 _WATCH_SECONDS = 2.0  # interval at which the watcher looks for a note
@@ -376,7 +380,7 @@ def counts_of_rows(own: int) -> list[int]:
     # a process group that was not created by start() may not support CPU tensors
     device = "cpu" if "cpu:" in dist.get_backend_config() else "cuda"
     counts = torch.empty(world_size(), dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(counts, torch.tensor([own], device=device))
+    _all_gather(counts, torch.tensor([own], device=device))
     return [int(count) for count in counts.tolist()]
 
 
@@ -393,7 +397,7 @@ def gather_rows(rows: Tensor, counts: list[int]) -> Tensor:
     if len(own) < most:
         own = torch.cat([own, own.new_zeros(most - len(own), *own.shape[1:])])
     gathered = own.new_empty(len(counts) * most, *own.shape[1:])
-    dist.all_gather_into_tensor(gathered, own)
+    _all_gather(gathered, own)
     if min(counts) == most:
         return gathered
     return torch.cat([one[:count] for one, count in zip(gathered.split(most), counts, strict=True)])
@@ -414,5 +418,5 @@ def scatter_sums_of_rows(rows: Tensor, counts: list[int]) -> Tensor:
         for place, part in zip(given.split(most), rows.split(counts), strict=True):
             place[: len(part)] = part
     own = rows.new_empty(most, *rows.shape[1:])
-    dist.reduce_scatter_tensor(own, given)
+    _reduce_scatter(own, given)
     return own[: counts[rank()]]
