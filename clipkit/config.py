@@ -1037,7 +1037,7 @@ class Config(Section):
             last = imported("clipkit.training:learning_rate")(steps - 1, steps, optim)
             found.append(
                 f"optim.warmup = {optim.warmup} is not shorter than the run of {steps} steps: the learning rate "
-                f"ends at {last:.2g}, below optim.lr = {optim.lr:g}"
+                f"rises to {last:.2g} (optim.lr = {optim.lr:g}) and does not decay"
             )
         if self.small.steps >= steps:
             found.append(

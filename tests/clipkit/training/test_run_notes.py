@@ -17,7 +17,7 @@ QUICKSTART = CONFIGS / "quickstart.toml"
     [
         (
             ["optim.warmup=6"],
-            "optim.warmup = 6 is not shorter than the run of 6 steps: the learning rate ends at 0.0015,",
+            "optim.warmup = 6 is not shorter than the run of 6 steps: the learning rate rises to 0.0015",
         ),
         (
             ["optim.warmup=2", "small.steps=6", "small.image_size=8"],
