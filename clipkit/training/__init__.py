@@ -42,10 +42,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     "stable_adamw": OptimizerEntry(make=late("clipkit.training.optim:stable_adamw")),
     # counts steps by group: parameters that join later would start without bias correction
     "lamb": OptimizerEntry(make=late("clipkit.training.optim:lamb"), parameters_join_late=False),
-    # keeps sums over rows and columns of whole matrices
-    "adafactor": OptimizerEntry(
-        make=late("clipkit.training.optim:adafactor"), matrix_bytes=2, other_bytes=2, shardable=False
-    ),
+    "adafactor": OptimizerEntry(make=late("clipkit.training.optim:adafactor"), matrix_bytes=2, other_bytes=2),
     # orthogonalizes whole matrices
     "muon": OptimizerEntry(make=late("clipkit.training.optim:muon"), matrix_bytes=4, shardable=False),
 }
