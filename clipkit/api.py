@@ -93,6 +93,11 @@ def load(
             raise ConfigError(
                 f"dim = {dim} is invalid: expected 1 to {model.dim}, the model's embedding dimension"
             )
+        if model.architecture.distilled and dim != model.dim:
+            raise ConfigError(
+                f"dim = {dim} is invalid: the embedding has a half for the class token and one for the "
+                "distillation token"
+            )
         model.dim = dim
     return model.to(place)
 

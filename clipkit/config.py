@@ -442,16 +442,29 @@ class ShapeConfig(Section):
         "sincos_2d: fixed sines and cosines of row and column; none. Empty: those of model.name.",
         _one_of("", "learned", "learned_2d", "sincos_2d", "none"),
     )
+    distilled: bool = setting(
+        False,
+        "Add a distillation token (DeiT): one half of the embedding belongs to it and learns from distill.teacher, "
+        "the other half belongs to the class token and learns the labels. Both are averaged for evaluation.",
+    )
     text_width: int = setting(
         0, "Width of the text tower, with heads as wide as those of model.name.", _at_least(0)
     )
     text_layers: int = setting(0, "Its number of blocks.", _at_least(0))
     embed: int = setting(0, "Dimension of the embedding.", _at_least(0))
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        both = self.distilled and self.pool not in ("", "class")
+        require(not both, "shape.pool", self.pool, "expected class with shape.distilled")
+
     @property
     def changed(self) -> dict[str, Any]:
-        """The settings that differ from ``model.name``."""
-        return {one.name: value for one in fields(self) if (value := getattr(self, one.name))}
+        """The settings that differ from ``model.name``; the distillation token is a kind of pooling."""
+        found = {one.name: value for one in fields(self) if (value := getattr(self, one.name))}
+        if found.pop("distilled", False):
+            found["pool"] = "distilled"
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -946,9 +959,6 @@ class Config(Section):
         late_ones |= {f"{one}.after": settings.after for one, settings in terms.items()}
         for name, value in late_ones.items():
             require(optimizer.parameters_join_late or not value, name, value, never)
-        able = ", ".join(name for name, one in optimizers.items() if one.shardable)
-        never = f"expected none with optim.name={self.optim.name}; only {able} can be sharded"
-        require(optimizer.shardable or self.sharding == "none", "sharding", self.sharding, never)
 
         objectives = imported("clipkit.objectives:OBJECTIVES")
         name, objective = self.loss.name, objectives[self.loss.name]
@@ -992,6 +1002,14 @@ class Config(Section):
                 if not self.distill._is_default(setting):
                     value = getattr(self.distill, setting)
                     _require_use(f"distill.{setting}", value, "loss.name=classes", False)
+        if self.shape.distilled:
+            learns = bool(self.distill.teacher or self.model.weights)
+            _require_use("shape.distilled", True, "distill.teacher or model.weights", learns)
+            require(objective.over_classes, "shape.distilled", True, "requires loss.name=classes")
+            least = "expected below 1 with shape.distilled, whose class token would learn nothing"
+            require(self.distill.weight < 1, "distill.weight", self.distill.weight, least)
+            whole = "cannot be combined with shape.distilled"
+            require(not self.loss.dims, "loss.dims", self.loss.dims, whole)
         for term, settings in terms.items():
             alone = f"expected 0 with loss.name={name}"
             refused = objective.over_classes and term != "pixels"

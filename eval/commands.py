@@ -35,6 +35,7 @@ from eval.datasets.catalog import (
     card_lines,
     cards_in_no_suite,
     is_of_card,
+    paper_differences,
     primary_metrics,
     published_scores,
     suites_of,
@@ -78,7 +79,7 @@ def report(options: argparse.Namespace) -> int:
     from clipkit.files import write_page
     from eval.report.comparison_page import build_comparison
     from eval.report.result_set import read_result_set
-    from eval.report.tables import as_csv, as_latex, as_markdown
+    from eval.report.tables import Facts, as_csv, as_latex, as_markdown
     from eval.results.records import whole
 
     printed = [form for form, path in tables.items() if str(path) == "-"]
@@ -99,7 +100,8 @@ def report(options: argparse.Namespace) -> int:
     log = sys.stderr if printed else sys.stdout  # a printed table may be piped into another program
     if options.out is not None or not tables:
         out = options.out or files[0].with_name("scores.html")  # report.html is the page of a run
-        page = build_comparison(files, out, published=published, suites=suites, primary=primary)
+        facts = Facts(published=published, suites=suites, primary=primary, paper=paper_differences(datasets))
+        page = build_comparison(files, out, **facts)
         print(f"wrote {page}", file=log)
     writers: Mapping[str, Callable[..., str]] = {"csv": as_csv, "latex": as_latex, "markdown": as_markdown}
     for form, path in tables.items():

@@ -26,7 +26,7 @@ from clipkit.export.open_clip import store_tokenizer
 from clipkit.export.transformers import write_clip_tokenizer
 from clipkit.model.clip import CLIP
 from clipkit.model.tokenizer import ClassTokenizer, ClipTokenizer
-from clipkit.model.towers import Padded
+from clipkit.model.towers import Padded, unit_halves
 
 __all__ = ["OPSET", "check", "example", "obstacle", "write"]
 
@@ -42,15 +42,16 @@ def obstacle(model: CLIP) -> str:
 
 
 class _Normalized(nn.Module):
-    """A tower with unit-norm output."""
+    """A tower with unit-norm output; with ``halves``, those of its output have equal norms."""
 
-    def __init__(self, tower: nn.Module) -> None:
+    def __init__(self, tower: nn.Module, *, halves: bool = False) -> None:
         super().__init__()
-        self.tower = tower
+        self.tower, self.halves = tower, halves
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, …) → (B, O)."""
-        return F.normalize(self.tower(x), dim=-1)
+        out = self.tower(x)
+        return F.normalize(unit_halves(out) if self.halves else out, dim=-1)
 
 
 class _OwnTextEncoder(nn.Module):
@@ -81,7 +82,8 @@ def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]
     """
     size, shape = model.preprocess.image_size, model.architecture.text
     length, classes = shape.context_length, list(shape.classes)
-    text = _OwnTextEncoder(model) if model.text is None else _Normalized(model.text)
+    halves = model.architecture.distilled
+    text = _OwnTextEncoder(model) if model.text is None else _Normalized(model.text, halves=halves)
     names = _graph(
         _Normalized(model.visual),
         torch.zeros(2, 3, size, size),

@@ -1,6 +1,5 @@
 from .architectures import (
     ARCHITECTURES as ARCHITECTURES,
-    IMAGE_SIZES as IMAGE_SIZES,
     QUICKGELU as QUICKGELU,
     Architecture as Architecture,
     BagOfWords as BagOfWords,
@@ -10,6 +9,7 @@ from .architectures import (
     TextArchitecture as TextArchitecture,
     TextTower as TextTower,
     VisionTower as VisionTower,
+    size_settings as size_settings,
 )
 from .attention import (
     attention_blocks as attention_blocks,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ARCHITECTURES", "COLORS", "IMAGE_SIZES", "MASKED", "QUICKGELU", "STEM", "Architecture", "BagOfWords",
     "ClassTable", "Decoder", "ImageArchitecture", "Layer", "LayerNames", "PixelTower", "TextArchitecture",
-    "TextTower", "TowerArchitecture", "VisionTower", "named", "selected",
+    "TextTower", "TowerArchitecture", "VisionTower", "named", "selected", "size_settings",
 ]  # fmt: skip
 
 _MAX, _MAX_LAYERS, _MAX_RATIO = 1_000_000, 1000, 64  # limits for stored architectures, which are not trusted
@@ -355,7 +355,7 @@ class _TransformerTower:
         return kept, length * (width * computed + statistics)
 
 
-POOLS = ("class", "mean", "map")  # what is projected to an image's features
+POOLS = ("class", "mean", "map", "distilled")  # what is projected to an image's features
 _MOST_PIXELS = 512  # along a side
 POSITIONS = ("learned", "learned_2d", "sincos_2d", "none")
 IMAGE_SIZES = {  # settings of [shape]: fields of ``VisionTower``
@@ -370,7 +370,8 @@ class VisionTower(_TransformerTower, ImageArchitecture):
 
     Attributes:
         pool: what is projected to features: "class", the class token; "mean", the mean of the normalized patch
-            tokens (open_clip's "avg"); "map", attention of a learned token to them (Zhai et al. 2022, 2106.04560).
+            tokens (open_clip's "avg"); "map", attention of a learned token to them (Zhai et al. 2022, 2106.04560);
+            "distilled", the class token and a distillation token, each to half of them, see ``unit_halves``.
         positions: position embeddings: "learned"; "learned_2d", a row's and a column's of half the width each; or
             fixed: "sincos_2d", or "none".
     """
@@ -401,7 +402,10 @@ class VisionTower(_TransformerTower, ImageArchitecture):
             )
 
     def tokens(self, embed_dim: int) -> tuple[int, int]:
-        return 1 + self.patches, self.width
+        return self._length(self.patches), self.width
+
+    def _length(self, patches: int) -> int:
+        return patches + (2 if self.pool == "distilled" else 1)
 
     @property
     def plain(self) -> "VisionTower":
@@ -421,14 +425,15 @@ class VisionTower(_TransformerTower, ImageArchitecture):
 
     @property
     def description(self) -> str:
-        kinds = [f"{self.pool} pooling"] if self.pool != "class" else []
+        kinds = ["a distillation token"] if self.pool == "distilled" else []
+        kinds += [f"{self.pool} pooling"] if self.pool in ("mean", "map") else []
         kinds += [f"{self.positions} positions"] if self.positions != "learned" else []
         sizes = [f"{self.layers} layers", f"width {self.width}", f"{self.heads} heads"]
         return f"ViT with patches of {self.patch_size} pixels, {', '.join([*sizes, *kinds])}"
 
     @property
     def is_clips(self) -> bool:
-        """Whether it reads the class token, as CLIP's ViTs do; position embeddings may be fixed."""
+        """Whether it reads the class token alone, as CLIP's ViTs do; position embeddings may be fixed."""
         return self.pool == "class"
 
     def build(self, embed_dim: int, *, quick_gelu: bool) -> "nn.Module":
@@ -459,10 +464,11 @@ class VisionTower(_TransformerTower, ImageArchitecture):
     def flops(self, embed_dim: int, *, patches: int | None = None, blocks: int | None = None) -> Flops:
         count = self.patches if patches is None else patches
         embedding = 2 * count * 3 * self.patch_size**2 * self.width
-        read = self._flops(count + 1, embed_dim, blocks=blocks, embedding=embedding)
+        length = self._length(count)
+        read = self._flops(length, embed_dim, blocks=blocks, embedding=embedding)
         if self.pool == "class":
             return read
-        pooling = super().whole_flops(count + 1).forward  # of the last block
+        pooling = super().whole_flops(length).forward  # of the last block
         if self.pool == "map":  # keys and values of all patches; query, output and MLP of one token
             pooling += 4 * self.width * ((count + 1) * self.width + self.hidden + count)
         backward = read.backward + 2 * pooling if blocks != 0 else 0
@@ -475,7 +481,7 @@ class VisionTower(_TransformerTower, ImageArchitecture):
         self, count: int | None, *, blocks: int | None = None, bf16: bool, recompute: int = 0
     ) -> int:
         count = self.patches if count is None else count
-        kept, before = self._activation_bytes(count + 1, blocks, bf16=bf16, recompute=recompute)
+        kept, before = self._activation_bytes(self._length(count), blocks, bf16=bf16, recompute=recompute)
         if self.pool != "class":  # the rest of the last block's tokens
             kept += count * (self.width + self.hidden) * 2 * (_HALF if bf16 else _FLOAT)
         if blocks is not None:
@@ -484,7 +490,7 @@ class VisionTower(_TransformerTower, ImageArchitecture):
         return kept + count * 3 * self.patch_size**2 * (_HALF if bf16 else _FLOAT) + before
 
     def open_clip_config(self) -> dict[str, Any]:
-        if self.pool == "map":
+        if self.pool in ("map", "distilled"):
             return super().open_clip_config()
         names = ("image_size", "patch_size", "width", "layers", "mlp_ratio")
         pool = {"pool_type": "avg"} if self.pool == "mean" else {}
@@ -493,6 +499,14 @@ class VisionTower(_TransformerTower, ImageArchitecture):
             "head_width": self.width // self.heads,
             **pool,
         }
+
+
+def size_settings(vision: VisionTower) -> dict[str, object]:
+    """Return the settings of [shape] that select a ViT."""
+    found: dict[str, object] = {setting: getattr(vision, name) for setting, name in IMAGE_SIZES.items()}
+    if vision.pool == "distilled":
+        found |= {"pool": "class", "distilled": True}
+    return found
 
 
 PIXEL_SIZES = {"Ti": (128, 6, 4), "S": (512, 24, 8), "M": (1024, 36, 8), "L": (1536, 48, 16)}
@@ -903,6 +917,11 @@ class Architecture:
         for name in ("quick_gelu", "small_data", "logit_bias"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigError(f"{name} = {value!r} must be true or false")
+        if self.distilled and (self.embed_dim % 2 or not self.text.over_classes):
+            raise ConfigError(
+                "a distillation token requires a classification head and an even embedding dimension, not "
+                f"{self.text.description} and embed_dim = {self.embed_dim}"
+            )
         if self.masked not in (None, *MASKED):
             raise ConfigError(f"masked = {self.masked!r} is unknown: {nearest(str(self.masked), MASKED)}")
         side = 0 if self.vision.plain is None else self.vision.plain.patch_size
@@ -910,6 +929,11 @@ class Architecture:
             raise ConfigError(
                 f"masked.target = 'small' cuts patches in 4 × 4 cells, and they are {side} pixels wide"
             )
+
+    @property
+    def distilled(self) -> bool:
+        """Whether the image tower has a distillation token."""
+        return self.vision.plain is not None and self.vision.plain.pool == "distilled"
 
     @property
     def masked_outputs(self) -> int:

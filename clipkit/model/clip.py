@@ -30,6 +30,7 @@ from clipkit.model.towers import (
     attention_by_length,
     attention_varlen,
     pack,
+    unit_halves,
     varlen_runs,
 )
 
@@ -264,6 +265,8 @@ class CLIP(nn.Module):
         """
         if self.text is not None:
             features = self.text(tokens)
+            if self.architecture.distilled:
+                features = unit_halves(features)
         elif (packed := self._packing(tokens, lengths)) is None:
             x = self.token_embedding(tokens) + self.positional_embedding[: tokens.shape[1]]  # (B, L, D)
             features = self.ln_final(self.transformer(x, self._padded(tokens))) @ self.text_projection
@@ -321,7 +324,8 @@ class CLIP(nn.Module):
         Towers of other libraries keep the weights drawn by those libraries.
 
         ============================================  =========================================
-        class and image position embeddings, proj     normal, std D^-½
+        class, distillation and position embeddings   normal, std D^-½
+        of the image tower, and its proj
         patch convolution, image MLP                  uniform ± fan_in^-½; biases of the MLP too
         image attention: in                           Xavier uniform
         image attention: out                          uniform ± D^-½

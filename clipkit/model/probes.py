@@ -107,6 +107,8 @@ def _raw_and_pooled(model: CLIP, images: Tensor) -> tuple[Tensor, Tensor | None]
         return model.encode_image(images, normalize=False), None
     with _outputs(place) as outs:
         raw = model.encode_image(images, normalize=False)
+    if own:
+        return raw, _pooled(outs[-1])
     return raw, outs[-1] if outs and outs[-1].dim() == 2 else None
 
 

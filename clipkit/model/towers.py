@@ -25,7 +25,7 @@ __all__ = [
     "Attention", "AttentionFunction", "BagOfWordsTower", "ClassTableTower", "Kernel", "Packed", "Padded",
     "PooledEncoder", "QuickGELU", "ResidualAttentionBlock", "Rows", "Transformer", "VisionTransformer",
     "attention_by_length", "attention_varlen", "chosen_rows", "cut_patches", "draws", "initialize_block",
-    "kept_patches", "pack", "varlen_runs",
+    "kept_patches", "pack", "unit_halves", "varlen_runs",
 ]  # fmt: skip
 
 
@@ -404,11 +404,14 @@ class VisionTransformer(nn.Module):
         positions: str = "learned",
     ) -> None:
         super().__init__()
-        self.image_size, self.patch_size, self.positions = image_size, patch_size, positions
+        self.image_size, self.patch_size = image_size, patch_size
+        self.pool, self.positions = pool, positions
         patches = (image_size // patch_size) ** 2
         # a convolution for the parameter's name and shape; applied as a matrix product
         self.conv1 = nn.Conv2d(3, width, kernel_size=patch_size, stride=patch_size, bias=False)
         self.class_embedding = nn.Parameter(torch.empty(width))
+        if pool == "distilled":  # includes the token's position
+            self.distillation_embedding = nn.Parameter(torch.empty(width))
         table = torch.empty(patches + 1, width)
         self.positional_embedding = nn.Parameter(table, requires_grad=positions.startswith("learned"))
         self.ln_pre = nn.LayerNorm(width)
@@ -425,7 +428,7 @@ class VisionTransformer(nn.Module):
         self, images: Tensor, patches: Tensor | None = None, *, colors: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
         """Compute features (B, O), not normalized; arguments as for ``stem``."""
-        if self.attn_pool is not None:
+        if self.pool != "class":
             return self.with_tokens(images, patches, colors=colors)[0]
         read = self.ln_post(self.transformer(self.stem(images, patches, colors=colors), Padded()))  # (B, D)
         out: Tensor = read @ self.proj
@@ -439,10 +442,16 @@ class VisionTransformer(nn.Module):
         colors: tuple[Tensor, Tensor] | None = None,
         replaced: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute features (B, O) and the normalized tokens (B, 1 + K, D), the class token first."""
+        """Compute features (B, O) and the normalized tokens (B, 1 + K, D), the class token first.
+
+        A distillation token is the second of 2 + K; each of the two is projected to half of the features.
+        """
         x = self.stem(images, patches, colors=colors, replaced=replaced)
         x = self.transformer.tokens(x, Padded())
         tokens: Tensor = self.ln_post(x)
+        if self.pool == "distilled":
+            pair = zip(tokens[:, :2].unbind(dim=1), self.proj.chunk(2, dim=1), strict=True)
+            return unit_halves(torch.cat([token @ proj for token, proj in pair], dim=-1)), tokens
         read = tokens[:, 0] if self.attn_pool is None else self.attn_pool(tokens)
         return read @ self.proj, tokens
 
@@ -490,6 +499,9 @@ class VisionTransformer(nn.Module):
         places = places.to(x.dtype)  # (P + 1, D)
         first = (self.class_embedding.to(x.dtype) + places[0]).expand(x.shape[0], 1, -1)
         x = x + (places[1:] if patches is None else F.embedding(patches, places[1:]))
+        if self.pool == "distilled":
+            second = self.distillation_embedding.to(x.dtype).expand(x.shape[0], 1, -1)
+            first = torch.cat([first, second], dim=1)
         out: Tensor = self.ln_pre(torch.cat([first, x], dim=1))
         return out
 
@@ -499,6 +511,8 @@ class VisionTransformer(nn.Module):
         std = self.class_embedding.shape[0] ** -0.5
         for parameter in (self.class_embedding, self.proj):
             nn.init.normal_(parameter, std=std)
+        if self.pool == "distilled":
+            nn.init.normal_(self.distillation_embedding, std=std)
         if self.positions.startswith("learned"):
             nn.init.normal_(self.positional_embedding, std=0.8 if small_data else std)
             if self.positions == "learned_2d":
@@ -519,6 +533,18 @@ class VisionTransformer(nn.Module):
             nn.init.xavier_uniform_(block.attn.in_proj_weight)
             nn.init.zeros_(block.attn.in_proj_bias)
             nn.init.zeros_(block.attn.out_proj.bias)
+
+
+def unit_halves(features: Tensor) -> Tensor:
+    """Scale both halves of features (…, O) to unit norm, in at least float32.
+
+    With a distillation token (DeiT, Touvron et al. 2021, https://arxiv.org/abs/2012.12877), the first half belongs
+    to the class token and the second to the distillation token. Similarities of such features, scaled to unit norm
+    as a whole, are the average of those of both halves, so averaging at test time needs no further code.
+    """
+    if features.dtype != torch.float64:
+        features = features.float()
+    return F.normalize(features.unflatten(-1, (2, -1)), dim=-1).flatten(-2)
 
 
 def tied_grid(places: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 Letters: B rows of this rank, N rows of all ranks, O embedding dimension, P that of the teacher, R rows of a tile.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -37,13 +38,27 @@ class Teaching:
 
 
 def with_teacher(
-    loss: Callable[..., Tensor], divergence: Callable[..., Tensor], teaching: Teaching, distill: DistillConfig
+    loss: Callable[..., Tensor],
+    divergence: Callable[..., Tensor],
+    teaching: Teaching,
+    distill: DistillConfig,
+    *,
+    halves: bool = False,
 ) -> Callable[..., Tensor]:
-    """Return w × ``divergence`` + (1 − w) × ``loss`` with w = ``distill.weight``, of the same arguments."""
+    """Return w × ``divergence`` + (1 − w) × ``loss`` with w = ``distill.weight``, of the same arguments.
+
+    With ``halves``, ``loss`` gets the first half of the features and ``divergence`` the second, of unit norm each;
+    see ``unit_halves``.
+    """
     weight = distill.weight
 
     def both(images: Tensor, texts: Tensor, scale: Tensor, *bias: Tensor) -> Tensor:
-        taught = divergence(images, texts, scale, teaching, distill=distill)
+        taught_images, taught_texts = images, texts
+        if halves:
+            (images, taught_images), (texts, taught_texts) = (
+                (one * math.sqrt(2)).chunk(2, dim=-1) for one in (images, texts)
+            )
+        taught = divergence(taught_images, taught_texts, scale, teaching, distill=distill)
         if weight == 1:
             # the bias stays in the graph: DistributedDataParallel waits for a gradient of every parameter
             return taught + 0 * sum((one.sum() for one in bias), torch.zeros_like(taught))

@@ -27,14 +27,12 @@ class OptimizerEntry:
         other_bytes: the same for all other parameters.
         parameters_join_late: whether parameters may get their first gradient after others, as with
             ``lock.unfreeze_every``.
-        shardable: whether parameters may be sharded.
     """
 
     make: Callable[["CLIP", OptimConfig], "Optimizer"]
     matrix_bytes: int = 8
     other_bytes: int = 8
     parameters_join_late: bool = True
-    shardable: bool = True
 
 
 OPTIMIZERS: dict[str, OptimizerEntry] = {
@@ -42,10 +40,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     "stable_adamw": OptimizerEntry(make=late("clipkit.training.optim:stable_adamw")),
     # counts steps by group: parameters that join later would start without bias correction
     "lamb": OptimizerEntry(make=late("clipkit.training.optim:lamb"), parameters_join_late=False),
-    # keeps sums over rows and columns of whole matrices
-    "adafactor": OptimizerEntry(
-        make=late("clipkit.training.optim:adafactor"), matrix_bytes=2, other_bytes=2, shardable=False
-    ),
+    "adafactor": OptimizerEntry(make=late("clipkit.training.optim:adafactor"), matrix_bytes=2, other_bytes=2),
     "muon": OptimizerEntry(make=late("clipkit.training.optim:muon"), matrix_bytes=4),
 }
 

@@ -26,7 +26,15 @@ from clipkit.files.hub import HUB, fetch_repository
 from clipkit.formats.checkpoint import load_model, model_hash, stored_preprocess
 from clipkit.formats.weights import read_weights
 from clipkit.model import IMAGE_TOWERS
-from clipkit.model.architectures import IMAGE_SIZES, STEM, Architecture, Decoder, Layer, selected
+from clipkit.model.architectures import (
+    IMAGE_SIZES,
+    STEM,
+    Architecture,
+    Decoder,
+    Layer,
+    selected,
+    size_settings,
+)
 from clipkit.model.clip import CLIP, create
 from clipkit.model.flops import HEADS
 from clipkit.model.lora import Adapters, add_adapters
@@ -345,7 +353,26 @@ def _misfit(first: CLIP, shape: Architecture, model: ModelConfig) -> str:
         if one != "classes":
             named["model.image" if selected(one, IMAGE_TOWERS) else "model.text"] = one
     set_to = " ".join(f"{key}={value}" for key, value in named.items()) if name else "model.name"
+    if first.name == model.label and (sizes := _other_sizes(first.architecture, shape)):
+        return f"are of {model.label} with other sizes: set {' '.join(sizes)}"
     return f"are of {first.name or 'another architecture'}, not of {model.label}: set {set_to}"
+
+
+def _other_sizes(own: Architecture, shape: Architecture) -> list[str]:
+    """Return the settings of [shape] that would select the sizes of ``own``."""
+
+    def settings(one: Architecture) -> dict[str, object]:
+        image = {} if one.vision.plain is None else {"distilled": False, **size_settings(one.vision.plain)}
+        text = one.text.plain
+        sizes = {} if text is None else {"text_width": text.width, "text_layers": text.layers}
+        return {**image, **sizes, "embed": one.embed_dim}
+
+    wanted = settings(shape)
+    return [
+        f"shape.{name}={str(value).lower()}"
+        for name, value in settings(own).items()
+        if value != wanted.get(name)
+    ]
 
 
 def _other_classes(first: CLIP, shape: Architecture) -> str:

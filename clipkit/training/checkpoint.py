@@ -58,7 +58,7 @@ from clipkit.model.lora import adapter_tensors
 from clipkit.training.ema import AveragedWeights
 from clipkit.training.guards import first_not_finite, weights_error
 from clipkit.training.optim import expected_state
-from clipkit.training.parallel import put
+from clipkit.training.parallel import put, zeros_of
 
 __all__ = [
     "CheckpointWriter", "LoopState", "damaged_notes", "load_training", "loop_state", "manifest_file",
@@ -321,8 +321,8 @@ def restore_optimizer(
     for name, state in stored.items():
         parameter, own = parameters[name], {}
         for kind, value in state.items():
-            if (value.shape, value.dtype) == (parameter.shape, parameter.dtype) and value.ndim:
-                own[kind] = torch.empty_like(parameter)  # sharded like its parameter
+            if value.ndim:
+                own[kind] = zeros_of(parameter, value.shape, value.dtype)
                 put(own[kind], value)
             else:
                 own[kind] = value.to(parameter.device, copy=True)

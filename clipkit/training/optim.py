@@ -15,7 +15,14 @@ from clipkit.config import OptimConfig
 from clipkit.model.clip import CLIP
 from clipkit.training import OPTIMIZERS
 from clipkit.training.build import places, tower_of
-from clipkit.training.parallel import is_sharded, local_part, sharded_like, sums_over_parts, whole
+from clipkit.training.parallel import (
+    is_sharded,
+    local_part,
+    sharded_like,
+    sums_over_parts,
+    whole,
+    zeros_of,
+)
 
 __all__ = [
     "Adafactor", "Lamb", "MuonWithAdamW", "StableAdamW", "adafactor", "adamw", "expected_state", "lamb",
@@ -130,7 +137,8 @@ class Adafactor(AdafactorBigVision):
 
     The second moment of a matrix is the product of the means of its rows and columns, and the first moment is in
     bfloat16, so the state takes a quarter of AdamW's memory. β2 = min(0.999, 1 − t^−0.8), and ``optim.beta2`` and
-    ``optim.eps`` have no effect. Parameters must not be sharded.
+    ``optim.eps`` have no effect. Of sharded parameters, means over a dimension that is not sharded are sharded too,
+    and those over the sharded one are averaged over ranks and held by every rank.
 
     State of each parameter: ``step``, float32 on the CPU; ``exp_avg`` in bfloat16, with a momentum;
     ``exp_avg_sq_r`` and ``exp_avg_sq_c`` of a tensor whose two largest dimensions are at least 16, otherwise
@@ -150,6 +158,17 @@ class Adafactor(AdafactorBigVision):
             reduced = torch.Size(1 if one == dim else size for one, size in enumerate(shape))
             found[name] = (reduced, parameter.dtype)
         return found
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one update and return the result of ``closure``."""
+        for parameter in (one for group in self.param_groups for one in group["params"]):
+            if is_sharded(parameter) and parameter.grad is not None and parameter not in self.state:
+                expected = self.expected_state(parameter)
+                step = torch.zeros((), dtype=torch.float32)
+                moments = {name: zeros_of(parameter, *of) for name, of in expected.items() if name != "step"}
+                self.state[parameter] = {"step": step, **moments}
+        return super().step(closure)  # type: ignore[no-untyped-call]
 
 
 class Lamb(TimmLamb):

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    zeros as distributed_zeros,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from clipkit.distributed import ranks_of_host, sum_over_ranks, world_size
@@ -26,7 +33,7 @@ from clipkit.model.towers import Kernel, ResidualAttentionBlock
 __all__ = [
     "clip_gradients", "compile_blocks", "complete_gradients", "gathered", "is_sharded", "local_gradients",
     "local_part", "put", "recompute_blocks", "replicated", "scalars", "shard", "sharded_like", "sums_over_parts",
-    "whole", "without_values",
+    "whole", "without_values", "zeros_of",
 ]  # fmt: skip
 
 
@@ -283,6 +290,26 @@ def local_part(tensor: Tensor) -> Tensor:
     """Return the rows that this rank holds, in the same memory and without gradient; all of a plain tensor."""
     bare = tensor.detach()
     return bare.to_local() if isinstance(bare, DTensor) else bare
+
+
+def zeros_of(tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return zeros sharded as a tensor; a sharded dimension that is reduced to 1 is held by every rank instead.
+
+    Args:
+        tensor: plain or sharded.
+        shape: that of the tensor, but for reduced dimensions.
+        dtype: of the zeros.
+    """
+    if not isinstance(tensor, DTensor):
+        return torch.zeros(shape, dtype=dtype, device=tensor.device)
+    places = [
+        Replicate() if isinstance(one, Shard) and shape[one.dim] != tensor.shape[one.dim] else one
+        for one in tensor.placements
+    ]
+    whole: Tensor = distributed_zeros(
+        tuple(shape), dtype=dtype, device_mesh=tensor.device_mesh, placements=places
+    )
+    return whole
 
 
 def sums_over_parts(tensors: Sequence[Tensor], sums: Sequence[Tensor]) -> list[Tensor]:

@@ -427,7 +427,9 @@ class TrainingStep:
             teaching = Teaching(images=images, texts=texts, scale=scale)
         if teaching is not None:
             assert objective.divergence is not None
-            loss = with_teacher(loss, objective.divergence, teaching, self.distill)
+            loss = with_teacher(
+                loss, objective.divergence, teaching, self.distill, halves=self.shape.distilled
+            )
         return backward(
             module,
             inputs,

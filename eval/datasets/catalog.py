@@ -19,6 +19,7 @@ __all__ = [
     "is_of_card",
     "load_card",
     "load_suite",
+    "paper_differences",
     "primary_metrics",
     "published_scores",
     "suite_names",
@@ -117,6 +118,12 @@ def published_scores(datasets: Iterable[str]) -> dict[str, Mapping[str, float] |
         elif first is not None:
             found[card.name] = first.values
     return found
+
+
+def paper_differences(datasets: Iterable[str]) -> dict[str, float]:
+    """Return by dataset the difference in figure 5 of the CLIP paper, see ``Paper``."""
+    cards = (load_card(name) for name in dict.fromkeys(datasets) if name in card_names())
+    return {card.name: card.paper.zero_shot_minus_resnet50 for card in cards if card.paper is not None}
 
 
 def cards_in_no_suite() -> tuple[str, ...]:

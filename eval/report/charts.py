@@ -355,12 +355,16 @@ def _ticks(low: float, high: float) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A named value with a note; ``muted`` for values shown for comparison."""
+    """A named value with a note; ``muted`` for values shown for comparison.
+
+    ``reference`` is a published difference, which ``difference_bars`` marks.
+    """
 
     name: str
     value: float
     note: str = ""
     muted: bool = False
+    reference: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

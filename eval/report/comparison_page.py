@@ -6,7 +6,7 @@ One self-contained file; the same results give the same bytes.
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -66,6 +66,7 @@ _MOST_GFLOPS = 1e12  # larger values are errors and would spoil the axis
 _SHOTS = re.compile(r"(\d{1,4})-shot\b[ ,]*(.*)")
 _LAYER = re.compile(r"layer (\d{1,4})\b[ ,]*(.*)")
 _OPTION = re.compile(r"(\w+)=(\([^()]*\)|[^\s()]+)(?: |$)")
+_RESNET50 = f"{TIMM}resnet50."
 _SIZE = re.compile(
     r"(?i)x?[tsmblhg]|ti|big-?g|tiny|small|base|large|huge|giant|so\d+m|patch\d+|plus|\d+|quickgelu"
 )
@@ -94,7 +95,7 @@ def build_comparison(results: Sequence[Path], out: Path, **facts: Unpack[Facts])
     tables = task_tables(found, **facts)
     whole = score_table(found, **facts)  # of all tasks without training
     zero_shot = tables.get("zero-shot") or replace(whole, lines=(), averages=())
-    baseline, probe = _probe(found, zero_shot, tables.get("linear-probe"))
+    baseline, probe = _probe(found, zero_shot, tables.get("linear-probe"), facts.get("paper", {}))
     several = len(found.models) > 1
 
     headlines = []
@@ -154,10 +155,13 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _probe(found: ResultSet, zero_shot: ScoreTable, probe: ScoreTable | None) -> tuple[str, list[Markup]]:
+def _probe(
+    found: ResultSet, zero_shot: ScoreTable, probe: ScoreTable | None, paper: Mapping[str, float]
+) -> tuple[str, list[Markup]]:
     """Chart zero-shot minus linear probe by dataset for each model (figure 5 of the CLIP paper).
 
-    Compares with the linear probe of a timm model if there is one, otherwise with the model's own.
+    Compares with the linear probe of a timm model if there is one, otherwise with the model's own. If it is a
+    ResNet-50, the differences in the paper are marked.
 
     Returns:
         The label of the timm model or "", and the charts.
@@ -174,6 +178,8 @@ def _probe(found: ResultSet, zero_shot: ScoreTable, probe: ScoreTable | None) ->
     }
     baseline = max((i for i in probes if probes[i]), key=lambda i: (probes[i], -i), default=None)
     for other in dict.fromkeys((baseline, None)):
+        if other is None or not found.models[other].name.startswith(_RESNET50):
+            paper = {}
         bars: dict[str, dict[str, Bar]] = {}
         for i, model in enumerate(found.models):
             for line in counted:
@@ -181,14 +187,21 @@ def _probe(found: ResultSet, zero_shot: ScoreTable, probe: ScoreTable | None) ->
                 zero = before.get((line.dataset, line.metric))
                 first = zero.cells[i] if zero else None
                 if own is not None and first is not None and same_data(first, own):
-                    bar = Bar(name=line.dataset, value=first.value - own.value)
+                    reference = paper.get(line.dataset)
+                    bar = Bar(name=line.dataset, value=first.value - own.value, reference=reference)
                     bars.setdefault(model.label, {}).setdefault(line.dataset, bar)  # the first setting
         if bars:
-            values = [bar.value for by_dataset in bars.values() for bar in by_dataset.values()]
+            every = [bar for by_dataset in bars.values() for bar in by_dataset.values()]
+            values = [bar.value for bar in every]
+            values += [bar.reference for bar in every if bar.reference is not None]
             charts = []
             for label, by_dataset in bars.items():
                 better = sum(bar.value > 0 for bar in by_dataset.values())
                 note = f"zero-shot is better on {better} of {len(by_dataset)}"
+                theirs = [bar.reference for bar in by_dataset.values() if bar.reference is not None]
+                if theirs:
+                    wins = sum(one > 0 for one in theirs)
+                    note += f"; lines: ViT-L/14@336px in the CLIP paper, better on {wins} of {len(theirs)}"
                 limits = min(values), max(values)
                 charts.append(difference_bars(label, [*by_dataset.values()], limits=limits, note=note))
             return "" if other is None else found.models[other].label, charts

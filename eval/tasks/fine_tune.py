@@ -36,10 +36,10 @@ from clipkit.formats import latest_checkpoint, model_hash, save_model, step_of
 from clipkit.model import (
     ARCHITECTURES,
     CLIP,
-    IMAGE_SIZES,
     QUICKGELU,
     TimmVision,
     architecture,
+    size_settings,
     with_class_head,
 )
 from data.remote.cache import cache_folder
@@ -249,9 +249,13 @@ def _model_settings(head: CLIP, image_size: int = 0) -> dict[str, object]:
         if shape == wanted:
             return found
         own = wanted.vision.plain
-        both = own is not None and shape.vision.plain is not None
-        if both and replace(shape, embed_dim=wanted.embed_dim, vision=wanted.vision) == wanted:
-            sizes = {f"shape.{setting}": getattr(own, field) for setting, field in IMAGE_SIZES.items()}
+        both = shape.vision.plain is not None
+        if (
+            own is not None
+            and both
+            and replace(shape, embed_dim=wanted.embed_dim, vision=wanted.vision) == wanted
+        ):
+            sizes = {f"shape.{setting}": value for setting, value in size_settings(own).items()}
             alike = alike or {**found, **sizes, "shape.embed": wanted.embed_dim}
     if alike:
         return alike

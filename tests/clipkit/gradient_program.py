@@ -90,6 +90,7 @@ WHAT = (
     Way(loss="positives"),
     Way(loss="classes"),
     Way(loss="taught classes"),
+    Way(loss="distilled classes", dropout=True),
     Way(loss="words"),
     Way(loss="smoothed prefixes"),
     Way(loss="siglip prefixes"),
@@ -151,6 +152,10 @@ def compute(way: Way) -> dict[str, Tensor]:
     )
     if way.loss.endswith("classes"):
         shape = replace(shape, text=ClassTable(names=tuple(map(str, range(CLASSES)))))
+    if distilled := way.loss == "distilled classes":
+        vision = shape.vision.plain
+        assert vision is not None
+        shape = replace(shape, vision=replace(vision, pool="distilled"))
     if way.loss == "words":
         shape = replace(shape, text=WordTable(context_length=30, vocab_size=END + 1))
     if way.caption:
@@ -201,13 +206,15 @@ def compute(way: Way) -> dict[str, Tensor]:
         "siglip prefixes": with_prefixes(siglip_loss, (8,)),
         "none": partial(no_loss, targets=targets),
     }
-    if way.loss == "taught classes":
+    if way.loss in ("taught classes", "distilled classes"):
         random = torch.Generator().manual_seed(8)
         teacher = torch.randn(BATCH, 6, dtype=torch.float64, generator=random)
         heads = torch.randn(CLASSES, 6, dtype=torch.float64, generator=random)
         teaching = Teaching(images=teacher[rows], texts=heads, scale=torch.tensor(2.0))
         distill = DistillConfig(teacher="any", temperature=3.0)
-        losses[way.loss] = with_teacher(losses["classes"], class_divergence, teaching, distill)
+        losses[way.loss] = with_teacher(
+            losses["classes"], class_divergence, teaching, distill, halves=distilled
+        )
     if way.several:
         both = torch.cat([identities, identities])
         losses["positives"] = with_captions(partial(clip_loss, identities=both, same="positives"))

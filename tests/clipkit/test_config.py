@@ -329,11 +329,7 @@ def test_values_are_checked_when_a_configuration_is_made() -> None:
             setattr(kind(), fields(kind)[0].name, None)
 
 
-def test_an_optimizer_may_rule_out_sharding_and_unfreezing() -> None:
-    with pytest.raises(
-        ConfigError, match=r"sharding = 'full' is invalid: expected none with optim.name=adafactor"
-    ):
-        Config(optim=OptimConfig(name="adafactor"), sharding="full")
+def test_an_optimizer_may_rule_out_unfreezing() -> None:
     with pytest.raises(
         ConfigError, match=r"lock.unfreeze_every = 2 is invalid: expected 0 with optim.name=lamb"
     ):

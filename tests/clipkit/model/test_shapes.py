@@ -1,24 +1,28 @@
 """Pooling and position embeddings of clipkit's ViT, and the sizes of [shape]."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
 import clipkit
-from clipkit.config import LossConfig, ModelConfig, OptimConfig, ShapeConfig, SmallConfig
+from clipkit.config import LossConfig, ModelConfig, OptimConfig, ShapeConfig, SmallConfig, load_config
 from clipkit.errors import ConfigError
 from clipkit.formats.checkpoint import model_hash, save_model
-from clipkit.model import Architecture, TextTower, VisionTower
+from clipkit.model import Architecture, ClassTable, TextTower, VisionTower
 from clipkit.model.clip import CLIP, create
 from clipkit.model.probes import image_representations
 from clipkit.model.towers import AttentionPooling, sincos_grid, tied_grid
-from clipkit.training.build import shape_of
+from clipkit.training.build import first_model, shape_of
 from clipkit.training.optim import make_optimizer
+
+QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
 
 
 def model(**vision: Any) -> CLIP:
@@ -66,6 +70,133 @@ def test_attention_pooling_is_timms() -> None:
     theirs.load_state_dict(state)
     tokens = torch.randn(2, 17, 48)
     torch.testing.assert_close(ours(tokens), theirs(tokens[:, 1:]), rtol=1e-5, atol=1e-5)
+
+
+class UnitLogits(torch.nn.Module):
+    """Similarities of projected tokens to rows of classes, as a head of timm's model."""
+
+    def __init__(self, proj: torch.Tensor, rows: torch.Tensor) -> None:
+        super().__init__()
+        self.proj, self.rows = proj, F.normalize(rows, dim=1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return F.normalize(tokens @ self.proj, dim=1) @ self.rows.T
+
+
+def distilled(classes: int = 7) -> CLIP:
+    tower = VisionTower(image_size=32, patch_size=8, width=48, layers=2, heads=3, pool="distilled")
+    head = ClassTable(names=tuple(map(str, range(classes))))
+    return create(Architecture(embed_dim=24, vision=tower, text=head), seed=1)
+
+
+def test_the_distillation_token_is_timms(tmp_path: Path) -> None:
+    from timm.models.deit import VisionTransformerDistilled
+
+    ours = distilled().eval()
+    visual = ours.visual.state_dict()
+    theirs: Any = VisionTransformerDistilled(  # type: ignore[no-untyped-call]
+        img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=7, pre_norm=True,
+        norm_layer=partial(torch.nn.LayerNorm, eps=1e-5),
+    ).eval()  # fmt: skip
+    places = visual["positional_embedding"]
+    state = {
+        "cls_token": visual["class_embedding"].view(1, 1, -1),
+        "dist_token": visual["distillation_embedding"].view(1, 1, -1),
+        "pos_embed": torch.cat([places[:1], torch.zeros(1, 48), places[1:]])[None],
+        "patch_embed.proj.weight": visual["conv1.weight"],
+    }
+    names = {
+        "ln_pre": "norm_pre", "ln_post": "norm", "transformer.resblocks": "blocks", "ln_1": "norm1",
+        "ln_2": "norm2", "attn.in_proj_": "attn.qkv.", "attn.out_proj": "attn.proj", "mlp.c_fc": "mlp.fc1",
+        "mlp.c_proj": "mlp.fc2",
+    }  # fmt: skip
+    for name, value in visual.items():
+        other = name
+        for ours_name, theirs_name in names.items():
+            other = other.replace(ours_name, theirs_name)
+        if other != name:
+            state[other] = value
+    proj, rows = visual["proj"], ours.get_parameter("text.weight").detach()
+    theirs.head, theirs.head_dist = torch.nn.Identity(), torch.nn.Identity()
+    missing, unexpected = theirs.load_state_dict(state, strict=False)
+    assert not missing and not unexpected
+    theirs.head, theirs.head_dist = (
+        UnitLogits(*pair) for pair in zip(proj.chunk(2, dim=1), rows.chunk(2, dim=1), strict=True)
+    )
+    save_model(ours, tmp_path / "model")
+    again = clipkit.load(tmp_path / "model")
+    assert again.architecture == ours.architecture and model_hash(again) == model_hash(ours)
+    names_of_classes = [str(number) for number in range(7)]
+    classes = torch.as_tensor(clipkit.encode_text(names_of_classes, again))
+    logits = again.encode_image(images()) @ classes.T
+    torch.testing.assert_close(logits, theirs(images()), rtol=0, atol=1e-6)
+    theirs.set_distilled_training(True)
+    theirs.train()
+    for half, wanted in zip((slice(12), slice(12, 24)), theirs(images()), strict=True):
+        features = again.encode_image(images())[:, half] @ classes[:, half].T
+        torch.testing.assert_close(2 * features, wanted, rtol=0, atol=1e-6)
+
+
+def test_a_distilled_tower_has_other_sizes_and_fewer_patches_and_can_be_probed(tmp_path: Path) -> None:
+    one = distilled().eval()
+    every = torch.arange(16).expand(3, -1)
+    torch.testing.assert_close(one.visual(images(), every), one.visual(images()))
+    assert not torch.equal(one.visual(images(), every[:, :9]), one.visual(images()))
+    found = image_representations(one, images(), layers=(1, 2))
+    assert found.before_projection.shape == found.layers[2].shape == (3, 48)
+    torch.testing.assert_close(found.projected.norm(dim=1), torch.ones(3))
+    save_model(one, tmp_path / "model")
+    larger = clipkit.load(tmp_path / "model", image_size=64)
+    assert larger.encode_image(images(side=64)).shape == (3, 24)
+    with pytest.raises(
+        ConfigError, match="dim = 12 is invalid: the embedding has a half for the class token"
+    ):
+        clipkit.load(tmp_path / "model", dim=12)
+    with pytest.raises(ConfigError, match=r"open_clip has no tower like this one .*distillation token"):
+        one.architecture.vision.open_clip_config()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["distill.teacher=x"], "shape.distilled = True is invalid: requires loss.name=classes"),
+        ([], "shape.distilled = True has no effect unless distill.teacher or model.weights is set"),
+        (["shape.pool=map"], "shape.pool = 'map' is invalid: expected class with shape.distilled"),
+        (
+            ["loss.name=classes", "model.text=classes:x", "distill.teacher=x", "distill.weight=1"],
+            "distill.weight = 1.0 is invalid: expected below 1 with shape.distilled",
+        ),
+        (
+            ["loss.name=classes", "model.text=classes:x", "distill.teacher=x", "loss.dims=[8]"],
+            "loss.dims = .* is invalid: cannot be combined with shape.distilled",
+        ),
+    ],
+)
+def test_what_a_distillation_token_cannot_be_combined_with(given: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(QUICKSTART, ["shape.distilled=true", *given])
+
+
+def test_the_settings_that_fit_weights_are_named(tmp_path: Path) -> None:
+    (tmp_path / "names").write_text("a\nb")
+    head = ModelConfig(name="ViT-Ti-4-16", text=f"classes:{tmp_path}/names")
+    loss, sizes = LossConfig(name="classes"), ShapeConfig(distilled=True, image_layers=1, embed=64)
+    save_model(create(shape_of(head, loss, SmallConfig(), sizes=sizes), name=head.label), tmp_path / "model")
+    again = replace(head, weights=str(tmp_path / "model"))
+    first = partial(first_model, again, loss, seed=0, small=SmallConfig())
+    with pytest.raises(
+        ConfigError,
+        match=r"with other sizes: set shape.distilled=true shape.image_layers=1 shape.embed=64$",
+    ):
+        first(shape_of(again, loss, SmallConfig()))
+    assert first(shape_of(again, loss, SmallConfig(), sizes=sizes)).architecture.distilled
+
+
+def test_a_distillation_token_needs_a_head_of_classes_and_two_halves() -> None:
+    with pytest.raises(ConfigError, match="requires a classification head and an even embedding dimension"):
+        model(pool="distilled")
+    with pytest.raises(ConfigError, match="not classification head, 7 classes and embed_dim = 25"):
+        replace(distilled().architecture, embed_dim=25)
 
 
 @given(side=st.integers(1, 5), quarter=st.integers(2, 6))

@@ -473,6 +473,27 @@ def test_retrieval_shows_where_matches_are_found_and_ranks_are_no_percentages(tm
     )
 
 
+@pytest.mark.parametrize(("baseline", "marked"), [("timm:resnet50.tv_in1k", 2), ("timm:resnet18.tv_in1k", 0)])
+def test_the_papers_differences_are_marked_next_to_those_of_a_resnet50(
+    tmp_path: Path, baseline: str, marked: int
+) -> None:
+    data = ("food101", "dtd", "unknown")
+    lines = [line(0, dataset, "acc1", 0.6) for dataset in data]
+    for dataset in data:
+        probe = line(1, dataset, "acc1", 0.5, task="linear-probe", prompt_set="")
+        lines.append(probe | {"model": baseline, "weights": "other", "model_hash": "other"})
+    out = build_comparison(
+        [write(tmp_path / "results.jsonl", lines)],
+        tmp_path / "page.html",
+        paper={"food101": 0.3, "dtd": -0.2},
+    )
+    page = out.read_text(encoding="utf-8")
+    places = [float(one) for one in re.findall(r'<b style="left:([\d.]+)%" title="published: ', page)]
+    assert sorted(places) == [0.0, 100.0][:marked]  # -0.2 and 0.3 are the ends of the scale
+    said = "lines: ViT-L/14@336px in the CLIP paper, better on 1 of 2"
+    assert (said in page) == bool(marked) and "zero-shot is better on 3 of 3" in page
+
+
 def test_linear_probes_over_cost_join_the_sizes_of_a_family(tmp_path: Path) -> None:
     lines = [
         line(model, dataset, "acc1", 0.4 + 0.02 * model, task="linear-probe", prompt_set="")
