@@ -4,16 +4,14 @@ Sharded parameters are DTensors: each rank holds some of the rows. The temperatu
 stay whole; their gradients are averaged here instead of by FSDP2.
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from clipkit.distributed import ranks_of_host, sum_over_ranks, world_size
@@ -23,10 +21,29 @@ from clipkit.model.decoder import CrossAttentionBlock
 from clipkit.model.lora import add_adapters
 from clipkit.model.towers import Kernel, ResidualAttentionBlock
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
 __all__ = [
     "clip_gradients", "compile_blocks", "complete_gradients", "gathered", "is_sharded", "local_gradients",
     "local_part", "put", "recompute_blocks", "replicated", "scalars", "shard", "sums_over_parts", "without_values",
 ]  # fmt: skip
+
+
+# Importing FSDP2 and DTensor takes half as long as importing torch: only runs that shard a model import them, and
+# until then nothing is an instance of their classes.
+
+
+def _is_sharded_module(module: nn.Module) -> "TypeGuard[FSDPModule]":
+    loaded = sys.modules.get("torch.distributed.fsdp")
+    return loaded is not None and isinstance(module, loaded.FSDPModule)
+
+
+def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
+    """Return whether the tensor is sharded over ranks."""
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return loaded is not None and isinstance(tensor, loaded.DTensor)
 
 
 def without_values(model: CLIP) -> CLIP:
@@ -66,6 +83,9 @@ def shard(
     Raises:
         ConfigError: the towers are another library's, there is one process, or hosts differ in size.
     """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
     if not model.architecture.is_own:
         raise ConfigError(f"sharding = {sharding!r} requires clipkit's own towers, not {model.name}")
     world, per_host = world_size(), ranks_of_host()
@@ -96,7 +116,7 @@ def shard(
 
 def replicated(model: CLIP) -> nn.Module:
     """Return the model as a module that computes the mean gradient over ranks on every rank."""
-    if world_size() == 1 or isinstance(model, FSDPModule):
+    if world_size() == 1 or _is_sharded_module(model):
         return model
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
@@ -109,7 +129,7 @@ def scalars(model: CLIP) -> list[nn.Parameter]:
 @contextmanager
 def local_gradients(module: nn.Module, *, last: bool) -> Iterator[None]:
     """Accumulate gradients of backward passes on this rank; synchronize ranks in the ``last`` one."""
-    if isinstance(module, FSDPModule):
+    if _is_sharded_module(module):
         module.set_requires_gradient_sync(last)
         module.set_is_last_backward(last)
         yield
@@ -123,10 +143,10 @@ def local_gradients(module: nn.Module, *, last: bool) -> Iterator[None]:
 @contextmanager
 def gathered(model: CLIP, *, reshard: bool = True) -> Iterator[None]:
     """Gather the whole model on every rank, so that ranks may call it differently often; not for training."""
-    if not isinstance(model, FSDPModule):
+    if not _is_sharded_module(model):
         yield
         return
-    split = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    split = [module for module in model.modules() if _is_sharded_module(module)]
     for module in split:
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
@@ -141,14 +161,14 @@ def gathered(model: CLIP, *, reshard: bool = True) -> Iterator[None]:
 def drop_gathered(model: nn.Module) -> None:
     """Make FSDP2 gather weights again, whose values have changed."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if _is_sharded_module(module):
             module.reshard()
 
 
 @torch.no_grad()
 def complete_gradients(model: CLIP) -> None:
     """Average the gradients of scalars over ranks after the backward pass of a sharded model."""
-    if isinstance(model, FSDPModule):
+    if _is_sharded_module(model):
         for parameter in scalars(model):
             if parameter.grad is not None:
                 parameter.grad.copy_(sum_over_ranks(parameter.grad) / world_size())
@@ -160,11 +180,11 @@ def clip_gradients(model: CLIP, limit: float) -> Tensor:
     parts: dict[bool, list[nn.Parameter]] = {}  # torch's functions take tensors of one kind
     for parameter in model.parameters():
         if parameter.grad is not None:
-            parts.setdefault(isinstance(parameter.grad, DTensor), []).append(parameter)
+            parts.setdefault(is_sharded(parameter.grad), []).append(parameter)
     norms = [
         torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None]) for part in parts.values()
     ]
-    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    whole = [norm.full_tensor() if is_sharded(norm) else norm for norm in norms]
     norm = whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
     if limit:
         for part in parts.values():
@@ -175,7 +195,9 @@ def clip_gradients(model: CLIP, limit: float) -> Tensor:
 @torch.no_grad()
 def put(target: Tensor, value: Tensor) -> None:
     """Copy a whole tensor into one of the same shape that may be sharded."""
-    if isinstance(target, DTensor):
+    if is_sharded(target):
+        from torch.distributed.tensor import distribute_tensor
+
         value = distribute_tensor(
             value.to(target.device), target.device_mesh, target.placements, src_data_rank=None
         )
@@ -264,15 +286,10 @@ def _switch(tower: nn.Module, name: str, *, on: bool) -> None:
         raise ConfigError(f"the {name} tower, {type(tower).__name__}, cannot recompute its blocks")
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """Return whether the tensor is sharded over ranks."""
-    return isinstance(tensor, DTensor)
-
-
 def local_part(tensor: Tensor) -> Tensor:
     """Return the rows that this rank holds, in the same memory and without gradient; all of a plain tensor."""
     bare = tensor.detach()
-    return bare.to_local() if isinstance(bare, DTensor) else bare
+    return bare.to_local() if is_sharded(bare) else bare
 
 
 def sums_over_parts(tensors: Sequence[Tensor], sums: Sequence[Tensor]) -> list[Tensor]:
@@ -286,10 +303,12 @@ def sums_over_parts(tensors: Sequence[Tensor], sums: Sequence[Tensor]) -> list[T
         N scalars, the same on all ranks.
     """
     whole = list(sums)
-    layouts: dict[object, list[tuple[int, DTensor]]] = {}
+    layouts: dict[object, list[tuple[int, Any]]] = {}
     for index, tensor in enumerate(tensors):
-        if isinstance(tensor, DTensor):
+        if is_sharded(tensor):
             layouts.setdefault((tensor.device_mesh, tensor.placements), []).append((index, tensor))
+    if layouts:
+        from torch.distributed.tensor import DTensor, Partial, Replicate
     for members in layouts.values():
         layout = members[0][1]
         # ranks that hold the same rows, as in hybrid sharding, must not count them twice
