@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -86,9 +87,9 @@ def _free_port() -> int:
 
 
 def _serve() -> None:
-    import torchvision  # noqa: F401
-
-    import train  # noqa: F401 (with all that it imports)
+    # train.py, and what it imports later
+    for name in ("train", "torchvision", "torch._dynamo", "torch.distributed.checkpoint.staging"):
+        import_module(name)
 
     for line in sys.stdin:
         request = json.loads(line)

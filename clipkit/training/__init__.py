@@ -39,8 +39,10 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     "adamw": OptimizerEntry(make=late("clipkit.training.optim:adamw")),
     "stable_adamw": OptimizerEntry(make=late("clipkit.training.optim:stable_adamw")),
     # counts steps by group: parameters that join later would start without bias correction
-    "lamb": OptimizerEntry(make=late("clipkit.training.optim:lamb"), parameters_join_late=False),
-    "adafactor": OptimizerEntry(make=late("clipkit.training.optim:adafactor"), matrix_bytes=2, other_bytes=2),
+    "lamb": OptimizerEntry(make=late("clipkit.training.timm_optim:lamb"), parameters_join_late=False),
+    "adafactor": OptimizerEntry(
+        make=late("clipkit.training.timm_optim:adafactor"), matrix_bytes=2, other_bytes=2
+    ),
     "muon": OptimizerEntry(make=late("clipkit.training.optim:muon"), matrix_bytes=4),
 }
 

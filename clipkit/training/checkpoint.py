@@ -16,18 +16,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import async_save
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from clipkit.config import Config, changes, load_config, shown, to_toml
@@ -58,7 +52,10 @@ from clipkit.model.lora import adapter_tensors
 from clipkit.training.ema import AveragedWeights
 from clipkit.training.guards import first_not_finite, weights_error
 from clipkit.training.optim import expected_state
-from clipkit.training.parallel import put, zeros_of
+from clipkit.training.parallel import is_sharded, put, zeros_of
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.staging import DefaultStager
 
 __all__ = [
     "CheckpointWriter", "LoopState", "damaged_notes", "load_training", "loop_state", "manifest_file",
@@ -395,7 +392,7 @@ class CheckpointWriter:
         if name := first_not_finite({**files["model.safetensors"], **files.get("trained.safetensors", {})}):
             raise CheckpointError(weights_error(self._run, state.step, name, saved=self._saved))
         self._step = state.step
-        sharded = any(isinstance(tensor, DTensor) for tensor in weights.values())
+        sharded = any(is_sharded(tensor) for tensor in weights.values())
         if rank() and not sharded:
             self._saved = state.step
             return
@@ -447,6 +444,8 @@ class CheckpointWriter:
         written, self._written, self._copied = self._written, None, None
         if written is None:
             return
+        from torch.distributed.checkpoint.api import CheckpointException
+
         try:
             written.result()
         except (OSError, SafetensorError, CheckpointException) as error:
@@ -473,6 +472,10 @@ class CheckpointWriter:
         return self._root / f".step_{self._step:08d}.partial"
 
     def _begin_shards(self, files: Files, temporary: Path, folder: Path) -> None:
+        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+        from torch.distributed.checkpoint.state_dict_saver import async_save
+
         if self._group is None:
             self._group = background_group()
             soft, hard = resource.getrlimit(
@@ -514,7 +517,10 @@ class CheckpointWriter:
 
         self._written = self._thread.submit(write)
 
-    def _staging(self) -> DefaultStager:
+    def _staging(self) -> "DefaultStager":
+        # imported by the first checkpoint, not before the first step: it takes half as long as importing torch
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
         cuda = torch.cuda.is_available()
         if self._stager is None:
             self._stager = DefaultStager(StagingOptions(cuda, False, cuda, cuda))
@@ -551,6 +557,8 @@ class CheckpointWriter:
                 shutil.rmtree(removed, ignore_errors=True)
 
     def _failed(self, error: BaseException) -> CheckpointError:
+        from torch.distributed.checkpoint.api import CheckpointException
+
         shutil.rmtree(self._temporary(), ignore_errors=True)
         cause: BaseException = error
         if isinstance(error, CheckpointException):  # one cause for each rank that failed

@@ -20,6 +20,7 @@ from clipkit.api import load
 from clipkit.config import Config, ViewsConfig, shown_settings
 from clipkit.distributed import barrier, ranks_of_host, world_size
 from clipkit.errors import ClipkitError, ConfigError, nearest
+from clipkit.expected import expected_score
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
 from clipkit.model.decoder import LOGITS
@@ -714,15 +715,20 @@ def dry_run(config: Config, device: torch.device, target: Target) -> list[str]:
     works = workloads_of(config, shape, world=world, shard_ranks=shard_ranks, bf16=bf16, teacher=teacher)
     costs = run_costs(works, machine, mfu=target.mfu, unknown_teacher=bool(source) and teacher is None)
     title = "# settings that differ from the defaults, see --settings"
-    return [title, shown_settings(config), *cost_table(costs)]
+    return [title, shown_settings(config), *cost_table(costs, expected=expected_score(config))]
 
 
 _WIDTH, _NAME = 80, 16  # columns of the table, and of a row's name
 
 
-def cost_table(costs: Costs) -> list[str]:
-    """Return parameters, FLOPs, memory, whether it fits, and time, as lines of at most 80 columns."""
-    rows = [*_model_rows(costs.whole), *_memory_rows(costs), *_time_rows(costs)]
+def cost_table(costs: Costs, *, expected: str = "") -> list[str]:
+    """Return parameters, FLOPs, memory, whether it fits, time and the score to expect, in at most 80 columns."""
+    rows = [
+        *_model_rows(costs.whole),
+        *_memory_rows(costs),
+        *_time_rows(costs),
+        *_wrapped("expected", expected),
+    ]
     rows.append(("data", "not checked: use python -m data inspect SOURCE"))
     return [f"{name:<{_NAME}}{text}" for name, text in rows]
 
@@ -821,8 +827,12 @@ def _time_rows(costs: Costs) -> Iterator[Row]:
     if costs.assumed and machine.gpu:
         least, most = PUBLISHED_MFU
         text += f" (published runs reached {least:.0%} to {most:.0%}, see configs/README.md)"
+    yield from _wrapped("time", text)
+
+
+def _wrapped(name: str, text: str) -> Iterator[Row]:
     for number, line in enumerate(textwrap.wrap(text, _WIDTH - _NAME, break_on_hyphens=False)):
-        yield "" if number else "time", line
+        yield "" if number else name, line
 
 
 def duration(hours: float) -> str:

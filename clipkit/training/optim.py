@@ -3,11 +3,10 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from inspect import unwrap
 from typing import Any
 
 import torch
-from timm.optim.adafactor_bv import AdafactorBigVision
-from timm.optim.lamb import Lamb as TimmLamb
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -15,18 +14,11 @@ from clipkit.config import OptimConfig
 from clipkit.model.clip import CLIP
 from clipkit.training import OPTIMIZERS
 from clipkit.training.build import places, tower_of
-from clipkit.training.parallel import (
-    is_sharded,
-    local_part,
-    sharded_like,
-    sums_over_parts,
-    whole,
-    zeros_of,
-)
+from clipkit.training.parallel import is_sharded, local_part, sharded_like, sums_over_parts, whole
 
 __all__ = [
-    "Adafactor", "Lamb", "MuonWithAdamW", "StableAdamW", "adafactor", "adamw", "expected_state", "lamb",
-    "make_optimizer", "muon", "parameter_groups", "stable_adamw",
+    "AdamW", "Muon", "MuonWithAdamW", "StableAdamW", "Uncompiled", "adamw", "expected_state", "make_optimizer",
+    "muon", "parameter_groups", "stable_adamw",
 ]  # fmt: skip
 
 Groups = list[dict[str, Any]]
@@ -65,25 +57,13 @@ def parameter_groups(model: CLIP, config: OptimConfig) -> Groups:
 def adamw(model: CLIP, config: OptimConfig) -> Optimizer:
     """Build AdamW (Loshchilov & Hutter 2019)."""
     groups, betas = parameter_groups(model, config), (config.beta1, config.beta2)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+    return AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 
 def stable_adamw(model: CLIP, config: OptimConfig) -> Optimizer:
     """Build ``StableAdamW``."""
     groups, betas = parameter_groups(model, config), (config.beta1, config.beta2)
     return StableAdamW(groups, lr=config.lr, betas=betas, eps=config.eps)
-
-
-def lamb(model: CLIP, config: OptimConfig) -> Optimizer:
-    """Build ``Lamb``; gradients are clipped outside."""
-    groups, betas = parameter_groups(model, config), (config.beta1, config.beta2)
-    return Lamb(groups, lr=config.lr, betas=betas, eps=config.eps, max_grad_norm=None)
-
-
-def adafactor(model: CLIP, config: OptimConfig) -> Optimizer:
-    """Build ``Adafactor``; its second moments have a schedule and a constant of their own."""
-    groups, momentum = parameter_groups(model, config), config.beta1 or None
-    return Adafactor(groups, lr=config.lr, momentum=momentum)
 
 
 def muon(model: CLIP, config: OptimConfig) -> Optimizer:
@@ -132,74 +112,27 @@ def _adamw_state(parameter: Tensor) -> StateShapes:
     return {"exp_avg": moment, "exp_avg_sq": moment, "step": (torch.Size(), torch.float32)}
 
 
-class Adafactor(AdafactorBigVision):
-    """timm's AdaFactor as in Scaling ViT (Zhai et al. 2022, https://arxiv.org/abs/2106.04560).
+class Uncompiled(Optimizer):
+    """torch's Optimizer without the wrappers that import ``torch._dynamo``, which takes as long as importing torch.
 
-    The second moment of a matrix is the product of the means of its rows and columns, and the first moment is in
-    bfloat16, so the state takes a quarter of AdamW's memory. β2 = min(0.999, 1 − t^−0.8), and ``optim.beta2`` and
-    ``optim.eps`` have no effect. Of sharded parameters, means over a dimension that is not sharded are sharded too,
-    and those over the sharded one are averaged over ranks and held by every rank.
-
-    State of each parameter: ``step``, float32 on the CPU; ``exp_avg`` in bfloat16, with a momentum;
-    ``exp_avg_sq_r`` and ``exp_avg_sq_c`` of a tensor whose two largest dimensions are at least 16, otherwise
-    ``exp_avg_sq``.
+    The wrappers only prevent torch.compile from tracing these methods, and clipkit compiles no optimizer.
     """
 
-    def expected_state(self, parameter: Tensor) -> StateShapes:
-        """See the function of this name."""
-        shape = list(parameter.shape)
-        found = {"step": (torch.Size(), torch.float32)}
-        if self.defaults["momentum"] is not None:
-            found["exp_avg"] = (parameter.shape, self.defaults["momentum_dtype"])
-        order = sorted(range(len(shape)), key=lambda dim: (shape[dim], dim))
-        if len(order) < 2 or shape[order[-2]] < self.defaults["min_dim_size_to_factor"]:
-            return {**found, "exp_avg_sq": (parameter.shape, parameter.dtype)}
-        for name, dim in (("exp_avg_sq_r", order[-1]), ("exp_avg_sq_c", order[-2])):
-            reduced = torch.Size(1 if one == dim else size for one, size in enumerate(shape))
-            found[name] = (reduced, parameter.dtype)
-        return found
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one update and return the result of ``closure``."""
-        for parameter in (one for group in self.param_groups for one in group["params"]):
-            if is_sharded(parameter) and parameter.grad is not None and parameter not in self.state:
-                expected = self.expected_state(parameter)
-                step = torch.zeros((), dtype=torch.float32)
-                moments = {name: zeros_of(parameter, *of) for name, of in expected.items() if name != "step"}
-                self.state[parameter] = {"step": step, **moments}
-        return super().step(closure)  # type: ignore[no-untyped-call]
+    zero_grad = unwrap(Optimizer.zero_grad)
+    add_param_group = unwrap(Optimizer.add_param_group)
 
 
-class Lamb(TimmLamb):
-    """timm's LAMB (You et al. 2020, https://arxiv.org/abs/1904.00962), with all its state by parameter.
+class AdamW(Uncompiled, torch.optim.AdamW):
+    """torch's AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101)."""
 
-    Adam's step for each tensor, scaled to the norm of its weights times the rate; tensors without weight decay
-    (gains, biases) take Adam's step. Meant for very large batches.
-
-    State of each parameter: ``exp_avg`` and ``exp_avg_sq``, of its shape and dtype, and ``step``, float32 on the
-    CPU. timm counts steps in the group, where they are not saved with the parameters: the count is kept in both,
-    and starts with the group's first gradient.
-    """
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one update and return the result of ``closure``."""
-        for group in self.param_groups:
-            counts = [self.state[one]["step"] for one in group["params"] if self.state.get(one)]
-            if counts:
-                group["step"] = counts[0].to("cpu", copy=True)
-            else:
-                group.pop("step", None)
-        loss = super().step(closure)  # type: ignore[no-untyped-call]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if state := self.state.get(parameter):
-                    state["step"] = group["step"].clone()
-        return loss
+    step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
 
 
-class MuonWithAdamW(Optimizer):
+class Muon(Uncompiled, torch.optim.Muon):
+    """torch's Muon (Jordan 2024; Liu et al. 2025, https://arxiv.org/abs/2502.16982)."""
+
+
+class MuonWithAdamW(Uncompiled):
     """torch's Muon (Jordan 2024; Liu et al. 2025, https://arxiv.org/abs/2502.16982) and AdamW as one optimizer.
 
     Muon orthogonalizes the update of a matrix, in bfloat16, and scales it to the norm of AdamW's updates (Liu et
@@ -217,11 +150,9 @@ class MuonWithAdamW(Optimizer):
         others = [group for group in groups if not group["matrices"]]
         self._optimizers: list[Optimizer] = []
         if matrices:
-            self._optimizers.append(
-                torch.optim.Muon(matrices, lr=lr, momentum=momentum, adjust_lr_fn="match_rms_adamw")
-            )
+            self._optimizers.append(Muon(matrices, lr=lr, momentum=momentum, adjust_lr_fn="match_rms_adamw"))
         if others:
-            self._optimizers.append(torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps, fused=True))
+            self._optimizers.append(AdamW(others, lr=lr, betas=betas, eps=eps, fused=True))
         super().__init__([group for one in self._optimizers for group in one.param_groups], {"lr": lr})
 
     def expected_state(self, parameter: Tensor) -> StateShapes:
@@ -263,14 +194,14 @@ class MuonWithAdamW(Optimizer):
                 gradient = whole(parameter.grad.lerp(average, momentum))
                 step = torch.nn.Parameter(torch.zeros_like(gradient))
                 step.grad = gradient
-                torch.optim.Muon(
+                Muon(
                     [step],
                     lr=rate,
                     momentum=0,
                     nesterov=False,
                     weight_decay=0,
                     adjust_lr_fn=group["adjust_lr_fn"],
-                ).step()
+                ).step()  # type: ignore[no-untyped-call]
                 parameter.mul_(1 - rate * decay).add_(sharded_like(parameter, step.detach()))
 
 
@@ -291,7 +222,7 @@ class _Piece:
     square: Tensor
 
 
-class StableAdamW(Optimizer):
+class StableAdamW(Uncompiled):
     """AdamW with update clipping (Wortsman et al. 2023, https://arxiv.org/abs/2304.13013, algorithm 2).
 
     The second moment lags behind a gradient that grows quickly, and Adam's steps are then too long. Here

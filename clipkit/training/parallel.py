@@ -4,23 +4,14 @@ Sharded parameters are DTensors: each rank holds some of the rows. The temperatu
 stay whole; their gradients are averaged here instead of by FSDP2.
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-    distribute_tensor,
-    zeros as distributed_zeros,
-)
 from torch.nn.parallel import DistributedDataParallel
 
 from clipkit.distributed import ranks_of_host, sum_over_ranks, world_size
@@ -30,11 +21,30 @@ from clipkit.model.decoder import CrossAttentionBlock
 from clipkit.model.lora import add_adapters
 from clipkit.model.towers import Kernel, ResidualAttentionBlock
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
+
 __all__ = [
     "clip_gradients", "compile_blocks", "complete_gradients", "gathered", "is_sharded", "local_gradients",
     "local_part", "put", "recompute_blocks", "replicated", "scalars", "shard", "sharded_like", "sums_over_parts",
     "whole", "without_values", "zeros_of",
 ]  # fmt: skip
+
+
+# Importing FSDP2 and DTensor takes half as long as importing torch: only runs that shard a model import them, and
+# until then nothing is an instance of their classes.
+
+
+def _is_sharded_module(module: nn.Module) -> TypeGuard[Any]:
+    loaded = sys.modules.get("torch.distributed.fsdp")
+    return loaded is not None and isinstance(module, loaded.FSDPModule)
+
+
+def is_sharded(tensor: Tensor) -> "TypeIs[DTensor]":
+    """Return whether the tensor is sharded over ranks."""
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return loaded is not None and isinstance(tensor, loaded.DTensor)
 
 
 def without_values(model: CLIP) -> CLIP:
@@ -74,6 +84,9 @@ def shard(
     Raises:
         ConfigError: the towers are another library's, there is one process, or hosts differ in size.
     """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
     if not model.architecture.is_own:
         raise ConfigError(f"sharding = {sharding!r} requires clipkit's own towers, not {model.name}")
     world, per_host = world_size(), ranks_of_host()
@@ -104,7 +117,7 @@ def shard(
 
 def replicated(model: CLIP) -> nn.Module:
     """Return the model as a module that computes the mean gradient over ranks on every rank."""
-    if world_size() == 1 or isinstance(model, FSDPModule):
+    if world_size() == 1 or _is_sharded_module(model):
         return model
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
@@ -117,7 +130,7 @@ def scalars(model: CLIP) -> list[nn.Parameter]:
 @contextmanager
 def local_gradients(module: nn.Module, *, last: bool) -> Iterator[None]:
     """Accumulate gradients of backward passes on this rank; synchronize ranks in the ``last`` one."""
-    if isinstance(module, FSDPModule):
+    if _is_sharded_module(module):
         module.set_requires_gradient_sync(last)
         module.set_is_last_backward(last)
         yield
@@ -131,10 +144,10 @@ def local_gradients(module: nn.Module, *, last: bool) -> Iterator[None]:
 @contextmanager
 def gathered(model: CLIP, *, reshard: bool = True) -> Iterator[None]:
     """Gather the whole model on every rank, so that ranks may call it differently often; not for training."""
-    if not isinstance(model, FSDPModule):
+    if not _is_sharded_module(model):
         yield
         return
-    split = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    split = [module for module in model.modules() if _is_sharded_module(module)]
     for module in split:
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
@@ -149,14 +162,14 @@ def gathered(model: CLIP, *, reshard: bool = True) -> Iterator[None]:
 def drop_gathered(model: nn.Module) -> None:
     """Make FSDP2 gather weights again, whose values have changed."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if _is_sharded_module(module):
             module.reshard()
 
 
 @torch.no_grad()
 def complete_gradients(model: CLIP) -> None:
     """Average the gradients of scalars over ranks after the backward pass of a sharded model."""
-    if isinstance(model, FSDPModule):
+    if _is_sharded_module(model):
         for parameter in scalars(model):
             if parameter.grad is not None:
                 parameter.grad.copy_(sum_over_ranks(parameter.grad) / world_size())
@@ -168,7 +181,7 @@ def clip_gradients(model: CLIP, limit: float) -> Tensor:
     parts: dict[bool, list[nn.Parameter]] = {}  # torch's functions take tensors of one kind
     for parameter in model.parameters():
         if parameter.grad is not None:
-            parts.setdefault(isinstance(parameter.grad, DTensor), []).append(parameter)
+            parts.setdefault(is_sharded(parameter.grad), []).append(parameter)
     norms = [
         torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None]) for part in parts.values()
     ]
@@ -188,15 +201,17 @@ def put(target: Tensor, value: Tensor) -> None:
 
 def sharded_like(target: Tensor, value: Tensor) -> Tensor:
     """Shard a whole tensor, which all ranks have, as ``target`` is sharded; without communication."""
-    if not isinstance(target, DTensor):
+    if not is_sharded(target):
         return value
+    from torch.distributed.tensor import distribute_tensor
+
     layout = target.device_mesh, target.placements
     return distribute_tensor(value.to(target.device), *layout, src_data_rank=None)
 
 
 def whole(tensor: Tensor) -> Tensor:
     """Gather a tensor that may be sharded; all ranks call it together."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 _MAX_SHAPES = 32  # of a compiled function, before it runs uncompiled
@@ -281,15 +296,10 @@ def _switch(tower: nn.Module, name: str, *, on: bool) -> None:
         raise ConfigError(f"the {name} tower, {type(tower).__name__}, cannot recompute its blocks")
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """Return whether the tensor is sharded over ranks."""
-    return isinstance(tensor, DTensor)
-
-
 def local_part(tensor: Tensor) -> Tensor:
     """Return the rows that this rank holds, in the same memory and without gradient; all of a plain tensor."""
     bare = tensor.detach()
-    return bare.to_local() if isinstance(bare, DTensor) else bare
+    return bare.to_local() if is_sharded(bare) else bare
 
 
 def zeros_of(tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -300,16 +310,16 @@ def zeros_of(tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         shape: that of the tensor, but for reduced dimensions.
         dtype: of the zeros.
     """
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return torch.zeros(shape, dtype=dtype, device=tensor.device)
+    from torch.distributed.tensor import Replicate, Shard, zeros
+
     places = [
         Replicate() if isinstance(one, Shard) and shape[one.dim] != tensor.shape[one.dim] else one
         for one in tensor.placements
     ]
-    whole: Tensor = distributed_zeros(
-        tuple(shape), dtype=dtype, device_mesh=tensor.device_mesh, placements=places
-    )
-    return whole
+    made: Tensor = zeros(tuple(shape), dtype=dtype, device_mesh=tensor.device_mesh, placements=places)
+    return made
 
 
 def sums_over_parts(tensors: Sequence[Tensor], sums: Sequence[Tensor]) -> list[Tensor]:
@@ -323,10 +333,12 @@ def sums_over_parts(tensors: Sequence[Tensor], sums: Sequence[Tensor]) -> list[T
         N scalars, the same on all ranks.
     """
     totals = list(sums)
-    layouts: dict[object, list[tuple[int, DTensor]]] = {}
+    layouts: dict[object, list[tuple[int, Any]]] = {}
     for index, tensor in enumerate(tensors):
-        if isinstance(tensor, DTensor):
+        if is_sharded(tensor):
             layouts.setdefault((tensor.device_mesh, tensor.placements), []).append((index, tensor))
+    if layouts:
+        from torch.distributed.tensor import DTensor, Partial, Replicate
     for members in layouts.values():
         layout = members[0][1]
         # ranks that hold the same rows, as in hybrid sharding, must not count them twice

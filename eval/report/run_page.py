@@ -9,7 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from clipkit.errors import DataError
+from clipkit.config import load_config
+from clipkit.errors import ConfigError, DataError
+from clipkit.expected import expected_score
 from clipkit.files import without_secrets, write_page
 from data.corpora.builtin import BUILTIN
 from data.remote.cache import cache_folder
@@ -247,8 +249,17 @@ def build_report(run: Path, out: Path | None = None) -> Path:
         provenance=_provenance(_of_training(folder.results)),
         config=without_secrets(folder.config_text).strip(),
         search=_search(run, folder.scored_on),
+        expected=_expected(run),
     )
     return write_page(run / "report.html" if out is None else out, page)
+
+
+def _expected(run: Path) -> str:
+    """Describe the score that public runs of the run's recipe reached; "" if there are none."""
+    try:
+        return expected_score(load_config(run / "config.toml"))
+    except ConfigError:  # missing, or of another version
+        return ""
 
 
 def _search(run: Path, datasets: Sequence[str]) -> str:

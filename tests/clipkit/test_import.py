@@ -14,6 +14,7 @@ import pytest
 
 import clipkit
 from clipkit.model.architectures import ARCHITECTURES
+from tests.small_trainings import write_pairs
 
 ROOT = Path(clipkit.__file__).parents[1]
 PUBLIC = {
@@ -44,6 +45,34 @@ def test_each_module_says_what_it_gives(module: str) -> None:
 def test_importing_loads_nothing_heavy() -> None:
     code = f"import sys, clipkit; print([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_training_loads_only_what_its_first_step_uses(tmp_path: Path) -> None:
+    pairs = write_pairs(tmp_path / "pairs")
+    arguments = [
+        "train.py", "steps=1", "batch_size=4", "model.name=ViT-Ti-4-16", "data.workers=0", "eval.data=[]",
+        "log.tensorboard=false", f"data.train={pairs}", f"out={tmp_path / 'run'}",
+    ]  # fmt: skip
+    unused = (
+        "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor",
+        "sympy", "timm", "transformers", "open_clip", "wandb", "tensorboard", "matplotlib", "sklearn", "pyarrow",
+        "webdataset",
+    )  # fmt: skip
+    code = (
+        "import os, runpy, sys\n"
+        "from clipkit.training.metrics import MetricsLog\n"
+        "def write(*_):\n"
+        f"    print([name for name in {unused} if name in sys.modules], flush=True)\n"
+        "    os._exit(0)\n"
+        "MetricsLog.write = write\n"
+        f"sys.argv = {arguments}\n"
+        "runpy.run_path('train.py', run_name='__main__')"
+    )
+    environment = {**os.environ, "CLIPKIT_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
