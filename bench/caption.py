@@ -14,8 +14,8 @@ before the pass, in a fresh process, for clipkit and for ``cross_entropy(hidden 
 extrapolated where it needs more than ``--most-gb``, in proportion to N.
 
 Generation: the CPU time, in one thread, of 32 tokens for each of 32 images, with random weights, greedily and with
-4 beams, against ``generate`` of transformers' BLIP, and against computing all tokens again for each token. All have 6
-layers of 512 with cross-attention to 65 tokens of an image tower of one layer, and 49,408 words; ``shared`` (the
+4 beams, against ``generate`` of transformers' BLIP, and against computing all tokens again for each token. All have
+6 layers of 512 with cross-attention to 65 tokens of an image tower of one layer, and 49,408 words; ``shared`` (the
 text tower is the decoder) has BLIP's layers, ``tokens`` (a decoder of its own) has a second MLP in each layer.
 Likelihood: the CPU time of ``caption_likelihoods`` of 192 prompts (64 names in 3 templates) for 8 images against
 ``CLIP.caption_nll`` of each.
