@@ -211,6 +211,7 @@ def main(arguments: Arguments) -> int:
             ranks=Ranks(rank=rank, world=world, gather=distributed.sum_over_ranks),
             batch_size=config.eval.batch_size,
             bf16=bf16,
+            dims=config.loss.dims,
             say=progress.say,
             record=log.write_scores,
             note=trait_lines.say,

@@ -156,7 +156,8 @@ def test_averaged_weights_teach_the_whole_batch(over_classes: bool) -> None:
     if over_classes:
         teaching = Teaching(images=teacher[0], texts=teacher[1], scale=teacher[2])
         own = class_loss(*student, labels=tokens[:, 0])
-        loss = 0.7 * own + 0.3 * class_divergence(*student, teaching, distill=settings)
+        rows, heads, scale = student
+        loss = 0.7 * own + 0.3 * class_divergence(rows, heads, scale, teaching, distill=settings)
     else:
         loss = 0.7 * clip_loss(*student) + 0.3 * distillation_loss(*student, *teacher)
     loss.backward()
