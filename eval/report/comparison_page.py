@@ -417,7 +417,7 @@ def _layers(found: ResultSet) -> Markup:
 
 def _dims(found: ResultSet) -> Markup:
     """Chart the mean score of prefixes of the embedding and of the whole over their size, on a logarithmic axis."""
-    groups: dict[tuple[int, ...], list[Record]] = {}
+    groups: dict[tuple[int | str, ...], list[Record]] = {}
     for row in found.rows:
         dim, setting = row.by_dim
         same = (row.model, row.dataset, row.split, row.task, row.prompt_set, setting)
