@@ -123,8 +123,9 @@ def main(arguments: Arguments) -> int:
         averaged = ema.AveragedWeights(model, config.optim.average) if config.optim.average else None
         after = {name: settings.after for name, settings in terms.items()}
         unfreezing = build.Unfreezing(model, every=config.lock.unfreeze_every, after=after)
-        source = config.distill.teacher
-        teacher = Teacher(source, model, device=device, bf16=bf16) if source else None
+        source, teacher = config.distill.teacher, None
+        if source and not config.distill.averages:
+            teacher = Teacher(source, model, device=device, bf16=bf16)
         compute = TrainingStep(
             shape=shape,
             loss=config.loss,
@@ -210,6 +211,7 @@ def main(arguments: Arguments) -> int:
             ranks=Ranks(rank=rank, world=world, gather=distributed.sum_over_ranks),
             batch_size=config.eval.batch_size,
             bf16=bf16,
+            dims=config.loss.dims,
             say=progress.say,
             record=log.write_scores,
             note=trait_lines.say,
@@ -226,6 +228,7 @@ def main(arguments: Arguments) -> int:
             OBJECTIVES[config.loss.name].text_rows(shape.text, config.batch_size),
             loss_dims=config.loss.dims,
             masked=config.masked.fraction,
+            averaged=config.distill.averages,
             gradients=1 + bool(config.optim.sam),
         )
         views = config.views

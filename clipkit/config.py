@@ -642,7 +642,8 @@ class DistillConfig(Section):
     section = "distill."
     teacher: str = setting(
         "",
-        "Teacher that encodes each batch during training: any source that clipkit.load accepts. With "
+        "Teacher that encodes each batch during training: any source that clipkit.load accepts; or average, the "
+        "averaged weights of this training, see optim.average (a folder of this name is ./average). With "
         'loss.name=classes, a model with a head of the same classes, or a CLIP, with prompts such as "a photo '
         'of a cat".',
     )
@@ -689,11 +690,18 @@ class DistillConfig(Section):
                 _require_use(f"distill.{name}", getattr(self, name), "distill.teacher", bool(self.teacher))
         if self.hard and not self._is_default("temperature"):
             require(False, "distill.temperature", self.temperature, "expected 1 with distill.hard")
+        alone = "expected below 1 with distill.teacher=average, from which alone nothing is learned"
+        require(not self.averages or self.weight < 1, "distill.weight", self.weight, alone)
 
     @property
     def wanted(self) -> bool:
         """Whether there is a teacher."""
         return bool(self.teacher or self.features)
+
+    @property
+    def averages(self) -> bool:
+        """Whether the averaged weights of the training are the teacher."""
+        return self.teacher == "average"
 
 
 _LOCKS = Within(
@@ -995,6 +1003,8 @@ class Config(Section):
         where = "distill.teacher" if self.distill.teacher else "distill.features"
         alone = f"cannot be combined with loss.name={name}"
         require(objective.divergence is not None or not teacher, where, teacher, alone)
+        if self.distill.averages:
+            _require_use(where, teacher, "optim.average", bool(self.optim.average))
         if objective.over_classes:
             require(not self.distill.features, where, teacher, f"{alone}; use distill.teacher")
         else:
@@ -1016,7 +1026,6 @@ class Config(Section):
             require(not refused, f"{term}.weight", settings.weight, alone)
         target = self.masked.target if self.masked.weight else ""
         if target == "features":
-            require(self.sharding == "none", "masked.target", target, "cannot be combined with sharding")
             _require_use("masked.target", target, "optim.average", bool(self.optim.average))
         if self.pixels.weight:
             image = self.model.image.startswith("pixels:")

@@ -11,7 +11,6 @@ from clipkit.cli import (
     Command,
     Parser,
     add_decoding_options,
-    add_dim,
     chosen_command,
     command_parser,
     whole,
@@ -106,7 +105,6 @@ def _scoring_options(parser: argparse.ArgumentParser, *, several: bool) -> None:
         help="dtype of the towers (default: fp32)",
     )
     add("--seed", type=whole(0, MOST_SEED), default=0, help="random seed (default: 0)")
-    add_dim(parser)
     add_decoding_options(parser, default="as in the model's training")
 
 
@@ -141,6 +139,17 @@ def _task_arguments(tasks: Mapping[str, Task], parser: argparse.ArgumentParser) 
         )
     else:
         parser.set_defaults(language=[])
+    if any(task.of_prefixes for task in tasks.values()):
+        parser.add_argument(
+            "--dim",
+            dest="dims",
+            nargs="+",
+            type=whole(1, 1_000_000),
+            default=(),
+            metavar="N",
+            help="zero-shot, retrieval and compositional: also score the first N elements of each embedding, for "
+            "models trained with loss.dims",
+        )
     if any("examples" in task.depends_on for task in tasks.values()):
         parser.add_argument(
             "--examples",

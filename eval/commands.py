@@ -377,15 +377,18 @@ def _score_model(
 ) -> None:
     task_options = options_of(options)
     if wanted.source.startswith(TIMM):
-        if options.dim:
+        if task_options.dims:
             raise ConfigError(f"--dim requires a CLIP, not {wanted.source}")
         model: CLIP = load_image_model(wanted.source, device=device)
     else:
-        model = clipkit.load(wanted.source, name=options.name, dim=options.dim, device=device)
+        model = clipkit.load(wanted.source, name=options.name, device=device)
+    if max(task_options.dims, default=0) >= model.dim:
+        raise ConfigError(
+            f"--dim {task_options.dims[-1]}: expected numbers below {model.dim}, the whole embedding"
+        )
     model.preprocess = model.preprocess.with_decoding(background=options.background, upright=options.upright)
     check_appendable(wanted.out)  # before anything is computed
     weights, step = weights_id(wanted.source)
-    prefix = f" dim={options.dim}" if options.dim else ""
     ranks = Ranks(rank=distributed.rank(), world=distributed.world_size(), gather=distributed.sum_over_ranks)
     if options.features is None:
         store: Path | None = cache_folder() / "features"
@@ -420,7 +423,7 @@ def _score_model(
                 store=store,
                 ranks=ranks,
                 batch_size=options.batch_size,
-                origin={"model": f"{wanted.name}{prefix}", "weights": f"{weights}{prefix}"},
+                origin={"model": wanted.name, "weights": weights},
                 step=step,
                 started=started,
                 scored=own,

@@ -24,7 +24,7 @@ from eval.datasets.targets import OWN_CARD, Target, Trouble, find_targets
 from eval.metrics import METRICS, Comparison, compare_correct, compare_means, compare_statistics
 from eval.report.result_set import Model, ResultSet, read_result_set, split_checkpoint
 from eval.results.records import Details, details_folder, read_details
-from eval.results.scores import Record, Score
+from eval.results.scores import PREFIX, Record, Score
 
 __all__ = [
     "LEVEL",
@@ -280,6 +280,9 @@ def _differences(
     dataset, split, task, setting = kind
     if task == "few-shot":
         yield "few-shot scores are means over draws, without details of each draw"
+        return
+    if PREFIX.fullmatch(setting):
+        yield "scores of prefixes of the embedding have no details"
         return
     prompts = [list(dict.fromkeys(row.prompt_set for row in own)) for own in rows]
     common = [one for one in prompts[0] if one in prompts[1]]

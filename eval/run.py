@@ -24,8 +24,8 @@ from eval.features.encoder import ONE_RANK, Encoder, Ranks
 from eval.readers import open_dataset
 from eval.results.details import take_snapshot
 from eval.results.records import write_details, write_snapshot
-from eval.results.scores import Score, append_results, provenance, read_results, time_now, weights_id
-from eval.tasks import TASKS, Options, task_of
+from eval.results.scores import PREFIX, Score, append_results, provenance, read_results, time_now, weights_id
+from eval.tasks import TASKS, Options, Task, task_of
 from eval.tasks.subject import Outcome, Subject
 
 __all__ = ["Scored", "Scorer", "check_tasks", "evaluate", "run_model"]
@@ -82,6 +82,7 @@ def evaluate(
     data: str | Path | EvalDataset | None = None,
     *,
     tasks: Sequence[str] | None = None,
+    dims: Sequence[int] = (),
     batch_size: int = 256,
     ranks: Ranks = ONE_RANK,
     out: str | Path | None = None,
@@ -100,6 +101,7 @@ def evaluate(
             dtype, similarities in float32.
         data: a dataset, or an argument of ``open_dataset``; None for a subject's own.
         tasks: names in ``TASKS``; None for the dataset's own.
+        dims: sizes of prefixes of the embedding that are scored too, see ``loss.dims``.
         batch_size: images encoded at a time.
         ranks: the ranks that share the work.
         out: a results file to which rank 0 appends one line per score.
@@ -138,7 +140,7 @@ def evaluate(
     works = [_Work(subject=subject, task=task, facts=facts) for task in tasks]
     scored = Scored()
     path = None if out is None else Path(out)
-    _run_tasks(works, Options(details=False), out=path, step=step, scored=scored)
+    _run_tasks(works, Options(details=False, dims=tuple(dims)), out=path, step=step, scored=scored)
     for (name, split), counts in encoder.counts.items() if subject is not model else ():
         for line in counts.lines(
             encoder.model.preprocess.decoding,
@@ -286,14 +288,32 @@ def _texts(task: str, dataset: EvalDataset, classes: Sequence[str]) -> Iterator[
         yield from TASKS[task].texts_of(dataset.in_language(language)[0])
 
 
-def _run_task(work: _Work, options: Options) -> list[tuple[dict[str, Any], Outcome]]:
+_Outcomes = list[tuple[dict[str, Any], Outcome]]
+
+
+def _run_task(work: _Work, options: Options) -> _Outcomes:
+    """Run a task, also with prefixes of the embedding if there are any; return provenance and outcomes."""
+    task = TASKS[work.task]
+    outcomes = _in_languages(task, work.subject, options)
+    for dim in options.dims if task.of_prefixes else ():
+        subject = work.subject.of_prefix(dim)
+        for facts, outcome in _in_languages(task, subject, replace(options, details=False)):
+            scores = [
+                replace(one, setting=f"dim {dim}{', ' * bool(one.setting)}{one.setting}")
+                for one in outcome.scores
+            ]
+            outcomes.append(({**facts, "dim": dim}, Outcome(scores=scores)))
+    return outcomes
+
+
+def _in_languages(task: Task, whole: Subject, options: Options) -> _Outcomes:
     """Run a task, in each language if the dataset has several, and average; return provenance and outcomes."""
-    task, languages = TASKS[work.task], work.subject.dataset.languages
+    languages = whole.dataset.languages
     if not (languages and task.in_languages):
-        return [({}, task.run(work.subject, options))]
-    outcomes = list[tuple[dict[str, Any], Outcome]]()
+        return [({}, task.run(whole, options))]
+    outcomes = _Outcomes()
     for language in languages:
-        subject = work.subject.in_language(language)
+        subject = whole.in_language(language)
         outcome = task.run(subject, options)
         details = [replace(one, setting=language) for one in outcome.details]
         facts = provenance(subject.encoder.model, subject.dataset, weights="")
@@ -389,8 +409,10 @@ class Scorer:
         ranks: the ranks that share the work.
         batch_size: images encoded at a time on each rank.
         bf16: whether the towers run in bfloat16.
+        dims: sizes of prefixes of the embedding that are scored too.
         say: called with a line for each of the main scores.
-        record: called on rank 0 with the step and the scores of a dataset by ``dataset/task/metric``.
+        record: called on rank 0 with the step and the scores of a dataset by ``dataset/task/metric``, and for a
+            prefix by ``dataset/task/dim64/metric``.
         note: called for each dataset and split with the number of transparent and rotated images.
         as_scored: context manager that puts the model into the state to be scored.
     """
@@ -403,6 +425,7 @@ class Scorer:
     bf16: bool
     say: Callable[[str], None]
     record: Callable[[int, Mapping[str, float]], None]
+    dims: Sequence[int] = ()
     note: Callable[[str, TraitCounts], None] = lambda images, counts: None
     as_scored: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -432,6 +455,7 @@ class Scorer:
             subject = Subject(Encoder(self.model, ranks=self.ranks, batch_size=self.batch_size), dataset)
             scores = evaluate(
                 subject,
+                dims=self.dims,
                 out=self.run / "results.jsonl",
                 step=step,
                 weights=weights,
@@ -443,10 +467,13 @@ class Scorer:
         if self.ranks.rank > 0:
             return
         write_snapshot(self.run, snapshot)
+        values: dict[str, float] = {}
         for score in scores:
-            if score.metric in _PRINTED:
+            prefix = score.setting.replace(" ", "") if PREFIX.fullmatch(score.setting) else ""
+            values["/".join(filter(None, (score.dataset, score.task, prefix, score.metric)))] = score.value
+            if score.metric in _PRINTED and not prefix:
                 self.say(
                     f"step {step} {score.dataset} {score.task} {score.metric} {score.value:.1%} "
                     f"[{score.low or 0:.1%}, {score.high or 1:.1%}] chance {score.chance or 0:.1%}"
                 )
-        self.record(step, {f"{score.dataset}/{score.task}/{score.metric}": score.value for score in scores})
+        self.record(step, values)

@@ -25,6 +25,7 @@ from .flops import (
     image_flops as image_flops,
 )
 from .generate import (
+    caption_likelihoods as caption_likelihoods,
     check_generation as check_generation,
     generate_captions as generate_captions,
 )

@@ -23,6 +23,7 @@ from clipkit.model.names import architecture
 from clipkit.model.preprocess import Preprocess
 from clipkit.model.tokenizer import Tokenizer, tokenizer_of
 from clipkit.model.towers import (
+    Cached,
     Packed,
     Padded,
     Transformer,
@@ -160,16 +161,34 @@ class CLIP(nn.Module):
         sums = [term.total(self, images, seen, read, **given) for term, given in terms.values()]
         return image, text, self.logit_scale.exp(), *bias, torch.stack(sums)
 
-    def decoder_input(self, tokens: Tensor, *, lengths: Sequence[int] | None = None) -> TextInput | None:
-        """Compute what the decoder reads of texts, see ``encode_text``; None if it embeds tokens itself."""
+    def decoder_input(
+        self,
+        tokens: Tensor,
+        *,
+        lengths: Sequence[int] | None = None,
+        first: int = 0,
+        cached: Sequence[Cached] | None = None,
+    ) -> TextInput | None:
+        """Compute the input of a decoder of captions; None if the decoder embeds tokens itself.
+
+        Args:
+            tokens: (B, T) int64, see ``forward``.
+            lengths: B numbers, see ``encode_text``.
+            first: position of the first token whose input is computed; not 0 only with ``cached``.
+            cached: earlier tokens in each block of the text tower; ``lengths`` are not used then.
+        """
         assert self.architecture.decoder is not None
         feed = self.architecture.decoder.feed
-        if feed == "text":
-            return TextInput(self.text_tokens(tokens, lengths=lengths)[1])
+        if feed == "tokens":
+            return None
+        if self.text is not None or (feed == "text" and cached is None):  # a library's tower keeps no tokens
+            return TextInput(self.text_tokens(tokens, lengths=lengths)[1][:, first:])
+        x = self.token_embedding(tokens[:, first:]) + self.positional_embedding[first : tokens.shape[1]]
         if feed == "shared":
-            x = self.token_embedding(tokens) + self.positional_embedding[: tokens.shape[1]]
-            return TextInput(x, self.transformer.blocks, self.ln_final)
-        return None
+            return TextInput(x, (self.transformer.blocks, self.ln_final))
+        for block, rows in zip(self.transformer.blocks, cached or (), strict=True):
+            x = block(x, rows)
+        return TextInput(self.ln_final(x))
 
     def image_tokens(self, images: Tensor, *, patches: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Encode images to unit-norm features (B, O) and the tokens that a decoder reads (B, M, W).
@@ -432,6 +451,10 @@ def _decoder(shape: Architecture, decoder: Decoder) -> CaptionDecoder:
     if decoder.feed != "tokens" and decoder.width != shape.text.token_width:
         raise ConfigError(
             f"a decoder of width {decoder.width} cannot read a text tower's tokens of {shape.text.token_width}"
+        )
+    if decoder.feed == "text" and shape.text.plain is not None and not shape.text.plain.causal:
+        raise ConfigError(
+            "caption.feed = 'text' requires a causal text tower: the tokens of this one depend on later ones"
         )
     if decoder.feed == "shared" and (shape.text.plain is None or shape.text.plain.layers % decoder.layers):
         raise ConfigError(

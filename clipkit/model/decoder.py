@@ -11,8 +11,9 @@ Letters in shape comments: B captions, L tokens of a caption, N predicted tokens
 image, D the decoder's width, V words of the vocabulary.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 import torch.nn.functional as F
@@ -26,28 +27,28 @@ from clipkit.model.towers import (
     Mlp,
     Padded,
     ResidualAttentionBlock,
+    Rows,
     Transformer,
     initialize_block,
 )
 
-__all__ = ["LOGITS", "CaptionDecoder", "CrossAttentionBlock", "TextInput", "caption_nll"]
+__all__ = ["LOGITS", "CaptionDecoder", "CrossAttentionBlock", "Seen", "TextInput", "caption_nll"]
 
 LOGITS = 1 << 24  # of the vocabulary in memory at a time
+Seen = Tensor | tuple[Tensor, Tensor]  # tokens of images (B, M, D), or their keys and values (B, M, H, E)
 
 
 @dataclass(frozen=True, eq=False)
 class TextInput:
-    """What a decoder reads of texts instead of its own embedding.
+    """The input of a decoder without an embedding of its own.
 
     Attributes:
-        x: (B, L, D), the text tower's tokens, or with ``blocks`` its embedded tokens.
-        blocks: the text tower's blocks, for a decoder that has none.
-        norm: its last norm.
+        x: (B, L, D), the text tower's tokens, or with ``stack`` its embedded tokens.
+        stack: the blocks and the last norm of the text tower, for a decoder without blocks of its own.
     """
 
     x: Tensor
-    blocks: list[ResidualAttentionBlock] = field(default_factory=list)
-    norm: nn.Module | None = None
+    stack: tuple[list[ResidualAttentionBlock], nn.Module] | None = None
 
 
 class CrossAttentionBlock(nn.Module):
@@ -68,17 +69,26 @@ class CrossAttentionBlock(nn.Module):
             self.mlp = Mlp(width, ratio=mlp_ratio, quick_gelu=quick_gelu)
         self.recompute = False
 
-    def forward(self, x: Tensor, seen: Tensor) -> Tensor:
-        """Compute (B, L, D) that attend to (B, M, D) → (B, L, D)."""
+    def forward(self, x: Tensor, seen: Seen) -> Tensor:
+        """Compute tokens that attend to those of images: (B, L, D) → (B, L, D).
+
+        With the ``keys_values`` of images, x may have several rows for each of them, in their order.
+        """
         if self.recompute and torch.is_grad_enabled():
             out: Tensor = checkpoint(self.whole, x, seen, use_reentrant=False, preserve_rng_state=False)
             return out
         return self.whole(x, seen)
 
-    def whole(self, x: Tensor, seen: Tensor) -> Tensor:
+    def whole(self, x: Tensor, seen: Seen) -> Tensor:
         """Compute the block without recomputation."""
-        x = x + self.attn.read(self.ln_1_kv(seen), self.ln_1(x), Padded())
+        k, v = self.keys_values(seen) if isinstance(seen, Tensor) else seen
+        queries = self.ln_1(x).reshape(len(k), -1, x.shape[-1])  # all rows of an image attend to it at once
+        x = x + self.attn.read_keys(k, v, queries, Padded()).view_as(x)
         return x if self.mlp is None else x + self.mlp(self.ln_2(x))
+
+    def keys_values(self, seen: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the keys and values of tokens (B, M, D): two of (B, M, H, E)."""
+        return self.attn.keys_values(self.ln_1_kv(seen))
 
 
 class CaptionDecoder(Transformer):
@@ -126,44 +136,44 @@ class CaptionDecoder(Transformer):
             seen: (B, M, W), the image's tokens.
             x: (B, L, D), embedded tokens, or the text tower's.
             parallel: (B,) bool, rows without a causal mask.
-            text: has the blocks, if the decoder has none.
+            text: see ``CLIP.decoder_input``.
         """
-        if self.image_projection is not None:
-            seen = self.image_projection(seen)
         length, mask = x.shape[1], None
         if parallel is not None:
             causal = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
             mask = causal | parallel[:, None, None, None]  # (B, 1, L, L)
         rows = Padded(ends=torch.empty(0), mask=mask)
-        blocks = self.blocks if text is None or text.norm is None else text.blocks
-        norm = self.ln_final if text is None or text.norm is None else text.norm
+        return self.through_blocks(x, repeat(rows), repeat(self.projected(seen)), text)
+
+    def projected(self, seen: Tensor) -> Tensor:
+        """Map the image's tokens to the decoder's width: (B, M, W) → (B, M, D)."""
+        return seen if self.image_projection is None else self.image_projection(seen)
+
+    def through_blocks(
+        self, x: Tensor, rows: Iterable[Rows], seen: Iterable[Seen], text: TextInput | None = None
+    ) -> Tensor:
+        """Compute ``hidden``, given the layout for each block, and the image for each block of cross-attention."""
+        own = self.blocks, self.ln_final
+        blocks, norm = own if text is None or text.stack is None else text.stack
         assert norm is not None
-        every = len(blocks) // len(self.cross_attn)
-        for number, block in enumerate(blocks, 1):
-            x = block(x, rows)
+        every, cross = len(blocks) // len(self.cross_attn), zip(self.cross_attn, seen, strict=False)
+        for number, (block, layout) in enumerate(zip(blocks, rows, strict=False), 1):
+            x = block(x, layout)
             if number % every == 0:
-                x = self.cross_attn[number // every - 1](x, seen)
+                attend, image = next(cross)
+                x = attend(x, image)
         out: Tensor = norm(x)
         return out
 
-    def embed(self, tokens: Tensor, parallel: Tensor | None = None) -> Tensor:
-        """Embed tokens (B, L) int64, and [mask] in ``parallel`` rows (B,) bool, → (B, L, D)."""
+    def embed(self, tokens: Tensor, parallel: Tensor | None = None, *, first: int = 0) -> Tensor:
+        """Embed tokens (B, L) int64, and [mask] in ``parallel`` rows (B,) bool, → (B, L, D).
+
+        ``first`` is the position of the first token.
+        """
         x: Tensor = self.token_embedding(tokens)
         if parallel is not None:
             x = torch.where(parallel[:, None, None], self.mask_embedding.to(x.dtype), x)
-        return x + self.positional_embedding[: tokens.shape[1]]
-
-    def next_logits(self, seen: Tensor, tokens: Tensor, text: TextInput | None = None) -> Tensor:
-        """Compute the logits of the token after each row: (B, V), at least float32.
-
-        Args:
-            seen: (B, M, W), the image's tokens.
-            tokens: (B, L) int64 rows of equal length, of at most ``context_length``.
-            text: see ``CLIP.decoder_input``.
-        """
-        hidden = self.hidden(seen, self.embed(tokens) if text is None else text.x, text=text)[:, -1]
-        logits = hidden @ self.text_projection
-        return logits if logits.dtype == torch.float64 else logits.float()
+        return x + self.positional_embedding[first : first + tokens.shape[1]]
 
     def nll(
         self,

@@ -140,6 +140,7 @@ def step_flops(
     masked: float = 0.0,
     pixels: bool = False,
     views: tuple[int, int] | None = None,
+    averaged: bool = False,
     further: Iterable[int] = (),
 ) -> int:
     """FLOPs of one rank in a training step: both passes and the loss.
@@ -157,6 +158,7 @@ def step_flops(
         masked: fraction of the patches that are predicted, for an architecture with a head for this.
         pixels: whether pixels are predicted, see ``pixel_flops``.
         views: number of crops of each image and their side, which are compared with averaged weights.
+        averaged: whether averaged weights encode the batch, as they always do for views and masked features.
         further: lengths of further texts, with ``data.negatives`` or ``data.caption_count``.
 
     Raises:
@@ -170,9 +172,9 @@ def step_flops(
         step += rows * masked_flops(shape, masked, blocks=image_blocks).both
     if pixels:
         step += rows * pixel_flops(shape).both
-    averaged = views is not None or shape.masked == "features"
-    if averaged:  # averaged weights encode the batch
-        step += rows * image_flops(shape).forward
+    averaged |= views is not None or shape.masked == "features"
+    if averaged:
+        step += rows * ((counted or {}).get("image") or image_flops(shape)).forward
     if views is not None:
         step += rows * view_flops(shape, *views, blocks=image_blocks).both
     if shape.decoder is not None:

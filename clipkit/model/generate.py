@@ -1,12 +1,11 @@
-"""Generate captions of images: greedy, nucleus sampling (Holtzman et al. 2020), and beam search.
+"""Generate captions of images (greedy, nucleus sampling, beam search), and compare captions by likelihood.
 
-Letters in shape comments: B images, K beams, L tokens so far, M tokens of an image, V words of the vocabulary.
+Letters in shape comments: B images, K rows of each image, such as beams, L new tokens, T tokens so far, M tokens of
+an image, P captions, V words of the vocabulary.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,11 +13,10 @@ from torch import Tensor
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.splitmix import MASK, mix
 from clipkit.model.clip import CLIP
+from clipkit.model.towers import Cached
 from clipkit.model.zero_shot import evaluating
 
-__all__ = ["check_generation", "generate_captions"]
-
-_Logits = Callable[[Tensor, Tensor], Tensor]  # (B, M, W) and tokens (B, L) → (B, V) of the next token
+__all__ = ["Prefixes", "caption_likelihoods", "check_generation", "generate_captions"]
 
 
 @torch.no_grad()
@@ -35,7 +33,8 @@ def generate_captions(
 ) -> list[str]:
     """Describe images: B captions.
 
-    By default the most probable token is taken at each step. All tokens so far are computed again for each token.
+    By default the most probable token is taken at each step. Nucleus sampling is that of Holtzman et al. 2020
+    (https://arxiv.org/abs/1904.09751).
 
     Args:
         model: a CLIP with a decoder of captions, used in evaluation mode.
@@ -54,16 +53,110 @@ def generate_captions(
         DataError: the prefix is too long, or the model's logits are not finite.
     """
     start, end, most = check_generation(model, beams=beams, top_p=top_p, prefix=prefix, length=length)
+    if not len(pixels):
+        return []
     with evaluating(model):
-        _, seen = model.image_tokens(pixels)
-        logits = partial(_next_logits, model)
+        prefixes = Prefixes(model, model.image_tokens(pixels)[1])
         tokens = start.to(pixels.device).expand(len(pixels), -1)  # (B, L)
         if beams > 1:
-            found = _beam_search(logits, seen, tokens, end=end, most=most, beams=beams)
+            found = _beam_search(prefixes, tokens, end=end, most=most, beams=beams)
         else:
             keys = [mix((seed + mix(row)) & MASK) for row in (range(len(pixels)) if rows is None else rows)]
-            found = _sample(logits, seen, tokens, end=end, most=most, top_p=top_p, keys=keys)
+            found = _sample(prefixes, tokens, end=end, most=most, top_p=top_p, keys=keys)
     return [" ".join(model.tokenizer.decode(row[1:]).split()) for row in found]
+
+
+@torch.no_grad()
+def caption_likelihoods(model: CLIP, seen: Tensor, captions: Tensor) -> Tensor:
+    """Compute log p of each caption given each image: (B, P), at least float32.
+
+    Distinct prefixes are computed once, so captions with a common beginning cost less.
+
+    Args:
+        model: a CLIP with a decoder of captions, in evaluation mode.
+        seen: (B, M, W), see ``CLIP.image_tokens``.
+        captions: (P, T) int64, see ``CLIP.forward``; tokens beyond the decoder's context length are left out.
+
+    Raises:
+        DataError: the model's logits are not finite.
+    """
+    assert model.text_decoder is not None
+    prefixes, images = Prefixes(model, seen), torch.arange(len(seen), device=seen.device)[:, None]
+    captions = captions.to(seen.device)
+    counts = captions.argmax(dim=1).clamp(
+        max=model.text_decoder.shape.context_length
+    )  # predicted tokens, (P,)
+    nodes, width = torch.zeros_like(counts), 1  # the prefix of each caption, and their number
+    total = None
+    for place in range(int(counts.max())):
+        active = (counts > place).nonzero()[:, 0]
+        pairs = torch.stack([nodes[active], captions[active, place]])
+        (parents, tokens), nodes[active] = pairs.unique(dim=1, return_inverse=True)  # (K,) each
+        rows = (images * width + parents).flatten()  # (BK,)
+        width = len(tokens)
+        logits = prefixes.extend(tokens.repeat(len(seen))[:, None], rows)  # (BK, V)
+        levels = logits.logsumexp(dim=1).view(-1, width)
+        found = logits.view(-1, width, logits.shape[1])[:, nodes[active], captions[active, place + 1]]
+        if total is None:
+            total = logits.new_zeros(len(seen), len(captions))
+        total[:, active] += found - levels[:, nodes[active]]
+    assert total is not None
+    return total
+
+
+class Prefixes:
+    """Beginnings of captions of images, extended by one token at a time, each of which is computed once.
+
+    Keys and values of all tokens in the blocks of self-attention are kept, and those of the images in the blocks of
+    cross-attention.
+
+    Args:
+        model: a CLIP with a decoder of captions, in evaluation mode.
+        seen: (B, M, W), see ``CLIP.image_tokens``.
+
+    Attributes:
+        tokens: (BK, T) int64, the beginnings; B without tokens at first.
+    """
+
+    def __init__(self, model: CLIP, seen: Tensor) -> None:
+        assert model.text_decoder is not None
+        self._model, self._decoder = model, model.text_decoder
+        seen = self._decoder.projected(seen)
+        self._seen = [block.keys_values(seen) for block in self._decoder.cross_blocks]
+        text = model.transformer.blocks if model.text is None else []
+        self._cached = [
+            Cached() for _ in self._decoder.blocks or text
+        ]  # of the blocks before cross-attention
+        self._text = [Cached() for _ in text]  # of a text tower that is computed first
+        self.tokens = torch.empty(len(seen), 0, dtype=torch.int64, device=seen.device)
+
+    def extend(self, tokens: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Append tokens, and compute the logits of the next one.
+
+        Args:
+            tokens: (BK, L) int64, where L may be above 1 in the first call only, and BK other than before only with
+                ``rows``.
+            rows: (BK,) int64, the row to which each is appended, of the same image; None for the same rows.
+
+        Returns:
+            (BK, V), at least float32.
+
+        Raises:
+            DataError: they are not finite.
+        """
+        first, before = self.tokens.shape[1], self.tokens
+        if rows is not None:
+            before = before[rows]
+            for cached in (*self._cached, *self._text):
+                cached.select(rows)
+        self.tokens = torch.cat([before, tokens], dim=1)
+        text = self._model.decoder_input(self.tokens, first=first, cached=self._text)
+        x = self._decoder.embed(tokens, first=first) if text is None else text.x
+        hidden = self._decoder.through_blocks(x, self._cached, self._seen, text)[:, -1]
+        logits = hidden @ self._decoder.text_projection
+        if not logits.sum().isfinite():
+            raise DataError("the model's logits of captions are not finite: its weights are damaged")
+        return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def check_generation(
@@ -93,34 +186,23 @@ def check_generation(
     return row[None, :place], int(row[place]), most
 
 
-def _next_logits(model: CLIP, seen: Tensor, tokens: Tensor) -> Tensor:
-    decoder = model.text_decoder
-    assert decoder is not None
-    text = model.decoder_input(tokens, lengths=[tokens.shape[1]] * len(tokens))
-    logits = decoder.next_logits(seen, tokens, text)
-    if not logits.isfinite().all():
-        raise DataError("the model's logits of captions are not finite: its weights are damaged")
-    return logits
-
-
 def _sample(
-    logits: _Logits, seen: Tensor, tokens: Tensor, *, end: int, most: int, top_p: float, keys: Sequence[int]
+    prefixes: Prefixes, tokens: Tensor, *, end: int, most: int, top_p: float, keys: Sequence[int]
 ) -> list[list[int]]:
-    """Extend each row by one token at a time until all have ended; return the rows without the end."""
-    first = tokens.shape[1]
+    """Extend each row (B, L) by one token at a time until all have ended; return the rows without the end."""
     running = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
-    for place in range(first, most + 1):
-        scores = logits(seen, tokens)  # (B, V)
+    for place in range(tokens.shape[1], most + 1):
+        scores = prefixes.extend(tokens)  # (B, V)
         if top_p:
             uniform = torch.tensor([(mix((key + place) & MASK) >> 11) * 2.0**-53 for key in keys])
             chosen = _nucleus(scores, uniform.to(scores.device, torch.float32), top_p)
         else:
             chosen = scores.argmax(dim=-1)
-        tokens = torch.cat([tokens, torch.where(running, chosen, end)[:, None]], dim=1)
+        tokens = torch.where(running, chosen, end)[:, None]
         running &= chosen != end
         if not running.any():
             break
-    return [_before(row, end) for row in tokens.tolist()]
+    return [_before(row, end) for row in torch.cat([prefixes.tokens, tokens], dim=1).tolist()]
 
 
 def _nucleus(logits: Tensor, uniform: Tensor, top_p: float) -> Tensor:
@@ -138,44 +220,38 @@ def _before(row: list[int], end: int) -> list[int]:
     return row[: row.index(end)] if end in row else row
 
 
-@dataclass
-class _Best:
-    """The best hypothesis of an image that has ended."""
-
-    score: float = -math.inf
-    tokens: tuple[int, ...] = ()
-
-
-def _beam_search(
-    logits: _Logits, seen: Tensor, tokens: Tensor, *, end: int, most: int, beams: int
-) -> list[list[int]]:
+def _beam_search(prefixes: Prefixes, tokens: Tensor, *, end: int, most: int, beams: int) -> list[list[int]]:
     """Keep the most probable unfinished hypotheses of each image, until none can exceed the best finished one."""
     count, first = tokens.shape
-    tokens = tokens[:, None].expand(-1, beams, -1)  # (B, K, L)
-    seen = seen.repeat_interleave(beams, dim=0)
-    sums = torch.full((count, beams), -math.inf, device=seen.device, dtype=torch.float64)
-    sums[:, 0] = 0.0
-    best = [_Best() for _ in range(count)]
-    for place in range(first, most + 1):
-        generated = place - first + 1
-        scores = logits(seen, tokens.flatten(0, 1)).double().log_softmax(dim=-1)
-        words = scores.shape[-1]
-        scores = sums[..., None] + scores.unflatten(0, (count, beams))  # (B, K, V)
-        for number, (value, beam) in enumerate(
-            zip(*map(Tensor.tolist, scores[..., end].max(1)), strict=True)
-        ):
-            if value / generated > best[number].score:
-                best[number] = _Best(value / generated, tuple(tokens[number, beam].tolist()))
-        scores[..., end] = -math.inf
-        sums, index = scores.flatten(1).topk(min(beams, beams * words), dim=-1)  # (B, K)
-        parents = index.div(words, rounding_mode="floor")[..., None].expand(-1, -1, place)
-        tokens = torch.cat([tokens.gather(1, parents), (index % words)[..., None]], dim=-1)
+    longest = most - first + 1
+    best: list[tuple[float, list[int]]] = [
+        (-math.inf, [])
+    ] * count  # finished ones: mean of log p, and tokens
+    sums = torch.zeros(count, 1, dtype=torch.float64, device=tokens.device)  # (B, K) of log p
+    rows: Tensor | None = None
+    for generated in range(1, longest + 1):
+        logits = prefixes.extend(tokens, rows)  # (BK, V)
+        width = sums.shape[1]
+        sums = sums - logits.logsumexp(dim=-1).double().view(count, width)
+        ended = sums + logits[:, end].view(count, width)
+        for number, (value, beam) in enumerate(zip(*map(Tensor.tolist, ended.max(dim=1)), strict=True)):
+            if value / generated > best[number][0]:
+                best[number] = value / generated, prefixes.tokens[number * width + beam].tolist()
+        logits[:, end] = -math.inf
+        values, words = logits.topk(min(beams, logits.shape[1]), dim=-1)  # (BK, K')
+        scores = (sums.view(-1, 1) + values).view(count, -1)
+        sums, places = scores.topk(min(beams, scores.shape[1]), dim=-1)  # (B, K)
+        tokens = words.view(count, -1).gather(1, places).view(-1, 1)
+        starts = torch.arange(0, count * width, width, device=places.device)[:, None]
+        rows = (starts + places.div(values.shape[1], rounding_mode="floor")).flatten()
         # log-likelihoods only fall, and are divided by at most the maximum length
-        bounds = (sums[:, 0] / (most - first + 1)).tolist()
-        if all(one.score >= bound for one, bound in zip(best, bounds, strict=True)):
+        bounds = (sums[:, 0] / longest).tolist()
+        if all(score >= bound for (score, _), bound in zip(best, bounds, strict=True)):
             break
     else:
-        for number, value in enumerate((sums[:, 0] / (most - first + 1)).tolist()):  # without an end
-            if value > best[number].score:
-                best[number] = _Best(value, tuple(tokens[number, 0].tolist()))
-    return [list(one.tokens) for one in best]
+        assert rows is not None
+        for number, value in enumerate(bounds):  # without an end
+            if value > best[number][0]:
+                row = number * sums.shape[1]
+                best[number] = value, [*prefixes.tokens[rows[row]].tolist(), int(tokens[row])]
+    return [own for _, own in best]

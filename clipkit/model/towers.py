@@ -9,7 +9,7 @@ without renaming.
 import importlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TypeAlias
 
@@ -22,7 +22,7 @@ from clipkit.files.splitmix import MASK, STEP, mix, mix_tensor, signed
 from clipkit.model.resample import fitted_grid
 
 __all__ = [
-    "Attention", "AttentionFunction", "BagOfWordsTower", "ClassTableTower", "Kernel", "Packed", "Padded",
+    "Attention", "AttentionFunction", "BagOfWordsTower", "Cached", "ClassTableTower", "Kernel", "Packed", "Padded",
     "PooledEncoder", "QuickGELU", "ResidualAttentionBlock", "Rows", "Transformer", "VisionTransformer",
     "attention_by_length", "attention_varlen", "chosen_rows", "cut_patches", "draws", "initialize_block",
     "kept_patches", "pack", "unit_halves", "varlen_runs",
@@ -77,6 +77,31 @@ class Padded:
         if self.ends is None:
             return x[:, :1]
         return x.gather(1, self.ends[:, None, None].expand(-1, 1, x.shape[-1]))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Cached(Padded):
+    """Rows with causal attention to which one block appends tokens, with the keys and values of earlier tokens.
+
+    Attributes:
+        kept: keys and values (B, T, H, E) of the tokens so far; empty before the first.
+    """
+
+    kept: list[Tensor] = field(default_factory=list)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Append tokens (B, L, H, E) and attend with them → (B, L, H, E); L is 1 except in the first call."""
+        assert not self.kept or q.shape[1] == 1, q.shape
+        new = (k, v)
+        self.kept[:] = (
+            [torch.cat([*pair], dim=1) for pair in zip(self.kept, new, strict=True)] if self.kept else new
+        )
+        q, k, v = (one.transpose(1, 2) for one in (q, *self.kept))  # (B, H, L or T, E)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1).transpose(1, 2)
+
+    def select(self, rows: Tensor) -> None:
+        """Replace the rows by those with the numbers ``rows`` (B',), which may repeat."""
+        self.kept[:] = [one[rows] for one in self.kept]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -238,12 +263,20 @@ class Attention(nn.Module):
 
     def read(self, x: Tensor, query: Tensor, rows: Rows) -> Tensor:
         """Compute the output of the tokens ``query``, one of each row of ``x``."""
+        return self.read_keys(*self.keys_values(x), query, rows)
+
+    def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the keys and values of tokens: (…, D) → two of (…, H, E)."""
         width = x.shape[-1]
-        q_weight, kv_weight = self.in_proj_weight.split((width, 2 * width))
-        q_bias, kv_bias = self.in_proj_bias.split((width, 2 * width))
-        q = F.linear(query, q_weight, q_bias).unflatten(-1, (self.heads, -1))  # (…, H, E)
-        k, v = F.linear(x, kv_weight, kv_bias).unflatten(-1, (2, self.heads, -1)).unbind(-3)
-        out: Tensor = self.out_proj(rows.attend_read(q, k, v).flatten(-2))
+        weight, bias = self.in_proj_weight[width:], self.in_proj_bias[width:]
+        k, v = F.linear(x, weight, bias).unflatten(-1, (2, self.heads, -1)).unbind(-3)
+        return k, v
+
+    def read_keys(self, k: Tensor, v: Tensor, query: Tensor, rows: Rows) -> Tensor:
+        """Compute ``read`` with the keys and values of ``x``."""
+        width = query.shape[-1]
+        q = F.linear(query, self.in_proj_weight[:width], self.in_proj_bias[:width])
+        out: Tensor = self.out_proj(rows.attend_read(q.unflatten(-1, (self.heads, -1)), k, v).flatten(-2))
         return out
 
 

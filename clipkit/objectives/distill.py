@@ -32,7 +32,7 @@ class Teaching:
     """A teacher's features of one batch, in its own embedding dimension."""
 
     images: Tensor  # (B, P)
-    texts: Tensor  # (B, P), or (C, P) of all classes
+    texts: Tensor  # (B, P) of the same pairs, or (C, P) of all classes
     scale: Tensor  # exp(t)
     tokens: Tensor | None = None  # (B, 1 + K, D) of the images, see ``CLIP.image_tokens``
 

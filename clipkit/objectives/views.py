@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from clipkit.config import ViewsConfig
+from clipkit.distributed import counts_of_rows, gather_rows
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
 from clipkit.model.towers import draws
@@ -42,11 +43,12 @@ def view_inputs(
     """Return the arguments of ``view_sum`` and the number of images, see ``Term``."""
     teaching, images = teach(), batch.images
     rows = batch.rows.to(images.device)
+    texts = gather_rows(teaching.texts, counts_of_rows(len(teaching.texts)))
     given = {
         "boxes": drawn_boxes(seed=seed, rows=rows, count=settings.count, area=settings.area),
         "seen": teaching.images,
         # the same for all images: (B, …) without memory, as arguments have a row for each image
-        "texts": teaching.texts.expand(len(images), -1, -1),
+        "texts": texts.expand(len(images), -1, -1),
         "scales": teaching.scale.expand(len(images)),
         "sides": [view_side(settings, shape, image_size=images.shape[-1])] * len(images),
     }

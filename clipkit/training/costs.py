@@ -180,6 +180,7 @@ def flops_of_steps(
     loss_dims: Sequence[int] = (),
     masked: float = 0.0,
     views: ViewsConfig | None = None,
+    averaged: bool = False,
     gradients: int = 1,
 ) -> Callable[[Sequence[int], int, Sequence[int]], int] | None:
     """Return a function from a batch's caption lengths, its image size and the lengths of its further texts to the
@@ -194,6 +195,7 @@ def flops_of_steps(
         loss_dims: the setting ``loss.dims``.
         masked: the setting ``masked.fraction``.
         views: the section ``views``, if this term is part of the loss.
+        averaged: whether averaged weights are the teacher of a distillation.
         gradients: number of gradients of an update, 2 with ``optim.sam``.
     """
     counted = counted_flops(model)
@@ -224,6 +226,7 @@ def flops_of_steps(
             masked=masked,
             pixels="pixels" in heads,
             views=_views(views, shape, image_size),
+            averaged=averaged,
             further=further,
         )
 
@@ -282,6 +285,7 @@ class Workload:
         views: the section ``views``, if this term is part of the loss.
         further: number of further texts of each image.
         average: whether averaged weights are kept.
+        averaged: whether they are the teacher of a distillation.
         sam: whether each update computes two gradients (``optim.sam``).
         sharding: "none", "full" (weights, gradients and states sharded over all ranks), or "hybrid" (over
             ``shard_ranks`` of them, such as those of one host).
@@ -305,6 +309,7 @@ class Workload:
     views: ViewsConfig | None = None
     further: int = 0
     average: bool = False
+    averaged: bool = False
     sam: bool = False
     sharding: str = "none"
     shard_ranks: int = 0
@@ -453,6 +458,7 @@ def estimate(work: Workload, speed: float | None = None) -> Estimate:
         loss_dims=work.loss_dims,
         masked=work.masked,
         views=work.views,
+        averaged=work.averaged,
         gradients=1 + work.sam,
     )
     step = (
@@ -614,6 +620,7 @@ def workloads_of(
                 views=config.views if begin >= config.views.after else None,
                 further=config.data.caption_count - 1 + bool(config.data.negatives),
                 average=bool(config.optim.average),
+                averaged=config.distill.averages,
                 sam=bool(config.optim.sam),
                 sharding=config.sharding,
                 shard_ranks=shard_ranks,
@@ -702,7 +709,7 @@ def dry_run(config: Config, device: torch.device, target: Target) -> list[str]:
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             machine = replace(machine, gpu=properties.name, memory=properties.total_memory)
-    teacher, source = None, config.distill.teacher
+    teacher, source = None, "" if config.distill.averages else config.distill.teacher
     if source.startswith(_OPEN_CLIP):
         try:
             with torch.device("meta"):
@@ -760,7 +767,7 @@ def _model_rows(found: Estimate) -> Iterator[Row]:
     if (views := found.view_flops) is not None:
         yield "", f"{_flops(views.both)} for the crops of an image"
     if found.step_flops is not None:
-        teacher = ", with the teacher's" if found.memory.teacher else ""
+        teacher = ", with the teacher's" if found.work.teacher is not None or found.work.averaged else ""
         yield (
             "",
             f"{_flops(found.step_flops)} a step of {found.work.batch_size:,} pairs, both passes{teacher}",

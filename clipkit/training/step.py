@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clipkit.api import load
 from clipkit.config import DistillConfig, LossConfig
-from clipkit.distributed import counts_of_rows, gather_rows, rank, sum_over_ranks, world_size
+from clipkit.distributed import rank, sum_over_ranks, world_size
 from clipkit.errors import ConfigError
 from clipkit.formats.checkpoint import model_hash
 from clipkit.model.architectures import Architecture
@@ -226,30 +226,25 @@ def seeds_of(seed: int, step: int, rank: int, parts: int) -> list[int]:
 
 
 def averaged_teaching(
-    module: nn.Module, averaged: AveragedWeights, batch: "PairBatch", *, bf16: bool, tokens: bool
+    module: nn.Module, averaged: AveragedWeights, inputs: Mapping[str, Any], *, bf16: bool, tokens: bool
 ) -> Teaching:
     """Encode a batch with the averaged weights, without patch dropout; all ranks call this together.
 
     Args:
         module: a CLIP, possibly wrapped in DistributedDataParallel or sharded.
         averaged: its averaged weights.
-        batch: this rank's pairs.
+        inputs: this rank's ``images`` and ``tokens``, and ``lengths`` if they are known; see ``CLIP.forward``.
         bf16: whether the towers run in bfloat16.
-        tokens: whether to return the images' tokens too, for which the model must not be sharded.
-
-    Returns:
-        features of this rank's images (B, O) and of the texts of all ranks (N, O).
+        tokens: whether to return the images' tokens too.
     """
     bare: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
-    precision = torch.autocast(batch.images.device.type, torch.bfloat16, enabled=bf16)
+    assert isinstance(bare, CLIP)
+    pixels = inputs["images"]
+    precision = torch.autocast(pixels.device.type, torch.bfloat16, enabled=bf16)
     with averaged.applied(), evaluating(bare), torch.no_grad(), precision:
-        images, texts, scale = bare(batch.images, batch.tokens, lengths=batch.lengths)[:3]
-        seen = None
-        if tokens:
-            assert isinstance(bare, CLIP)
-            seen = bare.image_tokens(batch.images)[1]
-    everyones = gather_rows(texts, counts_of_rows(len(texts)))
-    return Teaching(images=images, texts=everyones, scale=scale, tokens=seen)
+        images, seen = bare.image_tokens(pixels) if tokens else (bare.encode_image(pixels), None)
+        texts = bare.encode_text(inputs["tokens"], lengths=inputs.get("lengths"))
+        return Teaching(images=images, texts=texts, scale=bare.logit_scale.exp(), tokens=seen)
 
 
 class Teacher:
@@ -374,7 +369,7 @@ class TrainingStep:
         seed: seed of the run.
         accumulate: parts in which this rank's rows are computed.
         bf16: whether the towers run in bfloat16.
-        averaged: averaged weights, for terms that compare with them.
+        averaged: averaged weights, for terms and distillation that compare with them.
     """
 
     shape: Architecture
@@ -401,10 +396,11 @@ class TrainingStep:
             inputs["tokens"] = torch.arange(rows, device=batch.tokens.device)[:, None]
         else:
             inputs |= {"tokens": batch.tokens, "lengths": batch.lengths}
-            further = [one for one in (batch.more, batch.negatives) if one is not None]
-            if further:  # their features follow those of the captions
-                inputs["tokens"] = torch.cat([batch.tokens, *further])
-                inputs["lengths"] = batch.lengths + batch.more_lengths + batch.negative_lengths
+        plain = dict(inputs)
+        further = [one for one in (batch.more, batch.negatives) if one is not None]
+        if further:  # their features follow those of the captions
+            inputs["tokens"] = torch.cat([batch.tokens, *further])
+            inputs["lengths"] = batch.lengths + batch.more_lengths + batch.negative_lengths
         if counts := patch_counts(self.shape, self.patch_dropout, batch.images.shape[-1]):
             inputs["patches"] = kept_patches(
                 seed=seed_of(self.seed, step),
@@ -417,8 +413,17 @@ class TrainingStep:
             loss = with_captions(loss)
         if self.loss.dims:
             loss = with_prefixes(loss, self.loss.dims, self.loss.dim_weights)
+
+        @cache
+        def teach() -> Teaching:
+            assert self.averaged is not None
+            tokens = self.shape.masked == "features"
+            return averaged_teaching(module, self.averaged, plain, bf16=self.bf16, tokens=tokens)
+
         teaching = None
-        if self.teacher is not None:
+        if self.distill.averages:
+            teaching = teach()
+        elif self.teacher is not None:
             teaching = self.teacher(batch.images, batch.tokens)
         elif batch.teacher is not None:
             images, texts = batch.teacher
@@ -438,27 +443,21 @@ class TrainingStep:
             autocast=self.bf16,
             # clipkit's own towers draw nothing; other libraries' dropout uses torch's generator
             seeds=() if self.shape.is_own else seeds_of(self.seed, step, rank(), self.accumulate),
-            terms=self._local_terms(module, batch, step),
+            terms=self._local_terms(batch, step, teach),
             watch=watch,
         )
 
     def swaps(self, step: int) -> bool:
         """Return whether a step gives the model its averaged weights for a while."""
-        return any(
-            self.terms[name].after <= step for name in self.terms if TERMS[name].averages(self.terms[name])
+        terms = ((settings, TERMS[name]) for name, settings in self.terms.items())
+        return self.distill.averages or any(
+            settings.after <= step and term.averages(settings) for settings, term in terms
         )
 
-    def _local_terms(self, module: nn.Module, batch: PairBatch, step: int) -> LocalTerms | None:
+    def _local_terms(self, batch: PairBatch, step: int, teach: Callable[[], Teaching]) -> LocalTerms | None:
         terms = {name: settings for name, settings in self.terms.items() if step >= settings.after}
         if not terms:
             return None
-
-        @cache
-        def teach() -> Teaching:
-            assert self.averaged is not None
-            tokens = self.shape.masked == "features"
-            return averaged_teaching(module, self.averaged, batch, bf16=self.bf16, tokens=tokens)
-
         inputs, counts = {}, []
         for name, settings in terms.items():
             seed = seed_of(self.seed, step, TERMS[name].stream)

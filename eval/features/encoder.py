@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -103,6 +104,7 @@ class Encoder:
         progress: called with the number of images after each batch, and with the number found in the store.
 
     Attributes:
+        dim: D; smaller than the model's after ``of_prefix``.
         encoded: number of images and texts that this rank has encoded, by "images" and "texts".
         counts: by dataset and split, how many of the encoded images are transparent or rotated by EXIF.
     """
@@ -117,6 +119,7 @@ class Encoder:
         progress: Callable[[int], None] | None = None,
     ) -> None:
         self.model, self.store, self.ranks, self.batch_size = model, store, ranks, batch_size
+        self.dim = model.dim
         self.progress = progress
         self.encoded = {"images": 0, "texts": 0}
         self.counts: dict[tuple[str, str], TraitCounts] = {}
@@ -128,6 +131,15 @@ class Encoder:
     def device(self) -> torch.device:
         """The model's device."""
         return self.model.logit_scale.device
+
+    def of_prefix(self, dim: int) -> "Encoder":
+        """Return an encoder of the same features of which only the first ``dim`` elements are used."""
+        one = copy(self)
+        one.dim, one._classifiers = dim, {}
+        return one
+
+    def _prefix(self, features: Tensor) -> Tensor:
+        return features if self.dim == self.model.dim else F.normalize(features[:, : self.dim], dim=-1)
 
     def images(self, dataset: EvalDataset) -> ImageFeatures:
         """Return the features of all images of a dataset.
@@ -147,7 +159,12 @@ class Encoder:
         self.counts[dataset.name, dataset.split] = TraitCounts(
             images=len(rows), transparent=transparent, rotated=rotated
         )
-        return ImageFeatures(lambda name: table.column(name, rows), lambda: table.digests(rows))
+
+        def column(name: str) -> Tensor:
+            values = table.column(name, rows)
+            return self._prefix(values) if name == "projected" else values
+
+        return ImageFeatures(column, lambda: table.digests(rows))
 
     def layers(self, dataset: EvalDataset) -> Mapping[int, Tensor]:
         """Return the class token, or the mean token, after each block of the image tower, numbered from 1.
@@ -195,7 +212,7 @@ class Encoder:
             _check_finite(features, description)
             table.append([digests[one] for one in piece], {"projected": features})
         rows = [table.find(digests[text]) for text in texts]
-        return table.column("projected", np.array(rows, dtype=np.int64)).to(self.device)
+        return self._prefix(table.column("projected", np.array(rows, dtype=np.int64)).to(self.device))
 
     def classifier(self, prompts: Sequence[Sequence[str]], *, description: str) -> Tensor:
         """Return a weight vector per class: the normalized mean of its prompts' embeddings.

@@ -6,7 +6,7 @@ One self-contained file; the same results give the same bytes.
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -51,7 +51,7 @@ from eval.report.tables import (
     task_tables,
 )
 from eval.results.records import Details, read_details
-from eval.results.scores import Record, text_of
+from eval.results.scores import PREFIX, Record, text_of
 
 __all__ = ["Block", "blocks_html", "build_comparison"]
 
@@ -73,8 +73,8 @@ _SIZE = re.compile(
 _RESOLUTION = re.compile(r"[-_](?=[2-9]\d\d)\d+")
 _MARKS = re.compile(r"[()']|,(?=\))")
 _OTHER_COLUMNS = (  # shown elsewhere, different by dataset, or for recognizing results scored already
-    "model", "weights", "architecture", "gflops", "prompts", "prompt_count", "data_revision", "captions", "choices",
-    "time", "options", "train_overlap", "model_hash", "inputs", "lines",
+    "model", "weights", "architecture", "dim", "gflops", "prompts", "prompt_count", "data_revision", "captions",
+    "choices", "time", "options", "train_overlap", "model_hash", "inputs", "lines",
 )  # fmt: skip
 
 TEMPLATES.filters["pieces"] = lambda name: re.findall(r"[^-/_: @]*[-/_: @]|[^-/_: @]+", name)
@@ -141,6 +141,7 @@ def build_comparison(results: Sequence[Path], out: Path, **facts: Unpack[Facts])
         cost=_costs(whole, tables.get("linear-probe")),
         few_shot=_few_shot(found, zero_shot),
         layers=_layers(found),
+        dims=_dims(found),
         details=_detail_sections(found, [*details.values()], thumbnails),
         all_scores=_all_scores(found),
         facts_of=_model_facts(found.models),
@@ -413,24 +414,54 @@ def _few_shot(found: ResultSet, zero_shot: ScoreTable) -> Markup:
 def _layers(found: ResultSet) -> Markup:
     """Chart the mean accuracy of a probe at each depth, if several layers were probed."""
     curves, depths, names = _curves(found, found.rows, _LAYER, least=2)
-    lines = []
-    for curve in curves:
-        points = [(float(layer), 100 * fmean(row.value for row in own)) for layer, own in curve.points]
-        lines.append(
-            ChartLine(name=curve.name, points=points, tone=curve.tone, dots=True, dashed=curve.dashed)
-        )
     shown = depths[::-1][:: math.ceil(len(depths) / _LAYERS) or 1]
     return draw(
         Chart(
             title="Accuracy by depth",
             note=f"mean of {names}; features before the projection, layer by layer",
-            lines=lines,
+            lines=_mean_lines(curves, float),
             unit="%",
             wide=True,
             x_name="layer",
             x_ticks=[(float(i), str(i)) for i in reversed(shown)],
         )
     )
+
+
+def _dims(found: ResultSet) -> Markup:
+    """Chart the mean score of prefixes of the embedding and of the whole over their size, on a logarithmic axis."""
+    groups: dict[tuple[int | str, ...], list[Record]] = {}
+    for row in found.rows:
+        dim, setting = row.by_dim
+        same = (row.model, row.dataset, row.split, row.task, row.prompt_set, setting)
+        groups.setdefault(same, []).append(replace(row, setting=f"dim {dim} {setting}".strip()))
+    rows = [row for own in groups.values() if len({row.setting for row in own}) > 1 for row in own]
+    curves, dims, names = _curves(found, rows, PREFIX, least=2)
+    return draw(
+        Chart(
+            title="Score by dimension",
+            note=f"mean of {names}; the first elements of the embedding",
+            lines=_mean_lines(curves, math.log2),
+            unit="%",
+            wide=True,
+            x_name="dimension",
+            x_ticks=[(math.log2(dim), str(dim)) for dim in dims],
+        )
+    )
+
+
+def _mean_lines(curves: Sequence[_Curve], place: Callable[[int], float]) -> list[ChartLine]:
+    """Draw the mean score of each point of curves at ``place(number)``."""
+    return [
+        ChartLine(
+            name=curve.name,
+            points=[(place(number), 100 * fmean(row.value for row in own)) for number, own in curve.points],
+            tone=curve.tone,
+            dots=True,
+            dashed=curve.dashed,
+        )
+        for curve in curves
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ import math
 import shlex
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from eval.report.charts import (
 )
 from eval.report.tables import TableRow, metric_name, setting_name
 from eval.results.records import Snapshot, find_snapshots, json_lines, read_snapshot, whole
-from eval.results.scores import Record, Series, read_records
+from eval.results.scores import PREFIX, Record, Series, read_records
 
 __all__ = ["Result", "RunFolder", "build_report", "headlines", "newest", "read_run_folder"]
 
@@ -49,7 +49,7 @@ _BESIDE = {  # metrics drawn together
     _MEAN: tuple(_IN_BATCH),
     "image_to_text_R@1": ("text_to_image_R@1",),
 }
-_SCORE_FIELDS = ("step", "dataset", "task", "metric", "value", "n", "low", "high", "chance")
+_SCORE_FIELDS = ("step", "dataset", "task", "metric", "value", "n", "low", "high", "chance", "dim")
 _CAP = 100.0  # the published bound of exp(t)
 _HEADLINES = 4
 _CHARTS = 16  # of scores; the table has all of them
@@ -321,7 +321,7 @@ def _main_first(metrics: Mapping[str, Any]) -> list[str]:
 def headlines(results: Sequence[Result], step: int | None) -> list[Headline]:
     """Select the main metric of each dataset scored in training; scores of another step than ``step`` say so."""
     metrics: dict[Series, dict[str, Result]] = {}
-    for result in _of_training(results):
+    for result in (one for one in _of_training(results) if not PREFIX.fullmatch(one.setting)):
         metrics.setdefault(result.series, {})[result.metric] = result
     known = {result.series for result in results}
     found = []
@@ -488,7 +488,10 @@ def _charts(run: RunFolder) -> list[str]:
 
 
 def _score_charts(run: RunFolder) -> list[tuple[Series, Chart]]:
-    """Chart each series of several steps: a few metrics, the first with its interval, and chance."""
+    """Chart each series of several steps: a few metrics, the first with its interval, and chance.
+
+    Prefixes of the embedding follow the whole in a chart of its first metric.
+    """
     groups: dict[Series, dict[str, list[Result]]] = {}
     for result in run.results:
         groups.setdefault(result.series, {}).setdefault(result.metric, []).append(result)
@@ -496,7 +499,7 @@ def _score_charts(run: RunFolder) -> list[tuple[Series, Chart]]:
     for series, metrics in groups.items():
         main, *others = _main_first(metrics)
         first = metrics[main]
-        if len(first) < 2:
+        if len(first) < 2 or PREFIX.fullmatch(series[-1]):
             continue
         percent = all(_row(result).in_percent for result in first)
         factor, unit = (100.0, "%") if percent else (1.0, "")
@@ -528,6 +531,25 @@ def _score_charts(run: RunFolder) -> list[tuple[Series, Chart]]:
             ceiling=100.0 if percent and max(y for line in lines for _, y in line.points) > 75 else None,
         )
         charts.append((series, chart))
+        prefixes = {
+            int(match[1]): own[main]
+            for (*others, setting), own in groups.items()
+            if (match := PREFIX.fullmatch(setting)) and (*others, match[2]) == series and main in own
+        }
+        if prefixes:
+            by_dim = [("all", first), *sorted(prefixes.items(), reverse=True)]
+            curves = [
+                ChartLine(
+                    name=str(dim),
+                    points=[(row.step, factor * row.value) for row in rows],
+                    tone=tone,
+                    dots=True,
+                )
+                for tone, (dim, rows) in enumerate(by_dim, start=1)
+            ]
+            title = f"{chart.title}: {metric_name(main)} by dimension"
+            note = "of the first elements of the embedding (loss.dims)"
+            charts.append((series, replace(chart, title=title, note=note, lines=curves)))
     return charts[:_CHARTS]
 
 

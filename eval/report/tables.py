@@ -57,7 +57,7 @@ _STD = "_std"  # suffix of a metric: its standard deviation over seeds
 _MOST_PUBLISHED = 4
 _DIRECTIONS = ("image_to_text_R@1", "text_to_image_R@1")
 _RETRIEVAL = (*_DIRECTIONS, "mean_R@1")
-_CURVES = ("-shot", "layer ")  # settings that are points of a curve
+_CURVES = ("-shot", "layer ", "dim ")  # settings that are points of a curve
 _CSV_COLUMNS = (
     "kind", "model", "dataset", "split", "task", "prompt_set", "setting", "metric", "value", "n", "low", "high",
     "chance",

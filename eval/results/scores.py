@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -23,6 +24,7 @@ from eval.features.encoder import dtype_name
 from eval.results.records import finite, json_lines, whole
 
 __all__ = [
+    "PREFIX",
     "Record",
     "Score",
     "Series",
@@ -37,6 +39,7 @@ __all__ = [
     "weights_id",
 ]
 
+PREFIX = re.compile(r"dim ([1-9]\d{0,6})\b[ ,]*(.*)")  # setting of a prefix of the embedding
 _HASH_DIGITS = 16
 _MAX_TEXT = 300
 
@@ -59,7 +62,7 @@ class Score:
         split: the dataset's split.
         prompt_set: name of the prompts, "own" for those stored with the images; "" if none are used, and for
             retrieval with unchanged captions.
-        setting: the task's setting, such as "4-shot"; "" if it has none.
+        setting: the task's setting, such as "4-shot", or "dim 64" for a prefix of the embedding; "" if it has none.
     """
 
     dataset: str
@@ -119,6 +122,13 @@ class Record:
     def what(self) -> tuple[str, ...]:
         """What was measured: the series and the metric."""
         return *self.series, self.metric
+
+    @property
+    def by_dim(self) -> tuple[int, str]:
+        """The number of elements of the embedding, 0 if unknown, and the setting without it."""
+        if match := PREFIX.fullmatch(self.setting):
+            return int(match[1]), match[2]
+        return whole(self.line.get("dim")) or 0, self.setting
 
     @property
     def data_revision(self) -> str:
@@ -287,6 +297,7 @@ def provenance(model: CLIP, dataset: EvalDataset, *, weights: str) -> dict[str, 
     return {
         "weights": weights,
         "architecture": model.name,
+        "dim": model.dim,
         "data_revision": dataset.revision,
         "prompts": _digest(prompt for own in prompts for prompt in ("", *own)),
         "prompt_count": sum(map(len, prompts)),

@@ -44,6 +44,8 @@ class Options:
         image_size: fine-tune: side of the images in pixels, to which the model is adapted; 0: its own.
         runs: fine-tune: folder of training runs; by default in the cache folder.
         beams: captioning: hypotheses of beam search; 1 takes the most probable token at each step.
+        dims: zero-shot, retrieval and compositional: sizes of prefixes of the embedding that are scored besides the
+            whole, for models trained with ``loss.dims``.
         details: whether to collect what a page shows besides the scores.
 
     Raises:
@@ -64,6 +66,7 @@ class Options:
     image_size: int = 0
     runs: Path | None = None
     beams: int = 1
+    dims: tuple[int, ...] = ()
     details: bool = True
 
     def __post_init__(self) -> None:
@@ -77,6 +80,7 @@ class Options:
             ("examples", self.examples >= 0, "0, or a number of images"),
             ("image_size", self.image_size >= 0, "0, or a number of pixels"),
             ("beams", self.beams >= 1, "a whole number from 1"),
+            ("dims", min(self.dims, default=1) >= 1, "whole numbers from 1"),
         ):
             if not valid:
                 raise ConfigError(f"invalid value {name} = {getattr(self, name)}: expected {expected}")
@@ -86,7 +90,9 @@ class Options:
 
     def text_of(self, task: str) -> str:
         """Return the options that the scores of a task depend on, for its result lines."""
-        names = [name for name in TASKS[task].depends_on if name != "examples" or self.examples]
+        names = [
+            name for name in TASKS[task].depends_on if name not in ("dims", "examples") or getattr(self, name)
+        ]
         return " ".join(f"{name}={getattr(self, name)}" for name in names)
 
 
@@ -98,7 +104,7 @@ def options_of(parsed: argparse.Namespace) -> Options:
         given["layers"] = False if layers is None else tuple(sorted(layers)) or True
     if "estimators" in given:
         given["estimators"] = tuple(one for one in _ESTIMATORS if one in given["estimators"])
-    for name in {"shots", "seeds", "neighbours"} & {*given}:
+    for name in {"shots", "seeds", "neighbours", "dims"} & {*given}:
         given[name] = tuple(sorted(given[name]))
     if "rates" in given:
         given["rates"] = tuple(sorted(set(given["rates"])))
@@ -146,6 +152,11 @@ class Task:
     def needs_text(self) -> bool:
         """Whether the model must have a text tower or decoder."""
         return bool(self.texts) or self.describes
+
+    @property
+    def of_prefixes(self) -> bool:
+        """Whether prefixes of the embedding have scores of their own."""
+        return "dims" in self.depends_on
 
     def check_model(self, model: "CLIP") -> None:
         """Raise ConfigError if a model lacks what the task needs."""
@@ -305,6 +316,7 @@ TASKS: Mapping[str, Task] = {
         texts="prompts",
         metric="acc1",
         by_prompts=True,
+        depends_on=("dims",),
     ),
     "linear-probe": Task(
         summary="logistic regression on the image tower's features, as in the CLIP paper",
@@ -341,6 +353,7 @@ TASKS: Mapping[str, Task] = {
         texts="caption_prompts",
         metric="mean_R@1",
         by_prompts=True,
+        depends_on=("dims",),
     ),
     "captioning": Task(
         summary="describe images and compare with their captions (CIDEr-D, BLEU-4, exact matches, perplexity)",
@@ -365,6 +378,7 @@ TASKS: Mapping[str, Task] = {
         fits="choices",
         texts="all_captions",
         metric="accuracy",
+        depends_on=("dims",),
     ),
     "fine-tune": Task(
         summary="train the whole image tower and a classification head on the training split, with train.py",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from clipkit import CLIP
 from clipkit.errors import DataError
-from clipkit.model import eval_pixels, evaluating, generate_captions
+from clipkit.model import caption_likelihoods, eval_pixels, evaluating, generate_captions
 from eval.datasets.dataset import captions_of
 from eval.features.encoder import Ranks
 from eval.metrics import METRICS, Descriptions, caption_tokens
@@ -90,16 +90,17 @@ def likelihood(subject: Subject, options: Options) -> Outcome:
     prompts = dataset.prompts()
     tokens = model.tokenizer([one for own in prompts for one in own])  # (P, L)
     classes = torch.tensor([i for i, own in enumerate(prompts) for _ in own])  # (P,)
+    order = torch.tensor(sorted(range(len(tokens)), key=tokens.tolist().__getitem__))  # by prefix
     scores = torch.zeros(len(dataset), len(prompts))  # (N, C)
 
     def compute(numbers: Sequence[int], pixels: Tensor) -> None:
         _, seen = model.image_tokens(pixels)
-        flat = torch.empty(len(numbers) * len(tokens))  # (B · P,)
-        for rows in torch.arange(len(flat)).split(_ROWS):
-            sums, _ = _caption_nll(model, seen, rows // len(tokens), tokens[rows % len(tokens)])
-            flat[rows] = -sums.float().cpu()
-        own = torch.zeros(len(numbers), len(prompts)).index_add_(1, classes, flat.view(len(numbers), -1))
-        scores[list(numbers)] = own / classes.bincount(minlength=len(prompts))
+        found = torch.zeros(len(numbers), len(prompts))
+        for own in order.split(_ROWS):
+            images = seen.split(max(1, _ROWS // len(own)))
+            parts = [caption_likelihoods(model, one, tokens[own]).float().cpu() for one in images]
+            found.index_add_(1, classes[own], torch.cat(parts))
+        scores[list(numbers)] = found / classes.bincount(minlength=len(prompts))
 
     _over_images(subject, compute, batch=_ROWS)
     scores = subject.encoder.ranks.gather(scores)
@@ -148,15 +149,11 @@ def _likelihoods(model: CLIP, pixels: Tensor, captions: Sequence[Sequence[str]])
     found = torch.zeros(len(captions), 2, dtype=torch.float64)
     for start in range(0, len(texts), _ROWS):
         rows = images[start : start + _ROWS]
-        sums, counts = _caption_nll(model, seen, rows, model.tokenizer(texts[start : start + _ROWS]))
+        tokens = model.tokenizer(texts[start : start + _ROWS])
+        lengths = (tokens.argmax(dim=-1) + 1).tolist()
+        sums, counts = model.caption_nll(seen[rows.to(seen.device)], tokens.to(seen.device), lengths=lengths)
         found.index_add_(0, rows, torch.stack([sums.double(), counts.double()], dim=1).cpu())
     return found
-
-
-def _caption_nll(model: CLIP, seen: Tensor, images: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute ``CLIP.caption_nll`` of tokens (R, L) given the numbered images (R,) of a batch."""
-    lengths = (tokens.argmax(dim=-1) + 1).tolist()
-    return model.caption_nll(seen[images.to(seen.device)], tokens.to(seen.device), lengths=lengths)
 
 
 def _gathered(ranks: Ranks, own: Mapping[int, str], count: int) -> list[str]:

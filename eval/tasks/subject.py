@@ -146,6 +146,12 @@ class Subject:
         columns = {"projected": torch.empty(len(dataset), 0), "before_projection": layers[layer]}
         return ImageFeatures(columns.__getitem__)
 
+    def of_prefix(self, dim: int) -> "Subject":
+        """Return the subject with the first ``dim`` elements of each feature; nothing is encoded again."""
+        one = copy(self)
+        one.encoder, one._images = self.encoder.of_prefix(dim), {}
+        return one
+
     def in_language(self, name: str) -> "Subject":
         """Return the subject with the texts of one language; images are encoded once for all languages."""
         dataset, rows = self.dataset.in_language(name)

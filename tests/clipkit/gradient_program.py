@@ -6,7 +6,7 @@ One launch computes them one after the other.
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +33,7 @@ from clipkit.objectives import Targets
 from clipkit.objectives.caption import caption_inputs, no_loss
 from clipkit.objectives.classes import class_divergence, class_loss
 from clipkit.objectives.clip import clip_loss, clip_objective
-from clipkit.objectives.distill import Teaching, with_teacher
+from clipkit.objectives.distill import Teaching, batch_divergence, with_teacher
 from clipkit.objectives.masked import masked_inputs
 from clipkit.objectives.matryoshka import with_prefixes
 from clipkit.objectives.pixels import pixel_inputs
@@ -41,8 +41,9 @@ from clipkit.objectives.siglip import siglip_loss, siglip_objective
 from clipkit.objectives.views import view_inputs
 from clipkit.objectives.words import word_loss
 from clipkit.training.build import lock
+from clipkit.training.ema import AveragedWeights
 from clipkit.training.parallel import clip_gradients, complete_gradients, replicated, shard, without_values
-from clipkit.training.step import LocalTerms, backward, with_captions
+from clipkit.training.step import LocalTerms, averaged_teaching, backward, with_captions
 
 BATCH, END, PATCHES, KEPT, CLASSES = 23, 99, 16, 7, 9  # no number of ranks or parts divides the batch
 ACCUMULATIONS = (1, 2, 5)
@@ -109,6 +110,7 @@ WHAT = (
     Way(loss="siglip", pixels="masked", caption="tokens"),
     Way(loss="none", views=True),
     Way(loss="siglip", views=True, masked="color"),
+    Way(loss="self-taught", masked="features", dropout=True),
     Way(dropout=True),
     Way(locked=True),
     Way(adapters=True, dropout=True),
@@ -148,7 +150,7 @@ def compute(way: Way) -> dict[str, Tensor]:
         embed_dim=24,
         vision=VisionTower(image_size=32, patch_size=8, width=32, layers=2, heads=2),
         text=TextTower(width=32, layers=2, heads=2, context_length=30, vocab_size=END + 1),
-        logit_bias=way.loss.startswith("siglip"),
+        logit_bias=way.loss.startswith(("siglip", "self-taught")),
     )
     if way.loss.endswith("classes"):
         shape = replace(shape, text=ClassTable(names=tuple(map(str, range(CLASSES)))))
@@ -225,6 +227,18 @@ def compute(way: Way) -> dict[str, Tensor]:
             "siglip": partial(siglip_objective, targets=targets),
             "smoothed prefixes": with_prefixes(clip, (5, 16), (1.0, 2.0, 3.0)),
         }
+
+    @cache
+    def teach() -> Teaching:
+        averaged = AveragedWeights(model, 0.9)
+        averaged.restore(CLIP(shape).initialize().to(way.dtype).state_dict(), origin="others")
+        plain = {name: value for name, value in given.items() if name != "patches"}
+        tokens = way.masked == "features"
+        return averaged_teaching(trained, averaged, plain, bf16=False, tokens=tokens)
+
+    if way.loss == "self-taught":
+        distill = DistillConfig(teacher="average", weight=0.3)
+        losses[way.loss] = with_teacher(siglip_loss, batch_divergence, teach(), distill)
     lengths = (captions.argmax(dim=1) + 1).tolist()
     batch = SimpleNamespace(images=given["images"], tokens=captions, lengths=lengths, rows=rows)
     wanted: dict[str, tuple[dict[str, Any], int]] = {}
@@ -233,18 +247,11 @@ def compute(way: Way) -> dict[str, Tensor]:
         wanted["caption"] = caption_inputs(settings, batch, seed=3, shape=shape)
     if way.masked:
         wanted["masked"] = masked_inputs(
-            MaskedConfig(weight=0.3, target=way.masked), batch, seed=4, shape=shape
+            MaskedConfig(weight=0.3, target=way.masked), batch, seed=4, shape=shape, teach=teach
         )
     if way.pixels:
         wanted["pixels"] = pixel_inputs(PixelsConfig(weight=0.6), batch, seed=6, shape=shape)
     if way.views:
-
-        def teach() -> Teaching:
-            with torch.no_grad():  # the averaged weights are the first ones
-                images, texts, scale = trained(**given)[:3]
-            texts = distributed.gather_rows(texts, distributed.counts_of_rows(len(texts)))
-            return Teaching(images=images, texts=texts, scale=scale)
-
         wanted["views"] = view_inputs(
             ViewsConfig(weight=0.4, count=3), batch, seed=5, shape=shape, teach=teach
         )

@@ -2,20 +2,23 @@
 
 import itertools
 import json
+import string
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
 import clipkit
 from clipkit.errors import ConfigError, DataError
 from clipkit.export import export
+from clipkit.model import generate
 from clipkit.model.architectures import Architecture, Decoder, TextTower, VisionTower
 from clipkit.model.clip import CLIP
-from clipkit.model.generate import generate_captions
+from clipkit.model.generate import Prefixes, caption_likelihoods, generate_captions
 from clipkit.model.tokenizer import END_OF_TEXT, START_OF_TEXT, ClipTokenizer, tokenize
 from clipkit.objectives import TERMS
 
@@ -35,14 +38,18 @@ COCA = {
 
 
 class Letters:
-    """A tokenizer of V = 5 words: padding, the start, "a", "b" and the end."""
+    """A tokenizer of at least 5 words: padding, the start, "a", "b", …, and the end."""
+
+    def __init__(self, words: int = 5) -> None:
+        self.end = words - 1
+        self.words = "?<" + string.ascii_letters[: words - 3] + ">"
 
     def __call__(self, texts: list[str]) -> Tensor:
-        rows = [[1, *("ab".index(one) + 2 for one in text), 4] for text in texts]
+        rows = [[1, *map(self.words.index, text), self.end] for text in texts]
         return torch.tensor([[*row, *[0] * (8 - len(row))] for row in rows])
 
     def decode(self, ids: list[int]) -> str:
-        return "".join("?<ab>"[one] for one in ids)
+        return "".join(self.words[one] for one in ids)
 
 
 def letters(feed: str, seed: int) -> CLIP:
@@ -66,17 +73,37 @@ def images(count: int, size: int = 16) -> Tensor:
     return torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8, generator=random)
 
 
+def next_logits(model: CLIP, seen: Tensor, rows: Tensor) -> Tensor:
+    """Logits of the token after each row, computed from all of its tokens."""
+    decoder = model.text_decoder
+    assert decoder is not None
+    text = model.decoder_input(rows, lengths=[rows.shape[1]] * len(rows))
+    x = decoder.embed(rows) if text is None else text.x
+    return decoder.hidden(seen, x, text=text)[:, -1] @ decoder.text_projection
+
+
+class Recomputed(Prefixes):
+    """Prefixes without kept keys and values."""
+
+    def __init__(self, model: CLIP, seen: Tensor) -> None:
+        super().__init__(model, seen)
+        self.images = seen
+
+    def extend(self, tokens: Tensor, rows: Tensor | None = None) -> Tensor:
+        before = self.tokens if rows is None else self.tokens[rows]
+        self.tokens = torch.cat([before, tokens], dim=1)
+        seen = self.images.repeat_interleave(len(tokens) // len(self.images), dim=0)
+        return next_logits(self._model, seen, self.tokens)
+
+
 def next_words(model: CLIP, image: Tensor) -> dict[tuple[int, ...], list[float]]:
     """log p of each word after the start and each beginning of at most three words."""
-    decoder = model.text_decoder
     found: dict[tuple[int, ...], list[float]] = {}
-    assert decoder is not None
     for length in range(4):
         beginnings = list(itertools.product(range(5), repeat=length))
         rows = torch.tensor([[1, *ids] for ids in beginnings])
         _, seen = model.image_tokens(image.expand(len(rows), -1, -1, -1))
-        text = model.decoder_input(rows, lengths=[length + 1] * len(rows))
-        chances = decoder.next_logits(seen, rows, text).log_softmax(dim=-1)
+        chances = next_logits(model, seen, rows).log_softmax(dim=-1)
         found |= dict(zip(beginnings, chances.tolist(), strict=True))
     return found
 
@@ -110,8 +137,7 @@ def test_samples_have_the_probabilities_of_the_nucleus_and_do_not_depend_on_the_
     model, image = letters("tokens", 1), images(1)
     shown = image.expand(4000, -1, -1, -1)
     found = generate_captions(model, shown, top_p=0.8, length=1)
-    assert model.text_decoder is not None
-    chances = model.text_decoder.next_logits(model.image_tokens(image)[1], torch.tensor([[1]]))[0].softmax(-1)
+    chances = next_logits(model, model.image_tokens(image)[1], torch.tensor([[1]]))[0].softmax(-1)
     order = chances.argsort(descending=True).tolist()
     kept = [one for place, one in enumerate(order) if sum(chances[order[:place]].tolist()) < 0.8]
     for one in range(5):
@@ -124,6 +150,95 @@ def test_samples_have_the_probabilities_of_the_nucleus_and_do_not_depend_on_the_
     ]
     assert [*pieces[0], *pieces[1]] == found[:1000]
     assert generate_captions(model, shown[:100], top_p=0.8, length=1, seed=1) != found[:100]
+
+
+@pytest.fixture(scope="module")
+def random_models() -> dict[str, CLIP]:
+    """Models in float64 for each feed, with two layers and image tokens that are wider than the decoder's."""
+    found = {}
+    for feed in ("tokens", "text", "shared"):
+        shape = Architecture(
+            embed_dim=8,
+            vision=VisionTower(image_size=16, patch_size=8, width=24, layers=1, heads=2),
+            text=TextTower(
+                width=16, layers=2, heads=2, context_length=10, vocab_size=40, causal=feed != "shared"
+            ),
+            decoder=Decoder(width=16, layers=2, heads=2, context_length=9, vocab_size=40, feed=feed),
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            model = CLIP(shape).initialize().double()
+            for name, value in model.named_parameters():
+                value.data += 0.1 * torch.randn(value.shape, dtype=torch.float64) * ("bias" in name)
+                value.data *= 3 if "in_proj" in name else 1
+        assert model.text_decoder is not None
+        model.text_decoder.text_projection.data *= 4
+        model.tokenizer = Letters(40)  # type: ignore[assignment]
+        found[feed] = model.eval()
+    return found
+
+
+@given(
+    feed=st.sampled_from(["tokens", "text", "shared"]),
+    prefix=st.text(alphabet="ab", max_size=4),
+    beams=st.integers(1, 6),
+    top_p=st.sampled_from([0.0, 0.7, 1.0]),
+    length=st.sampled_from([0, 6, 8]),
+    seed=st.integers(0, 2**40),
+)
+@settings(max_examples=30, deadline=None)
+def test_captions_are_those_without_kept_keys_and_values(
+    random_models: dict[str, CLIP], feed: str, prefix: str, beams: int, top_p: float, length: int, seed: int
+) -> None:
+    model, random = random_models[feed], torch.Generator().manual_seed(seed)
+    pixels = torch.randn(3, 3, 16, 16, dtype=torch.float64, generator=random)
+    options: dict[str, Any] = {"prefix": prefix, "length": length, "seed": seed, "beams": beams}
+    options |= {"top_p": top_p} if beams == 1 else {}
+    found = generate_captions(model, pixels, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate, "Prefixes", Recomputed)
+        assert generate_captions(model, pixels, **options) == found
+
+
+@given(
+    feed=st.sampled_from(["tokens", "text", "shared"]), seed=st.integers(0, 2**40), start=st.integers(1, 4)
+)
+@settings(max_examples=20, deadline=None)
+@torch.no_grad()
+def test_logits_are_those_of_all_tokens_also_of_reordered_rows(
+    random_models: dict[str, CLIP], feed: str, seed: int, start: int
+) -> None:
+    model, random = random_models[feed], torch.Generator().manual_seed(seed)
+    _, seen = model.image_tokens(torch.randn(2, 3, 16, 16, dtype=torch.float64, generator=random))
+    kept, recomputed = Prefixes(model, seen), Recomputed(model, seen)
+    tokens, rows, width = torch.randint(1, 40, (2, start), generator=random), None, 1
+    for count in (3, 2, 5):
+        logits = kept.extend(tokens, rows)
+        assert logits.std() > 0.1
+        torch.testing.assert_close(logits, recomputed.extend(tokens, rows), rtol=0, atol=1e-10)
+        chosen = torch.randint(0, width, (2, count), generator=random)
+        rows, width = (chosen + torch.tensor([[0], [width]])).flatten(), count
+        tokens = torch.randint(1, 40, (2 * count, 1), generator=random)
+
+
+@given(
+    feed=st.sampled_from(["tokens", "text", "shared"]), seed=st.integers(0, 2**40), count=st.integers(1, 9)
+)
+@settings(max_examples=20, deadline=None)
+@torch.no_grad()
+def test_likelihoods_of_captions_are_those_of_each_alone(
+    random_models: dict[str, CLIP], feed: str, seed: int, count: int
+) -> None:
+    model, random = random_models[feed], torch.Generator().manual_seed(seed)
+    _, seen = model.image_tokens(torch.randn(3, 3, 16, 16, dtype=torch.float64, generator=random))
+    captions = torch.randint(1, 4, (count, 10), generator=random)  # few words: prefixes are shared
+    captions[:, 0] = 1
+    ends = torch.randint(1, 10, (count, 1), generator=random)
+    captions.scatter_(1, ends, 39).masked_fill_(torch.arange(10) > ends, 0)
+    found = caption_likelihoods(model, seen, captions)
+    for image, own in zip(seen, found, strict=True):
+        sums, _ = model.caption_nll(image.expand(count, -1, -1), captions)
+        torch.testing.assert_close(own, -sums, rtol=0, atol=1e-10)
 
 
 def test_a_prefix_begins_the_caption() -> None:
@@ -180,12 +295,10 @@ def test_coca_is_loaded_and_exported_with_its_decoder(coca: Path, tmp_path: Path
             nll = -wanted["logits"].log_softmax(-1).gather(2, wanted["labels"][..., None])[..., 0]
             total = sum(row[: length - 1].sum() for row, length in zip(nll, lengths, strict=True))
             torch.testing.assert_close(sums[0], total, rtol=1e-9, atol=1e-9)
-            decoder, seen = model.text_decoder, model.image_tokens(shown)[1]
-            assert decoder is not None
-            for length in (1, 4):
-                read = model.decoder_input(tokens[:, :length], lengths=[length] * 3)
-                logits = decoder.next_logits(seen, tokens[:, :length], read)
-                torch.testing.assert_close(logits, wanted["logits"][:, length - 1], rtol=0, atol=1e-9)
+            prefixes = Prefixes(model, model.image_tokens(shown)[1])
+            for place in range(4):
+                logits = prefixes.extend(tokens[:, place : place + 1])
+                torch.testing.assert_close(logits, wanted["logits"][:, place], rtol=0, atol=1e-9)
     rows = torch.full((3, 1), START_OF_TEXT)
     for _ in range(11):  # open_clip's own loop needs a version of transformers with beam search classes
         rows = torch.cat([rows, theirs(pixels, rows, output_labels=False)["logits"][:, -1:].argmax(-1)], 1)

@@ -136,6 +136,13 @@ def test_a_shared_text_tower_is_causal_and_attends_to_images_for_captions_only()
     assert torch.allclose(decoder.hidden(shown, text.x, text=text), model.ln_final(x), rtol=0, atol=1e-12)
 
 
+def test_a_decoder_refuses_tokens_of_a_text_tower_that_depend_on_later_ones() -> None:
+    model = made("shared")
+    assert model.text_decoder is not None
+    with pytest.raises(ConfigError, match="requires a causal text tower"):
+        model.set_decoder(replace(model.text_decoder.shape, feed="text"))
+
+
 def test_a_token_depends_on_earlier_ones_only_and_a_parallel_row_on_none() -> None:
     model, (images, tokens) = made(parallel=True), batch()
     _, seen = model.image_tokens(images)

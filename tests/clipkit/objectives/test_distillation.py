@@ -1,5 +1,9 @@
 """Distillation within a batch in one process: the plain formula's value and gradients, and none for the teacher."""
 
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -8,9 +12,22 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import clipkit.objectives.tiles
+from clipkit.config import DistillConfig, LossConfig, load_config
+from clipkit.errors import ConfigError
+from clipkit.model.architectures import ClassTable
+from clipkit.model.clip import CLIP
+from clipkit.model.flops import image_flops, text_flops
+from clipkit.model.names import architecture
+from clipkit.objectives.classes import class_divergence, class_loss
 from clipkit.objectives.clip import clip_loss
-from clipkit.objectives.distill import distillation_loss
+from clipkit.objectives.distill import Teaching, distillation_loss
+from clipkit.training.build import shape_of
+from clipkit.training.costs import Machine, cost_table, estimate, run_costs, workloads_of
+from clipkit.training.ema import AveragedWeights
+from clipkit.training.step import TrainingStep
 from tests.clipkit.plain_losses import compare, error, given as given_batch, gradients, ours, plain
+
+QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
 
 
 @settings(deadline=None, max_examples=60)
@@ -97,3 +114,76 @@ def test_a_teacher_of_other_rows_is_refused() -> None:
         distillation_loss(four, four, one, five, five, one)
     with pytest.raises(ValueError, match="two matrices of one shape"):
         distillation_loss(four, four, one, four, five, one)
+
+
+@pytest.mark.parametrize("over_classes", [False, True])
+def test_averaged_weights_teach_the_whole_batch(over_classes: bool) -> None:
+    """In three parts, with a loss of pairs and with one of classes."""
+    shape = architecture("ViT-Ti-4-16")
+    if over_classes:
+        shape = replace(shape, text=ClassTable(names=("a", "b", "c")))
+    model, other = (CLIP(shape).initialize().double() for _ in range(2))
+    averaged = AveragedWeights(model, 0.9)
+    averaged.restore(other.state_dict(), origin="the other one")
+    random = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8, generator=random)
+    tokens = torch.randint(0, 3, (5, 1), generator=random)
+    batch: Any = SimpleNamespace(
+        images=images, tokens=tokens, lengths=[1] * 5, rows=torch.arange(5), teacher=None, more=None,
+        negatives=None, identities=torch.stack([torch.arange(5), tokens[:, 0]], dim=1),
+    )  # fmt: skip
+    settings = DistillConfig(teacher="average", weight=0.3)
+    step = TrainingStep(
+        shape=shape,
+        loss=LossConfig(name="classes" if over_classes else "clip"),
+        distill=settings,
+        teacher=None,
+        patch_dropout=0.0,
+        seed=0,
+        accumulate=3,
+        bf16=False,
+        averaged=averaged,
+    )
+    assert step.swaps(0)
+    found = step.gradients(model, batch, 0)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+
+    texts = torch.arange(3)[:, None] if over_classes else tokens
+    with torch.no_grad():
+        teacher = other(images, texts)
+    student = model(images, texts)
+    if over_classes:
+        teaching = Teaching(images=teacher[0], texts=teacher[1], scale=teacher[2])
+        own = class_loss(*student, labels=tokens[:, 0])
+        rows, heads, scale = student
+        loss = 0.7 * own + 0.3 * class_divergence(rows, heads, scale, teaching, distill=settings)
+    else:
+        loss = 0.7 * clip_loss(*student) + 0.3 * distillation_loss(*student, *teacher)
+    loss.backward()
+    assert found.loss.item() == pytest.approx(loss.item(), rel=1e-12)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert gradient is not None and parameter.grad is not None
+        assert (gradient - parameter.grad).norm() <= 1e-10 * parameter.grad.norm() + 1e-14
+
+
+def test_settings_and_costs_of_averaged_weights_as_teacher() -> None:
+    for overrides, said in (
+        ([], "distill.teacher = 'average' has no effect unless optim.average is set"),
+        (["optim.average=0.9", "distill.weight=1"], "distill.weight = 1.0 is invalid: expected below 1 with"),
+        (
+            ["optim.average=0.9", "loss.name=none", "caption.weight=1"],
+            "cannot be combined with loss.name=none",
+        ),
+        (["optim.average=0.9", "data.negatives=wrong"], "cannot be combined with distillation"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            load_config(QUICKSTART, ["distill.teacher=average", *overrides])
+    config = load_config(QUICKSTART, ["distill.teacher=average", "optim.average=0.9"])
+    shape = shape_of(config.model, config.loss, config.small)
+    (work,) = workloads_of(config, shape, world=1, shard_ranks=1, bf16=False)
+    added = (estimate(work).step_flops or 0) - (estimate(replace(work, averaged=False)).step_flops or 0)
+    of_pair = image_flops(shape).forward + text_flops(shape, shape.text.context_length).forward
+    assert added == config.batch_size * of_pair
+    lines = "\n".join(cost_table(run_costs([work], Machine(gpu="", memory=None, peak=1e9, measured=True))))
+    assert "both passes, with the teacher's" in " ".join(lines.split())

@@ -207,8 +207,6 @@ def test_settings(tmp_path: Path) -> None:
         shape("masked.weight=1", "masked.target=small", "model.name=ViT-L-14")
     with pytest.raises(ConfigError, match=r"masked.target = 'features' .*optim.average"):
         shape("masked.weight=1", "masked.target=features")
-    with pytest.raises(ConfigError, match="cannot be combined with sharding"):
-        shape("masked.weight=1", "masked.target=features", "optim.average=0.9", "sharding=full")
     with pytest.raises(ConfigError, match="requires a term from the first step"):
         shape("masked.weight=1", "masked.after=5", "loss.name=none")
     with pytest.raises(ConfigError, match=r"masked.after = 5 .*lamb"):

@@ -1,7 +1,6 @@
 """Crops of images are compared with what averaged weights see in the whole image."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,8 +92,8 @@ def test_the_averaged_weights_teach_and_the_model_keeps_its_own() -> None:
     random = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (4, 3, 16, 16), dtype=torch.uint8, generator=random)
     texts = model.tokenizer(["a", "b", "c", "d"])
-    batch = SimpleNamespace(images=images, tokens=texts, lengths=None)
-    taught = averaged_teaching(model, averaged, batch, bf16=False, tokens=True)
+    inputs = {"images": images, "tokens": texts}
+    taught = averaged_teaching(model, averaged, inputs, bf16=False, tokens=True)
     with torch.no_grad():
         expected = (*other.image_tokens(images), other.encode_text(texts))
     for found, wanted in zip((taught.images, taught.tokens, taught.texts), expected, strict=True):
