@@ -74,6 +74,12 @@ def _encode_arguments(parser: argparse.ArgumentParser) -> None:
         default=10_000,
         help="rows per output file; an interrupted file is encoded again (default: 10000)",
     )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "float16", "int8", "binary"),
+        default="float16",
+        help="how embeddings are stored; int8 takes a byte per element, binary a bit (default: float16)",
+    )
     parser.add_argument("--caption-column", metavar="C", help="column of tables (default: guessed)")
     parser.add_argument(
         "--retry-failed", action="store_true", help="encode files that contain failures again"
@@ -288,7 +294,7 @@ COMMANDS = {
         + TEXTS
         + """
 DIR will contain
-  img_emb/img_emb_0.npy        (N, D) float16, unit-norm rows
+  img_emb/img_emb_0.npy        (N, D) float16 or --dtype, unit-norm rows
   metadata/metadata_0.parquet  image_path, caption (if any) and source of each
                                row
   failures.jsonl               inputs that failed: source, key, cause
@@ -302,6 +308,10 @@ To read them:
   files = sorted(Path("DIR/img_emb").glob("*.npy"))
   rows = np.concatenate([np.load(file) for file in files])   # (N, D) float16
   names = pq.read_table("DIR/metadata")["image_path"]        # N, same order
+
+int8 rows stand for the unit vector in their direction. binary rows are the
+signs of the elements, packed by numpy.packbits (1 is positive). Both are
+scored with queries in float32; their recall against float32 is printed.
 
 Running the same command again resumes it. If inputs were added or changed, the
 affected embedding files are encoded again. To use several processes:

@@ -1,8 +1,8 @@
 """``clipkit search``: find the nearest rows of embeddings for texts and images, exactly.
 
-Embeddings stay memory-mapped. A query is multiplied with all rows in float16, as they are stored, which memory
-bandwidth limits; the rows that rounding could place among the k best are then compared in float32. The result
-therefore equals that of comparing all rows in float32.
+Embeddings stay memory-mapped. A query is multiplied with all rows in float16 if they are stored so, which memory
+bandwidth limits, and otherwise in float32; the rows that rounding could place among the k best are then compared in
+float32. The result therefore equals that of comparing all stored rows in float32. The query is never quantized.
 
 Dimensions: N rows, O embedding dimension, K results.
 """
@@ -17,12 +17,13 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow
 import pyarrow.compute
 import pyarrow.parquet
@@ -41,6 +42,7 @@ from clipkit.files.terminal import counted, printable
 from clipkit.files.traits import Decoding
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.inputs import Item, Member, members, read_image
+from clipkit.inference.storage import Storage, storage_of, unpacked
 from clipkit.inference.stream import pick_device
 from clipkit.model.clip import CLIP
 from clipkit.model.preprocess import ImageLike
@@ -55,6 +57,7 @@ _TABLES = 100 << 20  # bytes of metadata that are kept
 _ROUNDING = 2.0**-10  # of a product in float16; half of it by the result, the rest for the sum
 _AS_SHOWN = Decoding(background=(255, 255, 255), upright=True)
 _BLOCK = 1 << 16  # rows that are compared in float32 at a time
+_NUMBERS = 1 << 19  # that are converted to float32 at a time, so that they stay in the cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +87,39 @@ class _Part:
 
     number: int
     digits: str  # change with the files
-    rows: Tensor  # (N, O)
+    rows: npt.NDArray[Any]  # (N, O), as they are stored
+    storage: Storage
     table: Path
+
+    @property
+    def width(self) -> int:
+        """O."""
+        return int(self.rows.shape[1]) * self.storage.packed
+
+    @cached_property
+    def norms(self) -> npt.NDArray[np.float32]:
+        """Norms of the stored numbers, (N,)."""
+        blocks = (np.linalg.norm(numbers, axis=1) for _, numbers in self._blocks())
+        return np.concatenate([*blocks], dtype=np.float32)
+
+    def _blocks(self) -> Iterator[tuple[slice, npt.NDArray[np.float32]]]:
+        length = max(1, _NUMBERS // self.width)
+        for start in range(0, len(self.rows), length):
+            block = slice(start, start + length)
+            yield block, self.storage.numbers(self.rows[block])
+
+    def screened(self, query: Tensor, half: Tensor) -> Tensor:
+        """Return the similarities with all rows, (N,), in float16 for rows in float16, otherwise in float32."""
+        if self.rows.dtype == np.float16:
+            return torch.from_numpy(self.rows) @ half
+        found = torch.empty(len(self.rows))
+        for block, numbers in self._blocks():
+            torch.mv(torch.from_numpy(numbers), query, out=found[block])
+        return found if self.storage.unit else found.div_(torch.from_numpy(self.norms))
+
+    def floats(self, rows: npt.NDArray[np.int64]) -> Tensor:
+        """Return rows in float32, (len(rows), O), unit norm up to rounding."""
+        return torch.from_numpy(unpacked(self.rows[rows]))
 
 
 class Embeddings:
@@ -127,7 +161,7 @@ class Embeddings:
     @property
     def width(self) -> int:
         """O."""
-        return self._parts[0].rows.shape[1]
+        return self._parts[0].width
 
     @property
     def has_images(self) -> bool:
@@ -154,7 +188,7 @@ class Embeddings:
                     continue
                 if part is not None and len(part.rows):
                     found.append(part)
-            if found and len({part.rows.shape[1] for part in found}) > 1:
+            if len({part.width for part in found}) > 1:
                 raise DataError(f"the files in {self.folder} have embeddings of different dimensions")
             self._parts = tuple(found)
 
@@ -178,8 +212,7 @@ class Embeddings:
         error = float((query - half.float()).norm()) + _ROUNDING
         coarse = []
         for part, mask in zip(parts, masks, strict=True):
-            scores = part.rows @ (half if part.rows.dtype == torch.float16 else query)
-            scores.nan_to_num_(nan=-torch.inf)
+            scores = part.screened(query, half).nan_to_num_(nan=-torch.inf)
             coarse.append(scores if mask is None else scores.masked_fill(~mask, -torch.inf))
         every = torch.cat(coarse)
         k = min(k, int((every > -torch.inf).sum()))
@@ -190,7 +223,7 @@ class Embeddings:
         for place, (part, scores) in enumerate(zip(parts, coarse, strict=True)):
             for rows in (scores >= least).nonzero()[:, 0].split(_BLOCK):
                 if len(rows):
-                    exact = (part.rows[rows].float() @ query).tolist()
+                    exact = (part.floats(rows.numpy()) @ query).tolist()
                     ranked += zip([-one for one in exact], [place] * len(rows), rows.tolist(), strict=True)
         return [self._hit(parts[place], row, -score) for score, place, row in sorted(ranked)[:k]]
 
@@ -205,7 +238,7 @@ class Embeddings:
         if match is None or part is None or part.number != int(match[1]) or int(match[2]) >= len(part.rows):
             raise DataError(f"no row {printable(name, 40)}: the embeddings may have changed, search again")
         row = int(match[2])
-        return self._hit(part, row, 1.0), F.normalize(part.rows[row].float(), dim=0)
+        return self._hit(part, row, 1.0), F.normalize(part.floats(np.array([row]))[0], dim=0)
 
     def vector_of(self, path: str) -> Tensor:
         """Return the embedding of an image or text by its path, (O,) float32, unit norm.
@@ -218,7 +251,7 @@ class Embeddings:
             names = table["image_path" if "image_path" in table.column_names else "caption"]
             row = pyarrow.compute.index(names, path).as_py()
             if row >= 0:
-                return F.normalize(part.rows[row].float(), dim=0)
+                return F.normalize(part.floats(np.array([row]))[0], dim=0)
         raise DataError(f"{self.folder} has no embedding of {printable(path, 200)}")
 
     def _hit(self, part: _Part, row: int, similarity: float) -> Hit:
@@ -286,15 +319,14 @@ def _opened(number: int, digits: str, rows: Path, table: Path) -> _Part | None:
     try:
         array = np.lib.format.open_memmap(rows, mode="c")  # never written
         count = pyarrow.parquet.read_metadata(table).num_rows
+        storage = storage_of(array)
     except FileNotFoundError:
         raise
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, pyarrow.ArrowException, DataError) as error:
         raise DataError(f"cannot read {rows} and {table}: {error}") from error
-    if array.ndim != 2 or array.dtype not in (np.float16, np.float32):
-        raise DataError(f"{rows} has {array.dtype} of shape {array.shape}: expected float16 or float32 rows")
     if len(array) != count:
         return None
-    return _Part(number=number, digits=digits, rows=torch.from_numpy(array), table=table)
+    return _Part(number=number, digits=digits, rows=array, storage=storage, table=table)
 
 
 @dataclass(kw_only=True)
