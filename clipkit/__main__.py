@@ -215,10 +215,22 @@ def _search_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--html", metavar="FILE", type=Path, help="write a page with thumbnails instead of printing"
     )
+    _add_exact(parser)
     parser.add_argument("--model", metavar="M", help="(default: that of the embeddings)")
     add_name(parser)
     parser.add_argument(
         "--device", metavar="D", help="cpu, cuda, cuda:1, mps, xpu (default: auto, an accelerator if any)"
+    )
+
+
+def _index_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("embeddings", metavar="EMBEDDINGS", help="a folder that clipkit encode wrote")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def _add_exact(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--exact", action="store_true", help="compare all rows, although the folder has an index"
     )
 
 
@@ -229,6 +241,7 @@ def _serve_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         help="folders that clipkit encode wrote, shown side by side",
     )
+    _add_exact(parser)
     parser.add_argument(
         "--model", metavar="M", action="append", help="for each folder (default: those of the embeddings)"
     )
@@ -372,7 +385,8 @@ FILE shows the image in the model's colors, what is given of it, and samples.
         summary="search embeddings for texts and images",
         epilog="""\
 Several texts and images are combined to the mean of their embeddings; half the
-mean of what is not wanted is subtracted. All rows are compared.
+mean of what is not wanted is subtracted. All rows are compared, unless
+`clipkit index` has indexed them.
 
   clipkit encode photos/ --model runs/pets --out embeddings
   clipkit search embeddings "a red bicycle" --not "a person"
@@ -380,6 +394,21 @@ mean of what is not wanted is subtracted. All rows are compared.
         run="clipkit.inference.search:run",
         arguments=_search_arguments,
         stopped="nothing was found",
+        extra="pack",
+    ),
+    "index": Command(
+        summary="index embeddings, to search millions in milliseconds",
+        epilog="""\
+Needs the extra `index`. The index is stored in EMBEDDINGS/index; search and
+serve use it, except with filters or --exact. It selects candidates, whose
+similarities are exact, and may miss some of the nearest rows: the recall is
+printed. Embeddings that are added later are compared one by one until this
+command adds them.
+
+  clipkit index embeddings""",
+        run="clipkit.inference.search:run_index",
+        arguments=_index_arguments,
+        stopped="the earlier index, if any, is unchanged",
         extra="pack",
     ),
     "serve": Command(

@@ -57,8 +57,8 @@ class Storage:
 
 
 def _int8(rows: Rows) -> Stored:
-    largest = np.abs(rows).max(axis=1, keepdims=True, initial=np.finfo(np.float32).tiny)
-    return np.rint(rows * (127 / largest)).astype(np.int8)
+    largest = np.abs(rows).max(axis=1, keepdims=True, initial=1e-9)
+    return np.asarray(np.rint(rows * (127 / largest)), dtype=np.int8)
 
 
 def _signs(bits: Stored) -> Rows:
@@ -106,7 +106,7 @@ def unpacked(rows: Stored) -> Rows:
 def recall(rows: Rows, stored: Rows, *, k: int = 10, queries: int = 500) -> float:
     """Return how many of the k nearest rows by ``rows`` are among the k nearest by ``stored``, 0 to 1.
 
-    Queries are rows in float32, evenly spaced; a query is not its own neighbor. Rows as near as the k-th count, too.
+    Queries are rows in float32, evenly spaced; a query is not its own neighbor. Rows as near as the k-th count.
 
     Args:
         rows: (S, O), unit norm, more than k.
