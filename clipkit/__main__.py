@@ -74,6 +74,12 @@ def _encode_arguments(parser: argparse.ArgumentParser) -> None:
         default=10_000,
         help="rows per output file; an interrupted file is encoded again (default: 10000)",
     )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "float16", "int8", "binary"),
+        default="float16",
+        help="how embeddings are stored; int8 takes a byte per element, binary a bit (default: float16)",
+    )
     parser.add_argument("--caption-column", metavar="C", help="column of tables (default: guessed)")
     parser.add_argument(
         "--retry-failed", action="store_true", help="encode files that contain failures again"
@@ -209,10 +215,22 @@ def _search_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--html", metavar="FILE", type=Path, help="write a page with thumbnails instead of printing"
     )
+    _add_exact(parser)
     parser.add_argument("--model", metavar="M", help="(default: that of the embeddings)")
     add_name(parser)
     parser.add_argument(
         "--device", metavar="D", help="cpu, cuda, cuda:1, mps, xpu (default: auto, an accelerator if any)"
+    )
+
+
+def _index_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("embeddings", metavar="EMBEDDINGS", help="a folder that clipkit encode wrote")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def _add_exact(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--exact", action="store_true", help="compare all rows, although the folder has an index"
     )
 
 
@@ -223,6 +241,7 @@ def _serve_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         help="folders that clipkit encode wrote, shown side by side",
     )
+    _add_exact(parser)
     parser.add_argument(
         "--model", metavar="M", action="append", help="for each folder (default: those of the embeddings)"
     )
@@ -288,7 +307,7 @@ COMMANDS = {
         + TEXTS
         + """
 DIR will contain
-  img_emb/img_emb_0.npy        (N, D) float16, unit-norm rows
+  img_emb/img_emb_0.npy        (N, D) float16 or --dtype, unit-norm rows
   metadata/metadata_0.parquet  image_path, caption (if any) and source of each
                                row
   failures.jsonl               inputs that failed: source, key, cause
@@ -302,6 +321,10 @@ To read them:
   files = sorted(Path("DIR/img_emb").glob("*.npy"))
   rows = np.concatenate([np.load(file) for file in files])   # (N, D) float16
   names = pq.read_table("DIR/metadata")["image_path"]        # N, same order
+
+int8 rows stand for the unit vector in their direction. binary rows are the
+signs of the elements, packed by numpy.packbits (1 is positive). Both are
+scored with queries in float32; their recall against float32 is printed.
 
 Running the same command again resumes it. If inputs were added or changed, the
 affected embedding files are encoded again. To use several processes:
@@ -362,7 +385,8 @@ FILE shows the image in the model's colors, what is given of it, and samples.
         summary="search embeddings for texts and images",
         epilog="""\
 Several texts and images are combined to the mean of their embeddings; half the
-mean of what is not wanted is subtracted. All rows are compared.
+mean of what is not wanted is subtracted. All rows are compared, unless
+`clipkit index` has indexed them.
 
   clipkit encode photos/ --model runs/pets --out embeddings
   clipkit search embeddings "a red bicycle" --not "a person"
@@ -370,6 +394,21 @@ mean of what is not wanted is subtracted. All rows are compared.
         run="clipkit.inference.search:run",
         arguments=_search_arguments,
         stopped="nothing was found",
+        extra="pack",
+    ),
+    "index": Command(
+        summary="index embeddings, to search millions in milliseconds",
+        epilog="""\
+Needs the extra `index`. The index is stored in EMBEDDINGS/index; search and
+serve use it, except with filters or --exact. It selects candidates, whose
+similarities are exact, and may miss some of the nearest rows: the recall is
+printed. Embeddings that are added later are compared one by one until this
+command adds them.
+
+  clipkit index embeddings""",
+        run="clipkit.inference.search:run_index",
+        arguments=_index_arguments,
+        stopped="the earlier index, if any, is unchanged",
         extra="pack",
     ),
     "serve": Command(

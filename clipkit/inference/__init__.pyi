@@ -12,3 +12,7 @@ from .pairs import (
     PairFeatures as PairFeatures,
     closest as closest,
 )
+from .storage import (
+    storage_of as storage_of,
+    unpacked as unpacked,
+)

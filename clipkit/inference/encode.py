@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from clipkit.distributed import rank_and_world
 from clipkit.errors import ConfigError, DataError
@@ -33,9 +34,12 @@ from clipkit.inference.folder import (
     only_writer,
 )
 from clipkit.inference.inputs import Item, Member, Stream
+from clipkit.inference.storage import STORAGE, recall, unpacked
 from clipkit.inference.stream import Failure, FeatureStream
 
 __all__ = ["Encoded", "encode", "run"]
+
+_SAMPLE, _LEAST_SAMPLE = 2000, 20  # rows that the recall is measured among
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +60,8 @@ class Encoded:
         failed: number of those that could not be encoded.
         seconds: duration.
         totals: totals over all files; None if some are incomplete.
+        sampled: number of rows in the sample of this process's rows.
+        recall: recall@10 of the sample as it is stored, against float32; None if it is too small.
     """
 
     folder: Path
@@ -70,6 +76,8 @@ class Encoded:
     failed: int
     seconds: float
     totals: Totals | None
+    sampled: int = 0
+    recall: float | None = None
 
 
 def encode(
@@ -80,6 +88,7 @@ def encode(
     model_name: str = "",
     sources: Sequence[str] = (),
     rows_per_file: int,
+    dtype: str = "float16",
     process: int = 0,
     processes: int = 1,
     retry_failed: bool = False,
@@ -94,6 +103,7 @@ def encode(
         model_name: recorded in the manifest.
         sources: as given by the user, recorded in the manifest.
         rows_per_file: number of items in a part.
+        dtype: how embeddings are stored, a key of ``clipkit.inference.storage.STORAGE``.
         process: index of this process, which encodes only its own parts.
         processes: number of processes.
         retry_failed: encode files with failures again.
@@ -106,6 +116,8 @@ def encode(
     """
     if rows_per_file < 1:
         raise ConfigError(f"rows_per_file = {rows_per_file} must be at least 1")
+    storage = STORAGE[dtype]
+    storage.check(features.model.dim)
     try:
         import pyarrow  # noqa: F401 (fail now, not when the first file is written)
     except ImportError as error:
@@ -128,6 +140,7 @@ def encode(
         batch_size=features.batch_size,
         precision=features.precision,
         device=features.device.type,
+        dtype=dtype,
     )
 
     def contents(parts: Sequence[int]) -> dict[int, str]:
@@ -153,26 +166,31 @@ def encode(
         )
         complete = [part for part in range(manifest.files) if folder.is_done(part)]
         own = sorted({*range(process, manifest.files, processes)} - {*complete})
+        total = sum(map(manifest.items_of, own))
+        every, sample = max(1, total // _SAMPLE), list[npt.NDArray[np.float32]]()
         done = failed = written = 0
         began = time.monotonic()
         parts: dict[int, Part] = {}  # in progress: at most two
-        with CountProgress("encoding", total=sum(map(manifest.items_of, own)), shown=progress) as bar:
+        with CountProgress("encoding", total=total, shown=progress) as bar:
             todo = _items_of(stream, own, rows_per_file)
             for outcome in features.run(todo, kind=stream.kind, captions=captions):
-                part = parts.setdefault(outcome.part, Part(outcome.part))
+                part = parts.setdefault(outcome.part, Part(outcome.part, dtype))
                 part.add(outcome)
                 if isinstance(outcome, Failure):
                     done, failed = done + 1, failed + 1
                 else:
+                    sample.append(outcome.rows[-done % every :: every])
                     done += len(outcome.items)
                 if len(part) == manifest.items_of(part.number):
                     if not part.rows:
-                        part.rows.append(features.empty(stream.kind).astype(np.float16))
+                        part.rows.append(storage.pack(features.empty(stream.kind)))
                     folder.write(parts.pop(part.number))
                     written += 1
                 bar.show(done, failed)
         if parts:
             raise DataError("the sources changed while they were being read: run the same command again")
+        sampled = np.concatenate(sample) if sample else np.zeros((0, 1), np.float32)
+        enough = len(sampled) >= _LEAST_SAMPLE
         return Encoded(
             folder=folder.out / folder.embeddings,
             files=manifest.files,
@@ -186,6 +204,8 @@ def encode(
             failed=failed,
             seconds=time.monotonic() - began,
             totals=folder.finish(),
+            sampled=len(sampled),
+            recall=recall(sampled, unpacked(storage.pack(sampled))) if enough else None,
         )
 
 
@@ -268,6 +288,7 @@ def run(options: argparse.Namespace) -> int:
             model_name=options.model,
             sources=options.sources,
             rows_per_file=options.rows_per_file,
+            dtype=options.dtype,
             process=process,
             processes=processes,
             retry_failed=options.retry_failed,
@@ -312,6 +333,12 @@ def _report(encoded: Encoded, options: argparse.Namespace, who: str) -> None:
         f"{who}{what} in {encoded.seconds:,.1f} s ({rate}), "
         f"wrote {encoded.written:,} of {counted(encoded.files, 'file')}{stale}{found}{compared}"
     )
+    if encoded.recall is not None and options.dtype != "float32":
+        whole = f" of dimension {options.dim}" if options.dim else ""
+        print(
+            f"{who}recall@10 {encoded.recall:.3f} of {options.dtype} against float32{whole}, among a sample of "
+            f"{encoded.sampled:,}"
+        )
     if totals is None:
         return
     if encoded.empty_lines:

@@ -1,6 +1,7 @@
 """A folder of embeddings in the layout of clip-retrieval, consistent even if its writers are killed at any moment.
 
-    OUT/img_emb/img_emb_0.npy            (N, O) float16, unit norm; for texts text_emb/text_emb_0.npy
+    OUT/img_emb/img_emb_0.npy            (N, O) float16, unit norm, or as in ``clipkit.inference.storage``; for
+                                         texts text_emb/text_emb_0.npy
     OUT/metadata/metadata_0.parquet      one row per embedding: image_path, caption if there are captions, source
                                          (for texts: caption, key, source)
     OUT/failures.jsonl                   items that could not be encoded: source, key, cause; absent if none
@@ -37,6 +38,7 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.files.atomic import FileLock, replacing, sync, temporary_path, write_atomic
 from clipkit.files.patterns import user_path
 from clipkit.inference.inputs import Item
+from clipkit.inference.storage import STORAGE, storage_of
 from clipkit.inference.stream import Failure, Features
 
 __all__ = [
@@ -56,9 +58,10 @@ _SETTINGS = {
     "format": "the format", "kind": "the kind (images or texts)", "background": "the background (--background)",
     "upright": "whether the EXIF orientation is applied (--upright)", "weights": "the model",
     "rows_per_file": "--rows-per-file", "batch_size": "--batch-size", "precision": "--precision",
-    "device": "--device",
+    "device": "--device", "dtype": "--dtype",
 }  # fmt: skip
-_EARLIER = {"background": "none", "upright": False}  # defaults for older manifests, which lack these settings
+# defaults for older manifests, which lack these settings
+_EARLIER = {"background": "none", "upright": False, "dtype": "float16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +81,7 @@ class Manifest:
     device: str  # type of the device: different devices round differently
     background: str = "none"  # color behind transparent images, as #rrggbb
     upright: bool = False  # whether the EXIF orientation is applied
+    dtype: str = "float16"  # key of ``clipkit.inference.storage.STORAGE``
     directory: str = ""  # that relative paths of sources begin at
     format: int = _FORMAT
 
@@ -156,9 +160,10 @@ class ContentDigest:
 class Part:
     """Rows and failures of one part, collected in memory until it is complete."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, dtype: str) -> None:
         self.number = number
-        self.rows: list[npt.NDArray[np.float16]] = []
+        self.rows: list[npt.NDArray[Any]] = []
+        self._pack = STORAGE[dtype].pack
         self.metadata: list[tuple[str, str | None, str]] = []  # key, caption, source
         self.failures: list[Failure] = []
         self.content = ContentDigest()
@@ -172,7 +177,7 @@ class Part:
             self.failures.append(outcome)
             self.content.add(outcome.item, outcome.content)
             return
-        self.rows.append(outcome.rows.astype(np.float16))
+        self.rows.append(self._pack(outcome.rows))
         for item, caption in zip(outcome.items, outcome.captions, strict=True):
             self.metadata.append((item.key, caption, item.source))
         for item, content in zip(outcome.items, outcome.contents, strict=True):
@@ -333,7 +338,8 @@ class EmbeddingFolder:
             for leftover in folder.glob(".*.partial"):  # of killed processes
                 leftover.unlink(missing_ok=True)
         sync(self.out)
-        width = np.load(self._files(0)[0], mmap_mode="r").shape[1]
+        first = np.load(self._files(0)[0], mmap_mode="r")
+        width = first.shape[1] * storage_of(first).packed
         return Totals(rows=rows, width=width, failures=failures)
 
     def _files(self, part: int) -> tuple[Path, Path]:

@@ -1,8 +1,10 @@
-"""``clipkit search``: find the nearest rows of embeddings for texts and images, exactly.
+"""``clipkit search`` and ``clipkit index``: find the nearest rows of embeddings for texts and images.
 
-Embeddings stay memory-mapped. A query is multiplied with all rows in float16, as they are stored, which memory
-bandwidth limits; the rows that rounding could place among the k best are then compared in float32. The result
-therefore equals that of comparing all rows in float32.
+Embeddings stay memory-mapped. A query is multiplied with all rows in float16 if they are stored so, which memory
+bandwidth limits, and otherwise in float32; the rows that rounding could place among the k best are then compared in
+float32. The result therefore equals that of comparing all stored rows in float32. The query is never quantized.
+
+An index (see ``clipkit.inference.index``) replaces the first step for the rows that it covers, and can miss some.
 
 Dimensions: N rows, O embedding dimension, K results.
 """
@@ -14,15 +16,18 @@ import io
 import json
 import os
 import re
+import sys
+import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow
 import pyarrow.compute
 import pyarrow.parquet
@@ -37,15 +42,17 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.files.decode import decode_file
 from clipkit.files.pages import templates, write_page
 from clipkit.files.patterns import IMAGE_EXTENSIONS, user_path
-from clipkit.files.terminal import counted, printable
+from clipkit.files.terminal import CountProgress, counted, printable, size_of
 from clipkit.files.traits import Decoding
 from clipkit.formats.checkpoint import model_hash
+from clipkit.inference.index import ApproximateIndex, Stamp, write_index
 from clipkit.inference.inputs import Item, Member, members, read_image
+from clipkit.inference.storage import Storage, storage_of, unpacked
 from clipkit.inference.stream import pick_device
 from clipkit.model.clip import CLIP
 from clipkit.model.preprocess import ImageLike
 
-__all__ = ["Embeddings", "Hit", "Query", "load_model", "run", "thumbnail"]
+__all__ = ["Embeddings", "Hit", "Query", "load_model", "run", "run_index", "stale_note", "thumbnail"]
 
 TEMPLATES = templates(Path(__file__).with_name("templates"))
 NOT_WEIGHT = 0.5  # of what is not wanted
@@ -55,6 +62,10 @@ _TABLES = 100 << 20  # bytes of metadata that are kept
 _ROUNDING = 2.0**-10  # of a product in float16; half of it by the result, the rest for the sum
 _AS_SHOWN = Decoding(background=(255, 255, 255), upright=True)
 _BLOCK = 1 << 16  # rows that are compared in float32 at a time
+_MOST_FROM_INDEX = 1000  # results; more are searched exactly
+_LEAST_CANDIDATES, _CANDIDATES = 256, 4  # from the index, at least and for each result
+_QUERIES = 50  # that the recall of an index is measured with
+_NUMBERS = 1 << 19  # that are converted to float32 at a time, so that they stay in the cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +95,40 @@ class _Part:
 
     number: int
     digits: str  # change with the files
-    rows: Tensor  # (N, O)
+    rows: npt.NDArray[Any]  # (N, O), as they are stored
+    storage: Storage
     table: Path
+    stamp: Stamp
+
+    @property
+    def width(self) -> int:
+        """O."""
+        return int(self.rows.shape[1]) * self.storage.packed
+
+    @cached_property
+    def norms(self) -> npt.NDArray[np.float32]:
+        """Norms of the stored numbers, (N,)."""
+        blocks = (np.linalg.norm(numbers, axis=1) for _, numbers in self._blocks())
+        return np.concatenate([*blocks], dtype=np.float32)
+
+    def _blocks(self) -> Iterator[tuple[slice, npt.NDArray[np.float32]]]:
+        length = max(1, _NUMBERS // self.width)
+        for start in range(0, len(self.rows), length):
+            block = slice(start, start + length)
+            yield block, self.storage.numbers(self.rows[block])
+
+    def screened(self, query: Tensor, half: Tensor) -> Tensor:
+        """Return the similarities with all rows, (N,), in float16 for rows in float16, otherwise in float32."""
+        if self.rows.dtype == np.float16:
+            return torch.from_numpy(self.rows) @ half
+        found = torch.empty(len(self.rows))
+        for block, numbers in self._blocks():
+            torch.mv(torch.from_numpy(numbers), query, out=found[block])
+        return found if self.storage.unit else found.div_(torch.from_numpy(self.norms))
+
+    def floats(self, rows: npt.NDArray[np.int64]) -> Tensor:
+        """Return rows in float32, (len(rows), O), unit norm up to rounding."""
+        return torch.from_numpy(unpacked(self.rows[rows]))
 
 
 class Embeddings:
@@ -93,15 +136,17 @@ class Embeddings:
 
     Args:
         folder: see ``clipkit.inference.folder``.
+        exact: ignore the index of the folder.
 
     Attributes:
         manifest: what ``clipkit encode`` recorded; empty for other folders.
 
     Raises:
-        DataError: it is not such a folder, or has no complete embeddings.
+        DataError: it is not such a folder, has no complete embeddings, or its index is damaged.
+        ConfigError: it has an index, and usearch is missing.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, exact: bool = False) -> None:
         self.folder = folder
         self.manifest: dict[str, Any] = {}
         if (folder / "manifest.json").is_file():
@@ -114,6 +159,8 @@ class Embeddings:
         self._parts: tuple[_Part, ...] = ()
         self._tables: OrderedDict[str, pyarrow.Table] = OrderedDict()
         self._lock = Lock()
+        self._exact = exact
+        self._index: tuple[tuple[int, int, int], ApproximateIndex] | None = None
         self.refresh()
         if not self._parts:
             raise DataError(
@@ -127,7 +174,7 @@ class Embeddings:
     @property
     def width(self) -> int:
         """O."""
-        return self._parts[0].rows.shape[1]
+        return self._parts[0].width
 
     @property
     def has_images(self) -> bool:
@@ -139,27 +186,66 @@ class Embeddings:
         """Names of the metadata columns."""
         return list(self._table(self._parts[0]).column_names)
 
+    @property
+    def unindexed(self) -> int:
+        """Number of rows that the index lacks; 0 without an index."""
+        if self._index is None:
+            return 0
+        covers = self._index[1].covers
+        return sum(len(part.rows) for part in self._parts if covers.get(part.number) != part.stamp)
+
     def refresh(self) -> None:
-        """Open files that are new or have changed since; incomplete ones are left out until they are complete."""
+        """Open files that are new or have changed since; incomplete ones are left out until they are complete.
+
+        Raises:
+            DataError: a file or the index is damaged.
+        """
         with self._lock:
+            if not self._exact:
+                self._refresh_index()
             known = {part.digits: part for part in self._parts}
             found = []
             for number, rows, table in _files(self.folder):
                 try:
                     stats = [path.stat() for path in (rows, table)]
-                    stamp = [(one.st_mtime_ns, one.st_size, one.st_ino) for one in stats]
-                    digits = hashlib.sha256(repr((number, stamp)).encode()).hexdigest()[:8]
-                    part = known.get(digits) or _opened(number, digits, rows, table)
+                    stamps = [_stamp_of(one) for one in stats]
+                    digits = hashlib.sha256(repr((number, stamps)).encode()).hexdigest()[:8]
+                    part = known.get(digits) or _opened(number, digits, rows, table, stamps[0])
                 except FileNotFoundError:  # being replaced
                     continue
                 if part is not None and len(part.rows):
                     found.append(part)
-            if found and len({part.rows.shape[1] for part in found}) > 1:
+            if len({part.width for part in found}) > 1:
                 raise DataError(f"the files in {self.folder} have embeddings of different dimensions")
             self._parts = tuple(found)
 
+    def sample(self, count: int) -> Tensor:
+        """Return at most ``count`` rows that are finite and not zero, evenly spaced, (count, O) float32."""
+        ends = np.cumsum([len(part.rows) for part in self._parts])
+        rows = np.unique(np.linspace(0, ends[-1] - 1, count).astype(np.int64))
+        places = np.searchsorted(ends, rows, side="right")
+        both = zip(places.tolist(), rows, strict=True)
+        found = torch.cat([self._parts[place].floats(np.array([row - ends[place]])) for place, row in both])
+        return found[found.isfinite().all(dim=1) & found.any(dim=1)]
+
+    def write_index(self, show: Callable[[int], None]) -> tuple[int, int]:
+        """Write or extend the index of the folder; see ``clipkit.inference.index.write_index``."""
+        given = ((part.number, part.stamp, part.rows) for part in self._parts)
+        return write_index(self.folder, given, self.width, show)
+
+    def _refresh_index(self) -> None:
+        path = self.folder / "index" / "index.json"
+        try:
+            stamp = _stamp_of(path.stat())
+            if self._index is None or self._index[0] != stamp:
+                self._index = stamp, ApproximateIndex(self.folder)
+        except (FileNotFoundError, NotADirectoryError):
+            self._index = None
+
     def search(self, query: Tensor, k: int, *, filters: Mapping[str, str] | None = None) -> list[Hit]:
         """Return the k most similar rows, the best first; equal ones in the order of the files.
+
+        With an index, unless there are filters or k is above 1,000, some may be missing.
 
         Args:
             query: (O,) float32, unit norm.
@@ -173,13 +259,50 @@ class Embeddings:
         if query.shape != (self.width,):
             raise DataError(f"the query has dimension {query.numel()}, the embeddings have {self.width}")
         masks = [self._mask(part, filters or {}) for part in parts]
+        ranked = None
+        if self._index is not None and not filters and k <= _MOST_FROM_INDEX:
+            ranked = self._from_index(self._index[1], parts, query, k)
+        if ranked is None:
+            ranked = self._compared(dict(enumerate(parts)), masks, query, k)
+        return [self._hit(parts[place], row, -score) for score, place, row in sorted(ranked)[:k]]
+
+    def _from_index(
+        self, index: ApproximateIndex, parts: Sequence[_Part], query: Tensor, k: int
+    ) -> list[tuple[float, int, int]] | None:
+        """Rank the candidates of the index, and the rows that it lacks; None if it has too few candidates.
+
+        Returns:
+            Negative similarity, place among the parts, and row.
+        """
+        covered = {
+            part.number: place
+            for place, part in enumerate(parts)
+            if index.covers.get(part.number) == part.stamp
+        }
+        near = index.near(query.numpy(), max(_LEAST_CANDIDATES, _CANDIDATES * k)) if covered else {}
+        ranked = []
+        for number, rows in near.items():
+            if number in covered:
+                scores = (parts[covered[number]].floats(rows) @ query).tolist()
+                places = [covered[number]] * len(rows)
+                ranked += zip([-one for one in scores], places, rows.tolist(), strict=True)
+        if len(ranked) < min(k, sum(len(parts[place].rows) for place in covered.values())):
+            return None
+        rest = {place: part for place, part in enumerate(parts) if place not in covered.values()}
+        return ranked + self._compared(rest, [None] * len(parts), query, k) if rest else ranked
+
+    @staticmethod
+    def _compared(
+        parts: Mapping[int, _Part], masks: Sequence[Tensor | None], query: Tensor, k: int
+    ) -> list[tuple[float, int, int]]:
+        """Compare all rows of parts, given by their places, that pass the masks; see ``_from_index``."""
         half = query.half()
         # |q · x - half(q) · x| ≤ |q - half(q)|, as |x| is 1 up to rounding, plus the rounding of the product
         error = float((query - half.float()).norm()) + _ROUNDING
         coarse = []
-        for part, mask in zip(parts, masks, strict=True):
-            scores = part.rows @ (half if part.rows.dtype == torch.float16 else query)
-            scores.nan_to_num_(nan=-torch.inf)
+        for place, part in parts.items():
+            mask = masks[place]
+            scores = part.screened(query, half).nan_to_num_(nan=-torch.inf)
             coarse.append(scores if mask is None else scores.masked_fill(~mask, -torch.inf))
         every = torch.cat(coarse)
         k = min(k, int((every > -torch.inf).sum()))
@@ -187,12 +310,12 @@ class Embeddings:
             return []
         least = float(every.topk(k).values[-1]) - 2 * error
         ranked: list[tuple[float, int, int]] = []
-        for place, (part, scores) in enumerate(zip(parts, coarse, strict=True)):
+        for (place, part), scores in zip(parts.items(), coarse, strict=True):
             for rows in (scores >= least).nonzero()[:, 0].split(_BLOCK):
                 if len(rows):
-                    exact = (part.rows[rows].float() @ query).tolist()
+                    exact = (part.floats(rows.numpy()) @ query).tolist()
                     ranked += zip([-one for one in exact], [place] * len(rows), rows.tolist(), strict=True)
-        return [self._hit(parts[place], row, -score) for score, place, row in sorted(ranked)[:k]]
+        return ranked
 
     def row(self, name: str) -> tuple[Hit, Tensor]:
         """Return a row by the id of a hit, with similarity 1, and its embedding, (O,) float32.
@@ -205,7 +328,7 @@ class Embeddings:
         if match is None or part is None or part.number != int(match[1]) or int(match[2]) >= len(part.rows):
             raise DataError(f"no row {printable(name, 40)}: the embeddings may have changed, search again")
         row = int(match[2])
-        return self._hit(part, row, 1.0), F.normalize(part.rows[row].float(), dim=0)
+        return self._hit(part, row, 1.0), F.normalize(part.floats(np.array([row]))[0], dim=0)
 
     def vector_of(self, path: str) -> Tensor:
         """Return the embedding of an image or text by its path, (O,) float32, unit norm.
@@ -218,7 +341,7 @@ class Embeddings:
             names = table["image_path" if "image_path" in table.column_names else "caption"]
             row = pyarrow.compute.index(names, path).as_py()
             if row >= 0:
-                return F.normalize(part.rows[row].float(), dim=0)
+                return F.normalize(part.floats(np.array([row]))[0], dim=0)
         raise DataError(f"{self.folder} has no embedding of {printable(path, 200)}")
 
     def _hit(self, part: _Part, row: int, similarity: float) -> Hit:
@@ -281,20 +404,24 @@ def _files(folder: Path) -> Iterator[tuple[int, Path, Path]]:
     yield from sorted(found)
 
 
-def _opened(number: int, digits: str, rows: Path, table: Path) -> _Part | None:
+def _stamp_of(found: os.stat_result) -> tuple[int, int, int]:
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _opened(number: int, digits: str, rows: Path, table: Path, stamp: tuple[int, int, int]) -> _Part | None:
     """Open a part; None if the numbers of rows differ because it is being replaced."""
     try:
         array = np.lib.format.open_memmap(rows, mode="c")  # never written
         count = pyarrow.parquet.read_metadata(table).num_rows
+        storage = storage_of(array)
     except FileNotFoundError:
         raise
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, pyarrow.ArrowException, DataError) as error:
         raise DataError(f"cannot read {rows} and {table}: {error}") from error
-    if array.ndim != 2 or array.dtype not in (np.float16, np.float32):
-        raise DataError(f"{rows} has {array.dtype} of shape {array.shape}: expected float16 or float32 rows")
     if len(array) != count:
         return None
-    return _Part(number=number, digits=digits, rows=torch.from_numpy(array), table=table)
+    covered = (count, stamp[1], stamp[0])
+    return _Part(number=number, digits=digits, rows=array, storage=storage, table=table, stamp=covered)
 
 
 @dataclass(kw_only=True)
@@ -404,7 +531,9 @@ def run(options: argparse.Namespace) -> int:
     texts = [options.text] if options.text else []
     if not texts and not options.image:
         raise ConfigError("nothing to search for: give a text or --image FILE")
-    embeddings = Embeddings(user_path(options.embeddings))
+    embeddings = Embeddings(user_path(options.embeddings), exact=options.exact)
+    if note := stale_note(embeddings):
+        print(note, file=sys.stderr)
     model, query = load_model(embeddings, options, options.model or ""), Query()
     query.add(model, texts=texts, images=options.image)
     query.add_unwanted(model, texts=options.unwanted)
@@ -422,6 +551,45 @@ def run(options: argparse.Namespace) -> int:
         about = f"  {printable(str(caption), 60)}" if caption else ""
         print(f"{rank:>4}  {hit.similarity:>10.4f}  {printable(hit.path)}{about}")
     return 0 if hits else 1
+
+
+def stale_note(embeddings: Embeddings) -> str:
+    """Return a line about rows that the index lacks; "" if there are none."""
+    if not embeddings.unindexed:
+        return ""
+    rows = counted(embeddings.unindexed, "row")
+    return (
+        f"note: the index lacks {rows}, which are compared one by one; run clipkit index {embeddings.folder}"
+    )
+
+
+def run_index(options: argparse.Namespace) -> int:
+    """Run ``clipkit index`` and return its exit status.
+
+    Raises:
+        ClipkitError: a user error.
+    """
+    embeddings = Embeddings(user_path(options.embeddings), exact=True)
+    began = time.monotonic()
+    try:
+        with CountProgress("indexing", total=None, shown=not options.quiet) as bar:
+            added, size = embeddings.write_index(bar.show)
+    except OSError as error:
+        raise DataError(
+            f"cannot write the index of {embeddings.folder}: {error.strerror or error}"
+        ) from error
+    print(
+        f"added {counted(added, 'row')} of {len(embeddings):,} in {time.monotonic() - began:,.1f} s; the index has "
+        f"{size_of(size)}"
+    )
+    indexed, queries = Embeddings(embeddings.folder), embeddings.sample(_QUERIES)
+    recalled = []
+    for query in queries:
+        exact = embeddings.search(query, 10)
+        near = indexed.search(query, len(exact)) if exact else []
+        recalled += [hit.similarity >= exact[-1].similarity - 1e-6 for hit in near]
+    print(f"recall@10 {np.mean(recalled):.3f} against exact search, of {counted(len(queries), 'row')}")
+    return 0
 
 
 def _embedded(hit: Hit) -> Markup | None:

@@ -10,6 +10,7 @@ import asyncio
 import hmac
 import secrets
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from ipaddress import ip_address
@@ -26,7 +27,7 @@ from torch import Tensor
 from clipkit.errors import ClipkitError, ConfigError
 from clipkit.files.patterns import user_path
 from clipkit.files.terminal import counted
-from clipkit.inference.search import TEMPLATES, Embeddings, Query, load_model, thumbnail
+from clipkit.inference.search import TEMPLATES, Embeddings, Query, load_model, stale_note, thumbnail
 from clipkit.model.clip import CLIP
 
 __all__ = ["Collection", "application", "run"]
@@ -277,7 +278,9 @@ def run(options: argparse.Namespace) -> int:
     models = models * len(folders) if len(models) == 1 else models
     collections = []
     for folder, name in zip(folders, models, strict=True):
-        embeddings = Embeddings(folder)
+        embeddings = Embeddings(folder, exact=options.exact)
+        if note := stale_note(embeddings):
+            print(note, file=sys.stderr)
         model = load_model(embeddings, options, name)
         collections.append(Collection(name=folder.resolve().name, embeddings=embeddings, model=model))
     local = _is_local(options.host)

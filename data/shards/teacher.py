@@ -14,7 +14,7 @@ import json
 import re
 import shlex
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.inference import readable
+from clipkit.inference import readable, storage_of, unpacked
 from data.captions import TEXT
 from data.order import hashed
 from data.remote.store import ShardFile
@@ -117,6 +117,8 @@ class StoredRows:
         self._manifest = _manifest(folder, kind)
         self.weights = str(self._manifest.get("weights"))
         self.made_by = " ".join(str(self._manifest.get(name)) for name in _MADE_BY)
+        if _is_compact(self._manifest):
+            self.made_by += f" {self._manifest['dtype']}"
         embeddings, metadata = _numbered(folder / _COLUMN[kind][0]), _numbered(folder / "metadata")
         both = sorted(embeddings.keys() & metadata.keys())
         if (folder / ".parts").is_dir():  # lists the complete parts
@@ -128,9 +130,10 @@ class StoredRows:
         self._files = [(embeddings[number], metadata[number]) for number in both]
         self._arrays: list[npt.NDArray[Any]] = []
         shapes = [array.shape for array in self._mapped()]
-        if len({shape[1:] for shape in shapes}) != 1:
+        widths = {array.shape[1] * storage_of(array).packed for array in self._mapped()}
+        if len(widths) != 1:
             raise DataError(f"{folder} has embeddings of different widths: {_RECREATE}")
-        self.width = int(shapes[0][1])
+        (self.width,) = widths
         self._ends: list[int] = np.cumsum([shape[0] for shape in shapes]).tolist()
         self._number: dict[str, int] = {}  # of each source in the metadata
         # hashes of the keys and their rows, sorted by source and hash, and where each source starts
@@ -179,6 +182,7 @@ class StoredRows:
         words += ["--model", str(manifest.get("model")), "--out", str(self.folder)]
         for option in ("rows_per_file", "batch_size", "precision", "device"):
             words += [f"--{option.replace('_', '-')}", str(manifest.get(option))]
+        words += ["--dtype", str(manifest["dtype"])] if _is_compact(manifest) else []
         return shlex.join(words)
 
     def is_of(self, shard: str) -> bool:
@@ -231,7 +235,8 @@ class StoredRows:
         arrays, ends = self._mapped(), self._ends
         for place, row in enumerate(rows):
             file = bisect_right(ends, row)
-            out[place] = arrays[file][row - ends[file]]  # relative to the end of the file
+            row -= ends[file]  # relative to the end of the file
+            out[place] = unpacked(arrays[file][row : row + 1 or None])[0]
 
     def _mapped(self) -> list[npt.NDArray[Any]]:
         for path, _ in self._files if not self._arrays else ():
@@ -239,8 +244,10 @@ class StoredRows:
                 array: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
             except (OSError, ValueError) as error:
                 raise DataError(f"{path} is damaged: {' '.join(str(error).split())}; {_RECREATE}") from error
-            if array.ndim != 2 or array.dtype.kind != "f":
-                raise DataError(f"{path} has no rows of embeddings: {_RECREATE}")
+            try:
+                storage_of(array)
+            except DataError as error:
+                raise DataError(f"{path} has no rows of embeddings: {_RECREATE}") from error
             self._arrays.append(array)
         return self._arrays
 
@@ -300,6 +307,11 @@ def _common(one: Sequence[str], other: Sequence[str]) -> int:
     """Return how many trailing parts two paths have in common."""
     pairs = zip(reversed(one), reversed(other), strict=False)
     return next((count for count, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _is_compact(manifest: Mapping[str, Any]) -> bool:
+    """Return whether embeddings are stored in another dtype than float16."""
+    return manifest.get("dtype", "float16") != "float16"
 
 
 def _numbered(folder: Path) -> dict[int, Path]:

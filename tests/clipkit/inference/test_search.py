@@ -14,6 +14,7 @@ from clipkit.__main__ import dispatch
 from clipkit.errors import ConfigError, DataError
 from clipkit.formats.checkpoint import save_model
 from clipkit.inference.search import Embeddings, Hit, Query, thumbnail
+from clipkit.inference.storage import STORAGE
 
 pyarrow = pytest.importorskip("pyarrow")
 
@@ -41,21 +42,30 @@ def unit(rng: np.random.Generator, rows: int, width: int = 16) -> np.ndarray:
     return normed
 
 
-@given(st.integers(0, 2**32 - 1), st.lists(st.integers(1, 60), min_size=1, max_size=4), st.integers(1, 40))
-@settings(max_examples=40, deadline=None)
-def test_results_are_those_of_comparing_all_rows(seed: int, sizes: list[int], k: int) -> None:
+@given(
+    st.integers(0, 2**32 - 1),
+    st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    st.integers(1, 40),
+    st.sampled_from([*STORAGE]),
+)
+@settings(max_examples=60, deadline=None)
+def test_results_are_those_of_comparing_all_rows(seed: int, sizes: list[int], k: int, dtype: str) -> None:
     import tempfile
 
     rng = np.random.default_rng(seed)
     close = unit(rng, 1) + 1e-3 * rng.standard_normal((sum(sizes), 16))  # closer than float16 resolves
     rows = np.where(rng.random((sum(sizes), 1)) < 0.5, close, unit(rng, sum(sizes)))
     rows[rng.random(len(rows)) < 0.2] = rows[0]
-    rows = (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float16)
+    rows = (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
+    rows = STORAGE[dtype].pack(rows)
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), *np.split(rows, np.cumsum(sizes)[:-1]))
         query = torch.from_numpy(unit(rng, 1)[0])
         hits = Embeddings(Path(folder)).search(query, k)
-    scores = torch.from_numpy(rows).float() @ query
+    numbers = np.where(np.unpackbits(rows, axis=1), 1, -1) if dtype == "binary" else rows
+    full = torch.from_numpy(numbers).double()
+    full = full if dtype.startswith("float") else torch.nn.functional.normalize(full, dim=1)
+    scores = full @ query.double()
     names = [f"{part}/{row}.png" for part, size in enumerate(sizes) for row in range(size)]
     assert len(hits) == min(k, len(rows))
     assert [hit.similarity for hit in hits] == pytest.approx(scores.topk(len(hits)).values.tolist(), abs=1e-6)
@@ -110,7 +120,7 @@ def test_what_is_no_folder_of_embeddings(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="cannot read"):
             Embeddings(tmp_path)
     write(tmp_path, np.zeros((4, 2, 2), np.float16))
-    with pytest.raises(DataError, match="expected float16 or float32 rows"):
+    with pytest.raises(DataError, match="expected rows of float32, float16, int8, uint8"):
         Embeddings(tmp_path)
     write(tmp_path, np.full((4, 4), {}, dtype=object))  # a pickle
     with pytest.raises(DataError, match="cannot read"):

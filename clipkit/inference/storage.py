@@ -1,0 +1,126 @@
+"""How embeddings are stored in .npy files: float32, float16, int8, or one bit per element.
+
+A stored row stands for the unit vector in its direction. Every row has its own scale, which is implied by its norm,
+so that files need nothing besides their rows, and rows can be added without changing others:
+
+    float32, float16    (N, O), unit norm up to rounding
+    int8                (N, O); the largest absolute value of each row is 127
+    binary              (N, O / 8) uint8, 8 signs per byte as ``numpy.packbits`` packs them; 1 is positive
+
+Dimensions: N rows, O embedding dimension, S sampled rows, Q queries.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from clipkit.errors import ConfigError, DataError
+
+__all__ = ["STORAGE", "Storage", "recall", "storage_of", "unpacked"]
+
+Rows = npt.NDArray[np.float32]
+Stored = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """A storage type.
+
+    Attributes:
+        dtype: of the files.
+        pack: (N, O) float32, unit norm → the stored rows.
+        numbers: stored rows → (N, O) float32, up to a positive factor for each row.
+        unit: whether ``numbers`` have unit norm, up to rounding.
+        packed: number of elements in an element of the file.
+    """
+
+    dtype: npt.DTypeLike
+    pack: Callable[[Rows], Stored]
+    numbers: Callable[[Stored], Rows]
+    unit: bool = True
+    packed: int = 1
+
+    def check(self, width: int) -> None:
+        """Check that embeddings of dimension ``width`` can be stored.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+        if width % self.packed:
+            raise ConfigError(
+                f"embeddings of dimension {width} cannot be stored with {self.packed} elements in a byte: use "
+                f"--dim {width - width % self.packed} or another --dtype"
+            )
+
+
+def _int8(rows: Rows) -> Stored:
+    largest = np.abs(rows).max(axis=1, keepdims=True, initial=1e-9)
+    return np.asarray(np.rint(rows * (127 / largest)), dtype=np.int8)
+
+
+def _signs(bits: Stored) -> Rows:
+    return np.unpackbits(bits, axis=1).astype(np.float32) * 2 - 1
+
+
+def _as_float32(rows: Stored) -> Rows:
+    return rows.astype(np.float32)
+
+
+STORAGE = {
+    "float32": Storage(dtype=np.float32, pack=_as_float32, numbers=_as_float32),
+    "float16": Storage(dtype=np.float16, pack=lambda rows: rows.astype(np.float16), numbers=_as_float32),
+    "int8": Storage(dtype=np.int8, pack=_int8, numbers=_as_float32, unit=False),
+    "binary": Storage(
+        dtype=np.uint8, pack=lambda rows: np.packbits(rows > 0, axis=1), numbers=_signs, unit=False, packed=8
+    ),
+}
+
+
+def storage_of(rows: Stored) -> Storage:
+    """Return the storage type of an array.
+
+    Raises:
+        DataError: it has no rows of embeddings.
+    """
+    for storage in STORAGE.values():
+        if rows.ndim == 2 and rows.shape[1] and rows.dtype == storage.dtype:
+            return storage
+    known = ", ".join(np.dtype(one.dtype).name for one in STORAGE.values())
+    raise DataError(f"an array of {rows.dtype} of shape {rows.shape}: expected rows of {known}")
+
+
+def unpacked(rows: Stored) -> Rows:
+    """Return stored rows as (N, O) float32, unit norm; those of float32 and float16 as they are stored.
+
+    Raises:
+        DataError: the array has no rows of embeddings.
+    """
+    storage = storage_of(rows)
+    found = storage.numbers(rows)
+    return found if storage.unit else found / np.linalg.norm(found, axis=1, keepdims=True)
+
+
+def recall(rows: Rows, stored: Rows, *, k: int = 10, queries: int = 500) -> float:
+    """Return how many of the k nearest rows by ``rows`` are among the k nearest by ``stored``, 0 to 1.
+
+    Queries are rows in float32, evenly spaced; a query is not its own neighbor. Rows as near as the k-th count.
+
+    Args:
+        rows: (S, O), unit norm, more than k.
+        stored: (S, P), the same rows as they are stored, see ``unpacked``; with P < O, prefixes of them.
+        k: number of neighbors.
+        queries: Q, at most.
+    """
+    assert len(rows) == len(stored) > k
+    asked = np.unique(np.linspace(0, len(rows) - 1, queries).astype(np.int64))
+    prefixes = rows[asked, : stored.shape[1]]
+    prefixes = prefixes / np.maximum(np.linalg.norm(prefixes, axis=1, keepdims=True), 1e-12)
+    exact, found = rows[asked] @ rows.T, prefixes @ stored.T  # (Q, S)
+    for scores in (exact, found):
+        scores[np.arange(len(asked)), asked] = -np.inf
+    least = -np.partition(-exact, k - 1, axis=1)[:, k - 1 : k]  # (Q, 1)
+    nearest = np.argpartition(-found, k - 1, axis=1)[:, :k]
+    return float((np.take_along_axis(exact, nearest, axis=1) >= least - 1e-6).mean())

@@ -1,0 +1,161 @@
+"""An index finds what exact search finds, in changing folders as well, and damaged ones are refused."""
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from clipkit.__main__ import dispatch
+from clipkit.errors import ConfigError, DataError
+from clipkit.files.atomic import FileLock
+from clipkit.inference.search import Embeddings
+from clipkit.inference.storage import STORAGE
+from tests.clipkit.inference.test_search import unit, write
+
+pytest.importorskip("pyarrow")
+pytest.importorskip("usearch")
+WIDTH = 32
+
+
+def rows_of(seed: int, count: int) -> np.ndarray:
+    """Unit rows around eight directions."""
+    centers = unit(np.random.default_rng(0), 8, WIDTH)
+    rng = np.random.default_rng(seed)
+    rows = centers[rng.integers(0, 8, count)] + 0.2 * rng.standard_normal((count, WIDTH))
+    normed: np.ndarray = (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
+    return normed
+
+
+def index(folder: Path) -> None:
+    assert dispatch(["index", str(folder), "--quiet"]) == 0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path, *(rows_of(seed, 400).astype(np.float16) for seed in (1, 2)))
+    index(tmp_path)
+    return tmp_path
+
+
+def recall(folder: Path, queries: np.ndarray, k: int = 10) -> float:
+    exact, near = Embeddings(folder, exact=True), Embeddings(folder)
+    found = []
+    for query in torch.from_numpy(queries):
+        want = {hit.id: hit.similarity for hit in exact.search(query, k)}
+        hits = near.search(query, k)
+        assert len(hits) == k and sorted(-hit.similarity for hit in hits) == [-hit.similarity for hit in hits]
+        assert all(hit.similarity == pytest.approx(want[hit.id], abs=1e-6) for hit in hits if hit.id in want)
+        found.append(np.mean([hit.id in want for hit in hits]))
+    return float(np.mean(found))
+
+
+@pytest.mark.parametrize("dtype", [*STORAGE])
+def test_candidates_are_compared_exactly(
+    tmp_path: Path, dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, *(STORAGE[dtype].pack(rows_of(seed, 400)) for seed in (1, 2)))
+    index(tmp_path)
+    assert "added 800 rows of 800" in (said := capsys.readouterr().out)
+    assert "recall@10 " in said and float(said.split("recall@10 ")[1].split()[0]) > 0.9
+    assert recall(tmp_path, rows_of(3, 20)) > 0.95
+
+
+def test_only_the_candidates_of_the_index_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    embeddings, query = Embeddings(folder), torch.from_numpy(rows_of(3, 1)[0])
+    monkeypatch.setattr(Embeddings, "_compared", lambda *_: pytest.fail("all rows were compared"))
+    assert len(embeddings.search(query, 10)) == 10 and embeddings.unindexed == 0
+    for arguments in ({"filters": {"group": "odd"}, "k": 5}, {"k": 1001}):
+        with pytest.raises(pytest.fail.Exception, match="all rows were compared"):
+            embeddings.search(query, **arguments)
+    with pytest.raises(pytest.fail.Exception, match="all rows were compared"):
+        Embeddings(folder, exact=True).search(query, 5)
+
+
+def test_an_index_that_lacks_rows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows that were added or replaced are found, and those that were removed are not."""
+    embeddings = Embeddings(folder)
+    new, replaced = rows_of(4, 50), rows_of(5, 400)
+    write(folder, new.astype(np.float16), first=2)
+    write(folder, replaced.astype(np.float16), first=1)
+    embeddings.refresh()
+    assert embeddings.unindexed == 450
+    for rows, part in ((new, 2), (replaced, 1)):
+        (hit,) = embeddings.search(torch.from_numpy(rows[7]), 1)
+        assert hit.path == f"{part}/7.png" and hit.similarity == pytest.approx(1, abs=1e-3)
+    (hit,) = embeddings.search(torch.from_numpy(rows_of(2, 400)[7]), 1)  # of the part that was replaced
+    assert hit.similarity < 0.999
+    assert recall(folder, rows_of(6, 10)) > 0.95
+    index(folder)
+    assert "added 850 rows of 850" in capsys.readouterr().out  # a graph without the old rows
+    write(folder, rows_of(7, 30).astype(np.float16), first=3)
+    index(folder)
+    assert "added 30 rows of 880" in capsys.readouterr().out
+    embeddings.refresh()  # the files that it had mapped are removed
+    assert embeddings.unindexed == 0 and len(list((folder / "index").iterdir())) == 2
+    for part in (1, 2):  # nearly everything is new
+        write(folder, rows_of(8, 400).astype(np.float16), first=part)
+    (folder / "img_emb" / "img_emb_0.npy").unlink()
+    embeddings.refresh()
+    assert len(embeddings.search(torch.from_numpy(new[0]), 100)) == 100
+
+
+def test_rows_that_are_not_finite_and_small_folders(tmp_path: Path) -> None:
+    rows = rows_of(1, 12)
+    rows[3], rows[4] = np.nan, 0
+    write(tmp_path, rows)
+    index(tmp_path)
+    hits = Embeddings(tmp_path).search(torch.from_numpy(rows[0]), 20)
+    assert hits[0].path == "0/0.png" and "0/3.png" not in {hit.path for hit in hits} and len(hits) >= 10
+
+
+def test_damaged_indexes_are_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    described = folder / "index" / "index.json"
+    stored = json.loads(described.read_text())
+    (graph,) = (folder / "index").glob("*.usearch")
+    content = graph.read_bytes()
+    ran = tmp_path / "ran"
+
+    class Evil:
+        def __reduce__(self) -> tuple[object, ...]:
+            return Path.touch, (ran,)
+
+    for damaged in (b"", content[:-1000], content[:500] + b"\xff" * 8 + content[508:], pickle.dumps(Evil())):
+        graph.write_bytes(damaged)
+        with pytest.raises(
+            DataError, match=r"the index in .* is damaged .*run clipkit index .* or pass --exact"
+        ):
+            Embeddings(folder)
+    assert not ran.exists() and len(Embeddings(folder, exact=True)) == 800
+    graph.write_bytes(content)
+    for changed in (
+        [],
+        {},
+        stored | {"format": 2},
+        stored | {"covers": {"0": [1]}},
+        stored | {"file": "../../etc/passwd"},
+    ):
+        described.write_text(json.dumps(changed))
+        with pytest.raises(DataError, match="is damaged"):
+            Embeddings(folder)
+    described.write_text("{")
+    with pytest.raises(DataError, match="is damaged"):
+        Embeddings(folder)
+    index(folder)  # mends it
+    assert Embeddings(folder).unindexed == 0
+    lock = FileLock(folder / "index" / ".lock")
+    assert lock.try_acquire()
+    with pytest.raises(DataError, match="another clipkit index"):
+        index(folder)
+    lock.release()
+    for missing in ("usearch.index", "usearch"):
+        monkeypatch.setitem(__import__("sys").modules, missing, None)
+    with pytest.raises(
+        ConfigError, match=r"requires usearch.*: pip install -e '\.\[index\]', or pass --exact"
+    ):
+        Embeddings(folder)
+    shutil.rmtree(folder / "index")
+    assert len(Embeddings(folder).search(torch.from_numpy(rows_of(1, 1)[0]), 3)) == 3
