@@ -262,13 +262,13 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
 def _interpolate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", metavar="FIRST", help=f"{MODEL}, such as the model before fine-tuning")
     parser.add_argument("second", metavar="SECOND", help="the same model after further training")
+    parser.add_argument("more", metavar="MORE", nargs="*", help="further ones: the mean of all is written")
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="output folder")
     parser.add_argument(
         "--alpha",
         metavar="A",
         nargs="+",
         type=number(0, 1),
-        default=[0.5],
         help="weight of SECOND, 0 to 1; several values write one model each, to DIR/alpha_A (default: 0.5)",
     )
     add_name(parser)
@@ -400,13 +400,15 @@ embeddings.
         stopped="no file was written",
     ),
     "interpolate": Command(
-        summary="interpolate between the weights of two models (WiSE-FT)",
+        summary="interpolate or average the weights of models (WiSE-FT, soups)",
         epilog="""\
-Both models must have the same architecture, tokenizer and preprocessing. Every
-command accepts the result as a model.
+The models must have the same architecture, tokenizer and preprocessing. Every
+command accepts the result as a model. `python -m eval soup` averages those
+models that improve the score on a dataset.
 
   clipkit interpolate open_clip:ViT-B-32/openai runs/pets --out between
-  clipkit interpolate runs/a runs/b --alpha 0.25 0.5 0.75 --out between""",
+  clipkit interpolate runs/a runs/b --alpha 0.25 0.5 0.75 --out between
+  clipkit interpolate runs/a runs/b runs/c --out soup""",
         run="clipkit.export.interpolation:run",
         arguments=_interpolate_arguments,
         stopped="models finished so far were written",

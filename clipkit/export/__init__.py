@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from clipkit.export.checks import Samples
-    from clipkit.export.interpolation import interpolate
+    from clipkit.export.interpolation import interpolate, load_alike
     from clipkit.export.write import export
     from clipkit.model.clip import CLIP
 
-__all__ = ["EXPORTS", "ExportTarget", "export", "interpolate"]
+__all__ = ["EXPORTS", "ExportTarget", "export", "interpolate", "load_alike"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,5 +111,5 @@ EXPORTS: dict[str, ExportTarget] = {
 }
 
 __getattr__, _, _ = lazy_loader.attach(
-    __name__, submod_attrs={"write": ["export"], "interpolation": ["interpolate"]}
+    __name__, submod_attrs={"write": ["export"], "interpolation": ["interpolate", "load_alike"]}
 )
