@@ -256,6 +256,20 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"library to export to: {', '.join(EXPORTS)}; may be repeated (default: "
         f"{' and '.join(name for name, target in EXPORTS.items() if target.default)})",
     )
+    parser.add_argument(
+        "--quantize",
+        choices=("int8",),
+        help="with --to onnx: store int8 weights (the same as --to onnx-int8)",
+    )
+    parser.add_argument(
+        "--push",
+        metavar="OWNER/NAME",
+        default="",
+        help="upload OUT to this repository of the Hugging Face hub, with the token of HF_TOKEN or `hf auth login`",
+    )
+    parser.add_argument(
+        "--public", action="store_true", help="with --push: a new repository is public (default: private)"
+    )
     add_name(parser)
 
 
@@ -394,7 +408,10 @@ Each export is loaded with its library to check that it gives the same
 embeddings.
 
   clipkit export runs/pets pets-clip
-  clipkit export runs/pets pets-onnx --to onnx""",
+  clipkit export runs/pets pets-clip --push me/pets
+  clipkit export runs/pets pets-onnx --to onnx
+  clipkit export runs/pets pets-int8 --to onnx --quantize int8
+  python -m eval zero-shot --model runs/pets --model pets-int8 --data FOLDER""",
         run="clipkit.export.write:run",
         arguments=_export_arguments,
         stopped="no file was written",
