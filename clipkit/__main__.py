@@ -275,19 +275,33 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"library to export to: {', '.join(EXPORTS)}; may be repeated (default: "
         f"{' and '.join(name for name, target in EXPORTS.items() if target.default)})",
     )
+    parser.add_argument(
+        "--quantize",
+        choices=("int8",),
+        help="with --to onnx: store int8 weights (the same as --to onnx-int8)",
+    )
+    parser.add_argument(
+        "--push",
+        metavar="OWNER/NAME",
+        default="",
+        help="upload OUT to this repository of the Hugging Face hub, with the token of HF_TOKEN or `hf auth login`",
+    )
+    parser.add_argument(
+        "--public", action="store_true", help="with --push: a new repository is public (default: private)"
+    )
     add_name(parser)
 
 
 def _interpolate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", metavar="FIRST", help=f"{MODEL}, such as the model before fine-tuning")
     parser.add_argument("second", metavar="SECOND", help="the same model after further training")
+    parser.add_argument("more", metavar="MORE", nargs="*", help="further ones: the mean of all is written")
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="output folder")
     parser.add_argument(
         "--alpha",
         metavar="A",
         nargs="+",
         type=number(0, 1),
-        default=[0.5],
         help="weight of SECOND, 0 to 1; several values write one model each, to DIR/alpha_A (default: 0.5)",
     )
     add_name(parser)
@@ -433,19 +447,24 @@ Each export is loaded with its library to check that it gives the same
 embeddings.
 
   clipkit export runs/pets pets-clip
-  clipkit export runs/pets pets-onnx --to onnx""",
+  clipkit export runs/pets pets-clip --push me/pets
+  clipkit export runs/pets pets-onnx --to onnx
+  clipkit export runs/pets pets-int8 --to onnx --quantize int8
+  python -m eval zero-shot --model runs/pets --model pets-int8 --data FOLDER""",
         run="clipkit.export.write:run",
         arguments=_export_arguments,
         stopped="no file was written",
     ),
     "interpolate": Command(
-        summary="interpolate between the weights of two models (WiSE-FT)",
+        summary="interpolate or average the weights of models (WiSE-FT, soups)",
         epilog="""\
-Both models must have the same architecture, tokenizer and preprocessing. Every
-command accepts the result as a model.
+The models must have the same architecture, tokenizer and preprocessing. Every
+command accepts the result as a model. `python -m eval soup` averages those
+models that improve the score on a dataset.
 
   clipkit interpolate open_clip:ViT-B-32/openai runs/pets --out between
-  clipkit interpolate runs/a runs/b --alpha 0.25 0.5 0.75 --out between""",
+  clipkit interpolate runs/a runs/b --alpha 0.25 0.5 0.75 --out between
+  clipkit interpolate runs/a runs/b runs/c --out soup""",
         run="clipkit.export.interpolation:run",
         arguments=_interpolate_arguments,
         stopped="models finished so far were written",

@@ -175,6 +175,31 @@ def _verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(skip_existing=False)
 
 
+def _soup_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    what = "a run folder, a checkpoint, or any other argument of clipkit.load"
+    add("--model", required=True, action="append", help=f"{what}; given twice or more")
+    add("--name", default="", metavar="ARCHITECTURE", help="architecture, if not stored with the weights")
+    add(
+        "--data",
+        required=True,
+        action="append",
+        metavar="NAME|FOLDER",
+        help="dataset name, folder or URL, or folder of images by class; several are averaged",
+    )
+    add("--data-root", metavar="FOLDER", help="folder or store with datasets by name")
+    add(
+        "--split",
+        default="",
+        metavar="SPLIT",
+        help="split to select on (default: val if the dataset has it, else test, whose scores are then too high)",
+    )
+    add("--prompts", default="", metavar="SET", help="prompt set, for datasets that have it")
+    add("--out", type=Path, required=True, metavar="FOLDER", help="folder of the model to write")
+    add("--batch-size", type=whole(1, MOST_BATCH), default=256, metavar="N", help="default: 256")
+    add("--device", default="auto", help="auto (CUDA if available), cpu, cuda, cuda:1 …")
+
+
 def _report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
@@ -276,6 +301,11 @@ COMMANDS = {
         summary="test which differences between two models are statistically significant",
         arguments=_compare_arguments,
         run="eval.commands:compare_models",
+    ),
+    "soup": Command(
+        summary="average the weights of those models that improve the score on a dataset (greedy soup)",
+        arguments=_soup_arguments,
+        run="eval.commands:soup",
     ),
     "internals": Command(
         summary="build a page of what an image tower learned: filters, attention, similarity of layers",

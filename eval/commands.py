@@ -17,8 +17,8 @@ from rich.table import Table
 import clipkit
 from clipkit import CLIP, distributed
 from clipkit.errors import ClipkitError, ConfigError, DataError, nearest
-from clipkit.files import counted, printable
-from clipkit.formats import newest_epoch, resolve_checkpoint
+from clipkit.files import counted, output_folder, printable
+from clipkit.formats import check_free, newest_epoch, resolve_checkpoint, save_model
 from data.corpora.builtin import Unavailable
 from data.remote.cache import cache_folder
 from eval.compare import (
@@ -47,9 +47,10 @@ from eval.features.image_models import TIMM, load_image_model, no_text_tower
 from eval.report.terminal import score_table
 from eval.results.scores import check_appendable, read_results, weights_id
 from eval.run import Scored, check_tasks, run_model
+from eval.soup import greedy_soup, held_out
 from eval.tasks import TASKS, options_of
 
-__all__ = ["compare_models", "list_datasets", "report", "score", "verify"]
+__all__ = ["compare_models", "list_datasets", "report", "score", "soup", "verify"]
 
 
 _OUTPUTS = {
@@ -262,6 +263,40 @@ def verify(options: argparse.Namespace) -> int:
         if distributed.rank() == 0 and not checks:
             print(nothing_checked(known, known_as), file=sys.stderr)
         return max(status, print_checks(checks) if checks and distributed.rank() == 0 else 0)
+
+
+def soup(options: argparse.Namespace) -> int:
+    """Write the greedy soup of models."""
+    with _ranks(options.device) as device:
+        out, leads = output_folder(options.out), distributed.rank() == 0
+        if leads:
+            check_free(out)
+        targets, broken = find_named(options.data, root=options.data_root, prompts=options.prompts)
+        if broken:
+            raise broken[0]
+        targets = [held_out(target, options.split) for target in targets]
+        sources = [_Model.of(source, None).source for source in options.model]
+        ours = Ranks(
+            rank=distributed.rank(), world=distributed.world_size(), gather=distributed.sum_over_ranks
+        )
+        made = greedy_soup(
+            sources,
+            targets,
+            name=options.name,
+            device=device,
+            ranks=ours,
+            batch_size=options.batch_size,
+            say=print if leads else lambda line: None,
+        )
+        if leads:
+            data = [f"{one.dataset.name}, split {one.dataset.split}" for one in targets]
+            facts = {"mean": made.selected, "score": made.score, "scores": made.scores, "data": data}
+            save_model(made.model, out, made_from=facts)
+            print(
+                f"wrote {out}: the mean of {len(made.selected)} of {len(sources)} models, {made.score:.4f} on "
+                f"{' and '.join(data)}; the best model alone {max(made.scores.values()):.4f}"
+            )
+        return 0
 
 
 def _languages(given: Sequence[str]) -> list[str]:

@@ -5,10 +5,11 @@
     sentence-transformers    the same, modules.json and others
     timm                     config.json, model.safetensors: the image tower alone
     onnx                     visual.onnx, textual.onnx, onnx_config.json, tokenizer.json (not for class heads)
+    onnx-int8                the same with int8 weights
 
-One folder can contain several exports, but timm cannot share one with transformers or sentence-transformers,
-because their files have the same names. ``EXPORTS`` registers the targets. Importing this package does not import
-torch.
+One folder can contain several exports, but not timm and transformers or sentence-transformers, and not onnx and
+onnx-int8, because their files have the same names. ``EXPORTS`` registers the targets. Importing this package does
+not import torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from clipkit.export.checks import Samples
-    from clipkit.export.interpolation import interpolate
+    from clipkit.export.interpolation import interpolate, load_alike
     from clipkit.export.write import export
     from clipkit.model.clip import CLIP
 
-__all__ = ["EXPORTS", "ExportTarget", "export", "interpolate"]
+__all__ = ["EXPORTS", "ExportTarget", "export", "interpolate", "load_alike"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,9 @@ class ExportTarget:
         distribution: name of that package on PyPI.
         obstacle: returns why a model cannot be exported, or "".
         write: writes a model with float32 weights on the CPU to a folder; returns the names of the files.
-        check: loads that folder with the library; returns the largest difference of embeddings.
+        check: loads that folder with the library; returns the largest difference of embeddings, or 1 − their lowest
+            cosine similarity if ``approximate``.
+        compare: describes speed and size after the check; None for nothing.
         example: returns Python code for the model card that loads the folder ``{folder}``.
         needs: import names of packages required by ``write``.
         apart: targets whose files have the same names, so that they need separate folders.
@@ -48,6 +51,7 @@ class ExportTarget:
         texts: whether it includes the text tower.
         loads: whether ``clipkit.load`` can read the folder.
         resizes: whether the library resizes images differently and does not repair texts.
+        approximate: whether embeddings differ by more than rounding, because weights are quantized.
     """
 
     display: str
@@ -63,6 +67,14 @@ class ExportTarget:
     texts: bool = True
     loads: bool = False
     resizes: bool = False
+    approximate: bool = False
+    compare: "Callable[[CLIP, Path, Samples], str] | None" = None
+
+    def verdict(self, difference: float) -> str:
+        """Describe the result of the check."""
+        if self.approximate:
+            return f"the cosine similarity of embeddings to clipkit's is at least {1 - difference:.4f}"
+        return f"embeddings differ from clipkit's by at most {difference:.1e}"
 
 
 def _target(
@@ -81,6 +93,7 @@ def _target(
         obstacle=function("obstacle"),
         write=function(f"write{suffix}"),
         check=function(f"check{suffix}"),
+        compare=function(f"compare{suffix}") if facts.get("approximate") else None,
         example=function(f"example{suffix}"),
         **facts,
     )
@@ -107,9 +120,24 @@ EXPORTS: dict[str, ExportTarget] = {
         apart=frozenset({"transformers", "sentence-transformers"}),
         texts=False,
     ),
-    "onnx": _target("onnx", "onnxruntime", package="onnxruntime", needs=("onnx", "onnxscript")),
+    "onnx": _target(
+        "onnx",
+        "onnxruntime",
+        package="onnxruntime",
+        needs=("onnx", "onnxscript"),
+        apart=frozenset({"onnx-int8"}),
+    ),
+    "onnx-int8": _target(
+        "onnx",
+        "onnxruntime (int8)",
+        suffix="_int8",
+        package="onnxruntime",
+        needs=("onnx", "onnxscript", "onnxruntime"),
+        apart=frozenset({"onnx"}),
+        approximate=True,
+    ),
 }
 
 __getattr__, _, _ = lazy_loader.attach(
-    __name__, submod_attrs={"write": ["export"], "interpolation": ["interpolate"]}
+    __name__, submod_attrs={"write": ["export"], "interpolation": ["interpolate", "load_alike"]}
 )

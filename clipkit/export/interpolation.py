@@ -1,11 +1,13 @@
 """``clipkit interpolate``: interpolate the weights of two models (WiSE-FT, https://arxiv.org/abs/2109.01903).
 
 A fine-tuned model may score worse on other data than its initial model; interpolated weights lose less. Compare
-several values of alpha with ``python -m eval``.
+several values of alpha with ``python -m eval``. The mean of several fine-tuned models, a uniform soup (Wortsman et
+al. 2022, https://arxiv.org/abs/2203.05482), often scores better than each; ``python -m eval soup`` selects models.
 """
 
 import argparse
 import math
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
 
@@ -14,10 +16,10 @@ import torch
 from clipkit.api import load
 from clipkit.errors import ConfigError
 from clipkit.files.patterns import output_folder
-from clipkit.formats.checkpoint import check_free, save_model
+from clipkit.formats.checkpoint import check_free, model_hash, save_model
 from clipkit.model.clip import CLIP
 
-__all__ = ["interpolate", "run"]
+__all__ = ["interpolate", "load_alike", "run"]
 
 # texts that distinguish tokenizers: case, accents, numbers, scripts, length
 _PROBES = (
@@ -30,22 +32,46 @@ _PROBES = (
 
 
 @torch.no_grad()
-def interpolate(first: CLIP, second: CLIP, alpha: float) -> CLIP:
+def interpolate(first: CLIP, second: CLIP, alpha: float, *, into: CLIP | None = None) -> CLIP:
     """Interpolate all weights, including the temperature: (1 − alpha) · first + alpha · second.
 
-    Batch norm statistics are interpolated too; integer counts are taken from the first model.
+    Batch norm statistics are interpolated too; integer counts are taken from the first model. With alpha = 1 / n,
+    the result is the mean of n models if ``first`` is that of n − 1.
 
     Args:
         first: a model; determines the device, dtype and tokenizer of the result.
         second: a model of the same architecture; determines how transparent and rotated images are treated, which
             fine-tuning may have changed.
         alpha: 0 (the first model) to 1 (the second).
+        into: ``first`` or ``second``, whose weights the result replaces, to save memory; None creates a model.
 
     Raises:
-        ConfigError: alpha is out of range, or the models differ in more than their weights.
+        ConfigError: alpha is out of range, or the models differ in more than their weights, or have adapters.
     """
     if not (math.isfinite(alpha) and 0 <= alpha <= 1):
         raise ConfigError(f"alpha = {alpha!r} is invalid: expected 0 (the first model) to 1 (the second)")
+    _check_alike(first, second)
+    made = deepcopy(first) if into is None else into
+    weights, theirs, done = first.state_dict(), second.state_dict(), set[int]()
+    for name, result in made.state_dict().items():
+        own, place = weights[name], result.data_ptr()
+        if place in done:  # two names of one tensor
+            continue
+        done.add(place)
+        if own.is_floating_point():
+            kind = torch.promote_types(own.dtype, torch.float32)
+            own = torch.lerp(own.to(kind), theirs[name].to(own.device, kind), alpha)
+        result.copy_(own)
+    made.preprocess, made.tokenizer = second.preprocess, first.tokenizer
+    made.origin = (
+        f"{1 - alpha:g} of {first.origin or 'a model'} and {alpha:g} of {second.origin or 'another'}"
+    )
+    return made
+
+
+def _check_alike(first: CLIP, second: CLIP) -> None:
+    """Raise ConfigError if two models differ in more than their weights, or have adapters that are not merged."""
+    names = [model.origin or model.name or "a model" for model in (first, second)]
     what = ""
     before, after = (replace(one.preprocess, background=None, upright=False) for one in (first, second))
     if first.architecture != second.architecture:
@@ -58,24 +84,38 @@ def interpolate(first: CLIP, second: CLIP, alpha: float) -> CLIP:
         a, b = first.tokenizer(_PROBES), second.tokenizer(_PROBES)
         what = "" if torch.equal(a, b) else "tokenizer"
     if what:
-        names = [model.origin or model.name or "a model" for model in (first, second)]
         raise ConfigError(
             f"{names[0]} and {names[1]} differ in their {what}: only models trained from the same initial weights "
             "can be interpolated"
         )
-    made = deepcopy(first)
-    made.preprocess = second.preprocess
-    weights, theirs = first.state_dict(), second.state_dict()
-    for name, own in weights.items():
-        if own.is_floating_point():
-            kind = torch.promote_types(own.dtype, torch.float32)
-            other = theirs[name].to(own.device, kind)
-            weights[name] = torch.lerp(own.to(kind), other, alpha).to(own.dtype)
-    made.load_state_dict(weights)
-    made.origin = (
-        f"{1 - alpha:g} of {first.origin or 'a model'} and {alpha:g} of {second.origin or 'another'}"
-    )
-    return made
+    for name, model in zip(names, (first, second), strict=True):
+        if model.adapters is not None:  # the mean of products is not the product of means
+            raise ConfigError(f"{name} has adapters: store and load it, which merges them")
+
+
+def load_alike(sources: Sequence[str], *, name: str = "", device: str = "cpu") -> Iterator[CLIP]:
+    """Load models one by one that can be interpolated with the first.
+
+    Args:
+        sources: arguments of ``clipkit.load``.
+        name: as for ``clipkit.load``, like ``device``.
+
+    Raises:
+        ConfigError: a model differs from the first one in more than its weights, or an earlier one has the same
+            weights.
+        CheckpointError: a model cannot be loaded.
+    """
+    first: CLIP | None = None
+    known: dict[str, str] = {}
+    for source in sources:
+        model = load(source, name=name, device=device)
+        if first is None:
+            first = model
+        _check_alike(first, model)
+        if other := known.get(digest := model_hash(model)):
+            raise ConfigError(f"{other} and {source} are the same model: name each model once")
+        known[digest] = source
+        yield model
 
 
 def run(options: argparse.Namespace) -> int:
@@ -84,20 +124,34 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ClipkitError: a user error.
     """
-    alphas = list(dict.fromkeys(options.alpha))
+    sources = [options.first, options.second, *options.more]
+    if options.more and options.alpha:
+        raise ConfigError("--alpha needs two models: the mean of more is written")
+    alphas = list(dict.fromkeys(options.alpha or [0.5]))
     out = output_folder(options.out)
     folders = [out]
     if len(alphas) > 1:  # such as alpha_0.5, alpha_1
         folders = [out / f"alpha_{float(abs(alpha))!r}".removesuffix(".0") for alpha in alphas]
     for folder in folders:
         check_free(folder)
-    first, second = (load(source, name=options.name) for source in (options.first, options.second))
-    for model in (first, second):
-        print(model.origin)
-    if first.preprocess != second.preprocess:
-        print("transparent and rotated images are treated as in the second model")
+    models = load_alike(sources, name=options.name)
+    first = next(models)
+    origins, ground = [first.origin], first.preprocess
+    print(first.origin)
+    for number, second in enumerate(models, start=2):
+        print(second.origin)
+        origins.append(second.origin)
+        if ground != second.preprocess and number == len(sources):
+            print(f"transparent and rotated images are treated as in {second.origin}")
+        if options.more:
+            interpolate(first, second, 1 / number, into=first)
+            first.origin = origins[0]  # for messages
+    if options.more:
+        save_model(first, out, made_from={"mean": origins})
+        print(f"wrote {out}: the mean of {len(sources)} models")
+        return 0
     for alpha, folder in zip(alphas, folders, strict=True):
-        made_from = {"first": first.origin, "second": second.origin, "alpha": alpha}
+        made_from = {"first": origins[0], "second": origins[1], "alpha": alpha}
         save_model(interpolate(first, second, alpha), folder, made_from=made_from)
         print(f"wrote {folder}: {1 - alpha:g} × the first + {alpha:g} × the second")
     return 0

@@ -9,12 +9,20 @@ class. ``onnx_config.json`` contains everything else: how to resize and normaliz
 the class names, and exp(t), which multiplies similarities.
 
 Weights of more than 1.5 GiB are stored in a separate file, because an ONNX file is limited to 2 GiB.
+
+``write_int8`` stores the same graphs with int8 weights: onnxruntime's dynamic quantization of matrix products, with
+a scale for each output, and of embedding tables. Convolutions, normalizations and the products of attention keep
+float32. Activations are quantized at run time, so no images are needed for calibration.
 """
 
 import json
 import logging
+import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,21 +32,35 @@ from clipkit.errors import ConfigError
 from clipkit.export.checks import Samples, difference, texts_of
 from clipkit.export.open_clip import store_tokenizer
 from clipkit.export.transformers import write_clip_tokenizer
+from clipkit.files.terminal import counted
 from clipkit.model.clip import CLIP
 from clipkit.model.tokenizer import ClassTokenizer, ClipTokenizer
 from clipkit.model.towers import Padded, unit_halves
 
-__all__ = ["OPSET", "check", "example", "obstacle", "write"]
+__all__ = [
+    "OPSET",
+    "check",
+    "check_int8",
+    "compare_int8",
+    "example",
+    "example_int8",
+    "obstacle",
+    "write",
+    "write_int8",
+]
 
 OPSET = 18
 CONFIG, VISUAL, TEXTUAL = "onnx_config.json", "visual.onnx", "textual.onnx"
 _INSIDE = 3 * 2**29  # maximum size of weights stored in the graph's file, in bytes
 _BATCHES = (1, 3, 8)  # batch sizes used by the check
+_FLOAT32 = ".float32"  # folder of the graphs before quantization, removed after the comparison
+_QUANTIZED = ("MatMul", "Gemm", "Gather")
+_ROUNDS = 7
 
 
 def obstacle(model: CLIP) -> str:
-    """Return "": whether the tower of another library can be exported is only known after trying."""
-    return ""
+    """Whether the tower of another library can be exported is only known after trying."""
+    return "" if any(True for _ in model.visual.parameters()) else "its image tower has no weights"
 
 
 class _Normalized(nn.Module):
@@ -100,6 +122,7 @@ def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]
     )
     config = {
         "opset": OPSET,
+        "weights": "float32",
         "image": {
             "file": VISUAL,
             "input": {"name": "pixel_values", "dtype": "float32", "shape": ["batch", 3, size, size]},
@@ -160,24 +183,94 @@ def _graph(
     return [path.name, *([f"{path.name}.data"] if outside else [])]
 
 
+def write_int8(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]:
+    """Write the graphs with int8 weights; otherwise as ``write``."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    before, written = folder / _FLOAT32, []
+    before.mkdir()
+    names = write(model, tensors, before)
+    for name in (VISUAL, TEXTUAL):
+        outside = f"{name}.data" in names
+        logging.disable(logging.WARNING)  # hide advice for static quantization
+        try:
+            quantize_dynamic(
+                before / name,
+                folder / name,
+                op_types_to_quantize=list(_QUANTIZED),
+                per_channel=True,
+                weight_type=QuantType.QInt8,
+                use_external_data_format=outside,
+            )
+        finally:
+            logging.disable(logging.NOTSET)
+        written += [name, f"{name}.data"] if outside else [name]
+    config = json.loads((before / CONFIG).read_text(encoding="utf-8")) | {"weights": "int8"}
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    others = [name for name in names if name != CONFIG and not name.startswith((VISUAL, TEXTUAL))]
+    for name in others:
+        (before / name).replace(folder / name)
+    return [*written, CONFIG, *others]
+
+
 def check(model: CLIP, folder: Path, samples: Samples) -> float:
     """Run the graphs at several batch sizes; return the largest difference of unit-norm embeddings."""
+    largest = 0.0
+    for batch in _BATCHES:
+        images, texts = _embeddings(model, folder, samples, batch)
+        largest = max(largest, difference(images, samples.image_embeddings[:batch]))
+        largest = max(largest, difference(texts, samples.text_embeddings[:batch]))
+    return largest
+
+
+def check_int8(model: CLIP, folder: Path, samples: Samples) -> float:
+    """Run the graphs; return 1 − the lowest cosine similarity of an embedding to clipkit's, infinite for NaN."""
+    found = _embeddings(model, folder, samples, len(samples.texts))
+    wanted = (samples.image_embeddings, samples.text_embeddings)
+    lowest = min(float((a * b).sum(dim=-1).min()) for a, b in zip(found, wanted, strict=True))
+    return 1 - lowest if lowest == lowest else float("inf")
+
+
+def compare_int8(model: CLIP, folder: Path, samples: Samples) -> str:
+    """Describe size and speed before and after quantization, and remove the graphs in float32.
+
+    Both graphs run in turn on the same inputs and cores; times are medians.
+    """
+    lines = []
+    for what, file, feed in (
+        ("images", VISUAL, {"pixel_values": samples.pixels.numpy()}),
+        ("texts", TEXTUAL, {"input_ids": model.tokenizer(samples.texts).numpy()}),
+    ):
+        paths = [folder / _FLOAT32 / file, folder / file]
+        sizes = [sum(one.stat().st_size for one in path.parent.glob(f"{file}*")) / 1e6 for path in paths]
+        sessions, times = [_session(path) for path in paths], []
+        for _ in range(_ROUNDS):
+            for session in sessions:
+                begun = time.perf_counter()
+                session.run(None, feed)
+                times.append(1e3 * (time.perf_counter() - begun))
+        before, after = median(times[2::2]), median(times[3::2])  # without the first round
+        speed = f"{before:.1f} → {after:.1f} ms for {len(samples.texts)} {what}"
+        lines.append(f"{file} {sizes[0]:.1f} → {sizes[1]:.1f} MB, {speed}")
+    shutil.rmtree(folder / _FLOAT32)
+    return f"{'; '.join(lines)} (float32 → int8, {counted(torch.get_num_threads(), 'thread')})"
+
+
+def _embeddings(model: CLIP, folder: Path, samples: Samples, batch: int) -> tuple[Tensor, Tensor]:
+    """Run both graphs on the first samples; return unit-norm embeddings (batch, O) of images and texts."""
+    tokens = model.tokenizer(samples.texts[:batch])  # trimmed to the longest text if the tower allows it
+    images = _session(folder / VISUAL).run(None, {"pixel_values": samples.pixels[:batch].numpy()})[0]
+    texts = _session(folder / TEXTUAL).run(None, {"input_ids": tokens.numpy()})[0]
+    return torch.as_tensor(images), torch.as_tensor(texts)
+
+
+def _session(path: Path) -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors
-    largest = 0.0
-    visual, textual = (
-        onnxruntime.InferenceSession(folder / file, options, providers=["CPUExecutionProvider"])
-        for file in (VISUAL, TEXTUAL)
-    )
-    for batch in _BATCHES:
-        tokens = model.tokenizer(samples.texts[:batch])  # trimmed to the longest text if the tower allows it
-        images = visual.run(None, {"pixel_values": samples.pixels[:batch].numpy()})[0]
-        texts = textual.run(None, {"input_ids": tokens.numpy()})[0]
-        largest = max(largest, difference(images, samples.image_embeddings[:batch]))
-        largest = max(largest, difference(texts, samples.text_embeddings[:batch]))
-    return largest
+    options.intra_op_num_threads = torch.get_num_threads()
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
 _ONNX = """
@@ -253,3 +346,6 @@ def example(model: CLIP) -> str:
     resize = _OPEN.strip() + "\n" + _RESIZES[model.preprocess.resize_mode].strip()
     code = _ONNX.replace("{import}", needed)
     return code.replace("{resize}", resize).replace("{tokens}", tokens.strip())
+
+
+example_int8 = example

@@ -29,6 +29,7 @@ from clipkit.errors import CheckpointError, ConfigError, nearest
 from clipkit.export import EXPORTS
 from clipkit.export.checks import draw_samples
 from clipkit.export.model_card import Source, by_caller, model_card, source_of
+from clipkit.files.hub import HUB, check_push, push_folder
 from clipkit.files.patterns import output_folder
 from clipkit.formats.checkpoint import model_hash
 from clipkit.model.clip import CLIP
@@ -39,6 +40,7 @@ __all__ = ["Exported", "export", "run"]
 
 MANIFEST, CARD, NEW_CARD = "clipkit_export.json", "README.md", "README.new.md"
 TOLERANCE = 1e-5  # largest allowed difference of embeddings
+LOWEST_COSINE = 0.9  # of embeddings with quantized weights; a quantization that failed gives lower ones
 _FORMAT = 1
 _LARGEST = 2**20  # size limit of a manifest, in bytes
 # exceptions that an untested version of a library may raise
@@ -53,13 +55,16 @@ class Exported:
         target: key of ``EXPORTS``.
         files: its files, relative to the folder.
         library: the library that loaded them, such as "timm 1.0.31"; "" if it is not installed.
-        difference: largest difference between its embeddings and clipkit's; None if not checked.
+        difference: largest difference between its embeddings and clipkit's, or 1 − their lowest cosine similarity
+            if the target is ``approximate``; None if not checked.
+        comparison: size and speed of quantized weights; "" for other targets.
     """
 
     target: str
     files: tuple[str, ...]
     library: str
     difference: float | None
+    comparison: str = ""
 
 
 def export(model: CLIP, out: Path, *, to: Sequence[str] = (), source: Source | None = None) -> list[Exported]:
@@ -148,7 +153,7 @@ def _wanted(model: CLIP, to: Sequence[str]) -> list[str]:
             raise ConfigError(f"export to {name} needs {', '.join(missing)}: pip install -e '.[export]'")
         if obstacle := target.obstacle(model):
             able = [other for other, target in EXPORTS.items() if not target.obstacle(model)]
-            raise ConfigError(f"{obstacle}: this model supports --to {', '.join(able)}")
+            raise ConfigError(f"{obstacle}: this model supports --to {', '.join(able) or 'nothing'}")
     return chosen
 
 
@@ -182,11 +187,17 @@ def _write(model: CLIP, tensors: Mapping[str, Tensor], names: Sequence[str], fol
                 ) from error
             if largest == float("inf"):
                 raise CheckpointError(f"nothing was written: {library}'s embeddings contain NaN or infinity")
-            if not largest <= TOLERANCE:
-                raise CheckpointError(
-                    f"nothing was written: {library}'s embeddings differ from clipkit's by {largest:.1e}"
-                )
-        done.append(Exported(target=name, files=tuple(files[name]), library=library, difference=largest))
+            if not largest <= (1 - LOWEST_COSINE if target.approximate else TOLERANCE):
+                raise CheckpointError(f"nothing was written: with {library}, {target.verdict(largest)}")
+        done.append(
+            Exported(
+                target=name,
+                files=tuple(files[name]),
+                library=library,
+                difference=largest,
+                comparison=target.compare(model, folder, samples) if target.compare else "",
+            )
+        )
     return done
 
 
@@ -271,16 +282,27 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ClipkitError: a user error.
     """
+    to = options.to
+    if options.quantize:
+        if "onnx" not in to:
+            raise ConfigError(f"--quantize {options.quantize} needs --to onnx: other exports keep float32")
+        to = [f"onnx-{options.quantize}" if one == "onnx" else one for one in to]
+    if options.public and not options.push:
+        raise ConfigError("--public has no effect without --push")
+    if options.push:
+        check_push(options.push)  # before anything is computed
     model = load(options.model, name=options.name)
     print(model.origin)
-    done = export(model, options.out, to=options.to)
+    done = export(model, options.out, to=to)
     for one in done:
         if one.difference is None:
             package = EXPORTS[one.target].distribution
             verdict = f"not checked because {package} is not installed: pip install -e '.[export]'"
         else:
-            verdict = f"checked with {one.library}, embeddings differ by at most {one.difference:.1e}"
+            verdict = f"checked with {one.library}, {EXPORTS[one.target].verdict(one.difference)}"
         print(f"{one.target}: {len(one.files)} files; {verdict}")
+        if one.comparison:
+            print(f"{one.target}: {one.comparison}")
     if todo := by_caller(model):
         print(todo)
     if not options.to:
@@ -291,4 +313,24 @@ def run(options: argparse.Namespace) -> int:
     card = NEW_CARD if (out / NEW_CARD).is_file() else CARD
     kept = f" (the edited {CARD} was kept)" if card == NEW_CARD else ""
     print(f"wrote {out}; before publishing it, check {card} and fill in the license{kept}")
+    if options.push:
+        address = push_folder(
+            out,
+            options.push,
+            private=not options.public,
+            skipped=[NEW_CARD],
+            listing=MANIFEST,
+            listed=_listed,
+        )
+        loads = any(EXPORTS[one.target].loads for one in done)
+        print(f"uploaded to {address}" + (f": clipkit.load('{HUB}{options.push}') loads it" if loads else ""))
     return 0
+
+
+def _listed(manifest: Path) -> set[str]:
+    """Return the files of all targets in a manifest; none if it is not one."""
+    try:
+        targets = json.loads(manifest.read_text(encoding="utf-8"))["targets"]
+        return {str(file) for record in targets.values() for file in record["files"]}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return set()

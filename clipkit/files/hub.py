@@ -1,4 +1,4 @@
-"""Downloads from the Hugging Face hub and by open_clip.
+"""Downloads from the Hugging Face hub and by open_clip, and uploads to the hub.
 
 Failures raise a one-line error without delay; by default, the libraries would retry, wait and log each attempt.
 """
@@ -8,7 +8,7 @@ import logging
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,13 @@ from typing import Any
 from clipkit.errors import ConfigError
 from clipkit.files.open_clip import download_weights
 
-__all__ = ["HUB", "fetch_published", "fetch_repository", "from_hub"]
+__all__ = ["HUB", "check_push", "fetch_published", "fetch_repository", "from_hub", "push_folder"]
 
 HUB = "hf-hub:"
 _TIMEOUT = 10.0  # seconds
 _FILES = (
     "*.json", "*.txt", "*.model", "*.safetensors", "open_clip_pytorch_model.bin", "pytorch_model*.bin",
+    "visual.onnx*", "textual.onnx*",
 )  # fmt: skip
 
 
@@ -52,6 +53,114 @@ def fetch_published(source: str, published: Mapping[str, Any]) -> Path:
             # try one request first, because the downloader would retry for a minute
             snapshot_download(repository, allow_patterns=["open_clip_config.json"])
         return download_weights(published)
+
+
+_LOGIN = "set HF_TOKEN to a token with write access, or run `hf auth login`"
+_REFUSALS = {
+    401: f"the token is invalid or expired: {_LOGIN}",
+    403: f"the token may not write there: {_LOGIN}",
+    404: "there is no such owner or repository, or the token gives no access",
+}
+
+
+def check_push(repository: str) -> None:
+    """Check the name of a repository, that the hub responds, and that it accepts the token of the user.
+
+    The token is that of the environment variable HF_TOKEN or of a login; it is never part of a message.
+
+    Raises:
+        ConfigError: one of these is not the case.
+    """
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.utils import validate_repo_id
+
+    owner, slash, name = repository.partition("/")
+    if not (owner and slash and name):
+        raise ConfigError(f"{repository!r} is not a repository: expected OWNER/NAME")
+    with _pushing(repository):
+        validate_repo_id(repository)
+        if not get_token():
+            raise ConfigError(f"cannot write {repository}: there is no token: {_LOGIN}")
+        HfApi().whoami()
+
+
+def push_folder(
+    folder: Path,
+    repository: str,
+    *,
+    private: bool,
+    skipped: Sequence[str],
+    listing: str,
+    listed: Callable[[Path], set[str]],
+) -> str:
+    """Upload a folder to a repository of the hub, which is created if needed; return its address.
+
+    What has been uploaded is not uploaded again, so a second call resumes an interrupted one. Files of an earlier
+    folder are removed from the repository, and other files that it contains are kept.
+
+    Args:
+        folder: the folder.
+        repository: OWNER/NAME.
+        private: whether a new repository is private; an existing one is not changed.
+        skipped: names of files that are not uploaded.
+        listing: name of the file that lists the files of a folder.
+        listed: reads it.
+
+    Raises:
+        ConfigError: the hub refuses it, or the connection failed.
+    """
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    api = HfApi()
+    with _pushing(repository):
+        address = api.create_repo(repository, private=private, exist_ok=True)
+        try:
+            stale = listed(Path(hf_hub_download(repository, listing))) - listed(folder / listing)
+        except EntryNotFoundError:
+            stale = set()
+        api.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            commit_message="Upload by clipkit",
+            ignore_patterns=list(skipped),
+            delete_patterns=sorted(stale) or None,
+        )
+    return str(address)
+
+
+@contextmanager
+def _pushing(repository: str) -> Iterator[None]:
+    """Convert errors of the hub client to one line without the token and without addresses, which may be signed."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    client_error = HfHubHTTPError.__mro__[
+        1
+    ]  # of httpx or its successor, as the version of the hub client has it
+    if constants.HF_HUB_OFFLINE:
+        raise ConfigError(f"cannot write {repository}: HF_HUB_OFFLINE forbids it: unset it")
+    if not _reachable(constants.ENDPOINT):
+        raise ConfigError(
+            f"cannot write {repository}: {constants.ENDPOINT} does not respond: check the network"
+        )
+    try:
+        with _quiet():
+            yield
+    except HFValidationError as error:
+        raise ConfigError(
+            f"{repository!r} is not a repository: {str(error).strip().splitlines()[0]}"
+        ) from error
+    except (client_error, OSError, ValueError, RuntimeError) as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, client_error):
+            cause = cause.__cause__  # an upload in another thread
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        known = _REFUSALS.get(status, f"the hub answered with status {status}") if status else ""
+        why = known or f"the connection failed ({type(cause or error).__name__})"
+        raise ConfigError(
+            f"cannot write {repository}: {why}; run the same command again to resume"
+        ) from error
 
 
 @contextmanager

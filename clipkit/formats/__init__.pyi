@@ -1,4 +1,5 @@
 from .checkpoint import (
+    check_free as check_free,
     is_complete as is_complete,
     latest_checkpoint as latest_checkpoint,
     model_hash as model_hash,

@@ -3,6 +3,7 @@
     a clipkit run or checkpoint       model.json + model.safetensors
     a hub-style folder of open_clip   open_clip_config.json + open_clip_model.safetensors
     a folder of transformers          config.json of a CLIPModel + model.safetensors
+    an ONNX export of clipkit         onnx_config.json + visual.onnx, textual.onnx, in no folder of another kind
     a training folder of open_clip    params.txt + checkpoints/epoch_N.pt
     a weights file                    .pt, .bin, .safetensors: open_clip's, OpenAI's, TorchScript archives
     open_clip:NAME[/TAG]              open_clip's registry of published weights
@@ -25,6 +26,7 @@ from clipkit.errors import CheckpointError, ClipkitError, ConfigError
 from clipkit.files.hub import HUB, fetch_published, fetch_repository
 from clipkit.files.open_clip import published_tags, published_weights
 from clipkit.formats.checkpoint import load_model, read_json, resolve_checkpoint, with_weights
+from clipkit.formats.onnx import ONNX_CONFIG, load_onnx
 from clipkit.formats.open_clip import (
     OPENAI_MARKS,
     TrainingRecord,
@@ -120,6 +122,12 @@ def _local(path: Path, wanted: _Wanted) -> CLIP:
         return _open_clip_folder(path, wanted)
     if (path / "config.json").is_file():
         return _transformers_folder(path, wanted)
+    if (path / ONNX_CONFIG).is_file():
+        if wanted != _Wanted():
+            raise ConfigError(
+                f"{path}: an ONNX export has a fixed architecture, image size and context length"
+            )
+        return load_onnx(path)
     if (newest := newest_epoch(path)) is not None:
         return _file(newest, wanted)
     if (path / "params.txt").is_file():

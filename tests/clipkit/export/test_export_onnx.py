@@ -10,8 +10,11 @@ import torch
 from PIL import Image
 
 import clipkit
+from clipkit.__main__ import dispatch
+from clipkit.errors import CheckpointError, ConfigError
 from clipkit.export import export, onnx as export_onnx
 from clipkit.export.checks import normalized
+from clipkit.formats.checkpoint import save_model
 from clipkit.model.clip import CLIP
 from clipkit.model.preprocess import batch_of
 from clipkit.model.tokenizer import END_OF_TEXT
@@ -80,6 +83,82 @@ def test_large_weights_lie_beside_the_graph(everything: tuple[CLIP, Path]) -> No
     assert (out / "textual.onnx").stat().st_size < 200_000
     assert (out / "textual.onnx.data").stat().st_size > 20_000_000
     assert (out / "visual.onnx").stat().st_size > 5_000_000 and not (out / "visual.onnx.data").exists()
+
+
+def test_a_folder_of_graphs_loads(
+    everything: tuple[CLIP, Path], pictures: list[Path], tmp_path: Path
+) -> None:
+    model, out = everything
+    names = ("onnx_config.json", "visual.onnx", "textual.onnx", "textual.onnx.data", "tokenizer.json")
+    for name in names:
+        (tmp_path / name).hardlink_to(out / name)
+    made = clipkit.load(tmp_path)
+    assert made.origin == f"ONNX export {tmp_path} (float32)" and made.preprocess == model.preprocess
+    for batch in (1, 5):
+        images = clipkit.encode_image(pictures[:batch], made)
+        assert apart(images, clipkit.encode_image(pictures[:batch], model)) <= 1e-5
+        assert (
+            apart(clipkit.encode_text(ASCII[:batch], made), clipkit.encode_text(ASCII[:batch], model)) <= 1e-5
+        )
+    assert made.logit_scale.item() == pytest.approx(model.logit_scale.item())
+    assert (
+        apart(clipkit.encode_image(pictures, clipkit.load(tmp_path, dim=16)).norm(dim=1), torch.ones(5))
+        < 1e-5
+    )
+    with pytest.raises(ConfigError, match="a fixed architecture, image size and context length"):
+        clipkit.load(tmp_path, image_size=32)
+    with pytest.raises(ConfigError, match="its image tower has no weights: this model supports --to nothing"):
+        export(made, tmp_path / "again", to=["onnx"])
+    (tmp_path / "textual.onnx.data").unlink()
+    with pytest.raises(CheckpointError, match=r"cannot read .*textual\.onnx"):
+        clipkit.load(tmp_path)
+    (tmp_path / "textual.onnx").unlink()
+    with pytest.raises(CheckpointError, match=r"textual\.onnx: No such file"):
+        clipkit.load(tmp_path)
+    for text in ("{}", '{"image": 3}', "nothing"):
+        (tmp_path / "onnx_config.json").unlink()
+        (tmp_path / "onnx_config.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"onnx_config\.json is"):
+            clipkit.load(tmp_path)
+
+
+def test_int8(pictures: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import onnx
+
+    model, source, out = model_of("quick_gelu"), tmp_path / "model", tmp_path / "int8"
+    save_model(model, source)
+    assert dispatch(["export", str(source), str(out), "--to", "onnx", "--quantize", "int8"]) == 0
+    _, checked, compared, _ = capsys.readouterr().out.splitlines()
+    assert (
+        float(re.findall(r"cosine similarity of embeddings to clipkit's is at least (0\.\d+)", checked)[0])
+        > 0.99
+    )
+    found = re.findall(r"(\w+)\.onnx ([\d.]+) → ([\d.]+) MB, ([\d.]+) → ([\d.]+) ms for 8", compared)
+    assert [name for name, *_ in found] == ["visual", "textual"]
+    for name, before, after, *_ in found:
+        assert float(after) < 0.7 * float(before)  # of so small a model, half is the graph
+        assert float(after) == pytest.approx((out / f"{name}.onnx").stat().st_size / 1e6, abs=0.05)
+        graph = onnx.load(out / f"{name}.onnx")
+        largest = max(graph.graph.initializer, key=lambda one: int(np.prod(one.dims)))
+        assert largest.data_type in (onnx.TensorProto.INT8, onnx.TensorProto.UINT8)
+    assert not (out / ".float32").exists()
+    assert "cosine similarity of embeddings" in (out / "README.md").read_text()
+    made = clipkit.load(out)
+    assert made.origin == f"ONNX export {out} (int8)"
+    for ours, theirs in (
+        (clipkit.encode_image(pictures, model), clipkit.encode_image(pictures, made)),
+        (clipkit.encode_text(ASCII, model), clipkit.encode_text(ASCII, made)),
+    ):
+        assert 0.98 < float((ours * theirs).sum(dim=1).min()) < 0.999999
+
+
+def test_int8_is_refused_where_it_does_not_apply(tmp_path: Path) -> None:
+    for more in ([], ["--to", "open_clip"]):
+        with pytest.raises(ConfigError, match="--quantize int8 needs --to onnx"):
+            dispatch(["export", "no", str(tmp_path / "out"), *more, "--quantize", "int8"])
+    with pytest.raises(ConfigError, match="export them to separate folders"):
+        export(model_of("own"), tmp_path / "out", to=["onnx", "onnx-int8"])
+    assert not any(tmp_path.iterdir())
 
 
 # --- the examples of the card ---------------------------------------------------------------------------------

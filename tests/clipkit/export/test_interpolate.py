@@ -2,6 +2,7 @@
 
 import json
 import os
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from clipkit.export import interpolate
 from clipkit.formats.checkpoint import save_model
 from clipkit.model import Architecture, OpenClipVision, TextTower, VisionTower
 from clipkit.model.clip import CLIP, create
+from clipkit.model.lora import Adapters, add_adapters
 from clipkit.model.tokenizer import ClipTokenizer
 
 TINY = Architecture(
@@ -151,6 +153,43 @@ def test_several_shares_are_a_folder_each(stored: tuple[str, str], tmp_path: Pat
     for name, wanted in (("alpha_0", first), ("alpha_1", second)):
         found = clipkit.load(out / name).state_dict()
         assert all(torch.equal(value, wanted[key]) for key, value in found.items())
+
+
+def test_more_than_two_are_averaged(two: tuple[CLIP, CLIP], stored: tuple[str, str], tmp_path: Path) -> None:
+    third = create(TINY, seed=2)
+    save_model(third, tmp_path / "c")
+    sources, out = [*stored, str(tmp_path / "c")], tmp_path / "out"
+    assert dispatch(["interpolate", *sources, "--out", str(out)]) == 0
+    for name, value in clipkit.load(out).state_dict().items():
+        mean = torch.stack([one.state_dict()[name].double() for one in (*two, third)]).mean(dim=0)
+        torch.testing.assert_close(value.double(), mean, rtol=1e-6, atol=1e-7)
+    assert json.loads((out / "model.json").read_text())["made_from"] == {
+        "mean": [f"clipkit checkpoint {one}" for one in sources]
+    }
+    with pytest.raises(ConfigError, match="--alpha needs two models"):
+        dispatch(["interpolate", *sources, "--alpha", "0.5", "--out", str(tmp_path / "new")])
+    with pytest.raises(ConfigError, match="are the same model: name each model once"):
+        dispatch(["interpolate", *sources, sources[1], "--out", str(tmp_path / "new")])
+
+
+def test_adapters_are_refused_until_they_are_merged(two: tuple[CLIP, CLIP]) -> None:
+    adapted = create(TINY, seed=1)
+    add_adapters(adapted, Adapters(rank=2, alpha=2, image=True, text=True, source="a", hash="b"))
+    with pytest.raises(ConfigError, match="has adapters: store and load it"):
+        interpolate(two[0], adapted, 0.5)
+    with pytest.raises(ConfigError, match="has adapters"):
+        interpolate(adapted, two[0], 0.5)
+
+
+def test_the_result_replaces_a_model(two: tuple[CLIP, CLIP]) -> None:
+    wanted = interpolate(*two, 0.3).state_dict()
+    for number in (0, 1):
+        given = [deepcopy(model) for model in two]
+        made = interpolate(given[0], given[1], 0.3, into=given[number])
+        assert made is given[number]
+        assert all(torch.equal(value, wanted[name]) for name, value in made.state_dict().items())
+        other = two[1 - number].state_dict()
+        assert all(torch.equal(value, other[name]) for name, value in given[1 - number].state_dict().items())
 
 
 def test_what_cannot_be_written_is_said_before_anything_is_loaded(

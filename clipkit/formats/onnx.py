@@ -1,0 +1,151 @@
+"""Load an ONNX export of clipkit: encoders that onnxruntime runs on the CPU, float32 or int8.
+
+They give embeddings to inference and evaluation. They have no weights to train, to interpolate or to export.
+
+Letters in shape comments: B batch, L tokens, S image side, O embedding dimension.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from clipkit.errors import CheckpointError, ConfigError
+from clipkit.formats.checkpoint import read_json
+from clipkit.model.architectures import Architecture, ImageArchitecture, TextArchitecture, TextTower
+from clipkit.model.clip import CLIP
+from clipkit.model.preprocess import Preprocess
+from clipkit.model.tokenizer import ANY_END, ClipTokenizer, folder_tokenizer
+
+__all__ = ["ONNX_CONFIG", "load_onnx"]
+
+ONNX_CONFIG = "onnx_config.json"
+
+
+class _Graph(msgspec.Struct):
+    file: str
+    input: dict[str, Any]
+
+
+class _Config(msgspec.Struct):
+    """What ``onnx_config.json`` says, see ``clipkit.export.onnx``."""
+
+    image: _Graph
+    text: _Graph
+    embed_dim: int
+    preprocess: dict[str, Any]
+    context_length: int
+    logit_scale: float
+    logit_bias: float | None = None
+    weights: str = "float32"
+    classes: list[str] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OnnxTower:
+    """A graph; its digest takes the place of weights in the model's hash."""
+
+    digest: str
+    file: str = field(repr=False, compare=False)
+    has_blocks = False
+
+    @property
+    def description(self) -> str:
+        return "an ONNX graph"
+
+    def build(self, embed_dim: int, *, quick_gelu: bool) -> nn.Module:
+        return _Session(Path(self.file))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OnnxVision(_OnnxTower, ImageArchitecture):
+    image_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OnnxText(_OnnxTower, TextArchitecture):
+    context_length: int
+
+
+class _Session(nn.Module):
+    """A graph with one input and one output (B, O); runs on the CPU, returns float32 on the input's device."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        try:
+            import onnxruntime
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"{file} needs onnxruntime: pip install -e '.[export]'") from error
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3  # errors
+        options.intra_op_num_threads = torch.get_num_threads()
+        try:
+            self.session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+            (self.feed,) = (one.name for one in self.session.get_inputs())
+        except Exception as error:  # its errors have no common base
+            cause = str(error).strip().split("\n")[0]
+            raise CheckpointError(f"cannot read {file}: {cause}") from error
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Normalized images (B, 3, S, S) or tokens (B, L) → (B, O)."""
+        if self.training and torch.is_grad_enabled():
+            raise ConfigError("an ONNX export cannot be trained: use the weights that it was made from")
+        if values.is_floating_point():
+            values = values.float()
+        return torch.from_numpy(self.session.run(None, {self.feed: values.detach().cpu().numpy()})[0]).to(
+            values.device
+        )
+
+
+def load_onnx(folder: Path) -> CLIP:
+    """Load a folder that ``clipkit export --to onnx`` wrote.
+
+    Raises:
+        CheckpointError: it is damaged, or its tokenizer is not CLIP's.
+        ConfigError: onnxruntime is not installed.
+    """
+    try:
+        known = msgspec.convert(read_json(folder / ONNX_CONFIG), _Config)
+        files = [folder / Path(one.file).name for one in (known.image, known.text)]
+        digests = [_digest(file) for file in files]
+        vision, text = (
+            _OnnxVision(
+                image_size=int(known.preprocess["image_size"]), file=str(files[0]), digest=digests[0]
+            ),
+            _OnnxText(context_length=known.context_length, file=str(files[1]), digest=digests[1]),
+        )
+        trim = isinstance(known.text.input["shape"][1], str)
+    except (msgspec.ValidationError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder / ONNX_CONFIG} is invalid: {error!r}") from error
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: {error.strerror}") from error
+    clips = TextTower(width=64, layers=1, heads=1, context_length=known.context_length)  # for its length
+    if known.classes or not isinstance(folder_tokenizer(folder, clips, ANY_END), ClipTokenizer):
+        raise CheckpointError(f"{folder}: clipkit reads ONNX exports of models with CLIP's tokenizer only")
+    model = CLIP(
+        Architecture(
+            embed_dim=known.embed_dim, vision=vision, text=text, logit_bias=known.logit_bias is not None
+        ),
+        preprocess=Preprocess.from_dict(known.preprocess),
+        tokenizer=ClipTokenizer(context_length=known.context_length, trim=trim),
+    )
+    with torch.no_grad():
+        model.logit_scale.fill_(known.logit_scale).log_()
+        if model.logit_bias is not None:
+            model.logit_bias.fill_(known.logit_bias or 0.0)
+    model.origin = f"ONNX export {folder} ({known.weights})"
+    return model.eval()
+
+
+def _digest(file: Path) -> str:
+    """Hash a graph and the weights beside it."""
+    digest = hashlib.sha256()
+    for one in (file, file.with_name(f"{file.name}.data")):
+        if one is file or one.exists():
+            with one.open("rb") as content:
+                digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()[:32]

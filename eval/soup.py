@@ -1,0 +1,128 @@
+"""Average the weights of those models that improve the score on a dataset: the greedy soup of Wortsman et al.
+
+Models that were fine-tuned from the same weights are ordered by their score on held-out images. Beginning with the
+best, each is added to the mean of the weights unless the score of the mean falls (2022,
+https://arxiv.org/abs/2203.05482, recipe 1). At most two models are in memory.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from clipkit import CLIP
+from clipkit.errors import ConfigError, DataError
+from clipkit.export import interpolate, load_alike
+from eval.datasets.dataset import NoSplit
+from eval.datasets.targets import Target
+from eval.features.encoder import ONE_RANK, Encoder, Ranks
+from eval.metrics import METRICS
+from eval.run import evaluate
+from eval.tasks import TASKS
+from eval.tasks.subject import Subject
+
+__all__ = ["Soup", "greedy_soup", "held_out"]
+
+_HELD_OUT = "val"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Soup:
+    """A greedy soup.
+
+    Attributes:
+        model: the mean of the selected models.
+        scores: the score of each model alone.
+        selected: those in the mean, in the order in which they were added.
+        score: the score of the mean.
+    """
+
+    model: CLIP
+    scores: dict[str, float]
+    selected: tuple[str, ...]
+    score: float
+
+
+def held_out(target: Target, split: str = "") -> Target:
+    """Return the images of a dataset that models are selected on.
+
+    Args:
+        target: the dataset.
+        split: name of the split; "" for the validation split if there is one, else the test split.
+
+    Raises:
+        DataError: there is no such split, or it is damaged.
+    """
+    if (split or _HELD_OUT) == target.dataset.split:
+        return target
+    try:
+        return replace(target, dataset=target.open_split(split or _HELD_OUT))
+    except NoSplit:
+        if split:
+            raise
+        return target
+
+
+def greedy_soup(
+    sources: Sequence[str],
+    targets: Sequence[Target],
+    *,
+    name: str = "",
+    device: str = "cpu",
+    ranks: Ranks = ONE_RANK,
+    batch_size: int = 256,
+    say: Callable[[str], None] = lambda line: None,
+) -> Soup:
+    """Average models greedily; the score is the mean of each dataset's primary metric on its main task.
+
+    Args:
+        sources: two or more arguments of ``clipkit.load``.
+        targets: one or more datasets.
+        name: the architecture, for weights stored without one.
+        device: where models are averaged and scored.
+        ranks: the processes that share the scoring.
+        batch_size: images encoded at a time.
+        say: called with a line for each score.
+
+    Raises:
+        ConfigError: models cannot be averaged, or there is only one.
+        CheckpointError: a model cannot be loaded.
+        DataError: a dataset is damaged or lacks what its task needs.
+    """
+    if len(sources) < 2:
+        raise ConfigError("a soup needs two or more models: repeat --model")
+
+    def score(model: CLIP) -> float:
+        return fmean(_primary(model, target, ranks, batch_size) for target in targets)
+
+    scores: dict[str, float] = {}
+    for source, model in zip(sources, load_alike(sources, name=name, device=device), strict=True):
+        scores[source] = score(model)
+        say(f"{scores[source]:.4f}  {source}")
+    first, *others = sorted(sources, key=lambda one: -scores[one])
+    del model
+    (soup,) = load_alike([first], name=name, device=device)
+    best, selected = scores[first], [first]
+    for source in others:
+        (model,) = load_alike([source], name=name, device=device)
+        interpolate(soup, model, 1 / (len(selected) + 1), into=model)
+        found = score(model)
+        kept = found >= best
+        say(f"{found:.4f}  with {source}: {'kept' if kept else 'left out'}")
+        if kept:
+            soup, best = model, found
+            selected.append(source)
+    return Soup(model=soup, scores=scores, selected=tuple(selected), score=best)
+
+
+def _primary(model: CLIP, target: Target, ranks: Ranks, batch_size: int) -> float:
+    """Score a model by a dataset's primary metric, negated if smaller values are better."""
+    task = (target.dataset.tasks if target.card is None else target.card.tasks)[0]
+    metric = (*target.metrics, TASKS[task].metric)[0]
+    encoder = Encoder(model, ranks=ranks, batch_size=batch_size)
+    subject = Subject(encoder, target.dataset, metrics=target.metrics, open_split=target.open_split)
+    found = [one.value for one in evaluate(subject, tasks=[task]) if one.metric == metric]
+    if not found:
+        raise DataError(f"dataset {target.dataset.name}: {metric} is undefined for its images")
+    return (
+        found[-1] if METRICS[metric].larger_is_better else -found[-1]
+    )  # in several languages, the last is the mean
