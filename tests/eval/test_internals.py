@@ -1,5 +1,6 @@
 """What is said of a model's inside is what its definitions say, for every kind of tower."""
 
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,9 @@ from hypothesis import given, settings, strategies as st
 
 from clipkit.errors import ConfigError
 from clipkit.formats.checkpoint import save_model
-from clipkit.model.clip import create
+from clipkit.model.clip import CLIP, create
 from clipkit.model.names import architecture
+from clipkit.model.towers import Padded
 from eval.__main__ import main
 from eval.internals import attention_distances, compare_layers, hsic, layers_of, look_inside, rollout
 from tests.eval.web_page import Page
@@ -37,6 +39,62 @@ def test_alignment_does_not_change_with_rotations_and_scale(
     wanted = (k @ m).trace() + (ones @ k @ ones) * (ones @ m @ ones) / ((count - 1) * (count - 2))
     wanted = (wanted - 2 / (count - 2) * (ones @ k @ m @ ones)) / (count * (count - 3))
     assert hsic(grams[0], grams[2]) == pytest.approx(float(wanted), rel=1e-9, abs=1e-9)
+
+
+@given(st.integers(5, 7), st.integers(1, 4), st.integers(0, 99))
+@settings(max_examples=20, deadline=None)
+def test_the_mean_over_all_batches_is_that_of_all_images(count: int, width: int, seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    first, second = (torch.randn(count, width, generator=random, dtype=torch.float64) for _ in range(2))
+
+    def of(chosen: tuple[int, ...]) -> float:
+        return float(hsic(*(one[list(chosen)] @ one[list(chosen)].T for one in (first, second))))
+
+    batches = [of(one) for one in combinations(range(count), 4)]
+    assert sum(batches) / len(batches) == pytest.approx(of(tuple(range(count))), rel=1e-9, abs=1e-12)
+
+
+def test_layers_are_compared_by_the_definition_with_sums_over_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("eval.internals._BATCH", 5)
+    first, second = (create("ViT-Ti-4-16", seed=seed).eval() for seed in (0, 1))
+    images = torch.randint(0, 256, (10, 3, 16, 16), dtype=torch.uint8)
+    found = compare_layers(first, second, images, images)
+
+    def products(model: CLIP) -> list[list[torch.Tensor]]:
+        """By batch and layer, the products of the tokens after it."""
+        every: list[list[torch.Tensor]] = []
+        for part in images.split(5):
+            x, every = model.visual.stem(part, colors=model.colors), [*every, []]  # type: ignore[operator]
+            for block in model.transformers["image"].blocks:
+                x = block(x, Padded())
+                every[-1].append(x.flatten(1).double() @ x.flatten(1).double().T)
+        return every
+
+    with torch.no_grad():
+        own, other = products(first), products(second)
+    for i in range(3):
+        for j in range(3):
+            cross, left, right = (
+                sum(float(hsic(a[k], b[m])) for a, b in zip(one, two, strict=True))
+                for one, two, k, m in ((own, other, i, j), (own, own, i, i), (other, other, j, j))
+            )
+            assert float(found[i, j]) == pytest.approx(cross / (left * right) ** 0.5, rel=1e-4, abs=1e-5)
+
+
+def test_filters_and_positions_are_numpys() -> None:
+    model = create("ViT-Ti-4-16", seed=0).eval()
+    inside = look_inside(model, torch.zeros(1, 3, 16, 16, dtype=torch.uint8))
+    assert inside.filters is not None and inside.positions is not None
+    weight = model.visual.get_parameter("conv1.weight").detach().flatten(1).numpy()
+    wanted = np.linalg.svd(weight)[2][:28]
+    same = np.abs((inside.filters.flatten(1).numpy() * wanted).sum(axis=1))  # their signs are free
+    np.testing.assert_allclose(same, 1, atol=1e-3)
+    table = model.visual.get_parameter("positional_embedding").detach().numpy()[1:]
+    norms = np.linalg.norm(table, axis=1)
+    cosines = (table @ table.T / norms / norms[:, None]).reshape(4, 4, 4, 4)
+    np.testing.assert_allclose(inside.positions.numpy(), cosines, atol=1e-5)
 
 
 def test_distances_and_rollouts_are_those_of_their_loops() -> None:
