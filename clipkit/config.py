@@ -533,7 +533,7 @@ class CaptionConfig(Section):
         Within(words="0 to 1", holds=lambda value: 0 <= value <= 1),
     )
     length: int = setting(
-        64, "Most tokens of a caption that are predicted, including end of text.", _at_least(1)
+        64, "Maximum number of tokens of a caption to predict, including end of text.", _at_least(1)
     )
     after: int = setting(
         0, "Number of first steps without the term; its weights are locked until then.", _at_least(0)
@@ -565,7 +565,7 @@ class MaskedConfig(Section):
     )
     target: str = setting(
         "color",
-        "What is predicted of a patch: the class of its mean color among 512, those of 4 × 4 cells (small), its "
+        "Prediction target: the class of a patch's mean color among 512, those of its 4 × 4 cells (small), its "
         "normalized pixels, or its token with averaged weights (features).",
         registry="clipkit.model.architectures:MASKED",
     )
@@ -607,9 +607,10 @@ class PixelsConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ViewsConfig(Section):
-    """Compare small crops of an image with what averaged weights see in the whole image (SILC, SigLIP 2).
+    """Self-distillation by crops of images (SILC, SigLIP 2).
 
-    Requires ``optim.average``. See clipkit/objectives/views.py.
+    Features of small crops are compared with those that averaged weights compute for the whole image. Requires
+    ``optim.average``. See clipkit/objectives/views.py.
     """
 
     section = "views."

@@ -114,7 +114,7 @@ def _print_table(found: Iterator[dict[str, str]]) -> tuple[int, int]:
     """Print each image with its caption on the next lines; return how many were described and failed."""
     done = failed = 0
     for one in found:
-        if _said_failure(one):
+        if _print_failure(one):
             failed += 1
             continue
         done += 1
@@ -123,7 +123,8 @@ def _print_table(found: Iterator[dict[str, str]]) -> tuple[int, int]:
     return done, failed
 
 
-def _said_failure(one: dict[str, str]) -> bool:
+def _print_failure(one: dict[str, str]) -> bool:
+    """Print why an image has no caption; return whether that is so."""
     if "error" not in one:
         return False
     where = f" (in {one['source']})" if one["source"] not in one["image"] else ""
@@ -158,7 +159,7 @@ def _write(out: Path, stream: Stream, features: FeatureStream, generation: dict[
             failed, block = 0, []
             described = caption_images(islice(stream, count, None), features, first=count, **generation)
             for number, one in enumerate(described, count + 1):
-                failed += _said_failure(one)
+                failed += _print_failure(one)
                 block.append(json.dumps(one, ensure_ascii=False))
                 if number % (_BLOCK * features.batch_size) == 0:
                     file.write("".join(f"{line}\n" for line in block))

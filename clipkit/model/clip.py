@@ -148,9 +148,9 @@ class CLIP(nn.Module):
             return image, text, self.logit_scale.exp(), *bias
         read = None
         if whole := any(term.reads_tokens for term, _ in terms.values()):
-            image, seen = self.image_tokens(images, patches=patches)
+            image, image_tokens = self.image_tokens(images, patches=patches)
         else:
-            image, seen = self.encode_image(images, patches=patches), None
+            image, image_tokens = self.encode_image(images, patches=patches), None
         decoder = self.architecture.decoder
         if whole and decoder is not None and decoder.feed == "text":
             text, found = self.text_tokens(tokens, lengths=lengths)
@@ -158,7 +158,7 @@ class CLIP(nn.Module):
         else:
             text = self.encode_text(tokens, lengths=lengths)
             read = self.decoder_input(tokens) if whole and decoder is not None else None
-        sums = [term.total(self, images, seen, read, **given) for term, given in terms.values()]
+        sums = [term.total(self, images, image_tokens, read, **given) for term, given in terms.values()]
         return image, text, self.logit_scale.exp(), *bias, torch.stack(sums)
 
     def decoder_input(
@@ -229,12 +229,12 @@ class CLIP(nn.Module):
         return F.normalize(self._prefix(features), dim=-1), found
 
     def caption_nll(
-        self, seen: Tensor, captions: Tensor, *, lengths: Sequence[int] | None = None
+        self, image_tokens: Tensor, captions: Tensor, *, lengths: Sequence[int] | None = None
     ) -> tuple[Tensor, Tensor]:
         """Compute −log p of captions given images, for models with a decoder.
 
         Args:
-            seen: (B, M, W), the tokens of the image of each caption, see ``image_tokens``.
+            image_tokens: (B, M, W), the tokens of the image of each caption, see ``image_tokens``.
             captions: (B, L) int64, see ``forward``; tokens beyond the decoder's context length are not predicted.
             lengths: B numbers, see ``encode_text``.
 
@@ -243,7 +243,7 @@ class CLIP(nn.Module):
         """
         assert self.text_decoder is not None
         text = self.decoder_input(captions, lengths=lengths)
-        return self.text_decoder.nll_by_caption(seen, captions, text=text, lengths=lengths)
+        return self.text_decoder.nll_by_caption(image_tokens, captions, text=text, lengths=lengths)
 
     def encode_image(
         self, images: Tensor, *, normalize: bool = True, patches: Tensor | None = None
@@ -446,7 +446,7 @@ class CLIP(nn.Module):
 
 
 def _decoder(shape: Architecture, decoder: Decoder) -> CaptionDecoder:
-    if (seen := shape.vision.tokens(shape.embed_dim)) is None:
+    if (read := shape.vision.tokens(shape.embed_dim)) is None:
         raise ConfigError("a decoder of captions needs a ViT of clipkit or open_clip as the image tower")
     if decoder.feed != "tokens" and decoder.width != shape.text.token_width:
         raise ConfigError(
@@ -461,7 +461,7 @@ def _decoder(shape: Architecture, decoder: Decoder) -> CaptionDecoder:
             f"a text tower of {shape.text.block_count} layers cannot attend to images in {decoder.layers} of them: "
             "they must be evenly spaced"
         )
-    return CaptionDecoder(decoder, seen_width=seen[1], quick_gelu=shape.quick_gelu)
+    return CaptionDecoder(decoder, image_width=read[1], quick_gelu=shape.quick_gelu)
 
 
 def _masked_head(shape: Architecture, target: str) -> MaskedPatchHead:

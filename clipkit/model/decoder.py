@@ -32,10 +32,12 @@ from clipkit.model.towers import (
     initialize_block,
 )
 
-__all__ = ["LOGITS", "CaptionDecoder", "CrossAttentionBlock", "Seen", "TextInput", "caption_nll"]
+__all__ = ["LOGITS", "CaptionDecoder", "CrossAttentionBlock", "ImageTokens", "TextInput", "caption_nll"]
 
 LOGITS = 1 << 24  # of the vocabulary in memory at a time
-Seen = Tensor | tuple[Tensor, Tensor]  # tokens of images (B, M, D), or their keys and values (B, M, H, E)
+ImageTokens = (
+    Tensor | tuple[Tensor, Tensor]
+)  # tokens of images (B, M, D), or their keys and values (B, M, H, E)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,26 +71,26 @@ class CrossAttentionBlock(nn.Module):
             self.mlp = Mlp(width, ratio=mlp_ratio, quick_gelu=quick_gelu)
         self.recompute = False
 
-    def forward(self, x: Tensor, seen: Seen) -> Tensor:
+    def forward(self, x: Tensor, image: ImageTokens) -> Tensor:
         """Compute tokens that attend to those of images: (B, L, D) → (B, L, D).
 
         With the ``keys_values`` of images, x may have several rows for each of them, in their order.
         """
         if self.recompute and torch.is_grad_enabled():
-            out: Tensor = checkpoint(self.whole, x, seen, use_reentrant=False, preserve_rng_state=False)
+            out: Tensor = checkpoint(self.whole, x, image, use_reentrant=False, preserve_rng_state=False)
             return out
-        return self.whole(x, seen)
+        return self.whole(x, image)
 
-    def whole(self, x: Tensor, seen: Seen) -> Tensor:
+    def whole(self, x: Tensor, image: ImageTokens) -> Tensor:
         """Compute the block without recomputation."""
-        k, v = self.keys_values(seen) if isinstance(seen, Tensor) else seen
+        k, v = self.keys_values(image) if isinstance(image, Tensor) else image
         queries = self.ln_1(x).reshape(len(k), -1, x.shape[-1])  # all rows of an image attend to it at once
         x = x + self.attn.read_keys(k, v, queries, Padded()).view_as(x)
         return x if self.mlp is None else x + self.mlp(self.ln_2(x))
 
-    def keys_values(self, seen: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_values(self, image: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the keys and values of tokens (B, M, D): two of (B, M, H, E)."""
-        return self.attn.keys_values(self.ln_1_kv(seen))
+        return self.attn.keys_values(self.ln_1_kv(image))
 
 
 class CaptionDecoder(Transformer):
@@ -96,11 +98,11 @@ class CaptionDecoder(Transformer):
 
     Args:
         shape: the architecture.
-        seen_width: width of the image's tokens; another one than the decoder's is mapped linearly.
+        image_width: width of the image's tokens; another one than the decoder's is mapped linearly.
         quick_gelu: whether MLPs use QuickGELU.
     """
 
-    def __init__(self, shape: Decoder, *, seen_width: int, quick_gelu: bool) -> None:
+    def __init__(self, shape: Decoder, *, image_width: int, quick_gelu: bool) -> None:
         width, shared = shape.width, shape.feed == "shared"
         ratio = shape.mlp_ratio
         super().__init__(
@@ -113,7 +115,7 @@ class CaptionDecoder(Transformer):
         )
         self.ln_final = None if shared else nn.LayerNorm(width)
         self.text_projection = nn.Parameter(torch.empty(width, shape.vocab_size))
-        self.image_projection = None if seen_width == width else nn.Linear(seen_width, width)
+        self.image_projection = None if image_width == width else nn.Linear(image_width, width)
         if shape.feed == "tokens":
             self.token_embedding = nn.Embedding(
                 shape.vocab_size, width, _weight=torch.empty(shape.vocab_size, width)
@@ -128,12 +130,12 @@ class CaptionDecoder(Transformer):
         return [block for block in self.cross_attn if isinstance(block, CrossAttentionBlock)]
 
     def hidden(
-        self, seen: Tensor, x: Tensor, parallel: Tensor | None = None, text: TextInput | None = None
+        self, image: Tensor, x: Tensor, parallel: Tensor | None = None, text: TextInput | None = None
     ) -> Tensor:
         """Compute inputs (B, L, D) to (B, L, D), of which ``text_projection`` makes logits of the next token.
 
         Args:
-            seen: (B, M, W), the image's tokens.
+            image: (B, M, W), the image's tokens.
             x: (B, L, D), embedded tokens, or the text tower's.
             parallel: (B,) bool, rows without a causal mask.
             text: see ``CLIP.decoder_input``.
@@ -143,20 +145,20 @@ class CaptionDecoder(Transformer):
             causal = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
             mask = causal | parallel[:, None, None, None]  # (B, 1, L, L)
         rows = Padded(ends=torch.empty(0), mask=mask)
-        return self.through_blocks(x, repeat(rows), repeat(self.projected(seen)), text)
+        return self.through_blocks(x, repeat(rows), repeat(self.projected(image)), text)
 
-    def projected(self, seen: Tensor) -> Tensor:
+    def projected(self, image: Tensor) -> Tensor:
         """Map the image's tokens to the decoder's width: (B, M, W) → (B, M, D)."""
-        return seen if self.image_projection is None else self.image_projection(seen)
+        return image if self.image_projection is None else self.image_projection(image)
 
     def through_blocks(
-        self, x: Tensor, rows: Iterable[Rows], seen: Iterable[Seen], text: TextInput | None = None
+        self, x: Tensor, rows: Iterable[Rows], image: Iterable[ImageTokens], text: TextInput | None = None
     ) -> Tensor:
         """Compute ``hidden``, given the layout for each block, and the image for each block of cross-attention."""
         own = self.blocks, self.ln_final
         blocks, norm = own if text is None or text.stack is None else text.stack
         assert norm is not None
-        every, cross = len(blocks) // len(self.cross_attn), zip(self.cross_attn, seen, strict=False)
+        every, cross = len(blocks) // len(self.cross_attn), zip(self.cross_attn, image, strict=False)
         for number, (block, layout) in enumerate(zip(blocks, rows, strict=False), 1):
             x = block(x, layout)
             if number % every == 0:
@@ -177,7 +179,7 @@ class CaptionDecoder(Transformer):
 
     def nll(
         self,
-        seen: Tensor,
+        image: Tensor,
         captions: Tensor,
         *,
         text: TextInput | None = None,
@@ -187,19 +189,19 @@ class CaptionDecoder(Transformer):
         """Sum −log p(token | previous tokens, image) over all tokens but the start: a scalar, at least float32.
 
         Args:
-            seen: (B, M, W), the image's tokens.
+            image: (B, M, W), the image's tokens.
             captions: (B, L) int64; each row ends at its largest id.
             text: see ``CLIP.decoder_input``.
             lengths: B numbers of tokens, see ``CLIP.encode_text``.
             parallel: (B,) bool, rows that are predicted in parallel, for a decoder that can.
         """
-        hidden, targets, _ = self._predict(seen, captions, text, lengths, parallel)
+        hidden, targets, _ = self._predict(image, captions, text, lengths, parallel)
         return caption_nll(hidden, self.text_projection, targets)
 
     @torch.no_grad()
     def nll_by_caption(
         self,
-        seen: Tensor,
+        image: Tensor,
         captions: Tensor,
         *,
         text: TextInput | None = None,
@@ -210,7 +212,7 @@ class CaptionDecoder(Transformer):
         Returns:
             (B,) at least float32, and (B,) int64, the number of predicted tokens of each caption.
         """
-        hidden, targets, rows = self._predict(seen, captions, text, lengths, None)
+        hidden, targets, rows = self._predict(image, captions, text, lengths, None)
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         sums = torch.zeros(len(captions), dtype=dtype, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -223,7 +225,7 @@ class CaptionDecoder(Transformer):
 
     def _predict(
         self,
-        seen: Tensor,
+        image: Tensor,
         captions: Tensor,
         text: TextInput | None,
         lengths: Sequence[int] | None,
@@ -248,7 +250,7 @@ class CaptionDecoder(Transformer):
         )  # on the host, if given
         wanted = torch.arange(count, device=ends.device) < ends[:, None]
         index = wanted.flatten().nonzero()[:, 0].to(device, non_blocking=True)  # (N,)
-        hidden = self.hidden(seen, x, parallel, text).flatten(0, 1)[index]  # (N, D)
+        hidden = self.hidden(image, x, parallel, text).flatten(0, 1)[index]  # (N, D)
         return hidden, targets.flatten()[index], index // count
 
     @torch.no_grad()

@@ -67,22 +67,25 @@ def generate_captions(
 
 
 @torch.no_grad()
-def caption_likelihoods(model: CLIP, seen: Tensor, captions: Tensor) -> Tensor:
+def caption_likelihoods(model: CLIP, image_tokens: Tensor, captions: Tensor) -> Tensor:
     """Compute log p of each caption given each image: (B, P), at least float32.
 
     Distinct prefixes are computed once, so captions with a common beginning cost less.
 
     Args:
         model: a CLIP with a decoder of captions, in evaluation mode.
-        seen: (B, M, W), see ``CLIP.image_tokens``.
+        image_tokens: (B, M, W), see ``CLIP.image_tokens``.
         captions: (P, T) int64, see ``CLIP.forward``; tokens beyond the decoder's context length are left out.
 
     Raises:
         DataError: the model's logits are not finite.
     """
     assert model.text_decoder is not None
-    prefixes, images = Prefixes(model, seen), torch.arange(len(seen), device=seen.device)[:, None]
-    captions = captions.to(seen.device)
+    prefixes, images = (
+        Prefixes(model, image_tokens),
+        torch.arange(len(image_tokens), device=image_tokens.device)[:, None],
+    )
+    captions = captions.to(image_tokens.device)
     counts = captions.argmax(dim=1).clamp(
         max=model.text_decoder.shape.context_length
     )  # predicted tokens, (P,)
@@ -94,11 +97,11 @@ def caption_likelihoods(model: CLIP, seen: Tensor, captions: Tensor) -> Tensor:
         (parents, tokens), nodes[active] = pairs.unique(dim=1, return_inverse=True)  # (K,) each
         rows = (images * width + parents).flatten()  # (BK,)
         width = len(tokens)
-        logits = prefixes.extend(tokens.repeat(len(seen))[:, None], rows)  # (BK, V)
+        logits = prefixes.extend(tokens.repeat(len(image_tokens))[:, None], rows)  # (BK, V)
         levels = logits.logsumexp(dim=1).view(-1, width)
         found = logits.view(-1, width, logits.shape[1])[:, nodes[active], captions[active, place + 1]]
         if total is None:
-            total = logits.new_zeros(len(seen), len(captions))
+            total = logits.new_zeros(len(image_tokens), len(captions))
         total[:, active] += found - levels[:, nodes[active]]
     assert total is not None
     return total
@@ -112,23 +115,23 @@ class Prefixes:
 
     Args:
         model: a CLIP with a decoder of captions, in evaluation mode.
-        seen: (B, M, W), see ``CLIP.image_tokens``.
+        image_tokens: (B, M, W), see ``CLIP.image_tokens``.
 
     Attributes:
         tokens: (BK, T) int64, the beginnings; B without tokens at first.
     """
 
-    def __init__(self, model: CLIP, seen: Tensor) -> None:
+    def __init__(self, model: CLIP, image_tokens: Tensor) -> None:
         assert model.text_decoder is not None
         self._model, self._decoder = model, model.text_decoder
-        seen = self._decoder.projected(seen)
-        self._seen = [block.keys_values(seen) for block in self._decoder.cross_blocks]
+        image_tokens = self._decoder.projected(image_tokens)
+        self._images = [block.keys_values(image_tokens) for block in self._decoder.cross_blocks]
         text = model.transformer.blocks if model.text is None else []
         self._cached = [
             Cached() for _ in self._decoder.blocks or text
         ]  # of the blocks before cross-attention
         self._text = [Cached() for _ in text]  # of a text tower that is computed first
-        self.tokens = torch.empty(len(seen), 0, dtype=torch.int64, device=seen.device)
+        self.tokens = torch.empty(len(image_tokens), 0, dtype=torch.int64, device=image_tokens.device)
 
     def extend(self, tokens: Tensor, rows: Tensor | None = None) -> Tensor:
         """Append tokens, and compute the logits of the next one.
@@ -152,7 +155,7 @@ class Prefixes:
         self.tokens = torch.cat([before, tokens], dim=1)
         text = self._model.decoder_input(self.tokens, first=first, cached=self._text)
         x = self._decoder.embed(tokens, first=first) if text is None else text.x
-        hidden = self._decoder.through_blocks(x, self._cached, self._seen, text)[:, -1]
+        hidden = self._decoder.through_blocks(x, self._cached, self._images, text)[:, -1]
         logits = hidden @ self._decoder.text_projection
         if not logits.sum().isfinite():
             raise DataError("the model's logits of captions are not finite: its weights are damaged")

@@ -1,7 +1,7 @@
 """Prediction of masked patches: the self-supervision of ViT (Dosovitskiy et al. 2021, appendix B.1.2).
 
 Some patches of an image are replaced before the blocks, and a linear head predicts them from the tokens after the
-blocks. ``TARGETS`` are what it predicts.
+blocks: one of ``TARGETS``.
 
 Letters in shape comments: B images, P patches of an image, K chosen patches of an image, p side of a patch in
 pixels, D width of the image tower.
@@ -24,7 +24,7 @@ _CELLS = 4  # of a patch along each side, for the target "small"
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What is predicted of a patch.
+    """A quantity that is predicted for patches.
 
     Attributes:
         labels: uint8 patches (B, K, 3, p, p) → labels (B, K, …); None if they are not made of pixels.
@@ -127,7 +127,7 @@ class MaskedPatchHead(nn.Module):
 def corrupted(
     images: Tensor, *, target: str, side: int, fraction: float, seed: int, rows: Tensor
 ) -> dict[str, Tensor]:
-    """Choose patches and what replaces them: [mask] for 80%, another patch of the image for 10%, itself for 10%.
+    """Choose patches and their replacements: [mask] for 80%, another patch of the image for 10%, itself for 10%.
 
     Args:
         images: (B, 3, S, S) uint8.
@@ -138,8 +138,8 @@ def corrupted(
         rows: (B,) int64, positions of the images in the global batch.
 
     Returns:
-        ``chosen`` (B, K) int64, ascending; ``sources`` (B, P) int64, for each place the patch that is seen there,
-        or P for [mask]; ``labels`` of the chosen patches, see ``Target``, unless they are not made of pixels.
+        ``chosen`` (B, K) int64, ascending; ``sources`` (B, P) int64, the number of the patch to be used in place of
+        each patch, P for [mask]; ``labels`` of the chosen patches, see ``Target``, if they are made of pixels.
     """
     assert images.dtype == torch.uint8, images.dtype
     cut = cut_patches(images, side).flatten(1, 2)  # (B, P, 3, p, p)
@@ -150,12 +150,10 @@ def corrupted(
     kind, which = (one.gather(1, chosen) for one in numbers.split(patches, dim=1))
     other = (chosen + 1 + which.remainder(max(patches - 1, 1))) % patches
     kind = kind.remainder(10)
-    seen = torch.where(kind < 8, patches, torch.where(kind == 8, other, chosen))
-    sources = torch.arange(patches, device=rows.device).repeat(len(images), 1).scatter(1, chosen, seen)
+    used = torch.where(kind < 8, patches, torch.where(kind == 8, other, chosen))
+    sources = torch.arange(patches, device=rows.device).repeat(len(images), 1).scatter(1, chosen, used)
     index = torch.arange(len(images), device=images.device)[:, None]
     found = {"chosen": chosen, "sources": sources}
-    return (
-        found
-        if (labels := TARGETS[target].labels) is None
-        else {**found, "labels": labels(cut[index, chosen])}
-    )
+    if (labels := TARGETS[target].labels) is not None:
+        found["labels"] = labels(cut[index, chosen])
+    return found

@@ -76,15 +76,15 @@ class PixelTransformer(nn.Module):
     def outputs(self, colors: Tensor, chosen: Tensor | None = None) -> Tensor:
         """Compute normalized tokens (B, P, D) of colors (B, P).
 
-        If causal, token p has seen the pixels before p. Otherwise it has seen all pixels but the ``chosen`` ones,
-        (B, K) int64, which are masked.
+        If causal, token p depends on the pixels before p, otherwise on all pixels but the ``chosen`` ones, (B, K)
+        int64, which are masked.
         """
         special = len(self.palette)
         if self.causal:
-            seen = torch.cat([torch.full_like(colors[:, :1], special), colors[:, :-1]], dim=1)
+            inputs = torch.cat([torch.full_like(colors[:, :1], special), colors[:, :-1]], dim=1)
         else:
-            seen = colors if chosen is None else colors.scatter(1, chosen, special)
-        x = self.color_embedding(seen) + self.positional_embedding[: seen.shape[1]]
+            inputs = colors if chosen is None else colors.scatter(1, chosen, special)
+        x = self.color_embedding(inputs) + self.positional_embedding[: inputs.shape[1]]
         for block in self.blocks:
             x = block(x)
         normalized: Tensor = self.ln_post(x)
@@ -122,7 +122,7 @@ class PixelTransformer(nn.Module):
     def completed(self, colors: Tensor, *, temperature: float = 1.0, generator: torch.Generator) -> Tensor:
         """Draw the pixels that are missing at the end: (B, p) → (B, P) int64; only if causal."""
         for place in range(colors.shape[1], len(self.positional_embedding)):
-            tokens = self.outputs(F.pad(colors, (0, 1)))[:, place]  # the last pixel is not seen
+            tokens = self.outputs(F.pad(colors, (0, 1)))[:, place]  # the last pixel is not used
             odds = (self.proj_colors(tokens).float() / temperature).softmax(dim=-1)
             colors = torch.cat([colors, odds.multinomial(1, generator=generator)], dim=1)
         return colors

@@ -504,7 +504,8 @@ class VisionTransformer(nn.Module):
             patches: (B, K) int64, ascending, the patches of each image to compute, numbered along rows; None
                 for all.
             colors: mean and standard deviation, (3, 1, 1) each, with which images / 255 are normalized.
-            replaced: for each place the patch that is seen there, (B, K) int64, and the embedding (D,) of patch K.
+            replaced: (B, K) int64, the number of the patch to be used in place of each patch, and the embedding
+                (D,) of patch K.
         """
         side = images.shape[-1]
         assert images.shape[1:] == (3, side, side) and side % self.patch_size == 0, tuple(images.shape)

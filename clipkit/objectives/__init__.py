@@ -141,8 +141,8 @@ OBJECTIVES: dict[str, Objective] = {
     ),
     "none": Objective(
         summary="no comparison of images with texts: only terms, such as caption.weight",
-        loss=late("clipkit.objectives.caption:no_loss"),
-        figures=late("clipkit.objectives.caption:no_figures"),
+        loss=late("clipkit.objectives.terms:no_loss"),
+        figures=late("clipkit.objectives.terms:no_figures"),
         tiled=True,
         uses_same=False,
         smooths=False,
@@ -155,7 +155,7 @@ OBJECTIVES: dict[str, Objective] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """A local term of the loss, whose weight is the setting NAME.weight; it begins after NAME.after steps.
+    """A local term of the loss, with the weight NAME.weight; it begins after NAME.after steps.
 
     Attributes:
         inputs: ``(settings, batch, seed, architecture, teach)`` → arguments of ``total`` by name, each of B rows,
@@ -163,9 +163,8 @@ class Term:
             ``seed`` differs in each step and from those of other terms. ``teach()`` encodes the batch with averaged
             weights, see ``clipkit.training.step.averaged_teaching``; all ranks call it together.
         total: ``(model, images, image_tokens, text, **arguments)`` → the sum over the rows of
-            −log-likelihoods or other losses, a scalar.
-        reads_tokens: whether ``total`` gets ``image_tokens``, and ``text_tokens`` if the architecture's decoder is
-            fed with them.
+            −log-likelihoods or other losses, a scalar. ``text`` is the decoder's input, see ``CLIP.decoder_input``.
+        reads_tokens: whether ``total`` uses ``image_tokens`` and ``text``, which are None otherwise.
         averages: settings → whether ``inputs`` calls ``teach``.
         stream: number that distinguishes its random draws from those of other terms.
     """
@@ -179,20 +178,20 @@ class Term:
 
 TERMS: dict[str, Term] = {
     "caption": Term(
-        inputs=late("clipkit.objectives.caption:caption_inputs"),
-        total=late("clipkit.objectives.caption:caption_sum"),
+        inputs=late("clipkit.objectives.terms:caption_inputs"),
+        total=late("clipkit.objectives.terms:caption_sum"),
         stream=1,
         reads_tokens=True,
     ),
     "masked": Term(
-        inputs=late("clipkit.objectives.masked:masked_inputs"),
-        total=late("clipkit.objectives.masked:masked_sum"),
+        inputs=late("clipkit.objectives.terms:masked_inputs"),
+        total=late("clipkit.objectives.terms:masked_sum"),
         stream=2,
         averages=lambda settings: bool(settings.target == "features"),
     ),
     "pixels": Term(
-        inputs=late("clipkit.objectives.pixels:pixel_inputs"),
-        total=late("clipkit.objectives.pixels:pixel_sum"),
+        inputs=late("clipkit.objectives.terms:pixel_inputs"),
+        total=late("clipkit.objectives.terms:pixel_sum"),
         stream=4,
         reads_tokens=True,
     ),

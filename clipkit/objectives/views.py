@@ -1,16 +1,16 @@
 """The term that compares local views with the whole image: self-distillation by the average of the weights.
 
 As in SILC (Naeem et al. 2023, https://arxiv.org/abs/2310.13355) and SigLIP 2 (Tschannen et al. 2025,
-https://arxiv.org/abs/2502.14786), the model encodes small crops of an image and learns what averaged weights see
-in the whole image. Here distributions over the texts of the batch are compared, not over learned prototypes, so
-there are neither centers nor other state.
+https://arxiv.org/abs/2502.14786), the model encodes small crops of an image, and the averaged weights, its teacher,
+encode the whole image. Here distributions over the texts of the batch are compared, not over learned prototypes, so
+there are no centers and no other state.
 
 Letters in shape comments: B images, N texts of the global batch, V views of an image, s side of a view in pixels,
 O embedding dimension.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +21,9 @@ from clipkit.config import ViewsConfig
 from clipkit.distributed import counts_of_rows, gather_rows
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
+from clipkit.model.decoder import TextInput
 from clipkit.model.towers import draws
-from clipkit.objectives.distill import Teaching
+from clipkit.objectives.terms import Teach, TermBatch
 
 __all__ = ["divergence", "drawn_boxes", "view_inputs", "view_side", "view_sum", "views"]
 
@@ -30,15 +31,8 @@ _ASPECT = 4 / 3  # of a crop at most, and its inverse at least
 _LOGITS = 1 << 22  # in memory at a time
 
 
-class _Images(Protocol):
-    @property
-    def images(self) -> Tensor: ...
-    @property
-    def rows(self) -> Tensor: ...
-
-
 def view_inputs(
-    settings: ViewsConfig, batch: _Images, seed: int, shape: Architecture, teach: Callable[[], Teaching]
+    settings: ViewsConfig, batch: TermBatch, seed: int, shape: Architecture, teach: Teach
 ) -> tuple[dict[str, Any], int]:
     """Return the arguments of ``view_sum`` and the number of images, see ``Term``."""
     teaching, images = teach(), batch.images
@@ -46,7 +40,7 @@ def view_inputs(
     texts = gather_rows(teaching.texts, counts_of_rows(len(teaching.texts)))
     given = {
         "boxes": drawn_boxes(seed=seed, rows=rows, count=settings.count, area=settings.area),
-        "seen": teaching.images,
+        "whole": teaching.images,
         # the same for all images: (B, …) without memory, as arguments have a row for each image
         "texts": texts.expand(len(images), -1, -1),
         "scales": teaching.scale.expand(len(images)),
@@ -65,10 +59,10 @@ def view_sum(
     model: CLIP,
     images: Tensor,
     image_tokens: Tensor | None,
-    text_tokens: Tensor | None,
+    text: TextInput | None,
     *,
     boxes: Tensor,
-    seen: Tensor,
+    whole: Tensor,
     texts: Tensor,
     scales: Tensor,
     sides: list[int],
@@ -78,9 +72,9 @@ def view_sum(
     Args:
         model: the model, with an image tower that encodes other sizes.
         images: (B, 3, S, S) uint8.
-        image_tokens: not used; neither are ``text_tokens``.
+        image_tokens, text: not used.
         boxes: (B, V, 4), see ``drawn_boxes``.
-        seen: (B, O) the teacher's features of the whole images.
+        whole: (B, O) the teacher's features of the whole images.
         texts: (B, N, O) the teacher's features of all texts, the same for each image.
         scales: (B,) its exp(t), the same for each image.
         sides: s, the same for each image.
@@ -88,7 +82,7 @@ def view_sum(
     crops = views(images, boxes, side=sides[0]).flatten(0, 1)  # (BV, 3, s, s)
     mean, std = model.colors
     found = model.encode_image(crops.div_(255).sub_(mean.to(crops.dtype)).div_(std.to(crops.dtype)))
-    return divergence(found.unflatten(0, boxes.shape[:2]), seen, texts[0], scales[0])
+    return divergence(found.unflatten(0, boxes.shape[:2]), whole, texts[0], scales[0])
 
 
 def drawn_boxes(*, seed: int, rows: Tensor, count: int, area: Sequence[float]) -> Tensor:
@@ -121,14 +115,14 @@ def views(images: Tensor, boxes: Tensor, *, side: int) -> Tensor:
     return crops
 
 
-def divergence(found: Tensor, seen: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
-    """Sum over images the mean over views of KL(softmax(scale · texts · seen) ‖ softmax(scale · texts · found)).
+def divergence(found: Tensor, whole: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
+    """Sum over images the mean over views of KL(softmax(scale · texts · whole) ‖ softmax(scale · texts · found)).
 
     Gradients are computed in the forward pass, a tile of images at a time.
 
     Args:
         found: (B, V, O) features of views, unit norm.
-        seen: (B, O) the teacher's features of the whole images, unit norm; no gradient.
+        whole: (B, O) the teacher's features of the whole images, unit norm; no gradient.
         texts: (N, O) the teacher's features of texts, unit norm; no gradient.
         scale: scalar; no gradient.
 
@@ -137,18 +131,18 @@ def divergence(found: Tensor, seen: Tensor, texts: Tensor, scale: Tensor) -> Ten
     """
     with torch.autocast(found.device.type, enabled=False):
         found = found if found.dtype == torch.float64 else found.float()
-        taught = [one.detach().to(found.dtype) for one in (seen, texts, scale)]
+        taught = [one.detach().to(found.dtype) for one in (whole, texts, scale)]
         total: Tensor = _Divergence.apply(found, *taught)
         return total
 
 
 class _Divergence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, found: Tensor, seen: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, found: Tensor, whole: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
         total, gradient = found.new_zeros(()), torch.empty_like(found)
         rows = max(1, _LOGITS // (found.shape[1] * len(texts)))
         for tile in (slice(start, start + rows) for start in range(0, len(found), rows)):
-            wanted = (scale * seen[tile] @ texts.T).log_softmax(dim=-1)[:, None]  # (R, 1, N)
+            wanted = (scale * whole[tile] @ texts.T).log_softmax(dim=-1)[:, None]  # (R, 1, N)
             given = (scale * found[tile] @ texts.T).log_softmax(dim=-1)  # (R, V, N)
             total += (wanted.exp() * (wanted - given)).sum()
             gradient[tile] = scale * (given.exp_() - wanted.exp()) @ texts

@@ -210,7 +210,7 @@ def first_model(
 
     A run that resumes takes weights, tokenizer and preprocessing from its ``checkpoint``; ``model.weights`` may no
     longer exist, unless the run trains adapters of them. The preprocessing is always the checkpoint's. ``say``
-    gets a line if a decoder of captions is drawn anew, because the weights have none or another one.
+    gets a line if the decoder of captions starts with fresh weights, because those given have none or another one.
 
     Raises:
         ConfigError: the weights have another architecture.
@@ -436,7 +436,7 @@ class Place:
 def tower_of(name: str) -> str:
     """Return the tower of a CLIP's parameter: "image", "text", "decoder", or "" for none.
 
-    None have the temperature, the bias of the loss, and the head of masked patches.
+    The temperature, the bias of the loss and the head of masked patches are part of no tower.
     """
     if name.startswith(("logit_", "masked_head.")):
         return ""

@@ -26,7 +26,6 @@ from clipkit.model.towers import kept_patches
 from clipkit.model.zero_shot import evaluating, zero_shot_classifier
 from clipkit.objectives import OBJECTIVES, TERMS, Targets
 from clipkit.objectives.distill import Teaching, with_teacher
-from clipkit.objectives.matryoshka import with_prefixes
 from clipkit.training.build import patch_counts
 from clipkit.training.ema import AveragedWeights, RunningStatistics
 from clipkit.training.metrics import Stopwatch
@@ -35,7 +34,7 @@ from clipkit.training.parallel import local_gradients
 __all__ = [
     "Features", "LocalTerms", "PairBatch", "Teacher", "TrainingStep", "averaged_teaching", "backward",
     "check_rows", "seed_of",
-    "seeds_of", "with_captions",
+    "seeds_of", "with_captions", "with_prefixes",
 ]  # fmt: skip
 
 Loss = Callable[..., Tensor]
@@ -141,18 +140,18 @@ def backward(
                 cut(key, value, own)
             for number, one in enumerate(own):
                 further[number].setdefault("terms", {})[name] = TERMS[name], one
-        shares = terms.weights / terms.counts
+        factors = terms.weights / terms.counts
 
     def of_sums(sums: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradient of the terms' sums; ranks average their gradients."""
-        return [(shares * world_size()).to(one.dtype) for one in sums]
+        return [(factors * world_size()).to(one.dtype) for one in sums]
 
     def done(value: Tensor, images: Tensor, texts: Tensor, sums: Sequence[Tensor]) -> Features:
         found: dict[str, Tensor] = {}
         value = value.detach()
         if terms is not None:
             total = sum_over_ranks(torch.stack([one.detach() for one in sums]).sum(dim=0))  # (K,)
-            value = value + (shares * total).sum().to(value.dtype)
+            value = value + (factors * total).sum().to(value.dtype)
             found = dict(zip(terms.inputs, total / terms.counts, strict=True))
         return Features(loss=value, images=images.detach(), texts=texts.detach(), terms=found)
 
@@ -318,6 +317,28 @@ def _cut(tokens: Tensor, length: int) -> Tensor:
     return cut
 
 
+def with_prefixes(loss: Loss, dims: Sequence[int], weights: Sequence[float] = ()) -> Loss:
+    """Return the weighted mean of ``loss`` over prefixes of the features and the whole features.
+
+    Prefixes become embeddings of their own (Matryoshka; Kusupati et al. 2022, https://arxiv.org/abs/2205.13147).
+
+    Args:
+        loss: a function of image features (B, O), text features (C, O) and scalars.
+        dims: sizes of the prefixes, which are normalized again; temperature and bias are shared.
+        weights: weight of each prefix and of the whole; empty for equal weights.
+    """
+    weights = weights or [1.0] * (len(dims) + 1)
+
+    def mean(images: Tensor, texts: Tensor, *scalars: Tensor) -> Tensor:
+        total = weights[-1] * loss(images, texts, *scalars)
+        for size, weight in zip(dims, weights, strict=False):
+            prefixes = (F.normalize(features[:, :size], dim=-1) for features in (images, texts))
+            total = total + weight * loss(*prefixes, *scalars)
+        return total / sum(weights)
+
+    return mean
+
+
 def with_captions(loss: Loss) -> Loss:
     """Return ``loss`` for several captions of each image, as if the image were in the batch with each of them.
 
@@ -441,7 +462,7 @@ class TrainingStep:
             loss=loss,
             parts=self.accumulate,
             autocast=self.bf16,
-            # clipkit's own towers draw nothing; other libraries' dropout uses torch's generator
+            # only towers of other libraries use random numbers, for dropout, from torch's generator
             seeds=() if self.shape.is_own else seeds_of(self.seed, step, rank(), self.accumulate),
             terms=self._local_terms(batch, step, teach),
             watch=watch,

@@ -94,10 +94,10 @@ def likelihood(subject: Subject, options: Options) -> Outcome:
     scores = torch.zeros(len(dataset), len(prompts))  # (N, C)
 
     def compute(numbers: Sequence[int], pixels: Tensor) -> None:
-        _, seen = model.image_tokens(pixels)
+        _, image_tokens = model.image_tokens(pixels)
         found = torch.zeros(len(numbers), len(prompts))
         for own in order.split(_ROWS):
-            images = seen.split(max(1, _ROWS // len(own)))
+            images = image_tokens.split(max(1, _ROWS // len(own)))
             parts = [caption_likelihoods(model, one, tokens[own]).float().cpu() for one in images]
             found.index_add_(1, classes[own], torch.cat(parts))
         scores[list(numbers)] = found / classes.bincount(minlength=len(prompts))
@@ -143,7 +143,7 @@ def _over_images(subject: Subject, compute: Callable[[Sequence[int], Tensor], No
 
 def _likelihoods(model: CLIP, pixels: Tensor, captions: Sequence[Sequence[str]]) -> Tensor:
     """Compute −log p of the true captions of each image, and the number of their tokens: (B, 2) float64."""
-    _, seen = model.image_tokens(pixels)
+    _, image_tokens = model.image_tokens(pixels)
     texts = [one for own in captions for one in own]
     images = torch.tensor([i for i, own in enumerate(captions) for _ in own])  # (R,)
     found = torch.zeros(len(captions), 2, dtype=torch.float64)
@@ -151,7 +151,9 @@ def _likelihoods(model: CLIP, pixels: Tensor, captions: Sequence[Sequence[str]])
         rows = images[start : start + _ROWS]
         tokens = model.tokenizer(texts[start : start + _ROWS])
         lengths = (tokens.argmax(dim=-1) + 1).tolist()
-        sums, counts = model.caption_nll(seen[rows.to(seen.device)], tokens.to(seen.device), lengths=lengths)
+        sums, counts = model.caption_nll(
+            image_tokens[rows.to(image_tokens.device)], tokens.to(image_tokens.device), lengths=lengths
+        )
         found.index_add_(0, rows, torch.stack([sums.double(), counts.double()], dim=1).cpu())
     return found
 

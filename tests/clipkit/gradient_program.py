@@ -30,20 +30,17 @@ from clipkit.model.clip import CLIP
 from clipkit.model.lora import Adapters, add_adapters
 from clipkit.model.towers import kept_patches
 from clipkit.objectives import Targets
-from clipkit.objectives.caption import caption_inputs, no_loss
 from clipkit.objectives.classes import class_divergence, class_loss
 from clipkit.objectives.clip import clip_loss, clip_objective
 from clipkit.objectives.distill import Teaching, batch_divergence, with_teacher
-from clipkit.objectives.masked import masked_inputs
-from clipkit.objectives.matryoshka import with_prefixes
-from clipkit.objectives.pixels import pixel_inputs
 from clipkit.objectives.siglip import siglip_loss, siglip_objective
+from clipkit.objectives.terms import caption_inputs, masked_inputs, no_loss, pixel_inputs
 from clipkit.objectives.views import view_inputs
 from clipkit.objectives.words import word_loss
 from clipkit.training.build import lock
 from clipkit.training.ema import AveragedWeights
 from clipkit.training.parallel import clip_gradients, complete_gradients, replicated, shard, without_values
-from clipkit.training.step import LocalTerms, averaged_teaching, backward, with_captions
+from clipkit.training.step import LocalTerms, averaged_teaching, backward, with_captions, with_prefixes
 
 BATCH, END, PATCHES, KEPT, CLASSES = 23, 99, 16, 7, 9  # no number of ranks or parts divides the batch
 ACCUMULATIONS = (1, 2, 5)
@@ -244,13 +241,13 @@ def compute(way: Way) -> dict[str, Tensor]:
     wanted: dict[str, tuple[dict[str, Any], int]] = {}
     if way.caption:
         settings = CaptionConfig(weight=0.7, parallel=0.5 * (way.caption == "parallel"), length=20)
-        wanted["caption"] = caption_inputs(settings, batch, seed=3, shape=shape)
+        wanted["caption"] = caption_inputs(settings, batch, seed=3, shape=shape, teach=teach)
     if way.masked:
         wanted["masked"] = masked_inputs(
             MaskedConfig(weight=0.3, target=way.masked), batch, seed=4, shape=shape, teach=teach
         )
     if way.pixels:
-        wanted["pixels"] = pixel_inputs(PixelsConfig(weight=0.6), batch, seed=6, shape=shape)
+        wanted["pixels"] = pixel_inputs(PixelsConfig(weight=0.6), batch, seed=6, shape=shape, teach=teach)
     if way.views:
         wanted["views"] = view_inputs(
             ViewsConfig(weight=0.4, count=3), batch, seed=5, shape=shape, teach=teach

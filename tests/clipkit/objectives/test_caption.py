@@ -72,7 +72,7 @@ def test_logits_are_those_of_open_clips_decoder_with_the_same_names(quick_gelu: 
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     shape = Decoder(width=32, layers=2, heads=4, context_length=20, vocab_size=END + 1, feed="text")
-    ours = decoders.CaptionDecoder(shape, seen_width=32, quick_gelu=quick_gelu).double()
+    ours = decoders.CaptionDecoder(shape, image_width=32, quick_gelu=quick_gelu).double()
     ours.load_state_dict(theirs.state_dict())
     seen, text = (torch.randn(3, length, 32, dtype=torch.float64) for length in (17, 9))
     expected = theirs(seen, text)

@@ -21,7 +21,7 @@ from clipkit.model.masked import TARGETS, corrupted
 from clipkit.model.towers import VisionTransformer
 from clipkit.objectives import TERMS
 from clipkit.objectives.distill import Teaching
-from clipkit.objectives.masked import masked_inputs
+from clipkit.objectives.terms import masked_inputs
 from clipkit.training.build import first_model, places, shape_of
 from clipkit.training.costs import workloads_of
 

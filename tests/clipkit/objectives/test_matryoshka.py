@@ -15,8 +15,8 @@ from clipkit.errors import ConfigError
 from clipkit.formats.checkpoint import model_hash, save_model
 from clipkit.model.names import architecture
 from clipkit.objectives.clip import clip_loss
-from clipkit.objectives.matryoshka import with_prefixes
 from clipkit.training.build import shape_of
+from clipkit.training.step import with_prefixes
 from tests.clipkit.plain_losses import Given, given as batch_of, gradients, plain
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
