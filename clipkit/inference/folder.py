@@ -36,7 +36,7 @@ import numpy.typing as npt
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.atomic import FileLock, replacing, sync, temporary_path, write_atomic
 from clipkit.files.patterns import user_path
-from clipkit.inference.inputs import Item
+from clipkit.inference.inputs import Item, Kind
 from clipkit.inference.stream import Failure, Features
 
 __all__ = [
@@ -65,7 +65,7 @@ _EARLIER = {"background": "none", "upright": False}  # defaults for older manife
 class Manifest:
     """Sources, model and settings of embeddings."""
 
-    kind: str  # "image" or "caption"
+    kind: Kind
     model: str  # as given by the user
     weights: str  # ``model_hash``
     sources: Sequence[str]  # as given by the user
