@@ -3,8 +3,11 @@
     python -m bench.finetuning [OPTION …] [--model runs/quickstart] [--seeds 0]
 
 Trains ``configs/finetune.toml`` with its defaults and once with each option on the first 1,000 built-in digits, and
-evaluates zero-shot on the other 797 and on the fonts that the quickstart is evaluated on. Only scores are
-recorded, no times.
+evaluates zero-shot on the other 797 and on the fonts that the quickstart is evaluated on.
+
+The costs of each run are the median step time, peak memory (of the process on a CPU, allocated on a GPU), and the
+sizes of weights and optimizer state in its last checkpoint. With several seeds, options alternate, so that a change
+in the machine's load affects all of them: compare step times over the seeds.
 """
 
 import argparse
@@ -14,6 +17,8 @@ import sys
 import tempfile
 from itertools import product
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import eval as evaluation
 from data.shards.writer import DatasetWriter, Record
@@ -75,6 +80,19 @@ def scores(results: Path) -> dict[str, dict[str, float]]:
     return found
 
 
+def costs(run: Path) -> dict[str, Any]:
+    """Return the costs of a run."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "batch_time" in line]
+    last = max((run / "checkpoints").glob("step_*"))
+    return {
+        "step_seconds": median(line["batch_time"] for line in steps),
+        "peak_gib": max(line["memory_gib"] for line in steps),
+        "weights_mb": (last / "model.safetensors").stat().st_size / 1e6,
+        "optimizer_mb": (last / "optimizer.safetensors").stat().st_size / 1e6,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
     parser.add_argument("options", nargs="*", choices=[*OPTIONS, []], help="default: all")
@@ -84,7 +102,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         pairs = Path(work) / "pairs"
         write_pairs(pairs)
-        for number, (name, seed) in enumerate(product(given.options or OPTIONS, given.seeds)):
+        for number, (seed, name) in enumerate(product(given.seeds, given.options or OPTIONS)):
             out = Path(work) / str(number)
             settings = [
                 f"data.train={pairs}", f'eval.data=["{pairs}", "glyphs"]', "eval.every_steps=0", "data.workers=1",
@@ -95,7 +113,11 @@ def main() -> None:
             subprocess.run([*program, *settings], cwd=ROOT, check=True)
             found = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
             label = f"{name}, seed {seed}" if seed else name
-            found[label] = {"settings": OPTIONS[name], **scores(out / "results.jsonl")}
+            found[label] = {
+                "settings": OPTIONS[name],
+                **scores(out / "results.jsonl"),
+                "costs": costs(out),
+            }
             RESULT.write_text(json.dumps(found, indent=2) + "\n")
             print(label, found[label], flush=True)
 

@@ -84,6 +84,12 @@ def _encode_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--retry-failed", action="store_true", help="encode files that contain failures again"
     )
+    parser.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        default="",
+        help="encode on a Ray cluster, such as 10.0.0.1:6379, or local (default: in this process)",
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
@@ -342,7 +348,9 @@ scored with queries in float32; their recall against float32 is printed.
 
 Running the same command again resumes it. If inputs were added or changed, the
 affected embedding files are encoded again. To use several processes:
-  torchrun --nproc-per-node 8 -m clipkit encode ...""",
+  torchrun --nproc-per-node 8 -m clipkit encode ...
+or a Ray cluster whose nodes see the sources and the model at the same paths:
+  clipkit encode ... --ray 10.0.0.1:6379 --rows-per-file 1000""",
         run="clipkit.inference.encode:run",
         arguments=_encode_arguments,
         stopped="run the same command again to resume",

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from clipkit.distributed import own_device
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.files.traits import Color, TraitCounts, color_of
 from clipkit.model.attention import text_heatmaps
@@ -54,7 +55,7 @@ def load(
         context_length: maximum length of texts in tokens, at least 2, by default the stored one.
         dim: size of the embeddings, at least 1: their first elements, scaled to unit norm; by default all. For
             models that were trained with ``loss.dims``.
-        device: such as "cuda:1".
+        device: "auto" for an accelerator (CUDA, MPS, XPU) if there is one, or a device such as "cuda:1".
         background: color behind transparent images: a name, "#rrggbb", or red, green and blue, each 0–255; "none"
             drops the alpha channel, as open_clip does. None: as in the model's training.
         upright: whether to apply the EXIF orientation of images, which open_clip ignores. None: as in the model's
@@ -104,14 +105,14 @@ def load(
 
 def _device(device: str | torch.device) -> torch.device:
     try:
-        place = torch.device(device)
+        place = own_device() if device == "auto" else torch.device(device)
         if place.type == "meta":
             raise ConfigError("device = 'meta' stores no values: use cpu, cuda or cuda:1")
         if place.type == "cuda" and (place.index or 0) >= (count := torch.cuda.device_count()):
             raise ConfigError(f"device = {str(device)!r}: this machine has {count} CUDA devices")
         torch.empty(0, device=place)
     except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
-        raise ConfigError(f"Unknown device {device!r}: use cpu, cuda or cuda:1") from error
+        raise ConfigError(f"Unknown device {device!r}: use auto, cpu, cuda, cuda:1, mps or xpu") from error
     return place
 
 

@@ -23,8 +23,9 @@ from clipkit.errors import ClipkitError, ConfigError, tell_torchrun
 
 __all__ = [
     "Failures", "background_group", "barrier", "broadcast_buffers", "broadcast_bytes", "check_launch",
-    "counts_of_rows", "gather_objects", "gather_rows", "greatest_over_ranks", "rank", "rank_and_world",
-    "ranks_of_host", "scatter_sums_of_rows", "start", "stop", "sum_over_ranks", "together", "totals", "world_size",
+    "counts_of_rows", "gather_objects", "gather_rows", "greatest_over_ranks", "own_device", "rank",
+    "rank_and_world", "ranks_of_host", "scatter_sums_of_rows", "start", "stop", "sum_over_ranks", "together",
+    "totals", "world_size",
 ]  # fmt: skip
 
 
@@ -234,8 +235,21 @@ def rank_and_world() -> tuple[int, int]:
     )
 
 
+def own_device() -> torch.device:
+    """Return the device that ``auto`` stands for: an accelerator (CUDA, MPS of Apple, XPU of Intel), else the CPU.
+
+    Each process that torchrun starts on a machine gets its own CUDA or XPU device.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type == "mps":
+        return found or torch.device("cpu")
+    return torch.device(found.type, int(os.environ.get("LOCAL_RANK", "0")))
+
+
 def start() -> torch.device:
     """Join the process group if torchrun started this process, and return this process's device.
+
+    It is ``own_device``, except that several processes use CUDA or the CPU.
 
     Raises:
         ConfigError: the machine has fewer GPUs than processes.
@@ -267,7 +281,7 @@ def start() -> torch.device:
         raise ConfigError(
             f"{local_world} processes on a machine with {gpus} GPUs: set --nproc-per-node to the number of GPUs"
         )
-    return torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    return own_device() if cuda or world_size() == 1 else torch.device("cpu")
 
 
 def stop() -> None:

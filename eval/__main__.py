@@ -97,7 +97,7 @@ def _scoring_options(parser: argparse.ArgumentParser, *, several: bool) -> None:
         help="folder to cache image and text features in (default: features in the cache); '' disables caching",
     )
     add("--batch-size", type=whole(1, MOST_BATCH), default=256, metavar="N", help="default: 256")
-    add("--device", default="auto", help="auto (CUDA if available), cpu, cuda, cuda:1 …")
+    add("--device", default="auto", help="cpu, cuda, cuda:1, mps, xpu (default: auto, an accelerator if any)")
     add(
         "--precision",
         default="fp32",
@@ -197,7 +197,7 @@ def _soup_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompts", default="", metavar="SET", help="prompt set, for datasets that have it")
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder of the model to write")
     add("--batch-size", type=whole(1, MOST_BATCH), default=256, metavar="N", help="default: 256")
-    add("--device", default="auto", help="auto (CUDA if available), cpu, cuda, cuda:1 …")
+    add("--device", default="auto", help="cpu, cuda, cuda:1, mps, xpu (default: auto, an accelerator if any)")
 
 
 def _report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -255,7 +255,7 @@ def _internals_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of images, evenly spaced in the dataset (default: 128)",
     )
-    add("--device", default="cpu", help="cpu, cuda, cuda:1 … (default: cpu)")
+    add("--device", default="cpu", help="auto, cpu, cuda, cuda:1, mps, xpu (default: cpu)")
     add("--out", type=Path, required=True, metavar="FILE", help="the page to write, a .html file")
 
 

@@ -316,7 +316,9 @@ def _ranks(name: str) -> Iterator[str]:
             try:
                 device = torch.device(name)
             except RuntimeError as error:
-                raise ConfigError(f"unknown --device {name!r}: expected auto, cpu or cuda") from error
+                raise ConfigError(
+                    f"unknown --device {name!r}: expected auto, cpu, cuda, mps or xpu"
+                ) from error
             if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
                 raise ConfigError(
                     f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices"

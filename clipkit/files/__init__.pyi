@@ -4,6 +4,9 @@ from .atomic import (
     sync as sync,
     write_atomic as write_atomic,
 )
+from .cluster import (
+    ray_cluster as ray_cluster,
+)
 from .decode import (
     decode_file as decode_file,
     decode_image as decode_image,

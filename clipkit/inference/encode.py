@@ -5,24 +5,33 @@ the number of processes, always from the start, so its file is bit-identical reg
 and how often the run is interrupted. A part is encoded again if the names or content of its items have changed.
 Content is read again only if the size, a time stamp or the inode of a file has changed; see
 ``clipkit.inference.folder``.
+
+On a Ray cluster each part is encoded by a task, whose result the calling process writes. A part that is lost with
+its worker or node is encoded again.
 """
 
 import argparse
 import errno
 import hashlib
+import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+import clipkit
 from clipkit.distributed import rank_and_world
 from clipkit.errors import ConfigError, DataError
+from clipkit.files.cluster import ray_cluster, ray_tasks
 from clipkit.files.terminal import CountProgress, counted
-from clipkit.files.traits import hex_of
+from clipkit.files.traits import TraitCounts, hex_of
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.folder import (
     ContentDigest,
@@ -37,7 +46,13 @@ from clipkit.inference.inputs import Item, Member, Stream
 from clipkit.inference.storage import STORAGE, recall, unpacked
 from clipkit.inference.stream import Failure, FeatureStream
 
-__all__ = ["Encoded", "encode", "run"]
+__all__ = ["EncodeParts", "Encoded", "RayEncoder", "encode", "run"]
+
+Parts = Generator[Part, None, None]
+EncodeParts = Callable[
+    [Iterator[tuple[int, Item]], Manifest, FeatureStream, Callable[[int, int], None]], Parts
+]
+_CHANGED = "the sources changed while they were being read: run the same command again"
 
 _SAMPLE, _LEAST_SAMPLE = 2000, 20  # rows that the recall is measured among
 
@@ -93,6 +108,7 @@ def encode(
     processes: int = 1,
     retry_failed: bool = False,
     progress: bool = True,
+    encode_parts: EncodeParts | None = None,
 ) -> Encoded:
     """Encode the images or captions of a stream into a folder; see ``clipkit.inference.folder``.
 
@@ -108,6 +124,7 @@ def encode(
         processes: number of processes.
         retry_failed: encode files with failures again.
         progress: show progress on stderr.
+        encode_parts: encodes parts elsewhere, in any order, see ``RayEncoder``; None encodes in this process.
 
     Raises:
         ConfigError: a setting is out of range, the folder contains embeddings of another model, setting or source,
@@ -166,29 +183,19 @@ def encode(
         )
         complete = [part for part in range(manifest.files) if folder.is_done(part)]
         own = sorted({*range(process, manifest.files, processes)} - {*complete})
-        total = sum(map(manifest.items_of, own))
-        every, sample = max(1, total // _SAMPLE), list[npt.NDArray[np.float32]]()
         done = failed = written = 0
+        sample: list[npt.NDArray[np.float32]] = []
         began = time.monotonic()
-        parts: dict[int, Part] = {}  # in progress: at most two
-        with CountProgress("encoding", total=total, shown=progress) as bar:
+        with CountProgress("encoding", total=sum(map(manifest.items_of, own)), shown=progress) as bar:
             todo = _items_of(stream, own, rows_per_file)
-            for outcome in features.run(todo, kind=stream.kind, captions=captions):
-                part = parts.setdefault(outcome.part, Part(outcome.part, dtype))
-                part.add(outcome)
-                if isinstance(outcome, Failure):
-                    done, failed = done + 1, failed + 1
-                else:
-                    sample.append(outcome.rows[-done % every :: every])
-                    done += len(outcome.items)
-                if len(part) == manifest.items_of(part.number):
-                    if not part.rows:
-                        part.rows.append(storage.pack(features.empty(stream.kind)))
-                    folder.write(parts.pop(part.number))
-                    written += 1
-                bar.show(done, failed)
-        if parts:
-            raise DataError("the sources changed while they were being read: run the same command again")
+            with closing((encode_parts or _parts_of)(todo, manifest, features, bar.show)) as parts:
+                for part in parts:
+                    folder.write(part)
+                    sample += part.sample
+                    done, failed, written = done + len(part), failed + len(part.failures), written + 1
+                    bar.show(done, failed)
+        if written < len(own):
+            raise DataError(_CHANGED)
         sampled = np.concatenate(sample) if sample else np.zeros((0, 1), np.float32)
         enough = len(sampled) >= _LEAST_SAMPLE
         return Encoded(
@@ -207,6 +214,117 @@ def encode(
             sampled=len(sampled),
             recall=recall(sampled, unpacked(storage.pack(sampled))) if enough else None,
         )
+
+
+def _parts_of(
+    items: Iterator[tuple[int, Item]],
+    manifest: Manifest,
+    features: FeatureStream,
+    show: Callable[[int, int], None] = lambda done, failed: None,
+) -> Parts:
+    """Encode items, and yield each part when it is complete; at most two are in memory."""
+    parts: dict[int, Part] = {}
+    every, pack = max(1, manifest.items // _SAMPLE), STORAGE[manifest.dtype].pack
+    done = failed = 0
+    for outcome in features.run(items, kind=manifest.kind, captions=manifest.captions):
+        part = parts.setdefault(outcome.part, Part(outcome.part, dtype=manifest.dtype, every=every))
+        part.add(outcome)
+        if isinstance(outcome, Failure):
+            done, failed = done + 1, failed + 1
+        else:
+            done += len(outcome.items)
+        show(done, failed)
+        if len(part) == manifest.items_of(part.number):
+            if not part.rows:
+                part.rows.append(pack(features.empty(manifest.kind)))
+            yield parts.pop(part.number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayEncoder:
+    """Encodes each part in a task of a Ray cluster, on one CPU or, if the model is on one here, one GPU.
+
+    Attributes:
+        address: the cluster, see ``ray_cluster``.
+        options: the options of ``FeatureStream.from_options``.
+    """
+
+    address: str
+    options: argparse.Namespace
+
+    def __call__(
+        self,
+        items: Iterator[tuple[int, Item]],
+        manifest: Manifest,
+        features: FeatureStream,
+        show: Callable[[int, int], None],
+    ) -> Parts:
+        """Yield parts in the order in which they are complete; see ``encode``.
+
+        Raises:
+            ConfigError: there is no cluster.
+            DataError: a node does not see the sources or the model, or a task failed several times.
+        """
+        on_gpu = features.device.type == "cuda"
+        options = argparse.Namespace(**vars(self.options))
+        options.batch_size, options.device = features.batch_size, features.device.type
+        if options.workers is None and not on_gpu:
+            options.workers = 1
+
+        def arguments() -> Iterator[tuple[object, ...]]:
+            for _, group in groupby(items, key=itemgetter(0)):
+                own = list(group)
+                yield own, manifest, options, _a_file_of(own)
+
+        with ray_cluster(self.address, [Path(clipkit.__file__).parent]) as ray:
+            for part, counts in ray_tasks(
+                ray, _encode_part, arguments(), resource="GPU" if on_gpu else "CPU"
+            ):
+                for name in ("images", "transparent", "rotated"):
+                    setattr(features.counts, name, getattr(features.counts, name) + getattr(counts, name))
+                yield part
+
+
+_here: dict[str, FeatureStream] = {}  # the model of this worker of Ray, by its options
+
+
+def _encode_part(
+    items: Sequence[tuple[int, Item]], manifest: Manifest, options: argparse.Namespace, file: Path | None
+) -> tuple[Part, TraitCounts]:
+    """Ray task that encodes one part; ``file`` is one that the calling process sees."""
+    try:
+        os.chdir(manifest.directory)
+        if file is not None:
+            file.stat()
+    except OSError as error:
+        raise DataError(
+            f"{error.filename} is not visible on the node {os.uname().nodename}: --ray needs sources on a file "
+            "system that all nodes share"
+        ) from error
+    key = repr(sorted(vars(options).items()))
+    if key not in _here:
+        _here.clear()
+        features = FeatureStream.from_options(options)
+        if (found := model_hash(features.model)) != manifest.weights:
+            raise DataError(f"{options.model} on the node {os.uname().nodename} is another model ({found})")
+        _here[key] = features
+    features = _here[key]
+    features.counts = TraitCounts()
+    part = next(_parts_of(iter(items), manifest, features), None)
+    if part is None:
+        raise DataError(_CHANGED)
+    return part, features.counts
+
+
+def _a_file_of(items: Sequence[tuple[int, Item]]) -> Path | None:
+    """Return the first image or shard of some items that exists."""
+    for _, item in items:
+        for held in (item.image, item.caption):
+            path = held.shard if isinstance(held, Member) else held
+            with suppress(OSError, ValueError):
+                if isinstance(path, Path) and path.exists():
+                    return path
+    return None
 
 
 def _items_of(stream: Stream, parts: Iterable[int], length: int) -> Iterator[tuple[int, Item]]:
@@ -273,6 +391,8 @@ def run(options: argparse.Namespace) -> int:
     process, processes = rank_and_world()
     if "-" in options.sources and processes > 1:
         raise ConfigError("only one process can read standard input: save the texts in a .txt file")
+    if options.ray and processes > 1:
+        raise ConfigError("--ray distributes the work itself: start it without torchrun")
     stream = Stream(
         options.sources,
         kind="caption" if options.text else "image",
@@ -293,6 +413,7 @@ def run(options: argparse.Namespace) -> int:
             processes=processes,
             retry_failed=options.retry_failed,
             progress=not options.quiet and process == 0,
+            encode_parts=RayEncoder(address=options.ray, options=options) if options.ray else None,
         )
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

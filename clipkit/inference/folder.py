@@ -37,7 +37,7 @@ import numpy.typing as npt
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.atomic import FileLock, replacing, sync, temporary_path, write_atomic
 from clipkit.files.patterns import user_path
-from clipkit.inference.inputs import Item
+from clipkit.inference.inputs import Item, Kind
 from clipkit.inference.storage import STORAGE, storage_of
 from clipkit.inference.stream import Failure, Features
 
@@ -68,7 +68,7 @@ _EARLIER = {"background": "none", "upright": False, "dtype": "float16"}
 class Manifest:
     """Sources, model and settings of embeddings."""
 
-    kind: str  # "image" or "caption"
+    kind: Kind
     model: str  # as given by the user
     weights: str  # ``model_hash``
     sources: Sequence[str]  # as given by the user
@@ -158,12 +158,19 @@ class ContentDigest:
 
 
 class Part:
-    """Rows and failures of one part, collected in memory until it is complete."""
+    """Rows and failures of one part, collected in memory until it is complete.
 
-    def __init__(self, number: int, dtype: str) -> None:
+    Args:
+        number: of the part.
+        dtype: how rows are stored, a key of ``clipkit.inference.storage.STORAGE``.
+        every: distance of the rows in ``sample``, which are kept in float32.
+    """
+
+    def __init__(self, number: int, *, dtype: str, every: int) -> None:
         self.number = number
         self.rows: list[npt.NDArray[Any]] = []
-        self._pack = STORAGE[dtype].pack
+        self.sample: list[npt.NDArray[np.float32]] = []
+        self._pack, self._every = STORAGE[dtype].pack, every
         self.metadata: list[tuple[str, str | None, str]] = []  # key, caption, source
         self.failures: list[Failure] = []
         self.content = ContentDigest()
@@ -178,6 +185,7 @@ class Part:
             self.content.add(outcome.item, outcome.content)
             return
         self.rows.append(self._pack(outcome.rows))
+        self.sample.append(outcome.rows[-len(self.metadata) % self._every :: self._every].copy())
         for item, caption in zip(outcome.items, outcome.captions, strict=True):
             self.metadata.append((item.key, caption, item.source))
         for item, content in zip(outcome.items, outcome.contents, strict=True):

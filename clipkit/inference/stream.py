@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
 from clipkit.api import encode_text, load
+from clipkit.distributed import own_device
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.traits import NO_TRAITS, TraitCounts, Traits
 from clipkit.inference.inputs import Item, Kind, read_caption, read_image
@@ -378,9 +379,12 @@ def one_core_each(workers: int) -> Iterator[ThreadPoolExecutor]:
 
 
 def pick_device(asked: str | None) -> str:
-    """Return the requested device, by default an accelerator if there is one; each process gets its own GPU."""
+    """Return the requested device, by default ``own_device``; each process gets its own GPU."""
     name = asked or "auto"
-    if name == "auto":  # CUDA, MPS (Apple) or XPU (Intel)
-        found = torch.accelerator.current_accelerator(check_available=True)
-        name = "cpu" if found is None else found.type
-    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if name == "cuda" else name
+    return (
+        str(own_device())
+        if name == "auto"
+        else f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        if name == "cuda"
+        else name
+    )

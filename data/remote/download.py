@@ -15,10 +15,8 @@ import asyncio
 import hashlib
 import io
 import json
-import logging
 import math
 import os
-import socket
 import sqlite3
 import tempfile
 import time
@@ -47,6 +45,7 @@ from clipkit.files import (
     Table,
     counted,
     printable,
+    ray_cluster,
     replacing,
     shown,
     size_of,
@@ -629,21 +628,8 @@ def _download_on_ray(
     show: Callable[[int, int], None],
 ) -> int:
     """Download each shard in a task of a Ray cluster; return the number of shards."""
-    try:
-        import ray
-    except ImportError:
-        raise ConfigError("--ray needs ray: pip install 'clipkit[ray]'") from None
-    packages = [str(Path(__file__).parents[1]), str(Path(clipkit.__file__).parent)]
-    try:
-        host, _, port = address.rpartition("/")[2].rpartition(":")
-        if host:  # ray.init waits forever for a server that does not exist, even after Ctrl-C
-            socket.create_connection((host, int(port)), timeout=10).close()
-        ray.init(
-            address, runtime_env={"py_modules": packages}, log_to_driver=False, logging_level=logging.ERROR
-        )
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"--ray {address}: no Ray cluster ({str(error).partition(chr(10))[0]})") from error
-    try:
+    packages = [Path(__file__).parents[1], Path(clipkit.__file__).parent]
+    with ray_cluster(address, packages) as ray:
         claims = ray.remote(num_cpus=0)(_Claims).remote(_listings(out, part))
         task = ray.remote(num_cpus=1, max_retries=3)(_download_shard)
         pending: dict[Any, int] = {}
@@ -671,17 +657,6 @@ def _download_on_ray(
             ] = number
         while pending:
             wait()
-    except ray.exceptions.RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, (DataError, OSError)):
-            raise cause from None
-        raise
-    except ray.exceptions.RayError as error:
-        raise DataError(
-            f"a task of the Ray cluster failed ({type(error).__name__}): run the same command to resume"
-        ) from error
-    finally:
-        ray.shutdown()
     return written
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import clipkit
 from clipkit import CLIP
+from clipkit.distributed import own_device
 from clipkit.errors import ConfigError, DataError
 from clipkit.files import write_page
 from clipkit.inference import heat_colors, overlay
@@ -50,12 +51,13 @@ def run(options: argparse.Namespace) -> int:
     if out.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"--out {out} must be a file name ending in .html")
     (target,) = find_targets([options.data], root=options.data_root)
+    device = str(own_device()) if options.device == "auto" else options.device
     models: list[CLIP] = []
     for source in options.model:
         if source.startswith(TIMM):
-            models.append(load_image_model(source, device=options.device))
+            models.append(load_image_model(source, device=device))
         else:
-            models.append(clipkit.load(source, name=options.name, device=options.device))
+            models.append(clipkit.load(source, name=options.name, device=device))
     page = build_internals(models, options.model, target.dataset, options.images)
     print(f"wrote {write_page(out, page)}")
     return 0

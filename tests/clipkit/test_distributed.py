@@ -11,9 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import clipkit
 from clipkit import distributed
 from clipkit.distributed import check_launch, rank_and_world
 from clipkit.errors import ConfigError
+from clipkit.inference.stream import pick_device
 from tests.forked import Forked
 
 GRADIENTS = "tests/clipkit/gradient_program.py"
@@ -113,3 +115,20 @@ def test_which_process_this_is(
         return
     with pytest.raises(ConfigError, match=found):
         rank_and_world()
+
+
+@pytest.mark.parametrize(
+    ("found", "device"), [("cuda", "cuda:1"), ("xpu", "xpu:1"), ("mps", "mps"), (None, "cpu")]
+)
+def test_auto_is_the_accelerator_of_the_process(
+    found: str | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator = None if found is None else torch.device(found)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: accelerator)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert str(distributed.own_device()) == pick_device(None) == pick_device("auto") == device
+    if found != "cuda":  # which this machine does not have
+        assert str(distributed.start()) == device
+    if found not in ("cuda", None):
+        with pytest.raises(ConfigError, match="Unknown device 'auto'"):  # torch was built without it
+            clipkit.load("no", device="auto")

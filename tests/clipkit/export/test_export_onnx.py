@@ -139,8 +139,8 @@ def test_int8(pictures: list[Path], tmp_path: Path, capsys: pytest.CaptureFixtur
         assert float(after) < 0.7 * float(before)  # of so small a model, half is the graph
         assert float(after) == pytest.approx((out / f"{name}.onnx").stat().st_size / 1e6, abs=0.05)
         graph = onnx.load(out / f"{name}.onnx")
-        largest = max(graph.graph.initializer, key=lambda one: int(np.prod(one.dims)))
-        assert largest.data_type in (onnx.TensorProto.INT8, onnx.TensorProto.UINT8)
+        quantized = [one for one in graph.graph.initializer if one.data_type == onnx.TensorProto.INT8]
+        assert len(quantized) >= 8  # four matrices of two blocks
     assert not (out / ".float32").exists()
     assert "cosine similarity of embeddings" in (out / "README.md").read_text()
     made = clipkit.load(out)
