@@ -18,11 +18,11 @@ from bench.papers.labels import STUDIES, study
 from bench.papers.objectives import objectives
 from bench.papers.pixels import pixels
 from bench.papers.runs import RESULTS
-from bench.papers.transfer import transfer
+from bench.papers.transfer import TRANSFERS, transfer
 
 ALL: dict[str, Callable[..., dict[str, Any]]] = {
     "objectives": objectives,
-    "transfer": transfer,
+    **{name: partial(transfer, name) for name in TRANSFERS},
     "pixels": pixels,
     **{name: partial(study, name) for name in STUDIES},
 }
@@ -72,6 +72,8 @@ def page(found: Mapping[str, Mapping[str, Any]]) -> str:
         ]  # fmt: skip
         for variant, row in one["rows"].items():
             lines.append(f"| {variant} | " + " | ".join(_shown(row[score]) for score in columns) + " |")
+        if one.get("fit"):
+            lines += ["", one["fit"]]
         if (RESULTS / f"papers_{name}.png").is_file():
             lines += ["", f"![{one['title']}](papers_{name}.png)"]
     return "\n".join(lines) + "\n"

@@ -11,9 +11,13 @@ import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from bench.labels import write_folder
 from bench.papers.runs import run
@@ -21,6 +25,7 @@ from bench.papers.runs import run
 STEPS, BATCH, SIDE = 400, 128, 32
 VIT = ("shape.patch=8",)  # 16 patches, 0.8 million parameters
 RESNET = ("model.image=timm:resnet10t", 'model.image_options={"channels":[24,48,96,192]}')  # 0.7 million
+FloatArray = NDArray[np.float64]
 Means = Mapping[str, Mapping[str, float]]  # variant: score: mean over seeds
 
 
@@ -37,6 +42,7 @@ class Study:
         agrees: whether the means show the same direction.
         scores: computes the scores of a run folder, given the folder of all studies.
         scale: what each variant was trained on.
+        fit: describes a function that was fitted to the means.
     """
 
     title: str
@@ -46,6 +52,7 @@ class Study:
     agrees: Callable[[Means], bool]
     scores: Callable[[Path, Path], dict[str, float]] = lambda out, folder: scores(out, folder)
     scale: str = f"{STEPS} steps of {BATCH} images of {SIDE} pixels"
+    fit: Callable[[Means], str] | None = None
 
 
 def _best(means: Means, score: str, among: Callable[[str], bool] = lambda name: True) -> str:
@@ -74,15 +81,18 @@ STUDIES: dict[str, Study] = {
         source="ViT, appendix D.3 and D.4",
         finding="Without position embeddings accuracy is 3 points lower; their kind and the pooling matter little.",
         variants={
-            f"{positions}, {pool}": (*VIT, f"shape.positions={positions}", f"shape.pool={pool}")
-            for positions in ("none", "learned", "learned_2d", "sincos_2d")
-            for pool in ("class", "mean", "map")
+            f"{positions}, {pool}": (
+                *VIT, f"shape.positions={positions}", f"shape.pool={pool}", "steps=300", "optim.warmup=225",
+            )
+            for positions, pool in (
+                *((one, "class") for one in ("none", "learned", "learned_2d", "sincos_2d")), ("learned", "mean"),
+                ("learned", "map"),
+            )
         },
         agrees=lambda means: all(
-            means[f"none, {pool}"]["fonts"] < means[f"{positions}, {pool}"]["fonts"]
-            for positions in ("learned", "learned_2d", "sincos_2d")
-            for pool in ("class", "mean", "map")
+            means["none, class"]["fonts"] < one["fonts"] for name, one in means.items() if name != "none, class"
         ),
+        scale=f"300 steps of {BATCH} images of {SIDE} pixels",
     ),
     "head": Study(
         title="Strong weight decay on the head",
@@ -99,16 +109,21 @@ STUDIES: dict[str, Study] = {
         source="Chen et al. 2022, https://arxiv.org/abs/2106.01548",
         finding="A ViT without pre-training or strong augmentation becomes 5 points better, a ResNet less so.",
         variants={
-            f"{name}, SAM {rho}": (*settings, "data.fraction=0.2", f"optim.sam={rho}")
+            f"{name}, SAM {rho}": (*settings, "data.fraction=0.05", f"optim.sam={rho}")
             for name, settings in (("ViT", VIT), ("ResNet", RESNET))
-            for rho in (0, 0.05, 0.1)
+            for rho in (0, 0.1)
         },
-        agrees=lambda means: not _best(means, "fonts", lambda name: "ViT" in name).endswith("SAM 0"),
+        agrees=lambda means: (
+            means["ViT, SAM 0.1"]["fonts"] - means["ViT, SAM 0"]["fonts"]
+            > max(0, means["ResNet, SAM 0.1"]["fonts"] - means["ResNet, SAM 0"]["fonts"])
+        ),
+        scale=f"{STEPS} steps of {BATCH} images of {SIDE} pixels, of 3,000",
     ),
     "distillation": Study(
         title="Distillation from a ResNet",
         source="DeiT (Touvron et al. 2021, https://arxiv.org/abs/2012.12877), table 3",
-        finding="A ViT learns more from a ResNet's hard labels than from its soft ones or from labels alone.",
+        finding="A ViT learns more from a ResNet's hard labels than from its soft ones or from labels alone, and "
+        "still more with a distillation token.",
         variants={
             "teacher: ResNet": (*RESNET, "data.fraction=0.2"),
             "labels alone": (*VIT, "data.fraction=0.2"),
@@ -116,32 +131,47 @@ STUDIES: dict[str, Study] = {
                 *VIT, "data.fraction=0.2", "distill.teacher={teacher: ResNet}", "distill.temperature=3",
             ),
             "hard labels": (*VIT, "data.fraction=0.2", "distill.teacher={teacher: ResNet}", "distill.hard=true"),
+            "hard labels, distillation token": (
+                *VIT, "data.fraction=0.2", "distill.teacher={teacher: ResNet}", "distill.hard=true",
+                "shape.distilled=true",
+            ),
         },
-        agrees=lambda means: _best(means, "fonts", lambda name: "ResNet" not in name) == "hard labels",
+        agrees=lambda means: (
+            means["hard labels, distillation token"]["fonts"]
+            > means["hard labels"]["fonts"]
+            > max(means[name]["fonts"] for name in ("soft labels, temperature 3", "labels alone"))
+        ),
     ),
     "dimensions": Study(
         title="One dimension at a time",
         source="ViT, figure 8",
         finding="Depth helps most, up to a point; smaller patches help surprisingly much; width least.",
         variants={
-            "base": VIT,
-            "depth 8": (*VIT, "shape.image_layers=8"),
-            "width 384": (*VIT, "shape.image_width=384", "shape.image_heads=6"),
-            "MLP 1536": (*VIT, "shape.image_mlp=1536"),
-            "patch 4": ("shape.patch=4",),
+            name: (*settings, "steps=200", "optim.warmup=150")
+            for name, settings in {
+                "base": VIT,
+                "depth 8": (*VIT, "shape.image_layers=8"),
+                "width 384": (*VIT, "shape.image_width=384", "shape.image_heads=6"),
+                "MLP 1536": (*VIT, "shape.image_mlp=8"),
+                "patch 4": ("shape.patch=4",),
+            }.items()
         },
         agrees=lambda means: means["depth 8"]["fonts"] > means["width 384"]["fonts"]
         and means["patch 4"]["fonts"] > means["width 384"]["fonts"],
+        scale=f"200 steps of {BATCH} images of {SIDE} pixels",
     ),
     "compute": Study(
         title="Error by training compute",
-        source="Scaling ViT, figure 1 and section 2",
-        finding="The few-shot error follows a power law of compute and then saturates.",
+        source="Scaling ViT (Zhai et al. 2022, https://arxiv.org/abs/2106.04560), section 2",
+        finding="The few-shot error follows E = a (C + d)^-b + c of compute C: a power law that saturates.",
         variants={
             f"{steps} steps": (*VIT, f"steps={steps}", f"optim.warmup={3 * steps // 4}")
-            for steps in (100, 200, 400, 800, 1600)
+            for steps in (25, 50, 100, 200, 400, 800)
         },
-        agrees=lambda means: _falls([1 - one["5-shot"] for one in means.values()]),
+        agrees=lambda means: (
+            _falls([1 - one["5-shot"] for one in means.values()]) and saturating_fit(*_errors(means))[1] < 0.01
+        ),
+        fit=lambda means: _shown_fit(*_errors(means)),
         scale=f"{BATCH} images of {SIDE} pixels per step",
     ),
     "cues": Study(
@@ -160,6 +190,47 @@ STUDIES: dict[str, Study] = {
         scale=f"200 steps of {BATCH} images of 64 pixels",
     ),
 }  # fmt: skip
+
+
+def _errors(means: Means) -> tuple[list[float], list[float]]:
+    """Return thousands of images seen, to which compute is proportional, and 5-shot errors."""
+    images = [int(name.split()[0]) * BATCH / 1000 for name in means]
+    return images, [1 - one["5-shot"] for one in means.values()]
+
+
+def saturating_fit(compute: Sequence[float], errors: Sequence[float]) -> tuple[list[float], float]:
+    """Fit E = a (C + d)^-b + c by least squares.
+
+    Args:
+        compute: C of at least 4 models, above 0.
+        errors: E, 0 to 1.
+
+    Returns:
+        (a, b, c, d), and the root mean square of the residuals.
+    """
+    from scipy.optimize import least_squares  # type: ignore[import-untyped]
+
+    x, y = np.asarray(compute), np.asarray(errors)
+
+    def residuals(p: FloatArray) -> FloatArray:
+        return np.asarray(p[0] * (x + p[3]) ** -p[1] + p[2] - y)
+
+    # several starts: the sum of squares has local minima
+    bounds = ([0, 0, 0, 0], [np.inf, 5, 1, np.inf])
+    starts = [
+        (y.max(), slope, low, shift) for slope in (0.2, 1) for low in (0, y.min()) for shift in (0.1, 10)
+    ]
+    found = [least_squares(residuals, start, bounds=bounds, x_scale=(1, 1, 0.1, 10)) for start in starts]
+    best = min(found, key=lambda one: one.cost)
+    return best.x.tolist(), float(np.sqrt(np.mean(best.fun**2)))
+
+
+def _shown_fit(compute: Sequence[float], errors: Sequence[float]) -> str:
+    (a, b, c, d), residual = saturating_fit(compute, errors)
+    return (
+        f"Fit of the mean 5-shot errors, C in thousands of images: E = {a:.3g} (C + {d:.3g})^−{b:.3g} + {c:.3g}. "
+        f"The root mean square of its residuals is {100 * residual:.1f} points."
+    )
 
 
 def _falls(values: Sequence[float]) -> bool:
@@ -218,7 +289,8 @@ def scores(out: Path, folder: Path) -> dict[str, float]:
 
         encoder = Encoder(clipkit.load(str(out)), batch_size=BATCH)
         fonts = Subject(encoder, open_dataset("glyphs"))
-        digits = Subject(encoder, open_dataset(str(folder / "digits")))
+        opened = partial(open_dataset, str(folder / "digits"))
+        digits = Subject(encoder, opened(), open_split=lambda split: opened(split=split))
         options = Options(details=False, shots=(5,), estimators=("ridge",), seeds=tuple(range(10)))
         found = {}
         for name, task, subject in (
@@ -278,5 +350,6 @@ def study(name: str, *, seeds: int, jobs: int, folder: Path) -> dict[str, Any]:
         "finding": one.finding,
         "agrees": one.agrees(means),
         "scale": f"{one.scale}, {seeds} seeds",
+        "fit": "" if one.fit is None else one.fit(means),
         "rows": rows,
     }

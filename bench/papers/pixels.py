@@ -13,7 +13,7 @@ from typing import Any
 from bench.papers.labels import prepare, trained
 from bench.papers.runs import run
 
-STEPS, BATCH, SIDE, COLORS, LAYERS = 300, 32, 16, 16, 6
+STEPS, BATCH, SIDE, COLORS, LAYERS = 200, 16, 16, 16, 6
 _COMMON = (f"steps={STEPS}", f"batch_size={BATCH}", f"model.image_size={SIDE}", f"optim.warmup={STEPS // 4}")
 _PIXELS = (
     *_COMMON, "model.image=pixels:Ti", "loss.name=none", "model.text=", "lock.text=all",

@@ -180,7 +180,8 @@ def with_class_head(model: CLIP, names: Sequence[str], rows: Tensor) -> CLIP:
     Raises:
         ConfigError: a name is empty, or occurs twice.
     """
-    shape = replace(model.architecture, text=ClassTable(names=tuple(names)), logit_bias=False)
+    text = ClassTable(names=tuple(names))
+    shape = replace(model.architecture, text=text, logit_bias=False, decoder=None, masked=None)
     head = CLIP(shape, name=model.name, preprocess=model.preprocess)
     values = {name: value for name, value in model.state_dict().items() if name.startswith("visual.")}
     head.load_state_dict({**values, "logit_scale": model.logit_scale, "text.weight": rows})

@@ -1,7 +1,10 @@
-"""The factors of figures of papers."""
+"""The numbers that studies derive from scores."""
 
+import numpy as np
 import pytest
+from hypothesis import given, settings, strategies as st
 
+from bench.papers.labels import saturating_fit
 from bench.papers.objectives import images_to_reach, means
 
 
@@ -19,3 +22,15 @@ def test_points_are_means_over_seeds_in_order_of_images() -> None:
     images, scores = zip(*means(curves), strict=True)
     assert images == (64, 128)
     assert scores == pytest.approx((0.15, 0.3))
+
+
+@settings(max_examples=20, deadline=None)
+@given(a=st.floats(0.3, 2), b=st.floats(0.2, 1), c=st.floats(0, 0.2), d=st.floats(0.5, 5))
+def test_a_saturating_power_law_is_found_again(a: float, b: float, c: float, d: float) -> None:
+    pytest.importorskip("scipy.optimize")
+    compute = np.array([2.0**power for power in range(1, 12)])
+    found, residual = saturating_fit(compute.tolist(), (a * (compute + d) ** -b + c).tolist())
+    assert residual < 1e-4
+    at = np.array([3.0, 100.0])
+    law = found[0] * (at + found[3]) ** -found[1] + found[2]
+    np.testing.assert_allclose(law, a * (at + d) ** -b + c, atol=1e-3)

@@ -163,6 +163,7 @@ def test_a_damaged_list_of_rates_is_made_again(unskilled: CLIP, tmp_path: Path, 
         ("ViT-Ti-4-16", {"quick_gelu": True}, {}),
         ("ViT-Ti-4-16", {"quick_gelu": True, "logit_bias": True}, {}),
         ("ViT-Ti-4-16", {"small_data": False}, {}),  # as of an export
+        ("ViT-Ti-4-16", {"masked": "color"}, {}),
         ("ViT-Ti-4-16", {"quick_gelu": True}, {"patch_size": 8, "width": 128, "heads": 4}),
         ("ViT-Ti-4-16", {}, {"pool": "map", "positions": "none", "layers": 1, "mlp_ratio": 2.0}),
     ],
