@@ -467,7 +467,7 @@ def places(model: CLIP) -> dict[str, Place]:
         if layer is None or (kind.has_blocks and not blocks):
             raise ConfigError(
                 f"the blocks of the {tower} tower are not recognized, so its layers are not known: "
-                "lock it whole or not at all, and set optim.layer_decay=1"
+                "lock it whole or not at all, set optim.layer_decay=1, and use another optim.name than muon"
             )
         depths = {STEM: 0, **{block: number for number, block in enumerate(blocks, start=1)}}
         top = len(blocks) + 1
