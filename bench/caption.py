@@ -324,7 +324,10 @@ def main() -> None:
         "vocabulary": lambda: compare_losses(parsed.tokens, parsed.most_gb * 2**30),
         "generation": lambda: compare_generation(parsed.rounds),
     }
-    result |= {part: parts[part]() for part in parsed.only} | {"threads": torch.get_num_threads()}
+    result |= {part: parts[part]() for part in parsed.only}
+    result["threads"] |= {
+        part: 1 if part == "generation" else torch.get_num_threads() for part in parsed.only
+    }
     RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

@@ -849,32 +849,30 @@ class Decoder(_TransformerTower, TowerArchitecture):
         if self.feed not in FEEDS or (self.parallel and self.feed != "tokens"):
             raise ConfigError(f"feed = {self.feed!r} and parallel = {self.parallel} are not a decoder")
 
-    def flops(self, length: int, seen: int, seen_width: int) -> Flops:
+    def flops(self, length: int, image_tokens: int, image_width: int) -> Flops:
         """Compute the FLOPs of one caption of ``length`` predicted tokens, without those of a shared text tower.
 
         Args:
             length: number of tokens; all of ``context_length`` are computed with [mask].
-            seen: number of the image's tokens.
-            seen_width: their width.
+            image_tokens: number of the image's tokens.
+            image_width: their width.
         """
         width, hidden = self.width, self.hidden
         if self.parallel:
             length = self.context_length
-        layer = 4 * (length + seen) * width**2 + 4 * length * seen * width  # cross-attention
+        layer = 4 * (length + image_tokens) * width**2 + 4 * length * image_tokens * width  # cross-attention
         if self.feed != "shared":
             layer += length * (8 * width**2 + 8 * width * hidden) + 4 * length**2 * width
-        mapping = 0 if seen_width == width else 2 * seen * seen_width * width
+        mapping = 0 if image_width == width else 2 * image_tokens * image_width * width
         forward = self.layers * layer + mapping + 2 * length * width * self.vocab_size
         return Flops(forward=forward, backward=2 * forward)
 
-    def decoder_bytes(self, seen: int, *, bf16: bool, recompute: int = 0) -> int:
+    def decoder_bytes(self, image_tokens: int, *, bf16: bool, recompute: int = 0) -> int:
         """Estimate the bytes autograd keeps for one caption of full length, see ``flops``."""
         length, width, computed = self.context_length, self.width, _HALF if bf16 else _FLOAT
         stream = length * width * _FLOAT
         body = stream + computed * length * 3 * width  # cross-attention
-        body += (
-            computed * 2 * seen * width + seen * width * _FLOAT
-        )  # keys and values, and the norm before them
+        body += (2 * computed + _FLOAT) * image_tokens * width  # keys and values, and the norm before them
         if self.feed != "shared":
             body += 3 * stream + computed * length * (7 * width + 4 * self.hidden)
         kept = self.layers * body

@@ -28,6 +28,7 @@ from clipkit.model.towers import (
     Padded,
     Transformer,
     VisionTransformer,
+    at_least_float32,
     attention_by_length,
     attention_varlen,
     pack,
@@ -203,7 +204,7 @@ class CLIP(nn.Module):
             raise ConfigError(_NO_DROPOUT)
         else:
             features, tokens = self.architecture.vision.with_tokens(self.visual, self._normalized(images))
-        return F.normalize(self._prefix(_at_least_float32(features)), dim=-1), tokens
+        return F.normalize(self._prefix(at_least_float32(features)), dim=-1), tokens
 
     def text_tokens(self, tokens: Tensor, *, lengths: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
         """Encode texts to unit-norm features (B, O) and the tokens that a decoder reads (B, L, D).
@@ -213,7 +214,7 @@ class CLIP(nn.Module):
         """
         if self.text is not None:
             features, found = self.architecture.text.with_tokens(self.text, tokens)
-            return F.normalize(self._prefix(_at_least_float32(features)), dim=-1), found
+            return F.normalize(self._prefix(at_least_float32(features)), dim=-1), found
         ends = tokens.argmax(dim=-1)
         if (packed := self._packing(tokens, lengths)) is None:
             x = self.token_embedding(tokens) + self.positional_embedding[: tokens.shape[1]]
@@ -225,7 +226,7 @@ class CLIP(nn.Module):
             found = flat.new_zeros(*tokens.shape, flat.shape[-1])
             found = found.index_put((packed.rows, packed.places), flat)
         read = found[torch.arange(len(tokens), device=tokens.device), ends]
-        features = _at_least_float32(read @ self.text_projection)
+        features = at_least_float32(read @ self.text_projection)
         return F.normalize(self._prefix(features), dim=-1), found
 
     def caption_nll(
@@ -265,7 +266,7 @@ class CLIP(nn.Module):
             raise ConfigError(_NO_DROPOUT)
         else:
             features = self.visual(self._normalized(images))
-        features = self._prefix(_at_least_float32(features))
+        features = self._prefix(at_least_float32(features))
         return F.normalize(features, dim=-1) if normalize else features
 
     def encode_text(
@@ -294,7 +295,7 @@ class CLIP(nn.Module):
             x = x + F.embedding(packed.places, self.positional_embedding)
             read = self.ln_final(self.transformer(x, packed))  # (B, D)
             features = packed.in_order(read @ self.text_projection)
-        features = self._prefix(_at_least_float32(features))
+        features = self._prefix(at_least_float32(features))
         return F.normalize(features, dim=-1) if normalize else features
 
     @property
@@ -476,10 +477,6 @@ def _initialize_decoder(decoder: CaptionDecoder) -> None:
         if isinstance(module, nn.LayerNorm | nn.Linear):
             module.reset_parameters()
     decoder.initialize()
-
-
-def _at_least_float32(features: Tensor) -> Tensor:
-    return features if features.dtype == torch.float64 else features.float()
 
 
 def create(shape: str | Architecture, *, name: str = "", seed: int | None = None) -> CLIP:

@@ -29,6 +29,7 @@ from clipkit.model.towers import (
     ResidualAttentionBlock,
     Rows,
     Transformer,
+    at_least_float32,
     initialize_block,
 )
 
@@ -213,15 +214,18 @@ class CaptionDecoder(Transformer):
             (B,) at least float32, and (B,) int64, the number of predicted tokens of each caption.
         """
         hidden, targets, rows = self._predict(image, captions, text, lengths, None)
-        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        sums = torch.zeros(len(captions), dtype=dtype, device=hidden.device)
-        with torch.autocast(hidden.device.type, enabled=False):
-            weight = self.text_projection.to(dtype)
-            tile = max(1, LOGITS // weight.shape[1])
-            for part, target, row in zip(*(one.split(tile) for one in (hidden, targets, rows)), strict=True):
-                logits = part.to(dtype) @ weight  # F.cross_entropy would round more
-                sums.index_add_(0, row, logits.logsumexp(dim=1) - logits.gather(1, target[:, None])[:, 0])
+        hidden = at_least_float32(hidden)
+        sums, tile = hidden.new_zeros(len(captions)), max(1, LOGITS // self.text_projection.shape[1])
+        for part, target, row in zip(*(one.split(tile) for one in (hidden, targets, rows)), strict=True):
+            logits = self.logits(part)  # F.cross_entropy would round more
+            sums.index_add_(0, row, logits.logsumexp(dim=1) - logits.gather(1, target[:, None])[:, 0])
         return sums, rows.bincount(minlength=len(captions))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Compute the logits of the next token: (…, D) → (…, V), at least float32."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            hidden = at_least_float32(hidden)
+            return hidden @ self.text_projection.to(hidden.dtype)
 
     def _predict(
         self,
@@ -284,8 +288,7 @@ def caption_nll(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     if not torch.is_grad_enabled():  # a function without gradients would compute those of the weights
         hidden, weight = hidden.detach(), weight.detach()
     with torch.autocast(hidden.device.type, enabled=False):  # losses are computed in at least float32
-        if hidden.dtype != torch.float64:
-            hidden, weight = hidden.float(), weight.float()
+        hidden, weight = at_least_float32(hidden), at_least_float32(weight)
         total: Tensor = _TiledCrossEntropy.apply(hidden, weight, targets)
         return total
 

@@ -80,10 +80,10 @@ def caption_flops(shape: "Architecture", length: int, *, patches: int | None = N
     decoder, vision, text = shape.decoder, shape.vision.plain, shape.text.plain
     tokens = shape.vision.tokens(shape.embed_dim)
     assert decoder is not None and tokens is not None
-    seen, width = tokens if patches is None else (1 + patches, tokens[1])
-    found = [decoder.flops(min(length - 1, decoder.context_length), seen, width)]
+    image_tokens, width = tokens if patches is None else (1 + patches, tokens[1])
+    found = [decoder.flops(min(length - 1, decoder.context_length), image_tokens, width)]
     if vision is not None:
-        found.append(vision.whole_flops(seen))
+        found.append(vision.whole_flops(image_tokens))
     if decoder.feed == "text" and text is not None:
         found.append(text.whole_flops(length))
     if decoder.feed == "shared" and text is not None:

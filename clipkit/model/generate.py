@@ -13,7 +13,7 @@ from torch import Tensor
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.splitmix import MASK, mix
 from clipkit.model.clip import CLIP
-from clipkit.model.towers import Cached
+from clipkit.model.towers import Cached, at_least_float32
 from clipkit.model.zero_shot import evaluating
 
 __all__ = ["Prefixes", "caption_likelihoods", "check_generation", "generate_captions"]
@@ -81,16 +81,12 @@ def caption_likelihoods(model: CLIP, image_tokens: Tensor, captions: Tensor) -> 
         DataError: the model's logits are not finite.
     """
     assert model.text_decoder is not None
-    prefixes, images = (
-        Prefixes(model, image_tokens),
-        torch.arange(len(image_tokens), device=image_tokens.device)[:, None],
-    )
+    prefixes, longest = Prefixes(model, image_tokens), model.text_decoder.shape.context_length
     captions = captions.to(image_tokens.device)
-    counts = captions.argmax(dim=1).clamp(
-        max=model.text_decoder.shape.context_length
-    )  # predicted tokens, (P,)
-    nodes, width = torch.zeros_like(counts), 1  # the prefix of each caption, and their number
-    total = None
+    images = torch.arange(len(image_tokens), device=captions.device)[:, None]  # (B, 1)
+    counts = captions.argmax(dim=1).clamp(max=longest)  # (P,) predicted tokens
+    nodes, width = torch.zeros_like(counts), 1  # (P,) number of each caption's prefix, and of prefixes
+    total = at_least_float32(image_tokens.new_zeros(len(image_tokens), len(captions)))
     for place in range(int(counts.max())):
         active = (counts > place).nonzero()[:, 0]
         pairs = torch.stack([nodes[active], captions[active, place]])
@@ -100,10 +96,7 @@ def caption_likelihoods(model: CLIP, image_tokens: Tensor, captions: Tensor) -> 
         logits = prefixes.extend(tokens.repeat(len(image_tokens))[:, None], rows)  # (BK, V)
         levels = logits.logsumexp(dim=1).view(-1, width)
         found = logits.view(-1, width, logits.shape[1])[:, nodes[active], captions[active, place + 1]]
-        if total is None:
-            total = logits.new_zeros(len(image_tokens), len(captions))
         total[:, active] += found - levels[:, nodes[active]]
-    assert total is not None
     return total
 
 
@@ -127,10 +120,8 @@ class Prefixes:
         image_tokens = self._decoder.projected(image_tokens)
         self._images = [block.keys_values(image_tokens) for block in self._decoder.cross_blocks]
         text = model.transformer.blocks if model.text is None else []
-        self._cached = [
-            Cached() for _ in self._decoder.blocks or text
-        ]  # of the blocks before cross-attention
-        self._text = [Cached() for _ in text]  # of a text tower that is computed first
+        self._text = [Cached() for _ in text]  # of a text tower before the decoder
+        self._cached = [Cached() for _ in self._decoder.blocks or text]  # of the decoder
         self.tokens = torch.empty(len(image_tokens), 0, dtype=torch.int64, device=image_tokens.device)
 
     def extend(self, tokens: Tensor, rows: Tensor | None = None) -> Tensor:
@@ -156,10 +147,10 @@ class Prefixes:
         text = self._model.decoder_input(self.tokens, first=first, cached=self._text)
         x = self._decoder.embed(tokens, first=first) if text is None else text.x
         hidden = self._decoder.through_blocks(x, self._cached, self._images, text)[:, -1]
-        logits = hidden @ self._decoder.text_projection
+        logits = self._decoder.logits(hidden)
         if not logits.sum().isfinite():
             raise DataError("the model's logits of captions are not finite: its weights are damaged")
-        return logits if logits.dtype == torch.float64 else logits.float()
+        return logits
 
 
 def check_generation(

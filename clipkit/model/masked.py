@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipkit.model.architectures import COLORS
-from clipkit.model.towers import VisionTransformer, cut_patches, draws, kept_patches
+from clipkit.model.towers import VisionTransformer, at_least_float32, cut_patches, draws, kept_patches
 
 __all__ = ["TARGETS", "MaskedPatchHead", "Target", "corrupted"]
 
@@ -112,9 +112,7 @@ class MaskedPatchHead(nn.Module):
         index = (chosen + 1)[..., None].expand(-1, -1, tokens.shape[-1])  # token 0 is the class token
         outputs = self.head(tokens.gather(1, index)).flatten(0, 1)  # (N, outputs)
         with torch.autocast(images.device.type, enabled=False):  # losses are computed in at least float32
-            if outputs.dtype != torch.float64:
-                outputs = outputs.float()
-            return TARGETS[self.target].loss(outputs, labels.flatten(0, 1))
+            return TARGETS[self.target].loss(at_least_float32(outputs), labels.flatten(0, 1))
 
     @torch.no_grad()
     def initialize(self) -> None:

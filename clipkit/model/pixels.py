@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from clipkit.model.towers import at_least_float32
+
 __all__ = ["PixelTransformer", "even_palette"]
 
 _EPSILON = 1e-5  # of the norms
@@ -115,8 +117,7 @@ class PixelTransformer(nn.Module):
             colors = colors.gather(1, chosen)
         logits = self.proj_colors(tokens).flatten(0, 1)  # (N, C)
         with torch.autocast(images.device.type, enabled=False):
-            logits = logits if logits.dtype == torch.float64 else logits.float()
-            return F.cross_entropy(logits, colors.flatten(), reduction="sum")
+            return F.cross_entropy(at_least_float32(logits), colors.flatten(), reduction="sum")
 
     @torch.no_grad()
     def completed(self, colors: Tensor, *, temperature: float = 1.0, generator: torch.Generator) -> Tensor:

@@ -24,8 +24,8 @@ from clipkit.model.resample import fitted_grid
 __all__ = [
     "Attention", "AttentionFunction", "BagOfWordsTower", "Cached", "ClassTableTower", "Kernel", "Packed", "Padded",
     "PooledEncoder", "QuickGELU", "ResidualAttentionBlock", "Rows", "Transformer", "VisionTransformer",
-    "attention_by_length", "attention_varlen", "chosen_rows", "cut_patches", "draws", "initialize_block",
-    "kept_patches", "pack", "unit_halves", "varlen_runs",
+    "at_least_float32", "attention_by_length", "attention_varlen", "chosen_rows", "cut_patches", "draws",
+    "initialize_block", "kept_patches", "pack", "unit_halves", "varlen_runs",
 ]  # fmt: skip
 
 
@@ -235,6 +235,11 @@ def attention_by_length(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends
 
 Rows: TypeAlias = Padded | Packed
 Kernel: TypeAlias = Callable[["ResidualAttentionBlock", Tensor, Rows], Tensor]
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    """Convert values of lower precision to float32."""
+    return values if values.dtype == torch.float64 else values.float()
 
 
 class QuickGELU(nn.Module):

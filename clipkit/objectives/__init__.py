@@ -52,7 +52,7 @@ _DIVERGENCE = late("clipkit.objectives.distill:batch_divergence")
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """What other code needs to know about an objective.
+    """The registry entry of an objective.
 
     Attributes:
         summary: a sentence for ``train.py --settings``.

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from clipkit.config import DistillConfig
 from clipkit.distributed import sum_over_ranks
+from clipkit.model.towers import at_least_float32
 from clipkit.objectives import Targets
 from clipkit.objectives.distill import Teaching
-from clipkit.objectives.tiles import GlobalBatch, at_least_float32
+from clipkit.objectives.tiles import GlobalBatch
 
 __all__ = [
     "class_chance",

@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from clipkit.distributed import greatest_over_ranks, sum_over_ranks
+from clipkit.model.towers import at_least_float32
 from clipkit.objectives import Targets
 from clipkit.objectives.tiles import (
     ColumnSums,
     FeatureGradients,
     GlobalBatch,
     OwnPairs,
-    at_least_float32,
     check_features,
     counts_alike,
     positive_pairs,

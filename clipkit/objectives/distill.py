@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from clipkit.config import DistillConfig
+from clipkit.model.towers import at_least_float32
 from clipkit.objectives.tiles import (
     ColumnSums,
     FeatureGradients,
     GlobalBatch,
-    at_least_float32,
     check_features,
     row_sums,
     softmaxes,

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from clipkit.model.towers import at_least_float32
 from clipkit.objectives import Targets
 from clipkit.objectives.tiles import (
     FeatureGradients,
     GlobalBatch,
     OwnPairs,
-    at_least_float32,
     check_features,
     counts_alike,
     positive_pairs,

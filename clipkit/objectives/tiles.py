@@ -28,7 +28,7 @@ from clipkit.distributed import (
 )
 
 __all__ = [
-    "ColumnSums", "FeatureGradients", "GlobalBatch", "OwnPairs", "at_least_float32", "check_features",
+    "ColumnSums", "FeatureGradients", "GlobalBatch", "OwnPairs", "check_features",
     "counts_alike", "positive_pairs", "row_sums", "softmaxes", "tile_height", "tiles",
     "with_own_negatives",
 ]  # fmt: skip
@@ -184,11 +184,6 @@ def with_own_negatives(texts: Tensor, has: Tensor | None) -> tuple[Tensor, Tenso
         return texts, None
     captions, negatives = texts.chunk(2)
     return captions, negatives
-
-
-def at_least_float32(features: Tensor) -> Tensor:
-    """Convert features of lower precision to float32."""
-    return features if features.dtype == torch.float64 else features.float()
 
 
 def check_features(image_features: Tensor, text_features: Tensor) -> None:

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from clipkit.distributed import sum_over_ranks
-from clipkit.model.towers import words_of
+from clipkit.model.towers import at_least_float32, words_of
 from clipkit.objectives import Targets
-from clipkit.objectives.tiles import GlobalBatch, at_least_float32, tile_height
+from clipkit.objectives.tiles import GlobalBatch, tile_height
 
 __all__ = ["word_figures", "word_loss", "word_objective"]
 

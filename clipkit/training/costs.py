@@ -396,8 +396,8 @@ def memory_of(work: Workload) -> Memory:
     decoder = 0
     if shape.decoder is not None and (tokens := shape.vision.tokens(shape.embed_dim)) is not None:
         kept_patches = _kept_patches(work)
-        seen = tokens[0] if kept_patches is None else 1 + kept_patches
-        of_row = shape.decoder.decoder_bytes(seen, bf16=work.bf16, recompute=work.recompute)
+        image_tokens = tokens[0] if kept_patches is None else 1 + kept_patches
+        of_row = shape.decoder.decoder_bytes(image_tokens, bf16=work.bf16, recompute=work.recompute)
         # the gradients of the vocabulary's projection and of the predicted tokens are computed in the forward pass
         if shape.decoder.feed == "shared":
             count = shape.decoder.context_length

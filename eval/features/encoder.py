@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipkit import CLIP
-from clipkit.errors import DataError
+from clipkit.errors import ConfigError, DataError
 from clipkit.files import NO_TRAITS, FileLock, TraitCounts, Traits
 from clipkit.formats import model_hash
 from clipkit.model import (
@@ -133,7 +133,15 @@ class Encoder:
         return self.model.logit_scale.device
 
     def of_prefix(self, dim: int) -> "Encoder":
-        """Return an encoder of the same features of which only the first ``dim`` elements are used."""
+        """Return an encoder of the same features of which only the first ``dim`` elements are used.
+
+        Raises:
+            ConfigError: they have fewer.
+        """
+        if not 1 <= dim <= self.model.dim:
+            raise ConfigError(
+                f"dims: {dim} is invalid: expected 1 to {self.model.dim}, the embedding dimension"
+            )
         one = copy(self)
         one.dim, one._classifiers = dim, {}
         return one
