@@ -1,4 +1,4 @@
-"""Measure compact embeddings of a trained model: recall@10 against float32, bytes per row, and speed of exact search.
+"""Measure compact embeddings of a trained model: recall@10 against float32, bytes per row, speed of exact search.
 
     torchrun train.py configs/quickstart.toml loss.dims=[16,32,64] out=runs/compact
     python -m bench.compact runs/compact [--dataset glyphs] [--rows 1000000] [--queries 20]

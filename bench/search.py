@@ -5,8 +5,8 @@
 The rows are synthetic: 1,000 random centers, and random noise around them. Of "isotropic" rows, all directions have
 the same variance, so that a cluster has as many dimensions as the space, which is harder for a graph of neighbors
 than the embeddings of models. Of "spectrum" rows, the variance of the i-th direction of centers and noise falls as
-1 / i, in randomly rotated axes; the variance of embeddings falls as well, though not by this law. Queries are further
-rows of the same kind. Embeddings are stored in float16 as ``clipkit encode`` does.
+1 / i, in randomly rotated axes; the variance of embeddings falls as well, though not by this law. Queries are
+further rows of the same kind. Embeddings are stored in float16 as ``clipkit encode`` does.
 
 Exact search: isotropic rows, top 20; faiss and numpy hold the rows in float32, and queries of the three alternate.
 Memory is the growth of anonymous memory, so mapped files do not count. Index: top 10 of both kinds of rows, recall

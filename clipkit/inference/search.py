@@ -280,7 +280,7 @@ class Embeddings:
             if index.covers.get(part.number) == part.stamp
         }
         near = index.near(query.numpy(), max(_LEAST_CANDIDATES, _CANDIDATES * k)) if covered else {}
-        ranked = []
+        ranked = list[tuple[float, int, int]]()
         for number, rows in near.items():
             if number in covered:
                 scores = (parts[covered[number]].floats(rows) @ query).tolist()

@@ -218,14 +218,15 @@ def test_forms_of_many_parts(address: str) -> None:
 
 
 def test_uploads_that_take_too_long_are_ended(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import uvicorn
+
     from clipkit.inference import search, serve
 
     monkeypatch.setattr(serve, "_UPLOAD_SECONDS", 0.5)
     one = serve.Collection(
         name="one", embeddings=search.Embeddings(made / "one"), model=clipkit.load(made / "model_one")
     )
-    config = serve.uvicorn.Config(serve.application([one]), port=0, log_level="critical")
-    server = serve.uvicorn.Server(config)
+    server = uvicorn.Server(uvicorn.Config(serve.application([one]), port=0, log_level="critical"))
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:
@@ -320,9 +321,9 @@ def test_new_images_are_found_without_a_restart(made: Path, tmp_path: Path, inde
         assert get(f"{address}api/search?text=noise")["rows"] == 4
         assert nearest(51)[0] == "51.png"
         add(54, 55, 56)
-        index_changes = (lambda: None, index)  # the index lacks the new ones, then it has them
-        for change in index_changes:
-            change()
+        for later in (False, True):  # an index lacks the new ones, then it has them
+            if later:
+                index()
             assert get(f"{address}api/search?text=noise")["rows"] == 7
             for number in range(50, 57):
                 assert nearest(number)[0] == f"{number}.png"
