@@ -152,7 +152,10 @@ def write_index(
             covers[number] = stamp
         path = own / f"rows-{secrets.token_hex(8)}.usearch"
         with replacing(path, durable=True) as temporary:
-            engine.save(temporary)
+            try:
+                engine.save(temporary)
+            except RuntimeError as error:
+                raise DataError(f"cannot write {own}: {error}; is the disk full?") from error
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         described: Mapping[str, Any] = {

@@ -260,8 +260,8 @@ class Embeddings:
             raise DataError(f"the query has dimension {query.numel()}, the embeddings have {self.width}")
         masks = [self._mask(part, filters or {}) for part in parts]
         ranked = None
-        if self._index is not None and not filters and k <= _MOST_FROM_INDEX:
-            ranked = self._from_index(self._index[1], parts, query, k)
+        if (index := self._index) is not None and not filters and k <= _MOST_FROM_INDEX:
+            ranked = self._from_index(index[1], parts, query, k)
         if ranked is None:
             ranked = self._compared(dict(enumerate(parts)), masks, query, k)
         return [self._hit(parts[place], row, -score) for score, place, row in sorted(ranked)[:k]]
@@ -280,7 +280,7 @@ class Embeddings:
             if index.covers.get(part.number) == part.stamp
         }
         near = index.near(query.numpy(), max(_LEAST_CANDIDATES, _CANDIDATES * k)) if covered else {}
-        ranked = []
+        ranked = list[tuple[float, int, int]]()
         for number, rows in near.items():
             if number in covered:
                 scores = (parts[covered[number]].floats(rows) @ query).tolist()
@@ -288,7 +288,8 @@ class Embeddings:
                 ranked += zip([-one for one in scores], places, rows.tolist(), strict=True)
         if len(ranked) < min(k, sum(len(parts[place].rows) for place in covered.values())):
             return None
-        rest = {place: part for place, part in enumerate(parts) if place not in covered.values()}
+        indexed = {*covered.values()}
+        rest = {place: part for place, part in enumerate(parts) if place not in indexed}
         return ranked + self._compared(rest, [None] * len(parts), query, k) if rest else ranked
 
     @staticmethod

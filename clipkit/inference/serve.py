@@ -18,7 +18,7 @@ from threading import Semaphore
 from typing import Annotated, Any
 
 import uvicorn
-from fastapi import FastAPI, Query as QueryField, Request, UploadFile
+from fastapi import FastAPI, HTTPException, Query as QueryField, Request, UploadFile
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field, StringConstraints
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -252,8 +252,11 @@ class _Guard:
 
         async def in_time() -> Message:
             nonlocal complete
-            async with asyncio.timeout_at(None if complete else until):
-                message = await receive()
+            try:
+                async with asyncio.timeout_at(None if complete else until):
+                    message = await receive()
+            except TimeoutError as error:
+                raise HTTPException(408, f"expected the request within {_UPLOAD_SECONDS:g} s") from error
             complete = complete or not message.get("more_body", False)
             return message
 

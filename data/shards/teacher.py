@@ -311,7 +311,7 @@ def _common(one: Sequence[str], other: Sequence[str]) -> int:
 
 def _is_compact(manifest: Mapping[str, Any]) -> bool:
     """Return whether embeddings are stored in another dtype than float16."""
-    return manifest.get("dtype", "float16") != "float16"
+    return bool(manifest.get("dtype", "float16") != "float16")
 
 
 def _numbered(folder: Path) -> dict[int, Path]:

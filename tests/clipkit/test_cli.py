@@ -36,6 +36,7 @@ NEEDED = {
     "complete": ["a.png", "--model", "b", "--out", "c.png"],
     "explain": ["x.jpg", "a cat", "--model", "m", "--out", "o.png"],
     "search": ["e", "x"],
+    "index": ["e"],
     "serve": ["e"],
     "export": ["m", "o"],
     "interpolate": ["a", "b", "--out", "o"],

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import resource
 import shutil
 from pathlib import Path
 
@@ -131,13 +132,8 @@ def test_damaged_indexes_are_refused(folder: Path, tmp_path: Path, monkeypatch: 
             Embeddings(folder)
     assert not ran.exists() and len(Embeddings(folder, exact=True)) == 800
     graph.write_bytes(content)
-    for changed in (
-        [],
-        {},
-        stored | {"format": 2},
-        stored | {"covers": {"0": [1]}},
-        stored | {"file": "../../etc/passwd"},
-    ):
+    wrong: list[object] = [[], {}, stored | {"format": 2}, stored | {"covers": {"0": [1]}}]
+    for changed in [*wrong, stored | {"file": "../../etc/passwd"}, stored | {"rows": 1}]:
         described.write_text(json.dumps(changed))
         with pytest.raises(DataError, match="is damaged"):
             Embeddings(folder)
@@ -159,3 +155,16 @@ def test_damaged_indexes_are_refused(folder: Path, tmp_path: Path, monkeypatch: 
         Embeddings(folder)
     shutil.rmtree(folder / "index")
     assert len(Embeddings(folder).search(torch.from_numpy(rows_of(1, 1)[0]), 3)) == 3
+
+
+def test_a_full_disk_leaves_the_earlier_index(folder: Path) -> None:
+    """A limit on the size of files stands for it."""
+    write(folder, rows_of(4, 50).astype(np.float16), first=2)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))  # Python ignores the signal
+    try:
+        with pytest.raises(DataError, match=r"cannot write .*index: .* is the disk full"):
+            index(folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert Embeddings(folder).unindexed == 50 and len(list((folder / "index").iterdir())) == 2

@@ -9,11 +9,12 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 import zlib
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -52,13 +53,21 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def encode(folder: Path, name: str, *sources: Path, out: Path | None = None) -> None:
+def encode(
+    folder: Path, name: str, *sources: Path, out: Path | None = None, more: Sequence[str] = ()
+) -> None:
     options = ["--model", str(folder / f"model_{name}"), "--out", str(out or folder / name), "--quiet"]
-    assert dispatch(["encode", *map(str, sources), *options]) == 0
+    assert dispatch(["encode", *map(str, sources), *options, *more]) == 0
+
+
+class Address(str):
+    """An address, and the process that serves it."""
+
+    pid: int
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[str]:
+def serving(*arguments: str) -> Iterator[Address]:
     """Run a server on a free port; the address with the token."""
     command = [sys.executable, "-m", "clipkit", "serve", *arguments, "--port", "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -68,13 +77,15 @@ def serving(*arguments: str) -> Iterator[str]:
             line = server.stdout.readline()
             found = re.search(r"http://\S+", line)
             assert found, line
-            yield found[0]
+            address = Address(found[0])
+            address.pid = server.pid
+            yield address
         finally:
             server.terminate()
 
 
 @pytest.fixture(scope="module")
-def address(made: Path) -> Iterator[str]:
+def address(made: Path) -> Iterator[Address]:
     with serving(str(made / "one"), str(made / "two")) as found:
         yield found
 
@@ -177,6 +188,70 @@ def test_hostile_uploads(address: str) -> None:
         assert connection.getresponse().status == 411
 
 
+def test_an_upload_of_100_megabytes_takes_no_memory(address: Address) -> None:
+    def peak() -> int:
+        lines = Path(f"/proc/{address.pid}/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+    body, kind = form(bytes(100))
+    status(f"{address}api/search", body, **{"Content-Type": kind})  # imports what an upload needs
+    place, before = urlsplit(address), peak()
+    head = f"POST /api/search HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nContent-Length: "
+    for length in (100 << 20, 1000):  # the other one sends more than it announces
+        with socket.create_connection((place.hostname, place.port), timeout=60) as client:
+            client.sendall(f"{head}{length}\r\n\r\n".encode())
+            with suppress(OSError):  # the server need not read it all
+                for _ in range(100):
+                    client.sendall(bytes(1 << 20))
+            with suppress(OSError):
+                assert client.recv(20)[9:12] in (b"413", b"400", b"")
+    assert get(f"{address}api/search?text=a")["rows"] == 12
+    assert peak() - before < 40 << 20
+
+
+def test_forms_of_many_parts(address: str) -> None:
+    one = b'--edge\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\nx\r\n'
+    for parts, expected in ((one * 9, "expected at most 8 files"), (one * 20_000, "Too many files")):
+        kind = "multipart/form-data; boundary=edge"
+        code, text = status(f"{address}api/search", parts + b"--edge--\r\n", **{"Content-Type": kind})
+        assert code == 400 and expected in text
+
+
+def test_uploads_that_take_too_long_are_ended(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import uvicorn
+
+    from clipkit.inference import search, serve
+
+    monkeypatch.setattr(serve, "_UPLOAD_SECONDS", 0.5)
+    one = serve.Collection(
+        name="one", embeddings=search.Embeddings(made / "one"), model=clipkit.load(made / "model_one")
+    )
+    server = uvicorn.Server(uvicorn.Config(serve.application([one]), port=0, log_level="critical"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    place = server.servers[0].sockets[0].getsockname()
+    head = b"POST /api/search HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n"
+    head += b"Content-Type: multipart/form-data; boundary=edge\r\n\r\n--edge\r\n"
+    try:
+        with socket.create_connection(place, timeout=60) as client:
+            client.sendall(head)
+            answer = b"".join(iter(lambda: client.recv(10_000), b""))  # until the server closes
+        assert answer.startswith(b"HTTP/1.1 408 ") and b"within" in answer
+        assert get(f"http://127.0.0.1:{place[1]}/api/search?text=a")["rows"] == 12
+    finally:
+        server.should_exit = True
+        thread.join(60)
+
+
+def test_captions_are_escaped_on_pages(made: Path, tmp_path: Path) -> None:
+    page = tmp_path / "found.html"
+    assert dispatch(["search", str(made / "one"), EVIL, "--html", str(page)]) == 0
+    html = page.read_text(encoding="utf-8")
+    assert "<img src=x" not in html and html.count("&lt;img src=x") >= 2  # title and caption
+
+
 def test_slow_clients_hinder_no_other(address: str) -> None:
     place = urlsplit(address)
     assert place.hostname is not None and place.port is not None
@@ -218,20 +293,43 @@ def test_other_addresses_require_a_token(made: Path) -> None:
         assert status(f"{plain}api/search?text=a", Cookie=cookie.partition(";")[0])[0] == 200
 
 
-def test_new_images_are_found_without_a_restart(made: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("indexed", [False, True])
+def test_new_images_are_found_without_a_restart(made: Path, tmp_path: Path, indexed: bool) -> None:
+    if indexed:
+        pytest.importorskip("usearch")
     out, images = tmp_path / "embeddings", tmp_path / "images"
     images.mkdir()
-    noise(50).save(images / "50.png")
-    encode(made, "one", images, out=out)
+
+    def add(*numbers: int) -> None:
+        for number in numbers:
+            noise(number).save(images / f"{number}.png")
+        encode(made, "one", images, out=out, more=["--rows-per-file", "2"])
+
+    def nearest(number: int) -> list[str]:
+        body, kind = form((images / f"{number}.png").read_bytes())
+        code, text = status(f"{address}api/search?k=3", body, **{"Content-Type": kind})
+        assert code == 200
+        return [Path(one["path"]).name for one in json.loads(text)["results"]]
+
+    def index() -> None:
+        if indexed:
+            assert dispatch(["index", str(out), "--quiet"]) == 0
+
+    add(50, 51, 52, 53)
+    index()
     with serving(str(out)) as address:
-        assert get(f"{address}api/search?text=noise")["rows"] == 1
-        noise(51).save(images / "51.png")
-        encode(made, "one", images, out=out)
-        found = get(f"{address}api/search?text=noise")
-        assert found["rows"] == 2 and {Path(one["path"]).name for one in found["results"]} == {
-            "50.png",
-            "51.png",
-        }
+        assert get(f"{address}api/search?text=noise")["rows"] == 4
+        assert nearest(51)[0] == "51.png"
+        add(54, 55, 56)
+        for later in (False, True):  # an index lacks the new ones, then it has them
+            if later:
+                index()
+            assert get(f"{address}api/search?text=noise")["rows"] == 7
+            for number in range(50, 57):
+                assert nearest(number)[0] == f"{number}.png"
+        (images / "50.png").write_bytes((images / "56.png").read_bytes())  # replaced
+        add()
+        assert set(nearest(56)[:2]) == {"50.png", "56.png"}
 
 
 def test_what_cannot_be_served(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
