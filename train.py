@@ -274,7 +274,7 @@ def main(arguments: Arguments) -> int:
                 features = compute.gradients(trained, batch, step, watch)
                 parallel.complete_gradients(model)
                 if config.optim.sam:
-                    with sam.uphill(model, config.optim.sam):
+                    with sam.perturbed_weights(model, config.optim.sam):
                         compute.gradients(trained, batch, step, watch)
                         parallel.complete_gradients(model)
                 norm_here = parallel.clip_gradients(model, config.optim.clip_norm)

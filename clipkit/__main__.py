@@ -382,11 +382,11 @@ With --out, running the same command again resumes it.""",
         stopped="with --out, run the same command again to resume",
     ),
     "explain": Command(
-        summary="show where in an image texts are (LeGrad)",
+        summary="write heatmaps of texts in an image (LeGrad)",
         epilog="""\
-FILE shows the part of the image that the model gets, and for each PROMPT its
-heat from black to yellow, on its own scale: where it would be, not whether it
-is there.
+FILE shows the preprocessed image, and a heatmap of each PROMPT from black to
+yellow, scaled to its maximum: a heatmap shows where a text would be, not whether
+the image contains it.
 
   clipkit explain photo.jpg "a cat" "a dog" --model runs/pets --out heat.png""",
         run="clipkit.inference.explain:run",
@@ -396,7 +396,7 @@ is there.
     "complete": Command(
         summary="complete an image with Image GPT",
         epilog="""\
-FILE shows the image in the model's colors, what is given of it, and samples.
+FILE shows the image in the model's palette, its given part, and samples.
 
   clipkit complete photo.jpg --model runs/pixels --out completed.png""",
         run="clipkit.inference.complete:run",

@@ -308,7 +308,7 @@ COMMANDS = {
         run="eval.commands:soup",
     ),
     "internals": Command(
-        summary="build a page of what an image tower learned: filters, attention, similarity of layers",
+        summary="build a page that analyzes an image tower: filters, attention, similarity of layers",
         arguments=_internals_arguments,
         run="eval.report.internals_page:run",
     ),

@@ -1,6 +1,6 @@
-"""What an image tower has learned: filters, position embeddings, attention, and similarity of its layers.
+"""Analysis of an image tower: filters, position embeddings, attention, and similarity of its layers.
 
-Works for towers of clipkit, open_clip and timm; what a tower does not have is left out.
+Supports towers of clipkit, open_clip and timm. Parts that a tower does not have are skipped.
 
 Letters in shape comments: B images, N tokens, H heads, L layers, g patches along a side, p patch side in pixels.
 """
@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from clipkit import CLIP
 from clipkit.errors import ConfigError
-from clipkit.model import attention_blocks, attention_maps, evaluating, patch_grid
+from clipkit.model import attention_blocks, attention_maps, encode_all_tokens, evaluating, patch_grid
 
 __all__ = [
     "Internals",
+    "analyze",
     "attention_distances",
     "compare_layers",
     "hsic",
     "layers_of",
-    "look_inside",
     "rollout",
 ]
 
@@ -36,7 +36,7 @@ _MAP_VALUES = 1 << 26  # attention weights in memory at a time
 
 @dataclass(kw_only=True)
 class Internals:
-    """What is shown of a model; fields that do not apply to its tower are None or empty.
+    """Results of ``analyze``; fields that do not apply to the tower are None or empty.
 
     Attributes:
         filters: (K, 3, p, p) float32, the first right singular vectors of the first convolution.
@@ -54,13 +54,13 @@ class Internals:
 
 
 @torch.no_grad()
-def look_inside(model: CLIP, images: Tensor, *, shown: int = 6) -> Internals:
-    """Compute everything that needs one model.
+def analyze(model: CLIP, images: Tensor, *, shown: int = 6) -> Internals:
+    """Analyze the image tower of one model.
 
     Args:
         model: the model.
         images: (B, 3, S, S) uint8 on its device.
-        shown: number of images with a rollout, the first ones.
+        shown: number of images for which attention is rolled out, the first ones.
     """
     found = Internals(filters=_filters(model), positions=_positions(model))
     with evaluating(model):
@@ -74,7 +74,7 @@ def look_inside(model: CLIP, images: Tensor, *, shown: int = 6) -> Internals:
         for part in images.split(_images_at_a_time(model, images)):
             own: list[Tensor] = []
             with attention_maps(model, lambda _, weights, own=own: own.append(weights)):  # type: ignore[misc]
-                _ = _encoded(model, part)
+                encode_all_tokens(model, part)
             if not own or own[0].shape[0] != len(part) or own[0].shape[-1] != own[0].shape[-2]:
                 return found  # attention within windows
             distances = torch.stack([attention_distances(one, images.shape[-1]) for one in own]).cpu()
@@ -96,18 +96,11 @@ def _images_at_a_time(model: CLIP, images: Tensor) -> int:
     return max(1, _MAP_VALUES // (len(blocks) * heads * (1 + (side // int(patch)) ** 2) ** 2))
 
 
-def _encoded(model: CLIP, images: Tensor) -> Tensor:
-    """Encode images; all tokens in the last block, too."""
-    if model.architecture.vision.plain is not None:
-        return model.image_tokens(images)[0]
-    return model.encode_image(images)
-
-
 def attention_distances(weights: Tensor, image_size: int) -> Tensor:
-    """Sum over images the mean distance of what patches attend to, in pixels (Dosovitskiy et al. 2021, figure 7).
+    """Sum the mean attention distance over images, in pixels (Dosovitskiy et al. 2021, figure 7).
 
     Args:
-        weights: (B, H, N, N) attention of a block. Attention to other tokens than patches is left out.
+        weights: (B, H, N, N), the attention of a block. Attention to tokens that are not patches is ignored.
         image_size: side of the images in pixels.
 
     Returns:
@@ -127,10 +120,10 @@ def rollout(maps: Sequence[Tensor]) -> Tensor:
     """Roll attention out over layers (Abnar & Zuidema 2020, https://arxiv.org/abs/2005.00928).
 
     Args:
-        maps: (B, H, N, N) of each block.
+        maps: (B, H, N, N), the attention of each block.
 
     Returns:
-        (B, g, g) float32, 0 … 1: the class token's, or the mean over patches if there is none.
+        (B, g, g) float32, 0 … 1: the attention of the class token, or the mean over patches if there is none.
     """
     total: Tensor | None = None
     for weights in maps:
@@ -172,7 +165,7 @@ def _positions(model: CLIP) -> Tensor | None:
 
 
 def layers_of(model: CLIP) -> dict[str, nn.Module]:
-    """Return the layers of the image tower by name, in order: blocks and stages that are in no other."""
+    """Return the layers of the image tower by name, in order: the outermost blocks and stages."""
 
     def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
         for name, child in module.named_children():
@@ -226,7 +219,7 @@ def _grams(model: CLIP, images: Tensor) -> Tensor:
     with ExitStack() as after, evaluating(model):
         for layer in layers_of(model).values():
             after.callback(layer.register_forward_hook(gram).remove)
-        _encoded(model, images)
+        encode_all_tokens(model, images)
     return torch.stack(found)
 
 

@@ -1,4 +1,4 @@
-"""``clipkit complete``: draw the lower part of an image with Image GPT, as a PNG."""
+"""``clipkit complete``: complete the lower part of an image with Image GPT, and write samples as a PNG."""
 
 import argparse
 
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _picture(colors: Tensor, palette: Tensor, side: int) -> Image.Image:
-    """Return colors (P,) as an enlarged picture; -1 is white."""
+    """Return colors (P,) as an enlarged image; -1 is white."""
     values = ((palette[colors.clamp(min=0)] + 1) * 127.5).round()
     values[colors < 0] = 255
     picture = Image.fromarray(values.view(side, side, 3).to(torch.uint8).cpu().numpy())

@@ -1,4 +1,4 @@
-"""``clipkit explain``: show where in an image prompts are, as a PNG."""
+"""``clipkit explain``: write heatmaps of prompts in an image as a PNG."""
 
 import argparse
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from clipkit.model.preprocess import Preprocess, eval_pixels
 
 __all__ = ["SIDE", "check_files", "heat_colors", "overlay", "run", "sheet", "write_png"]
 
-SIDE, _MARGIN, _LINE = 320, 8, 20  # of a picture and its label, in pixels
+SIDE, _MARGIN, _LINE = 320, 8, 20  # of an image and its label, in pixels
 # colors of heat 0, 1/4, … 1 (Matplotlib's "inferno", every quarter)
 _COLORS = np.array(
     [(0, 0, 4), (87, 16, 110), (188, 55, 84), (249, 142, 9), (252, 255, 164)], dtype=np.float32
@@ -24,14 +24,14 @@ _COLORS = np.array(
 
 
 def heat_colors(heat: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
-    """Map heat (H, W), 0 … 1, to colors from black over red to yellow, (H, W, 3)."""
+    """Map heat (H, W), 0 … 1, to RGB colors (H, W, 3) from black through red to yellow."""
     at = np.linspace(0, 1, len(_COLORS))
     colors = np.stack([np.interp(heat, at, _COLORS[:, i]) for i in range(3)], axis=-1)
     return colors.astype(np.uint8)
 
 
 def overlay(picture: Image.Image, heat: npt.NDArray[np.float32]) -> Image.Image:
-    """Draw heat (g, g), 0 … 1, over a grey version of a square picture."""
+    """Draw heat (g, g), 0 … 1, over a square image in grayscale."""
     smooth = Image.fromarray(heat.astype(np.float32)).resize(picture.size, Image.Resampling.BICUBIC)
     level = np.clip(np.asarray(smooth), 0, 1)[..., None]  # (S, S, 1)
     colors = heat_colors(level[..., 0])
@@ -70,7 +70,7 @@ def check_files(image: Path, out: Path) -> None:
 
 
 def write_png(picture: Image.Image, out: Path) -> None:
-    """Write a picture, completely or not at all, and say so; DataError if that is not possible."""
+    """Write an image atomically and print its path; DataError if it cannot be written."""
     try:
         with replacing(out) as partial:
             picture.save(partial, format="PNG")
@@ -80,13 +80,13 @@ def write_png(picture: Image.Image, out: Path) -> None:
 
 
 def _seen(file: Path, preprocess: Preprocess) -> Image.Image:
-    """Return the part of an image that the model gets, enlarged."""
+    """Return the preprocessed part of an image, enlarged."""
     pixels = eval_pixels(file, preprocess)  # (3, S, S)
     return Image.fromarray(pixels.permute(1, 2, 0).numpy()).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
 
 
 def sheet(pictures: Sequence[Image.Image], labels: Sequence[str]) -> Image.Image:
-    """Place pictures of ``SIDE`` pixels in a row, each with its label below."""
+    """Place images of ``SIDE`` pixels in a row, each with its label below."""
     step = SIDE + _MARGIN
     row = Image.new("RGB", (_MARGIN + step * len(pictures), SIDE + 2 * _MARGIN + _LINE), "white")
     draw, font = ImageDraw.Draw(row), ImageFont.load_default(14)

@@ -14,6 +14,7 @@ from .architectures import (
 from .attention import (
     attention_blocks as attention_blocks,
     attention_maps as attention_maps,
+    encode_all_tokens as encode_all_tokens,
     patch_grid as patch_grid,
     text_heatmaps as text_heatmaps,
 )

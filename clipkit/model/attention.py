@@ -1,7 +1,7 @@
-"""Where an image tower looks: attention maps and heatmaps of texts, for ViTs of clipkit, open_clip and timm.
+"""Attention maps and heatmaps of texts, for ViTs of clipkit, open_clip and timm.
 
-Towers call torch's ``scaled_dot_product_attention``, which returns no weights. It is replaced for a while by its
-formula, so no tower needs code of its own.
+Towers call torch's ``scaled_dot_product_attention``, which does not return its weights. It is temporarily replaced
+by its formula, so that no tower needs code of its own.
 
 Letters in shape comments: B images, T texts, H heads, N tokens of an image, g patches along a side, S image side.
 """
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from clipkit.errors import ConfigError
 from clipkit.model.clip import CLIP
 
-__all__ = ["attention_blocks", "attention_maps", "patch_grid", "text_heatmaps"]
+__all__ = ["attention_blocks", "attention_maps", "encode_all_tokens", "patch_grid", "text_heatmaps"]
 
 _replaced = threading.Lock()  # held while torch's function is replaced, in all threads
 
@@ -38,7 +38,7 @@ def attention_blocks(model: CLIP) -> list[nn.Module]:
                 found = list(module)
     if not found:
         raise ConfigError(
-            f"{model.name or 'the model'} has no ViT as its image tower, so no attention to show"
+            f"{model.name or 'the model'} has no ViT as its image tower, so there are no attention maps"
         )
     return found
 
@@ -51,13 +51,13 @@ def patch_grid(tokens: int) -> tuple[int, int]:
 
 @contextmanager
 def attention_maps(model: CLIP, use: Callable[[int, Tensor], Tensor | None]) -> Iterator[None]:
-    """Call ``use`` with the attention weights of each block when the image tower runs inside, in this thread.
+    """Call ``use`` with the attention weights of each block while this thread runs the image tower.
 
     Args:
-        model: see ``attention_blocks``. The last block of clipkit's own tower computes one token only, except in
-            ``CLIP.image_tokens``.
-        use: gets the number of the block and its weights (B, H, N, N), after the softmax; may return other
-            weights to go on with.
+        model: see ``attention_blocks``. The last block of clipkit's own tower computes a single token, except with
+            ``encode_all_tokens``.
+        use: a function of the number of the block and its weights (B, H, N, N), after the softmax; if it returns
+            weights, these are used instead.
     """
     blocks, here, at = attention_blocks(model), threading.get_ident(), [-1]
 
@@ -107,9 +107,9 @@ def attention_maps(model: CLIP, use: Callable[[int, Tensor], Tensor | None]) -> 
 
 
 def text_heatmaps(model: CLIP, images: Tensor, texts: Tensor) -> Tensor:
-    """Compute where in each image each text is: LeGrad (Bousselham et al. 2024, https://arxiv.org/abs/2404.03214).
+    """Compute heatmaps of texts in images by LeGrad (Bousselham et al. 2024, https://arxiv.org/abs/2404.03214).
 
-    The tokens after each block are read as if they were the last. The positive part of the gradient of their
+    The tokens after each block are read as if it were the last one. The positive part of the gradient of their
     similarity to the text with respect to the block's attention is averaged over heads, and summed over queries and
     blocks.
 
@@ -119,10 +119,10 @@ def text_heatmaps(model: CLIP, images: Tensor, texts: Tensor) -> Tensor:
         texts: (T, O) float32, unit norm.
 
     Returns:
-        (B, T, g, g) float32, at least 0, of any scale.
+        (B, T, g, g) float32, at least 0, without an upper bound.
 
     Raises:
-        ConfigError: the image tower is no ViT, or does not attend to all patches.
+        ConfigError: the image tower is not a ViT, or does not attend to all patches.
     """
     blocks, weights = attention_blocks(model), list[Tensor]()
 
@@ -138,17 +138,15 @@ def text_heatmaps(model: CLIP, images: Tensor, texts: Tensor) -> Tensor:
                     tokens = block(*given, **named)
                 if not weights or weights[0].shape[0] != len(images) or weights[0].shape[-2] < 2:
                     raise ConfigError(
-                        f"{model.name or 'the model'} does not attend to all patches at once: there is no heatmap"
+                        f"{model.name or 'the model'} does not attend to all patches at once: no heatmaps"
                     )
                 with _reading(blocks, tokens):
-                    features = F.normalize(_features(model, images), dim=-1)  # (B, O)
+                    features = F.normalize(encode_all_tokens(model, images), dim=-1)  # (B, O)
                 scores = (features @ texts.T.to(features.dtype)).sum(dim=0)  # (T,)
                 gradients = [torch.autograd.grad(one, weights, retain_graph=True)[0] for one in scores]
             found = torch.stack([one.clamp_(min=0).mean(dim=1).sum(dim=1) for one in gradients], dim=1)
             if found.shape[0] != len(images):
-                raise ConfigError(
-                    f"{model.name or 'the model'} attends within windows, which have no heatmap"
-                )
+                raise ConfigError(f"{model.name or 'the model'} attends within windows: no heatmaps")
             total = found.float() if total is None else total + found.float()  # (B, T, N)
     assert total is not None
     side, before = patch_grid(total.shape[-1])
@@ -158,7 +156,7 @@ def text_heatmaps(model: CLIP, images: Tensor, texts: Tensor) -> Tensor:
 
 @contextmanager
 def _constant(model: CLIP) -> Iterator[None]:
-    """Compute no gradients of parameters."""
+    """Disable gradients of the parameters."""
     trained = [one for one in model.parameters() if one.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -179,12 +177,12 @@ def _inputs(model: CLIP, blocks: list[nn.Module], images: Tensor) -> list[tuple[
                 lambda _, given, named: found.append((given, named)), with_kwargs=True
             )
             after.callback(hook.remove)
-        _features(model, images)
+        encode_all_tokens(model, images)
     return found
 
 
-def _features(model: CLIP, images: Tensor) -> Tensor:
-    """Encode images, with all tokens in the last block."""
+def encode_all_tokens(model: CLIP, images: Tensor) -> Tensor:
+    """Encode images (B, 3, S, S) as ``CLIP.encode_image`` does, computing all tokens in the last block too."""
     if model.architecture.vision.plain is not None:
         return model.image_tokens(images)[0]
     return model.encode_image(images)

@@ -1,4 +1,4 @@
-"""Image GPT (Chen et al. 2020): a transformer over the pixels of an image, each one of a palette's colors.
+"""Image GPT (Chen et al. 2020): a transformer over the pixels of an image, whose colors are those of a palette.
 
 It predicts the next pixel, or masked pixels as BERT does. As released: norms divide by the root mean square, there
 are no biases, the activation is QuickGELU, and the table that predicts colors is separate and starts at zero.
@@ -19,7 +19,7 @@ _EPSILON = 1e-5  # of the norms
 
 
 def even_palette(colors: int) -> Tensor:
-    """Return (C, 3) float32 colors in [-1, 1]: grays if C is no cube, else the same levels of each channel."""
+    """Return (C, 3) float32 colors in [-1, 1]: equal levels of each channel, or grays if C is not a cube."""
     levels = round(colors ** (1 / 3))
     if levels**3 != colors:
         return torch.linspace(-1, 1, colors)[:, None].repeat(1, 3)
@@ -33,7 +33,8 @@ class PixelTransformer(nn.Module):
         side: S.
         width, layers, heads: of the transformer.
         colors: C.
-        causal: whether pixels see only those before them, to predict the next; else masked ones are predicted.
+        causal: whether tokens attend to previous pixels only, to predict the next one; otherwise masked pixels are
+            predicted.
         output_dim: O.
 
     Attributes:
@@ -71,15 +72,15 @@ class PixelTransformer(nn.Module):
         pixels = images.flatten(2).transpose(1, 2).float()  # (B, P, 3)
         with torch.autocast(images.device.type, enabled=False), torch.no_grad():
             palette = self.palette.float()
-            # |x − c|² without |x|², which does not matter
+            # |x − c|² without |x|², which is the same for all colors
             distances = palette.square().sum(dim=1) - 2 * pixels @ palette.T  # (B, P, C)
             return distances.argmin(dim=-1)
 
     def outputs(self, colors: Tensor, chosen: Tensor | None = None) -> Tensor:
         """Compute normalized tokens (B, P, D) of colors (B, P).
 
-        If causal, token p depends on the pixels before p, otherwise on all pixels but the ``chosen`` ones, (B, K)
-        int64, which are masked.
+        If causal, token p depends on the pixels before p. Otherwise it depends on all pixels except the ``chosen``
+        ones, (B, K) int64, which are masked.
         """
         special = len(self.palette)
         if self.causal:
@@ -103,7 +104,7 @@ class PixelTransformer(nn.Module):
         return self.with_tokens(images)[0]
 
     def nll(self, images: Tensor, tokens: Tensor, chosen: Tensor | None = None) -> Tensor:
-        """Sum −log p of all pixels given those before them, or of the ``chosen`` ones given the others: a scalar.
+        """Sum −log p of all pixels given the previous ones, or of the ``chosen`` ones given the others: a scalar.
 
         Args:
             images: (B, 3, S, S), see ``colors_of``.
@@ -121,9 +122,9 @@ class PixelTransformer(nn.Module):
 
     @torch.no_grad()
     def completed(self, colors: Tensor, *, temperature: float = 1.0, generator: torch.Generator) -> Tensor:
-        """Draw the pixels that are missing at the end: (B, p) → (B, P) int64; only if causal."""
+        """Sample the missing last pixels: (B, p) → (B, P) int64; only if causal."""
         for place in range(colors.shape[1], len(self.positional_embedding)):
-            tokens = self.outputs(F.pad(colors, (0, 1)))[:, place]  # the last pixel is not used
+            tokens = self.outputs(F.pad(colors, (0, 1)))[:, place]  # does not depend on the padding
             odds = (self.proj_colors(tokens).float() / temperature).softmax(dim=-1)
             colors = torch.cat([colors, odds.multinomial(1, generator=generator)], dim=1)
         return colors

@@ -581,9 +581,7 @@ def unit_halves(features: Tensor) -> Tensor:
     to the class token and the second to the distillation token. Similarities of such features, scaled to unit norm
     as a whole, are the average of those of both halves, so averaging at test time needs no further code.
     """
-    if features.dtype != torch.float64:
-        features = features.float()
-    return F.normalize(features.unflatten(-1, (2, -1)), dim=-1).flatten(-2)
+    return F.normalize(at_least_float32(features).unflatten(-1, (2, -1)), dim=-1).flatten(-2)
 
 
 def tied_grid(places: Tensor) -> Tensor:

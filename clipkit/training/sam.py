@@ -9,14 +9,14 @@ from clipkit.model.clip import CLIP
 from clipkit.training.ema import RunningStatistics
 from clipkit.training.parallel import clip_gradients, drop_gathered, local_part
 
-__all__ = ["uphill"]
+__all__ = ["perturbed_weights"]
 
 
 @contextmanager
-def uphill(model: CLIP, radius: float) -> Iterator[None]:
-    """Move the weights by ``radius`` along the gradient of the global batch, and then back, bit for bit.
+def perturbed_weights(model: CLIP, radius: float) -> Iterator[None]:
+    """Move the weights by ``radius`` along the gradient of the global batch, and restore them bit for bit.
 
-    Inside, the gradients are None, and a forward pass does not change running statistics.
+    In the context, gradients start as None, and forward passes do not change running statistics.
 
     Args:
         model: a CLIP with gradients that are complete, see ``complete_gradients``.

@@ -24,7 +24,7 @@ from eval.datasets.dataset import EvalDataset
 from eval.datasets.targets import find_targets
 from eval.features.encoder import Encoder
 from eval.features.image_models import TIMM, ImageModel, load_image_model
-from eval.internals import Internals, compare_layers, look_inside
+from eval.internals import Internals, analyze, compare_layers
 from eval.report.charts import TEMPLATES
 from eval.results.scores import Score
 from eval.tasks import Options
@@ -33,9 +33,9 @@ from eval.tasks.subject import Subject
 
 __all__ = ["build_internals", "run"]
 
-_SIDE, _TILE = 192, 34  # of a picture and of a filter, in pixels
+_SIDE, _TILE = 192, 34  # of an image and of a filter, in pixels
 _COLUMNS = 7  # of filters
-_PICTURES = 6
+_IMAGES = 6  # with heatmaps and rollouts
 Pixels = npt.NDArray[np.uint8]
 
 
@@ -74,10 +74,8 @@ def build_internals(models: Sequence[CLIP], names: Sequence[str], dataset: EvalD
         raise DataError(f"dataset {dataset.name} has {len(dataset)} images: internals needs at least 4")
     pixels = [_pixels(dataset, numbers, model) for model in models]
     pixels = [one.to(model.logit_scale.device) for one, model in zip(pixels, models, strict=True)]
-    found = [
-        look_inside(model, images, shown=_PICTURES) for model, images in zip(models, pixels, strict=True)
-    ]
-    prompts = _prompts(dataset, numbers[:_PICTURES])
+    found = [analyze(model, images, shown=_IMAGES) for model, images in zip(models, pixels, strict=True)]
+    prompts = _prompts(dataset, numbers[:_IMAGES])
     views = []
     for model, name, inside, images in zip(models, names, found, pixels, strict=True):
         views.append(
@@ -87,8 +85,8 @@ def build_internals(models: Sequence[CLIP], names: Sequence[str], dataset: EvalD
                 "positions": _positions(inside),
                 "distances": _dots(inside.distances, images.shape[-1]),
                 "rollouts": _rollouts(inside, images),
-                "heat": _heat(model, images[:_PICTURES], prompts),
-                "likeness": _matrix(compare_layers(model, model, images, images)),
+                "heat": _heat(model, images[:_IMAGES], prompts),
+                "similarity": _matrix(compare_layers(model, model, images, images)),
                 "bias": _shape_bias(model, dataset),
                 "layers": inside.layers,
                 "side": images.shape[-1],
@@ -100,7 +98,7 @@ def build_internals(models: Sequence[CLIP], names: Sequence[str], dataset: EvalD
     tower = "towers" if len(models) > 1 else "tower"
     return TEMPLATES.get_template("internals.html").render(
         title=" and ".join(names),
-        lead=f"What the image {tower} learned, on {len(numbers):,} images of {dataset.name}.",
+        lead=f"Analysis of the image {tower} on {len(numbers):,} images of {dataset.name}.",
         notes=[],
         views=views,
         between=between,
@@ -120,7 +118,7 @@ def _pixels(dataset: EvalDataset, numbers: Sequence[int], model: CLIP) -> Tensor
 
 
 def _prompts(dataset: EvalDataset, numbers: Sequence[int]) -> list[list[str]]:
-    """Return up to two texts for each image: its own, and that of the next image with another one."""
+    """Return up to two texts for each image: its own, and the next one that differs from it."""
     own: list[str] = []
     for number in numbers:
         if dataset.labels is not None and dataset.labels.ndim == 1 and dataset.class_names:
@@ -199,7 +197,7 @@ def _rollouts(inside: Internals, images: Tensor) -> list[tuple[Markup, Markup]]:
 def _heat(
     model: CLIP, images: Tensor, prompts: Sequence[Sequence[str]]
 ) -> list[tuple[Markup, list[tuple[str, Markup]]]]:
-    """Return each image with the heat of its texts; none if the model reads no texts or has no ViT."""
+    """Return each image with the heatmaps of its texts; none without a text tower or without a ViT."""
     try:
         attention_blocks(model)
         found = []
@@ -213,7 +211,7 @@ def _heat(
 
 
 def _shape_bias(model: CLIP, dataset: EvalDataset) -> Score | None:
-    """Return the shape bias on all images, if the dataset has textures and the model reads texts."""
+    """Return the shape bias on all images, if the dataset has textures and the model a text tower."""
     if "texture" not in dataset.metadata or isinstance(model, ImageModel):
         return None
     subject = Subject(Encoder(model), dataset, metrics=("shape_bias",))
@@ -231,6 +229,6 @@ def _over(picture: Tensor, heat: npt.NDArray[np.float32]) -> Markup:
 
 
 def _matrix(values: Tensor) -> Markup:
-    """Return a matrix in colors, 0 … 1, its first row at the bottom."""
+    """Draw a matrix with values in 0 … 1, its first row at the bottom."""
     flat = values.flip(0).clamp(0, 1).numpy()
     return _png(heat_colors(flat), max(1, 320 // max(flat.shape)))

@@ -21,7 +21,7 @@ from clipkit.training.checkpoint import optimizer_tensors, restore_optimizer
 from clipkit.training.ema import AveragedWeights
 from clipkit.training.optim import make_optimizer
 from clipkit.training.parallel import complete_gradients, shard, without_values
-from clipkit.training.sam import uphill
+from clipkit.training.sam import perturbed_weights
 
 SHAPE = Architecture(
     embed_dim=7,  # no multiple of the ranks
@@ -122,7 +122,7 @@ def compare_trainings(name: str, radius: float) -> float:
             optimizer.zero_grad(set_to_none=True)
             gradients(model, images, tokens)
             if radius:
-                with uphill(model, radius):
+                with perturbed_weights(model, radius):
                     gradients(model, images, tokens)
             optimizer.step()
             average.update(step + 1)

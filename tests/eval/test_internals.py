@@ -14,7 +14,7 @@ from clipkit.model.clip import CLIP, create
 from clipkit.model.names import architecture
 from clipkit.model.towers import Padded
 from eval.__main__ import main
-from eval.internals import attention_distances, compare_layers, hsic, layers_of, look_inside, rollout
+from eval.internals import analyze, attention_distances, compare_layers, hsic, layers_of, rollout
 from tests.eval.web_page import Page
 
 
@@ -85,7 +85,7 @@ def test_layers_are_compared_by_the_definition_with_sums_over_batches(
 
 def test_filters_and_positions_are_numpys() -> None:
     model = create("ViT-Ti-4-16", seed=0).eval()
-    inside = look_inside(model, torch.zeros(1, 3, 16, 16, dtype=torch.uint8))
+    inside = analyze(model, torch.zeros(1, 3, 16, 16, dtype=torch.uint8))
     assert inside.filters is not None and inside.positions is not None
     weight = model.visual.get_parameter("conv1.weight").detach().flatten(1).numpy()
     wanted = np.linalg.svd(weight)[2][:28]
@@ -124,7 +124,7 @@ def test_a_model_is_like_itself_and_memory_does_not_depend_on_the_number_of_imag
     like = compare_layers(model, model, images, images)
     torch.testing.assert_close(like.diagonal(), torch.ones(3))
     torch.testing.assert_close(like, like.T)
-    inside = look_inside(model, images)
+    inside = analyze(model, images)
     assert inside.distances is not None and inside.distances.shape == (3, 3)
     assert (inside.distances > 0).all() and (inside.distances < 16 * 2**0.5).all()
     assert inside.positions is not None

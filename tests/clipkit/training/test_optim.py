@@ -25,7 +25,7 @@ from clipkit.training.optim import (
     make_optimizer,
     parameter_groups,
 )
-from clipkit.training.sam import uphill
+from clipkit.training.sam import perturbed_weights
 
 TINY = Architecture(
     embed_dim=16,
@@ -400,7 +400,7 @@ def test_the_head_can_decay_more_than_the_rest(tiny: CLIP) -> None:
     assert plain == {name for name, one in tiny.named_parameters() if one.ndim >= 2} - strong
 
 
-def test_sharpness_aware_gradients_are_those_uphill_and_weights_come_back(tiny: CLIP) -> None:
+def test_sharpness_aware_gradients_are_those_of_perturbed_weights_and_weights_come_back(tiny: CLIP) -> None:
     model, random = tiny.double().train(), torch.Generator().manual_seed(0)
     side, length = model.architecture.vision.image_size, model.architecture.text.context_length
     images = torch.rand(4, 3, side, side, generator=random, dtype=torch.float64)
@@ -419,7 +419,7 @@ def test_sharpness_aware_gradients_are_those_uphill_and_weights_come_back(tiny: 
         for name, one in reference.named_parameters():
             one.add_(0.1 * first[name] / norm)
     torch.autograd.backward(loss(reference))
-    with uphill(model, 0.1):
+    with perturbed_weights(model, 0.1):
         assert all(one.grad is None for one in model.parameters())
         torch.autograd.backward(loss(model))
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
