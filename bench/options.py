@@ -3,8 +3,8 @@
     python -m bench.options [OPTION …] [--seeds 0 1 2] [--out FOLDER]
 
 Trains ``configs/quickstart.toml`` as it is and, with AdamW and 1,200 steps, once with each option, and reads the
-scores of the last step. Interrupted runs resume. Scores vary between seeds by 2 points on handwriting and 5 on fonts
-(bench/README.md), so with one seed only larger differences are effects. Seconds depend on other load.
+scores of the last step. Interrupted runs resume. Scores vary between seeds by 2 points on handwriting and 5 on
+fonts (bench/README.md), so with one seed only larger differences are effects. Seconds depend on other load.
 """
 
 import argparse

@@ -268,6 +268,7 @@ def trained(settings: Sequence[str], seed: int, folder: Path, *, jobs: int = 1) 
         base = {
             "steps": STEPS, "batch_size": BATCH, "model.image_size": SIDE, "loss.name": "classes",
             "model.text": f"classes:{folder / 'classes.txt'}", "data.captions": "name", "eval.data": "[]",
+            "optim.name": "adamw", "optim.warmup": 300,
         }  # fmt: skip
         base |= dict(text.split("=", 1) for text in settings)
         given = [f"{name}={value}" for name, value in base.items()]

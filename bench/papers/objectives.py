@@ -38,7 +38,7 @@ def measured(objective: str, rate: str, seed: int, *, folder: Path, jobs: int) -
         return {int(images): tuple(score) for images, score in curve.items()}
     run(
         "train.py", f"out={out}", f"seed={seed}", f"steps={at[-1]}", f"batch_size={BATCH}", f"optim.lr={rate}",
-        f"optim.warmup={at[-1] // 4}", "optim.schedule=constant",
+        f"optim.warmup={at[-1] // 4}", "optim.schedule=constant", "optim.name=adamw",
         "eval.data=[]", f"checkpoint.every_steps={every}", "checkpoint.keep=0", *OBJECTIVES[objective],
         *([f"model.tokenizer={folder / 'tokenizer'}"] if objective == CAPTIONS else []),
         log=out.with_suffix(".log"), jobs=jobs,
