@@ -62,7 +62,10 @@ def _int8(rows: Rows) -> Stored:
 
 
 def _signs(bits: Stored) -> Rows:
-    return np.unpackbits(bits, axis=1).astype(np.float32) * 2 - 1
+    signs = np.unpackbits(bits, axis=1).view(np.int8)
+    signs *= 2
+    signs -= 1
+    return signs.astype(np.float32)
 
 
 def _as_float32(rows: Stored) -> Rows:
