@@ -19,6 +19,7 @@ from clipkit import CLIP, distributed
 from clipkit.errors import ClipkitError, ConfigError, DataError, nearest
 from clipkit.files import counted, printable
 from clipkit.formats import newest_epoch, resolve_checkpoint
+from clipkit.model import keep_memory
 from data.corpora.builtin import Unavailable
 from data.remote.cache import cache_folder
 from eval.compare import (
@@ -374,6 +375,7 @@ def _score_model(
     scored: Scored,
 ) -> None:
     task_options = options_of(options)
+    keep_memory()
     if wanted.source.startswith(TIMM):
         if options.dim:
             raise ConfigError(f"--dim requires a CLIP, not {wanted.source}")
