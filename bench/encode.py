@@ -40,7 +40,8 @@ from torch import Tensor
 import clipkit
 from clipkit.inference.encode import encode
 from clipkit.inference.inputs import Stream
-from clipkit.inference.stream import FeatureStream, one_core_each
+from clipkit.inference.stream import FeatureStream
+from clipkit.model.cpu import one_core_each
 from clipkit.model.preprocess import batch_of
 
 RESULTS = Path(__file__).parent / "results"

@@ -17,6 +17,7 @@ from clipkit.errors import CheckpointError, ConfigError
 from clipkit.files.traits import Color, TraitCounts, color_of
 from clipkit.model.attention import text_heatmaps
 from clipkit.model.clip import CLIP
+from clipkit.model.cpu import in_parallel
 from clipkit.model.generate import check_generation, generate_captions
 from clipkit.model.preprocess import ImageLike, pixels_and_traits
 from clipkit.model.tokenizer import list_of_strings
@@ -138,8 +139,8 @@ def encode_image(images: ImageLike | Sequence[ImageLike], model: CLIP, *, batch_
     _check_model(model)
     empty = torch.zeros(0, model.dim)
     with evaluating(model):
-        batches = _pixels(images, model, batch_size)
-        return torch.cat([empty, *(model.encode_image(pixels).float().cpu() for pixels in batches)])
+        features = [*in_parallel(model, model.encode_image, _pixels(images, model, batch_size))]
+        return torch.cat([empty, *(rows.float().cpu() for rows in features)])
 
 
 @torch.no_grad()

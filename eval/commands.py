@@ -19,6 +19,7 @@ from clipkit import CLIP, distributed
 from clipkit.errors import ClipkitError, ConfigError, DataError, nearest
 from clipkit.files import counted, output_folder, printable
 from clipkit.formats import check_free, newest_epoch, resolve_checkpoint, save_model
+from clipkit.model import keep_memory
 from data.corpora.builtin import Unavailable
 from data.remote.cache import cache_folder
 from eval.compare import (
@@ -413,6 +414,7 @@ def _score_model(
     scored: Scored,
 ) -> None:
     task_options = options_of(options)
+    keep_memory()
     if wanted.source.startswith(TIMM):
         if task_options.dims:
             raise ConfigError(f"--dim requires a CLIP, not {wanted.source}")

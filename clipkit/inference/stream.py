@@ -16,8 +16,8 @@ import hashlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -34,11 +34,12 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.files.traits import NO_TRAITS, TraitCounts, Traits
 from clipkit.inference.inputs import Item, Kind, read_caption, read_image
 from clipkit.model.clip import CLIP
+from clipkit.model.cpu import PackedWeights, keep_memory, one_core_each
 from clipkit.model.preprocess import pixels_and_traits
 from clipkit.model.tokenizer import MAX_CHARACTERS, ClassTokenizer
 from clipkit.model.zero_shot import evaluating
 
-__all__ = ["PRECISIONS", "Failure", "FeatureStream", "Features", "one_core_each", "pick_device"]
+__all__ = ["PRECISIONS", "Failure", "FeatureStream", "Features", "pick_device"]
 
 PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CPU_BATCH, _GPU_BATCH = 32, 256
@@ -106,7 +107,7 @@ class FeatureStream:
     """Encode images and texts with a model.
 
     Args:
-        model: used in evaluation mode, on its current device.
+        model: used in evaluation mode, on its current device; its weights must not change afterwards.
         batch_size: B; None means 32 on a CPU and 256 elsewhere.
         precision: a key of ``PRECISIONS``, used inside the towers; features are always float32.
         workers: threads that read and decode; None means one per core available to this process, at most 16.
@@ -133,6 +134,7 @@ class FeatureStream:
         if precision not in PRECISIONS:
             raise ConfigError(f"precision = {precision!r} is not one of {', '.join(PRECISIONS)}")
         self.model, self.precision = model, precision
+        self._weights = PackedWeights(model)
         self.counts = TraitCounts()
         self.device = next(model.parameters()).device
         on_cpu = self.device.type == "cpu"
@@ -147,6 +149,7 @@ class FeatureStream:
     @classmethod
     def from_options(cls, options: argparse.Namespace) -> "FeatureStream":
         """Load the model and settings given on the command line."""
+        keep_memory()
         model = load(
             options.model,
             name=options.name,
@@ -301,7 +304,7 @@ class FeatureStream:
         dtype = PRECISIONS[self.precision]
         autocast = torch.autocast(self.device.type, dtype or torch.bfloat16, enabled=dtype is not None)
         try:
-            with torch.inference_mode(), autocast:
+            with torch.inference_mode(), autocast, self._weights.used():
                 if kind == "caption":
                     encoded = encode_text(
                         [one.caption or "" for one in batch], self.model, batch_size=len(batch)
@@ -360,22 +363,6 @@ def _read(item: Item, kind: Kind, *, captions: bool) -> tuple[bytes, str | None,
     digest = hashlib.sha256(image)
     digest.update(f"\0{caption}\0{cause}".encode("utf-8", "surrogatepass"))
     return image, caption, cause, digest.digest()
-
-
-@contextmanager
-def one_core_each(workers: int) -> Iterator[ThreadPoolExecutor]:
-    """Create a pool of threads in which torch uses one core each; by default, each would use all cores.
-
-    Pending work is cancelled on exit.
-    """
-    threads = torch.get_num_threads()
-    # applies to the calling thread and to all threads started later
-    pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)
 
 
 def pick_device(asked: str | None) -> str:

@@ -21,6 +21,10 @@ from .attention import (
 from .clip import (
     CLIP as CLIP,
 )
+from .cpu import (
+    in_parallel as in_parallel,
+    keep_memory as keep_memory,
+)
 from .flops import (
     counted_flops as counted_flops,
     image_flops as image_flops,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from clipkit.errors import ConfigError, DataError
 from clipkit.model.architectures import ClassTable
 from clipkit.model.clip import CLIP
+from clipkit.model.cpu import in_parallel
 from clipkit.model.tokenizer import Tokenizer, list_of_strings
 
 __all__ = [
@@ -142,11 +143,12 @@ def encode_prompts(model: CLIP, prompts: Sequence[str], *, batch_size: int = 256
     # batches of similar lengths, as a batch is padded to its longest
     by_length = sorted(range(len(distinct)), key=lambda i: len(distinct[i]))
     rows: dict[str, Tensor] = {}
+    starts = range(0, len(by_length), batch_size)
+    batches = [[distinct[i] for i in by_length[start : start + batch_size]] for start in starts]
     with evaluating(model):
-        for start in range(0, len(by_length), batch_size):
-            texts = [distinct[i] for i in by_length[start : start + batch_size]]
-            tokens = model.tokenizer(texts).to(device)
-            rows.update(zip(texts, model.encode_text(tokens).float(), strict=True))
+        tokens = (model.tokenizer(texts).to(device) for texts in batches)
+        for texts, features in zip(batches, in_parallel(model, model.encode_text, tokens), strict=True):
+            rows.update(zip(texts, features.float(), strict=True))
     if not rows:
         return torch.zeros(0, model.dim, device=device)
     return torch.stack([rows[prompt] for prompt in prompts])

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from clipkit.model import (
     eval_pixels,
     evaluating,
     image_representations,
+    in_parallel,
     layer_count,
     pixels_and_traits,
 )
@@ -45,6 +46,7 @@ _FORMAT = 3  # of stored features; increased when the same model and image give 
 _TEXT_PIECE = 8192
 _MAX_THREADS = 8
 _BATCHES_AHEAD = 3
+_LEAST_SHARE = 16  # images of a core; with fewer, all cores share each matrix product
 _PIECE = 1024  # approximate number of images between two writes to the store
 _log = logging.getLogger("eval")
 
@@ -403,11 +405,17 @@ class _ImagePass:
         if waiting:
             decoded = [one.pixels for one in waiting.values() if one.pixels is not None]
             pixels = torch.stack(decoded).to(self.encoder.device)  # (B, 3, S, S)
-            out = image_representations(self.model, pixels, layers=self.layers)
-            columns = {"projected": out.projected, "before_projection": out.before_projection}
-            columns["traits"] = torch.tensor([one.traits for one in waiting.values()])  # (B, 2)
-            columns |= {f"layer_{layer}": values for layer, values in out.layers.items()}
-            host = {name: columns[name].float().cpu() for name in self.table.widths}
+            share = -(-len(pixels) // torch.get_num_threads())  # of each core of a CPU
+            represent = partial(image_representations, self.model, layers=self.layers)
+            pieces = in_parallel(self.model, represent, pixels.split(max(share, _LEAST_SHARE)))
+            columns: dict[str, list[Tensor]] = {name: [] for name in self.table.widths}
+            columns["traits"] = [torch.tensor([one.traits for one in waiting.values()])]  # (B, 2)
+            for out in pieces:
+                columns["projected"].append(out.projected)
+                columns["before_projection"].append(out.before_projection)
+                for layer, values in out.layers.items():
+                    columns[f"layer_{layer}"].append(values)
+            host = {name: torch.cat(columns[name]).float().cpu() for name in self.table.widths}
             for place, digest in enumerate(waiting):
                 fresh[digest] = {name: values[place] for name, values in host.items()}
             self.encoder.encoded["images"] += len(waiting)

@@ -1,0 +1,98 @@
+"""Reordered weights and one batch per core change embeddings by rounding only."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from clipkit import create
+from clipkit.model.cpu import PackedWeights, in_parallel, one_core_each
+from clipkit.model.lora import Adapters, add_adapters
+
+SHAPE = "ViT-Ti-4-16"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_layers_are_plain_ones_but_for_rounding(dtype: torch.dtype) -> None:
+    layer, x = nn.Linear(192, 576), torch.randn(3, 40, 384)[..., ::2]  # not contiguous
+    weights = PackedWeights(layer)
+    with torch.inference_mode(), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        expected = layer(x)
+        with weights.used():
+            found = layer(x)
+    assert len(weights._packed) == 1
+    assert found.dtype == expected.dtype == dtype
+    torch.testing.assert_close(found, expected)
+
+
+def test_they_do_not_apply_to_gradients_few_rows_computed_weights_and_other_models() -> None:
+    layer, other = nn.Linear(64, 64, bias=False), nn.Linear(64, 64)
+    weights, x = PackedWeights(layer), torch.randn(64, 64)
+    with weights.used():
+        torch.autograd.backward(layer(x).sum())
+        assert layer.weight.grad is not None
+        with torch.inference_mode():
+            layer(x[:4])
+            other(x)
+            F.linear(x, 2 * layer.weight)
+            F.linear(x, layer.weight.T)
+            layer.double()(x.double())
+    assert not weights._packed
+
+
+def test_a_model_with_adapters_keeps_them() -> None:
+    model = create(SHAPE, seed=0).eval()
+    add_adapters(model, Adapters(rank=2, alpha=4.0, image=True, text=True, source="", hash=""))
+    images = torch.randint(0, 256, (32, 3, 16, 16), dtype=torch.uint8)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if name.endswith(".up"):
+                value.normal_()
+        expected = model.encode_image(images)
+        with PackedWeights(model).used():
+            torch.testing.assert_close(model.encode_image(images), expected)
+
+
+def test_batches_in_parallel_are_in_order_with_one_core_each_and_the_callers_modes() -> None:
+    model, seen = create(SHAPE, seed=0).eval(), []
+    images = torch.randint(0, 256, (70, 3, 16, 16), dtype=torch.uint8)
+
+    def work(batch: torch.Tensor) -> torch.Tensor:
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+        seen.append((threading.get_ident(), torch.get_num_threads(), *modes))
+        return model.encode_image(batch)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            expected = torch.cat([model.encode_image(batch) for batch in images.split(16)])
+            found = torch.cat([*in_parallel(model, work, images.split(16))])
+        assert torch.get_num_threads() == 3
+        assert {one[1:] for one in seen} == {(1, False, False, True)}
+        assert threading.get_ident() not in {one[0] for one in seen}
+        torch.testing.assert_close(found, expected, atol=0.02, rtol=0)
+        seen.clear()
+        with torch.inference_mode():
+            [*in_parallel(model, work, images.split(40))]  # fewer batches than cores
+        assert set(seen) == {(threading.get_ident(), 3, False, True, False)}
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_an_error_ends_the_pool() -> None:
+    model = create(SHAPE, seed=0)
+
+    def work(number: int) -> int:
+        if number == 2:
+            raise ValueError("two")
+        return number
+
+    threads = torch.get_num_threads()
+    with pytest.raises(ValueError, match="two"):
+        [*in_parallel(model, work, range(9))]
+    assert torch.get_num_threads() == threads
+    with one_core_each(2) as pool:
+        assert pool.submit(torch.get_num_threads).result() == 1
