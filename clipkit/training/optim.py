@@ -125,7 +125,7 @@ class Uncompiled(Optimizer):
 class AdamW(Uncompiled, torch.optim.AdamW):
     """torch's AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101)."""
 
-    step = torch.no_grad()(unwrap(torch.optim.AdamW.step))  # type: ignore[assignment]
+    step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
 
 
 class Muon(Uncompiled, torch.optim.Muon):

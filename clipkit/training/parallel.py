@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from clipkit.model.towers import Kernel, ResidualAttentionBlock
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
 
 __all__ = [
     "clip_gradients", "compile_blocks", "complete_gradients", "gathered", "is_sharded", "local_gradients",
@@ -35,12 +36,12 @@ __all__ = [
 # until then nothing is an instance of their classes.
 
 
-def _is_sharded_module(module: nn.Module) -> "TypeGuard[FSDPModule]":
+def _is_sharded_module(module: object) -> "TypeIs[FSDPModule]":
     loaded = sys.modules.get("torch.distributed.fsdp")
     return loaded is not None and isinstance(module, loaded.FSDPModule)
 
 
-def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
+def is_sharded(tensor: Tensor) -> "TypeIs[DTensor]":
     """Return whether the tensor is sharded over ranks."""
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(tensor, loaded.DTensor)
@@ -118,7 +119,9 @@ def replicated(model: CLIP) -> nn.Module:
     """Return the model as a module that computes the mean gradient over ranks on every rank."""
     if world_size() == 1 or _is_sharded_module(model):
         return model
-    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    # buffers of clipkit's own towers do not change: without copying rank 0's, a step has one message less
+    others = not model.architecture.is_own
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=others)
 
 
 def scalars(model: CLIP) -> list[nn.Parameter]:
