@@ -152,14 +152,15 @@ def one_loss(side: str, tokens: int) -> dict[str, float]:
 
     run(2)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts at the current size
-    before = _peak()
+    before = peak_memory()
     began = time.perf_counter()
     run(tokens)
     seconds = time.perf_counter() - began
-    return {"bytes": _peak() - before, "seconds": seconds}
+    return {"bytes": peak_memory() - before, "seconds": seconds}
 
 
-def _peak() -> int:
+def peak_memory() -> int:
+    """Return the greatest resident memory of this process in bytes, since its start or ``clear_refs``."""
     (line,) = (
         line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")
     )

@@ -131,9 +131,9 @@ def main() -> None:
     rows: dict[str, Any] = {}
     for name, sides in measured.items():
         rows[name] = {}
-        for side, found in sides.items():
-            wall, cpu = (statistics.median(values) for values in zip(*found, strict=True))
-            rows[name][side] = {"seconds": wall, "cpu_seconds": cpu, "by_round": found}
+        for side, both in sides.items():
+            wall, cpu = (statistics.median(values) for values in zip(*both, strict=True))
+            rows[name][side] = {"seconds": wall, "cpu_seconds": cpu, "by_round": both}
         shown = ", ".join(
             f"{side} {one['seconds']:.2f} s ({one['cpu_seconds']:.2f} s CPU)"
             for side, one in rows[name].items()

@@ -46,9 +46,10 @@ from clipkit.training.arguments import Target
 from clipkit.training.build import adapters_of, check_split, lock, patch_counts, shape_of, tower_of
 
 __all__ = [
-    "COUNTED_ON", "CPU_MFU", "GPUS", "GPU_MFU", "PUBLISHED_MFU", "Costs", "Estimate", "Gpu", "Machine", "Memory",
-    "Workload", "computes_in_bf16", "cost_table", "dry_run", "duration", "estimate", "flops_of_steps",
-    "measured_peak", "memory_of", "published_gpu", "published_memory", "run_costs", "workloads_of",
+    "COUNTED_ON", "CPU_MFU", "GPUS", "GPU_MFU", "PUBLISHED_MFU", "Communication", "Costs", "Estimate", "Gpu",
+    "Machine", "Memory", "Workload", "communication_of", "computes_in_bf16", "cost_table", "dry_run", "duration",
+    "estimate", "flops_of_steps", "measured_peak", "memory_of", "published_gpu", "published_memory", "run_costs",
+    "workloads_of",
 ]  # fmt: skip
 
 
@@ -291,6 +292,7 @@ class Workload:
             ``shard_ranks`` of them, such as those of one host).
         shard_ranks: with "hybrid", number of ranks that share one copy.
         teacher: a model that encodes each batch.
+        reshard: whether sharded blocks are gathered again for the backward pass.
     """
 
     model: CLIP
@@ -314,6 +316,36 @@ class Workload:
     sharding: str = "none"
     shard_ranks: int = 0
     teacher: CLIP | None = None
+    reshard: bool = True
+
+    @property
+    def ways(self) -> int:
+        """Number of ranks that share one copy of the weights."""
+        return {"none": 1, "full": self.world, "hybrid": self.shard_ranks or self.world}[self.sharding]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Communication:
+    """Bytes that each rank sends in a step, besides a few numbers.
+
+    With ring algorithms, an all-gather or a reduce-scatter of M bytes in all over W ranks sends (W − 1) / W · M,
+    and an all-reduce of M bytes twice as much.
+
+    Attributes:
+        weights: all-gathers of sharded weights.
+        gradients: their reduce-scatters, and all-reduces over copies of the weights.
+        features: an all-gather of the text features, a reduce-scatter of their gradients, and softmax's sums by
+            column.
+    """
+
+    weights: int
+    gradients: int
+    features: int
+
+    @property
+    def total(self) -> int:
+        """The sum."""
+        return self.weights + self.gradients + self.features
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,6 +380,43 @@ class Estimate:
     hours: float | None
 
 
+def _block_of(name: str) -> str:
+    """Return the block of a parameter, which FSDP gathers on its own; "" for those outside of blocks."""
+    before, found, after = name.partition("resblocks.")
+    return before + after.split(".")[0] if found else ""
+
+
+def communication_of(work: Workload) -> Communication:
+    """Count the bytes that each rank sends in a step; those of a further objective's sums are not counted."""
+
+    def sent(ranks: int, size: int) -> float:
+        return size * (ranks - 1) / ranks
+
+    ways, copies = work.ways, work.world // work.ways
+    weights = gradients = 0.0
+    for name, one in work.model.named_parameters():
+        size = _FLOAT * one.numel()
+        if ways > 1 and one.ndim:
+            size = (
+                size // len(one) * math.ceil(len(one) / ways) * ways
+            )  # the rows of all ranks are padded alike
+            # a pass without and one with a graph for each part, and what was freed again for each backward pass
+            passes = 2 if work.parts == 1 else 3 * work.parts
+            freed = work.reshard or not _block_of(name)
+            weights += sent(ways, size) * (passes if freed else work.parts)
+        if one.requires_grad:
+            if ways > 1 and one.ndim:
+                gradients += sent(ways, size) + 2 * sent(copies, size // ways)
+            else:
+                gradients += 2 * sent(work.world, size)
+    rows = work.batch_size * (1 + work.further)
+    features = 0.0
+    if work.text_rows in (0, work.batch_size):  # all ranks have all classes
+        sums = 4 * rows * _FLOAT  # all-reduces of the greatest logits and of the sums of exponentials
+        features = sent(work.world, 2 * rows * work.model.architecture.embed_dim * _FLOAT + sums)
+    return Communication(weights=round(weights), gradients=round(gradients), features=round(features))
+
+
 def memory_of(work: Workload) -> Memory:
     """Estimate the memory of a workload."""
     model, shape = work.model, work.model.architecture
@@ -360,10 +429,9 @@ def memory_of(work: Workload) -> Memory:
     numbers = trained = state = multiplied = outside = 0
     for name, one in model.named_parameters():
         numbers += one.numel()
-        before, in_block, after = name.partition("resblocks.")
+        in_block = _block_of(name)
         if in_block:
-            block = before + after.split(".")[0]
-            blocks[block] = blocks.get(block, 0) + one.numel()
+            blocks[in_block] = blocks.get(in_block, 0) + one.numel()
         else:
             outside += one.numel()
         is_matrix = one.ndim >= 2 and "embedding" not in name
@@ -371,7 +439,7 @@ def memory_of(work: Workload) -> Memory:
         if one.requires_grad:
             trained += one.numel()
             state += one.numel() * (entry.matrix_bytes if is_matrix and in_block else entry.other_bytes)
-    ways = {"none": 1, "full": work.world, "hybrid": work.shard_ranks or work.world}[work.sharding]
+    ways = work.ways
     own = math.ceil(_FLOAT * numbers / ways)
     weights = own
     if ways > 1:  # two blocks, and the parameters outside of blocks, are gathered at a time
@@ -625,6 +693,7 @@ def workloads_of(
                 sharding=config.sharding,
                 shard_ranks=shard_ranks,
                 teacher=teacher,
+                reshard=config.reshard,
             )
         )
     return works
@@ -835,6 +904,16 @@ def _time_rows(costs: Costs) -> Iterator[Row]:
         least, most = PUBLISHED_MFU
         text += f" (published runs reached {least:.0%} to {most:.0%}, see configs/README.md)"
     yield from _wrapped("time", text)
+    if world > 1:
+        sent = communication_of(found.work)
+        parts = {"gradients": sent.gradients, "weights": sent.weights, "features": sent.features}
+        named = ", ".join(f"{size / 2**30:.2f} of {name}" for name, size in parts.items() if size)
+        needed = sent.total * costs.steps / found.hours / 3600 / 1e9
+        text = (
+            f"{sent.total / 2**30:.2f} GiB sent by each {'GPU' if machine.gpu else 'process'} and step ({named}): "
+            f"as much time as the computation at {needed:,.2g} GB/s, hidden by it on much faster links"
+        )
+        yield from _wrapped("communication", text)
 
 
 def _wrapped(name: str, text: str) -> Iterator[Row]:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from clipkit.model.lora import add_adapters
 from clipkit.model.towers import Kernel, ResidualAttentionBlock
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
 
@@ -36,7 +37,7 @@ __all__ = [
 # until then nothing is an instance of their classes.
 
 
-def _is_sharded_module(module: nn.Module) -> TypeGuard[Any]:
+def _is_sharded_module(module: object) -> "TypeIs[FSDPModule]":
     loaded = sys.modules.get("torch.distributed.fsdp")
     return loaded is not None and isinstance(module, loaded.FSDPModule)
 
@@ -119,7 +120,9 @@ def replicated(model: CLIP) -> nn.Module:
     """Return the model as a module that computes the mean gradient over ranks on every rank."""
     if world_size() == 1 or _is_sharded_module(model):
         return model
-    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    # buffers of clipkit's own towers do not change: without copying rank 0's, a step has one message less
+    others = not model.architecture.is_own
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=others)
 
 
 def scalars(model: CLIP) -> list[nn.Parameter]:

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_between_points_the_score_is_linear_in_the_logarithm() -> None:
         {"optim": OptimConfig(schedule="constant")},
     ],
 )
-def test_other_recipes_have_none(change: dict[str, object]) -> None:
+def test_other_recipes_have_none(change: dict[str, Any]) -> None:
     config = recipe(GRID[1], 128e6)
     assert expected_score(config) and not expected_score(replace(config, **change))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from clipkit.model import ARCHITECTURES, OpenClipVision
 from clipkit.model.clip import CLIP, create
 from clipkit.model.flops import step_flops
-from clipkit.training.costs import Workload, estimate, memory_of
+from clipkit.training.costs import Workload, communication_of, estimate, memory_of
 
 TOLERANCE = 0.1
 SMALL = "ViT-Ti-8-48"
@@ -97,6 +97,23 @@ def test_weights_gradients_and_state_are_what_adamw_holds(model: CLIP, name: str
     assert found.average == 0
     assert memory_of(replace(work, average=True)).average == 4 * numbers
     assert memory_of(replace(work, optimizer="muon")).optimizer < found.optimizer
+
+
+def test_each_rank_sends_gradients_features_and_sums(model: CLIP) -> None:
+    work = Workload(model=model, batch_size=64, steps=1, world=4)
+    size = 4 * sum(one.numel() for one in model.parameters())
+    found = communication_of(work)
+    assert (found.weights, found.gradients) == (0, round(2 * size * 3 / 4))
+    assert found.features == 3 / 4 * 4 * (2 * 64 * model.architecture.embed_dim + 4 * 64)
+    assert communication_of(replace(work, world=1)).total == 0
+    sharded = communication_of(replace(work, sharding="full"))
+    assert sharded.gradients == pytest.approx(found.gradients / 2, rel=0.05)  # an all-reduce is two messages
+    assert sharded.weights > sharded.gradients
+    assert communication_of(replace(work, sharding="full", reshard=False)).weights < sharded.weights
+    assert communication_of(replace(work, sharding="hybrid", shard_ranks=4)) == sharded
+    model.visual.requires_grad_(False)
+    assert communication_of(work).gradients < found.gradients
+    model.visual.requires_grad_(True)
 
 
 def test_what_is_frozen_has_no_gradient_no_state_no_activations() -> None:
