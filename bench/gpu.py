@@ -15,8 +15,8 @@ optimizer. Copies to the GPU are measured separately.
   torch's default AdamW; eager and compiled as a whole. At the same batch size, halved until it fits.
 * open_clip itself, if installed, unchanged.
 
-Rounds alternate, so that changes in GPU speed affect all. MFU counts the FLOPs of the model without padding
-(clipkit/model/flops.py), the same for all, relative to the measured rate of a matrix product and to the data sheet.
+The losses are also compared with memeff and siglip-kernel, if installed; bench/README.md says how to bring them to
+a machine without network.
 """
 
 import argparse
@@ -42,6 +42,7 @@ from clipkit.model.architectures import ARCHITECTURES, Architecture
 from clipkit.model.clip import create
 from clipkit.model.flops import step_flops
 from clipkit.objectives.clip import clip_loss
+from clipkit.objectives.siglip import siglip_loss
 from clipkit.training.costs import measured_peak, published_gpu
 from clipkit.training.parallel import compile_blocks
 
@@ -49,7 +50,8 @@ RESULTS = Path(__file__).parent / "results"
 MODELS = ("ViT-B-32", "ViT-L-14", "ViT-B-16")
 FIRST_ROWS = {"ViT-B-32": 1024, "ViT-B-16": 512, "ViT-L-14": 256}
 PARTS = ("right", "copies", "loss", "training")
-LOSS_ROWS = (32_768, 131_072, 524_288, 1_048_576)
+LOSS_ROWS = (32_768, 65_536, 131_072, 262_144, 1_048_576)
+SCALE = 14.3  # exp(t) in the losses
 GAIN = 1.02  # in samples/s that justifies doubling the batch size
 
 
@@ -223,26 +225,76 @@ def copies(bench: Bench, rows: int) -> dict[str, float]:
     return found
 
 
+def loss_peers(device: torch.device) -> dict[str, Callable[..., Tensor]]:
+    """Return the losses to measure by name; those of other libraries if they are installed.
+
+    All take unit-norm features in float32, exp(t) and, for the sigmoid loss, a bias.
+    """
+    found: dict[str, Callable[..., Tensor]] = {
+        "clipkit": clip_loss,
+        "plain": plain_loss,
+        "clipkit siglip": siglip_loss,
+    }
+    if importlib.util.find_spec("open_clip") is not None:
+        from open_clip.loss import ClipLoss, SigLipLoss
+
+        found["open_clip"], found["open_clip siglip"] = ClipLoss(), SigLipLoss()
+    if device.type == "cuda" and importlib.util.find_spec("memeff") is not None:
+        import memeff
+
+        # its temperature is a number, without a gradient
+        module = memeff.MemoryEfficientCLIPLoss(temperature=1 / SCALE, normalized_inputs=True, stable=False)
+        found["memeff"] = lambda image, text, scale: module(image, text)
+    if device.type == "cuda" and importlib.util.find_spec("siglip_kernel") is not None:
+        from siglip_kernel import fused_siglip_loss
+
+        found["siglip-kernel siglip"] = lambda image, text, scale, bias: fused_siglip_loss(
+            image, text, scale.log(), bias
+        )
+    return found
+
+
 def loss_alone(bench: Bench, sizes: Sequence[int], dim: int) -> None:
     """Measure forward and backward passes of the losses on the features of one GPU, within the time limit."""
-    table = bench.found.setdefault("loss", [])
+    table, peers = bench.found.setdefault("loss", []), loss_peers(bench.device)
     for rows in sizes:
         row: dict[str, Any] = {"rows": rows, "dim": dim}
         table.append(row)
         generator = torch.Generator(bench.device).manual_seed(0)
         features = [torch.randn(rows, dim, device=bench.device, generator=generator) for _ in range(2)]
         given = [F.normalize(one, dim=-1).requires_grad_() for one in features]
-        given.append(torch.tensor(14.3, device=bench.device, requires_grad=True))
-        for name, loss in (("clipkit", clip_loss), ("plain", plain_loss)):
-            row[name] = one_loss(bench, partial(both_passes, loss, given), expected(table, name, rows))
-            for one in given:
+        given.append(torch.tensor(SCALE, device=bench.device, requires_grad=True))
+        bias = torch.tensor(-10.0, device=bench.device, requires_grad=True)
+        for name, loss in peers.items():
+            tensors = [*given, bias] if name.endswith("siglip") else given
+            row[name] = one_loss(bench, partial(both_passes, loss, tensors), expected(table, name, rows))
+            for one in tensors:
                 one.grad = None
             bench.free()
         bench.save()
+        report_loss(row)
 
 
-def both_passes(loss: Callable[..., Tensor], given: Sequence[Tensor]) -> None:
-    torch.autograd.backward(loss(*given))
+def report_loss(row: dict[str, Any]) -> None:
+    for name, one in row.items():
+        own = row["clipkit siglip" if name.endswith("siglip") else "clipkit"]
+        if isinstance(one, dict) and isinstance(own, dict):
+            compared = f"{own['seconds'] / one['seconds']:.2f} of its time"
+            if one["bytes"]:
+                compared += f", {own['bytes'] / one['bytes']:.2f} of its memory"
+            print(
+                f"loss of {row['rows']:,} rows, {name}: {1e3 * one['seconds']:.1f} ms, {one['bytes'] / 2**20:,.0f} "
+                f"MiB, value {one['value']:.6g}; clipkit takes {compared}",
+                flush=True,
+            )
+        elif isinstance(one, str):
+            print(f"loss of {row['rows']:,} rows, {name}: {one}", flush=True)
+
+
+def both_passes(loss: Callable[..., Tensor], given: Sequence[Tensor]) -> Tensor:
+    value = loss(*given)
+    torch.autograd.backward(value)
+    return value.detach()
 
 
 def expected(table: Sequence[dict[str, Any]], name: str, rows: int) -> float:
@@ -251,21 +303,24 @@ def expected(table: Sequence[dict[str, Any]], name: str, rows: int) -> float:
     return timed[-1][name]["seconds"] * (rows / timed[-1]["rows"]) ** 2 if timed else 0.0
 
 
-def one_loss(bench: Bench, work: Callable[[], None], seconds: float) -> dict[str, float] | str:
+def one_loss(bench: Bench, work: Callable[[], Tensor], seconds: float) -> dict[str, float] | str:
     """Measure one loss that is expected to take ``seconds``; long ones only once."""
     if seconds > bench.left():
         return "no time left"
     try:
         if seconds < 1:
             work()  # one-time initialization
+        values: list[Tensor] = []
         began = time.perf_counter()
-        memory = bench.most_memory(work)
+        memory = bench.most_memory(lambda: values.append(work()))
         took = time.perf_counter() - began
         if took < 2:
             took = statistics.median(bench.seconds(work) for _ in range(3))
     except torch.cuda.OutOfMemoryError:
         return "out of memory"
-    return {"seconds": took, "bytes": memory}
+    except Exception as error:  # of a peer: a kernel that does not compile here must not end the bench
+        return f"failed: {error!r:.300}"
+    return {"seconds": took, "bytes": memory, "value": values[0].item()}
 
 
 def describe(device: torch.device) -> dict[str, Any]:

@@ -7,17 +7,23 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import ARCHITECTURES
-from clipkit.model.clip import CLIP, create
+from clipkit.model.clip import create
 from clipkit.model.tokenizer import END_OF_TEXT, START_OF_TEXT
-from clipkit.model.towers import kept_patches
+from clipkit.model.towers import ResidualAttentionBlock, kept_patches
 from clipkit.objectives.clip import clip_loss
 from clipkit.objectives.siglip import siglip_loss
-from clipkit.training.parallel import compile_blocks
+from clipkit.training.parallel import compile_blocks, scalars
 
 __all__ = ["TINY", "check"]
 
@@ -44,6 +50,9 @@ def check(device: torch.device, *, small: bool) -> dict[str, dict[str, Any]]:
             _gradient(device, backend), FLOAT32
         ),
     }
+    group = "NCCL" if device.type == "cuda" else "gloo"
+    for kind in ("DDP", "FSDP2"):
+        found[f"gradient of one rank, {group} and {kind}"] = judged(_one_rank(device, kind), FLOAT32)
     if (difference := _nvjpeg(device)) is not None:
         found["nvJPEG against the CPU's decoder, mean of 255"] = judged(difference, 1.5)
     return found
@@ -123,7 +132,30 @@ def _gradient(device: torch.device, backend: str) -> float:
     return _largest(results[1], results[0])
 
 
-def _gradients(model: CLIP, device: torch.device) -> list[Tensor]:
+def _one_rank(device: torch.device, kind: str) -> float:
+    """Compare gradients in a process group of one rank with those of the plain model."""
+    model = create(ARCHITECTURES[TINY], name=TINY, seed=0).to(device).train()
+    expected = [one.clone() for one in _gradients(model, device)]
+    model.zero_grad(set_to_none=True)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    try:
+        if kind == "DDP":
+            found = _gradients(DistributedDataParallel(model), device)
+        else:  # clipkit.training.parallel.shard, which refuses a single process
+            mesh = init_device_mesh(device.type, (1,))
+            for block in [one for one in model.modules() if isinstance(one, ResidualAttentionBlock)]:
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh, ignored_params=set(scalars(model)))
+            for method in ("encode_image", "encode_text"):
+                register_fsdp_forward_method(model, method)
+            found = _gradients(model, device)
+    finally:
+        dist.destroy_process_group()
+    return _largest(found, expected)
+
+
+def _gradients(model: nn.Module, device: torch.device) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (16, 3, 16, 16), dtype=torch.uint8, generator=generator)
     tokens = torch.zeros(16, 20, dtype=torch.int64)
@@ -135,7 +167,8 @@ def _gradients(model: CLIP, device: torch.device) -> list[Tensor]:
     images, tokens, patches = (one.to(device) for one in (images, tokens, patches))
     loss = clip_loss(*model(images, tokens, patches=patches, lengths=lengths))
     torch.autograd.backward(loss)
-    return [loss.detach(), *(one.grad for one in model.parameters() if one.grad is not None)]
+    gradients = [one.grad for one in model.parameters() if one.grad is not None]
+    return [loss.detach(), *(one.full_tensor() if isinstance(one, DTensor) else one for one in gradients)]
 
 
 def _largest(own: list[Any], reference: list[Any]) -> float:
