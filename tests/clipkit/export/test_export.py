@@ -155,7 +155,7 @@ def test_a_published_shape_has_timms_own_name() -> None:
         ("distilled", ["open_clip"], "this model supports --to timm, onnx"),
         ("distilled", [], "this model supports --to timm, onnx"),
         ("own", ["timm", "transformers"], "use the same file names"),
-        ("own", ["tensorflow"], "unknown export target 'tensorflow': known: onnx, open_clip, "),
+        ("own", ["tensorflow"], "unknown export target 'tensorflow': known: onnx, onnx-int8, open_clip, "),
     ],
 )
 def test_what_a_library_cannot_have_is_one_line(kind: str, to: list[str], told: str, tmp_path: Path) -> None:
