@@ -385,8 +385,8 @@ With --out, running the same command again resumes it.""",
         summary="write heatmaps of texts in an image (LeGrad)",
         epilog="""\
 FILE shows the preprocessed image, and a heatmap of each PROMPT from black to
-yellow, scaled to its maximum: a heatmap shows where a text would be, not whether
-the image contains it.
+yellow, scaled to its maximum: a heatmap shows where a text would be, not
+whether the image contains it.
 
   clipkit explain photo.jpg "a cat" "a dog" --model runs/pets --out heat.png""",
         run="clipkit.inference.explain:run",

@@ -155,7 +155,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_can_be_replayed(
 def test_a_last_step_that_spoils_the_weights_is_not_saved_and_is_no_end(
     trainings: Trainings, tmp_path: Path
 ) -> None:
-    out, settings = tmp_path / "run", ("optim.lr=1e38", "optim.warmup=0")
+    out, settings = tmp_path / "run", ("optim.name=adamw", "optim.lr=1e38", "optim.warmup=0")
     error = error_of(trainings.run(out, "steps=1", *settings, status=1))
     assert error.startswith("error: the weights after step 1 are not finite, first ")
     assert ", and are not saved; no checkpoint exists; " in error

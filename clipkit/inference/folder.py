@@ -170,7 +170,7 @@ class Part:
         self.number = number
         self.rows: list[npt.NDArray[Any]] = []
         self.sample: list[npt.NDArray[np.float32]] = []
-        self._pack, self._every = STORAGE[dtype].pack, every
+        self._dtype, self._every = dtype, every
         self.metadata: list[tuple[str, str | None, str]] = []  # key, caption, source
         self.failures: list[Failure] = []
         self.content = ContentDigest()
@@ -184,7 +184,7 @@ class Part:
             self.failures.append(outcome)
             self.content.add(outcome.item, outcome.content)
             return
-        self.rows.append(self._pack(outcome.rows))
+        self.rows.append(STORAGE[self._dtype].pack(outcome.rows))
         self.sample.append(outcome.rows[-len(self.metadata) % self._every :: self._every].copy())
         for item, caption in zip(outcome.items, outcome.captions, strict=True):
             self.metadata.append((item.key, caption, item.source))

@@ -7,7 +7,7 @@ side.
 import json
 import logging
 import os
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -408,7 +408,7 @@ class _ImagePass:
             share = -(-len(pixels) // torch.get_num_threads())  # of each core of a CPU
             represent = partial(image_representations, self.model, layers=self.layers)
             pieces = in_parallel(self.model, represent, pixels.split(max(share, _LEAST_SHARE)))
-            columns: dict[str, list[Tensor]] = {name: [] for name in self.table.widths}
+            columns: defaultdict[str, list[Tensor]] = defaultdict(list)
             columns["traits"] = [torch.tensor([one.traits for one in waiting.values()])]  # (B, 2)
             for out in pieces:
                 columns["projected"].append(out.projected)

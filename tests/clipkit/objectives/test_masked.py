@@ -218,7 +218,7 @@ def test_settings(tmp_path: Path) -> None:
     found = [
         (one.steps, one.model.architecture.vision.image_size, one.model.masked_head is None) for one in works
     ]
-    assert found == [(600, 8, True), (300, 16, True), (300, 16, False)]
+    assert found == [(600, 8, True), (300, 16, True), (100, 16, False)]
     first = load_config(QUICKSTART, [])
     save_model(first_model(first.model, first.loss, shape(), seed=0, small=first.small), tmp_path / "start")
     config = load_config(QUICKSTART, ["masked.weight=1", f"model.weights={tmp_path / 'start'}"])

@@ -124,7 +124,7 @@ def test_settings_and_flops() -> None:
         shape(*on, "model.name=open_clip:RN50")
     config = load_config(QUICKSTART, [*on, "views.count=3", "views.after=900"])
     works = workloads_of(config, shape(*on), world=1, shard_ranks=1, bf16=False)
-    assert [(work.steps, work.views is None) for work in works] == [(900, True), (300, False)]
+    assert [(work.steps, work.views is None) for work in works] == [(900, True), (100, False)]
     rows = {"rows": 2, "lengths": [5, 6], "text_rows": 2}
     added = step_flops(shape(), **rows, views=(3, 8)) - step_flops(shape(), **rows)  # type: ignore[arg-type]
     encoding = 2 * image_flops(shape()).forward + sum(text_flops(shape(), one).forward for one in (5, 6))
