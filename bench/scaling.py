@@ -41,7 +41,13 @@ from clipkit.training.costs import GPUS, Workload, communication_of, estimate, w
 
 RESULT = Path(__file__).parent / "results" / "scaling.json"
 CONFIG = ROOT / "configs" / "quickstart.toml"
-SETTINGS = ("eval.data=[]", "log.tensorboard=false", "checkpoint.every_steps=0", "optim.warmup=0")
+SETTINGS = (
+    "eval.data=[]",
+    "log.tensorboard=false",
+    "checkpoint.every_steps=0",
+    "optim.warmup=0",
+    "optim.name=adamw",
+)
 SKIPPED = 10  # first steps, which allocate memory and start the loader
 PROFILED = 4
 FEW = 1000  # numbers of a collective that is listed apart
@@ -157,7 +163,7 @@ def volume(folder: Path) -> list[dict[str, Any]]:
         steps = f"steps={4 + PROFILED}"
         train(run, world, *settings, steps, "log.every_steps=1000", "--profile", str(PROFILED))
         found = collectives(run / "profile" / "trace.json.gz", world)
-        expected = communication_of(workload(load_config(CONFIG, settings), world))
+        expected = communication_of(workload(load_config(CONFIG, [*SETTINGS, *settings]), world))
         measured = found["bytes"]
         formula = {
             "features": expected.features,

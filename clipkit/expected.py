@@ -2,6 +2,7 @@
 
 import math
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -29,13 +30,13 @@ class PublicRuns:
 
     Attributes:
         name: in the study.
-        model: the sections of the configuration that select it.
+        model: returns the sections of the configuration that select it.
         scores: zero-shot top-1 accuracy on ImageNet in percent for each of the first ``SAMPLES``, the best of the
             study's sweep.
     """
 
     name: str
-    model: tuple[ModelConfig, ShapeConfig, LossConfig]
+    model: Callable[[], tuple[ModelConfig, ShapeConfig, LossConfig]]
     scores: tuple[float, ...]
 
 
@@ -46,22 +47,22 @@ _SOURCE = "LAION-AI/scaling-laws-for-comparison"
 GRID = (
     PublicRuns(
         name="CLIP S/32",
-        model=(ModelConfig(name="ViT-S-32"), ShapeConfig(), LossConfig()),
+        model=lambda: (ModelConfig(name="ViT-S-32"), ShapeConfig(), LossConfig()),
         scores=(1.3, 3.0, 6.0, 10.2, 18.7, 35.4, 53.1, 55.9),
     ),
     PublicRuns(
         name="CLIP B/32",
-        model=(ModelConfig(name="ViT-B-32"), ShapeConfig(), LossConfig()),
+        model=lambda: (ModelConfig(name="ViT-B-32"), ShapeConfig(), LossConfig()),
         scores=(1.4, 3.2, 6.5, 11.2, 21.6, 40.4, 60.8, 65.3),
     ),
     PublicRuns(
         name="CLIP B/16 text-plus",  # the text tower and the embedding are those of L/14
-        model=(ModelConfig(name="ViT-B-16"), ShapeConfig(text_width=768, embed=768), LossConfig()),
+        model=lambda: (ModelConfig(name="ViT-B-16"), ShapeConfig(text_width=768, embed=768), LossConfig()),
         scores=(1.8, 3.5, 8.6, 14.8, 26.2, 46.7, 66.8, 71.3),
     ),
     PublicRuns(
         name="SigLIP B/32",
-        model=(ModelConfig(name="ViT-B-32"), ShapeConfig(), LossConfig(name="siglip")),
+        model=lambda: (ModelConfig(name="ViT-B-32"), ShapeConfig(), LossConfig(name="siglip")),
         scores=(1.3, 3.1, 6.2, 10.8, 20.6, 39.7),
     ),
 )
@@ -80,10 +81,12 @@ _OTHER = {
 
 def public_runs(config: Config) -> PublicRuns | None:
     """Return the public runs of a recipe's model and loss; None if there are none, or the recipe differs."""
-    if config.optim.schedule != "cosine" or any(getattr(config, name) != one for name, one in _OTHER.items()):
+    if (config.optim.name, config.optim.schedule) != ("adamw", "cosine") or any(
+        getattr(config, name) != one for name, one in _OTHER.items()
+    ):
         return None
     model = config.model, config.shape, config.loss
-    return next((runs for runs in GRID if runs.model == model), None)
+    return next((runs for runs in GRID if runs.model() == model), None)
 
 
 def expected_score(config: Config) -> str:

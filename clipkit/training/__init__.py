@@ -25,6 +25,7 @@ class OptimizerEntry:
         make: builds it for a model on its device, sharded or not.
         matrix_bytes: bytes of state per trained value of the matrices in blocks.
         other_bytes: the same for all other parameters.
+        gathers_matrices: whether each step gathers the matrices in blocks, if they are sharded.
         parameters_join_late: whether parameters may get their first gradient after others, as with
             ``lock.unfreeze_every``.
     """
@@ -32,6 +33,7 @@ class OptimizerEntry:
     make: Callable[["CLIP", OptimConfig], "Optimizer"]
     matrix_bytes: int = 8
     other_bytes: int = 8
+    gathers_matrices: bool = False
     parameters_join_late: bool = True
 
 
@@ -43,7 +45,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     "adafactor": OptimizerEntry(
         make=late("clipkit.training.timm_optim:adafactor"), matrix_bytes=2, other_bytes=2
     ),
-    "muon": OptimizerEntry(make=late("clipkit.training.optim:muon"), matrix_bytes=4),
+    "muon": OptimizerEntry(make=late("clipkit.training.optim:muon"), matrix_bytes=4, gathers_matrices=True),
 }
 
 

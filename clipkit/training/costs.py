@@ -404,6 +404,8 @@ def communication_of(work: Workload) -> Communication:
             passes = 2 if work.parts == 1 else 3 * work.parts
             freed = work.reshard or not _block_of(name)
             weights += sent(ways, size) * (passes if freed else work.parts)
+            if OPTIMIZERS[work.optimizer].gathers_matrices and one.ndim == 2 and _block_of(name):
+                weights += sent(ways, size) * one.requires_grad
         if one.requires_grad:
             if ways > 1 and one.ndim:
                 gradients += sent(ways, size) + 2 * sent(copies, size // ways)

@@ -15,7 +15,9 @@ def test_bytes_of_two_ranks_are_the_formulas(tmp_path: Path, settings: tuple[str
     steps = ("steps=5", "log.every_steps=1000", "--profile", "1")
     scaling.train(tmp_path / "run", 2, *settings, *steps)
     measured = scaling.collectives(tmp_path / "run" / "profile" / "trace.json.gz", 2)["bytes"]
-    expected = communication_of(scaling.workload(load_config(scaling.CONFIG, settings), 2))
+    expected = communication_of(
+        scaling.workload(load_config(scaling.CONFIG, [*scaling.SETTINGS, *settings]), 2)
+    )
     assert measured["features"] == expected.features
     assert abs(measured["weights and gradients"] - expected.weights - expected.gradients) <= 8
     assert measured["few numbers"] < 1000

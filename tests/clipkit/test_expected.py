@@ -19,7 +19,7 @@ PARAMETERS = {"CLIP S/32": 63.09, "CLIP B/32": 151.28, "CLIP B/16 text-plus": 21
 
 
 def recipe(runs: PublicRuns, seen: float) -> Config:
-    model, shape, loss = runs.model
+    model, shape, loss = runs.model()
     return Config(model=model, shape=shape, loss=loss, batch_size=1000, steps=round(seen) // 1000)
 
 
@@ -30,7 +30,7 @@ def score(config: Config) -> float:
 
 @pytest.mark.parametrize("runs", GRID, ids=lambda runs: runs.name)
 def test_models_are_the_studys(runs: PublicRuns) -> None:
-    model, shape, loss = runs.model
+    model, shape, loss = runs.model()
     with torch.device("meta"):
         made = CLIP(shape_of(model, replace(loss, name="clip"), SmallConfig(), sizes=shape))
     count = sum(one.numel() for one in made.parameters()) / 1e6

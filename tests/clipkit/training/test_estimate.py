@@ -111,6 +111,11 @@ def test_each_rank_sends_gradients_features_and_sums(model: CLIP) -> None:
     assert sharded.weights > sharded.gradients
     assert communication_of(replace(work, sharding="full", reshard=False)).weights < sharded.weights
     assert communication_of(replace(work, sharding="hybrid", shard_ranks=4)) == sharded
+    matrices = 4 * sum(
+        p.numel() for name, p in model.named_parameters() if p.ndim == 2 and ".resblocks." in f".{name}"
+    )
+    gathered = communication_of(replace(work, sharding="full", optimizer="muon"))
+    assert gathered.weights - sharded.weights == 3 / 4 * matrices
     model.visual.requires_grad_(False)
     assert communication_of(work).gradients < found.gradients
     model.visual.requires_grad_(True)
