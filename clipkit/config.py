@@ -1031,8 +1031,11 @@ class Config(Section):
         if self.pixels.weight:
             image = self.model.image.startswith("pixels:")
             _require_use("pixels.weight", self.pixels.weight, "model.image=pixels:SIZE", image)
-            locked = "cannot be combined with pixels.weight, which trains the image tower"
-            require(self.lock.image != "all", "lock.image", self.lock.image, locked)
+        for term in ("pixels", "views"):
+            locked = f"cannot be combined with {term}.weight, which trains the image tower"
+            require(
+                not (getattr(self, term).weight and self.lock.image == "all"), "lock.image", "all", locked
+            )
         if self.lora.rank:
             _require_use("lora.rank", self.lora.rank, "model.weights", bool(self.model.weights))
             for setting in ("image", "text", "unfreeze_every"):

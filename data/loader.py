@@ -513,10 +513,10 @@ class Loader:
                     f"stages: a stage ends at step {stage.until_step}, not after step {before}: each must end "
                     "after the previous one"
                 )
-            if stage.image_size < 1 or stage.context_length < 2:
+            if stage.image_size < 1 or stage.context_length < 1:
                 raise ConfigError(
                     f"stages: image_size = {stage.image_size}, context_length = {stage.context_length}: expected "
-                    "at least 1 pixel and 2 tokens"
+                    "at least 1 pixel and 1 token"
                 )
             before = stage.until_step
             tokenizer: Any = self.tokenize  # loaded once, because some load slowly

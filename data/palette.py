@@ -52,6 +52,8 @@ def command(parsed: argparse.Namespace) -> int:
     out: Path = parsed.out
     if out.exists():
         raise DataError(f"{out} already exists: name a new file, or remove it first")
+    if not out.parent.is_dir():
+        raise DataError(f"{out.parent} is not a folder: create it first")
     selection = Selection(need=("image",))
     shards = [shard for source in parsed.sources for shard in find_shards(source, split=parsed.split)]
     cache = shard_cache(parsed.sources, parsed.cache_gb)

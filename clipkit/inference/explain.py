@@ -11,6 +11,7 @@ from PIL import Image, ImageDraw, ImageFont
 from clipkit.api import explain, load
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.atomic import replacing
+from clipkit.files.terminal import printable
 from clipkit.inference.stream import pick_device
 from clipkit.model.preprocess import Preprocess, eval_pixels
 
@@ -57,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     heat = explain(options.image, options.prompts, model)[0].numpy()  # (T, g, g)
     picture = _seen(options.image, model.preprocess)
     pictures = [picture, *(overlay(picture, one) for one in heat)]
-    write_png(sheet(pictures, ["", *options.prompts]), options.out)
+    write_png(sheet(pictures, ["", *map(printable, options.prompts)]), options.out)
     return 0
 
 
@@ -66,7 +67,9 @@ def check_files(image: Path, out: Path) -> None:
     if out.suffix.lower() != ".png" or out.is_dir():
         raise ConfigError(f"--out {out} must be a file name ending in .png")
     if not image.is_file():
-        raise DataError(f"{image} is not an image file")
+        raise DataError(f"{image} is not a file" if image.exists() else f"{image}: no such file")
+    if out.exists() and out.samefile(image):
+        raise ConfigError(f"--out {out} is the image itself: name another file")
 
 
 def write_png(picture: Image.Image, out: Path) -> None:
@@ -93,7 +96,9 @@ def sheet(pictures: Sequence[Image.Image], labels: Sequence[str]) -> Image.Image
     for place, (picture, label) in enumerate(zip(pictures, labels, strict=True)):
         left = _MARGIN + place * step
         row.paste(picture, (left, _MARGIN))
-        while label and draw.textlength(label, font) > SIDE:
+        shown = label
+        while shown and draw.textlength(shown, font) > SIDE:
             label = label[:-1]
-        draw.text((left, SIDE + _MARGIN + 3), label, "black", font)
+            shown = f"{label}…"
+        draw.text((left, SIDE + _MARGIN + 3), shown, "black", font)
     return row

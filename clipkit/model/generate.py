@@ -169,9 +169,12 @@ def check_generation(
         raise ConfigError("the model cannot describe images: it was trained without caption.weight")
     if beams < 1 or length < 0:
         raise ConfigError(f"beams = {beams} or length = {length} is invalid: expected at least 1 and 0")
-    if not 0 <= top_p <= 1 or (top_p and beams > 1):
-        raise ConfigError(f"top_p = {top_p} with {beams} beams is invalid: expected 0 to 1, and 0 with beams")
-    row = model.tokenizer([prefix])[0]
+    if not 0 <= top_p <= 1:
+        raise ConfigError(f"top_p = {top_p} is invalid: expected 0 to 1")
+    if top_p and beams > 1:
+        raise ConfigError("top_p (--top-p) cannot be combined with beams (--beams)")
+    # long enough for all of its tokens, of which there are at most as many as bytes
+    row = model.tokenizer.of_length(len(prefix.encode()) + 8)([prefix])[0]
     place = int(row.argmax())
     longest = decoder.shape.context_length
     most = min(length or longest, longest)

@@ -109,7 +109,7 @@ def test_stages_are_values() -> None:
         ((Stage(until_step=0, image_size=8, context_length=8),), "ends at step 0, not after step 0"),
         ((STAGES[1], STAGES[0]), "ends at step 2, not after step 5"),
         ((Stage(until_step=1, image_size=0, context_length=8),), "image_size = 0"),
-        ((Stage(until_step=1, image_size=8, context_length=1),), "context_length = 1"),
+        ((Stage(until_step=1, image_size=8, context_length=0),), "context_length = 0"),
     ],
 )
 def test_stages_that_do_not_fit_are_refused(stages: tuple[Stage, ...], message: str, shards: Shards) -> None:

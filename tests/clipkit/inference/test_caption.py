@@ -119,8 +119,9 @@ def test_mistakes_are_one_line(run: Run, tmp_path: Path, tiny: CLIP) -> None:
     for options, said in (
         (("--out", tmp_path / "a.txt"), r"must be a file name ending in \.csv or \.jsonl"),
         (("--out", tmp_path / "none" / "a.csv"), "No such file or directory"),
-        (("--top-p", "0.5", "--beams", "2"), "top_p = 0.5 with 2 beams is invalid"),
+        (("--top-p", "0.5", "--beams", "2"), "cannot be combined with beams"),
         (("--prefix", "one two three four five six seven eight"), "the prefix has 8 tokens"),
+        (("--prefix", "one " * 40), "the prefix has 40 tokens"),
         (("--beams", "0"), "is not a whole number from 1"),
     ):
         with pytest.raises(ClipkitError, match=said):

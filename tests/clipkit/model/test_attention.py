@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
 import clipkit
-from clipkit.errors import ConfigError
+from clipkit.errors import ConfigError, DataError
 from clipkit.export.write import export
+from clipkit.inference.explain import check_files
 from clipkit.model.attention import attention_blocks, attention_maps, patch_grid, text_heatmaps
 from clipkit.model.clip import CLIP, create
 from clipkit.model.names import architecture
@@ -122,3 +124,17 @@ def test_towers_without_attention_to_all_patches_are_refused(name: str, message:
     model = create(architecture("ViT-Ti-8-48", image=f"timm:{name}"), seed=0).eval()
     with pytest.raises(ConfigError, match=message):
         clipkit.explain(torch.zeros(48, 48, 3, dtype=torch.uint8), "a cat", model)
+
+
+def test_mistakes_of_explain_are_one_line(tmp_path: Path) -> None:
+    image = tmp_path / "image.png"
+    Image.new("RGB", (8, 8)).save(image)
+    before = image.read_bytes()
+    link = tmp_path / "link.png"
+    link.symlink_to(image)
+    for out in (image, link):
+        with pytest.raises(ConfigError, match="is the image itself: name another file"):
+            check_files(image, out)
+    with pytest.raises(DataError, match=r"none\.png: no such file"):
+        check_files(tmp_path / "none.png", tmp_path / "out.png")
+    assert image.read_bytes() == before

@@ -112,6 +112,8 @@ def test_settings_and_flops() -> None:
     assert shape(*on) == shape()
     assert view_side(ViewsConfig(), shape(), image_size=16) == 8
     assert view_side(ViewsConfig(weight=1, size=12), shape(), image_size=8) == 8  # in small steps
+    with pytest.raises(ConfigError, match=r"lock.image = .all. .*views.weight"):
+        shape("views.weight=1", "optim.average=0.9", "lock.image=all")
     with pytest.raises(ConfigError, match=r"views.weight = 1.0 .*optim.average"):
         shape("views.weight=1")
     with pytest.raises(
