@@ -468,7 +468,7 @@ embeddings.
         epilog="""\
 The models must have the same architecture, tokenizer and preprocessing. Every
 command accepts the result as a model. `python -m eval soup` averages those
-models that improve the score on a dataset.
+models that do not lower the score on a dataset.
 
   clipkit interpolate open_clip:ViT-B-32/openai runs/pets --out between
   clipkit interpolate runs/a runs/b --alpha 0.25 0.5 0.75 --out between

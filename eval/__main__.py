@@ -303,7 +303,7 @@ COMMANDS = {
         run="eval.commands:compare_models",
     ),
     "soup": Command(
-        summary="average the weights of those models that improve the score on a dataset (greedy soup)",
+        summary="average the weights of those models that do not lower the score on a dataset (greedy soup)",
         arguments=_soup_arguments,
         run="eval.commands:soup",
     ),

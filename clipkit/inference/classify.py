@@ -353,7 +353,7 @@ class _Writer:
     """Write images to a file: rows of a .csv, an array in a .json, or lines of a .jsonl."""
 
     def __init__(self, file: TextIO, suffix: str, top: int) -> None:
-        self._file, self._suffix, self._first = file, suffix, True
+        self._file, self._suffix, self._first, self._top = file, suffix, True, top
         if suffix == ".csv":
             names = (f"{name}_{i}" for i in range(1, top + 1) for name in ("label", "probability"))
             self._write_row("picture", "source", *names)
@@ -362,7 +362,8 @@ class _Writer:
         """Append one image."""
         if self._suffix == ".csv":
             cells = (cell for label, value in found.labels for cell in (safe_cell(label), f"{value:.6f}"))
-            self._write_row(safe_cell(found.image), safe_cell(found.source), *cells)
+            missing = 2 * (self._top - len(found.labels))  # labels below their thresholds
+            self._write_row(safe_cell(found.image), safe_cell(found.source), *cells, *[""] * missing)
             return
         labels = [{"label": label, "probability": round(value, 6)} for label, value in found.labels]
         one = {"picture": found.image, "source": found.source, "labels": labels}
