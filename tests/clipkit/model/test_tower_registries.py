@@ -90,6 +90,7 @@ def test_training_resuming_and_evaluating(tower: str, forked: Forked, tmp_path: 
         TOWERS[tower],
         "checkpoint.every_steps=2",
         "steps=4",
+        "optim.name=adamw",  # muon must know a tower's blocks
     ]
     costs = run(*settings, f"out={out}", "--dry-run").stdout
     assert "FLOPs" in costs and not out.exists()
