@@ -289,7 +289,6 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--push",
         metavar="OWNER/NAME",
-        default="",
         help="upload OUT to this repository of the Hugging Face hub, with the token of HF_TOKEN or `hf auth login`",
     )
     parser.add_argument(

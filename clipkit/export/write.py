@@ -287,9 +287,9 @@ def run(options: argparse.Namespace) -> int:
         if "onnx" not in to:
             raise ConfigError(f"--quantize {options.quantize} needs --to onnx: other exports keep float32")
         to = [f"onnx-{options.quantize}" if one == "onnx" else one for one in to]
-    if options.public and not options.push:
+    if options.public and options.push is None:
         raise ConfigError("--public has no effect without --push")
-    if options.push:
+    if options.push is not None:
         check_push(options.push)  # before anything is computed
     model = load(options.model, name=options.name)
     print(model.origin)
@@ -313,7 +313,7 @@ def run(options: argparse.Namespace) -> int:
     card = NEW_CARD if (out / NEW_CARD).is_file() else CARD
     kept = f" (the edited {CARD} was kept)" if card == NEW_CARD else ""
     print(f"wrote {out}; before publishing it, check {card} and fill in the license{kept}")
-    if options.push:
+    if options.push is not None:
         address = push_folder(
             out,
             options.push,

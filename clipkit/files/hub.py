@@ -75,12 +75,12 @@ def check_push(repository: str) -> None:
     from huggingface_hub.utils import validate_repo_id
 
     owner, slash, name = repository.partition("/")
-    if not (owner and slash and name):
+    if not (owner and slash and name) or "/" in name:
         raise ConfigError(f"{repository!r} is not a repository: expected OWNER/NAME")
+    if not get_token():
+        raise ConfigError(f"cannot write {repository}: there is no token: {_LOGIN}")
     with _pushing(repository):
         validate_repo_id(repository)
-        if not get_token():
-            raise ConfigError(f"cannot write {repository}: there is no token: {_LOGIN}")
         HfApi().whoami()
 
 

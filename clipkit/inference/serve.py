@@ -8,6 +8,7 @@ requires a token.
 import argparse
 import asyncio
 import hmac
+import re
 import secrets
 import socket
 import sys
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from clipkit.errors import ClipkitError, ConfigError
 from clipkit.files.patterns import user_path
-from clipkit.files.terminal import counted
+from clipkit.files.terminal import counted, printable
 from clipkit.inference.search import TEMPLATES, Embeddings, Query, load_model, stale_note, thumbnail
 from clipkit.model.clip import CLIP
 
@@ -112,20 +113,26 @@ def application(collections: Sequence[Collection], *, token: str = "", hosts: Se
             raise ConfigError(f"no collection {number}: there are {len(collections)}, from 0")
         return collections[number]
 
+    def of_result(name: str) -> tuple[Collection, str]:
+        """Return the collection of the result with this id, and the id of its row."""
+        number, _, row = name.partition("-")
+        if not re.fullmatch(r"[0-9]{1,4}", number):
+            raise ConfigError(f"{printable(name, 40)!r} is not the id of a result")
+        return chosen(int(number)), row
+
     def embedding(name: str, of: Collection) -> Tensor:
         """Return the embedding of a result, in another collection that of the same image."""
-        number, _, row = name.partition("-")
-        own = chosen(int(number) if number.isdecimal() else -1)
+        own, row = of_result(name)
         hit, vector = own.embeddings.row(row)
         return vector if own is of else of.embeddings.vector_of(hit.path)
 
     def found(parts: Parts, images: Sequence[bytes] = ()) -> Results:
         one, query = chosen(parts.collection), Query()
-        if not (parts.text or parts.like or images):
+        if not (any(text.strip() for text in parts.text) or parts.like or images):
             raise ConfigError("nothing to search for: give text, like or a file")
         with computing:
             one.embeddings.refresh()
-            query.add(one.model, texts=parts.text, images=images)
+            query.add(one.model, texts=[text for text in parts.text if text.strip()], images=images)
             query.add_unwanted(one.model, texts=parts.unwanted)
             query.wanted += [embedding(name, one) for name in parts.like]
             query.unwanted += [embedding(name, one) for name in parts.unlike]
@@ -168,8 +175,8 @@ def application(collections: Sequence[Collection], *, token: str = "", hosts: Se
     @app.get("/api/thumbnails/{name}", response_class=Response)
     def image(name: str) -> Response:
         """Return a result's image as a JPEG."""
-        number, _, row = name.partition("-")
-        hit, _ = chosen(int(number) if number.isdecimal() else -1).embeddings.row(row)
+        own, row = of_result(name)
+        hit, _ = own.embeddings.row(row)
         return Response(
             thumbnail(hit, _SIDE),
             media_type="image/jpeg",

@@ -913,9 +913,14 @@ def _time_rows(costs: Costs) -> Iterator[Row]:
         needed = sent.total * costs.steps / found.hours / 3600 / 1e9
         text = (
             f"{sent.total / 2**30:.2f} GiB sent by each {'GPU' if machine.gpu else 'process'} and step ({named}): "
-            f"as much time as the computation at {needed:,.2g} GB/s, hidden by it on much faster links"
+            f"takes as long as the computation at {_rounded(needed)} GB/s; much faster links hide it"
         )
         yield from _wrapped("communication", text)
+
+
+def _rounded(value: float) -> str:
+    """Format a number with two significant digits, without an exponent."""
+    return f"{value:.2g}" if value < 100 else f"{round(value, 1 - math.floor(math.log10(value))):,.0f}"
 
 
 def _wrapped(name: str, text: str) -> Iterator[Row]:
@@ -926,6 +931,8 @@ def _wrapped(name: str, text: str) -> Iterator[Row]:
 def duration(hours: float) -> str:
     """Format a duration in a suitable unit."""
     seconds = hours * 3600
+    if seconds < 1:
+        return "less than 1 second"
     if seconds < 90:
         return f"{seconds:.0f} seconds"
     if seconds < 90 * 60:
