@@ -217,7 +217,7 @@ def test_a_library_that_is_not_installed(
     assert (
         run(
             Namespace(
-                quantize=None, push="", public=False, model="x", name="", out=tmp_path / "out", to=["timm"]
+                quantize=None, push=None, public=False, model="x", name="", out=tmp_path / "out", to=["timm"]
             )
         )
         == 0
@@ -312,7 +312,7 @@ def test_the_command_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.Capt
         run(
             Namespace(
                 quantize=None,
-                push="",
+                push=None,
                 public=False,
                 model=str(tmp_path / "run"),
                 name="",
@@ -375,7 +375,7 @@ def test_a_background_and_an_orientation_are_left_to_callers_and_said_so(
         run(
             Namespace(
                 quantize=None,
-                push="",
+                push=None,
                 public=False,
                 model=str(tmp_path / "model"),
                 name="",
