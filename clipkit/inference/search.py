@@ -14,6 +14,7 @@ import base64
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import sys
@@ -193,6 +194,14 @@ class Embeddings:
             return 0
         covers = self._index[1].covers
         return sum(len(part.rows) for part in self._parts if covers.get(part.number) != part.stamp)
+
+    @property
+    def missing(self) -> int:
+        """Number of embedding files that ``clipkit encode`` has not written yet; 0 if it is unknown."""
+        items, length = self.manifest.get("items"), self.manifest.get("rows_per_file")
+        if not (isinstance(items, int) and isinstance(length, int) and length > 0):
+            return 0
+        return max(0, math.ceil(items / length) - len(self._parts))
 
     def refresh(self) -> None:
         """Open files that are new or have changed since; incomplete ones are left out until they are complete.
@@ -555,13 +564,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def stale_note(embeddings: Embeddings) -> str:
-    """Return a line about rows that the index lacks; "" if there are none."""
-    if not embeddings.unindexed:
-        return ""
-    rows = counted(embeddings.unindexed, "row")
-    return (
-        f"note: the index lacks {rows}, which are compared one by one; run clipkit index {embeddings.folder}"
-    )
+    """Return lines about files that are not encoded yet and rows that the index lacks; "" if there are none."""
+    notes, folder = [], embeddings.folder
+    if embeddings.missing:
+        files = counted(embeddings.missing, "embedding file")
+        notes.append(f"note: {folder} lacks {files}: clipkit encode is running or was interrupted")
+    if embeddings.unindexed:
+        rows = counted(embeddings.unindexed, "row")
+        notes.append(
+            f"note: the index lacks {rows}, which are compared one by one; run clipkit index {folder}"
+        )
+    return "\n".join(notes)
 
 
 def run_index(options: argparse.Namespace) -> int:
@@ -590,6 +603,8 @@ def run_index(options: argparse.Namespace) -> int:
         near = indexed.search(query, len(exact)) if exact else []
         recalled += [hit.similarity >= exact[-1].similarity - 1e-6 for hit in near]
     print(f"recall@10 {np.mean(recalled):.3f} against exact search, of {counted(len(queries), 'row')}")
+    if note := stale_note(indexed):
+        print(note, file=sys.stderr)
     return 0
 
 

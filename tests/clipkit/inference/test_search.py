@@ -13,7 +13,7 @@ import clipkit
 from clipkit.__main__ import dispatch
 from clipkit.errors import ConfigError, DataError
 from clipkit.formats.checkpoint import save_model
-from clipkit.inference.search import Embeddings, Hit, Query, thumbnail
+from clipkit.inference.search import Embeddings, Hit, Query, stale_note, thumbnail
 from clipkit.inference.storage import STORAGE
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -233,3 +233,14 @@ def test_rows_that_are_not_finite_are_never_found(tmp_path: Path) -> None:
     assert {hit.path for hit in Embeddings(tmp_path).search(query, 20)} == {
         f"0/{row}.png" for row in range(10) if row != 3
     }
+
+
+def test_a_folder_that_is_not_complete_says_so(tmp_path: Path) -> None:
+    write(tmp_path, unit(np.random.default_rng(0), 4), unit(np.random.default_rng(1), 4))
+    write(tmp_path, np.zeros((0, 16), np.float32), first=2)  # all of its items failed
+    for items, missing in ((8, 0), (12, 0), (13, 1), (24, 3), ("24", 0)):
+        manifest = {"items": items, "rows_per_file": 4}
+        (tmp_path / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+        embeddings = Embeddings(tmp_path)
+        assert embeddings.missing == missing
+        assert ("is running or was interrupted" in stale_note(embeddings)) == bool(missing)
