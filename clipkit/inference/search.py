@@ -201,7 +201,7 @@ class Embeddings:
         items, length = self.manifest.get("items"), self.manifest.get("rows_per_file")
         if not (isinstance(items, int) and isinstance(length, int) and length > 0):
             return 0
-        return max(0, math.ceil(items / length) - len(self._parts))
+        return max(0, math.ceil(items / length) - sum(1 for _ in _files(self.folder)))
 
     def refresh(self) -> None:
         """Open files that are new or have changed since; incomplete ones are left out until they are complete.
