@@ -182,6 +182,20 @@ def _precision(function: Callable[[Tensor, Tensor], Estimate], *, softmax: bool 
     )
 
 
+def _anchors(*, nearby: bool, title: str) -> Metric[Answers]:
+    return Metric(
+        kind="multi-label",
+        function=lambda answers: classes.anchor_accuracy(
+            answers.top.classes[:, 0], answers.labels, answers.group("anchor"), nearby=nearby
+        ),
+        title=title,
+        interval="wilson",
+        counts="anchor frames",
+        by_default=True,
+        column="anchor",
+    )
+
+
 def _retrieval(direction: str) -> dict[str, Metric[Directions]]:
     counts = "images" if direction == "image_to_text" else "captions"
 
@@ -336,6 +350,8 @@ METRICS: Mapping[str, Metric[Never]] = {
         interval="wilson",
         counts="images with a label",
     ),
+    "pm0": _anchors(nearby=False, title="top-1 of anchor frames"),
+    "pm10": _anchors(nearby=True, title="top-1 of all frames near an anchor"),
     **_retrieval("image_to_text"),
     **_retrieval("text_to_image"),
     "mean_R@1": Metric[Directions](

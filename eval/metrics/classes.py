@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
@@ -332,6 +333,25 @@ def any_label_accuracy(predicted: Tensor, labels: Tensor) -> Estimate | None:
     counted = labels.any(dim=1)
     right = labels[counted].gather(1, predicted[counted][:, None])
     return proportion(int(right.sum()), len(right)) if len(right) else None
+
+
+def anchor_accuracy(predicted: Tensor, labels: Tensor, anchors: Tensor, *, nearby: bool) -> Estimate:
+    """Compute the fraction of anchor frames for which a label is predicted: pm-0, or pm-k with nearby frames.
+
+    (Shankar et al. 2021, https://arxiv.org/abs/1906.02168.)
+
+    Args:
+        predicted: (N,) int64, classes.
+        labels: (N, C) bool.
+        anchors: (N,) int64, the number of each image's anchor frame; an anchor's is its own.
+        nearby: whether labels must be predicted for all images of an anchor.
+    """
+    right = labels.gather(1, predicted[:, None])[:, 0]
+    own = (anchors == torch.arange(len(anchors))).nonzero()[:, 0]  # (M,)
+    counted = right
+    if nearby:
+        counted = torch.ones_like(right).scatter_reduce(0, anchors, right, "amin")
+    return proportion(int(counted[own].sum()), len(own))
 
 
 def shape_bias(predicted: Tensor, shapes: Tensor, textures: Tensor) -> Estimate | None:

@@ -24,6 +24,7 @@ from eval.readers.languages import is_multilingual, open_multilingual
 from eval.readers.parquet import has_parquet, open_hugging_face
 from eval.readers.shards import CACHE_GB, address_of, find_published, open_published
 from eval.readers.torchvision import check_known, open_torchvision
+from eval.readers.videos import is_video_frames, open_video_frames
 
 __all__ = [
     "READERS",
@@ -108,6 +109,10 @@ READERS: Mapping[str, Reader] = {
     "multilingual": Reader(
         recognizes=lambda place, _: isinstance(place, Path) and is_multilingual(place),
         open=lambda folder, name, options: open_multilingual(folder, name, split=options.split),
+    ),
+    "videos": Reader(
+        recognizes=lambda place, _: isinstance(place, Path) and is_video_frames(place),
+        open=lambda folder, name, options: open_video_frames(folder, name, split=options.split),
     ),
     "published": Reader(
         recognizes=_is_published,
