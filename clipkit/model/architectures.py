@@ -693,8 +693,29 @@ class BagOfWords(TextArchitecture):
         return (self.context_length if count is None else count) * self.width * _FLOAT
 
 
+class _Table(TextArchitecture):
+    """Base of text towers that look up learned rows, which takes no FLOPs."""
+
+    own = True
+    has_blocks = False
+
+    def initialize(self, module: "nn.Module", *, small_data: bool) -> None:
+        from clipkit.model.towers import ClassTableTower, WordTableTower
+
+        assert isinstance(module, ClassTableTower | WordTableTower)
+        module.initialize()
+
+    def flops(self, embed_dim: int, length: int, *, blocks: int | None = None) -> Flops:
+        return Flops(forward=0, backward=0)
+
+    def activation_bytes(
+        self, count: int | None, *, blocks: int | None = None, bf16: bool, recompute: int = 0
+    ) -> int:
+        return 0
+
+
 @dataclass(frozen=True, kw_only=True)
-class WordTable(TextArchitecture):
+class WordTable(_Table):
     """The mean of learned unit vectors, one per token: the text side of bag-of-words prediction.
 
     Predicting the words of captions from images (Joulin et al. 2016, https://arxiv.org/abs/1511.02251) is CLIP's
@@ -704,8 +725,6 @@ class WordTable(TextArchitecture):
     context_length: int = 77
     vocab_size: int = 49408
     setting = "words"
-    own = True
-    has_blocks = False
     over_words = True
 
     @classmethod
@@ -729,29 +748,13 @@ class WordTable(TextArchitecture):
 
         return WordTableTower(words=self.vocab_size, output_dim=embed_dim)
 
-    def initialize(self, module: "nn.Module", *, small_data: bool) -> None:
-        from clipkit.model.towers import WordTableTower
-
-        assert isinstance(module, WordTableTower)
-        module.initialize()
-
-    def flops(self, embed_dim: int, length: int, *, blocks: int | None = None) -> Flops:
-        return Flops(forward=0, backward=0)  # a lookup
-
-    def activation_bytes(
-        self, count: int | None, *, blocks: int | None = None, bf16: bool, recompute: int = 0
-    ) -> int:
-        return 0
-
 
 @dataclass(frozen=True, kw_only=True)
-class ClassTable(TextArchitecture):
+class ClassTable(_Table):
     """A classification head in place of a text tower: one learned row per class, selected by the class name."""
 
     names: tuple[str, ...]
     setting = "classes:FILE"
-    own = True
-    has_blocks = False
     any_length = False
     over_classes = True
 
@@ -807,20 +810,6 @@ class ClassTable(TextArchitecture):
         from clipkit.model.towers import ClassTableTower
 
         return ClassTableTower(classes=len(self.names), output_dim=embed_dim)
-
-    def initialize(self, module: "nn.Module", *, small_data: bool) -> None:
-        from clipkit.model.towers import ClassTableTower
-
-        assert isinstance(module, ClassTableTower)
-        module.initialize()
-
-    def flops(self, embed_dim: int, length: int, *, blocks: int | None = None) -> Flops:
-        return Flops(forward=0, backward=0)  # a lookup
-
-    def activation_bytes(
-        self, count: int | None, *, blocks: int | None = None, bf16: bool, recompute: int = 0
-    ) -> int:
-        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
