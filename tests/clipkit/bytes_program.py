@@ -1,4 +1,4 @@
-"""What each rank has after it was given the chief's bytes; ``test_distributed`` starts it as two ranks."""
+"""Program run as two ranks by ``test_distributed``: writes a digest of the bytes received from rank 0."""
 
 import hashlib
 import sys
@@ -17,7 +17,7 @@ if __name__ == "__main__":
     rank = distributed.rank()
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2))
     if rank == 0:
-        time.sleep(5)  # as if it were counting shards; by torch alone the other would give up
+        time.sleep(5)  # as if counting shards; with torch's timeout alone the other rank fails
     found = [distributed.broadcast_bytes(content if rank == 0 else b"other") for content in CONTENTS]
     digests = [hashlib.sha256(content).hexdigest() for content in found]
     (Path(sys.argv[1]) / str(rank)).write_text("\n".join(digests))

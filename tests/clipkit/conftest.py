@@ -1,4 +1,4 @@
-"""Small models to try things on."""
+"""Fixtures with small models."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from clipkit.model.clip import CLIP
 
 @pytest.fixture
 def tiny() -> CLIP:
-    """A CLIP of 64 wide, two-layer towers, with random weights, in training mode as when it is made."""
+    """A CLIP of two-layer towers of width 64, with random weights, in training mode as after construction."""
     shape = Architecture(
         embed_dim=48,
         vision=VisionTower(image_size=32, patch_size=8, width=64, layers=2, heads=2),

@@ -1,4 +1,4 @@
-"""Small models of several kinds and real pictures, for the tests of what is exported."""
+"""Small models of several kinds and image files, for the export tests."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +46,7 @@ MODELS: dict[str, Architecture] = {
     ),
     "resnet": RESNET,
     "timm": Architecture(embed_dim=32, vision=TimmVision(image_size=160, name="test_resnet"), text=TEXT),
-    "distilled": Architecture(  # two classifiers, and options of its own
+    "distilled": Architecture(  # two classifiers, and timm options
         embed_dim=32,
         vision=TimmVision(image_size=32, name="deit_tiny_distilled_patch16_224", options={"depth": 1}),
         text=BagOfWords(width=32),
@@ -57,7 +57,7 @@ REPAIRED = ["“curly” quotes &amp; entities", "schÃ¶n", "ﬁne ﬀ"]  # by 
 
 
 def draw_pictures(folder: Path) -> list[Path]:
-    """Files as users have them: wide, high, small, with a palette, with an alpha channel."""
+    """Draw image files as users have them: wide, tall, small, with a palette, with an alpha channel."""
     paths = []
     for i, (size, name) in enumerate(
         [
@@ -79,7 +79,7 @@ def draw_pictures(folder: Path) -> list[Path]:
 
 
 def in_rgb(paths: list[Path]) -> list[Image.Image]:
-    """Pictures for libraries which make them RGB before they resize; clipkit and open_clip resize first."""
+    """Open as RGB, for libraries that convert before they resize; clipkit and open_clip resize first."""
     return [image.convert("RGB") for image in opened(paths)]
 
 
@@ -93,7 +93,7 @@ def opened(paths: list[Path]) -> list[Image.Image]:
 
 
 def model_of(kind: str) -> CLIP:
-    """Random weights large enough that every part shows in the embeddings, another mean and temperature."""
+    """A model with random weights large enough to show in the embeddings, and a changed temperature."""
     shape = MODELS[kind]
     preprocess = Preprocess(image_size=shape.vision.image_size)
     if kind == "quick_gelu":
@@ -120,7 +120,7 @@ def apart(found: Any, expected: Tensor) -> float:
 
 
 def same_model(a: CLIP, b: CLIP) -> None:
-    if isinstance(b.architecture.vision, TimmVision):  # to open_clip it is one of its own
+    if isinstance(b.architecture.vision, TimmVision):  # open_clip reads it back as a tower of its own
         b.architecture = replace(b.architecture, vision=a.architecture.vision)
     assert a.architecture == replace(b.architecture, small_data=False)
     assert a.preprocess == b.preprocess and a.tokenizer == b.tokenizer

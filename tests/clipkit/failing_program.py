@@ -1,6 +1,6 @@
-"""Ranks that fail in a way that an argument names: this process as one of torchrun's, or two that it forks of each.
+"""Ranks that fail as an argument names: this process as one of torchrun's, or two forked ranks per failure.
 
-Forked ones share what torch's import costs. Nobody ends them when one has ended, as on machines of their own.
+Forked ranks share the cost of importing torch. As on separate machines, no launcher ends the remaining ranks.
 """
 
 import json
@@ -33,7 +33,7 @@ def one_rank(how: str) -> int:
         if rank == 0:
             raise DataError("rank 0's shard is gone")
         distributed.sum_over_ranks(torch.ones(1))
-    if how == "rank 0, the others are busy":  # as where NCCL waits
+    if how == "rank 0, the others are busy":  # as in a wait for NCCL
         if rank == 0:
             raise DataError("rank 0's shard is gone")
         time.sleep(500)
@@ -50,7 +50,7 @@ def one_rank(how: str) -> int:
 
 
 def ranks(how: str, world: int) -> dict[int, tuple[int, IO[str]]]:
-    """Start them; gives rank and stderr by process."""
+    """Start the ranks; return rank and stderr by process ID."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -68,7 +68,7 @@ def ranks(how: str, world: int) -> dict[int, tuple[int, IO[str]]]:
 
 
 def all_ends(hows: list[str], world: int = 2) -> dict[str, Any]:
-    """Statuses and stderrs of the ranks of each, and the seconds from their start to the last one's end."""
+    """Exit statuses and stderr of the ranks of each failure, and the seconds until its last rank ended."""
     began = time.monotonic()
     running = {how: ranks(how, world) for how in hows}
     of_process = {process: how for how, those in running.items() for process in those}

@@ -1,6 +1,6 @@
-"""Run by test_distributed.py under torchrun: backward passes of a fixed global batch in many ways, to a file.
+"""Program run by test_distributed.py under torchrun: writes gradients of a fixed global batch.
 
-One launch computes them one after the other.
+One launch computes them in many ways, one after the other.
 """
 
 import sys
@@ -42,21 +42,21 @@ from clipkit.training.ema import AveragedWeights
 from clipkit.training.parallel import clip_gradients, complete_gradients, replicated, shard, without_values
 from clipkit.training.step import LocalTerms, averaged_teaching, backward, with_captions, with_prefixes
 
-BATCH, END, PATCHES, KEPT, CLASSES = 23, 99, 16, 7, 9  # no number of ranks or parts divides the batch
+BATCH, END, PATCHES, KEPT, CLASSES = 23, 99, 16, 7, 9  # BATCH is divisible by no number of ranks or parts
 ACCUMULATIONS = (1, 2, 5)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """What is computed, and how."""
+    """What to compute, and how."""
 
     loss: str = "clip"
-    caption: str = ""  # how captions are predicted
-    masked: str = ""  # what is predicted of masked patches
-    pixels: str = ""  # how they are predicted
+    caption: str = ""  # how the decoder predicts captions
+    masked: str = ""  # the target of masked patches
+    pixels: str = ""  # how the pixel tower predicts pixels
     views: bool = False
     several: bool = False  # whether images have two captions
-    negatives: bool = False  # whether images have a wrong caption of their own
+    negatives: bool = False  # whether some images have a hard negative caption
     dropout: bool = False
     locked: bool = False
     adapters: bool = False
@@ -67,7 +67,7 @@ class Way:
 
     @property
     def what(self) -> str:
-        """All that changes the result."""
+        """The settings that change the result."""
         caption = f" caption {self.caption}" if self.caption else ""
         masked = f" masked {self.masked}" * bool(self.masked) + " views" * self.views
         masked += f" pixels {self.pixels}" * bool(self.pixels)
@@ -77,7 +77,7 @@ class Way:
 
     @property
     def name(self) -> str:
-        """All of it."""
+        """All settings."""
         how = f"{self.parts}{' lengths' * self.lengths}{' sharded' * self.sharded} {str(self.dtype)[6:]}"
         return f"{self.what}/{how}"
 
@@ -116,7 +116,7 @@ WHAT = (
 
 
 def ways(world: int) -> list[Way]:
-    """All that a launch of so many ranks computes; two ranks fewer, to save time."""
+    """All ways that a launch with ``world`` ranks computes; two ranks compute fewer, to save time."""
     whole = world != 2
     parts = ACCUMULATIONS if whole else ACCUMULATIONS[-1:]
     wanted = [replace(one, parts=number) for one in WHAT for number in parts]
@@ -267,14 +267,14 @@ def compute(way: Way) -> dict[str, Tensor]:
     complete_gradients(model)
     norm = clip_gradients(model, 1.0)
     same = distributed.gather_objects([float(done.loss), float(norm)])
-    assert all(one == same[0] for one in same), same  # the global batch's on every rank
+    assert all(one == same[0] for one in same), same  # every rank holds the loss and norm of the global batch
     gradients = {name: _whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     assert gradients.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
     return {**gradients, "loss": done.loss.reshape(1), "norm": norm.reshape(1)}
 
 
 def inputs(way: Way) -> tuple[dict[str, object], Tensor, Tensor, Tensor]:
-    """This rank's part of the batch: captions of very different length, some of them the same."""
+    """Return this rank's part of the batch: captions of very different lengths, some of them equal."""
     random = torch.Generator().manual_seed(1)
     images = torch.randint(0, 256, (BATCH, 3, 32, 32), dtype=torch.uint8, generator=random)
     tokens = torch.randint(1, END, (BATCH, 30), generator=random)
@@ -283,7 +283,7 @@ def inputs(way: Way) -> tuple[dict[str, object], Tensor, Tensor, Tensor]:
     identities = torch.stack([torch.arange(BATCH), torch.arange(BATCH) % CLASSES], dim=1)
     rank, world = distributed.rank(), distributed.world_size()
     rows = torch.arange(rank * BATCH // world, (rank + 1) * BATCH // world)
-    longest = int(ends[rows].max()) + 1  # as each rank trims to its own
+    longest = int(ends[rows].max()) + 1  # each rank trims to its longest caption
     captions = tokens[rows, :longest]
     side = 8 if way.pixels else 32
     given: dict[str, object] = {"images": images[rows, :, :side, :side], "tokens": captions}
@@ -294,7 +294,7 @@ def inputs(way: Way) -> tuple[dict[str, object], Tensor, Tensor, Tensor]:
     elif way.loss == "words":
         given["tokens"] = torch.arange(END + 1)[:, None]
     elif way.negatives or way.several:
-        wrong = torch.where(rows % 4 > 0, (rows - 1) % BATCH, rows)  # one in four has none
+        wrong = torch.where(rows % 4 > 0, (rows - 1) % BATCH, rows)  # one in four has no negative
         both = torch.cat([rows, wrong])
         given["tokens"] = tokens[both, : int(ends[both].max()) + 1]
         if way.lengths:

@@ -1,4 +1,4 @@
-"""Pictures that are broken, or made to take much time or memory, and what becomes of each."""
+"""Images that are broken, or made to take much time or memory, and the expected result for each."""
 
 import struct
 import zlib
@@ -11,13 +11,13 @@ from PIL import Image
 from tests.clipkit.made_pictures import CLEAR, MOVING, PHOTO, encoded, picture, scene
 
 SMALL = Image.fromarray(scene(40, 50))
-HUGE = 15_000  # a side of a picture that has too many pixels
+HUGE = 15_000  # side of an image with too many pixels
 
 
 def png(
     width: int, height: int, depth: int = 8, colour: int = 2, *, more: bytes = b"", data: bytes | None = None
 ) -> bytes:
-    """A black PNG, with ``more`` before its data."""
+    """Encode a black PNG, with ``more`` before its data."""
     row = (width * depth * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[colour] + 7) // 8 + 1
     data = zlib.compress(bytes(row * height)) if data is None else data
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0))
@@ -29,7 +29,7 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def changed(data: bytes, what: bytes, at: int, by: bytes) -> bytes:
-    """The bytes with ``by`` at a distance from the first place of ``what``."""
+    """Replace the bytes at offset ``at`` from the first occurrence of ``what``."""
     place = data.index(what) + at
     return data[:place] + by + data[place + len(by) :]
 
@@ -40,7 +40,7 @@ def between(data: bytes, before: bytes, more: bytes) -> bytes:
 
 
 def many_scans(scans: int, side: int = 500) -> bytes:
-    """A progressive JPEG whose last scan comes again and again."""
+    """Encode a progressive JPEG that repeats its last scan."""
     data = encoded(Image.new("RGB", (side, side)), "JPEG", progressive=True)
     last, end = data.rindex(b"\xff\xda"), data.rindex(b"\xff\xd9")
     return data[:end] + data[last:end] * (scans - data.count(b"\xff\xda")) + data[end:]
@@ -54,7 +54,7 @@ def tiff(*tags: tuple[int, int, int, int], data: bytes = b"", following: int = 0
 def grey_tiff(
     *more: tuple[int, int, int, int], data: bytes = b"", side: int = 64, following: int = 0
 ) -> bytes:
-    """Deflated grey; tags beyond size and kind are to be given."""
+    """Encode a deflated grayscale TIFF; pass the tags other than size and type."""
     kind = [
         (256, 4, 1, side),
         (257, 4, 1, side),
@@ -87,7 +87,7 @@ def gif() -> bytes:
 
 
 def webp_header(width: int, height: int) -> bytes:
-    """A lossless WebP that ends after its header."""
+    """Encode a lossless WebP that ends after its header."""
     bits = struct.pack("<BI", 0x2F, (width - 1) | (height - 1) << 14)
     body = b"WEBPVP8L" + struct.pack("<I", len(bits)) + bits + b"\0"
     return b"RIFF" + struct.pack("<I", len(body)) + body
@@ -102,9 +102,9 @@ def end_of_text(kind: bytes, head: bytes) -> bytes:
 
 
 ERROR = "not an image|does not decode"
-PIXELS = "pixels"  # what is odd but can be read
+PIXELS = "pixels"  # unusual, but decodes
 LIMIT = "more than 178956970 pixels"
-# what the file is: how it is made, and the error, or PIXELS, or None where it may be either
+# name: how it is made, and the expected error, PIXELS, or None where either is accepted
 HOSTILE: dict[str, tuple[Callable[[], bytes], str | None]] = {
     "nothing": (lambda: b"", "not an image"),
     "zeros": (lambda: bytes(5000), "not an image"),

@@ -1,8 +1,8 @@
-"""Run by test_loss_ranks.py under torchrun: every loss of a fixed global batch, spread over ranks in several ways.
+"""Program run by test_loss_ranks.py under torchrun: every loss of a fixed global batch, spread over ranks.
 
     loss_program.py OUT
 
-Each rank writes what it found, by spread, dtype, loss and what it is the gradient of, into OUT/RANK.safetensors.
+Each rank writes its values and gradients, by spread, dtype, loss and variable, into OUT/RANK.safetensors.
 """
 
 import sys
@@ -17,7 +17,7 @@ from clipkit import distributed
 from clipkit.objectives.clip import in_batch_recall
 from tests.clipkit.plain_losses import LOSSES, given, gradients, ours
 
-# how many rows each rank has, by how many ranks there are
+# rows of each rank, by number of ranks
 SPREADS = {
     1: ((13,),),
     2: ((7, 7), (4, 9)),

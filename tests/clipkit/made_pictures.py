@@ -1,4 +1,4 @@
-"""Pictures of every kind, made here: for tests of decoding and of preprocessing."""
+"""Synthetic images in every supported format, for the tests of decoding and preprocessing."""
 
 from collections.abc import Callable
 from functools import cache
@@ -14,7 +14,7 @@ Pixels = npt.NDArray[np.uint8]
 
 
 def scene(height: int, width: int, channels: int = 3) -> Pixels:
-    """Smooth waves with some noise, as in a photograph."""
+    """Draw smooth waves with noise, similar to a photograph."""
     y, x = np.mgrid[:height, :width]
     waves = [127 + 110 * np.sin(6 * (i + 1) * x / width + 5 * y / height) for i in range(channels)]
     noise = np.random.default_rng(0).normal(0, 10, (height, width, channels))

@@ -1,6 +1,6 @@
-"""The losses as their papers state them, all logits at once: what those of clipkit/objectives/clip.py must come to.
+"""Reference losses, computed from all logits at once as in the papers, to compare with clipkit's.
 
-Everything here is for one process and imports torch alone, as the programs that run under torchrun do.
+Everything here is for one process. Like the programs that run under torchrun, this module imports only torch.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ LOSSES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """A global batch, of which all but the identities and the teacher want gradients."""
+    """A global batch; all but the identities and the teacher require gradients."""
 
     images: Tensor  # (N, O) unit norm
     texts: Tensor  # (N, O)
@@ -29,7 +29,7 @@ class Given:
     teacher_scale: Tensor
 
     def slice(self, rows: slice) -> "Given":
-        """Some of the rows, as new leaves."""
+        """Return some of the rows, as new leaves."""
         by_row = ("images", "texts", "identities", "teacher_images", "teacher_texts")
         parts = {name: getattr(self, name).detach()[rows] for name in by_row}
         scale, bias = self.scale.detach().clone(), self.bias.detach().clone()
@@ -45,9 +45,9 @@ class Given:
 def given(
     rows: int, *, dtype: torch.dtype = torch.float64, seed: int = 0, scale: float = 14.3, numbers: int = 2
 ) -> Given:
-    """Random features; those of a pair, and those of student and teacher, have something in common.
+    """Random features, correlated within pairs and between student and teacher.
 
-    Float32 features are those of float64, rounded.
+    Float32 features are the float64 ones, rounded.
     """
     random = torch.Generator().manual_seed(seed)
 
@@ -70,12 +70,12 @@ def given(
 
 
 def same_thing(identities: Tensor) -> Tensor:
-    """(N, N) which pairs agree in at least one number."""
+    """(N, N): whether two samples share at least one identity."""
     return (identities[:, None] == identities[None]).any(2)
 
 
 def plain(loss: str, batch: Given) -> Tensor:
-    """One of ``LOSSES``."""
+    """Compute one of ``LOSSES`` on all logits at once."""
     name, same, smoothing = _parts(loss)
     together = same_thing(batch.identities)
     logits = batch.scale * batch.images @ batch.texts.T
@@ -94,7 +94,7 @@ def plain(loss: str, batch: Given) -> Tensor:
         return terms.sum() / len(logits)
     if same == "positives":
         targets = together.to(logits.dtype)
-        targets /= targets.sum(1, keepdim=True)  # the relation is symmetric: so are their numbers
+        targets /= targets.sum(1, keepdim=True)  # the relation is symmetric, hence so are the row sums
         both = (F.cross_entropy(one, targets, label_smoothing=smoothing) for one in (logits, logits.T))
         return sum(both) / torch.tensor(2.0)
     if same == "ignored":
@@ -105,14 +105,14 @@ def plain(loss: str, batch: Given) -> Tensor:
 
 
 def _parts(loss: str) -> tuple[str, str, float]:
-    """The name of a loss, ``same``, and the smoothing."""
+    """Split the name of a loss into base name, ``same`` and smoothing."""
     smoothing = 0.3 if loss.endswith(" smoothed") else 0.0
     name, _, same = loss.removesuffix(" smoothed").partition(" ")
     return name, same, smoothing
 
 
 def ours(loss: str, batch: Given) -> Tensor:
-    """The same by clipkit, of this rank's rows."""
+    """Compute the same loss with clipkit, for this rank's rows."""
     from clipkit.objectives.clip import clip_loss
     from clipkit.objectives.distill import distillation_loss
     from clipkit.objectives.siglip import siglip_loss
@@ -134,7 +134,7 @@ def ours(loss: str, batch: Given) -> Tensor:
 
 
 def gradients(value: Tensor, batch: Given) -> list[Tensor]:
-    """By images, texts, scale and bias; zeros by a bias that has no part."""
+    """Gradients of images, texts, scale and bias; zeros for an unused bias."""
     found = torch.autograd.grad(value, batch.leaves(), allow_unused=True)
     return [
         torch.zeros_like(leaf) if one is None else one
@@ -143,17 +143,17 @@ def gradients(value: Tensor, batch: Given) -> list[Tensor]:
 
 
 def error(found: Tensor, want: Tensor, *, floor: float = 1e-30) -> float:
-    """By norm, relative to what was wanted (or to the floor, where that is nearly nothing)."""
+    """Norm of the difference, relative to the norm of ``want`` (at least ``floor``)."""
     found, want = found.detach().double(), want.detach()
     difference = torch.linalg.vector_norm(found - want)
     return float(difference / torch.linalg.vector_norm(want).clamp_min(floor))
 
 
 def compare(found: Tensor, batch: Given, want: Tensor, exact: Given, *, rounded: Tensor) -> None:
-    """See that value and gradients of a loss are those of the plain formula in float64.
+    """Assert that value and gradients of a loss equal those of the plain formula in float64.
 
-    Where next to nothing is left of the loss, the value is as exact as the logits, and gradients are measured by
-    those that the plain formula has of the same features: float32 cannot say more.
+    For a loss close to zero, the value may differ by the rounding error of the logits, and gradients by the
+    error of the plain formula on the same float32 features.
     """
     assert found.dtype == batch.images.dtype
     assert found.shape == ()

@@ -1,4 +1,4 @@
-"""Checkpoints of a small model, for the tests of what is stored and of what is damaged."""
+"""Checkpoints of a small model, for the tests of saving, loading and damaged files."""
 
 import math
 from collections.abc import Callable
@@ -23,7 +23,7 @@ FILES = {"model.safetensors", "model.json", "optimizer.safetensors", "state.json
 
 
 def step(model: CLIP, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """One update, which the number determines."""
+    """Make one optimizer update on a batch seeded by ``number``."""
     generator = torch.Generator().manual_seed(number)
     images = torch.randint(0, 256, (4, 3, 32, 32), generator=generator, dtype=torch.uint8)
     tokens = torch.randint(1, 99, (4, 9), generator=generator)
@@ -51,7 +51,7 @@ def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 @pytest.fixture
 def small(tiny: CLIP) -> CLIP:
-    """The tiny model with a vocabulary of 100: files of half a megabyte."""
+    """The tiny model with a vocabulary of 100, so that files have half a megabyte."""
     shape = replace(tiny.architecture, text=replace(tiny.architecture.own_towers()[1], vocab_size=100))
     preprocess = Preprocess(image_size=32, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
     return CLIP(shape, preprocess=preprocess).initialize()

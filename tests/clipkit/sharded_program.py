@@ -1,4 +1,4 @@
-"""Run by test_sharded.py under torchrun: optimizers and averages of weights that are spread over ranks."""
+"""Program run by test_sharded.py under torchrun: optimizers and averaged weights, sharded over ranks."""
 
 import sys
 from copy import deepcopy
@@ -24,14 +24,14 @@ from clipkit.training.parallel import complete_gradients, shard, without_values
 from clipkit.training.sam import perturbed_weights
 
 SHAPE = Architecture(
-    embed_dim=7,  # no multiple of the ranks
+    embed_dim=7,  # not a multiple of the number of ranks
     vision=VisionTower(image_size=16, patch_size=8, width=18, layers=1, heads=2),
     text=TextTower(width=18, layers=1, heads=2, context_length=8, vocab_size=31),
 )
 CONFIG = OptimConfig(lr=1e-2, weight_decay=0.3, eps=1e-6)
-# AdaFactor's momentum is rounded to bfloat16, in which a last bit of the sums over ranks may appear
+# AdaFactor rounds its momentum to bfloat16, which amplifies last-bit differences of the sums over ranks
 EXACT = replace(CONFIG, name="adafactor", beta1=0.0)
-SCALES = (1e-3, 1.0, 50.0, 0.1)  # of the gradients: the third one is clipped
+SCALES = (1e-3, 1.0, 50.0, 0.1)  # of the gradients; the third is clipped
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def main() -> None:
             assert difference < (1e-10 if exact else 2e-6), (layout, name, difference)
             restore(spread, name)
             print(f"{layout} {name} the same")
-    # Muon rounds to bfloat16, in which the last bits of gradients appear
+    # Muon rounds to bfloat16, which amplifies last-bit differences of gradients
     trained = [(name, 0.0) for name in chosen if name != "muon"]
     for name, radius in (*trained, ("adamw", 0.05)):
         difference = compare_trainings(name, radius)
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def _spread(model: CLIP, mesh: DeviceMesh, placements: list[Placement]) -> CLIP:
-    """As FSDP2 would: all but the temperature."""
+    """Shard all parameters but the temperature, as FSDP2 does."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.ndim:
@@ -73,7 +73,7 @@ def _spread(model: CLIP, mesh: DeviceMesh, placements: list[Placement]) -> CLIP:
 
 
 def compare(plain: CLIP, spread: CLIP, name: str) -> float:
-    """The largest difference after some updates with the same gradients, of weights and of their averages."""
+    """Largest difference of weights and averaged weights after some updates with the same gradients."""
     models, random = (plain, spread), torch.Generator().manual_seed(1)
     config = EXACT if name == EXACT.name else replace(CONFIG, name=name)
     optimizers = [make_optimizer(model, config) for model in models]
@@ -93,11 +93,11 @@ def compare(plain: CLIP, spread: CLIP, name: str) -> float:
 
 
 def compare_trainings(name: str, radius: float) -> float:
-    """The largest difference of a training under FSDP2 that unfreezes, and scores averaged weights in between.
+    """Largest difference after training under FSDP2 with unfreezing and evaluations of the averaged weights.
 
     Args:
         name: the optimizer.
-        radius: that of sharpness-aware minimization; 0 for none.
+        radius: radius of sharpness-aware minimization; 0 for none.
     """
 
     def gradients(model: CLIP, images: Tensor, tokens: Tensor) -> None:
@@ -132,14 +132,14 @@ def compare_trainings(name: str, radius: float) -> float:
     pairs = [
         (own, other)
         for (own_name, own), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True)
-        # the bias of keys has no gradient but rounding, of which AdaFactor takes the sign
+        # the gradient of the key bias is only rounding error, and AdaFactor uses its sign
         if name != EXACT.name or not own_name.endswith("in_proj_bias")
     ]
     return max(worst, *(float((a - _whole(b)).detach().abs().max()) for a, b in pairs))
 
 
 def restore(spread: CLIP, name: str) -> None:
-    """Assert that a state that is stored whole and restored gives the same updates, bit for bit."""
+    """Assert that an optimizer state that is stored whole and restored gives bit-identical updates."""
     again, random = deepcopy(spread), torch.Generator().manual_seed(2)
     models = (spread, again)
     optimizers = [make_optimizer(model, replace(CONFIG, name=name)) for model in models]

@@ -1,4 +1,4 @@
-"""Small models of open_clip, and what it and other libraries write of them, for the tests of ``clipkit.load``."""
+"""Small open_clip models, and files that open_clip and other libraries write, for ``clipkit.load``."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -68,12 +68,12 @@ TEXTS = ("a red hat", "Two grey CATS, &amp; a dog!", "", "a photo of a very long
 
 
 def their_model(kind: str, **changes: Any) -> Any:
-    """open_clip's own model of that kind, with random weights."""
+    """Build open_clip's model of this kind, with random weights."""
     return build_reference({**CONFIGS[kind], **changes}, seed=0)
 
 
 def pictures() -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
-    """Three of different shapes."""
+    """Three random images of different shapes."""
     random = np.random.default_rng(0)
     return [random.integers(0, 256, (*shape, 3), dtype=np.uint8) for shape in ((40, 70), (90, 30), (64, 64))]
 
@@ -81,7 +81,7 @@ def pictures() -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
 def assert_same_embeddings(
     ours: CLIP, theirs: Any, transform: Callable[[Any], Tensor], tokenizer: Callable[[list[str]], Tensor]
 ) -> None:
-    """clipkit's own way from pictures and texts to embeddings against open_clip's: at most 1e-5 apart."""
+    """Assert that clipkit's embeddings of images and texts equal open_clip's, within 1e-5."""
     from PIL import Image
 
     with torch.no_grad():
@@ -95,7 +95,7 @@ def assert_same_embeddings(
 
 
 def write_word_tokenizer(folder: Path) -> Any:
-    """A small tokenizer of the transformers library; returns open_clip's wrapper of it."""
+    """Write a small tokenizer of the transformers library; return open_clip's wrapper of it."""
     from open_clip.tokenizer import HFTokenizer
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
@@ -112,7 +112,7 @@ def write_word_tokenizer(folder: Path) -> Any:
 
 
 def write_hub_folder(folder: Path, kind: str, *, preprocess: Mapping[str, Any] | None = None) -> Any:
-    """What open_clip pushes to the Hugging Face hub; returns its model."""
+    """Write a folder as open_clip pushes it to the Hugging Face hub; return open_clip's model."""
     from open_clip.model import set_model_preprocess_cfg
     from open_clip.push_to_hf_hub import save_for_hf
     from open_clip.transform import PreprocessCfg
@@ -125,14 +125,14 @@ def write_hub_folder(folder: Path, kind: str, *, preprocess: Mapping[str, Any] |
 
 
 class _NoTokenizer:
-    """CLIP's own needs no files; open_clip fetches another library's copy of it for the hub."""
+    """Placeholder: CLIP's tokenizer needs no files, and open_clip would download a copy for the hub."""
 
     def save_pretrained(self, folder: Path) -> None:
         pass
 
 
 def register(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, config: Mapping[str, Any]) -> None:
-    """Make an architecture known to open_clip's registry, as a file of its ``model_configs``."""
+    """Add an architecture to open_clip's registry, as a file of its ``model_configs``."""
     path = folder / f"{name}.json"
     path.write_text(json.dumps(config))
     monkeypatch.setitem(config_files(), name, path)

@@ -1,4 +1,4 @@
-"""Pictures and texts in every form, one or many, and probabilities of classes."""
+"""Tests of the Python API: types of images and texts, batches, class probabilities, errors."""
 
 from collections.abc import Callable
 from io import BytesIO
@@ -22,7 +22,7 @@ def pixels() -> Any:
     return np.random.default_rng(0).integers(0, 256, (5, 40, 50, 3), dtype=np.uint8)
 
 
-def test_pictures_in_every_form_have_the_same_features(tiny: CLIP, pixels: Any, tmp_path: Path) -> None:
+def test_all_image_types_give_equal_features(tiny: CLIP, pixels: Any, tmp_path: Path) -> None:
     path = tmp_path / "one.png"
     Image.fromarray(pixels[0]).save(path)
     file = BytesIO()
@@ -43,7 +43,7 @@ def test_pictures_in_every_form_have_the_same_features(tiny: CLIP, pixels: Any, 
     torch.testing.assert_close(many.norm(dim=-1), torch.ones(8))
 
 
-def test_many_are_a_list_a_tuple_or_four_dimensions(tiny: CLIP, pixels: Any) -> None:
+def test_image_batches_are_lists_tuples_or_4d_arrays(tiny: CLIP, pixels: Any) -> None:
     want = clipkit.encode_image(list(pixels), tiny)
     channels_first = torch.from_numpy(pixels).permute(0, 3, 1, 2)
     forms: list[Any] = [tuple(pixels), pixels, torch.from_numpy(pixels), channels_first, list(channels_first)]
@@ -55,7 +55,7 @@ def test_many_are_a_list_a_tuple_or_four_dimensions(tiny: CLIP, pixels: Any) -> 
     assert torch.equal(grey, three)
 
 
-def test_texts_are_one_or_many(tiny: CLIP) -> None:
+def test_encode_text_accepts_a_string_or_a_list(tiny: CLIP) -> None:
     one, many = clipkit.encode_text("a cat", tiny), clipkit.encode_text(["a cat", "a dog", "a cat"], tiny)
     assert (one.shape, many.shape) == ((1, 48), (3, 48))
     assert one.dtype == many.dtype == torch.float32
@@ -71,14 +71,14 @@ def test_texts_are_one_or_many(tiny: CLIP) -> None:
 @pytest.mark.parametrize(
     "none", [[], (), np.zeros((0, 8, 8, 3), np.uint8), torch.zeros(0, 3, 8, 8, dtype=torch.uint8)]
 )
-def test_nothing_has_no_features(tiny: CLIP, none: Any) -> None:
+def test_empty_input_gives_empty_features(tiny: CLIP, none: Any) -> None:
     for features in (clipkit.encode_image(none, tiny), clipkit.encode_text([], tiny)):
         assert features.shape == (0, 48)
         assert features.dtype == torch.float32
     assert clipkit.classify(none, ["cat", "dog"], tiny).shape == (0, 2)
 
 
-def test_probabilities_of_a_picture_add_up_to_one(tiny: CLIP, pixels: Any) -> None:
+def test_class_probabilities_add_up_to_one(tiny: CLIP, pixels: Any) -> None:
     names = ["cat", "dog", "house"]
     rows = clipkit.classify(pixels, names, tiny, templates=["a {c}", "{}"])
     assert rows.shape == (5, 3)
@@ -91,7 +91,7 @@ def test_probabilities_of_a_picture_add_up_to_one(tiny: CLIP, pixels: Any) -> No
     assert clipkit.classify(pixels[0], ["only"], tiny).tolist() == [[1.0]]
 
 
-def test_a_probe_can_be_trained_on_the_features(tiny: CLIP, pixels: Any) -> None:
+def test_features_can_train_a_linear_probe(tiny: CLIP, pixels: Any) -> None:
     probe = torch.nn.Linear(48, 2)
     for features in (
         clipkit.encode_image(pixels, tiny),
@@ -102,11 +102,11 @@ def test_a_probe_can_be_trained_on_the_features(tiny: CLIP, pixels: Any) -> None
         torch.autograd.backward(probe(features).sum())
     assert probe.weight.grad is not None
     assert all(parameter.grad is None for parameter in tiny.parameters())
-    assert tiny.training  # as it was
+    assert tiny.training  # the training mode is restored
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_a_model_of_another_precision_gives_float32(tiny: CLIP, pixels: Any, dtype: torch.dtype) -> None:
+def test_features_are_float32_for_any_model_dtype(tiny: CLIP, pixels: Any, dtype: torch.dtype) -> None:
     want = clipkit.encode_image(pixels, tiny), clipkit.encode_text(["a", "b c"], tiny)
     model = tiny.to(dtype)
     ours = clipkit.encode_image(pixels, model), clipkit.encode_text(["a", "b c"], model)
@@ -116,7 +116,7 @@ def test_a_model_of_another_precision_gives_float32(tiny: CLIP, pixels: Any, dty
     assert clipkit.classify(pixels, ["a", "b"], tiny).dtype == torch.float32
 
 
-def test_a_picture_that_cannot_be_read_is_named(tiny: CLIP, pixels: Any) -> None:
+def test_error_names_the_unreadable_image(tiny: CLIP, pixels: Any) -> None:
     mistakes: list[tuple[Any, str]] = [
         ("missing.png", "image missing.png: No such file or directory"),
         ([pixels[0], "missing.png"], "image missing.png"),
@@ -136,7 +136,7 @@ def test_a_picture_that_cannot_be_read_is_named(tiny: CLIP, pixels: Any) -> None
         assert message in str(caught.value)
 
 
-def test_swapped_arguments_are_named(tiny: CLIP, pixels: Any) -> None:
+def test_swapped_arguments_raise_type_error(tiny: CLIP, pixels: Any) -> None:
     message = "^model must be a CLIP, as returned by clipkit.load, not (str|list)$"
     for given in ("a.png", ["a"]):
         calls: list[Callable[[Any], Any]] = [
@@ -161,14 +161,14 @@ def test_swapped_arguments_are_named(tiny: CLIP, pixels: Any) -> None:
         ({"source": 3}, TypeError, "source must be a string or a path, not int"),
     ],
 )
-def test_what_cannot_be_is_known_before_weights_are_read(
+def test_invalid_load_arguments_fail_before_weights_are_read(
     argument: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         clipkit.load(**{"source": "nothing is here", **argument})
 
 
-def test_mistakes_of_classes_are_named(tiny: CLIP, pixels: Any) -> None:
+def test_invalid_class_names_raise_errors(tiny: CLIP, pixels: Any) -> None:
     with pytest.raises(clipkit.DataError, match="class_names must be a list, not the one string 'cat'"):
         clipkit.classify(pixels, "cat", tiny)
     with pytest.raises(clipkit.DataError, match="at least one class name"):
@@ -176,7 +176,7 @@ def test_mistakes_of_classes_are_named(tiny: CLIP, pixels: Any) -> None:
 
 
 @pytest.mark.parametrize("batch_size", [0, -1, 1.5, None, "8"])
-def test_a_batch_that_would_encode_nothing_is_refused(tiny: CLIP, pixels: Any, batch_size: Any) -> None:
+def test_invalid_batch_size_is_rejected(tiny: CLIP, pixels: Any, batch_size: Any) -> None:
     calls: list[Callable[[], Any]] = [
         lambda: clipkit.encode_image(pixels, tiny, batch_size=batch_size),
         lambda: clipkit.encode_text(["a"], tiny, batch_size=batch_size),
@@ -200,7 +200,7 @@ def test_a_batch_that_would_encode_nothing_is_refused(tiny: CLIP, pixels: Any, b
         (np.array([1]), "texts must be strings, but number 0 is of type int64"),
     ],
 )
-def test_texts_that_are_none_are_named(tiny: CLIP, texts: Any, message: str) -> None:
+def test_invalid_texts_raise_errors(tiny: CLIP, texts: Any, message: str) -> None:
     with pytest.raises(clipkit.DataError) as caught:
         clipkit.encode_text(texts, tiny)
     assert message in str(caught.value)
@@ -209,7 +209,7 @@ def test_texts_that_are_none_are_named(tiny: CLIP, texts: Any, message: str) -> 
     assert message.replace("texts", "class_names") in str(caught.value)
 
 
-def test_numpys_strings_are_strings(tiny: CLIP) -> None:
+def test_numpy_strings_are_accepted(tiny: CLIP) -> None:
     names = ["cat", "dog"]
     forms: list[Any] = [np.array(names), list(np.array(names)), tuple(names)]
     for given in forms:
@@ -228,7 +228,7 @@ def test_numpys_strings_are_strings(tiny: CLIP) -> None:
         ("", "no checkpoint in"),
     ],
 )
-def test_a_path_that_cannot_be_is_one_clear_error(
+def test_invalid_path_raises_a_short_error(
     source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -239,7 +239,7 @@ def test_a_path_that_cannot_be_is_one_clear_error(
 
 @pytest.fixture
 def special(tmp_path: Path) -> list[Path]:
-    """A transparent image and a rotated one, each beside what it looks like."""
+    """A transparent image and a rotated one, each followed by an image of its appearance."""
     exif = Image.Exif()
     exif[0x0112] = 6
     pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 4), dtype=np.uint8)
@@ -253,7 +253,7 @@ def special(tmp_path: Path) -> list[Path]:
     return [tmp_path / f"{name}.png" for name in ("clear", "laid", "turned", "upright")]
 
 
-def test_transparent_and_rotated_images_are_told_of(tiny: CLIP, special: list[Path]) -> None:
+def test_transparent_and_rotated_images_give_warnings(tiny: CLIP, special: list[Path]) -> None:
     with pytest.warns(UserWarning) as told:
         features = clipkit.encode_image(special, tiny)
     assert [str(one.message) for one in told] == [
@@ -271,12 +271,10 @@ def test_transparent_and_rotated_images_are_told_of(tiny: CLIP, special: list[Pa
         clipkit.classify(special[0], ["a", "b"], tiny)
 
 
-def test_a_model_is_loaded_with_a_background_and_an_orientation(
-    tiny: CLIP, special: list[Path], tmp_path: Path
-) -> None:
+def test_load_sets_background_and_orientation(tiny: CLIP, special: list[Path], tmp_path: Path) -> None:
     save_model(tiny, tmp_path / "plain")
     loaded = clipkit.load(tmp_path / "plain", background="white", upright=True)
-    features = clipkit.encode_image(special, loaded)  # a warning would be an error
+    features = clipkit.encode_image(special, loaded)  # a warning would fail the test
     assert torch.equal(features[0], features[1]) and torch.equal(features[2], features[3])
     assert model_hash(loaded) != model_hash(clipkit.load(tmp_path / "plain")) == model_hash(tiny)
     save_model(loaded, tmp_path / "chosen")

@@ -1,4 +1,4 @@
-"""Every number of every command line is checked when it is parsed: one line, exit status 1."""
+"""Tests that all numeric command line options are validated: one-line error, exit status 1."""
 
 import argparse
 import subprocess
@@ -19,7 +19,7 @@ ABSURD = ("-1", "-9999999", "9" * 30, "nan", "inf", "1e400", "one", "", "0x10", 
 
 
 def options_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Action]]:
-    """All options of a parser and its commands, with the command that has them."""
+    """Yield the options of all subcommands, with the command's name."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():
@@ -32,7 +32,7 @@ def options_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.
     [command_parser(COMMANDS, prog="clipkit"), data_parser(), eval_parser()],
     ids=lambda one: one.prog,
 )
-def test_no_option_takes_any_number(parser: argparse.ArgumentParser) -> None:
+def test_numeric_options_reject_invalid_values(parser: argparse.ArgumentParser) -> None:
     checked = 0
     for prog, action in options_of(parser):
         assert action.type not in (int, float), f"{prog} {action.option_strings} takes any number"
@@ -49,7 +49,7 @@ def test_no_option_takes_any_number(parser: argparse.ArgumentParser) -> None:
 
 
 @given(st.integers(), st.integers(-1000, 1000), st.integers(-1000, 1000))
-def test_a_whole_number_is_taken_exactly_within_its_bounds(value: int, least: int, most: int) -> None:
+def test_whole_accepts_only_integers_within_bounds(value: int, least: int, most: int) -> None:
     if least <= value <= most:
         assert whole(least, most)(str(value)) == value
     else:
@@ -58,7 +58,7 @@ def test_a_whole_number_is_taken_exactly_within_its_bounds(value: int, least: in
 
 
 @given(st.floats(), st.booleans())
-def test_a_number_is_taken_exactly_within_its_bounds(value: float, above: bool) -> None:
+def test_number_accepts_only_floats_within_bounds(value: float, above: bool) -> None:
     if 0 <= value <= 10 and not (above and value == 0):
         assert number(0, 10, above=above)(repr(value)) == value
     else:
@@ -87,7 +87,7 @@ def test_a_number_is_taken_exactly_within_its_bounds(value: float, above: bool) 
         (["train.py", "--profile", "-1"], "--profile: '-1' is not a whole number from 0 to"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_status_1(command: list[str], message: str) -> None:
+def test_invalid_argument_prints_one_line_and_exits_1(command: list[str], message: str) -> None:
     done = subprocess.run(
         [sys.executable, *command], cwd=Path(__file__).parents[2], capture_output=True, text=True
     )
@@ -95,6 +95,6 @@ def test_a_mistake_is_one_line_and_exit_status_1(command: list[str], message: st
     assert done.stderr.startswith("error: ") and message in done.stderr and "--help)" in done.stderr
 
 
-def test_a_parser_raises() -> None:
+def test_parser_raises_config_error() -> None:
     with pytest.raises(ConfigError, match=r"unrecognized arguments: --x \(see prog --help\)"):
         Parser(prog="prog").parse_args(["--x"])

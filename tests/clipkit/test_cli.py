@@ -1,4 +1,4 @@
-"""``clipkit`` as a user runs it: help, mistakes, what is printed and what is written."""
+"""Tests of the ``clipkit`` command line: help, errors, printed output and written files."""
 
 import csv
 import json
@@ -59,7 +59,7 @@ def checkpoint(model: CLIP, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Three pictures and a broken one in ``photos`` of the current folder."""
+    """Three images and a broken one in ``photos`` of the current folder."""
     monkeypatch.chdir(tmp_path)
     folder = Path("photos")
     folder.mkdir()
@@ -89,7 +89,7 @@ def test_help_fits_80_columns(
     assert max(map(len, lines)) < 80
 
 
-def test_help_loads_no_command(tmp_path: Path) -> None:
+def test_help_imports_no_command(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom clipkit.__main__ import dispatch\n"
         "try:\n    dispatch(['--help'])\nexcept SystemExit:\n    pass\n"
@@ -102,7 +102,7 @@ def test_help_loads_no_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "command"), COMMANDS.items())
-def test_ctrl_c_while_a_command_is_imported_is_one_line(name: str, command: Any) -> None:
+def test_ctrl_c_during_import_prints_one_line(name: str, command: Any) -> None:
     code = (
         "import signal\nfrom clipkit import __main__, cli\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
@@ -133,7 +133,7 @@ def test_encode_as_a_program(program: list[str], checkpoint: Path, photos: Path)
     ]
 
 
-def test_encode_says_what_was_there(
+def test_encode_reports_existing_embeddings(
     checkpoint: Path, photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("pyarrow")
@@ -164,7 +164,7 @@ def test_encode_counts_empty_lines(
     assert "1 empty line encoded like any other text\n" in capsys.readouterr().out
 
 
-def test_encode_where_nothing_works_is_exit_1(
+def test_encode_exits_1_if_all_images_fail(
     checkpoint: Path, photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("pyarrow")
@@ -172,7 +172,7 @@ def test_encode_where_nothing_works_is_exit_1(
     assert "0 embeddings of dimension 128" in capsys.readouterr().out
 
 
-def test_progress_is_lines_where_there_is_no_terminal(
+def test_progress_prints_lines_without_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(terminal, "_PLAIN_EVERY_SECONDS", 0.0)
@@ -186,7 +186,7 @@ def test_progress_is_lines_where_there_is_no_terminal(
     assert re.fullmatch(r"encoding 1,500, [\d,.]+/s, 2 failed", second)
 
 
-def test_classify_prints_a_table_of_80_columns(
+def test_classify_prints_a_table_at_most_80_columns_wide(
     checkpoint: Path, photos: Path, model: CLIP, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from rich.cells import cell_len
@@ -209,7 +209,7 @@ def test_classify_prints_a_table_of_80_columns(
     ]
 
 
-def test_csv_holds_no_formula_and_is_read_back(checkpoint: Path, photos: Path) -> None:
+def test_csv_escapes_formulas_and_reads_back(checkpoint: Path, photos: Path) -> None:
     Path("photos/a.png").rename("=1+1.png")
     Path("photos/b.png").rename("photos/b\r=2.png")
     labels = ["=cmd|' /C calc'!A0", "@SUM(1)", "-2+3", "+4", "\uff1d5", "'=quoted", "plain"]
@@ -263,8 +263,8 @@ def test_classify_writes_csv_and_json(checkpoint: Path, photos: Path, model: CLI
     assert not list(Path().glob(".*partial"))
 
 
-def test_classify_keeps_nothing_of_what_streams_through(photos: Path, model: CLIP) -> None:
-    """An endless stream is classified while at most a few batches are read ahead."""
+def test_classify_streams_with_bounded_read_ahead(photos: Path, model: CLIP) -> None:
+    """Results of an endless stream arrive while at most a few batches are read ahead."""
     taken = 0
 
     class Endless(Stream):
@@ -285,7 +285,7 @@ def test_classify_keeps_nothing_of_what_streams_through(photos: Path, model: CLI
     endless.close()  # type: ignore[attr-defined]
 
 
-def test_classify_by_files_of_labels_and_templates(
+def test_classify_reads_labels_and_templates_from_files(
     checkpoint: Path, photos: Path, model: CLIP, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("names.txt").write_text("cat, or kitten\n\ndog\n", encoding="utf-8-sig")
@@ -297,18 +297,20 @@ def test_classify_by_files_of_labels_and_templates(
         "photos/a.png", ["cat, or kitten", "dog"], model, templates=["a {c}", "the {c}", "my {c}"]
     )
     assert one["labels"][0]["probability"] == pytest.approx(float(want.max()), abs=1e-5)
-    assert len(one["labels"]) == 2  # there are no three
+    assert len(one["labels"]) == 2  # --top is 5, but there are only two labels
     said = capsys.readouterr()
     assert (said.out, said.err) == ("wrote 1 image to out.json\n", "")
 
 
-def test_classify_where_nothing_works_is_exit_1_and_an_empty_array(checkpoint: Path, photos: Path) -> None:
+def test_classify_exits_1_and_writes_an_empty_array_if_all_images_fail(
+    checkpoint: Path, photos: Path
+) -> None:
     arguments = ["--labels", "cat,dog", "--model", str(checkpoint), "--out", "out.json"]
     assert dispatch(["classify", "photos/x.png", *arguments]) == 1
     assert json.loads(Path("out.json").read_text()) == []
 
 
-def test_what_is_written_appears_when_it_is_complete(
+def test_interrupted_classify_keeps_the_previous_file(
     checkpoint: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from clipkit.inference import classify as classification
@@ -327,7 +329,7 @@ def test_what_is_written_appears_when_it_is_complete(
     assert not list(Path().glob(".*partial"))
 
 
-def test_names_cannot_steer_the_terminal(
+def test_control_characters_in_file_names_are_escaped(
     checkpoint: Path, photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (photos / "a.png").rename(photos / "\x1b[31mred\n.png")
@@ -338,7 +340,7 @@ def test_names_cannot_steer_the_terminal(
     assert "\\x1b[31mred\\n.png" in said.out
 
 
-def test_labels_and_templates_are_checked(tmp_path: Path) -> None:
+def test_invalid_labels_and_templates_are_rejected(tmp_path: Path) -> None:
     assert labels_of(" cat , dog,") == ["cat", "dog"]
     assert templates_of(None) == ["a photo of a {c}."]
     many = ",".join(f"label {number}" for number in range(5000))
@@ -401,7 +403,7 @@ def mistakes(checkpoint: Path) -> list[tuple[Sequence[str], str]]:
 
 
 @pytest.mark.parametrize("number", range(16))
-def test_mistakes_are_one_line_and_exit_1(
+def test_invalid_commands_print_one_line_and_exit_1(
     number: int, checkpoint: Path, photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (photos / "is.csv").mkdir()
@@ -416,7 +418,7 @@ def test_mistakes_are_one_line_and_exit_1(
     assert sorted(os.listdir()) == ["photos"]  # noqa: PTH208
 
 
-def test_standard_input_is_for_one_process(
+def test_standard_input_requires_a_single_process(
     checkpoint: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -461,7 +463,7 @@ TOLD = [
         (["--background", "none", "--no-upright"], []),
     ],
 )
-def test_transparent_and_rotated_images_are_told_of_once(
+def test_transparent_and_rotated_images_are_reported_once(
     checkpoint: Path,
     special: Path,
     capsys: pytest.CaptureFixture[str],
@@ -475,7 +477,7 @@ def test_transparent_and_rotated_images_are_told_of_once(
     assert [line for line in lines if "images" in line] == told
 
 
-def test_embeddings_follow_the_background_and_the_orientation(
+def test_embeddings_depend_on_background_and_orientation(
     checkpoint: Path, special: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("pyarrow")
@@ -501,7 +503,7 @@ def test_embeddings_follow_the_background_and_the_orientation(
         with pytest.raises(ConfigError, match=cause):
             dispatch([*begin, "--out", out, *options])
     manifest = json.loads(Path("as_is/manifest.json").read_text())
-    for name in ("background", "upright"):  # as an earlier version wrote it
+    for name in ("background", "upright"):  # as in manifests of earlier versions
         del manifest[name]
     Path("as_is/manifest.json").write_text(json.dumps(manifest))
     assert dispatch([*begin, "--out", "as_is"]) == 0

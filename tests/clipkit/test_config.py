@@ -1,4 +1,4 @@
-"""A configuration survives its file, and mistakes in it are named."""
+"""Tests of the configuration: TOML round trip, overrides, and error messages."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ from clipkit.config import (
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import ARCHITECTURES
 
-# every character but halves of surrogate pairs, which no file can hold
+# all characters except surrogates, which cannot be encoded
 text = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(
     [
         '"',
@@ -101,7 +101,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(deadline=None)
 @given(config=configs())
-def test_a_written_configuration_reads_back_the_same(folder: Path, config: Config) -> None:
+def test_written_configuration_reads_back_equal(folder: Path, config: Config) -> None:
     path = folder / "written.toml"
     path.write_text(to_toml(config), encoding="utf-8")
     assert load_config(path) == config
@@ -114,7 +114,7 @@ def load(folder: Path, content: str, *overrides: str) -> Config:
     return load_config(path, overrides)
 
 
-def test_overrides_go_before_the_file_and_the_file_before_the_defaults(folder: Path) -> None:
+def test_precedence_is_overrides_then_file_then_defaults(folder: Path) -> None:
     config = load(
         folder, "steps = 7\nseed = 3\n[optim]\nlr = 1\n", "seed=4", "optim.lr=1e-3", "data.window=9"
     )
@@ -154,7 +154,7 @@ def test_overrides_go_before_the_file_and_the_file_before_the_defaults(folder: P
         ("log.tensorboard=false", False),
     ],
 )
-def test_an_override_is_read_as_its_field_wants_it(folder: Path, override: str, value: Any) -> None:
+def test_overrides_are_parsed_by_field_type(folder: Path, override: str, value: Any) -> None:
     config: Any = load(folder, "", override)
     for name in override.partition("=")[0].split("."):
         config = getattr(config, name)
@@ -214,7 +214,7 @@ def test_an_override_is_read_as_its_field_wants_it(folder: Path, override: str, 
         ("lock.text=some", "lock.text = 'some' is invalid: expected empty"),
         ("data.caption_choice=weighted", "data.caption_weights = () is invalid: expected one for each of data.cap"),
         ("distill.features=a", "distill.text_features = '' is invalid: required by distill.features"),
-        # what does nothing by itself
+        # settings without effect
         ("data.caption_weights=[1]", "has no effect unless data.caption_choice=weighted"),
         ("distill.text_features=a", "distill.text_features = 'a' has no effect unless dis"),
         ("distill.weight=0.3", "distill.weight = 0.3 has no effect unless distill.teacher or d"),
@@ -247,13 +247,13 @@ def test_an_override_is_read_as_its_field_wants_it(folder: Path, override: str, 
         ("data.max_bad=.5x", "data.max_bad = '.5x' is invalid: expected a number"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_one_line_that_names_key_and_value(folder: Path, override: str, message: str) -> None:
+def test_config_error_names_key_and_value(folder: Path, override: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(folder, "", override)
     assert message in str(caught.value)
 
 
-def test_a_floor_of_a_rate_that_never_falls_is_refused(folder: Path) -> None:
+def test_min_lr_of_a_constant_schedule_without_cooldown_is_rejected(folder: Path) -> None:
     constant = ("optim.min_lr=1e-6", "optim.schedule=constant")
     with pytest.raises(ConfigError, match=r"optim.min_lr = 1e-06 has no effect unless optim.cool"):
         load(folder, "", *constant)
@@ -267,31 +267,31 @@ def test_a_floor_of_a_rate_that_never_falls_is_refused(folder: Path) -> None:
         b"[steps]\n", b"steps = 1970-01-01", b"[[optim]]\nlr = 1", b"data = 5", b"optim = [1]", b"out = '\x00'",
     ],
 )  # fmt: skip
-def test_a_broken_file_is_a_configuration_error(folder: Path, content: bytes) -> None:
+def test_broken_file_raises_config_error(folder: Path, content: bytes) -> None:
     path = folder / "broken.toml"
     path.write_bytes(content)
     with pytest.raises(ConfigError):
         load_config(path)
 
 
-def test_a_file_may_begin_with_a_byte_order_mark(folder: Path) -> None:
+def test_file_may_begin_with_a_byte_order_mark(folder: Path) -> None:
     (folder / "marked.toml").write_bytes(b"\xef\xbb\xbfseed = 7\n")
     assert load_config(folder / "marked.toml").seed == 7
 
 
-def test_a_missing_file_is_a_configuration_error(folder: Path) -> None:
+def test_missing_file_raises_config_error(folder: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         load_config(folder / "missing.toml")
     with pytest.raises(ConfigError, match="directory"):
         load_config(folder)
 
 
-def test_a_section_in_place_of_a_value_is_refused(folder: Path) -> None:
+def test_section_in_place_of_a_value_is_rejected(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"optim\.lr\.x is unknown: lr is not a section"):
         load(folder, "[optim]\nlr = 1e-3\n", "optim.lr.x=1")
 
 
-def test_changes_names_what_may_not_differ_and_leaves_out_what_may() -> None:
+def test_changes_lists_only_settings_that_must_not_change() -> None:
     before = Config()
     free = replace(
         before,
@@ -319,7 +319,7 @@ def test_changes_names_what_may_not_differ_and_leaves_out_what_may() -> None:
     ]
 
 
-def test_values_are_checked_when_a_configuration_is_made() -> None:
+def test_values_are_checked_in_the_constructor() -> None:
     with pytest.raises(ConfigError, match=r"optim\.lr = nan"):
         OptimConfig(lr=float("nan"))
     with pytest.raises(TypeError):
@@ -329,17 +329,17 @@ def test_values_are_checked_when_a_configuration_is_made() -> None:
             setattr(kind(), fields(kind)[0].name, None)
 
 
-def test_an_optimizer_may_rule_out_unfreezing() -> None:
+def test_lamb_rejects_unfreezing() -> None:
     with pytest.raises(
         ConfigError, match=r"lock.unfreeze_every = 2 is invalid: expected 0 with optim.name=lamb"
     ):
         Config(optim=OptimConfig(name="lamb"), lock=LockConfig(unfreeze_every=2))
 
 
-def test_configurations_need_no_torch() -> None:
+def test_config_imports_no_torch() -> None:
     code = (
         "import sys, types\n"
-        "package = sys.modules['clipkit'] = types.ModuleType('clipkit')\n"  # without what its __init__ imports
+        "package = sys.modules['clipkit'] = types.ModuleType('clipkit')\n"  # without clipkit/__init__.py
         f"package.__path__ = {list(clipkit.__path__)}\n"
         "import clipkit.config\n"
         "sys.exit('torch' in sys.modules)"
@@ -347,7 +347,7 @@ def test_configurations_need_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_list_without_quotes_is_refused(tmp_path: Path) -> None:
+def test_list_without_quotes_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
     path.write_text("")
     with pytest.raises(ConfigError, match=r"is not a list: write strings in quotes"):
@@ -381,7 +381,7 @@ def test_a_list_without_quotes_is_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_setting_is_given_once(folder: Path, overrides: list[str], message: str) -> None:
+def test_duplicate_override_is_rejected(folder: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(folder, "steps = 3\n", *overrides)
     assert str(caught.value) == message

@@ -1,7 +1,4 @@
-"""Real gloo ranks: any number of processes and any accumulation give one process's gradient; bytes arrive.
-
-A launch that names only half of what it needs is refused.
-"""
+"""Tests of distributed training over gloo: gradients, broadcasts, launch variables, devices."""
 
 import hashlib
 import os
@@ -32,7 +29,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory, forked: Forked) -> dic
 @pytest.mark.parametrize(
     "world", [1, 2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)]
 )
-def test_gradients_are_those_of_one_process_in_one_piece(
+def test_gradients_equal_single_process_full_batch(
     one_process: dict[str, torch.Tensor], tmp_path: Path, forked: Forked, world: int
 ) -> None:
     """Any number of ranks and parts, whole or sharded, each loss, patch dropout, locking, packed captions."""
@@ -44,17 +41,17 @@ def test_gradients_are_those_of_one_process_in_one_piece(
     for name, gradient in many.items():
         what, how, parameter = name.split("/")
         reference = one_process[f"{what}/1 float64/{parameter}"]
-        floor = 1e-7 * float(one_process[f"{what}/1 float64/norm"])  # what is 0 but for rounding
+        floor = 1e-7 * float(one_process[f"{what}/1 float64/norm"])  # for gradients of only rounding error
         difference = float((gradient.double() - reference).norm() / reference.norm().clamp_min(floor))
         assert difference < (1e-10 if how.endswith("float64") else 1e-4), (name, difference)
     for what in {name.split("/")[0] for name in one_process}:
-        if not what.startswith("none"):  # the temperature takes part
+        if not what.startswith("none"):  # the temperature has a gradient
             assert float(one_process[f"{what}/1 float64/logit_scale"].abs()) > 1e-6
     assert float(one_process["siglip/1 float64/logit_bias"].abs()) > 1e-6
 
 
 @pytest.mark.slow
-def test_the_chiefs_bytes_reach_every_rank(tmp_path: Path, forked: Forked) -> None:
+def test_broadcast_bytes_reaches_every_rank(tmp_path: Path, forked: Forked) -> None:
     forked.ranks("tests/clipkit/bytes_program.py", str(tmp_path), world=2)
     contents = (b"x", bytes(range(256)) * 5000 + b"end", b"", b"\0" * 7)
     expected = [hashlib.sha256(content).hexdigest() for content in contents]
@@ -73,7 +70,7 @@ def test_the_chiefs_bytes_reach_every_rank(tmp_path: Path, forked: Forked) -> No
         ({"LOCAL_RANK": "x"}, "LOCAL_RANK = 'x'"),
     ],
 )
-def test_half_a_launch_is_refused(
+def test_incomplete_launch_variables_are_rejected(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, str], message: str | None
 ) -> None:
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -103,7 +100,7 @@ def test_half_a_launch_is_refused(
         ("-1", "2", "RANK = -1"),
     ],
 )
-def test_which_process_this_is(
+def test_rank_and_world_reads_the_environment(
     monkeypatch: pytest.MonkeyPatch, rank: str | None, world: str | None, found: tuple[int, int] | str
 ) -> None:
     for name, value in (("RANK", rank), ("WORLD_SIZE", world)):
@@ -120,15 +117,15 @@ def test_which_process_this_is(
 @pytest.mark.parametrize(
     ("found", "device"), [("cuda", "cuda:1"), ("xpu", "xpu:1"), ("mps", "mps"), (None, "cpu")]
 )
-def test_auto_is_the_accelerator_of_the_process(
+def test_auto_selects_the_accelerator_of_the_process(
     found: str | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accelerator = None if found is None else torch.device(found)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: accelerator)
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert str(distributed.own_device()) == pick_device(None) == pick_device("auto") == device
-    if found != "cuda":  # which this machine does not have
+    if found != "cuda":  # not available on this machine
         assert str(distributed.start()) == device
     if found not in ("cuda", None):
-        with pytest.raises(ConfigError, match="Unknown device 'auto'"):  # torch was built without it
+        with pytest.raises(ConfigError, match="Unknown device 'auto'"):  # torch is built without it
             clipkit.load("no", device="auto")

@@ -1,4 +1,4 @@
-"""A user's mistake is one line and exit status 1; our own keeps its traceback."""
+"""Tests of run_command: one-line errors, exit statuses, tracebacks, closed and full outputs."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 import clipkit.errors
 from clipkit.errors import CheckpointError, ClipkitError, ConfigError, DataError, nearest, run_command
 
-# the module alone: the package would load torch for each process
+# the module alone: importing the package would load torch in each process
 PROGRAM = f"""
 import runpy
 globals().update(runpy.run_path({clipkit.errors.__file__!r}))
@@ -27,28 +27,28 @@ def run(body: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_users_mistake_is_one_line() -> None:
+def test_user_error_prints_one_line() -> None:
     done = run("raise DataError('no shard\\n  in \"x\"')")
     assert (done.returncode, done.stdout, done.stderr) == (1, "", 'error: no shard in "x"\n')
     done = run("raise ConfigError('steps = 0')", RANK="3")
     assert (done.returncode, done.stderr) == (1, "error (rank 3): steps = 0\n")
 
 
-def test_our_own_mistake_keeps_its_traceback() -> None:
+def test_internal_error_prints_its_traceback() -> None:
     done = run("assert False, 'ours'")
     assert done.returncode == 1
     assert "Traceback" in done.stderr and "AssertionError: ours" in done.stderr
 
 
 @pytest.mark.parametrize(("result", "status"), [("None", 0), ("0", 0), ("3", 3)])
-def test_the_status_is_what_the_command_returns(result: str, status: int) -> None:
+def test_exit_status_is_the_return_value(result: str, status: int) -> None:
     with pytest.raises(SystemExit) as left:
         run_command(lambda: eval(result))
     assert left.value.code == status
 
 
 @pytest.mark.parametrize("letters", [1, 1_000_000])
-def test_a_reader_that_leaves_early_is_no_error(letters: int) -> None:
+def test_closed_pipe_prints_nothing(letters: int) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
@@ -71,26 +71,26 @@ def test_a_reader_that_leaves_early_is_no_error(letters: int) -> None:
         ("print('x', file=open('/dev/full', 'w'), flush=True)", "No space left on device"),
     ],
 )
-def test_what_the_machine_refuses_is_one_line(body: str, message: str) -> None:
+def test_operating_system_error_prints_one_line(body: str, message: str) -> None:
     done = run(body)
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
 
 
-def test_ctrl_c_is_one_line_and_status_130() -> None:
+def test_ctrl_c_prints_one_line_and_exits_130() -> None:
     done = run("raise KeyboardInterrupt('all is saved')")
     assert (done.returncode, done.stderr) == (130, "stopped; all is saved\n")
     done = run("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
     assert (done.returncode, done.stderr) == (130, "stopped\n")
 
 
-def test_another_signal_is_128_and_its_number() -> None:
+def test_signal_exits_128_plus_its_number() -> None:
     done = run("raise Stopped(15, 'all is saved')")
     assert (done.returncode, done.stderr) == (143, "stopped; all is saved\n")
 
 
-def test_ctrl_c_where_text_is_executed_is_status_130_too(tmp_path: Path) -> None:
-    body = "exec('raise KeyboardInterrupt')"  # as within dataclass()
+def test_ctrl_c_within_exec_exits_130(tmp_path: Path) -> None:
+    body = "exec('raise KeyboardInterrupt')"  # as dataclass() does
     (tmp_path / "program.py").write_text(PROGRAM.format(body), encoding="utf-8")
     command = [sys.executable, "-m", "program"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
@@ -107,7 +107,7 @@ def test_ctrl_c_where_text_is_executed_is_status_130_too(tmp_path: Path) -> None
         ("2>/dev/full", 0, ""),
     ],
 )
-def test_closed_and_full_outputs_end_no_work(redirection: str, status: int, stderr: str) -> None:
+def test_closed_and_full_outputs_do_not_stop_the_command(redirection: str, status: int, stderr: str) -> None:
     body = "print('one – ö'); _to_stderr('two')"
     command = ["sh", "-c", f'exec "$0" -c "$1" {redirection}', sys.executable, PROGRAM.format(body)]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
@@ -122,18 +122,18 @@ def test_closed_and_full_outputs_end_no_work(redirection: str, status: int, stde
         {"PYTHONIOENCODING": "ascii"},
     ],
 )
-def test_letters_that_a_terminal_lacks_are_written_as_escapes(environment: dict[str, str]) -> None:
+def test_characters_outside_the_encoding_are_escaped(environment: dict[str, str]) -> None:
     done = run("print('1 \\u2013 \\xf6'); raise DataError('no \\xf6')", **environment)
     assert (done.returncode, done.stdout, done.stderr) == (1, "1 \\u2013 \\xf6\n", "error: no \\xf6\n")
 
 
-def test_all_of_them_can_be_caught_together() -> None:
+def test_errors_share_a_base_class() -> None:
     for kind in (CheckpointError, ConfigError, DataError):
         assert issubclass(kind, ClipkitError)
     assert not issubclass(ClipkitError, OSError | ValueError)
 
 
-def test_a_hint_is_the_nearest_name_or_all_names() -> None:
+def test_nearest_suggests_the_closest_name_or_lists_all() -> None:
     assert nearest("glyph", ["digits", "glyphs"]) == "did you mean 'glyphs'?"
     assert nearest("cifar10", ["CIFAR10", "CIFAR100"]) == "did you mean 'CIFAR10'?"
     assert nearest("zzz", ["glyphs", "digits"]) == "known: digits, glyphs"

@@ -1,4 +1,4 @@
-"""The expected score: the study's grid, what lies between its points, and nothing outside."""
+"""Tests of the expected score: the study's grid, interpolation between its points, no extrapolation."""
 
 import re
 from dataclasses import replace
@@ -29,7 +29,7 @@ def score(config: Config) -> float:
 
 
 @pytest.mark.parametrize("runs", GRID, ids=lambda runs: runs.name)
-def test_models_are_the_studys(runs: PublicRuns) -> None:
+def test_parameter_counts_equal_the_study(runs: PublicRuns) -> None:
     model, shape, loss = runs.model()
     with torch.device("meta"):
         made = CLIP(shape_of(model, replace(loss, name="clip"), SmallConfig(), sizes=shape))
@@ -38,14 +38,14 @@ def test_models_are_the_studys(runs: PublicRuns) -> None:
 
 
 @pytest.mark.parametrize("runs", GRID, ids=lambda runs: runs.name)
-def test_points_of_the_grid_are_given_and_nothing_is_extrapolated(runs: PublicRuns) -> None:
+def test_grid_scores_are_exact_and_not_extrapolated(runs: PublicRuns) -> None:
     grid = SAMPLES[: len(runs.scores)]
     assert [score(recipe(runs, seen)) for seen in grid] == list(runs.scores)
     assert "interpolated" not in expected_score(recipe(runs, grid[2]))
     assert expected_score(recipe(runs, grid[0] - 1000)) == expected_score(recipe(runs, grid[-1] + 1000)) == ""
 
 
-def test_between_points_the_score_is_linear_in_the_logarithm() -> None:
+def test_scores_are_interpolated_in_log_samples() -> None:
     runs = GRID[1]  # B/32: 40.4% at 128M, 60.8% at 1.28B
     assert score(recipe(runs, 128e6 * 10**0.5)) == pytest.approx((40.4 + 60.8) / 2, abs=0.06)
     assert "interpolated between 128M and 1.28B" in expected_score(recipe(runs, 4e8))
@@ -62,12 +62,12 @@ def test_between_points_the_score_is_linear_in_the_logarithm() -> None:
         {"optim": OptimConfig(schedule="constant")},
     ],
 )
-def test_other_recipes_have_none(change: dict[str, Any]) -> None:
+def test_other_recipes_have_no_expected_score(change: dict[str, Any]) -> None:
     config = recipe(GRID[1], 128e6)
     assert expected_score(config) and not expected_score(replace(config, **change))
 
 
-def test_the_report_shows_it_of_known_recipes_only(tmp_path: Path) -> None:
+def test_report_shows_expected_score_of_known_recipes_only(tmp_path: Path) -> None:
     for steps, shown in ((128_000, True), (1, False)):
         (tmp_path / "config.toml").write_text(to_toml(replace(recipe(GRID[1], 128e6), steps=steps)))
         assert ("Expected: 40.4% zero-shot top-1" in build_report(tmp_path).read_text()) == shown

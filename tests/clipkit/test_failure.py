@@ -1,4 +1,4 @@
-"""Where one rank fails all end soon, and each mistake is told once: real ranks, with torchrun and without."""
+"""Tests of failing ranks: all ranks end soon and each error is printed once, with torchrun and without."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from clipkit.distributed import _RANK_LOST, _RANK_SILENT, Failures, together
 from clipkit.errors import ClipkitError
 
 PROGRAM = str(Path(__file__).parent / "failing_program.py")
-# how the ranks fail, and what is said of it; nothing is said of the others
+# how the ranks fail, and the errors printed; the other ranks print none
 FAILURES = {
     "none": [],
     "all alike": ["error: no such setting"],
@@ -34,7 +34,7 @@ FAILURES = {
 
 @pytest.fixture(scope="module")
 def ends() -> dict[str, Any]:
-    """How the two ranks of each failure have ended, all of them at the same time."""
+    """Exit statuses and stderr of the two ranks of each failure, all run at the same time."""
     command = [sys.executable, PROGRAM, *FAILURES]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True, env=environment)
@@ -48,21 +48,19 @@ def errors_in(said: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", FAILURES)
-def test_where_one_rank_fails_all_end_and_it_is_told_once(how: str, ends: dict[str, Any]) -> None:
+def test_failing_rank_ends_all_ranks_and_prints_once(how: str, ends: dict[str, Any]) -> None:
     said, status = ends[how]["said"], ends[how]["status"]
     assert errors_in("\n".join(said)) == FAILURES[how], said
     assert ["Traceback" in one for one in said] == [False, how == "a mistake of ours"]
     special = {"none": [0, 0], "killed": [1, -9], "rank 0 is killed": [-9, 1]}
     assert status == special.get(how, [1, 1])
-    assert (
-        sum(one.count("frame #0") for one in said) <= 2
-    )  # torch's stack of each call of a store that is gone
+    assert sum(one.count("frame #0") for one in said) <= 2  # one stack trace per call of torch's lost store
     assert ends[how]["seconds"] < 30
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["all alike", "the last"])
-def test_torchruns_report_ends_with_the_mistake(how: str) -> None:
+def test_torchrun_report_ends_with_the_error(how: str) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*launch, PROGRAM, how], capture_output=True, text=True, timeout=120, check=False,
@@ -92,7 +90,7 @@ def test_torchruns_report_ends_with_the_mistake(how: str) -> None:
         (DistNetworkError("Connection reset by peer"), _RANK_LOST),  # while the process group is set up
     ],
 )
-def test_a_lost_connection_is_one_line(
+def test_lost_connection_raises_one_line_error(
     error: RuntimeError, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def lose() -> int:

@@ -1,4 +1,4 @@
-"""What ``import clipkit`` gives, and what it does not load."""
+"""Tests of ``import clipkit``: public names, lazy imports, and imports from a clone."""
 
 import importlib
 import os
@@ -27,7 +27,7 @@ HEAVY = (
 )  # fmt: skip
 
 
-def test_the_contract_is_what_all_says() -> None:
+def test_public_names_are_exported_and_documented() -> None:
     assert set(clipkit.__all__) == PUBLIC
     assert len(clipkit.__all__) == len(PUBLIC)
     for name in PUBLIC:
@@ -35,20 +35,20 @@ def test_the_contract_is_what_all_says() -> None:
 
 
 @pytest.mark.parametrize("module", [one.name for one in pkgutil.iter_modules(clipkit.__path__)])
-def test_each_module_says_what_it_gives(module: str) -> None:
+def test_modules_have_a_docstring_and_unique_exports(module: str) -> None:
     loaded = importlib.import_module(f"clipkit.{module}")
     assert loaded.__doc__
     assert all(hasattr(loaded, name) for name in loaded.__all__)
     assert len(set(loaded.__all__)) == len(loaded.__all__)
 
 
-def test_importing_loads_nothing_heavy() -> None:
+def test_import_loads_no_heavy_module() -> None:
     code = f"import sys, clipkit; print([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
-def test_a_training_loads_only_what_its_first_step_uses(tmp_path: Path) -> None:
+def test_training_imports_only_what_the_first_step_uses(tmp_path: Path) -> None:
     pairs = write_pairs(tmp_path / "pairs")
     arguments = [
         "train.py", "steps=1", "batch_size=4", "model.name=ViT-Ti-4-16", "data.workers=0", "eval.data=[]",
@@ -76,7 +76,7 @@ def test_a_training_loads_only_what_its_first_step_uses(tmp_path: Path) -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_an_unknown_name_lists_the_known_ones() -> None:
+def test_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(clipkit.ConfigError) as caught:
         clipkit.create("resnet")
     assert all(name in str(caught.value) for name in ARCHITECTURES)
@@ -85,14 +85,14 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 
 
 class Machine:
-    """A folder with a clone that is called clipkit, and a Python with other packages but without clipkit."""
+    """A folder with a clone named clipkit, and a Python with other packages but without clipkit."""
 
     def __init__(self, folder: Path) -> None:
         self.parent = folder / "parent"
         self.parent.mkdir()
         self.clone = self.parent / "clipkit"
         self.clone.symlink_to(Path(clipkit.__file__).parents[1])
-        others = folder / "others"  # without clipkit, whatever way that is installed
+        others = folder / "others"  # without clipkit, however it is installed
         others.mkdir()
         for one in Path(sysconfig.get_path("purelib")).iterdir():
             if "clipkit" not in one.name:
@@ -100,7 +100,7 @@ class Machine:
         self.others = str(others)
 
     def run(self, *arguments: str, path: tuple[str, ...] = (), folder: Path | None = None) -> str:
-        """What Python prints, started in the folder above the clone; -S leaves the installed packages out."""
+        """Return Python's output, run in the clone's parent folder; -S excludes the installed packages."""
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         environment["PYTHONPATH"] = os.pathsep.join([self.others, *path])
         program = [getattr(sys, "_base_executable", sys.executable), "-S", *arguments]
@@ -125,7 +125,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_the_folder_above_a_clone_needs_no_installation(machine: Machine, tmp_path: Path) -> None:
+def test_parent_folder_of_a_clone_needs_no_installation(machine: Machine, tmp_path: Path) -> None:
     own = str(machine.clone / "clipkit" / "__init__.py")
     assert machine.run("-c", f"{IMPORT}assert clipkit.load.__module__ == 'clipkit.api'") == own
     assert machine.run("-c", IMPORT, path=(str(machine.clone),)) == own
@@ -133,20 +133,20 @@ def test_the_folder_above_a_clone_needs_no_installation(machine: Machine, tmp_pa
     assert machine.run("-m", "clipkit", "--help").startswith("usage: clipkit")
 
 
-def test_a_clone_of_that_name_hides_no_installed_package(machine: Machine, tmp_path: Path) -> None:
+def test_clone_does_not_hide_an_installed_package(machine: Machine, tmp_path: Path) -> None:
     wheel = tmp_path / "wheel"
     shutil.copytree(
         Path(clipkit.__file__).parent, wheel / "clipkit", ignore=shutil.ignore_patterns("__pycache__")
     )
     assert machine.run("-c", IMPORT, path=(str(wheel),)) == str(wheel / "clipkit" / "__init__.py")
-    site = tmp_path / "site"  # an editable installation is a line of such a file, see pyproject.toml
+    site = tmp_path / "site"  # an editable installation adds a line to such a file, see pyproject.toml
     site.mkdir()
     (site / "clipkit.pth").write_text(f"{wheel}\n")
     editable = f"import site; site.addsitedir({str(site)!r}); {IMPORT.strip()}"
     assert machine.run("-c", editable) == str(wheel / "clipkit" / "__init__.py")
 
 
-def test_two_clones_do_not_search_each_other_for_ever(machine: Machine, tmp_path: Path) -> None:
+def test_two_clones_do_not_search_each_other_forever(machine: Machine, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (other / "clipkit").symlink_to(machine.clone)

@@ -1,4 +1,4 @@
-"""A training is asked to stop by signals, and says what that costs."""
+"""Tests of stopping a training: signals, and the death of the launcher."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_where_there_is_something_to_save_the_step_is_finished(number: signal.Signals) -> None:
+def test_signal_finishes_the_step_if_there_is_something_to_save(number: signal.Signals) -> None:
     stop = StopRequest()
     stop.save_first(True, "the last steps are lost")
     assert not stop.asked
@@ -40,20 +40,20 @@ def test_where_there_is_something_to_save_the_step_is_finished(number: signal.Si
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_where_there_is_nothing_to_save_it_leaves_at_once(number: signal.Signals) -> None:
+def test_signal_stops_immediately_if_there_is_nothing_to_save(number: signal.Signals) -> None:
     StopRequest()
     with pytest.raises(Stopped, match="no step was made") as caught:
         signal.raise_signal(number)
-    assert caught.value.number == number  # the exit status is 128 more
+    assert caught.value.number == number  # the exit status is 128 plus the number
 
 
-def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
+def test_closed_terminal_does_not_stop_under_nohup() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     StopRequest()
     signal.raise_signal(signal.SIGHUP)
 
 
-# what a rank does: it prints its process ID; "leaving", it saves; "in a step", its main thread is long in C
+# a rank, which prints its process ID: "leaving" is saving, "in a step" keeps its main thread in C code
 RANK = """
 import hashlib, os, sys, time
 parent = os.getppid()
@@ -76,7 +76,7 @@ UNDER_TORCHRUN: dict[str, Any] = {"TORCHELASTIC_RUN_ID": "1", "LOCAL_RANK": "0"}
 
 
 def orphan(how: str, *, number: int = 0, **environment: str) -> tuple[int, str]:
-    """Send a rank a signal and kill its launcher; returns the rank, 0 if it has ended, and what it said."""
+    """Send a rank a signal and kill its launcher; return its PID, 0 if it has ended, and its stderr."""
     command = [sys.executable, "-c", LAUNCHER, RANK, how]
     launcher = subprocess.Popen(
         command, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -87,40 +87,40 @@ def orphan(how: str, *, number: int = 0, **environment: str) -> tuple[int, str]:
     launcher.kill()
     launcher.wait()
     try:
-        _, said = launcher.communicate(timeout=2)  # ends when the rank closes its end
+        _, said = launcher.communicate(timeout=2)  # returns when the rank closes its pipe
     except subprocess.TimeoutExpired:
-        os.kill(rank, signal.SIGKILL)  # it is there
+        os.kill(rank, signal.SIGKILL)  # it is still running
         launcher.communicate()
         return rank, ""
     return 0, said
 
 
-def test_a_rank_ends_with_its_launcher() -> None:
+def test_rank_ends_with_its_launcher() -> None:
     rank, said = orphan("working", **UNDER_TORCHRUN)
     assert rank == 0
     assert said.startswith("error: torchrun has died, so its ranks end; the last checkpoint is kept")
 
 
-def test_a_process_without_a_launcher_outlives_its_parent() -> None:
+def test_process_without_launcher_outlives_its_parent() -> None:
     rank, _ = orphan("working")
     assert rank
 
 
-def test_a_rank_that_is_saving_outlives_its_launcher() -> None:
+def test_saving_rank_outlives_its_launcher() -> None:
     rank, _ = orphan("leaving", **UNDER_TORCHRUN)
     assert rank
 
 
-def test_a_rank_that_is_asked_to_stop_during_a_step_outlives_its_launcher() -> None:
+def test_rank_asked_to_stop_during_a_step_outlives_its_launcher() -> None:
     rank, _ = orphan("in a step", number=signal.SIGUSR1, **UNDER_TORCHRUN)
     assert rank
     rank, said = orphan("in a step", number=signal.SIGURG, **UNDER_TORCHRUN)
     assert rank == 0 and said.startswith("error: torchrun has died")
 
 
-def test_a_rank_ends_whose_launcher_died_before_it_looked() -> None:
+def test_rank_ends_if_its_launcher_is_already_dead() -> None:
     with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # nobody listens
+        closed.bind(("127.0.0.1", 0))  # no process listens here
         port = closed.getsockname()[1]
         store = {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
         done = subprocess.run(

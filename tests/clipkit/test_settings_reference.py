@@ -1,4 +1,4 @@
-"""Every setting is explained, once, in lines that a terminal shows."""
+"""Tests of the settings reference: every setting is explained, within 80 columns."""
 
 import re
 import tomllib
@@ -12,7 +12,7 @@ from clipkit.errors import ConfigError
 NAMED = re.compile(r"[a-z_.0-9]+ = ")
 
 
-def test_every_setting_has_an_explanation_and_a_default_that_fits() -> None:
+def test_settings_have_an_explanation_and_a_valid_default() -> None:
     for section in fields(Config):
         value = getattr(Config(), section.name)
         for one in fields(value) if is_dataclass(value) else [section]:
@@ -22,7 +22,7 @@ def test_every_setting_has_an_explanation_and_a_default_that_fits() -> None:
             assert within is None or within.holds(one.default), one.name
 
 
-def test_all_are_listed_with_their_defaults_in_eighty_columns() -> None:
+def test_settings_reference_lists_defaults_within_80_columns() -> None:
     lines = settings_reference()
     assert max(map(len, lines)) <= 80
     defaults = tomllib.loads("\n".join(line for line in lines if NAMED.match(line)))
@@ -38,11 +38,11 @@ def test_all_are_listed_with_their_defaults_in_eighty_columns() -> None:
         ("lock", ["lock.image", "lock.text", "lock.unfreeze_every"]),
     ],
 )
-def test_a_prefix_chooses(prefix: str, names: list[str]) -> None:
+def test_prefix_selects_settings(prefix: str, names: list[str]) -> None:
     lines = settings_reference(prefix)
     assert [line.partition(" = ")[0] for line in lines if NAMED.match(line)] == names
 
 
-def test_an_unknown_name_is_told() -> None:
+def test_unknown_setting_suggests_the_closest() -> None:
     with pytest.raises(ConfigError, match=r"^--settings optim.lrr: .* did you mean 'optim.lr'\?$"):
         settings_reference("optim.lrr")

@@ -1,4 +1,4 @@
-"""What is exported for open_clip and timm gives the same embeddings there, loaded and fed as their users do."""
+"""Tests of exports to open_clip and timm: embeddings equal clipkit's, loaded as users of the libraries do."""
 
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,12 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return draw_pictures(tmp_path_factory.mktemp("pictures"))
 
 
-# --- open_clip ------------------------------------------------------------------------------------------------
+# --- open_clip ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["own", "quick_gelu", "resnet", "timm"])
 @torch.no_grad()
-def test_open_clip(kind: str, pictures: list[Path], tmp_path: Path) -> None:
+def test_open_clip_export(kind: str, pictures: list[Path], tmp_path: Path) -> None:
     import open_clip
 
     model = exported(kind, tmp_path / "out", "open_clip")
@@ -61,7 +61,7 @@ def test_open_clip(kind: str, pictures: list[Path], tmp_path: Path) -> None:
     same_model(again, model)
 
 
-def test_open_clip_with_a_tokenizer_of_a_library(tmp_path: Path) -> None:
+def test_open_clip_export_with_a_library_tokenizer(tmp_path: Path) -> None:
     import open_clip
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -107,12 +107,12 @@ def test_open_clip_with_a_tokenizer_of_a_library(tmp_path: Path) -> None:
         assert apart(theirs.eval().encode_text(tokens, normalize=True), ours) <= 1e-5
 
 
-# --- timm -----------------------------------------------------------------------------------------------------
+# --- timm ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["own", "quick_gelu", "timm", "distilled"])
 @torch.no_grad()
-def test_timm(kind: str, pictures: list[Path], tmp_path: Path) -> None:
+def test_timm_export(kind: str, pictures: list[Path], tmp_path: Path) -> None:
     import timm
 
     model = exported(kind, tmp_path / "out", "timm")
@@ -127,7 +127,7 @@ def test_timm(kind: str, pictures: list[Path], tmp_path: Path) -> None:
     assert apart(theirs(pixels), features) <= 1e-5 * max(1.0, float(features.norm(dim=-1).max()))
 
 
-def test_a_published_shape_has_timms_own_name() -> None:
+def test_published_shapes_have_timm_names() -> None:
     for name, wanted in (
         ("ViT-B-32", "vit_base_patch32_clip_224"),
         ("ViT-B-16-quickgelu", "vit_base_patch16_clip_quickgelu_224"),
@@ -139,7 +139,7 @@ def test_a_published_shape_has_timms_own_name() -> None:
     assert name == "vit_base_patch32_clip_224" and arguments["embed_dim"] == 384
 
 
-# --- what cannot be -------------------------------------------------------------------------------------------
+# --- errors and defaults ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -158,18 +158,20 @@ def test_a_published_shape_has_timms_own_name() -> None:
         ("own", ["tensorflow"], "unknown export target 'tensorflow': known: onnx, onnx-int8, open_clip, "),
     ],
 )
-def test_what_a_library_cannot_have_is_one_line(kind: str, to: list[str], told: str, tmp_path: Path) -> None:
+def test_unsupported_targets_raise_one_line_error(
+    kind: str, to: list[str], told: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError) as caught:
         export(model_of(kind), tmp_path / "out", to=to)
     assert told in str(caught.value) and "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_unless_told_it_is_open_clip_and_transformers_where_these_can(tmp_path: Path) -> None:
+def test_default_targets_are_those_that_support_the_model(tmp_path: Path) -> None:
     assert [one.target for one in export(model_of("resnet"), tmp_path / "a")] == ["open_clip"]
 
 
-def test_the_model_is_left_as_it_is(tmp_path: Path) -> None:
+def test_export_leaves_the_model_unchanged(tmp_path: Path) -> None:
     model = model_of("own").to(torch.bfloat16).train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     drawn = torch.get_rng_state()

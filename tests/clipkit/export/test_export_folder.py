@@ -1,4 +1,4 @@
-"""What an export does to its folder: nothing half done, nothing of the user's lost, never two models in one."""
+"""Tests of the export folder: atomic writes, foreign files are kept, models are never mixed."""
 
 import json
 import math
@@ -49,10 +49,10 @@ def files(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-# --- what is in the folder ------------------------------------------------------------------------------------
+# --- content of the folder ----------------------------------------------------------------------------------
 
 
-def test_a_second_library_joins_the_first(model: CLIP, tmp_path: Path) -> None:
+def test_second_target_is_added_to_the_folder(model: CLIP, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "out"
     export(model, out, to=["open_clip"])
     first = files(out)
@@ -73,7 +73,7 @@ def test_a_second_library_joins_the_first(model: CLIP, tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in out.glob("*.safetensors")} == {0o666 & ~mask}
 
 
-def test_a_card_that_was_changed_is_kept(model: CLIP, tmp_path: Path) -> None:
+def test_changed_model_card_is_kept(model: CLIP, tmp_path: Path) -> None:
     out = tmp_path / "out"
     export(model, out, to=["open_clip"])
     mine = (out / "README.md").read_text() + "\nlicense: mit"
@@ -84,18 +84,18 @@ def test_a_card_that_was_changed_is_kept(model: CLIP, tmp_path: Path) -> None:
         assert (out / "README.new.md").read_text().startswith("---\nlibrary_name: open_clip")
 
 
-def test_two_models_do_not_mix(model: CLIP, tmp_path: Path) -> None:
+def test_two_models_are_not_mixed(model: CLIP, tmp_path: Path) -> None:
     out, other = tmp_path / "out", create(SHAPE, seed=1)
     export(model, out, to=["open_clip"])
     with pytest.raises(ConfigError, match="contains another model for open_clip: use another folder"):
         export(other, out, to=["timm"])
-    export(other, out, to=["open_clip", "timm"])  # all of it anew is another matter
+    export(other, out, to=["open_clip", "timm"])  # replacing all targets is allowed
     again = clipkit.load(out)
     assert torch.equal(again.logit_scale, other.logit_scale)
     assert all(torch.equal(again.state_dict()[name], t) for name, t in other.state_dict().items())
 
 
-def test_files_of_one_name_do_not_mix(model: CLIP, tmp_path: Path) -> None:
+def test_targets_with_equal_file_names_are_rejected(model: CLIP, tmp_path: Path) -> None:
     export(model, tmp_path / "out", to=["timm"])
     with pytest.raises(ConfigError, match="use the same file names"):
         export(model, tmp_path / "out", to=["transformers"])
@@ -103,7 +103,7 @@ def test_files_of_one_name_do_not_mix(model: CLIP, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("manifest", [None, "", "[]", '{"format": 1}', '{"targets": {"timm": {"files": 3}}}'])
-def test_a_folder_of_something_else_is_left_alone(manifest: str | None, model: CLIP, tmp_path: Path) -> None:
+def test_foreign_folder_is_not_overwritten(manifest: str | None, model: CLIP, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "thesis.tex").write_text("years of work")
@@ -115,7 +115,7 @@ def test_a_folder_of_something_else_is_left_alone(manifest: str | None, model: C
     assert files(out) == before and list(tmp_path.iterdir()) == [out]
 
 
-def test_an_empty_folder_and_what_a_kill_left_are_taken(model: CLIP, tmp_path: Path) -> None:
+def test_empty_folder_and_leftovers_of_a_killed_export_are_accepted(model: CLIP, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (tmp_path / ".out.partial" / "out").mkdir(parents=True)
@@ -127,7 +127,7 @@ def test_an_empty_folder_and_what_a_kill_left_are_taken(model: CLIP, tmp_path: P
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_a_file_in_the_way_is_one_line(model: CLIP, tmp_path: Path) -> None:
+def test_file_in_place_of_the_folder_raises_one_line_error(model: CLIP, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("x")
     with pytest.raises(ConfigError, match="not empty and not an earlier export"):
         export(model, tmp_path / "out", to=["open_clip"])
@@ -136,7 +136,7 @@ def test_a_file_in_the_way_is_one_line(model: CLIP, tmp_path: Path) -> None:
     assert (tmp_path / "out").read_text() == "x"
 
 
-# --- the check ------------------------------------------------------------------------------------------------
+# --- checks of the export -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_file_in_the_way_is_one_line(model: CLIP, tmp_path: Path) -> None:
         (math.inf, False, "'s embeddings contain NaN or infinity"),
     ],
 )
-def test_other_embeddings_are_not_exported(
+def test_export_with_other_embeddings_is_rejected(
     largest: float, approximate: bool, told: str, model: CLIP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = replace(EXPORTS["open_clip"], check=lambda *_: largest, approximate=approximate)
@@ -157,7 +157,7 @@ def test_other_embeddings_are_not_exported(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_diverged_model_is_not_exported(model: CLIP, tmp_path: Path) -> None:
+def test_nonfinite_model_is_rejected(model: CLIP, tmp_path: Path) -> None:
     with torch.no_grad():
         model.text_projection[0, 0] = math.inf
     with pytest.raises(CheckpointError, match="the model's text embeddings contain NaN or infinity"):
@@ -165,8 +165,8 @@ def test_a_diverged_model_is_not_exported(model: CLIP, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_folder_of_this_machine_is_in_the_card(model: CLIP, tmp_path: Path) -> None:
-    """A model card is made to be published."""
+def test_model_card_contains_no_local_folders(model: CLIP, tmp_path: Path) -> None:
+    """Model cards are published."""
     values = (
         ("/home/me/a b/c.tar", "…/c.tar"), ("~/runs/x", "…/x"),
         ("transformers:/home/me/bert", "transformers:…/bert"),
@@ -181,22 +181,22 @@ def test_no_folder_of_this_machine_is_in_the_card(model: CLIP, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["~nobody-of-this-name/x", "x" * 5000, "a\0b"])
-def test_a_folder_that_cannot_be_is_one_line(name: str, model: CLIP) -> None:
+def test_invalid_folder_raises_one_line_error(name: str, model: CLIP) -> None:
     with pytest.raises((ConfigError, CheckpointError)) as caught:
         export(model, Path(name), to=["timm"])
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.long
-def test_examples_in_the_card_take_any_picture(model: CLIP, tmp_path: Path) -> None:
+def test_card_examples_convert_images_to_rgb(model: CLIP, tmp_path: Path) -> None:
     export(model, tmp_path / "out", to=["transformers", "sentence-transformers", "onnx"])
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.count('Image.open("cat.jpg").convert("RGB")') == 2  # clipkit and open_clip do it themselves
     assert card.count("Checked on 8 synthetic images of the model's input size and 8 plain texts: with") == 3
 
 
-def test_wrong_weights_are_noticed(model: CLIP, tmp_path: Path) -> None:
-    """The checks compare, whatever is written: here one number of the image tower is another one."""
+def test_wrong_weights_are_detected(model: CLIP, tmp_path: Path) -> None:
+    """Write one wrong value in the image tower."""
     target = EXPORTS["open_clip"]
 
     def spoiled(model: CLIP, tensors: Any, folder: Path) -> list[str]:
@@ -209,7 +209,7 @@ def test_wrong_weights_are_noticed(model: CLIP, tmp_path: Path) -> None:
         export(model, tmp_path / "out", to=["open_clip"])
 
 
-def test_a_library_that_is_not_installed(
+def test_missing_library_is_reported_as_not_checked(
     model: CLIP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(EXPORTS, "timm", replace(EXPORTS["timm"], package="no_such_package"))
@@ -228,18 +228,18 @@ def test_a_library_that_is_not_installed(
     assert "Checked" not in (tmp_path / "out" / "README.md").read_text()
 
 
-# --- from a run -----------------------------------------------------------------------------------------------
+# --- from a run ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def checkpoint(model: CLIP, tmp_path: Path) -> Path:
-    """A run with scores of two steps, one line of them broken."""
+    """A run with scores of two steps; some lines are invalid."""
     run_folder = tmp_path / "my-run"
     optimizer = adamw(model, OptimConfig())
     lines = [
         {**LINE, "step": 5, "value": 0.1},
         {**LINE, "value": 0.2},
-        LINE,  # scored again, after a resume
+        LINE,  # scored again after a resume
         {**LINE, "dataset": "a|b\n# c", "metric": "acc5", "value": 1},
         {**LINE, "dataset": "broken", "value": None},
         {**LINE, "dataset": "broken", "n": True},
@@ -251,7 +251,7 @@ def checkpoint(model: CLIP, tmp_path: Path) -> Path:
     return folder
 
 
-def test_what_is_known_of_a_run(checkpoint: Path, tmp_path: Path) -> None:
+def test_source_has_run_step_configuration_and_scores(checkpoint: Path, tmp_path: Path) -> None:
     source = source_of(clipkit.load(tmp_path / "my-run"))
     assert source == source_of(clipkit.load(checkpoint))
     assert (source.run, source.step) == ("my-run", 7)
@@ -267,7 +267,7 @@ def test_what_is_known_of_a_run(checkpoint: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damaged", ["state.json", "config.toml", "results.jsonl"])
-def test_damage_beside_the_weights_costs_only_what_it_told(
+def test_damaged_files_only_omit_their_content_from_the_source(
     damaged: str, checkpoint: Path, model: CLIP
 ) -> None:
     run_folder = checkpoint.parent.parent
@@ -278,7 +278,7 @@ def test_damage_beside_the_weights_costs_only_what_it_told(
     assert source.run == "my-run" and not (source.scores and source.config)
 
 
-def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "my-export"
     assert dispatch(["export", str(tmp_path / "my-run"), str(out)]) == 0
     printed = capsys.readouterr().out
@@ -296,14 +296,14 @@ def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert "| a b # c | zero-shot | acc5 | 100.0% |" in card and "broken" not in card
     assert f"```toml\n{to_toml(Config(out='…/my-run')).strip()}\n```" in card
     assert str(tmp_path) not in card
-    for target in EXPORTS:  # each is a choice, and the first refusal is of the model
+    for target in EXPORTS:  # each target is a valid choice: only the missing model is an error
         with pytest.raises(CheckpointError):
             dispatch(["export", str(tmp_path / "nothing"), str(out), "--to", target])
     with pytest.raises(ConfigError, match="invalid choice: 'tensorflow'"):
         dispatch(["export", "M", str(out), "--to", "tensorflow"])
 
 
-def test_the_command_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_command_reports_omitted_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     odd = create(replace(SHAPE, logit_bias=True), seed=0)
     save_checkpoint(
         tmp_path / "run", odd, adamw(odd, OptimConfig()), LoopState(step=1, data="x"), Config(), keep=1
@@ -326,7 +326,7 @@ def test_the_command_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.Capt
     assert clipkit.load(tmp_path / "out").logit_bias is not None
 
 
-def test_scores_can_be_given(model: CLIP, tmp_path: Path) -> None:
+def test_given_scores_are_in_the_card(model: CLIP, tmp_path: Path) -> None:
     score = KnownScore(dataset="birds", task="retrieval", metric="R@1", value=0.25, n=10, low=0.1, high=0.4)
     rank = replace(score, metric="image_to_text_mean_rank", value=3.0, low=1.8, high=4.2)
     knn = replace(score, task="knn", metric="acc1", setting="k=20 plain")
@@ -338,7 +338,7 @@ def test_scores_can_be_given(model: CLIP, tmp_path: Path) -> None:
     assert "pipeline_tag" not in card and "## Training" not in card
 
 
-def test_a_bag_of_words_goes_to_onnx_and_timm_only(tmp_path: Path) -> None:
+def test_bag_of_words_is_exported_to_onnx_and_timm_only(tmp_path: Path) -> None:
     bag = create(replace(SHAPE, text=BagOfWords(width=16)), seed=0)
     with pytest.raises(
         ConfigError,
@@ -347,7 +347,7 @@ def test_a_bag_of_words_goes_to_onnx_and_timm_only(tmp_path: Path) -> None:
         export(bag, tmp_path / "out")
 
 
-def test_a_library_of_another_version_is_one_line(
+def test_incompatible_library_version_raises_one_line_error(
     model: CLIP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gone(*_: Any) -> float:
@@ -363,7 +363,7 @@ def test_a_library_of_another_version_is_one_line(
         export(model, Path("/"), to=["timm"])
 
 
-def test_a_background_and_an_orientation_are_left_to_callers_and_said_so(
+def test_background_and_orientation_are_documented_for_callers(
     model: CLIP, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chosen = CLIP(
@@ -391,6 +391,6 @@ def test_a_background_and_an_orientation_are_left_to_callers_and_said_so(
     )
     assert capsys.readouterr().out.splitlines().count(line) == 1
     assert line in (tmp_path / "out" / "README.md").read_text()
-    # clipkit itself reads them back, and knows the model again
+    # clipkit itself reads them back, with the same model hash
     loaded = clipkit.load(tmp_path / "out")
     assert loaded.preprocess == chosen.preprocess and model_hash(loaded) == model_hash(chosen)

@@ -1,4 +1,4 @@
-"""The ONNX graphs of an export, and the examples of a model card for all libraries at once."""
+"""Tests of ONNX exports, and of the examples in the model card of all libraries."""
 
 import json
 import re
@@ -34,17 +34,17 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[CLIP, Path]:
-    """A model in one folder for all libraries that can share one; of its graphs one has its weights beside it."""
+    """A model exported for all libraries that can share a folder; one ONNX graph has external weights."""
     out = tmp_path_factory.mktemp("export") / "everything"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export_onnx, "_INSIDE", 10_000_000)
         return exported("own", out, "open_clip", "transformers", "sentence-transformers", "onnx"), out
 
 
-# --- ONNX -----------------------------------------------------------------------------------------------------
+# --- ONNX ---------------------------------------------------------------------------------------------------
 
 
-def test_onnx(everything: tuple[CLIP, Path], pictures: list[Path]) -> None:
+def test_onnx_export(everything: tuple[CLIP, Path], pictures: list[Path]) -> None:
     import onnx
     import onnxruntime
 
@@ -73,21 +73,19 @@ def test_onnx(everything: tuple[CLIP, Path], pictures: list[Path]) -> None:
         graph = onnx.load(out / file)
         onnx.checker.check_model(graph, full_check=True)
         assert [(one.domain, one.version) for one in graph.opset_import] == [("", config["opset"])]
-        assert b".py" not in (out / file).read_bytes()  # nor where the code lies that made it
+        assert b".py" not in (out / file).read_bytes()  # contains no source paths
     assert config["preprocess"] == json.loads(json.dumps(model.preprocess.to_dict()))
     assert config["logit_scale"] == pytest.approx(model.logit_scale.exp().item())
 
 
-def test_large_weights_lie_beside_the_graph(everything: tuple[CLIP, Path]) -> None:
+def test_large_weights_are_stored_outside_the_graph(everything: tuple[CLIP, Path]) -> None:
     _, out = everything
     assert (out / "textual.onnx").stat().st_size < 200_000
     assert (out / "textual.onnx.data").stat().st_size > 20_000_000
     assert (out / "visual.onnx").stat().st_size > 5_000_000 and not (out / "visual.onnx.data").exists()
 
 
-def test_a_folder_of_graphs_loads(
-    everything: tuple[CLIP, Path], pictures: list[Path], tmp_path: Path
-) -> None:
+def test_onnx_folder_loads(everything: tuple[CLIP, Path], pictures: list[Path], tmp_path: Path) -> None:
     model, out = everything
     names = ("onnx_config.json", "visual.onnx", "textual.onnx", "textual.onnx.data", "tokenizer.json")
     for name in names:
@@ -122,7 +120,7 @@ def test_a_folder_of_graphs_loads(
             clipkit.load(tmp_path)
 
 
-def test_int8(pictures: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_int8_export(pictures: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import onnx
 
     model, source, out = model_of("quick_gelu"), tmp_path / "model", tmp_path / "int8"
@@ -136,7 +134,7 @@ def test_int8(pictures: list[Path], tmp_path: Path, capsys: pytest.CaptureFixtur
     found = re.findall(r"(\w+)\.onnx ([\d.]+) → ([\d.]+) MB, ([\d.]+) → ([\d.]+) ms for 8", compared)
     assert [name for name, *_ in found] == ["visual", "textual"]
     for name, before, after, *_ in found:
-        assert float(after) < 0.7 * float(before)  # of so small a model, half is the graph
+        assert float(after) < 0.7 * float(before)  # the graph is half of so small a model
         assert float(after) == pytest.approx((out / f"{name}.onnx").stat().st_size / 1e6, abs=0.05)
         graph = onnx.load(out / f"{name}.onnx")
         quantized = [one for one in graph.graph.initializer if one.data_type == onnx.TensorProto.INT8]
@@ -152,7 +150,7 @@ def test_int8(pictures: list[Path], tmp_path: Path, capsys: pytest.CaptureFixtur
         assert 0.98 < float((ours * theirs).sum(dim=1).min()) < 0.999999
 
 
-def test_int8_is_refused_where_it_does_not_apply(tmp_path: Path) -> None:
+def test_int8_without_onnx_is_rejected(tmp_path: Path) -> None:
     for more in ([], ["--to", "open_clip"]):
         with pytest.raises(ConfigError, match="--quantize int8 needs --to onnx"):
             dispatch(["export", "no", str(tmp_path / "out"), *more, "--quantize", "int8"])
@@ -161,10 +159,10 @@ def test_int8_is_refused_where_it_does_not_apply(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
-# --- the examples of the card ---------------------------------------------------------------------------------
+# --- examples of the model card -----------------------------------------------------------------------------
 
 
-def test_the_cards_examples_run(
+def test_card_examples_run(
     everything: tuple[CLIP, Path],
     pictures: list[Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -189,7 +187,7 @@ def test_the_cards_examples_run(
             np.testing.assert_allclose(printed, expected.numpy(), atol=2e-3, err_msg=title)
 
 
-def test_a_head_of_classes_and_its_image_tower(
+def test_class_head_export(
     tmp_path: Path, pictures: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = model_of("own")
@@ -197,7 +195,7 @@ def test_a_head_of_classes_and_its_image_tower(
     for to, files in (("onnx", {"textual.onnx", "visual.onnx", "onnx_config.json"}), ("timm", None)):
         (one,) = export(head, tmp_path / to, to=[to])
         assert one.library and one.difference is not None and one.difference <= 1e-5
-        assert files is None or set(one.files) == files  # it has no tokenizer
+        assert files is None or set(one.files) == files  # has no tokenizer
     assert json.loads((tmp_path / "onnx" / "onnx_config.json").read_text())["classes"] == ["dog", "cat"]
     card = (tmp_path / "onnx" / "README.md").read_text()
     assert "pipeline_tag: image-classification" in card and "| classification head, 2 classes, " in card

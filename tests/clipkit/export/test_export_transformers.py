@@ -1,4 +1,4 @@
-"""What is exported for transformers and sentence-transformers gives the same token ids and embeddings there."""
+"""Tests of exports to transformers and sentence-transformers: token ids and embeddings equal clipkit's."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -41,14 +41,14 @@ def rgb(tmp_path_factory: pytest.TempPathFactory) -> list[Image.Image]:
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> tuple[CLIP, Path]:
-    """A model in one folder for sentence-transformers, transformers and open_clip."""
+    """A model exported to one folder for sentence-transformers, transformers and open_clip."""
     out = tmp_path_factory.mktemp("export") / "own"
     return exported("own", out, "open_clip", "transformers", "sentence-transformers"), out
 
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[CLIP, Path]:
-    """A model with QuickGELU and its own preprocessing, in the folder that is made unless told otherwise."""
+    """A model with QuickGELU and its own preprocessing, exported to the default targets."""
     out = tmp_path_factory.mktemp("export") / "quick"
     return exported("quick_gelu", out), out
 
@@ -59,11 +59,11 @@ def plain(request: pytest.FixtureRequest) -> tuple[CLIP, Path]:
     return found
 
 
-# --- transformers ---------------------------------------------------------------------------------------------
+# --- transformers -------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def test_transformers(plain: tuple[CLIP, Path], rgb: list[Image.Image]) -> None:
+def test_transformers_export(plain: tuple[CLIP, Path], rgb: list[Image.Image]) -> None:
     from transformers import AutoModel, AutoProcessor, AutoTokenizer, CLIPModel, CLIPProcessor
 
     model, out = plain
@@ -80,7 +80,7 @@ def test_transformers(plain: tuple[CLIP, Path], rgb: list[Image.Image]) -> None:
     assert apart(found.logits_per_image / scale, images @ texts.T) <= 1e-5
     steps = torch.tensor(model.preprocess.std).view(3, 1, 1) * 255
     crops = beside(rgb, model)
-    assert ((inputs["pixel_values"] - crops) * steps).abs().mean() <= 0.1  # of 255: another library resizes
+    assert ((inputs["pixel_values"] - crops) * steps).abs().mean() <= 0.1  # of 255: another library's resize
     assert apart(theirs(**inputs).image_embeds, model.encode_image(crops)) <= 2e-3
     length = model.architecture.text.context_length
     padded = AutoTokenizer.from_pretrained(out)(
@@ -90,7 +90,7 @@ def test_transformers(plain: tuple[CLIP, Path], rgb: list[Image.Image]) -> None:
 
 
 def beside(images: list[Image.Image], model: CLIP) -> Tensor:
-    """As transformers prepares pictures: where the crop cannot be in the middle, it is rounded up and left."""
+    """Preprocess as transformers does: a crop that cannot be centered is rounded up and left."""
     size = model.preprocess.image_size
     resample = Image.Resampling[model.preprocess.interpolation.upper()]
     crops = []
@@ -102,15 +102,15 @@ def beside(images: list[Image.Image], model: CLIP) -> Tensor:
 
 
 def unpadded(ids: Tensor) -> Tensor:
-    """Rows padded by end of text as clipkit pads them."""
+    """Replace padding with end of text by clipkit's padding."""
     behind = torch.arange(ids.shape[1]) > (ids == END_OF_TEXT).int().argmax(dim=1, keepdim=True)
     return ids.masked_fill(behind, 0)
 
 
 @given(text=st.text(st.characters(min_codepoint=32, max_codepoint=126, exclude_characters="&<"), max_size=60))
 @settings(deadline=None, max_examples=200)
-def test_token_ids_are_clipkits(clip_tokenizer: Any, text: str) -> None:
-    """Of any printable ASCII; "&" may begin an HTML entity, "<" a special token."""
+def test_token_ids_equal_clipkit(clip_tokenizer: Any, text: str) -> None:
+    """Any printable ASCII without "&" (may begin an HTML entity) and "<" (may begin a special token)."""
     assert clip_tokenizer.encode(text).ids == clipkit.tokenize(text, 200, trim=True)[0].tolist()
 
 
@@ -123,22 +123,22 @@ def clip_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-def test_what_ftfy_repairs_is_not_repaired_by_transformers(clip_tokenizer: Any) -> None:
+def test_transformers_does_not_apply_ftfy(clip_tokenizer: Any) -> None:
     for text in REPAIRED:
         assert clip_tokenizer.encode(text).ids != clipkit.tokenize(text, trim=True)[0].tolist()
     for text in ("猫の写真", "über die Straße", "naïve café №5", "привет, мир!"):
         assert clip_tokenizer.encode(text).ids == clipkit.tokenize(text, trim=True)[0].tolist()
 
 
-def test_a_transformers_folder_comes_back(plain: tuple[CLIP, Path], tmp_path: Path) -> None:
+def test_transformers_folder_round_trips(plain: tuple[CLIP, Path], tmp_path: Path) -> None:
     model, out = plain
     for name in ("config.json", "model.safetensors", "preprocessor_config.json"):
         (tmp_path / name).write_bytes((out / name).read_bytes())
     same_model(clipkit.load(tmp_path), model)
-    assert clipkit.load(out).origin.startswith("open_clip folder")  # of the two, the one without renaming
+    assert clipkit.load(out).origin.startswith("open_clip folder")  # needs no renaming of tensors
 
 
-def test_pictures_that_are_squashed_are_so_in_transformers(rgb: list[Image.Image], tmp_path: Path) -> None:
+def test_squash_resize_is_exported(rgb: list[Image.Image], tmp_path: Path) -> None:
     from transformers import AutoProcessor
 
     model = model_of("quick_gelu")
@@ -152,7 +152,7 @@ def test_pictures_that_are_squashed_are_so_in_transformers(rgb: list[Image.Image
 
 @pytest.mark.parametrize("target", ["transformers", "sentence-transformers"])
 @pytest.mark.parametrize("chosen", [{"background": "#010203", "upright": True}, {"upright": True}, {}])
-def test_a_background_and_an_orientation_come_back(
+def test_background_and_orientation_round_trip(
     target: str,
     chosen: dict[str, Any],
     rgb: list[Image.Image],
@@ -169,8 +169,8 @@ def test_a_background_and_an_orientation_come_back(
     export(model, tmp_path / "out", to=[target])
     same_model(clipkit.load(tmp_path / "out"), model)
     files = [(tmp_path / name / "preprocessor_config.json").read_bytes() for name in ("plain", "out")]
-    assert (files[0] == files[1]) == (not chosen)  # without options, the file is what it was
-    # transformers ignores them without a word, keeps them, and gives what it gives without
+    assert (files[0] == files[1]) == (not chosen)  # without options, the file is unchanged
+    # transformers ignores the options without a warning, keeps them, and computes the same as without
     logger = logging.get_logger("transformers")
     logger.addHandler(caplog.handler)
     try:
@@ -185,10 +185,10 @@ def test_a_background_and_an_orientation_come_back(
     assert clipkit.load(tmp_path / "out").preprocess == model.preprocess
 
 
-# --- sentence-transformers ------------------------------------------------------------------------------------
+# --- sentence-transformers ----------------------------------------------------------------------------------
 
 
-def test_sentence_transformers(own: tuple[CLIP, Path], rgb: list[Image.Image]) -> None:
+def test_sentence_transformers_export(own: tuple[CLIP, Path], rgb: list[Image.Image]) -> None:
     from sentence_transformers import SentenceTransformer
 
     model, out = own
@@ -201,5 +201,5 @@ def test_sentence_transformers(own: tuple[CLIP, Path], rgb: list[Image.Image]) -
     assert apart(images, clipkit.encode_image(small, model)) <= 1e-5
     images = theirs.encode(rgb, show_progress_bar=False)
     with torch.no_grad():
-        assert apart(images, model.encode_image(beside(rgb, model))) <= 2e-3  # resized as transformers does
+        assert apart(images, model.encode_image(beside(rgb, model))) <= 2e-3  # resized as in transformers
     assert theirs.similarity_fn_name == "cosine"

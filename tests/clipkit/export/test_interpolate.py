@@ -1,4 +1,4 @@
-"""Weights between two models: ends to the bit, what differs is refused, and the command's folder loads."""
+"""Tests of interpolation between models: exact ends, rejected differences, and the command."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def two() -> tuple[CLIP, CLIP]:
 
 @settings(max_examples=10, deadline=None)
 @given(alpha=st.floats(0, 1))
-def test_every_weight_lies_between(two: tuple[CLIP, CLIP], alpha: float) -> None:
+def test_interpolated_weights_lie_between(two: tuple[CLIP, CLIP], alpha: float) -> None:
     first, second = two
     made = interpolate(first, second, alpha)
     other = interpolate(second, first, 1 - alpha)
@@ -50,7 +50,7 @@ def test_every_weight_lies_between(two: tuple[CLIP, CLIP], alpha: float) -> None
     assert float(images.norm()) == pytest.approx(1)
 
 
-def test_the_ends_are_the_models_to_the_bit(two: tuple[CLIP, CLIP]) -> None:
+def test_ends_are_bit_identical(two: tuple[CLIP, CLIP]) -> None:
     kept = [{name: value.clone() for name, value in model.state_dict().items()} for model in two]
     for alpha, wanted in ((0.0, kept[0]), (1.0, kept[1])):
         made = interpolate(*two, alpha).state_dict()
@@ -72,14 +72,14 @@ def test_statistics_are_interpolated_and_counts_are_not() -> None:
     assert int(made.visual.get_buffer("bn1.num_batches_tracked")) == 5
 
 
-def test_a_background_or_orientation_of_the_fine_tuned_model_is_taken_over(two: tuple[CLIP, CLIP]) -> None:
+def test_background_and_orientation_of_the_second_model_are_used(two: tuple[CLIP, CLIP]) -> None:
     first, _ = two
     tuned = create(TINY, seed=1)
     tuned.preprocess = replace(tuned.preprocess, upright=True, background=(255, 0, 0))
     assert interpolate(first, tuned, 0.5).preprocess == tuned.preprocess
 
 
-def test_models_that_differ_in_more_than_weights_are_refused(two: tuple[CLIP, CLIP]) -> None:
+def test_models_that_differ_in_more_than_weights_are_rejected(two: tuple[CLIP, CLIP]) -> None:
     first, _ = two
     wider = create(replace(TINY, embed_dim=8), seed=0)
     with pytest.raises(ConfigError, match="differ in their architecture: only models trained from the same"):
@@ -97,7 +97,7 @@ def test_models_that_differ_in_more_than_weights_are_refused(two: tuple[CLIP, CL
             interpolate(first, first, alpha)
 
 
-# --- the command --------------------------------------------------------------------------------------------------
+# --- the command --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def stored(two: tuple[CLIP, CLIP], tmp_path_factory: pytest.TempPathFactory) -> 
     return str(folder / "a"), str(folder / "b")
 
 
-def test_one_share_is_a_folder_that_loads(
+def test_single_alpha_writes_a_folder_that_loads(
     stored: tuple[str, str], two: tuple[CLIP, CLIP], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "deep" / "out"
@@ -128,7 +128,7 @@ def test_one_share_is_a_folder_that_loads(
     assert (out / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~mask
 
 
-def test_several_shares_are_a_folder_each(stored: tuple[str, str], tmp_path: Path) -> None:
+def test_several_alphas_write_a_folder_each(stored: tuple[str, str], tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert (
         dispatch(
@@ -155,7 +155,9 @@ def test_several_shares_are_a_folder_each(stored: tuple[str, str], tmp_path: Pat
         assert all(torch.equal(value, wanted[key]) for key, value in found.items())
 
 
-def test_more_than_two_are_averaged(two: tuple[CLIP, CLIP], stored: tuple[str, str], tmp_path: Path) -> None:
+def test_more_than_two_models_are_averaged(
+    two: tuple[CLIP, CLIP], stored: tuple[str, str], tmp_path: Path
+) -> None:
     third = create(TINY, seed=2)
     save_model(third, tmp_path / "c")
     sources, out = [*stored, str(tmp_path / "c")], tmp_path / "out"
@@ -172,7 +174,7 @@ def test_more_than_two_are_averaged(two: tuple[CLIP, CLIP], stored: tuple[str, s
         dispatch(["interpolate", *sources, sources[1], "--out", str(tmp_path / "new")])
 
 
-def test_adapters_are_refused_until_they_are_merged(two: tuple[CLIP, CLIP]) -> None:
+def test_unmerged_adapters_are_rejected(two: tuple[CLIP, CLIP]) -> None:
     adapted = create(TINY, seed=1)
     add_adapters(adapted, Adapters(rank=2, alpha=2, image=True, text=True, source="a", hash="b"))
     with pytest.raises(ConfigError, match="has adapters: store and load it"):
@@ -181,7 +183,7 @@ def test_adapters_are_refused_until_they_are_merged(two: tuple[CLIP, CLIP]) -> N
         interpolate(adapted, two[0], 0.5)
 
 
-def test_the_result_replaces_a_model(two: tuple[CLIP, CLIP]) -> None:
+def test_result_can_replace_a_model(two: tuple[CLIP, CLIP]) -> None:
     wanted = interpolate(*two, 0.3).state_dict()
     for number in (0, 1):
         given = [deepcopy(model) for model in two]
@@ -192,7 +194,7 @@ def test_the_result_replaces_a_model(two: tuple[CLIP, CLIP]) -> None:
         assert all(torch.equal(value, other[name]) for name, value in given[1 - number].state_dict().items())
 
 
-def test_what_cannot_be_written_is_said_before_anything_is_loaded(
+def test_unwritable_folders_are_rejected_before_models_are_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "full").mkdir()
@@ -208,7 +210,7 @@ def test_what_cannot_be_written_is_said_before_anything_is_loaded(
     assert (tmp_path / "full" / "mine.txt").read_text() == "kept"
 
 
-def test_a_folder_that_fails_leaves_nothing(two: tuple[CLIP, CLIP], tmp_path: Path) -> None:
+def test_failed_save_leaves_nothing(two: tuple[CLIP, CLIP], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot write"):
         save_model(two[0], tmp_path / "file" / "model")

@@ -1,4 +1,4 @@
-"""Exports on a server that speaks the hub's protocol: what was pushed loads from there."""
+"""Tests of pushing exports to a server that implements the hub's protocol."""
 
 import base64
 import hashlib
@@ -24,7 +24,7 @@ TOKEN = "hf_aSecretThatIsNeverPrinted"
 
 
 class Hub(ThreadingHTTPServer):
-    """Repositories of the user ``me``: files by path, with large ones in a store of their own."""
+    """Repositories of the user ``me``: files by path, and a separate store for large files."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -63,7 +63,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self.answer({})
         if failed:
             return self.answer({"error": "no"}, status=failed)
-        if path.startswith("/stored/"):  # a signed address
+        if path.startswith("/stored/"):  # a signed URL
             hub.stored[path.removeprefix("/stored/")] = body
             hub.uploads.append(path.removeprefix("/stored/"))
             return self.answer({})
@@ -164,7 +164,7 @@ def source(tmp_path: Path) -> str:
     return str(tmp_path / "model")
 
 
-def test_what_is_pushed_loads(
+def test_pushed_model_loads(
     hub: Hub, source: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     out = tmp_path / "out"
@@ -177,7 +177,7 @@ def test_what_is_pushed_loads(
     }
     same_model(clipkit.load("hf-hub:me/pets"), clipkit.load(source))
 
-    # another model, for another library, by a user who keeps a file there: nothing of the first one stays
+    # another model for another library replaces the first, but keeps the user's own file
     hub.files["me/pets"]["LICENSE"] = b"mine"
     other = model_of("quick_gelu")
     with torch.no_grad():
@@ -191,7 +191,7 @@ def test_what_is_pushed_loads(
     assert TOKEN not in "".join(capfd.readouterr()) + caplog.text
 
 
-def test_an_interrupted_push_goes_on(hub: Hub, source: str, tmp_path: Path) -> None:
+def test_interrupted_push_resumes(hub: Hub, source: str, tmp_path: Path) -> None:
     arguments = [
         "export",
         source,
@@ -211,12 +211,12 @@ def test_an_interrupted_push_goes_on(hub: Hub, source: str, tmp_path: Path) -> N
     assert sent and not hub.files["me/pets"]
     hub.fails.clear()
     assert dispatch(arguments) == 0
-    assert hub.uploads == sent  # large files were kept by the server
+    assert hub.uploads == sent  # the server kept large files
     assert hub.private == {"me/pets": False}
     same_model(clipkit.load("hf-hub:me/pets"), clipkit.load(source))
 
 
-def test_refusals_are_one_line(
+def test_push_errors_are_one_line(
     hub: Hub, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -238,7 +238,7 @@ def test_refusals_are_one_line(
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
     assert "there is no token: set HF_TOKEN" in refused()
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert not out.exists()  # all this was known before the export
+    assert not out.exists()  # detected before the export
     assert "the token may not write there" in refused("others/pets")
     hub.fails["/preupload/"] = 404
     assert "there is no such owner or repository, or the token gives no access" in refused()

@@ -1,4 +1,4 @@
-"""Locks among threads and processes, some of which are killed."""
+"""Tests of file locks among threads and processes, some of which are killed."""
 
 import multiprocessing
 import threading
@@ -36,7 +36,7 @@ def _count(path: Path, number: Path, times: int) -> None:
         lock.release()
 
 
-def test_threads_and_processes_take_turns(tmp_path: Path) -> None:
+def test_lock_excludes_threads_and_processes(tmp_path: Path) -> None:
     path, number = tmp_path / "lock", tmp_path / "number"
     number.write_text("0")
     children = [started(_count, path, number, 50) for _ in range(3)]
@@ -51,7 +51,7 @@ def test_threads_and_processes_take_turns(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_lock_goes_with_its_process_and_not_with_a_fork(tmp_path: Path) -> None:
+def test_lock_is_released_when_its_process_dies_and_is_not_inherited(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     child = started(_hold, path)
     while not path.with_suffix(".held").exists():
@@ -61,7 +61,7 @@ def test_a_lock_goes_with_its_process_and_not_with_a_fork(tmp_path: Path) -> Non
     child.kill()
     child.join()
     assert lock.try_acquire() and not FileLock(path).try_acquire()
-    child = started(time.sleep, 60)  # has what we had open, but not the lock
+    child = started(time.sleep, 60)  # inherits the open file descriptor, but not the lock
     lock.release()
     assert lock.try_acquire()
     lock.release()
@@ -69,8 +69,8 @@ def test_a_lock_goes_with_its_process_and_not_with_a_fork(tmp_path: Path) -> Non
     child.join()
 
 
-def test_no_place_for_a_lock(tmp_path: Path) -> None:
+def test_lock_in_missing_folder_raises(tmp_path: Path) -> None:
     lock = FileLock(tmp_path / "none" / "lock")
-    for _ in range(2):  # the first try leaves nothing held
+    for _ in range(2):  # the first attempt leaves nothing locked
         with pytest.raises(FileNotFoundError):
             lock.try_acquire()

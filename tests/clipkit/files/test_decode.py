@@ -1,4 +1,4 @@
-"""Pictures of every kind become RGB as Pillow makes it, and broken or hostile ones one clear error."""
+"""Tests of image decoding: pixels equal Pillow's, broken and hostile files raise one clear error."""
 
 import json
 import subprocess
@@ -21,7 +21,7 @@ from tests.clipkit.hostile_pictures import HOSTILE, PIXELS, made, many_scans
 from tests.clipkit.made_pictures import PHOTO, PICTURES, encoded, picture, scene
 
 
-def test_training_reads_what_pillow_makes_rgb() -> None:
+def test_decode_equals_pillow_rgb() -> None:
     deep = {"16-bit grey png", "16-bit grey tiff", "32-bit grey tiff", "float tiff"}
     for name in PICTURES.keys() - deep:
         data = picture(name)
@@ -32,19 +32,19 @@ def test_training_reads_what_pillow_makes_rgb() -> None:
             )
 
 
-def test_training_scales_sixteen_bits_of_grey() -> None:
+def test_sixteen_bit_grayscale_is_scaled_to_eight_bits() -> None:
     grey = scene(40, 50, 1)[..., 0]
     for kind in ("PNG", "TIFF"):
         data = encoded(Image.fromarray(grey.astype(np.uint16) * 257), kind)
         assert np.array_equal(decode_image(data), np.repeat(grey[..., None], 3, axis=2))
 
 
-def test_postscript_is_never_run() -> None:
+def test_postscript_is_rejected() -> None:
     with pytest.raises(DataError, match="not an image in a known format"):
         decode_image(encoded(PHOTO, "EPS"))
 
 
-def test_deep_grey_is_scaled_where_its_range_is_known_and_refused_elsewhere() -> None:
+def test_deep_grayscale_is_scaled_or_rejected_if_its_range_is_unknown() -> None:
     deep = np.arange(0, 65536, 256, dtype=np.uint16).reshape(16, 16)
     for kind in ("PNG", "PPM", "TIFF"):
         file = BytesIO()
@@ -58,7 +58,7 @@ def test_deep_grey_is_scaled_where_its_range_is_known_and_refused_elsewhere() ->
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_picture_is_pixels_or_one_clear_error(name: str) -> None:
+def test_hostile_image_decodes_or_raises_one_line_error(name: str) -> None:
     data, expected = made(name), HOSTILE[name][1]
     try:
         pixels = decode_image(data)
@@ -79,8 +79,8 @@ def test_a_hostile_picture_is_pixels_or_one_clear_error(name: str) -> None:
         assert seen.shape == (3, 8, 8)
 
 
-def test_hostile_pictures_take_little_time_and_memory(tmp_path: Path) -> None:
-    """Each in its turn in one process, whose memory is what its largest took."""
+def test_hostile_images_are_bounded_in_time_and_memory(tmp_path: Path) -> None:
+    """All are decoded in one process, whose peak memory is that of the worst."""
     for number, name in enumerate(HOSTILE):
         (tmp_path / str(number)).write_bytes(made(name))
     code = """
@@ -110,10 +110,10 @@ print(json.dumps([peak() - began, max(seconds.values()), max(seconds, key=second
     done = subprocess.run(run, capture_output=True, text=True, check=True, timeout=120)
     kibibytes, slowest, number = json.loads(done.stdout)
     assert slowest < 5, list(HOSTILE)[number]
-    assert kibibytes < 300 << 10  # of which the largest file has 64 MiB
+    assert kibibytes < 300 << 10  # the largest file alone has 64 MiB
 
 
-def test_a_jpeg_may_have_as_many_scans_as_its_size_allows() -> None:
+def test_allowed_jpeg_scans_depend_on_the_size() -> None:
     for scans, side in ((400, 300), (20, 3000)):
         assert decode_image(many_scans(scans, side)).shape == (side, side, 3)
     for scans, side in ((501, 16), (400, 3000)):
@@ -124,7 +124,7 @@ def test_a_jpeg_may_have_as_many_scans_as_its_size_allows() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(name for name in PICTURES if "jpeg" in name))
-def test_a_jpeg_is_decoded_smaller(name: str) -> None:
+def test_jpeg_is_decoded_at_reduced_size(name: str) -> None:
     data = picture(name)
     height, width, _ = decode_image(data).shape
     assert jpeg_size(data) == (None if name in ("cmyk jpeg", "ycck jpeg") else (height, width))
@@ -136,11 +136,11 @@ def test_a_jpeg_is_decoded_smaller(name: str) -> None:
             assert smaller.shape == (-(-height // reduce), -(-width // reduce), 3)
             means = Image.fromarray(decode_image(data)).reduce(reduce)
             differences = np.abs(smaller.astype(int) - np.asarray(means))
-            # at an eighth, libjpeg has only half the colours' width that 4:2:2 stores
+            # at an eighth, libjpeg uses only half of the chroma width that 4:2:2 stores
             assert differences.mean() < (10 if (name, reduce) == ("jpeg 4:2:2", 8) else 2)
 
 
-def test_what_is_no_jpeg_has_no_jpeg_size() -> None:
+def test_jpeg_size_of_other_files_is_none() -> None:
     for data in (b"", b"\xff\xd8\xff", picture("png"), picture("jpeg")[:50]):
         assert jpeg_size(data) is None
         assert decode_jpeg(data) is None
@@ -160,7 +160,7 @@ FUZZED: dict[str, dict[str, Any]] = {
     reduce=st.sampled_from([1, 2, 4, 8]),
     progressive=st.booleans(),
 )
-def test_any_damage_gives_pixels_or_a_data_error(
+def test_damaged_image_decodes_or_raises_data_error(
     kind: str, flips: list[tuple[float, int]], header: bool, cut: float, reduce: int, progressive: bool
 ) -> None:
     options = {"progressive": progressive} if kind == "JPEG" else FUZZED[kind]
@@ -169,7 +169,7 @@ def test_any_damage_gives_pixels_or_a_data_error(
     for place, value in flips:
         data[int(place * (reach - 1))] = value
     damaged = bytes(data[: int(cut * len(data))])
-    with patch("clipkit.files.decode.MAX_PIXELS", 2**20):  # else some would take seconds
+    with patch("clipkit.files.decode.MAX_PIXELS", 2**20):  # larger ones would take seconds
         try:
             pixels = decode_image(damaged, reduce=reduce)
         except DataError as error:
@@ -179,7 +179,7 @@ def test_any_damage_gives_pixels_or_a_data_error(
 
 
 @pytest.mark.parametrize("sampling", [0x14, 0x41, 0x44, 0x13, 0x31, 0x24])
-def test_a_chroma_sampling_that_simplejpeg_has_no_name_for_is_left_to_pillow(sampling: int) -> None:
+def test_unusual_chroma_sampling_is_decoded_by_pillow(sampling: int) -> None:
     data = bytearray(encoded(Image.fromarray(scene(48, 48)), "JPEG", quality=90))
     data[data.index(b"\xff\xc0") + 11] = sampling  # of luma
     try:

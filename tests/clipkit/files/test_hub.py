@@ -1,4 +1,4 @@
-"""What is fetched from the network: without one, a single line, and soon."""
+"""Tests of downloads from the Hugging Face hub: without a network they fail soon, with a one-line error."""
 
 import threading
 import time
@@ -18,13 +18,13 @@ NOWHERE = "http://127.0.0.1:1"
 
 @pytest.fixture(autouse=True)
 def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As far as the settings say, with nothing stored."""
+    """Set huggingface_hub online, with an empty cache."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", NOWHERE)
 
 
-def test_an_encoder_without_a_network(
+def test_missing_network_raises_one_line_error(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     from huggingface_hub import constants
@@ -40,14 +40,14 @@ def test_an_encoder_without_a_network(
         with pytest.raises(ConfigError, match="'somebody/something' is not a usable folder, and ") as caught:
             attempt()
         assert "\n" not in str(caught.value)
-    assert time.monotonic() - began < 60  # libraries take up to 20 s to load on a busy machine, retries 90 s
+    assert time.monotonic() - began < 60  # imports take up to 20 s on a busy machine, retries 90 s
     assert constants.HF_HUB_OFFLINE is False
     assert capfd.readouterr().err == "" and not caplog.records
 
 
 @pytest.fixture
 def refusing() -> Iterator[str]:
-    """The address of a server that has nothing."""
+    """The address of a server that answers 404 to every request."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
@@ -65,7 +65,7 @@ def refusing() -> Iterator[str]:
     server.server_close()
 
 
-def test_libraries_stay_online_where_something_answers(
+def test_libraries_stay_online_if_the_hub_answers(
     refusing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from huggingface_hub import constants
@@ -74,7 +74,7 @@ def test_libraries_stay_online_where_something_answers(
     with from_hub("somebody/something"):
         assert constants.HF_HUB_OFFLINE is False
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", NOWHERE)
-    with from_hub(str(tmp_path)):  # a folder needs no answer
+    with from_hub(str(tmp_path)):  # a folder needs no connection
         assert constants.HF_HUB_OFFLINE is False
     with from_hub("somebody/something"):
         assert constants.HF_HUB_OFFLINE is True

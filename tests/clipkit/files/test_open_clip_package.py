@@ -1,4 +1,4 @@
-"""What clipkit takes from open_clip comes through one file, and works with the versions that are declared."""
+"""Tests of the use of open_clip: through a single file, and with the declared versions."""
 
 import ast
 import json
@@ -37,7 +37,7 @@ for name in ("CLAP-made-up", "CLAP-made-up-quickgelu", "Registered-made-up"):
 
 
 def imported(file: Path) -> set[str]:
-    """The names of the packages that a file imports anywhere, those found by ``find_spec`` included."""
+    """The names of the packages that a file imports anywhere, including those passed to ``find_spec``."""
     names = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -49,7 +49,7 @@ def imported(file: Path) -> set[str]:
     return names
 
 
-def test_one_file_uses_open_clip() -> None:
+def test_only_one_file_imports_open_clip() -> None:
     files = [file for room in ("clipkit", "data", "eval") for file in (REPOSITORY / room).rglob("*.py")]
     assert len(files) > 100
     using = [
@@ -60,8 +60,8 @@ def test_one_file_uses_open_clip() -> None:
     assert using == [Path("clipkit/files/open_clip.py")]
 
 
-@pytest.mark.filterwarnings("ignore")  # open_clip's own, at import
-def test_the_listed_architectures_are_open_clips() -> None:
+@pytest.mark.filterwarnings("ignore")  # warnings of open_clip at import
+def test_config_files_equal_the_models_of_open_clip() -> None:
     import open_clip
 
     assert config_files().keys() == set(open_clip.list_models())
@@ -69,8 +69,8 @@ def test_the_listed_architectures_are_open_clips() -> None:
     assert not without_image_tower("RN50") and not without_image_tower("no such name")
 
 
-def test_a_configuration_without_an_image_tower_is_not_listed(tmp_path: Path) -> None:
-    """As open_clip 4 has them among its files, and as ``add_model_config`` registers them."""
+def test_configuration_without_image_tower_is_not_listed(tmp_path: Path) -> None:
+    """Such configurations are among the files of open_clip 4, or registered by ``add_model_config``."""
     theirs, ours = vocabulary_file().parent, tmp_path / "site" / "open_clip"
     configs = ours / "model_configs"
     configs.mkdir(parents=True)
@@ -97,7 +97,7 @@ def test_a_configuration_without_an_image_tower_is_not_listed(tmp_path: Path) ->
     assert "is not an architecture of open_clip" in registered_only
 
 
-def test_the_declared_versions_are_the_tested_ones() -> None:
+def test_declared_versions_are_the_tested_ones() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     (needed,) = (one for one in map(Requirement, project["dependencies"]) if one.name == "open_clip_torch")
     assert needed.specifier.contains(version("open_clip_torch"))

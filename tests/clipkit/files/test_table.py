@@ -1,5 +1,4 @@
-"""Rows of tables of every kind, with the columns that are there; bad rows as ``python -m data pack`` sees them
-are in tests/data/test_pack.py."""
+"""Tests of the table reader: formats, columns, escaped cells. tests/data/test_pack.py covers bad rows."""
 
 import csv
 import json
@@ -17,7 +16,7 @@ KINDS = [".csv", ".tsv", ".jsonl", ".parquet"]
 
 
 def write_table(path: Path, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Path:
-    """A table of the kind that the suffix names."""
+    """Write a table in the format of the suffix."""
     if path.suffix == ".parquet":
         pyarrow = pytest.importorskip("pyarrow")
         parquet = pytest.importorskip("pyarrow.parquet")
@@ -38,7 +37,7 @@ def read(path: Path, **more: str | Sequence[str] | None) -> list[tuple[object, o
 
 
 @pytest.mark.parametrize("suffix", KINDS)
-def test_only_the_columns_that_are_needed_must_be_there(tmp_path: Path, suffix: str) -> None:
+def test_only_the_requested_columns_are_required(tmp_path: Path, suffix: str) -> None:
     assert suffix in SUFFIXES
     both = write_table(tmp_path / f"both{suffix}", ["text", "more", "path"], [("one", "x", "a.jpg")])
     for need in (("image",), ("caption",), ("image", "caption")):
@@ -55,7 +54,7 @@ def test_only_the_columns_that_are_needed_must_be_there(tmp_path: Path, suffix: 
         read(paths, need=("image",), caption_column="titel")
 
 
-def test_a_row_that_lacks_a_column_is_a_row_with_a_cause(tmp_path: Path) -> None:
+def test_row_without_a_column_has_a_cause(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("id,path\n1\n2,a.jpg\n")
     rows = list(Table(path, image_column=None, caption_column=None, need=("image",)))
@@ -65,7 +64,7 @@ def test_a_row_that_lacks_a_column_is_a_row_with_a_cause(tmp_path: Path) -> None
     ]
 
 
-def test_a_column_of_pictures_is_left_alone_where_texts_are_wanted(tmp_path: Path) -> None:
+def test_image_column_is_not_read_for_captions(tmp_path: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     struct = [{"bytes": b"x", "path": "a.jpg"}]
     path = tmp_path / "t.parquet"
@@ -76,7 +75,7 @@ def test_a_column_of_pictures_is_left_alone_where_texts_are_wanted(tmp_path: Pat
             read(path, **more)
 
 
-def test_an_empty_name_of_a_json_key_is_no_column(tmp_path: Path) -> None:
+def test_empty_json_key_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text('{"path": "a.jpg", "": "nothing"}\n')
     assert read(path, need=("image",)) == [("a.jpg", None)]
@@ -84,7 +83,7 @@ def test_an_empty_name_of_a_json_key_is_no_column(tmp_path: Path) -> None:
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\r\ufffd"))))
-def test_captions_survive_a_csv(tmp_path: Path, captions: list[str]) -> None:
+def test_captions_round_trip_through_csv(tmp_path: Path, captions: list[str]) -> None:
     rows = [("a.jpg", text) for text in captions]
     assert [
         caption for _, caption in read(write_table(tmp_path / "t.csv", ["path", "caption"], rows))
@@ -92,7 +91,7 @@ def test_captions_survive_a_csv(tmp_path: Path, captions: list[str]) -> None:
 
 
 @given(st.text(alphabet="'=+-@\t\r\n＝ab ,\"", max_size=6))
-def test_a_classified_cell_is_no_formula_and_is_read_back_exactly(text: str) -> None:
+def test_safe_cell_is_no_formula_and_reads_back_exactly(text: str) -> None:
     cell = safe_cell(text)
     assert not cell.startswith(("=", "+", "-", "@", "\t", "\r", "\n", "＝"))
     assert cell == text or cell == f"'{text}"
@@ -103,10 +102,10 @@ def test_a_classified_cell_is_no_formula_and_is_read_back_exactly(text: str) -> 
             writer.writerow(["picture", "source", "label_1", "probability_1"])
             writer.writerow(["a.png", "folder", cell, "1.0"])
         (row,) = Table(path, image_column=None, caption_column="label_1")
-        assert row.caption == text or row.cause  # an empty label cannot be used
+        assert row.caption == text or row.cause  # an empty label is an error
 
 
-def test_cells_of_other_tables_are_read_as_they_are(tmp_path: Path) -> None:
+def test_cells_of_other_tables_are_not_unescaped(tmp_path: Path) -> None:
     path = tmp_path / "own.csv"
     path.write_text("path,caption\n'=a.png,'@home\n")
     (row,) = Table(path, image_column=None, caption_column=None)

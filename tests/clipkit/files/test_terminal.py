@@ -1,4 +1,4 @@
-"""What a configuration shows when it is printed, published or put on a page. (``shown``: tests/data/remote.)"""
+"""Tests of ``without_secrets``, which removes secrets from a configuration (``shown``: tests/data/remote)."""
 
 import tomllib
 
@@ -6,7 +6,7 @@ from clipkit.config import Config, DataConfig, to_toml
 from clipkit.files.terminal import without_secrets
 
 
-def test_a_configuration_without_its_secrets_is_still_one() -> None:
+def test_configuration_without_secrets_is_valid_toml() -> None:
     sources = (
         "https://u:Zq@host/a/{00000..00003}.tar?sig=Zq",
         "pipe:curl -H 'Auth: \"Zq\"' https://host/0.tar",

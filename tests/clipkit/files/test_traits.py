@@ -1,4 +1,4 @@
-"""Transparency and EXIF orientation: applied as Pillow does, found in every format, and by default ignored."""
+"""Tests of transparency and EXIF orientation: detected in every format, applied only on request."""
 
 import io
 import json
@@ -36,14 +36,14 @@ MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBa", "CMYK", "YCbCr", "I;1
 
 
 def alpha_of(image: Image.Image) -> npt.NDArray[np.uint8]:
-    """(H, W) uint8, by Pillow alone."""
+    """The alpha channel (H, W) uint8, by Pillow alone."""
     if image.mode == "I;16":
         return np.where(np.asarray(image) == image.info.get("transparency", -1), 0, 255).astype(np.uint8)
     return np.asarray(image.convert("RGBA").getchannel("A"))
 
 
 def reference(image: Image.Image, background: Color) -> Image.Image:
-    """What Pillow's documentation does: alpha_composite over a plain image."""
+    """Composite over a plain background, as Pillow's documentation does."""
     if image.mode == "I;16":
         layer = Image.fromarray((np.asarray(image) // 256).astype(np.uint8)).convert("RGBA")
         layer.putalpha(Image.fromarray(alpha_of(image)))
@@ -91,9 +91,7 @@ def images(draw: st.DrawFn) -> Image.Image:
 
 @settings(deadline=None, max_examples=300)
 @given(image=images(), background=colors)
-def test_a_background_is_laid_under_transparent_images_and_no_others(
-    image: Image.Image, background: Color
-) -> None:
+def test_background_is_applied_to_transparent_images_only(image: Image.Image, background: Color) -> None:
     transparent = bool(alpha_of(image).min() < 255)
     assert is_transparent(image) == transparent
     wanted = reference(image, background) if transparent else image
@@ -105,13 +103,11 @@ def test_a_background_is_laid_under_transparent_images_and_no_others(
 
 @settings(deadline=None, max_examples=200)
 @given(image=images(), background=colors, kind=st.sampled_from(("PNG", "WEBP", "GIF", "TIFF")))
-def test_files_are_laid_on_a_background_as_pillow_reads_them(
-    image: Image.Image, background: Color, kind: str
-) -> None:
+def test_background_of_encoded_files_equals_pillow(image: Image.Image, background: Color, kind: str) -> None:
     try:
         transparency = {"transparency": image.info["transparency"]} if "transparency" in image.info else {}
         data = encoded(image, kind, **({"lossless": True} if kind == "WEBP" else {}), **transparency)
-    except (OSError, KeyError, ValueError, TypeError):  # a format without this mode
+    except (OSError, KeyError, ValueError, TypeError):  # the format does not support the mode
         return
     with Image.open(io.BytesIO(data)) as opened:
         opened.load()
@@ -123,7 +119,7 @@ def test_files_are_laid_on_a_background_as_pillow_reads_them(
 
 
 def png(bits: int, color: int, row: bytes, width: int, key: bytes) -> bytes:
-    """A PNG of one row with a transparent color, in forms that Pillow does not write."""
+    """Encode a one-row PNG with a transparent color, in forms that Pillow does not write."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         ends = struct.pack(">I", len(content)), struct.pack(">I", zlib.crc32(kind + content))
@@ -142,14 +138,14 @@ GREY, RGB = 0, 2
 
 
 @pytest.mark.parametrize(
-    ("data", "wanted"),  # red, green and blue of the row's pixels on (1, 2, 3)
+    ("data", "wanted"),  # expected RGB of the row's pixels on background (1, 2, 3)
     [
         (png(1, GREY, b"\x40", 2, b"\0\1"), [(0, 0, 0), (1, 2, 3)]),
         (png(2, GREY, b"\x1b", 4, b"\0\1"), [(0,) * 3, (1, 2, 3), (170,) * 3, (255,) * 3]),
         (png(2, GREY, b"\x1b", 4, b"\0\3"), [(0,) * 3, (85,) * 3, (170,) * 3, (1, 2, 3)]),
         (png(4, GREY, b"\x12", 2, b"\0\1"), [(1, 2, 3), (34,) * 3]),
         (png(4, GREY, b"\xf0", 2, b"\0\x0f"), [(1, 2, 3), (0,) * 3]),
-        (png(4, GREY, b"\x12", 2, b"\0\x11"), [(1, 2, 3), (34,) * 3]),  # only the lowest bits count
+        (png(4, GREY, b"\x12", 2, b"\0\x11"), [(1, 2, 3), (34,) * 3]),  # only the lowest bits are compared
         (png(4, GREY, b"\x12", 2, b"\0\3"), None),
         (png(8, GREY, b"\1\x11", 2, b"\0\1"), [(1, 2, 3), (17,) * 3]),
         (png(16, RGB, b"\xff" * 6 + b"\1\2\3\4\5\6", 2, b"\1\2\3\4\5\6"), [(255,) * 3, (1, 2, 3)]),
@@ -158,9 +154,7 @@ GREY, RGB = 0, 2
         (png(8, RGB, b"\xff" * 3 + b"\1\3\5", 2, b"\0\1\0\3\0\5"), [(255,) * 3, (1, 2, 3)]),
     ],
 )  # fmt: skip
-def test_the_transparent_color_of_a_png_counts_at_every_bit_depth(
-    data: bytes, wanted: list[Color] | None
-) -> None:
+def test_transparent_png_color_applies_at_every_bit_depth(data: bytes, wanted: list[Color] | None) -> None:
     plain = decode_image(data)
     decoded = decode_file(data, decoding=Decoding(background=(1, 2, 3)))
     assert decoded.pixels[0].tolist() == (
@@ -171,18 +165,18 @@ def test_the_transparent_color_of_a_png_counts_at_every_bit_depth(
     squash = Preprocess(image_size=8, resize_mode="squash", background=(1, 2, 3))
     opened = Image.open(io.BytesIO(data))
     expected = eval_pixels(Image.fromarray(decoded.pixels), squash)
-    for _ in range(2):  # an image that the caller opened is read more than once
+    for _ in range(2):  # an image opened by the caller may be read repeatedly
         for source in (data, opened):
             found, traits = pixels_and_traits(source, squash)
             assert torch.equal(found, expected) and traits == decoded.traits
 
 
 @pytest.mark.parametrize("name", list(PICTURES))
-def test_by_default_nothing_changes(name: str) -> None:
+def test_traits_are_ignored_by_default(name: str) -> None:
     data = picture(name)
     try:
         plain = decode_image(data)
-    except Exception:  # of the formats that are refused
+    except Exception:  # formats that are rejected
         return
     decoded = decode_file(data)
     assert np.array_equal(decoded.pixels, plain)
@@ -206,7 +200,7 @@ QUALITY: dict[str, dict[str, Any]] = {"WEBP": {"lossless": True}, "JPEG": {"qual
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF", "CMYK JPEG", "RGBA PNG", "P PNG"])
 @pytest.mark.parametrize("orientation", range(10))
-def test_an_orientation_is_applied_as_pillow_does(kind: str, orientation: int) -> None:
+def test_orientation_is_applied_as_by_pillow(kind: str, orientation: int) -> None:
     mode, _, form = kind.rpartition(" ")
     data = rotated(form, orientation, mode or "RGB")
     with Image.open(io.BytesIO(data)) as opened:
@@ -215,7 +209,7 @@ def test_an_orientation_is_applied_as_pillow_does(kind: str, orientation: int) -
     apart = np.abs(decoded.pixels.astype(int) - np.asarray(upright.convert("RGB")))
     assert decoded.pixels.flags.c_contiguous
     assert apart.max() <= (3 if form == "JPEG" else 0)
-    turned = 2 <= orientation <= 8 and form != "TIFF"  # Pillow turns TIFFs itself
+    turned = 2 <= orientation <= 8 and form != "TIFF"  # Pillow rotates TIFFs when it loads them
     assert decoded.traits == decode_file(data).traits == Traits(rotated=turned)
     preprocess = replace(PREPROCESS, upright=True)
     found, traits = pixels_and_traits(data, preprocess)
@@ -224,7 +218,7 @@ def test_an_orientation_is_applied_as_pillow_does(kind: str, orientation: int) -
     assert traits == decoded.traits
 
 
-def test_an_orientation_and_a_background_go_together() -> None:
+def test_orientation_and_background_combine() -> None:
     image = Image.fromarray(scene(40, 64, 4), "RGBA")
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -243,14 +237,14 @@ def by_pillow(data: bytes) -> int:
 
 
 def with_segment(content: bytes) -> bytes:
-    """A JPEG with an APP1 segment."""
+    """A JPEG with an APP1 segment of this content."""
     plain = encoded(Image.new("RGB", (8, 8)), "JPEG")
     return plain[:2] + b"\xff\xe1" + (len(content) + 2).to_bytes(2, "big") + content + plain[2:]
 
 
 @settings(deadline=None, max_examples=300)
 @given(data=st.data())
-def test_the_header_of_a_jpeg_is_read_as_by_pillow(data: st.DataObject) -> None:
+def test_jpeg_orientation_equals_pillow(data: st.DataObject) -> None:
     exif = Image.Exif()
     exif.endian = data.draw(st.sampled_from("<>"))
     for tag, values in (
@@ -269,13 +263,13 @@ def test_the_header_of_a_jpeg_is_read_as_by_pillow(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("orientation", [1, 3, 6])
 @pytest.mark.parametrize("form", ['<x tiff:Orientation="{}"/>', "<tiff:Orientation>{}</tiff:Orientation>"])
-def test_an_orientation_in_xmp_counts(form: str, orientation: int) -> None:
+def test_xmp_orientation_is_applied(form: str, orientation: int) -> None:
     data = with_segment(b"http://ns.adobe.com/xap/1.0/\0" + form.format(orientation).encode())
     assert jpeg_orientation(data) == by_pillow(data) == orientation
     assert decode_file(data).traits.rotated == (orientation != 1)
 
 
-def test_a_model_without_options_is_stored_and_named_as_before() -> None:
+def test_default_preprocess_is_stored_without_decoding_options() -> None:
     plain = {
         "image_size": 8, "mean": PREPROCESS.mean, "std": PREPROCESS.std, "interpolation": "bicubic",
         "resize_mode": "shortest", "fill_color": 0,
@@ -285,7 +279,7 @@ def test_a_model_without_options_is_stored_and_named_as_before() -> None:
     assert Preprocess.from_dict(plain) == PREPROCESS
 
 
-def test_options_are_stored_and_read_back() -> None:
+def test_decoding_options_round_trip() -> None:
     chosen = PREPROCESS.with_decoding(background="white", upright=True)
     assert chosen.decoding == Decoding(background=WHITE, upright=True)
     assert Preprocess.from_dict(json.loads(json.dumps(chosen.to_dict()))) == chosen
@@ -301,7 +295,7 @@ def test_options_are_stored_and_read_back() -> None:
             Preprocess.from_dict({"image_size": 8, **wrong})
 
 
-def test_a_color_is_a_name_or_numbers() -> None:
+def test_colors_are_names_hex_or_tuples() -> None:
     assert color_of("white") == color_of("#fff") == color_of("#FFFFFF") == WHITE
     assert color_of("none") is color_of("None") is None
     with pytest.raises(ConfigError, match="background = 'wite' is not a color: use a color such as white"):
@@ -311,7 +305,7 @@ def test_a_color_is_a_name_or_numbers() -> None:
 
 
 @pytest.mark.parametrize("color", ["#ff000000", "#ff0000fe", "#f000", "rgba(255, 0, 0, 0)"])
-def test_a_background_is_opaque(color: str) -> None:
+def test_transparent_background_color_is_rejected(color: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{re.escape(f'background = {color!r}')} is not opaque: .+$"):
         color_of(color)
 
@@ -320,12 +314,12 @@ def test_a_background_is_opaque(color: str) -> None:
     "color",
     [255, (1, 2), (0, 0, 256), (0, 0, -1), (0.5, 0, 0), (True, 0, 0), [0, 0, 0], b"white", "rgb(300,0,0)"],
 )
-def test_what_is_no_color_is_refused_in_one_line(color: Any) -> None:
+def test_invalid_color_raises_one_line_error(color: Any) -> None:
     with pytest.raises(ConfigError, match=rf"^{re.escape(f'background = {color!r}')} is not a color: .+$"):
         color_of(color)
 
 
-def test_a_line_tells_what_is_not_applied_and_was_not_chosen() -> None:
+def test_unapplied_traits_are_reported() -> None:
     counts = TraitCounts()
     counts.add(Traits(transparent=True), Traits(rotated=True), Traits(rotated=True), Traits())
     lines = counts.lines(Decoding(), background="--background white", upright="--upright")

@@ -1,4 +1,4 @@
-"""A checkpoint gives back every bit, and a run finds its newest whole one, whatever was killed."""
+"""Tests of checkpoints: bit-exact round trip, choice of the newest complete one, write failures."""
 
 import copy
 import json
@@ -23,7 +23,7 @@ from tests.clipkit.saved_runs import CONFIG, FILES, Save, bits, damage, same_bit
 __all__ = ["save", "small"]  # fixtures
 
 
-def test_what_is_loaded_goes_on_bit_for_bit(small: CLIP, tmp_path: Path) -> None:
+def test_loaded_training_continues_bit_for_bit(small: CLIP, tmp_path: Path) -> None:
     optimizer = adamw(small, CONFIG.optim)
     for number in range(3):
         step(small, optimizer, number)
@@ -44,7 +44,7 @@ def test_what_is_loaded_goes_on_bit_for_bit(small: CLIP, tmp_path: Path) -> None
     assert load_config(folder / "config.toml") == CONFIG
 
 
-def test_a_model_needs_only_its_weights_and_card(small: CLIP, save: Save, tmp_path: Path) -> None:
+def test_load_needs_only_weights_and_model_json(small: CLIP, save: Save, tmp_path: Path) -> None:
     folder = save(1) / "step_00000001"
     alone = tmp_path / "elsewhere" / "any name"
     alone.mkdir(parents=True)
@@ -60,13 +60,13 @@ def test_a_model_needs_only_its_weights_and_card(small: CLIP, save: Save, tmp_pa
         assert torch.equal(model.encode_image(images), small.encode_image(images))
 
 
-def test_others_may_read_what_others_may_read(save: Save) -> None:
+def test_files_have_equal_permissions(save: Save) -> None:
     root = save(1)
     modes = {path.stat().st_mode & 0o777 for path in (root / "step_00000001").iterdir()}
     assert modes == {(root / "LATEST").stat().st_mode & 0o777}
 
 
-def test_a_named_model_keeps_its_name(tmp_path: Path) -> None:
+def test_model_name_is_stored(tmp_path: Path) -> None:
     model = create("ViT-Ti-4-16", seed=0)
     optimizer = adamw(model, CONFIG.optim)
     before = save_checkpoint(tmp_path, model, optimizer, state(0), CONFIG, keep=0)
@@ -77,7 +77,7 @@ def test_a_named_model_keeps_its_name(tmp_path: Path) -> None:
         load_training(after, model, optimizer)
 
 
-def test_a_run_its_checkpoints_and_one_of_them_can_be_loaded(
+def test_load_accepts_run_checkpoints_folder_and_single_checkpoint(
     save: Save, small: CLIP, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = save(1, 2)
@@ -94,7 +94,7 @@ def test_a_run_its_checkpoints_and_one_of_them_can_be_loaded(
             clipkit.load(source)
 
 
-def test_the_newest_ones_stay(save: Save) -> None:
+def test_newest_checkpoints_are_kept(save: Save) -> None:
     root = save(1, 2, 3, 4, keep=2)
     assert {path.name for path in root.iterdir()} == {"LATEST", "step_00000003", "step_00000004"}
     save(5, keep=0)
@@ -104,7 +104,7 @@ def test_the_newest_ones_stay(save: Save) -> None:
     assert {path.name for path in root.iterdir()} == {"LATEST", "step_00000007"}
 
 
-def test_the_one_just_written_stays_after_going_back(save: Save) -> None:
+def test_checkpoint_just_written_is_kept_after_going_back(save: Save) -> None:
     root = save(10, 20, 30)
     (root / "LATEST").write_text("step_00000010\n")
     for keep in (2, 1):
@@ -113,12 +113,12 @@ def test_the_one_just_written_stays_after_going_back(save: Save) -> None:
         assert len(list(root.glob("step_*"))) == keep
 
 
-def test_a_step_can_be_saved_again(save: Save, small: CLIP) -> None:
+def test_step_can_be_saved_again(save: Save, small: CLIP) -> None:
     root = save(1, 1)
     assert same_bits(bits(clipkit.load(root)), bits(small))
 
 
-def test_what_a_killed_process_left_is_removed(save: Save) -> None:
+def test_partial_checkpoint_of_a_killed_process_is_removed(save: Save) -> None:
     root = save(1)
     left = root / ".step_00000002.partial"
     left.mkdir()
@@ -135,7 +135,9 @@ def test_what_a_killed_process_left_is_removed(save: Save) -> None:
         b"\xff\xfe\x00", b"\x00" * 40, b"a" * 5000, b"step_00000002/model.json",
     ],
 )  # fmt: skip
-def test_without_a_good_pointer_the_newest_whole_one_counts(save: Save, pointer: bytes | None) -> None:
+def test_invalid_pointer_falls_back_to_the_newest_complete_checkpoint(
+    save: Save, pointer: bytes | None
+) -> None:
     root = save(1, 2)
     if pointer is None:
         (root / "LATEST").unlink()
@@ -144,7 +146,7 @@ def test_without_a_good_pointer_the_newest_whole_one_counts(save: Save, pointer:
     assert latest_checkpoint(root.parent) == root / "step_00000002"
 
 
-def test_a_pointer_out_of_the_run_is_not_followed(save: Save, tmp_path: Path) -> None:
+def test_pointer_outside_the_run_is_not_followed(save: Save, tmp_path: Path) -> None:
     root = save(1)
     for elsewhere in (tmp_path / "elsewhere", root / "within" / "deeper"):
         shutil.copytree(root / "step_00000001", elsewhere)
@@ -153,7 +155,7 @@ def test_a_pointer_out_of_the_run_is_not_followed(save: Save, tmp_path: Path) ->
             assert latest_checkpoint(tmp_path) == root / "step_00000001"
 
 
-def test_a_good_pointer_counts_though_there_is_a_newer_one(save: Save) -> None:
+def test_valid_pointer_takes_precedence_over_a_newer_checkpoint(save: Save) -> None:
     root = save(1, 2)
     (root / "LATEST").write_text("step_00000001\n")
     assert latest_checkpoint(root.parent) == root / "step_00000001"
@@ -162,12 +164,12 @@ def test_a_good_pointer_counts_though_there_is_a_newer_one(save: Save) -> None:
 
 @pytest.mark.parametrize("name", sorted(FILES))
 @pytest.mark.parametrize("how", ["missing", "truncated", "empty", "longer"])
-def test_a_checkpoint_that_is_not_whole_is_passed_over(save: Save, name: str, how: str) -> None:
+def test_incomplete_checkpoint_is_passed_over(save: Save, name: str, how: str) -> None:
     root = save(1, 2)
     damage(root / "step_00000002" / name, how)
     want = (
         2 if (name, how) == ("COMPLETE", "longer") else 1
-    )  # a line break more is no harm to a list of sizes
+    )  # a trailing newline does not damage the list of sizes
     assert latest_checkpoint(root.parent) == root / f"step_0000000{want}"
     assert passed_over(root / f"step_0000000{want}") == ["step_00000002"] * (want == 1)
     if want == 1:
@@ -180,9 +182,7 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(save: Save, name: str, ho
 
 
 @pytest.mark.parametrize("name", sorted(FILES - {"COMPLETE"}))
-def test_a_checkpoint_of_other_bytes_is_passed_over_where_they_are_needed(
-    save: Save, small: CLIP, name: str
-) -> None:
+def test_checkpoint_with_wrong_checksum_is_passed_over(save: Save, small: CLIP, name: str) -> None:
     root = save(1)
     want = copy.deepcopy(bits(small))
     save(2)
@@ -202,19 +202,19 @@ def test_a_checkpoint_of_other_bytes_is_passed_over_where_they_are_needed(
 
     writer = CheckpointWriter(root.parent, to_toml(CONFIG), keep=2, newest=root / "step_00000001")
     writer.save_now(small, adamw(small, CONFIG.optim), state(3))
-    writer.close()  # the damaged one is none of the two that are kept
+    writer.close()  # the damaged one does not count as one of the two kept
     assert {path.name for path in root.glob("step_*")} == {f"step_0000000{number}" for number in (1, 2, 3)}
 
 
 def overwrite(path: Path) -> None:
-    """Two bytes, as a disk may do."""
+    """Change two bytes, as a failing disk may do."""
     content = bytearray(path.read_bytes())
     middle = len(content) * 3 // 4
     content[middle : middle + 2] = bytes(byte ^ 0x40 for byte in content[middle : middle + 2])
     path.write_bytes(content)
 
 
-def test_checkpoints_of_earlier_versions_list_sizes_alone(save: Save, small: CLIP) -> None:
+def test_checkpoints_of_earlier_versions_list_only_sizes(save: Save, small: CLIP) -> None:
     root = save(1, 2)
     for folder in root.glob("step_*"):
         sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.name != "COMPLETE"}
@@ -226,21 +226,21 @@ def test_checkpoints_of_earlier_versions_list_sizes_alone(save: Save, small: CLI
     assert latest_checkpoint(root.parent) == root / "step_00000001"
 
 
-def test_planned_steps_that_cannot_be_read_are_no_reason_to_stop(save: Save) -> None:
+def test_unreadable_planned_steps_fall_back_to_the_default(save: Save) -> None:
     folder = save(1) / "step_00000001"
     assert planned_steps(folder, otherwise=7) == CONFIG.steps != 7
     (folder / "config.toml").write_bytes(b"\xff = =")
     assert planned_steps(folder, otherwise=7) == 7
 
 
-def test_a_run_that_has_lost_all_its_checkpoints_is_not_a_new_one(save: Save, tmp_path: Path) -> None:
+def test_run_without_its_checkpoints_is_not_a_new_run(save: Save, tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) is None
     root = save(1, 2)
     (root / "step_00000002").rename(tmp_path / "elsewhere")
     assert latest_checkpoint(tmp_path) == root / "step_00000001"
     assert passed_over(root / "step_00000001") == ["step_00000002"]  # LATEST still names it
     shutil.rmtree(root)
-    for empty in (False, True):  # as where a disk is not mounted
+    for empty in (False, True):  # as when a disk is not mounted
         if empty:
             root.mkdir()
         with pytest.raises(CheckpointError, match=r"its checkpoints in .* are missing: restore them"):
@@ -249,10 +249,10 @@ def test_a_run_that_has_lost_all_its_checkpoints_is_not_a_new_one(save: Save, tm
     assert latest_checkpoint(tmp_path) == root / "step_00000003"
 
 
-def test_checkpoints_that_cannot_be_read_are_not_taken_for_none(save: Save, tmp_path: Path) -> None:
+def test_unreadable_checkpoints_raise_an_error(save: Save, tmp_path: Path) -> None:
     root = save(1)
     (root / "LATEST").unlink()
-    (root / "LATEST").symlink_to("LATEST")  # which nobody can read, not even root
+    (root / "LATEST").symlink_to("LATEST")  # unreadable for every user, including root
     with pytest.raises(CheckpointError, match=r"cannot read .*LATEST: Too many levels"):
         latest_checkpoint(tmp_path)
     (tmp_path / "other").mkdir()
@@ -264,20 +264,20 @@ def test_checkpoints_that_cannot_be_read_are_not_taken_for_none(save: Save, tmp_
         checkpoints.unlink()
 
 
-def test_steps_are_in_the_order_of_numbers(tmp_path: Path, small: CLIP, save: Save) -> None:
+def test_steps_are_ordered_numerically(tmp_path: Path, small: CLIP, save: Save) -> None:
     root = save(99_999_999, 100_000_000)
     (root / "LATEST").unlink()
     assert latest_checkpoint(tmp_path) == root / "step_100000000"
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", '{"model.safetensors": 1}', '{"model.json": null}'])
-def test_a_list_of_sizes_that_leaves_files_out_makes_nothing_whole(save: Save, content: str) -> None:
+def test_incomplete_list_of_sizes_makes_a_checkpoint_incomplete(save: Save, content: str) -> None:
     root = save(1, 2)
     (root / "step_00000002" / "COMPLETE").write_text(content)
     assert latest_checkpoint(root.parent) == root / "step_00000001"
 
 
-def test_the_temperature_and_all_else_are_stored_under_open_clips_names(save: Save, small: CLIP) -> None:
+def test_tensors_are_stored_under_open_clip_names(save: Save, small: CLIP) -> None:
     from safetensors.torch import load_file
 
     stored = load_file(save(1) / "step_00000001" / "model.safetensors")
@@ -309,7 +309,7 @@ for size in (0, 100_000, 600_000):  # bytes of a file, beyond which writing fail
 """
 
 
-def test_where_a_file_cannot_be_written_the_former_checkpoint_stays(save: Save, small: CLIP) -> None:
+def test_failed_write_keeps_the_previous_checkpoint(save: Save, small: CLIP) -> None:
     root = save(1)
     assert (root / "step_00000001" / "optimizer.safetensors").stat().st_size > 600_000
     want = copy.deepcopy(bits(small))
@@ -322,7 +322,7 @@ def test_where_a_file_cannot_be_written_the_former_checkpoint_stays(save: Save, 
     assert same_bits(bits(clipkit.load(root)), want)
 
 
-def test_a_folder_that_cannot_be_made_is_one_clear_error(small: CLIP, tmp_path: Path) -> None:
+def test_unwritable_folder_raises_one_line_error(small: CLIP, tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
     optimizer = adamw(small, CONFIG.optim)
     with pytest.raises(CheckpointError, match="the checkpoint of step 1 was not written"):

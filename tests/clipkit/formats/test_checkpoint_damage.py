@@ -1,4 +1,4 @@
-"""No damage of a checkpoint is read as weights, each is one clear error, and no file of one is ever run."""
+"""Tests of damaged checkpoints: each raises one clear error, and no content is executed."""
 
 import json
 import os
@@ -24,7 +24,7 @@ __all__ = ["save", "small"]  # fixtures
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.json", "optimizer.safetensors", "state.json"])
 @pytest.mark.parametrize("how", ["missing", "truncated", "empty", "noise", "a folder"])
-def test_a_damaged_file_is_one_clear_error(save: Save, small: CLIP, name: str, how: str) -> None:
+def test_damaged_file_raises_one_clear_error(save: Save, small: CLIP, name: str, how: str) -> None:
     folder = save(1) / "step_00000001"
     path = folder / name
     if how in ("missing", "truncated", "empty"):
@@ -48,7 +48,7 @@ def test_a_damaged_file_is_one_clear_error(save: Save, small: CLIP, name: str, h
     "content", [b"[]", b"5", b"null", b"[" * 100_000, b'{"a": ' * 100_000, b"1" * 10_000]
 )
 @pytest.mark.parametrize("name", ["model.json", "state.json"])
-def test_json_that_is_no_object_is_one_clear_error(
+def test_json_other_than_an_object_raises_an_error(
     save: Save, small: CLIP, name: str, content: bytes
 ) -> None:
     folder = save(1) / "step_00000001"
@@ -83,10 +83,8 @@ def rewrite(path: Path, change: Callable[[Any], object]) -> None:
         (lambda card: card["architecture"]["vision"].update(layers=10**6), "the stored architecture"),
     ],
 )  # fmt: skip
-def test_a_card_that_does_not_fit_is_refused(
-    save: Save, change: Callable[[Any], object], message: str
-) -> None:
-    """Before memory is taken: a width of a million would have terabytes."""
+def test_invalid_model_json_is_rejected(save: Save, change: Callable[[Any], object], message: str) -> None:
+    """Rejected before memory is allocated: a width of a million would need terabytes."""
     folder = save(1) / "step_00000001"
     rewrite(folder / "model.json", change)
     with pytest.raises(CheckpointError) as caught:
@@ -113,9 +111,7 @@ def test_a_card_that_does_not_fit_is_refused(
         lambda s: s.update(data=5),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused(
-    save: Save, small: CLIP, change: Callable[[Any], object]
-) -> None:
+def test_invalid_state_json_is_rejected(save: Save, small: CLIP, change: Callable[[Any], object]) -> None:
     folder = save(1) / "step_00000001"
     rewrite(folder / "state.json", change)
     with pytest.raises(CheckpointError, match=r"state\.json"):
@@ -136,10 +132,10 @@ def test_a_state_that_does_not_fit_is_refused(
         ("model", "visual.proj", lambda value: value.half()),
     ],
 )
-def test_a_tensor_that_does_not_fit_is_refused(
+def test_invalid_tensor_is_rejected(
     save: Save, small: CLIP, name: str, key: str, change: Callable[[Tensor], Tensor] | None
 ) -> None:
-    """One that would be broadcast or converted too: the run would go on as another."""
+    """Including tensors that could be broadcast or converted, which would change the resumed run."""
     from safetensors.torch import load_file, save_file
 
     path = save(1) / "step_00000001" / f"{name}.safetensors"
@@ -150,14 +146,14 @@ def test_a_tensor_that_does_not_fit_is_refused(
     save_file(tensors, path)
     with pytest.raises(CheckpointError, match=key.replace("/", ".*")):
         load_training(path.parent, small, adamw(small, CONFIG.optim))
-    (path.parent / "COMPLETE").unlink()  # which says that they are not what was written
+    (path.parent / "COMPLETE").unlink()  # otherwise the checksum fails first
     if name == "model" and not tensors[key].is_floating_point():
         with pytest.raises(CheckpointError, match=r"visual\.proj is torch\.int32, not torch\.float32"):
             load_model(path.parent)
 
 
 class Opener:
-    """What a malicious pickle does when it is read."""
+    """A malicious pickle, which runs code when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -168,7 +164,7 @@ class Opener:
 
 @pytest.mark.parametrize("kind", ["pickle", "torch"])
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
-def test_a_pickle_in_place_of_weights_is_refused_and_not_run(
+def test_pickle_in_place_of_weights_is_rejected_and_not_run(
     save: Save, small: CLIP, tmp_path: Path, name: str, kind: str
 ) -> None:
     folder, trace = save(1) / "step_00000001", tmp_path / "it ran"
@@ -183,4 +179,4 @@ def test_a_pickle_in_place_of_weights_is_refused_and_not_run(
             clipkit.load(folder)
     assert not trace.exists()
     pickle.loads(pickle.dumps(Opener(trace)))
-    assert trace.exists()  # it would have
+    assert trace.exists()  # an ordinary pickle load runs it

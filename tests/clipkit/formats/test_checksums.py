@@ -1,4 +1,4 @@
-"""A file's checksum is of all of its bytes, in their places, by however many threads."""
+"""Tests of file checksums: independent of the number of threads, sensitive to values and order of bytes."""
 
 import zlib
 from pathlib import Path
@@ -16,7 +16,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 23, 64, 65, 128, 1000])
-def test_it_is_the_crc_of_the_pieces_crcs(size: int, tmp_path: Path) -> None:
+def test_checksum_is_the_crc_of_the_crcs_of_chunks(size: int, tmp_path: Path) -> None:
     content = bytes(number * 7 % 251 for number in range(size))
     pieces = [content[start : start + 64] for start in range(0, size, 64)]
     want = zlib.crc32(b"".join(zlib.crc32(piece).to_bytes(4, "little") for piece in pieces))
@@ -26,7 +26,7 @@ def test_it_is_the_crc_of_the_pieces_crcs(size: int, tmp_path: Path) -> None:
         assert checksum(path, threads=threads) == f"{want:08x}"
 
 
-def test_bytes_that_change_or_change_places_are_seen(tmp_path: Path) -> None:
+def test_checksum_detects_changed_and_swapped_bytes(tmp_path: Path) -> None:
     content = bytes(range(200))
     changed = [
         content[:70] + b"?" + content[71:],

@@ -1,4 +1,4 @@
-"""The machine for pickles makes plain values only, ends soon, and no input brings it out of step."""
+"""Tests of the pickle reader: builds only plain values, ends soon, and rejects invalid programs."""
 
 import io
 import pickle
@@ -36,17 +36,17 @@ plain = st.recursive(
 
 @given(value=plain, protocol=st.sampled_from([2, 3, 4, 5]))
 @settings(deadline=None)
-def test_plain_values(value: object, protocol: int) -> None:
+def test_plain_values_round_trip(value: object, protocol: int) -> None:
     assert load(pickle.dumps(value, protocol)) == value
 
 
-def test_one_after_another() -> None:
+def test_consecutive_pickles_are_read_from_a_stream() -> None:
     stream = io.BytesIO(pickle.dumps(1, 2) + pickle.dumps("b", 2) + b"rest")
     assert [read_pickle(stream, origin="x") for _ in range(2)] == [1, "b"]
     assert stream.read() == b"rest"
 
 
-def test_what_is_left_out() -> None:
+def test_other_objects_are_opaque_or_omitted() -> None:
     assert isinstance(load(pickle.dumps({1, 2}, 4)), Opaque)
     assert isinstance(load(pickle.dumps(torch.device("cpu"), 2)), Opaque)
     assert load(pickle.dumps({1: "a", "b": 2, (1, 2): 3}, 2)) == {"b": 2}
@@ -54,10 +54,10 @@ def test_what_is_left_out() -> None:
     assert load(pickle.dumps(OrderedDict(a=1), 2)) == {"a": 1}
 
 
-def test_nothing_of_ours_is_changed() -> None:
+def test_state_does_not_change_existing_objects() -> None:
     state = pickle.dumps({"__class__": 1, "update": 2}, 2)[2:-1]
     assert load(b"\x80\x02ccollections\nOrderedDict\n)R" + state + b"b.") == {}
-    assert refused(b"\x80\x02ccollections\nOrderedDict\n" + state + b"b.")  # the class itself
+    assert refused(b"\x80\x02ccollections\nOrderedDict\n" + state + b"b.")  # the class, not an instance
     assert refused(b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\nN" + state + b"\x86b.")
     assert not hasattr(OrderedDict(), "__x__") and OrderedDict().update is not None
     found = load(b"\x80\x02c__torch__\nM\n)\x81" + state + b"b.", script=True)
@@ -76,7 +76,7 @@ def test_nothing_of_ours_is_changed() -> None:
         "a\x1b[2J b",
     ],
 )  # fmt: skip
-def test_names_that_are_not_allowed(name: str) -> None:
+def test_disallowed_names_are_rejected(name: str) -> None:
     module, attribute = name.split(" ", 1)
     for content in (
         b"\x80\x02c" + module.encode() + b"\n" + attribute.encode() + b"\n.",
@@ -103,31 +103,31 @@ def test_names_that_are_not_allowed(name: str) -> None:
         b"ccollections\nOrderedDict\nK\x01\x85R.",
     ],
 )  # fmt: skip
-def test_pickles_that_are_damaged(content: bytes) -> None:
+def test_damaged_pickles_are_rejected(content: bytes) -> None:
     refused(content)
 
 
-def test_a_long_name() -> None:
+def test_long_name_gives_a_short_error() -> None:
     assert refused(b"c" + b"a" * 5000 + b"\nb\n.")
     assert len(refused(b"c" + b"a" * 900 + b"\nb\n.")) < 400
 
 
 @pytest.mark.parametrize("level", [b"\x85", b"q\x00h\x00\x86", b"]q\x00(h\x00e", b"}X\x00\x00\x00\x00"])
-def test_depth_costs_no_stack(level: bytes) -> None:
+def test_deep_nesting_does_not_overflow_the_stack(level: bytes) -> None:
     opened = {
         b"\x85": b"N" + b"\x85" * 200_000,
         b"}X\x00\x00\x00\x00": level * 100_000 + b"N" + b"s" * 100_000,
     }
     value = load(opened.get(level, b"]" + level * 20_000) + b".")
-    del value  # which is another way to run out of stack
+    del value  # deletion must not recurse either
 
 
-def test_a_deep_key_is_not_hashed() -> None:
+def test_deeply_nested_key_is_not_hashed() -> None:
     assert load(b"}N" + b"\x85" * 200_000 + b"Ns.") == {}
 
 
-def test_what_is_used_again_and_again_is_short() -> None:
-    """A long text or tuple that each of many instructions copies would take hours."""
+def test_long_repeated_arguments_are_rejected() -> None:
+    """Copying a long text or tuple in each of many instructions would take hours."""
     long_name, numbers = b"X" + (5000).to_bytes(4, "little") + b"a" * 5000, b"(" + b"K\x01" * 200 + b"t"
     storage = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000NK\x01tQ"
     rebuild = b"ctorch._utils\n_rebuild_tensor_v2\n"
@@ -137,25 +137,25 @@ def test_what_is_used_again_and_again_is_short() -> None:
     assert refused(rebuild + b"(" + storage + b"K\x00" + numbers + numbers + b"\x89NtR.")
     typed = b"ctorch._tensor\n_rebuild_from_type_v2\n(" + rebuild + b"ctorch\nTensor\n"
     assert refused(typed + numbers + b"NtR.")
-    assert refused(b"ccollections\nOrderedDict\n](](U\x01aK\x01ee\x85R.")  # as Python 2 wrote it
+    assert refused(b"ccollections\nOrderedDict\n](](U\x01aK\x01ee\x85R.")  # as written by Python 2
 
 
-def test_values_that_hold_themselves() -> None:
+def test_self_referencing_list_is_read() -> None:
     value: Any = load(b"]q\x00h\x00a.")
     assert value[0] is value
 
 
-def test_places_in_the_memo_take_no_memory() -> None:
+def test_large_memo_index_takes_no_memory() -> None:
     assert load(b"Nr\xff\xff\xff\xff.") is None
 
 
-def test_a_pickle_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_instructions_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "MAX_INSTRUCTIONS", 1000)
     assert "too long" in refused(b"N" * 1002 + b".")
     assert load(b"N" * 999 + b".") is None
 
 
-def test_the_longest_ends() -> None:
+def test_longest_pickle_ends_within_a_minute() -> None:
     started = time.monotonic()
     assert "too long" in refused(b"N" * (weights.MAX_INSTRUCTIONS + 2))
     assert time.monotonic() - started < 60
@@ -180,7 +180,7 @@ PIECES = [
     script=st.booleans(),
 )
 @settings(deadline=None, max_examples=500)
-def test_any_program(pieces: list[bytes], script: bool) -> None:
+def test_random_program_loads_or_raises_one_line_error(pieces: list[bytes], script: bool) -> None:
     try:
         load(b"\x80\x02" + b"".join(pieces) + b".", script=script)
     except CheckpointError as error:

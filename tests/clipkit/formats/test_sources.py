@@ -1,4 +1,4 @@
-"""What open_clip writes and publishes, through ``clipkit.load``: training folders, hub folders, its registry."""
+"""Tests of ``clipkit.load`` on open_clip's training folders, hub folders and registry."""
 
 import shutil
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ def registry(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
 
 
 def train(logs: Path, theirs: Any, *settings: str, epochs: tuple[int, ...] = (1,), prefix: str = "") -> Path:
-    """What open_clip's trainer writes: every setting in params.txt, and a checkpoint after each epoch."""
+    """Write a run as open_clip's trainer does: settings in params.txt, and a checkpoint after each epoch."""
     from open_clip_train.params import parse_args  # type: ignore[import-untyped]
 
     args = parse_args(["--name", "run", "--logs", str(logs), *settings])
@@ -73,7 +73,7 @@ def train(logs: Path, theirs: Any, *settings: str, epochs: tuple[int, ...] = (1,
 
 
 def same(ours: clipkit.CLIP, theirs: Any, **preprocess: Any) -> None:
-    """Against open_clip's own preprocessing and tokenizer."""
+    """Assert equal embeddings, using open_clip's preprocessing and tokenizer."""
     import open_clip
     from open_clip.transform import PreprocessCfg, image_transform_v2
 
@@ -83,7 +83,7 @@ def same(ours: clipkit.CLIP, theirs: Any, **preprocess: Any) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
-def test_training_checkpoints_by_file_and_by_folder(prefix: str, tmp_path: Path) -> None:
+def test_training_checkpoints_load_by_file_and_by_folder(prefix: str, tmp_path: Path) -> None:
     theirs = their_model("ViT")
     run = train(tmp_path, theirs, "--model", "ViT-tiny", epochs=(2, 9, 10), prefix=prefix)
     newest = clipkit.load(run)
@@ -96,7 +96,7 @@ def test_training_checkpoints_by_file_and_by_folder(prefix: str, tmp_path: Path)
     assert second.logit_scale.item() == pytest.approx(0.2)
 
 
-def test_the_latest_checkpoint_counts_where_it_is_newer(tmp_path: Path) -> None:
+def test_epoch_latest_is_used_if_it_is_newest(tmp_path: Path) -> None:
     run = train(tmp_path, their_model("ViT"), "--model", "ViT-tiny", epochs=(1, 3))
     folder = run / "checkpoints"
     shutil.copy(folder / "epoch_1.pt", folder / "epoch_latest.pt")
@@ -110,7 +110,7 @@ def test_the_latest_checkpoint_counts_where_it_is_newer(tmp_path: Path) -> None:
         clipkit.load(run)
 
 
-def test_what_params_txt_says_is_followed(tmp_path: Path) -> None:
+def test_settings_in_params_txt_are_applied(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {
         "vision_cfg": {**CONFIGS["ViT"]["vision_cfg"], "image_size": 48},
         "text_cfg": {**CONFIGS["ViT"]["text_cfg"], "context_length": 9},
@@ -132,7 +132,7 @@ def test_what_params_txt_says_is_followed(tmp_path: Path) -> None:
     assert_same_embeddings(ours, theirs, transform, open_clip.SimpleTokenizer(context_length=9))
 
 
-def test_weights_alone_need_a_name(tmp_path: Path) -> None:
+def test_weights_without_params_txt_need_a_name(tmp_path: Path) -> None:
     theirs = their_model("ViT with QuickGELU")
     run = train(tmp_path, theirs, "--model", "ViT-tiny")
     (run / "params.txt").unlink()
@@ -150,8 +150,8 @@ def test_weights_alone_need_a_name(tmp_path: Path) -> None:
     same(ours, theirs)
 
 
-def test_any_name_has_a_kind_with_quickgelu(tmp_path: Path) -> None:
-    """Listed or not, of clipkit's and of open_clip's."""
+def test_names_with_quickgelu_suffix_load(tmp_path: Path) -> None:
+    """Listed or unlisted, of clipkit and of open_clip."""
     file = tmp_path / "epoch_1.pt"
     for plain in ("ViT-Ti-4-16", "open_clip:ViT-S-32-alt"):
         theirs = clipkit.create(plain, seed=0)
@@ -181,20 +181,22 @@ def test_any_name_has_a_kind_with_quickgelu(tmp_path: Path) -> None:
         ("--model ViT-tiny --force-image-size 32 48", "", r"image_size = \[32, 48\]"),
     ],
 )  # fmt: skip
-def test_contradictions_with_params_txt(settings: str, name: str, message: str, tmp_path: Path) -> None:
+def test_contradictions_with_params_txt_are_rejected(
+    settings: str, name: str, message: str, tmp_path: Path
+) -> None:
     run = train(tmp_path, their_model("ViT"), *settings.split())
     with pytest.raises(CheckpointError, match=message) as caught:
         clipkit.load(run, name=name)
     assert "\n" not in str(caught.value)
 
 
-def test_a_name_tells_what_params_txt_leaves_open(tmp_path: Path) -> None:
+def test_name_resolves_an_ambiguous_activation(tmp_path: Path) -> None:
     theirs = their_model("ViT with QuickGELU")
     run = train(tmp_path, theirs, "--model", "ViT-tiny", "--pretrained", "openai")
     same(clipkit.load(run, name="open_clip:ViT-tiny-quickgelu"), theirs)
 
 
-def test_another_architecture_is_told_by_groups_of_tensors(tmp_path: Path) -> None:
+def test_wrong_architecture_error_lists_tensors_and_matching_names(tmp_path: Path) -> None:
     file = tmp_path / "weights.pt"
     torch.save(their_model("ViT").state_dict(), file)
     with pytest.raises(CheckpointError) as caught:
@@ -211,7 +213,7 @@ def test_another_architecture_is_told_by_groups_of_tensors(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "name", ["ViT-B-32", "ViT-L-14-336", "ViT-H-14", "ViT-g-14", "RN50x4", "ViT-B-16-plus-240"]
 )
-def test_names_are_suggested_by_shape(name: str) -> None:
+def test_fitting_names_are_found_by_shape(name: str) -> None:
     import open_clip
 
     with torch.device("meta"):
@@ -221,11 +223,11 @@ def test_names_are_suggested_by_shape(name: str) -> None:
     names = fitting_names(tensors)
     assert own in names and (other in names) == (other in ARCHITECTURES or name.startswith("RN"))
     longer = {**tensors, "positional_embedding": tensors["positional_embedding"][:50]}
-    assert own in fitting_names(longer)  # the nearest, though its texts are of another length
+    assert own in fitting_names(longer)  # the closest, even with another text length
 
 
 @pytest.mark.parametrize("kind", ["ViT", "ViT with QuickGELU", "ResNet", "ConvNeXt", "SigLIP", "CoCa"])
-def test_hub_folders(kind: str, tmp_path: Path) -> None:
+def test_hub_folder_embeddings_equal_open_clip(kind: str, tmp_path: Path) -> None:
     import open_clip
 
     write_hub_folder(tmp_path, kind, preprocess=PREPROCESS)
@@ -235,12 +237,12 @@ def test_hub_folders(kind: str, tmp_path: Path) -> None:
     assert ours.origin == f"open_clip folder {tmp_path}"
     assert {key: getattr(ours.preprocess, key) for key in PREPROCESS} == PREPROCESS
     assert_same_embeddings(ours, theirs.eval(), transform, tokenizer)
-    (tmp_path / "open_clip_model.safetensors").unlink()  # which leaves the .bin
+    (tmp_path / "open_clip_model.safetensors").unlink()  # leaves the .bin file
     again = clipkit.load(tmp_path)
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in ours.state_dict().items())
 
 
-def test_a_named_file_of_a_hub_folder_is_the_one_that_is_read(tmp_path: Path) -> None:
+def test_load_reads_the_given_file_of_a_hub_folder(tmp_path: Path) -> None:
     theirs = write_hub_folder(tmp_path, "ViT")
     file = tmp_path / "open_clip_pytorch_model.bin"
     with torch.no_grad():
@@ -255,7 +257,7 @@ def test_a_named_file_of_a_hub_folder_is_the_one_that_is_read(tmp_path: Path) ->
 
 @pytest.fixture
 def published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Tensor]:
-    """Two entries in open_clip's registry whose download is a file that lies here."""
+    """Two entries in open_clip's registry, downloaded from a local file."""
     import open_clip
     from open_clip.pretrained import _PRETRAINED, _pcfg, _slpcfg
 
@@ -276,16 +278,16 @@ def published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Tens
     return tensors
 
 
-def test_published_weights(published: dict[str, Tensor]) -> None:
-    ours = clipkit.load("open_clip:ViT-tiny/laion-X")  # a tag is read as open_clip reads it
+def test_published_weights_load(published: dict[str, Tensor]) -> None:
+    ours = clipkit.load("open_clip:ViT-tiny/laion-X")  # tags are normalized as in open_clip
     assert ours.origin == "open_clip's published weights ViT-tiny/laion-X"
-    assert ours.architecture.quick_gelu  # the tag's, though the architecture of that name has none
+    assert ours.architecture.quick_gelu  # set by the tag, although the named architecture uses GELU
     assert ours.preprocess.mean == (0.5, 0.5, 0.5) and ours.preprocess.resize_mode == "squash"
     theirs = their_model("ViT with QuickGELU")
     theirs.load_state_dict(published)
     same(ours, theirs, mean=(0.5,) * 3, std=(0.5,) * 3, resize_mode="squash")
     assert not clipkit.load("open_clip:ViT-tiny/plain").architecture.quick_gelu
-    # an architecture that has QuickGELU keeps it where the registry is silent, as in roberta-ViT-B-32
+    # an architecture with QuickGELU keeps it where the registry does not say, as for roberta-ViT-B-32
     assert clipkit.load("open_clip:ViT-tiny-quickgelu/plain").architecture.quick_gelu
     with pytest.raises(CheckpointError, match="for QuickGELU, open_clip:ViT-tiny is for GELU"):
         clipkit.load("open_clip:ViT-tiny/laion_x", name="open_clip:ViT-tiny")
@@ -300,7 +302,9 @@ def test_published_weights(published: dict[str, Tensor]) -> None:
         ("open_clip:ViT-B-23/openai", ConfigError, "did you mean"),
     ],
 )
-def test_unknown_published_weights(published: Any, source: str, kind: type[Exception], message: str) -> None:
+def test_unknown_published_weights_list_known_tags(
+    published: Any, source: str, kind: type[Exception], message: str
+) -> None:
     with pytest.raises(kind, match=message):
         clipkit.load(source)
 
@@ -309,7 +313,7 @@ def test_unknown_published_weights(published: Any, source: str, kind: type[Excep
     "source",
     ["open_clip:ViT-B-32/openai", "open_clip:RN50/yfcc15m", "hf-hub:nobody/nothing", "hf-hub:a b", "hf-hub:"],
 )
-def test_without_a_network(source: str) -> None:
+def test_offline_download_raises_one_line_error(source: str) -> None:
     with pytest.raises(
         ConfigError, match="is not stored on this machine, and downloading it failed"
     ) as caught:
@@ -317,8 +321,8 @@ def test_without_a_network(source: str) -> None:
     assert source in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_missing_network_is_seen_at_the_first_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing says that there is none; open_clip's downloader asks for a minute."""
+def test_missing_network_fails_at_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when not configured offline: open_clip's downloader would retry for a minute."""
     import open_clip
 
     def refuse(entry: Any) -> None:
@@ -332,8 +336,8 @@ def test_a_missing_network_is_seen_at_the_first_question(monkeypatch: pytest.Mon
             clipkit.load(source)
 
 
-def test_a_repository_that_was_fetched_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the hub's cache the files are links into a folder of contents."""
+def test_cached_repository_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files in the hub's cache are links into its folder of blobs."""
     repository = tmp_path / "models--somebody--something"
     write_hub_folder(repository / "made", "ViT")
     snapshot = repository / "snapshots" / ("0" * 40)
@@ -350,7 +354,7 @@ def test_a_repository_that_was_fetched_before(tmp_path: Path, monkeypatch: pytes
     same(ours, their_model("ViT"))
 
 
-def test_texts_are_told_where_a_tokenizer_is_missing(tmp_path: Path) -> None:
+def test_missing_tokenizer_is_reported_when_texts_are_encoded(tmp_path: Path) -> None:
     write_hub_folder(tmp_path, "SigLIP")
     for path in tmp_path.glob("tokenizer*"):
         path.unlink()

@@ -1,4 +1,4 @@
-"""What ``clipkit.load`` refuses with one line: nothing of it runs, and no memory is taken for what it claims."""
+"""Tests of inputs that ``clipkit.load`` rejects: one-line errors, no code run, bounded memory."""
 
 import json
 import math
@@ -36,7 +36,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of transformers."""
+    """A folder written by transformers."""
     from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
 
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -54,7 +54,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(source: Path, folder: Path, file: str, change: Callable[[dict[str, Any]], object]) -> Path:
-    """The source again, with links to its weights, and one JSON file changed."""
+    """Copy the source, with links to its weights and one changed JSON file."""
     folder.mkdir(exist_ok=True)
     for path in source.glob("*.*"):
         if path.suffix == ".safetensors":
@@ -78,7 +78,7 @@ class Evil:
 
 @pytest.mark.parametrize("form", ["pickle", "torch.save", "in a state dict", "old torch.save"])
 @pytest.mark.parametrize("where", ["file", "folder", "training folder"])
-def test_a_malicious_pickle_is_refused(form: str, where: str, hub: Path, tmp_path: Path) -> None:
+def test_malicious_pickle_is_rejected(form: str, where: str, hub: Path, tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     source = file = tmp_path / "weights.pt"
     if where == "folder":
@@ -101,11 +101,11 @@ def test_a_malicious_pickle_is_refused(form: str, where: str, hub: Path, tmp_pat
     assert str(file) in str(caught.value) and "\n" not in str(caught.value)
     assert not ran.exists()
     pickle.loads(pickle.dumps(Evil(ran)))
-    assert ran.exists()  # it would have done its work
+    assert ran.exists()  # an ordinary pickle load runs it
 
 
 @pytest.mark.parametrize("kept", [0, 5, 100, 2000, -1])
-def test_truncated_safetensors_are_refused(kept: int, hub: Path, tmp_path: Path) -> None:
+def test_truncated_safetensors_are_rejected(kept: int, hub: Path, tmp_path: Path) -> None:
     shutil.copytree(hub, tmp_path / "folder")
     file = tmp_path / "folder" / "open_clip_model.safetensors"
     content = file.read_bytes()
@@ -125,7 +125,7 @@ def test_truncated_safetensors_are_refused(kept: int, hub: Path, tmp_path: Path)
         (b"{}" + b" " * (16 << 20), "too large"), (b"{}", "model"),
     ],
 )  # fmt: skip
-def test_configurations_that_are_none(
+def test_damaged_json_is_rejected(
     kind: str,
     content: bytes,
     message: str,
@@ -166,7 +166,7 @@ def test_configurations_that_are_none(
         ("text_cfg.hf_tokenizer_name", 5, "hf_tokenizer_name = 5"),
     ],
 )  # fmt: skip
-def test_hub_configurations_that_do_not_fit(
+def test_invalid_hub_configurations_are_rejected(
     field: str, value: Any, message: str, hub: Path, tmp_path: Path
 ) -> None:
     def change(config: dict[str, Any]) -> None:
@@ -191,7 +191,7 @@ def test_hub_configurations_that_do_not_fit(
         {"mlp_ratio": 1e308, "no_ln_pre": True},
     ],
 )  # fmt: skip
-def test_no_memory_is_taken_for_what_is_claimed(vision: dict[str, Any], hub: Path, tmp_path: Path) -> None:
+def test_invalid_configuration_allocates_no_memory(vision: dict[str, Any], hub: Path, tmp_path: Path) -> None:
     def change(config: dict[str, Any]) -> None:
         config["model_cfg"]["vision_cfg"].update(vision)
 
@@ -202,7 +202,7 @@ def test_no_memory_is_taken_for_what_is_claimed(vision: dict[str, Any], hub: Pat
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # KiB
 
 
-def test_pretrained_weights_of_a_backbone_are_not_fetched(
+def test_pretrained_backbone_weights_are_not_downloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_hub_folder(tmp_path, "timm's ViT")
@@ -227,7 +227,7 @@ def test_pretrained_weights_of_a_backbone_are_not_fetched(
     assert shape == clipkit.load(tmp_path).architecture
 
 
-def test_a_tokenizer_that_names_code_is_refused(tmp_path: Path) -> None:
+def test_tokenizer_with_custom_code_is_rejected(tmp_path: Path) -> None:
     write_hub_folder(tmp_path, "SigLIP")
     write_word_tokenizer(tmp_path)
     ran = tmp_path / "ran"
@@ -252,7 +252,7 @@ def test_a_tokenizer_that_names_code_is_refused(tmp_path: Path) -> None:
         ({"config.json": "{}", "model.safetensors": "x"}, "truncated or damaged"),
     ],
 )  # fmt: skip
-def test_folders_that_lack_something(files: dict[str, str], message: str, tmp_path: Path) -> None:
+def test_incomplete_folders_are_rejected(files: dict[str, str], message: str, tmp_path: Path) -> None:
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     with pytest.raises(CheckpointError, match=message):
@@ -260,28 +260,30 @@ def test_folders_that_lack_something(files: dict[str, str], message: str, tmp_pa
 
 
 @pytest.mark.parametrize("source", ["nowhere", "x" * 5000, "a\0b", "~nobody-at-all/x", ""])
-def test_places_where_nothing_is(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_paths_raise_one_line_error(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError) as caught:
         clipkit.load(source)
     assert "\n" not in str(caught.value)
 
 
-def test_transformers_weights_without_their_configuration(theirs: Path, tmp_path: Path) -> None:
+def test_transformers_weights_without_config_are_rejected(theirs: Path, tmp_path: Path) -> None:
     shutil.copy(theirs / "model.safetensors", tmp_path / "w.safetensors")
     with pytest.raises(CheckpointError, match="use the folder with its config"):
         clipkit.load(tmp_path / "w.safetensors")
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.complex64])
-def test_numbers_that_are_no_weights(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_quantized_weights_are_rejected(dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = their_model("ViT").state_dict()
     torch.save({**tensors, "visual.proj": tensors["visual.proj"].to(dtype)}, tmp_path / "w.pt")
     with pytest.raises(CheckpointError, match="quantized weights are not supported"):
         clipkit.load(tmp_path / "w.pt", name="open_clip:RN50")
 
 
-# any JSON value at any field
+# random JSON values in any field
 
 numbers = (
     st.integers()
@@ -299,7 +301,7 @@ values = st.recursive(
 
 
 def fields(kind: str) -> list[tuple[str, ...]]:
-    """Every place in the configuration, and what else its library knows there."""
+    """Return the path of every configuration field that the library knows."""
     if kind == "hub":
         from open_clip.coca_model import MultimodalCfg
         from open_clip.model import CLIPTextCfg, CLIPVisionCfg
@@ -350,7 +352,7 @@ def load_or_refuse(folder: Path) -> None:
 @pytest.mark.parametrize("kind", ["hub", "theirs"])
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_value_at_any_field(
+def test_random_configuration_value_loads_or_raises_clipkit_error(
     kind: str, data: st.DataObject, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     source = request.getfixturevalue(kind)
@@ -361,7 +363,9 @@ def test_any_value_at_any_field(
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_value_for_the_preprocessing(data: st.DataObject, theirs: Path, tmp_path: Path) -> None:
+def test_random_preprocessor_value_loads_or_raises_clipkit_error(
+    data: st.DataObject, theirs: Path, tmp_path: Path
+) -> None:
     from transformers import CLIPImageProcessor
 
     names = sorted(CLIPImageProcessor().to_dict())
@@ -374,7 +378,7 @@ def test_any_value_for_the_preprocessing(data: st.DataObject, theirs: Path, tmp_
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_weights_of_a_diverged_training(value: float, tmp_path: Path) -> None:
+def test_nonfinite_weights_are_rejected(value: float, tmp_path: Path) -> None:
     model = their_model("ViT")
     with torch.no_grad():
         model.visual.proj[3, 5] = value

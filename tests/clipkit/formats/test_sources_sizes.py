@@ -1,4 +1,4 @@
-"""Another image size or text length on load: position embeddings from every kind of source."""
+"""Tests of loading with another image size or text length: position embeddings from every kind of source."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -70,7 +70,7 @@ def openai_file(folder: Path) -> tuple[Path, str]:
 
 
 def openai_like(**changes: int) -> Any:
-    """Heads of OpenAI's are 64 wide."""
+    """OpenAI's models, whose attention heads have width 64."""
     vision = {"image_size": changes.get("image_size", 32), "patch_size": 8, "width": 64, "layers": 2}
     text = {**CONFIGS["ViT"]["text_cfg"], "heads": 1, "context_length": changes.get("context_length", 16)}
     return their_model("ViT", vision_cfg=vision, text_cfg=text, quick_gelu=True)
@@ -81,10 +81,10 @@ SOURCES = (training_checkpoint, hub_folder, own_checkpoint, transformers_folder,
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize(("image_size", "context_length"), [(16, 7), (56, 40), (64, 0)])
-def test_own_towers(
+def test_own_towers_resize_as_open_clip(
     source: Callable[[Path], tuple[Path, str]], image_size: int, context_length: int, tmp_path: Path
 ) -> None:
-    """Images as open_clip resamples; texts as open_clip where they grow, and as before where they shrink."""
+    """Image positions and longer texts equal open_clip's resampling; shorter texts keep their embeddings."""
     from open_clip.model import resize_pos_embed, resize_text_pos_embed
 
     path, name = source(tmp_path)
@@ -124,7 +124,7 @@ def test_own_towers(
 
 
 @pytest.mark.parametrize("size", [32, 96, 128])
-def test_attention_pooling_of_a_resnet(size: int, tmp_path: Path) -> None:
+def test_resnet_attention_pool_positions_are_interpolated(size: int, tmp_path: Path) -> None:
     theirs = write_hub_folder(tmp_path, "ResNet")
     ours = clipkit.load(tmp_path, image_size=size)
     old = theirs.visual.attnpool.positional_embedding.detach()  # (1 + 2 * 2, C)
@@ -137,8 +137,8 @@ def test_attention_pooling_of_a_resnet(size: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ConvNeXt", "timm's ViT"])
-def test_towers_that_see_to_it_themselves(kind: str, tmp_path: Path) -> None:
-    """One has no positions, the other resamples them for each batch."""
+def test_towers_without_fixed_positions_equal_open_clip(kind: str, tmp_path: Path) -> None:
+    """ConvNeXt has no positions; timm's ViT resamples them for each batch."""
     theirs = write_hub_folder(tmp_path, kind)
     ours = clipkit.load(tmp_path, image_size=96)
     pixels = torch.rand(2, 3, 96, 96)
@@ -147,7 +147,7 @@ def test_towers_that_see_to_it_themselves(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [96, 224])
-def test_vits_of_timm(size: int, tmp_path: Path) -> None:
+def test_timm_vit_positions_equal_timm(size: int, tmp_path: Path) -> None:
     from timm.layers.pos_embed import resample_abs_pos_embed
 
     shape = architecture("ViT-Ti-4-16", image="timm:test_vit", image_size=160)
@@ -160,8 +160,8 @@ def test_vits_of_timm(size: int, tmp_path: Path) -> None:
     assert clipkit.encode_image(pictures(), ours).isfinite().all()
 
 
-def test_timms_towers_that_are_built_for_one_size(tmp_path: Path) -> None:
-    """open_clip builds them at the size that their name has; timm itself can change it."""
+def test_timm_towers_of_fixed_size_are_resized(tmp_path: Path) -> None:
+    """open_clip builds them at the size in their name; timm can change it."""
     theirs = write_hub_folder(tmp_path, "timm's ViT of one size")
     assert clipkit.load(tmp_path, image_size=160).preprocess.image_size == 160
     ours = clipkit.load(tmp_path, image_size=96)
@@ -176,8 +176,8 @@ def test_timms_towers_that_are_built_for_one_size(tmp_path: Path) -> None:
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_class_token_behind_the_text_stays_behind_it(tmp_path: Path) -> None:
-    """CoCa reads texts at a token behind the padding, which has a position of its own."""
+def test_class_token_after_the_text_keeps_its_position(tmp_path: Path) -> None:
+    """CoCa embeds texts at a token after the padding, which has its own position."""
     theirs = write_hub_folder(tmp_path, "CoCa")
     ours = clipkit.load(tmp_path, context_length=9)
     with torch.no_grad():
@@ -197,7 +197,7 @@ def test_class_token_behind_the_text_stays_behind_it(tmp_path: Path) -> None:
         ({"context_length": 10**7}, "context_length = 10000000"),
     ],
 )
-def test_sizes_that_no_model_has(sizes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_invalid_sizes_are_rejected(sizes: dict[str, Any], message: str, tmp_path: Path) -> None:
     path, name = training_checkpoint(tmp_path)
     with pytest.raises((CheckpointError, ConfigError), match=message):
         clipkit.load(path, name=name, **sizes)
@@ -210,8 +210,10 @@ def test_sizes_that_no_model_has(sizes: dict[str, Any], message: str, tmp_path: 
     width=st.integers(1, 5),
     text=st.booleans(),
 )
-def test_positions_of_any_size(old: int, new: int, prefixes: int, width: int, text: bool) -> None:
-    """Prefix tokens stay, a table of one value keeps it, and the way there and back is of the same shape."""
+def test_fit_positions_preserves_constants_at_any_size(
+    old: int, new: int, prefixes: int, width: int, text: bool
+) -> None:
+    """A constant table stays constant, with any number of prefix tokens."""
     name = "positional_embedding" if text else "visual.trunk.pos_embed"
     count, wanted = (side**2 + prefixes for side in (old, new))
     shape: Callable[[int], tuple[int, ...]] = (lambda n: (n, width)) if text else (lambda n: (1, n, width))
@@ -235,7 +237,7 @@ def test_positions_of_any_size(old: int, new: int, prefixes: int, width: int, te
         torch.zeros(1, 4),
     ],
 )
-def test_positions_of_no_use_are_left_for_the_check_of_shapes(stored: Tensor) -> None:
+def test_unusable_positions_are_left_to_the_shape_check(stored: Tensor) -> None:
     for name in ("positional_embedding", "visual.positional_embedding"):
         if stored.shape == (1, 4) and name.startswith("visual"):
             with pytest.raises(CheckpointError, match="not a class token and a square grid"):
@@ -244,7 +246,7 @@ def test_positions_of_no_use_are_left_for_the_check_of_shapes(stored: Tensor) ->
             assert fit_positions({name: stored}, {name: torch.Size((10, 4))})[name] is stored
 
 
-def test_a_grid_that_is_not_square_is_refused(tmp_path: Path) -> None:
+def test_non_square_grid_is_rejected(tmp_path: Path) -> None:
     tensors = their_model("ViT").state_dict()
     tensors["visual.positional_embedding"] = tensors["visual.positional_embedding"][:13]
     torch.save(tensors, tmp_path / "weights.pt")

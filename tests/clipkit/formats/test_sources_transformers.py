@@ -1,4 +1,4 @@
-"""transformers' ``CLIPModel`` in both directions, and OpenAI's weights, through ``clipkit.load``."""
+"""Tests of ``clipkit.load`` on transformers' ``CLIPModel``, of its export, and of OpenAI's weights."""
 
 import json
 import warnings
@@ -22,7 +22,7 @@ from clipkit.model.architectures import ARCHITECTURES, Architecture, TextTower, 
 from clipkit.model.preprocess import batch_of
 from tests.clipkit.stored_models import TEXTS, pictures, their_model
 
-# image and text tower each: width, inner width, layers, heads; the inner widths are no multiples of the widths
+# image and text tower: width, MLP width, layers, heads; MLP widths are not multiples of the widths
 SIZES: dict[str, tuple[str, tuple[int, int, int, int], tuple[int, int, int, int], int, int]] = {
     "tiny": ("quick_gelu", (32, 128, 1, 2), (32, 128, 1, 2), 16, 77),
     "small": ("gelu", (48, 100, 2, 3), (40, 71, 3, 5), 24, 20),
@@ -77,7 +77,7 @@ def assert_same(ours: clipkit.CLIP, theirs: Any, length: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("form", ["safetensors", "sharded", "bin"])
-def test_folders_of_transformers(size: str, form: str, tmp_path: Path) -> None:
+def test_transformers_folders_load(size: str, form: str, tmp_path: Path) -> None:
     from transformers import CLIPImageProcessor
 
     theirs, length = make(size), SIZES[size][4]
@@ -104,8 +104,8 @@ def test_folders_of_transformers(size: str, form: str, tmp_path: Path) -> None:
         assert named.origin == ours.origin
 
 
-def test_preprocessing_is_that_of_the_image_processor(tmp_path: Path) -> None:
-    """Up to the rounding of another library's resizing."""
+def test_preprocessing_equals_the_image_processor(tmp_path: Path) -> None:
+    """Up to the rounding of another library's resize."""
     from transformers import CLIPImageProcessor
 
     squash = {"size": {"height": 32, "width": 32}, "do_center_crop": False}
@@ -132,13 +132,13 @@ def test_preprocessing_is_that_of_the_image_processor(tmp_path: Path) -> None:
         {"image_mean": [0.5, 0.5]}, {"image_std": [0, 1, 1]}, {"image_mean": "x"}, {"image_std": {}},
     ],
 )  # fmt: skip
-def test_other_preprocessing_is_refused(config: dict[str, Any]) -> None:
+def test_unsupported_preprocessing_is_rejected(config: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError):
         preprocess_from_transformers(config, 224)
 
 
-def test_old_files_of_transformers(tmp_path: Path) -> None:
-    """Numbers alone for sizes, settings in a second form, end of text as 2, and position_ids among the weights."""
+def test_old_transformers_files_load(tmp_path: Path) -> None:
+    """Integer sizes, settings in ``*_config_dict``, end of text 2, and position_ids among the weights."""
     theirs = make("small")
     theirs.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -160,7 +160,9 @@ def test_old_files_of_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quick_gelu", [False, True])
 @pytest.mark.parametrize("ratios", [(4.0, 4.0), (3.5, 2.3), (4.3637, 100 / 48)])
-def test_to_transformers_and_back(quick_gelu: bool, ratios: tuple[float, float], tmp_path: Path) -> None:
+def test_round_trip_through_transformers_is_exact(
+    quick_gelu: bool, ratios: tuple[float, float], tmp_path: Path
+) -> None:
     from transformers import CLIPConfig, CLIPModel
 
     shape = Architecture(
@@ -178,7 +180,7 @@ def test_to_transformers_and_back(quick_gelu: bool, ratios: tuple[float, float],
     assert_same(ours, theirs, 10)
     back, tensors = from_transformers(configs["config.json"], theirs.state_dict())
     assert all(torch.equal(value, tensors[name]) for name, value in ours.state_dict().items())
-    # the ratio itself may come back as another one that gives the same width
+    # the ratio may differ, as long as it gives the same MLP width
     assert [int(tower.mlp_ratio * 48) for tower in back.own_towers()] == [int(ratio * 48) for ratio in ratios]
     assert preprocess_from_transformers(configs["preprocessor_config.json"], 32) == ours.preprocess
 
@@ -202,7 +204,7 @@ def test_to_transformers_and_back(quick_gelu: bool, ratios: tuple[float, float],
         ("", {"vision_config": [1]}, "config.json is invalid"),
     ],
 )  # fmt: skip
-def test_models_that_are_none_of_ours(
+def test_unsupported_transformers_models_are_rejected(
     where: str, values: dict[str, Any], message: str, tmp_path: Path, tiny_folder: Path
 ) -> None:
     config = json.loads((tiny_folder / "config.json").read_text())
@@ -221,11 +223,11 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# OpenAI's
+# OpenAI's weights
 
 
 def openai_tensors(kind: str) -> tuple[Any, dict[str, Tensor]]:
-    """open_clip's model, and its state dict as OpenAI's have it: float16, with three numbers beside the weights."""
+    """open_clip's model, and its state dict as OpenAI's files store it: float16, with three extra numbers."""
     config: dict[str, Any] = {
         "text_cfg": {"context_length": 16, "vocab_size": 49408, "width": 64, "heads": 1, "layers": 1}
     }
@@ -260,7 +262,7 @@ def assert_openai(ours: clipkit.CLIP, theirs: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["ViT", "ResNet"])
 @pytest.mark.parametrize("form", ["state dict", "in a dict", "safetensors", "TorchScript"])
-def test_openais_weights(kind: str, form: str, tmp_path: Path) -> None:
+def test_openai_weights_load(kind: str, form: str, tmp_path: Path) -> None:
     theirs, tensors = openai_tensors(kind)
     file = tmp_path / ("weights.safetensors" if form == "safetensors" else "weights.pt")
     if form == "state dict":
@@ -271,7 +273,7 @@ def test_openais_weights(kind: str, form: str, tmp_path: Path) -> None:
         save_file(tensors, file)
     else:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # TorchScript is deprecated, and what OpenAI published is of it
+            warnings.simplefilter("ignore")  # TorchScript is deprecated, but OpenAI published it
             torch.jit.save(torch.jit.script(nested(tensors)), file)
     ours = clipkit.load(file)
     assert ours.origin == f"OpenAI's weights {file}"
@@ -279,7 +281,7 @@ def test_openais_weights(kind: str, form: str, tmp_path: Path) -> None:
 
 
 def nested(tensors: dict[str, Tensor]) -> nn.Module:
-    """A module that has these parameters and buffers, and computes nothing of use."""
+    """A module with these parameters and buffers, whose forward returns its input."""
 
     class Part(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -300,7 +302,9 @@ def nested(tensors: dict[str, Tensor]) -> nn.Module:
     return root
 
 
-def test_a_name_must_agree_with_openais_activation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_name_must_agree_with_the_activation_of_openai_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     theirs, tensors = openai_tensors("ViT")
     file = tmp_path / "weights.pt"
     torch.save(tensors, file)
@@ -318,7 +322,7 @@ def test_a_name_must_agree_with_openais_activation(monkeypatch: pytest.MonkeyPat
         clipkit.load(file, name="ViT-B-32-quickgelu")
 
 
-def test_marks_without_the_weights(tmp_path: Path) -> None:
+def test_openai_metadata_without_weights_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "weights.pt"
     torch.save({name: torch.tensor(5) for name in ("input_resolution", "context_length", "vocab_size")}, file)
     with pytest.raises(CheckpointError, match="not the weights of a plain ViT or ResNet CLIP"):

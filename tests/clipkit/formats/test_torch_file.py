@@ -1,4 +1,4 @@
-"""Archives and storages that claim what is not there are refused before the claim is followed."""
+"""Tests of reading PyTorch files: archives and storages with false sizes or offsets are rejected."""
 
 import struct
 import zipfile
@@ -38,11 +38,11 @@ def contents(path: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-# --- the zip --------------------------------------------------------------------------------------------------
+# --- the zip ------------------------------------------------------------------------------------------------
 
 
 def packed(path: Path, files: dict[str, bytes], *, large: bool = False, **lies: dict[str, Any]) -> Path:
-    """A zip of which single fields of the table can be made to lie: ``size={"a/data/0": 1}``."""
+    """Write a zip whose directory has false values in single fields: ``size={"a/data/0": 1}``."""
     body, table = b"", b""
     for name, content in files.items():
         header = lies.get("header", {}).get(name, len(body))
@@ -69,8 +69,8 @@ def packed(path: Path, files: dict[str, bytes], *, large: bool = False, **lies: 
     return path
 
 
-def test_other_writers_of_zips(saved: Path, tmp_path: Path) -> None:
-    """Numbers need not begin at a multiple of 64, nor be in PyTorch's order."""
+def test_zips_of_other_writers_load(saved: Path, tmp_path: Path) -> None:
+    """Storages need not be aligned to 64 bytes, nor be in PyTorch's order."""
     files = dict(reversed(contents(saved).items()))
     for path in (
         packed(tmp_path / "1", files),
@@ -87,7 +87,7 @@ def test_other_writers_of_zips(saved: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["saved/data/0", "saved/data.pkl", "saved/version"])
-def test_compressed_entries(name: str, saved: Path, tmp_path: Path) -> None:
+def test_compressed_entries_are_rejected(name: str, saved: Path, tmp_path: Path) -> None:
     files = contents(saved)
     with zipfile.ZipFile(tmp_path / "x", "w") as archive:
         for other, content in files.items():
@@ -95,8 +95,8 @@ def test_compressed_entries(name: str, saved: Path, tmp_path: Path) -> None:
     assert f"'{name}' is compressed" in refused(tmp_path / "x")
 
 
-def test_a_bomb(saved: Path, tmp_path: Path) -> None:
-    """Zeros a thousand times as many as bytes; they are never inflated."""
+def test_zip_bomb_is_rejected(saved: Path, tmp_path: Path) -> None:
+    """Zeros that would inflate a thousandfold are never inflated."""
     files = contents(saved)
     stream = zlib.compressobj(wbits=-15)
     bomb = b"".join(stream.compress(bytes(1 << 20)) for _ in range(64)) + stream.flush()
@@ -116,7 +116,7 @@ def test_a_bomb(saved: Path, tmp_path: Path) -> None:
     "lies",
     [
         {"size": {"saved/data/0": 1 << 20}},
-        {"size": {"saved/data/0": 300}},  # over what follows
+        {"size": {"saved/data/0": 300}},  # overlaps the following entry
         {"header": {"saved/data/0": 1 << 30}},
         {"header": {"saved/data/0": 1}},
         {"name": {"saved/data/0": "saved/data/1"}},
@@ -129,12 +129,14 @@ def test_a_bomb(saved: Path, tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("large", [False, True])
-def test_tables_that_lie(lies: dict[str, Any], large: bool, saved: Path, tmp_path: Path) -> None:
+def test_false_directory_values_are_rejected(
+    lies: dict[str, Any], large: bool, saved: Path, tmp_path: Path
+) -> None:
     assert DAMAGED in refused(packed(tmp_path / "x", contents(saved), large=large, **lies))
 
 
-def test_entries_in_each_other(saved: Path, tmp_path: Path) -> None:
-    """A whole entry lies within the bytes of another one."""
+def test_nested_entries_are_rejected(saved: Path, tmp_path: Path) -> None:
+    """An entry lies within the bytes of another."""
     inner = b"saved/in"
     local = (
         struct.pack("<4s5H3L2H", b"PK\3\4", 20, 0, 0, 0, 0, zlib.crc32(b"x"), 1, 1, len(inner), 0)
@@ -147,7 +149,7 @@ def test_entries_in_each_other(saved: Path, tmp_path: Path) -> None:
     assert DAMAGED in refused(packed(tmp_path / "y", files, header={"saved/in": at}))
 
 
-def test_an_entry_twice(saved: Path, tmp_path: Path) -> None:
+def test_duplicate_entry_is_rejected(saved: Path, tmp_path: Path) -> None:
     files = contents(saved)
     with zipfile.ZipFile(tmp_path / "x", "w") as archive, pytest.warns(UserWarning, match="Duplicate"):
         for name, content in [*files.items(), ("saved/data/0", bytes(16))]:
@@ -155,33 +157,33 @@ def test_an_entry_twice(saved: Path, tmp_path: Path) -> None:
     assert DAMAGED in refused(tmp_path / "x")
 
 
-def test_more_entries_than_weights_have(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_entries_are_rejected(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "MAX_ENTRIES", 3)
     assert "too many" in refused(saved)
 
 
-def test_a_pickle_that_is_too_large(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_pickle_is_rejected(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "MAX_PICKLE", 10)
     assert "data.pkl is larger" in refused(saved)
 
 
-def test_two_archives_in_one(saved: Path, tmp_path: Path) -> None:
+def test_two_archives_in_one_are_rejected(saved: Path, tmp_path: Path) -> None:
     files = contents(saved)
     path = packed(tmp_path / "x", files | {name.replace("saved", "other"): files[name] for name in files})
     assert "no PyTorch weights" in refused(path)
 
 
-def test_byte_order(saved: Path, tmp_path: Path) -> None:
+def test_big_endian_files_are_rejected(saved: Path, tmp_path: Path) -> None:
     assert "big-endian" in refused(packed(tmp_path / "x", contents(saved) | {"saved/byteorder": b"big"}))
     files = {name: content for name, content in contents(saved).items() if name != "saved/byteorder"}
-    assert read_weights(packed(tmp_path / "x", files))  # before PyTorch 2.1
+    assert read_weights(packed(tmp_path / "x", files))  # as before PyTorch 2.1
 
 
-# --- tensors --------------------------------------------------------------------------------------------------
+# --- tensors ------------------------------------------------------------------------------------------------
 
 
 class Lie:
-    """Saved as a view of four numbers that may not be one."""
+    """Pickles as a view of four numbers, possibly an invalid one."""
 
     def __init__(
         self, *view: object, storage: Tensor | None = None, rebuild: str = "_rebuild_tensor_v2"
@@ -225,7 +227,7 @@ BEYOND, NEVER, PICKLE = "reaches beyond its storage", "an impossible shape", "pi
         ((0, 2, 1), PICKLE),
     ],
 )
-def test_tensors_beyond_their_storage(
+def test_tensors_beyond_their_storage_are_rejected(
     view: tuple[object, ...], reason: str, old: bool, tmp_path: Path
 ) -> None:
     torch.save(
@@ -235,7 +237,7 @@ def test_tensors_beyond_their_storage(
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
-def test_views_that_can_be(tmp_path: Path) -> None:
+def test_valid_views_load(tmp_path: Path) -> None:
     views = {
         "last": (3, (), ()),
         "none": (9, (0,), (1,)),
@@ -250,8 +252,8 @@ def test_views_that_can_be(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [3, 5, 64, 255])
-def test_storages_of_another_size(count: int, saved: Path) -> None:
-    """torch.load, mapping the file, would take the longer ones to reach into what lies behind."""
+def test_storage_of_wrong_size_is_rejected(count: int, saved: Path) -> None:
+    """torch.load, which maps the file, would read the bytes that follow."""
     content = saved.read_bytes()
     before = b"K\x04tq\x07Q"
     assert content.count(before) == 1
@@ -259,8 +261,8 @@ def test_storages_of_another_size(count: int, saved: Path) -> None:
     assert "'a': its storage is truncated" in refused(saved)
 
 
-def test_old_files_with_views(tmp_path: Path) -> None:
-    """Before PyTorch 0.4 a storage could be a part of another one."""
+def test_old_files_with_storage_views_load(tmp_path: Path) -> None:
+    """Before PyTorch 0.4, a storage could be a view of another one."""
     torch.save({"w": torch.arange(8.0)}, tmp_path / "x", _use_new_zipfile_serialization=False)
     content = (tmp_path / "x").read_bytes()
     whole = b"K\x08Ntq"  # eight numbers, no view
@@ -289,7 +291,7 @@ def test_old_files_with_views(tmp_path: Path) -> None:
         (struct.pack("<q", 4), struct.pack("<q", 1 << 62), DAMAGED),
     ],
 )
-def test_old_files_that_do_not_hold_together(
+def test_inconsistent_old_files_are_rejected(
     before: bytes, after: bytes, reason: str, tmp_path: Path
 ) -> None:
     torch.save({"w": torch.zeros(4)}, tmp_path / "x", _use_new_zipfile_serialization=False)

@@ -1,4 +1,4 @@
-"""TorchScript archives give the state dict that torch.jit.load would, without being run."""
+"""Tests of reading TorchScript archives: tensors equal those of torch.jit.load, without running code."""
 
 import pickle
 import warnings
@@ -25,7 +25,7 @@ DTYPES = [
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """PyTorch warns that it is going to drop TorchScript; archives of it will be around for long."""
+    """Ignore PyTorch's warnings that TorchScript is deprecated."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -36,7 +36,7 @@ class Mode(Enum):
 
 
 class Parts(nn.Module):
-    """Every way in which a module can hold something."""
+    """A module with every kind of attribute."""
 
     def __init__(self, *, sharing: bool = True) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Parts(nn.Module):
 
 
 class Tree(nn.Module):
-    """Parts in parts, one of them twice, and attributes at the top as OpenAI's models have them."""
+    """Nested modules, one of them shared, with top-level attributes as in OpenAI's models."""
 
     def __init__(self, *, sharing: bool = True) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Tree(nn.Module):
 
 
 class Calls(nn.Module):
-    """A traced part in a scripted module."""
+    """A traced module in a scripted one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ IMAGES = torch.ones(4, 3)
 SCRIPTS: dict[str, Callable[[], jit.ScriptModule]] = {
     "scripted": lambda: jit.script(Tree().eval()),
     "scripted, in training": lambda: jit.script(Tree()),
-    "traced": lambda: jit.trace(Tree(sharing=False).eval(), IMAGES),  # PyTorch traces no sharing
+    "traced": lambda: jit.trace(Tree(sharing=False).eval(), IMAGES),  # PyTorch cannot trace shared modules
     "traced in scripted": lambda: jit.script(Calls()),
     "two classes of one name": lambda: jit.script(
         nn.Sequential(nn.Conv2d(1, 2, 1), nn.Conv2d(1, 2, 1, bias=False))
@@ -129,7 +129,7 @@ SCRIPTS: dict[str, Callable[[], jit.ScriptModule]] = {
 
 
 def agrees(path: Path) -> StoredWeights:
-    """With PyTorch, in order, dtype, shape, strides and every bit."""
+    """Assert that order, dtypes, shapes, strides and values equal those that PyTorch reads."""
     found, expected = read_weights(path), jit.load(path).state_dict()
     assert found.kind == "torchscript" and list(found.tensors) == list(expected)
     for name, tensor in expected.items():
@@ -140,19 +140,19 @@ def agrees(path: Path) -> StoredWeights:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_as_torch_reads_it(name: str, tmp_path: Path) -> None:
+def test_tensors_equal_torch_jit_load(name: str, tmp_path: Path) -> None:
     jit.save(SCRIPTS[name](), tmp_path / "model.pt", _extra_files={"note.txt": "x" * 1000})
     agrees(tmp_path / "model.pt")
 
 
-def test_attributes_at_the_top_are_notes(tmp_path: Path) -> None:
+def test_top_level_attributes_are_notes(tmp_path: Path) -> None:
     jit.save(jit.script(Tree()), tmp_path / "model.pt")
     notes = read_weights(tmp_path / "model.pt").notes
     assert notes == {"input_resolution": 224, "scale": 0.5, "kind": "tree"}
 
 
 @pytest.mark.parametrize("how", ["script", "trace"])
-def test_open_clip(how: str, tmp_path: Path) -> None:
+def test_open_clip_archives_load(how: str, tmp_path: Path) -> None:
     import open_clip
 
     vision = {"image_size": 32, "layers": 1, "width": 32, "patch_size": 16, "head_width": 16}
@@ -162,26 +162,26 @@ def test_open_clip(how: str, tmp_path: Path) -> None:
     archive = jit.script(model) if how == "script" else jit.trace(model, given, check_trace=False)
     jit.save(archive, tmp_path / "model.pt")
     found = agrees(tmp_path / "model.pt")
-    # buffers that a state dict leaves out are in TorchScript's
+    # TorchScript also stores non-persistent buffers
     assert set(found.tensors) - set(model.state_dict()) == {"attn_mask"}
     assert how == "trace" or found.notes["context_length"] == 8
 
 
-def test_what_shares_memory_does_so_again(tmp_path: Path) -> None:
+def test_shared_memory_stays_shared(tmp_path: Path) -> None:
     jit.save(jit.script(Tree()), tmp_path / "model.pt")
     tensors = read_weights(tmp_path / "model.pt").tensors
     tensors["a.tied"][0] = 7
     assert tensors["a.tied_too"][0] == 7 and tensors["b.tied"][0] == 7
 
 
-def test_pytorch_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_archives_load_without_torch_or_pickle_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jit.save(jit.script(Tree()), tmp_path / "model.pt")
     for module, name in ((torch.jit, "load"), (torch, "load"), (pickle, "load"), (pickle, "loads")):
         monkeypatch.setattr(module, name, None)
     assert len(read_weights(tmp_path / "model.pt").tensors) > 20
 
 
-# --- archives that were changed -------------------------------------------------------------------------------
+# --- modified archives --------------------------------------------------------------------------------------
 
 M = b"\x80\x02c__torch__\nM\n)\x81"  # an object of the class below
 CODE = b'class M(Module):\n  __parameters__ = ["w", ]\n  __buffers__ = []\n  w : Tensor\n'
@@ -209,7 +209,7 @@ def tensor(key: str = "0", count: int = 2) -> bytes:
 
 
 def archive(path: Path, data: bytes, code: bytes = CODE, constants: bytes = b"\x80\x02).") -> Path:
-    """The least that is TorchScript, with a storage of two numbers."""
+    """Write a minimal TorchScript archive, with a storage of two numbers."""
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("m/data.pkl", data)
         file.writestr("m/data/0", torch.ones(2).numpy().tobytes())
@@ -226,19 +226,19 @@ def refused(path: Path) -> str:
     return message
 
 
-def test_the_least(tmp_path: Path) -> None:
+def test_minimal_archive_loads(tmp_path: Path) -> None:
     found = read_weights(archive(tmp_path / "m.pt", M + b"}" + text("w") + tensor() + b"sb."))
     assert torch.equal(found.tensors["w"], torch.ones(2))
 
 
-def test_classes_that_do_not_say_what_their_buffers_are(tmp_path: Path) -> None:
+def test_class_without_buffer_list_loads(tmp_path: Path) -> None:
     data = M + b"}(" + text("w") + tensor() + text("mean") + tensor() + text("n") + b"K\x05ub."
     found = read_weights(archive(tmp_path / "m.pt", data, CODE.replace(b"  __buffers__ = []\n", b"")))
     assert set(found.tensors) == {"w", "mean"} and found.notes == {"n": 5}
 
 
 class Attack:
-    """Makes a file when a pickle of it is loaded."""
+    """Creates a file when its pickle is loaded."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -249,7 +249,7 @@ class Attack:
 
 @pytest.mark.parametrize("protocol", [2, 4])
 @pytest.mark.parametrize("place", ["data", "constants", "state"])
-def test_an_archive_runs_nothing(place: str, protocol: int, tmp_path: Path) -> None:
+def test_pickles_in_archives_are_not_run(place: str, protocol: int, tmp_path: Path) -> None:
     attack = pickle.dumps(Attack(tmp_path / "ran"), protocol)
     whole = M + b"}" + text("w") + tensor() + b"sb."
     path = tmp_path / "m.pt"
@@ -263,7 +263,7 @@ def test_an_archive_runs_nothing(place: str, protocol: int, tmp_path: Path) -> N
     assert not (tmp_path / "ran").exists()
 
 
-def test_its_source_is_only_text(tmp_path: Path) -> None:
+def test_source_code_is_not_run(tmp_path: Path) -> None:
     attack = f"open({str(tmp_path / 'ran')!r}, 'w')\n".encode()
     path = archive(
         tmp_path / "m.pt", M + b"}" + text("w") + tensor() + b"sb.", attack + CODE + b"  " + attack
@@ -274,7 +274,7 @@ def test_its_source_is_only_text(tmp_path: Path) -> None:
 
 SUB = b"c__torch__\nM\n)\x81"
 CYCLE = M + b"q\x00}(" + text("w") + b"N" + text("self") + b"h\x00ub."
-DOUBLING = b"\x80\x02N" + b"".join(  # each level holds the one below twice
+DOUBLING = b"\x80\x02N" + b"".join(  # each level holds the previous one twice
     b"q\x00" + SUB + b"}(" + text("w") + b"N" + text("a") + b"h\x00" + text("b") + b"h\x00ub" for _ in range(60)
 ) + b"."  # fmt: skip
 LONG = b"\x80\x02N" + b"".join(
@@ -306,18 +306,18 @@ LONG = b"\x80\x02N" + b"".join(
         (LONG, CODE, "recursively"),
     ],
 )
-def test_archives_that_do_not_hold_together(data: bytes, code: bytes, reason: str, tmp_path: Path) -> None:
+def test_inconsistent_archives_are_rejected(data: bytes, code: bytes, reason: str, tmp_path: Path) -> None:
     assert reason in refused(archive(tmp_path / "m.pt", data, code))
 
 
-def test_the_classes_of_archives_are_only_allowed_in_archives(tmp_path: Path) -> None:
+def test_script_classes_outside_torchscript_archives_are_rejected(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "m.pt", "w") as file:
         file.writestr("m/data.pkl", M + b"}" + text("w") + tensor() + b"sb.")
         file.writestr("m/data/0", torch.ones(2).numpy().tobytes())
     assert "names '__torch__.M'" in refused(tmp_path / "m.pt")
 
 
-def test_source_that_grows_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_source_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = M + b"}" + text("w") + tensor() + b"sb."
     path = archive(tmp_path / "m.pt", data, CODE + b" " * 100_000)
     assert read_weights(path)
@@ -325,7 +325,7 @@ def test_source_that_grows_without_end(tmp_path: Path, monkeypatch: pytest.Monke
     assert "too large for code" in refused(path)
 
 
-def test_a_frozen_module_and_a_function(tmp_path: Path) -> None:
+def test_frozen_modules_and_functions_are_rejected(tmp_path: Path) -> None:
     jit.save(jit.freeze(jit.script(nn.Linear(2, 2).eval())), tmp_path / "frozen.pt")
     assert "frozen TorchScript module stores them in its code" in refused(tmp_path / "frozen.pt")
     jit.save(jit.trace(torch.sin, torch.ones(1)), str(tmp_path / "function.pt"))
@@ -349,7 +349,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     which=st.integers(0, 20),
 )
 @settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_damaged_archives(
+def test_damaged_archives_load_or_raise_one_line_error(
     inside: bool, changes: list[tuple[int, bytes, int]], which: int, whole: Path, tmp_path: Path
 ) -> None:
     def damage(content: bytes) -> bytes:
@@ -359,7 +359,7 @@ def test_damaged_archives(
         return content
 
     path = tmp_path / "x.pt"
-    if inside:  # what is in the archive, in a sound one
+    if inside:  # damage an entry of an intact archive
         with zipfile.ZipFile(whole) as before, zipfile.ZipFile(path, "w") as after:
             names = [name for name in before.namelist() if name.endswith((".pkl", ".py"))]
             for name in before.namelist():

@@ -1,4 +1,4 @@
-"""Weights come out of every kind of file bit for bit."""
+"""Tests of reading weights: bit-exact tensors from every kind of file."""
 
 import json
 import subprocess
@@ -36,7 +36,7 @@ def bits(tensor: Tensor) -> bytes:
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    """Names, order, dtype, shape, strides and every bit."""
+    """Whether names, order, dtypes, shapes, strides and values are equal."""
     return list(a) == list(b) and all(
         (x.dtype, x.shape, x.stride()) == (y.dtype, y.shape, y.stride()) and bits(x) == bits(y)
         for x, y in zip(a.values(), b.values(), strict=True)
@@ -60,7 +60,7 @@ def model() -> nn.Module:
 
 @pytest.fixture
 def training(model: nn.Module) -> dict[str, Any]:
-    """What open_clip writes in epoch_N.pt, from several processes; its schedule gives NumPy numbers."""
+    """Contents of open_clip's epoch_N.pt: names prefixed by DDP and torch.compile, a NumPy learning rate."""
     state = {
         i: {"step": torch.tensor(1.0), "exp_avg": torch.ones_like(p)}
         for i, p in enumerate(model.parameters())
@@ -75,10 +75,10 @@ def training(model: nn.Module) -> dict[str, Any]:
     }
 
 
-# --- what is read ---------------------------------------------------------------------------------------------
+# --- accepted files -----------------------------------------------------------------------------------------
 
 
-def test_safetensors_whatever_it_is_called(tmp_path: Path) -> None:
+def test_safetensors_are_detected_under_any_file_name(tmp_path: Path) -> None:
     tensors = {"b": torch.ones(2, 3).half(), "a": torch.arange(4).bfloat16(), "empty": torch.zeros(0, 2)}
     for name in ("x.safetensors", "x.bin", "x"):
         save_file(tensors, tmp_path / name, metadata={"format": "pt", "long": "x" * 5000})
@@ -88,7 +88,9 @@ def test_safetensors_whatever_it_is_called(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_training_checkpoint(form: str, training: dict[str, Any], model: nn.Module, tmp_path: Path) -> None:
+def test_training_checkpoint_loads(
+    form: str, training: dict[str, Any], model: nn.Module, tmp_path: Path
+) -> None:
     torch.save(training, tmp_path / "epoch_3.pt", **FORMS[form])
     found = read_weights(tmp_path / "epoch_3.pt")
     assert found.kind == "torch" and found.notes == {"epoch": 3, "name": "run"}
@@ -96,16 +98,16 @@ def test_a_training_checkpoint(form: str, training: dict[str, Any], model: nn.Mo
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_each_dtype_as_torch_reads_it(form: str, tmp_path: Path) -> None:
+def test_each_dtype_loads_as_with_torch(form: str, tmp_path: Path) -> None:
     stored = {str(dtype): torch.arange(24).to(dtype).view(4, 6)[1:, ::2].t() for dtype in DTYPES}
     torch.save(stored, tmp_path / "all.bin", **FORMS[form])
     found = read_weights(tmp_path / "all.bin").tensors
     assert same(found, stored)
-    if form == "zip":  # torch cannot read its old form with newer dtypes
+    if form == "zip":  # torch cannot read newer dtypes in its old format
         assert same(found, torch.load(tmp_path / "all.bin", weights_only=True))
 
 
-def test_what_tensors_come_with(tmp_path: Path) -> None:
+def test_parameters_views_and_other_values_load(tmp_path: Path) -> None:
     tied = torch.arange(6.0)
     marked = torch.ones(2)
     marked.some_attribute = 3  # type: ignore[attr-defined]
@@ -118,7 +120,7 @@ def test_what_tensors_come_with(tmp_path: Path) -> None:
         found = read_weights(tmp_path / "x.pt")
         assert same(found.tensors, {name: t for name, t in stored.items() if isinstance(t, Tensor)})
         assert found.notes == {} and not any(tensor.requires_grad for tensor in found.tensors.values())
-        found.tensors["tied"][2] = 9  # the file is not written to, and what shared memory does so again
+        found.tensors["tied"][2] = 9  # memory stays shared, and the file is not modified
         assert found.tensors["tied_too"][0] == 9 and read_weights(tmp_path / "x.pt").tensors["tied"][2] == 2
 
 
@@ -130,7 +132,7 @@ def test_what_tensors_come_with(tmp_path: Path) -> None:
     data=st.data(),
 )
 @settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_view_comes_back(
+def test_any_view_round_trips(
     dtype: torch.dtype, shape: list[int], steps: list[int], form: str, data: st.DataObject, tmp_path: Path
 ) -> None:
     numbers = torch.arange(int(np.prod(shape))).to(dtype).view(shape)
@@ -143,7 +145,7 @@ def test_any_view_comes_back(
 @pytest.mark.parametrize(
     "place", ["state_dict", "model_state_dict", "model", "module", "ema", "state_dict_ema", "params"]
 )
-def test_a_state_dict_among_other_things(place: str, model: nn.Module, tmp_path: Path) -> None:
+def test_nested_state_dict_is_found(place: str, model: nn.Module, tmp_path: Path) -> None:
     others = {
         "step": 7,
         "loss": 0.5,
@@ -156,35 +158,35 @@ def test_a_state_dict_among_other_things(place: str, model: nn.Module, tmp_path:
     assert same(found.tensors, dict(model.state_dict())) and found.notes == {"step": 7, "loss": 0.5}
 
 
-def test_the_weights_in_training_come_before_their_average(tmp_path: Path) -> None:
+def test_trained_weights_take_precedence_over_the_average(tmp_path: Path) -> None:
     torch.save({"ema": {"w": torch.zeros(1)}, "model": {"w": torch.ones(1)}}, tmp_path / "x.pt")
     assert read_weights(tmp_path / "x.pt").tensors["w"] == 1
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.module."])
-def test_prefixes_that_all_names_have(prefix: str, tmp_path: Path) -> None:
+def test_common_prefixes_are_removed(prefix: str, tmp_path: Path) -> None:
     names = ["visual.proj", "module_norm.weight", "a.module.b"]
     torch.save({prefix + name: torch.ones(1) for name in names}, tmp_path / "x.pt")
     assert list(read_weights(tmp_path / "x.pt").tensors) == names
 
 
-def test_prefixes_that_are_names(tmp_path: Path) -> None:
+def test_prefixes_of_some_names_are_kept(tmp_path: Path) -> None:
     torch.save({"module.a": torch.ones(1), "head": torch.ones(1)}, tmp_path / "x.pt")
     assert list(read_weights(tmp_path / "x.pt").tensors) == ["module.a", "head"]
     torch.save(
         {"visual._orig_mod.a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "x.pt"
-    )  # a compiled part
+    )  # a compiled submodule
     assert list(read_weights(tmp_path / "x.pt").tensors) == ["visual.a", "b"]
     torch.save({"_orig_mod.a": torch.ones(1), "a": torch.ones(1)}, tmp_path / "x.pt")
     assert "with and without" in refused(tmp_path / "x.pt")
 
 
-def test_names_that_are_too_long(tmp_path: Path) -> None:
+def test_too_long_names_are_rejected(tmp_path: Path) -> None:
     torch.save({"module." * 10_000: torch.ones(1)}, tmp_path / "x.pt")
     assert "has 70000 characters" in refused(tmp_path / "x.pt")
 
 
-def test_a_moving_average_by_torch(model: nn.Module, tmp_path: Path) -> None:
+def test_averaged_model_of_torch_loads(model: nn.Module, tmp_path: Path) -> None:
     averaged = torch.optim.swa_utils.AveragedModel(model)
     averaged.update_parameters(model)
     torch.save(averaged.state_dict(), tmp_path / "x.pt")
@@ -193,7 +195,7 @@ def test_a_moving_average_by_torch(model: nn.Module, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_memory_is_not_taken_for_an_optimizer(tmp_path: Path) -> None:
+def test_optimizer_state_takes_no_memory(tmp_path: Path) -> None:
     torch.save({"state_dict": {"w": torch.ones(9)}, "optimizer": torch.zeros(100 << 18)}, tmp_path / "x.pt")
     code = """
 import sys
@@ -209,14 +211,14 @@ print(resident() - before)
     done = subprocess.run(
         [sys.executable, "-c", code, tmp_path / "x.pt"], capture_output=True, text=True, check=True
     )
-    assert int(done.stdout) < 20 << 20  # of 100 MB
+    assert int(done.stdout) < 20 << 20  # the file has 100 MB
 
 
-# --- several files --------------------------------------------------------------------------------------------
+# --- several files ------------------------------------------------------------------------------------------
 
 
 def shards(folder: Path, **changes: str) -> Path:
-    """Two tensors in two files, with the list of which is where."""
+    """Write two tensors to two files, with an index of which is where."""
     save_file({"a": torch.ones(2)}, folder / "one.safetensors")
     save_file({"b": torch.zeros(3), "unused": torch.zeros(1)}, folder / "two.safetensors")
     index = folder / "model.safetensors.index.json"
@@ -225,20 +227,20 @@ def shards(folder: Path, **changes: str) -> Path:
     return index
 
 
-def test_shards(tmp_path: Path) -> None:
+def test_safetensors_shards_load(tmp_path: Path) -> None:
     found = read_weights(shards(tmp_path))
     assert found.kind == "safetensors" and found.notes == {"total_size": 20}
     assert same(found.tensors, {"a": torch.ones(2), "b": torch.zeros(3)})
 
 
-def test_shards_of_torch(tmp_path: Path) -> None:
+def test_torch_shards_load(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2)}, tmp_path / "1.bin")
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": "1.bin"}}))
     assert read_weights(tmp_path / "pytorch_model.bin.index.json").kind == "torch"
 
 
-def test_shards_in_a_download_cache(tmp_path: Path) -> None:
-    """There each file of a snapshot is a link into a folder of blobs."""
+def test_shards_in_a_download_cache_load(tmp_path: Path) -> None:
+    """Files of a snapshot are links into a folder of blobs."""
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "1"
     blobs.mkdir()
     snapshot.mkdir(parents=True)
@@ -252,13 +254,13 @@ def test_shards_in_a_download_cache(tmp_path: Path) -> None:
     "name",
     ["../one.safetensors", "/etc/passwd", "", ".", "..", "sub/x", "sub\\x", "a\0b", "\ud800", "\x1b[2J"],
 )
-def test_shards_that_are_not_beside_the_list(name: str, tmp_path: Path) -> None:
+def test_shards_outside_the_folder_are_rejected(name: str, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     save_file({"b": torch.ones(1)}, tmp_path / "one.safetensors")
     assert "not a file in the same folder" in refused(shards(tmp_path / "in", b=name))
 
 
-def test_shards_that_are_links_to_elsewhere(tmp_path: Path) -> None:
+def test_shards_linked_to_another_folder_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     save_file({"b": torch.ones(1)}, tmp_path / "secret.safetensors")
     index = shards(tmp_path / "in", b="link.safetensors")
@@ -269,10 +271,10 @@ def test_shards_that_are_links_to_elsewhere(tmp_path: Path) -> None:
     assert "missing" in refused(index)
 
 
-def test_shards_that_are_missing_or_lack_something(tmp_path: Path) -> None:
+def test_missing_and_incomplete_shards_are_rejected(tmp_path: Path) -> None:
     assert "'three.safetensors' is missing" in refused(shards(tmp_path, b="three.safetensors"))
     assert "lacks 'b'" in refused(shards(tmp_path, b="one.safetensors"))
     index = shards(tmp_path, b="again.json")
-    (tmp_path / "again.json").write_text(json.dumps({"weight_map": {"b": "again.json"}}))  # no list of lists
+    (tmp_path / "again.json").write_text(json.dumps({"weight_map": {"b": "again.json"}}))  # nested index
     with pytest.raises(CheckpointError, match="not a weights file"):
         read_weights(index)

@@ -1,4 +1,4 @@
-"""Whatever is not weights is refused in one line, nothing that a file holds is run, no damage gets through."""
+"""Tests of files that are not weights: one-line errors, no code run, damage detected."""
 
 import gzip
 import json
@@ -59,19 +59,19 @@ OTHERS: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("what", OTHERS)
-def test_files_of_other_kinds(what: str, tmp_path: Path) -> None:
+def test_files_of_other_kinds_are_rejected(what: str, tmp_path: Path) -> None:
     content, reason = OTHERS[what]
     (tmp_path / what).write_bytes(content)
     assert reason in refused(tmp_path / what)
 
 
-def test_paths_that_are_no_files(tmp_path: Path) -> None:
+def test_paths_other_than_files_are_rejected(tmp_path: Path) -> None:
     assert "folder" in refused(tmp_path)
     assert "no such file" in refused(tmp_path / "missing.pt")
     assert "no such file" in refused(Path("/dev/zero"))
 
 
-def test_archives_of_other_kinds(tmp_path: Path) -> None:
+def test_archives_of_other_kinds_are_rejected(tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", a=np.ones(3))
     assert "NumPy arrays" in refused(tmp_path / "x.npz")
     with tarfile.open(tmp_path / "x.pt", "w") as tar:
@@ -99,13 +99,15 @@ def test_archives_of_other_kinds(tmp_path: Path) -> None:
         ({"w": torch.ones(1), "array": np.array([{}])}, "multiarray._reconstruct'"),
     ],
 )
-def test_what_torch_saves_but_is_not_weights(value: object, reason: str, form: str, tmp_path: Path) -> None:
+def test_torch_files_without_weights_are_rejected(
+    value: object, reason: str, form: str, tmp_path: Path
+) -> None:
     torch.save(value, tmp_path / "x.pt", **FORMS[form])
     assert reason in refused(tmp_path / "x.pt")
 
 
 class Attack:
-    """Makes a file when a pickle of it is loaded."""
+    """Creates a file when its pickle is loaded."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -115,14 +117,14 @@ class Attack:
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-def test_the_attack_works_where_pickles_are_run(tmp_path: Path) -> None:
+def test_attack_works_with_pickle_loads(tmp_path: Path) -> None:
     pickle.loads(pickle.dumps(Attack(tmp_path / "ran"))).close()
     assert (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("protocol", range(6))
 @pytest.mark.parametrize("hidden", [False, True])
-def test_a_bare_pickle_runs_nothing(protocol: int, hidden: bool, tmp_path: Path) -> None:
+def test_bare_pickle_is_not_run(protocol: int, hidden: bool, tmp_path: Path) -> None:
     attack = Attack(tmp_path / "ran")
     value = {"state_dict": {"w": torch.ones(1), "x": attack}} if hidden else attack
     (tmp_path / "x.pt").write_bytes(pickle.dumps(value, protocol))
@@ -134,7 +136,7 @@ def test_a_bare_pickle_runs_nothing(protocol: int, hidden: bool, tmp_path: Path)
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("place", ["beside", "in", "as a name", "instead"])
-def test_a_checkpoint_runs_nothing(form: str, place: str, tmp_path: Path) -> None:
+def test_pickle_in_a_checkpoint_is_not_run(form: str, place: str, tmp_path: Path) -> None:
     attack = Attack(tmp_path / "ran")
     value: Any = {
         "beside": {"state_dict": {"w": torch.ones(1)}, "optimizer": attack},
@@ -147,7 +149,7 @@ def test_a_checkpoint_runs_nothing(form: str, place: str, tmp_path: Path) -> Non
     assert not (tmp_path / "ran").exists()
 
 
-def test_arrays_of_objects_run_nothing(tmp_path: Path) -> None:
+def test_object_arrays_are_not_run(tmp_path: Path) -> None:
     array = np.array([Attack(tmp_path / "ran")])
     np.save(tmp_path / "x.npy", array)
     np.savez(tmp_path / "x.npz", array)
@@ -157,7 +159,7 @@ def test_arrays_of_objects_run_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-# --- damage of every kind -------------------------------------------------------------------------------------
+# --- damaged files ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -209,13 +211,13 @@ def read_or_refuse(path: Path) -> StoredWeights | None:
         assert "\n" not in str(error)
         return None
     for tensor in found.tensors.values():
-        tensor.clone()  # every number that it claims can be read
+        tensor.clone()  # every value can be read
     return found
 
 
 @given(kind=st.integers(0, 5), how=changes)
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_damaged_files(
+def test_damaged_files_load_or_raise_one_line_error(
     kind: int, how: list[tuple[str, int, Any]], whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     name = sorted(whole)[kind]
@@ -226,7 +228,7 @@ def test_damaged_files(
 
 @given(how=changes, form=st.sampled_from(["zip", "zip, protocol 4"]))
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_damaged_pickles_in_whole_archives(
+def test_damaged_pickles_in_intact_archives_load_or_raise_one_line_error(
     how: list[tuple[str, int, Any]], form: str, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     (tmp_path / "whole").write_bytes(whole[form])
@@ -238,7 +240,7 @@ def test_damaged_pickles_in_whole_archives(
 
 
 @pytest.mark.parametrize("name", ["zip", "old", "one.safetensors"])
-def test_cut_anywhere(name: str, whole: dict[str, bytes], tmp_path: Path) -> None:
+def test_truncated_files_are_rejected(name: str, whole: dict[str, bytes], tmp_path: Path) -> None:
     for length in range(0, len(whole[name]), 7):
         (tmp_path / name).write_bytes(whole[name][:length])
         refused(tmp_path / name)

@@ -1,4 +1,4 @@
-"""Calibrated labels: thresholds and errors are those of plain loops, and files are read as they were written."""
+"""Tests of calibrated labels: scale, thresholds and errors against plain loops, files, and the command."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ from eval.metrics.intervals import proportion
 def made(
     seed: int, *, images: int = 300, labels: int = 4, several: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Similarities whose logits at a scale of 20 are right, and the labels drawn from them."""
+    """Similarities calibrated at a scale of 20, and labels drawn from their probabilities."""
     draw = torch.Generator().manual_seed(seed)
     similarities = torch.randn(images, labels, generator=draw) * 0.1
     if several:
@@ -38,7 +38,7 @@ def calibrated(similarities: torch.Tensor, targets: torch.Tensor, *, several: bo
     )
 
 
-def test_the_scale_that_the_labels_were_drawn_with_is_found() -> None:
+def test_true_scale_and_biases_are_found() -> None:
     similarities, targets = made(0, images=5000)
     found = calibrated(similarities, targets)
     assert found.scale == pytest.approx(20, rel=0.1)
@@ -52,7 +52,7 @@ def test_the_scale_that_the_labels_were_drawn_with_is_found() -> None:
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_other_images_reach_the_precision_that_is_promised(several: bool) -> None:
+def test_new_images_reach_the_promised_precision(several: bool) -> None:
     reached, promised = [], []
     others, truth = made(1000, images=5000, several=several)
     for seed in range(10):
@@ -68,7 +68,7 @@ def test_other_images_reach_the_precision_that_is_promised(several: bool) -> Non
 
 
 @given(st.dictionaries(st.integers(0, 20), st.booleans(), min_size=1), st.floats(0, 1))
-def test_the_lowest_threshold_with_the_precision(rows: dict[int, bool], target: float) -> None:
+def test_threshold_is_the_lowest_with_the_precision(rows: dict[int, bool], target: float) -> None:
     probabilities = torch.tensor([value / 20 for value in rows])
     right = torch.tensor(list(rows.values()))
     reaching = []
@@ -80,7 +80,7 @@ def test_the_lowest_threshold_with_the_precision(rows: dict[int, bool], target: 
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 50))
-def test_errors_and_intervals_are_those_of_the_evaluation(seed: int, count: int) -> None:
+def test_error_and_interval_equal_those_of_eval(seed: int, count: int) -> None:
     similarities, targets = made(seed, images=count)
     probabilities = (30 * similarities).softmax(dim=1)
     confidence, best = probabilities.max(dim=1)
@@ -93,7 +93,7 @@ def test_errors_and_intervals_are_those_of_the_evaluation(seed: int, count: int)
     )
 
 
-def test_too_few_images() -> None:
+def test_too_few_images_are_rejected() -> None:
     similarities, targets = made(0, images=9)
     with pytest.raises(DataError, match="9 labelled images are too few"):
         calibrated(similarities, targets)
@@ -105,7 +105,7 @@ def test_too_few_images() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Images of three shades in folders by label, one of none, and a model."""
+    """Images of three shades in folders by label, one of them "none", and a model."""
     out = tmp_path_factory.mktemp("calibrate")
     for place, name in enumerate(("dark", "light", "none")):
         for number in range(12):
@@ -116,7 +116,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_the_command(
+def test_calibrate_command(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -167,7 +167,7 @@ def test_the_command(
             dispatch([*command, "--calibration", "damaged.json"])
 
 
-def test_an_image_in_two_folders_has_both_labels(
+def test_image_in_two_folders_has_both_labels(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

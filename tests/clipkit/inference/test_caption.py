@@ -1,4 +1,4 @@
-"""``clipkit caption``: files equal the API's captions, also after kill -9; invalid input is one line."""
+"""Tests of ``clipkit caption``: files equal the API's captions, resume after kill -9, one-line errors."""
 
 import csv
 import json
@@ -38,7 +38,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checkpoint(tiny: CLIP, tmp_path: Path) -> Path:
     tiny.set_decoder(Decoder(width=64, layers=1, heads=4, context_length=8), seed=1)
     assert tiny.text_decoder is not None
-    tiny.text_decoder.text_projection.data *= 8  # captions that depend on the image
+    tiny.text_decoder.text_projection.data *= 8  # makes captions depend on the image
     with torch.no_grad():
         save_model(tiny, tmp_path / "model")
     return tmp_path / "model"
@@ -54,7 +54,7 @@ def run(checkpoint: Path, photos: Path) -> Run:
     return with_options
 
 
-def test_files_have_the_captions_of_the_api(
+def test_files_equal_the_captions_of_the_api(
     run: Run, checkpoint: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = [path for path in sorted(photos.iterdir()) if "broken" not in path.name]
@@ -81,7 +81,9 @@ def test_files_have_the_captions_of_the_api(
 
 
 @pytest.mark.slow
-def test_kill_9_and_the_same_command_again(run: Run, checkpoint: Path, photos: Path, tmp_path: Path) -> None:
+def test_killed_command_resumes_to_the_same_file(
+    run: Run, checkpoint: Path, photos: Path, tmp_path: Path
+) -> None:
     whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
     partial = tmp_path / ".killed.jsonl.partial"
     options = ["--top-p", "0.9", "--seed", "5"]
@@ -100,7 +102,7 @@ def test_kill_9_and_the_same_command_again(run: Run, checkpoint: Path, photos: P
     assert killed.read_bytes() == whole.read_bytes() and not partial.exists()
 
 
-def test_a_partial_file_of_other_settings_is_not_continued(
+def test_partial_file_of_other_settings_is_not_continued(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, convert = tmp_path / "out.jsonl", captions._convert
@@ -115,7 +117,7 @@ def test_a_partial_file_of_other_settings_is_not_continued(
     assert out.read_bytes() == (tmp_path / "again.jsonl").read_bytes()
 
 
-def test_mistakes_are_one_line(run: Run, tmp_path: Path, tiny: CLIP) -> None:
+def test_invalid_options_raise_one_line_errors(run: Run, tmp_path: Path, tiny: CLIP) -> None:
     for options, said in (
         (("--out", tmp_path / "a.txt"), r"must be a file name ending in \.csv or \.jsonl"),
         (("--out", tmp_path / "none" / "a.csv"), "No such file or directory"),

@@ -1,4 +1,4 @@
-"""Embeddings are the model's, lie where clip-retrieval looks for them, and no stop changes a bit of them."""
+"""Tests of encode: embeddings equal the model's, clip-retrieval's file layout, bit-exact resume."""
 
 import io
 import json
@@ -54,7 +54,7 @@ def checkpoint(model: CLIP, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Good pictures in two folders, and broken ones at places 4, 12, 13 and 14."""
+    """Images in two folders, of which numbers 4, 12, 13 and 14 are broken."""
     folder = tmp_path_factory.mktemp("pictures") / "photos"
     (folder / "more").mkdir(parents=True)
     for number in range(COUNT):
@@ -92,7 +92,7 @@ def tree(out: Path) -> dict[str, bytes]:
 
 
 def rows_of(out: Path, kind: str = "img") -> np.ndarray[Any, np.dtype[np.float16]]:
-    """As clip-retrieval's reader puts them together: files in the order of their names."""
+    """Concatenate files in the order of their names, as clip-retrieval's reader does."""
     return np.concatenate([np.load(path) for path in sorted((out / f"{kind}_emb").glob("*.npy"))])
 
 
@@ -113,9 +113,7 @@ def whole(photos: Path, model: CLIP, tmp_path_factory: pytest.TempPathFactory) -
     return tree(out)
 
 
-def test_embeddings_are_the_models_in_the_order_of_the_pictures(
-    photos: Path, model: CLIP, tmp_path: Path
-) -> None:
+def test_embeddings_equal_the_model_in_image_order(photos: Path, model: CLIP, tmp_path: Path) -> None:
     done = encode_folder(photos, tmp_path / "out", model)
     good = [path for path in sorted(photos.rglob("*.png"), key=str) if path.read_bytes() != b"broken"]
     rows = rows_of(tmp_path / "out")
@@ -140,7 +138,7 @@ def test_embeddings_are_the_models_in_the_order_of_the_pictures(
     assert (done.totals.rows, done.totals.width, done.totals.failures) == (COUNT - 4, rows.shape[1], 4)
 
 
-def test_files_are_numbered_without_gaps_and_padded_as_clip_retrieval_does(
+def test_files_are_numbered_and_padded_as_by_clip_retrieval(
     photos: Path, model: CLIP, tmp_path: Path
 ) -> None:
     for rows_per_file, names in ((23, ["0"]), (3, list("01234567")), (2, [f"{n:02d}" for n in range(12)])):
@@ -152,11 +150,11 @@ def test_files_are_numbered_without_gaps_and_padded_as_clip_retrieval_does(
         paths = sorted((out / "metadata").glob("*.parquet"))
         assert [path.stem for path in paths] == [f"metadata_{n}" for n in names]
         assert len(rows_of(out)) == COUNT - 4
-    empty = np.load(tmp_path / "3/img_emb/img_emb_4.npy")  # the pictures 12, 13 and 14 are broken
+    empty = np.load(tmp_path / "3/img_emb/img_emb_4.npy")  # images 12, 13 and 14 are broken
     assert (empty.shape, empty.dtype) == ((0, rows_of(tmp_path / "3").shape[1]), np.float16)
 
 
-def test_the_threads_that_read_change_no_bit(
+def test_reader_threads_do_not_change_the_files(
     photos: Path, model: CLIP, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     for workers in (0, 5):
@@ -164,7 +162,7 @@ def test_the_threads_that_read_change_no_bit(
         assert tree(tmp_path / str(workers)) == whole
 
 
-def test_the_number_of_cores_changes_no_bit_because_a_batch_takes_one(
+def test_number_of_cores_does_not_change_the_files(
     photos: Path, model: CLIP, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: set[tuple[int, int]] = set()
@@ -187,30 +185,28 @@ def test_the_number_of_cores_changes_no_bit_because_a_batch_takes_one(
     assert len(seen) > 2
 
 
-def test_processes_share_the_parts_and_write_the_same_files(
+def test_several_processes_write_the_same_files(
     photos: Path, model: CLIP, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     done = [encode_folder(photos, tmp_path / "out", model, process=n, processes=3) for n in (2, 0)]
-    (
-        tmp_path / "out/.manifest.json.7.partial"
-    ).touch()  # by a process that was killed, of another number of them
+    (tmp_path / "out/.manifest.json.7.partial").touch()  # left by a killed process, one of another number
     done.append(encode_folder(photos, tmp_path / "out", model, process=1, processes=3))
     assert [one.written for one in done] == [2, 3, 3]
     assert [one.totals is None for one in done] == [True, True, False]
     assert tree(tmp_path / "out") == whole
-    (tmp_path / "out/img_emb/img_emb_5.npy").unlink()  # process 2's, done by the only one there is now
+    (tmp_path / "out/img_emb/img_emb_5.npy").unlink()  # written by process 2, and now by the only process
     assert encode_folder(photos, tmp_path / "out", model).written == 1
     assert tree(tmp_path / "out") == whole
 
 
 class Killed(BaseException):
-    """Stands for kill -9: nothing catches it."""
+    """Simulates kill -9: nothing catches it."""
 
 
-def test_a_kill_at_any_moment_of_the_writing_changes_no_bit(
+def test_kill_at_any_file_operation_does_not_change_the_files(
     photos: Path, tiny: CLIP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dies at the first, second, … call to the file system, goes on, and ends with the same files."""
+    """Stop at the first, second, … file system call, then resume; the files are the same."""
     text = tiny.architecture.text
     assert isinstance(text, TextTower)
     small = CLIP(replace(tiny.architecture, text=replace(text, vocab_size=100))).initialize()
@@ -263,7 +259,7 @@ def environment() -> dict[str, str]:
 
 
 @pytest.mark.long
-def test_kill_9_and_the_same_command_again(
+def test_killed_command_resumes_to_the_same_files(
     photos: Path, checkpoint: Path, tmp_path: Path, forked: Forked
 ) -> None:
     sources = [photos] * 8
@@ -292,7 +288,7 @@ def test_kill_9_and_the_same_command_again(
 
 
 @pytest.mark.long
-def test_torchrun_gives_the_same_files(
+def test_torchrun_writes_the_same_files(
     photos: Path, checkpoint: Path, model: CLIP, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -339,7 +335,7 @@ def test_texts_of_lines_tables_and_shards(model: CLIP, tmp_path: Path) -> None:
         "text of more than 100,000 characters",
         "caption is not UTF-8",
     ]
-    # pictures come with their captions
+    # images come with their captions
     encode_folder(tmp_path / "0.tar", tmp_path / "c", model)
     assert metadata_of(tmp_path / "c")["caption"] == [text or None for text in texts] + [
         "x" * 100_001,
@@ -348,8 +344,8 @@ def test_texts_of_lines_tables_and_shards(model: CLIP, tmp_path: Path) -> None:
     assert metadata_of(tmp_path / "c")["image_path"] == ["0", "1", "2", "3", "4", "5", "6"]
 
 
-def test_only_some_pictures_have_captions(photos: Path, model: CLIP, tmp_path: Path) -> None:
-    """The columns are those of the whole folder of embeddings: readers take the first file's for all."""
+def test_missing_captions_are_null(photos: Path, model: CLIP, tmp_path: Path) -> None:
+    """All files have the same columns, because readers use those of the first file."""
     table = tmp_path / "t.jsonl"
     table.write_text(f'{{"path": "{photos}/00.png"}}\n{{"path": "{photos}/01.png", "caption": "one"}}\n')
     encode_folder(table, tmp_path / "out", model, rows_per_file=1)
@@ -371,7 +367,7 @@ def test_only_some_pictures_have_captions(photos: Path, model: CLIP, tmp_path: P
         ),
     ],
 )
-def test_another_model_or_setting_in_the_same_folder_is_an_error(
+def test_other_model_or_settings_in_the_same_folder_are_rejected(
     photos: Path, model: CLIP, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     source = tmp_path / "photos"
@@ -395,7 +391,7 @@ def test_another_model_or_setting_in_the_same_folder_is_an_error(
     assert tree(tmp_path / "out") == before
 
 
-def test_a_folder_that_is_not_ours_is_an_error(photos: Path, model: CLIP, tmp_path: Path) -> None:
+def test_folder_without_a_valid_manifest_is_rejected(photos: Path, model: CLIP, tmp_path: Path) -> None:
     (tmp_path / "out/img_emb").mkdir(parents=True)
     with pytest.raises(DataError, match=r"contains embeddings but no manifest\.json"):
         encode_folder(photos, tmp_path / "out", model)
@@ -413,7 +409,7 @@ def test_a_folder_that_is_not_ours_is_an_error(photos: Path, model: CLIP, tmp_pa
         ({"workers": -1}, "workers = -1"),
     ],
 )
-def test_settings_are_checked(
+def test_invalid_settings_are_rejected(
     photos: Path, model: CLIP, tmp_path: Path, setting: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -421,9 +417,7 @@ def test_settings_are_checked(
     assert not (tmp_path / "out").exists()
 
 
-def test_sources_that_shrink_while_they_are_read_are_an_error(
-    photos: Path, model: CLIP, tmp_path: Path
-) -> None:
+def test_sources_that_change_while_reading_raise_an_error(photos: Path, model: CLIP, tmp_path: Path) -> None:
     class Shrinking(Stream):
         looks = 0
 
@@ -437,12 +431,12 @@ def test_sources_that_shrink_while_they_are_read_are_an_error(
         encode(Shrinking([str(photos)]), tmp_path / "out", features, rows_per_file=4, progress=False)
 
 
-def test_the_hash_of_a_model_is_of_all_that_makes_it(model: CLIP) -> None:
+def test_model_hash_covers_weights_but_not_small_data(model: CLIP) -> None:
     assert model_hash(model) == model_hash(clipkit.create("ViT-Ti-4-16", seed=0))
     other = clipkit.create("ViT-Ti-4-16", seed=0)
     with torch.no_grad():
         other.logit_scale.add_(1e-3)
     assert model_hash(model) != model_hash(other)
-    exported = clipkit.create("ViT-Ti-4-16", seed=0)  # other formats do not say how fresh weights are drawn
+    exported = clipkit.create("ViT-Ti-4-16", seed=0)  # other formats do not store small_data
     exported.architecture = replace(exported.architecture, small_data=False)
     assert model_hash(model) == model_hash(exported)

@@ -1,4 +1,4 @@
-"""A folder of embeddings follows its sources: what has changed is made again, and nothing else."""
+"""Tests of re-encoding a folder of embeddings: only parts whose sources changed are written again."""
 
 import errno
 import io
@@ -44,7 +44,7 @@ def png(number: int, side: int = 20) -> bytes:
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """Twelve images of one size and time, of which 04.png is broken; in files of three: parts 0 to 3."""
+    """Twelve images of equal size and time, of which 04.png is broken; three per file make parts 0 to 3."""
     folder = tmp_path / "photos"
     folder.mkdir()
     for number in range(12):
@@ -67,7 +67,7 @@ def tree(out: Path) -> dict[str, bytes]:
 
 
 def inodes(out: Path) -> dict[int, tuple[int, int]]:
-    """By the numbers of the parts: a file that is written again has another number or time."""
+    """Inode and modification time by part number, which show whether a file was rewritten."""
     found = ((int(path.stem.rsplit("_", 1)[1]), path.stat()) for path in out.glob("img_emb/*.npy"))
     return {part: (status.st_ino, status.st_mtime_ns) for part, status in found}
 
@@ -98,19 +98,19 @@ def remove_one(photos: Path) -> None:
 
 
 def touch(photos: Path) -> None:
-    """Another time, and nothing else: the content decides."""
-    for number in (2, 4):  # 04.png is broken, and stays so
+    """Change only the modification time; the content decides."""
+    for number in (2, 4):  # 04.png is broken and stays broken
         os.utime(photos / f"{number:02d}.png", ns=(1, 1))
 
 
 def copy(photos: Path) -> None:
-    """As on another disk: other inodes and times, the same content."""
+    """Copy to new inodes and times, as on another disk."""
     photos.rename(photos.with_name("old"))
     shutil.copytree(photos.with_name("old"), photos)
 
 
 def break_one(photos: Path) -> None:
-    """Of the same size and modification time, and no image any more."""
+    """Replace an image by bytes of the same size and modification time that are no image."""
     file = photos / "07.png"
     found = file.stat()
     file.write_bytes(b"x" * found.st_size)
@@ -118,7 +118,7 @@ def break_one(photos: Path) -> None:
 
 
 def swap(photos: Path) -> None:
-    """Two files of equal size and time exchange their names."""
+    """Swap two files of equal size and time."""
     exchange(photos / "01.png", photos / "10.png")
 
 
@@ -138,7 +138,7 @@ def swap(photos: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("processes", [1, 3])
-def test_what_has_changed_is_made_again_and_the_folder_is_as_if_made_at_once(
+def test_changed_parts_are_encoded_again_and_equal_a_fresh_run(
     photos: Path,
     model: CLIP,
     tmp_path: Path,
@@ -163,7 +163,7 @@ def test_what_has_changed_is_made_again_and_the_folder_is_as_if_made_at_once(
     assert tree(tmp_path / "out") == tree(tmp_path / "straight")
 
 
-def test_names_get_the_zeros_that_more_files_need(photos: Path, model: CLIP, tmp_path: Path) -> None:
+def test_file_numbers_are_padded_for_more_files(photos: Path, model: CLIP, tmp_path: Path) -> None:
     for number in range(4):
         (photos / f"{number:02d}.png").rename(tmp_path / f"{number:02d}.png")
     run(photos, tmp_path / "out", model, rows_per_file=1)
@@ -180,7 +180,7 @@ def test_names_get_the_zeros_that_more_files_need(photos: Path, model: CLIP, tmp
     assert inodes(tmp_path / "out") == before
 
 
-def test_sources_may_be_added(photos: Path, model: CLIP, tmp_path: Path) -> None:
+def test_sources_may_be_added_but_not_removed(photos: Path, model: CLIP, tmp_path: Path) -> None:
     shard = tmp_path / "0.tar"
     with tarfile.open(shard, "w") as tar:
         tar.add(photos / "00.png", "x/one.png")
@@ -200,10 +200,10 @@ def test_sources_may_be_added(photos: Path, model: CLIP, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", ["shards", "table", "folders", "captions"])
-def test_files_of_equal_size_and_time_that_exchange_names_are_encoded_again(
+def test_swapped_files_of_equal_size_and_time_are_encoded_again(
     kind: str, model: CLIP, tmp_path: Path
 ) -> None:
-    """Shards, the files of a table, renamed folders, captions in shards: 12 of 60 rows are of other content."""
+    """Shards, files of a table, folders, captions in shards: 12 of 60 rows on each side are swapped."""
     root = tmp_path / "data"
     folders = [root / name for name in "abcde"]
     for place, folder in enumerate(folders):
@@ -236,7 +236,7 @@ def test_files_of_equal_size_and_time_that_exchange_names_are_encoded_again(
     if kind == "table":  # twelve files, in pairs
         for number in range(6):
             exchange(folders[0] / f"{number:02d}.bmp", folders[2] / f"{number:02d}.bmp")
-    else:  # of twelve images each
+    else:  # with twelve images each
         exchange(folders[1], folders[3])
         exchange(folders[1].with_suffix(".tar"), folders[3].with_suffix(".tar"))
     done, rows = encoded(tmp_path / "out")
@@ -247,15 +247,15 @@ def test_files_of_equal_size_and_time_that_exchange_names_are_encoded_again(
 
 
 def exchange(first: Path, second: Path) -> None:
-    """Two files or folders get each other's name."""
+    """Swap the names of two files or folders."""
     aside = first.with_name("aside")
     first.rename(aside)
     second.rename(first)
     aside.rename(second)
 
 
-def test_a_folder_of_an_earlier_version_is_not_trusted(photos: Path, model: CLIP, tmp_path: Path) -> None:
-    """Its records have one digest, of names, sizes and modification times."""
+def test_folder_of_an_earlier_version_is_encoded_again(photos: Path, model: CLIP, tmp_path: Path) -> None:
+    """Its records have only one digest, of names, sizes and modification times."""
     run(photos, tmp_path / "out", model)
     for path in (tmp_path / "out/.parts").iterdir():
         first, *failures = path.read_text().splitlines(keepends=True)
@@ -268,7 +268,9 @@ def test_a_folder_of_an_earlier_version_is_not_trusted(photos: Path, model: CLIP
     assert tree(tmp_path / "out") == tree(tmp_path / "straight")
 
 
-def test_captions_that_come_to_a_table_come_to_all_files(photos: Path, model: CLIP, tmp_path: Path) -> None:
+def test_captions_added_to_a_table_add_a_column_to_all_files(
+    photos: Path, model: CLIP, tmp_path: Path
+) -> None:
     table = tmp_path / "t.jsonl"
     lines = [json.dumps({"path": f"photos/{number:02d}.png"}) for number in range(3)]
     table.write_text("\n".join(lines) + "\n")
@@ -280,7 +282,7 @@ def test_captions_that_come_to_a_table_come_to_all_files(photos: Path, model: CL
     assert names == {("image_path", "caption", "source")}
 
 
-def test_failures_are_tried_again_when_asked(photos: Path, model: CLIP, tmp_path: Path) -> None:
+def test_failures_are_retried_on_request(photos: Path, model: CLIP, tmp_path: Path) -> None:
     run(photos, tmp_path / "out", model)
     whole = tree(tmp_path / "out")
     assert run(photos, tmp_path / "out", model).written == 0
@@ -289,7 +291,7 @@ def test_failures_are_tried_again_when_asked(photos: Path, model: CLIP, tmp_path
     assert tree(tmp_path / "out") == whole
 
 
-def test_a_damaged_record_is_made_again(photos: Path, model: CLIP, tmp_path: Path) -> None:
+def test_damaged_record_is_written_again(photos: Path, model: CLIP, tmp_path: Path) -> None:
     run(photos, tmp_path / "out", model)
     whole = tree(tmp_path / "out")
     (tmp_path / "out/.parts/1.jsonl").write_bytes(b"")
@@ -297,13 +299,13 @@ def test_a_damaged_record_is_made_again(photos: Path, model: CLIP, tmp_path: Pat
     assert tree(tmp_path / "out") == whole
 
 
-def test_processes_that_see_other_items_are_told_so(photos: Path, model: CLIP, tmp_path: Path) -> None:
+def test_processes_with_different_items_raise_an_error(photos: Path, model: CLIP, tmp_path: Path) -> None:
     class Growing(Stream):
         looks = 0
 
         def __iter__(self) -> Iterator[Item]:
             self.looks += 1
-            if self.looks == 2:  # another process looks while this one encodes
+            if self.looks == 2:  # another process lists the items while this one encodes
                 add_last(photos)
                 run(photos, tmp_path / "out", model, process=1, processes=2)
                 (photos / "98.png").unlink()
@@ -332,7 +334,7 @@ with only_writer(Path(sys.argv[1]), int(sys.argv[2])):
 """
 
 
-def test_one_process_of_a_number_writes_to_a_folder(tmp_path: Path) -> None:
+def test_only_one_process_of_each_number_writes_to_a_folder(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLD, str(tmp_path / "out"), "1"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
@@ -344,18 +346,18 @@ def test_one_process_of_a_number_writes_to_a_folder(tmp_path: Path) -> None:
             pass
         other.kill()
         other.wait()
-    with only_writer(tmp_path / "out", 1):  # a killed process holds nothing
+    with only_writer(tmp_path / "out", 1):  # the lock of a killed process is released
         pass
 
 
-def test_a_full_disk_leaves_nothing_behind_and_is_told_as_such(
+def test_full_disk_raises_an_error_and_leaves_no_partial_files(
     photos: Path, model: CLIP, tmp_path: Path
 ) -> None:
-    """A limit on the size of files stands for it: the call fails in the same place."""
+    """Simulated by a limit on file sizes: the same call fails."""
     done = run(photos, tmp_path / "straight", model)
     assert done.totals is not None
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (700, before[1]))  # Python ignores the signal
+    resource.setrlimit(resource.RLIMIT_FSIZE, (700, before[1]))  # Python ignores SIGXFSZ
     try:
         with pytest.raises(OSError, match="File too large") as caught:
             run(photos, tmp_path / "out", model)
@@ -367,7 +369,7 @@ def test_a_full_disk_leaves_nothing_behind_and_is_told_as_such(
     assert tree(tmp_path / "out") == tree(tmp_path / "straight")
 
 
-def test_an_array_is_what_numpy_would_have_written(photos: Path, model: CLIP, tmp_path: Path) -> None:
+def test_array_files_equal_those_of_numpy(photos: Path, model: CLIP, tmp_path: Path) -> None:
     run(photos, tmp_path / "out", model)
     path = tmp_path / "out/img_emb/img_emb_1.npy"
     buffer = io.BytesIO()
@@ -375,10 +377,10 @@ def test_an_array_is_what_numpy_would_have_written(photos: Path, model: CLIP, tm
     assert path.read_bytes() == buffer.getvalue()
 
 
-def test_numbers_that_are_not_finite_are_one_error(photos: Path, tmp_path: Path) -> None:
+def test_nonfinite_embeddings_raise_one_error(photos: Path, tmp_path: Path) -> None:
     broken = clipkit.create("ViT-Ti-4-16", seed=0).eval()
     with torch.no_grad():
-        broken.positional_embedding.fill_(float("nan"))  # of the texts
+        broken.positional_embedding.fill_(float("nan"))  # used by texts only
     labels = clipkit.zero_shot_classifier(broken, ["cat", "dog"])
     features = FeatureStream(broken, batch_size=2, workers=0)
     with pytest.raises(DataError, match="embeddings of the labels are not finite: its weights are damaged"):

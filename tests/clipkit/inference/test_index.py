@@ -1,4 +1,4 @@
-"""An index finds what exact search finds, in changing folders as well, and damaged ones are refused."""
+"""Tests of the search index: recall against exact search, changing folders, damaged indexes."""
 
 import json
 import pickle
@@ -55,7 +55,7 @@ def recall(folder: Path, queries: np.ndarray, k: int = 10) -> float:
 
 
 @pytest.mark.parametrize("dtype", [*STORAGE])
-def test_candidates_are_compared_exactly(
+def test_index_recall_and_exact_similarities(
     tmp_path: Path, dtype: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path, *(STORAGE[dtype].pack(rows_of(seed, 400)) for seed in (1, 2)))
@@ -65,7 +65,7 @@ def test_candidates_are_compared_exactly(
     assert recall(tmp_path, rows_of(3, 20)) > 0.95
 
 
-def test_only_the_candidates_of_the_index_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_candidates_of_the_index_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     embeddings, query = Embeddings(folder), torch.from_numpy(rows_of(3, 1)[0])
     monkeypatch.setattr(Embeddings, "_compared", lambda *_: pytest.fail("all rows were compared"))
     assert len(embeddings.search(query, 10)) == 10 and embeddings.unindexed == 0
@@ -76,8 +76,10 @@ def test_only_the_candidates_of_the_index_are_read(folder: Path, monkeypatch: py
         Embeddings(folder, exact=True).search(query, 5)
 
 
-def test_an_index_that_lacks_rows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows that were added or replaced are found, and those that were removed are not."""
+def test_outdated_index_finds_new_rows_and_omits_removed_ones(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows missing in the index are compared exactly."""
     embeddings = Embeddings(folder)
     new, replaced = rows_of(4, 50), rows_of(5, 400)
     write(folder, new.astype(np.float16), first=2)
@@ -87,24 +89,24 @@ def test_an_index_that_lacks_rows(folder: Path, capsys: pytest.CaptureFixture[st
     for rows, part in ((new, 2), (replaced, 1)):
         (hit,) = embeddings.search(torch.from_numpy(rows[7]), 1)
         assert hit.path == f"{part}/7.png" and hit.similarity == pytest.approx(1, abs=1e-3)
-    (hit,) = embeddings.search(torch.from_numpy(rows_of(2, 400)[7]), 1)  # of the part that was replaced
+    (hit,) = embeddings.search(torch.from_numpy(rows_of(2, 400)[7]), 1)  # of the replaced part
     assert hit.similarity < 0.999
     assert recall(folder, rows_of(6, 10)) > 0.95
     index(folder)
-    assert "added 850 rows of 850" in capsys.readouterr().out  # a graph without the old rows
+    assert "added 850 rows of 850" in capsys.readouterr().out  # the index is rebuilt without the old rows
     write(folder, rows_of(7, 30).astype(np.float16), first=3)
     index(folder)
     assert "added 30 rows of 880" in capsys.readouterr().out
-    embeddings.refresh()  # the files that it had mapped are removed
+    embeddings.refresh()  # the previously mapped files are removed
     assert embeddings.unindexed == 0 and len(list((folder / "index").iterdir())) == 2
-    for part in (1, 2):  # nearly everything is new
+    for part in (1, 2):  # nearly all rows are new
         write(folder, rows_of(8, 400).astype(np.float16), first=part)
     (folder / "img_emb" / "img_emb_0.npy").unlink()
     embeddings.refresh()
     assert len(embeddings.search(torch.from_numpy(new[0]), 100)) == 100
 
 
-def test_rows_that_are_not_finite_and_small_folders(tmp_path: Path) -> None:
+def test_nonfinite_rows_and_small_folders(tmp_path: Path) -> None:
     rows = rows_of(1, 12)
     rows[3], rows[4] = np.nan, 0
     write(tmp_path, rows)
@@ -113,7 +115,7 @@ def test_rows_that_are_not_finite_and_small_folders(tmp_path: Path) -> None:
     assert hits[0].path == "0/0.png" and "0/3.png" not in {hit.path for hit in hits} and len(hits) >= 10
 
 
-def test_damaged_indexes_are_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_indexes_are_rejected(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     described = folder / "index" / "index.json"
     stored = json.loads(described.read_text())
     (graph,) = (folder / "index").glob("*.usearch")
@@ -140,7 +142,7 @@ def test_damaged_indexes_are_refused(folder: Path, tmp_path: Path, monkeypatch: 
     described.write_text("{")
     with pytest.raises(DataError, match="is damaged"):
         Embeddings(folder)
-    index(folder)  # mends it
+    index(folder)  # repairs it
     assert Embeddings(folder).unindexed == 0
     lock = FileLock(folder / "index" / ".lock")
     assert lock.try_acquire()
@@ -157,11 +159,11 @@ def test_damaged_indexes_are_refused(folder: Path, tmp_path: Path, monkeypatch: 
     assert len(Embeddings(folder).search(torch.from_numpy(rows_of(1, 1)[0]), 3)) == 3
 
 
-def test_a_full_disk_leaves_the_earlier_index(folder: Path) -> None:
-    """A limit on the size of files stands for it."""
+def test_full_disk_keeps_the_previous_index(folder: Path) -> None:
+    """Simulated by a limit on file sizes."""
     write(folder, rows_of(4, 50).astype(np.float16), first=2)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))  # Python ignores the signal
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))  # Python ignores SIGXFSZ
     try:
         with pytest.raises(DataError, match=r"cannot write .*index: .* is the disk full"):
             index(folder)

@@ -1,4 +1,4 @@
-"""Streams from every kind of source: the same order each time, each item once, bounded memory."""
+"""Tests of input streams from every kind of source: deterministic order, each item once, bounded memory."""
 
 import io
 import json
@@ -41,7 +41,7 @@ def write_tar(path: Path, files: Sequence[tuple[str, bytes]], **how: int) -> Pat
 
 
 def found(*sources: str | Path, kind: Kind = "image", **more: str) -> list[tuple[str, str]]:
-    """Key and cause of each item, read twice."""
+    """Key and cause of each item, which must be equal in two passes."""
     stream = Stream([str(source) for source in sources], kind=kind, **more)
     items = [(item.key, item.cause) for item in stream]
     assert items == [(item.key, item.cause) for item in stream]
@@ -66,7 +66,7 @@ def cause(item: Item) -> str:
     return str(caught.value)
 
 
-def test_a_folder_is_every_picture_below_it_in_the_order_of_the_paths(tmp_path: Path) -> None:
+def test_folder_lists_all_images_below_it_in_path_order(tmp_path: Path) -> None:
     for name in ("b.jpg", "a/z.PNG", "a/deep/er/x.webp", "a.b/y.tiff", "a0.gif", "note.txt", "noext"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(name.encode())
@@ -84,23 +84,23 @@ def test_a_folder_is_every_picture_below_it_in_the_order_of_the_paths(tmp_path: 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.text(st.characters(exclude_characters="\0/"), max_size=6), unique=True), st.integers(1, 9))
-def test_a_folder_is_sorted_in_pieces_as_in_one(
+def test_sorting_in_pieces_equals_sorting_at_once(
     monkeypatch: pytest.MonkeyPatch, names: list[str], piece: int
 ) -> None:
     monkeypatch.setattr(inputs, "_MAX_SORTED", piece)
     assert list(inputs._sorted(names)) == sorted(names)
 
 
-def test_names_that_are_no_utf8_are_found_and_read(tmp_path: Path) -> None:
+def test_names_other_than_utf8_are_found_and_read(tmp_path: Path) -> None:
     (tmp_path / os.fsdecode(b"caf\xe9\n.jpg")).write_bytes(b"x")
     (item,) = Stream([str(tmp_path)])
     assert read_image(item) == b"x"
-    assert item.key == f"{tmp_path}/caf\\xe9\n.jpg"  # a Parquet file takes UTF-8 only
+    assert item.key == f"{tmp_path}/caf\\xe9\n.jpg"  # Parquet files can only store UTF-8
     assert readable("naïve 🐈") == "naïve 🐈"
 
 
-def test_memory_does_not_grow_with_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twenty times the pictures, in a flat folder: the names alone would be some 300 KB more."""
+def test_memory_is_independent_of_the_folder_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty times the images in a flat folder: the names alone would take some 300 KB more."""
     monkeypatch.setattr(inputs, "_MAX_SORTED", 100)
 
     def peak(folder: Path) -> int:
@@ -117,12 +117,12 @@ def test_memory_does_not_grow_with_a_folder(tmp_path: Path, monkeypatch: pytest.
         folder.mkdir()
         for number in range(count):
             (folder / f"{'long ' * 10}{number}.jpg").touch()
-        sizes[count] = min(peak(folder) for _ in range(3))  # of which others in the process have less part
-    # a file of 100 names is open for each hundred: its buffer of some 10 KB counts, not its names
+        sizes[count] = min(peak(folder) for _ in range(3))  # excludes other allocations
+    # one file of 100 names is open per hundred images: its buffer of some 10 KB counts, but not the names
     assert sizes[3000] - sizes[150] < 30 * 16_384
 
 
-def test_what_is_no_readable_file_is_an_item_with_a_cause(tmp_path: Path) -> None:
+def test_unreadable_files_are_items_with_a_cause(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jpg")
     (tmp_path / "empty.jpg").touch()
     (tmp_path / "gone.jpg").symlink_to("nowhere")
@@ -137,7 +137,7 @@ def test_what_is_no_readable_file_is_an_item_with_a_cause(tmp_path: Path) -> Non
     }
 
 
-def test_a_folder_that_vanishes_is_an_item_with_a_cause(tmp_path: Path) -> None:
+def test_vanished_folder_is_an_item_with_a_cause(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").touch()
     (tmp_path / "b").mkdir()
     walk = images_below(tmp_path)
@@ -159,7 +159,7 @@ SAMPLES = [
 ]
 
 
-def test_shards_give_samples_with_key_picture_and_caption(tmp_path: Path) -> None:
+def test_shards_yield_samples_with_key_image_and_caption(tmp_path: Path) -> None:
     for number, name in enumerate(["0.tar", "2.tar", "10.tar"]):
         files = [(f"{number}/{key}", content) for key, content in [*SAMPLES, (".x.jpg", b"")]]
         write_tar(tmp_path / name, files)
@@ -175,7 +175,7 @@ def test_shards_give_samples_with_key_picture_and_caption(tmp_path: Path) -> Non
     assert texts(tmp_path / "0.tar") == ["first", "second", "third", "<invalid JSON>"]
 
 
-def test_a_data_set_is_the_shards_of_all_its_splits(tmp_path: Path) -> None:
+def test_dataset_folder_lists_the_shards_of_all_splits(tmp_path: Path) -> None:
     for split, key in (("train", "a"), ("test", "b"), ("notes", "c")):
         (tmp_path / split).mkdir()
         write_tar(tmp_path / split / "0.tar", [(f"{key}.jpg", b"x"), (f"{key}.txt", key.encode())])
@@ -186,9 +186,7 @@ def test_a_data_set_is_the_shards_of_all_its_splits(tmp_path: Path) -> None:
     assert texts(tmp_path) == ["b", "a"]
 
 
-def test_wildcards_stand_for_paths_with_numbers_as_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wildcards_match_paths_in_numeric_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in (9, 10, 100):
         write_tar(tmp_path / f"part-{number}.tar", [(f"{number}.jpg", b"x")])
     (tmp_path / "notes.txt").touch()
@@ -202,7 +200,7 @@ def test_wildcards_stand_for_paths_with_numbers_as_numbers(
     assert found(tmp_path / "[9]*.tar") == [("own", "")]
 
 
-def test_a_blank_caption_is_none_but_a_blank_line_is_a_text(tmp_path: Path) -> None:
+def test_blank_caption_is_missing_but_blank_line_is_a_text(tmp_path: Path) -> None:
     shard = write_tar(
         tmp_path / "0.tar",
         [("1.txt", b""), ("2.txt", b" \n"), ("3.json", b'{"caption": ""}'), ("4.txt", b"x")],
@@ -214,7 +212,7 @@ def test_a_blank_caption_is_none_but_a_blank_line_is_a_text(tmp_path: Path) -> N
     assert texts(tmp_path / "lines.txt") == ["", "x"]
 
 
-def test_a_folder_of_pictures_and_shards_gives_both(tmp_path: Path) -> None:
+def test_folder_with_images_and_shards_lists_both(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     for name in ("b.png", "sub/a.png"):
         (tmp_path / name).touch()
@@ -224,7 +222,7 @@ def test_a_folder_of_pictures_and_shards_gives_both(tmp_path: Path) -> None:
     assert texts(tmp_path) == ["first"]
 
 
-def test_a_member_that_is_there_twice_in_a_row_is_listed(tmp_path: Path) -> None:
+def test_repeated_member_is_reported(tmp_path: Path) -> None:
     files = [
         ("1.jpg", b"a"),
         ("1.jpg", b"b"),
@@ -244,7 +242,7 @@ def test_a_member_that_is_there_twice_in_a_row_is_listed(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("how", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT])
-def test_long_names_in_every_format(tmp_path: Path, how: int) -> None:
+def test_long_names_in_every_tar_format(tmp_path: Path, how: int) -> None:
     name = "folder/" * 20 + "ä" * 20 + ".jpg"
     if how != tarfile.USTAR_FORMAT:
         name = "x" * 300 + "/" + name
@@ -252,7 +250,7 @@ def test_long_names_in_every_format(tmp_path: Path, how: int) -> None:
     assert found(shard) == [(name.removesuffix(".jpg"), "")]
 
 
-def test_a_broken_shard_gives_what_lies_before_the_fault(tmp_path: Path) -> None:
+def test_broken_shard_yields_the_samples_before_the_fault(tmp_path: Path) -> None:
     whole = write_tar(tmp_path / "whole.tar", SAMPLES)
     data = whole.read_bytes()
     (tmp_path / "cut.tar").write_bytes(data[:2000])
@@ -271,11 +269,11 @@ def test_a_broken_shard_gives_what_lies_before_the_fault(tmp_path: Path) -> None
         *before, (key, why_not) = found(tmp_path / name)
         assert ([key for key, _ in before], key) == (keys, "")
         assert why in why_not
-    # the others are read all the same
+    # the remaining shards are still read
     assert len(found(tmp_path / "cut.tar", whole)) == 2 + 4
 
 
-def test_a_shard_that_shrinks_or_vanishes_is_a_cause(tmp_path: Path) -> None:
+def test_truncated_or_deleted_shard_is_a_cause(tmp_path: Path) -> None:
     shard = write_tar(tmp_path / "0.tar", SAMPLES)
     items = list(Stream([str(shard)]))
     os.truncate(shard, 3600)
@@ -289,7 +287,7 @@ def test_a_shard_that_shrinks_or_vanishes_is_a_cause(tmp_path: Path) -> None:
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_no_broken_shard_raises_anything_else_or_reads_beyond_its_end(
+def test_damaged_shard_raises_only_data_errors_and_is_not_read_beyond_its_end(
     tmp_path: Path, data: st.DataObject
 ) -> None:
     shard = write_tar(tmp_path / "0.tar", [("a" * 120 + ".jpg", b"1"), ("b.txt", b"22")])
@@ -304,7 +302,7 @@ def test_no_broken_shard_raises_anything_else_or_reads_beyond_its_end(
         pass
 
 
-def test_tables_of_paths_and_of_captions(tmp_path: Path) -> None:
+def test_tables_of_paths_and_captions(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_bytes(b"a")
     table = tmp_path / "t.csv"
     rows = ["a.jpg,one", "gone.jpg,", ",three", "https://x/a.jpg,four", "file://a.jpg,five"]
@@ -332,7 +330,7 @@ def test_tables_of_paths_and_of_captions(tmp_path: Path) -> None:
     assert texts(lone, caption_column="other") == ["y", "<no caption>", "<not JSON>"]
 
 
-def test_a_parquet_table_that_breaks_off_gives_what_lies_before(tmp_path: Path) -> None:
+def test_damaged_parquet_table_yields_the_rows_before_the_damage(tmp_path: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "t.parquet"
     captions = [os.urandom(100).hex() for _ in range(20_000)]
@@ -347,7 +345,7 @@ def test_a_parquet_table_that_breaks_off_gives_what_lies_before(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-def test_a_text_file_is_a_text_a_line(tmp_path: Path, encoding: str) -> None:
+def test_text_file_has_one_text_per_line(tmp_path: Path, encoding: str) -> None:
     lines = ["one", "", "drei ä 🐈", "  four\tand more ", "five\u2028still five\x0c"]
     path = tmp_path / "lines.txt"
     path.write_text("\n".join(lines), encoding=encoding)
@@ -357,7 +355,7 @@ def test_a_text_file_is_a_text_a_line(tmp_path: Path, encoding: str) -> None:
     assert [item.key for item in Stream([str(path)], kind="caption")] == ["1", "2", "3", "4", "5"]
 
 
-def test_a_line_too_long_is_a_cause_and_takes_no_memory(tmp_path: Path) -> None:
+def test_too_long_line_is_a_cause(tmp_path: Path) -> None:
     path = tmp_path / "lines.txt"
     path.write_text("one\n" + "x" * (3 * MAX_LINE) + "\nthree\n")
     assert texts(path) == ["one", "<line of more than 1,048,576 characters>", "three"]
@@ -401,7 +399,7 @@ def test_standard_input_can_be_read_twice() -> None:
         ("empty.txt", "caption", "contains no text"),
     ],
 )
-def test_mistakes_are_one_line(
+def test_invalid_sources_raise_one_line_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, kind: Kind, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -416,11 +414,11 @@ def test_mistakes_are_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_path_with_braces_in_its_name_is_that_path(tmp_path: Path) -> None:
+def test_existing_path_with_braces_is_not_expanded(tmp_path: Path) -> None:
     (tmp_path / "a{1,2}.jpg").write_bytes(b"x")
     assert found(tmp_path / "a{1,2}.jpg") == [(str(tmp_path / "a{1,2}.jpg"), "")]
 
 
-def test_keys_can_be_written_as_json(tmp_path: Path) -> None:
+def test_keys_are_json_serializable(tmp_path: Path) -> None:
     shard = write_tar(tmp_path / "0.tar", [("caf\udce9.jpg", b"x")])
     assert [json.loads(json.dumps(key)) for key, _ in found(shard)] == ["caf\\xe9"]

@@ -1,4 +1,4 @@
-"""Embeddings encoded on a Ray cluster are those of one process, also if a worker and a node die."""
+"""Tests of encoding on a Ray cluster: files equal those of one process, also if a worker and a node die."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ COUNT, ROWS = 240, 10
 
 @pytest.fixture
 def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A relative path of images, of which some are broken, one transparent, and of a model."""
+    """The relative path of a folder of images, some broken and one transparent; writes a model beside it."""
     (tmp_path / "photos").mkdir()
     random = np.random.default_rng(0)
     for number in range(COUNT):
@@ -59,10 +59,10 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_tasks_give_the_parts_of_one_process(
+def test_ray_tasks_write_the_files_of_one_process(
     photos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a cluster: tasks are called here, and each result is pickled as Ray does; the last comes first."""
+    """Without a cluster: tasks run in this process in reverse order, and results are pickled as by Ray."""
     import pickle
 
     def called(ray: object, function: Any, arguments: Iterator[Any], *, resource: str) -> Iterator[Any]:
@@ -104,7 +104,9 @@ def test_tasks_give_the_parts_of_one_process(
         module._encode_part(items, manifest, options(), None)
 
 
-def test_what_cannot_run_on_ray(photos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cluster_and_torchrun_are_rejected(
+    photos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments = ["encode", photos, "--model", "model", "--out", "out", "--device", "cpu", "--quiet", "--ray"]
     pytest.importorskip("ray")
     with pytest.raises(ConfigError, match=r"--ray 127\.0\.0\.1:1: no Ray cluster"):
@@ -116,7 +118,7 @@ def test_what_cannot_run_on_ray(photos: str, tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.long
-def test_a_cluster_that_loses_a_worker_and_a_node(photos: str, tmp_path: Path) -> None:
+def test_cluster_that_loses_a_worker_and_a_node(photos: str, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
@@ -141,8 +143,8 @@ def test_a_cluster_that_loses_a_worker_and_a_node(photos: str, tmp_path: Path) -
         raylet = node.all_processes["raylet"][0].process.pid
         killed = worker_of(raylet)
         os.kill(killed, signal.SIGKILL)
-        lost = worker_of(raylet, other=killed)  # it encodes again
-        os.kill(lost, signal.SIGSTOP)  # until the other node is there
+        lost = worker_of(raylet, other=killed)  # another worker encodes
+        os.kill(lost, signal.SIGSTOP)  # until the other node has started
         cluster.add_node(num_cpus=1)
         cluster.remove_node(node, allow_graceful=False)
         with suppress(ProcessLookupError):
@@ -155,7 +157,7 @@ def test_a_cluster_that_loses_a_worker_and_a_node(photos: str, tmp_path: Path) -
 
 
 def worker_of(raylet: int, *, other: int = 0) -> int:
-    """Wait for a process of a node that encodes a part; another one than ``other``."""
+    """Wait for a process of a node that encodes a part and is not ``other``."""
     end = time.monotonic() + 300
     while time.monotonic() < end:
         for path in Path("/proc").glob("[0-9]*"):

@@ -1,4 +1,4 @@
-"""Exact search over embeddings equals comparing all rows, while the folder grows."""
+"""Tests of exact search over embeddings, including growing folders."""
 
 import json
 from pathlib import Path
@@ -49,7 +49,7 @@ def unit(rng: np.random.Generator, rows: int, width: int = 16) -> np.ndarray:
     st.sampled_from([*STORAGE]),
 )
 @settings(max_examples=60, deadline=None)
-def test_results_are_those_of_comparing_all_rows(seed: int, sizes: list[int], k: int, dtype: str) -> None:
+def test_search_equals_comparison_with_all_rows(seed: int, sizes: list[int], k: int, dtype: str) -> None:
     import tempfile
 
     rng = np.random.default_rng(seed)
@@ -74,7 +74,7 @@ def test_results_are_those_of_comparing_all_rows(seed: int, sizes: list[int], k:
     assert len({hit.id for hit in hits}) == len(hits)
 
 
-def test_filters_leave_rows_out(tmp_path: Path) -> None:
+def test_filters_exclude_rows(tmp_path: Path) -> None:
     write(tmp_path, unit(np.random.default_rng(0), 30).astype(np.float16))
     embeddings, query = Embeddings(tmp_path), torch.from_numpy(unit(np.random.default_rng(1), 1)[0])
     odd = embeddings.search(query, 50, filters={"group": "oDD"})
@@ -89,7 +89,7 @@ def test_filters_leave_rows_out(tmp_path: Path) -> None:
         embeddings.search(torch.ones(8), 5)
 
 
-def test_new_rows_are_found_and_replaced_ones_are_refused(tmp_path: Path) -> None:
+def test_new_rows_are_found_and_replaced_ones_are_rejected(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     write(tmp_path, unit(rng, 10).astype(np.float16))
     embeddings = Embeddings(tmp_path)
@@ -104,7 +104,7 @@ def test_new_rows_are_found_and_replaced_ones_are_refused(tmp_path: Path) -> Non
     assert again.path == hit.path
     torch.testing.assert_close(vector, query, atol=1e-3, rtol=0)
     torch.testing.assert_close(embeddings.vector_of("1/3.png"), vector)
-    (tmp_path / "metadata" / "metadata_0.parquet").unlink()  # as while it is written again
+    (tmp_path / "metadata" / "metadata_0.parquet").unlink()  # as while it is rewritten
     write(tmp_path, unit(rng, 5).astype(np.float16), first=1)
     embeddings.refresh()
     assert len(embeddings) == 5
@@ -113,7 +113,7 @@ def test_new_rows_are_found_and_replaced_ones_are_refused(tmp_path: Path) -> Non
             embeddings.row(name)
 
 
-def test_what_is_no_folder_of_embeddings(tmp_path: Path) -> None:
+def test_invalid_embedding_folders_are_rejected(tmp_path: Path) -> None:
     for damaged in (b"", b"\x93NUMPY", b"junk" * 100):
         write(tmp_path, unit(np.random.default_rng(0), 4).astype(np.float16))
         (tmp_path / "img_emb" / "img_emb_0.npy").write_bytes(damaged)
@@ -129,7 +129,7 @@ def test_what_is_no_folder_of_embeddings(tmp_path: Path) -> None:
         Embeddings(tmp_path / "missing")
 
 
-def test_a_query_that_cancels_out() -> None:
+def test_query_that_cancels_out_is_rejected() -> None:
     one = torch.eye(4)
     half = Query(wanted=[one[0]], unwanted=[one[0]]).vector()
     torch.testing.assert_close(half, one[0])
@@ -159,7 +159,9 @@ def encoded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_an_image_finds_itself(encoded: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_image_query_finds_the_same_image(
+    encoded: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     folder, image = str(encoded / "embeddings"), encoded / "images" / "7.png"
     assert dispatch(["search", folder, "--image", str(image), "-k", "3"]) == 0
     header, first, *others = capsys.readouterr().out.splitlines()
@@ -170,7 +172,7 @@ def test_an_image_finds_itself(encoded: Path, capsys: pytest.CaptureFixture[str]
     assert page.read_text(encoding="utf-8").count("data:image/jpeg;base64,") == 14
 
 
-def test_images_of_shards_have_thumbnails(encoded: Path) -> None:
+def test_images_in_shards_have_thumbnails(encoded: Path) -> None:
     embeddings = Embeddings(encoded / "embeddings")
     hits = embeddings.search(torch.nn.functional.normalize(torch.ones(embeddings.width), dim=0), 20)
     shard = {hit.path: hit for hit in hits if hit.source.endswith(".tar")}
@@ -183,7 +185,7 @@ def test_images_of_shards_have_thumbnails(encoded: Path) -> None:
         thumbnail(Hit(id="", similarity=1, path="/nowhere.png", source="/", metadata={}), 8)
 
 
-def test_another_models_embeddings_are_refused(encoded: Path, tmp_path: Path) -> None:
+def test_embeddings_of_another_model_are_rejected(encoded: Path, tmp_path: Path) -> None:
     save_model(clipkit.create("ViT-Ti-4-16", seed=1).eval(), tmp_path / "other")
     with pytest.raises(ConfigError, match="other weights"):
         dispatch(["search", str(encoded / "embeddings"), "x", "--model", str(tmp_path / "other")])
@@ -210,7 +212,7 @@ def test_relative_paths_are_found_from_other_folders(
     assert not Path(hit.path).is_absolute() and thumbnail(hit, 8).startswith(b"\xff\xd8\xff")
 
 
-def test_texts_are_found_by_images(encoded: Path, tmp_path: Path) -> None:
+def test_text_embeddings_are_searchable(encoded: Path, tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text("a cat\na dog\n")
     model, out = str(encoded / "model"), str(tmp_path / "out")
     assert (
@@ -225,7 +227,7 @@ def test_texts_are_found_by_images(encoded: Path, tmp_path: Path) -> None:
     assert first.similarity == pytest.approx(1, abs=1e-3)
 
 
-def test_rows_that_are_not_finite_are_never_found(tmp_path: Path) -> None:
+def test_nonfinite_rows_are_never_found(tmp_path: Path) -> None:
     rows = unit(np.random.default_rng(0), 10).astype(np.float16)
     rows[3] = np.nan
     write(tmp_path, rows)
@@ -235,7 +237,7 @@ def test_rows_that_are_not_finite_are_never_found(tmp_path: Path) -> None:
     }
 
 
-def test_a_folder_that_is_not_complete_says_so(tmp_path: Path) -> None:
+def test_incomplete_folder_is_reported(tmp_path: Path) -> None:
     write(tmp_path, unit(np.random.default_rng(0), 4), unit(np.random.default_rng(1), 4))
     write(tmp_path, np.zeros((0, 16), np.float32), first=2)  # all of its items failed
     for items, missing in ((8, 0), (12, 0), (13, 1), (24, 3), ("24", 0)):

@@ -1,4 +1,4 @@
-"""The web page and the API of ``clipkit serve``, a real server with a real browser and hostile clients."""
+"""Tests of the web page and API of ``clipkit serve``, with a real server, browser and hostile clients."""
 
 import http.client
 import json
@@ -61,14 +61,14 @@ def encode(
 
 
 class Address(str):
-    """An address, and the process that serves it."""
+    """A server's address and process ID."""
 
     pid: int
 
 
 @contextmanager
 def serving(*arguments: str) -> Iterator[Address]:
-    """Run a server on a free port; the address with the token."""
+    """Run a server on a free port; yield the address, including the token."""
     command = [sys.executable, "-m", "clipkit", "serve", *arguments, "--port", "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
@@ -110,7 +110,7 @@ def form(content: bytes) -> tuple[bytes, str]:
     return body + content + b"\r\n--edge--\r\n", "multipart/form-data; boundary=edge"
 
 
-def test_texts_images_and_filters(made: Path, address: str) -> None:
+def test_text_image_and_filter_queries(made: Path, address: str) -> None:
     found = get(f"{address}api/search?text=noise&k=5")
     assert found["rows"] == 12 and [one["rank"] for one in found["results"]] == [1, 2, 3, 4, 5]
     model = clipkit.load(made / "model_one")
@@ -139,7 +139,7 @@ def test_texts_images_and_filters(made: Path, address: str) -> None:
      "like=9-0-0-x", f"like={'9' * 5000}-0-0", "like=..%2F..%2Fetc%2Fpasswd", "text=a&where=nothing:x",
      "text=" + "a" * 10_001, "&".join(["text=a"] * 21)],
 )  # fmt: skip
-def test_wrong_queries_are_refused(address: str, query: str) -> None:
+def test_invalid_queries_are_rejected(address: str, query: str) -> None:
     code, text = status(f"{address}api/search?{query}")
     assert code in (400, 422) and "detail" in json.loads(text)
 
@@ -159,7 +159,7 @@ def test_only_thumbnails_of_listed_images_are_served(made: Path, address: str) -
 
 
 def png_bomb() -> bytes:
-    """A PNG of 60,000 x 60,000 pixels in a few kilobytes."""
+    """Encode a PNG of 60,000 x 60,000 pixels in a few kilobytes."""
     import struct
 
     def chunk(kind: bytes, content: bytes) -> bytes:
@@ -172,7 +172,7 @@ def png_bomb() -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", lines) + chunk(b"IEND", b"")
 
 
-def test_hostile_uploads(address: str) -> None:
+def test_hostile_uploads_are_rejected(address: str) -> None:
     for content, expected in ((b"no image", "400"), (png_bomb(), "400"), (b"", "400"), (b"\0" * 1000, "400")):
         body, kind = form(content)
         code, text = status(f"{address}api/search", body, **{"Content-Type": kind})
@@ -182,25 +182,25 @@ def test_hostile_uploads(address: str) -> None:
         connection.putrequest("POST", "/api/search")
         connection.putheader("Content-Length", str(100 << 20))
         connection.endheaders()
-        assert connection.getresponse().status == 413  # before anything is sent
+        assert connection.getresponse().status == 413  # before the body is sent
     with closing(http.client.HTTPConnection(place, timeout=30)) as connection:
         connection.request("POST", "/api/search", iter([b"x"] * 3), encode_chunked=True)
         assert connection.getresponse().status == 411
 
 
-def test_an_upload_of_100_megabytes_takes_no_memory(address: Address) -> None:
+def test_large_upload_takes_no_memory(address: Address) -> None:
     def peak() -> int:
         lines = Path(f"/proc/{address.pid}/status").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
     body, kind = form(bytes(100))
-    status(f"{address}api/search", body, **{"Content-Type": kind})  # imports what an upload needs
+    status(f"{address}api/search", body, **{"Content-Type": kind})  # loads the imports of uploads
     place, before = urlsplit(address), peak()
     head = f"POST /api/search HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nContent-Length: "
-    for length in (100 << 20, 1000):  # the other one sends more than it announces
+    for length in (100 << 20, 1000):  # the second sends more than it announces
         with socket.create_connection((place.hostname, place.port), timeout=60) as client:
             client.sendall(f"{head}{length}\r\n\r\n".encode())
-            with suppress(OSError):  # the server need not read it all
+            with suppress(OSError):  # the server need not read all of it
                 for _ in range(100):
                     client.sendall(bytes(1 << 20))
             with suppress(OSError):
@@ -209,7 +209,7 @@ def test_an_upload_of_100_megabytes_takes_no_memory(address: Address) -> None:
     assert peak() - before < 40 << 20
 
 
-def test_forms_of_many_parts(address: str) -> None:
+def test_forms_with_too_many_parts_are_rejected(address: str) -> None:
     one = b'--edge\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\nx\r\n'
     for parts, expected in ((one * 9, "expected at most 8 files"), (one * 20_000, "Too many files")):
         kind = "multipart/form-data; boundary=edge"
@@ -217,7 +217,7 @@ def test_forms_of_many_parts(address: str) -> None:
         assert code == 400 and expected in text
 
 
-def test_uploads_that_take_too_long_are_ended(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_uploads_time_out(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import uvicorn
 
     from clipkit.inference import search, serve
@@ -252,7 +252,7 @@ def test_captions_are_escaped_on_pages(made: Path, tmp_path: Path) -> None:
     assert "<img src=x" not in html and html.count("&lt;img src=x") >= 2  # title and caption
 
 
-def test_slow_clients_hinder_no_other(address: str) -> None:
+def test_slow_clients_do_not_block_others(address: str) -> None:
     place = urlsplit(address)
     assert place.hostname is not None and place.port is not None
     slow = [socket.create_connection((place.hostname, place.port)) for _ in range(60)]
@@ -274,12 +274,12 @@ def test_slow_clients_hinder_no_other(address: str) -> None:
         client.close()
 
 
-def test_other_names_of_the_address_are_refused(address: str) -> None:
+def test_other_host_names_are_rejected(address: str) -> None:
     assert status(address, Host="evil.example")[0] == 400
     assert status(address, Host="localhost")[0] == 200
 
 
-def test_other_addresses_require_a_token(made: Path) -> None:
+def test_non_local_hosts_require_a_token(made: Path) -> None:
     with serving(str(made / "one"), "--host", "0.0.0.0") as address:
         plain, _, token = address.partition("?token=")
         assert len(token) > 20
@@ -321,7 +321,7 @@ def test_new_images_are_found_without_a_restart(made: Path, tmp_path: Path, inde
         assert get(f"{address}api/search?text=noise")["rows"] == 4
         assert nearest(51)[0] == "51.png"
         add(54, 55, 56)
-        for later in (False, True):  # an index lacks the new ones, then it has them
+        for later in (False, True):  # first the index lacks the new images, then it includes them
             if later:
                 index()
             assert get(f"{address}api/search?text=noise")["rows"] == 7
@@ -332,7 +332,9 @@ def test_new_images_are_found_without_a_restart(made: Path, tmp_path: Path, inde
         assert set(nearest(56)[:2]) == {"50.png", "56.png"}
 
 
-def test_what_cannot_be_served(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_options_busy_port_and_missing_fastapi_are_rejected(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match="2 models for 1 folder"):
         dispatch(["serve", str(made / "one"), "--model", "a", "--model", "b"])
     with socket.socket() as taken:
@@ -348,7 +350,7 @@ def test_what_cannot_be_served(made: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("width", [390, 1200])
-def test_the_page_in_a_browser(made: Path, width: int) -> None:
+def test_page_in_a_browser(made: Path, width: int) -> None:
     playwright = pytest.importorskip("playwright.sync_api")
     playwright.expect.set_options(
         timeout=60_000

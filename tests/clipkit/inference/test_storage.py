@@ -1,4 +1,4 @@
-"""Compact embeddings stand for the model's, and everything that reads a folder of embeddings reads them."""
+"""Tests of compact embeddings: accuracy and recall of each type, and folders that store them."""
 
 import json
 from pathlib import Path
@@ -28,27 +28,27 @@ def unit(seed: int, rows: int, width: int) -> np.ndarray[Any, np.dtype[np.float3
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 20), st.integers(1, 8))
 @settings(max_examples=30, deadline=None)
-def test_stored_rows_are_unit_vectors_next_to_the_given_ones(seed: int, count: int, bytes_: int) -> None:
+def test_unpacked_rows_are_close_unit_vectors(seed: int, count: int, bytes_: int) -> None:
     rows = unit(seed, count, 8 * bytes_)
     for name, within in (("float32", 1e-6), ("float16", 2e-3), ("int8", 0.5 / 127)):
         stored = STORAGE[name].pack(rows)
         assert storage_of(stored) is STORAGE[name] and stored.dtype == name
         found = unpacked(stored)
         assert found.dtype == np.float32
-        # rounding moves an element of int8 by half a step of the largest, and the norm changes as well
+        # rounding moves an int8 element by half a step of the largest, and changes the norm
         np.testing.assert_allclose(found, rows, atol=2 * within)
     signs = torch.nn.functional.normalize(torch.where(torch.from_numpy(rows) > 0, 1.0, -1.0), dim=1)
     np.testing.assert_allclose(unpacked(STORAGE["binary"].pack(rows)), signs.numpy(), atol=1e-6)
 
 
-def test_binary_rows_are_those_of_sentence_transformers() -> None:
+def test_binary_rows_equal_sentence_transformers() -> None:
     quantization = pytest.importorskip("sentence_transformers.quantization")
     rows = unit(0, 10, 24)
     theirs = quantization.quantize_embeddings(rows, precision="ubinary")
     np.testing.assert_array_equal(STORAGE["binary"].pack(rows), theirs)
 
 
-def test_arrays_that_are_no_embeddings() -> None:
+def test_invalid_arrays_are_rejected() -> None:
     for array in (
         np.zeros(4, np.float32),
         np.zeros((2, 2, 2), np.int8),
@@ -59,7 +59,7 @@ def test_arrays_that_are_no_embeddings() -> None:
             storage_of(array)
 
 
-def test_recall_is_that_of_scikit_learn() -> None:
+def test_recall_equals_scikit_learn() -> None:
     neighbors = pytest.importorskip("sklearn.neighbors")
     rows = unit(0, 200, 32)
     for name in STORAGE:
@@ -78,13 +78,13 @@ def test_recall_is_that_of_scikit_learn() -> None:
         want = np.mean([len({*a} & {*b}) / 10 for a, b in zip(*others, strict=True)])
         assert recall(rows, stored) == pytest.approx(want, abs=1e-3)
     assert recall(rows, rows) == 1
-    assert recall(np.repeat(rows[:1], 30, axis=0), rows[:30]) == 1  # all are as near
+    assert recall(np.repeat(rows[:1], 30, axis=0), rows[:30]) == 1  # all distances are equal
     assert 0.1 < recall(rows, unpacked(rows[:, :16].copy())) < 0.9
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, and 30 images."""
+    """A model and 30 images."""
     folder = tmp_path_factory.mktemp("storage")
     save_model(clipkit.create("ViT-Ti-4-16", seed=0).eval(), folder / "model")
     (folder / "images").mkdir()
@@ -104,7 +104,7 @@ def tree(out: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("dtype", [*STORAGE])
-def test_a_folder_of_each_type(
+def test_encode_resume_search_and_read_with_each_type(
     made: Path, tmp_path: Path, dtype: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -137,11 +137,11 @@ def test_a_folder_of_each_type(
     assert ("--dtype" in rows.command([])) == (dtype != "float16")
 
 
-def test_a_folder_keeps_its_type(made: Path, tmp_path: Path) -> None:
+def test_folder_keeps_its_type(made: Path, tmp_path: Path) -> None:
     encode(made, tmp_path / "out")
     manifest = tmp_path / "out" / "manifest.json"
     stored = json.loads(manifest.read_text())
-    del stored["dtype"]  # as written by an earlier version
+    del stored["dtype"]  # as in manifests of earlier versions
     manifest.write_text(json.dumps(stored))
     before = tree(tmp_path / "out")
     encode(made, tmp_path / "out")

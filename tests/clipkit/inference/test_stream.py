@@ -1,4 +1,4 @@
-"""Batches follow from the items alone, memory from the size of a batch."""
+"""Tests of the feature stream: batches, training mode, precision, bounded read-ahead."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +22,7 @@ def model() -> CLIP:
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """Ten pictures, of which numbers 2 and 5 are broken."""
+    """Ten images, of which numbers 2 and 5 are broken."""
     for number in range(10):
         noise = np.random.default_rng(number).integers(0, 256, (20, 24, 3), dtype=np.uint8)
         Image.fromarray(noise).save(tmp_path / f"{number}.png")
@@ -31,7 +31,7 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_batches_are_full_within_a_part_and_failures_leave_no_gap(photos: Path, model: CLIP) -> None:
+def test_batches_are_full_within_a_part_despite_failures(photos: Path, model: CLIP) -> None:
     items = ((number // 6, item) for number, item in enumerate(Stream([str(photos)])))
     features = FeatureStream(model, batch_size=3, workers=2)
     outcomes = list(features.run(items, kind="image"))
@@ -44,7 +44,7 @@ def test_batches_are_full_within_a_part_and_failures_leave_no_gap(photos: Path, 
     assert FeatureStream(model).batch_size == 32
 
 
-def test_a_model_gets_the_mode_back_that_it_had(photos: Path) -> None:
+def test_training_mode_is_restored(photos: Path) -> None:
     model = clipkit.create("ViT-Ti-4-16", seed=0).train()
     run = FeatureStream(model, batch_size=2).run(((0, item) for item in Stream([str(photos)])), kind="image")
     next(run)
@@ -53,13 +53,13 @@ def test_a_model_gets_the_mode_back_that_it_had(photos: Path) -> None:
     assert model.training
 
 
-def test_devices_and_precisions(model: CLIP) -> None:
+def test_device_names_and_invalid_precision(model: CLIP) -> None:
     assert (pick_device("cpu"), pick_device("cuda"), pick_device("cuda:3")) == ("cpu", "cuda:0", "cuda:3")
     with pytest.raises(ConfigError, match="'int4' is not one of fp32, bf16, fp16"):
         FeatureStream(model, batch_size=1, precision="int4")
 
 
-def test_bf16_is_near_and_float32_at_the_end(photos: Path, model: CLIP) -> None:
+def test_bf16_features_are_close_and_float32(photos: Path, model: CLIP) -> None:
     rows = {}
     for precision in ("fp32", "bf16"):
         features = FeatureStream(model, batch_size=8, precision=precision)
@@ -73,8 +73,8 @@ def test_bf16_is_near_and_float32_at_the_end(photos: Path, model: CLIP) -> None:
     assert not np.array_equal(rows["fp32"], rows["bf16"])
 
 
-def test_no_more_is_taken_from_a_stream_than_a_few_batches(model: CLIP, photos: Path) -> None:
-    """A generator without end: what is asked of it is bounded, and so is what is kept of it."""
+def test_read_ahead_is_bounded(model: CLIP, photos: Path) -> None:
+    """With an endless generator."""
     taken = 0
 
     def endless() -> Iterator[tuple[int, Item]]:
@@ -88,6 +88,6 @@ def test_no_more_is_taken_from_a_stream_than_a_few_batches(model: CLIP, photos: 
         one = next(outcomes)
         assert isinstance(one, Features)
         assert one.items[0].key == str(4 * number + 1)
-        assert taken <= 4 * (number + 1) + 4 + 2 * 4  # one more in the making, two read ahead
+        assert taken <= 4 * (number + 1) + 4 + 2 * 4  # one batch in progress, two read ahead
     outcomes.close()  # type: ignore[attr-defined]
     assert torch.get_num_threads() == 1

@@ -1,4 +1,4 @@
-"""The named shapes are the published ones, parameter for parameter, and a stored shape is checked."""
+"""Tests of architectures: names and shapes of parameters equal open_clip's, stored ones are checked."""
 
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ OWN = {"ViT-Ti-8-48", "ViT-Ti-4-16"}
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES.keys() - OWN))
-def test_parameters_have_open_clips_names_and_shapes(name: str) -> None:
+def test_parameter_names_and_shapes_equal_open_clip(name: str) -> None:
     import open_clip
 
     config = open_clip.get_model_config(name)
-    with torch.device("meta"):  # no memory is taken
+    with torch.device("meta"):  # allocates no memory
         ours, theirs = CLIP(architecture(name), name=name), open_clip.CLIP(**config)
     shapes = {key: value.shape for key, value in ours.state_dict().items()}
     assert shapes == {key: value.shape for key, value in theirs.state_dict().items()}
@@ -34,7 +34,7 @@ def test_parameters_have_open_clips_names_and_shapes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_shape_is_stored_as_plain_values(name: str) -> None:
+def test_architecture_round_trips_through_a_dict(name: str) -> None:
     shape = ARCHITECTURES[name]
     assert Architecture.from_dict(shape.to_dict()) == shape
 
@@ -50,14 +50,14 @@ def test_a_shape_is_stored_as_plain_values(name: str) -> None:
         ("", "vision", None), ("", "text", []), ("", "vision", "x"), ("", "more", 1),
     ],
 )  # fmt: skip
-def test_a_stored_shape_that_is_none_is_refused(where: str, name: str, value: Any) -> None:
+def test_invalid_stored_architecture_is_rejected(where: str, name: str, value: Any) -> None:
     values = ARCHITECTURES["ViT-B-32"].to_dict()
     (values[where] if where else values)[name] = value
     with pytest.raises(CheckpointError, match="invalid or from another version"):
         Architecture.from_dict(values)
 
 
-def test_what_does_not_divide_is_refused() -> None:
+def test_indivisible_sizes_are_rejected() -> None:
     with pytest.raises(ConfigError, match="image_size = 30 is not a multiple of patch_size = 8"):
         VisionTower(image_size=30, patch_size=8, width=64, layers=1, heads=1)
     with pytest.raises(ConfigError, match="width = 64 is not a multiple of heads = 3"):
@@ -68,7 +68,7 @@ def test_what_does_not_divide_is_refused() -> None:
             Architecture.from_dict(wrong)
 
 
-def test_options_of_timms_towers_are_stored_and_checked(tmp_path: Path) -> None:
+def test_timm_options_are_stored_and_checked(tmp_path: Path) -> None:
     pytest.importorskip("timm")
     options = {"depth": 3, "global_pool": "map", "class_token": False}
     shape = architecture("ViT-Ti-4-16", image="timm:test_vit", image_options=options, image_size=32)

@@ -1,4 +1,4 @@
-"""Attention maps are those of the libraries, and heatmaps are the gradients that they claim to be."""
+"""Tests of attention maps and heatmaps, against transformers, timm and finite differences."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -35,7 +35,7 @@ def maps_of(model: CLIP, images: Tensor) -> list[Tensor]:
     return found
 
 
-def test_maps_are_those_of_transformers(tmp_path: Path) -> None:
+def test_maps_equal_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     model = create("ViT-Ti-8-48", seed=0).double().eval()
     export(create("ViT-Ti-8-48", seed=0), tmp_path / "out", to=["transformers"])
@@ -47,10 +47,10 @@ def test_maps_are_those_of_transformers(tmp_path: Path) -> None:
     found = maps_of(model, images)
     assert len(found) == len(wanted) == 4
     for ours, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(ours, other, rtol=0, atol=1e-6)  # their softmax is in float32
+        torch.testing.assert_close(ours, other, rtol=0, atol=1e-6)  # transformers computes softmax in float32
 
 
-def test_maps_are_those_of_timm() -> None:
+def test_maps_equal_timm() -> None:
     utilities = pytest.importorskip("timm.utils.attention_extract")
     model = create(architecture("ViT-Ti-8-48", image="timm:test_vit"), seed=0).eval()
     images = pictures(model)
@@ -67,7 +67,7 @@ def test_maps_are_those_of_timm() -> None:
 
 
 @pytest.mark.parametrize("name", ["ViT-Ti-8-48", "open_clip:coca_ViT-B-32"])
-def test_features_are_the_same_and_torchs_function_comes_back(name: str) -> None:
+def test_attention_maps_leave_features_and_global_state_unchanged(name: str) -> None:
     model, plain = create(architecture(name), seed=0).eval(), F.scaled_dot_product_attention
     images = pictures(model)
     with torch.no_grad():
@@ -83,7 +83,7 @@ def test_features_are_the_same_and_torchs_function_comes_back(name: str) -> None
     assert all(one.requires_grad for key, one in model.named_parameters() if key != "logit_bias")
 
 
-def test_heat_is_the_positive_gradient_of_what_each_block_would_say() -> None:
+def test_heatmaps_equal_finite_differences() -> None:
     model = create("ViT-Ti-8-48", seed=0).double().eval()
     images, texts = pictures(model, 1), F.normalize(torch.randn(2, 192, dtype=torch.float64), dim=1)
     blocks = [one for one in attention_blocks(model) if isinstance(one, ResidualAttentionBlock)]
@@ -120,13 +120,13 @@ def test_heat_is_the_positive_gradient_of_what_each_block_would_say() -> None:
         ("swin_tiny_patch4_window7_224", "not attend to all patches at once"),
     ],
 )
-def test_towers_without_attention_to_all_patches_are_refused(name: str, message: str) -> None:
+def test_towers_without_global_attention_are_rejected(name: str, message: str) -> None:
     model = create(architecture("ViT-Ti-8-48", image=f"timm:{name}"), seed=0).eval()
     with pytest.raises(ConfigError, match=message):
         clipkit.explain(torch.zeros(48, 48, 3, dtype=torch.uint8), "a cat", model)
 
 
-def test_mistakes_of_explain_are_one_line(tmp_path: Path) -> None:
+def test_explain_rejects_overwriting_the_image_and_missing_files(tmp_path: Path) -> None:
     image = tmp_path / "image.png"
     Image.new("RGB", (8, 8)).save(image)
     before = image.read_bytes()

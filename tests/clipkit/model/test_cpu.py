@@ -1,4 +1,4 @@
-"""Reordered weights and one batch per core change embeddings by rounding only."""
+"""Tests of CPU inference: packed weights and one batch per core change embeddings by rounding only."""
 
 import threading
 
@@ -15,7 +15,7 @@ SHAPE = "ViT-Ti-4-16"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_layers_are_plain_ones_but_for_rounding(dtype: torch.dtype) -> None:
+def test_packed_linear_equals_plain_linear(dtype: torch.dtype) -> None:
     layer, x = nn.Linear(192, 576), torch.randn(3, 40, 384)[..., ::2]  # not contiguous
     weights = PackedWeights(layer)
     with torch.inference_mode(), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
@@ -27,7 +27,7 @@ def test_packed_layers_are_plain_ones_but_for_rounding(dtype: torch.dtype) -> No
     torch.testing.assert_close(found, expected)
 
 
-def test_they_do_not_apply_to_gradients_few_rows_computed_weights_and_other_models() -> None:
+def test_packed_weights_are_not_used_where_they_do_not_apply() -> None:
     layer, other = nn.Linear(64, 64, bias=False), nn.Linear(64, 64)
     weights, x = PackedWeights(layer), torch.randn(64, 64)
     with weights.used():
@@ -42,7 +42,7 @@ def test_they_do_not_apply_to_gradients_few_rows_computed_weights_and_other_mode
     assert not weights._packed
 
 
-def test_a_model_with_adapters_keeps_them() -> None:
+def test_packed_weights_keep_adapters() -> None:
     model = create(SHAPE, seed=0).eval()
     add_adapters(model, Adapters(rank=2, alpha=4.0, image=True, text=True, source="", hash=""))
     images = torch.randint(0, 256, (32, 3, 16, 16), dtype=torch.uint8)
@@ -55,7 +55,7 @@ def test_a_model_with_adapters_keeps_them() -> None:
             torch.testing.assert_close(model.encode_image(images), expected)
 
 
-def test_batches_in_parallel_are_in_order_with_one_core_each_and_the_callers_modes() -> None:
+def test_parallel_batches_keep_order_and_modes_on_one_core_each() -> None:
     model, seen = create(SHAPE, seed=0).eval(), []
     images = torch.randint(0, 256, (70, 3, 16, 16), dtype=torch.uint8)
 
@@ -82,7 +82,7 @@ def test_batches_in_parallel_are_in_order_with_one_core_each_and_the_callers_mod
         torch.set_num_threads(threads)
 
 
-def test_an_error_ends_the_pool() -> None:
+def test_error_in_a_batch_ends_the_pool() -> None:
     model = create(SHAPE, seed=0)
 
     def work(number: int) -> int:

@@ -1,4 +1,4 @@
-"""FLOPs by formula are those that torch counts, where both mean the same."""
+"""Tests of FLOP formulas, against torch's FLOP counter."""
 
 import subprocess
 import sys
@@ -33,7 +33,7 @@ from clipkit.model.flops import (
 )
 from clipkit.model.names import architecture
 
-TOLERANCE = 1e-3  # relative; the formula leaves nothing out that torch counts
+TOLERANCE = 1e-3  # relative; the formula omits nothing that torch counts
 
 
 def counted(features: Tensor, forward: FlopCounterMode, rows: int) -> Flops:
@@ -43,7 +43,7 @@ def counted(features: Tensor, forward: FlopCounterMode, rows: int) -> Flops:
 
 
 def of_towers(shape: Architecture, length: int) -> tuple[Flops, Flops]:
-    """What torch counts of clipkit's own model, with attention by its plain formula."""
+    """Count forward and backward FLOPs of clipkit's model with torch, using the math attention backend."""
     with torch.device("meta"):
         model, size = CLIP(shape), shape.vision.image_size
         images, tokens = torch.empty(2, 3, size, size), torch.ones(2, length, dtype=torch.int64)
@@ -63,7 +63,7 @@ def same(formula: Flops, torchs: Flops) -> None:
 
 @pytest.mark.parametrize("name", ["ViT-B-32", "ViT-B-16", "ViT-L-14"])
 @pytest.mark.parametrize("length", [16, 77])
-def test_the_formula_is_what_torch_counts_of_published_models(name: str, length: int) -> None:
+def test_formula_equals_torch_for_published_models(name: str, length: int) -> None:
     shape = ARCHITECTURES[name]
     image, text = of_towers(shape, length)
     same(image_flops(shape), image)
@@ -78,7 +78,7 @@ def test_the_formula_is_what_torch_counts_of_published_models(name: str, length:
     pool=st.sampled_from(["class", "mean", "map", "distilled"]),
 )
 @settings(max_examples=12, deadline=None)
-def test_the_formula_is_what_torch_counts_of_any_shape(
+def test_formula_equals_torch_for_any_shape(
     image: tuple[int, int, int], text: tuple[int, int], grid: int, ratio: float, pool: str
 ) -> None:
     layers, heads, width = image
@@ -103,11 +103,11 @@ def test_the_formula_is_what_torch_counts_of_any_shape(
         same(text_flops(shape, text[1]), counts[1])
 
 
-def test_a_training_step_is_what_torch_counts() -> None:
+def test_step_flops_equal_torch() -> None:
     shape = ARCHITECTURES["ViT-Ti-4-16"]
     model = create(shape, seed=0)
     images, tokens = torch.randn(6, 3, 16, 16), torch.zeros(6, 12, dtype=torch.int64)
-    tokens[:, 11] = 1  # all of one length, so that no row waits for a longer one
+    tokens[:, 11] = 1  # equal lengths, so that nothing is padded
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as both:
         first, second, scale = model(images, tokens)
         targets = torch.arange(6)
@@ -118,7 +118,7 @@ def test_a_training_step_is_what_torch_counts() -> None:
     assert ours == pytest.approx(both.get_total_flops(), rel=TOLERANCE)
 
 
-def test_dropped_patches_and_lengths_count_as_they_should() -> None:
+def test_step_flops_count_kept_patches_and_true_lengths() -> None:
     shape = ARCHITECTURES["ViT-B-32"]
     vision, _ = shape.own_towers()
     assert vision.patches == 49
@@ -131,7 +131,7 @@ def test_dropped_patches_and_lengths_count_as_they_should() -> None:
     assert step_flops(shape, rows=4, lengths={9: 2, 20: 1, 7: 1}, text_rows=16) == step
 
 
-def test_frozen_towers_and_frozen_first_blocks_have_no_backward_pass() -> None:
+def test_frozen_towers_and_first_blocks_have_no_backward_flops() -> None:
     shape = ARCHITECTURES["ViT-Ti-4-16"]
     model = create(shape, seed=0)
     whole = step_flops(shape, rows=2, lengths=[5, 9], text_rows=2)
@@ -160,14 +160,14 @@ def test_frozen_towers_and_frozen_first_blocks_have_no_backward_pass() -> None:
     assert step == forward + loss.forward
 
 
-def test_a_bag_of_words_is_its_projection() -> None:
+def test_bag_of_words_flops_are_those_of_its_projection() -> None:
     shape = replace(ARCHITECTURES["ViT-Ti-4-16"], text=BagOfWords(width=32))
     assert text_flops(shape, 5) == text_flops(shape, 50) == Flops(forward=2 * 32 * 128, backward=4 * 32 * 128)
     assert counted_flops(create(shape, seed=0)) == {}
 
 
-def test_a_librarys_tower_is_counted_without_values() -> None:
-    """open_clip's ViT, built as if it were not our own: all tokens of its last block count."""
+def test_library_tower_is_counted_on_the_meta_device() -> None:
+    """open_clip's ViT as a library tower: all tokens of its last block count."""
     config = {"layers": 3, "width": 64, "head_width": 32, "patch_size": 8}
     own = Architecture(
         embed_dim=32,
@@ -179,7 +179,7 @@ def test_a_librarys_tower_is_counted_without_values() -> None:
     assert found is not None and found.keys() == {"image"}
     vision, _ = own.own_towers()
     four, one = (image_flops(replace(own, vision=replace(vision, layers=n))).forward for n in (4, 1))
-    whole = four - one  # three blocks, none of them a last one
+    whole = four - one  # three blocks, none of them pruned as the last
     embedding, projection = 2 * 16 * 3 * 64 * 64, 2 * 64 * 32
     assert found["image"].forward == pytest.approx(whole + embedding + projection, rel=TOLERANCE)
     step = step_flops(shape, rows=2, lengths=[5, 6], text_rows=2, counted=found)
@@ -188,7 +188,7 @@ def test_a_librarys_tower_is_counted_without_values() -> None:
         step_flops(shape, rows=2, lengths=[5, 6], text_rows=2)
 
 
-def test_a_tower_that_looks_at_values_gives_no_figure() -> None:
+def test_value_dependent_tower_has_no_count() -> None:
     class Looking(nn.Module):
         def forward(self, images: Tensor) -> Tensor:
             return images.mean((1, 2)) * float(images.sum())
@@ -200,7 +200,7 @@ def test_a_tower_that_looks_at_values_gives_no_figure() -> None:
     assert counted_flops(model) is None
 
 
-def test_formulas_need_no_torch() -> None:
+def test_formulas_import_no_torch() -> None:
     program = (
         "import sys; from clipkit.model.flops import image_flops; "
         "from clipkit.model.architectures import named; "

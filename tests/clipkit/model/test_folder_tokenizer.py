@@ -1,4 +1,4 @@
-"""The tokenizer of a folder of transformers: its own, unless it is CLIP's."""
+"""Tests of tokenizers in folders of transformers: CLIP's is recognized, others run with transformers."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_model(folder: Path, **text: Any) -> None:
-    """A CLIPModel that transformers writes, without a tokenizer."""
+    """Write a CLIPModel with transformers, without a tokenizer."""
     from transformers import CLIPConfig, CLIPModel
 
     tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -41,7 +41,7 @@ def write_model(folder: Path, **text: Any) -> None:
 
 
 def write_words(folder: Path, *, start: int = 49406, end: int = 49407) -> None:
-    """A tokenizer of whole words with ids of its own, and CLIP's two special tokens."""
+    """Write a tokenizer of whole words with its own ids and CLIP's two special tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -58,7 +58,7 @@ def write_words(folder: Path, *, start: int = 49406, end: int = 49407) -> None:
 
 
 def their_embeddings(folder: Path) -> Tensor:
-    """Each text alone, as transformers has it."""
+    """Embed each text alone with transformers."""
     from transformers import AutoTokenizer, CLIPModel
 
     model, tokenizer = CLIPModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
@@ -74,7 +74,7 @@ def their_embeddings(folder: Path) -> Tensor:
     ("text", "end"),
     [({}, 49407), ({"eos_token_id": 2}, 49407), ({"vocab_size": 49500, "eos_token_id": 49499}, 49499)],
 )
-def test_a_tokenizer_of_its_own_is_used(text: dict[str, int], end: int, tmp_path: Path) -> None:
+def test_tokenizer_of_the_folder_is_used(text: dict[str, int], end: int, tmp_path: Path) -> None:
     write_model(tmp_path, **text)
     write_words(tmp_path, end=end)
     model = clipkit.load(tmp_path)
@@ -87,7 +87,7 @@ def test_a_tokenizer_of_its_own_is_used(text: dict[str, int], end: int, tmp_path
 
 
 @pytest.mark.long
-def test_it_is_stored_and_exported(tmp_path: Path) -> None:
+def test_folder_tokenizer_is_stored_and_exported(tmp_path: Path) -> None:
     source, out = tmp_path / "model", tmp_path / "out"
     write_model(source)
     write_words(source)
@@ -108,7 +108,7 @@ def test_it_is_stored_and_exported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["all", "old", "json", "pairs as text", "none"])
-def test_clips_own_is_recognized(form: str, tmp_path: Path) -> None:
+def test_clip_tokenizer_is_recognized(form: str, tmp_path: Path) -> None:
     write_model(tmp_path)
     if form != "none":
         write_clip_tokenizer(tmp_path)
@@ -133,11 +133,11 @@ def test_clips_own_is_recognized(form: str, tmp_path: Path) -> None:
     [
         lambda stored: stored["model"]["merges"].pop(),
         lambda stored: stored["model"]["vocab"].update({"a</w>": 321, "b</w>": 320}),
-        lambda stored: stored["normalizer"]["normalizers"].pop(),  # no lower case
+        lambda stored: stored["normalizer"]["normalizers"].pop(),  # no lowercasing
         lambda stored: stored["added_tokens"].append({**stored["added_tokens"][0], "id": 0, "content": "!"}),
     ],
 )
-def test_almost_clips_own_runs_by_transformers(change: Any, tmp_path: Path) -> None:
+def test_modified_clip_tokenizer_runs_with_transformers(change: Any, tmp_path: Path) -> None:
     write_model(tmp_path)
     write_clip_tokenizer(tmp_path)
     for name in ("vocab.json", "merges.txt"):
@@ -173,7 +173,7 @@ def test_almost_clips_own_runs_by_transformers(change: Any, tmp_path: Path) -> N
         ({}, {"tokenizer.json": "[" * 100_000}, "transformers cannot read the tokenizer in"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_exact_is_refused(
+def test_inexact_tokenizers_are_rejected(
     text: dict[str, int], files: dict[str, str], message: str, tmp_path: Path
 ) -> None:
     write_model(tmp_path, **text)
@@ -184,7 +184,7 @@ def test_what_cannot_be_exact_is_refused(
     assert "\n" not in str(caught.value)
 
 
-def test_more_tokens_than_the_tower_has(tmp_path: Path) -> None:
+def test_tokens_beyond_the_vocabulary_are_rejected(tmp_path: Path) -> None:
     write_model(tmp_path, vocab_size=49408, eos_token_id=49407)
     write_words(tmp_path, end=60_000)
     with pytest.raises(
@@ -193,7 +193,7 @@ def test_more_tokens_than_the_tower_has(tmp_path: Path) -> None:
         clipkit.load(tmp_path)
 
 
-def test_a_checkpoint_keeps_it(tmp_path: Path) -> None:
+def test_checkpoint_keeps_the_folder_tokenizer(tmp_path: Path) -> None:
     from clipkit.config import Config
     from clipkit.training.checkpoint import LoopState, save_checkpoint
 

@@ -1,4 +1,4 @@
-"""Generated captions: CoCa equals open_clip, a wide beam search finds the best caption, tokens decode to texts."""
+"""Tests of caption generation: CoCa equals open_clip, beam search finds the best caption, tokens decode."""
 
 import itertools
 import json
@@ -77,7 +77,7 @@ def images(count: int, size: int = 16) -> Tensor:
 
 
 def next_logits(model: CLIP, seen: Tensor, rows: Tensor) -> Tensor:
-    """Logits of the token after each row, computed from all of its tokens."""
+    """Logits of the token after each row, computed from all its tokens."""
     decoder = model.text_decoder
     assert decoder is not None
     text = model.decoder_input(rows, lengths=[rows.shape[1]] * len(rows))
@@ -86,7 +86,7 @@ def next_logits(model: CLIP, seen: Tensor, rows: Tensor) -> Tensor:
 
 
 class Recomputed(Prefixes):
-    """Prefixes without kept keys and values."""
+    """Prefixes without a cache of keys and values."""
 
     def __init__(self, model: CLIP, seen: Tensor) -> None:
         super().__init__(model, seen)
@@ -100,7 +100,7 @@ class Recomputed(Prefixes):
 
 
 def next_words(model: CLIP, image: Tensor) -> dict[tuple[int, ...], list[float]]:
-    """log p of each word after the start and each beginning of at most three words."""
+    """Log-probabilities of each next word, for every prefix of at most three words."""
     found: dict[tuple[int, ...], list[float]] = {}
     for length in range(4):
         beginnings = list(itertools.product(range(5), repeat=length))
@@ -113,10 +113,10 @@ def next_words(model: CLIP, image: Tensor) -> dict[tuple[int, ...], list[float]]
 
 @pytest.mark.parametrize("feed", ["tokens", "text", "shared"])
 @torch.no_grad()
-def test_a_beam_search_of_all_hypotheses_finds_the_best_caption(feed: str) -> None:
+def test_exhaustive_beam_search_finds_the_best_caption(feed: str) -> None:
     words = (0, 1, 2, 3)
     every = [(*some, 4) for length in range(4) for some in itertools.product(words, repeat=length)]
-    every += list(itertools.product(words, repeat=4))  # cut before an end
+    every += list(itertools.product(words, repeat=4))  # truncated before an end
     for seed in range(4):
         model, shown = letters(feed, seed), images(3)
         found = generate_captions(model, shown, beams=300)
@@ -136,7 +136,7 @@ def test_a_beam_search_of_all_hypotheses_finds_the_best_caption(feed: str) -> No
 
 
 @torch.no_grad()
-def test_samples_have_the_probabilities_of_the_nucleus_and_do_not_depend_on_the_batch() -> None:
+def test_nucleus_samples_have_correct_probabilities_in_any_batch() -> None:
     model, image = letters("tokens", 1), images(1)
     shown = image.expand(4000, -1, -1, -1)
     found = generate_captions(model, shown, top_p=0.8, length=1)
@@ -157,7 +157,7 @@ def test_samples_have_the_probabilities_of_the_nucleus_and_do_not_depend_on_the_
 
 @pytest.fixture(scope="module")
 def random_models() -> dict[str, CLIP]:
-    """Models in float64 for each feed, with two layers and image tokens that are wider than the decoder's."""
+    """Models in float64 for each feed, with two layers, and image tokens wider than the decoder."""
     found = {}
     for feed in ("tokens", "text", "shared"):
         shape = Architecture(
@@ -190,7 +190,7 @@ def random_models() -> dict[str, CLIP]:
     seed=st.integers(0, 2**40),
 )
 @settings(max_examples=30, deadline=None)
-def test_captions_are_those_without_kept_keys_and_values(
+def test_captions_equal_those_without_cache(
     random_models: dict[str, CLIP], feed: str, prefix: str, beams: int, top_p: float, length: int, seed: int
 ) -> None:
     model, random = random_models[feed], torch.Generator().manual_seed(seed)
@@ -208,7 +208,7 @@ def test_captions_are_those_without_kept_keys_and_values(
 )
 @settings(max_examples=20, deadline=None)
 @torch.no_grad()
-def test_logits_are_those_of_all_tokens_also_of_reordered_rows(
+def test_cached_logits_equal_recomputed_ones_for_reordered_rows(
     random_models: dict[str, CLIP], feed: str, seed: int, start: int
 ) -> None:
     model, random = random_models[feed], torch.Generator().manual_seed(seed)
@@ -229,12 +229,12 @@ def test_logits_are_those_of_all_tokens_also_of_reordered_rows(
 )
 @settings(max_examples=20, deadline=None)
 @torch.no_grad()
-def test_likelihoods_of_captions_are_those_of_each_alone(
+def test_caption_likelihoods_equal_those_of_single_captions(
     random_models: dict[str, CLIP], feed: str, seed: int, count: int
 ) -> None:
     model, random = random_models[feed], torch.Generator().manual_seed(seed)
     _, seen = model.image_tokens(torch.randn(3, 3, 16, 16, dtype=torch.float64, generator=random))
-    captions = torch.randint(1, 4, (count, 10), generator=random)  # few words: prefixes are shared
+    captions = torch.randint(1, 4, (count, 10), generator=random)  # few words, so that prefixes are shared
     captions[:, 0] = 1
     ends = torch.randint(1, 10, (count, 1), generator=random)
     captions.scatter_(1, ends, 39).masked_fill_(torch.arange(10) > ends, 0)
@@ -244,7 +244,7 @@ def test_likelihoods_of_captions_are_those_of_each_alone(
         torch.testing.assert_close(own, -sums, rtol=0, atol=1e-10)
 
 
-def test_a_prefix_begins_the_caption() -> None:
+def test_captions_start_with_the_prefix_and_invalid_options_are_rejected() -> None:
     model, shown = letters("tokens", 2), images(2)
     assert all(one.startswith("ab") for one in generate_captions(model, shown, prefix="ab"))
     assert generate_captions(model, shown[:0]) == []
@@ -260,7 +260,7 @@ def test_a_prefix_begins_the_caption() -> None:
 
 @pytest.fixture(scope="module")
 def coca(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """open_clip's CoCa with random weights, as a folder."""
+    """A folder with open_clip's CoCa, with random weights."""
     open_clip = pytest.importorskip("open_clip")
     folder = tmp_path_factory.mktemp("coca")
     model = open_clip.CoCa(**{key: value for key, value in COCA.items() if key != "custom_text"})
@@ -313,7 +313,7 @@ def test_coca_is_loaded_and_exported_with_its_decoder(coca: Path, tmp_path: Path
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=30))
-def test_tokens_decode_to_the_text_as_in_open_clip(text: str) -> None:
+def test_decode_equals_open_clip(text: str) -> None:
     import open_clip
 
     tokenizer = ClipTokenizer()

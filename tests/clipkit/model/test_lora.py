@@ -1,4 +1,4 @@
-"""Adapters: merged and unmerged models agree, checkpoints hold nothing of the base, and resume is exact."""
+"""Tests of LoRA adapters: merged and unmerged models agree, checkpoints omit the base, resume is exact."""
 
 import json
 from dataclasses import replace
@@ -53,7 +53,7 @@ def test_merged_and_unmerged_models_agree(image: str) -> None:
         return
     add_adapters(model, ALL)
     for own, other in zip(before, (model.encode_image(images), model.encode_text(tokens)), strict=True):
-        assert torch.equal(own, other)  # adapters start at 0
+        assert torch.equal(own, other)  # adapters are initially zero
     randomize(model)
     changed = model.encode_image(images), model.encode_text(tokens)
     assert not torch.allclose(changed[0], before[0], atol=1e-3)
@@ -63,7 +63,7 @@ def test_merged_and_unmerged_models_agree(image: str) -> None:
     assert model.state_dict().keys() == create(shape, seed=0).state_dict().keys()
 
 
-def test_only_adapters_and_the_temperature_are_trained() -> None:
+def test_only_adapters_and_temperature_are_trained() -> None:
     model = create(OWN, seed=0)
     add_adapters(model, replace(ALL, text=False))
     assert trained(model) - {"logit_scale"} == {
@@ -96,7 +96,7 @@ def run(forked: Forked, base: Path, out: Path, *more: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_run_resumes_bit_by_bit_and_stores_nothing_of_its_base(
+def test_resume_is_bit_exact_and_checkpoints_omit_the_base(
     forked: Forked, base: Path, tmp_path: Path
 ) -> None:
     extra = ("optim.average=0.9", "accumulate=2")
@@ -128,7 +128,7 @@ def test_a_run_resumes_bit_by_bit_and_stores_nothing_of_its_base(
 
 
 @pytest.mark.slow
-def test_another_base_is_refused(forked: Forked, base: Path, tmp_path: Path) -> None:
+def test_missing_and_changed_bases_are_rejected(forked: Forked, base: Path, tmp_path: Path) -> None:
     moved = tmp_path / "base"
     moved.mkdir()
     for name in ("model", "pairs"):
@@ -161,7 +161,7 @@ def test_another_base_is_refused(forked: Forked, base: Path, tmp_path: Path) -> 
         ("lora.rank=2 model.weights=x lock.image=all", "cannot be combined with lora.rank"),
     ],
 )
-def test_what_does_not_fit_is_told(setting: str, message: str) -> None:
+def test_invalid_lora_settings_are_rejected(setting: str, message: str) -> None:
     from clipkit.config import load_config
 
     with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,4 @@
-"""The model computes CLIP: open_clip's features with open_clip's weights, and the plain formula's gradients."""
+"""Tests of the CLIP model: features equal open_clip's, gradients equal a plain reference, initial weights."""
 
 import copy
 import math
@@ -34,7 +34,7 @@ def normalized(images: Tensor) -> Tensor:
     return (images / 255 - mean) / std
 
 
-# The plain formula: every block for every token, one dense mask over the whole context, heads by hand.
+# Reference: all blocks for all tokens, one dense mask over the whole context, one attention head at a time.
 
 
 def plain_block(block: ResidualAttentionBlock, x: Tensor, mask: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def plain_image(model: CLIP, images: Tensor) -> Tensor:
 
 
 def gradients(model: CLIP, features: Callable[[], Tensor]) -> dict[str, Tensor]:
-    """Of a fixed linear function of the features."""
+    """Gradients of a fixed linear function of the features."""
     model.zero_grad()
     output = features()
     direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output.dtype)
@@ -89,7 +89,7 @@ def gradients(model: CLIP, features: Callable[[], Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("quick_gelu", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 16, len(TEXTS)])
-def test_text_to_its_true_length_is_the_plain_formula(tiny: CLIP, count: int, quick_gelu: bool) -> None:
+def test_packed_text_tower_equals_reference(tiny: CLIP, count: int, quick_gelu: bool) -> None:
     model = with_activation(tiny, quick_gelu=quick_gelu)
     tokens = tokenize(TEXTS[:count])
     ours, plain = model.encode_text(tokens), plain_text(model, tokens)
@@ -103,7 +103,7 @@ def test_text_to_its_true_length_is_the_plain_formula(tiny: CLIP, count: int, qu
 
 
 @pytest.mark.parametrize("quick_gelu", [False, True])
-def test_the_pruned_image_tower_is_the_plain_formula(tiny: CLIP, quick_gelu: bool) -> None:
+def test_pruned_image_tower_equals_reference(tiny: CLIP, quick_gelu: bool) -> None:
     model = with_activation(tiny, quick_gelu=quick_gelu)
     images = normalized(pictures(5, 32))
     assert (model.encode_image(images) - plain_image(model, images)).abs().max() <= 1e-5
@@ -120,7 +120,7 @@ def with_activation(tiny: CLIP, *, quick_gelu: bool) -> CLIP:
     return model
 
 
-def test_in_float64_both_towers_are_the_plain_formula_to_rounding(tiny: CLIP) -> None:
+def test_float64_towers_equal_reference(tiny: CLIP) -> None:
     model = tiny.double()
     tokens, images = tokenize(TEXTS), normalized(pictures(3, 32)).double()
     text, image = model.encode_text(tokens), model.encode_image(images)
@@ -129,7 +129,7 @@ def test_in_float64_both_towers_are_the_plain_formula_to_rounding(tiny: CLIP) ->
     assert (image - plain_image(model, images)).abs().max() <= 1e-13
 
 
-def test_what_stands_behind_end_of_text_does_not_count(tiny: CLIP) -> None:
+def test_tokens_after_end_of_text_are_ignored(tiny: CLIP) -> None:
     tokens = tokenize(TEXTS[:9])
     want = tiny.encode_text(tokens)
     ends = tokens.argmax(dim=-1, keepdim=True)
@@ -140,7 +140,7 @@ def test_what_stands_behind_end_of_text_does_not_count(tiny: CLIP) -> None:
     assert torch.equal(tiny.encode_text(trimmed), want)
 
 
-def test_texts_are_independent_of_their_company_and_order(tiny: CLIP) -> None:
+def test_text_features_are_independent_of_batch_and_order(tiny: CLIP) -> None:
     tokens = tokenize(TEXTS)
     together = tiny.encode_text(tokens)
     alone = torch.cat([tiny.encode_text(row[None]) for row in tokens])
@@ -152,7 +152,7 @@ def test_texts_are_independent_of_their_company_and_order(tiny: CLIP) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_none_and_one(tiny: CLIP, count: int) -> None:
+def test_empty_and_single_batches(tiny: CLIP, count: int) -> None:
     image, text, scale = tiny(pictures(count, 32), tokenize(TEXTS[:count]))
     assert image.shape == text.shape == (count, 48)
     assert image.dtype == text.dtype == scale.dtype == torch.float32
@@ -164,7 +164,7 @@ def test_none_and_one(tiny: CLIP, count: int) -> None:
     torch.autograd.backward(image.sum() + text.sum())
 
 
-def test_uint8_and_normalized_float_pictures_are_the_same(tiny: CLIP) -> None:
+def test_uint8_and_normalized_float_images_give_equal_features(tiny: CLIP) -> None:
     images = pictures(4, 32)
     assert (tiny.encode_image(images) - tiny.encode_image(normalized(images))).abs().max() <= 1e-6
     strided = images.contiguous(memory_format=torch.channels_last)
@@ -174,7 +174,7 @@ def test_uint8_and_normalized_float_pictures_are_the_same(tiny: CLIP) -> None:
     assert (other.encode_image(images) - tiny.encode_image(images / 255)).abs().max() <= 1e-6
 
 
-def test_features_without_normalization_have_the_same_direction(tiny: CLIP) -> None:
+def test_unnormalized_features_have_the_same_direction(tiny: CLIP) -> None:
     images, tokens = pictures(4, 32), tokenize(TEXTS[:4])
     image, text = tiny.encode_image(images, normalize=False), tiny.encode_text(tokens, normalize=False)
     assert (image.norm(dim=-1) - 1).abs().min() > 1e-3
@@ -196,8 +196,8 @@ def test_low_precision_towers_give_float32_features(tiny: CLIP, how: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["ViT-B-32", "ViT-B-32-quickgelu"])
-def test_weights_go_to_and_come_from_open_clip(name: str) -> None:
-    """Two layers of each tower at their full width: the others have the same code."""
+def test_weights_load_from_and_into_open_clip(name: str) -> None:
+    """Two layers of each tower at full width."""
     import open_clip
 
     config = open_clip.get_model_config(name)
@@ -218,7 +218,7 @@ def test_weights_go_to_and_come_from_open_clip(name: str) -> None:
             assert torch.equal(ours.logit_scale, theirs.logit_scale)
 
 
-def test_features_are_those_of_transformers() -> None:
+def test_features_equal_transformers() -> None:
     from transformers import CLIPConfig, CLIPModel
 
     common = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4}
@@ -279,7 +279,7 @@ def from_transformers(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def initial_statistics(model: CLIP) -> dict[str, tuple[str, float]]:
-    """The table of ``CLIP.initialize`` as (law, its standard deviation or half width), by name."""
+    """The table of ``CLIP.initialize``: distribution and its standard deviation or half width, by name."""
     image_tower, text_tower = model.architecture.own_towers()
     vision, text, patch = image_tower.width, text_tower.width, image_tower.patch_size
     out = text**-0.5 * (2 * text_tower.layers) ** -0.5
@@ -354,7 +354,7 @@ def test_initial_weights_follow_their_table(small_data: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["ViT-Ti-4-16", "ViT-Ti-8-48"])
-def test_a_seed_determines_the_weights_and_leaves_the_generator_alone(name: str) -> None:
+def test_seed_determines_weights_and_keeps_the_global_generator(name: str) -> None:
     torch.manual_seed(7)
     before = torch.get_rng_state()
     first = create(name, seed=3)
@@ -375,7 +375,7 @@ def test_a_seed_determines_the_weights_and_leaves_the_generator_alone(name: str)
     assert all(torch.isfinite(parameter).all() for parameter in first.parameters())
 
 
-def test_a_model_is_copied_moved_and_stored_with_its_constants(tiny: CLIP) -> None:
+def test_model_can_be_materialized_from_meta_and_deep_copied(tiny: CLIP) -> None:
     assert not any(name.startswith("_") for name in tiny.state_dict())
     images = pictures(2, 32)
     with torch.device("meta"):

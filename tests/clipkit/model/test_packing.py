@@ -1,4 +1,4 @@
-"""Packed texts give what the padded tower gives, whatever computes their attention."""
+"""Tests of packed texts: features and gradients equal the padded tower's with every attention kernel."""
 
 import math
 from itertools import pairwise
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def texts(lengths: list[int], width: int = 77) -> Tensor:
-    """(B, width) with noise behind the end of each text, of smaller ids."""
+    """(B, width) tokens with noise of smaller ids after the end of each text."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(1, START_OF_TEXT, (len(lengths), width), generator=generator)
     for row, length in zip(tokens, lengths, strict=True):
@@ -29,7 +29,7 @@ def texts(lengths: list[int], width: int = 77) -> Tensor:
 
 
 def by_segment(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends_only: bool) -> Tensor:
-    """As the CUDA kernel is told to: one text after the other, by the places where they start."""
+    """Attend within one text after the other, by the packed starts, as the CUDA kernel does."""
     starts = packed.starts.tolist()
     outputs = []
     for number, (first, after) in enumerate(pairwise(starts)):
@@ -41,14 +41,14 @@ def by_segment(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends_only: bo
 
 
 def padded(model: CLIP, tokens: Tensor) -> Tensor:
-    """As the tower computes where lengths are not known."""
+    """Text features of the padded tower, as computed if lengths are unknown."""
     x = model.token_embedding(tokens) + model.positional_embedding[: tokens.shape[1]]
     read = model.ln_final(model.transformer(x, Padded.texts(tokens, causal=True)))
     return F.normalize(read @ model.text_projection, dim=-1)
 
 
 def gradients(model: CLIP, features: Tensor) -> dict[str, Tensor]:
-    """Of a fixed linear function of the features."""
+    """Gradients of a fixed linear function of the features."""
     model.zero_grad()
     direction = torch.randn(features.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     torch.autograd.backward((features * direction.to(features)).sum())
@@ -57,7 +57,7 @@ def gradients(model: CLIP, features: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("how", ["by length", "by segment"])
-def test_packed_is_padded(
+def test_packed_features_and_gradients_equal_padded_ones(
     tiny: CLIP, how: str, dtype: torch.dtype, close: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if how == "by segment":
@@ -75,7 +75,7 @@ def test_packed_is_padded(
         )
 
 
-def test_lengths_change_nothing_but_where_they_are_known(tiny: CLIP) -> None:
+def test_features_are_equal_with_and_without_lengths(tiny: CLIP) -> None:
     tokens = texts(LENGTHS)
     assert torch.equal(tiny.encode_text(tokens, lengths=LENGTHS), tiny.encode_text(tokens))
     image = torch.zeros(len(LENGTHS), 3, 32, 32, dtype=torch.uint8)
@@ -84,7 +84,7 @@ def test_lengths_change_nothing_but_where_they_are_known(tiny: CLIP) -> None:
 
 
 @given(lengths=st.lists(st.integers(1, 12), max_size=20))
-def test_a_layout_holds_each_token_once(lengths: list[int]) -> None:
+def test_pack_places_each_token_once(lengths: list[int]) -> None:
     packed = pack(lengths, longest=12, attention=attention_by_length, device=CPU)
     pairs = sorted(zip(packed.rows.tolist(), packed.places.tolist(), strict=True))
     assert pairs == [(row, place) for row, length in enumerate(lengths) for place in range(length)]
@@ -100,7 +100,9 @@ def test_a_layout_holds_each_token_once(lengths: list[int]) -> None:
     heads=st.integers(1, 3),
     ends_only=st.booleans(),
 )
-def test_attention_by_length_is_that_by_segment(lengths: list[int], heads: int, ends_only: bool) -> None:
+def test_attention_by_length_equals_attention_by_segment(
+    lengths: list[int], heads: int, ends_only: bool
+) -> None:
     packed = pack(lengths, longest=9, attention=attention_by_length, device=CPU)
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, sum(lengths), heads, 4, generator=generator, dtype=torch.float64)
@@ -109,7 +111,7 @@ def test_attention_by_length_is_that_by_segment(lengths: list[int], heads: int, 
     assert (ours - by_segment(query, k, v, packed, ends_only=ends_only)).abs().max() <= 1e-14
 
 
-def test_work_is_that_of_the_tokens(tiny: CLIP, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_layers_process_only_real_tokens(tiny: CLIP, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.Size] = []
     linear = F.linear
 
@@ -120,10 +122,10 @@ def test_work_is_that_of_the_tokens(tiny: CLIP, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(F, "linear", counting)
     tiny.encode_text(texts(LENGTHS))
     tokens = {math.prod(shape[:-1]) for shape in seen}
-    assert tokens == {sum(LENGTHS), len(LENGTHS)}  # each, and those that are read
+    assert tokens == {sum(LENGTHS), len(LENGTHS)}  # all tokens, and the pooled ones
 
 
-def test_the_kernel_of_cuda_is_not_asked_of_a_cpu(tiny: CLIP) -> None:
+def test_varlen_kernel_is_not_used_on_cpu(tiny: CLIP) -> None:
     assert not varlen_runs(CPU, torch.bfloat16, head_width=64)
     half = tiny.bfloat16()
     with torch.no_grad():
@@ -132,7 +134,7 @@ def test_the_kernel_of_cuda_is_not_asked_of_a_cpu(tiny: CLIP) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", ["autocast", "bfloat16", "float16"])
-def test_on_a_gpu_packed_is_padded(tiny: CLIP, how: str) -> None:
+def test_packed_features_equal_padded_ones_on_gpu(tiny: CLIP, how: str) -> None:
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     device = torch.device("cuda")
@@ -142,7 +144,7 @@ def test_on_a_gpu_packed_is_padded(tiny: CLIP, how: str) -> None:
     model = exact if how == "autocast" else exact.to(getattr(torch, how))
     with torch.autocast("cuda", torch.bfloat16, enabled=how == "autocast"):
         assert varlen_runs(device, model.text_projection.dtype, head_width=16)
-        torch.cuda.set_sync_debug_mode("error")  # nothing waits for the device
+        torch.cuda.set_sync_debug_mode("error")  # no synchronization with the device
         try:
             own = model.encode_text(tokens, lengths=LENGTHS)
         finally:

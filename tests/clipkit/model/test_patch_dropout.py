@@ -1,4 +1,4 @@
-"""Patch dropout: which patches are kept, and that the tower computes with those alone."""
+"""Tests of patch dropout: distribution of kept patches, and features of those patches alone."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ from clipkit.model.towers import Padded, VisionTransformer, kept_patches
     patches=st.integers(1, 50),
     data=st.data(),
 )
-def test_a_choice_is_a_function_of_seed_and_row(
+def test_kept_patches_are_a_function_of_seed_and_row(
     seed: int, rows: list[int], patches: int, data: st.DataObject
 ) -> None:
     keep = data.draw(st.integers(1, patches))
@@ -31,13 +31,13 @@ def test_a_choice_is_a_function_of_seed_and_row(
     assert kept.dtype == torch.int64
     assert all(row == sorted(set(row)) for row in kept.tolist())
     assert kept.min() >= 0 and kept.max() < patches
-    for row, whole in zip(rows, kept, strict=True):  # whatever is beside it
+    for row, whole in zip(rows, kept, strict=True):  # independent of the other rows
         alone = kept_patches(seed=seed, rows=torch.tensor([row]), patches=patches, keep=keep)
         assert torch.equal(alone[0], whole)
 
 
-def test_every_choice_is_as_likely() -> None:
-    """Over rows and over seeds: counts of the 20 ways to keep 3 of 6, by chi squared with 19 degrees of freedom."""
+def test_kept_patches_are_uniform() -> None:
+    """Over rows and seeds: chi-squared test with 19 degrees of freedom of the 20 ways to keep 3 of 6."""
     rows = torch.arange(20_000)
     over_rows = kept_patches(seed=7, rows=rows, patches=6, keep=3)
     over_seeds = torch.cat(
@@ -49,8 +49,8 @@ def test_every_choice_is_as_likely() -> None:
         assert sum((counts[c] - expected) ** 2 / expected for c in itertools.combinations(range(6), 3)) < 50
 
 
-def test_rows_and_steps_are_independent() -> None:
-    """The share of patches that two draws have in common is that of chance."""
+def test_kept_patches_of_rows_and_steps_are_independent() -> None:
+    """The fraction of patches that two draws have in common is the expected one."""
     rows = torch.arange(4000)
 
     def chosen(seed: int, rows: Tensor) -> Tensor:
@@ -62,13 +62,13 @@ def test_rows_and_steps_are_independent() -> None:
         assert float((first * other).sum() / first.sum()) == pytest.approx(0.5, abs=0.01)
 
 
-def test_numbers_are_these_on_every_machine() -> None:
+def test_kept_patches_have_fixed_values() -> None:
     kept = kept_patches(seed=1, rows=torch.tensor([0, 1, 2**33]), patches=16, keep=4)
     assert kept.tolist() == [[2, 3, 6, 12], [2, 8, 13, 15], [1, 3, 4, 9]]
 
 
 @pytest.mark.gpu
-def test_a_gpu_draws_the_same() -> None:
+def test_kept_patches_are_equal_on_gpu() -> None:
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     rows = torch.arange(1000) * 977
@@ -78,7 +78,7 @@ def test_a_gpu_draws_the_same() -> None:
 
 
 def masked(model: CLIP, images: Tensor, patches: Tensor) -> Tensor:
-    """The plain way: embed all patches, then take those that are kept."""
+    """Reference: embed all patches, then select those that are kept."""
     visual = model.visual
     assert isinstance(visual, VisionTransformer)
     x = (
@@ -98,7 +98,7 @@ def gradients(model: CLIP, features: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("keep", [1, 7, 16])
-def test_the_tower_sees_what_is_kept_and_nothing_else(tiny: CLIP, keep: int) -> None:
+def test_image_tower_uses_only_kept_patches(tiny: CLIP, keep: int) -> None:
     model = tiny.double()
     pixels = torch.randint(
         0, 256, (5, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
@@ -118,7 +118,7 @@ def test_the_tower_sees_what_is_kept_and_nothing_else(tiny: CLIP, keep: int) -> 
         assert (ours - model.encode_image(pixels)).abs().max() <= 1e-12
 
 
-def test_the_whole_model_takes_patches(tiny: CLIP) -> None:
+def test_model_passes_patches_to_the_image_tower(tiny: CLIP) -> None:
     pixels = torch.randint(
         0, 256, (2, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )
@@ -127,7 +127,7 @@ def test_the_whole_model_takes_patches(tiny: CLIP) -> None:
     assert torch.equal(image, tiny.encode_image(pixels, patches=patches))
 
 
-def test_a_librarys_tower_has_no_patches_to_drop() -> None:
+def test_library_tower_rejects_patch_dropout() -> None:
     shape = Architecture(
         embed_dim=16,
         vision=TimmVision(image_size=32, name="resnet10t"),

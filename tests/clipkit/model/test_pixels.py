@@ -1,4 +1,4 @@
-"""Image GPT: against transformers' implementation, and what a token may see."""
+"""Tests of the pixel tower (Image GPT): equality with transformers, masks, completion, palette."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def logits(model: PixelTransformer, colors: torch.Tensor, chosen: torch.Tensor |
     return found
 
 
-def test_logits_are_those_of_transformers() -> None:
+def test_logits_equal_transformers() -> None:
     own = tower()
     config = ImageGPTConfig(
         vocab_size=28, n_positions=16, n_embd=32, n_layer=3, n_head=4, activation_function="quick_gelu",
@@ -44,7 +44,7 @@ def test_logits_are_those_of_transformers() -> None:
     )  # fmt: skip
     other = ImageGPTForCausalImageModeling(config).eval()
     state = {name: value for name, value in other.state_dict().items() if name.endswith(".bias")}
-    values = {name: torch.zeros_like(value) for name, value in state.items()}  # as released
+    values = {name: torch.zeros_like(value) for name, value in state.items()}  # zeros as released
     values |= {
         "transformer.wte.weight": own.color_embedding.weight,
         "transformer.wpe.weight": own.positional_embedding,
@@ -73,7 +73,7 @@ def test_logits_are_those_of_transformers() -> None:
 
 @given(place=st.integers(0, 15), color=st.integers(0, 26))
 @settings(max_examples=20)
-def test_a_pixel_changes_only_what_comes_after_it(place: int, color: int) -> None:
+def test_pixel_affects_only_later_logits(place: int, color: int) -> None:
     model, colors = tower(), torch.arange(16)[None] % 27
     changed = colors.clone()
     changed[0, place] = color
@@ -85,7 +85,7 @@ def test_a_pixel_changes_only_what_comes_after_it(place: int, color: int) -> Non
 
 @given(chosen=st.sets(st.integers(0, 15), min_size=1), seed=st.integers(0, 100))
 @settings(max_examples=20)
-def test_masked_pixels_are_not_seen(chosen: set[int], seed: int) -> None:
+def test_masked_pixels_do_not_affect_logits(chosen: set[int], seed: int) -> None:
     model, index = tower(causal=False), torch.tensor([sorted(chosen)])
     colors = torch.randint(0, 27, (1, 16), generator=torch.Generator().manual_seed(seed))
     other = colors.scatter(1, index, 3)
@@ -93,7 +93,7 @@ def test_masked_pixels_are_not_seen(chosen: set[int], seed: int) -> None:
 
 
 @pytest.mark.parametrize("colors", [16, 27, 512])
-def test_every_color_of_the_palette_is_itself(colors: int) -> None:
+def test_palette_colors_map_to_themselves(colors: int) -> None:
     palette = even_palette(colors)
     assert len(palette.unique(dim=0)) == colors
     model = PixelTransformer(side=4, width=8, layers=1, heads=1, colors=colors, causal=True, output_dim=8)
@@ -103,9 +103,9 @@ def test_every_color_of_the_palette_is_itself(colors: int) -> None:
     assert model.colors_of(stored).tolist() == [list(range(16))]
 
 
-def test_completions_keep_what_is_given_and_are_drawn_from_the_model() -> None:
+def test_completions_keep_given_pixels_and_sample_from_the_model() -> None:
     model = tower()
-    with torch.no_grad():  # equal odds
+    with torch.no_grad():  # uniform probabilities
         model.proj_colors.weight.zero_()
     given_colors = torch.arange(6)[None].repeat(200, 1)
     found = model.completed(given_colors, generator=torch.Generator().manual_seed(0))
@@ -122,7 +122,7 @@ def model() -> CLIP:
     return create(shape, seed=0)
 
 
-def test_a_model_is_stored_with_its_palette(model: CLIP, tmp_path: Path) -> None:
+def test_palette_is_stored_with_the_model(model: CLIP, tmp_path: Path) -> None:
     vision, folder = model.architecture.vision, tmp_path / "model"
     palette = torch.linspace(-1, 1, 24).view(8, 3)
     assert vision.take_weights(model.visual, {"palette": palette}, model.preprocess) == model.preprocess
@@ -151,31 +151,31 @@ def test_a_model_is_stored_with_its_palette(model: CLIP, tmp_path: Path) -> None
         (["model.image=pixels:Ti", "model.image_size=1000"], "too large for a tower of pixels"),
     ],
 )
-def test_wrong_settings_are_refused(given: list[str], said: str) -> None:
+def test_invalid_pixel_settings_are_rejected(given: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         config = load_config(QUICKSTART, given)
         shape_of(config.model, config.loss, config.small)
 
 
-def test_flops_are_those_that_torch_counts(model: CLIP) -> None:
+def test_flops_equal_torch(model: CLIP) -> None:
     images = torch.randint(0, 256, (1, 3, 8, 8), dtype=torch.uint8)
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # it counts no fused kernel
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # counts no fused kernels
         model.encode_image(images)
-    nearest = 2 * 64 * 3 * 8  # to find colors, which needs no gradient
+    nearest = 2 * 64 * 3 * 8  # lookup of nearest colors, which needs no gradient
     assert counter.get_total_flops() - nearest == image_flops(model.architecture).forward
 
 
-def test_the_command_keeps_the_upper_rows(tmp_path: Path) -> None:
+def test_complete_keeps_the_upper_rows(tmp_path: Path) -> None:
     shape = architecture("ViT-Ti-4-16", image="pixels:Ti", image_options={"colors": 8}, image_size=8)
     save_model(create(shape, seed=0), tmp_path / "model")
     Image.new("RGB", (20, 20), (255, 255, 255)).save(tmp_path / "white.png")
     command = ["complete", str(tmp_path / "white.png"), "--model", str(tmp_path / "model"), "--out"]
     assert dispatch([*command, str(tmp_path / "a.png"), "--samples", "2", "--keep", "0.25"]) == 0
     assert dispatch([*command, str(tmp_path / "b.png"), "--samples", "2", "--keep", "0.25"]) == 0
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()  # of the same seed
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()  # same seed
     picture = Image.open(tmp_path / "a.png")
     assert picture.size == (8 + 4 * 328, 356)
-    for place in (2, 3):  # of 8 rows, two are given: 80 of 320 pixels
+    for place in (2, 3):  # two of 8 rows are given, 80 of 320 pixels
         left = 8 + place * 328
         assert picture.crop((left, 8, left + 320, 88)).getcolors() == [(320 * 80, (255, 255, 255))]
         assert len(picture.crop((left, 88, left + 320, 328)).getcolors() or ()) > 1

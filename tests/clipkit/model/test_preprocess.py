@@ -1,4 +1,4 @@
-"""Pictures of every kind become what open_clip's evaluation makes of them, and broken ones one clear error."""
+"""Tests of preprocessing: pixels equal open_clip's evaluation transform, invalid images raise errors."""
 
 import json
 import random
@@ -30,7 +30,7 @@ MODES = (
 
 
 def in_mode(pixels: Pixels, mode: str) -> Image.Image:
-    """Any (H, W, 4) values as a picture of any mode of Pillow."""
+    """Convert (H, W, 4) values to an image of any Pillow mode."""
     height, width = pixels.shape[:2]
     rgb = Image.fromarray(np.ascontiguousarray(pixels[..., :3]))
     if mode == "LAB":
@@ -51,13 +51,13 @@ def in_mode(pixels: Pixels, mode: str) -> Image.Image:
 
 
 def open_clips_pixels(image: Image.Image, preprocess: Preprocess) -> torch.Tensor:
-    """(3, S, S) uint8 by open_clip's evaluation transform, its normalization undone."""
+    """(3, S, S) uint8 of open_clip's evaluation transform, with normalization undone."""
     from open_clip.transform import PreprocessCfg, image_transform_v2
 
     stored = preprocess.to_dict()
     cfg = PreprocessCfg(size=stored.pop("image_size"), **stored)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow's about transparent palettes
+        warnings.simplefilter("ignore")  # Pillow warns of transparent palettes
         normalized = image_transform_v2(cfg, is_train=False)(image)
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (preprocess.mean, preprocess.std))
     pixels: torch.Tensor = (normalized * std + mean) * 255
@@ -75,16 +75,14 @@ def assert_same(source: bytes | Image.Image, preprocess: Preprocess) -> None:
 
 @pytest.mark.parametrize("size", [32, 224])
 @pytest.mark.parametrize("name", PICTURES)
-def test_every_kind_of_file_gives_open_clips_pixels(name: str, size: int) -> None:
+def test_file_formats_equal_open_clip(name: str, size: int) -> None:
     assert_same(picture(name), Preprocess(image_size=size))
 
 
 @pytest.mark.parametrize("fill_color", [0, 127])
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
 @pytest.mark.parametrize("resize_mode", ["longest", "squash"])
-def test_other_ways_to_resize_give_open_clips_pixels(
-    resize_mode: str, interpolation: str, fill_color: int
-) -> None:
+def test_resize_modes_equal_open_clip(resize_mode: str, interpolation: str, fill_color: int) -> None:
     preprocess = Preprocess(
         image_size=64, resize_mode=resize_mode, interpolation=interpolation, fill_color=fill_color
     )
@@ -94,10 +92,10 @@ def test_other_ways_to_resize_give_open_clips_pixels(
 
 @pytest.mark.parametrize("size", [32, 224])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_shape_gives_open_clips_pixels(shape: tuple[int, int], size: int) -> None:
+def test_image_shapes_equal_open_clip(shape: tuple[int, int], size: int) -> None:
     image = Image.fromarray(scene(*shape))
     assert_same(image, Preprocess(image_size=size))
-    assert_same(image.convert("P"), Preprocess(image_size=size))  # by nearest neighbour
+    assert_same(image.convert("P"), Preprocess(image_size=size))  # resized with nearest neighbor
 
 
 @settings(deadline=None, max_examples=200)
@@ -113,7 +111,7 @@ def test_every_shape_gives_open_clips_pixels(shape: tuple[int, int], size: int) 
         fill_color=st.integers(0, 255),
     ),
 )
-def test_any_size_and_mode_gives_open_clips_pixels(
+def test_random_sizes_and_modes_equal_open_clip(
     shape: tuple[int, int], mode: str, seed: int, preprocess: Preprocess
 ) -> None:
     pixels = np.random.default_rng(seed).integers(0, 256, (*shape, 4), dtype=np.uint8)
@@ -125,9 +123,7 @@ def test_any_size_and_mode_gives_open_clips_pixels(
 
 
 @pytest.mark.parametrize("mode", ["P", "RGB", "RGBA", "I;16"])
-def test_long_pictures_are_resized_in_part_to_the_same_pixels(
-    mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_images_resized_in_part_equal_whole_resize(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(1)
     for shape in ((1, 400), (300, 1), (3, 170), (60, 900), (900, 60), (240, 241)):
         image = in_mode(rng.integers(0, 256, (*shape, 4), dtype=np.uint8), mode)
@@ -136,18 +132,18 @@ def test_long_pictures_are_resized_in_part_to_the_same_pixels(
             patch.setattr("clipkit.model.preprocess._MAX_RESIZED", 0)
             part = eval_pixels(image, Preprocess(image_size=96))
         differences = (whole.int() - part.int()).abs()
-        if mode == "P":  # by nearest neighbour, of which a few may be another
+        if mode == "P":  # a few nearest neighbors may differ
             assert (differences > 0).float().mean() <= 0.05
         else:
             assert differences.float().mean() <= 0.01
 
 
 @pytest.mark.parametrize(("height", "width"), [(1, 65_000), (65_000, 1), (2, 40_001), (7, 30_011)])
-def test_a_very_long_picture_does_not_fill_memory(height: int, width: int) -> None:
-    """Resized whole, the longest would have ten gigabytes."""
+def test_very_long_image_does_not_fill_memory(height: int, width: int) -> None:
+    """Resized whole, the longest would need ten gigabytes."""
     pixels = scene(height, width)
     ours = eval_pixels(pixels, Preprocess(image_size=224))
-    # open_clip's on the middle, cut by whole squares as far as both ends are alike
+    # reference: open_clip on the middle, after cutting whole squares from both ends
     short = min(height, width)
     end = (max(height, width) - 40 * short) // 2 // short * short
     middle = pixels[end:-end] if height > width else pixels[:, end:-end]
@@ -155,7 +151,7 @@ def test_a_very_long_picture_does_not_fill_memory(height: int, width: int) -> No
     assert (ours.int() - theirs.int()).abs().float().mean() <= 0.5
 
 
-def test_a_picture_is_the_same_in_every_form(tmp_path: Path) -> None:
+def test_all_image_types_give_equal_pixels(tmp_path: Path) -> None:
     pixels = scene(30, 40)
     image = Image.fromarray(pixels)
     data = encoded(image, "PNG")
@@ -197,23 +193,23 @@ def test_a_picture_is_the_same_in_every_form(tmp_path: Path) -> None:
         (b"\xff\xd8\xff", "not an image in a known format"),
     ],
 )
-def test_what_is_no_picture_is_one_clear_error(source: Any, message: str) -> None:
+def test_invalid_image_raises_one_clear_error(source: Any, message: str) -> None:
     with pytest.raises(DataError) as caught:
         eval_pixels(source, Preprocess(image_size=8))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_broken_picture_object_is_a_data_error() -> None:
+def test_truncated_pil_image_raises_data_error() -> None:
     data = encoded(PHOTO, "PNG")
     with pytest.raises(DataError, match="does not decode: image file is truncated"):
         eval_pixels(Image.open(BytesIO(data[: len(data) // 2])), Preprocess(image_size=8))
-    with_alpha = Image.open(BytesIO(picture("palette png with alpha")))  # of which Pillow would warn
+    with_alpha = Image.open(BytesIO(picture("palette png with alpha")))  # Pillow would warn of it
     assert eval_pixels(with_alpha, Preprocess(image_size=8)).shape == (3, 8, 8)
 
 
-@pytest.mark.parametrize("name", sorted(PICTURES.keys() - {"moving gif"}))  # whose first frame may be whole
-def test_a_file_that_is_cut_short_is_a_data_error(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(PICTURES.keys() - {"moving gif"}))  # its first frame may be complete
+def test_truncated_file_raises_data_error(name: str) -> None:
     data = picture(name)
     for share in (0.0, 0.001, 0.01, 0.1, 0.5, 0.9):
         with pytest.raises(DataError):
@@ -225,7 +221,7 @@ def test_a_file_that_is_cut_short_is_a_data_error(name: str) -> None:
 @pytest.mark.parametrize(
     "kind", ["JPEG", "PNG", "GIF", "WEBP", "TIFF", "BMP", "PPM", "TGA", "ICO", "JPEG2000"]
 )
-def test_a_damaged_file_is_a_picture_or_a_data_error(kind: str) -> None:
+def test_damaged_file_decodes_or_raises_data_error(kind: str) -> None:
     draw = random.Random(0)
     whole = encoded(Image.fromarray(scene(32, 32)), kind)
     for _ in range(300):
@@ -243,14 +239,14 @@ def test_a_damaged_file_is_a_picture_or_a_data_error(kind: str) -> None:
 
 
 @given(data=st.binary(max_size=200) | st.binary(max_size=100).map(lambda rest: b"\xff\xd8\xff" + rest))
-def test_random_bytes_are_a_data_error(data: bytes) -> None:
+def test_random_bytes_raise_data_error(data: bytes) -> None:
     with pytest.raises(DataError):
         decode_image(data)
     with pytest.raises(DataError):
         eval_pixels(data, Preprocess(image_size=8))
 
 
-def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
+def test_decompression_bomb_is_rejected_before_decoding() -> None:
     side = 15_000
     assert side * side > MAX_PIXELS
     bomb = encoded(Image.new("1", (side, side)), "PNG")
@@ -266,7 +262,7 @@ def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
             read(bytes(jpeg))
 
 
-def test_threads_leave_the_filters_of_warnings_as_they_were() -> None:
+def test_threads_leave_warning_filters_unchanged() -> None:
     data = picture("palette png with alpha")
     before = list(warnings.filters)
     with ThreadPoolExecutor(8) as pool:
@@ -275,7 +271,7 @@ def test_threads_leave_the_filters_of_warnings_as_they_were() -> None:
     assert warnings.filters == before
 
 
-def test_preprocessing_is_stored_as_plain_values() -> None:
+def test_preprocess_round_trips_through_a_dict() -> None:
     own = Preprocess(
         image_size=64,
         mean=(0.5, 0.5, 0.5),
@@ -320,13 +316,13 @@ def test_preprocessing_is_stored_as_plain_values() -> None:
         ({"more": 1}, "'more'"),
     ],
 )
-def test_stored_preprocessing_that_is_wrong_is_one_clear_error(wrong: dict[str, Any], message: str) -> None:
+def test_invalid_stored_preprocess_raises_one_clear_error(wrong: dict[str, Any], message: str) -> None:
     values = Preprocess(image_size=64).to_dict()
     with pytest.raises(CheckpointError, match=f"is not supported: .*{message}"):
         Preprocess.from_dict({**values, **wrong})
 
 
-def test_preprocessing_is_checked_when_it_is_made() -> None:
+def test_preprocess_is_checked_in_the_constructor() -> None:
     with pytest.raises(ConfigError, match="resize_mode must be shortest"):
         Preprocess(image_size=32, resize_mode="crop")
     for nothing in ("{}", "null"):

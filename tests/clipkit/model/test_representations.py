@@ -1,4 +1,4 @@
-"""What towers know before their projection: projected by hand it is what they give."""
+"""Tests of image representations: features before the projection and features of each layer."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,8 +22,8 @@ def pictures(model: CLIP, count: int = 3) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["ViT", "ResNet", "timm's ViT", "ConvNeXt", "SigLIP", "CoCa"])
-@pytest.mark.filterwarnings("ignore")  # open_clip's own, at import
-def test_before_the_projection_of_every_kind_of_tower(kind: str, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore")  # warnings of open_clip at import
+def test_projected_representation_equals_features_for_every_tower(kind: str, tmp_path: Path) -> None:
     write_hub_folder(tmp_path, kind)
     model = clipkit.load(tmp_path)
     images = pictures(model)
@@ -36,12 +36,12 @@ def test_before_the_projection_of_every_kind_of_tower(kind: str, tmp_path: Path)
         ]
         before = out.before_projection  # (B, W)
         across = [one if one.shape[0] == before.shape[1] else one.T for one in maps]
-        by_hand = before @ across[0] if maps else before  # where pooling is the projection
+        by_hand = before @ across[0] if maps else before  # pooling includes the projection
     assert bool(maps) == (kind not in ("ResNet", "SigLIP"))
     torch.testing.assert_close(by_hand, raw, atol=1e-5, rtol=1e-5)
 
 
-def test_layers_end_in_what_is_projected() -> None:
+def test_last_layer_equals_the_representation_before_projection() -> None:
     model = clipkit.create("ViT-Ti-4-16", seed=0).eval()
     images = pictures(model)
     count = layer_count(model)
@@ -50,7 +50,7 @@ def test_layers_end_in_what_is_projected() -> None:
         norm = model.visual.get_submodule("ln_post")
         torch.testing.assert_close(norm(out.layers[count]), out.before_projection)
         torch.testing.assert_close(out.projected, model.encode_image(images))
-        # the first block by hand, from what reaches it
+        # reference: the output of the first block
         seen: list[torch.Tensor] = []
         block = model.visual.get_submodule("transformer.resblocks.0")
         handle = block.register_forward_hook(lambda _, __, result: seen.append(result))
@@ -63,7 +63,7 @@ def test_layers_end_in_what_is_projected() -> None:
 
 
 @pytest.mark.parametrize("kind", ["timm", "pixels"])
-def test_layers_of_other_towers(kind: str) -> None:
+def test_layers_of_timm_and_pixel_towers(kind: str) -> None:
     image = "timm:vit_tiny_patch16_224" if kind == "timm" else "pixels:Ti"
     options = {"depth": 2, "embed_dim": 48, "num_heads": 3} if kind == "timm" else {"colors": 8}
     shape = architecture(
@@ -86,8 +86,8 @@ def test_layers_of_other_towers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ViT", "CoCa"])
-@pytest.mark.filterwarnings("ignore")  # open_clip's own, at import
-def test_threads_that_share_a_model_see_their_own_pictures_alone(kind: str, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore")  # warnings of open_clip at import
+def test_image_representations_are_thread_safe(kind: str, tmp_path: Path) -> None:
     write_hub_folder(tmp_path, kind)
     model = clipkit.load(tmp_path)
 

@@ -1,4 +1,4 @@
-"""Position embeddings of another grid while a tower is trained."""
+"""Tests of resampling position embeddings to another grid during training."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ NAME = "visual.positional_embedding"
 
 
 @given(st.integers(1, 9), st.integers(1, 9))
-def test_what_is_fitted_in_training_is_what_loading_fits(side: int, new_side: int) -> None:
+def test_fitted_grid_equals_fit_positions(side: int, new_side: int) -> None:
     old = torch.randn(1 + side**2, 3, generator=torch.Generator().manual_seed(side))
     wanted = torch.Size((1 + new_side**2, 3))
     fitted = fitted_grid(old, new_side)
@@ -19,7 +19,7 @@ def test_what_is_fitted_in_training_is_what_loading_fits(side: int, new_side: in
     assert torch.allclose(fitted, fit_positions({NAME: old}, {NAME: wanted})[NAME], atol=1e-6)
 
 
-def test_the_gradient_reaches_all_positions() -> None:
+def test_gradient_reaches_all_positions() -> None:
     old = torch.randn(1 + 49, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda one: fitted_grid(one, 3), old)
     fitted_grid(old, 3).square().sum().backward()
@@ -27,19 +27,17 @@ def test_the_gradient_reaches_all_positions() -> None:
     assert (old.grad.abs().sum(dim=1) > 0).all()
 
 
-def test_smooth_positions_hold_no_more_than_the_small_grid_tells() -> None:
+def test_smooth_grid_removes_high_frequencies() -> None:
     positions = torch.randn(1 + 64, 200, generator=torch.Generator().manual_seed(0))
     first = positions[0].clone()
     smooth_grid(positions, 4)
     assert torch.equal(positions[0], first)
     grid = positions[1:].T.reshape(-1, 8, 8)
     spectrum = torch.fft.fft2(grid).abs()
-    assert (
-        spectrum[:, 4, :].mean() < 0.25 * spectrum[:, 1, :].mean()
-    )  # the fastest change there is, and a slow one
+    assert spectrum[:, 4, :].mean() < 0.25 * spectrum[:, 1, :].mean()  # the highest frequency, and a low one
 
 
-def test_a_size_first_seen_in_a_score_can_be_trained_and_stays_float32(tiny: CLIP) -> None:
+def test_grid_cached_in_inference_mode_is_trainable_and_float32(tiny: CLIP) -> None:
     images = torch.randint(0, 256, (2, 3, 24, 24), dtype=torch.uint8)
     with torch.inference_mode():
         scored = tiny.encode_image(images)
@@ -52,7 +50,7 @@ def test_a_size_first_seen_in_a_score_can_be_trained_and_stays_float32(tiny: CLI
     assert torch.equal(fitted, fitted_grid(positions, 3)) and fitted.dtype == torch.float32
 
 
-def test_a_tower_sees_smaller_and_larger_pictures(tiny: CLIP) -> None:
+def test_tower_accepts_smaller_and_larger_images(tiny: CLIP) -> None:
     patch = tiny.visual.patch_size
     assert isinstance(patch, int)
     for side in (patch, 2 * patch, 5 * patch):

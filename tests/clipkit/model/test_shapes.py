@@ -1,4 +1,4 @@
-"""Pooling and position embeddings of clipkit's ViT, and the sizes of [shape]."""
+"""Tests of pooling and position embeddings of clipkit's ViT, and of the sizes in [shape]."""
 
 from dataclasses import replace
 from functools import partial
@@ -35,7 +35,7 @@ def images(count: int = 3, side: int = 32) -> torch.Tensor:
     return torch.rand(count, 3, side, side, generator=torch.Generator().manual_seed(0))
 
 
-def test_mean_pooling_is_open_clips() -> None:
+def test_mean_pooling_equals_open_clip() -> None:
     from open_clip.model import CLIPVisionCfg, _build_vision_tower
 
     ours = model(pool="mean").eval()
@@ -46,7 +46,7 @@ def test_mean_pooling_is_open_clips() -> None:
     torch.testing.assert_close(ours.visual(images()), theirs.eval()(images()), rtol=1e-5, atol=1e-6)
 
 
-def test_attention_pooling_is_timms() -> None:
+def test_attention_pooling_equals_timm() -> None:
     from timm.layers.attention_pool import AttentionPoolLatent
 
     ours = AttentionPooling(48, 3, mlp_ratio=4.0, quick_gelu=False)
@@ -73,7 +73,7 @@ def test_attention_pooling_is_timms() -> None:
 
 
 class UnitLogits(torch.nn.Module):
-    """Similarities of projected tokens to rows of classes, as a head of timm's model."""
+    """Cosine similarities of projected tokens to class rows, as a head of timm's model."""
 
     def __init__(self, proj: torch.Tensor, rows: torch.Tensor) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def distilled(classes: int = 7) -> CLIP:
     return create(Architecture(embed_dim=24, vision=tower, text=head), seed=1)
 
 
-def test_the_distillation_token_is_timms(tmp_path: Path) -> None:
+def test_distillation_token_equals_timm(tmp_path: Path) -> None:
     from timm.models.deit import VisionTransformerDistilled
 
     ours = distilled().eval()
@@ -137,7 +137,7 @@ def test_the_distillation_token_is_timms(tmp_path: Path) -> None:
         torch.testing.assert_close(2 * features, wanted, rtol=0, atol=1e-6)
 
 
-def test_a_distilled_tower_has_other_sizes_and_fewer_patches_and_can_be_probed(tmp_path: Path) -> None:
+def test_distilled_tower_supports_patch_dropout_probing_and_resizing(tmp_path: Path) -> None:
     one = distilled().eval()
     every = torch.arange(16).expand(3, -1)
     torch.testing.assert_close(one.visual(images(), every), one.visual(images()))
@@ -172,12 +172,12 @@ def test_a_distilled_tower_has_other_sizes_and_fewer_patches_and_can_be_probed(t
         ),
     ],
 )
-def test_what_a_distillation_token_cannot_be_combined_with(given: list[str], said: str) -> None:
+def test_invalid_distillation_settings_are_rejected(given: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load_config(QUICKSTART, ["shape.distilled=true", *given])
 
 
-def test_the_settings_that_fit_weights_are_named(tmp_path: Path) -> None:
+def test_error_lists_the_settings_of_the_weights(tmp_path: Path) -> None:
     (tmp_path / "names").write_text("a\nb")
     head = ModelConfig(name="ViT-Ti-4-16", text=f"classes:{tmp_path}/names")
     loss, sizes = LossConfig(name="classes"), ShapeConfig(distilled=True, image_layers=1, embed=64)
@@ -192,7 +192,7 @@ def test_the_settings_that_fit_weights_are_named(tmp_path: Path) -> None:
     assert first(shape_of(again, loss, SmallConfig(), sizes=sizes)).architecture.distilled
 
 
-def test_a_distillation_token_needs_a_head_of_classes_and_two_halves() -> None:
+def test_distillation_token_requires_a_class_head_and_even_dimension() -> None:
     with pytest.raises(ConfigError, match="requires a classification head and an even embedding dimension"):
         model(pool="distilled")
     with pytest.raises(ConfigError, match="not classification head, 7 classes and embed_dim = 25"):
@@ -222,7 +222,7 @@ def test_fixed_positions_are_not_trained(positions: str) -> None:
     assert before.any() == (positions != "none")
 
 
-def test_smooth_positions_of_rows_and_columns_are_tied() -> None:
+def test_smoothed_row_and_column_positions_are_tied() -> None:
     one = model(positions="learned_2d")
     table = one.visual.get_parameter("positional_embedding")
     before = table.detach().clone()
@@ -232,7 +232,7 @@ def test_smooth_positions_of_rows_and_columns_are_tied() -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "lamb", "stable_adamw"])
-def test_positions_of_rows_and_columns_stay_tied(name: str) -> None:
+def test_row_and_column_positions_stay_tied(name: str) -> None:
     one = model(positions="learned_2d")
     table = one.visual.get_parameter("positional_embedding")
     rows, columns = (torch.zeros(4, 24, requires_grad=True) for _ in range(2))
@@ -253,7 +253,7 @@ def test_positions_of_rows_and_columns_stay_tied(name: str) -> None:
     for step in range(3):
         optimizer.zero_grad()
         one.visual(images()).square().sum().backward()
-        if step == 0:  # averages over what is tied
+        if step == 0:  # gradients are averaged over tied entries
             assert table.grad is not None
             torch.testing.assert_close(table.grad[1::4, :24], of_each[0] / 4)
             torch.testing.assert_close(table.grad[1:5, 24:], of_each[1] / 4)
@@ -261,14 +261,14 @@ def test_positions_of_rows_and_columns_stay_tied(name: str) -> None:
     torch.testing.assert_close(tied_grid(table), table, rtol=0, atol=1e-6)
 
 
-def test_without_positions_the_order_of_patches_does_not_matter() -> None:
+def test_patch_order_is_irrelevant_without_positions() -> None:
     one, cut = model(positions="none", pool="mean").eval(), images()
     mirrored = cut.unflatten(3, (4, 8)).flip(3).flatten(3)  # columns of patches in reverse order
     torch.testing.assert_close(one.visual(cut), one.visual(mirrored), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("pool", ["mean", "map"])
-def test_all_patches_chosen_are_all_patches(pool: str) -> None:
+def test_keeping_all_patches_equals_no_dropout(pool: str) -> None:
     one = model(pool=pool).eval()
     every = torch.arange(16).expand(3, -1)
     torch.testing.assert_close(one.visual(images(), every), one.visual(images()))
@@ -278,7 +278,7 @@ def test_all_patches_chosen_are_all_patches(pool: str) -> None:
 
 
 @pytest.mark.parametrize("pool", ["mean", "map"])
-def test_models_are_stored_with_their_pooling(pool: str, tmp_path: Path) -> None:
+def test_pooling_and_positions_are_stored(pool: str, tmp_path: Path) -> None:
     one = model(pool=pool, positions="sincos_2d").eval()
     save_model(one, tmp_path / "model")
     again = clipkit.load(tmp_path / "model")
@@ -289,7 +289,7 @@ def test_models_are_stored_with_their_pooling(pool: str, tmp_path: Path) -> None
     assert larger.visual(images(side=64)).shape == (3, 24)
 
 
-def test_the_pooling_is_part_of_the_hash() -> None:
+def test_pooling_changes_the_hash() -> None:
     mean, plain = model(pool="mean"), model()
     mean.load_state_dict(plain.state_dict())
     assert model_hash(mean) != model_hash(plain)
@@ -300,7 +300,7 @@ def sized(model: ModelConfig | None = None, **sizes: Any) -> Architecture:
     return shape_of(config, LossConfig(), SmallConfig(), sizes=ShapeConfig(**sizes))
 
 
-def test_sizes_replace_those_of_the_name() -> None:
+def test_shape_settings_replace_named_sizes() -> None:
     shape = sized(
         image_width=384, image_layers=6, image_mlp=2.0, patch=16, pool="map", text_width=256, embed=128
     )
@@ -315,7 +315,7 @@ def test_sizes_replace_those_of_the_name() -> None:
     assert sized(image_width=384, image_heads=2).own_towers()[0].heads == 2
 
 
-def test_sizes_that_do_not_fit_are_refused() -> None:
+def test_invalid_sizes_are_rejected() -> None:
     with pytest.raises(
         ConfigError, match=r"shape.image_width = 100 .*multiple of 64, the width of a head of ViT-B-32"
     ):

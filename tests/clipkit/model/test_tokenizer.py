@@ -1,4 +1,4 @@
-"""Token ids are those of open_clip's tokenizer, whatever the text."""
+"""Tests of the tokenizer: ids equal open_clip's for all texts, with and without its cache."""
 
 import random
 import subprocess
@@ -18,7 +18,7 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.model import tokenizer
 from clipkit.model.tokenizer import END_OF_TEXT, START_OF_TEXT, tokenize
 
-# the classes of Unicode that the cleaning or the splitting treats in a way of its own
+# Unicode classes with special treatment in cleaning or splitting
 AWKWARD = [
     "", " ", "\t\n\r\x0b\x0c", "\x00", "\x1b[31mred\x1b[0m", "\x7f\x85", "\u00a0\u2003\u3000",
     "\u200b\u200d\ufeff\u2060",
@@ -54,7 +54,7 @@ WORDS = [
     "1999",
     "Paris",
 ]
-# all assigned characters up to the supplementary planes' emoji, so that every script has its turn
+# all assigned characters up to the emoji of the supplementary planes, to cover all scripts
 LETTERS = [
     chr(c) for c in range(1, 0x1FBFF) if unicodedata.category(chr(c)) != "Cn" and not 0xD800 <= c <= 0xDFFF
 ]
@@ -68,7 +68,7 @@ def open_clips_tokenizer() -> Any:
 
 
 def strings(count: int) -> Iterator[str]:
-    """Texts of every kind, the same each time."""
+    """Yield texts of every kind, the same in each call."""
     draw = random.Random(0)
     kinds = [
         lambda: " ".join(draw.choices(WORDS, k=draw.randint(1, 12))),
@@ -84,7 +84,7 @@ def strings(count: int) -> Iterator[str]:
         yield kinds[i % len(kinds)]()
 
 
-def test_twenty_thousand_strings_have_open_clips_ids() -> None:
+def test_ids_of_20000_strings_equal_open_clip() -> None:
     texts = list(strings(20_000))
     assert len(texts) == 20_000
     for start in range(0, len(texts), 1000):
@@ -95,7 +95,7 @@ def test_twenty_thousand_strings_have_open_clips_ids() -> None:
         assert not differing
 
 
-def test_every_entry_of_the_vocabulary_has_open_clips_ids() -> None:
+def test_ids_of_the_vocabulary_equal_open_clip() -> None:
     oracle = open_clips_tokenizer()
     texts = [oracle.decode([i]) for i in range(0, START_OF_TEXT, 5)]
     assert torch.equal(tokenize(texts, 20), oracle(texts, 20))
@@ -103,13 +103,13 @@ def test_every_entry_of_the_vocabulary_has_open_clips_ids() -> None:
 
 @settings(deadline=None)
 @given(texts=st.lists(st.text(st.characters(exclude_categories=[]), max_size=60), max_size=4))
-def test_any_text_has_open_clips_ids(texts: list[str]) -> None:
-    """Halves of surrogate pairs are among the characters."""
+def test_ids_of_random_texts_equal_open_clip(texts: list[str]) -> None:
+    """Characters include lone surrogates."""
     assert torch.equal(tokenize(texts), open_clips_tokenizer()(texts))
 
 
 @pytest.mark.parametrize("context_length", [2, 3, 5, 16, 77, 200])
-def test_shorter_and_longer_contexts_end_with_end_of_text(context_length: int) -> None:
+def test_any_context_length_ends_with_end_of_text(context_length: int) -> None:
     texts = ["", "a cat", "a photo of a cat " * 30, "<end_of_text>"]
     ids = tokenize(texts, context_length)
     assert ids.shape == (4, context_length)
@@ -129,14 +129,14 @@ def test_trimmed_ids_are_the_first_columns() -> None:
     assert tokenize(["cat " * 100], 10, trim=True).shape == (1, 10)
 
 
-def test_one_text_none_and_repeated_calls() -> None:
+def test_single_texts_empty_lists_and_iterators() -> None:
     assert tokenize("a cat").shape == (1, 77)
     assert tokenize([]).shape == (0, 77)
     assert tokenize(text for text in ["a", "b"]).shape == (2, 77)  # type: ignore[arg-type]
     assert torch.equal(tokenize("a cat"), tokenize("A  CAT\n"))
 
 
-def test_what_does_not_fit_is_one_clear_error() -> None:
+def test_too_long_text_and_invalid_context_length_raise_errors() -> None:
     with pytest.raises(DataError, match="100001 characters is over the limit of 100000"):
         tokenize(["short", "a" * 100_001])
     for length in (1, 0, -5):
@@ -144,7 +144,7 @@ def test_what_does_not_fit_is_one_clear_error() -> None:
             tokenize("a cat", length)
 
 
-def test_a_forked_process_says_nothing() -> None:
+def test_forked_process_prints_nothing() -> None:
     code = (
         "import os\nfrom clipkit import tokenize\ntokenize(['a b', 'c'] * 50)\n"
         "if not os.fork(): tokenize(['a b', 'c'] * 50); os._exit(0)\n"
@@ -156,9 +156,9 @@ def test_a_forked_process_says_nothing() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-# Below: the parts of a text are worked out alone, and remembered. It has to come to the same as the whole text.
+# Parts of a text are tokenized alone and cached. The tests below check that ids equal those of whole texts.
 
-# texts whose parts depend on each other, and some that only look so
+# texts whose parts affect each other, and some that only seem to
 ENTANGLED = [
     "schÃ¶n und gut", "voilÃ  le travail", "Ã la mode", "a Ã b", "x Â y", "Â Â", "na Â ", "â€œnewâ€� car",
     "5 â‚¬ in", "ГўВЂВ A", "вЂ™ s", "cafÃ© naïve", "café, naïve", "œ x", "cœur œuvre", "Œ. a", " Å£ x", "Ð Ñ",
@@ -190,7 +190,7 @@ MIXED = st.lists(PIECES, max_size=10).map("".join)
 
 @pytest.fixture
 def forgetful() -> Iterator[None]:
-    """Nothing is remembered before and after."""
+    """Clear the caches before and after the test."""
     memories = (tokenizer._parts, tokenizer._words)
     for memory in memories:
         memory.clear()
@@ -202,7 +202,7 @@ def forgetful() -> Iterator[None]:
 
 
 def of_whole_texts(texts: list[str]) -> list[list[int]]:
-    """The ids of each text without splitting it into parts, padded as by ``tokenize``."""
+    """Ids of each text without splitting it into parts, padded as by ``tokenize``."""
     clean = [tokenizer._cleaned(ftfy.fix_text(text)) for text in texts]
     words = [map(tokenizer._words.__getitem__, tokenizer._word_pattern().findall(one)) for one in clean]
     rows = [[START_OF_TEXT, *memoryview(b"".join(one)).cast("H"), END_OF_TEXT] for one in words]
@@ -210,24 +210,24 @@ def of_whole_texts(texts: list[str]) -> list[list[int]]:
     return [row + [0] * (longest - len(row)) for row in rows]
 
 
-def test_texts_with_signs_of_a_wrong_encoding_have_open_clips_ids() -> None:
+def test_ids_of_texts_with_encoding_errors_equal_open_clip() -> None:
     texts = [*ENTANGLED, *(f"{a} {b}" for a in ENTANGLED[:24] for b in ENTANGLED[:24])]
     assert torch.equal(tokenize(texts), open_clips_tokenizer()(texts))
 
 
 @settings(deadline=None, max_examples=400)
 @given(texts=st.lists(MIXED, max_size=4))
-def test_parts_alone_have_the_ids_of_the_whole_text(texts: list[str]) -> None:
+def test_ids_of_parts_equal_ids_of_whole_texts(texts: list[str]) -> None:
     assert tokenize(texts, 10**6, trim=True).tolist() == of_whole_texts(texts)
 
 
 @settings(deadline=None, max_examples=400)
 @given(text=st.text(st.characters(max_codepoint=127)))
-def test_ascii_has_the_ids_of_the_general_way(text: str) -> None:
+def test_ids_of_ascii_equal_those_of_the_general_path(text: str) -> None:
     assert tokenize([text], 10**6, trim=True).tolist() == of_whole_texts([text])
 
 
-def test_short_ascii_is_split_as_any_text() -> None:
+def test_ascii_pattern_splits_as_the_general_one() -> None:
     pairs = [chr(a) + chr(b) for a in range(128) for b in range(128)]
     texts = [*pairs, *("'" + pair for pair in pairs), *("a'" + pair for pair in pairs)]
     texts = [tokenizer._cleaned(text) for text in texts]
@@ -235,8 +235,8 @@ def test_short_ascii_is_split_as_any_text() -> None:
     assert all(tokenizer._ASCII_WORD.findall(text) == pattern.findall(text) for text in texts)
 
 
-def test_a_sign_of_a_wrong_encoding_is_never_overlooked() -> None:
-    """Neighbours that ``mixed_up`` lets pass are no sign to ftfy, with anything of ASCII around them."""
+def test_encoding_errors_are_always_detected() -> None:
+    """Pairs that ``mixed_up`` does not match are not errors to ftfy, with any ASCII around them."""
     rules = tokenizer._rules()
     characters = sorted({*SIGNS, *map(chr, range(0x80, 0x180)), *map(chr, range(0x386, 0x460))})
     pairs = [a + b for a in characters for b in characters]
@@ -251,7 +251,7 @@ def test_a_sign_of_a_wrong_encoding_is_never_overlooked() -> None:
             assert rules.mixed_up.search(text) or not ftfy.badness.is_bad(text), ascii(text)
 
 
-def test_words_known_from_the_start_are_one_token() -> None:
+def test_initially_known_words_are_one_token() -> None:
     model = tokenizer._model()
     assert len(model.words) > len(model.plain_words) > 25_000
     specials = {"<start_of_text>", "<end_of_text>"}
@@ -262,7 +262,7 @@ def test_words_known_from_the_start_are_one_token() -> None:
     assert all(tokenizer._ASCII_WORD.findall(word) == [word] for word in model.plain_words)
 
 
-def test_another_version_of_ftfy_sees_whole_texts(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_ftfy_version_processes_whole_texts(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [*AWKWARD, *ENTANGLED, "a plain text"]
     expected = tokenize(texts)
     for memory in (tokenizer._parts, tokenizer._words):
@@ -273,7 +273,7 @@ def test_another_version_of_ftfy_sees_whole_texts(forgetful: None, monkeypatch: 
     assert all(tokenizer._PLAIN_ASCII.fullmatch(part) for part in tokenizer._parts)
 
 
-def test_memory_is_bounded(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_size_is_bounded(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenize("a é")
     start = len(tokenizer._parts), len(tokenizer._words)
     monkeypatch.setattr(tokenizer._Cache, "LIMIT", max(start) + 50)
@@ -285,7 +285,7 @@ def test_memory_is_bounded(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> 
             assert len(memory) <= tokenizer._Cache.LIMIT
 
 
-def test_long_parts_are_not_remembered(forgetful: None) -> None:
+def test_long_parts_are_not_cached(forgetful: None) -> None:
     tokenize("a é")
     before = len(tokenizer._parts) + len(tokenizer._words)
     tokenize(["a" * 50_000, "é" * 50_000, "é." * 20, "&amp;" * 50, "１" * 33, "😀" * 32, "Ã©" * 100])
@@ -295,7 +295,7 @@ def test_long_parts_are_not_remembered(forgetful: None) -> None:
     assert len(kept) <= before + 5  # single characters
 
 
-def test_threads_share_the_memory(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_share_the_cache(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [f"{word} {i}, “{word}{i}” é{i % 40}ж" for i, word in enumerate(WORDS * 40)]
     expected = tokenize(texts)
     monkeypatch.setattr(tokenizer._Cache, "LIMIT", len(tokenizer._model().words) + 200)
@@ -316,6 +316,6 @@ def test_threads_share_the_memory(forgetful: None, monkeypatch: pytest.MonkeyPat
         ((["a"], 2.5), "context_length = 2.5 is not a number"),
     ],
 )
-def test_arguments_of_another_kind_are_one_line(arguments: tuple[Any, ...], message: str) -> None:
+def test_invalid_argument_types_raise_one_line_error(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises((ConfigError, DataError), match=f"^{message}"):
         tokenize(*arguments)

@@ -1,4 +1,4 @@
-"""Towers that are registered from outside the package can be created, trained, resumed and evaluated."""
+"""Tests of towers registered from outside the package: creation, training, resume and evaluation."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def shape(tower: str) -> Architecture:
 
 
 @pytest.mark.parametrize("tower", TOWERS)
-def test_a_model_with_a_toy_tower(tower: str) -> None:
+def test_model_with_registered_tower(tower: str) -> None:
     model = clipkit.create(shape(tower), seed=0).eval()
     again = clipkit.create(shape(tower), seed=0).eval()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
@@ -58,13 +58,13 @@ def test_flops_are_by_formula_or_counted() -> None:
     assert trained_blocks(image) == (None, None)
 
 
-def test_defaults_refuse_what_they_cannot_do() -> None:
-    recompute_blocks(clipkit.create(shape("image"), seed=0), 1)  # it has no blocks
+def test_default_tower_rejects_recomputation() -> None:
+    recompute_blocks(clipkit.create(shape("image"), seed=0), 1)  # has no blocks
     with pytest.raises(ConfigError, match="the text tower, Sequential, cannot recompute its blocks"):
         recompute_blocks(clipkit.create(shape("text"), seed=0), 1)
 
 
-def test_unknown_kinds_name_the_known_ones() -> None:
+def test_unknown_kinds_list_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"give timm:NAME.* or toy:CELLS"):
         architecture("ViT-Ti-4-16", image="toys:4")
     stored = {**shape("image").to_dict(), "vision": {"kind": "toys"}}
@@ -74,7 +74,7 @@ def test_unknown_kinds_name_the_known_ones() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("tower", ["image", "text"])
-def test_training_resuming_and_evaluating(tower: str, forked: Forked, tmp_path: Path) -> None:
+def test_train_resume_and_evaluate(tower: str, forked: Forked, tmp_path: Path) -> None:
     pairs, out = write_pairs(tmp_path / "pairs"), tmp_path / "run"
     scored = write_pairs(tmp_path / "scored", 8, split="test")
 
@@ -90,7 +90,7 @@ def test_training_resuming_and_evaluating(tower: str, forked: Forked, tmp_path: 
         TOWERS[tower],
         "checkpoint.every_steps=2",
         "steps=4",
-        "optim.name=adamw",  # muon must know a tower's blocks
+        "optim.name=adamw",  # muon requires the blocks of a tower
     ]
     costs = run(*settings, f"out={out}", "--dry-run").stdout
     assert "FLOPs" in costs and not out.exists()

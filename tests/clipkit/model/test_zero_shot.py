@@ -1,4 +1,4 @@
-"""Classifiers are open_clip's: every prompt of unit norm, their mean of unit norm."""
+"""Tests of zero-shot classifiers: weights equal open_clip's, names with equal tokens are rejected."""
 
 import unicodedata
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ TEMPLATES = ["a photo of a {}.", "{}", "a drawing of the {}, on paper"]
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 256])
-def test_weights_are_open_clips(tiny: CLIP, batch_size: int) -> None:
+def test_weights_equal_open_clip(tiny: CLIP, batch_size: int) -> None:
     from open_clip import build_zero_shot_classifier
 
-    names = [*NAMES, "cat"]  # as published lists have it
+    names = [*NAMES, "cat"]  # a duplicate, as in published lists
     theirs = build_zero_shot_classifier(tiny, tokenize, names, TEMPLATES)
     ours = zero_shot_classifier(tiny, names, TEMPLATES, batch_size=batch_size, allow_indistinguishable=True)
     assert ours.shape == (48, len(names))
@@ -38,7 +38,7 @@ def test_weights_are_open_clips(tiny: CLIP, batch_size: int) -> None:
     assert ours.is_contiguous()
 
 
-def test_the_place_of_the_class_is_written_either_way(tiny: CLIP) -> None:
+def test_placeholder_is_c_or_empty_braces(tiny: CLIP) -> None:
     lettered = [template.replace("{}", "{c}") for template in TEMPLATES]
     assert torch.equal(
         zero_shot_classifier(tiny, NAMES, TEMPLATES), zero_shot_classifier(tiny, NAMES, lettered)
@@ -53,14 +53,14 @@ def test_the_place_of_the_class_is_written_either_way(tiny: CLIP) -> None:
         fill_template("a photo", "cat")
 
 
-def test_a_duplicate_template_counts_twice(tiny: CLIP) -> None:
+def test_duplicate_template_counts_twice(tiny: CLIP) -> None:
     weights = zero_shot_classifier(tiny, ["cat"], ["{c}", "{c}", "a {c}"])
     prompts = encode_prompts(tiny, ["cat", "cat", "a cat"])
     torch.testing.assert_close(weights[:, 0], F.normalize(prompts.mean(dim=0), dim=-1))
     assert torch.equal(prompts[0], prompts[1])
 
 
-def test_the_order_of_prompts_is_kept(tiny: CLIP) -> None:
+def test_prompt_order_is_kept(tiny: CLIP) -> None:
     prompts = ["a long prompt about cats and dogs", "x", "y z", "x", "", "a b c d"]
     together = encode_prompts(tiny, prompts, batch_size=2)
     alone = torch.cat([encode_prompts(tiny, [prompt]) for prompt in prompts])
@@ -70,7 +70,7 @@ def test_the_order_of_prompts_is_kept(tiny: CLIP) -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_the_model_keeps_its_mode_even_after_a_mistake(tiny: CLIP, training: bool) -> None:
+def test_training_mode_is_restored_also_after_errors(tiny: CLIP, training: bool) -> None:
     tiny.train(training)
     zero_shot_classifier(tiny, NAMES)
     assert tiny.training is training
@@ -90,7 +90,9 @@ def test_the_model_keeps_its_mode_even_after_a_mistake(tiny: CLIP, training: boo
         (["cat"], ["a {c}", "a photo"], r"template 'a photo' has no {c}"),
     ],
 )
-def test_mistakes_are_named(tiny: CLIP, names: list[str], templates: list[str], message: str) -> None:
+def test_invalid_names_and_templates_raise_errors(
+    tiny: CLIP, names: list[str], templates: list[str], message: str
+) -> None:
     with pytest.raises(DataError) as caught:
         zero_shot_classifier(tiny, names, templates)
     assert message in str(caught.value)
@@ -107,7 +109,7 @@ SAME = [
 
 
 @pytest.mark.parametrize(("first", "second"), SAME)
-def test_class_names_with_the_same_tokens_are_refused(tiny: CLIP, first: str, second: str) -> None:
+def test_class_names_with_the_same_tokens_are_rejected(tiny: CLIP, first: str, second: str) -> None:
     names = ["digit two", first, "digit three", second]
     message = (
         f"class names {first[:80]!r} and {second[:80]!r} have the same tokens in every prompt, so the model "
@@ -123,12 +125,12 @@ def test_class_names_with_the_same_tokens_are_refused(tiny: CLIP, first: str, se
     torch.testing.assert_close(columns[:, 1], columns[:, 3], atol=1e-6, rtol=0)
 
 
-def test_several_groups_of_the_same_tokens_are_counted(tiny: CLIP) -> None:
+def test_error_counts_further_indistinguishable_names(tiny: CLIP) -> None:
     with pytest.raises(DataError, match=r"'c' and 'C' have .* \(so do 3 more names\), so"):
         zero_shot_classifier(tiny, ["c", "a b", "C", "d", "A b", "a B"])
 
 
-def test_one_template_that_tells_classes_apart_is_enough(tiny: CLIP) -> None:
+def test_one_distinguishing_template_is_enough(tiny: CLIP) -> None:
     names = ["cat", "dog"]
     with pytest.raises(DataError, match="'cat' and 'dog' have the same tokens in every prompt"):
         zero_shot_classifier(tiny, names, [f"{LONG} {{c}}"])
@@ -146,14 +148,14 @@ class ByteTokenizer(ClipTokenizer):
         return torch.tensor([[49406, *row, 49407, *[0] * (75 - len(row))] for row in rows])
 
 
-def test_the_models_own_tokenizer_decides(tiny: CLIP) -> None:
+def test_names_are_compared_with_the_tokenizer_of_the_model(tiny: CLIP) -> None:
     tiny.tokenizer = ByteTokenizer()
     assert zero_shot_classifier(tiny, ["digit one", "Digit One", "digit  one"]).shape == (48, 3)
     with pytest.raises(DataError, match="have the same tokens in every prompt"):
         zero_shot_classifier(tiny, [f"{LONG} cat", f"{LONG} dog"])
 
 
-def test_only_names_that_agree_are_compared_in_further_templates() -> None:
+def test_further_templates_are_compared_only_for_equal_names() -> None:
     templates = [f"a photo of a {{c}}, number {i}" for i in range(80)]
     names = [f"class {i}" for i in range(1000)] + ["class 7"]
     prompts = [[fill_template(one, name) for one in templates] for name in names]
@@ -162,7 +164,7 @@ def test_only_names_that_agree_are_compared_in_further_templates() -> None:
     assert ByteTokenizer.asked == 1001 + 2 * 79
 
 
-def test_classes_of_several_names_are_compared_name_by_name() -> None:
+def test_classes_with_several_names_are_compared_name_by_name() -> None:
     prompts = [["crane", "bird"], ["crane"], ["Crane", "machine"], ["CRANE", "bird "], ["crane "], ["x", "y"]]
     assert indistinguishable_classes(ClipTokenizer(), prompts) == [(0, 3), (1, 4)]
     assert indistinguishable_classes(ClipTokenizer(), []) == []

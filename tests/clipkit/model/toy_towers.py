@@ -1,4 +1,4 @@
-"""Two towers registered from outside the package; as a program, ``train.py`` or ``python -m eval`` with them."""
+"""Two towers registered from outside the package; as a program, runs ``train.py`` or ``python -m eval``."""
 
 import sys
 from collections.abc import Callable
@@ -19,7 +19,7 @@ __all__ = ["ToyText", "ToyVision"]
 
 
 class Cells(nn.Module):
-    """The mean colors of a grid of cells, through two linear layers."""
+    """Two linear layers on the mean colors of a grid of cells."""
 
     def __init__(self, cells: int, output_dim: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Cells(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class ToyVision(ImageArchitecture):
-    """An own tower: it implements what the dry run, locking and recomputation want to know."""
+    """An own tower that implements the methods for the dry run, locking and recomputation."""
 
     image_size: int = 16
     cells: int
@@ -69,7 +69,7 @@ class ToyVision(ImageArchitecture):
 
 @dataclass(frozen=True, kw_only=True)
 class ToyText(TextArchitecture):
-    """A tower that says only how it is built; everything else is the defaults'."""
+    """A tower that defines only how it is built, and inherits all defaults."""
 
     context_length: int = 12
     width: int
@@ -94,5 +94,5 @@ if __name__ == "__main__":
     program = sys.argv.pop(1)
     main: Callable[[], int] = eval.__main__.main
     if program == "train":
-        main = partial(train.main, parse_arguments())  # after the towers are registered
+        main = partial(train.main, parse_arguments())  # parse after registration
     run_command(distributed.together(main))

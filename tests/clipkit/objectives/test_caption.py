@@ -1,4 +1,4 @@
-"""Captions are predicted as open_clip's CoCa decoder does, and the term's loss is plain cross-entropy."""
+"""Tests of captioning: the decoder equals open_clip's CoCa, the term's loss equals plain cross-entropy."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ END, LENGTH = 99, 12
 
 
 def made(feed: str = "tokens", *, parallel: bool = False, width: int = 48, words: int = END + 1) -> CLIP:
-    """A small model in float64, whose image tokens are wider than the decoder unless ``width`` is 32."""
+    """A small model in float64; its image tokens are wider than the decoder unless ``width`` is 32."""
     shape = Architecture(
         embed_dim=24,
         vision=VisionTower(image_size=32, patch_size=8, width=width, layers=2, heads=2),
@@ -64,7 +64,7 @@ def logits_of(model: CLIP, seen: Tensor, tokens: Tensor, parallel: Tensor | None
 
 
 @pytest.mark.parametrize("quick_gelu", [False, True])
-def test_logits_are_those_of_open_clips_decoder_with_the_same_names(quick_gelu: bool) -> None:
+def test_decoder_logits_and_names_equal_open_clip(quick_gelu: bool) -> None:
     transformer = pytest.importorskip("open_clip.transformer")
     torch.manual_seed(0)
     act = transformer.QuickGELU if quick_gelu else torch.nn.GELU
@@ -83,7 +83,7 @@ def test_logits_are_those_of_open_clips_decoder_with_the_same_names(quick_gelu: 
 @pytest.mark.parametrize(
     ("feed", "parallel"), [("tokens", False), ("tokens", True), ("text", False), ("shared", False)]
 )
-def test_the_term_is_the_cross_entropy_of_all_tokens_up_to_the_end(feed: str, parallel: bool) -> None:
+def test_caption_term_is_cross_entropy_up_to_end_of_text(feed: str, parallel: bool) -> None:
     model, (images, tokens) = made(feed, parallel=parallel), batch()
     given = {"captions": tokens}
     rows = torch.arange(len(tokens)) % 2 == 0 if parallel else None
@@ -110,7 +110,7 @@ def test_the_term_is_the_cross_entropy_of_all_tokens_up_to_the_end(feed: str, pa
     assert torch.allclose(again, sums, rtol=1e-12)
 
 
-def test_a_shared_text_tower_is_causal_and_attends_to_images_for_captions_only() -> None:
+def test_shared_text_tower_is_causal_and_attends_to_images_for_captions_only() -> None:
     model, (images, tokens) = made("shared"), batch()
     decoder, shown, text = model.text_decoder, model.image_tokens(images)[1], model.decoder_input(tokens)
     assert decoder is not None and not decoder.blocks and text is not None
@@ -136,14 +136,14 @@ def test_a_shared_text_tower_is_causal_and_attends_to_images_for_captions_only()
     assert torch.allclose(decoder.hidden(shown, text.x, text=text), model.ln_final(x), rtol=0, atol=1e-12)
 
 
-def test_a_decoder_refuses_tokens_of_a_text_tower_that_depend_on_later_ones() -> None:
+def test_text_feed_requires_a_causal_text_tower() -> None:
     model = made("shared")
     assert model.text_decoder is not None
     with pytest.raises(ConfigError, match="requires a causal text tower"):
         model.set_decoder(replace(model.text_decoder.shape, feed="text"))
 
 
-def test_a_token_depends_on_earlier_ones_only_and_a_parallel_row_on_none() -> None:
+def test_tokens_depend_on_earlier_tokens_and_parallel_rows_on_none() -> None:
     model, (images, tokens) = made(parallel=True), batch()
     _, seen = model.image_tokens(images)
     changed = tokens[:, :LENGTH].clone()
@@ -156,7 +156,7 @@ def test_a_token_depends_on_earlier_ones_only_and_a_parallel_row_on_none() -> No
     assert (before[:3] - logits_of(model, seen.flip(0), changed, parallel)[:3]).abs().max() > 1e-4
 
 
-def test_rows_do_not_depend_on_the_others_nor_on_padding() -> None:
+def test_caption_loss_is_independent_of_batch_and_padding() -> None:
     model, (images, tokens) = made(parallel=True), batch()
     parallel = torch.arange(len(tokens)) % 2 == 0
 
@@ -178,9 +178,7 @@ def test_rows_do_not_depend_on_the_others_nor_on_padding() -> None:
     seed=st.integers(0, 99),
 )
 @settings(max_examples=40, deadline=None)
-def test_the_tiled_loss_and_its_gradients_are_those_of_cross_entropy(
-    rows: int, words: int, tile: int, seed: int
-) -> None:
+def test_tiled_loss_and_gradients_equal_cross_entropy(rows: int, words: int, tile: int, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
     hidden, weight = (
         (3 * torch.randn(*size, generator=random, dtype=torch.float64)).requires_grad_()
@@ -199,7 +197,7 @@ def test_the_tiled_loss_and_its_gradients_are_those_of_cross_entropy(
         assert torch.allclose(one, other, rtol=1e-10, atol=1e-10)
 
 
-def test_the_vocabularys_loss_is_computed_in_float32() -> None:
+def test_caption_loss_is_float32_under_autocast() -> None:
     hidden, weight = (torch.randn(*size).requires_grad_() for size in ((7, 6), (6, 30)))
     targets = torch.arange(7)
     exact = caption_nll(hidden, weight, targets)
@@ -220,7 +218,7 @@ def test_parallel_rows_are_a_function_of_seed_and_row() -> None:
     assert not chosen_rows(seed=5, rows=rows, fraction=0.0).any()
 
 
-def test_a_decoder_is_stored_hashed_and_left_out_of_exports(tmp_path: Path) -> None:
+def test_decoder_is_stored_hashed_and_omitted_from_exports(tmp_path: Path) -> None:
     model = made(width=32, words=49408).float().eval()
     plain = CLIP(replace(model.architecture, decoder=None)).eval()
     plain.load_state_dict({k: v for k, v in model.state_dict().items() if not k.startswith("text_decoder.")})
@@ -234,7 +232,7 @@ def test_a_decoder_is_stored_hashed_and_left_out_of_exports(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("weight", [0.0, 1.0])
-def test_weights_keep_the_direction_of_their_text_attention(weight: float, tmp_path: Path) -> None:
+def test_weights_keep_the_attention_mask_of_their_text_tower(weight: float, tmp_path: Path) -> None:
     fresh, shared = ModelConfig(name="ViT-Ti-4-16"), CaptionConfig(weight=1.0, feed="shared")
     shape = shape_of(fresh, LossConfig(), SmallConfig(), shared)
     first = first_model(fresh, LossConfig(), shape, seed=0, small=SmallConfig())
@@ -250,7 +248,7 @@ def test_weights_keep_the_direction_of_their_text_attention(weight: float, tmp_p
         assert (found.text_decoder is None) == (not weight)
 
 
-def test_weights_without_a_decoder_get_a_fresh_one_and_a_line_says_so(tmp_path: Path) -> None:
+def test_weights_without_a_decoder_get_a_fresh_one(tmp_path: Path) -> None:
     config = load_config(QUICKSTART, ["caption.weight=1", "caption.parallel=0.5", "caption.length=9"])
     shape = shape_of(config.model, config.loss, config.small, config.caption)
     assert shape.decoder == Decoder(
@@ -258,7 +256,7 @@ def test_weights_without_a_decoder_get_a_fresh_one_and_a_line_says_so(tmp_path: 
     )
     plain = first_model(config.model, config.loss, replace(shape, decoder=None), seed=3, small=config.small)
     fresh = first_model(config.model, config.loss, shape, seed=3, small=config.small)
-    for name, value in plain.state_dict().items():  # the towers start as they do without a decoder
+    for name, value in plain.state_dict().items():  # towers start as they do without a decoder
         assert torch.equal(fresh.state_dict()[name], value), name
     save_model(plain, tmp_path / "model")
     lines: list[str] = []
@@ -290,14 +288,14 @@ def test_weights_without_a_decoder_get_a_fresh_one_and_a_line_says_so(tmp_path: 
         (["caption.weight=1", "model.name=open_clip:RN50"], "requires clipkit's own image tower"),
     ],
 )
-def test_combinations_that_do_not_fit_are_one_line(given: list[str], message: str) -> None:
+def test_invalid_combinations_raise_one_line_error(given: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config = load_config(QUICKSTART, given)
         shape_of(config.model, config.loss, config.small, config.caption)
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_flops_are_those_that_torch_counts() -> None:
+def test_caption_flops_equal_torch() -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 

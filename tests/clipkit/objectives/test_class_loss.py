@@ -1,4 +1,4 @@
-"""A head of classes in the text tower's place: its names, its loss, and what is refused."""
+"""Tests of class heads: class names, loss, teacher, weights, and rejected settings."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
 
 
 @given(st.integers(1, 9), st.integers(1, 7), st.integers(0, 2**31), st.floats(0.1, 100))
-def test_the_loss_is_cross_entropy_and_right_is_argmax(
+def test_class_loss_is_cross_entropy_and_accuracy_is_argmax(
     rows: int, classes: int, seed: int, scale: float
 ) -> None:
     random = torch.Generator().manual_seed(seed)
@@ -48,7 +48,9 @@ def test_the_loss_is_cross_entropy_and_right_is_argmax(
     st.floats(0.1, 50),
     st.sampled_from([0.5, 1.0, 4.0]),
 )
-def test_a_teacher_of_classes(rows: int, classes: int, seed: int, scale: float, temperature: float) -> None:
+def test_class_divergence_equals_plain_formula(
+    rows: int, classes: int, seed: int, scale: float, temperature: float
+) -> None:
     random = torch.Generator().manual_seed(seed)
     images, heads, taught, taught_heads = (
         F.normalize(torch.randn(n, size, dtype=torch.float64, generator=random), dim=1)
@@ -74,7 +76,7 @@ def head() -> CLIP:
     return create(replace(ARCHITECTURES["ViT-Ti-4-16"], text=ClassTable(names=names)), seed=0).eval()
 
 
-def test_a_class_is_found_by_its_name(head: CLIP, tmp_path: Path) -> None:
+def test_class_is_encoded_by_its_name(head: CLIP, tmp_path: Path) -> None:
     rows = clipkit.encode_text([" tabby\tcat ", "3"], head)
     assert head.text is not None
     weight = head.text.get_parameter("weight").detach()
@@ -100,7 +102,7 @@ def test_a_class_is_found_by_its_name(head: CLIP, tmp_path: Path) -> None:
         ("ab", "names is not a list"),
     ],
 )
-def test_names_that_a_caption_cannot_tell_apart_are_refused(names: object, said: str) -> None:
+def test_invalid_class_names_are_rejected(names: object, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         ClassTable(names=names)  # type: ignore[arg-type]
     stored = replace(ARCHITECTURES["ViT-Ti-4-16"], text=ClassTable(names=("a",))).to_dict()
@@ -109,7 +111,7 @@ def test_names_that_a_caption_cannot_tell_apart_are_refused(names: object, said:
         Architecture.from_dict(stored)
 
 
-def test_an_architecture_reads_the_names_from_a_file(tmp_path: Path) -> None:
+def test_architecture_reads_class_names_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "classnames.txt"
     file.write_text("cat\ndog\n")
     found = architecture("ViT-Ti-4-16", text=f"classes:{file}")
@@ -135,13 +137,13 @@ def test_an_architecture_reads_the_names_from_a_file(tmp_path: Path) -> None:
         (["loss.name=classes", "model.text=classes:x", "distill.hard=true"], "unless distill.teacher"),
     ],
 )
-def test_a_head_and_its_loss_go_together(settings: list[str], said: str) -> None:
+def test_class_head_and_loss_require_each_other(settings: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load_config(QUICKSTART, settings)
     assert Config().loss.name == "clip"
 
 
-def test_names_are_encoded_and_no_other_text(head: CLIP, tmp_path: Path) -> None:
+def test_encode_accepts_only_class_names(head: CLIP, tmp_path: Path) -> None:
     save_model(head, tmp_path / "head")
     command = ["encode", str(tmp_path / "texts.txt"), "--text", "--model", str(tmp_path / "head"), "--out"]
     (tmp_path / "texts.txt").write_text("3\nfox")
@@ -153,7 +155,7 @@ def test_names_are_encoded_and_no_other_text(head: CLIP, tmp_path: Path) -> None
     assert (rows - torch.as_tensor(clipkit.encode_text(["3", "dog"], head))).abs().max() < 1e-3
 
 
-def test_the_image_tower_beside_a_head_is_recomputed(head: CLIP) -> None:
+def test_image_tower_with_class_head_is_recomputed(head: CLIP) -> None:
     recompute_blocks(head)
     assert all(block.recompute for block in head.transformers["image"].blocks)
     recompute_blocks(head, every=0)
@@ -164,7 +166,7 @@ BY_CLASSES, TINY = LossConfig(name="classes"), "ViT-Ti-4-16"
 
 
 def begin(weights: Path, text: str, *, loss: str = "classes", checkpoint: Path | None = None) -> CLIP:
-    """The model that a training begins or goes on with."""
+    """Return the model that a training starts or resumes with."""
     model = ModelConfig(name=TINY, weights=str(weights), text=text)
     shape = shape_of(model, LossConfig(name=loss), SmallConfig())
     return first_model(
@@ -180,7 +182,7 @@ def begin(weights: Path, text: str, *, loss: str = "classes", checkpoint: Path |
         (("tabby cat", "dog", "3", "x"), "3 classes, not of 4"),
     ],
 )
-def test_other_names_than_the_weights_were_trained_for_are_told(
+def test_class_names_that_differ_from_the_weights_are_rejected(
     head: CLIP, tmp_path: Path, names: tuple[str, ...], said: str
 ) -> None:
     save_model(head, tmp_path / "head")
@@ -191,12 +193,10 @@ def test_other_names_than_the_weights_were_trained_for_are_told(
     with pytest.raises(CheckpointError, match=f"head is of {said}: set .*, or out=… for a new run"):
         begin(tmp_path / "head", f"classes:{file}", checkpoint=tmp_path / "head")
     file.write_text("\n".join(("tabby cat", "dog", "3")))
-    assert begin(tmp_path / "head", f"classes:{file}").name == f"{TINY} + classes"  # no folder's name
+    assert begin(tmp_path / "head", f"classes:{file}").name == f"{TINY} + classes"  # not a folder name
 
 
-def test_a_new_head_keeps_the_image_tower_at_another_size_and_for_any_head(
-    head: CLIP, tmp_path: Path
-) -> None:
+def test_new_head_keeps_the_image_tower_at_another_size(head: CLIP, tmp_path: Path) -> None:
     (tmp_path / "names").write_text("a\nb")
     clip = create(ARCHITECTURES[TINY], name=TINY, seed=1)
     for name, one in (("head", head), ("clip", clip)):
@@ -225,7 +225,7 @@ def test_a_new_head_keeps_the_image_tower_at_another_size_and_for_any_head(
         )
 
 
-def test_weights_that_have_the_other_kind_of_head_are_told(head: CLIP, tmp_path: Path) -> None:
+def test_weights_with_another_kind_of_head_are_rejected(head: CLIP, tmp_path: Path) -> None:
     save_model(head, tmp_path / "head")
     save_model(create(ARCHITECTURES[TINY], name=TINY, seed=0), tmp_path / "clip")
     (tmp_path / "names").write_text("a\nb")
@@ -239,7 +239,7 @@ def test_weights_that_have_the_other_kind_of_head_are_told(head: CLIP, tmp_path:
         begin(tmp_path / "head", "", loss="clip")
 
 
-def test_how_fresh_weights_are_drawn_does_not_part_weights_from_their_architecture(tmp_path: Path) -> None:
+def test_small_data_of_weights_may_differ_from_the_named_architecture(tmp_path: Path) -> None:
     drawn = ARCHITECTURES[TINY].small_data
     save_model(
         create(replace(ARCHITECTURES[TINY], small_data=not drawn), name="", seed=0), tmp_path / "model"
@@ -248,7 +248,7 @@ def test_how_fresh_weights_are_drawn_does_not_part_weights_from_their_architectu
     begin(tmp_path / "model", "", loss="clip", checkpoint=tmp_path / "model")
 
 
-def test_small_pictures_go_with_a_head_of_classes_and_short_captions_do_not(tmp_path: Path) -> None:
+def test_class_head_supports_small_images_but_no_context_length(tmp_path: Path) -> None:
     (tmp_path / "names").write_text("a\nb")
     model = ModelConfig(name=TINY, text=f"classes:{tmp_path}/names")
     shape_of(model, BY_CLASSES, SmallConfig(steps=3, image_size=8))

@@ -1,4 +1,4 @@
-"""Distillation within a batch in one process: the plain formula's value and gradients, and none for the teacher."""
+"""Tests of distillation in one process: value and gradients equal the plain formula, the teacher has none."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +38,7 @@ QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
     seed=st.integers(0, 99),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
-def test_tiles_come_to_the_plain_formula(
+def test_tiled_distillation_equals_plain_formula(
     rows: int, tile: int, scale: float, seed: int, dtype: torch.dtype
 ) -> None:
     exact = given_batch(rows, seed=seed, scale=scale)
@@ -48,7 +48,7 @@ def test_tiles_come_to_the_plain_formula(
         compare(ours(name, batch), batch, plain(name, exact), exact, rounded=plain(name, batch))
 
 
-def test_it_is_open_clips_less_the_teachers_entropy() -> None:
+def test_loss_equals_open_clip_minus_the_entropy_of_the_teacher() -> None:
     from open_clip.loss import DistillClipLoss
 
     batch = given_batch(17)
@@ -62,7 +62,7 @@ def test_it_is_open_clips_less_the_teachers_entropy() -> None:
         assert error(a, b) < 1e-10
 
 
-def test_a_student_that_is_its_teacher_has_neither_loss_nor_gradient() -> None:
+def test_student_equal_to_teacher_has_zero_loss_and_gradient() -> None:
     batch = given_batch(20, dtype=torch.float32)
     student = (batch.images, batch.texts, batch.scale)
     loss = distillation_loss(*student, *student)
@@ -70,7 +70,7 @@ def test_a_student_that_is_its_teacher_has_neither_loss_nor_gradient() -> None:
     assert all(one.abs().max() < 1e-6 for one in gradients(loss, batch))
 
 
-def test_the_teacher_has_no_gradient() -> None:
+def test_teacher_has_no_gradient() -> None:
     batch = given_batch(6)
     teacher = [
         one.clone().requires_grad_()
@@ -81,7 +81,7 @@ def test_the_teacher_has_no_gradient() -> None:
     assert all(one.grad is None for one in teacher)
 
 
-def test_the_gradient_is_that_of_finite_differences() -> None:
+def test_gradient_equals_finite_differences() -> None:
     batch = given_batch(5)
 
     def distilled(images: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def test_the_gradient_is_that_of_finite_differences() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_logits_are_float32_under_autocast_and_for_low_features(dtype: torch.dtype) -> None:
+def test_logits_are_float32_under_autocast_and_for_low_precision(dtype: torch.dtype) -> None:
     batch = given_batch(32)
     student = [one.detach().to(dtype) for one in (batch.images, batch.texts, batch.scale)]
     teacher = [one.to(dtype) for one in (batch.teacher_images, batch.teacher_texts, batch.teacher_scale)]
@@ -107,7 +107,7 @@ def test_logits_are_float32_under_autocast_and_for_low_features(dtype: torch.dty
     assert torch.equal(loss, want)
 
 
-def test_a_teacher_of_other_rows_is_refused() -> None:
+def test_teacher_of_other_rows_is_rejected() -> None:
     four, five = torch.eye(4), torch.eye(5)
     one = torch.tensor(1.0)
     with pytest.raises(ValueError, match="the student's 4 rows, not 5"):
@@ -118,7 +118,7 @@ def test_a_teacher_of_other_rows_is_refused() -> None:
 
 @pytest.mark.parametrize("over_classes", [False, True])
 def test_averaged_weights_teach_the_whole_batch(over_classes: bool) -> None:
-    """In three parts, with a loss of pairs and with one of classes."""
+    """In three parts, with the contrastive and the class loss."""
     shape = architecture("ViT-Ti-4-16")
     if over_classes:
         shape = replace(shape, text=ClassTable(names=("a", "b", "c")))

@@ -1,4 +1,4 @@
-"""How often the nearest of a batch is the right one."""
+"""Tests of recall within a batch."""
 
 from unittest.mock import patch
 
@@ -19,7 +19,7 @@ from tests.clipkit.plain_losses import given as given_batch
     seed=st.integers(0, 99),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
-def test_it_counts_who_is_nearest_to_its_own(rows: int, tile: int, seed: int, dtype: torch.dtype) -> None:
+def test_recall_counts_nearest_neighbors(rows: int, tile: int, seed: int, dtype: torch.dtype) -> None:
     batch = given_batch(rows, seed=seed, dtype=dtype)
     cosines, own = batch.images @ batch.texts.T, torch.arange(rows)
     want = torch.stack([(cosines.argmax(by) == own).to(dtype).mean() for by in (1, 0)])
@@ -30,23 +30,23 @@ def test_it_counts_who_is_nearest_to_its_own(rows: int, tile: int, seed: int, dt
 
 
 @pytest.mark.parametrize("rows", [2, 3, 17, 100])
-def test_ties_are_wrong(rows: int) -> None:
-    """Equal features, of which a product may round one up; and each pair twice."""
+def test_ties_count_as_wrong(rows: int) -> None:
+    """Equal features, whose products may round differently; and each pair twice."""
     alike = F.normalize(torch.linspace(0.1, 1, 31), dim=0).expand(rows, 31)
     assert in_batch_recall(alike, alike).tolist() == [0, 0]
     images, texts = (F.normalize(torch.randn(rows, 31), dim=-1).repeat(2, 1) for _ in range(2))
     assert in_batch_recall(images, texts).tolist() == [0, 0]
 
 
-def test_pictures_and_texts_are_told_apart() -> None:
-    """All pictures lie nearest to text 0, each text nearest to its own picture."""
+def test_image_and_text_recall_are_separate() -> None:
+    """All images are nearest to text 0; each text is nearest to its own image."""
     images = F.normalize(torch.tensor([[3.0, 0.0, 0.0], [3.0, 1.0, 0.0], [3.0, 0.0, 1.0]]), dim=-1)
     texts = F.normalize(torch.tensor([[3.0, -0.1, -0.1], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]), dim=-1)
     assert in_batch_recall(images, texts).tolist() == pytest.approx([1 / 3, 1])
     assert in_batch_recall(texts, images).tolist() == pytest.approx([1, 1 / 3])
 
 
-def test_features_that_are_no_numbers_recall_nothing() -> None:
+def test_nan_features_have_zero_recall() -> None:
     lost = torch.full((4, 8), torch.nan)
     assert in_batch_recall(lost, lost).tolist() == [0, 0]
     assert in_batch_recall(torch.eye(4).bfloat16(), torch.eye(4).bfloat16()).tolist() == [1, 1]

@@ -1,4 +1,4 @@
-"""The loss in one process: open_clip's value and gradients, always in full precision."""
+"""Tests of the contrastive loss in one process: value and gradients equal open_clip's, in full precision."""
 
 import math
 import subprocess
@@ -29,7 +29,7 @@ def features(
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
 @pytest.mark.parametrize("rows", [1, 2, 17, 64])
-def test_value_and_gradients_are_open_clips(rows: int, dtype: torch.dtype, bound: float) -> None:
+def test_value_and_gradients_equal_open_clip(rows: int, dtype: torch.dtype, bound: float) -> None:
     from open_clip import ClipLoss
 
     ours, theirs = features(rows, dtype=dtype), features(rows, dtype=dtype)
@@ -45,31 +45,31 @@ def test_value_and_gradients_are_open_clips(rows: int, dtype: torch.dtype, bound
 
 @settings(deadline=None)
 @given(rows=st.integers(1, 40), scale=st.floats(0.01, 100))
-def test_features_that_are_all_equal_have_the_loss_of_chance(rows: int, scale: float) -> None:
+def test_equal_features_have_the_chance_loss(rows: int, scale: float) -> None:
     same = F.normalize(torch.ones(rows, 8), dim=-1)
     loss = clip_loss(same, same, torch.tensor(scale))
     assert loss.item() == pytest.approx(math.log(rows), abs=1e-4)
 
 
-def test_matching_pairs_have_hardly_any_loss_and_swapped_ones_much() -> None:
+def test_loss_of_matching_and_swapped_pairs() -> None:
     eye = torch.eye(8)
     assert clip_loss(eye, eye, torch.tensor(100.0)) < 1e-6
     assert clip_loss(eye, eye.roll(1, 0), torch.tensor(100.0)) > 99
 
 
-def test_pictures_and_texts_have_equal_parts() -> None:
+def test_loss_is_symmetric_in_images_and_texts() -> None:
     image, text, scale = features(9)
     assert clip_loss(image, text, scale).item() == pytest.approx(
         clip_loss(text, image, scale).item(), abs=1e-6
     )
 
 
-def test_the_gradient_is_that_of_finite_differences() -> None:
+def test_gradient_equals_finite_differences() -> None:
     assert torch.autograd.gradcheck(clip_loss, features(5, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_logits_are_float32_under_autocast_and_for_low_features(dtype: torch.dtype) -> None:
+def test_logits_are_float32_under_autocast_and_for_low_precision(dtype: torch.dtype) -> None:
     image, text, scale = (x.detach().to(dtype) for x in features(32))
     want = clip_loss(image.float(), text.float(), scale.float())
     with torch.autocast("cpu", torch.bfloat16):
@@ -81,7 +81,7 @@ def test_logits_are_float32_under_autocast_and_for_low_features(dtype: torch.dty
 @pytest.mark.parametrize(
     ("a", "b"), [((4, 8), (5, 8)), ((4, 8), (4, 9)), ((8,), (8,)), ((2, 4, 8), (2, 4, 8))]
 )
-def test_wrong_shapes_are_named(a: tuple[int, ...], b: tuple[int, ...]) -> None:
+def test_wrong_shapes_are_rejected(a: tuple[int, ...], b: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="two matrices of one shape"):
         clip_loss(torch.zeros(a), torch.zeros(b), torch.tensor(1.0))
 
@@ -96,7 +96,7 @@ def test_wrong_shapes_are_named(a: tuple[int, ...], b: tuple[int, ...]) -> None:
     loss=st.sampled_from([name for name in LOSSES if name.startswith(("clip", "siglip"))]),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
-def test_tiles_and_identities_come_to_the_plain_formula(
+def test_tiled_loss_with_identities_equals_plain_formula(
     rows: int, tile: int, scale: float, seed: int, numbers: int, loss: str, dtype: torch.dtype
 ) -> None:
     exact = given_batch(rows, seed=seed, scale=scale, numbers=numbers)
@@ -105,7 +105,7 @@ def test_tiles_and_identities_come_to_the_plain_formula(
         compare(ours(loss, batch), batch, plain(loss, exact), exact, rounded=plain(loss, batch))
 
 
-def test_pairs_of_which_none_is_the_same_have_the_plain_loss() -> None:
+def test_distinct_identities_have_the_plain_loss() -> None:
     image, text, scale = features(9, dtype=torch.float64)
     alone = torch.arange(18).reshape(9, 2)
     for same in ("positives", "ignored"):
@@ -113,7 +113,7 @@ def test_pairs_of_which_none_is_the_same_have_the_plain_loss() -> None:
         torch.testing.assert_close(loss, clip_loss(image, text, scale), rtol=1e-14, atol=0)
 
 
-def test_pairs_that_are_all_the_same_have_nothing_to_tell_apart() -> None:
+def test_loss_of_equal_identities() -> None:
     image, text, scale = features(9)
     alike = torch.zeros(9, 1, dtype=torch.int64)
     loss = clip_loss(image, text, scale, identities=alike, same="ignored")
@@ -124,8 +124,8 @@ def test_pairs_that_are_all_the_same_have_nothing_to_tell_apart() -> None:
     assert found.item() == pytest.approx(math.log(9), abs=1e-12)
 
 
-def test_the_same_as_the_same_need_not_be_the_same() -> None:
-    """Pairs 0 and 1 share a picture, 1 and 2 a caption: the middle one has three texts, the others two."""
+def test_shared_identities_are_not_transitive() -> None:
+    """Pairs 0 and 1 share an image, 1 and 2 a caption: the middle one has three texts, the others two."""
     image, text, scale = features(3, dtype=torch.float64)
     logits = scale * image @ text.T
     targets = torch.tensor([[1 / 2, 1 / 2, 0], [1 / 3, 1 / 3, 1 / 3], [0, 1 / 2, 1 / 2]], dtype=torch.float64)
@@ -143,7 +143,7 @@ def test_the_same_as_the_same_need_not_be_the_same() -> None:
         (torch.zeros(4, 2), "must be int64"),
     ],
 )
-def test_wrong_identities_are_named(identities: Tensor, message: str) -> None:
+def test_invalid_identities_are_rejected(identities: Tensor, message: str) -> None:
     image, text, scale = features(4)
     with pytest.raises(ValueError, match=message):
         clip_loss(image, text, scale, identities=identities)
@@ -153,7 +153,7 @@ def test_wrong_identities_are_named(identities: Tensor, message: str) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("trained", [(0, 1, 1, 1), (1, 0, 1, 0), (0, 0, 1, 1), (1, 1, 0, 0), (0, 1, 0, 0)])
-def test_what_is_frozen_changes_no_other_gradient(loss: str, trained: tuple[int, ...]) -> None:
+def test_frozen_inputs_change_no_other_gradient(loss: str, trained: tuple[int, ...]) -> None:
     whole, part = given_batch(12), given_batch(12)
     for leaf, wanted in zip(part.leaves(), trained, strict=True):
         leaf.requires_grad_(bool(wanted))
@@ -165,7 +165,7 @@ def test_what_is_frozen_changes_no_other_gradient(loss: str, trained: tuple[int,
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_loss_may_be_wanted_without_gradients_or_those_twice(loss: str) -> None:
+def test_loss_without_gradients_and_with_repeated_backward(loss: str) -> None:
     batch = given_batch(7)
     value = ours(loss, batch)
     with torch.no_grad():
@@ -178,16 +178,16 @@ def test_a_loss_may_be_wanted_without_gradients_or_those_twice(loss: str) -> Non
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("lost", [math.nan, math.inf])
-def test_a_feature_that_is_no_number_leaves_no_loss_that_is_one(loss: str, lost: float) -> None:
-    """So that a run that diverges is seen."""
+def test_nonfinite_feature_gives_nonfinite_loss(loss: str, lost: float) -> None:
+    """So that divergence is detected."""
     batch = given_batch(7, dtype=torch.float32)
     with torch.no_grad():
         batch.texts[3, 5] = lost
     assert not ours(loss, batch).isfinite()
 
 
-def test_a_scale_of_one_row_has_a_gradient_of_one_row() -> None:
-    """As FSDP wants parameters."""
+def test_one_element_scale_has_a_one_element_gradient() -> None:
+    """FSDP requires parameters with at least one dimension."""
     image, text, scale = features(7)
     row = scale.detach().reshape(1).requires_grad_()
     torch.autograd.backward([loss := clip_loss(image, text, row), clip_loss(image, text, scale)])
@@ -196,8 +196,8 @@ def test_a_scale_of_one_row_has_a_gradient_of_one_row() -> None:
     assert torch.equal(row.grad, scale.grad.reshape(1))
 
 
-def test_memory_grows_with_the_rows_not_with_their_square() -> None:
-    """The logits of 6,000 rows would be 144 MB at once."""
+def test_memory_is_linear_in_rows() -> None:
+    """All logits of 6,000 rows would take 144 MB."""
     program = """
 import resource, torch
 import clipkit.objectives.clip

@@ -1,4 +1,4 @@
-"""Every loss on real gloo ranks with equal and unequal numbers of rows: value and gradients of one process."""
+"""Tests of every loss over gloo ranks, with equal and unequal numbers of rows."""
 
 from pathlib import Path
 from unittest.mock import patch
@@ -18,7 +18,7 @@ BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
 def launched(forked: Forked, out: Path, world: int) -> list[dict[str, Tensor]]:
-    """What each of so many processes found."""
+    """Return the tensors that each rank computed."""
     if world == 1:
         with patch.multiple(clipkit.objectives.tiles, _TILE=40, _LEAST_ROWS=2):
             return [found()]
@@ -30,7 +30,7 @@ def launched(forked: Forked, out: Path, world: int) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize(
     "world", [pytest.param(world, marks=pytest.mark.long) if world == 4 else world for world in SPREADS]
 )
-def test_values_and_gradients_are_those_of_one_process(world: int, tmp_path: Path, forked: Forked) -> None:
+def test_values_and_gradients_equal_single_process(world: int, tmp_path: Path, forked: Forked) -> None:
     ranks = launched(forked, tmp_path, world)
     for spread in SPREADS[world]:
         for dtype, bound in BOUNDS.items():
@@ -49,7 +49,7 @@ def _all(ranks: list[dict[str, Tensor]], name: str) -> list[Tensor]:
 
 
 def _compare(loss: str, rows: int, bound: float, of: dict[str, list[Tensor]]) -> None:
-    """See that the ranks' values and gradients of a loss come to those of one process."""
+    """Assert that the ranks' values and gradients of a loss equal those of one process."""
     batch = given(rows)
     want = plain(loss, batch)
     values = of["value"]

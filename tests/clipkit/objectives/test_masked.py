@@ -1,4 +1,4 @@
-"""Masked patches are predicted: corruption, targets, the loss, and the settings that cannot be combined with it."""
+"""Tests of masked patch prediction: corruption, targets, loss, and rejected combinations of settings."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,9 +55,7 @@ def chosen_in(
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 300), st.floats(0.01, 1), st.integers(0, 2**64))
-def test_each_image_has_as_many_chosen_patches_and_the_others_are_seen(
-    rows: int, fraction: float, seed: int
-) -> None:
+def test_patches_are_chosen_per_image_and_others_stay_visible(rows: int, fraction: float, seed: int) -> None:
     found = chosen_in(pictures(rows), fraction=fraction, seed=seed)
     chosen, sources = found["chosen"], found["sources"]
     assert chosen.shape == (rows, max(1, round(fraction * PATCHES)))
@@ -75,10 +73,10 @@ def test_each_image_has_as_many_chosen_patches_and_the_others_are_seen(
         seed=seed,
         rows=torch.tensor([rows - 1]),
     )
-    assert all(torch.equal(part[name], found[name][-1:]) for name in found)  # wherever the row is computed
+    assert all(torch.equal(part[name], found[name][-1:]) for name in found)  # independent of the other rows
 
 
-def test_eighty_percent_are_masked_and_ten_are_other_patches() -> None:
+def test_eighty_percent_of_chosen_patches_are_masked_and_ten_percent_replaced() -> None:
     found = chosen_in(pictures(4000), fraction=1.0)
     places = torch.arange(PATCHES).expand(4000, -1)
     masked, kept = (found["sources"] == PATCHES), (found["sources"] == places)
@@ -86,10 +84,10 @@ def test_eighty_percent_are_masked_and_ten_are_other_patches() -> None:
     assert kept.double().mean() == pytest.approx(0.1, abs=0.01)
     others = (found["sources"] - places)[~masked & ~kept] % PATCHES
     counts = others.bincount(minlength=PATCHES)[1:].double()
-    assert (counts / counts.sum() - 1 / (PATCHES - 1)).abs().max() < 0.01  # all other patches alike
+    assert (counts / counts.sum() - 1 / (PATCHES - 1)).abs().max() < 0.01  # other patches are equally likely
 
 
-def test_labels_are_those_of_numpy() -> None:
+def test_labels_equal_numpy() -> None:
     images = pictures(3)
     for target in ("color", "small", "pixels"):
         found = chosen_in(images, target=target)
@@ -109,7 +107,7 @@ def test_labels_are_those_of_numpy() -> None:
                 np.testing.assert_array_equal(label.ravel(), (64 * red + 8 * green + blue).ravel())
 
 
-def test_pixels_of_masked_patches_are_not_seen() -> None:
+def test_masked_pixels_do_not_affect_tokens() -> None:
     model, images = made(), pictures()
     found = chosen_in(images)
     hidden = torch.ones(len(images), PATCHES, dtype=torch.bool)
@@ -127,7 +125,7 @@ def test_pixels_of_masked_patches_are_not_seen() -> None:
     assert torch.equal(tokens[0], tokens[1]) and not torch.allclose(tokens[0], tokens[2])
 
 
-def test_the_loss_is_that_of_beit_on_equal_logits() -> None:
+def test_loss_equals_beit() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.BeitConfig(
         vocab_size=512, hidden_size=48, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
@@ -146,7 +144,7 @@ def test_the_loss_is_that_of_beit_on_equal_logits() -> None:
 
 
 @pytest.mark.parametrize("target", MASKED)
-def test_the_sum_is_over_the_chosen_patches(target: str) -> None:
+def test_masked_term_sums_over_chosen_patches(target: str) -> None:
     model, images = made(target), pictures()
     batch = SimpleNamespace(images=images, rows=torch.arange(5))
 
@@ -177,10 +175,10 @@ def test_the_sum_is_over_the_chosen_patches(target: str) -> None:
         cells = predicted.unflatten(-1, (-1, 512)).flatten(0, -2)
         expected = F.cross_entropy(cells, found["labels"].flatten()) * found["chosen"].numel()
     assert outputs[-1].item() == pytest.approx(expected.item(), rel=1e-12 if target != "features" else 1e-5)
-    assert torch.equal(outputs[0], model.encode_image(images))  # the other pass is clean
+    assert torch.equal(outputs[0], model.encode_image(images))  # features are computed without corruption
 
 
-def test_weights_with_and_without_a_head(tmp_path: Path) -> None:
+def test_weights_with_and_without_a_masked_head(tmp_path: Path) -> None:
     plain = made(None)
     assert model_hash(plain) != model_hash(made()) != model_hash(made("small"))
     save_model(plain.float(), tmp_path / "plain")
@@ -191,7 +189,7 @@ def test_weights_with_and_without_a_head(tmp_path: Path) -> None:
     assert places(again)["masked_head.mask_embedding"].tower == ""
 
 
-def test_settings(tmp_path: Path) -> None:
+def test_masked_settings(tmp_path: Path) -> None:
     def shape(*given: str) -> Architecture:
         config = load_config(QUICKSTART, given)
         return shape_of(config.model, config.loss, config.small, config.caption, config.masked)
@@ -228,7 +226,7 @@ def test_settings(tmp_path: Path) -> None:
     )
 
 
-def test_flops() -> None:
+def test_masked_flops() -> None:
     shape = made().architecture
     plain = made(None).architecture
     rows = {"rows": 3, "lengths": [5, 6, 7], "text_rows": 3}

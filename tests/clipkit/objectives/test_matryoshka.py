@@ -1,4 +1,4 @@
-"""Losses of prefixes equal the plain losses of sliced features, and models are used by their prefixes."""
+"""Tests of matryoshka losses: equal to plain losses of sliced features; prefixes as embeddings."""
 
 import math
 from pathlib import Path
@@ -28,7 +28,9 @@ QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
     weighted=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_the_loss_is_that_of_sliced_features(rows: int, dims: list[int], weighted: bool, seed: int) -> None:
+def test_prefix_loss_equals_loss_of_sliced_features(
+    rows: int, dims: list[int], weighted: bool, seed: int
+) -> None:
     batch, expected = batch_of(rows, seed=seed), batch_of(rows, seed=seed)
     weights = [float(1 + number) for number in range(len(dims) + 1)] if weighted else []
     found = with_prefixes(clip_loss, dims, weights)(batch.images, batch.texts, batch.scale)
@@ -76,12 +78,12 @@ def test_embeddings_are_normalized_prefixes(tmp_path: Path) -> None:
         (["loss.smoothing=1"], "at least 0 and below 1"),
     ],
 )
-def test_settings_that_do_not_fit(settings: list[str], message: str) -> None:
+def test_invalid_settings_are_rejected(settings: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(QUICKSTART, settings)
 
 
-def test_prefixes_are_shorter_than_the_embedding() -> None:
+def test_prefixes_must_be_shorter_than_the_embedding() -> None:
     size = architecture("ViT-Ti-4-16").embed_dim
     config = load_config(QUICKSTART, [f"loss.dims=[8,{size}]"])
     with pytest.raises(ConfigError, match=f"expected sizes below {size}"):
@@ -89,7 +91,7 @@ def test_prefixes_are_shorter_than_the_embedding() -> None:
 
 
 def test_smoothing_moves_the_minimum_away_from_certainty() -> None:
-    """A model that is certain of the right pairs has a loss of 0 without smoothing, and a large one with it."""
+    """A model certain of the right pairs has zero loss without smoothing, and a large one with it."""
     features, scale = torch.eye(4, dtype=torch.float64), torch.tensor(100.0, dtype=torch.float64)
     assert clip_loss(features, features, scale).item() == pytest.approx(0, abs=1e-12)
     wrong = 0.1 * 3 / 4  # probability of other pairs
@@ -102,7 +104,7 @@ def test_smoothing_moves_the_minimum_away_from_certainty() -> None:
         clip_loss(features, features, scale, smoothing=1.0)
 
 
-def test_commands_take_a_prefix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_encode_command_accepts_dim(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_model(clipkit.create("ViT-Ti-4-16", seed=0), tmp_path / "model")
     (tmp_path / "texts.txt").write_text("red\nblue\n")
     arguments = [

@@ -1,4 +1,4 @@
-"""Wrong captions of an image are negatives of this image alone: losses, loading, settings."""
+"""Tests of hard negative captions and of several captions per image: losses, loading, settings."""
 
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ def features(rows: int = 7) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("scale", [3.0, 100.0])
-def test_the_softmax_of_an_image_has_one_more_text(scale: float) -> None:
+def test_clip_loss_with_negatives_equals_plain_formula(scale: float) -> None:
     images, texts, wrong, has = features()
     t = torch.tensor(scale, dtype=torch.float64, requires_grad=True)
     logits = t * images @ texts.T
@@ -60,7 +60,7 @@ def test_the_softmax_of_an_image_has_one_more_text(scale: float) -> None:
     assert none.item() == pytest.approx(clip_loss(images, texts, t).item(), rel=1e-12)
 
 
-def test_the_sigmoid_loss_has_one_more_pair() -> None:
+def test_siglip_loss_with_negatives_equals_plain_formula() -> None:
     images, texts, wrong, has = features()
     t, bias = (torch.tensor(one, dtype=torch.float64, requires_grad=True) for one in (5.0, -2.0))
     logits = t * images @ texts.T + bias
@@ -74,7 +74,7 @@ def test_the_sigmoid_loss_has_one_more_pair() -> None:
         assert (one - other).abs().max() < 1e-12
 
 
-def test_the_metric() -> None:
+def test_negatives_accuracy() -> None:
     images, texts, wrong, has = features()
     numbers = torch.arange(7)[:, None]
     targets = Targets(identities=numbers, tokens=numbers, same="negatives", negatives=has)
@@ -86,14 +86,14 @@ def test_the_metric() -> None:
     assert found == recall_figures(images, texts, plain)
 
 
-def test_wrong_captions() -> None:
+def test_wrong_captions_are_read_from_json_fields() -> None:
     rule = CaptionRule(negatives="wrong.text", prefix="a ")
     assert rule.wrong_captions({"wrong": {"text": ["b", "", 3, "c", "\udc80"]}}) == ["a b", "a c"]
     assert rule.wrong_captions({"wrong": {"text": "b"}}) == ["a b"]
     assert rule.wrong_captions({"wrong": "b"}) == rule.wrong_captions({}) == []
 
 
-def test_settings_and_flops() -> None:
+def test_negatives_settings_and_flops() -> None:
     for refused in ("loss.name=classes", "distill.teacher=another", "caption_templates"):
         settings = {"caption_templates": 'data.caption_templates=["a {}"]'}.get(refused, refused)
         more = ["model.text=classes:a.txt"] if "classes" in refused else []
@@ -108,7 +108,7 @@ def test_settings_and_flops() -> None:
 
 
 @pytest.mark.slow
-def test_a_training_learns_to_tell_them_apart(trainings: Trainings, tmp_path: Path) -> None:
+def test_training_distinguishes_negatives(trainings: Trainings, tmp_path: Path) -> None:
     data, colors = tmp_path / "data", {"red": (255, 0, 0), "blue": (0, 0, 255)}
     with DatasetWriter(data, samples_per_shard=20) as writer:
         for i in range(40):
@@ -121,7 +121,7 @@ def test_a_training_learns_to_tell_them_apart(trainings: Trainings, tmp_path: Pa
             writer.write("train", record)
         writer.finish({"name": "squares"})
     settings = (f"data.train={data}", "loss.same=ignored", "optim.lr=1e-3", "steps=12")
-    trainings.run(tmp_path / "plain", *settings, "steps=1")  # the samples are counted
+    trainings.run(tmp_path / "plain", *settings, "steps=1")  # counts the samples
     ended = trainings.start(tmp_path / "typed", *settings, "data.negatives=worng").result()
     message = (
         "data.negatives names the json field 'worng', which has text in none of 40 samples examined: did you"
@@ -133,7 +133,7 @@ def test_a_training_learns_to_tell_them_apart(trainings: Trainings, tmp_path: Pa
     assert lines[-1]["negatives_acc"] == 1 and lines[-1]["loss"] < lines[0]["loss"]
 
 
-def test_several_captions_are_those_of_a_batch_with_the_image_repeated() -> None:
+def test_several_captions_equal_a_batch_with_repeated_images() -> None:
     images, texts, more, _ = features()
     t = torch.tensor(9.0, dtype=torch.float64)
     numbers = torch.arange(7).repeat(2)[:, None]
@@ -147,7 +147,7 @@ def test_several_captions_are_those_of_a_batch_with_the_image_repeated() -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", ["first", "random"])
-def test_a_training_reads_several_captions(choice: str, trainings: Trainings, tmp_path: Path) -> None:
+def test_training_reads_several_captions(choice: str, trainings: Trainings, tmp_path: Path) -> None:
     data = tmp_path / "data"
     image = simplejpeg.encode_jpeg(np.zeros((20, 20, 3), dtype=np.uint8))
     with DatasetWriter(data, samples_per_shard=20) as writer:

@@ -1,4 +1,4 @@
-"""The settings' loss is the formula's, with and without a teacher; and chance is what a blind model comes to."""
+"""Tests of objectives: losses by settings equal plain formulas, with and without a teacher; chance levels."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ CONTRASTIVE = tuple(name for name in LOSSES if name != "distillation")
 
 
 def objective(name: str, identities: Tensor) -> Callable[..., Tensor]:
-    """A loss as ``plain`` calls it, of a batch."""
+    """The configured loss by its name in ``plain``."""
     return partial(OBJECTIVES[name.split()[0]].loss, targets=targets(name, identities))
 
 
@@ -39,16 +39,16 @@ def value(loss: Callable[..., Tensor], batch: Given, *, bias: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("name", CONTRASTIVE)
-def test_without_a_teacher_it_is_the_contrastive_one(name: str) -> None:
+def test_loss_without_teacher_equals_plain_formula(name: str) -> None:
     batch = given(12)
-    for bias in {name.startswith("siglip"), True}:  # a model may have a bias that softmax does not see
+    for bias in {name.startswith("siglip"), True}:  # a model may have a bias that softmax losses ignore
         loss = objective(name, batch.identities)
         torch.testing.assert_close(value(loss, batch, bias=bias), plain(name, batch))
 
 
 @pytest.mark.parametrize("name", CONTRASTIVE)
 @pytest.mark.parametrize("weight", [0.25, 1.0])
-def test_a_teacher_has_its_share(name: str, weight: float) -> None:
+def test_teacher_is_weighted(name: str, weight: float) -> None:
     batch = given(12).slice(slice(None))
     settings = DistillConfig(teacher="any", weight=weight)
     divergence = OBJECTIVES[name.split()[0]].divergence
@@ -59,7 +59,7 @@ def test_a_teacher_has_its_share(name: str, weight: float) -> None:
     torch.testing.assert_close(found, wanted)
     trained = [batch.images, batch.texts, batch.scale]
     trained += [batch.bias] if name.startswith("siglip") else []
-    gradients = torch.autograd.grad(found, trained)  # each has one, or DistributedDataParallel would wait
+    gradients = torch.autograd.grad(found, trained)  # DistributedDataParallel waits for all gradients
     for own, other in zip(gradients, torch.autograd.grad(wanted, trained, allow_unused=True), strict=True):
         torch.testing.assert_close(own, torch.zeros_like(own) if other is None else other)
 
@@ -67,8 +67,8 @@ def test_a_teacher_has_its_share(name: str, weight: float) -> None:
 @pytest.mark.parametrize("rows", [2, 7, 64])
 @pytest.mark.parametrize("name", CONTRASTIVE)
 @pytest.mark.parametrize("alike", ["some", "none", "all"])
-def test_chance_is_the_least_that_a_blind_model_comes_to(name: str, rows: int, alike: str) -> None:
-    """Its bias would be the logit of the share of right pairs; 0.5 beside that the loss is larger."""
+def test_chance_is_the_minimum_loss_of_a_constant_model(name: str, rows: int, alike: str) -> None:
+    """The optimal bias is the logit of the fraction of positive pairs; 0.5 away, the loss is larger."""
     batch, same_is = given(rows), targets(name, given(rows).identities).same
     ids = {
         "some": batch.identities,
@@ -91,7 +91,7 @@ def test_chance_is_the_least_that_a_blind_model_comes_to(name: str, rows: int, a
     same = (ids[:, None] == ids[None]).any(2)
     own = rows if same_is != "positives" else int(same.sum())
     questions = rows**2 - (int(same.sum()) - rows if same_is == "ignored" else 0)
-    if own == questions:  # nothing to tell apart, and any certainty is right
+    if own == questions:  # all pairs are positive: the infimum is 0
         assert level == 0
         return
     best = math.log(own / (questions - own))

@@ -1,4 +1,4 @@
-"""Crops of images are compared with what averaged weights see in the whole image."""
+"""Tests of the views term, which compares crops with averaged weights' features of the whole image."""
 
 from pathlib import Path
 
@@ -50,7 +50,7 @@ def test_boxes_are_uniform() -> None:
     assert abs(float(torch.stack([width[:, 0], width[:, 1]]).corrcoef()[0, 1])) < 0.02
 
 
-def test_crops_are_the_pixels_in_the_box() -> None:
+def test_crops_equal_the_pixels_in_the_box() -> None:
     images = torch.randint(
         0, 256, (2, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )
@@ -59,12 +59,12 @@ def test_crops_are_the_pixels_in_the_box() -> None:
     crops = views(images, boxes, side=4)
     assert crops.shape == (2, 2, 3, 4, 4)
     assert torch.allclose(crops[:, 1], images[:, :, 8:12, 4:8].float(), atol=1e-3)
-    twice = views(images, boxes, side=8)[:, 1]  # inner pixels are those of bilinear interpolation
+    twice = views(images, boxes, side=8)[:, 1]  # inner pixels equal bilinear interpolation
     inner = F.interpolate(images[:, :, 8:12, 4:8].float(), (8, 8), mode="bilinear")
     assert torch.allclose(twice[..., 1:-1, 1:-1], inner[..., 1:-1, 1:-1], atol=1e-3)
 
 
-def test_the_divergence_and_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_divergence_and_gradient_equal_plain_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     random = torch.Generator().manual_seed(0)
     found, seen, texts = (
         F.normalize(torch.randn(*size, 8, generator=random, dtype=torch.float64), dim=-1)
@@ -75,7 +75,7 @@ def test_the_divergence_and_its_gradient(monkeypatch: pytest.MonkeyPatch) -> Non
     teacher = (scale * seen @ texts.T).log_softmax(-1)[:, None].expand_as(student)
     expected = F.kl_div(student, teacher, reduction="sum", log_target=True) / 3
     (wanted,) = torch.autograd.grad(2 * expected, found)
-    for logits in (1 << 22, 70, 1):  # all images in one tile, two, one
+    for logits in (1 << 22, 70, 1):  # tiles of all images, two and one
         monkeypatch.setattr(module, "_LOGITS", logits)
         total = divergence(found, seen, texts, scale)
         (gradient,) = torch.autograd.grad(2 * total, found)
@@ -84,7 +84,7 @@ def test_the_divergence_and_its_gradient(monkeypatch: pytest.MonkeyPatch) -> Non
     assert divergence(seen[:, None], seen, texts, scale).item() == pytest.approx(0, abs=1e-12)
 
 
-def test_the_averaged_weights_teach_and_the_model_keeps_its_own() -> None:
+def test_averaged_weights_teach_and_the_model_keeps_its_own() -> None:
     model, other = create("ViT-Ti-4-16", seed=0), create("ViT-Ti-4-16", seed=1)
     averaged = AveragedWeights(model, 0.9)
     averaged.restore(other.state_dict(), origin="test")
@@ -103,7 +103,7 @@ def test_the_averaged_weights_teach_and_the_model_keeps_its_own() -> None:
     )
 
 
-def test_settings_and_flops() -> None:
+def test_views_settings_and_flops() -> None:
     def shape(*given: str) -> Architecture:
         config = load_config(QUICKSTART, given)
         return shape_of(config.model, config.loss, config.small, config.caption, config.masked, config.views)

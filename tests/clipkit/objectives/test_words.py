@@ -1,4 +1,4 @@
-"""Bag-of-words prediction: its loss against a plain formula, and a model that is trained with it and used."""
+"""Tests of bag-of-words prediction: loss against a plain formula, text features, settings."""
 
 import math
 from pathlib import Path
@@ -26,8 +26,8 @@ QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
     rows=st.integers(1, 3),
     seed=st.integers(0, 99),
 )
-def test_the_loss_is_the_mean_over_distinct_words(texts: list[list[int]], rows: int, seed: int) -> None:
-    """Words 1 to 8 between start (0) and end (9); an empty caption has its start as its word."""
+def test_word_loss_is_the_mean_over_distinct_words(texts: list[list[int]], rows: int, seed: int) -> None:
+    """Words 1 to 8 between start (0) and end (9); the word of an empty caption is the start token."""
     tokens = torch.zeros(len(texts), 9, dtype=torch.int64)
     for row, words in enumerate(texts):
         tokens[row, 1 : len(words) + 2] = torch.tensor([*words, 9])
@@ -56,7 +56,7 @@ def test_the_loss_is_the_mean_over_distinct_words(texts: list[list[int]], rows: 
     assert blind.item() == pytest.approx(math.log(10))
 
 
-def test_a_text_is_the_mean_of_its_word_vectors() -> None:
+def test_text_feature_is_the_mean_of_its_word_vectors() -> None:
     model = clipkit.create(architecture("ViT-Ti-4-16", text="words"), seed=0)
     assert model.text is not None
     table = F.normalize(model.text.get_parameter("token_embedding.weight").detach(), dim=1)
@@ -77,6 +77,6 @@ def test_a_text_is_the_mean_of_its_word_vectors() -> None:
         (["loss.name=words", "model.text=words", "distill.teacher=x"], "cannot be combined"),
     ],
 )
-def test_settings_that_do_not_fit(settings: list[str], message: str) -> None:
+def test_invalid_settings_are_rejected(settings: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(QUICKSTART, settings)

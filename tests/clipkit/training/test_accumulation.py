@@ -1,4 +1,4 @@
-"""A batch in parts has the loss and the gradients of the whole batch."""
+"""Tests of gradient accumulation: loss and gradients equal those of the whole batch."""
 
 import copy
 from dataclasses import replace
@@ -17,7 +17,7 @@ ROWS, END = 16, 99
 
 @pytest.fixture
 def model(tiny: CLIP) -> CLIP:
-    """A vocabulary of 100, so that the gradient of the embedding is small too; float64."""
+    """A model in float64 with a vocabulary of 100, so that the gradient of the embedding is small."""
     shape = replace(tiny.architecture, text=replace(tiny.architecture.own_towers()[1], vocab_size=END + 1))
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -44,7 +44,7 @@ def computed(model: CLIP, parts: int, *, autocast: bool = False) -> tuple[Tensor
 
 
 @pytest.mark.parametrize("parts", [2, 3, 5, 16])
-def test_parts_have_the_gradient_of_the_whole(model: CLIP, parts: int) -> None:
+def test_accumulated_gradient_equals_whole_batch(model: CLIP, parts: int) -> None:
     loss, whole = computed(model, 1)
     loss_in_parts, in_parts = computed(model, parts)
     assert (loss - loss_in_parts).abs() <= 1e-12
@@ -53,7 +53,7 @@ def test_parts_have_the_gradient_of_the_whole(model: CLIP, parts: int) -> None:
         assert (gradient - in_parts[name]).abs().max() <= 1e-10, name
 
 
-def test_one_part_is_the_plain_backward_pass(model: CLIP) -> None:
+def test_single_part_equals_plain_backward(model: CLIP) -> None:
     loss, gradients = computed(model, 1)
     value = clip_loss(*model(*batch(torch.float64)))
     torch.autograd.backward(value)
@@ -64,8 +64,8 @@ def test_one_part_is_the_plain_backward_pass(model: CLIP) -> None:
 
 
 @pytest.mark.parametrize("parts", [2, 4])
-def test_parts_agree_under_autocast(model: CLIP, parts: int) -> None:
-    """Both passes over a part compute the same features, though one of them has no graph."""
+def test_accumulated_gradient_agrees_under_autocast(model: CLIP, parts: int) -> None:
+    """The passes with and without a graph compute the same features."""
     model = model.float()
     loss, whole = computed(model, 1, autocast=True)
     loss_in_parts, in_parts = computed(model, parts, autocast=True)
@@ -76,7 +76,7 @@ def test_parts_agree_under_autocast(model: CLIP, parts: int) -> None:
         assert (gradient - in_parts[name]).norm() <= 0.05 * gradient.norm() + 1e-6, name
 
 
-def test_gradients_are_added_to_those_that_are_there(model: CLIP) -> None:
+def test_gradients_add_to_existing_ones(model: CLIP) -> None:
     images, tokens = batch(torch.float64)
     for _ in range(2):
         backward(model, {"images": images, "tokens": tokens}, loss=clip_loss, parts=4, autocast=False)
@@ -86,7 +86,7 @@ def test_gradients_are_added_to_those_that_are_there(model: CLIP) -> None:
         assert (parameter.grad - 2 * once[name]).abs().max() <= 1e-10, name
 
 
-def test_more_parts_than_rows_are_refused(model: CLIP) -> None:
+def test_more_parts_than_rows_are_rejected(model: CLIP) -> None:
     images, tokens = batch(torch.float64)
     given = {"images": images[:2], "tokens": tokens[:2]}
     with pytest.raises(AssertionError):
@@ -94,12 +94,12 @@ def test_more_parts_than_rows_are_refused(model: CLIP) -> None:
 
 
 @pytest.mark.parametrize(("batch_size", "world", "parts"), [(4, 1, 3), (2, 2, 1), (7, 2, 2), (3, 1, 2)])
-def test_a_batch_norm_needs_two_rows_in_every_piece(batch_size: int, world: int, parts: int) -> None:
+def test_batch_norm_requires_two_rows_in_each_part(batch_size: int, world: int, parts: int) -> None:
     model = nn.Sequential(nn.BatchNorm2d(3))
     with pytest.raises(
         ConfigError, match=rf"parts of one row, .* set batch_size={2 * world * parts} or more"
     ):
         check_rows(model, batch_size=batch_size, world=world, parts=parts)
     check_rows(model, batch_size=2 * world * parts, world=world, parts=parts)
-    for other in (model.eval(), nn.Sequential(nn.LayerNorm(3))):  # locked, or none
+    for other in (model.eval(), nn.Sequential(nn.LayerNorm(3))):  # locked, or no batch norm
         check_rows(other, batch_size=batch_size, world=world, parts=parts)

@@ -1,4 +1,4 @@
-"""Averages of weights: the formula, the swap to the bit, and going on after a stop."""
+"""Tests of averaged weights: formula, bit-exact swap, and bit-exact resume."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def move(model: CLIP, seed: int) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(decay=st.sampled_from([0.0, 0.3, 0.9999]), updates=st.integers(1, 12))
-def test_the_average_is_the_sum_of_all_weights_by_their_age(decay: float, updates: int) -> None:
+def test_average_equals_the_weighted_sum(decay: float, updates: int) -> None:
     model = create(TINY, seed=0).double()
     average = AveragedWeights(model, decay)
     seen = [model.visual.get_parameter("proj").detach().clone()]
@@ -42,7 +42,7 @@ def test_the_average_is_the_sum_of_all_weights_by_their_age(decay: float, update
     torch.testing.assert_close(average.tensors()["visual.proj"], wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_the_model_has_the_average_for_a_while_and_then_its_own_weights() -> None:
+def test_applied_swaps_averages_in_and_out() -> None:
     model = create(TINY, seed=0)
     average = AveragedWeights(model, 0.9)
     move(model, 1)
@@ -53,13 +53,13 @@ def test_the_model_has_the_average_for_a_while_and_then_its_own_weights() -> Non
     with pytest.raises(KeyError), average.applied():
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, averaged[name]) and not torch.equal(parameter, own[name])
-            assert parameter.data_ptr() == places[name]  # what others hold is the same memory
+            assert parameter.data_ptr() == places[name]  # in place, so that other references see it
         raise KeyError
     assert all(torch.equal(value, own[name]) for name, value in model.state_dict().items())
     assert all(torch.equal(value, averaged[name]) for name, value in average.tensors().items())
 
 
-def test_restored_averages_go_on_to_the_bit() -> None:
+def test_restored_averages_continue_bit_for_bit() -> None:
     first, second = create(TINY, seed=0), create(TINY, seed=5)
     average = AveragedWeights(first, 0.99)
     for step in range(1, 4):
@@ -75,18 +75,18 @@ def test_restored_averages_go_on_to_the_bit() -> None:
     assert all(torch.equal(value, again.tensors()[name]) for name, value in average.tensors().items())
 
 
-def test_locked_weights_and_buffers_are_the_models() -> None:
+def test_locked_weights_and_buffers_are_not_averaged() -> None:
     model = create(TINY, seed=0)
     model.visual.requires_grad_(False)
     average = AveragedWeights(model, 0.9)
-    average.restore(model.state_dict(), origin="run")  # with locked ones beside
+    average.restore(model.state_dict(), origin="run")  # including locked ones
     assert average.tensors().keys() == {n for n, _ in model.named_parameters() if not n.startswith("visual.")}
     buffer = model.get_buffer("_mean")
     with average.applied():
         assert model.get_buffer("_mean") is buffer
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_decay_and_tensors_are_rejected() -> None:
     model = create(TINY, seed=0)
     for decay in (-0.1, 1.0, float("nan")):
         with pytest.raises(AssertionError):

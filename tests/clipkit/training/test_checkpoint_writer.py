@@ -1,6 +1,6 @@
-"""A checkpoint is of the moment at which it was begun, whatever the training does while it is written.
+"""Tests of the checkpoint writer, which copies the state and writes it in the background.
 
-What is in one, and what is left when writing fails: test_checkpoint.py.
+test_checkpoint.py covers the content of checkpoints and write failures.
 """
 
 import threading
@@ -40,7 +40,7 @@ def optimizer(small: CLIP) -> torch.optim.Optimizer:
 
 
 class SlowDisk:
-    """Files are written once they may be."""
+    """Blocks writes until ``may_write`` is set."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.may_write = threading.Event()
@@ -61,7 +61,7 @@ def folder(run: Path, number: int) -> Path:
     return run / "checkpoints" / f"step_{number:08d}"
 
 
-def test_the_training_goes_on_while_its_copy_is_written(
+def test_training_continues_while_its_copy_is_written(
     small: CLIP, optimizer: torch.optim.Optimizer, writer: CheckpointWriter, disk: SlowDisk, tmp_path: Path
 ) -> None:
     then = {name: one.clone() for name, one in bits(small, optimizer).items()}
@@ -81,7 +81,7 @@ def test_the_training_goes_on_while_its_copy_is_written(
     assert same_bits(bits(again, its_optimizer), then)
 
 
-def test_the_next_one_waits_for_the_one_before(
+def test_next_checkpoint_waits_for_the_previous_one(
     small: CLIP, optimizer: torch.optim.Optimizer, writer: CheckpointWriter, disk: SlowDisk, tmp_path: Path
 ) -> None:
     writer.begin(small, optimizer, state(1))
@@ -102,7 +102,7 @@ def test_the_next_one_waits_for_the_one_before(
     ]  # fmt: skip
 
 
-def test_averaged_weights_are_the_model_and_those_in_training_stand_beside(
+def test_averaged_weights_are_the_model_and_trained_weights_are_stored_separately(
     small: CLIP, optimizer: torch.optim.Optimizer, writer: CheckpointWriter, tmp_path: Path
 ) -> None:
     averaged = AveragedWeights(small, 0.9)
@@ -127,7 +127,7 @@ def test_averaged_weights_are_the_model_and_those_in_training_stand_beside(
         load_training(folder(tmp_path, 2), other, adamw(other, CONFIG.optim))
 
 
-def test_what_fails_beside_the_training_is_told_at_the_next_occasion(
+def test_background_failure_is_raised_by_finish(
     small: CLIP, optimizer: torch.optim.Optimizer, writer: CheckpointWriter, disk: SlowDisk, tmp_path: Path
 ) -> None:
     disk.may_write.set()
@@ -138,19 +138,19 @@ def test_what_fails_beside_the_training_is_told_at_the_next_occasion(
     half = tmp_path / "checkpoints" / ".step_00000002.partial"
     for path in half.iterdir():
         path.unlink()
-    half.rmdir()  # as if the disk had gone
+    half.rmdir()  # as if the disk had been removed
     disk.may_write.set()
     with pytest.raises(CheckpointError, match=r"the checkpoint of step 2 was not written: .*"):
         writer.finish()
     assert writer.saved_step == 1 and latest_checkpoint(tmp_path) == folder(tmp_path, 1)
-    writer.begin(small, optimizer, state(3))  # there is room again
+    writer.begin(small, optimizer, state(3))  # the disk works again
     writer.finish()
     assert latest_checkpoint(tmp_path) == folder(tmp_path, 3)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("weight", ["logit_scale", "token_embedding.weight"])
-def test_weights_that_are_not_finite_never_take_the_place_of_good_ones(
+def test_nonfinite_weights_never_replace_good_ones(
     value: float, weight: str, small: CLIP, optimizer: torch.optim.Optimizer, tmp_path: Path
 ) -> None:
     writer = CheckpointWriter(tmp_path, to_toml(CONFIG), keep=1)
@@ -171,13 +171,13 @@ def test_weights_that_are_not_finite_never_take_the_place_of_good_ones(
         assert message.startswith(f"the weights after step 2 are not finite, first {weight}")
         assert ", and are not saved; the newest checkpoint is step 1: " in message and "\n" not in message
         assert latest_checkpoint(tmp_path) == folder(tmp_path, 1) and writer.saved_step == 1
-    small.state_dict()[weight].copy_(good.fill_(3e38))  # large, and finite
+    small.state_dict()[weight].copy_(good.fill_(3e38))  # large but finite
     writer.save_now(small, optimizer, state(2), averaged)
     assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == ["step_00000002"]
     writer.close()
 
 
-def test_before_the_first_update_there_is_no_state_and_none_is_missed(
+def test_optimizer_state_is_optional_at_step_0_only(
     small: CLIP, writer: CheckpointWriter, tmp_path: Path
 ) -> None:
     fresh = adamw(small, CONFIG.optim)

@@ -1,4 +1,4 @@
-"""Compiled blocks compute the same, under the same names, and are not compiled anew for each batch."""
+"""Tests of compiled blocks: equal results, unchanged names, no recompilation for each batch."""
 
 import copy
 import shutil
@@ -20,7 +20,7 @@ from clipkit.training.parallel import compile_blocks, recompute_blocks
 
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
-# torch's own look at a tensor, which it silences for itself but not where warnings are errors
+# a warning of torch's own access to .grad, which becomes an error under pytest's filters
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
@@ -65,8 +65,8 @@ def graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-def test_ten_text_lengths_are_two_graphs_a_tower(tiny: CLIP) -> None:
-    """With the compiler left out, which is what takes the time."""
+def test_ten_text_lengths_compile_two_graphs_per_tower(tiny: CLIP) -> None:
+    """With the eager backend, to save compilation time."""
     plain, before = copy.deepcopy(tiny), graphs()
     compile_blocks(tiny, backend="eager")
     assert list(tiny.state_dict()) == list(plain.state_dict())
@@ -79,19 +79,19 @@ def test_ten_text_lengths_are_two_graphs_a_tower(tiny: CLIP) -> None:
     with torch.no_grad():
         for parameter in tiny.parameters():
             parameter.zero_()
-    compared(plain, other, 9, count=3)  # a copy computes with its own weights
+    compared(plain, other, 9, count=3)  # a copy uses its own weights
     assert graphs() - before == 4
     other.eval()
     with torch.no_grad():
         for size in (1, 2, 3):
             other.encode_image(pairs(5, 2)[0][:size])
-    assert graphs() - before == 4  # evaluation, of many sizes, compiles nothing
+    assert graphs() - before == 4  # evaluation compiles nothing
 
 
 def by_mask(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends_only: bool) -> Tensor:
-    """Attention over packed texts that a CPU has and a compiler sees through, for that of CUDA."""
+    """Attention over packed texts with a dense mask, in place of the CUDA kernel."""
     places = torch.arange(len(k))
-    text = torch.bucketize(places, packed.starts[1:], right=True)  # of each token
+    text = torch.bucketize(places, packed.starts[1:], right=True)  # text index of each token
     queries = packed.starts[1:] - 1 if ends_only else places
     sees = (text[queries, None] == text) & (queries[:, None] >= places)
     a, b, c = (one.transpose(0, 1)[None] for one in (q, k, v))
@@ -110,8 +110,8 @@ def test_packed_texts_are_compiled_once(tiny: CLIP, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.long
 @pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler, which torch.compile needs")
-def test_compiled_code_computes_the_same(tiny: CLIP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The text tower's, whose shapes are not fixed; the compiler takes as long for each tower."""
+def test_compiled_code_equals_eager(tiny: CLIP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text tower only, because its shapes vary and compilation takes long for each tower."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     plain = copy.deepcopy(tiny)
     compile_blocks(tiny)
@@ -122,7 +122,7 @@ def test_compiled_code_computes_the_same(tiny: CLIP, tmp_path: Path, monkeypatch
         assert_same(gradients(tiny, text), gradients(plain, want))
 
 
-def test_a_model_without_blocks_of_ours_is_an_error() -> None:
+def test_model_without_own_blocks_is_rejected() -> None:
     text = OpenClipText(context_length=8, config={"vocab_size": 64, "width": 32, "heads": 2, "layers": 1})
     vision = TimmVision(image_size=32, name="resnet10t")
     model = CLIP(Architecture(embed_dim=16, vision=vision, text=text))

@@ -1,4 +1,4 @@
-"""Each parameter's depth: one count for towers of any library."""
+"""Tests of the depth of parameters, in towers of all libraries."""
 
 import pytest
 
@@ -45,7 +45,7 @@ def depths(model: CLIP, tower: str) -> dict[str, int]:
     return {name: place.depth for name, place in places(model).items() if place.tower == tower}
 
 
-def test_blocks_lie_between_what_makes_tokens_and_what_makes_features(tiny: CLIP) -> None:
+def test_depths_count_stem_blocks_and_head(tiny: CLIP) -> None:
     found = places(tiny)
     assert list(found) == [name for name, _ in tiny.named_parameters()]
     assert found.pop("logit_scale") == Place(tower="", depth=0, top=0)
@@ -60,14 +60,14 @@ def test_blocks_lie_between_what_makes_tokens_and_what_makes_features(tiny: CLIP
         assert place.depth == wanted, name
 
 
-def test_a_bag_of_words_has_no_blocks() -> None:
+def test_bag_of_words_has_no_blocks() -> None:
     shape = Architecture(embed_dim=16, vision=OWN_VISION, text=BagOfWords(width=8, vocab_size=40))
     text = depths(create(shape, seed=0), "text")
     assert text == {"text.token_embedding.weight": 0, "text.text_projection": 1}
 
 
-def test_open_clips_towers_count_as_ours() -> None:
-    """The same towers by either library have the same names."""
+def test_open_clip_towers_have_the_depths_of_own_towers() -> None:
+    """The same towers have the same parameter names in both libraries."""
     theirs = Architecture(
         embed_dim=48,
         vision=OpenClipVision(image_size=32, config=VIT),
@@ -78,7 +78,7 @@ def test_open_clips_towers_count_as_ours() -> None:
     assert found == places(create(ours, seed=0))
 
 
-def test_a_residual_network_counts_by_bottleneck() -> None:
+def test_resnet_depths_count_bottlenecks() -> None:
     config = {"layers": [1, 2, 1, 1], "width": 16, "patch_size": None, "head_width": 32}
     image = depths(with_image(OpenClipVision(image_size=64, config=config)), "image")
     assert image["visual.conv3.weight"] == image["visual.bn1.bias"] == 0
@@ -107,9 +107,7 @@ def test_a_residual_network_counts_by_bottleneck() -> None:
         ("test_efficientnet", 64, {"conv_stem.weight": 0, "blocks.0.0.conv.weight": 1, "conv_head.weight": 6}),
     ],
 )  # fmt: skip
-def test_backbones_of_timm_say_what_a_block_is(
-    name: str, size: int, some: dict[str, int], openly: bool
-) -> None:
+def test_timm_backbones_define_their_blocks(name: str, size: int, some: dict[str, int], openly: bool) -> None:
     config = {
         "timm_model_name": name, "timm_model_pretrained": False, "timm_pool": "", "timm_proj": "linear",
     }  # fmt: skip
@@ -125,7 +123,7 @@ def test_backbones_of_timm_say_what_a_block_is(
 
 
 @pytest.mark.parametrize(("kind", "values"), ENCODERS.items(), ids=ENCODERS)
-def test_encoders_of_transformers(kind: str, values: dict[str, object]) -> None:
+def test_transformers_encoder_depths(kind: str, values: dict[str, object]) -> None:
     model = with_encoder(kind, **values)
     found = places(model)
     text = depths(model, "text")
@@ -142,13 +140,13 @@ def test_encoders_of_transformers(kind: str, values: dict[str, object]) -> None:
                 assert depth == number + 1, name
 
 
-def test_towers_without_known_blocks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_towers_without_known_blocks_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     sharing = {
         "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16,
         "embedding_size": 8,
     }  # fmt: skip
     with pytest.raises(ConfigError, match="the blocks of the text tower are not recognized"):
-        places(with_encoder("albert", **sharing))  # all layers are one
+        places(with_encoder("albert", **sharing))  # all layers share weights
     model = with_image(TimmVision(image_size=64, name="test_convnext"))
     trunk = model.visual.get_submodule("trunk")
     monkeypatch.setattr(trunk, "group_matcher", lambda coarse: lambda name: (0,))

@@ -1,4 +1,4 @@
-"""What a run will cost, beside what autograd keeps and what an optimizer holds."""
+"""Tests of cost estimates, against the tensors that autograd and optimizers keep."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,11 +18,11 @@ SMALL = "ViT-Ti-8-48"
 
 
 def kept(model: CLIP, compute: Callable[[], Tensor]) -> int:
-    """Bytes of the tensors that autograd keeps, each memory once, without the weights and their copies."""
+    """Bytes of tensors that autograd saves, without weights and their copies; shared memory counts once."""
     weights = {parameter.shape for parameter in model.parameters() if parameter.ndim > 1}
     weights |= {torch.Size((*shape[::-1],)) for shape in weights}
     memory: dict[int, int] = {}
-    alive: list[Tensor] = []  # or another tensor would lie where one was
+    alive: list[Tensor] = []  # keeps addresses from being reused
 
     def keep(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, torch.nn.Parameter) and tensor.shape not in weights:
@@ -42,7 +42,7 @@ def model() -> CLIP:
     return create(SMALL, seed=0).train()
 
 
-def test_activations_of_the_image_tower_are_what_autograd_keeps(model: CLIP) -> None:
+def test_image_activations_equal_saved_tensors(model: CLIP) -> None:
     vision, _ = model.architecture.own_towers()
     images = torch.randint(0, 256, (8, 3, 48, 48), dtype=torch.uint8)
     found = kept(model, lambda: model.visual(images.float() / 255))
@@ -50,9 +50,9 @@ def test_activations_of_the_image_tower_are_what_autograd_keeps(model: CLIP) -> 
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_activations_of_the_text_tower_are_what_autograd_keeps(model: CLIP, bf16: bool) -> None:
+def test_text_activations_equal_saved_tensors(model: CLIP, bf16: bool) -> None:
     _, text = model.architecture.own_towers()
-    tokens = torch.zeros(48, 20, dtype=torch.int64)  # many, beside autocast's copies of parts of weights
+    tokens = torch.zeros(48, 20, dtype=torch.int64)  # enough that autocast's weight copies do not matter
     tokens[:, -1] = 1
 
     def compute() -> Tensor:
@@ -62,7 +62,7 @@ def test_activations_of_the_text_tower_are_what_autograd_keeps(model: CLIP, bf16
     assert 48 * text.activation_bytes(20, bf16=bf16) == pytest.approx(kept(model, compute), rel=TOLERANCE)
 
 
-def test_recomputed_blocks_keep_their_inputs(model: CLIP) -> None:
+def test_recomputed_blocks_keep_only_their_inputs(model: CLIP) -> None:
     vision, _ = model.architecture.own_towers()
     whole, recomputed = (vision.activation_bytes(36, bf16=True, recompute=flag) for flag in (False, True))
     assert recomputed < whole
@@ -72,7 +72,7 @@ def test_recomputed_blocks_keep_their_inputs(model: CLIP) -> None:
     assert more - deep.activation_bytes(36, bf16=True, recompute=True) == 37 * 192 * 4
 
 
-def test_frozen_blocks_keep_nothing(model: CLIP) -> None:
+def test_frozen_blocks_keep_no_activations(model: CLIP) -> None:
     vision, _ = model.architecture.own_towers()
     sizes = [vision.activation_bytes(36, blocks=blocks, bf16=True) for blocks in (1, 2, 3, 4)]
     assert all(a < b for a, b in pairwise(sizes))
@@ -80,7 +80,7 @@ def test_frozen_blocks_keep_nothing(model: CLIP) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb", "stable_adamw"])
-def test_weights_gradients_and_state_are_what_adamw_holds(model: CLIP, name: str) -> None:
+def test_memory_equals_that_of_torch_adamw(model: CLIP, name: str) -> None:
     copy = create(SMALL, seed=0)
     optimizer = torch.optim.AdamW(copy.parameters())
     for parameter in copy.parameters():
@@ -99,7 +99,7 @@ def test_weights_gradients_and_state_are_what_adamw_holds(model: CLIP, name: str
     assert memory_of(replace(work, optimizer="muon")).optimizer < found.optimizer
 
 
-def test_each_rank_sends_gradients_features_and_sums(model: CLIP) -> None:
+def test_communication_of_gradients_features_and_weights(model: CLIP) -> None:
     work = Workload(model=model, batch_size=64, steps=1, world=4)
     size = 4 * sum(one.numel() for one in model.parameters())
     found = communication_of(work)
@@ -121,7 +121,7 @@ def test_each_rank_sends_gradients_features_and_sums(model: CLIP) -> None:
     model.visual.requires_grad_(True)
 
 
-def test_what_is_frozen_has_no_gradient_no_state_no_activations() -> None:
+def test_frozen_tower_has_no_gradients_state_or_activations() -> None:
     locked = create(SMALL, seed=0)
     work = Workload(model=locked, batch_size=64, steps=10)
     whole = estimate(work, 1e12)
@@ -141,7 +141,7 @@ def meta(name: str) -> CLIP:
         return CLIP(ARCHITECTURES[name])
 
 
-def test_sharding_divides_what_lasts() -> None:
+def test_sharding_divides_weights_gradients_and_state() -> None:
     model = meta("ViT-H-14")
     work = Workload(model=model, batch_size=4096, steps=1, world=64)
     plain = memory_of(work)
@@ -153,7 +153,7 @@ def test_sharding_divides_what_lasts() -> None:
     assert full.activations == plain.activations
 
 
-def test_the_loss_grows_with_the_batch_and_not_with_its_square() -> None:
+def test_loss_memory_is_linear_in_the_batch_size() -> None:
     model = meta("ViT-B-32")
     small, large = (
         memory_of(Workload(model=model, batch_size=size, steps=1, world=8)).loss
@@ -162,7 +162,7 @@ def test_the_loss_grows_with_the_batch_and_not_with_its_square() -> None:
     assert 2 < large / small <= 32
 
 
-def test_parts_divide_activations_and_hours_follow_the_peak() -> None:
+def test_accumulation_divides_activations_and_hours_depend_on_the_peak() -> None:
     model = meta("ViT-L-14")
     work = Workload(model=model, batch_size=1024, steps=1000)
     one, four = estimate(work, 125e12), estimate(replace(work, parts=4), 250e12)
@@ -176,7 +176,7 @@ def test_parts_divide_activations_and_hours_follow_the_peak() -> None:
     assert two.hours == pytest.approx(one.hours / 2, rel=1e-3)
 
 
-def test_a_librarys_tower_has_no_activations_but_flops_where_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_tower_has_counted_flops_but_no_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     vision = OpenClipVision(
         image_size=16, config={"layers": 1, "width": 64, "head_width": 32, "patch_size": 8}
     )

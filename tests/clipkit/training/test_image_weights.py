@@ -1,4 +1,4 @@
-"""Image towers that start with timm's weights: features, normalization and refusals."""
+"""Tests of image towers initialized with timm's weights: features, normalization and errors."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from clipkit.errors import CheckpointError, ConfigError
 from clipkit.model.clip import CLIP
 from clipkit.training.build import first_model, shape_of
 
-VIT, RESNET = "test_vit", "test_resnet"  # timm's smallest
+VIT, RESNET = "test_vit", "test_resnet"  # timm's smallest models
 
 
 def timms(backbone: str) -> Any:
@@ -31,7 +31,7 @@ def begin(backbone: str, weights: Path | str, *, size: int = 0) -> CLIP:
 
 @pytest.mark.parametrize("backbone", [VIT, RESNET])
 @pytest.mark.parametrize("suffix", ["safetensors", "pth"])
-def test_features_before_the_projection_are_timms(backbone: str, suffix: str, tmp_path: Path) -> None:
+def test_trunk_features_equal_timm(backbone: str, suffix: str, tmp_path: Path) -> None:
     theirs, file = timms(backbone), tmp_path / f"weights.{suffix}"
     save_file(theirs.state_dict(), file) if suffix == "safetensors" else torch.save(theirs.state_dict(), file)
     ours = begin(backbone, file).eval()
@@ -43,7 +43,7 @@ def test_features_before_the_projection_are_timms(backbone: str, suffix: str, tm
     assert ours.preprocess.mean != begin(backbone, "").preprocess.mean
 
 
-def test_positions_are_resampled_as_timm_does(tmp_path: Path) -> None:
+def test_positions_are_resampled_as_in_timm(tmp_path: Path) -> None:
     theirs = timms(VIT)
     save_file(theirs.state_dict(), tmp_path / "weights.safetensors")
     ours = begin(VIT, tmp_path / "weights.safetensors", size=64)
@@ -52,7 +52,7 @@ def test_positions_are_resampled_as_timm_does(tmp_path: Path) -> None:
     assert ours.preprocess.image_size == 64
 
 
-def test_other_weights_are_refused_in_one_line(tmp_path: Path) -> None:
+def test_wrong_weights_raise_one_line_errors(tmp_path: Path) -> None:
     save_file(timms(VIT).state_dict(), tmp_path / "weights.safetensors")
     with pytest.raises(CheckpointError, match="not the weights of timm's test_resnet: Error") as caught:
         begin(RESNET, tmp_path / "weights.safetensors")

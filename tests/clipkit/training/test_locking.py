@@ -1,4 +1,4 @@
-"""Locked parameters get no gradient; what is locked follows from the settings and the step."""
+"""Tests of locking: locked parameters get no gradient, and gradual unfreezing follows the step."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def trained(model: CLIP) -> set[str]:
 
 @settings(max_examples=40, deadline=None)
 @given(image=st.integers(0, 5), text=st.sampled_from(["", "all", 0, 1, 2, 4]))
-def test_the_top_depths_stay_free(image: int, text: str | int) -> None:
+def test_lock_leaves_the_top_depths_trainable(image: int, text: str | int) -> None:
     model = create(TINY, seed=0)
     free = {"image": image, "text": 4 if text == "" else 0 if text == "all" else int(text), "": 1}
     wanted = {name for name, place in places(model).items() if place.above < free[place.tower]}
@@ -51,7 +51,7 @@ def test_the_top_depths_stay_free(image: int, text: str | int) -> None:
     assert "logit_scale" in wanted
 
 
-def test_a_locked_tower_gets_no_gradient_and_does_not_move() -> None:
+def test_locked_tower_gets_no_gradient_and_is_not_updated() -> None:
     model = create(TINY, seed=0)
     lock(model, image="all")
     optimizer = make_optimizer(model, OptimConfig(lr=0.1))
@@ -63,7 +63,7 @@ def test_a_locked_tower_gets_no_gradient_and_does_not_move() -> None:
         assert (parameter.grad is None) == locked == torch.equal(parameter, before[name]), name
 
 
-def test_whole_towers_of_any_library_can_be_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tower_without_known_blocks_can_only_be_locked_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Architecture(embed_dim=16, vision=TimmVision(image_size=64, name="test_convnext"), text=TEXT)
     model = create(shape, seed=0)
     trunk = model.visual.get_submodule("trunk")
@@ -74,7 +74,7 @@ def test_whole_towers_of_any_library_can_be_locked(monkeypatch: pytest.MonkeyPat
         lock(model, image=2)
 
 
-def test_statistics_of_a_locked_tower_stay() -> None:
+def test_batch_norm_statistics_of_locked_layers_are_fixed() -> None:
     model = create(RESNET, seed=0)
     lock(model, image=2)  # the pooling and the last stage are trained
     model.train()
@@ -98,17 +98,17 @@ def test_statistics_of_a_locked_tower_stay() -> None:
         ("", 5, "lock.text = 5 is invalid: expected at most 4"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(image: str | int, text: str | int, message: str) -> None:
+def test_invalid_lock_settings_are_rejected(image: str | int, text: str | int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         lock(create(TINY, seed=0), image=image, text=text)
 
 
-# --- gradual unfreezing -------------------------------------------------------------------------------------------
+# --- gradual unfreezing -------------------------------------------------------------------------------------
 
 
 @settings(max_examples=25, deadline=None)
 @given(every=st.integers(1, 7), steps=st.lists(st.integers(0, 40), max_size=6))
-def test_what_is_trained_follows_from_the_step_alone(every: int, steps: list[int]) -> None:
+def test_trained_parameters_depend_only_on_the_step(every: int, steps: list[int]) -> None:
     model = create(TINY, seed=0)
     lock(model, text=2)
     free = trained(model)
@@ -122,7 +122,7 @@ def test_what_is_trained_follows_from_the_step_alone(every: int, steps: list[int
         assert changed == (trained(model) != before)
 
 
-def test_an_optimizer_made_before_takes_what_joins_later() -> None:
+def test_optimizer_updates_parameters_unlocked_later() -> None:
     model = create(TINY, seed=0)
     optimizer = make_optimizer(model, OptimConfig(lr=0.01))
     unfreezing = Unfreezing(model, every=2)

@@ -1,4 +1,4 @@
-"""Where a step is not finite is found and told, and the samples that it was made of are listed."""
+"""Tests of non-finite steps: the first non-finite tensor is reported, and the samples are listed."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def compute(model: CLIP, inputs: dict[str, Tensor], parts: int = 1) -> Features:
     return backward(model, inputs, loss=clip_loss, parts=parts, autocast=False)
 
 
-def test_a_finite_step_has_nothing_to_find(tiny: CLIP, inputs: dict[str, Tensor]) -> None:
+def test_finite_step_finds_nothing(tiny: CLIP, inputs: dict[str, Tensor]) -> None:
     before = {name: one.clone() for name, one in tiny.state_dict().items()}
     found = find(tiny, lambda: compute(tiny, inputs))
     assert (found.where, found.rows) == ("", ()) and found.loss > 0
@@ -51,7 +51,7 @@ def test_a_finite_step_has_nothing_to_find(tiny: CLIP, inputs: dict[str, Tensor]
         ("visual.conv1.weight", 3e38, "the output of visual.ln_pre"),
     ],
 )
-def test_the_first_place_is_named(
+def test_first_nonfinite_tensor_is_reported(
     parts: int, weight: str, value: float, where: str, tiny: CLIP, inputs: dict[str, Tensor]
 ) -> None:
     tiny.state_dict()[weight].fill_(value)
@@ -60,14 +60,14 @@ def test_the_first_place_is_named(
     assert not any(module._forward_hooks for module in tiny.modules())
 
 
-def test_the_rows_are_named(tiny: CLIP, inputs: dict[str, Tensor]) -> None:
+def test_nonfinite_rows_are_reported(tiny: CLIP, inputs: dict[str, Tensor]) -> None:
     inputs["tokens"][2, 3] = 77
-    tiny.state_dict()["token_embedding.weight"][77] = 3e38  # of a word that one text has
+    tiny.state_dict()["token_embedding.weight"][77] = 3e38  # a word that one text has
     found = find(tiny, lambda: compute(tiny, inputs))
     assert found.rows == (2,) and "transformer" in found.where
 
 
-def test_a_gradient_alone_is_found(tiny: CLIP, inputs: dict[str, Tensor]) -> None:
+def test_nonfinite_gradient_is_found(tiny: CLIP, inputs: dict[str, Tensor]) -> None:
     def spoilt() -> Features:
         features = compute(tiny, inputs)
         assert tiny.text_projection.grad is not None
@@ -77,7 +77,7 @@ def test_a_gradient_alone_is_found(tiny: CLIP, inputs: dict[str, Tensor]) -> Non
     assert find(tiny, spoilt).where == "the gradient of text_projection"
 
 
-def test_samples_are_listed_by_rank_and_anew(tmp_path: Path) -> None:
+def test_samples_are_listed_by_rank_and_replaced(tmp_path: Path) -> None:
     assert list_not_finite(tmp_path, NAMES, step=4, rank=0) == tmp_path / "not_finite.jsonl"
     assert list_not_finite(tmp_path, NAMES[1:], step=4, rank=3) == tmp_path / "not_finite-3.jsonl"
     list_not_finite(tmp_path, NAMES, step=7, rank=0)
@@ -86,13 +86,13 @@ def test_samples_are_listed_by_rank_and_anew(tmp_path: Path) -> None:
     assert len((tmp_path / "not_finite-3.jsonl").read_text().splitlines()) == 1
 
 
-def test_a_list_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_unwritable_list_raises_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "not_finite.jsonl").mkdir()
     with pytest.raises(DataError, match=r"not_finite.jsonl cannot be written: Is a directory"):
         list_not_finite(tmp_path, NAMES, step=4, rank=0)
 
 
-def test_what_is_said_names_what_is_no_number(tmp_path: Path) -> None:
+def test_message_reports_the_nonfinite_value(tmp_path: Path) -> None:
     def message(loss: float, norm: float) -> str:
         return str(failed_step(tmp_path, 4, causes=["", ""], loss=loss, norm=norm))
 

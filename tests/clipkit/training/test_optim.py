@@ -1,4 +1,4 @@
-"""Decay only where it belongs, rates by depth, each optimizer against its library's own, and the schedules."""
+"""Tests of optimizers and schedules: weight decay, rates by depth, equality with reference optimizers."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -54,7 +54,7 @@ def test_gains_biases_class_embedding_and_temperature_do_not_decay(tiny: CLIP) -
         assert (group["betas"], group["eps"], group["lr"]) == ((0.8, 0.95), 1e-7, 1e-3)
 
 
-def test_without_a_gradient_only_weights_shrink(tiny: CLIP) -> None:
+def test_zero_gradient_only_decays_weights(tiny: CLIP) -> None:
     optimizer = adamw(tiny, OptimConfig(lr=0.1, weight_decay=0.5))
     before = {name: parameter.detach().clone() for name, parameter in tiny.named_parameters()}
     for parameter in tiny.parameters():
@@ -65,7 +65,7 @@ def test_without_a_gradient_only_weights_shrink(tiny: CLIP) -> None:
         torch.testing.assert_close(parameter.detach(), before[name] * factor)
 
 
-def test_frozen_parameters_are_left_out(tiny: CLIP) -> None:
+def test_frozen_parameters_are_omitted(tiny: CLIP) -> None:
     tiny.visual.requires_grad_(False)
     optimizer = adamw(tiny, OptimConfig())
     given_ones = {p for group in optimizer.param_groups for p in group["params"]}
@@ -80,7 +80,7 @@ def schedules(draw: st.DrawFn) -> tuple[int, OptimConfig]:
 
 
 @given(schedule=schedules())
-def test_the_rate_rises_in_a_line_to_its_peak_and_falls_to_its_floor(
+def test_cosine_rate_rises_linearly_and_falls_to_its_floor(
     schedule: tuple[int, OptimConfig],
 ) -> None:
     steps, config = schedule
@@ -102,7 +102,7 @@ def test_the_rate_rises_in_a_line_to_its_peak_and_falls_to_its_floor(
     )
 
 
-# --- rates by depth and tower -------------------------------------------------------------------------------------
+# --- rates by depth and tower -------------------------------------------------------------------------------
 
 
 @settings(max_examples=20, deadline=None)
@@ -135,7 +135,7 @@ def test_rates_fall_by_depth_and_differ_by_tower(
     assert seen == set(where)
 
 
-def test_a_tower_at_rate_zero_does_not_move(tiny: CLIP) -> None:
+def test_tower_with_zero_rate_is_not_updated(tiny: CLIP) -> None:
     for name in OPTIMIZERS:
         optimizer = make_optimizer(tiny, OptimConfig(lr=0.1, name=name, image_lr_scale=0))
         before = {key: parameter.detach().clone() for key, parameter in tiny.named_parameters()}
@@ -148,12 +148,12 @@ def test_a_tower_at_rate_zero_does_not_move(tiny: CLIP) -> None:
 @pytest.mark.parametrize(
     "values", [{"layer_decay": 0.0}, {"layer_decay": 1.1}, {"image_lr_scale": -0.1}, {"text_lr_scale": -1.0}]
 )
-def test_rates_out_of_range_are_refused(values: dict[str, float]) -> None:
+def test_rates_out_of_range_are_rejected(values: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="is invalid"):
         OptimConfig(**values)  # type: ignore[arg-type]
 
 
-def test_the_configuration_says_it_all(tiny: CLIP) -> None:
+def test_make_optimizer_applies_the_configuration(tiny: CLIP) -> None:
     config = OptimConfig(
         name="stable_adamw", layer_decay=0.5, image_lr_scale=0.1, text_lr_scale=2.0,
         schedule="constant", cooldown=5, warmup=0,
@@ -166,7 +166,7 @@ def test_the_configuration_says_it_all(tiny: CLIP) -> None:
         assert (rate == config.lr) == (step <= 15)
 
 
-# --- optimizers by name -------------------------------------------------------------------------------------------
+# --- optimizers by name -------------------------------------------------------------------------------------
 
 
 def give_gradients(model: CLIP, seed: int, without: tuple[str, ...] = ()) -> None:
@@ -177,7 +177,7 @@ def give_gradients(model: CLIP, seed: int, without: tuple[str, ...] = ()) -> Non
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_restored_state_goes_on_to_the_bit(name: str) -> None:
+def test_restored_state_continues_bit_for_bit(name: str) -> None:
     config = OptimConfig(lr=1e-2, name=name, layer_decay=0.7)
 
     def made(seed: int) -> tuple[CLIP, torch.optim.Optimizer]:
@@ -189,7 +189,7 @@ def test_restored_state_goes_on_to_the_bit(name: str) -> None:
     for step in range(3):
         give_gradients(model, step, without=late)
         optimizer.step()
-    stored = load(save(optimizer_tensors(model, optimizer)))  # as a file has it: nothing is shared
+    stored = load(save(optimizer_tensors(model, optimizer)))  # as read from a file: shares no memory
     weights = {key: value.clone() for key, value in model.state_dict().items()}
 
     again, other = made(1)
@@ -207,7 +207,7 @@ def test_restored_state_goes_on_to_the_bit(name: str) -> None:
         assert set(optimizer.state[state]) == set(expected_state(optimizer, state))
     for step in range(3, 6):
         for one, its in ((model, optimizer), (again, other)):
-            give_gradients(one, step)  # now all of them
+            give_gradients(one, step)  # now for all parameters
             its.step()
     for key, value in model.state_dict().items():
         assert torch.equal(value, again.state_dict()[key]), key
@@ -216,7 +216,7 @@ def test_restored_state_goes_on_to_the_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_without_a_gradient_nothing_moves_and_nothing_is_kept(name: str, tiny: CLIP) -> None:
+def test_parameters_without_gradient_have_no_update_and_no_state(name: str, tiny: CLIP) -> None:
     optimizer = make_optimizer(tiny, OptimConfig(lr=0.1, name=name))
     before = {key: value.clone() for key, value in tiny.state_dict().items()}
     give_gradients(tiny, 0, without=("visual.",))
@@ -227,7 +227,7 @@ def test_without_a_gradient_nothing_moves_and_nothing_is_kept(name: str, tiny: C
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_torchs_own_way_of_saving_works_too(name: str) -> None:
+def test_torch_state_dict_round_trips(name: str) -> None:
     models = [create(TINY, seed=0) for _ in range(2)]
     first, second = (make_optimizer(model, OptimConfig(lr=1e-2, name=name)) for model in models)
     give_gradients(models[0], 0)
@@ -242,7 +242,7 @@ def test_torchs_own_way_of_saving_works_too(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
 
 
-def test_lamb_is_timms() -> None:
+def test_lamb_equals_timm() -> None:
     from timm.optim.lamb import Lamb
 
     config = OptimConfig(name="lamb", lr=1e-2, weight_decay=0.1)
@@ -258,7 +258,7 @@ def test_lamb_is_timms() -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
-def test_muon_is_torchs_for_the_matrices_of_blocks_and_adamw_for_the_rest() -> None:
+def test_muon_equals_torch_for_block_matrices_and_adamw_for_the_rest() -> None:
     config = OptimConfig(name="muon", lr=1e-2, weight_decay=0.1)
     ours, theirs = create(TINY, seed=0), create(TINY, seed=0)
     mine = make_optimizer(ours, config)
@@ -286,7 +286,7 @@ def test_muon_is_torchs_for_the_matrices_of_blocks_and_adamw_for_the_rest() -> N
 
 
 @pytest.mark.parametrize(("momentum", "error"), [(0.9, 2e-4), (0.0, 1e-12)])
-def test_adafactor_is_its_formula(tiny: CLIP, momentum: float, error: float) -> None:
+def test_adafactor_equals_its_formula(tiny: CLIP, momentum: float, error: float) -> None:
     ours, theirs = tiny.double(), deepcopy(tiny).double()
     config = OptimConfig(name="adafactor", lr=1e-2, weight_decay=0.3, beta1=momentum)
     optimizer = make_optimizer(ours, config)
@@ -305,7 +305,7 @@ def test_adafactor_is_its_formula(tiny: CLIP, momentum: float, error: float) -> 
                 assert other.grad is not None
                 square = other.grad**2 + 1e-30
                 if other.ndim == 2 and min(other.shape) >= 16:
-                    wide = other.shape[1] >= other.shape[0]  # rows are the larger dimension's means
+                    wide = other.shape[1] >= other.shape[0]  # rows are means over the larger dimension
                     r, c = (
                         square.mean(1 if wide else 0, keepdim=True),
                         square.mean(0 if wide else 1, keepdim=True),
@@ -322,11 +322,11 @@ def test_adafactor_is_its_formula(tiny: CLIP, momentum: float, error: float) -> 
                     means[number] = mean.lerp(update.bfloat16(), 0.1)
                     update = means[number].double()
                 other.sub_(1e-2 * decays[id(own)] * other + 1e-2 * update)
-                # with momentum, a unit of bfloat16 may be rounded away
+                # with momentum, results may differ by a bfloat16 rounding step
                 torch.testing.assert_close(own, other, rtol=0, atol=error)
 
 
-def test_each_name_that_a_configuration_takes_is_an_optimizer_or_a_schedule() -> None:
+def test_optimizer_and_schedule_names_are_registry_entries() -> None:
     for names, setting in ((OPTIMIZERS, "name"), (SCHEDULES, "schedule")):
         for name in names:
             OptimConfig(**{setting: name})  # type: ignore[arg-type]
@@ -337,15 +337,15 @@ def test_each_name_that_a_configuration_takes_is_an_optimizer_or_a_schedule() ->
             OptimConfig(**{setting: f"{closest}s"})  # type: ignore[arg-type]
 
 
-# --- other schedules ----------------------------------------------------------------------------------------------
+# --- other schedules ----------------------------------------------------------------------------------------
 
 
 @given(schedule=schedules(), cooldown=st.integers(0, 120), longer=st.integers(0, 50))
-def test_a_constant_rate_falls_in_a_line_at_the_end(
+def test_constant_rate_falls_linearly_at_the_end(
     schedule: tuple[int, OptimConfig], cooldown: int, longer: int
 ) -> None:
     steps, config = schedule
-    floor = config.min_lr if cooldown else 0.0  # which a rate that never falls may not have
+    floor = config.min_lr if cooldown else 0.0  # a rate that never falls has no floor
     constant = replace(config, schedule="constant", cooldown=cooldown, min_lr=floor)
 
     def rate(step: int, of: int = steps) -> float:
@@ -357,14 +357,14 @@ def test_a_constant_rate_falls_in_a_line_at_the_end(
             assert rate(step) == learning_rate(step, steps, config)
         elif step <= begin:
             assert rate(step) == pytest.approx(config.lr)
-            assert rate(step, steps + longer) == rate(step)  # a longer run is the same up to here
+            assert rate(step, steps + longer) == rate(step)  # a longer run is equal up to here
         else:
             left = (steps - step) / (steps - begin)
             assert rate(step) == pytest.approx(config.min_lr + (config.lr - config.min_lr) * left)
 
 
 @given(schedule=schedules())
-def test_a_linear_rate_falls_evenly(schedule: tuple[int, OptimConfig]) -> None:
+def test_linear_rate_falls_evenly(schedule: tuple[int, OptimConfig]) -> None:
     steps, config = schedule
     linear = replace(config, schedule="linear")
     rates = [learning_rate(step, steps, linear) for step in range(config.warmup, steps)]
@@ -375,9 +375,7 @@ def test_a_linear_rate_falls_evenly(schedule: tuple[int, OptimConfig]) -> None:
 
 
 @given(schedule=schedules(), cooldown=st.integers(0, 120))
-def test_a_rate_that_falls_with_the_root_of_time_is_halved_after_four_warmups(
-    schedule: tuple[int, OptimConfig], cooldown: int
-) -> None:
+def test_rsqrt_rate_is_halved_after_four_warmups(schedule: tuple[int, OptimConfig], cooldown: int) -> None:
     steps, config = schedule
     warmup = max(1, config.warmup)
     rsqrt = replace(config, schedule="rsqrt", warmup=warmup, min_lr=0.0, cooldown=0)
@@ -391,7 +389,7 @@ def test_a_rate_that_falls_with_the_root_of_time_is_halved_after_four_warmups(
         assert learning_rate(step, steps, cooled) == pytest.approx(level * (steps - step) / (steps - begin))
 
 
-def test_the_head_can_decay_more_than_the_rest(tiny: CLIP) -> None:
+def test_head_decay_applies_to_projections_only(tiny: CLIP) -> None:
     groups = parameter_groups(tiny, OptimConfig(weight_decay=0.1, head_decay=3.0))
     of = {id(one): group["weight_decay"] for group in groups for one in group["params"]}
     strong = {name for name, one in tiny.named_parameters() if of[id(one)] == 3.0}
@@ -400,7 +398,7 @@ def test_the_head_can_decay_more_than_the_rest(tiny: CLIP) -> None:
     assert plain == {name for name, one in tiny.named_parameters() if one.ndim >= 2} - strong
 
 
-def test_sharpness_aware_gradients_are_those_of_perturbed_weights_and_weights_come_back(tiny: CLIP) -> None:
+def test_sam_gradients_equal_those_of_perturbed_weights_and_weights_are_restored(tiny: CLIP) -> None:
     model, random = tiny.double().train(), torch.Generator().manual_seed(0)
     side, length = model.architecture.vision.image_size, model.architecture.text.context_length
     images = torch.rand(4, 3, side, side, generator=random, dtype=torch.float64)

@@ -1,7 +1,6 @@
-"""What is done for gradients and weights beside DDP and FSDP: clipped as a whole, put into parts, made whole.
+"""Tests of gradient clipping, parameter placement and gathering for DDP and FSDP, with one rank.
 
-Here by one rank, whose parts are the whole; by several in test_distributed.py, test_sharded.py and
-tests/test_train_sharded.py.
+test_distributed.py, test_sharded.py and tests/test_train_sharded.py cover several ranks.
 """
 
 from collections.abc import Iterator
@@ -51,14 +50,14 @@ def model() -> CLIP:
 
 @pytest.fixture
 def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
-    """Of one rank."""
+    """A mesh of one rank."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
 
 
 def spread(model: CLIP, mesh: DeviceMesh) -> CLIP:
-    """As FSDP2 has it: all but the single numbers in parts, and their gradients too."""
+    """Shard parameters and gradients as FSDP2 does: all but the scalars."""
     made, found = deepcopy(model), gradients(model)
     for module in made.modules():
         for name, own in list(module.named_parameters(recurse=False)):
@@ -86,7 +85,7 @@ def norm_of(found: dict[str, Tensor]) -> float:
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(limit=st.floats(0, 200), size=st.floats(1e-3, 1e3))
-def test_a_gradient_is_clipped_as_a_whole(limit: float, size: float, model: CLIP) -> None:
+def test_gradient_is_clipped_by_global_norm(limit: float, size: float, model: CLIP) -> None:
     clipped = deepcopy(model)
     for own, other in zip(clipped.parameters(), model.parameters(), strict=True):
         assert other.grad is not None
@@ -100,14 +99,14 @@ def test_a_gradient_is_clipped_as_a_whole(limit: float, size: float, model: CLIP
         torch.testing.assert_close(after[name], one * factor, rtol=1e-4, atol=1e-6 * size)
 
 
-def test_what_has_no_gradient_is_left_alone(model: CLIP) -> None:
+def test_parameters_without_gradient_are_ignored(model: CLIP) -> None:
     model.logit_scale.grad = model.visual.conv1.weight.grad = None  # type: ignore[union-attr]
     norm = clip_gradients(model, 1.0).item()
     assert norm > 1 and norm_of(gradients(model)) == pytest.approx(1, rel=1e-4)
     assert model.logit_scale.grad is None
 
 
-def test_parts_and_whole_ones_are_clipped_together(model: CLIP, mesh: DeviceMesh) -> None:
+def test_sharded_and_plain_gradients_are_clipped_equally(model: CLIP, mesh: DeviceMesh) -> None:
     parts = spread(model, mesh)
     for limit in (0.0, 100.0, 0.5):
         assert clip_gradients(parts, limit).item() == pytest.approx(
@@ -119,7 +118,7 @@ def test_parts_and_whole_ones_are_clipped_together(model: CLIP, mesh: DeviceMesh
             torch.testing.assert_close(found[name], one)
 
 
-def test_a_whole_tensor_is_put_into_parts_and_into_whole_ones(model: CLIP, mesh: DeviceMesh) -> None:
+def test_put_copies_into_sharded_and_plain_tensors(model: CLIP, mesh: DeviceMesh) -> None:
     parts, other = spread(model, mesh), create(SHAPE, seed=5).state_dict()
     for target in (parts, model):
         for name, own in target.state_dict().items():
@@ -129,7 +128,7 @@ def test_a_whole_tensor_is_put_into_parts_and_into_whole_ones(model: CLIP, mesh:
             assert torch.equal(whole, other[name]), name
 
 
-def test_a_model_without_values_is_the_same_otherwise(model: CLIP) -> None:
+def test_model_without_values_keeps_architecture_and_flags(model: CLIP) -> None:
     model.visual.requires_grad_(False)
     empty = without_values(model.eval())
     assert empty.training and {one.device.type for one in empty.parameters()} == {"meta"}
@@ -139,7 +138,7 @@ def test_a_model_without_values_is_the_same_otherwise(model: CLIP) -> None:
     ]
 
 
-def test_one_rank_needs_no_wrapper(model: CLIP) -> None:
+def test_single_rank_needs_no_wrapper(model: CLIP) -> None:
     before = gradients(model)
     assert replicated(model) is model
     with gathered(model), local_gradients(model, last=False):
@@ -148,7 +147,7 @@ def test_one_rank_needs_no_wrapper(model: CLIP) -> None:
     assert scalars(model) == [model.logit_scale, model.logit_bias]
 
 
-def test_what_cannot_be_split_is_one_line(model: CLIP) -> None:
+def test_sharding_with_one_process_raises_one_line_error(model: CLIP) -> None:
     with pytest.raises(
         ConfigError, match="sharding = 'full' requires several processes: start with torchrun"
     ):

@@ -1,4 +1,4 @@
-"""The peak is what the device reaches, and published ones are found by the device's name."""
+"""Tests of peak rates: measured by matrix products, published ones found by device name."""
 
 import time
 
@@ -8,10 +8,10 @@ import torch
 from clipkit.training.costs import GPUS, measured_peak, published_gpu
 
 
-def test_the_measured_peak_is_what_a_product_reaches() -> None:
+def test_measured_peak_is_close_to_the_rate_of_a_matrix_product() -> None:
     began = time.monotonic()
     rate = measured_peak(torch.device("cpu"), torch.float32, seconds=0.1)
-    assert time.monotonic() - began < 5  # on a machine that has other things to do
+    assert time.monotonic() - began < 5  # generous, for a busy machine
     size = 512
     a = torch.randn(size, size)
     times = []
@@ -22,7 +22,7 @@ def test_the_measured_peak_is_what_a_product_reaches() -> None:
     assert 0.2 < rate / (2 * size**3 / min(times)) < 5
 
 
-def test_half_precision_has_a_peak_of_its_own() -> None:
+def test_half_precision_peak_is_measured() -> None:
     assert measured_peak(torch.device("cpu"), torch.bfloat16, seconds=0.02) > 0
 
 
@@ -40,10 +40,10 @@ def test_half_precision_has_a_peak_of_its_own() -> None:
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
     ],
 )
-def test_a_published_peak_is_found_by_name(device: str, name: str) -> None:
+def test_published_peak_is_found_by_device_name(device: str, name: str) -> None:
     assert published_gpu(device) is GPUS[name]
 
 
 @pytest.mark.parametrize("device", ["NVIDIA A10G", "Tesla V100-SXM2-16GB", "NVIDIA RTX A4000", ""])
-def test_an_unknown_device_has_no_published_peak(device: str) -> None:
+def test_unknown_device_has_no_published_peak(device: str) -> None:
     assert published_gpu(device) is None

@@ -1,4 +1,4 @@
-"""What a run leaves behind in its folder, also when it was killed and goes on."""
+"""Tests of metric files and progress output, including killed and resumed runs."""
 
 import json
 import math
@@ -26,14 +26,14 @@ def lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
-def test_figures_of_a_killed_run_are_taken_out_and_go_on(tmp_path: Path) -> None:
+def test_resume_removes_figures_after_the_checkpoint(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, QUIET, "", step=0)
     for step in (10, 20, 30):
         log.write(step, {"loss": 1.0 / step})
     log.close()
     path = tmp_path / "metrics.jsonl"
     with path.open("a") as file:
-        file.write('{"step": 40, "lo')  # cut by a kill
+        file.write('{"step": 40, "lo')  # truncated by a kill
     log = MetricsLog(tmp_path, QUIET, "", step=20)
     log.write(30, {"loss": 5.0})
     log.write_scores(30, {"digits/acc1": 0.5})
@@ -42,7 +42,7 @@ def test_figures_of_a_killed_run_are_taken_out_and_go_on(tmp_path: Path) -> None
     assert [one.name for one in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_lines_are_kept_to_the_letter(tmp_path: Path) -> None:
+def test_kept_lines_are_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     kept = [
         json.dumps({"step": 5, "dataset": "line\u2028separators\x85 \x0b and é"}, ensure_ascii=False),
@@ -70,14 +70,14 @@ def test_tensorboard_has_the_same_figures(tmp_path: Path) -> None:
     assert [(one.step, one.value) for one in events.Scalars("train/loss")] == [(10, 2.0)]
 
 
-def test_without_a_terminal_there_are_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_prints_plain_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     for shown in (True, False):
         progress = ProgressLine(steps=100, done=0, shown=shown)
         progress.say("[bold]starting[/bold] runs/x")
         progress.say("bad sample replaced: a\x1b[2Jb\nc")
         progress.advance(1)
         progress.update(1, FIGURES)
-        progress.update(2, FIGURES)  # too soon after the other
+        progress.update(2, FIGURES)  # too soon after the previous
         progress.close()
         printed = capsys.readouterr()
         assert printed.out == ""
@@ -90,16 +90,16 @@ def test_without_a_terminal_there_are_plain_lines(capsys: pytest.CaptureFixture[
         assert second == "step 1/100 loss 1.250 (chance 5.50) 100/s data 10% scale 14.3"
         assert last == second.replace(
             "step 1/", "step 2/"
-        )  # a run that ends early leaves its last figures too
+        )  # the last figures are printed even if the run ends early
 
 
-def test_the_last_step_is_told_and_the_time_left_once_it_is_known(
+def test_last_step_and_remaining_time_are_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     progress = ProgressLine(steps=50, done=20, shown=True)
-    now += 300  # what the first step waits for
+    now += 300  # wait before the first step
     progress.update(21, FIGURES)
     for step in range(22, 51):
         now += 4
@@ -111,7 +111,7 @@ def test_the_last_step_is_told_and_the_time_left_once_it_is_known(
     assert "left" not in told[0] and "left" not in told[-1]
 
 
-def test_a_terminal_keeps_the_last_figures_and_breaks_lines_between_words(
+def test_terminal_keeps_the_last_figures_and_wraps_lines_between_words(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -127,17 +127,17 @@ def test_a_terminal_keeps_the_last_figures_and_breaks_lines_between_words(
     assert shown.count("step 2/3") == 1
 
 
-def test_where_there_is_no_level_of_chance_none_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_chance_level_is_shown_if_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     progress = ProgressLine(steps=9, done=0, shown=True)
     progress.update(1, {name: value for name, value in FIGURES.items() if name != "chance"})
     assert "loss 1.250 100/s" in capsys.readouterr().err
 
 
-def test_of_many_bad_samples_a_few_are_told_and_the_rest_summed_up(
+def test_only_some_bad_samples_are_printed_and_the_rest_are_counted(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = BadSampleLines(ProgressLine(steps=9, done=0, shown=True), Path("runs/x"), total=10)
-    lines.sum_up(10, at_once=True)  # all told of before
+    lines.sum_up(10, at_once=True)  # all were printed before
     for number in range(3):
         lines.found([{"shard": "0.tar", "key": f"{number}{k}", "cause": "empty caption"} for k in range(4)])
         lines.found([{"shard": "0.tar", "key": "x", "cause": f"caption of {number} characters"}])
@@ -155,7 +155,7 @@ def test_of_many_bad_samples_a_few_are_told_and_the_rest_summed_up(
     ]
 
 
-def test_bad_samples_of_other_ranks_are_summed_up_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_samples_of_other_ranks_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     lines = BadSampleLines(ProgressLine(steps=9, done=0, shown=True), Path("run"), total=0)
     lines.sum_up(2, at_once=True)
     assert capsys.readouterr().err == "2 bad samples so far, all in run/bad_samples*.jsonl\n"
@@ -165,12 +165,12 @@ def test_bad_samples_of_other_ranks_are_summed_up_too(capsys: pytest.CaptureFixt
     ("seconds", "text"),
     [(0.2, "0m00s"), (59.7, "1m00s"), (101.3, "1m41s"), (119.6, "2m00s"), (7300, "121m40s")],
 )
-def test_time_left_in_minutes_and_seconds(seconds: float, text: str) -> None:
+def test_remaining_time_is_in_minutes_and_seconds(seconds: float, text: str) -> None:
     assert _clock(seconds) == text
 
 
 @pytest.mark.parametrize("end", ["nobody reads", "a full disk"])
-def test_where_nothing_can_be_shown_the_training_goes_on_in_silence(end: str) -> None:
+def test_unwritable_stderr_does_not_stop_the_training(end: str) -> None:
     program = (
         "from clipkit.training.metrics import ProgressLine\nfrom clipkit.errors import run_command\n"
         "def main():\n"
@@ -191,7 +191,7 @@ def test_where_nothing_can_be_shown_the_training_goes_on_in_silence(end: str) ->
     assert (done.returncode, done.stdout) == (0, "went on\n")
 
 
-def test_wandb_without_a_login_is_one_line(tmp_path: Path) -> None:
+def test_wandb_without_login_raises_one_line_error(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     program = (
         "import sys\nfrom pathlib import Path\n"
@@ -212,7 +212,7 @@ def test_wandb_without_a_login_is_one_line(tmp_path: Path) -> None:
     assert "run `wandb login`, or set WANDB_MODE=offline" in last
 
 
-def test_figures_that_cannot_be_written_are_one_clear_error(tmp_path: Path) -> None:
+def test_unwritable_metrics_raise_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     log = MetricsLog(tmp_path, QUIET, "", step=0)
     with pytest.raises(DataError, match=r"metrics\.jsonl cannot be written: No space left on device"):

@@ -1,4 +1,4 @@
-"""Activation checkpointing: the same gradients, bit for bit, from fewer values kept."""
+"""Tests of activation checkpointing: bit-identical gradients with fewer saved bytes."""
 
 import copy
 from typing import Any
@@ -24,7 +24,7 @@ TEXT = TextTower(width=32, layers=1, heads=2, vocab_size=64)
 
 
 def pass_through(model: CLIP) -> tuple[dict[str, Tensor], int]:
-    """Gradients, and how many bytes were kept for them."""
+    """Return the gradients, and the number of bytes saved for them."""
     kept: dict[int, int] = {}
 
     def keep(value: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def pass_through(model: CLIP) -> tuple[dict[str, Tensor], int]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, bytes_kept
 
 
-def test_gradients_are_the_same_bits_from_fewer_bytes(tiny: CLIP) -> None:
+def test_recomputed_gradients_are_bit_identical_with_fewer_saved_bytes(tiny: CLIP) -> None:
     names = list(tiny.state_dict())
     want, most = pass_through(tiny)
     kept = []
@@ -61,7 +61,7 @@ def test_gradients_are_the_same_bits_from_fewer_bytes(tiny: CLIP) -> None:
     assert pass_through(tiny)[1] == most
 
 
-def test_a_copy_recomputes_by_itself(tiny: CLIP) -> None:
+def test_copied_model_recomputes_with_its_own_weights(tiny: CLIP) -> None:
     recompute_blocks(tiny)
     other = copy.deepcopy(tiny)
     with torch.no_grad():
@@ -72,7 +72,7 @@ def test_a_copy_recomputes_by_itself(tiny: CLIP) -> None:
     assert own["visual.transformer.resblocks.0.mlp.c_fc.weight"].abs().max() > 0
 
 
-def test_without_gradients_nothing_is_recomputed(tiny: CLIP, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_recomputed_without_gradients(tiny: CLIP, monkeypatch: pytest.MonkeyPatch) -> None:
     recompute_blocks(tiny)
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -83,7 +83,7 @@ def test_without_gradients_nothing_is_recomputed(tiny: CLIP, monkeypatch: pytest
         tiny.encode_text(tokenize(["a cat"]))
 
 
-def test_libraries_towers_by_their_own_switch() -> None:
+def test_timm_tower_uses_its_own_recomputation() -> None:
     shape = Architecture(embed_dim=16, vision=TimmVision(image_size=32, name="resnet10t"), text=TEXT)
     model = CLIP(shape)
     recompute_blocks(model, 2)
@@ -94,7 +94,7 @@ def test_libraries_towers_by_their_own_switch() -> None:
     assert not trunk.grad_checkpointing
 
 
-def test_a_tower_that_cannot_is_an_error() -> None:
+def test_tower_without_recomputation_is_rejected() -> None:
     vision = {"layers": [1, 1, 1, 1], "width": 8, "patch_size": None}
     shape = Architecture(embed_dim=16, vision=OpenClipVision(image_size=32, config=vision), text=TEXT)
     model = CLIP(shape)
@@ -103,7 +103,7 @@ def test_a_tower_that_cannot_is_an_error() -> None:
         recompute_blocks(model)
 
 
-def test_a_bag_of_words_has_no_blocks() -> None:
+def test_bag_of_words_has_no_blocks() -> None:
     tower = VisionTower(image_size=16, patch_size=8, width=32, layers=1, heads=2)
     model = CLIP(Architecture(embed_dim=16, vision=tower, text=BagOfWords(width=16, vocab_size=64)))
     recompute_blocks(model)

@@ -1,4 +1,4 @@
-"""A step of several ranks is computed again by one process in as many pieces as they had together."""
+"""Tests of replay_parts: one process replays a step of several ranks in as many parts as all ranks had."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ CONFIG = Config(out="runs/test", batch_size=48, accumulate=2)
 
 
 def failed_run(run: Path, *, ranks: int) -> None:
-    """One that has saved step 7 and met step 8, whose samples each rank has listed."""
+    """Write a run with a checkpoint of step 7 that failed in step 8, whose samples each rank listed."""
     folder = run / "checkpoints" / "step_00000007"
     folder.mkdir(parents=True)
     names = ("model.safetensors", "model.json", "optimizer.safetensors", "state.json", "config.toml")
@@ -32,16 +32,16 @@ def failed_run(run: Path, *, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("ranks", "given", "parts"), [(0, 2, 2), (1, 1, 2), (4, 2, 8), (4, 12, 12), (9, 40, 40)]
 )
-def test_pieces_are_those_of_all_ranks(tmp_path: Path, ranks: int, given: int, parts: int) -> None:
+def test_parts_are_those_of_all_ranks(tmp_path: Path, ranks: int, given: int, parts: int) -> None:
     failed_run(tmp_path, ranks=ranks)
     assert replay_parts(tmp_path, given, CONFIG.batch_size) == parts
 
 
-def test_no_piece_is_without_a_row(tmp_path: Path) -> None:
+def test_every_part_has_a_row(tmp_path: Path) -> None:
     failed_run(tmp_path, ranks=8)
     assert replay_parts(tmp_path, CONFIG.accumulate, 12) == 12
 
 
-def test_a_run_that_was_never_saved_is_not_replayed(tmp_path: Path) -> None:
+def test_unsaved_run_is_not_replayed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="requires a saved run: there is no checkpoint in"):
         replay_parts(tmp_path, 1, 8)

@@ -1,4 +1,4 @@
-"""What a dry run tells: published hours come out again, and what does not fit is told with what would."""
+"""Tests of the dry run: hours agree with published runs, and settings that fit are suggested."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -61,7 +61,7 @@ L_14 = ("model.name=ViT-L-14", "small.steps=0", "small.image_size=0", "steps=397
         ([named("clipa_vit_b_16"), named("clipa_vit_b_16_finish")], 8, 48, 0.19),
     ],
 )
-def test_published_hours_are_those_of_the_shares_that_are_stated(
+def test_published_hours_agree_at_the_stated_mfu(
     configs: list[Config], gpus: int, hours: float, mfu: float
 ) -> None:
     found = sum(costs_of(config, gpus, mfu=1.0).whole.hours or 0 for config in configs)
@@ -69,7 +69,7 @@ def test_published_hours_are_those_of_the_shares_that_are_stated(
     assert PUBLISHED_MFU[0] <= mfu <= PUBLISHED_MFU[1]
 
 
-def test_where_nothing_is_said_the_least_published_share_is_assumed_and_said() -> None:
+def test_lowest_published_mfu_is_assumed_and_reported_by_default() -> None:
     config = named("laion400m_vit_b_32")
     assumed, given = costs_of(config, 128), costs_of(config, 128, mfu=0.4)
     assert assumed.mfu == GPU_MFU == PUBLISHED_MFU[0]
@@ -90,7 +90,7 @@ def test_where_nothing_is_said_the_least_published_share_is_assumed_and_said() -
         (named("vit_b_32", "small.steps=10", "small.image_size=64"), 2, 40),
     ],
 )
-def test_what_does_not_fit_is_told_with_settings_that_do(config: Config, gpus: int, size: int) -> None:
+def test_settings_that_fit_are_suggested(config: Config, gpus: int, size: int) -> None:
     machine = replace(A100, memory=size << 30)
     costs = costs_of(config, gpus, machine)
     assert costs.fits is False and costs.instead
@@ -104,20 +104,20 @@ def test_what_does_not_fit_is_told_with_settings_that_do(config: Config, gpus: i
         assert costs_of(changed, gpus, machine).fits is True, settings
 
 
-def test_what_fits_nowhere_has_no_settings_that_help() -> None:
+def test_no_settings_are_suggested_if_none_fit() -> None:
     costs = costs_of(named("vit_b_32"), 1, replace(A100, memory=1 << 30))
     assert costs.fits is False and not costs.instead
     assert "try more GPUs" in text_of(costs)
 
 
-def test_without_a_rate_there_are_no_hours() -> None:
+def test_unknown_rate_gives_no_hours() -> None:
     costs = costs_of(named("vit_b_32"), 8, replace(A100, peak=None))
     assert "time not known: the published rates of GPUs are for bf16" in text_of(
         costs
     ) and "hours" not in text_of(costs)
 
 
-def test_on_a_cpu_nothing_is_said_of_gpus() -> None:
+def test_costs_on_cpu_do_not_mention_gpus() -> None:
     cpu = Machine(gpu="", memory=None, peak=1e11, measured=True)
     costs = costs_of(named("quickstart"), 1, cpu)
     text = text_of(costs)
@@ -129,7 +129,7 @@ def test_on_a_cpu_nothing_is_said_of_gpus() -> None:
     ("config", "gpus"),
     [(named("vit_h_14"), 8), (named("vit_l_14_336", "steps=400_000_000"), 1024), (Config(), 1)],
 )
-def test_the_table_is_narrow(config: Config, gpus: int) -> None:
+def test_table_has_at_most_80_columns(config: Config, gpus: int) -> None:
     for machine in (
         A100,
         Machine(gpu="NVIDIA GeForce RTX 4090 Laptop GPU", memory=16 << 30, peak=1e13, measured=True),
@@ -138,7 +138,7 @@ def test_the_table_is_narrow(config: Config, gpus: int) -> None:
         assert all(len(line) <= 80 and line == line.rstrip() for line in lines), "\n".join(lines)
 
 
-def test_a_teacher_that_encodes_along_costs_memory_and_time() -> None:
+def test_teacher_costs_memory_and_time() -> None:
     config = Config(model=ModelConfig(name="ViT-B-32"))
     alone = costs_of(config, 1)
     with torch.device("meta"):
@@ -154,7 +154,7 @@ def test_a_teacher_that_encodes_along_costs_memory_and_time() -> None:
     assert "a teacher that is not on this machine: not known" in text_of(elsewhere)
 
 
-def test_every_gpu_with_a_rate_has_a_size() -> None:
+def test_gpus_with_a_rate_have_a_memory_size() -> None:
     assert all(published_memory(name) for name in GPUS)
     assert published_memory("NVIDIA A100-PCIE-40GB") == 40 << 30
     assert published_memory("NVIDIA H100 NVL") == GPUS["H100 NVL"].gb << 30
@@ -168,5 +168,5 @@ def test_every_gpu_with_a_rate_has_a_size() -> None:
         (106, "106 hours (4.4 days)"), (10_000, "10,000 hours (416.7 days)"),
     ],
 )  # fmt: skip
-def test_time_in_the_unit_that_suits_it(hours: float, text: str) -> None:
+def test_durations_are_in_suitable_units(hours: float, text: str) -> None:
     assert duration(hours) == text

@@ -1,4 +1,4 @@
-"""A run folder is for one training of one configuration, and a full disk does not spoil it."""
+"""Tests of the run folder: one training and configuration per folder, full disks, lists of bad samples."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ CONFIG = Config(out="runs/test")
 
 
 def make_checkpoint(run: Path, step: int) -> None:
-    """One of empty files, which is whole."""
+    """Write a complete checkpoint of empty files."""
     checkpoint = run / "checkpoints" / f"step_{step:08d}"
     checkpoint.mkdir(parents=True)
     names = ("model.safetensors", "model.json", "optimizer.safetensors", "state.json", "config.toml")
@@ -32,7 +32,7 @@ def make_checkpoint(run: Path, step: int) -> None:
     (checkpoint / "COMPLETE").write_text(json.dumps(dict.fromkeys(names, 0)))
 
 
-def test_what_a_full_disk_or_a_kill_has_left_is_no_foreign_file(tmp_path: Path) -> None:
+def test_leftover_files_do_not_make_a_run_folder_foreign(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     for left in (".lock", ".config.toml.partial", ".metrics.jsonl.partial"):
@@ -47,7 +47,7 @@ def test_what_a_full_disk_or_a_kill_has_left_is_no_foreign_file(tmp_path: Path) 
         pass
 
 
-def test_a_folder_that_is_there_and_cannot_be_written_is_said_to(tmp_path: Path) -> None:
+def test_existing_unwritable_folder_raises_a_specific_error(tmp_path: Path) -> None:
     (tmp_path / ".lock").mkdir()
     long = tmp_path / ("x" * 5000)
     for run, why in ((tmp_path, "written: Is a directory"), (long, "created: File name too long")):
@@ -59,7 +59,7 @@ def test_a_folder_that_is_there_and_cannot_be_written_is_said_to(tmp_path: Path)
         assert len(str(caught.value)) < 300
 
 
-def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
+def test_unwritable_new_folder_raises_one_line_error(tmp_path: Path) -> None:
     program = (
         "import resource, sys\nfrom pathlib import Path\nfrom clipkit.config import Config\n"
         "from clipkit.errors import run_command\nfrom clipkit.training.checkpoint import only_trainer_of\n"
@@ -86,7 +86,7 @@ def start_that_fails(run: Path, *files: str, lines: str = "") -> None:
         raise DataError("no data")
 
 
-def test_a_start_that_fails_leaves_nothing_that_looks_like_a_run(tmp_path: Path) -> None:
+def test_failed_start_leaves_no_run_folder(tmp_path: Path) -> None:
     start_that_fails(tmp_path / "runs" / "one", ".config.toml.partial")
     assert not list(tmp_path.iterdir())
     (tmp_path / "runs").mkdir()
@@ -97,16 +97,16 @@ def test_a_start_that_fails_leaves_nothing_that_looks_like_a_run(tmp_path: Path)
         assert (tmp_path / f"{number}" / file).exists() and (tmp_path / f"{number}" / "config.toml").is_file()
     start_that_fails(tmp_path / "made", lines="{}")
     assert (tmp_path / "made" / "metrics.jsonl").read_text() == "{}"
-    (tmp_path / "before").mkdir()  # not ours
+    (tmp_path / "before").mkdir()  # existed before the run
     start_that_fails(tmp_path / "before")
     assert (tmp_path / "before" / "config.toml").is_file()
 
 
-def test_a_folder_is_for_one_configuration(tmp_path: Path) -> None:
+def test_folder_is_for_one_configuration(tmp_path: Path) -> None:
     other = replace(CONFIG, seed=1)
     with only_trainer_of(tmp_path, other, rank0=True):
         (tmp_path / "metrics.jsonl").touch()
-    with only_trainer_of(tmp_path, CONFIG, rank0=True):  # nothing was saved yet, so nothing is lost
+    with only_trainer_of(tmp_path, CONFIG, rank0=True):  # nothing is lost, because nothing was saved
         (tmp_path / "checkpoints").mkdir()
     with pytest.raises(ConfigError, match="seed: 0 → 1"), only_trainer_of(tmp_path, other, rank0=True):
         pass
@@ -114,7 +114,7 @@ def test_a_folder_is_for_one_configuration(tmp_path: Path) -> None:
         pass
 
 
-def test_a_run_may_be_extended_but_not_to_fewer_steps_than_it_has_made(tmp_path: Path) -> None:
+def test_run_may_be_extended_but_not_below_its_steps(tmp_path: Path) -> None:
     config = replace(CONFIG, steps=20)
     with only_trainer_of(tmp_path, config, rank0=True):
         make_checkpoint(tmp_path, 10)
@@ -138,7 +138,7 @@ def test_bad_samples_are_listed_by_rank(tmp_path: Path) -> None:
         append_bad_samples(tmp_path / "gone", [{"key": "a"}], 2, rank=0)
 
 
-def test_lists_of_ranks_that_are_no_more_are_cut_to_the_checkpoint_too(tmp_path: Path) -> None:
+def test_lists_of_former_ranks_are_truncated_at_the_checkpoint(tmp_path: Path) -> None:
     for rank in (0, 1, 12):
         for step in (4, 5, 6):
             append_bad_samples(tmp_path, [{"key": f"{rank}"}], step, rank=rank)
@@ -153,16 +153,16 @@ def test_lists_of_ranks_that_are_no_more_are_cut_to_the_checkpoint_too(tmp_path:
     [
         (0, 0, 0.0, False),
         (1, 10**9, 0.0, True),
-        (50, 4, 0.05, False),  # a few early ones are no measure
+        (50, 4, 0.05, False),  # a few at the start are not representative
         (51, 4, 0.05, True),
         (1_000, 19_000, 0.05, False),
         (1_001, 19_000, 0.05, True),
-        (10**9, 10, 1.0, False),  # whatever is bad
-        (4_999, 5_001, 0.5, False),  # half of all draws, as half of the samples are
+        (10**9, 10, 1.0, False),  # any number is allowed
+        (4_999, 5_001, 0.5, False),  # half of all draws
         (5_001, 4_999, 0.5, True),
     ],
 )
-def test_the_share_of_bad_samples_is_one_of_draws(bad: int, used: int, share: float, too_many: bool) -> None:
+def test_max_bad_is_a_fraction_of_drawn_samples(bad: int, used: int, share: float, too_many: bool) -> None:
     assert too_many_bad(bad, used, share) is too_many
     if not too_many:
         check_bad_samples(bad, used, share, Path("run"))
@@ -174,8 +174,8 @@ def test_the_share_of_bad_samples_is_one_of_draws(bad: int, used: int, share: fl
 
 
 @pytest.mark.parametrize("epochs", [1, 3, 100])
-def test_the_share_of_bad_samples_does_not_grow_with_epochs(epochs: int) -> None:
-    bad, good = 100, 99_900  # one in a thousand of a corpus, each drawn once an epoch
+def test_bad_fraction_does_not_grow_with_epochs(epochs: int) -> None:
+    bad, good = 100, 99_900  # one in a thousand samples is bad, each drawn once per epoch
     assert not too_many_bad(bad * epochs, good * epochs, 0.001)
     assert too_many_bad(bad * epochs, good * epochs, 0.0009)
 
@@ -193,7 +193,5 @@ def test_the_share_of_bad_samples_does_not_grow_with_epochs(epochs: int) -> None
         (1, 99_999, 0.001, "0.001% of the 100,000 samples drawn were bad (limit: data.max_bad = 0.1%)"),
     ],
 )
-def test_the_share_of_bad_samples_is_told_beside_its_limit(
-    bad: int, used: int, share: float, line: str
-) -> None:
+def test_bad_fraction_is_printed_with_its_limit(bad: int, used: int, share: float, line: str) -> None:
     assert bad_fraction(bad, used, share) == line

@@ -1,4 +1,4 @@
-"""Settings that may not be meant are told of before the first step, those of the configurations are not."""
+"""Tests of the notes and lines printed before the first step."""
 
 from pathlib import Path
 
@@ -37,26 +37,26 @@ QUICKSTART = CONFIGS / "quickstart.toml"
         ),
     ],
 )
-def test_what_may_not_be_meant_is_told(settings: list[str], note: str) -> None:
+def test_questionable_settings_print_a_note(settings: list[str], note: str) -> None:
     config = load_config(QUICKSTART, ["steps=6", *settings])
     (line,) = config.notes(step=0, samples=960, layers=14)
     assert line.startswith(f"note: {note}")
-    assert not config.notes(step=6, samples=960, layers=14)  # all is done
+    assert not config.notes(step=6, samples=960, layers=14)  # at the last step
 
 
-def test_what_just_fits_is_not_told() -> None:
+def test_valid_boundary_settings_print_no_note() -> None:
     settings = ["optim.warmup=26", "small.steps=26", "small.image_size=8", "lock.unfreeze_every=2"]
     assert not load_config(QUICKSTART, ["steps=27", *settings]).notes(step=0, samples=9600, layers=14)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
-def test_the_configurations_need_no_note(path: Path) -> None:
+def test_provided_configurations_print_no_note(path: Path) -> None:
     config = load_config(path)
     notes = config.notes(step=0, samples=config.steps * config.batch_size // 40, layers=14)
     assert set(notes) <= {f"note: {OBJECTIVES[config.loss.name].note}"}
 
 
-def test_how_it_begins_is_a_line_each() -> None:
+def test_start_and_resume_print_one_line_per_fact() -> None:
     run, config = Path("runs/a"), load_config(QUICKSTART, ["steps=8", "optim.warmup=2", "model.weights=b"])
     assert beginning(run, 0, 8, 8, config.optim) == ["starting runs/a"]
     assert beginning(run, 8, 8, 8, config.optim) == ["runs/a has made all its 8 steps"]

@@ -1,4 +1,4 @@
-"""Seeds follow from the run's seed and from where they are used, and from nothing else."""
+"""Tests of seeds, which are a function of the run's seed and of where they are used."""
 
 from itertools import pairwise, product
 
@@ -11,7 +11,7 @@ places = st.lists(st.integers(0, 2**40), max_size=4)
 
 
 @given(seeds, places)
-def test_a_seed_is_one_that_torch_takes_and_the_same_again(seed: int, where: list[int]) -> None:
+def test_seed_is_valid_for_torch_and_deterministic(seed: int, where: list[int]) -> None:
     found = seed_of(seed, *where)
     assert 0 <= found < 2**63 and found == seed_of(seed, *where)
 
@@ -21,7 +21,7 @@ def test_other_places_have_other_seeds(seed: int, one: list[int], other: list[in
     assert (seed_of(seed, *one) == seed_of(seed, *other)) == (one == other)
 
 
-def test_steps_ranks_and_pieces_never_meet() -> None:
+def test_seeds_of_steps_ranks_and_parts_are_distinct() -> None:
     found = [
         one
         for seed, step, rank in product(range(4), range(200), range(8))
@@ -31,8 +31,8 @@ def test_steps_ranks_and_pieces_never_meet() -> None:
     assert len(set(found)) == len(found)
 
 
-def test_bits_are_even() -> None:
-    """Neighbouring steps give seeds that look like no neighbours."""
+def test_seed_bits_are_balanced() -> None:
+    """Half of the bits differ between seeds of consecutive steps."""
     drawn = [seed_of(0, step) for step in range(2000)]
     for bit in range(63):
         assert 850 < sum(one >> bit & 1 for one in drawn) < 1150, bit
@@ -41,6 +41,8 @@ def test_bits_are_even() -> None:
 
 
 @given(seeds, st.integers(0, 10**6), st.integers(0, 4000), st.integers(1, 9), st.integers(1, 9))
-def test_a_piece_has_its_seed_however_many_there_are(seed: int, step: int, rank: int, a: int, b: int) -> None:
+def test_seeds_of_parts_are_independent_of_their_number(
+    seed: int, step: int, rank: int, a: int, b: int
+) -> None:
     fewer = min(a, b)
     assert seeds_of(seed, step, rank, a)[:fewer] == seeds_of(seed, step, rank, b)[:fewer]

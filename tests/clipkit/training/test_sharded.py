@@ -1,6 +1,6 @@
-"""Weights that are spread over ranks take the same updates, and have the same averages, as whole ones.
+"""Tests of optimizers and averaged weights under sharding: updates equal those of unsharded weights.
 
-So does a training under FSDP2 in which layers are unfrozen and averaged weights are scored.
+Includes a training under FSDP2 with unfreezing and evaluations of the averaged weights.
 """
 
 import pytest
@@ -9,7 +9,7 @@ from tests.forked import Forked
 
 
 @pytest.mark.slow
-def test_adafactor_of_spread_weights_is_that_of_whole_ones(forked: Forked) -> None:
+def test_sharded_adafactor_equals_unsharded(forked: Forked) -> None:
     said = "".join(
         one.stdout for one in forked.ranks("tests/clipkit/sharded_program.py", "adafactor", world=2)
     )
@@ -18,7 +18,7 @@ def test_adafactor_of_spread_weights_is_that_of_whole_ones(forked: Forked) -> No
 
 
 @pytest.mark.long
-def test_updates_and_averages_of_spread_weights_are_those_of_whole_ones(forked: Forked) -> None:
+def test_sharded_updates_and_averages_equal_unsharded(forked: Forked) -> None:
     said = "".join(one.stdout for one in forked.ranks("tests/clipkit/sharded_program.py", world=2))
     for layout in ("full", "hybrid"):
         for name in ("adamw", "stable_adamw", "lamb", "muon", "adafactor"):

@@ -1,4 +1,4 @@
-"""Update clipping: the published formula, AdamW where nothing is clipped, and any division into chunks."""
+"""Tests of StableAdamW: equal to the published formula, and to AdamW without clipping, for any chunk size."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def published(
     eps: float,
     decay: float,
 ) -> Tensor:
-    """Adam with its bias correction beside the moments, which is the same as in the betas."""
+    """The published formula, with bias correction applied to the moments instead of the betas."""
     mean, square = torch.zeros_like(parameter), torch.zeros_like(parameter)
     for step, gradient in enumerate(gradients, start=1):
         mean = beta1 * mean + (1 - beta1) * gradient
@@ -47,7 +47,7 @@ def published(
     scales=st.lists(st.sampled_from([0.0, 1e-3, 1.0, 1e4]), min_size=1, max_size=6),
     data=st.data(),
 )
-def test_every_step_is_the_published_one(
+def test_updates_equal_the_published_formula(
     seed: int, beta1: float, beta2: float, eps: float, decay: float, scales: list[float], data: st.DataObject
 ) -> None:
     parameters, random = weights(seed), torch.Generator().manual_seed(seed + 1)
@@ -75,11 +75,11 @@ def test_every_step_is_the_published_one(
         if gradients:
             assert float(optimizer.state[parameter]["step"]) == len(gradients)
         else:
-            assert parameter not in optimizer.state  # and it has not moved: its start is what was wanted
+            assert parameter not in optimizer.state  # not updated: the expected value is the start
 
 
-def test_where_nothing_is_clipped_it_is_adamw() -> None:
-    """Gradients that become smaller are never larger than their second moment says."""
+def test_unclipped_updates_equal_adamw() -> None:
+    """Decreasing gradients never exceed their second moment."""
     ours, theirs = weights(0), weights(0)
     betas, random = (0.9, 0.98), torch.Generator().manual_seed(1)
     mine = StableAdamW([{"params": ours}], lr=0.02, betas=betas, eps=1e-6, weight_decay=0.2)
@@ -95,7 +95,7 @@ def test_where_nothing_is_clipped_it_is_adamw() -> None:
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-def test_a_sudden_gradient_moves_weights_less_than_under_adamw() -> None:
+def test_sudden_gradient_changes_weights_less_than_adamw() -> None:
     moved = {}
     for kind in (StableAdamW, torch.optim.AdamW):
         parameter = nn.Parameter(torch.zeros(100))
@@ -105,11 +105,11 @@ def test_a_sudden_gradient_moves_weights_less_than_under_adamw() -> None:
             parameter.grad = torch.full((100,), scale)
             optimizer.step()
         moved[kind] = float((parameter.detach() - before).norm())
-    assert moved[StableAdamW] <= 0.1 * 10  # the rate times the root of the number of weights
+    assert moved[StableAdamW] <= 0.1 * 10  # learning rate times the square root of the number of weights
     assert moved[torch.optim.AdamW] > 3 * moved[StableAdamW]
 
 
-def test_chunks_change_nothing_but_the_order_of_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunk_size_changes_only_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for chunk in (2**26, 1, 5):
         monkeypatch.setitem(optim._CHUNK, "cpu", chunk)

@@ -1,4 +1,4 @@
-"""What is recorded of steps: rates, parts of the time that make up the whole, use of the device, waiting."""
+"""Tests of step metrics: rates, times by phase, utilization, and waiting for data."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 class Training:
-    """A loop whose phases take the seconds that the test says."""
+    """A training loop whose phases take the seconds given by the test."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, *, ranks: int, peak: float | None, measured: Sequence[float]
@@ -45,7 +45,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Training]:
     return training
 
 
-def test_figures_are_means_of_the_steps_since_the_last(make: Callable[..., Training]) -> None:
+def test_figures_are_means_since_the_last_read(make: Callable[..., Training]) -> None:
     training = make(ranks=2)
     training.step(data=1, forward=2, backward=4, other=1)
     training.step(data=3, forward=2, backward=2, other=1)
@@ -59,15 +59,15 @@ def test_figures_are_means_of_the_steps_since_the_last(make: Callable[..., Train
     assert 0 < figures["memory_gib"] < 1024
 
     training.step(data=1, forward=1)
-    assert training.metrics.read()["batch_time"] == 2  # what was read is done with
+    assert training.metrics.read()["batch_time"] == 2  # earlier steps are not counted again
 
 
-def test_a_peak_that_was_measured_on_a_busy_machine_is_measured_again(make: Callable[..., Training]) -> None:
+def test_peak_exceeded_by_the_training_is_measured_again(make: Callable[..., Training]) -> None:
     training = make(peak=1e9, measured=[1.5e9, 4e9])
     training.step(forward=1, flops=10**9)
     assert training.metrics.read()["mfu"] == 1
     training.step(forward=1, flops=2 * 10**9)
-    assert "mfu" not in training.metrics.read()  # the machine is still busy: nobody knows
+    assert "mfu" not in training.metrics.read()  # still above the measured peak
     training.step(forward=1, flops=2 * 10**9)
     figures = training.metrics.read()
     assert figures["mfu"] == 0.5 and figures["batch_time"] == 1
@@ -75,31 +75,31 @@ def test_a_peak_that_was_measured_on_a_busy_machine_is_measured_again(make: Call
     assert training.metrics.read()["mfu"] == 0.25
 
 
-def test_the_peak_is_not_measured_at_every_reading(make: Callable[..., Training]) -> None:
+def test_peak_is_measured_at_most_three_times(make: Callable[..., Training]) -> None:
     training = make(peak=1e9, measured=[1e9] * 3)  # a fourth would fail
     for _ in range(6):
         training.step(forward=1, flops=2 * 10**9)
         assert "mfu" not in training.metrics.read()
 
 
-def test_without_a_way_to_measure_again_no_use_above_1_is_told(make: Callable[..., Training]) -> None:
+def test_mfu_above_1_is_omitted_if_the_peak_cannot_be_measured(make: Callable[..., Training]) -> None:
     training = make(peak=1e9)
     training.step(forward=1, flops=2 * 10**9)
     assert "mfu" not in training.metrics.read()
 
 
-def test_what_is_no_step_is_left_out(make: Callable[..., Training]) -> None:
+def test_leave_out_excludes_time_between_steps(make: Callable[..., Training]) -> None:
     training = make()
     training.step(data=1, other=1)
     training.metrics.read()
-    training.now += 100  # scores, a checkpoint
+    training.now += 100  # evaluation, checkpoint
     training.metrics.leave_out()
     training.step(data=1, other=1)
     assert training.metrics.read()["batch_time"] == 2
 
 
 @pytest.mark.parametrize(("flops", "peak"), [(None, 1e9), (10**9, None), (0, 1e9)])
-def test_where_flops_are_not_known_no_use_is_told(
+def test_mfu_is_omitted_without_flops_or_peak(
     make: Callable[..., Training], flops: int | None, peak: float | None
 ) -> None:
     training = make(peak=peak)
@@ -107,12 +107,12 @@ def test_where_flops_are_not_known_no_use_is_told(
     assert "mfu" not in training.metrics.read()
 
 
-def test_before_any_step_there_are_figures_too(make: Callable[..., Training]) -> None:
+def test_figures_before_the_first_step_are_zero(make: Callable[..., Training]) -> None:
     figures = make().metrics.read()
     assert figures["samples_per_second"] == figures["batch_time"] == 0
 
 
-def test_waiting_for_data_is_told_once_and_only_when_it_lasts(make: Callable[..., Training]) -> None:
+def test_waiting_for_data_is_reported_once_and_only_if_it_lasts(make: Callable[..., Training]) -> None:
     training = make()
     training.step(data=9, forward=1)
     training.metrics.read()
@@ -125,7 +125,7 @@ def test_waiting_for_data_is_told_once_and_only_when_it_lasts(make: Callable[...
     assert training.metrics.starved() == 0
 
 
-def test_a_slow_start_is_forgotten(make: Callable[..., Training]) -> None:
+def test_slow_start_is_forgotten(make: Callable[..., Training]) -> None:
     training = make()
     for data, told in ((12, 0), (6, 0), (30, 0.5)):
         training.step(data=data, forward=60 - data)

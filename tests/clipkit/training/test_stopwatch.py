@@ -1,4 +1,4 @@
-"""Where the time goes: phases that follow one another, and nothing that is counted twice or not at all."""
+"""Tests of the stopwatch: consecutive phases, with no time counted twice or omitted."""
 
 import itertools
 import time
@@ -13,13 +13,13 @@ from clipkit.training.metrics import PHASES, Stopwatch
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds that the test sets."""
+    """A clock set by the test, in seconds."""
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     return now
 
 
-def test_each_phase_has_its_seconds(clock: list[float]) -> None:
+def test_seconds_are_counted_by_phase(clock: list[float]) -> None:
     watch = Stopwatch()
     for phase, seconds in (("data", 1.0), ("forward", 2.0), ("data", 0.5), ("other", 4.0)):
         watch.begin(phase)
@@ -32,20 +32,20 @@ def test_each_phase_has_its_seconds(clock: list[float]) -> None:
     assert watch.read() == {"other": 0.0, "data": 16.0}
 
 
-def test_nothing_is_counted_before_the_first_phase(clock: list[float]) -> None:
+def test_time_before_the_first_phase_is_not_counted(clock: list[float]) -> None:
     watch = Stopwatch()
     clock[0] += 5
     assert watch.read() == {}
 
 
-def test_an_unknown_phase_is_our_mistake() -> None:
+def test_unknown_phase_fails_an_assertion() -> None:
     with pytest.raises(AssertionError, match="lunch"):
         Stopwatch().begin("lunch")
 
 
 @settings(max_examples=50)
 @given(st.lists(st.sampled_from((*PHASES, "read")), max_size=30))
-def test_all_time_is_some_phases(events: list[str]) -> None:
+def test_phases_add_up_to_the_total_time(events: list[str]) -> None:
     ticks = itertools.count(100.0)
     with patch("clipkit.training.metrics.time", SimpleNamespace(monotonic=lambda: next(ticks))):
         watch, total = Stopwatch(), 0.0
@@ -57,6 +57,6 @@ def test_all_time_is_some_phases(events: list[str]) -> None:
                 watch.begin(event)
                 begun = True
     if begun:
-        assert total == next(ticks) - 1 - 100  # from the first look at the clock to the last
+        assert total == next(ticks) - 1 - 100  # from the first to the last reading of the clock
     else:
         assert total == 0
