@@ -102,7 +102,7 @@ def test_skipped_images_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFi
 def test_folders_named_like_splits_are_not_classes(tmp_path: Path) -> None:
     flat = fill(tmp_path / "flat", "Test/1.png", "train/2.png")
     assert "contains images in Test, train, which are names of splits, not of classes" in refusal(flat)
-    vehicles = open_dataset(fill(tmp_path / "vehicles", "car/1.png", "train/2.png"))  # one class may be
+    vehicles = open_dataset(fill(tmp_path / "vehicles", "car/1.png", "train/2.png"))  # one is accepted
     assert vehicles.class_names == ("car", "train")
 
 
