@@ -1,4 +1,4 @@
-"""The bench of GPUs runs through on a CPU with a tiny model, and compares with what is open_clip's formulation."""
+"""Tests of the GPU benchmark: a run on the CPU with a tiny model, and its plain model against open_clip."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from clipkit.model.tokenizer import END_OF_TEXT
 from clipkit.objectives.clip import clip_loss
 
 ROOT = Path(__file__).parents[2]
-# what a machine with torch, torchvision and timm alone may not have
+# packages that a machine with only torch, torchvision and timm may lack
 ABSENT = (
     "fsspec", "ftfy", "matplotlib", "open_clip", "pyarrow", "regex", "rich", "simplejpeg", "sklearn", "tensorboard",
     "tokenizers", "torchcodec", "transformers", "wandb", "webdataset",
@@ -27,7 +27,7 @@ ABSENT = (
 
 
 @pytest.mark.long
-def test_all_parts_run_with_torch_torchvision_and_timm_alone(tmp_path: Path) -> None:
+def test_all_parts_run_with_only_torch_torchvision_and_timm(tmp_path: Path) -> None:
     out = tmp_path / "results" / "gpu.json"
     program = (
         f"import runpy, sys; sys.modules.update(dict.fromkeys({ABSENT!r})); "
@@ -59,7 +59,7 @@ def shapes() -> Architecture:
     )
 
 
-def test_the_plain_model_is_clipkits_and_open_clips() -> None:
+def test_plain_model_equals_clipkit_and_open_clip() -> None:
     shape = shapes()
     batch = make_batch(shape, 6, torch.device("cpu"))
     model, plain = create(shape, seed=0), PlainCLIP(shape)
@@ -78,7 +78,7 @@ def test_the_plain_model_is_clipkits_and_open_clips() -> None:
     torch.testing.assert_close(clip_loss(*features), plain_loss(*features))
 
 
-def test_batches_hold_captions_of_sixteen_tokens_on_average() -> None:
+def test_captions_of_batches_average_sixteen_tokens() -> None:
     shape = replace(ARCHITECTURES["ViT-Ti-4-16"], text=TextTower(width=8, layers=1, heads=1))
     batch = make_batch(shape, 2000, torch.device("cpu"))
     assert batch.tokens.argmax(1).add(1).tolist() == batch.lengths

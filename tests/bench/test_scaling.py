@@ -1,4 +1,4 @@
-"""The formula of communication against the collectives of real trainings."""
+"""Tests of the communication formula against the collectives of real trainings."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from clipkit.training.costs import communication_of
 
 @pytest.mark.long
 @pytest.mark.parametrize("settings", [(), ("sharding=full",), ("sharding=full", "accumulate=2")])
-def test_bytes_of_two_ranks_are_the_formulas(tmp_path: Path, settings: tuple[str, ...]) -> None:
+def test_measured_bytes_of_two_ranks_equal_formula(tmp_path: Path, settings: tuple[str, ...]) -> None:
     steps = ("steps=5", "log.every_steps=1000", "--profile", "1")
     scaling.train(tmp_path / "run", 2, *settings, *steps)
     measured = scaling.collectives(tmp_path / "run" / "profile" / "trace.json.gz", 2)["bytes"]

@@ -1,4 +1,4 @@
-"""Small datasets and models to evaluate."""
+"""Fixtures of the evaluation tests: small datasets and models."""
 
 from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
@@ -20,7 +20,7 @@ CLASSES = ("red", "green", "blue", "yellow", "black", "white", "grey")
 
 
 def png(seed: int) -> bytes:
-    """A random image, sized unlike others."""
+    """Return a random PNG image; its height depends on the seed."""
     random = np.random.default_rng(seed)
     pixels = random.integers(0, 256, (20 + seed % 7, 24, 3), dtype=np.uint8)
     file = BytesIO()
@@ -30,14 +30,14 @@ def png(seed: int) -> bytes:
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Indexes of these short-lived shards stay out of the user's cache; warnings are given once per test."""
+    """Keep shard indexes out of the user's cache, and repeat warnings in each test."""
     monkeypatch.setenv("CLIPKIT_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
     subject._warn_once.cache_clear()
 
 
 @pytest.fixture
 def write_dataset(tmp_path: Path) -> WriteDataset:
-    """Writes a dataset of random images with a label, a caption or both; returns its folder."""
+    """Return a function that writes random images with labels, captions or both, and returns their folder."""
 
     def write(
         name: str = "colours",
@@ -80,7 +80,7 @@ def model() -> CLIP:
 def subject_of(
     model: CLIP, write: WriteDataset, splits: Mapping[str, Sequence[int]], *, metrics: tuple[str, ...] = ()
 ) -> Subject:
-    """Return a model on splits of random images with these labels; the i-th image is the same in all splits."""
+    """Return a subject with splits of these labels; the i-th image is the same in all splits."""
     folders = {
         split: write(f"set-{split}-{len(labels)}", labels=labels, split=split)
         for split, labels in splits.items()

@@ -1,4 +1,4 @@
-"""Results files and details as evaluations of many models would leave them, from a seed."""
+"""Synthetic results files and details of many models, generated from a seed."""
 
 import json
 import math
@@ -81,7 +81,7 @@ def line(model: int, dataset: str, metric: str, value: float, **more: Any) -> di
 def made_up(
     models: int, datasets: Sequence[str], *, tasks: Sequence[str] = ("zero-shot",), missing: float = 0.0
 ) -> list[dict[str, Any]]:
-    """Lines as an evaluation would leave them, from a seed."""
+    """Return synthetic lines of a results file, generated from a seed."""
     rng = random.Random(0)
     ease = {dataset: rng.uniform(-1.5, 2.0) for dataset in datasets}
     lines = []
@@ -121,7 +121,7 @@ def add_details(
     classes: int = 10,
     pictures: Sequence[str] = (PNG,),
 ) -> None:
-    """Details as an evaluation would leave them: predictions right in two of three images."""
+    """Write synthetic details; about two thirds of the predictions are right."""
     for i in range(models):
         for number, dataset in enumerate(datasets):
             torch.manual_seed(number)

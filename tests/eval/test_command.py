@@ -1,4 +1,4 @@
-"""The commands in processes of their own."""
+"""Tests of eval commands: tables, results files, messages and exit status."""
 
 import os
 import re
@@ -66,7 +66,7 @@ def test_zero_shot_prints_a_table_and_writes_lines(
     assert results[0]["weights"] == weights_id(str(checkpoint))[0]
 
 
-def test_what_cannot_be_done_is_told_and_the_rest_goes_on(
+def test_unavailable_tasks_are_reported_and_others_are_scored(
     run: Path, write_dataset: WriteDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, out = write_dataset(), tmp_path / "r.jsonl"
@@ -82,7 +82,7 @@ def test_what_cannot_be_done_is_told_and_the_rest_goes_on(
     assert len(read_results(out)) == 4
 
 
-def test_retrieval_of_one_checkpoint_goes_where_it_is_told(
+def test_retrieval_of_checkpoint_is_written_to_out(
     command: Command, run: Path, write_dataset: WriteDataset, tmp_path: Path
 ) -> None:
     data = write_dataset(labels=[None] * 12, captions=[f"thing {i}" for i in range(12)], class_names=None)
@@ -96,8 +96,10 @@ def test_retrieval_of_one_checkpoint_goes_where_it_is_told(
     ] + ["mean_R@1"]
 
 
-def test_a_training_folder_of_open_clip(model: CLIP, write_dataset: WriteDataset, tmp_path: Path) -> None:
-    """With and without its record of the architecture; as a run and as its checkpoints."""
+def test_open_clip_training_folder_is_scored(
+    model: CLIP, write_dataset: WriteDataset, tmp_path: Path
+) -> None:
+    """With and without params.txt, as a run folder and as its checkpoints folder."""
     theirs, data = create("ViT-S-32", seed=0), write_dataset()
     run = tmp_path / "logs" / "run"
     (run / "checkpoints").mkdir(parents=True)
@@ -116,7 +118,7 @@ def test_a_training_folder_of_open_clip(model: CLIP, write_dataset: WriteDataset
     assert {line["weights"] for line in results} == {weights_id(str(newest))[0]}
 
 
-def test_an_out_that_cannot_be_written_is_known_before_the_first_picture(
+def test_unwritable_out_fails_before_scoring(
     run: Path, write_dataset: WriteDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("eval.commands.run_model", lambda *_, **__: pytest.fail("it was scored"))
@@ -137,7 +139,7 @@ def test_scores_that_cannot_be_written_are_printed(
     assert re.search(r"set\[red\] +acc1 +\d+\.\d ", capsys.readouterr().out)
 
 
-def test_mistakes_are_one_line_and_exit_1(
+def test_invalid_arguments_print_one_line_and_exit_1(
     command: Command,
     run: Path,
     write_dataset: WriteDataset,
@@ -173,10 +175,10 @@ def test_mistakes_are_one_line_and_exit_1(
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
 
 
-def test_ctrl_c_while_torch_loads_is_one_line() -> None:
+def test_ctrl_c_while_torch_loads_prints_one_line() -> None:
     command = [sys.executable, "-m", "eval", "run", "--suite", "builtin", "--model", "runs/none"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        while "torch" not in Path(f"/proc/{process.pid}/maps").read_text():  # which takes seconds from here
+        while "torch" not in Path(f"/proc/{process.pid}/maps").read_text():  # takes seconds from here
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=60)[1] == "stopped; nothing was done\n"

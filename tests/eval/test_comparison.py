@@ -1,4 +1,4 @@
-"""Comparison of two models: tests agree with the metrics, incomparable scores are refused, p is corrected."""
+"""Tests of comparing two models: differences, rejected comparisons and corrected p-values."""
 
 import json
 from io import StringIO
@@ -93,7 +93,7 @@ def test_differences_agree_with_the_metrics(results: Path) -> None:
     one = by_key["digits", "acc1"]
     assert one.test == compare_correct(*bits)
     assert one.test.p == mcnemar(int((bits[0] & ~bits[1]).sum()), int((bits[1] & ~bits[0]).sum()))
-    assert one.p == pytest.approx(3 * one.test.p)  # Holm: the least of three
+    assert one.p == pytest.approx(3 * one.test.p)  # Holm's correction: the smallest of three
     recall = by_key["digits", "mean_per_class_recall"]
     assert recall.test.difference == pytest.approx(recall.second - recall.first)
     assert recall.beyond_chance
@@ -117,7 +117,7 @@ def test_differences_agree_with_the_metrics(results: Path) -> None:
         ({"details": False}, "there are no per-item details"),
     ],
 )
-def test_incomparable_scores_are_refused(results: Path, more: dict[str, Any], said: str) -> None:
+def test_incomparable_scores_are_rejected(results: Path, more: dict[str, Any], said: str) -> None:
     add(results, "small", "digits", guesses(0.6, 1))
     add(results, "large", "digits", guesses(0.8, 2), **more)
     add(results, "large", "glyphs", guesses(0.8, 2))
@@ -127,7 +127,7 @@ def test_incomparable_scores_are_refused(results: Path, more: dict[str, Any], sa
     assert "0 of 0 differences" in printed(found)
 
 
-def test_items_in_another_order_are_refused(results: Path) -> None:
+def test_items_in_another_order_are_rejected(results: Path) -> None:
     add(results, "small", "digits", guesses(0.6, 1))
     add(results, "large", "digits", guesses(0.8, 2), details=False)
     details = prediction_details(dataset("digits"), guesses(0.8, 2), task="zero-shot")
@@ -136,7 +136,7 @@ def test_items_in_another_order_are_refused(results: Path) -> None:
     assert "differ in order" in compare([results], "small", "large").refused[0]
 
 
-def test_details_of_other_scores_are_refused(results: Path) -> None:
+def test_details_of_other_scores_are_rejected(results: Path) -> None:
     add(results, "small", "digits", guesses(0.6, 1))
     add(results, "large", "digits", guesses(0.8, 2))
     with results.open("a") as file:
@@ -153,7 +153,7 @@ def test_details_of_other_scores_are_refused(results: Path) -> None:
     assert "zero-shot on digits: acc1: the details do not match the scores" in found.refused
 
 
-def test_means_and_areas(results: Path) -> None:
+def test_roc_auc_and_mean_rank_are_compared(results: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(N) % 2
     noise = torch.rand(2, N, generator=generator)

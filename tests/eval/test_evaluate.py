@@ -1,4 +1,4 @@
-"""Encoding, zero-shot and retrieval on small real datasets, against plain loops and open_clip."""
+"""Tests of encoding, zero-shot and retrieval on small datasets, against plain loops and open_clip."""
 
 import copy
 import io
@@ -29,7 +29,7 @@ def by_metric(scores: list[Score]) -> dict[str, Score]:
     return {score.metric: score for score in scores}
 
 
-def test_encode_gives_the_features_of_the_public_api(model: CLIP, write_dataset: WriteDataset) -> None:
+def test_encoder_features_equal_public_api(model: CLIP, write_dataset: WriteDataset) -> None:
     dataset = evaluation.open_dataset(write_dataset())
     seen: list[int] = []
     model.train()
@@ -48,7 +48,7 @@ def test_encode_gives_the_features_of_the_public_api(model: CLIP, write_dataset:
     assert seen == [5, 5, 5, 5, 3]
 
 
-def test_zero_shot_is_a_plain_loop(model: CLIP, write_dataset: WriteDataset) -> None:
+def test_zero_shot_equals_plain_loop(model: CLIP, write_dataset: WriteDataset) -> None:
     dataset = evaluation.open_dataset(write_dataset())
     scores = by_metric(evaluation.evaluate(model, dataset))
     assert list(scores) == ["acc1", "acc5", "mean_per_class_recall"]
@@ -76,7 +76,7 @@ def test_zero_shot_is_a_plain_loop(model: CLIP, write_dataset: WriteDataset) -> 
         assert 0 <= score.low <= score.value <= score.high <= 1
 
 
-def test_models_in_memory_are_told_apart_by_their_weights(
+def test_models_in_memory_are_distinguished_by_weights(
     model: CLIP, write_dataset: WriteDataset, tmp_path: Path
 ) -> None:
     folder, out = write_dataset(), tmp_path / "results.jsonl"
@@ -90,13 +90,13 @@ def test_models_in_memory_are_told_apart_by_their_weights(
     assert all(one.label.startswith("in memory (") for one in models)
 
 
-def test_no_acc5_of_five_classes(model: CLIP, write_dataset: WriteDataset) -> None:
+def test_acc5_is_omitted_for_five_classes(model: CLIP, write_dataset: WriteDataset) -> None:
     folder = write_dataset(labels=[0, 1, 2, 3, 4], class_names=list("abcde"))
     assert list(by_metric(evaluation.evaluate(model, folder))) == ["acc1", "mean_per_class_recall"]
 
 
-def test_retrieval_is_a_plain_loop(model: CLIP, write_dataset: WriteDataset) -> None:
-    # several captions per image, and captions that stand at several images, once even twice at one
+def test_retrieval_equals_plain_loop(model: CLIP, write_dataset: WriteDataset) -> None:
+    # several captions per image, captions of several images, and one repeated caption of an image
     captions = [f"thing {i}\nkind {i % 5}" + ("\nkind 1" if i == 1 else "") for i in range(12)]
     folder = write_dataset(labels=[None] * 12, captions=captions, class_names=None, templates=None)
     dataset = evaluation.open_dataset(folder)
@@ -124,7 +124,7 @@ def test_retrieval_is_a_plain_loop(model: CLIP, write_dataset: WriteDataset) -> 
     assert len(scores) == 11
 
 
-def test_retrieval_of_plain_pairs_has_the_usual_chance(model: CLIP, write_dataset: WriteDataset) -> None:
+def test_chance_of_plain_pairs_is_k_over_n(model: CLIP, write_dataset: WriteDataset) -> None:
     folder = write_dataset(labels=[None] * 8, captions=[f"thing {i}" for i in range(8)], class_names=None)
     scores = by_metric(evaluation.evaluate(model, folder))
     assert {name: score.chance for name, score in scores.items() if score.chance} == pytest.approx(
@@ -134,7 +134,7 @@ def test_retrieval_of_plain_pairs_has_the_usual_chance(model: CLIP, write_datase
 
 
 class Meeting:
-    """Two threads as two ranks: ``gather`` returns the sum to both, and fails if one does not call it."""
+    """Two threads as two ranks: ``gather`` returns the sum to both, and fails if only one calls it."""
 
     def __init__(self) -> None:
         self.values: list[Tensor | None] = [None, None]
@@ -170,7 +170,7 @@ class Meeting:
 
 
 @pytest.mark.parametrize("count", [1, 23])
-def test_two_ranks_give_the_scores_of_one(model: CLIP, write_dataset: WriteDataset, count: int) -> None:
+def test_two_ranks_give_same_scores_as_one(model: CLIP, write_dataset: WriteDataset, count: int) -> None:
     captions = [f"thing {i}" for i in range(23)]
     tasks = ["zero-shot", "retrieval"] if count > 1 else ["zero-shot"]
     folder = write_dataset(
@@ -199,9 +199,7 @@ def test_two_ranks_give_the_scores_of_one(model: CLIP, write_dataset: WriteDatas
 
 
 @pytest.mark.parametrize("tower", ["visual", "transformer"])
-def test_weights_that_are_not_numbers_are_not_scored(
-    model: CLIP, write_dataset: WriteDataset, tower: str
-) -> None:
+def test_nan_weights_are_rejected(model: CLIP, write_dataset: WriteDataset, tower: str) -> None:
     broken = copy.deepcopy(model)
     for name, weights in broken.named_parameters():
         if name.startswith(tower):
@@ -212,15 +210,13 @@ def test_weights_that_are_not_numbers_are_not_scored(
             evaluation.evaluate(broken, dataset, tasks=[task])
 
 
-def test_a_batch_larger_than_any_number_is_the_whole_dataset(
-    model: CLIP, write_dataset: WriteDataset
-) -> None:
+def test_huge_batch_size_gives_same_scores(model: CLIP, write_dataset: WriteDataset) -> None:
     dataset = evaluation.open_dataset(write_dataset())
     assert evaluation.evaluate(model, dataset, batch_size=10**20) == evaluation.evaluate(model, dataset)
 
 
 def break_picture(folder: Path, key: str) -> None:
-    """Replace an image in a shard by other bytes."""
+    """Replace an image in a shard by bytes that do not decode."""
     for shard in (folder / "test").glob("*.tar"):
         with tarfile.open(shard) as tar:
             members = [(m, tar.extractfile(m).read()) for m in tar.getmembers()]  # type: ignore[union-attr]
@@ -231,9 +227,7 @@ def break_picture(folder: Path, key: str) -> None:
                 tar.addfile(member, io.BytesIO(data))
 
 
-def test_a_picture_that_does_not_decode_is_named_on_every_rank(
-    model: CLIP, write_dataset: WriteDataset
-) -> None:
+def test_undecodable_image_is_named_on_every_rank(model: CLIP, write_dataset: WriteDataset) -> None:
     folder = write_dataset()
     break_picture(folder, "s0000013")
     dataset = evaluation.open_dataset(folder)
@@ -245,9 +239,7 @@ def test_a_picture_that_does_not_decode_is_named_on_every_rank(
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("eval-decode")]
 
 
-def test_what_a_task_needs_is_checked_before_anything_is_encoded(
-    model: CLIP, write_dataset: WriteDataset
-) -> None:
+def test_requirements_of_tasks_are_checked_before_encoding(model: CLIP, write_dataset: WriteDataset) -> None:
     def refused(folder: Path, task: str) -> str:
         with pytest.raises(DataError) as caught:
             evaluation.evaluate(model, folder, tasks=[task], progress=lambda _: pytest.fail("encoded"))
@@ -265,7 +257,7 @@ def test_what_a_task_needs_is_checked_before_anything_is_encoded(
         evaluation.evaluate(model, labelled, tasks=["zeroshot"])
 
 
-def test_one_encoding_serves_all(model: CLIP, write_dataset: WriteDataset) -> None:
+def test_tasks_share_encodings(model: CLIP, write_dataset: WriteDataset) -> None:
     folder = write_dataset(
         captions=[f"thing {i}" for i in range(23)], card={"tasks": ["zero-shot", "retrieval"]}
     )
@@ -278,7 +270,7 @@ def test_one_encoding_serves_all(model: CLIP, write_dataset: WriteDataset) -> No
     assert {score.task for score in scores} == {"zero-shot", "retrieval"}
 
 
-def test_evaluation_leaves_no_trace_in_a_training(model: CLIP, write_dataset: WriteDataset) -> None:
+def test_evaluation_keeps_training_mode_and_random_state(model: CLIP, write_dataset: WriteDataset) -> None:
     folder = write_dataset()
     torch.manual_seed(3)
     before = torch.get_rng_state()
@@ -297,14 +289,14 @@ def test_similarities_are_float32_under_autocast(model: CLIP, write_dataset: Wri
     subject = Subject(Encoder(model), dataset)
     plain = evaluation.evaluate(subject)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert evaluation.evaluate(subject) == plain  # of features that are there, nothing is rounded
+        assert evaluation.evaluate(subject) == plain  # encoded features are not rounded
         assert evaluation.provenance(model, dataset, weights="w")["dtype"] == dtype_name(model) == "bfloat16"
         mixed = Subject(Encoder(model), dataset)
         assert mixed.images().projected.dtype == mixed.class_weights().dtype == torch.float32
 
 
-@pytest.mark.filterwarnings("ignore")  # open_clip's own, at import
-def test_classifier_is_open_clips(model: CLIP, write_dataset: WriteDataset) -> None:
+@pytest.mark.filterwarnings("ignore")  # warnings of open_clip at import
+def test_classifier_equals_open_clip(model: CLIP, write_dataset: WriteDataset) -> None:
     import open_clip
 
     twin = open_clip.CLIP(
@@ -324,7 +316,7 @@ def test_classifier_is_open_clips(model: CLIP, write_dataset: WriteDataset) -> N
     torch.testing.assert_close(Subject(Encoder(model), dataset).class_weights(), expected, atol=1e-6, rtol=0)
 
 
-def test_a_head_of_classes_reads_names_and_not_prompts(model: CLIP, write_dataset: WriteDataset) -> None:
+def test_class_head_uses_names_without_prompts(model: CLIP, write_dataset: WriteDataset) -> None:
     names = ["blue", "green", "red"]
     head = with_class_head(model, names, torch.eye(3, model.architecture.embed_dim))
     folder = write_dataset(labels=[0, 1, 2], class_names=["red", "blue", "green"], templates=["a {c} square"])

@@ -1,8 +1,8 @@
-"""Scores against CLIP_benchmark's own, from the same weights and the same files to the last number.
+"""Tests of scores against CLIP_benchmark's, with the same weights and the same files.
 
-Its command reads the folders that ours reads, with open_clip's model of the same weights; only the loading of the
-model is taken from it. What agrees to 1e-4, and where a definition differs, is told in eval/README.md; the metrics
-by themselves are compared in the test_metrics files, on features that nobody encoded.
+CLIP_benchmark's command reads the same folders with an open_clip model of the same weights; only its model
+loader is replaced. eval/README.md lists the definitions that differ. The test_metrics files compare the
+metrics alone, on random features.
 """
 
 import json
@@ -25,7 +25,7 @@ from clipkit.model.architectures import Architecture, TextTower, VisionTower
 from eval import Encoder, Subject, evaluate, open_dataset
 from tests.eval.conftest import CLASSES
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the other code
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of CLIP_benchmark
 
 SIDE = 32
 CLOSE = 1e-4
@@ -33,7 +33,7 @@ TEMPLATES = "a photo of a {c}.\n{c}\na blurry image with much {c} in it\n"
 
 
 def picture(number: int) -> bytes:
-    """Four coloured squares and some noise, of a size and shape of its own."""
+    """Return an encoded image of four coloured squares with noise; format and size depend on the number."""
     random = np.random.default_rng(number)
     squares = random.integers(0, 256, (2, 2, 3)).repeat(20 + number % 9, axis=0).repeat(24, axis=1)
     noisy = np.clip(squares + random.integers(-30, 31, squares.shape), 0, 255).astype(np.uint8)
@@ -43,7 +43,7 @@ def picture(number: int) -> bytes:
 
 
 def publish(root: Path, samples: Sequence[Mapping[str, Any]], kind: str = "", split: str = "test") -> Path:
-    """A folder in the published layout; images of other splits are other ones."""
+    """Write a folder in the published layout; other splits have other images."""
     (root / split).mkdir(parents=True)
     first = 0 if split == "test" else 1000
     with webdataset.ShardWriter(str(root / split / "%d.tar"), maxcount=9, verbose=False) as sink:
@@ -60,10 +60,10 @@ def publish(root: Path, samples: Sequence[Mapping[str, Any]], kind: str = "", sp
 
 
 class Twins:
-    """A model of ours and open_clip's of the same weights, far enough from their beginning to tell things apart."""
+    """A clipkit and an open_clip model with the same weights, which are scaled so that predictions vary."""
 
     def __init__(self, seed: int) -> None:
-        self.cli = pytest.importorskip("clip_benchmark.cli")  # here, because it takes seconds
+        self.cli = pytest.importorskip("clip_benchmark.cli")  # imported here because it takes seconds
         open_clip = pytest.importorskip("open_clip")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -90,17 +90,17 @@ class Twins:
         self.tokenizer = open_clip.get_tokenizer("ViT-B-32")
 
     def scores(self, folder: Path, task: str) -> dict[str, float]:
-        """What ours says."""
+        """Return clipkit's scores."""
         return {one.metric: one.value for one in evaluate(self.ours, folder, tasks=[task])}
 
     def theirs_says(self, folder: Path, task: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-        """What their command writes, in full precision and small batches."""
+        """Return the scores of CLIP_benchmark's command, in full precision and small batches."""
         out = folder / "theirs.json"
         arguments = ["--dataset", "wds/made_up", "--dataset_root", folder, "--task", task, "--output", out]
         plain = ["--no_amp", "--num_workers", 0, "--batch_size", 8, "--quiet", "--recall_k", 1, 5, 10]
         monkeypatch.setattr(self.cli, "load_clip", lambda **_: (self.theirs, self.transform, self.tokenizer))
         monkeypatch.setattr(sys, "argv", ["clip_benchmark", "eval", *map(str, arguments + plain)])
-        # NumPy 2.4 no longer makes a number of an array of one, which is what it has
+        # CLIP_benchmark calls float() on arrays of one element, which NumPy 2.4 rejects
         monkeypatch.setattr(self.cli.zeroshot_classification, "float", lambda one: one.item(), raising=False)
         with torch.random.fork_rng(devices=[]):
             self.cli.main()
@@ -113,31 +113,37 @@ def twins() -> Twins:
     return Twins(seed=0)
 
 
-def test_zero_shot(twins: Twins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    labels = [i * i % 6 for i in range(70)]  # unequal classes, of which some, and the last, have no image
+def test_zero_shot_equals_clip_benchmark(
+    twins: Twins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels = [i * i % 6 for i in range(70)]  # unequal classes; the last has no images
     folder = publish(tmp_path / "set", [{"cls": label} for label in labels])
     ours = twins.scores(folder, "zero-shot")
     assert ours == pytest.approx(twins.theirs_says(folder, "zeroshot_classification", monkeypatch), abs=CLOSE)
     assert set(ours) == {"acc1", "acc5", "mean_per_class_recall"}
     subject = Subject(Encoder(twins.ours), open_dataset(folder))
     predicted = (subject.images().projected @ subject.class_weights()).argmax(dim=1)
-    assert len(predicted.unique()) > 2 and 0 < ours["acc1"] < ours["acc5"] < 1  # a comparison worth making
+    assert len(predicted.unique()) > 2 and 0 < ours["acc1"] < ours["acc5"] < 1  # the scores are not trivial
 
 
-def test_several_labels(twins: Twins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_multi_label_map_equals_clip_benchmark(
+    twins: Twins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     random = np.random.default_rng(5)
     rows = (random.random((50, len(CLASSES))) < 0.3).astype(np.int64)
-    rows[0] = 1  # a class without any image would count as 0 there, and not at all here
+    rows[0] = 1  # CLIP_benchmark counts a class without images as 0; clipkit ignores it
     folder = publish(tmp_path / "set", [{"npy": row} for row in rows], "multilabel")
     ours = twins.scores(folder, "zero-shot")
     theirs = twins.theirs_says(folder, "zeroshot_classification", monkeypatch)
     assert ours["mean_average_precision"] == pytest.approx(theirs["mean_average_precision"], abs=CLOSE)
-    assert abs(ours["map_11_point"] - theirs["mean_average_precision"]) > CLOSE  # another definition
+    assert abs(ours["map_11_point"] - theirs["mean_average_precision"]) > CLOSE  # a different definition
 
 
-def test_retrieval(twins: Twins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retrieval_recall_equals_clip_benchmark(
+    twins: Twins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = ["red", "green", "old", "wet", "tall", "sad", "dog", "boat", "tree", "cup"]
-    own = [[f"{a} {words[i % 10]} {i}" for a in words[: 1 + i % 4]] for i in range(40)]  # 1 to 4 an image
+    own = [[f"{a} {words[i % 10]} {i}" for a in words[: 1 + i % 4]] for i in range(40)]  # 1 to 4 per image
     folder = publish(tmp_path / "set", [{"txt": "\n".join(texts)} for texts in own], "retrieval")
     ours, theirs = (
         twins.scores(folder, "retrieval"),
@@ -154,8 +160,8 @@ def test_retrieval(twins: Twins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("pictures", [1, 2])
-def test_choice_between_captions(twins: Twins, tmp_path: Path, pictures: int) -> None:
-    """SugarCrepe has one image an item, Winoground two, and both captions are right once."""
+def test_caption_choice_equals_clip_benchmark(twins: Twins, tmp_path: Path, pictures: int) -> None:
+    """With one image per item as in SugarCrepe, and with two, one for each caption, as in Winoground."""
     pairs = [(f"a {i} above a {i + 1}", f"a {i + 1} above a {i}") for i in range(30)]
     choices = [pair[:: 1 - 2 * j] for pair in pairs for j in range(pictures)]
     samples = [{"txt": "\n".join(own)} for own in choices]
@@ -182,7 +188,7 @@ def opened(image: bytes) -> Image.Image:
 
 
 class Processor(str):
-    """A device that its linear probe, which refuses all but "cuda", takes for one."""
+    """A name of the CPU that equals "cuda", the only device that CLIP_benchmark's linear probe accepts."""
 
     __slots__ = ()
 
@@ -192,8 +198,10 @@ class Processor(str):
     __hash__ = str.__hash__
 
 
-def test_linear_probe_features(twins: Twins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its definition is another: projected unit-norm features, epochs of AdamW, nothing tuned without val."""
+def test_linear_probe_features_equal_clip_benchmark(
+    twins: Twins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only features are compared: CLIP_benchmark trains with AdamW, on projected unit-norm features."""
     probe = twins.cli.linear_probe
     folder = tmp_path / "set"
     for split, count in (("train", 42), ("test", 21)):
@@ -220,4 +228,4 @@ def test_linear_probe_features(twins: Twins, tmp_path: Path, monkeypatch: pytest
         images, own = subject.images(split), subject.split(split)
         torch.testing.assert_close(images.projected, kept, atol=CLOSE, rtol=0)
         assert own is not None and own.labels is not None and own.labels.tolist() == labels.tolist()
-        assert images.before_projection.shape == (len(kept), 48)  # what ours learns from
+        assert images.before_projection.shape == (len(kept), 48)  # the features that clipkit's probe uses

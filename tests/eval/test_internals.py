@@ -1,4 +1,4 @@
-"""What is said of a model's inside is what its definitions say, for every kind of tower."""
+"""Tests of internals against their definitions: layer similarities, filters, positions and attention."""
 
 from itertools import combinations
 from pathlib import Path
@@ -20,7 +20,7 @@ from tests.eval.web_page import Page
 
 @given(st.integers(4, 9), st.integers(1, 6), st.integers(1, 6), st.integers(0, 99))
 @settings(max_examples=40)
-def test_alignment_does_not_change_with_rotations_and_scale(
+def test_hsic_equals_formula_and_ignores_rotation_and_scale(
     count: int, width: int, other: int, seed: int
 ) -> None:
     random = torch.Generator().manual_seed(seed)
@@ -43,7 +43,7 @@ def test_alignment_does_not_change_with_rotations_and_scale(
 
 @given(st.integers(5, 7), st.integers(1, 4), st.integers(0, 99))
 @settings(max_examples=20, deadline=None)
-def test_the_mean_over_all_batches_is_that_of_all_images(count: int, width: int, seed: int) -> None:
+def test_mean_hsic_over_all_batches_equals_hsic_of_all_images(count: int, width: int, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
     first, second = (torch.randn(count, width, generator=random, dtype=torch.float64) for _ in range(2))
 
@@ -54,7 +54,7 @@ def test_the_mean_over_all_batches_is_that_of_all_images(count: int, width: int,
     assert sum(batches) / len(batches) == pytest.approx(of(tuple(range(count))), rel=1e-9, abs=1e-12)
 
 
-def test_layers_are_compared_by_the_definition_with_sums_over_batches(
+def test_layer_similarity_equals_definition_with_sums_over_batches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("eval.internals._BATCH", 5)
@@ -63,7 +63,7 @@ def test_layers_are_compared_by_the_definition_with_sums_over_batches(
     found = compare_layers(first, second, images, images)
 
     def products(model: CLIP) -> list[list[torch.Tensor]]:
-        """By batch and layer, the products of the tokens after it."""
+        """Return Gram matrices of the tokens after each layer, for each batch."""
         every: list[list[torch.Tensor]] = []
         for part in images.split(5):
             x, every = model.visual.stem(part, colors=model.colors), [*every, []]  # type: ignore[operator]
@@ -83,13 +83,13 @@ def test_layers_are_compared_by_the_definition_with_sums_over_batches(
             assert float(found[i, j]) == pytest.approx(cross / (left * right) ** 0.5, rel=1e-4, abs=1e-5)
 
 
-def test_filters_and_positions_are_numpys() -> None:
+def test_filters_and_positions_equal_numpy() -> None:
     model = create("ViT-Ti-4-16", seed=0).eval()
     inside = analyze(model, torch.zeros(1, 3, 16, 16, dtype=torch.uint8))
     assert inside.filters is not None and inside.positions is not None
     weight = model.visual.get_parameter("conv1.weight").detach().flatten(1).numpy()
     wanted = np.linalg.svd(weight)[2][:28]
-    same = np.abs((inside.filters.flatten(1).numpy() * wanted).sum(axis=1))  # their signs are free
+    same = np.abs((inside.filters.flatten(1).numpy() * wanted).sum(axis=1))  # signs are arbitrary
     np.testing.assert_allclose(same, 1, atol=1e-3)
     table = model.visual.get_parameter("positional_embedding").detach().numpy()[1:]
     norms = np.linalg.norm(table, axis=1)
@@ -97,9 +97,9 @@ def test_filters_and_positions_are_numpys() -> None:
     np.testing.assert_allclose(inside.positions.numpy(), cosines, atol=1e-5)
 
 
-def test_distances_and_rollouts_are_those_of_their_loops() -> None:
+def test_attention_distances_and_rollouts_equal_loops() -> None:
     torch.manual_seed(0)
-    maps = [torch.rand(2, 3, 10, 10).softmax(dim=-1) for _ in range(3)]  # 3 × 3 patches after one token
+    maps = [torch.rand(2, 3, 10, 10).softmax(dim=-1) for _ in range(3)]  # one class token, then 3 × 3 patches
     wanted = torch.zeros(3)
     for head in range(3):
         for image in range(2):
@@ -118,9 +118,9 @@ def test_distances_and_rollouts_are_those_of_their_loops() -> None:
         )
 
 
-def test_a_model_is_like_itself_and_memory_does_not_depend_on_the_number_of_images() -> None:
+def test_model_equals_itself_over_several_batches() -> None:
     model = create("ViT-Ti-4-16", seed=0).eval()
-    images = torch.randint(0, 256, (70, 3, 16, 16), dtype=torch.uint8)  # two batches, and a third one
+    images = torch.randint(0, 256, (70, 3, 16, 16), dtype=torch.uint8)  # three batches
     like = compare_layers(model, model, images, images)
     torch.testing.assert_close(like.diagonal(), torch.ones(3))
     torch.testing.assert_close(like, like.T)
@@ -141,7 +141,7 @@ TOWERS = {
 
 
 @pytest.mark.parametrize("kind", TOWERS)
-def test_a_page_of_two_models_shows_what_each_has(kind: str, tmp_path: Path) -> None:
+def test_page_of_two_models_shows_available_parts(kind: str, tmp_path: Path) -> None:
     first, second = create("ViT-Ti-4-16", seed=0), create(TOWERS[kind], seed=0)
     for name, model in (("first", first), ("<b>", second)):
         save_model(model, tmp_path / name)
@@ -158,7 +158,7 @@ def test_a_page_of_two_models_shows_what_each_has(kind: str, tmp_path: Path) -> 
     assert "similarity of the layers of both models" in text
 
 
-def test_what_is_wrong_is_told_in_a_line(tmp_path: Path) -> None:
+def test_invalid_arguments_raise_one_line_errors(tmp_path: Path) -> None:
     save_model(create("ViT-Ti-4-16", seed=0), tmp_path / "m")
     command = ["internals", "--data", "digits", "--model", str(tmp_path / "m")]
     with pytest.raises(ConfigError, match=r"must be a file name ending in \.html"):

@@ -1,4 +1,4 @@
-"""Scores per language and their means, against direct computations; damaged files."""
+"""Tests of scores per language and their means against direct computations, and of damaged files."""
 
 import json
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def write_images(folder: Path, names: list[str]) -> list[bytes]:
 
 @pytest.fixture
 def xm(tmp_path: Path) -> Path:
-    """Images in the layout of Crossmodal-3600: two German captions per image, one Thai one."""
+    """A folder in the layout of Crossmodal-3600, with two German captions and one Thai caption per image."""
     folder = tmp_path / "root" / "xm"
     keys = [f"{number:016x}" for number in range(IMAGES)]
     write_images(folder / "images", [f"{key}.jpg" for key in keys])
@@ -79,7 +79,7 @@ def features(model: CLIP, contents: list[bytes], texts: list[str]) -> torch.Tens
         return images @ model.encode_text(model.tokenizer(texts), normalize=True).T
 
 
-def test_retrieval_per_language(model: CLIP, xm: Path, tmp_path: Path) -> None:
+def test_retrieval_scores_per_language_and_mean(model: CLIP, xm: Path, tmp_path: Path) -> None:
     (target,) = find_targets([str(xm)])
     found = scored(model, target, tmp_path / "r.jsonl")
     values = {(one.setting, one.metric): one for one in found.scores}
@@ -128,7 +128,9 @@ def test_images_are_encoded_once(
     assert len(calls) == 1
 
 
-def test_class_names_per_language(model: CLIP, write_dataset: WriteDataset, tmp_path: Path) -> None:
+def test_class_names_per_language_equal_separate_datasets(
+    model: CLIP, write_dataset: WriteDataset, tmp_path: Path
+) -> None:
     folder = write_dataset("colours")
     names = {"de": [f"{one} auf Deutsch" for one in CLASSES], "fr": [f"{one} en français" for one in CLASSES]}
     (folder / "names.json").write_text(json.dumps(names))
@@ -146,10 +148,10 @@ def test_class_names_per_language(model: CLIP, write_dataset: WriteDataset, tmp_
         with_languages(target, ["xx"])
 
 
-def test_babel_imagenet(
+def test_babel_imagenet_scores_named_classes(
     model: CLIP, write_dataset: WriteDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Classes in another order than the card's; each language has names of some classes."""
+    """The classes are in another order than in the card, and the language has names for three of them."""
     order = list(reversed(CLASSES))
     labels = tuple(i % 7 for i in range(23))
     folder = write_dataset("imagenet1k", labels=labels, class_names=order)
@@ -172,7 +174,7 @@ def test_babel_imagenet(
     accuracy = next(one for one in found.scores if one.metric == "acc1")
 
     opened = open_dataset(folder)
-    number_of = [CLASSES.index(order[label]) for label in labels]  # by the card
+    number_of = [CLASSES.index(order[label]) for label in labels]  # class numbers of the card
     kept = [i for i, number in enumerate(number_of) if number in numbers]
     similarities = features(model, [opened.images.read(i) for i in kept], [f"ein {name}." for name in names])
     right = [numbers[int(row.argmax())] == number_of[i] for row, i in zip(similarities, kept, strict=True)]
@@ -180,7 +182,7 @@ def test_babel_imagenet(
     assert accuracy.value == pytest.approx(sum(right) / len(right))
 
 
-def test_damaged(xm: Path, xtd: Path) -> None:
+def test_damaged_files_are_rejected(xm: Path, xtd: Path) -> None:
     with (xtd / "MIC" / "test_1kcaptions_de.txt").open("a") as file:
         file.write("one more\n")
     with pytest.raises(DataError, match=r"13 lines, test_image_names.txt has 12"):

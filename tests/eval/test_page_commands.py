@@ -1,4 +1,4 @@
-"""The commands report and compare: files, messages and exit status."""
+"""Tests of the commands report and compare: files, messages and exit status."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from eval.results.scores import read_results
 from tests.eval.made_up_results import add_details, line, write
 
 
-def test_what_the_report_command_writes_and_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_writes_page_and_prints_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "results.jsonl", [line(0, "digits", "acc1", 0.5), line(1, "digits", "acc1", 0.6)])
     path.write_text(path.read_text().replace("\n", "\n{damaged\n", 1))
     (tmp_path / "report.html").write_text("the page of a run")
@@ -52,7 +52,7 @@ def test_runs_are_compared_by_their_last_step(tmp_path: Path, capsys: pytest.Cap
     assert said.err.splitlines() == [
         f"note: {path} has scores for steps 10, 20; using the last" for path in results
     ]
-    asked = [part for run in runs for part in ("--results", str(run))]  # runs where files are asked for
+    asked = [part for run in runs for part in ("--results", str(run))]  # run folders instead of results files
     assert main(["compare", "a", "b", *asked]) == 0
     assert "of 1 differences are beyond chance" in " ".join(capsys.readouterr().out.split())
     copied = tmp_path / "copied.jsonl"  # without its details, and with a damaged line
@@ -69,10 +69,8 @@ def test_runs_are_compared_by_their_last_step(tmp_path: Path, capsys: pytest.Cap
     assert "copied.jsonl: one line cut short or broken" in said.err
 
 
-def test_a_checkpoint_that_is_named_is_the_one_that_is_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A checkpoint is compared alone, without a note; for a run, a note names the last step."""
+def test_compare_uses_the_named_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Comparing checkpoints prints no note; for a run, a note names the step that is used."""
     run = tmp_path / "a"
     run.mkdir()
     results = run / "results.jsonl"
@@ -90,20 +88,20 @@ def test_a_checkpoint_that_is_named_is_the_one_that_is_compared(
         scored.append({**line(i, "digits", "acc1", value, n=600), **whose})
     write(results, [*trained, *scored])
     first, last = (str(one["model"]) for one in scored)
-    for more in ([], ["--results", str(results)]):  # the run of a checkpoint has its scores
+    for more in ([], ["--results", str(results)]):  # scores are found in the checkpoint's run
         assert main(["compare", first, last, *more]) == 0
         said = capsys.readouterr()
         assert "A: a at step 20 B: a at step 30" in " ".join(said.out.split())
         assert said.err == ""
     assert main(["compare", first, str(run)]) == 0
     assert capsys.readouterr().err == f"note: {results} has scores for steps 10, 20, 30; using the last\n"
-    other = str(run / "checkpoints" / "step_00000010")  # which only its training has scored
+    other = str(run / "checkpoints" / "step_00000010")  # scored only during training
     with pytest.raises(ConfigError, match=r"no scores for checkpoint '.*step_00000010': score it with"):
         main(["compare", other, last])
 
 
 @pytest.mark.parametrize("option", ["--out", "--csv", "--latex", "--markdown"])
-def test_what_is_written_takes_the_place_of_nothing_else(tmp_path: Path, option: str) -> None:
+def test_report_never_overwrites_results_or_run_files(tmp_path: Path, option: str) -> None:
     run = tmp_path / "run"
     run.mkdir()
     results, config = write(run / "results.jsonl", [line(0, "digits", "acc1", 0.5)]), run / "config.toml"
@@ -131,11 +129,11 @@ def test_what_is_written_takes_the_place_of_nothing_else(tmp_path: Path, option:
 
 
 @pytest.mark.parametrize("option", ["--out", "--csv"])
-def test_a_pipe_or_link_stays_what_it_is(tmp_path: Path, option: str) -> None:
+def test_report_writes_through_links_and_pipes(tmp_path: Path, option: str) -> None:
     results = write(tmp_path / "results.jsonl", [line(0, "digits", "acc1", 0.5)])
     linked, target, pipe = tmp_path / "latest", tmp_path / "deep" / "page", tmp_path / "pipe"
     linked.symlink_to(target)
-    assert main(["report", str(results), option, str(linked)]) == 0  # its folder is made
+    assert main(["report", str(results), option, str(linked)]) == 0  # creates the target's folder
     assert linked.is_symlink() and b"ViT-B-32/openai" in target.read_bytes()
     os.mkfifo(pipe)
     reader = subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE)
@@ -150,7 +148,7 @@ def test_a_pipe_or_link_stays_what_it_is(tmp_path: Path, option: str) -> None:
 
 
 @pytest.mark.parametrize("count", [[], {}, "600", None, True, -3, 1e400, 10**400])
-def test_counts_of_any_kind_make_a_page_and_a_table(tmp_path: Path, count: object) -> None:
+def test_report_accepts_any_count(tmp_path: Path, count: object) -> None:
     lines = [line(0, "digits", "acc1", 0.5, n=count), line(0, "glyphs", "acc1", 0.25, n=600)]
     results = write(tmp_path / "results.jsonl", lines)
     assert (
@@ -162,7 +160,7 @@ def test_counts_of_any_kind_make_a_page_and_a_table(tmp_path: Path, count: objec
 
 
 @pytest.mark.parametrize("gflops", [1.7e308, 1e12, 1e11, 5e-324, 0, -1, "4", []])
-def test_costs_of_any_kind_make_a_page(tmp_path: Path, gflops: object) -> None:
+def test_report_accepts_any_gflops(tmp_path: Path, gflops: object) -> None:
     lines = [line(0, "digits", "acc1", 0.5), line(8, "digits", "acc1", 0.25, gflops=gflops)]
     results = write(tmp_path / "results.jsonl", [*lines, line(3, "digits", "acc1", 0.75)])
     assert main(["report", str(results)]) == 0

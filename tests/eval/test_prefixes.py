@@ -1,4 +1,4 @@
-"""Prefixes of the embedding are scored like models of that dimension, and shown by dimension."""
+"""Tests of prefixes of the embedding: scores, shared encodings, and reports by dimension."""
 
 import json
 from copy import copy
@@ -23,7 +23,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_training_scores_prefixes_as_models_of_that_dimension(
+def test_prefix_scores_during_training_equal_models_of_that_dimension(
     model: CLIP, write_dataset: WriteDataset, tmp_path: Path
 ) -> None:
     run, recorded, said = tmp_path / "run", dict[str, float](), list[str]()
@@ -72,7 +72,7 @@ def test_images_and_texts_are_encoded_once(model: CLIP, write_dataset: WriteData
         assert one.norm(dim=1).tolist() == pytest.approx([1.0] * len(one))
 
 
-def test_the_command_scores_prefixes_and_the_page_compares_them(
+def test_dim_option_scores_prefixes_and_page_compares_them(
     model: CLIP, write_dataset: WriteDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, out = write_dataset("classes"), tmp_path / "results.jsonl"

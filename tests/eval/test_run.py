@@ -1,4 +1,4 @@
-"""Many datasets and tasks in one call: what is encoded, written, skipped, and reported as not scored."""
+"""Tests of the command run: many datasets and tasks in one call, skipped scores and failures."""
 
 import io
 import json
@@ -44,7 +44,7 @@ def run(model: CLIP, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def probed(write_dataset: WriteDataset) -> Path:
-    """A dataset with images to learn from, captions and a card of its own."""
+    """A dataset with train and test splits, labels and captions, without a card."""
     folder = write_dataset("probed", labels=LABELS, captions=[f"thing {i}" for i in range(60)], split="train")
     test = write_dataset("aside", labels=LABELS[:23], captions=[f"thing {i}" for i in range(23)])
     shutil.copytree(test / "test", folder / "test")
@@ -53,7 +53,7 @@ def probed(write_dataset: WriteDataset) -> Path:
 
 
 def values(path: Path) -> dict[tuple[str, ...], float]:
-    """Map the identity of every score in a results file to its value; none may occur twice."""
+    """Map each score in a results file to its value, and check that no score occurs twice."""
     lines = read_results(path)
     found = {
         tuple(line[key] for key in ("dataset", "task", "setting", "metric")): line["value"] for line in lines
@@ -62,7 +62,7 @@ def values(path: Path) -> dict[tuple[str, ...], float]:
     return found
 
 
-def test_all_tasks_of_a_dataset_and_nothing_twice(
+def test_all_tasks_are_scored_and_existing_scores_skipped(
     run: Path, probed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "r.jsonl"
@@ -82,14 +82,14 @@ def test_all_tasks_of_a_dataset_and_nothing_twice(
     assert main([*arguments, "--shots", "1", "2", "--layers", "--skip-existing"]) == 0
     assert out.read_bytes() == before
     assert f"wrote 0 lines to {out}, skipped {len(found)} existing" in capsys.readouterr().out
-    assert main([*arguments, "--shots", "1", "--layers", "--skip-existing"]) == 0  # another choice of shots
+    assert main([*arguments, "--shots", "1", "--layers", "--skip-existing"]) == 0  # different shots
     added = read_results(out)[len(found) :]
     assert {line["task"] for line in added} == {"few-shot"}
 
 
 @pytest.mark.long
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="there is no kill -9")
-def test_killed_at_a_random_moment_and_run_again_gives_the_same_table(
+def test_rerun_after_kill_gives_same_scores(
     run: Path, probed: Path, write_dataset: WriteDataset, forked: Forked, tmp_path: Path
 ) -> None:
     other = write_dataset("other", labels=[i % 7 for i in range(40)])
@@ -118,7 +118,7 @@ def test_killed_at_a_random_moment_and_run_again_gives_the_same_table(
 
 
 @pytest.mark.parametrize("ranks", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_two_processes_at_once(
+def test_concurrent_processes_give_same_scores(
     run: Path,
     probed: Path,
     forked: Forked,
@@ -156,7 +156,7 @@ def test_two_processes_at_once(
         list(pool.map(one, ["one", "two"]))
 
 
-def test_a_suite_goes_on_without_what_is_not_here_or_broken(
+def test_suite_continues_without_missing_or_incomplete_datasets(
     run: Path, write_dataset: WriteDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = tmp_path / "root"
@@ -165,14 +165,14 @@ def test_a_suite_goes_on_without_what_is_not_here_or_broken(
     pets = write_dataset("pets", labels=[i % 37 for i in range(50)], class_names=names)
     shutil.copytree(pets, root / "wds_vtab-pets")
     arguments = ["run", "--suite", "clip27", "--data-root", str(root), "--model", str(run), "--out", str(out)]
-    assert main([*arguments, "--data", str(write_dataset("mine"))]) == 1  # of the pets there are too few
+    assert main([*arguments, "--data", str(write_dataset("mine"))]) == 1  # pets has too few images
     said = capsys.readouterr().err
     assert "not scored: dataset pets: split 'test' has 50 images, its card says 3,669" in said
     assert f"not found: mnist: not under {root}; published at hf://datasets/clip-benchmark/wds_mnist" in said
     assert {line["dataset"] for line in read_results(out)} == {"mine"}
 
 
-def test_verify_with_a_stand_in(
+def test_verify_compares_scores_with_expected_ones(
     run: Path, probed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["new", "Things in colours", "--data", str(probed)]) == 0
@@ -199,7 +199,7 @@ def test_verify_with_a_stand_in(
         main(["verify", "--model", str(run), "--as", "somebody", "--data", str(probed)])
 
 
-def test_a_card_of_ones_own(run: Path, probed: Path, tmp_path: Path) -> None:
+def test_new_card_is_not_overwritten_and_is_validated(run: Path, probed: Path, tmp_path: Path) -> None:
     main(["new", "Things in colours", "--data", str(probed)])
     with pytest.raises(ConfigError, match="already exists"):
         main(["new", "Again", "--data", str(probed)])
@@ -210,7 +210,7 @@ def test_a_card_of_ones_own(run: Path, probed: Path, tmp_path: Path) -> None:
         main(["run", "--model", str(run), "--data", str(probed), "--out", str(tmp_path / "r.jsonl")])
 
 
-def test_pages_and_tables(
+def test_results_of_run_are_reported(
     run: Path, probed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "r.jsonl"
@@ -248,8 +248,8 @@ def test_pages_and_tables(
     assert json.loads(out.read_text().splitlines()[0])["prompt_set"] == "own"
 
 
-def test_classes_in_groups(run: Path, probed: Path, tmp_path: Path) -> None:
-    """Confusing classes of one group is not a mistake of groups; the page shows the confusion of groups."""
+def test_superclasses_of_card_are_scored(run: Path, probed: Path, tmp_path: Path) -> None:
+    """Confusing classes of one superclass is no error; the page shows the confusion of superclasses."""
     main(["new", "Things in colours", "--data", str(probed)])
     card = probed / "card.toml"
     grouped = (
@@ -278,7 +278,7 @@ def rewrite(folder: Path, change: Callable[[str, bytes], bytes]) -> None:
                 tar.addfile(member, io.BytesIO(changed))
 
 
-def test_what_is_there_is_scored_again_if_anything_that_it_depends_on_has_changed(
+def test_scores_are_computed_again_after_their_inputs_change(
     run: Path, probed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "r.jsonl"
@@ -314,18 +314,18 @@ def test_what_is_there_is_scored_again_if_anything_that_it_depends_on_has_change
     assert scored() == {"zero-shot", "knn"}
     (probed / "zeroshot_classification_templates.txt").write_text("a thing of {c} colour\n")
     assert scored() == {"zero-shot"}
-    lines = out.read_text().splitlines()  # as if the disk had been full in the middle of the last task
+    lines = out.read_text().splitlines()  # as after a full disk during the last task
     out.write_text("\n".join(lines[:-2]) + "\n" + lines[-2][:30])
     assert scored() == {"zero-shot"}
     assert scored() == set()
 
 
-def test_a_folder_that_is_called_like_a_dataset_of_the_suite(
+def test_folder_named_like_suite_dataset_is_rejected_with_the_suite(
     run: Path, write_dataset: WriteDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = write_dataset("digits")
     arguments = ["--model", str(run), "--out", str(tmp_path / "r.jsonl")]
-    with monkeypatch.context() as patch:  # of the suite only the one that is quickly made
+    with monkeypatch.context() as patch:  # only the fastest dataset of the suite
         patch.setattr("eval.commands.find_suites", lambda *_, **__: (find_targets(["digits"]), []))
         with pytest.raises(
             DataError, match=r"two datasets would both be named digits \(yours and the suite's"
@@ -336,7 +336,7 @@ def test_a_folder_that_is_called_like_a_dataset_of_the_suite(
     assert "builtin" not in (tmp_path / "t.csv").read_text()
 
 
-def test_several_models_of_which_one_does_not_load_and_options_that_do_not_fit(
+def test_missing_model_or_layer_does_not_stop_other_scores(
     run: Path, probed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "r.jsonl"
@@ -353,7 +353,7 @@ def test_several_models_of_which_one_does_not_load_and_options_that_do_not_fit(
         main(["run", *models, "--data", str(probed), "--prompts", "opeani", "--out", str(out)])
 
 
-def test_a_wrong_card_of_ones_own_costs_no_other(
+def test_invalid_card_does_not_stop_other_datasets(
     run: Path, write_dataset: WriteDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "r.jsonl"
@@ -373,7 +373,7 @@ def test_a_wrong_card_of_ones_own_costs_no_other(
     assert len(read_results(out)) == 4
 
 
-def test_a_task_that_a_dataset_lacks_something_for_costs_no_other(
+def test_task_without_train_split_does_not_stop_other_tasks(
     run: Path, write_dataset: WriteDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "r.jsonl"
@@ -384,7 +384,7 @@ def test_a_task_that_a_dataset_lacks_something_for_costs_no_other(
     assert main([*arguments, "--task", "knn"]) == 1
 
 
-def test_a_head_of_classes_is_scored_where_its_classes_are(
+def test_class_head_is_scored_on_datasets_of_its_classes(
     model: CLIP, write_dataset: WriteDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     head = with_class_head(model, ["red", "green", "blue"], torch.randn(3, model.architecture.embed_dim))
@@ -405,7 +405,7 @@ def test_a_head_of_classes_is_scored_where_its_classes_are(
     assert {line["dataset"] for line in read_results(tmp_path / "head/results.jsonl")} == {"fitting"}
 
 
-def test_images_that_are_in_both_splits_are_reported(
+def test_images_in_both_splits_are_reported(
     run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number in range(24):
@@ -422,7 +422,7 @@ def test_images_that_are_in_both_splits_are_reported(
     assert caplog.text.count(said) == 1
     found = {line["task"]: line.get("train_overlap") for line in read_results(out)}
     assert found == {"zero-shot": None, "knn": 4, "linear-probe": 4}
-    assert main([*given, "--task", "zero-shot"]) == 0  # which has no such field
+    assert main([*given, "--task", "zero-shot"]) == 0  # its lines have no train_overlap
     assert any("photos: 4 scored images also in" in note for note in read_result_set([out]).notes)
 
 
@@ -430,7 +430,7 @@ def test_images_that_are_in_both_splits_are_reported(
     subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0,
     reason="mounting needs more rights",
 )
-def test_a_cache_that_cannot_be_written_stops_nothing(run: Path, probed: Path, tmp_path: Path) -> None:
+def test_read_only_cache_does_not_stop_evaluation(run: Path, probed: Path, tmp_path: Path) -> None:
     cache, out = tmp_path / "read-only", tmp_path / "r.jsonl"
     cache.mkdir()
     command = [sys.executable, "-m", "eval", "knn", "--neighbours", "3", "--model", str(run)]

@@ -1,4 +1,4 @@
-"""A model is scored once per step, and the scores are reported."""
+"""Tests of scoring during training: once per step, printed, recorded and written."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ def scorer_of(
     return scorer, said, recorded
 
 
-def test_a_step_is_scored_once(model: CLIP, write_dataset: Callable[..., Path], tmp_path: Path) -> None:
+def test_each_step_is_scored_once(model: CLIP, write_dataset: Callable[..., Path], tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     dataset = open_dataset(write_dataset())
@@ -53,10 +53,10 @@ def test_a_step_is_scored_once(model: CLIP, write_dataset: Callable[..., Path], 
     scorer.score_if_owed(4)
     assert recorded == {3: names, 4: names}
     written = [json.loads(line) for line in (run / "results.jsonl").read_text().splitlines()][len(lines) :]
-    assert {line["weights"] for line in written} == {weights_id(str(checkpoint))[0]}  # as eval run says it
+    assert {line["weights"] for line in written} == {weights_id(str(checkpoint))[0]}  # as in eval run
 
 
-def test_a_line_of_results_without_a_dataset_is_passed_over(model: CLIP, tmp_path: Path) -> None:
+def test_result_lines_without_dataset_are_ignored(model: CLIP, tmp_path: Path) -> None:
     (tmp_path / "results.jsonl").write_text('{"step": 3}\n{"step": 3, "dataset": []}\n')
     scorer_of(model, tmp_path)[0].score_if_owed(3)
     assert [path.name for path in tmp_path.iterdir()] == ["results.jsonl"]

@@ -1,4 +1,4 @@
-"""The greedy soup equals the published recipe written with plain state dicts."""
+"""Tests of the greedy soup against the published recipe on plain state dicts."""
 
 import json
 from collections.abc import Callable
@@ -20,7 +20,7 @@ LABELS = [i % 7 for i in range(59, -1, -1)]
 
 @pytest.fixture
 def models(model: CLIP, tmp_path: Path) -> list[str]:
-    """Models that differ a little, as after fine-tuning."""
+    """Paths of models with slightly different weights, as after fine-tuning."""
     sources = []
     kept = {name: value.clone() for name, value in model.state_dict().items()}
     for seed in range(5):
@@ -44,7 +44,7 @@ def soup(models: list[str], data: Path, out: Path, *more: str) -> int:
     return main(["soup", *named, "--data", str(data), "--out", str(out), "--device", "cpu", *more])
 
 
-def test_the_recipe_with_plain_state_dicts(
+def test_soup_equals_recipe_on_plain_state_dicts(
     models: list[str], write_dataset: WriteDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = write_dataset()
@@ -59,7 +59,7 @@ def test_the_recipe_with_plain_state_dicts(
         mean = {k: torch.stack([weights[name][k] for name in tried]).mean(dim=0) for k in weights[one]}
         if (score := accuracy(mean, model, data)) >= best:
             kept, best = tried, score
-    assert 1 < len(kept) < len(models)  # else this shows little
+    assert 1 < len(kept) < len(models)  # some models are kept, some are not
 
     assert soup(models, data, tmp_path / "out") == 0
     made = json.loads((tmp_path / "out" / "model.json").read_text())["made_from"]
@@ -79,7 +79,7 @@ def test_the_recipe_with_plain_state_dicts(
     )
 
 
-def test_what_cannot_be_averaged_is_refused(
+def test_invalid_soups_are_rejected(
     models: list[str], model: CLIP, write_dataset: WriteDataset, tmp_path: Path
 ) -> None:
     data, out = write_dataset(), tmp_path / "out"

@@ -1,4 +1,4 @@
-"""Reads a page of the report back, to ask what stands on it."""
+"""Parser of report pages for tests."""
 
 from html.parser import HTMLParser
 
@@ -8,7 +8,7 @@ _VOID = {"meta", "br", "wbr", "img", "path", "polyline", "polygon"}
 
 
 class Page(HTMLParser):
-    """Checks the nesting of a page and collects what a test asks for."""
+    """Check the nesting of a page, and collect its tags, text and scripts."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

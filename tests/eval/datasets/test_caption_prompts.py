@@ -1,4 +1,4 @@
-"""Prompts before captions: chosen by --prompts, told in every line, and never mixed up with those of classes."""
+"""Tests of caption prompts: chosen by --prompts, recorded in results, separate from class prompts."""
 
 import copy
 import csv
@@ -28,7 +28,7 @@ from eval.results.records import read_details
 from tests.eval.made_up_results import line, write
 
 WriteDataset = Callable[..., Path]
-CAPTIONS = [f"thing {i}\nsome {{c}} {i % 3}" for i in range(12)]  # what stands for a caption may stand in one
+CAPTIONS = [f"thing {i}\nsome {{c}} {i % 3}" for i in range(12)]  # captions may contain {c} themselves
 CARD = """
 tasks = ["retrieval", "zero-shot"]
 metric = "mean_R@1"
@@ -48,7 +48,7 @@ mine = "{c}, {c}"
 
 @pytest.fixture
 def folder(write_dataset: WriteDataset) -> Path:
-    """Pictures with labels and captions, and a card with prompts for both."""
+    """Images with labels and captions, and a card with prompts for both."""
     folder = write_dataset("both", labels=[i % 7 for i in range(12)], captions=CAPTIONS)
     (folder / "card.toml").write_text(CARD)
     return folder
@@ -62,7 +62,7 @@ def run(model: CLIP, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_a_prompt_is_as_if_it_stood_in_the_captions(
+def test_prompt_equals_captions_that_contain_it(
     model: CLIP, folder: Path, write_dataset: WriteDataset
 ) -> None:
     written = {
@@ -89,7 +89,7 @@ def test_a_prompt_is_as_if_it_stood_in_the_captions(
     assert len(prints) == 3
 
 
-def test_classes_and_captions_have_prompts_of_their_own(folder: Path) -> None:
+def test_classes_and_captions_have_separate_prompts(folder: Path) -> None:
     found = {}
     for prompts in ("", "first", "openai", "mine", "simple"):
         (target,) = find_targets([str(folder)], prompts=prompts)
@@ -104,7 +104,7 @@ def test_classes_and_captions_have_prompts_of_their_own(folder: Path) -> None:
     }
 
 
-def test_lines_details_and_pages_tell_prompts_apart(
+def test_lines_details_and_pages_distinguish_prompts(
     run: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "r.jsonl"
@@ -118,7 +118,7 @@ def test_lines_details_and_pages_tell_prompts_apart(
 
     assert scored() == {("zero-shot", "first"), ("retrieval", "")}
     assert scored("--prompts", "openai") == {("zero-shot", "openai"), ("retrieval", "openai")}
-    assert scored("--prompts", "mine") == {("retrieval", "mine")}  # the classes are as they were
+    assert scored("--prompts", "mine") == {("retrieval", "mine")}  # prompts of classes are unchanged
     assert scored("--prompts", "openai") == scored() == set()
     of_retrieval = [one for one in read_results(out) if one["task"] == "retrieval"]
     for key in ("captions", "inputs"):
@@ -134,7 +134,7 @@ def test_lines_details_and_pages_tell_prompts_apart(
         main([*arguments, "--prompts", "nobody's"])
 
 
-def test_what_goes_by_one_name_and_reads_otherwise_does_not_compare(
+def test_different_prompts_with_one_name_are_not_compared(
     model: CLIP, run: Path, folder: Path, tmp_path: Path
 ) -> None:
     results, card = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"], (folder / "card.toml").read_text()
@@ -158,7 +158,7 @@ def test_what_goes_by_one_name_and_reads_otherwise_does_not_compare(
     assert note.startswith("Not all models were scored with the same prompts on both (revisions ")
 
 
-def test_what_is_known_of_captions_with_a_prompt_is_held_beside_those(folder: Path) -> None:
+def test_expected_scores_belong_to_their_caption_prompts(folder: Path) -> None:
     known = "".join(
         f'\n[[expected]]\ntask = "{task}"\nmetric = "{metric}"\nprompts = "{prompts}"\ntolerance = 0.1\n'
         f'source = "x"\nvalues = {{ "m" = {value} }}\n'
@@ -177,7 +177,7 @@ def test_what_is_known_of_captions_with_a_prompt_is_held_beside_those(folder: Pa
     assert told == [("openai", [0.1, 0.3]), ("", [0.2])]
 
 
-def test_published_numbers_stand_beside_the_captions_that_they_are_of(tmp_path: Path) -> None:
+def test_published_scores_belong_to_their_caption_prompts(tmp_path: Path) -> None:
     name = "open_clip:ViT-L-14-336/openai"
     lines = [
         line(4, "flickr30k", metric, 0.5, prompt_set=prompts, task="retrieval", n=1000)
@@ -208,9 +208,9 @@ def test_published_numbers_stand_beside_the_captions_that_they_are_of(tmp_path: 
     }
 
 
-def test_a_new_card_says_how_captions_get_a_prompt(folder: Path, write_dataset: WriteDataset) -> None:
+def test_new_card_explains_caption_prompts(folder: Path, write_dataset: WriteDataset) -> None:
     (folder / "card.toml").unlink()
-    (folder / "dataset_type.txt").write_text("retrieval\n")  # though its images have labels
+    (folder / "dataset_type.txt").write_text("retrieval\n")  # although its images have labels
     for own, asked in ((folder, True), (write_dataset(), False)):
         assert main(["new", "Mine", "--data", str(own)]) == 0
         text = (own / "card.toml").read_text()
@@ -221,7 +221,7 @@ def test_a_new_card_says_how_captions_get_a_prompt(folder: Path, write_dataset: 
         assert [one.value for one in expected_of(find_targets([str(own)])[0], "MODEL")] == [0.5]
 
 
-def test_the_papers_prompt_is_on_the_cards() -> None:
+def test_cards_have_caption_prompt_of_the_paper() -> None:
     for name in ("flickr30k", "mscoco_captions", "flickr8k"):
         assert load_card(name).caption_prompts == {"openai": "a photo of {c}"}
         (told,) = (one.split(None, 1)[1] for one in card_lines(name) if one.split()[0] == "prompts")

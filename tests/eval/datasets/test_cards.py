@@ -1,4 +1,4 @@
-"""Cards: every one loads and says what its sources say; class names follow the keys, however these are ordered."""
+"""Tests of cards: all load and agree with their sources, and class names follow keys in any order."""
 
 import json
 import random
@@ -30,7 +30,7 @@ from eval.datasets.new import card_toml
 from eval.metrics import METRICS
 from eval.readers.torchvision import TORCHVISION_SETS
 
-# CLIP paper, Table 9: classes (misprints mended), train, test, metric; templates as openai/CLIP publishes them
+# CLIP paper, Table 9: classes (misprints corrected), train, test, metric; number of openai/CLIP's templates
 PAPER_27 = {
     "food101": (101, 75750, 25250, "acc1", 1),
     "cifar10": (10, 50000, 10000, "acc1", 18),
@@ -60,9 +60,9 @@ PAPER_27 = {
     "renderedsst2": (2, 7792, 1821, "acc1", 1),
     "imagenet1k": (1000, 1281167, 50000, "acc1", 80),
 }
-# Test parts as the published copies hold them, by the sources named: a wrong size would refuse good data
+# Sizes of test splits in published copies, by source: a wrong size would reject correct data
 TEST_SIZES = {
-    # google-research/task_adaptation, data/*_test.py; those that it shares with DataComp's tasklist.yml agree
+    # google-research/task_adaptation, data/*_test.py; sizes that are also in DataComp's tasklist.yml agree
     "diabetic_retinopathy": 42670, "dmlab": 22735, "dsprites_label_orientation": 73728,
     "dsprites_label_x_position": 73728, "smallnorb_label_azimuth": 12150, "smallnorb_label_elevation": 12150,
     "clevr_count_all": 15000, "clevr_closest_object_distance": 15000, "kitti_closest_vehicle_distance": 711,
@@ -72,16 +72,16 @@ TEST_SIZES = {
     # mteb, descriptive_stats/Image
     "aro-relation": 23937, "aro-attribution": 28748, "fer2013-all": 7178, "voc2007": 4952,
 }  # fmt: skip
-# whose own sizes are not those that Table 9 prints, and why, is in the card
+# sizes that differ from Table 9; the cards say why
 OTHER_TEST_SIZE = {"fer2013", "ucf101"}
 OTHER_TRAIN_SIZE = {"fer2013", "stl10", "country211", "kitti_closest_vehicle_distance"}
-# independent re-runs miss these of Table 11: they may be shown, not asserted
+# independent re-runs do not reach these values of Table 11: they are shown, not asserted
 NOT_TO_ASSERT = (
     "fer2013", "voc2007", "mnist", "resisc45", "kitti_closest_vehicle_distance", "pcam", "cifar10",
     "fgvc_aircraft",
 )  # fmt: skip
 
-OPEN_CLIP = pytest.mark.filterwarnings("ignore")  # open_clip's own, at import
+OPEN_CLIP = pytest.mark.filterwarnings("ignore")  # warnings of open_clip at import
 
 
 def clip_benchmark_json(name: str) -> dict[str, Any]:
@@ -109,7 +109,7 @@ CLIP_BENCHMARK = {
 }  # fmt: skip
 
 
-def test_every_card_loads_and_says_how_to_get_it() -> None:
+def test_every_card_loads_and_has_required_fields() -> None:
     assert len(card_names()) >= 70
     for name in card_names():
         card = load_card(name)
@@ -142,12 +142,12 @@ def test_cards_accept_every_metric_that_the_tasks_compute() -> None:
         name for name, metric in METRICS.items() if metric.kind in ("one-label", "multi-label")
     }
     assert "ece" not in MetricKind().fitting(["zero-shot"], primary=True)
-    assert "ece" not in MetricKind().fitting(["knn"])  # votes are no probabilities
+    assert "ece" not in MetricKind().fitting(["knn"])  # votes are not probabilities
     assert "superclass_acc1" not in MetricKind().fitting(["zero-shot"])
     assert "shape_bias" not in MetricKind(columns=("region",)).fitting(["zero-shot"])
 
 
-def test_suites_have_the_members_that_their_names_promise() -> None:
+def test_suites_have_expected_members() -> None:
     count = {name: len(load_suite(name).cards) for name in suite_names()}
     assert {name: count[name] for name in ("clip27", "kornblith12", "vtab19", "datacomp38", "builtin")} == {
         "clip27": 27, "kornblith12": 12, "vtab19": 19, "datacomp38": 38, "builtin": 3,
@@ -165,7 +165,7 @@ def test_suites_have_the_members_that_their_names_promise() -> None:
     ]  # fmt: skip
 
 
-def test_the_27_are_as_the_paper_prints_them() -> None:
+def test_cards_of_clip27_equal_the_paper() -> None:
     assert load_suite("clip27").cards == tuple(PAPER_27)
     wins = 0
     for name, (classes, train, test, metric, templates) in PAPER_27.items():
@@ -190,7 +190,7 @@ def test_the_27_are_as_the_paper_prints_them() -> None:
     assert sum(bool(load_card(name).paper) for name in card_names()) == 27
 
 
-def test_sizes_are_those_of_the_published_copies() -> None:
+def test_sizes_equal_published_copies() -> None:
     assert {name: load_card(name).splits["test"] for name in TEST_SIZES} == TEST_SIZES
     orders = {name: load_card(f"aro-{name}_order").captions["test"] for name in ("coco", "flickr30k")}
     assert orders == {"coco": 25010, "flickr30k": 5000}
@@ -198,7 +198,7 @@ def test_sizes_are_those_of_the_published_copies() -> None:
     assert sum(load_card(name).splits["test"] for name in parts) == 7511
 
 
-def test_no_figure_is_to_be_met_that_independent_reruns_miss() -> None:
+def test_expected_scores_are_published_and_reproducible() -> None:
     for name in NOT_TO_ASSERT:
         assert not load_card(name).expected
     assert not load_card("imagenet-o").expected  # mislabelled
@@ -207,7 +207,7 @@ def test_no_figure_is_to_be_met_that_independent_reruns_miss() -> None:
         f"open_clip:{size}/openai" for size in ("ViT-B-32", "ViT-B-16", "ViT-L-14", "ViT-L-14-336")
     }
     assert all(0 < one.tolerance <= 0.015 for one in expected)
-    for name in card_names():  # what is to be met was published by somebody
+    for name in card_names():  # expected values are published values
         seen = {value for one in load_card(name).published for value in one.values.values()}
         assert name == "eurosat-vtab" or {one.value for one in load_card(name).expected} <= seen
 
@@ -227,7 +227,7 @@ WAYS: list[Callable[[str], str]] = [
     written=st.sampled_from(WAYS),
 )
 @settings(max_examples=60, deadline=None)
-def test_names_follow_the_keys_in_any_order(name: str, seed: int, written: Callable[[str], str]) -> None:
+def test_names_follow_keys_in_any_order(name: str, seed: int, written: Callable[[str], str]) -> None:
     card, chosen = load_card(name), random.Random(seed)
     order = chosen.sample(range(len(card.keys)), len(card.keys))
     usual = card.prompts("openai", card.keys)
@@ -235,12 +235,12 @@ def test_names_follow_the_keys_in_any_order(name: str, seed: int, written: Calla
     bound = card.prompts("openai", shuffled)
     assert bound.class_names == tuple(usual.class_names[number] for number in order)
     assert card.class_order(shuffled) == tuple(order)
-    # the names are keys as well: they are what stands in a published classnames.txt
+    # names are accepted as keys too, as in a published classnames.txt
     assert card.prompts("openai", [chosen.choice(usual.class_names[number]) for number in order]) == bound
 
 
-def test_published_lists_are_out_of_order_where_they_are() -> None:
-    """openai/CLIP's lists by position, as who copies them would take them: each must bind to its own label."""
+def test_published_lists_out_of_order_bind_to_labels() -> None:
+    """Some lists of openai/CLIP are not in label order: each name must bind to its own label."""
     voc = load_card("voc2007")
     late = ("sofa", "diningtable", "pottedplant", "train", "tvmonitor")
     published = [*(key for key in voc.keys if key not in late), *late]
@@ -273,7 +273,7 @@ def test_published_lists_are_out_of_order_where_they_are() -> None:
     ]  # fmt: skip
 
 
-def test_an_empty_name_is_a_name() -> None:
+def test_empty_class_name_is_accepted() -> None:
     card = load_card("clevr_closest_object_distance")
     assert card.keys[3] == ""
     assert card.prompts("clip_benchmark", card.keys).prompts(3) == (" shapes.",)
@@ -282,7 +282,7 @@ def test_an_empty_name_is_a_name() -> None:
 
 
 @OPEN_CLIP
-def test_imagenet_has_the_names_and_templates_of_open_clip() -> None:
+def test_names_and_templates_of_imagenet_equal_open_clip() -> None:
     import open_clip
 
     card = load_card("imagenet1k")
@@ -299,9 +299,9 @@ def test_imagenet_has_the_names_and_templates_of_open_clip() -> None:
     with pytest.raises(DataError, match="line 1 of the class names is 'goldfish', which is class 1"):
         card.prompts("openai", swapped)
     other_words = [f"{name} thing" if number % 3 else name for number, name in enumerate(names)]
-    with pytest.raises(DataError, match="unknown class 'goldfish thing'"):  # too few say where they belong
+    with pytest.raises(DataError, match="unknown class 'goldfish thing'"):  # too few names are known
         card.prompts("openai", other_words)
-    as_text = sorted(map(str, range(1000)))  # the folders of ImageNet-V2, as a reader sorts them
+    as_text = sorted(map(str, range(1000)))  # folders of ImageNet-V2, sorted as text
     by_number = load_card("imagenetv2").prompts("openai", as_text).class_names
     assert by_number == tuple((names[int(number)],) for number in as_text)
     for name in ("imagenet-a", "imagenet-o", "imagenet-r"):
@@ -315,7 +315,7 @@ def test_imagenet_has_the_names_and_templates_of_open_clip() -> None:
 
 
 @OPEN_CLIP
-def test_clip_benchmark_prompts_are_those_of_the_installed_one() -> None:
+def test_clip_benchmark_prompts_equal_the_installed_version() -> None:
     names, templates = (
         clip_benchmark_json("classnames"),
         clip_benchmark_json("zeroshot_classification_templates"),
@@ -339,7 +339,7 @@ def test_clip_benchmark_prompts_are_those_of_the_installed_one() -> None:
         (["cat", "dog", "Dog"], "labels 1 and 2 are the same class, 'dog' and 'Dog'"),
     ],
 )
-def test_keys_that_do_not_fit_are_refused(keys: list[str], message: str) -> None:
+def test_mismatched_keys_are_rejected(keys: list[str], message: str) -> None:
     card = parse_card(
         'tasks = ["zero-shot"]\nmetric = "acc1"\nkeys = ["cat", "dog", "cow"]\n',
         name="farm",
@@ -350,7 +350,7 @@ def test_keys_that_do_not_fit_are_refused(keys: list[str], message: str) -> None
         card.prompts("simple", keys)
 
 
-def test_a_card_without_keys_takes_the_datasets_own() -> None:
+def test_card_without_keys_uses_keys_of_the_dataset() -> None:
     card = load_card("iwildcam")
     keys = [f"animal {number}" for number in range(182)]
     found = card.prompts("datacomp", keys, ["{c} in the wild"])
@@ -465,7 +465,7 @@ names = { cat = ["cat", "kitten"] }
         ),
     ],
 )
-def test_a_mistake_in_a_card_is_one_line(tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_invalid_card_raises_one_line_error(tmp_path: Path, old: str, new: str, message: str) -> None:
     path = tmp_path / "card.toml"
     path.write_text(GOOD, encoding="utf-8")
     assert read_card(path, name="mine").prompts("own", ["dog", "cat"]).class_names == (
@@ -479,13 +479,13 @@ def test_a_mistake_in_a_card_is_one_line(tmp_path: Path, old: str, new: str, mes
     assert "\n" not in str(caught.value)
 
 
-def test_prompts_that_take_from_each_other_in_a_circle_are_refused() -> None:
+def test_circular_references_of_prompts_are_rejected() -> None:
     text = GOOD + '[prompts.a]\ntemplates = "b"\n[prompts.b]\ntemplates = "a"\n'
     with pytest.raises(DataError, match=r"mine: prompts.a.templates refers to itself: a, b"):
         parse_card(text, name="mine", file="mine")
 
 
-def test_a_card_that_is_written_reads_as_the_same() -> None:
+def test_all_cards_round_trip() -> None:
     for name in card_names():
         card = load_card(name)
         assert parse_card(card_toml(card), name=name, file=name) == card
@@ -497,7 +497,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 @given(
     title=TEXTS, keys=st.lists(TEXTS, min_size=1, max_size=5, unique=True), names=st.lists(TEXTS, min_size=5)
 )
-def test_a_users_own_card_is_read_as_it_was_written(title: str, keys: list[str], names: list[str]) -> None:
+def test_cards_with_any_text_round_trip(title: str, keys: list[str], names: list[str]) -> None:
     own = {key: (name, "other") for key, name in zip(keys, names, strict=False)}
     card = Card(
         name="mine",
@@ -522,29 +522,29 @@ def test_a_users_own_card_is_read_as_it_was_written(title: str, keys: list[str],
     assert read.prompts("own", keys).class_names == tuple(own[key] for key in keys)
 
 
-def test_torchvisions_classes_bind() -> None:
+def test_classes_of_torchvision_bind_to_keys() -> None:
     from torchvision.datasets import MNIST, Flowers102
 
     flowers, mnist = load_card("flowers"), load_card("mnist")
     assert flowers.class_order(Flowers102.classes) == tuple(range(102))
     assert mnist.class_order(MNIST.classes) == tuple(range(10))
-    assert load_card("gtsrb").prompts("openai", ()).class_names[14] == ("stop",)  # only numbers its classes
+    assert load_card("gtsrb").prompts("openai", ()).class_names[14] == ("stop",)  # classes are only numbered
     with pytest.raises(DataError, match="unknown class '0'"):
         load_card("stl10").prompts("openai", ())
     assert load_card("gtsrb").class_order([f"{number:05d}" for number in range(43)]) == tuple(range(43))
 
 
-def test_partial_data_is_refused() -> None:
+def test_incomplete_dataset_is_rejected() -> None:
     card = load_card("pets")
     card.check_size("test", 3669)
-    card.check_size("val", 7)  # of which the card says nothing
+    card.check_size("val", 7)  # the card has no size of val
     with pytest.raises(
         DataError, match="split 'test' has 3,668 images, its card says 3,669; download it again"
     ):
         card.check_size("test", 3668)
 
 
-def test_unknown_names_are_answered_with_the_nearest(tmp_path: Path) -> None:
+def test_unknown_names_suggest_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no card for dataset 'cifar11': did you mean 'cifar1"):
         load_card("cifar11")
     with pytest.raises(DataError, match="no suite 'clip28': did you mean 'clip27'"):

@@ -1,3 +1,5 @@
+"""Tests of opening datasets: published folders, shards, image folders, splits, names and damage."""
+
 import json
 import logging
 import os
@@ -31,7 +33,7 @@ def picture() -> bytes:
     return file.getvalue()
 
 
-def test_a_published_folder(write_dataset: WriteDataset) -> None:
+def test_published_folder_is_read(write_dataset: WriteDataset) -> None:
     folder = write_dataset(captions=[f"image {i}" for i in range(23)])
     dataset = open_dataset(folder)
     assert (dataset.name, len(dataset), dataset.tasks) == ("colours", 23, ("zero-shot",))
@@ -42,7 +44,7 @@ def test_a_published_folder(write_dataset: WriteDataset) -> None:
     assert dataset.revision == open_dataset(folder.rename(folder.with_name("moved"))).revision
 
 
-def test_the_built_in_digits() -> None:
+def test_built_in_digits_are_read() -> None:
     dataset = open_dataset("digits")
     assert (dataset.name, len(dataset), len(dataset.class_names)) == ("digits", 1797, 10)
     assert dataset.tasks == ("zero-shot",)
@@ -57,13 +59,13 @@ def test_blank_class_names_keep_their_place(write_dataset: WriteDataset, ending:
     assert open_dataset(folder).class_names == ("cube", "", "ball", "", "cone", "disc")
 
 
-def test_a_last_blank_class_name_counts_too(write_dataset: WriteDataset) -> None:
+def test_last_blank_class_name_is_kept(write_dataset: WriteDataset) -> None:
     folder = write_dataset(labels=[0, 1])
     (folder / "classnames.txt").write_text("cube\n\n")
     assert open_dataset(folder).class_names == ("cube", "")
 
 
-def test_duplicate_and_empty_classes_are_told(
+def test_duplicate_and_empty_classes_are_reported(
     write_dataset: WriteDataset, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = write_dataset(labels=[0, 1, 2], class_names=["missile", "cat", "missile", "dog"])
@@ -75,7 +77,7 @@ def test_duplicate_and_empty_classes_are_told(
     ]
 
 
-def test_which_tasks(write_dataset: WriteDataset) -> None:
+def test_tasks_follow_from_card_labels_captions_and_type(write_dataset: WriteDataset) -> None:
     both = write_dataset("both", captions=["a", "b"] * 11 + ["c"], card={"tasks": ["retrieval", "zero-shot"]})
     assert open_dataset(both).tasks == ("zero-shot", "retrieval")
     pairs = write_dataset("pairs", labels=[None] * 2, captions=["a\n\n b \n", "c"], class_names=None)
@@ -86,7 +88,7 @@ def test_which_tasks(write_dataset: WriteDataset) -> None:
     assert open_dataset(typed).tasks == ("retrieval",)
 
 
-def test_plain_shards_are_scored_without_samples_that_lack_a_caption(
+def test_plain_shards_skip_samples_without_captions(
     write_dataset: WriteDataset, caplog: pytest.LogCaptureFixture
 ) -> None:
     texts = ["a", None, "b", " \n", "c"]
@@ -105,12 +107,12 @@ def test_plain_shards_are_scored_without_samples_that_lack_a_caption(
     assert [dataset.images.read(number) for number in range(3)] == [shards.read(i).image for i in (0, 2, 4)]
     every = shards.fingerprint()
     assert dataset.revision == open_dataset(folder).revision != every
-    assert "has no caption" in refusal(folder / "test")  # whose nshards.txt says that it was written as one
-    (folder / "dataset_type.txt").write_text("retrieval\n")  # published: whole, or damaged
+    assert "has no caption" in refusal(folder / "test")  # it has nshards.txt, so it must be complete
+    (folder / "dataset_type.txt").write_text("retrieval\n")  # a published dataset must be complete
     assert "has no caption" in refusal(folder)
 
 
-def test_a_packed_table_is_scored_on_the_pairs_held_out(tmp_path: Path) -> None:
+def test_packed_table_is_scored_on_held_out_pairs(tmp_path: Path) -> None:
     rows = []
     for number, captions in enumerate([["one", "uno"], "two\nlines", ["three"]] * 10):
         (tmp_path / f"{number}.jpg").write_bytes(picture() + bytes([number]))
@@ -123,7 +125,7 @@ def test_a_packed_table_is_scored_on_the_pairs_held_out(tmp_path: Path) -> None:
     assert len(open_dataset(tmp_path / "pairs/train")) == report.splits["train"]
 
 
-def test_a_list_of_captions_counts_if_the_sample_s_own_is_its_first(tmp_path: Path) -> None:
+def test_list_of_captions_is_used_if_it_starts_with_the_caption(tmp_path: Path) -> None:
     with DatasetWriter(tmp_path / "pairs") as writer:
         for number, listed in enumerate([["a", "b"], ["b", "a"], "a", [], ["a", 1, " "], ["a", "a"]]):
             meta = {"captions": listed}
@@ -133,7 +135,7 @@ def test_a_list_of_captions_counts_if_the_sample_s_own_is_its_first(tmp_path: Pa
     assert open_dataset(tmp_path / "pairs").captions == (("a", "b"), *[("a",)] * 4, ("a", "a"))
 
 
-def test_a_folder_of_pictures_by_class(tmp_path: Path) -> None:
+def test_folder_of_images_by_class_is_read(tmp_path: Path) -> None:
     for name in (
         "tabby_cat/1.jpg",
         "tabby_cat/sub/2.JPEG",
@@ -155,7 +157,7 @@ def test_a_folder_of_pictures_by_class(tmp_path: Path) -> None:
     assert open_dataset(tmp_path / "pets").revision != revision
 
 
-def test_a_folder_of_pictures_with_splits(tmp_path: Path) -> None:
+def test_folder_of_images_with_splits_is_read(tmp_path: Path) -> None:
     for name in ("train/dog/1.jpg", "test/dog/1.jpg", "test/cat/2.jpg", "test/cat/3.jpg"):
         (tmp_path / "pets" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "pets" / name).write_bytes(picture())
@@ -171,14 +173,16 @@ def put_pictures(folder: Path, *names: str) -> Path:
 
 
 def picture_folder(folder: Path) -> Path:
-    """A folder of an image in each of two classes."""
+    """Write a folder with one image in each of two classes."""
     for name in ("cat", "cow"):
         (folder / name).mkdir(parents=True)
         (folder / name / "1.jpg").write_bytes(picture())
     return folder
 
 
-def test_classes_of_folders_are_those_of_all_splits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_classes_of_folders_are_collected_from_all_splits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for name in ("train/dog/1.jpg", "train/cat/1.jpg", "train/emu/2.jpg", "test/cat/2.jpg", "test/emu/3.jpg"):
         (tmp_path / "pets" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "pets" / name).write_bytes(picture())
@@ -194,14 +198,12 @@ def test_classes_of_folders_are_those_of_all_splits(tmp_path: Path, caplog: pyte
     assert again.revision == test.revision and again.stamp != stamp
 
 
-def test_a_validation_split_that_stands_in_for_test_is_no_other_split(tmp_path: Path) -> None:
+def test_val_folder_used_as_test_is_not_also_val(tmp_path: Path) -> None:
     for name in ("train/dog/1.jpg", "train/cat/2.jpg", "val/dog/3.jpg", "val/cat/4.jpg", "val/cat/5.jpg"):
         (tmp_path / "pets" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "pets" / name).write_bytes(picture())
     assert len(open_dataset(tmp_path / "pets")) == 3
-    with pytest.raises(
-        NoSplit, match="folder 'val' is used"
-    ):  # probes would be tuned on what they are scored on
+    with pytest.raises(NoSplit, match="folder 'val' is used"):  # else probes would be tuned on scored images
         open_dataset(tmp_path / "pets", split="val")
     card = new_card("Pets", tmp_path / "pets")
     assert card.splits == {"train": 2, "test": 3}
@@ -214,7 +216,7 @@ def test_a_validation_split_that_stands_in_for_test_is_no_other_split(tmp_path: 
     assert [len(open_dataset(tmp_path / "pets", split=split)) for split in ("val", "test")] == [3, 1]
 
 
-def test_splits_go_by_the_usual_names(tmp_path: Path, write_dataset: WriteDataset) -> None:
+def test_usual_names_of_splits_are_recognized(tmp_path: Path, write_dataset: WriteDataset) -> None:
     names = [
         f"{split}/{kind}/1.jpg" for split in ("Train", "validation", "Testing") for kind in ("cat", "dog")
     ]
@@ -228,7 +230,7 @@ def test_splits_go_by_the_usual_names(tmp_path: Path, write_dataset: WriteDatase
     assert len(open_dataset(shards, split="val")) == 23
 
 
-def test_pictures_of_one_class_are_no_classification(tmp_path: Path, write_dataset: WriteDataset) -> None:
+def test_classification_with_one_class_is_rejected(tmp_path: Path, write_dataset: WriteDataset) -> None:
     one = put_pictures(tmp_path / "one", "images/1.jpg", "images/2.jpg")
     assert (
         f"only one class, 'images': images by class need at least two folders, such as {one / 'cat'}"
@@ -258,13 +260,13 @@ def test_pictures_of_one_class_are_no_classification(tmp_path: Path, write_datas
             main(["new", "Mine", "--data", str(wrong)])
 
 
-def test_a_file_of_the_same_size_and_time_may_be_another(write_dataset: WriteDataset, tmp_path: Path) -> None:
+def test_stamp_detects_changes_of_equal_size_and_time(write_dataset: WriteDataset, tmp_path: Path) -> None:
     """Features are looked up by the stamp."""
     folder, shards = picture_folder(tmp_path / "pets"), write_dataset()
     for root, file in ((folder, folder / "cat" / "1.jpg"), (shards, shards / "test" / "0.tar")):
         before, state = open_dataset(root), file.stat()
         content, stamp = file.read_bytes(), before.stamp
-        time.sleep(0.02)  # clocks of file systems are coarse
+        time.sleep(0.02)  # file system clocks are coarse
         file.write_bytes(content[::-1] if root == folder else content.replace(b"IDAT", b"iDAT"))
         os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
         again = open_dataset(root)
@@ -299,7 +301,7 @@ def refusal(folder: Path | str) -> str:
     return str(caught.value)
 
 
-def test_what_is_no_picture_file_is_refused(tmp_path: Path) -> None:
+def test_invalid_image_files_are_rejected(tmp_path: Path) -> None:
     pipe, link = picture_folder(tmp_path / "pipe"), picture_folder(tmp_path / "link")
     os.mkfifo(pipe / "cat" / "z.png")
     (link / "cat" / "z.png").symlink_to("nothing")
@@ -313,8 +315,8 @@ def test_what_is_no_picture_file_is_refused(tmp_path: Path) -> None:
     assert refusal(lost) == f"{lost / 'dog'} is a broken link: fix or remove it"
 
 
-def test_a_class_folder_that_cannot_be_read_is_not_left_out() -> None:
-    with TemporaryDirectory() as name:  # pytest's own folder is closed to other users
+def test_unreadable_class_folder_is_rejected() -> None:
+    with TemporaryDirectory() as name:  # other users cannot read pytest's folder
         root = Path(name)
         root.chmod(0o755)
         picture_folder(root / "pets")
@@ -329,14 +331,14 @@ def test_a_class_folder_that_cannot_be_read_is_not_left_out() -> None:
             os.seteuid(user)
 
 
-def test_names_that_are_not_utf8(tmp_path: Path) -> None:
+def test_names_that_are_not_utf8_are_rejected(tmp_path: Path) -> None:
     odd = os.fsdecode(b"d\xff")
     assert "'d\\udcff' has a name that is not UTF-8" in refusal(picture_folder(tmp_path / odd))
     (picture_folder(tmp_path / "a") / "cat").rename(tmp_path / "a" / odd)
     assert "'d\\udcff' has a name that is not UTF-8" in refusal(tmp_path / "a")
 
 
-def test_wrong_setups_are_one_line(write_dataset: WriteDataset, tmp_path: Path) -> None:
+def test_invalid_datasets_raise_one_line_errors(write_dataset: WriteDataset, tmp_path: Path) -> None:
     assert "not a folder, nor built in (did you mean 'digits'?)" in refusal("digit")
     assert refusal("~nouser/x").startswith("no dataset '~nouser/x'")
     assert refusal("x" * 5000) == f"cannot read dataset '{'x' * 200}': File name too long"
@@ -371,7 +373,7 @@ def test_wrong_setups_are_one_line(write_dataset: WriteDataset, tmp_path: Path) 
     assert "not UTF-8" in refusal(latin)
 
 
-def test_the_folder_of_one_split_is_a_set_that_the_folder_above_describes(
+def test_folder_of_one_split_is_described_by_its_parent(
     write_dataset: WriteDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_dataset(split="val")
@@ -384,11 +386,11 @@ def test_the_folder_of_one_split_is_a_set_that_the_folder_above_describes(
     card = json.loads((folder / "card.json").read_text())
     (folder / "card.json").write_text(json.dumps({**card, "samples": {"val": 24, "test": 23}}))
     assert "its card says 24" in refusal(folder / "val")
-    (folder / "val" / "classnames.txt").write_text("\n" * 6 + "own\n")  # then it says itself what it is
+    (folder / "val" / "classnames.txt").write_text("\n" * 6 + "own\n")  # its own files take precedence
     assert open_dataset(folder / "val").class_names[6] == "own"
 
 
-def test_lost_shards_and_samples_are_refused(write_dataset: WriteDataset) -> None:
+def test_missing_shards_and_samples_are_rejected(write_dataset: WriteDataset) -> None:
     folder = write_dataset()
     (folder / "test" / "1.tar").unlink()
     assert "nshards.txt says '3'" in refusal(folder)

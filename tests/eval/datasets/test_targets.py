@@ -1,4 +1,4 @@
-"""What a user names as data: what is said where it is not here, and where scores of a model are known."""
+"""Tests of finding datasets by name: missing or invalid ones, and known scores of models."""
 
 import logging
 import socket
@@ -18,9 +18,9 @@ WriteDataset = Callable[..., Path]
 KNOWN = "open_clip:ViT-B-32/openai"
 
 
-def test_a_store_that_nobody_answers_for_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_root_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data.remote.transfer.PATIENCE", replace(PATIENCE, contact_waits=(0.01, 0.02)))
-    with socket.socket() as closed:  # bound, not listening: whoever asks is refused
+    with socket.socket() as closed:  # bound, not listening: connections are refused
         closed.bind(("127.0.0.1", 0))
         root = f"http://127.0.0.1:{closed.getsockname()[1]}/sets"
         targets, trouble = find_suites(["vtab19"], root=root)
@@ -30,7 +30,7 @@ def test_a_store_that_nobody_answers_for_is_told_once(monkeypatch: pytest.Monkey
     assert (len(trouble), len(known.trouble), targets + known.targets) == (1, 1, [])
 
 
-def test_what_is_not_here_is_a_short_line_each(tmp_path: Path) -> None:
+def test_missing_datasets_are_reported_in_one_line_each(tmp_path: Path) -> None:
     pytest.importorskip("torchvision")
     with pytest.raises(ConfigError, match=r"--data-root .*none: no such folder$"):
         find_suites(["clip27"], root=tmp_path / "none")
@@ -46,7 +46,7 @@ def test_what_is_not_here_is_a_short_line_each(tmp_path: Path) -> None:
         find_targets(["fairface"], root=tmp_path)
 
 
-def test_what_is_wrong_with_one_dataset_costs_no_other(write_dataset: WriteDataset, tmp_path: Path) -> None:
+def test_invalid_dataset_does_not_stop_others(write_dataset: WriteDataset, tmp_path: Path) -> None:
     good, damaged = [write_dataset(f"{name}/test") for name in "AB"], write_dataset("damaged")
     next((damaged / "test").glob("*.tar")).unlink()
     wrong = write_dataset("wrong")
@@ -61,14 +61,14 @@ def test_what_is_wrong_with_one_dataset_costs_no_other(write_dataset: WriteDatas
     assert not any("\n" in one for one in said)
     with pytest.raises(Missing):
         find_targets(names)
-    for slip in ("nowhere", str(tmp_path / "nowhere"), "~nouser/x"):  # such a name stops all before it begins
+    for slip in ("nowhere", str(tmp_path / "nowhere"), "~nouser/x"):  # an unknown name stops all
         with pytest.raises(DataError, match=f"no dataset '{slip}'"):
             find_named([str(good[0]), slip, str(damaged)])
     with pytest.raises(DataError, match="is given twice"):
         find_named([str(good[0]), str(good[0])])
 
 
-def test_which_models_scores_are_known_is_told_by_cards_alone(tmp_path: Path) -> None:
+def test_known_scores_are_found_from_cards_alone(tmp_path: Path) -> None:
     assert known_tasks(["cifar100", "flickr30k"], KNOWN) == ("zero-shot", "linear-probe", "retrieval")
     with pytest.raises(
         ConfigError, match=r"known for 'x' on digits, or for any other model: .* as \[\[expected\]\]"
@@ -78,7 +78,7 @@ def test_which_models_scores_are_known_is_told_by_cards_alone(tmp_path: Path) ->
         find_known(["cifar100"], "x", root=tmp_path / "none")
 
 
-def test_a_card_of_ones_own_has_to_fit_the_pictures(
+def test_card_in_folder_must_match_images(
     write_dataset: WriteDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = write_dataset(labels=[0, 1, 2] * 3, class_names=["a", "b", "c"], templates=None)

@@ -1,4 +1,4 @@
-"""Pictures and texts go through a model once, whichever datasets, tasks and processes ask for them."""
+"""Tests of the encoder: images and texts are encoded once across datasets, tasks and processes."""
 
 import copy
 import hashlib
@@ -23,10 +23,10 @@ from tests.eval.conftest import png
 WriteDataset = Callable[..., Path]
 
 
-def test_five_datasets_that_share_pictures_and_classes_encode_nothing_twice(
+def test_datasets_with_shared_images_and_texts_encode_nothing_twice(
     model: CLIP, write_dataset: WriteDataset, tmp_path: Path
 ) -> None:
-    # images are told by their number: the first 23, fewer of them, with other labels, doubled in themselves
+    # the i-th image is the same in all datasets
     folders = [
         write_dataset("one"),
         write_dataset("two", labels=[i % 3 for i in range(11)], class_names=("red", "green", "blue")),
@@ -40,7 +40,7 @@ def test_five_datasets_that_share_pictures_and_classes_encode_nothing_twice(
     for folder in folders:
         tasks = ["zero-shot", "retrieval"] if folder.name == "five" else ["zero-shot"]
         evaluate(Subject(encoder, open_dataset(folder)), tasks=tasks)
-    # 30 images in all; 7 colours in three templates, of which captions use one
+    # 30 images; 7 colours in three templates, one of which gives the captions
     assert encoder.encoded == {"images": 30, "texts": 21}
     again = Encoder(model, store=tmp_path / "features")
     for folder in folders:
@@ -53,7 +53,7 @@ def test_five_datasets_that_share_pictures_and_classes_encode_nothing_twice(
     assert again.encoded == {"images": 0, "texts": 0}
 
 
-def test_other_weights_or_another_number_format_share_nothing(
+def test_other_weights_or_dtype_share_no_features(
     model: CLIP, write_dataset: WriteDataset, tmp_path: Path
 ) -> None:
     dataset = open_dataset(write_dataset())
@@ -69,7 +69,7 @@ def test_other_weights_or_another_number_format_share_nothing(
     assert encoder.encoded["images"] == 23
 
 
-def test_what_was_encoded_before_an_interruption_stays(
+def test_features_from_before_an_interruption_are_kept(
     model: CLIP, write_dataset: WriteDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("eval.features.encoder._PIECE", 8)
@@ -98,7 +98,7 @@ def test_what_was_encoded_before_an_interruption_stays(
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_ranks_with_stores_of_their_own_share_what_one_of_them_has(
+def test_ranks_with_separate_stores_share_stored_features(
     model: CLIP,
     write_dataset: WriteDataset,
     tmp_path: Path,
@@ -146,7 +146,7 @@ def test_ranks_with_stores_of_their_own_share_what_one_of_them_has(
         own = Encoder(model, store=encoder.store)
         assert torch.equal(own.images(dataset).projected, found[rank])
         assert own.encoded == {"images": 0, "texts": 0}
-    # a rank without an image's features encodes it, one with them gives them to the other
+    # each rank encodes only images that its own store lacks, and shares all features
     assert 14 <= sum(encoder.encoded["images"] for encoder in encoders) < 23
     assert sum(encoder.encoded["texts"] for encoder in encoders) == 3
 
@@ -173,7 +173,7 @@ class Images:
 
 
 def damage(files: Sequence[Path], kind: str, chosen: int, other: int, place: int) -> None:
-    """Delete, truncate, swap, reverse or flip a byte of one of the files, wherever it may hurt."""
+    """Delete, truncate, swap or reverse one of the files, or flip one of its bits."""
     path, second = files[chosen % len(files)], files[other % len(files)]
     content = bytearray(path.read_bytes())
     if kind == "delete":
@@ -183,7 +183,7 @@ def damage(files: Sequence[Path], kind: str, chosen: int, other: int, place: int
     elif kind == "swap":
         path.write_bytes(second.read_bytes())
         second.write_bytes(content)
-    elif kind == "reverse":  # the numbers of a file of int64
+    elif kind == "reverse":  # reverses the numbers of an int64 file
         path.write_bytes(b"".join(content[i : i + 8] for i in range(len(content), -8, -8) if i >= 0))
     elif content:
         content[place % len(content)] ^= 1 << place % 8
@@ -210,7 +210,7 @@ STEPS = st.lists(
 def test_a_damaged_store_gives_the_same_scores_or_an_error(
     model: CLIP, tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[Any, ...]]
 ) -> None:
-    """Evaluations of three datasets by two models, between which any file of the store is damaged."""
+    """Evaluate three datasets with two models while files of the store are damaged in between."""
     store = tmp_path_factory.mktemp("store")
     models, datasets, expected = scored_models(model)
     kept = [Encoder(one, store=store, batch_size=4) for one in models]
@@ -225,7 +225,7 @@ def test_a_damaged_store_gives_the_same_scores_or_an_error(
             except DataError as error:
                 assert "remove that folder" in str(error) or "run the command again" in str(error)
                 assert "\n" not in str(error)
-                shutil.rmtree(store)  # as the message says
+                shutil.rmtree(store)  # as in the message
                 kept = [Encoder(one, store=store, batch_size=4) for one in models]
             else:
                 right = expected[which, number]
@@ -239,7 +239,7 @@ def test_a_damaged_store_gives_the_same_scores_or_an_error(
 def scored_models(
     model: CLIP,
 ) -> tuple[list[CLIP], list[EvalDataset], dict[tuple[int, int], tuple[Tensor, list[Score]]]]:
-    """Two models, three datasets of which two share images, and their features and scores without a store."""
+    """Return two models, three datasets (two share images), and features and scores without a store."""
     other = copy.deepcopy(model)
     next(other.parameters()).data += 1e-2
     datasets = [

@@ -1,4 +1,4 @@
-"""The table of features: what comes back is what was put in, whoever else writes, and whatever kills them."""
+"""Tests of the feature table: correct rows despite concurrent writers, kills and damaged files."""
 
 import os
 import random
@@ -22,7 +22,7 @@ WIDTHS = {"projected": 3, "before_projection": 5}
 
 
 def row_of(number: int) -> dict[str, torch.Tensor]:
-    """The features of thing ``number``, which nothing else has."""
+    """Return features that are unique to ``number``."""
     return {name: torch.arange(width) + 1000.0 * number for name, width in WIDTHS.items()}
 
 
@@ -36,7 +36,7 @@ def append(table: FeatureTable, numbers: list[int]) -> None:
 
 
 def check(table: FeatureTable, numbers: set[int]) -> None:
-    """All numbers are there once, each with its own features, in whatever order they are asked for."""
+    """Check that each number is stored once, with its own features, in a random order."""
     assert len(table) == len(numbers)
     order = random.sample(sorted(numbers), len(numbers))
     found = [table.find(digest_of(b"%d" % number)) for number in order]
@@ -49,7 +49,7 @@ def check(table: FeatureTable, numbers: set[int]) -> None:
 
 @given(pieces=st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 12), max_size=5)), max_size=8))
 @pytest.mark.parametrize("on_disk", [True, False])
-def test_two_writers_of_one_table(
+def test_two_writers_share_one_table(
     tmp_path_factory: pytest.TempPathFactory,
     pieces: list[tuple[bool, list[int]]],
     on_disk: bool,
@@ -68,7 +68,7 @@ def test_two_writers_of_one_table(
         check(FeatureTable(folder, WIDTHS), every)
 
 
-def test_consecutive_rows_are_mapped_and_nothing_that_a_reader_does_reaches_the_disk(tmp_path: Path) -> None:
+def test_changes_to_mapped_rows_do_not_reach_the_disk(tmp_path: Path) -> None:
     table = FeatureTable(tmp_path, WIDTHS)
     append(table, list(range(10)))
     table.column("projected", np.arange(2, 8)).fill_(7)
@@ -97,7 +97,7 @@ def writer(folder: Path, start: int) -> "subprocess.Popen[str]":
     )
 
 
-def test_two_processes_killed_while_they_write_leave_a_whole_table(tmp_path: Path) -> None:
+def test_killed_writers_leave_a_valid_table(tmp_path: Path) -> None:
     processes = [writer(tmp_path, 0), writer(tmp_path, 1)]
     for process in processes:
         assert process.stdout is not None
@@ -110,11 +110,11 @@ def test_two_processes_killed_while_they_write_leave_a_whole_table(tmp_path: Pat
     there = {number for number in range(100_000) if table.find(digest_of(b"%d" % number)) is not None}
     assert len(there) > 3
     check(table, there)
-    append(table, [100_001])  # over whatever half a row they left behind
+    append(table, [100_001])  # overwrites partial rows
     check(FeatureTable(tmp_path, WIDTHS), there | {100_001})
 
 
-def test_what_a_crash_left_in_the_files_is_cut_off(tmp_path: Path) -> None:
+def test_partial_rows_of_a_crash_are_truncated(tmp_path: Path) -> None:
     append(FeatureTable(tmp_path, WIDTHS), [0, 1])
     for name in ("projected", "digests"):
         with (tmp_path / f"{name}.bin").open("ab") as file:
@@ -125,7 +125,7 @@ def test_what_a_crash_left_in_the_files_is_cut_off(tmp_path: Path) -> None:
     check(FeatureTable(tmp_path, WIDTHS), {0, 1, 2})
 
 
-def test_rows_that_a_full_disk_does_not_take_stay_in_memory(tmp_path: Path) -> None:
+def test_rows_stay_in_memory_when_the_disk_is_full(tmp_path: Path) -> None:
     errors: list[OSError] = []
     table = FeatureTable(tmp_path, WIDTHS, on_unwritable=errors.append)
     append(table, [0, 1, 2])
@@ -150,14 +150,14 @@ def test_rows_that_a_full_disk_does_not_take_stay_in_memory(tmp_path: Path) -> N
     check(FeatureTable(tmp_path, WIDTHS), {0, 1, 2, 11})
 
 
-def test_rows_under_a_key(tmp_path: Path) -> None:
+def test_row_numbers_are_stored_under_a_key(tmp_path: Path) -> None:
     table = FeatureTable(tmp_path, WIDTHS)
     append(table, [4, 5, 6])
     assert table.rows_of("k", 2) is None
     table.keep_rows("k", np.array([2, 0]))
     rows = FeatureTable(tmp_path, WIDTHS).rows_of("k", 2)
     assert rows is not None and rows.tolist() == [2, 0]
-    assert table.rows_of("k", 3) is None  # of a dataset that has grown
+    assert table.rows_of("k", 3) is None  # the dataset has grown
     kept = (tmp_path / "rows" / "k.bin").read_bytes()
     (tmp_path / "rows" / "other.bin").write_bytes(kept)
     assert table.rows_of("other", 2) is None
@@ -169,7 +169,7 @@ def test_rows_under_a_key(tmp_path: Path) -> None:
         assert table.rows_of("k", 2) is None
 
 
-def test_row_numbers_are_not_used_in_a_table_that_was_made_anew(tmp_path: Path) -> None:
+def test_row_numbers_are_not_used_in_a_recreated_table(tmp_path: Path) -> None:
     table = FeatureTable(tmp_path, WIDTHS)
     append(table, [0, 1, 2])
     table.keep_rows("k", np.array([0, 1, 2]))
@@ -181,7 +181,7 @@ def test_row_numbers_are_not_used_in_a_table_that_was_made_anew(tmp_path: Path) 
     assert table.rows_of("k", 3) is None
 
 
-def test_the_columns_of_another_table_are_refused(tmp_path: Path) -> None:
+def test_columns_of_another_table_are_rejected(tmp_path: Path) -> None:
     for name in ("a", "b"):
         append(FeatureTable(tmp_path / name, WIDTHS), [0, 1, 2])
     for name in ("projected", "before_projection", "sums"):
@@ -191,7 +191,7 @@ def test_the_columns_of_another_table_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["projected", "before_projection", "sums"])
-def test_what_was_changed_on_the_disk_is_never_read_as_features(tmp_path: Path, file: str) -> None:
+def test_changed_files_are_never_read_as_features(tmp_path: Path, file: str) -> None:
     append(FeatureTable(tmp_path, WIDTHS), list(range(6)))
     path = tmp_path / f"{file}.bin"
     whole = path.read_bytes()
@@ -206,7 +206,7 @@ def test_what_was_changed_on_the_disk_is_never_read_as_features(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("gone", ["projected", "digests", "sums"])
-def test_mapped_features_stay_when_another_process_begins_the_table_anew(tmp_path: Path, gone: str) -> None:
+def test_mapped_features_stay_valid_when_the_table_is_recreated(tmp_path: Path, gone: str) -> None:
     table = FeatureTable(tmp_path, WIDTHS)
     append(table, list(range(6)))
     mapped = {name: table.column(name, np.arange(6)) for name in WIDTHS}
@@ -217,14 +217,12 @@ def test_mapped_features_stay_when_another_process_begins_the_table_anew(tmp_pat
 
 
 @pytest.mark.parametrize("gone", ["projected", "digests", "all"])
-def test_a_table_that_is_removed_while_in_use_is_refused_and_leaves_nothing_wrong(
-    tmp_path: Path, gone: str
-) -> None:
+def test_table_removed_while_in_use_is_rejected(tmp_path: Path, gone: str) -> None:
     table = FeatureTable(tmp_path / "t", WIDTHS)
     append(table, list(range(6)))
     if gone == "all":
         shutil.rmtree(tmp_path / "t")
-        FeatureTable(tmp_path / "t", WIDTHS)  # another process begins anew
+        FeatureTable(tmp_path / "t", WIDTHS)  # another process recreates the table
     else:
         (tmp_path / "t" / f"{gone}.bin").unlink()
     for use in (lambda: append(table, [7, 8]), lambda: table.column("projected", np.arange(6))):

@@ -1,4 +1,4 @@
-"""Models of timm as timm itself runs them, what is refused of them, and their probe as the baseline of a page."""
+"""Tests of timm models: features and pixels as in timm, rejected tasks and weights, page baselines."""
 
 import io
 import os
@@ -34,7 +34,7 @@ NAMES = ("test_resnet.r160_in1k", "test_vit.r160_in1k")  # bilinear, bicubic
 
 @pytest.fixture(scope="session")
 def weights() -> dict[str, dict[str, torch.Tensor]]:
-    """By name, as they would be published."""
+    """Random weights by model name."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return {name: timm.create_model(name, pretrained=False).state_dict() for name in NAMES}
@@ -42,7 +42,7 @@ def weights() -> dict[str, dict[str, torch.Tensor]]:
 
 @pytest.fixture
 def hub(tmp_path: Path, weights: dict[str, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The hub's cache of a machine without a network, with the weights of both models."""
+    """The hub's cache with the weights of both models, without a network."""
     for name, state in weights.items():
         save_file(state, snapshot(tmp_path / "hub", name) / "model.safetensors")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -60,7 +60,7 @@ def snapshot(hub: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_features_are_timms_own(name: str, hub: Path, write_dataset: WriteDataset) -> None:
+def test_features_equal_timm(name: str, hub: Path, write_dataset: WriteDataset) -> None:
     dataset = open_dataset(write_dataset(labels=[0] * 5))
     before = torch.random.get_rng_state()
     model = load_image_model(f"timm:{name.partition('.')[0]}")  # the tag is timm's default
@@ -86,10 +86,10 @@ def test_features_are_timms_own(name: str, hub: Path, write_dataset: WriteDatase
     interpolation=st.sampled_from(["bilinear", "bicubic"]),
     mode=st.sampled_from(["center", "squash"]),
 )
-def test_pixels_are_timms_own(
+def test_pixels_equal_timm(
     width: int, height: int, sizes: tuple[int, int], interpolation: str, mode: str
 ) -> None:
-    """Exactly where the margin is a multiple of 4, else up to one pixel aside."""
+    """Exactly if the margin is a multiple of 4, else with a shift of up to one pixel."""
     size, prepared = sizes
     pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8)
     transform = DATA.create_transform(
@@ -120,7 +120,7 @@ def test_pixels_are_timms_own(
     assert any(torch.equal(one, want) for one in near)
 
 
-def test_tasks_without_text(hub: Path, write_dataset: WriteDataset, tmp_path: Path) -> None:
+def test_only_tasks_without_text_are_accepted(hub: Path, write_dataset: WriteDataset, tmp_path: Path) -> None:
     labels = [i % 7 for i in range(28)]
     folder = write_dataset("probed", labels=labels, split="train")
     shutil.copytree(write_dataset("aside", labels=labels[:14]) / "test", folder / "test")
@@ -175,7 +175,7 @@ def test_pickles_are_never_executed(
     assert "\n" not in str(raised.value) and not (tmp_path / "ran").exists()
 
 
-def test_weights_that_cannot_be_had(hub: Path, weights: dict[str, dict[str, torch.Tensor]]) -> None:
+def test_unavailable_weights_are_rejected(hub: Path, weights: dict[str, dict[str, torch.Tensor]]) -> None:
     for name in ("test_resnet.none", "hf-hub:timm/test_resnet.r160_in1k", "test_resnt", ""):
         with pytest.raises(ConfigError, match="timm has no weights"):
             load_image_model(f"timm:{name}")
@@ -193,8 +193,8 @@ def test_weights_that_cannot_be_had(hub: Path, weights: dict[str, dict[str, torc
     assert "\n" not in str(raised.value)
 
 
-def test_a_page_holds_zero_shot_beside_the_baselines_probe(tmp_path: Path) -> None:
-    """Each CLIP model against the one probe (CLIP paper, figure 5), where there is one on the same datasets."""
+def test_page_compares_zero_shot_with_probe_of_baseline(tmp_path: Path) -> None:
+    """Each CLIP model is compared with one probe on the same datasets, if any (CLIP paper, figure 5)."""
     lines = made_up(2, DATASETS[:2], tasks=("zero-shot", "linear-probe"))
 
     def page(*more: dict[str, Any]) -> Page:
@@ -208,5 +208,5 @@ def test_a_page_holds_zero_shot_beside_the_baselines_probe(tmp_path: Path) -> No
     assert "Zero-shot minus linear probe, in percentage points" in page().words
     words = page(probe(DATASETS[0], 0.0), probe(DATASETS[1], 1.0)).words
     assert f"Zero-shot minus the linear probe of resnet50.tv_in1k{EVIL}, in percentage points" in words
-    assert words.count("zero-shot is better on 1 of 2") == 2  # of two models, above 0 and below 1
+    assert words.count("zero-shot is better on 1 of 2") == 2  # for both models: above 0, below 1
     assert "Zero-shot minus linear probe, in percentage points" in page(probe("another", 0.5)).words

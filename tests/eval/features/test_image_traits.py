@@ -1,4 +1,4 @@
-"""Transparent and rotated images in an evaluation: told of, laid on a background and turned where asked."""
+"""Tests of transparent and rotated images in evaluations: warnings, backgrounds and rotation."""
 
 import os
 import threading
@@ -27,7 +27,7 @@ TURNED = "images are rotated by an EXIF tag that is not applied, as in open_clip
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """An image folder with 2 transparent, 3 rotated and 4 plain images; beside it, what they look like."""
+    """An image folder with 2 transparent, 3 rotated and 4 plain images, next to their rendered versions."""
     random = np.random.default_rng(0)
     exif = Image.Exif()
     exif[0x0112] = 8
@@ -51,7 +51,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.long
-def test_an_evaluation_tells_of_them_also_where_features_are_known(
+def test_evaluation_reports_traits_also_with_stored_features(
     forked: Forked, model: CLIP, folder: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -81,7 +81,7 @@ def test_an_evaluation_tells_of_them_also_where_features_are_known(
     ]
     plain = score(folder)
     assert plain[1] == told
-    assert score(folder) == plain  # from kept features
+    assert score(folder) == plain  # from stored features
     assert score(folder, "--upright")[1] == told[:1]
     assert score(folder, "--background", "none", "--no-upright") == (plain[0], [])
     table, lines = score(folder, "--background", "white", "--upright")
@@ -89,7 +89,7 @@ def test_an_evaluation_tells_of_them_also_where_features_are_known(
     assert lines == []
 
 
-def test_features_of_another_background_or_orientation_are_not_taken(
+def test_features_of_another_background_or_orientation_are_not_reused(
     model: CLIP, folder: Path, tmp_path: Path
 ) -> None:
     def features(data: Path, **options: object) -> Tensor:
@@ -114,7 +114,7 @@ def test_features_of_another_background_or_orientation_are_not_taken(
     ]
 
 
-def test_from_python_an_evaluation_warns(model: CLIP, folder: Path) -> None:
+def test_evaluate_warns_about_traits(model: CLIP, folder: Path) -> None:
     with pytest.warns(UserWarning) as told:
         evaluate(model, folder)
     assert [str(one.message) for one in told] == [
@@ -126,7 +126,7 @@ def test_from_python_an_evaluation_warns(model: CLIP, folder: Path) -> None:
         evaluate(model, folder.parent / "seen")
 
 
-def test_two_ranks_count_as_one_does(model: CLIP, folder: Path, tmp_path: Path) -> None:
+def test_each_of_two_ranks_counts_traits_of_all_images(model: CLIP, folder: Path, tmp_path: Path) -> None:
     dataset, barrier, given = open_dataset(folder), threading.Barrier(2), [torch.zeros(1)] * 2
     found: list[object] = [None, None]
 
@@ -138,9 +138,9 @@ def test_two_ranks_count_as_one_does(model: CLIP, folder: Path, tmp_path: Path) 
             barrier.wait(60)
             return total
 
-        # each with a store of its own, as on two hosts
+        # separate stores, as on two hosts
         ranks = Ranks(rank=rank, world=2, gather=gather)
-        for _ in range(2):  # then from the store
+        for _ in range(2):  # the second time from the store
             encoder = Encoder(model, store=tmp_path / f"host{rank}", ranks=ranks, batch_size=2)
             encoder.images(dataset)
             found[rank] = encoder.counts

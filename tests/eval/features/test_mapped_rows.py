@@ -1,4 +1,4 @@
-"""Mapped rows: the numbers of the file in any order, and no more of them in memory than was asked for last."""
+"""Tests of memory-mapped rows: values in any order, and memory that is released after use."""
 
 import gc
 from pathlib import Path
@@ -28,7 +28,7 @@ def mapped(file: Path, rows: int = ROWS) -> torch.Tensor:
 
 
 def resident() -> int:
-    """Bytes of files in this process's memory."""
+    """Return the bytes of mapped files in this process's memory."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("RssFile")).split()[1]) << 10
 
@@ -37,7 +37,7 @@ def resident() -> int:
     rows=st.lists(st.integers(0, 99), max_size=40) | st.integers(0, 60).map(lambda i: list(range(i, i + 40)))
 )
 @pytest.mark.parametrize("copied", [0, 1 << 20])
-def test_any_rows_in_any_order(
+def test_chosen_rows_equal_the_file_in_any_order(
     file: Path, tmp_path_factory: pytest.TempPathFactory, rows: list[int], copied: int
 ) -> None:
     folder = tmp_path_factory.mktemp("copies")
@@ -51,16 +51,16 @@ def test_any_rows_in_any_order(
     assert not list(folder.iterdir())
 
 
-def test_a_pass_leaves_nothing_in_memory(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranking_releases_mapped_memory(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table, classes, labels = mapped(file), torch.randn(WIDTH, 1000), torch.zeros(ROWS, dtype=torch.int64)
-    class_ranks(table[:100], classes, labels[:100])  # loads what products need
+    class_ranks(table[:100], classes, labels[:100])  # loads libraries for matrix products
     before = resident()
     ranks = class_ranks(table, classes, labels)
     assert resident() - before < 16 << 20
     assert torch.equal(class_ranks(table.clone(), classes, labels), ranks)
     release(table)
     torch.testing.assert_close(table.sum(), torch.from_numpy(np.fromfile(file, np.float32)).sum())
-    assert resident() - before > 48 << 20  # what is read otherwise does stay
+    assert resident() - before > 48 << 20  # other reads stay in memory
     release(table)
     assert resident() - before < 16 << 20
     backwards = chosen_rows(table, np.arange(ROWS)[::-1].copy(), None)
@@ -78,7 +78,7 @@ def test_a_pass_leaves_nothing_in_memory(file: Path, tmp_path: Path, monkeypatch
     assert torch.equal(match_ranks(table.clone(), captions, pairs), ranks)
 
 
-def test_what_is_not_mapped_stays(file: Path) -> None:
+def test_release_keeps_unmapped_and_used_tensors(file: Path) -> None:
     own = torch.arange(1 << 20, dtype=torch.float32)
     release(own)
     assert torch.equal(own, torch.arange(1 << 20, dtype=torch.float32))
@@ -86,7 +86,7 @@ def test_what_is_not_mapped_stays(file: Path) -> None:
     part = table[7:9]
     del table
     gc.collect()
-    release(part)  # still in use by its part
+    release(part)  # the part is still in use
     assert torch.equal(part, mapped(file)[7:9])
     del part
     gc.collect()

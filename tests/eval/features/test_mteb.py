@@ -1,4 +1,4 @@
-"""mteb's own evaluation of a model, on a small local task, against a direct computation."""
+"""Tests of mteb's evaluation of a model on a small local task, against a direct computation."""
 
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,9 @@ def task(tmp_path: Path) -> Any:
     return Colours()
 
 
-def test_mteb_scores_a_model(model: CLIP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mteb_accuracy_equals_direct_computation(
+    model: CLIP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setenv(name, "1")
     cache = mteb.ResultCache(cache_path=tmp_path)
@@ -74,7 +76,7 @@ def test_mteb_scores_a_model(model: CLIP, tmp_path: Path, monkeypatch: pytest.Mo
     assert list(tmp_path.rglob("Colours.json"))
 
 
-def test_a_feature_of_an_image_with_a_text_is_their_sum(model: CLIP) -> None:
+def test_feature_of_image_with_text_is_their_sum(model: CLIP) -> None:
     images, _ = images_and_labels()
     adapter = mteb_model(model)
     both = adapter.encode([{"image": images[:2], "text": NAMES[:2]}])

@@ -1,4 +1,4 @@
-"""Metrics against scikit-learn, SciPy or a plain loop."""
+"""Tests of ranks, top-k accuracy, recall and intervals against scikit-learn, SciPy or plain loops."""
 
 import math
 import warnings
@@ -21,10 +21,10 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "_BLOCK", 64)  # so that small inputs go through several blocks
+    monkeypatch.setattr(ranks, "_BLOCK", 64)  # so that small inputs need several blocks
 
 
-def test_each_metric_is_there_and_says_what_it_is() -> None:
+def test_exported_metrics_have_docstrings() -> None:
     assert len(set(metrics.__all__)) == len(metrics.__all__)
     for name in set(metrics.__all__) - {"Statistic", "Kind", "METRICS", "DIRECTIONS"}:  # types and constants
         assert getattr(metrics, name).__doc__
@@ -36,7 +36,7 @@ def unit_rows(rows: int, columns: int, generator: torch.Generator) -> Tensor:
 
 @given(seed=SEEDS, n=st.integers(1, 60), classes=st.integers(3, 30))
 @settings(max_examples=60, deadline=None)
-def test_top_k_and_per_class_recall_are_scikit_learns(seed: int, n: int, classes: int) -> None:
+def test_top_k_and_per_class_recall_equal_scikit_learn(seed: int, n: int, classes: int) -> None:
     from sklearn.metrics import balanced_accuracy_score, recall_score, top_k_accuracy_score
 
     generator = torch.Generator().manual_seed(seed)
@@ -53,13 +53,13 @@ def test_top_k_and_per_class_recall_are_scikit_learns(seed: int, n: int, classes
         recall_score(labels, predicted, average="macro", labels=labels.unique(), zero_division=0)
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # it remarks on predicted classes that no image has
+        warnings.simplefilter("ignore", UserWarning)  # warns about predicted classes without images
         assert recall == pytest.approx(balanced_accuracy_score(labels, predicted))
 
 
 @given(seed=SEEDS)
 @settings(max_examples=40, deadline=None)
-def test_among_equal_classes_the_first_comes_first_as_in_argmax(seed: int) -> None:
+def test_tied_classes_are_ordered_as_in_argmax(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     features = torch.randint(0, 2, (20, 3), generator=generator).float()
     classifier = torch.randint(0, 2, (3, 6), generator=generator).float()
@@ -86,7 +86,7 @@ def recalls_by_loop(
     ties=st.booleans(),
 )
 @settings(max_examples=100, deadline=None)
-def test_match_ranks_are_those_of_a_plain_sort(seed: int, right: list[set[int]], ties: bool) -> None:
+def test_match_ranks_equal_plain_sort(seed: int, right: list[set[int]], ties: bool) -> None:
     generator = torch.Generator().manual_seed(seed)
     queries, candidates = unit_rows(len(right), 4, generator), unit_rows(12, 4, generator)
     if ties:
@@ -100,7 +100,7 @@ def test_match_ranks_are_those_of_a_plain_sort(seed: int, right: list[set[int]],
 
 @given(seed=SEEDS, copies=st.lists(st.integers(1, 4), min_size=6, max_size=6))
 @settings(max_examples=50, deadline=None)
-def test_a_candidate_that_counts_twice_is_as_if_it_stood_there_twice(seed: int, copies: list[int]) -> None:
+def test_counted_candidates_equal_repeated_candidates(seed: int, copies: list[int]) -> None:
     generator = torch.Generator().manual_seed(seed)
     queries, candidates = unit_rows(9, 4, generator), unit_rows(6, 4, generator)
     own = torch.randint(6, (9,), generator=generator).tolist()
@@ -110,23 +110,23 @@ def test_a_candidate_that_counts_twice_is_as_if_it_stood_there_twice(seed: int, 
     assert counted.tolist() == match_ranks(queries, candidates[number], torch.tensor(pairs)).tolist()
 
 
-def test_features_that_are_not_numbers_never_score() -> None:
+def test_nan_features_are_never_right() -> None:
     broken, labels = torch.full((4, 3), torch.nan), torch.arange(4)
     assert (class_ranks(broken, torch.eye(3, 4), labels) >= 3).all()
     pairs = torch.stack([labels, labels], dim=1)
     assert (match_ranks(broken, torch.eye(4, 3), pairs) == 3).all()
     half = torch.eye(4)
-    half[1] = torch.nan  # a candidate that is not a number comes before every right one
+    half[1] = torch.nan  # a NaN candidate ranks before every right one
     assert match_ranks(torch.eye(4), half, pairs).tolist() == [1, 3, 1, 1]
 
 
-def test_a_collapsed_model_finds_nothing() -> None:
+def test_ties_rank_matches_last_and_classes_by_index() -> None:
     same, own = torch.ones(6, 4), torch.arange(6)
     assert (match_ranks(same, same, torch.stack([own, own], dim=1)) == 5).all()
     assert (class_ranks(same, torch.ones(4, 6), own) == own).all()
 
 
-def test_products_are_float32_whatever_is_set_around_them() -> None:
+def test_products_are_float32_under_autocast_and_medium_precision() -> None:
     generator = torch.Generator().manual_seed(0)
     features, classifier = unit_rows(200, 64, generator), unit_rows(50, 64, generator).T
     labels = torch.randint(50, (200,), generator=generator)
@@ -144,7 +144,7 @@ def test_products_are_float32_whatever_is_set_around_them() -> None:
 
 
 @given(n=st.integers(1, 10_000), share=st.floats(0, 1))
-def test_wilson_interval_holds_the_share_and_mirrors(n: int, share: float) -> None:
+def test_wilson_interval_contains_fraction_and_is_symmetric(n: int, share: float) -> None:
     hits = round(share * n)
     low, high = wilson_interval(hits, n)
     assert 0 <= low <= hits / n <= high <= 1
@@ -152,14 +152,14 @@ def test_wilson_interval_holds_the_share_and_mirrors(n: int, share: float) -> No
     assert (1 - mirrored[1], 1 - mirrored[0]) == pytest.approx((low, high), abs=1e-12)
 
 
-def test_wilson_interval_is_scipys() -> None:
+def test_wilson_interval_equals_scipy() -> None:
     stats = pytest.importorskip("scipy.stats")
     for hits, n in ((0, 5), (1, 5), (3, 10), (500, 1797), (1797, 1797)):
         expected = stats.binomtest(hits, n).proportion_ci(method="wilson")
         assert wilson_interval(hits, n) == pytest.approx((expected.low, expected.high), abs=1e-12)
 
 
-def test_interval_of_the_mean_per_class() -> None:
+def test_mean_per_class_interval() -> None:
     labels = torch.arange(10).repeat_interleave(50)
     correct = torch.arange(500) % 4 == 0
     low, high = mean_per_class_interval(correct, labels)
@@ -169,11 +169,11 @@ def test_interval_of_the_mean_per_class() -> None:
     assert (low, high) == pytest.approx(wilson_interval(int(correct.sum()), 500), abs=0.01)
     assert mean_per_class_interval(correct, labels) == (low, high)
     assert mean_per_class_interval(correct & False, labels) == pytest.approx(wilson_interval(0, 500))
-    low, high = mean_per_class_interval(labels == 3, labels)  # a model that always says the same
+    low, high = mean_per_class_interval(labels == 3, labels)  # a model that always predicts one class
     assert low < 0.08 and high > 0.12
 
 
-def test_interval_of_the_mean_per_class_holds_the_truth() -> None:
+def test_mean_per_class_interval_covers_true_value() -> None:
     random = np.random.default_rng(0)
     for sizes, truth in (
         (np.full(10, 100), random.uniform(0.2, 0.95, 10)),
@@ -186,11 +186,11 @@ def test_interval_of_the_mean_per_class_holds_the_truth() -> None:
             correct = torch.from_numpy(random.random(len(labels)) < np.repeat(truth, sizes))
             low, high = mean_per_class_interval(correct, labels)
             held += low <= truth.mean() <= high
-        assert held >= 51  # 57 expected of 95%
+        assert held >= 51  # 57 expected at 95%
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 12))
-def test_chance_of_recall_counts_the_draws(candidates: int, right: int, k: int) -> None:
+def test_chance_of_recall_is_hypergeometric(candidates: int, right: int, k: int) -> None:
     right, k = min(right, candidates), min(k, candidates)
     expected = 1 - math.comb(candidates - right, k) / math.comb(candidates, k)
     assert chance_of_recall(torch.tensor([right]), candidates, k).item() == pytest.approx(expected)

@@ -1,4 +1,4 @@
-"""BLEU-4 and CIDEr-D equal COCO's evaluation code and direct formulas; perplexity, exact matches and chance."""
+"""Tests of caption metrics: BLEU-4 and CIDEr-D against COCO's code, perplexity, exact match and chance."""
 
 import math
 import random
@@ -21,7 +21,7 @@ from eval.metrics.captions import (
 )
 
 Tokens = tuple[str, ...]
-# few words, so that long n-grams repeat; an empty caption is a text of punctuation alone
+# few words, so that long n-grams repeat; a caption of only punctuation has no words
 texts = st.lists(st.sampled_from(["a", "b", "c", "d"]), max_size=9).map(tuple)
 corpora = st.lists(st.tuples(texts, st.lists(texts, min_size=1, max_size=3)), min_size=1, max_size=6)
 
@@ -38,7 +38,7 @@ def grams(tokens: Tokens, n: int) -> list[Tokens]:
 
 
 def plain_bleu(corpus: Sequence[tuple[Tokens, Sequence[Tokens]]]) -> float:
-    """The formula of Papineni et al. with pycocoevalcap's two small constants."""
+    """Compute BLEU-4 by the formula of Papineni et al. with pycocoevalcap's two small constants."""
     product = 1.0
     for n in (1, 2, 3, 4):
         right = total = 0
@@ -56,7 +56,7 @@ def plain_bleu(corpus: Sequence[tuple[Tokens, Sequence[Tokens]]]) -> float:
 
 
 def plain_cider(corpus: Sequence[tuple[Tokens, Sequence[Tokens]]]) -> list[float]:
-    """Equation 4 of Vedantam et al., an n-gram at a time."""
+    """Compute CIDEr-D by equation 4 of Vedantam et al., one n-gram at a time."""
     values = []
     for mine, own in corpus:
         total = 0.0
@@ -80,7 +80,7 @@ def plain_cider(corpus: Sequence[tuple[Tokens, Sequence[Tokens]]]) -> list[float
 
 @settings(max_examples=60, deadline=None)
 @given(corpora)
-def test_bleu_and_cider_are_their_formulas(corpus: list[tuple[Tokens, list[Tokens]]]) -> None:
+def test_bleu_and_cider_equal_formulas(corpus: list[tuple[Tokens, list[Tokens]]]) -> None:
     found = descriptions(corpus)
     assert bleu_4(found).value == pytest.approx(plain_bleu(corpus), rel=1e-9, abs=1e-15)
     assert found.cider == pytest.approx(plain_cider(corpus), rel=1e-9, abs=1e-12)
@@ -88,7 +88,7 @@ def test_bleu_and_cider_are_their_formulas(corpus: list[tuple[Tokens, list[Token
 
 @settings(max_examples=60, deadline=None)
 @given(corpora)
-def test_bleu_and_cider_are_those_of_cocos_evaluation_code(corpus: list[tuple[Tokens, list[Tokens]]]) -> None:
+def test_bleu_and_cider_equal_coco_code(corpus: list[tuple[Tokens, list[Tokens]]]) -> None:
     bleus = pytest.importorskip("pycocoevalcap.bleu.bleu_scorer")
     ciders = pytest.importorskip("pycocoevalcap.cider.cider_scorer")
     bleu, cider = bleus.BleuScorer(n=4), ciders.CiderScorer(n=4, sigma=6.0)
@@ -99,7 +99,7 @@ def test_bleu_and_cider_are_those_of_cocos_evaluation_code(corpus: list[tuple[To
     found = descriptions(corpus)
     (*_, expected), _ = bleu.compute_score(option="closest")
     assert bleu_4(found).value == pytest.approx(expected, abs=1e-9)
-    if not any(one for _, own in corpus for one in own):  # without any word theirs fails
+    if not any(one for _, own in corpus for one in own):  # COCO's code fails without any word
         assert not found.cider.any()
         return
     mean, each = cider.compute_score()
@@ -109,7 +109,7 @@ def test_bleu_and_cider_are_those_of_cocos_evaluation_code(corpus: list[tuple[To
 
 @settings(max_examples=30, deadline=None)
 @given(corpora, st.integers(0, 2**32))
-def test_statistics_of_draws_are_values_of_the_drawn_images(
+def test_statistics_of_draws_equal_values_of_drawn_images(
     corpus: list[tuple[Tokens, list[Tokens]]], seed: int
 ) -> None:
     drawn = random.Random(seed).choices(range(len(corpus)), k=len(corpus))
@@ -121,7 +121,7 @@ def test_statistics_of_draws_are_values_of_the_drawn_images(
     assert perplexity_statistic(rows)(counts)[0] == pytest.approx(expected)
 
 
-def test_the_best_captions_have_the_highest_values() -> None:
+def test_perfect_captions_have_the_highest_values() -> None:
     words = [tuple(f"word{i} of image {i} which is unlike others".split()) for i in range(5)]
     found = descriptions([(one, [one]) for one in words])
     assert bleu_4(found).value == pytest.approx(1) and found.exact.all()
@@ -134,7 +134,7 @@ def test_the_best_captions_have_the_highest_values() -> None:
         assert (chance := metric.chance(found)) is None or 0 <= chance < value.value
 
 
-def test_chance_is_that_of_random_captions_of_the_dataset() -> None:
+def test_chance_is_that_of_random_captions() -> None:
     one, two, three = ("a", "cat"), ("a", "dog"), ("two", "dogs")
     captions = [[one, one, two], [two, three], [one]]
     found = Descriptions(
@@ -168,8 +168,8 @@ def test_tokens_are_words_numbers_and_symbols() -> None:
 
 
 @pytest.mark.skipif(shutil.which("java") is None, reason="Stanford's tokenizer needs Java")
-def test_tokens_are_those_of_stanfords_tokenizer_for_plain_captions() -> None:
-    # but COCO's code keeps the parentheses, as -lrb- and -rrb-
+def test_tokens_equal_stanford_tokenizer_for_plain_captions() -> None:
+    # without parentheses, which COCO's code keeps as -lrb- and -rrb-
     tokenizer = pytest.importorskip("pycocoevalcap.tokenizer.ptbtokenizer")
     captions = [
         "A man riding a wave on top of a surfboard.",

@@ -1,4 +1,4 @@
-"""Metrics of single-label classification against scikit-learn and plain loops."""
+"""Tests of single-label classification metrics against scikit-learn and plain loops."""
 
 import math
 import warnings
@@ -32,7 +32,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "_BLOCK", 64)  # so that small inputs go through several blocks
+    monkeypatch.setattr(ranks, "_BLOCK", 64)  # so that small inputs need several blocks
     monkeypatch.setattr(intervals, "_RESAMPLES", 50)
     monkeypatch.setattr(intervals, "_DRAWN", 400)
 
@@ -48,7 +48,7 @@ def some_features(seed: int, n: int, classes: int, *, ties: bool) -> tuple[Tenso
 
 @given(seed=SEEDS, n=st.integers(1, 40), classes=st.integers(1, 30), k=st.integers(1, 7), ties=st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_top_classes_are_those_of_a_stable_sort_and_agree_with_ranks(
+def test_top_classes_equal_stable_sort_and_agree_with_ranks(
     seed: int, n: int, classes: int, k: int, ties: bool
 ) -> None:
     features, classifier, labels = some_features(seed, n, classes, ties=ties)
@@ -62,7 +62,7 @@ def test_top_classes_are_those_of_a_stable_sort_and_agree_with_ranks(
     assert torch.equal((top.classes == labels[:, None]).any(dim=1), place < k)
 
 
-def test_what_is_not_a_number_is_no_prediction() -> None:
+def test_nan_gives_no_prediction() -> None:
     features, classifier = torch.eye(3), torch.eye(3)
     classifier[:, 1] = torch.nan
     labels = torch.tensor([0, 1, 2])
@@ -77,7 +77,7 @@ def test_what_is_not_a_number_is_no_prediction() -> None:
 
 @given(seed=SEEDS, n=st.integers(1, 40), classes=st.integers(1, 12), ties=st.booleans())
 @settings(max_examples=50, deadline=None)
-def test_accuracies_and_f1_are_scikit_learns(seed: int, n: int, classes: int, ties: bool) -> None:
+def test_accuracies_and_f1_equal_scikit_learn(seed: int, n: int, classes: int, ties: bool) -> None:
     from sklearn.metrics import confusion_matrix, f1_score, recall_score
 
     features, classifier, labels = some_features(seed, n, classes, ties=ties)
@@ -102,12 +102,12 @@ def test_accuracies_and_f1_are_scikit_learns(seed: int, n: int, classes: int, ti
     assert by_class.right.sum() == (predicted == labels).sum() and by_class.total.sum() == n
     assert (by_class.low[absent] == 0).all() and (by_class.high[absent] == 1).all()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # it remarks on a single class
+        warnings.simplefilter("ignore", UserWarning)  # warns about a single class
         matrix = confusion_matrix(labels, predicted, labels=np.arange(classes))
     assert np.array_equal(confusion(predicted, labels).matrix(classes), matrix)
 
 
-def test_f1_of_scikit_learn_counts_classes_without_pictures() -> None:
+def test_f1_ignores_classes_without_images_unlike_scikit_learn() -> None:
     from sklearn.metrics import f1_score
 
     labels, predicted = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 0, 1, 2])
@@ -117,7 +117,7 @@ def test_f1_of_scikit_learn_counts_classes_without_pictures() -> None:
 
 @given(seed=SEEDS, n=st.integers(1, 60))
 @settings(max_examples=30, deadline=None)
-def test_the_f1_statistic_of_drawn_images_is_the_f1_of_their_copies(seed: int, n: int) -> None:
+def test_f1_statistic_of_draws_equals_f1_of_copies(seed: int, n: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     labels, predicted = torch.randint(5, (2, n), generator=generator)
     drawn = np.bincount(torch.randint(n, (n,), generator=generator).numpy(), minlength=n)[None]
@@ -128,7 +128,7 @@ def test_the_f1_statistic_of_drawn_images_is_the_f1_of_their_copies(seed: int, n
 
 @given(seed=SEEDS, n=st.integers(1, 60), ignored=st.sets(st.integers(0, 3)))
 @settings(max_examples=40, deadline=None)
-def test_worst_group_is_that_of_a_loop(seed: int, n: int, ignored: set[int]) -> None:
+def test_worst_group_equals_plain_loop(seed: int, n: int, ignored: set[int]) -> None:
     generator = torch.Generator().manual_seed(seed)
     groups = torch.randint(5, (n,), generator=generator) * 2
     correct = torch.rand(n, generator=generator) < 0.6
@@ -146,29 +146,29 @@ def test_worst_group_is_that_of_a_loop(seed: int, n: int, ignored: set[int]) -> 
     assert worst.low <= worst.value <= worst.high
 
 
-def test_a_tiny_region_decides_unless_it_is_left_out() -> None:
+def test_tiny_group_is_the_worst_unless_ignored() -> None:
     groups = torch.tensor([0] * 700 + [1] * 900 + [5] * 4)
     correct = torch.ones(1604, dtype=torch.bool)
     correct[:350] = False
     correct[-4:] = False
-    assert worst_group_accuracy(correct, groups).value == 0  # as DataComp has it
-    named = worst_group_accuracy(correct, groups, ignore={5})  # as WILDS has it
+    assert worst_group_accuracy(correct, groups).value == 0  # as in DataComp
+    named = worst_group_accuracy(correct, groups, ignore={5})  # as in WILDS
     assert named.value == 0.5 and named.n == 700
 
 
-def test_interval_of_the_worst_group_holds_the_truth() -> None:
+def test_worst_group_interval_covers_true_value() -> None:
     random = np.random.default_rng(0)
     groups = torch.arange(20).repeat_interleave(25)
     held = 0
     for _ in range(100):
         estimate = worst_group_accuracy(torch.from_numpy(random.random(500) < 0.5), groups)
         held += estimate.low <= 0.5 <= estimate.high
-    assert held >= 93  # the plain interval of the group that did worst holds it in about 10
+    assert held >= 93  # the interval of the worst group alone covers it about 10 times
 
 
 @given(seed=SEEDS, n=st.integers(1, 50))
 @settings(max_examples=30, deadline=None)
-def test_superclasses_are_counted_as_if_they_were_the_classes(seed: int, n: int) -> None:
+def test_superclass_confusion_equals_confusion_of_superclasses(seed: int, n: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(9, (n,), generator=generator)
     predicted = torch.randint(-1, 9, (n,), generator=generator)
@@ -185,7 +185,7 @@ def test_superclasses_are_counted_as_if_they_were_the_classes(seed: int, n: int)
     assert len(mistakes) <= 3 and all(one != other for one, other, _ in mistakes)
 
 
-def test_confusion_of_thousands_of_classes_is_as_large_as_its_pictures() -> None:
+def test_size_of_confusion_is_bounded_by_number_of_images() -> None:
     generator = torch.Generator().manual_seed(0)
     labels, predicted = torch.randint(2**20, (2, 500), generator=generator)
     found = confusion(predicted, labels)
@@ -195,9 +195,7 @@ def test_confusion_of_thousands_of_classes_is_as_large_as_its_pictures() -> None
 
 
 @pytest.mark.parametrize(("shift", "least"), [(0.0, 10), (0.03, 20), (0.2, 32)])
-def test_the_interval_of_a_calibration_error_holds_what_is_true_of_many_pictures(
-    shift: float, least: int
-) -> None:
+def test_calibration_error_interval_covers_true_value(shift: float, least: int) -> None:
     random = torch.Generator().manual_seed(0)
 
     def drawn(n: int) -> Estimate:
@@ -208,7 +206,7 @@ def test_the_interval_of_a_calibration_error_holds_what_is_true_of_many_pictures
     truth = drawn(1_000_000).value
     found = [drawn(300) for _ in range(40)]
     assert all(0 <= one.low <= one.value <= one.high for one in found)
-    # of 40; the percentile interval holds the first never, as samples of what is calibrated all lie above it
+    # of 40; a percentile interval never covers the first: errors of calibrated samples all exceed it
     assert sum(one.low <= truth <= one.high for one in found) >= least
 
 
@@ -220,7 +218,7 @@ def test_the_interval_of_a_calibration_error_holds_what_is_true_of_many_pictures
     bins=st.integers(1, 12),
 )
 @settings(max_examples=80, deadline=None)
-def test_calibration_error_is_that_of_a_loop(confidence: list[float], seed: int, bins: int) -> None:
+def test_calibration_error_equals_plain_loop(confidence: list[float], seed: int, bins: int) -> None:
     n = len(confidence)
     correct = torch.rand(n, generator=torch.Generator().manual_seed(seed)) < 0.5
     sure = [1.0 if math.isnan(one) else one for one in confidence]
@@ -242,7 +240,7 @@ def test_calibration_error_is_that_of_a_loop(confidence: list[float], seed: int,
     assert (drawn.low <= drawn.confidence + 1e-12).all() and (drawn.confidence <= drawn.high + 1e-12).all()
 
 
-def test_calibration_bins_are_scikit_learns() -> None:
+def test_calibration_bins_equal_scikit_learn() -> None:
     from sklearn.calibration import calibration_curve
 
     generator = torch.Generator().manual_seed(0)
@@ -253,7 +251,7 @@ def test_calibration_bins_are_scikit_learns() -> None:
     assert found.accuracy == pytest.approx(accuracy) and found.confidence == pytest.approx(mean)
 
 
-def test_intervals_have_width_where_the_model_is_always_right() -> None:
+def test_intervals_of_a_perfect_model_have_width() -> None:
     labels = torch.arange(3).repeat_interleave(5)
     for one in (
         f1_macro(labels, labels),
@@ -264,7 +262,7 @@ def test_intervals_have_width_where_the_model_is_always_right() -> None:
         assert one.value == one.high == 1 and one.low < 0.9
 
 
-def test_the_same_predictions_give_the_same_interval_whatever_the_block(
+def test_interval_does_not_depend_on_block_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -273,12 +271,12 @@ def test_the_same_predictions_give_the_same_interval_whatever_the_block(
     assert f1_macro(predicted, labels) == first
     monkeypatch.setattr(intervals, "_DRAWN", 1 << 20)
     assert f1_macro(predicted, labels) == first
-    monkeypatch.setattr(intervals, "_MOST_DRAWN", 1)  # as of a large set: no fewer than these are drawn
+    monkeypatch.setattr(intervals, "_MOST_DRAWN", 1)  # the fewest resamples, as for a large dataset
     assert f1_macro(predicted, labels) == first
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=40))
-def test_shape_bias_is_that_of_a_loop(rows: list[tuple[int, int, int]]) -> None:
+def test_shape_bias_equals_plain_loop(rows: list[tuple[int, int, int]]) -> None:
     counted = [
         predicted == shape
         for predicted, shape, texture in rows

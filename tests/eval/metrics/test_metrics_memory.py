@@ -1,4 +1,4 @@
-"""Metrics hold one block of similarities at a time, and accept memory-mapped half-precision features."""
+"""Tests of the memory of metrics: similarities in blocks, and memory-mapped half-precision features."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from eval.metrics.ranks import class_ranks, class_scores, match_ranks, top_class
 
 
 class Largest(TorchDispatchMode):
-    """Records the number of elements of the largest result of an operation."""
+    """Record the number of elements of the largest result of any operation."""
 
     elements = 0
 
@@ -43,7 +43,7 @@ N, CLASSES = 3000, 50
     ],
     ids=["class_ranks", "top_classes", "match_ranks"],
 )
-def test_similarities_are_held_a_block_at_a_time(
+def test_similarities_are_computed_in_blocks(
     metric: Callable[[Tensor, Tensor, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -57,10 +57,10 @@ def test_similarities_are_held_a_block_at_a_time(
     with Largest() as largest:  # type: ignore[no-untyped-call]
         found = metric(features, classifier, labels)
     assert torch.equal(found, whole)
-    assert largest.elements <= 5 * N < N * CLASSES  # what goes in or comes out
+    assert largest.elements <= 5 * N < N * CLASSES  # the size of inputs and results
 
 
-def test_resamples_are_held_a_block_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resamples_are_drawn_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intervals, "_DRAWN", 5000)
     for counts in (np.ones(1000, np.int64), np.full(1000, 7)):
         blocks = list(intervals.resamples(counts, number=12))
@@ -68,7 +68,7 @@ def test_resamples_are_held_a_block_at_a_time(monkeypatch: pytest.MonkeyPatch) -
         assert all((block.sum(axis=1) == counts.sum()).all() for block in blocks)
 
 
-def test_memory_mapped_features_in_half_precision_are_as_good_as_their_float32(tmp_path: Path) -> None:
+def test_memory_mapped_half_precision_features_equal_float32(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     path = tmp_path / "features.bin"
     stored = np.memmap(path, np.float16, mode="w+", shape=(500, 8))

@@ -1,4 +1,4 @@
-"""Retrieval, compositional metrics and comparisons against SciPy, scikit-learn, CLIP_benchmark and plain loops."""
+"""Tests of retrieval and compositional metrics and comparisons against SciPy, scikit-learn and others."""
 
 import math
 
@@ -34,7 +34,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "_BLOCK", 64)  # so that small inputs go through several blocks
+    monkeypatch.setattr(ranks, "_BLOCK", 64)  # so that small inputs need several blocks
     monkeypatch.setattr(intervals, "_RESAMPLES", 50)
     monkeypatch.setattr(intervals, "_RESAMPLES", 400)
 
@@ -44,7 +44,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     weighted=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_ranks_in_short_are_numpys(places: list[tuple[int, int]], weighted: bool) -> None:
+def test_statistics_of_ranks_equal_numpy(places: list[tuple[int, int]], weighted: bool) -> None:
     rank = torch.tensor([place for place, _ in places])
     weight = torch.tensor([copies for _, copies in places]) if weighted else None
     whole = rank if weight is None else rank.repeat_interleave(weight)
@@ -59,11 +59,11 @@ def test_ranks_in_short_are_numpys(places: list[tuple[int, int]], weighted: bool
         assert 1 <= one.low <= one.value <= one.high
 
 
-def test_interval_of_captions_that_go_together_is_as_wide_as_their_pictures_are_few(
+def test_recall_interval_of_clustered_captions_is_that_of_images(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(intervals, "_RESAMPLES", 1000)
-    of_pictures = torch.arange(200) % 4 * 3  # a quarter is found at once
+    of_pictures = torch.arange(200) % 4 * 3  # a quarter has rank 0
     place, picture = of_pictures.repeat_interleave(5), torch.arange(200).repeat_interleave(5)
     alone, together = recall_at_k(place, 1), recall_at_k(place, 1, cluster=picture)
     of_few = recall_at_k(of_pictures, 1)
@@ -77,7 +77,7 @@ def test_interval_of_captions_that_go_together_is_as_wide_as_their_pictures_are_
         assert (found.low, found.high) == pytest.approx(wilson_interval(200 * (k == 20), 200))
 
 
-def test_interval_of_the_median_is_the_binomial_one() -> None:
+def test_median_rank_interval_is_binomial() -> None:
     stats = pytest.importorskip("scipy.stats")
     for n in (1, 2, 5, 6, 7, 25, 100, 5000):
         found = median_rank(torch.arange(n))
@@ -90,13 +90,13 @@ def test_interval_of_the_median_is_the_binomial_one() -> None:
 
 @given(seed=SEEDS, ties=st.booleans(), broken=st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_winoground_is_that_of_the_paper(seed: int, ties: bool, broken: bool) -> None:
+def test_winoground_equals_paper_definition(seed: int, ties: bool, broken: bool) -> None:
     similarity = torch.randn(12, 2, 2, generator=torch.Generator().manual_seed(seed))
     similarity = similarity.round() if ties else similarity
     if broken:
         similarity[0, 0, 1] = torch.nan
     text, image = [], []
-    for (a, b), (c, d) in similarity.tolist():  # a row per image
+    for (a, b), (c, d) in similarity.tolist():  # one row per image
         text.append(a > b and d > c)
         image.append(a > c and d > b)
     found = winoground(similarity)
@@ -106,7 +106,7 @@ def test_winoground_is_that_of_the_paper(seed: int, ties: bool, broken: bool) ->
     assert not (broken and (text[0] or image[0]))
 
 
-def test_what_cannot_be_told_apart_is_wrong() -> None:
+def test_ties_and_nan_are_wrong() -> None:
     assert winoground(torch.zeros(3, 2, 2)).group.value == 0
     assert not pairwise_correct(torch.ones(4), torch.ones(4, 1)).any()
     right = torch.tensor([1.0, 1.0, torch.nan, 1.0])
@@ -120,7 +120,7 @@ def test_what_cannot_be_told_apart_is_wrong() -> None:
     ties=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_jaccard_is_scikit_learns(seed: int, cases: list[tuple[int, int]], ties: bool) -> None:
+def test_jaccard_equals_scikit_learn(seed: int, cases: list[tuple[int, int]], ties: bool) -> None:
     from sklearn.metrics import jaccard_score
 
     generator = torch.Generator().manual_seed(seed)
@@ -141,7 +141,7 @@ def test_jaccard_is_scikit_learns(seed: int, cases: list[tuple[int, int]], ties:
     assert 0 <= found.low <= found.value <= found.high <= 1
 
 
-def test_jaccard_of_what_is_not_a_number_does_not_help() -> None:
+def test_nan_never_improves_jaccard() -> None:
     right, case = torch.tensor([True, False, False]), torch.zeros(3, dtype=torch.int64)
     for broken, expected in ((0, 0), (1, 0), (None, 1)):
         similarity = torch.tensor([0.9, 0.1, 0.2])
@@ -151,13 +151,13 @@ def test_jaccard_of_what_is_not_a_number_does_not_help() -> None:
 
 
 @given(st.integers(0, 400), st.integers(0, 400))
-def test_mcnemar_is_scipys_binomial_test(first: int, second: int) -> None:
+def test_mcnemar_equals_scipy_binomial_test(first: int, second: int) -> None:
     stats = pytest.importorskip("scipy.stats")
     expected = stats.binomtest(first, first + second).pvalue if first + second else 1.0
     assert mcnemar(first, second) == pytest.approx(expected, rel=1e-9)
 
 
-def test_mcnemar_of_very_many() -> None:
+def test_mcnemar_of_large_counts() -> None:
     assert mcnemar(500_000, 500_000) == 1
     assert mcnemar(0, 100_000) == 0
     assert 0.04 < mcnemar(49_690, 50_310) < 0.06
@@ -165,7 +165,7 @@ def test_mcnemar_of_very_many() -> None:
 
 @given(seed=SEEDS, n=st.integers(1, 80))
 @settings(max_examples=40, deadline=None)
-def test_comparing_turns_around(seed: int, n: int) -> None:
+def test_compare_correct_is_antisymmetric(seed: int, n: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     first, second = torch.rand(2, n, generator=generator) < 0.6
     one, other = compare_correct(first, second), compare_correct(second, first)
@@ -175,7 +175,7 @@ def test_comparing_turns_around(seed: int, n: int) -> None:
     assert (other.difference, other.p) == pytest.approx((-one.difference, one.p))
 
 
-def test_differences_beyond_chance_are_told_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_real_differences_are_beyond_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intervals, "_RESAMPLES", 1000)
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(600) % 3
@@ -196,7 +196,7 @@ def test_differences_beyond_chance_are_told_from_others(monkeypatch: pytest.Monk
     assert compare_means(first, first).p == 1
 
 
-def test_a_comparison_is_rarely_beyond_chance_when_nothing_differs() -> None:
+def test_equal_distributions_are_rarely_beyond_chance() -> None:
     random = np.random.default_rng(0)
     found = 0
     for _ in range(100):
@@ -217,7 +217,7 @@ class Identity:
 
 @given(seed=SEEDS, captions=st.lists(st.integers(1, 4), min_size=10, max_size=16))
 @settings(max_examples=15, deadline=None)
-def test_recall_is_clip_benchmarks(seed: int, captions: list[int]) -> None:
+def test_recall_equals_clip_benchmark(seed: int, captions: list[int]) -> None:
     theirs_of = pytest.importorskip("clip_benchmark.metrics.zeroshot_retrieval")
 
     generator = torch.Generator().manual_seed(seed)
@@ -238,7 +238,7 @@ def test_recall_is_clip_benchmarks(seed: int, captions: list[int]) -> None:
             assert recall_at_k(place, k).value == pytest.approx(theirs.double().mean().item())
 
 
-def test_zero_shot_is_clip_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_shot_metrics_equal_clip_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     zeroshot_classification = pytest.importorskip("clip_benchmark.metrics.zeroshot_classification")
     from sklearn.metrics import balanced_accuracy_score
 
@@ -246,7 +246,7 @@ def test_zero_shot_is_clip_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     images, labels = torch.randn(90, 8, generator=generator), torch.randint(9, (90,), generator=generator)
     classifier = torch.nn.functional.normalize(torch.randn(8, 9, generator=generator), dim=0)
     batches = list(zip(images.split(40), labels.split(40), strict=True))
-    # NumPy 2.4 no longer makes a number of an array of one, which is what it has
+    # CLIP_benchmark calls float() on arrays of one element, which NumPy 2.4 rejects
     monkeypatch.setattr(zeroshot_classification, "float", lambda one: one.item(), raising=False)
     logits, target = zeroshot_classification.run_classification(
         Identity(), classifier, batches, "cpu", amp=False
@@ -261,7 +261,7 @@ def test_zero_shot_is_clip_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mean_per_class_recall(place < 1, labels) == pytest.approx(theirs)
 
 
-def test_captions_are_chosen_as_in_clip_benchmark_but_for_ties() -> None:
+def test_caption_choice_equals_clip_benchmark_except_ties() -> None:
     selection = pytest.importorskip("clip_benchmark.metrics.image_caption_selection")
 
     def theirs(pictures: Tensor, captions: Tensor) -> dict[str, float]:
@@ -282,18 +282,18 @@ def test_captions_are_chosen_as_in_clip_benchmark_but_for_ties() -> None:
     assert pairs.double().mean().item() == pytest.approx(one_picture["text_acc"])
     assert one_picture["image_acc"] == 1  # one image against itself
 
-    captions[:, 1] = captions[:, 0]  # a model that sees no difference
+    captions[:, 1] = captions[:, 0]  # both captions have the same features
     similarity = pictures @ captions.transpose(1, 2)
     assert theirs(pictures[:, :1], captions)["text_acc"] == 1
     assert not pairwise_correct(similarity[:, 0, 0], similarity[:, 0, 1:]).any()
 
 
-def test_equal_neighbours_are_found_by_their_order_in_clip_benchmark() -> None:
+def test_ties_in_retrieval_are_wrong_unlike_in_clip_benchmark() -> None:
     theirs = pytest.importorskip("clip_benchmark.metrics.zeroshot_retrieval")
 
     same = torch.ones(4, 3)
     found = theirs.recall_at_k(same @ same.T, torch.eye(4, dtype=torch.bool), 1)
-    assert found.sum() == 1  # of a model that gives everything the same features
+    assert found.sum() == 1  # all features are the same
     own = torch.arange(4)
     place = match_ranks(same, same, torch.stack([own, own], dim=1))
     assert recall_at_k(place, 1).value == 0 and median_rank(place).value == 4

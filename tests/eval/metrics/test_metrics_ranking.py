@@ -1,4 +1,4 @@
-"""Average precision and ROC AUC against scikit-learn, VOC's definition by hand, and CLIP_benchmark."""
+"""Tests of average precision and ROC AUC against scikit-learn, VOC's definition and CLIP_benchmark."""
 
 import math
 import warnings
@@ -26,7 +26,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "_BLOCK", 64)  # so that small inputs go through several blocks
+    monkeypatch.setattr(ranks, "_BLOCK", 64)  # so that small inputs need several blocks
     monkeypatch.setattr(intervals, "_RESAMPLES", 30)
 
 
@@ -40,7 +40,7 @@ def some_scores(seed: int, n: int, classes: int, *, ties: bool) -> tuple[Tensor,
 
 @given(seed=SEEDS, n=st.integers(1, 40), classes=st.integers(1, 4), ties=st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_plain_average_precision_is_scikit_learns(seed: int, n: int, classes: int, ties: bool) -> None:
+def test_average_precision_equals_scikit_learn(seed: int, n: int, classes: int, ties: bool) -> None:
     from sklearn.metrics import average_precision_score
 
     scores, labels = some_scores(seed, n, classes, ties=ties)
@@ -72,7 +72,7 @@ def eleven_points_by_hand(scores: list[float], labels: list[bool]) -> float:
 
 @given(seed=SEEDS, n=st.integers(1, 40), classes=st.integers(1, 3), ties=st.booleans(), some=st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_eleven_points_are_vocs(seed: int, n: int, classes: int, ties: bool, some: bool) -> None:
+def test_eleven_point_precision_equals_voc(seed: int, n: int, classes: int, ties: bool, some: bool) -> None:
     scores, labels = some_scores(seed, n, classes, ties=ties)
     difficult = some_scores(seed + 1, n, classes, ties=False)[1] if some else None
     kept = torch.ones_like(labels) if difficult is None else ~difficult
@@ -91,7 +91,7 @@ def test_eleven_points_are_vocs(seed: int, n: int, classes: int, ties: bool, som
 
 @given(seed=SEEDS, n=st.integers(2, 30), interpolated=st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_a_drawn_picture_counts_as_often_as_it_was_drawn(seed: int, n: int, interpolated: bool) -> None:
+def test_statistics_of_draws_equal_values_of_copies(seed: int, n: int, interpolated: bool) -> None:
     scores, labels = some_scores(seed, n, 3, ties=True)
     labels[0] = True
     generator = np.random.default_rng(seed)
@@ -114,7 +114,7 @@ def test_a_drawn_picture_counts_as_often_as_it_was_drawn(seed: int, n: int, inte
 
 @given(seed=SEEDS, n=st.integers(2, 60), ties=st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_roc_auc_is_scikit_learns(seed: int, n: int, ties: bool) -> None:
+def test_roc_auc_equals_scikit_learn(seed: int, n: int, ties: bool) -> None:
     from sklearn.metrics import roc_auc_score
 
     scores, labels = some_scores(seed, n, 1, ties=ties)
@@ -124,13 +124,13 @@ def test_roc_auc_is_scikit_learns(seed: int, n: int, ties: bool) -> None:
     assert 0 <= found.low <= found.value <= found.high <= 1 and found.low < found.high
 
 
-def test_roc_auc_of_one_class_is_refused() -> None:
+def test_roc_auc_of_one_class_is_rejected() -> None:
     for labels in (torch.zeros(4), torch.ones(4)):
         with pytest.raises(DataError, match="both classes"):
             roc_auc(torch.arange(4.0), labels)
 
 
-def test_interval_of_roc_auc_holds_the_truth_and_has_width_where_all_is_right(
+def test_roc_auc_interval_covers_true_value_and_has_width(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(intervals, "_RESAMPLES", 300)
@@ -142,12 +142,12 @@ def test_interval_of_roc_auc_holds_the_truth_and_has_width_where_all_is_right(
         scores = random.normal(size=120) + labels.numpy()
         found = roc_auc(torch.from_numpy(scores), labels)
         held += found.low <= truth <= found.high
-    assert held >= 52  # 57 expected of 95%
+    assert held >= 52  # 57 expected at 95%
     perfect = roc_auc(labels.double(), labels)
     assert perfect.value == perfect.high == 1 and 0.9 < perfect.low < 0.99
 
 
-def test_scores_that_are_not_numbers_never_help() -> None:
+def test_nan_scores_never_improve_metrics() -> None:
     labels = torch.tensor([[True], [False], [False]])
     for broken in range(3):
         scores = torch.tensor([[0.9], [0.1], [0.2]])
@@ -159,7 +159,7 @@ def test_scores_that_are_not_numbers_never_help() -> None:
 
 @given(seed=SEEDS, n=st.integers(1, 30), classes=st.integers(1, 12))
 @settings(max_examples=40, deadline=None)
-def test_class_scores_order_pictures_as_probabilities_do(seed: int, n: int, classes: int) -> None:
+def test_class_scores_equal_similarities_or_log_probabilities(seed: int, n: int, classes: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     features = torch.nn.functional.normalize(torch.randn(n, 5, generator=generator), dim=1)
     classifier = torch.nn.functional.normalize(torch.randn(5, classes, generator=generator), dim=0)
@@ -170,7 +170,7 @@ def test_class_scores_order_pictures_as_probabilities_do(seed: int, n: int, clas
     assert torch.allclose(scores.double().exp(), expected, atol=1e-5)
 
 
-def test_softmax_before_ranking_gives_another_map() -> None:
+def test_softmax_before_ranking_changes_map() -> None:
     """An image similar to all classes outranks one that is similar to a single class, except after the softmax."""
     scores = torch.tensor([[0.30, 0.30], [0.28, 0.10]])
     labels = torch.tensor([[False, True], [True, False]])
@@ -180,7 +180,7 @@ def test_softmax_before_ranking_gives_another_map() -> None:
     assert mean_average_precision(softmax, labels).value == 1.0
 
 
-def test_hateful_memes_score_is_the_difference_of_logits() -> None:
+def test_roc_auc_of_logit_difference_equals_that_of_probability() -> None:
     from sklearn.metrics import roc_auc_score
 
     generator = torch.Generator().manual_seed(0)
@@ -194,9 +194,7 @@ def test_hateful_memes_score_is_the_difference_of_logits() -> None:
 
 @given(seed=SEEDS, n=st.integers(1, 40), classes=st.integers(1, 5))
 @settings(max_examples=30, deadline=None)
-def test_plain_map_is_clip_benchmarks_where_every_class_has_a_picture(
-    seed: int, n: int, classes: int
-) -> None:
+def test_map_equals_clip_benchmark_if_every_class_has_images(seed: int, n: int, classes: int) -> None:
     clip_benchmark = pytest.importorskip("clip_benchmark.metrics.zeroshot_classification")
 
     scores, labels = some_scores(seed, n, classes, ties=False)
@@ -206,7 +204,7 @@ def test_plain_map_is_clip_benchmarks_where_every_class_has_a_picture(
     assert mean_average_precision(scores, labels).value == pytest.approx(theirs.mean().item(), abs=1e-5)
 
 
-def test_clip_benchmark_counts_a_class_without_pictures_and_takes_ties_in_any_order() -> None:
+def test_map_differs_from_clip_benchmark_for_empty_classes_and_ties() -> None:
     clip_benchmark = pytest.importorskip("clip_benchmark.metrics.zeroshot_classification")
 
     scores, labels = torch.tensor([[0.9, 0.1], [0.1, 0.9]]), torch.tensor([[1, 0], [0, 0]])
@@ -214,17 +212,17 @@ def test_clip_benchmark_counts_a_class_without_pictures_and_takes_ties_in_any_or
     assert mean_average_precision(scores, labels).value == 1
     same, first = torch.zeros(4, 1), torch.tensor([[1], [0], [0], [0]])
     orders = {clip_benchmark.average_precision_per_class(same, first.roll(i, 0)).item() for i in range(4)}
-    assert len(orders) > 1  # where in the file the image stands decides
+    assert len(orders) > 1  # depends on the position of the image
     assert {mean_average_precision(same, first.roll(i, 0)).value for i in range(4)} == {0.25}
 
 
-def test_eleven_points_are_not_the_plain_mean() -> None:
+def test_eleven_point_map_differs_from_plain_map() -> None:
     scores = torch.arange(10.0).flip(0)[:, None]
     labels = torch.tensor([1, 0, 1, 0, 0, 1, 0, 0, 0, 1])[:, None]
     plain, eleven = mean_average_precision(scores, labels), map_11_point(scores, labels)
     assert plain.value == pytest.approx((1 + 2 / 3 + 3 / 6 + 4 / 10) / 4)
     assert eleven.value == pytest.approx((3 * 1 + 3 * 2 / 3 + 2 * 1 / 2 + 3 * 4 / 10) / 11)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # nothing is divided by nothing
+        warnings.simplefilter("error")  # no division by zero
         none_of_one = torch.cat([labels, torch.zeros_like(labels)], dim=1)
         assert map_11_point(scores.repeat(1, 2), none_of_one).value == eleven.value

@@ -1,4 +1,4 @@
-"""SugarCrepe's and ARO's JSON files with folders of images."""
+"""Tests of the readers of SugarCrepe's and ARO's JSON files with folders of images."""
 
 import json
 from io import BytesIO
@@ -34,7 +34,7 @@ def refusal(file: Path, **options: Any) -> str:
     return str(caught.value)
 
 
-def test_sugar_crepe(tmp_path: Path) -> None:
+def test_sugar_crepe_is_read(tmp_path: Path) -> None:
     file = write(tmp_path / "data/swap_obj.json", PAIRS)
     assert "no folder images or val2017 next to" in refusal(file)
     (tmp_path / "val2017").mkdir()
@@ -50,7 +50,7 @@ def test_sugar_crepe(tmp_path: Path) -> None:
         open_dataset(file, split="train")
 
 
-def test_aro_cuts_out_the_box(tmp_path: Path) -> None:
+def test_images_of_aro_are_cropped_to_the_box(tmp_path: Path) -> None:
     entries = [
         {
             "image_path": "a.png",
@@ -76,7 +76,7 @@ def test_aro_cuts_out_the_box(tmp_path: Path) -> None:
         dataset.images.read(0)
 
 
-def test_what_aro_groups_by(tmp_path: Path) -> None:
+def test_aro_is_grouped_by_relation_or_attributes(tmp_path: Path) -> None:
     entry = {"image_path": "a.png", "true_caption": "x", "false_caption": "y"}
     write(tmp_path / "images/a.png", "")
     relations = ("near", "riding on", "on", "above")
@@ -89,7 +89,7 @@ def test_what_aro_groups_by(tmp_path: Path) -> None:
     assert open_dataset(write(tmp_path / "order.json", [entry])).metadata == {}
 
 
-def test_by_the_names_of_their_cards(tmp_path: Path) -> None:
+def test_datasets_are_opened_by_card_name(tmp_path: Path) -> None:
     (tmp_path / "coco/val2017").mkdir(parents=True)
     (tmp_path / "coco/val2017/1.jpg").write_bytes(png(1))
     (tmp_path / "aro/images").mkdir(parents=True)
@@ -117,7 +117,7 @@ def test_by_the_names_of_their_cards(tmp_path: Path) -> None:
         ({"0": {**PAIRS["0"], **BOX, "bbox_x": -1}}, "has the box [-1, 5, 8, 4]"),
     ],
 )
-def test_what_is_wrong_is_one_line(tmp_path: Path, content: Any, said: str) -> None:
+def test_invalid_files_raise_one_line_errors(tmp_path: Path, content: Any, said: str) -> None:
     (tmp_path / "images").mkdir()
     (tmp_path / "images/1.jpg").write_bytes(png(1))
     assert said in refusal(write(tmp_path / "x.json", content))

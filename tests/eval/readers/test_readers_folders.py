@@ -1,4 +1,4 @@
-"""Folders of images as people have them: with links, with what programs leave there, or built wrongly."""
+"""Tests of image folders: links, files left by programs, wrong layouts, new cards and invalid columns."""
 
 import json
 import logging
@@ -31,7 +31,7 @@ def png(shade: int) -> bytes:
 
 
 def fill(folder: Path, *names: str) -> Path:
-    """Pictures, as ``cat/1.png``, in a folder."""
+    """Write images with names such as ``cat/1.png`` into a folder."""
     for number, name in enumerate(names):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(png(number))
@@ -45,7 +45,7 @@ def refusal(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_what_programs_leave_is_no_picture_and_no_class(tmp_path: Path) -> None:
+def test_files_left_by_programs_are_ignored(tmp_path: Path) -> None:
     own = ("cat/1.png", "cat/deep/2.PNG", "dog/3.png")
     plain = open_dataset(fill(tmp_path / "plain" / "pets", *own))
     left = (
@@ -66,7 +66,7 @@ def test_what_programs_leave_is_no_picture_and_no_class(tmp_path: Path) -> None:
     assert found.revision == plain.revision
 
 
-def test_links_to_folders_are_followed_but_not_in_a_circle(tmp_path: Path) -> None:
+def test_links_to_folders_are_followed_and_cycles_rejected(tmp_path: Path) -> None:
     elsewhere = fill(tmp_path / "elsewhere", "4.png", "5.png")
     pets = fill(tmp_path / "pets", "cat/1.png", "dog/2.png")
     (pets / "cat" / "more").symlink_to(elsewhere)
@@ -79,13 +79,13 @@ def test_links_to_folders_are_followed_but_not_in_a_circle(tmp_path: Path) -> No
         link.symlink_to(target)
         assert refusal(pets) == f"{link} is a link to a folder that contains it: remove it"
         link.unlink()
-    # two that lead into each other
+    # two links that point into each other
     (pets / "cat" / "other").symlink_to("../dog")
     (pets / "dog" / "other").symlink_to("../cat")
     assert "is a link to a folder that contains it: remove it" in refusal(pets)
 
 
-def test_pictures_that_are_left_out_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_skipped_images_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pets = fill(tmp_path / "pets", "cat/1.png", "dog/2.png", "stray.png", "another.JPG", ".hidden.png")
     with caplog.at_level(logging.WARNING, "eval"):
         assert len(open_dataset(pets)) == 2
@@ -99,14 +99,14 @@ def test_pictures_that_are_left_out_are_told(tmp_path: Path, caplog: pytest.LogC
     )
 
 
-def test_folders_called_like_splits_are_no_classes(tmp_path: Path) -> None:
+def test_folders_named_like_splits_are_not_classes(tmp_path: Path) -> None:
     flat = fill(tmp_path / "flat", "Test/1.png", "train/2.png")
     assert "contains images in Test, train, which are names of splits, not of classes" in refusal(flat)
-    vehicles = open_dataset(fill(tmp_path / "vehicles", "car/1.png", "train/2.png"))  # a class may be one
+    vehicles = open_dataset(fill(tmp_path / "vehicles", "car/1.png", "train/2.png"))  # one is accepted
     assert vehicles.class_names == ("car", "train")
 
 
-def test_sources_that_are_no_folder(tmp_path: Path) -> None:
+def test_sources_that_are_not_folders_are_rejected(tmp_path: Path) -> None:
     file = tmp_path / "0.tar"
     file.write_bytes(b"x")
     assert refusal(file) == (
@@ -122,7 +122,7 @@ def test_sources_that_are_no_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ['it\'s "quoted"', "a/b\\c", "Мои 🐦\n\t\x7f", "imagenet1k", "x" * 5000, "'''\"\"\"\\"]
 )
-def test_a_new_card_has_any_name(tmp_path: Path, name: str) -> None:
+def test_new_card_accepts_any_name(tmp_path: Path, name: str) -> None:
     pets = fill(tmp_path / 'pets " \n', "cat/1.png", "dog/2.png")
     assert main(["new", "--data", str(pets), "--", name]) == 0
     assert read_card(pets / "card.toml").title == name
@@ -130,7 +130,7 @@ def test_a_new_card_has_any_name(tmp_path: Path, name: str) -> None:
     assert target.dataset.class_names == ("cat", "dog")
 
 
-def test_a_new_card_that_cannot_be_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_new_card_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pets = fill(tmp_path / "pets", "cat/1.png", "dog/2.png")
     with pytest.raises(ConfigError, match="is not UTF-8: choose another name"):
         main(["new", "--data", str(pets), "\udcff"])
@@ -144,9 +144,7 @@ def test_a_new_card_that_cannot_be_is_not_begun(tmp_path: Path, monkeypatch: pyt
     assert not (alike / "card.toml").exists()
 
 
-def test_a_new_card_of_numbered_classes_can_name_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_new_card_can_name_numbered_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "numbers"
     folder.mkdir()
     table = pa.table({"image": [png(i) for i in range(3)], "label": [0, 2, 1]})
@@ -180,8 +178,8 @@ LABELS = {
 
 @pytest.mark.parametrize("said", LABELS)
 @pytest.mark.parametrize("named", [True, False])
-def test_labels_that_are_no_numbers_are_refused(tmp_path: Path, said: str, named: bool) -> None:
-    """Most of all those that could be cut to whole ones, which gives another score."""
+def test_labels_that_are_not_class_numbers_are_rejected(tmp_path: Path, said: str, named: bool) -> None:
+    """Including labels that could be truncated to integers, which would change scores."""
     features = {"label": {"_type": "ClassLabel", "names": ["a", "b"]}} if named else {}
     table = pa.table({"image": [png(0), png(1)], "label": LABELS[said]})
     about = {"huggingface": json.dumps({"info": {"features": features}})}
@@ -192,7 +190,7 @@ def test_labels_that_are_no_numbers_are_refused(tmp_path: Path, said: str, named
     assert "which is not a class number" in refusal(tmp_path / "set")
 
 
-def test_other_columns_of_a_wrong_kind(tmp_path: Path) -> None:
+def test_columns_of_wrong_types_are_rejected(tmp_path: Path) -> None:
     def said(**columns: Any) -> str:
         path = tmp_path / "set" / "test.parquet"
         path.parent.mkdir(exist_ok=True)
@@ -206,13 +204,13 @@ def test_other_columns_of_a_wrong_kind(tmp_path: Path) -> None:
     assert "has labels [0.5], which are not class numbers" in said(labels=[[0.5], [1.0]])
     assert "has no caption" in said(caption=[1, 2])
     assert said(label=pa.array([], pa.int64())).endswith("test.parquet has no rows")
-    floats = pa.table({"image": [png(0), png(1)], "label": [1.0, 0.0]})  # whole ones are meant
+    floats = pa.table({"image": [png(0), png(1)], "label": [1.0, 0.0]})  # whole floats are accepted
     pq.write_table(floats, tmp_path / "set" / "test.parquet")
     labels = open_dataset(tmp_path / "set").labels
     assert labels is not None and labels.tolist() == [1, 0]
 
 
-def test_a_format_is_a_function_and_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_is_added_by_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def open_listed(folder: Path, name: str, options: OpenOptions) -> EvalDataset:
         images = FileImages(folder, sorted(folder.glob("*.png")))
         return checked_set(
@@ -241,7 +239,7 @@ def test_a_format_is_a_function_and_an_entry(tmp_path: Path, monkeypatch: pytest
     assert "image 3.png of" in refusal(folder) and "there are 2 class names" in refusal(folder)
 
 
-def test_names_of_cue_conflict_images_are_textures(tmp_path: Path) -> None:
+def test_names_of_cue_conflict_images_give_textures(tmp_path: Path) -> None:
     fill(tmp_path, "cat/cat1-cat3.png", "cat/cat4-dog2.png", "dog/dog2-cat1.png")
     found = open_dataset(tmp_path)
     assert found.labels is not None and found.labels.tolist() == [0, 0, 1]
@@ -250,7 +248,7 @@ def test_names_of_cue_conflict_images_are_textures(tmp_path: Path) -> None:
     assert not open_dataset(tmp_path).metadata
 
 
-def test_reassessed_labels_of_imagenet(tmp_path: Path) -> None:
+def test_reassessed_labels_of_imagenet_are_read(tmp_path: Path) -> None:
     numbers = {"n01": (1, 4), "n02": (2, 3)}
     fill(tmp_path, *(f"{key}/ILSVRC2012_val_{i:08d}.JPEG" for key, own in numbers.items() for i in own))
     (tmp_path / "real.json").write_text("[[0, 1], [], [1], [1]]")

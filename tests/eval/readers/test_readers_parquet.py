@@ -1,4 +1,4 @@
-"""Hugging Face's datasets as parquet files: what their columns mean, and reading a few images at a time."""
+"""Tests of Hugging Face's datasets as parquet files: kinds of columns, and reading by row groups."""
 
 import json
 import pickle
@@ -33,7 +33,7 @@ def image(seed: int, *, of: str = "picture") -> dict[str, Any]:
 def write(
     file: Path, columns: dict[str, Any], *, features: dict[str, Any] | None = None, group: int = 2
 ) -> Path:
-    """A parquet file with row groups of a few rows, and Hugging Face's note of its features."""
+    """Write a parquet file with small row groups and Hugging Face's metadata of features."""
     file.parent.mkdir(parents=True, exist_ok=True)
     table = pa.table(columns)
     if features is not None:
@@ -58,7 +58,7 @@ def refusal(source: Path | str, **options: Any) -> str:
     return str(caught.value)
 
 
-def test_classification(tmp_path: Path) -> None:
+def test_classification_is_read(tmp_path: Path) -> None:
     features = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["b", "a", "c"]}}
     for number, labels in enumerate([[0, 2, 1], [1, 1]]):
         file = tmp_path / "pets/data" / f"test-{number:05d}-of-00002.parquet"
@@ -84,7 +84,7 @@ def test_classification(tmp_path: Path) -> None:
     assert "part 1 of 2 is missing next to" in refusal(tmp_path / "moved")
 
 
-def test_labels_of_other_kinds(tmp_path: Path) -> None:
+def test_text_and_multiple_labels_are_read_and_invalid_ones_rejected(tmp_path: Path) -> None:
     words = open_dataset(
         write(tmp_path / "words/test.parquet", {"img": images(3), "label": ["dog", "cat", "dog"]}).parent
     )
@@ -112,7 +112,7 @@ def test_labels_of_other_kinds(tmp_path: Path) -> None:
     assert "row 1 of" in refusal(high.parent) and "there are 3 class names" in refusal(high.parent)
 
 
-def test_retrieval(tmp_path: Path) -> None:
+def test_captions_are_read(tmp_path: Path) -> None:
     columns = {"image": images(2), "caption": [["a", " b "], ["c"]], "filename": ["1.jpg", "2.jpg"]}
     dataset = open_dataset(write(tmp_path / "flickr/TEST/0000.parquet", columns).parent)
     assert (dataset.captions, dataset.tasks) == ((("a", "b"), ("c",)), ("retrieval",))
@@ -136,14 +136,14 @@ def test_retrieval(tmp_path: Path) -> None:
         ("correct_caption", "hard_text_1", "hard_text_2"),
     ],
 )
-def test_choices(tmp_path: Path, columns: Sequence[str]) -> None:
+def test_choices_between_captions_are_read(tmp_path: Path, columns: Sequence[str]) -> None:
     texts = {name: [f"{name} {row}" for row in range(3)] for name in columns}
     dataset = open_dataset(write(tmp_path / "x/test.parquet", {"images": images(3), **texts}).parent)
     assert dataset.choices == tuple(tuple(f"{name} {row}" for name in columns) for row in range(3))
     assert (dataset.tasks, dataset.items) == (("compositional",), None)
 
 
-def test_winoground(tmp_path: Path) -> None:
+def test_winoground_is_read(tmp_path: Path) -> None:
     columns = {
         "id": [0, 1],
         "image_0": [image(0), image(2)],
@@ -158,7 +158,7 @@ def test_winoground(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["column", "files", "json"])
-def test_winogavil(tmp_path: Path, kind: str) -> None:
+def test_winogavil_is_read(tmp_path: Path, kind: str) -> None:
     names = [["owl", "moon", "bed"], ["owl", "sun"]]
     chosen = [["owl", "moon"], ["sun"]]
     columns: dict[str, Any] = {"cue": ["night", "day"], "candidates": names, "associations": chosen}
@@ -203,7 +203,7 @@ def test_few_row_groups_are_in_memory_and_each_is_read_once(
     assert again.group_reads == 3 and again.fingerprint() == pictures.fingerprint()
 
 
-def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
+def test_invalid_files_raise_one_line_errors(tmp_path: Path) -> None:
     bad = tmp_path / "bad/test.parquet"
     write(bad, {"image": images(2), "label": [0, 1]}).write_bytes(b"PAR1" + b"\0" * 50 + b"PAR1")
     assert "test.parquet cannot be read" in refusal(bad.parent)
@@ -221,21 +221,23 @@ def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
         dataset.images.read(1)
 
 
-def test_broken_pictures_are_named(tmp_path: Path, model: CLIP) -> None:
+def test_broken_images_are_named(tmp_path: Path, model: CLIP) -> None:
     pictures = [{"bytes": png(seed) if seed % 5 else b"no image", "path": None} for seed in range(1, 12)]
     dataset = open_dataset(write(tmp_path / "x/test.parquet", {"image": pictures, "label": [0] * 11}).parent)
     with pytest.raises(DataError, match=r"dataset x: image row 4, image of .*/test\.parquet: "):
         Encoder(model).images(dataset)
 
 
-def test_from_the_hub(tmp_path: Path, nginx: Nginx, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_and_converted_branches_are_read_from_the_hub(
+    tmp_path: Path, nginx: Nginx, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("huggingface_hub")
     features = {"label": {"_type": "ClassLabel", "names": ["no", "yes"]}}
     file = write(tmp_path / "test.parquet", {"image": images(5), "label": [0, 1, 1, 0, 1]}, features=features)
     name = "data/test-00000-of-00001.parquet"
     nginx.put(f"datasets/who/pets/resolve/main/{name}", file.read_bytes())
     there = (nginx.html / "datasets/who/pets/resolve/main" / name).stat()
-    etag = f"{int(there.st_mtime):x}-{there.st_size:x}"  # as nginx makes it
+    etag = f"{int(there.st_mtime):x}-{there.st_size:x}"  # in nginx's format
     entry = {"type": "file", "path": name, "size": there.st_size, "oid": etag}
     readme = {"type": "file", "path": "README.md", "size": 3, "oid": "3" * 40}
     nginx.put("about", b'{"id": "who/pets", "_id": "1", "sha": "1", "siblings": [], "tags": []}')

@@ -1,4 +1,4 @@
-"""Published sets as CLIP_benchmark reads them, by its own reader, from a disk and from servers."""
+"""Tests of published datasets from disk and from servers, against CLIP_benchmark's reader."""
 
 import json
 import logging
@@ -34,7 +34,7 @@ impatient = servers.impatient
 nginx = servers.nginx
 s3 = servers.s3
 
-CLASSES = "  cube \n\nball\n\ncone\n"  # published so: a blank line is a class without a name
+CLASSES = "  cube \n\nball\n\ncone\n"  # as published: a blank line is a class without a name
 WIDTH = 5
 
 
@@ -59,7 +59,7 @@ def publish(
     classes: str | None = CLASSES,
     kind: str = "",
 ) -> Path:
-    """A set as CLIP_benchmark's exporter writes it, by the same library, two samples a shard."""
+    """Write a dataset like CLIP_benchmark's exporter, with the same library and two samples per shard."""
     (root / split).mkdir(parents=True)
     with webdataset.ShardWriter(str(root / split / "%d.tar"), maxcount=2, verbose=False) as sink:
         for number, sample in enumerate(samples):
@@ -95,8 +95,8 @@ def pixels(dataset: EvalDataset) -> list[bytes]:
 
 
 @pytest.mark.parametrize("kind", ["", "multilabel", "retrieval"])
-@pytest.mark.filterwarnings("ignore")  # of the other reader
-def test_as_clip_benchmark_reads_it(tmp_path: Path, kind: str) -> None:
+@pytest.mark.filterwarnings("ignore")  # warnings of CLIP_benchmark
+def test_samples_equal_clip_benchmark(tmp_path: Path, kind: str) -> None:
     builder = pytest.importorskip("clip_benchmark.datasets.builder")
     samples = {
         "": labelled([4, 0, 1, 2, 3]),
@@ -119,7 +119,7 @@ def test_as_clip_benchmark_reads_it(tmp_path: Path, kind: str) -> None:
         assert ours.labels.int().tolist() == np.array(answers).tolist()
 
 
-def test_group_metadata(tmp_path: Path) -> None:
+def test_columns_of_metadata_are_read(tmp_path: Path) -> None:
     rows = ((3, 2016, 1), (1, 2017, 0), (3, 2016.5, 2))
     samples = [{"cls": y, "npy": np.array([region, year, y])} for region, year, y in rows]
     root = publish(tmp_path / "fmow", samples)
@@ -139,7 +139,9 @@ def test_group_metadata(tmp_path: Path) -> None:
     assert "has no npy, expected the columns a, b, c" in refusal(lacking, metadata_names=["a", "b", "c"])
 
 
-def test_captions_of_which_the_first_is_right(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_first_of_several_captions_is_the_right_choice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     samples = [{"txt": "a dog bites a man\na man bites a dog"}, {"txt": "x\ny\nx"}]
     dataset = open_dataset(publish(tmp_path / "order", samples, classes=None, kind="image_caption_selection"))
     assert dataset.choices == (("a dog bites a man", "a man bites a dog"), ("x", "y", "x"))
@@ -149,7 +151,9 @@ def test_captions_of_which_the_first_is_right(tmp_path: Path, caplog: pytest.Log
     assert "has 1 caption to choose from, expected at least 2" in refusal(one)
 
 
-def test_captions_that_are_not_utf8_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_captions_that_are_not_utf8_are_rejected_or_ignored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     samples: list[dict[str, Any]] = [
         {"txt": "caf\u00e9 \ufffd"},
         {"txt": "caf\u00e9".encode("latin-1")},
@@ -177,10 +181,10 @@ def test_captions_that_are_not_utf8_are_refused(tmp_path: Path, caplog: pytest.L
     [
         ([{"cls": 0}, {"cls": 1}], ["a", "a"], "has 2 images in 1 sample:"),
         ([{"cls": 0, "png": b"another"}], ["a"], "has 2 images in 1 sample:"),
-        ([{"cls": 0}, {"cls": 1}, {"cls": 0}], ["a", "b", "a"], ""),  # they do not stand together
+        ([{"cls": 0}, {"cls": 1}, {"cls": 0}], ["a", "b", "a"], ""),  # equal keys that are not adjacent
     ],
 )
-def test_samples_that_are_called_alike(
+def test_adjacent_samples_with_equal_keys_are_rejected(
     tmp_path: Path, samples: list[dict[str, Any]], names: list[str], told: str
 ) -> None:
     keyed = [{**one, "__key__": name} for one, name in zip(samples, names, strict=True)]
@@ -192,7 +196,7 @@ def test_samples_that_are_called_alike(
         assert labels is not None and labels.tolist() == [0, 1, 0]
 
 
-def test_wrong_multi_hot_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_multi_hot_labels_are_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     sound = [1, 0, 0, 1, 0]
     for number, (row, said) in enumerate(
         [
@@ -217,12 +221,12 @@ def test_wrong_multi_hot_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 
 @given(st.binary(max_size=300), st.integers(0, 200))
-def test_npy_files_of_any_bytes(data: bytes, at: int) -> None:
+def test_damaged_npy_files_are_rejected(data: bytes, at: int) -> None:
     values = np.asfortranarray(np.arange(6).reshape(2, 3))
     whole = npy(values)
     assert array_of(whole).tolist() == values.tolist()
     for hostile in (data, whole[:at], whole[:at] + data, whole[:10] + data, whole[:-1]):
-        if len(hostile) != len(whole) or hostile[:100] != whole[:100]:  # else it is an array of other numbers
+        if len(hostile) != len(whole) or hostile[:100] != whole[:100]:  # else it is a valid array
             with pytest.raises(DataError, match="npy"):
                 array_of(hostile)
     huge = whole.replace(b"(2, 3), }" + b" " * 9, b"(2, 9999999999), }")
@@ -236,7 +240,7 @@ def serve(nginx: Nginx, root: Path, name: str) -> str:
     return nginx.url(name)
 
 
-def test_over_the_network(tmp_path: Path, nginx: Nginx, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dataset_is_read_over_http(tmp_path: Path, nginx: Nginx, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [[1, 0, 0, 1, 0], [0, 1, 0, 0, 0], [1, 1, 1, 1, 1]]
     root = publish(tmp_path / "wds_many", multi(rows), kind="multilabel")
     publish(root, multi(rows[:1]), split="train", classes=None)
@@ -268,7 +272,7 @@ def test_over_the_network(tmp_path: Path, nginx: Nginx, monkeypatch: pytest.Monk
     assert "classnames.txt is not UTF-8 text" in refusal(page)
 
 
-def test_from_the_hub(tmp_path: Path, nginx: Nginx, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dataset_is_read_from_the_hub(tmp_path: Path, nginx: Nginx, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("huggingface_hub")
     root = publish(tmp_path / "wds_pets", labelled([0, 1, 4]))
     serve(nginx, root, "datasets/who/wds_pets/resolve/main")
@@ -289,7 +293,7 @@ def test_from_the_hub(tmp_path: Path, nginx: Nginx, monkeypatch: pytest.MonkeyPa
         open_dataset("hf://datasets/who/wds_pets", split="train")
 
 
-def test_a_set_is_found_by_its_name(tmp_path: Path, nginx: Nginx) -> None:
+def test_dataset_is_found_by_name(tmp_path: Path, nginx: Nginx) -> None:
     data = tmp_path / "data"
     publish(data / "wds_vtab-dtd_test", labelled([0, 1]))
     publish(data / "wds_pets", labelled([0]))
@@ -305,7 +309,7 @@ def test_a_set_is_found_by_its_name(tmp_path: Path, nginx: Nginx) -> None:
     assert "gave up after" in refusal("cars", root=nginx.url("sets"))
 
 
-def test_in_a_bucket(tmp_path: Path, s3: S3) -> None:
+def test_dataset_is_read_from_a_bucket(tmp_path: Path, s3: S3) -> None:
     root = publish(tmp_path / "wds_in_bucket", labelled([4, 0, 1]))
     for file in root.rglob("*.*"):
         s3.put(f"sets/wds_in_bucket/{file.relative_to(root)}", file.read_bytes())
@@ -320,7 +324,7 @@ def test_in_a_bucket(tmp_path: Path, s3: S3) -> None:
         open_dataset("s3://pairs/sets/wds_in_bucket", split="train")
 
 
-def test_addresses_of_hugging_face(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_addresses_of_hugging_face_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_ENDPOINT", raising=False)
     at = "https://huggingface.co/datasets/clip-benchmark/wds_vtab-dtd"
     for page in (at, f"{at}/", f"{at}/tree/main", f"{at}/tree/main/", f"{at}/raw/main"):
@@ -334,14 +338,14 @@ def test_addresses_of_hugging_face(monkeypatch: pytest.MonkeyPatch) -> None:
         assert address_of(other) == other
 
 
-def test_statistics_beside_shards_are_not_believed(tmp_path: Path) -> None:
+def test_statistics_beside_shards_are_ignored(tmp_path: Path) -> None:
     root = publish(tmp_path / "x", labelled([0, 1, 2]))
     (root / "test" / "0_stats.json").write_text(json.dumps({"successes": 1}))
     assert len(open_dataset(root)) == 3
 
 
-def test_a_root_that_nobody_answers_is_not_asked_again_for_each_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as taken:  # bound, but nobody listens
+def test_unreachable_root_is_contacted_once_for_all_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:  # bound, but not listening
         taken.bind(("127.0.0.1", 0))
         root = f"http://127.0.0.1:{taken.getsockname()[1]}/sets"
         asked: list[str | Path] = []
@@ -361,13 +365,13 @@ def test_a_root_that_nobody_answers_is_not_asked_again_for_each_set(monkeypatch:
         monkeypatch.setattr(places, "time", SimpleNamespace(monotonic=lambda: now + 61))
         with pytest.raises(Unreachable):
             find_published(root, ["one"])
-        assert len(asked) == 2  # it may be back
+        assert len(asked) == 2  # it is tried again after a minute
 
 
-def test_a_root_whose_server_fails_is_told_as_that(
+def test_failing_server_is_reported_once_for_all_datasets(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not as a set that is not there, and not after waiting for every name of every set."""
+    """Not as missing datasets, and without retries for every name of every dataset."""
     asked: list[str] = []
 
     class Failing(BaseHTTPRequestHandler):
@@ -401,8 +405,8 @@ def test_a_root_whose_server_fails_is_told_as_that(
             thread.join()
 
 
-def test_a_shard_that_was_written_anew_has_another_stamp(tmp_path: Path) -> None:
-    """Features are looked up by it: other pixels may take as many bytes."""
+def test_rewritten_shard_has_another_stamp(tmp_path: Path) -> None:
+    """Features are looked up by the stamp, and other pixels may have the same number of bytes."""
     root = publish(tmp_path / "x", labelled([0, 1, 2]))
     first = open_dataset(root)
     assert open_dataset(root).stamp == first.stamp

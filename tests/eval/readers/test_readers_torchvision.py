@@ -1,4 +1,4 @@
-"""torchvision's own datasets, of made files in the form that each reads."""
+"""Tests of torchvision's datasets on synthetic files in the format of each dataset."""
 
 import json
 import pickle
@@ -32,7 +32,7 @@ def same_as_torchvision(dataset: EvalDataset, theirs: object) -> None:
 
 
 def write_mnist(root: Path, count: int) -> None:
-    """Files of pixels and labels, as MNIST has them."""
+    """Write random images and labels in MNIST's format."""
     folder = root / "MNIST" / "raw"
     folder.mkdir(parents=True)
     for split, seed in (("train", 0), ("t10k", 1)):
@@ -62,7 +62,7 @@ def test_arrays_become_lossless_png(tmp_path: Path, caplog: pytest.LogCaptureFix
         open_dataset("torchvision:MNIST", root=tmp_path, split="val")
 
 
-def test_files_are_given_as_they_are(tmp_path: Path) -> None:
+def test_image_files_are_returned_unchanged(tmp_path: Path) -> None:
     from torchvision.datasets import Country211
 
     for split, names in (("train", "ab"), ("valid", "ab"), ("test", "ab")):
@@ -76,7 +76,7 @@ def test_files_are_given_as_they_are(tmp_path: Path) -> None:
     assert dataset.class_names == ("a", "b") and "valid/b/1.png" in dataset.where(1)
 
 
-def test_a_set_without_splits_says_so(tmp_path: Path) -> None:
+def test_dataset_without_splits_has_only_split_all(tmp_path: Path) -> None:
     from torchvision.datasets import EuroSAT
 
     for seed, name in enumerate(("River", "Forest")):
@@ -91,7 +91,7 @@ def test_a_set_without_splits_says_so(tmp_path: Path) -> None:
     assert (dataset.split, dataset.class_names) == ("all", ("Forest", "River"))
 
 
-def test_arguments_of_a_card(tmp_path: Path) -> None:
+def test_arguments_select_splits_of_torchvision(tmp_path: Path) -> None:
     from torchvision.datasets import DTD
 
     root = tmp_path / "dtd" / "dtd"
@@ -125,7 +125,7 @@ def jpg(seed: int) -> bytes:
 
 
 def write_all(root: Path) -> None:
-    """Two images of every set whose form is quickly made, the second class first where one can choose."""
+    """Write two images of each dataset with a simple format, the second class first where possible."""
     scipy = pytest.importorskip("scipy.io")
     random = np.random.default_rng(0)
     put(root, "food-101/meta/test.json", json.dumps({"pie": ["pie/1"], "bun": ["bun/2"]}))
@@ -198,10 +198,10 @@ def write_all(root: Path) -> None:
         ("CIFAR10", [3, 1]),
     ],
 )
-def test_labels_are_those_of_torchvision(
+def test_labels_and_images_equal_torchvision(
     kind: str, labels: list[int], every_set: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it keeps labels and paths is its own affair, so its next version may break this."""
+    """Labels and paths are read from undocumented attributes, which the next version may change."""
     import torchvision.datasets as theirs
 
     for module in (theirs.flowers102, theirs.fer2013, theirs.stl10, theirs.cifar, theirs.svhn):
@@ -210,7 +210,7 @@ def test_labels_are_those_of_torchvision(
     split = "test" if "test" in splits else "all"
     ours = open_torchvision(kind, every_set, split=split)
     assert ours.labels is not None and ours.labels.tolist() == labels
-    if kind == "SUN397":  # torchvision's order is the disk's
+    if kind == "SUN397":  # torchvision has the order of the disk
         assert [Path(ours.images.locate(number)[1]).name for number in range(2)] == ["sun_2.jpg", "sun_1.jpg"]
     else:
         same_as_torchvision(ours, getattr(theirs, kind)(str(every_set), **splits[split]))
@@ -223,7 +223,7 @@ def every_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
+def test_missing_files_and_unknown_names_raise_one_line_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'CIFAR10'"):
         open_torchvision("CIFAR", tmp_path)
     with pytest.raises(DataError, match="name the folder of torchvision's files"):

@@ -1,4 +1,4 @@
-"""Frames of videos: pm-0 and pm-10 against the authors' way of counting."""
+"""Tests of datasets of video frames: their readers, and pm0 and pm10 against the authors' counting."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def marks(keys: dict[str, str]) -> dict[str, object]:
     }
 
 
-def test_imagenet_vid_robust(tmp_path: Path) -> None:
+def test_imagenet_vid_robust_is_read(tmp_path: Path) -> None:
     found = open_dataset(vid(tmp_path))
     assert found.class_names == ("fox", "red panda", "zebra") and found.labels is not None
     assert [found.images.locate(i)[1] for i in range(4)] == [
@@ -68,7 +68,7 @@ def test_imagenet_vid_robust(tmp_path: Path) -> None:
     assert "imagenet_vid_class_index.json" in refusal(tmp_path)
 
 
-def test_ytbb_robust(tmp_path: Path) -> None:
+def test_ytbb_robust_is_read(tmp_path: Path) -> None:
     near = {12: "similar, correct", 11: "similar, occlusion-increased", 9: "dissimilar", 30: "similar"}
     anchors = {
         "v_100/frame-10.png": "good, cat",
@@ -100,7 +100,7 @@ def test_ytbb_robust(tmp_path: Path) -> None:
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=6),
     seed=st.integers(0, 1000),
 )
-def test_pm_k_counts_as_the_authors_do(sizes: list[int], seed: int) -> None:
+def test_anchor_accuracy_equals_counting_of_the_authors(sizes: list[int], seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
     firsts = [sum(sizes[:i]) for i in range(len(sizes))]
     anchors = torch.tensor([first for first, size in zip(firsts, sizes, strict=True) for _ in range(size)])
@@ -116,7 +116,7 @@ def test_pm_k_counts_as_the_authors_do(sizes: list[int], seed: int) -> None:
         assert estimate.n == len(sizes) and estimate.value == pytest.approx(value)
 
 
-def test_a_model_is_scored_on_frames(tmp_path: Path, model: CLIP) -> None:
+def test_model_is_scored_on_frames(tmp_path: Path, model: CLIP) -> None:
     subject = Subject(Encoder(model, batch_size=2), open_dataset(vid(tmp_path)))
     scores = {one.metric: one for one in evaluate(subject, tasks=["zero-shot"])}
     assert scores["pm0"].n == scores["pm10"].n == 2 and scores["pm10"].value <= scores["pm0"].value

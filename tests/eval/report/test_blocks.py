@@ -1,4 +1,4 @@
-"""Details of a model on one dataset: confusion matrix, calibration and headings."""
+"""Tests of a model's details on one dataset: confusion matrix, calibration and headings."""
 
 from dataclasses import replace
 
@@ -51,11 +51,11 @@ def test_columns_have_short_names_or_row_numbers(names: list[str]) -> None:
     text = "".join(page.text)
     first_row = names[0] if short else f"{names[0]} 1"
     assert "".join(names if short else numbers) + first_row in text
-    for name, number in zip(names, numbers, strict=True):  # a number stands beside its row's name, or nowhere
+    for name, number in zip(names, numbers, strict=True):  # row numbers follow names, or are left out
         assert (f"{name} {number}" in text) or short
 
 
-def test_a_class_without_a_name_keeps_its_number() -> None:
+def test_unnamed_class_keeps_its_number() -> None:
     text = "".join(page_of(details_of(("", "two", "six"))).text)
     assert "123– 1two 2six 3" in text
 
@@ -68,7 +68,7 @@ def test_calibration_has_two_axes() -> None:
     assert " accuracy 0 " not in page_of(replace(details, bins=())).words
 
 
-def test_one_epoch_is_singular() -> None:
+def test_heading_has_singular_epoch() -> None:
     assert "fine-tune, 1 epoch" in page_of(details_of(("zero", "one"))).words
     assert "epochs" not in page_of(details_of(("zero", "one"))).words
     for setting in ("10 epochs", "0.1 epochs", "11 epochs", "4-shot logistic"):

@@ -1,4 +1,4 @@
-"""Buckets, means, numbers and geometry of charts."""
+"""Tests of charts: buckets, smoothing, number formats and geometry."""
 
 import re
 
@@ -46,7 +46,7 @@ def test_number_format(value: float, text: str) -> None:
     ("value", "text"),
     [(0, "0.0%"), (0.284, "0.28%"), (0.996, "1.0%"), (10, "10.0%"), (61.66, "61.7%"), (100, "100.0%")],
 )
-def test_percentages_have_the_same_digits(value: float, text: str) -> None:
+def test_percentage_format(value: float, text: str) -> None:
     assert figure(value, "%") == text
     assert figure(value, "") == number(value)
 

@@ -1,4 +1,4 @@
-"""The page over many models and datasets: well-formed, self-contained, and honest about what is missing."""
+"""Tests of the comparison page: well-formed, self-contained, and explicit about missing scores."""
 
 import cProfile
 import csv
@@ -96,7 +96,7 @@ def test_nothing_is_fetched_and_text_is_escaped(tmp_path: Path) -> None:
     assert "default-src 'none'" in policy
 
 
-def test_missing_cells_and_averages_over_what_all_have(tmp_path: Path) -> None:
+def test_means_cover_datasets_that_all_models_have(tmp_path: Path) -> None:
     values = {0: (0.2, 0.4, 0.6), 1: (0.4, 0.6, None), 2: (None, None, None)}
     lines = [
         line(model, DATASETS[i], "acc1", value)
@@ -145,10 +145,10 @@ def test_prompt_sets_and_directions_are_not_mixed(tmp_path: Path) -> None:
     alone = score_table(read_result_set([path]), suites={"all": ["digits", "coco"]})
     (mean,) = alone.averages
     assert mean.values[0] == pytest.approx((0.4 + 0.5) / 2) and mean.tasks == ("zero-shot", "retrieval")
-    assert score_table(read_result_set([path])).averages == ()  # nobody's protocol has a mean of both
+    assert score_table(read_result_set([path])).averages == ()  # no protocol has a mean of both tasks
 
 
-def test_old_lines_broken_lines_and_steps(tmp_path: Path) -> None:
+def test_old_and_broken_lines_and_earlier_steps_are_noted(tmp_path: Path) -> None:
     old = {
         "step": 100,
         "dataset": "digits",
@@ -188,7 +188,7 @@ def test_old_lines_broken_lines_and_steps(tmp_path: Path) -> None:
         build_comparison([tmp_path / "nothing"], tmp_path / "page.html")
 
 
-def test_one_model_alone_and_weights_of_one_name(tmp_path: Path) -> None:
+def test_page_of_one_model_and_labels_of_equal_names(tmp_path: Path) -> None:
     path = write(tmp_path / "results.jsonl", made_up(1, DATASETS[:1]))
     page = built(path)
     assert "ViT-B-32/openai on imagenet1k" in page.words
@@ -222,14 +222,14 @@ def test_few_shot_curves_average_shared_datasets(tmp_path: Path) -> None:
     assert chart["lines"][0]["y"] == pytest.approx([50, 35, 65])
 
 
-def test_same_results_same_bytes(tmp_path: Path) -> None:
+def test_same_results_give_same_bytes(tmp_path: Path) -> None:
     path = write(tmp_path / "results.jsonl", made_up(4, DATASETS[:8]))
     first = build_comparison([path], tmp_path / "page.html", suites={"all": DATASETS}).read_bytes()
     assert build_comparison([path], tmp_path / "again.html", suites={"all": DATASETS}).read_bytes() == first
 
 
 def test_work_and_size_grow_with_the_number_of_scores(tmp_path: Path) -> None:
-    """Calls and bytes of a large page, relative to those of a page with a quarter of the scores."""
+    """Compare calls and bytes of a page with those of a page with a quarter of the scores."""
     calls, sizes = [], []
     for models in (5, 20):
         path = write(tmp_path / "results.jsonl", made_up(models, DATASETS))
@@ -241,7 +241,7 @@ def test_work_and_size_grow_with_the_number_of_scores(tmp_path: Path) -> None:
     assert sizes[0] < sizes[1] < 5_000_000
 
 
-def test_many_details_stay_small(tmp_path: Path) -> None:
+def test_details_of_nine_models_per_dataset_are_shown(tmp_path: Path) -> None:
     path = write(tmp_path / "results.jsonl", made_up(12, DATASETS[:10]))
     add_details(path, 12, DATASETS[:10], classes=30)
     (path.with_name("results.details") / "broken.json").write_text("{")
@@ -251,7 +251,7 @@ def test_many_details_stay_small(tmp_path: Path) -> None:
     assert page.words.count("expected calibration error") == 90
 
 
-def test_tables_as_text(tmp_path: Path) -> None:
+def test_csv_latex_and_markdown_tables(tmp_path: Path) -> None:
     lines = made_up(2, DATASETS[:3], tasks=("zero-shot", "linear-probe"))
     lines.append(
         line(1, "[odd] | 50%_\\~ & \ud800", "mean_rank", 12.5, task="retrieval", low=None, high=None)
@@ -279,7 +279,7 @@ def test_tables_as_text(tmp_path: Path) -> None:
         "\n{[}odd] | 50\\%\\_\\textbackslash{}\\textasciitilde{} \\& ? & retrieval & mean rank & -- & 12.5"
         in latex
     )
-    assert latex.count("\\textbf{") == latex.count(r" \\") - 2  # all but the header and the one of one model
+    assert latex.count("\\textbf{") == latex.count(r" \\") - 2  # not the header, nor the row of one model
     markdown = as_markdown([path], **more)
     assert "| \\[odd\\] \\| 50%\\_\\\\~ & ? | retrieval | mean rank |  | 12.5 |  |" in markdown
     assert markdown.splitlines()[2].startswith("| mean of paper | zero-shot | over 3 |")
@@ -293,7 +293,7 @@ def test_tables_as_text(tmp_path: Path) -> None:
         ({"n": 20}, ("n = 5,000", "n = 20"), "(n = 5,000 and 20)"),
     ],
 )
-def test_scores_of_other_data_have_a_row_of_their_own(
+def test_scores_of_other_data_have_separate_rows(
     tmp_path: Path, more: dict[str, Any], notes: tuple[str, str], said: str
 ) -> None:
     same = {"data_revision": "r1"}
@@ -303,9 +303,7 @@ def test_scores_of_other_data_have_a_row_of_their_own(
     lines += [
         line(2, name, "acc1", 0.9, **{**same, **(more if name == "c" else {})}) for name in ("a", "b", "c")
     ]
-    lines += [
-        line(model, "d", "acc1", 0.5, **{"data_revision": ""}) for model in (0, 1)
-    ]  # nothing known of it
+    lines += [line(model, "d", "acc1", 0.5, **{"data_revision": ""}) for model in (0, 1)]  # unknown revision
     path = write(tmp_path / "r.jsonl", lines)
     found = read_result_set([path])
     table = score_table(found)
@@ -341,10 +339,10 @@ def test_csv_names_cannot_be_formulas(tmp_path: Path, name: str) -> None:
     rows = list(csv.DictReader(io.StringIO(as_csv([write(tmp_path / "r.jsonl", lines)]))))
     assert rows[1]["model"] == f"'{name.strip()}"
     assert rows[0]["dataset"] == f"'{name.strip()}" and rows[1]["dataset"] == "safe-="
-    assert rows[0]["value"] == "-2.5"  # a number stays one
+    assert rows[0]["value"] == "-2.5"  # numbers are unchanged
 
 
-def test_tables_as_text_hold_no_control_characters(tmp_path: Path) -> None:
+def test_text_tables_have_no_control_characters(tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", [{**line(0, "a\x1b[2Jb", "acc1", 0.5), "model": "m\x9b\x00"}])
     for form in (as_csv, as_latex, as_markdown):
         assert form([path]).replace("\n", "").isprintable()
@@ -415,7 +413,7 @@ def test_every_task_and_setting_has_its_rows_and_means(tmp_path: Path) -> None:
             lines.append(line(0, name, "acc1", k / 100, **more))
         lines.append(line(0, name, "acc1", 0.7, task="fine-tune", setting="10 epochs"))
     few = [one for one in lines if one["task"] == "few-shot"]
-    assert "few-shot" in built(write(tmp_path / "r.jsonl", few[1:2])).words  # nothing but a deviation of one
+    assert "few-shot" in built(write(tmp_path / "r.jsonl", few[1:2])).words  # only the deviation of one seed
     path = write(tmp_path / "r.jsonl", few)
     rows = as_markdown([path]).splitlines()
     assert "| mean of all datasets, 4-shot ridge | few-shot | over 2 | 30.0 |" in rows
@@ -444,10 +442,10 @@ def test_every_task_and_setting_has_its_rows_and_means(tmp_path: Path) -> None:
     assert [one["y"] for one in chart["lines"]] == [
         pytest.approx([x + 2.5, x + 10, x + 40]) for x in (20, 30)
     ]
-    assert "took 10.5 seconds" in page.words  # seven tasks, whatever their settings
+    assert "took 10.5 seconds" in page.words  # 1.5 seconds for each of seven tasks
 
 
-def test_retrieval_shows_where_matches_are_found_and_ranks_are_no_percentages(tmp_path: Path) -> None:
+def test_retrieval_shows_curve_of_recall_and_ranks_without_percent(tmp_path: Path) -> None:
     ways = ("image_to_text", "text_to_image")
     common = {"task": "retrieval", "prompt_set": "", "seconds": 0.1, "chance": None}
     lines = [line(0, "pairs", f"{way}_R@1", 0.5, **common) for way in ways]
@@ -463,7 +461,7 @@ def test_retrieval_shows_where_matches_are_found_and_ranks_are_no_percentages(tm
     )
     page = built(path)
     assert "Found among the first k" in page.words and "median rank 1.5" in page.words
-    assert "took" not in page.words  # in no time: from features that were there
+    assert "took" not in page.words  # too short, because features were stored
     assert "Examples are" not in page.words
     (chart,) = (json.loads(str(a["data-chart"])) for _, a in page.tags if "data-chart" in a)
     assert list(chart["ticks"].values()) == ["1", "3", "10", "40"]
@@ -474,7 +472,7 @@ def test_retrieval_shows_where_matches_are_found_and_ranks_are_no_percentages(tm
 
 
 @pytest.mark.parametrize(("baseline", "marked"), [("timm:resnet50.tv_in1k", 2), ("timm:resnet18.tv_in1k", 0)])
-def test_the_papers_differences_are_marked_next_to_those_of_a_resnet50(
+def test_published_differences_are_marked_for_a_resnet50_baseline(
     tmp_path: Path, baseline: str, marked: int
 ) -> None:
     data = ("food101", "dtd", "unknown")
@@ -494,7 +492,7 @@ def test_the_papers_differences_are_marked_next_to_those_of_a_resnet50(
     assert (said in page) == bool(marked) and "zero-shot is better on 3 of 3" in page
 
 
-def test_linear_probes_over_cost_join_the_sizes_of_a_family(tmp_path: Path) -> None:
+def test_chart_of_probes_over_cost_joins_models_of_a_family(tmp_path: Path) -> None:
     lines = [
         line(model, dataset, "acc1", 0.4 + 0.02 * model, task="linear-probe", prompt_set="")
         for model in range(5)

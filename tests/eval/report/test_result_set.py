@@ -1,4 +1,4 @@
-"""Which lines of results belong to one model, and its names."""
+"""Tests of grouping result lines by model, and of model labels."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from tests.eval.made_up_results import line, write
 
 
 def test_lines_with_the_same_weights_are_one_model(tmp_path: Path) -> None:
-    """However its path is spelled; scores of its training belong to it, in old and new lines."""
+    """With any spelling of the path, and including scores of the training in old and new formats."""
     run = tmp_path / "runs" / "X"
     run.mkdir(parents=True)
 
@@ -16,7 +16,7 @@ def test_lines_with_the_same_weights_are_one_model(tmp_path: Path) -> None:
         model: str, value: float, *, at: int = 20, dataset: str = "digits", **more: Any
     ) -> dict[str, Any]:
         own = {"model": model, "weights": f"sha256:{at:016x}", "model_hash": f"{at:032x}"}
-        if not model:  # as trainings wrote it at first
+        if not model:  # the first format of trainings
             own |= {"weights": f"X at step {at}", "model_hash": ""}
         return {**line(10, dataset, "acc1", value, step=at), **own, **more}
 
@@ -30,14 +30,14 @@ def test_lines_with_the_same_weights_are_one_model(tmp_path: Path) -> None:
     ]
     lines = [told("", 0.1, at=10), told("", 0.2)]
     lines += [told(way, 0.3, dataset=f"d{i}") for i, way in enumerate(ways)]
-    new = told("runs/X", 0.25, dataset="glyphs", model_hash=None)  # by its file alone
+    new = told("runs/X", 0.25, dataset="glyphs", model_hash=None)  # identified by its file alone
     found = read_result_set([write(run / "results.jsonl", [*lines, new, told("runs/X", 0.4)])])
     (model,) = found.models
     assert (model.label, model.name, model.step, model.earlier_steps) == ("X", "runs/X", 20, (10,))
     assert model.weights == f"sha256:{20:016x}" and {*ways} <= {*model.names}
     scores = {row.dataset: row.value for row in found.rows}
-    assert (scores["digits"], scores["glyphs"], scores["d0"]) == (0.4, 0.25, 0.3)  # the later line counts
-    # a checkpoint that somebody asks for is a model of its own; so are other weights of the same step
+    assert (scores["digits"], scores["glyphs"], scores["d0"]) == (0.4, 0.25, 0.3)  # the last line counts
+    # a named checkpoint is a separate model; so are other weights of the same step
     asked = [*lines, told("runs/X/checkpoints/step_00000010", 0.1, at=10, dataset="glyphs")]
     found = read_result_set([write(run / "results.jsonl", asked)])
     assert [one.label for one in found.models] == ["X at step 10", "X at step 20"]
@@ -45,7 +45,7 @@ def test_lines_with_the_same_weights_are_one_model(tmp_path: Path) -> None:
     again = {**told("runs/X", 0.5), "weights": "sha256:ff", "model_hash": "ff"}
     found = read_result_set([write(run / "results.jsonl", [*lines[2:], again])])
     assert [one.label for one in found.models] == ["X (000000000000)", "X (ff)"]
-    # two runs of one name, each with its own steps
+    # two runs with the same name and different steps
     other = tmp_path / "others" / "X"
     other.mkdir(parents=True)
     both = [write(run / "results.jsonl", lines[:2]), write(other / "results.jsonl", [told("", 0.9, at=5)])]
@@ -53,7 +53,7 @@ def test_lines_with_the_same_weights_are_one_model(tmp_path: Path) -> None:
 
 
 def test_runs_with_the_same_folder_name_are_labelled_with_their_parents(tmp_path: Path) -> None:
-    """Also if each was scored as ``run`` from its parent folder."""
+    """Also if each run was scored as ``run`` from its parent folder."""
     files = []
     for i, name in enumerate(("a", "b")):
         run = tmp_path / name / "run"
@@ -68,7 +68,7 @@ def test_runs_with_the_same_folder_name_are_labelled_with_their_parents(tmp_path
 
 
 def test_one_model_with_two_names_is_one_column_with_a_note(tmp_path: Path) -> None:
-    """A model is its tensors and preprocessing: an export is another file, and has no step."""
+    """Tensors and preprocessing identify a model: an export is another file without a step."""
 
     def told(model: str, value: float, *, dataset: str, **more: Any) -> dict[str, Any]:
         own = {"model": model, "model_hash": "ab", "weights": f"sha256:{len(model):016x}"}
@@ -79,10 +79,10 @@ def test_one_model_with_two_names_is_one_column_with_a_note(tmp_path: Path) -> N
     for lines, label, other in ((run + export, "X", "hub/pets"), (export + run, "pets", "runs/X")):
         found = read_result_set([write(tmp_path / "r.jsonl", lines)])
         (model,) = found.models
-        assert model.label == label  # the first keeps its name
+        assert model.label == label  # the first name is the label
         assert [row.dataset for row in found.rows] == [*dict.fromkeys(str(one["dataset"]) for one in lines)]
         assert found.notes == (f"{other} has the same weights as {label}: they share one column.",)
-    # in files of their own too, and whoever else is there; other ways to write one path are no other names
+    # also in separate files with other models; other spellings of a path are not other names
     paths = [
         write(tmp_path / "1.jsonl", run),
         write(tmp_path / "2.jsonl", [*export, line(0, "a", "acc1", 0.3)]),

@@ -1,4 +1,4 @@
-"""The page of a run: well-formed and self-contained, whatever is missing or odd."""
+"""Tests of a run's page: well-formed and self-contained with missing, damaged and hostile files."""
 
 import base64
 import hashlib
@@ -225,7 +225,7 @@ def test_a_long_label_is_complete_in_its_tooltip(run: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", ["config.toml", "metrics.jsonl", "results.jsonl", "snapshots"])
-def test_one_part_alone_makes_a_page(run: Path, kept: str) -> None:
+def test_page_is_built_from_one_part_alone(run: Path, kept: str) -> None:
     for path in list(run.iterdir()):
         if path.name != kept:
             path.rename(run.parent / path.name)
@@ -241,7 +241,7 @@ def test_lines_cut_short_are_skipped(run: Path) -> None:
     assert "metrics.jsonl: one line cut short or broken, and left out." in page.words
     assert "results.jsonl: one line cut short or broken, and left out." in page.words
     assert "snapshots/step_00000300.digits.json cannot be read" in page.words
-    assert "trained for 300 steps" in page.words  # a score knows the step
+    assert "trained for 300 steps" in page.words  # the step is known from the scores
 
 
 def test_odd_values_do_not_break_the_page(run: Path) -> None:
@@ -291,7 +291,7 @@ def test_a_repeated_step_counts_once(run: Path) -> None:
     assert "last loss is 0.123" in parse(build_report(run)).words
 
 
-def test_terms_have_curves_of_their_own_and_the_time_of_the_loss_has_none(run: Path) -> None:
+def test_loss_terms_have_curves_and_loss_time_has_none(run: Path) -> None:
     lines = [metrics_line(step) | {"loss_caption": 2.5, "loss_time": 0.01} for step in range(1, 9)]
     write_lines(run / "metrics.jsonl", lines)
     text = build_report(run).read_text(encoding="utf-8")
@@ -315,7 +315,7 @@ def test_bad_samples_are_counted(run: Path) -> None:
     assert page.words.count("cut short") == 5
 
 
-def test_same_folder_same_bytes(run: Path, tmp_path: Path) -> None:
+def test_same_folder_gives_same_bytes(run: Path, tmp_path: Path) -> None:
     first = build_report(run).read_bytes()
     assert build_report(run, tmp_path / "deep" / "page.html").read_bytes() == first
     assert build_report(run).read_bytes() == first
@@ -332,7 +332,7 @@ def test_missing_run_folder_is_an_error(tmp_path: Path) -> None:
         build_report(tmp_path)
 
 
-def test_long_runs_stay_small(run: Path) -> None:
+def test_page_of_a_long_run_is_small(run: Path) -> None:
     write_lines(run / "metrics.jsonl", [metrics_line(step) for step in range(20_000)])
     assert build_report(run).stat().st_size < 400_000
 
@@ -366,7 +366,7 @@ def test_hostile_numbers_and_nesting_affect_only_their_line(run: Path, value: st
     Page(build_report(run).read_text())
 
 
-def test_hostile_configs_are_shown_as_they_are(run: Path) -> None:
+def test_hostile_configs_are_shown_unchanged(run: Path) -> None:
     for text in ("a = " + "[" * 100_000, f"steps = {'9' * 400}", f"steps = {'9' * 5000}"):
         (run / "config.toml").write_text(text)
         assert text in Page(build_report(run).read_text()).words

@@ -1,4 +1,4 @@
-"""Scores on the page of a run: headlines from the training, and curves of one setting each."""
+"""Tests of scores on a run's page: headlines of the training, and one curve per setting."""
 
 import json
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def line(step: int, value: float, metric: str = "acc1", **facts: Any) -> dict[st
 
 
 def later(step: int, value: float, metric: str = "acc1", **facts: Any) -> dict[str, Any]:
-    """A line of a checkpoint scored after the training."""
+    """Return a line of a checkpoint that was scored after the training."""
     return line(step, value, metric, **{"model_hash": "0123", "inputs": "4567", **facts})
 
 
@@ -126,7 +126,7 @@ def test_headlines_show_the_main_metric_of_the_last_step(tmp_path: Path) -> None
     both = ("image_to_text_R@1", 0.595), ("text_to_image_R@1", 0.4), ("mean_R@1", 0.4975)
     lines = [line(200, value / 2, metric, **RETRIEVAL) for metric, value in both]
     run = write(tmp_path / "run", [*lines, *TRAINED])
-    assert "retrieval" not in top(run)  # of an earlier step, it stands in the table
+    assert "retrieval" not in top(run)  # scores of earlier steps are only in the table
     lines += [line(300, value, metric, **RETRIEVAL) for metric, value in both]
     assert "digits retrieval mean R@1 49.8 %" in top(write(run, [*TRAINED, *lines]))
     said = next(one for one in charts(page_of(run)) if one.startswith("digits, retrieval"))
@@ -142,7 +142,7 @@ def test_headlines_name_their_step_if_it_is_not_the_last(tmp_path: Path) -> None
     assert "digits, zero-shot 61.0% at step 300" in page_of(run).words
 
 
-def test_newest_groups_series_and_puts_those_of_the_training_first(tmp_path: Path) -> None:
+def test_newest_groups_series_and_sorts_those_of_the_training_first(tmp_path: Path) -> None:
     lines = [line(300, 0.5, dataset="glyphs"), later(300, 0.1, "ece"), later(100, 0.2, dataset="emoji")]
     found = newest(read_run_folder(write(tmp_path / "run", [*lines, *TRAINED])).results)
     assert [(one.dataset, one.metric, one.step) for one in found] == [

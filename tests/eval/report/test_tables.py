@@ -1,4 +1,4 @@
-"""Datasets that means cover, and their names."""
+"""Tests of score tables: the datasets that means cover, their names, and LaTeX rules."""
 
 import csv
 import io
@@ -20,7 +20,7 @@ def built(results: Path, **more: Any) -> Any:
 
 
 def test_a_mean_covers_one_task_and_metric_unless_a_suite_has_several(tmp_path: Path) -> None:
-    """And each task has its own heading."""
+    """Each task has its own heading."""
     ways = ("image_to_text_R@1", "text_to_image_R@1", "mean_R@1")
     lines = [line(0, name, "acc1", value) for name, value in (("a", 0.1), ("b", 0.3), ("c", 0.8))]
     lines += [line(0, name, "map_11_point", 0.9) for name in ("d", "e")]
@@ -39,7 +39,7 @@ def test_a_mean_covers_one_task_and_metric_unless_a_suite_has_several(tmp_path: 
     assert {title: one.values[0] for title, one in means.items()} == pytest.approx(expected)
     assert "mean of all datasets" not in as_markdown([write(tmp_path / "one.jsonl", [lines[0], lines[-1]])])
     assert "mean of" not in built(tmp_path / "one.jsonl", primary=primary).words
-    # a suite's own mean is over the main task of each, and is not called by one of them
+    # the mean of a suite covers the main task of each dataset, and its title names no task
     suites = {"s": ("a", "b", "g", "h"), "t": ("a", "b")}
     more: dict[str, Any] = {"suites": suites, "primary": primary}
     (whole, of_task) = score_table(read_result_set([path]), **more).averages[:2]
@@ -64,7 +64,7 @@ def test_a_mean_covers_one_task_and_metric_unless_a_suite_has_several(tmp_path: 
 
 
 def test_a_dataset_counts_in_the_task_of_its_primary_metric(tmp_path: Path) -> None:
-    """Also if a dataset of captions has labels too."""
+    """Also if a dataset has both captions and labels."""
     lines = [line(0, name, "acc1", 0.2) for name in ("a", "b")]
     lines += [line(0, name, "mean_R@1", 0.6, task="retrieval") for name in ("b", "c")]
     path = write(tmp_path / "r.jsonl", lines)
@@ -75,7 +75,7 @@ def test_a_dataset_counts_in_the_task_of_its_primary_metric(tmp_path: Path) -> N
     assert mean.values == pytest.approx(((0.2 + 0.6 + 0.6) / 3,))
 
 
-def test_text_about_means_is_true_for_a_model_without_the_datasets(tmp_path: Path) -> None:
+def test_text_about_means_mentions_models_without_the_datasets(tmp_path: Path) -> None:
     lines = [line(model, name, "acc1", 0.5) for model in (0, 1) for name in ("a", "b", "c")[: 3 - model]]
     path = write(tmp_path / "r.jsonl", lines)
     whole = "A mean covers the datasets that all models have, so that columns are comparable"
@@ -91,7 +91,7 @@ def test_text_about_means_is_true_for_a_model_without_the_datasets(tmp_path: Pat
 
 
 def test_latex_has_a_rule_before_each_task_and_none_within_one(tmp_path: Path) -> None:
-    """With or without means, which are followed by a space."""
+    """With and without means, which are followed by extra space."""
     lines = [
         line(0, name, "acc1", 0.5, task=task, setting="4-shot" if task == "few-shot" else "")
         for task in ("zero-shot", "linear-probe", "knn", "few-shot")

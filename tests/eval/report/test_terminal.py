@@ -1,4 +1,4 @@
-"""Tables for the terminal."""
+"""Tests of terminal tables: formats, widths and escaped names."""
 
 import io
 from dataclasses import replace
@@ -33,7 +33,7 @@ def test_printable_text_is_unchanged_and_other_characters_are_escaped(text: str)
 
 
 @pytest.mark.parametrize("task", ["zero-shot", "few-shot"])
-def test_names_cannot_command_the_terminal(task: str) -> None:
+def test_control_characters_in_names_are_escaped(task: str) -> None:
     name = "a\x1b[2J\x07[b]\x9bé"
     text = shown(score_table([replace(SCORE, dataset=name, task=task, setting=f"1-shot {name}")]), 200)
     assert text.count("a\\x1b[2J\\x07[b]\\x9bé") == 2
@@ -132,7 +132,7 @@ def test_wide_few_shot_columns_are_split_over_two_tables() -> None:
     assert sum("1-shot" in line and "8-shot" in line for line in lines) == 1
 
 
-def test_a_chosen_prompt_set_is_named() -> None:
+def test_selected_prompt_set_is_shown() -> None:
     scores = [replace(SCORE, task="retrieval", metric="mean_R@1", prompt_set=one) for one in ("", "openai")]
     lines = [line.split() for line in shown(score_table(scores)).splitlines() if "R@1" in line]
     assert [line[: line.index("mean")] for line in lines] == [["digits"], ["prompts", "openai"]]

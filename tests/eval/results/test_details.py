@@ -1,4 +1,4 @@
-"""Details agree with the metrics, round-trip through files, and broken files are skipped."""
+"""Tests of details: agreement with metrics, round trips through files, and broken files."""
 
 import json
 from dataclasses import replace
@@ -101,7 +101,7 @@ def test_examples_alternate_between_right_and_wrong_and_depend_on_the_seed() -> 
     assert [example.rank for example in always.examples] == [1] * 6
 
 
-def test_two_classes_and_several_labels() -> None:
+def test_details_of_two_classes_and_of_several_labels() -> None:
     pictures, weights, labels = features(2)
     details = zero_shot_details(dataset(labels, 2), pictures, weights, 20.0)
     assert list(details.right) == ["acc1"]
@@ -127,7 +127,7 @@ def test_nan_features_count_as_wrong_and_can_be_written(tmp_path: Path) -> None:
     assert read_details(tmp_path / "results.jsonl")[0] == [replace(details, weights="w")]
 
 
-def test_a_file_for_each_weights_dataset_and_task(tmp_path: Path) -> None:
+def test_each_weights_dataset_and_task_has_one_file(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     pictures, weights, labels = features()
     details = zero_shot_details(dataset(labels, name="../a b/ü\ud800"), pictures, weights, 20.0)

@@ -1,3 +1,5 @@
+"""Tests of results files: appended lines, damaged lines, concurrent writers and provenance."""
+
 import hashlib
 import json
 import math
@@ -41,7 +43,7 @@ def test_lines_are_appended_and_read_back(tmp_path: Path) -> None:
     assert read_results(tmp_path / "none.jsonl") == []
 
 
-def test_a_half_written_line_affects_no_other(tmp_path: Path) -> None:
+def test_half_written_line_affects_no_other(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     append_results(path, [score()], step=1, provenance={})
     path.write_text(path.read_text() + '{"step": 2, "dataset": "d", "ta')
@@ -60,7 +62,7 @@ def test_lines_that_are_not_scores_are_skipped(tmp_path: Path) -> None:
     assert [line["x"] for line in latest_results(path)] == [math.inf]
 
 
-def test_a_name_may_hold_any_character(tmp_path: Path) -> None:
+def test_names_may_contain_any_character(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     name = "one\u2028two\x85three\x0bfour\nfive\r"
     append_results(path, [replace(score(), dataset=name)], step=1, provenance={})
@@ -80,7 +82,7 @@ def test_concurrent_programs_do_not_mix_lines(tmp_path: Path) -> None:
         "import sys; from pathlib import Path; from eval import Score, append_results\n"
         "one = Score(dataset=sys.argv[2] * 60000, task='t', metric='m', value=0, n=1, low=0, high=1, chance=0)\n"
         "for step in range(40): append_results(Path(sys.argv[1]), [one] * 4, step=step, provenance={})"
-    )  # lines of many pages: a write that long is visible in part while it goes on
+    )  # lines of many pages, which are visible in part while they are written
     programs = [subprocess.Popen([sys.executable, "-c", program, str(path), name]) for name in "abc"]
     assert [one.wait(60) for one in programs] == [0, 0, 0]
     lines = [json.loads(line) for line in path.read_text().splitlines()]

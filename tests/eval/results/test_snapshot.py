@@ -1,4 +1,4 @@
-"""Snapshots of a real model on real shards, and their files."""
+"""Tests of snapshots of a model on shards, and of snapshot files."""
 
 import base64
 import io
@@ -67,7 +67,7 @@ def test_examples_agree_with_classify(model: CLIP, subject: Subject) -> None:
         assert Image.open(io.BytesIO(base64.b64decode(example.heat.png))).size == (96, 96)
 
 
-def test_ranks_are_those_of_the_score(subject: Subject) -> None:
+def test_ranks_of_examples_agree_with_scores(subject: Subject) -> None:
     assert subject.dataset.labels is not None
     few = torch.arange(8)
     dataset = replace(subject.dataset, labels=subject.dataset.labels[few])
@@ -78,7 +78,7 @@ def test_ranks_are_those_of_the_score(subject: Subject) -> None:
     assert score["acc5"] == sum(rank is not None and rank <= 5 for rank in ranks) / 8
 
 
-def test_matrix_is_of_pairs_with_distinct_texts(model: CLIP, subject: Subject) -> None:
+def test_matrix_has_pairs_with_distinct_texts(model: CLIP, subject: Subject) -> None:
     matrix = take_snapshot(subject, step=0).matrix
     assert matrix is not None
     assert matrix.captions == tuple(f"a photo of something {name}." for name in subject.dataset.class_names)
@@ -99,7 +99,7 @@ def test_captions_are_preferred_to_class_prompts(model: CLIP, write_dataset: Cal
     assert all(hit.right is None for query in snapshot.queries for hit in query.hits)
 
 
-def test_queries_find_the_nearest(model: CLIP, subject: Subject) -> None:
+def test_queries_find_the_nearest_images(model: CLIP, subject: Subject) -> None:
     queries = ["a photo of something red.", "green", "a purple cow"]
     found = take_snapshot(subject, step=0, queries=queries).queries
     assert [query.text for query in found] == queries
@@ -137,10 +137,10 @@ def test_snapshots_are_reproducible_and_show_the_same_images_later(model: CLIP, 
     assert take_snapshot(subject, step=1, seed=1) != first
 
 
-def test_autocast_does_not_reach_the_similarities(subject: Subject) -> None:
+def test_autocast_does_not_change_similarities(subject: Subject) -> None:
     plain = take_snapshot(subject, step=0)
     with torch.autocast("cpu", torch.bfloat16):
-        assert take_snapshot(subject, step=0) == plain  # all was encoded before
+        assert take_snapshot(subject, step=0) == plain  # everything was encoded before
 
 
 def test_thumbnails_are_small_pngs(model: CLIP, subject: Subject) -> None:
@@ -155,13 +155,13 @@ def test_thumbnails_are_small_pngs(model: CLIP, subject: Subject) -> None:
         assert picture.alt.startswith("a photo of something ")
 
 
-def test_features_that_are_not_finite(model: CLIP, subject: Subject) -> None:
+def test_features_that_are_not_finite_are_rejected(model: CLIP, subject: Subject) -> None:
     broken = Given(subject, subject.images().projected / 0)
     with pytest.raises(DataError, match="colours are not finite"):
         take_snapshot(broken, step=0)
 
 
-def test_too_many_queries(model: CLIP, subject: Subject) -> None:
+def test_too_many_queries_are_rejected(model: CLIP, subject: Subject) -> None:
     with pytest.raises(DataError, match="33 queries are too many"):
         take_snapshot(subject, step=0, queries=["a"] * 33)
 

@@ -1,4 +1,4 @@
-"""The task ``captioning`` on a model that has learned the captions of a few images by heart."""
+"""Tests of the tasks captioning and likelihood on a model that memorized a few captions."""
 
 import json
 import math
@@ -35,7 +35,7 @@ STEPS = (8, 50)
 
 @cache
 def trained(feed: str = "tokens") -> tuple[CLIP, CLIP]:
-    """A very small model after a few steps on the first images and captions, and when it knows them by heart."""
+    """Return a very small model after a few steps, and the same model when it has memorized the captions."""
     shape = Architecture(
         embed_dim=16,
         vision=VisionTower(image_size=16, patch_size=8, width=32, layers=1, heads=2),
@@ -70,7 +70,7 @@ def by_metric(outcome_scores: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("feed", ["tokens", "text"])
-def test_a_model_that_knows_the_captions_has_the_best_scores(dataset: EvalDataset, feed: str) -> None:
+def test_model_with_memorized_captions_has_best_scores(dataset: EvalDataset, feed: str) -> None:
     _, model = trained(feed)
     outcome = TASKS["captioning"].run(Subject(Encoder(model, batch_size=5), dataset), Options())
     found = by_metric(outcome.scores)
@@ -78,7 +78,7 @@ def test_a_model_that_knows_the_captions_has_the_best_scores(dataset: EvalDatase
     assert found["bleu_4"].value == pytest.approx(1) and found["cider_d"].value == pytest.approx(10)
     assert found["cider_d"].chance < 5 and found["perplexity"].chance is None
     total, count = 0.0, 0
-    for i, caption in enumerate(CAPTIONS):  # a caption and a token at a time
+    for i, caption in enumerate(CAPTIONS):  # one caption at a time
         pixels = eval_pixels(dataset.images.read(i), model.preprocess)[None]
         tokens = model.tokenizer([caption])
         with torch.no_grad():
@@ -94,7 +94,7 @@ def test_a_model_that_knows_the_captions_has_the_best_scores(dataset: EvalDatase
     assert all(details.pictures[one.picture].png for one in details.descriptions)
 
 
-def test_classes_are_chosen_by_the_likelihood_of_their_prompts(
+def test_likelihood_of_prompts_equals_plain_loop(
     write_dataset: WriteDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, model = trained()
@@ -104,7 +104,7 @@ def test_classes_are_chosen_by_the_likelihood_of_their_prompts(
     dataset = open_dataset(folder)
     outcome = TASKS["likelihood"].run(Subject(Encoder(model, batch_size=5), dataset), Options())
     scores = torch.zeros(COUNT, COUNT)
-    for i in range(COUNT):  # a prompt at a time
+    for i in range(COUNT):  # one prompt at a time
         pixels = eval_pixels(png(i), model.preprocess)[None]
         for j, word in enumerate(WORDS):
             for prompt in (f"a {word} on top", f"the {word}"):
@@ -172,7 +172,7 @@ def test_ranks_share_the_images_and_fail_together(
     assert len({*run(3)}) == 1 and "s0000004" in run(3)[0] and "images are never skipped" in run(3)[0]
 
 
-def test_the_command_scores_compares_and_shows_forty_images(
+def test_captioning_command_scores_compares_and_shows_images(
     write_dataset: WriteDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: CLIP
 ) -> None:
     captions = [*CAPTIONS, *(f"a thing <b>{i}</b>" for i in range(50 - COUNT))]
@@ -200,7 +200,7 @@ def test_the_command_scores_compares_and_shows_forty_images(
     assert {one.metric for one in found.differences} == {"cider_d", "bleu_4", "exact_match", "perplexity"}
     tests = {one.metric: one.test.difference for one in found.differences if one.beyond_chance}
     assert tests["cider_d"] > 0 and tests["exact_match"] > 0
-    assert tests["perplexity"] > 0  # learning by heart is worse for other captions
+    assert tests["perplexity"] > 0  # memorizing is worse for other captions
 
     details, notes = read_details(out)
     assert not notes and {len(one.descriptions) for one in details} == {40}
@@ -209,7 +209,7 @@ def test_the_command_scores_compares_and_shows_forty_images(
     assert "a thing &lt;b&gt;" in page and "<b>7</b>" not in page
 
 
-def test_datasets_and_models_that_cannot_be_described(
+def test_missing_decoder_or_captions_is_rejected(
     dataset: EvalDataset, write_dataset: WriteDataset, model: CLIP
 ) -> None:
     with pytest.raises(ConfigError, match="cannot describe images"):

@@ -1,4 +1,4 @@
-"""The compositional task: against CLIP_benchmark's scores, by hand, and end to end."""
+"""Tests of the compositional task: against CLIP_benchmark, by hand, and with a model."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ from tests.eval.conftest import png
 
 
 class Given:
-    """A subject with given features of each image, and of each text by the number at its start."""
+    """A subject with fixed features; the number at the start of a text selects its features."""
 
     def __init__(self, dataset: EvalDataset, images: Tensor, texts: Tensor) -> None:
         self.dataset, self._images, self._texts = dataset, images, texts
@@ -83,9 +83,9 @@ def unit(*shape: int, seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("pictures", [1, 2])
-@pytest.mark.filterwarnings("ignore")  # of the other code
-def test_as_clip_benchmark_scores_it(pictures: int) -> None:
-    """Without ties; with one image per item its ``text_acc`` is the accuracy of SugarCrepe."""
+@pytest.mark.filterwarnings("ignore")  # warnings of CLIP_benchmark
+def test_scores_equal_clip_benchmark(pictures: int) -> None:
+    """Without ties. With one image per item, ``text_acc`` is the accuracy of SugarCrepe."""
     theirs = pytest.importorskip("clip_benchmark.metrics.image_caption_selection")
     items = 40
     images, texts = unit(items * pictures, 4, seed=0), unit(items * 2, 4, seed=1)
@@ -131,7 +131,7 @@ def test_as_clip_benchmark_scores_it(pictures: int) -> None:
         assert (found["accuracy"].n, found["accuracy"].chance) == (items, 0.5)
 
 
-def test_ties_are_wrong_and_lists_may_differ_in_length() -> None:
+def test_ties_are_wrong_and_numbers_of_choices_may_differ() -> None:
     images = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
     texts = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [1.0, 0.0]])
     choices = (("0 right", "1", "2"), ("0 right", "3 the same"), ("1", "0 right", "2"))
@@ -141,7 +141,7 @@ def test_ties_are_wrong_and_lists_may_differ_in_length() -> None:
     assert scored(dataset_of(1, choices=(("0 a", "0 a"),)), images[:1], texts)["accuracy"].value == 0
 
 
-def test_means_of_groups() -> None:
+def test_mean_per_group_accuracy() -> None:
     images = torch.tensor([[1.0, 0.0]] * 4)
     texts = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     choices = (("0", "1"), ("0", "1"), ("0", "1"), ("1", "0"))
@@ -152,7 +152,7 @@ def test_means_of_groups() -> None:
 
 
 @given(data=st.data())
-def test_macro_accuracy_is_the_mean_over_the_groups_that_count(data: st.DataObject) -> None:
+def test_macro_accuracy_is_the_mean_over_counted_groups(data: st.DataObject) -> None:
     by_relation = data.draw(st.booleans())
     sizes = data.draw(st.lists(st.sampled_from([1, 24, 25, 26]), min_size=1, max_size=4))
     marked = data.draw(st.lists(st.booleans(), min_size=len(sizes), max_size=len(sizes)))
@@ -173,7 +173,7 @@ def test_macro_accuracy_is_the_mean_over_the_groups_that_count(data: st.DataObje
         assert "macro_accuracy" not in found
 
 
-def test_associations() -> None:
+def test_jaccard_of_associations_and_its_chance() -> None:
     images = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0], [0.0, 1.0], [1.0, 0.0]])
     texts = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     dataset = dataset_of(
@@ -190,10 +190,10 @@ def test_associations() -> None:
     assert found["jaccard_3"].chance == pytest.approx((1 + 1 / 3 + 1 / 3) / 3)  # two of three
 
 
-def test_the_cases_that_datacomp_counts() -> None:
+def test_jaccard_10_12_counts_the_cases_of_datacomp() -> None:
     sizes = [5, 10, 12, 11, 6]
     right = [[1] + [0] * (size - 1) for size in sizes]
-    scores = {5: 0.0, 10: 1.0, 12: 0.0, 11: 1.0, 6: 0.0}  # the right one is picked or not
+    scores = {5: 0.0, 10: 1.0, 12: 0.0, 11: 1.0, 6: 0.0}  # similarity of the right candidate; others have 0.5
     images = torch.cat([torch.tensor([[scores[size], 1.0]] + [[0.5, 1.0]] * (size - 1)) for size in sizes])
     items = torch.arange(5).repeat_interleave(torch.tensor(sizes))
     association = torch.tensor([one for own in right for one in own])
@@ -205,8 +205,8 @@ def test_the_cases_that_datacomp_counts() -> None:
 
 
 @given(st.lists(st.integers(0, 1), min_size=2, max_size=6).filter(any))
-def test_random_features_are_at_chance_of_associations(right: list[int]) -> None:
-    """The mean of the index over all orders of the candidates is the reported chance."""
+def test_chance_of_jaccard_is_its_mean_over_all_orders(right: list[int]) -> None:
+    """The reported chance equals the mean of the index over all orders of the candidates."""
     import itertools
 
     from eval.metrics import jaccard_index
@@ -221,7 +221,7 @@ def test_random_features_are_at_chance_of_associations(right: list[int]) -> None
     assert float(told) == pytest.approx(mean, abs=1e-6)
 
 
-def test_what_it_needs() -> None:
+def test_missing_choices_and_invalid_items_are_rejected() -> None:
     with pytest.raises(DataError, match="dataset made has no captions to choose between"):
         choices_of(dataset_of(1))
     odd = dataset_of(3, choices=(("0", "1"),) * 3, items=torch.tensor([0, 0, 1]))
@@ -232,7 +232,7 @@ def test_what_it_needs() -> None:
         scored(own, unit(2, 2, seed=0), unit(2, 2, seed=1))
 
 
-def test_a_model_on_winoground_and_winogavil(model: CLIP, tmp_path: Any) -> None:
+def test_model_is_scored_on_winoground_and_winogavil(model: CLIP, tmp_path: Any) -> None:
     images = [{"bytes": png(seed), "path": None} for seed in range(4)]
     table = {
         "image_0": images[:2],

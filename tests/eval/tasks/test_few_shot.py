@@ -1,4 +1,4 @@
-"""Draws, ridge regression against scikit-learn's, Student's interval, and the task on small datasets."""
+"""Tests of few-shot: draws, ridge regression against scikit-learn, Student's interval, and scores."""
 
 import statistics
 from collections.abc import Callable
@@ -20,7 +20,7 @@ WriteDataset = Callable[..., Path]
 
 
 @given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=5), seed=st.integers(0, 99))
-def test_fewer_shots_are_among_more_and_other_classes_change_nothing(sizes: list[int], seed: int) -> None:
+def test_draws_are_nested_and_independent_of_other_classes(sizes: list[int], seed: int) -> None:
     labels = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     shuffled = shuffled_classes(labels, len(sizes), revision="r", seed=seed)
     draws = [set(draw_shots(shuffled, k).tolist()) for k in (1, 2, 4, 8)]
@@ -44,8 +44,8 @@ def test_draws_differ_by_seed_and_revision() -> None:
 
 
 @given(n=st.integers(2, 40), width=st.integers(1, 30), penalty=st.floats(1e-2, 1e4), seed=st.integers(0, 999))
-def test_least_squares_are_scikit_learns(n: int, width: int, penalty: float, seed: int) -> None:
-    """Both with fewer and with more rows than features."""
+def test_ridge_scores_equal_scikit_learn(n: int, width: int, penalty: float, seed: int) -> None:
+    """With fewer and with more rows than features."""
     from sklearn.linear_model import Ridge
 
     g = torch.Generator().manual_seed(seed)
@@ -65,7 +65,7 @@ def test_least_squares_are_scikit_learns(n: int, width: int, penalty: float, see
     torch.testing.assert_close(scores.double(), expected, rtol=1e-3, atol=1e-3)
 
 
-def test_students_interval() -> None:
+def test_interval_over_seeds_equals_scipy() -> None:
     stats = pytest.importorskip("scipy.stats")
 
     assert interval_over_seeds([0.5]) is None
@@ -83,7 +83,7 @@ def by_key(scores: list[Score]) -> dict[tuple[str, str], Score]:
     return {(score.setting, score.metric): score for score in scores}
 
 
-def test_few_shot_of_a_dataset(
+def test_few_shot_scores_of_dataset(
     model: CLIP, write_dataset: WriteDataset, caplog: pytest.LogCaptureFixture
 ) -> None:
     subject = subject_of(model, write_dataset, {"test": LABELS[:21], "train": LABELS})
@@ -93,7 +93,7 @@ def test_few_shot_of_a_dataset(
         f"{k}-shot{kind}" for kind in ("", " logistic") for k in (1, 2, 4)
     ]
     assert "skipping 8, 16-shot, class 'red' has 6 images to learn from" in caplog.text
-    # by hand: the draws, scikit-learn's form of the classifier, the mean and the deviation
+    # computed again: draws, classifiers, mean and deviation
     train, test = subject.images("train").before_projection, subject.images().before_projection
     labels, values = torch.tensor(LABELS), []
     dataset = subject.split("train")
@@ -110,12 +110,12 @@ def test_few_shot_of_a_dataset(
     assert deviation.value == pytest.approx(statistics.stdev(values)) and deviation.n == 3
     assert (deviation.low, deviation.high, deviation.chance) == (None, None, None)
     assert (score.n, score.task, score.chance, score.prompt_set) == (21, "few-shot", 1 / 7, "")
-    # three seeds see most of six images a class, and the same images are tested
+    # test images are training images, so more shots give a higher accuracy
     assert scores["4-shot logistic", "acc1"].value > scores["1-shot logistic", "acc1"].value
     assert few_shot(subject, Options()).scores == found
 
 
-def test_c_tuned_on_val_is_said(model: CLIP, write_dataset: WriteDataset) -> None:
+def test_setting_says_that_c_is_tuned_on_val(model: CLIP, write_dataset: WriteDataset) -> None:
     splits = {"test": LABELS, "train": LABELS, "val": LABELS}
     options = Options(shots=(1,), seeds=(7,), estimators=("logistic",), tuned=True)
     scores = by_key(few_shot(subject_of(model, write_dataset, splits), options).scores)
@@ -123,7 +123,7 @@ def test_c_tuned_on_val_is_said(model: CLIP, write_dataset: WriteDataset) -> Non
     assert score.low is None and scores["1-shot logistic tuned on val", "acc1_std"].value == 0.0
 
 
-def test_what_cannot_be_drawn(model: CLIP, write_dataset: WriteDataset) -> None:
+def test_impossible_draws_are_rejected(model: CLIP, write_dataset: WriteDataset) -> None:
     subject = subject_of(model, write_dataset, {"test": LABELS, "train": LABELS})
     with pytest.raises(DataError, match="class 'red' has 6 images to learn from; use at most 6"):
         few_shot(subject, Options(shots=(8, 16)))

@@ -1,4 +1,4 @@
-"""Fine-tuning with real trainings: scores, what is kept, how it resumes, and what it refuses."""
+"""Tests of fine-tuning with real trainings: scores, stored files, resuming and rejected inputs."""
 
 import json
 import os
@@ -77,7 +77,7 @@ def run_of(runs: Path) -> Path:
 
 
 @pytest.mark.long
-def test_classes_are_learned_by_a_head_that_anyone_can_load(
+def test_fine_tuned_head_learns_classes_and_is_loadable(
     colours: Path, unskilled: CLIP, tmp_path: Path
 ) -> None:
     subject = subject_of(unskilled, colours)
@@ -101,7 +101,7 @@ def test_classes_are_learned_by_a_head_that_anyone_can_load(
 
 
 @pytest.mark.long
-def test_a_head_of_other_classes_is_replaced_and_images_may_have_another_size(
+def test_head_of_other_classes_is_replaced_at_another_image_size(
     colours: Path, unskilled: CLIP, tmp_path: Path
 ) -> None:
     save_model(with_class_head(unskilled, ["a", "b"], torch.eye(2, 128)), tmp_path / "other")
@@ -126,7 +126,7 @@ def test_a_head_of_other_classes_is_replaced_and_images_may_have_another_size(
 
 
 @pytest.mark.long
-def test_the_better_rate_is_taken_and_nothing_is_trained_twice(
+def test_better_rate_is_chosen_and_nothing_is_trained_twice(
     colours: Path, unskilled: CLIP, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     subject = subject_of(unskilled, colours)
@@ -148,9 +148,7 @@ def test_the_better_rate_is_taken_and_nothing_is_trained_twice(
 
 
 @pytest.mark.long
-def test_a_rate_of_nothing_leaves_the_zero_shot_classifier(
-    colours: Path, unskilled: CLIP, tmp_path: Path
-) -> None:
+def test_tiny_rate_keeps_zero_shot_scores(colours: Path, unskilled: CLIP, tmp_path: Path) -> None:
     subject = subject_of(unskilled, colours)
     before = {score.metric: score.value for score in evaluation.evaluate(subject, tasks=["zero-shot"])}
     found = fine_tune(subject, Options(epochs=0.1, fine_tune_batch=16, rates=(1e-12,), runs=tmp_path))
@@ -158,9 +156,7 @@ def test_a_rate_of_nothing_leaves_the_zero_shot_classifier(
 
 
 @pytest.mark.long
-def test_killed_at_a_random_moment_it_goes_on_to_the_same_scores(
-    colours: Path, unskilled: CLIP, tmp_path: Path
-) -> None:
+def test_killed_fine_tuning_resumes_to_same_scores(colours: Path, unskilled: CLIP, tmp_path: Path) -> None:
     save_model(unskilled, tmp_path / "model")
 
     def start(name: str) -> "subprocess.Popen[bytes]":
@@ -187,7 +183,9 @@ def test_killed_at_a_random_moment_it_goes_on_to_the_same_scores(
     assert scores("killed") == scores("whole") * (len(scores("killed")) // len(scores("whole")))
 
 
-def test_what_cannot_be_trained_is_refused(colours: Path, unskilled: CLIP, tmp_path: Path) -> None:
+def test_ranks_unnamed_models_and_several_labels_are_rejected(
+    colours: Path, unskilled: CLIP, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="run it without torchrun"):
         fine_tune(subject_of(unskilled, colours, ranks=Ranks(rank=0, world=2)), Options(runs=tmp_path))
     with pytest.raises(ConfigError, match="needs a model with an architecture that train"):
@@ -204,9 +202,7 @@ def test_what_cannot_be_trained_is_refused(colours: Path, unskilled: CLIP, tmp_p
 
 
 @pytest.mark.long
-def test_a_training_that_fails_is_told_in_its_own_words(
-    colours: Path, unskilled: CLIP, tmp_path: Path
-) -> None:
+def test_failed_training_reports_its_own_error(colours: Path, unskilled: CLIP, tmp_path: Path) -> None:
     subject = subject_of(unskilled, colours)
     with pytest.raises(
         DataError, match=r"on colours at rate 1e\+30, for the test: the loss of step \d+ is nan.*\.log\)"
@@ -215,7 +211,7 @@ def test_a_training_that_fails_is_told_in_its_own_words(
 
 
 @given(st.lists(st.text(st.sampled_from("ab (1)\t\n"), max_size=6), max_size=8))
-def test_names_are_told_apart(names: list[str]) -> None:
+def test_distinct_names_are_unique(names: list[str]) -> None:
     found = distinct_names(names)
     assert len(set(found)) == len(found) == len(names)
     for name, own in zip(names, found, strict=True):

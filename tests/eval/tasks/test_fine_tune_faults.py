@@ -1,4 +1,4 @@
-"""Errors of fine-tuning: messages, what is kept, and that no score is of an incomplete training."""
+"""Tests of fine-tuning errors: messages, saved progress, and no scores of incomplete trainings."""
 
 import json
 import os
@@ -31,7 +31,7 @@ from eval.tasks import Options
 from eval.tasks.fine_tune import ClassTraining, Diverged, _best, _model_settings, fine_tune, only_one
 
 ROOT = Path(__file__).parents[3]
-SECONDS = 300  # after which something hangs
+SECONDS = 300  # timeout of processes
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +74,12 @@ def subject_of(model: CLIP, folder: Path) -> Subject:
         ({"estimators": ("forest",)}, "unknown estimator 'forest': known: logistic, ridge"),
     ],
 )
-def test_invalid_options_are_refused(options: dict[str, Any], said: str) -> None:
+def test_invalid_options_are_rejected(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Options(**options)
 
 
-def test_what_the_disk_refuses_is_told_with_what_to_do(shades: Path, unskilled: CLIP, tmp_path: Path) -> None:
+def test_disk_errors_suggest_another_folder_or_rerun(shades: Path, unskilled: CLIP, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--runs ~nobody-of-this-name/x: "):
         fine_tune(subject_of(unskilled, shades), Options(runs=Path("~nobody-of-this-name/x")))
     (tmp_path / "file").write_text("")
@@ -90,7 +90,7 @@ def test_what_the_disk_refuses_is_told_with_what_to_do(shades: Path, unskilled: 
             fine_tune(subject_of(unskilled, shades), Options(runs=runs))
     with pytest.raises(DataError, match=r"gone/x: No such file.*--runs"), only_one(tmp_path / "there"):
         (tmp_path / "gone" / "x").write_text("")
-    with only_one(tmp_path / "there"):  # the lock was given back
+    with only_one(tmp_path / "there"):  # the lock was released
         pass
     removed = tmp_path / "there"
     with pytest.raises(DataError, match="there was removed meanwhile: run the same command to start over"):  # noqa: SIM117
@@ -100,7 +100,7 @@ def test_what_the_disk_refuses_is_told_with_what_to_do(shades: Path, unskilled: 
 
 
 class Tried(ClassTraining):
-    """A training with given outcomes."""
+    """A training that returns fixed outcomes by rate."""
 
     outcomes: Mapping[float, Mapping[str, float] | None]
     trained: list[float]
@@ -123,20 +123,18 @@ def best(training: ClassTraining, model: CLIP, rates: Sequence[float], metric: s
     return _best(training, model, rates, metric, "shades")
 
 
-def test_rates_are_chosen_by_the_metric_of_the_call_and_close_ones_are_told_apart(
-    unskilled: CLIP, tmp_path: Path
-) -> None:
+def test_rate_is_chosen_by_requested_metric(unskilled: CLIP, tmp_path: Path) -> None:
     near = 1e-3 * (1 + 1e-9)
     training = Tried.of(
         tmp_path, {1e-4: {"acc1": 0.5, "acc5": 0.9}, 1e-3: {"acc1": 0.7, "acc5": 0.8}, near: {"acc1": 0.6}}
     )
     assert best(training, unskilled, (1e-4, 1e-3), "acc1") == 1e-3
     assert best(training, unskilled, (1e-4, 1e-3), "acc5") == 1e-4
-    assert best(training, unskilled, (1e-3, near), "f1_macro") == 1e-3  # which is not kept: by acc1
+    assert best(training, unskilled, (1e-3, near), "f1_macro") == 1e-3  # not stored, so acc1 is used
     assert training.trained == [1e-4, 1e-3, near]
 
 
-def test_a_rate_that_diverges_is_not_taken(
+def test_diverging_rates_are_not_chosen(
     unskilled: CLIP, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     training = Tried.of(tmp_path, {1e-3: {"acc1": 0.0}, 1e2: None, 1e3: None})
@@ -149,7 +147,7 @@ def test_a_rate_that_diverges_is_not_taken(
 
 
 @pytest.mark.parametrize("damaged", ["", "{", "[]", '{"0.001": 0.5}', "\x00\xff"])
-def test_a_damaged_list_of_rates_is_made_again(unskilled: CLIP, tmp_path: Path, damaged: str) -> None:
+def test_damaged_rates_file_is_written_again(unskilled: CLIP, tmp_path: Path, damaged: str) -> None:
     (tmp_path / "rates.json").write_bytes(damaged.encode("latin-1"))
     training = Tried.of(tmp_path, {1e-4: {"acc1": 0.5}, 1e-3: {"acc1": 0.7}})
     assert best(training, unskilled, (1e-4, 1e-3), "acc1") == 1e-3
@@ -162,13 +160,13 @@ def test_a_damaged_list_of_rates_is_made_again(unskilled: CLIP, tmp_path: Path, 
         ("ViT-Ti-4-16", {"logit_bias": True}, {}),
         ("ViT-Ti-4-16", {"quick_gelu": True}, {}),
         ("ViT-Ti-4-16", {"quick_gelu": True, "logit_bias": True}, {}),
-        ("ViT-Ti-4-16", {"small_data": False}, {}),  # as of an export
+        ("ViT-Ti-4-16", {"small_data": False}, {}),  # as in an exported model
         ("ViT-Ti-4-16", {"masked": "color"}, {}),
         ("ViT-Ti-4-16", {"quick_gelu": True}, {"patch_size": 8, "width": 128, "heads": 4}),
         ("ViT-Ti-4-16", {}, {"pool": "map", "positions": "none", "layers": 1, "mlp_ratio": 2.0}),
     ],
 )
-def test_a_model_that_has_lost_its_name_is_trained(
+def test_settings_reproduce_changed_architectures(
     name: str, changed: dict[str, Any], sizes: dict[str, Any], tmp_path: Path
 ) -> None:
     shape = replace(architecture(name, image_size=32), **changed)
@@ -189,7 +187,7 @@ def test_a_model_that_has_lost_its_name_is_trained(
     assert bool(found["shape"]) == bool(sizes)
 
 
-def test_a_head_of_few_classes_on_another_librarys_tower_is_loaded(tmp_path: Path) -> None:
+def test_class_head_on_timm_tower_is_loaded(tmp_path: Path) -> None:
     model = create(architecture("ViT-Ti-4-16", image="timm:resnet10t", image_size=32), name="", seed=0)
     head = with_class_head(model, ["a"], torch.eye(1, model.architecture.embed_dim))
     save_model(head, tmp_path / "head")
@@ -197,12 +195,12 @@ def test_a_head_of_few_classes_on_another_librarys_tower_is_loaded(tmp_path: Pat
 
 
 def processes_of(folder: Path) -> list[int]:
-    """Return the running trainings below a folder."""
+    """Return the process ids of trainings that write below a folder."""
     found = []
     for one in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             arguments = one.read_bytes().split(b"\0")
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         if any(argument.startswith(f'out="{folder}'.encode()) for argument in arguments):
             found.append(int(one.parent.name))
@@ -210,9 +208,7 @@ def processes_of(folder: Path) -> list[int]:
 
 
 @pytest.mark.long
-def test_a_training_that_is_stopped_gives_no_number_and_goes_on(
-    shades: Path, unskilled: CLIP, tmp_path: Path
-) -> None:
+def test_stopped_training_writes_no_scores_and_resumes(shades: Path, unskilled: CLIP, tmp_path: Path) -> None:
     save_model(unskilled, tmp_path / "model")
 
     def start(name: str) -> "subprocess.Popen[str]":
@@ -231,12 +227,12 @@ def test_a_training_that_is_stopped_gives_no_number_and_goes_on(
         )
 
     def training(name: str, *, beyond: int = 0) -> int:
-        """Wait until the metrics have grown, and return the training process."""
+        """Wait until the metrics have grown, and return the process id of the training."""
         until = time.monotonic() + SECONDS
         while not (figures(name) > beyond and processes_of(tmp_path / name)):
             assert time.monotonic() < until
             time.sleep(0.05)
-        return min(processes_of(tmp_path / name))  # its loaders have later numbers
+        return min(processes_of(tmp_path / name))  # its loaders have higher ids
 
     def figures(name: str) -> int:
         return sum(one.stat().st_size for one in (tmp_path / name).glob("*/final_*/metrics.jsonl"))

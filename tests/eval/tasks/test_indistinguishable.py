@@ -1,4 +1,4 @@
-"""Texts with the same tokens are reported in one line and do not change scores."""
+"""Tests of texts with the same tokens: reported in one line, without changes of scores."""
 
 import logging
 from collections.abc import Callable
@@ -87,7 +87,7 @@ def test_only_rank_0_reports(
 
 
 @pytest.mark.parametrize("prompts", ["openai", "simple"])
-def test_imagenets_repeated_names_are_known(
+def test_repeated_names_of_imagenet_are_reported(
     prompts: str, model: CLIP, write_dataset: WriteDataset, caplog: pytest.LogCaptureFixture
 ) -> None:
     card = load_card("imagenet1k")
@@ -120,7 +120,7 @@ def test_captions_with_the_same_tokens_are_reported(
         "the model cannot tell them apart: 'image 3', 'Image 3', 'image  3' and 2 more"
     )
     assert reported(model, dataset, caplog) == [message]
-    own = tuple((f"image {i}", f"Image {i}") for i in range(23))  # of one image: both are right
+    own = tuple((f"image {i}", f"Image {i}") for i in range(23))  # both captions belong to the same image
     with caplog.at_level(logging.WARNING, "eval"):
         caplog.clear()
         report_captions(Subject(Encoder(model), replace(dataset, captions=own)))
@@ -151,7 +151,7 @@ def test_choices_with_the_same_tokens_are_reported(
     assert not caplog.records
 
 
-def test_the_command_reports_and_scores(
+def test_zero_shot_command_reports_and_scores(
     model: CLIP, write_dataset: WriteDataset, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""Neighbours and votes against scikit-learn's, ties, blocks, and the task on a small dataset."""
+"""Tests of knn: neighbors and votes against scikit-learn, ties, blocks, and scores of a dataset."""
 
 import importlib
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from eval import Encoder, Subject
 from eval.tasks import Options
 from eval.tasks.probe import knn, nearest_neighbours, votes
 
-module = importlib.import_module("eval.tasks.probe")  # the package has the function by this name
+module = importlib.import_module("eval.tasks.probe")
 WriteDataset = Callable[..., Path]
 
 
@@ -27,7 +27,7 @@ WriteDataset = Callable[..., Path]
     temperature=st.sampled_from([None, 0.07, 1.0]),
     seed=st.integers(0, 99),
 )
-def test_votes_are_scikit_learns(n: int, k: int, temperature: float | None, seed: int) -> None:
+def test_votes_equal_scikit_learn(n: int, k: int, temperature: float | None, seed: int) -> None:
     from sklearn.neighbors import KNeighborsClassifier
 
     g = torch.Generator().manual_seed(seed)
@@ -50,8 +50,8 @@ def test_votes_are_scikit_learns(n: int, k: int, temperature: float | None, seed
 
 
 @given(n=st.integers(3, 40), k=st.integers(1, 3), seed=st.integers(0, 999))
-def test_equal_similarities_go_by_place_in_any_blocks(n: int, k: int, seed: int) -> None:
-    """With features of three values nearly all similarities are tied."""
+def test_ties_are_ordered_by_index_for_any_block_size(n: int, k: int, seed: int) -> None:
+    """Features have three values, so that nearly all similarities are tied."""
     g = torch.Generator().manual_seed(seed)
     training, queries = (torch.randint(-1, 2, (m, 3), generator=g).float() for m in (n, 7))
     expected = (queries @ training.T).sort(dim=1, descending=True, stable=True)
@@ -64,13 +64,13 @@ def test_equal_similarities_go_by_place_in_any_blocks(n: int, k: int, seed: int)
             assert torch.equal(found.similarity, expected.values[:, :k])
 
 
-def test_equal_votes_go_to_the_lower_class() -> None:
+def test_tied_votes_choose_the_lower_class() -> None:
     found = nearest_neighbours(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.6, 0.8], [0.6, -0.8]]), 2)
     shares = votes(found, torch.tensor([2, 1]), 3, 2)
     assert shares.tolist() == [[0.0, 0.5, 0.5]] and int(shares.argmax()) == 1
 
 
-def test_features_may_be_mapped(tmp_path: Path) -> None:
+def test_memory_mapped_features_are_accepted(tmp_path: Path) -> None:
     file = np.memmap(tmp_path / "features", np.float16, "w+", shape=(50, 4))
     file[:] = np.random.default_rng(0).normal(size=(50, 4))
     mapped = torch.from_numpy(file)
@@ -79,7 +79,7 @@ def test_features_may_be_mapped(tmp_path: Path) -> None:
     assert torch.equal(found.index, nearest_neighbours(mapped[:10].float(), mapped.float(), 3).index)
 
 
-def test_neighbours_of_a_dataset(
+def test_knn_scores_of_dataset(
     model: CLIP, write_dataset: WriteDataset, caplog: pytest.LogCaptureFixture
 ) -> None:
     labels = [i % 4 for i in range(16)]
@@ -97,7 +97,7 @@ def test_neighbours_of_a_dataset(
     assert [(score.setting, score.metric, score.n) for score in scores] == [
         (f"k={k}{kind}", "acc1", 9) for k in (1, 3) for kind in ("", " plain")
     ]
-    assert scores[0].value == scores[1].value == 1.0  # an image's nearest is itself
+    assert scores[0].value == scores[1].value == 1.0  # each image is its own nearest neighbor
     assert scores[2].low is not None and scores[2].task == "knn" and scores[2].chance == 1 / 7
     assert "skipping 20 neighbors, there are 16 images to learn from" in caplog.text
     assert "9 of 9 test images are also in train" in caplog.text

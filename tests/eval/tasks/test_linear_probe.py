@@ -1,4 +1,4 @@
-"""Logistic regression against scikit-learn's, the search for C, and the task on small datasets."""
+"""Tests of linear probes: logistic regression against scikit-learn, the search for C, and scores."""
 
 import logging
 import math
@@ -46,7 +46,7 @@ def theirs(features: Tensor, labels: Tensor, C: float) -> tuple[Tensor, Tensor]:
     """Return scikit-learn's weights and biases by Newton's method, which converges to machine precision."""
     from sklearn.linear_model import LogisticRegression
 
-    # it steps in the format of the features, and its biases are those of centred ones to fewer digits
+    # it computes in the dtype of the features, and biases are more precise for centered features
     mean = features.double().mean(dim=0)
     model = LogisticRegression(C=C, solver="newton-cholesky", tol=1e-11, max_iter=1000)
     model.fit((features.double() - mean).numpy(), labels.numpy())
@@ -65,13 +65,13 @@ def logits(fit: LogisticFit, features: Tensor) -> Tensor:
     exponent=st.floats(-6, 6),
     seed=st.integers(0, 999),
 )
-def test_weights_are_scikit_learns(width: int, classes: int, exponent: float, seed: int) -> None:
+def test_weights_equal_scikit_learn(width: int, classes: int, exponent: float, seed: int) -> None:
     features, labels = made_up(40 * classes, width, classes, apart=0.3, seed=seed)  # classes overlap
     C = 10**exponent
     fit = LogisticProblem(Rows(features), labels, classes).fit(C, tolerance=1e-9)
     weight, bias = theirs(features, labels, C)
     assert fit.converged
-    if classes == 2:  # one logit there, its halves here
+    if classes == 2:  # scikit-learn has one logit, clipkit two halves of it
         weight, bias = torch.cat([-weight, weight]) / 2, torch.cat([-bias, bias]) / 2
     else:
         bias = bias - bias.mean()
@@ -83,7 +83,7 @@ def test_weights_are_scikit_learns(width: int, classes: int, exponent: float, se
 
 
 @pytest.mark.parametrize("C", [1e-6, 1e-2, 1e2, 1e6])
-def test_predictions_are_scikit_learns_from_any_start(C: float) -> None:
+def test_predictions_equal_scikit_learn_from_any_start(C: float) -> None:
     features, labels = made_up(300, 20, 6, apart=1.5)
     new, _ = made_up(300, 20, 6, apart=1.5, seed=1)
     problem = LogisticProblem(Rows(features), labels, 6)
@@ -94,12 +94,12 @@ def test_predictions_are_scikit_learns_from_any_start(C: float) -> None:
     assert torch.equal(logits(fit, new).argmax(dim=1), expected)
     again = problem.fit(C, start=problem.fit(C * 100))
     assert torch.equal(logits(again, new).argmax(dim=1), expected)
-    assert problem.fit(C, start=fit).iterations <= 2  # it is there already
+    assert problem.fit(C, start=fit).iterations <= 2  # already at the minimum
     same = LogisticProblem(Rows(features), labels, 6).fit(C)
     assert torch.equal(same.weight, fit.weight) and torch.equal(same.bias, fit.bias)
 
 
-def test_the_minimum_of_classes_that_are_told_apart_without_an_error() -> None:
+def test_separable_classes_reach_the_minimum() -> None:
     """With a weak penalty the errors of the probabilities are below float32's resolution at 1."""
     features, labels = made_up(60, 30, 3, apart=3)
     C = 1e5
@@ -113,8 +113,8 @@ def test_the_minimum_of_classes_that_are_told_apart_without_an_error() -> None:
     assert loss < 1e-4
 
 
-def test_fewer_rows_than_their_width_from_a_fit_of_others() -> None:
-    """Weights vanish in directions in which the rows do not vary."""
+def test_fit_of_fewer_rows_than_features_from_another_fit() -> None:
+    """Weights are zero in directions in which the rows do not vary."""
     features, labels = made_up(60, 30, 3, apart=1)
     few = LogisticProblem(Rows(features[:12]), labels[:12], 3)
     expected = few.fit(1.0, tolerance=1e-8)
@@ -124,9 +124,9 @@ def test_fewer_rows_than_their_width_from_a_fit_of_others() -> None:
     torch.testing.assert_close(expected.weight, weight - weight.mean(dim=0), rtol=1e-5, atol=1e-7)
 
 
-def test_classes_that_do_not_occur_and_several_labels() -> None:
+def test_absent_classes_and_several_labels_are_fitted() -> None:
     features, labels = made_up(120, 6, 3, apart=0.5)
-    gaps = torch.tensor([1, 4, 5])[labels]  # of six
+    gaps = torch.tensor([1, 4, 5])[labels]  # three of six classes
     fit = LogisticProblem(Rows(features), gaps, 6).fit(1.0, tolerance=1e-8)
     plain = LogisticProblem(Rows(features), labels, 3).fit(1.0, tolerance=1e-8)
     torch.testing.assert_close(fit.weight[[1, 4, 5]], plain.weight)
@@ -147,7 +147,7 @@ def test_classes_that_do_not_occur_and_several_labels() -> None:
         LogisticProblem(Rows(features), labels, 3)
 
 
-def test_rows_in_blocks_from_several_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rows_in_blocks_give_the_same_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Blocks of memory-mapped and selected rows give the same fit as one table."""
     features, labels = made_up(150, 5, 4, apart=0.5)
     expected = LogisticProblem(Rows(features), labels, 4).fit(3.0, tolerance=1e-8)
@@ -164,7 +164,7 @@ def test_rows_in_blocks_from_several_places(monkeypatch: pytest.MonkeyPatch, tmp
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_finds_the_same_minimum() -> None:
+def test_gpu_fit_gives_same_predictions() -> None:
     features, labels = made_up(400, 30, 5, apart=1.0)
     new, _ = made_up(400, 30, 5, apart=1.0, seed=1)
     expected = LogisticProblem(Rows(features), labels, 5).fit(10.0)
@@ -176,7 +176,7 @@ def test_a_gpu_finds_the_same_minimum() -> None:
 
 
 @given(peak=st.integers(0, 96), seed=st.integers(0, 99))
-def test_the_search_finds_the_peak_of_what_has_one(peak: int, seed: int) -> None:
+def test_halving_search_finds_a_single_peak(peak: int, seed: int) -> None:
     asked: list[int] = []
 
     def value_at(step: int) -> float:
@@ -189,13 +189,13 @@ def test_the_search_finds_the_peak_of_what_has_one(peak: int, seed: int) -> None
     assert len(asked) == len(set(asked)) <= 15
 
 
-def test_the_search_takes_the_strongest_of_equals() -> None:
+def test_halving_search_chooses_strongest_penalty_on_ties() -> None:
     assert halving_search(lambda step: 1.0) == 96
     assert [penalty_of(step) for step in (0, 48, 96)] == [1e-6, 1.0, 1e6]
     assert penalty_of(8) == pytest.approx(1e-5)
 
 
-def test_the_sweep_is_scikit_learns() -> None:
+def test_sweep_equals_scikit_learn() -> None:
     features, labels = made_up(200, 8, 4, apart=0.7)
     val, val_labels = made_up(150, 8, 4, apart=0.7, seed=5)
     found = sweep(Rows(features), labels, Rows(val), val_labels, 4)
@@ -217,7 +217,7 @@ def test_the_sweep_is_scikit_learns() -> None:
 
 
 @given(sizes=st.lists(st.integers(0, 40), min_size=2, max_size=6), seed=st.integers(0, 9))
-def test_a_fifth_of_each_class_is_carved_off(sizes: list[int], seed: int) -> None:
+def test_carve_takes_a_fifth_of_each_class(sizes: list[int], seed: int) -> None:
     labels = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     labels = labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))]
     learn, tune = carve(labels, revision="r", seed=seed)
@@ -232,7 +232,7 @@ def test_a_fifth_of_each_class_is_carved_off(sizes: list[int], seed: int) -> Non
 LABELS = [i % 4 for i in range(32)]
 
 
-def test_the_probe_of_a_dataset(
+def test_linear_probe_of_dataset(
     model: CLIP, write_dataset: WriteDataset, caplog: pytest.LogCaptureFixture
 ) -> None:
     subject = subject_of(model, write_dataset, {"test": LABELS[:20], "train": LABELS, "val": LABELS})
@@ -241,7 +241,7 @@ def test_the_probe_of_a_dataset(
         ("", "val", "acc1"),
         ("layer 1", "val", "acc1"),
     ]
-    # images to learn from, to tune on and to test on are the same here: a weak penalty knows them by heart
+    # train, val and test have the same images, which a weak penalty fits without errors
     assert probes[0].sweep.tried[probes[0].sweep.fit.C] == 1.0 and probes[0].sweep.fit.C > 1e-6
     scores = probes[0].scores
     assert [(score.task, score.metric, score.value) for score in scores] == [
@@ -252,12 +252,12 @@ def test_the_probe_of_a_dataset(
     assert scores[0].low is not None and scores[0].low < 1.0
     assert (scores[0].n, scores[0].split, scores[0].prompt_set) == (20, "test", "")
     assert linear_probe(subject, Options()).scores == scores
-    assert "classes without training images" in caplog.text  # three of the seven names
+    assert "classes without training images" in caplog.text  # three of seven
     with pytest.raises(ConfigError, match="layer 9"):
         linear_probe(subject, Options(layers=(9,)))
 
 
-def test_a_thousand_examples_as_in_vtab(model: CLIP, write_dataset: WriteDataset) -> None:
+def test_examples_option_draws_nested_subsets_of_train(model: CLIP, write_dataset: WriteDataset) -> None:
     subject = subject_of(model, write_dataset, {"test": LABELS, "train": LABELS, "val": LABELS})
     train = subject.split("train")
     assert train is not None
@@ -268,7 +268,7 @@ def test_a_thousand_examples_as_in_vtab(model: CLIP, write_dataset: WriteDataset
         found = {*learn.tolist(), *tune.tolist()}
         used = min(examples, len(LABELS))
         assert tuned_on == f"a fifth of {used} images of train" and len(tune) == round(used / 5)
-        assert len(found) == len(learn) + len(tune) == used and seen <= found  # a smaller number is a subset
+        assert len(found) == len(learn) + len(tune) == used and seen <= found  # smaller sets are subsets
         seen = found
     options = Options(examples=20)
     (score, *_) = linear_probe(subject, options).scores
@@ -279,7 +279,7 @@ def test_a_thousand_examples_as_in_vtab(model: CLIP, write_dataset: WriteDataset
         linear_probe(subject, Options(examples=4))
 
 
-def test_a_dataset_without_a_split_to_tune_on(
+def test_dataset_without_val_is_tuned_on_a_fifth_of_train(
     model: CLIP, write_dataset: WriteDataset, caplog: pytest.LogCaptureFixture
 ) -> None:
     metrics = ("mean_per_class_recall", "acc1")
@@ -287,7 +287,7 @@ def test_a_dataset_without_a_split_to_tune_on(
     (probe,) = linear_probes(subject)
     assert (probe.tuned_on, probe.tuned_by) == ("a fifth of train", "mean_per_class_recall")
     assert [score.metric for score in probe.scores] == list(metrics)
-    # fitted once more to all, what was carved off included
+    # fitted again to all images, including the carved-off ones
     features, labels = subject.images("train").before_projection, torch.tensor([*LABELS, 6])
     again = LogisticProblem(Rows(features), labels, 7).fit(probe.sweep.fit.C, tolerance=1e-6)
     torch.testing.assert_close(probe.answers.classifier, again.classifier(), rtol=2e-3, atol=2e-3)
@@ -295,8 +295,8 @@ def test_a_dataset_without_a_split_to_tune_on(
     assert linear_probe(subject, Options()).scores == probe.scores
 
 
-def test_pictures_with_several_labels(model: CLIP, write_dataset: WriteDataset) -> None:
-    """C is chosen by 11-point mAP, and not on the split that is scored."""
+def test_multi_label_probe_is_tuned_by_map(model: CLIP, write_dataset: WriteDataset) -> None:
+    """C is chosen by 11-point mAP, and not on the scored split."""
     plain = subject_of(model, write_dataset, {"test": LABELS, "train": LABELS, "val": LABELS})
 
     def open_split(split: str) -> evaluation.EvalDataset:
@@ -324,7 +324,7 @@ def test_pictures_with_several_labels(model: CLIP, write_dataset: WriteDataset) 
         ({"train": LABELS}, "learns from train, so score it on another split"),
     ],
 )
-def test_too_little_to_learn_from(
+def test_insufficient_training_data_is_rejected(
     model: CLIP,
     write_dataset: WriteDataset,
     splits: dict[str, list[int]],

@@ -1,4 +1,4 @@
-"""Examples of retrieval: images and captions against a plain sort, and what a page shows."""
+"""Tests of retrieval examples: captions against a plain sort, memory, and their display on pages."""
 
 import json
 import tracemalloc
@@ -32,14 +32,14 @@ def dataset(captions: int) -> EvalDataset:
 
 
 def made(seed: int, *, ties: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Return features and pairs of images and captions: one to three per image, some of several images."""
+    """Return features and pairs of images and captions: one to three captions per image, some shared."""
     generator = torch.Generator().manual_seed(seed)
     pictures, texts = torch.randn(N, D, generator=generator), torch.randn(T, D, generator=generator)
     own = [torch.randperm(T, generator=generator)[: 1 + i % 3].sort().values for i in range(N)]
     pairs = torch.tensor([(i, int(text)) for i, of in enumerate(own) for text in of])
     for i in range(0, N, 2):
         pictures[i] += 2 * texts[own[i][-1]]
-    if ties:  # whole numbers, so that sums are exact and many are equal
+    if ties:  # integers: sums are exact and many are equal
         return pictures.round().clamp(-1, 1), texts.round().clamp(-1, 1), pairs
     return torch.nn.functional.normalize(pictures, dim=1), torch.nn.functional.normalize(texts, dim=1), pairs
 
@@ -62,7 +62,7 @@ def details(seed: int = 0, *, ties: bool = False, shown: int = 0) -> tuple[Detai
 
 @given(seed=st.integers(0, 2**32 - 1), ties=st.booleans())
 @settings(max_examples=30, deadline=None)
-def test_captions_are_those_of_a_plain_sort(seed: int, ties: bool) -> None:
+def test_captions_of_examples_equal_plain_sort(seed: int, ties: bool) -> None:
     found, similarity, pairs, ranks = details(seed, ties=ties, shown=seed)
     assert (found.candidates, found.prompt_set, len(found.examples)) == (T, "mine", 6)
     for one in found.examples:
@@ -75,14 +75,14 @@ def test_captions_are_those_of_a_plain_sort(seed: int, ties: bool) -> None:
         assert [guess.probability for guess in one.guesses] == pytest.approx(
             [row[text] for text in order[:5]], rel=1e-3, abs=1e-6
         )
-        if not ties:  # else which of several equal ones is shown is of no matter
+        if not ties:  # with ties, any of the equal captions may be shown
             labels = [f"caption {text} {EVIL if text % 2 else ''}".strip() for text in order]
             assert [guess.label for guess in one.guesses] == labels[:5]
             assert one.truth == labels[one.rank - 1]
         assert one.guesses[0].right == (one.rank == 1)
 
 
-def test_right_and_wrong_in_turn_as_in_zero_shot() -> None:
+def test_examples_alternate_between_right_and_wrong() -> None:
     shown = {}
     for seed in range(8):
         found = details(shown=seed)[0]
@@ -93,7 +93,7 @@ def test_right_and_wrong_in_turn_as_in_zero_shot() -> None:
     assert len(set(shown.values())) == 8
 
 
-def test_few_captions_and_what_is_kept(tmp_path: Path) -> None:
+def test_examples_of_few_captions_are_written_and_read(tmp_path: Path) -> None:
     pictures, texts = torch.eye(3), torch.eye(3)[:2]
     pairs = torch.tensor([(0, 0), (1, 1), (2, 1)])
     right = {"image_to_text_R@1": match_ranks(pictures, texts, pairs) < 1}
@@ -109,7 +109,7 @@ def test_few_captions_and_what_is_kept(tmp_path: Path) -> None:
     assert read_details(results)[0][0].candidates == 0
 
 
-def test_a_hundred_thousand_captions_take_no_more_than_a_few_numbers_each() -> None:
+def test_memory_per_caption_is_small() -> None:
     many = 100_000
     pictures, texts = torch.randn(many, 4), torch.randn(many, 4)
     pairs = torch.arange(many)[:, None].expand(-1, 2)
@@ -122,11 +122,11 @@ def test_a_hundred_thousand_captions_take_no_more_than_a_few_numbers_each() -> N
         tracemalloc.stop()
     used = (one.self_cpu_memory_usage for one in profile.key_averages())
     assert len(found.examples) == 6 and found.candidates == many
-    assert most < 10e6  # Python's own
-    assert sum(max(0, one) for one in used) < 6 * many * 200  # bytes, were none given back
+    assert most < 10e6  # Python objects
+    assert sum(max(0, one) for one in used) < 6 * many * 200  # bytes, counting no deallocations
 
 
-def test_the_page_tells_similarities(tmp_path: Path) -> None:
+def test_page_shows_cosine_similarities(tmp_path: Path) -> None:
     found = details()[0]
     common = {"task": "retrieval", "prompt_set": "mine", "weights": "w", "data_revision": "0123"}
     path = write(tmp_path / "r.jsonl", [line(0, "pairs", "mean_R@1", 0.5, **common)])
@@ -139,10 +139,10 @@ def test_the_page_tells_similarities(tmp_path: Path) -> None:
     told = f"{one.guesses[0].probability:.3f}".replace("-", "−")
     assert told in page.words and f"{100 * one.guesses[0].probability:.1f}%" not in page.words
     assert "the true label" not in html and html.count("a caption of the image") >= 6
-    assert [tag for tag, _ in page.tags].count("script") == 1  # captions are text
+    assert [tag for tag, _ in page.tags].count("script") == 1  # captions are escaped
 
 
-def test_below_zero_and_far_down() -> None:
+def test_card_shows_negative_similarity_and_large_rank() -> None:
     found = next(one for one in details()[0].examples if (one.rank or 0) > 5)
     changed = replace(found, rank=12_345, probability=-0.25)
     card = macro("images.html", "example")(Thumbnails(), changed, 25_010, {}, cosines=True)
