@@ -159,7 +159,7 @@ def test_resume_accepts_copied_data_and_rejects_changed_data(
 
 
 def train_by_two(pairs: Path | str, out: Path, *more: str) -> tuple[list[str], str]:
-    """Run a training that fails on two ranks; return the error lines and the last 1,000 characters of stderr."""
+    """Run a training that fails on two ranks; return the error lines and the last 1,000 characters."""
     settings = [f"data.train={pairs}", f"out={out}", f"batch_size={BATCH}", *SETTINGS, *more]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
