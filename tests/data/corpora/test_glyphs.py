@@ -123,7 +123,7 @@ def test_number_of_processes_does_not_change_files(corpus: Path, tmp_path: Path)
         assert (corpus / file).read_bytes() == (tmp_path / "again" / file).read_bytes(), file
 
 
-def test_chunks_depend_on_the_seed_only() -> None:
+def test_chunks_are_reproducible_and_depend_on_the_seed() -> None:
     chunk = glyphs._Chunk(split="train", start=0, count=20, size=32, seed=0)
     again, other = (glyphs._make_chunk(replace(chunk, seed=seed)) for seed in (0, 1))
     assert again == glyphs._make_chunk(chunk)

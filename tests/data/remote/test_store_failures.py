@@ -139,7 +139,7 @@ def test_unreachable_host_and_invalid_urls_raise_error(tmp_path: Path) -> None:
     assert "gopher:// is not supported" in error_of(lambda: describe(["gopher://x/0.tar"]))
 
 
-def test_server_without_ranges_is_only_downloaded_from(nginx: Nginx, tmp_path: Path) -> None:
+def test_server_without_ranges_rejects_range_reads(nginx: Nginx, tmp_path: Path) -> None:
     data = os.urandom(100_000)
     nginx.put("0.tar", data)
     [shard] = describe([nginx.url("0.tar", of="whole/")])
