@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Fixtures and settings of all tests."""
 
 import signal
 from collections.abc import Iterator
@@ -9,26 +9,26 @@ from hypothesis import settings
 
 from tests.forked import Forked
 
-# models of this size gain nothing from threads, which wait for each other on a busy machine
+# small models gain nothing from threads, which contend on a busy machine
 torch.set_num_threads(1)
 
-# no test depends on the clock: a busy machine is slow, not wrong
+# no deadline of hypothesis: the machine may be busy
 settings.register_profile("clipkit", deadline=None)
 settings.load_profile("clipkit")
 
-# what was started in the background, or by nohup, ignores these, and so would all that the tests start
+# background processes and nohup ignore these signals, and child processes would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
 def forked() -> Iterator[Forked]:
-    """Runs programs without waiting for torch."""
+    """Run programs in processes that are forked after torch was imported."""
     server = Forked()
     yield server
     server.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests first, so that no process is left alone with one at the end."""
+    """Run slow tests first, so that no worker is left alone with one at the end."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)

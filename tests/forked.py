@@ -1,6 +1,6 @@
-"""Programs run many times at the cost of one import: a process that has loaded torch forks for each.
+"""Run programs without importing torch each time: a server process that has imported it forks for each run.
 
-Each run is a process of its own, with its own arguments, environment and output, that may be killed like any other.
+Each run is a separate process with its own arguments, environment and output, and can be killed.
 """
 
 import json
@@ -23,7 +23,7 @@ Ended = subprocess.CompletedProcess[str]
 
 
 class Forked:
-    """``train.py`` and the like, from here on without waiting for torch."""
+    """Runs ``train.py`` and other programs in processes forked from one that has imported torch."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-W", "error::ResourceWarning", "-m", "tests.forked"]
@@ -42,7 +42,7 @@ class Forked:
         timeout: float = 120,
         cwd: Path = ROOT,
     ) -> Ended:
-        """Run a program of the repository to its end."""
+        """Run a program of the repository and wait until it exits."""
         with tempfile.TemporaryDirectory() as folder:
             request = {"argv": [program, *arguments], "environment": dict(environment), "folder": folder}
             request["cwd"] = str(cwd)
@@ -58,7 +58,7 @@ class Forked:
             return subprocess.CompletedProcess([program, *arguments], int(status.read_text()), out, error)
 
     def ranks(self, program: str, *arguments: str, world: int, timeout: float = 300) -> list[Ended]:
-        """Run a program as so many ranks, which meet as torchrun has them do; every one must succeed."""
+        """Run a program as ``world`` ranks with torchrun's environment variables; every rank must succeed."""
         meeting = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
         meeting["MASTER_PORT"] = str(_free_port())
 
@@ -73,7 +73,7 @@ class Forked:
         return ended
 
     def close(self) -> None:
-        """Fork no more."""
+        """Stop the server process."""
         assert self._server.stdin is not None
         self._server.stdin.close()
         self._server.wait(timeout=60)
@@ -87,7 +87,7 @@ def _free_port() -> int:
 
 
 def _serve() -> None:
-    # train.py, and what it imports later
+    # train.py and the modules that it imports lazily
     for name in ("train", "torchvision", "torch._dynamo", "torch.distributed.checkpoint.staging"):
         import_module(name)
 
@@ -102,7 +102,7 @@ def _serve() -> None:
 
 
 def _watch(argv: Sequence[str], environment: Mapping[str, str], folder: Path, cwd: str) -> None:
-    """Fork the program; tell its status when it has ended."""
+    """Fork the program and write its exit status to a file when it has exited."""
     process = os.fork()
     if process:
         _, status = os.waitpid(process, 0)

@@ -1,6 +1,6 @@
-"""Real trainings, tiny ones, for the tests of the training engine: forked processes, one or several ranks.
+"""Tiny real trainings for the tests of the training engine, in forked processes, with one or several ranks.
 
-Ranks that are forked meet as torchrun has them meet, through the environment, and cost no import of torch.
+Forked ranks find each other through torchrun's environment variables and do not import torch again.
 """
 
 import hashlib
@@ -31,11 +31,11 @@ SETTINGS = (
     "model.name=ViT-Ti-4-16", "data.workers=0", "optim.warmup=2", "eval.data=[]", "log.tensorboard=false",
     "log.every_steps=1", f"batch_size={BATCH}", "checkpoint.keep=0",
 )  # fmt: skip
-SECONDS = 120  # after which something hangs
+SECONDS = 120  # timeout of a training
 
 
 class Trainings:
-    """Starts ``train.py`` on pairs of noise."""
+    """Starts ``train.py`` on images of noise."""
 
     def __init__(self, forked: Forked, pairs: Path, pool: ThreadPoolExecutor) -> None:
         self.pairs = pairs
@@ -43,12 +43,12 @@ class Trainings:
         self._forked, self._pool = forked, pool
 
     def settings(self, out: Path, more: Sequence[str]) -> list[str]:
-        """All arguments of a run."""
+        """Return all arguments of a run."""
         given = {one.partition("=")[0]: one for one in (f"data.train={self.pairs}", *SETTINGS, *more)}
         return [*given.values(), f"out={out}"]
 
     def run(self, out: Path, *more: str, status: int = 0) -> str:
-        """Train in one process to the end that is expected; what was said on stderr."""
+        """Train in one process, check the exit status and return stderr."""
         ended = self.start(out, *more).result()
         assert ended.returncode == status, ended.stderr[-3000:]
         return ended.stderr
@@ -61,13 +61,13 @@ class Trainings:
         return self._pool.submit(self._forked.run, "train.py", settings, environment, timeout=SECONDS)
 
     def clipkit(self, *arguments: str) -> None:
-        """One of clipkit's commands."""
+        """Run a clipkit command."""
         environment = {"CLIPKIT_CACHE": str(self.pairs.parent / "cache")}
         ended = self._forked.run("clipkit/__main__.py", arguments, environment, timeout=SECONDS)
         assert ended.returncode == 0, ended.stderr[-3000:]
 
     def start_ranks(self, world: int, out: Path, *more: str) -> "list[Future[Ended]]":
-        """Train by several ranks in the background."""
+        """Train on several ranks in the background."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -79,12 +79,12 @@ class Trainings:
         return [self.start(out, *more, **meeting, **place) for place in places]
 
     def run_ranks(self, world: int, out: Path, *more: str, status: int = 0) -> list[str]:
-        """Train by several ranks; what each has said on stderr."""
+        """Train on several ranks and return the stderr of each."""
         return ends(self.start_ranks(world, out, *more), status)
 
 
 def ends(started: "Sequence[Future[Ended]]", status: int = 0) -> list[str]:
-    """What ranks have said when all have ended, and as expected."""
+    """Wait for all ranks, check their exit status and return the stderr of each."""
     ended = [one.result() for one in started]
     said = [one.stderr for one in ended]
     assert [one.returncode for one in ended] == [status] * len(ended), "\n".join(one[-2000:] for one in said)
@@ -92,7 +92,7 @@ def ends(started: "Sequence[Future[Ended]]", status: int = 0) -> list[str]:
 
 
 def write_pairs(folder: Path, samples: int = SAMPLES, *, split: str = "train") -> Path:
-    """Pictures of noise with captions, every fourth of which is that of the picture before."""
+    """Write images of noise with captions; every fourth caption repeats the one before."""
     noise = np.random.default_rng(0)
     with DatasetWriter(folder, samples_per_shard=20) as writer:
         for i in range(samples):
@@ -112,38 +112,38 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trainings(forked: Forked, pairs: Path) -> Iterator[Trainings]:
-    """Trains on the pairs."""
+    """Return the runner of trainings on ``pairs``; delete the run folders at the end."""
     with ThreadPoolExecutor(8) as pool:
         made = Trainings(forked, pairs, pool)
         yield made
-    for out in made.runs:  # a checkpoint takes a hundred megabytes
+    for out in made.runs:  # a checkpoint takes 100 MB
         shutil.rmtree(out, ignore_errors=True)
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
-    """The recorded lines of a run."""
+    """Return the lines of metrics.jsonl."""
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def checkpoint(out: Path, step: int) -> Path:
-    """The folder of a step's checkpoint."""
+    """Return the folder of a step's checkpoint."""
     return out / "checkpoints" / f"step_{step:08d}"
 
 
 def latest_step(out: Path) -> int:
-    """The step that LATEST names."""
+    """Return the step that LATEST names."""
     return int((out / "checkpoints" / "LATEST").read_text().removeprefix("step_"))
 
 
 def digests(out: Path, step: int) -> dict[str, str]:
-    """Of the tensors that a checkpoint holds, file by file."""
+    """Return the SHA-256 of each tensor file of a checkpoint."""
     files = sorted(checkpoint(out, step).glob("*.safetensors"))
     assert files
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def go_back(out: Path, step: int) -> None:
-    """As if the run had been lost after the checkpoint of ``step``."""
+    """Delete all checkpoints after ``step``, as if the run had been killed there."""
     for folder in (out / "checkpoints").glob("step_*"):
         if int(folder.name.removeprefix("step_")) > step:
             shutil.rmtree(folder)
@@ -151,7 +151,7 @@ def go_back(out: Path, step: int) -> None:
 
 
 def wait_until(holds: Callable[[], bool], running: "Future[Ended]") -> None:
-    """Look as often as can be, while a training runs."""
+    """Poll until a condition holds while a training runs."""
     until = time.monotonic() + SECONDS
     while not holds():
         assert not running.done(), running.result().stderr[-3000:]
@@ -160,14 +160,14 @@ def wait_until(holds: Callable[[], bool], running: "Future[Ended]") -> None:
 
 
 def process_of(out: Path) -> int:
-    """The process that trains in a folder."""
+    """Return the id of the process that trains in a folder."""
     pid = int((out / ".lock").read_text().split()[1])
     os.kill(pid, 0)
     return pid
 
 
 def error_of(said: str) -> str:
-    """The one line that a mistake is answered with."""
+    """Return the only error line, which must be the last line of stderr."""
     assert "Traceback" not in said, said
     errors = [line for line in said.splitlines() if line.startswith("error")]
     assert len(errors) == 1 and errors == said.splitlines()[-1:], said

@@ -1,7 +1,7 @@
-"""The configurations: each loads, says truly what it costs, and fits the GPUs that it is launched on.
+"""Tests of the config files: each loads, states its cost correctly and fits the GPUs of its launch commands.
 
-What a file says of itself stands in its first comment, as ``# name: value``. Memory is that of
-``clipkit.training.costs`` with as many ranks as the file has GPUs; there is no GPU here to try it on.
+A file describes itself in its first comment, as ``# name: value``. ``clipkit.training.costs`` estimates
+memory for as many ranks as the file states GPUs; no GPU is used.
 """
 
 import re
@@ -25,12 +25,12 @@ WITHOUT_LAUNCH = (
     "emoji",
     "emoji_27_languages",
     "quickstart",
-)  # their data are made on the spot, and a CPU will do
+)  # their data are generated, and they run on a CPU
 DESCRIBED = [path for path in CONFIGS if path.stem not in WITHOUT_LAUNCH]
 DRY = [ROOT / "configs" / f"{name}.toml" for name in ("quickstart", "finetune", "clipa_vit_b_16", "vit_h_14")]
 FIELDS = ("data", "launch", "GPUs", "samples seen", "expected", "GPU-hours")
-GPUS_OF_NODE = 8  # as configs/launch/slurm.sh asks for
-FITS = 72 * 2**30  # of 80 GB: CUDA, NCCL and what the allocator cannot use take some
+GPUS_OF_NODE = 8  # as in configs/launch/slurm.sh
+FITS = 72 * 2**30  # of 80 GB; CUDA, NCCL and allocator fragmentation take the rest
 SLURM = "configs/launch/slurm.sh"
 
 
@@ -39,7 +39,7 @@ def name_of(path: Path) -> str:
 
 
 def header(path: Path) -> dict[str, list[str]]:
-    """What the file's first comment states, by name; lines that go on are joined."""
+    """Parse the first comment of a file into values by name; join continuation lines."""
     found: dict[str, list[str]] = {}
     values: list[str] | None = None
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -63,14 +63,14 @@ def gpus_of(path: Path) -> int:
 
 
 def cost(config: Config, world: int) -> Estimate:
-    """As ``train.py --dry-run`` estimates it, on so many GPUs."""
+    """Estimate the cost on ``world`` GPUs, as ``train.py --dry-run`` does."""
     shape = shape_of(config.model, config.loss, config.small, config.caption, config.masked, config.views)
     shard_ranks, bf16 = min(world, GPUS_OF_NODE), config.precision != "fp32"
     return estimate(workloads_of(config, shape, world=world, shard_ranks=shard_ranks, bf16=bf16)[-1])
 
 
 def options(words: list[str]) -> dict[str, str]:
-    """``--name value`` and ``--name=value`` of a command."""
+    """Parse the options ``--name value`` and ``--name=value`` of a command."""
     found: dict[str, str] = {}
     for word, following in zip(words, [*words[1:], ""], strict=True):
         if word.startswith("--"):
@@ -80,26 +80,26 @@ def options(words: list[str]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=name_of)
-def test_loads_and_names_a_model_that_there_is(path: Path) -> None:
+def test_config_is_valid(path: Path) -> None:
     config = load_config(path)
-    shape_of(config.model, config.loss, config.small)  # also that pictures and captions may be so small
+    shape_of(config.model, config.loss, config.small)  # also checks the settings of small.*
     assert config.small.steps < config.steps
     assert config.optim.warmup < config.steps
     assert config.out == f"runs/{path.stem}"
 
 
-def test_small_pictures_are_of_whole_patches() -> None:
+def test_small_image_size_must_be_a_multiple_of_the_patch_size() -> None:
     config = load_config(ROOT / "configs" / "quickstart.toml", ["small.steps=3", "small.image_size=10"])
     with pytest.raises(ConfigError, match="fit ViT-Ti-4-16: a multiple of its patch size, 4, and at most"):
         shape_of(config.model, config.loss, config.small)
 
 
 @pytest.mark.parametrize("path", DESCRIBED, ids=name_of)
-def test_says_all_there_is_to_say(path: Path) -> None:
+def test_header_has_all_fields(path: Path) -> None:
     stated = header(path)
     assert set(FIELDS) <= set(stated), f"{path.name} lacks {set(FIELDS) - set(stated)}"
     (expected,) = stated["expected"]
-    if "%" in expected:  # a score that someone else had, and says where
+    if "%" in expected:  # a published score of another implementation
         assert "published" in expected, expected
         assert "not measured here" in expected or "not known for this run" in expected, expected
     else:
@@ -107,7 +107,7 @@ def test_says_all_there_is_to_say(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DESCRIBED, ids=name_of)
-def test_samples_seen_are_steps_times_the_batch(path: Path) -> None:
+def test_samples_seen_equal_steps_times_batch_size(path: Path) -> None:
     config = load_config(path)
     (text,) = header(path)["samples seen"]
     match = re.match(r"([\d_]+) = ([\d_]+) steps × ([\d_]+)", text)
@@ -118,7 +118,7 @@ def test_samples_seen_are_steps_times_the_batch(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DESCRIBED, ids=name_of)
-def test_launch_lines_start_it_on_as_many_gpus_as_it_says(path: Path) -> None:
+def test_launch_commands_use_the_stated_number_of_gpus(path: Path) -> None:
     kinds = set()
     for line in header(path)["launch"]:
         words = shlex.split(line)
@@ -128,7 +128,7 @@ def test_launch_lines_start_it_on_as_many_gpus_as_it_says(path: Path) -> None:
             assert words[-1] == SLURM and (ROOT / SLURM).is_file()
             exported = dict(one.split("=", 1) for one in given["--export"].split(",")[1:])
             assert exported["CONFIG"] == f"configs/{path.name}"
-            assert given["--job-name"] == path.stem  # which names the run folder
+            assert given["--job-name"] == path.stem  # the script derives the run folder from it
             overrides = [f"data.train={exported['DATA']}", *exported.get("SETTINGS", "").split()]
             gpus = int(given["--nodes"]) * int(given.get("--gpus-per-node", GPUS_OF_NODE))
         else:
@@ -142,13 +142,13 @@ def test_launch_lines_start_it_on_as_many_gpus_as_it_says(path: Path) -> None:
     assert kinds >= {"sbatch"} and len(kinds) == 2, f"{path.name}: one line for SLURM, one without"
 
 
-def test_slurm_script_asks_for_as_many_gpus_of_a_node() -> None:
+def test_slurm_script_requests_gpus_per_node() -> None:
     text = (ROOT / SLURM).read_text(encoding="utf-8")
     assert re.findall(r"^#SBATCH --gpus-per-node=(\d+)$", text, re.MULTILINE) == [str(GPUS_OF_NODE)]
 
 
 @pytest.mark.parametrize("path", DESCRIBED, ids=name_of)
-def test_fits_80_gb(path: Path) -> None:
+def test_memory_fits_80_gb_gpus(path: Path) -> None:
     memory = cost(load_config(path), gpus_of(path)).memory
     assert memory.activations is not None
     assert memory.total <= FITS, f"{path.name} takes {memory.total / 2**30:.1f} GiB of each GPU"
@@ -156,7 +156,7 @@ def test_fits_80_gb(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def dry_runs(forked: Forked) -> dict[Path, Ended]:
-    """Of one configuration of each kind, two at a time; on the GPUs that they are for, whose rate is known."""
+    """Run ``--dry-run`` on one config of each kind, two at a time, for the GPUs that the file states."""
 
     def dry_run(path: Path) -> Ended:
         gpus = ["--gpu", "H100", "--gpus", str(gpus_of(path))] if path in DESCRIBED else []
@@ -167,7 +167,7 @@ def dry_runs(forked: Forked) -> dict[Path, Ended]:
 
 
 @pytest.mark.parametrize("path", DRY, ids=name_of)
-def test_dry_run_tells_what_it_costs(path: Path, dry_runs: dict[Path, Ended]) -> None:
+def test_dry_run_prints_costs(path: Path, dry_runs: dict[Path, Ended]) -> None:
     done = dry_runs[path]
     assert done.returncode == 0, done.stderr
     settings, _, costs = done.stdout.partition("\nparameters ")
@@ -178,13 +178,13 @@ def test_dry_run_tells_what_it_costs(path: Path, dry_runs: dict[Path, Ended]) ->
 
 
 def rows() -> Iterator[list[str]]:
-    """Cells of the table in configs/README.md, its head left out."""
+    """Yield the cells of each row of the table in configs/README.md, without its header."""
     for line in (ROOT / "configs" / "README.md").read_text(encoding="utf-8").splitlines():
         if line.startswith("| ["):
             yield [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_table_lists_all_of_them() -> None:
+def test_readme_table_lists_all_configs() -> None:
     table = {cells[0]: cells for cells in rows()}
     assert sorted(table) == sorted(f"[`{path.name}`]({path.name})" for path in CONFIGS)
     for path in CONFIGS:

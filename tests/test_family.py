@@ -1,6 +1,6 @@
-"""Every family of towers through the ordinary path: one optimizer step, one zero-shot evaluation, one checkpoint.
+"""Tests of every family of towers: one optimizer step, one zero-shot evaluation and one checkpoint each.
 
-Sizes are reduced; the code is that of the full ones. bench/parity.py compares full sizes with open_clip.
+Sizes are reduced, the code is the same; bench/parity.py compares full sizes with open_clip.
 """
 
 import io
@@ -40,7 +40,7 @@ SIGLIP_TEXT = {
     **TEXT, "vocab_size": 300, "hf_tokenizer_name": "TOKENIZER", "tokenizer_kwargs": {"clean": "canonicalize"},
     "no_causal_mask": True, "proj_bias": True, "pool_type": "last", "norm_kwargs": {"eps": 1e-6},
 }  # fmt: skip
-# open_clip's model configurations of each family, small
+# reduced model configurations of open_clip, one of each family
 OPEN_CLIP: dict[str, dict[str, Any]] = {
     "ViT": {"embed_dim": 32, "vision_cfg": VIT, "text_cfg": TEXT},
     "ViT, another MLP": {
@@ -87,7 +87,7 @@ OPEN_CLIP: dict[str, dict[str, Any]] = {
         "text_cfg": {**TEXT, "no_causal_mask": True, "pool_type": "last"},
     },
 }  # fmt: skip
-# backbones of timm with what makes them small
+# backbones of timm with the options that reduce them
 BACKBONES: dict[str, tuple[int, dict[str, Any]]] = {
     "vit_base_r50_s16_224": (
         32,
@@ -119,7 +119,7 @@ def picture(name: str, seed: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six labelled, captioned pictures for the test split, twelve for training."""
+    """Write a dataset of six labelled test images and twelve training images with captions."""
     out = tmp_path_factory.mktemp("family") / "colours"
     names = list(COLOURS)
     with DatasetWriter(out) as writer:
@@ -146,7 +146,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small tokenizer of the transformers library, in a folder."""
+    """Save a small tokenizer of the transformers library and return its folder."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -163,7 +163,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def step_and_score(model: CLIP, colours: Path, tmp_path: Path) -> None:
-    """What training does once, what evaluation does, and what a checkpoint keeps."""
+    """Make one optimizer step, run zero-shot evaluation, and save and load a checkpoint."""
     from clipkit.model.preprocess import batch_of
 
     names = list(COLOURS) * 2
@@ -175,7 +175,7 @@ def step_and_score(model: CLIP, colours: Path, tmp_path: Path) -> None:
     loss = backward(model, given, loss=clip_loss, parts=1, autocast=False).loss
     assert torch.isfinite(loss)
     idle = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    assert idle == []  # DistributedDataParallel would wait for these for ever
+    assert idle == []  # DistributedDataParallel would wait for their gradients forever
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer.step()
     moved = [name for name, p in model.named_parameters() if not torch.equal(p, before[name])]
@@ -203,7 +203,9 @@ def configuration(family: str, tokenizer: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", OPEN_CLIP)
-def test_open_clip_architectures(family: str, colours: Path, tokenizer: Path, tmp_path: Path) -> None:
+def test_open_clip_architecture_matches_open_clip_and_trains(
+    family: str, colours: Path, tokenizer: Path, tmp_path: Path
+) -> None:
     config = configuration(family, tokenizer)
     found = compare(family, config, batch=3)
     assert found.image <= 1e-5 and found.text <= 1e-5
@@ -214,7 +216,7 @@ def test_open_clip_architectures(family: str, colours: Path, tokenizer: Path, tm
 
 
 @pytest.mark.parametrize("name", BACKBONES)
-def test_backbones_of_timm(name: str, colours: Path, tmp_path: Path) -> None:
+def test_timm_backbone_trains(name: str, colours: Path, tmp_path: Path) -> None:
     size, options = BACKBONES[name]
     shape = architecture("ViT-Ti-4-16", image=f"timm:{name}", image_size=size)
     assert isinstance(shape.vision, TimmVision)
@@ -223,7 +225,7 @@ def test_backbones_of_timm(name: str, colours: Path, tmp_path: Path) -> None:
 
 
 def encoder(kind: str, folder: Path) -> None:
-    """A transformers encoder's configuration beside the tokenizer in ``folder``."""
+    """Save the configuration of a transformers encoder next to the tokenizer in ``folder``."""
     from transformers import BertConfig, DistilBertConfig, M2M100Config, T5Config, XLMRobertaConfig
 
     small = {"vocab_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -246,7 +248,7 @@ def encoder(kind: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bert", "distilbert", "t5", "nllb", "xlm-roberta"])
-def test_encoders_of_transformers(kind: str, colours: Path, tokenizer: Path, tmp_path: Path) -> None:
+def test_transformers_encoder_trains(kind: str, colours: Path, tokenizer: Path, tmp_path: Path) -> None:
     encoder(kind, tokenizer)
     model = create(architecture("ViT-Ti-4-16", text=f"transformers:{tokenizer}"), seed=0)
     step_and_score(model, colours, tmp_path)
@@ -255,10 +257,10 @@ def test_encoders_of_transformers(kind: str, colours: Path, tokenizer: Path, tmp
 
 
 @pytest.mark.parametrize("projection", ["linear", "mlp"])
-def test_open_clip_architectures_with_an_encoder(
+def test_open_clip_architecture_with_transformers_encoder(
     projection: str, tokenizer: Path, colours: Path, tmp_path: Path
 ) -> None:
-    """As XLM-R and NLLB CLIPs have it: the encoder's configuration comes from the name in open_clip's."""
+    """XLM-R and NLLB CLIPs: open_clip's configuration names the transformers encoder."""
     encoder("xlm-roberta", tokenizer)
     text = {
         "hf_model_name": str(tokenizer),
@@ -274,17 +276,17 @@ def test_open_clip_architectures_with_an_encoder(
     step_and_score(create(from_open_clip(config), seed=0), colours, tmp_path)
 
 
-def test_bag_of_words(colours: Path, tmp_path: Path) -> None:
+def test_bag_of_words_ignores_word_order(colours: Path, tmp_path: Path) -> None:
     model = create(architecture("ViT-Ti-4-16", text="cbow"), seed=0)
     step_and_score(model, colours, tmp_path)
     texts = ["red green blue", "blue red green", "red green"]
     features = clipkit.encode_text(texts, model)
-    torch.testing.assert_close(features[0], features[1], rtol=0, atol=1e-6)  # order does not count
+    torch.testing.assert_close(features[0], features[1], rtol=0, atol=1e-6)  # word order has no effect
     assert not torch.allclose(features[0], features[2], atol=1e-3)
     assert torch.isfinite(clipkit.encode_text([""], model)).all()
 
 
-def test_plain_vits_of_open_clip_are_ours() -> None:
+def test_open_clip_vits_use_own_towers() -> None:
     for name in ("ViT-B-32", "ViT-L-14-336-quickgelu", "ViT-S-16"):
         assert from_open_clip(open_clip_config(name)) == ARCHITECTURES[name]
     for name in ("ViT-g-14", "ViT-bigG-14", "ViT-e-14", "ViT-B-16-plus"):
@@ -292,7 +294,7 @@ def test_plain_vits_of_open_clip_are_ours() -> None:
         assert isinstance(shape.vision, VisionTower) and shape.is_own
 
 
-def test_all_of_open_clips_configurations_that_need_no_network_are_understood() -> None:
+def test_offline_open_clip_configurations_are_supported() -> None:
     import open_clip
 
     understood = 0
@@ -317,7 +319,7 @@ def test_all_of_open_clips_configurations_that_need_no_network_are_understood() 
         (("ViT-B-32", "", "bert"), "transformers:"),
     ],
 )
-def test_names_that_cannot_be_right(names: tuple[str, ...], message: str) -> None:
+def test_invalid_model_name_raises_hint(names: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_names(*names)
 
@@ -330,13 +332,13 @@ def test_names_that_cannot_be_right(names: tuple[str, ...], message: str) -> Non
         ("", "transformers:/nowhere/at/all", "not a usable folder"),
     ],
 )
-def test_what_cannot_be_had(image: str, text: str, message: str) -> None:
+def test_unavailable_tower_raises_error(image: str, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         architecture("ViT-Ti-4-16", image=image, text=text)
 
 
-def test_a_configuration_that_names_code_is_refused(tokenizer: Path, tmp_path: Path) -> None:
-    """``auto_map`` asks transformers to import a file of the folder."""
+def test_configuration_with_remote_code_is_rejected(tokenizer: Path, tmp_path: Path) -> None:
+    """``auto_map`` makes transformers import a file of the folder."""
     ran = tmp_path / "ran"
     (tmp_path / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoConfig": "evil.Config"}}')
     (tmp_path / "evil.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Config: pass\n")
@@ -346,7 +348,7 @@ def test_a_configuration_that_names_code_is_refused(tokenizer: Path, tmp_path: P
 
 
 @pytest.mark.long
-def test_train_py_takes_other_towers_and_weights(colours: Path, tmp_path: Path) -> None:
+def test_train_py_with_other_towers_and_initial_weights(colours: Path, tmp_path: Path) -> None:
     def train(*settings: str) -> str:
         fixed = [
             f"data.train={colours}",
@@ -386,5 +388,5 @@ def test_train_py_takes_other_towers_and_weights(colours: Path, tmp_path: Path) 
     )
     carried = clipkit.load(second).state_dict()
     for name, value in weights.items():
-        if "running" not in name and "num_batches" not in name:  # of batch norms, which see another batch
+        if "running" not in name and "num_batches" not in name:  # batch norm statistics depend on the batch
             torch.testing.assert_close(carried[name], value, rtol=0, atol=1e-6)

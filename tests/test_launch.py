@@ -1,4 +1,4 @@
-"""The launch files: the SLURM script in a job that is played, the Kubernetes manifest as far as it can be read."""
+"""Tests of the launch files: a simulated job of the SLURM script, and the Kubernetes manifest."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ from data.shards.writer import DatasetWriter, Record
 ROOT = Path(__file__).parent.parent
 LAUNCH = ROOT / "configs" / "launch"
 STEPS, SECONDS = 12, 150
-# stand-ins for SLURM's programs: one node, which is this one, and a job queue that is a list
+# stand-ins for SLURM's programs: one node, localhost; requeue requests are appended to a file
 PROGRAMS = {
     "srun": 'while [[ $1 == --* ]]; do shift; done\nexec "$@"\n',
     "scontrol": 'if [[ $1 == show ]]; then echo localhost; else echo "$@" >>"$QUEUE"; fi\n',
@@ -41,7 +41,7 @@ def pairs(tmp_path: Path) -> Path:
 
 
 class Job:
-    """A SLURM job of one node with two processes."""
+    """A simulated SLURM job on one node with two processes."""
 
     def __init__(self, folder: Path, pairs: Path) -> None:
         self.out, self.queue, self.log = folder / "run", folder / "queue", folder / "log"
@@ -77,9 +77,7 @@ class Job:
 
 
 @pytest.mark.long
-def test_before_its_time_limit_a_slurm_job_saves_is_queued_again_and_goes_on(
-    pairs: Path, tmp_path: Path
-) -> None:
+def test_slurm_job_saves_requeues_and_resumes_on_sigusr1(pairs: Path, tmp_path: Path) -> None:
     job = Job(tmp_path, pairs)
     run, metrics = job.start(0), job.out / "metrics.jsonl"
     until = time.monotonic() + SECONDS
@@ -94,10 +92,10 @@ def test_before_its_time_limit_a_slurm_job_saves_is_queued_again_and_goes_on(
     assert job.start(1).wait(timeout=SECONDS) == 0, job.log.read_text()[-3000:]
     assert f"resuming {job.out} at step" in job.log.read_text()
     assert job.latest() == STEPS
-    assert job.queue.read_text() == "requeue 77\n"  # once
+    assert job.queue.read_text() == "requeue 77\n"  # no second request
 
 
-def test_a_slurm_job_that_fails_is_not_queued_again(tmp_path: Path) -> None:
+def test_failed_slurm_job_is_not_requeued(tmp_path: Path) -> None:
     job = Job(tmp_path, tmp_path)
     (tmp_path / "environment" / "bin" / "torchrun").write_text("#!/usr/bin/env bash\nexit 7\n")
     assert job.start(0).wait(timeout=SECONDS) == 7
@@ -105,22 +103,22 @@ def test_a_slurm_job_that_fails_is_not_queued_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("check", [["bash", "-n"], ["shellcheck"]])
-def test_the_script_is_sound(check: list[str]) -> None:
+def test_slurm_script_passes_linters(check: list[str]) -> None:
     if shutil.which(check[0]) is None:
         pytest.skip(f"{check[0]} is not installed")
     done = subprocess.run([*check, str(LAUNCH / "slurm.sh")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_manifest_agrees_with_itself() -> None:
+def test_kubernetes_manifest_is_consistent() -> None:
     settings, service, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
     assert [one["kind"] for one in (settings, service, job)] == ["ConfigMap", "Service", "Job"]
-    assert all(isinstance(value, str) for value in settings["data"].values())  # Kubernetes takes nothing else
+    assert all(isinstance(value, str) for value in settings["data"].values())  # required by Kubernetes
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
     assert spec["completions"] == spec["parallelism"] == int(settings["data"]["NODES"])
     assert spec["completionMode"] == "Indexed"
     name = job["metadata"]["name"]
-    assert service["spec"]["clusterIP"] == "None"  # headless: pods have names of their own
+    assert service["spec"]["clusterIP"] == "None"  # headless: each pod has its own DNS name
     assert service["spec"]["selector"] == {"job-name": name}
     assert pod["subdomain"] == service["metadata"]["name"]
     (container,) = pod["containers"]

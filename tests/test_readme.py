@@ -1,6 +1,6 @@
-"""The documentation is correct: commands, options, settings, links and Python examples of all README files.
+"""Tests of the documentation: commands, options, settings, links and Python examples of all README files.
 
-``test_the_quickstart_command_on_a_clean_clone`` installs torch in a new environment, so it only runs with
+``test_quickstart_command_on_clean_clone`` installs torch in a new environment, so it only runs with
 ``CLIPKIT_TEST_README=1``. ``.ci/run`` runs the test command in the same way.
 """
 
@@ -39,7 +39,7 @@ def page_name(path: Path) -> str:
 
 
 @pytest.mark.parametrize("name", ["quickstart", "test"])
-def test_named_commands_are_one_line_that_creates_the_environment(name: str) -> None:
+def test_named_command_is_one_line_that_creates_the_environment(name: str) -> None:
     command = readme_command(name)
     assert "\n" not in command
     assert command.startswith("python3 -m venv .venv")
@@ -49,13 +49,13 @@ def test_named_commands_are_one_line_that_creates_the_environment(name: str) -> 
             assert f".venv/bin/{program}" in command  # no activation required
 
 
-def test_the_quickstart_runs_the_default_config() -> None:
+def test_quickstart_command_runs_the_default_config() -> None:
     assert readme_command("quickstart").endswith("torchrun train.py")
     load_config(ROOT / "configs" / "quickstart.toml")
 
 
 @pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.stem)
-def test_every_config_is_valid(config: Path) -> None:
+def test_config_is_valid(config: Path) -> None:
     assert load_config(config).out == f"runs/{config.stem}"
 
 
@@ -73,7 +73,7 @@ def help_of(forked: Forked) -> HelpOf:
 
 
 def check_train(arguments: list[str], help_of: HelpOf) -> None:
-    """The config file and all settings exist and have valid values."""
+    """Check that the config file and all settings exist and have valid values."""
     assert arguments[0] == "train.py"
     configs = [one for one in arguments[1:] if one.endswith(".toml") and "=" not in one]
     settings = [one for one in arguments[1:] if re.match(r"[a-z_.0-9]+=", one)]
@@ -84,7 +84,7 @@ def check_train(arguments: list[str], help_of: HelpOf) -> None:
 
 
 def check_command(words: list[str], help_of: HelpOf) -> None:
-    """The program, its sub-command and its options exist."""
+    """Check that the program, its sub-command and its options exist."""
     program = Path(words[0]).name
     if program in OTHER_PROGRAMS or words[:3] == ["python3", "-m", "venv"]:
         return
@@ -122,7 +122,7 @@ def test_commands_exist(page: Path, help_of: HelpOf) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_link_targets_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     targets = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'src="([^"]+)"', text)
     for target in (one for one in targets if not one.startswith("https://")):
@@ -135,7 +135,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in slugs, target
 
 
-def test_tests_that_the_evaluation_protocols_name_exist() -> None:
+def test_tests_named_in_eval_readme_exist() -> None:
     source = "".join(
         path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "eval").rglob("test_*.py")
     )
@@ -164,7 +164,7 @@ def test_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.skipif(
     os.environ.get("CLIPKIT_TEST_README") != "1", reason="set CLIPKIT_TEST_README=1 to install"
 )
-def test_the_quickstart_command_on_a_clean_clone(tmp_path: Path) -> None:
+def test_quickstart_command_on_clean_clone(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     environment = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHONPATH")}

@@ -1,4 +1,4 @@
-"""Stopping is free: kill -9 at a random step, resume, and the weights are those of a run that never stopped."""
+"""Tests of resuming: after kill -9 or SIGTERM, weights equal those of an uninterrupted run bit for bit."""
 
 import json
 import os
@@ -25,7 +25,7 @@ STEPS = 24
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sixty pictures of noise with captions, in three shards."""
+    """Sixty images of noise with captions, in three shards."""
     out = tmp_path_factory.mktemp("data") / "pairs"
     noise = np.random.default_rng(0)
     with DatasetWriter(out, samples_per_shard=20) as writer:
@@ -53,7 +53,7 @@ def _command(pairs: Path, out: Path, *more: str) -> list[str]:
 
 class Train(Protocol):
     def __call__(self, out: Path, *more: str) -> str:
-        """Train to the end on ``pairs``; what is said on stderr."""
+        """Train to the end on ``pairs`` and return stderr."""
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def _environment() -> dict[str, str]:
 
 
 def _stop(pairs: Path, out: Path, *, at: int, how: signal.Signals) -> int:
-    """Start a run and send it a signal once it has made ``at`` steps; the exit status."""
+    """Start a run, send it a signal after ``at`` steps and return the exit status."""
     run = subprocess.Popen(
         _command(pairs, out),
         cwd=ROOT,
@@ -107,11 +107,11 @@ def uninterrupted(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.mark.slow
-def test_kill_and_resume_gives_the_same_weights_bit_for_bit(
+def test_resume_after_sigkill_gives_identical_weights(
     pairs: Path, train: Train, uninterrupted: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "killed"
-    # the second checkpoint has waited until the first was whole
+    # saving the second checkpoint waits until the first one is complete
     at = random.SystemRandom().randint(11, STEPS - 2)
     assert _stop(pairs, out, at=at, how=signal.SIGKILL) == -signal.SIGKILL
     said = train(out, "data.workers=0")  # the number of workers may change
@@ -122,7 +122,7 @@ def test_kill_and_resume_gives_the_same_weights_bit_for_bit(
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_sigterm_saves_leaves_with_status_143_and_resumes(
+def test_sigterm_saves_exits_with_status_143_and_resumes(
     pairs: Path, train: Train, uninterrupted: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "terminated"
@@ -134,9 +134,7 @@ def test_sigterm_saves_leaves_with_status_143_and_resumes(
 
 
 @pytest.mark.long
-def test_two_processes_see_the_same_batches_and_losses(
-    pairs: Path, uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_two_processes_have_the_same_losses_as_one(pairs: Path, uninterrupted: Path, tmp_path: Path) -> None:
     out = tmp_path / "two"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launch, *_command(pairs, out)[1:]]
@@ -148,9 +146,7 @@ def test_two_processes_see_the_same_batches_and_losses(
 
 
 @pytest.mark.long
-def test_a_run_outlives_the_end_of_its_log_and_does_not_forget_what_it_was(
-    pairs: Path, tmp_path: Path
-) -> None:
+def test_closed_output_pipe_saves_and_missing_checkpoints_are_an_error(pairs: Path, tmp_path: Path) -> None:
     out = tmp_path / "piped"
     command = shlex.join(_command(pairs, out, "checkpoint.every_steps=0", "steps=100000"))
     piped = subprocess.Popen(
@@ -168,9 +164,9 @@ def test_a_run_outlives_the_end_of_its_log_and_does_not_forget_what_it_was(
         time.sleep(0.01)
     os.killpg(
         piped.pid, signal.SIGINT
-    )  # as Ctrl-C does: tee ends at once, and nobody reads our output any more
+    )  # like Ctrl-C: tee exits at once, and nothing reads the output any more
     piped.wait(timeout=120)
-    while (out / ".lock").exists():  # until the training has ended
+    while (out / ".lock").exists():  # until the training has exited
         time.sleep(0.01)
     saved = int((out / "checkpoints" / "LATEST").read_text().removeprefix("step_"))
     history = metrics.read_text()
@@ -187,7 +183,7 @@ def test_a_run_outlives_the_end_of_its_log_and_does_not_forget_what_it_was(
 
 
 @pytest.mark.slow
-def test_where_the_newest_checkpoint_is_damaged_an_older_one_is_taken_and_named(
+def test_resume_falls_back_to_older_checkpoint_if_newest_is_damaged(
     train: Train, uninterrupted: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "damaged"

@@ -1,7 +1,7 @@
-"""The training engine as a whole: everything on at once, stopped and gone on with; spikes, numbers that are none, a
-full disk; what is recorded. Each case is a real ``train.py``, in one process.
+"""Tests of the training engine: resuming with all options on, spikes, non-finite losses, full disks, metrics.
 
-Several ranks: test_train_sharded.py. Teachers: test_train_taught.py.
+Each test runs a real ``train.py`` in one process. Several ranks: test_train_sharded.py. Teachers:
+test_train_taught.py.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ TENSORS = {"model.safetensors", "trained.safetensors", "optimizer.safetensors"}
 
 @dataclass(frozen=True, kw_only=True)
 class Whole:
-    """A run with everything on that was never stopped, and what it came to."""
+    """An uninterrupted run with all options on, the digests of its last checkpoint and its losses."""
 
     out: Path
     end: dict[str, str]
@@ -74,12 +74,12 @@ def losses(out: Path) -> list[float]:
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """Of every file, but for the lock, which names the last process."""
+    """Hash every file except the lock, which contains the id of the last process."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def test_everything_at_once_resumes_bit_for_bit(trainings: Trainings, whole: Whole) -> None:
+def test_all_options_resume_bit_for_bit(trainings: Trainings, whole: Whole) -> None:
     assert whole.end.keys() == TENSORS
     go_back(whole.out, STEPS - SAVED_EVERY)
     said = trainings.run(whole.out, *EVERYTHING)
@@ -88,12 +88,12 @@ def test_everything_at_once_resumes_bit_for_bit(trainings: Trainings, whole: Who
     assert losses(whole.out) == whole.losses
 
 
-def test_killed_while_a_checkpoint_is_written(trainings: Trainings, whole: Whole, tmp_path: Path) -> None:
+def test_resume_after_kill_while_saving(trainings: Trainings, whole: Whole, tmp_path: Path) -> None:
     out = next(filter(None, (killed_while_saving(trainings, tmp_path / name) for name in "abc")))
     assert not checkpoint(out, 2 * SAVED_EVERY).exists() and latest_step(out) == SAVED_EVERY
     clipkit.load(out)
 
-    # the small pictures end, and a layer is unfrozen, after the step that it resumes at
+    # image sizes change and a layer is unfrozen after the step at which the run resumes
     said = trainings.run(out, *EVERYTHING)
     assert f"resuming {out} at step {SAVED_EVERY}" in said
     assert digests(out, STEPS) == whole.end
@@ -102,7 +102,7 @@ def test_killed_while_a_checkpoint_is_written(trainings: Trainings, whole: Whole
 
 
 def killed_while_saving(trainings: Trainings, out: Path) -> Path | None:
-    """A run that was killed while its second checkpoint was half written; None where that came too late."""
+    """Return a run that was killed while it wrote its second checkpoint, None if the kill was too late."""
     half = out / "checkpoints" / f".step_{2 * SAVED_EVERY:08d}.partial"
     running = trainings.start(out, *EVERYTHING)
     wait_until(half.is_dir, running)
@@ -111,13 +111,11 @@ def killed_while_saving(trainings: Trainings, out: Path) -> Path | None:
     return out if half.is_dir() else None
 
 
-def test_where_the_disk_is_full_the_last_checkpoint_stays_and_the_run_goes_on(
-    trainings: Trainings, tmp_path: Path
-) -> None:
+def test_full_disk_keeps_last_checkpoint_and_run_resumes(trainings: Trainings, tmp_path: Path) -> None:
     out, settings = tmp_path / "full", ("steps=9", "checkpoint.every_steps=3", "checkpoint.keep=1")
     running = trainings.start(out, *settings)
     wait_until(lambda: checkpoint(out, 3).exists(), running)
-    # no file may be larger, which is refused as a full disk refuses it
+    # the limit on file sizes makes writes fail like a full disk
     resource.prlimit(process_of(out), resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))
     ended = running.result()
     assert ended.returncode == 1
@@ -131,9 +129,7 @@ def test_where_the_disk_is_full_the_last_checkpoint_stays_and_the_run_goes_on(
     assert latest_step(out) == len(losses(out)) == 9
 
 
-def test_a_loss_that_is_no_number_ends_the_run_and_can_be_replayed(
-    trainings: Trainings, tmp_path: Path
-) -> None:
+def test_non_finite_loss_stops_the_run_and_is_replayed(trainings: Trainings, tmp_path: Path) -> None:
     out = tmp_path / "run"
     settings = ("steps=6", "optim.lr=1e30", "optim.warmup=0", "optim.clip_norm=0")
     error = error_of(trainings.run(out, *settings, status=1))
@@ -152,9 +148,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_can_be_replayed(
     assert hashes(out) == before
 
 
-def test_a_last_step_that_spoils_the_weights_is_not_saved_and_is_no_end(
-    trainings: Trainings, tmp_path: Path
-) -> None:
+def test_non_finite_weights_after_last_step_are_not_saved(trainings: Trainings, tmp_path: Path) -> None:
     out, settings = tmp_path / "run", ("optim.name=adamw", "optim.lr=1e38", "optim.warmup=0")
     error = error_of(trainings.run(out, "steps=1", *settings, status=1))
     assert error.startswith("error: the weights after step 1 are not finite, first ")
@@ -163,7 +157,7 @@ def test_a_last_step_that_spoils_the_weights_is_not_saved_and_is_no_end(
 
 
 @pytest.mark.long
-def test_a_first_loss_that_is_no_number_is_replayed_too(trainings: Trainings, tmp_path: Path) -> None:
+def test_non_finite_loss_of_first_step_is_replayed(trainings: Trainings, tmp_path: Path) -> None:
     weights, out = tmp_path / "weights", tmp_path / "run"
     model = clipkit.create("ViT-Ti-4-16", seed=0)
     with torch.no_grad():
@@ -179,9 +173,7 @@ def test_a_first_loss_that_is_no_number_is_replayed_too(trainings: Trainings, tm
 
 @pytest.mark.long
 @pytest.mark.parametrize("loss", ["clip", "siglip"])
-def test_a_run_goes_on_when_the_weights_that_it_began_with_are_gone(
-    loss: str, trainings: Trainings, tmp_path: Path
-) -> None:
+def test_resume_does_not_read_initial_weights(loss: str, trainings: Trainings, tmp_path: Path) -> None:
     weights, out = tmp_path / "weights", tmp_path / "run"
     model = clipkit.create("ViT-Ti-4-16", seed=3)
     model.preprocess = replace(model.preprocess, mean=(0.1, 0.2, 0.3))
@@ -200,11 +192,9 @@ def test_a_run_goes_on_when_the_weights_that_it_began_with_are_gone(
 
 
 @pytest.mark.long
-def test_spikes_are_counted_and_skipped_and_judged_alike_after_a_stop(
-    trainings: Trainings, tmp_path: Path
-) -> None:
+def test_skipped_spikes_are_counted_and_identical_after_resume(trainings: Trainings, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    # of gradients of one size, as the rate is too small to change anything, about half are above the mean
+    # the learning rate is too small to change gradient norms, so about half of them are above the mean
     settings = (
         "steps=27", "checkpoint.every_steps=23", "optim.skip_above=1.01", "optim.lr=1e-7",
         "optim.clip_norm=0",
@@ -227,14 +217,14 @@ def test_spikes_are_counted_and_skipped_and_judged_alike_after_a_stop(
 
 @pytest.fixture(scope="module")
 def plain(trainings: Trainings, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plain run that was profiled."""
+    """A run with ``--profile``."""
     out = tmp_path_factory.mktemp("plain") / "run"
     said = trainings.run(out, "steps=6", "--profile", "2")
     assert f"profiled: {out}/profile/table.txt" in said
     return out
 
 
-def test_a_profile_is_a_table_and_a_trace(plain: Path) -> None:
+def test_profile_writes_table_and_trace(plain: Path) -> None:
     table = (plain / "profile" / "table.txt").read_text()
     head, *rows, whole = table.splitlines()
     assert head.split() == ["operation", "CPU", "ms", "fraction", "calls"] and "aten::" in table
@@ -244,12 +234,12 @@ def test_a_profile_is_a_table_and_a_trace(plain: Path) -> None:
     assert (plain / "profile" / "trace.json.gz").stat().st_size > 1000
 
 
-def test_what_every_step_records(trainings: Trainings, plain: Path, whole: Whole) -> None:
+def test_metrics_of_every_step(trainings: Trainings, plain: Path, whole: Whole) -> None:
     for out, batch in ((plain, BATCH), (whole.out, 8)):
         for line in metrics(out):
             if out == plain:
                 assert line["chance"] == pytest.approx(math.log(batch))
-            else:  # the sigmoid's, and the more pairs are alike the higher
+            else:  # of the sigmoid loss; higher with more positive pairs
                 least = math.log(batch) + (batch - 1) * math.log(batch / (batch - 1))
                 assert least * 0.999 <= line["chance"] < 2 * least
             assert 0 < line["loss"] < 100 and line["scale"] > 1 and line["grad_norm"] > 0
@@ -259,7 +249,7 @@ def test_what_every_step_records(trainings: Trainings, plain: Path, whole: Whole
             assert all(value >= 0 for value in times.values())
             assert sum(times.values()) == pytest.approx(whole_time, rel=0.01)
             for phase in ("data", "forward", "loss", "backward", "optimizer"):
-                assert times[f"{phase}_time"] > 0, phase  # that of data too, as there are no workers
+                assert times[f"{phase}_time"] > 0, phase  # also of data, as there are no workers
             assert line["samples_per_second"] == pytest.approx(batch / whole_time)
             assert line["samples_per_second_per_gpu"] == line["samples_per_second"]
             assert 0 < line["memory_gib"] < 64 and 0 < line.get("mfu", 1) <= 1
@@ -268,7 +258,7 @@ def test_what_every_step_records(trainings: Trainings, plain: Path, whole: Whole
             assert line["epoch"] == (line["step"] - 1) // (SAMPLES // batch)
 
 
-def test_a_dry_run_tells_the_cost_and_makes_nothing(trainings: Trainings, tmp_path: Path) -> None:
+def test_dry_run_prints_costs_and_creates_no_files(trainings: Trainings, tmp_path: Path) -> None:
     out = tmp_path / "run"
     ended = trainings.start(out, *EVERYTHING, "--dry-run").result()
     assert ended.returncode == 0 and ended.stderr == ""
@@ -280,7 +270,7 @@ def test_a_dry_run_tells_the_cost_and_makes_nothing(trainings: Trainings, tmp_pa
     assert max(map(len, table.splitlines())) <= 80
 
 
-def test_sigusr1_saves_within_a_step_as_sigterm_does(trainings: Trainings, tmp_path: Path) -> None:
+def test_sigusr1_saves_within_a_step(trainings: Trainings, tmp_path: Path) -> None:
     out = tmp_path / "run"
     running = trainings.start(out, "steps=1000")
     wait_until(lambda: (out / "metrics.jsonl").is_file() and len(metrics(out)) > 2, running)
@@ -292,7 +282,7 @@ def test_sigusr1_saves_within_a_step_as_sigterm_does(trainings: Trainings, tmp_p
     assert f"stopped and saved at step {latest_step(out)} of 1000" in ended.stderr.splitlines()[-1]
 
 
-def test_a_locked_image_tower_keeps_its_bits(trainings: Trainings, tmp_path: Path) -> None:
+def test_locked_image_tower_is_unchanged(trainings: Trainings, tmp_path: Path) -> None:
     out = tmp_path / "run"
     trainings.run(out, "steps=3", "lock.image=all")
     before = clipkit.create("ViT-Ti-4-16", seed=0).state_dict()
@@ -302,7 +292,7 @@ def test_a_locked_image_tower_keeps_its_bits(trainings: Trainings, tmp_path: Pat
     assert same == {name for name in before if name.startswith("visual.")}
 
 
-def test_the_file_may_stand_anywhere_among_settings_and_there_is_one(
+def test_config_file_is_found_among_settings_and_two_are_an_error(
     trainings: Trainings, tmp_path: Path
 ) -> None:
     one, other = tmp_path / "one.toml", tmp_path / "other.toml"
@@ -313,7 +303,7 @@ def test_the_file_may_stand_anywhere_among_settings_and_there_is_one(
     assert error_of(ended.stderr).startswith(f"error: {one} and {other} are given: pass one config file")
 
 
-def test_what_cannot_be_is_one_line(trainings: Trainings, tmp_path: Path) -> None:
+def test_invalid_combinations_print_one_line_error(trainings: Trainings, tmp_path: Path) -> None:
     out = tmp_path / "run"
     said = trainings.run(out, "lock.image=all", "lock.text=all", status=1)
     assert "lock.image = 'all' and lock.text = 'all' leave nothing to train" in error_of(said)

@@ -1,8 +1,6 @@
-"""A run that has ended goes on under another setting: more bad samples allowed, more steps wanted.
+"""Tests of resuming with changed settings: more bad samples, more steps, copied data; errors of two ranks.
 
-Of two ranks that end with a mistake, one tells of it.
-
-Every case is a real ``train.py``.
+Each test runs a real ``train.py``.
 """
 
 import json
@@ -36,7 +34,7 @@ SETTINGS = (
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pictures of noise with captions, two of which are no pictures."""
+    """Images of noise with captions; two images are not decodable."""
     out = tmp_path_factory.mktemp("data") / "pairs"
     noise = np.random.default_rng(0)
     with DatasetWriter(out, samples_per_shard=20) as writer:
@@ -53,7 +51,7 @@ Train = Callable[..., str]
 
 @pytest.fixture
 def train(pairs: Path, forked: Forked) -> Train:
-    """Trains, and gives what was said."""
+    """Train and return stderr."""
 
     def run(out: Path, *more: str, status: int = 0) -> str:
         settings = [f"data.train={pairs}", f"out={out}", f"batch_size={BATCH}", *SETTINGS]
@@ -75,7 +73,7 @@ def metrics(out: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.long
-def test_too_many_bad_samples_cost_no_step(train: Train, tmp_path: Path) -> None:
+def test_run_stopped_by_bad_samples_resumes_without_losing_steps(train: Train, tmp_path: Path) -> None:
     steps = SAMPLES // BATCH + 1
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     train(whole, f"steps={steps}", "data.max_bad=1")
@@ -90,7 +88,7 @@ def test_too_many_bad_samples_cost_no_step(train: Train, tmp_path: Path) -> None
 
     before = (stopped / "metrics.jsonl").read_text()
     assert error in train(stopped, f"steps={steps}", "data.max_bad=0", status=1)
-    assert (stopped / "metrics.jsonl").read_text() == before  # not one more step
+    assert (stopped / "metrics.jsonl").read_text() == before  # no further step
 
     assert f"resuming {stopped} at step {at}" in train(stopped, f"steps={steps}", "data.max_bad=1")
     assert weights(stopped, steps) == weights(whole, steps)
@@ -101,7 +99,7 @@ def test_too_many_bad_samples_cost_no_step(train: Train, tmp_path: Path) -> None
 
 
 @pytest.mark.long
-def test_a_run_that_has_ended_can_be_extended(train: Train, tmp_path: Path) -> None:
+def test_finished_run_can_be_extended(train: Train, tmp_path: Path) -> None:
     out, optim = tmp_path / "run", replace(load_config(QUICKSTART).optim, warmup=2)
     train(out, "steps=4")
     said = train(out, "steps=8")
@@ -123,8 +121,10 @@ def test_a_run_that_has_ended_can_be_extended(train: Train, tmp_path: Path) -> N
 
 
 @pytest.mark.long
-def test_data_may_be_copied_but_not_changed(train: Train, pairs: Path, tmp_path: Path) -> None:
-    """Captions of the same lengths, with the modification time that the shard had, are other data all the same."""
+def test_resume_accepts_copied_data_and_rejects_changed_data(
+    train: Train, pairs: Path, tmp_path: Path
+) -> None:
+    """Captions of the same lengths are other data even if the shard keeps its modification time."""
     data, out = tmp_path / "data", tmp_path / "run"
     shutil.copytree(pairs, data)
     more = (f"data.train={data}", "data.max_bad=1")
@@ -141,7 +141,7 @@ def test_data_may_be_copied_but_not_changed(train: Train, pairs: Path, tmp_path:
         "sizes; restore the data, or set out=… for a new run"
     ) in said
     assert weights(out, 2) == weights_before and not (out / "checkpoints" / "step_00000004").exists()
-    shard.write_bytes(whole)  # at another time
+    shard.write_bytes(whole)  # with another modification time
     data.rename(tmp_path / "elsewhere")
     shutil.copytree(tmp_path / "elsewhere", data, copy_function=shutil.copyfile)
     said = train(out, *more, "steps=4")
@@ -149,7 +149,7 @@ def test_data_may_be_copied_but_not_changed(train: Train, pairs: Path, tmp_path:
     stored = read_arrays(out / "data.manifest")
     assert stored is not None
     about, arrays = stored
-    contents = {"contents.content", "contents.ends"}  # which a run of an earlier version lacks
+    contents = {"contents.content", "contents.ends"}  # absent in runs of earlier versions
     arrays = {name: one for name, one in arrays.items() if name not in contents}
     write_arrays(out / "data.manifest", about, arrays)
     os.utime(shard)
@@ -159,7 +159,7 @@ def test_data_may_be_copied_but_not_changed(train: Train, pairs: Path, tmp_path:
 
 
 def train_by_two(pairs: Path | str, out: Path, *more: str) -> tuple[list[str], str]:
-    """What two ranks and torchrun say of a training that fails: all lines of an error, and the last words."""
+    """Run a training that fails on two ranks; return the error lines and the last 1,000 characters."""
     settings = [f"data.train={pairs}", f"out={out}", f"batch_size={BATCH}", *SETTINGS, *more]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
@@ -172,7 +172,7 @@ def train_by_two(pairs: Path | str, out: Path, *more: str) -> tuple[list[str], s
 
 
 @pytest.mark.long
-def test_two_ranks_save_before_they_stop_for_bad_samples_and_one_goes_on(
+def test_two_ranks_save_on_bad_samples_and_one_rank_resumes(
     train: Train, pairs: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
@@ -184,7 +184,7 @@ def test_two_ranks_save_before_they_stop_for_bad_samples_and_one_goes_on(
     )
     assert errors[0] in last.partition("Root Cause")[2]
 
-    for name in ("bad_samples.jsonl", "bad_samples-1.jsonl"):  # as ranks that were killed later leave them
+    for name in ("bad_samples.jsonl", "bad_samples-1.jsonl"):  # as left by ranks that were killed later
         with (out / name).open("a") as file:
             file.write(json.dumps({"step": at + 1, "key": "drawn again"}) + "\n")
     said = train(out, "steps=12", "data.max_bad=1")
@@ -197,11 +197,15 @@ def test_two_ranks_save_before_they_stop_for_bad_samples_and_one_goes_on(
 @pytest.mark.parametrize(
     ("data", "setting", "error"),
     [
-        ("/nothing", "steps=2", "error: no data at '/nothing'"),  # the chief alone meets this
-        ("glyphs", "accumulate=4", "error: batch_size = 4 cannot be split over 2 processes"),  # and all this
+        ("/nothing", "steps=2", "error: no data at '/nothing'"),  # found by rank 0 only
+        (
+            "glyphs",
+            "accumulate=4",
+            "error: batch_size = 4 cannot be split over 2 processes",
+        ),  # found by all ranks
     ],
 )
-def test_a_mistake_is_one_line_of_two_ranks(data: str, setting: str, error: str, tmp_path: Path) -> None:
+def test_two_ranks_print_one_error_line(data: str, setting: str, error: str, tmp_path: Path) -> None:
     errors, last = train_by_two(data, tmp_path / "run", setting)
     assert len(errors) == 1 and errors[0].startswith(error)
     assert errors[0] in last.partition("Root Cause")[2]

@@ -1,6 +1,6 @@
-"""Trainings on transparent and on rotated images: counted, told of, and recorded with the model.
+"""Tests of training on transparent and rotated images: counts, notes and settings stored with the model.
 
-Every case is a real ``train.py``.
+Most tests run a real ``train.py``.
 """
 
 import json
@@ -60,7 +60,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def train(forked: Forked, photos: Path, tmp_path: Path) -> Train:
-    """Trains on one of the packed sets or several, and gives what was said."""
+    """Train on one or several of the packed sets and return stderr."""
 
     def run(name: str, *more: str, data: str = "as_is", status: int = 0) -> str:
         sources = json.dumps([str(photos / one) for one in data.split()])
@@ -83,10 +83,10 @@ def decoding(run: Path) -> Decoding:
     return clipkit.load(run).preprocess.decoding
 
 
-def test_images_are_counted_and_told_of_at_first_and_at_the_end(train: Train, tmp_path: Path) -> None:
+def test_image_traits_are_counted_and_printed_at_first_and_at_the_end(train: Train, tmp_path: Path) -> None:
     lines = about_images(train("run"))
     state = json.loads((checkpoint(tmp_path / "run", STEPS) / "state.json").read_text())
-    # 24 draws of 16 samples: one epoch, and half of another
+    # 24 draws from 16 samples: one epoch and half of another
     assert 4 <= state["transparent"] <= 8 and 4 <= state["rotated"] <= 8
     last = metrics(tmp_path / "run")[-1]
     assert (last["transparent"], last["rotated"]) == (state["transparent"], state["rotated"])
@@ -104,7 +104,7 @@ def test_images_are_counted_and_told_of_at_first_and_at_the_end(train: Train, tm
 
 
 @pytest.mark.long
-def test_the_counts_go_on_after_a_stop_and_so_does_the_rest(train: Train, tmp_path: Path) -> None:
+def test_resume_restores_counts_and_weights(train: Train, tmp_path: Path) -> None:
     out, options = tmp_path / "run", ("data.background=white", "checkpoint.every_steps=2")
     assert [TURNED in line for line in about_images(train("run", *options))] == [True, True]
     whole, weights = json.loads((checkpoint(out, STEPS) / "state.json").read_text()), digests(out, STEPS)
@@ -116,19 +116,19 @@ def test_the_counts_go_on_after_a_stop_and_so_does_the_rest(train: Train, tmp_pa
     assert decoding(out) == Decoding(background=(255, 255, 255))
     refused = error_of(train("run", "checkpoint.every_steps=2", status=1))
     assert 'data.background: "white" → ""' in refused
-    del state["transparent"], state["rotated"], state["format"]  # as an earlier version wrote it
+    del state["transparent"], state["rotated"], state["format"]  # absent in checkpoints of earlier versions
     assert loop_state(state, origin=out).transparent == loop_state(state, origin=out).rotated == 0
 
 
 @pytest.mark.long
-def test_options_are_trained_with_and_recorded(train: Train, tmp_path: Path) -> None:
+def test_options_change_training_and_are_stored(train: Train, tmp_path: Path) -> None:
     plain, chosen = tmp_path / "plain", tmp_path / "chosen"
     assert about_images(train("plain", "data.background=none", "data.upright=false")) == []
     assert about_images(train("chosen", "data.background=#fff", "data.upright=true")) == []
     assert digests(plain, STEPS)["model.safetensors"] != digests(chosen, STEPS)["model.safetensors"]
     assert decoding(plain) == Decoding()
     assert decoding(chosen) == Decoding(background=(255, 255, 255), upright=True)
-    assert about_images(train("next", f"model.weights={chosen}")) == []  # it goes on as it began
+    assert about_images(train("next", f"model.weights={chosen}")) == []  # from the initial weights
     assert decoding(tmp_path / "next") == decoding(chosen)
     wrong = error_of(train("wrong", "data.background=wite", status=1))
     assert wrong == "error: data.background = 'wite' is not a color: use a color such as white or #ffffff"
@@ -137,7 +137,7 @@ def test_options_are_trained_with_and_recorded(train: Train, tmp_path: Path) -> 
 
 
 @pytest.mark.long
-def test_what_pack_did_is_recorded_and_done_to_raw_images(
+def test_settings_of_pack_are_stored_and_applied_to_raw_images(
     train: Train, forked: Forked, photos: Path, tmp_path: Path
 ) -> None:
     said = train("run", f"eval.data=[{json.dumps(str(photos / 'raw'))}]", data="white")
@@ -150,7 +150,7 @@ def test_what_pack_did_is_recorded_and_done_to_raw_images(
     arguments = ["zero-shot", "--model", run, "--data", photos / "raw", "--features", ""]
     done = forked.run("eval/__main__.py", list(map(str, arguments)), {}, cwd=tmp_path)
     assert (done.returncode, TURNED in done.stderr or CLEAR in done.stderr) == (0, False)
-    # a raw image and the same as it was packed have the same features
+    # a raw image and its packed copy have the same features
     shards = Shards.of(find_shards(str(photos / "white")))
     model = clipkit.load(run)
     packed = clipkit.encode_image([shards.read(number).image for number in range(ROWS)], model)
@@ -177,15 +177,15 @@ def test_what_pack_did_is_recorded_and_done_to_raw_images(
         ("glyphs upright", Decoding(upright=True), ""),
     ],
 )
-def test_packed_sets_decide_where_they_agree(
+def test_settings_follow_packed_sets_that_agree(
     photos: Path, monkeypatch: pytest.MonkeyPatch, sources: str, wanted: Decoding, note: str
 ) -> None:
-    if not (photos / "plain").exists():  # shards of another program, in folders of the same name
+    if not (photos / "plain").exists():  # shards of another writer, in folders of the same names
         write_pairs(photos / "plain", samples=4)
     monkeypatch.chdir(photos)
     monkeypatch.setenv("CLIPKIT_CACHE", str(photos / "cache"))
     names = tuple(sources.split())
-    # built-in sets need no decision; making one takes long, so other shards stand for it
+    # built-in sets need no setting; generating one is slow, so other shards replace it
     found = [find_shards("plain" if name == "glyphs" else name) for name in names]
     manifest = make_manifest(found, Selection())
     settings = DataConfig(train=names)
@@ -198,7 +198,7 @@ def test_packed_sets_decide_where_they_agree(
     assert not packed.notes
 
 
-def test_an_evaluation_within_a_training_tells_of_its_images_once(train: Train, photos: Path) -> None:
+def test_evaluation_during_training_prints_image_traits_once(train: Train, photos: Path) -> None:
     data = f"eval.data=[{json.dumps(str(photos / 'raw'))}]"
     lines = about_images(train("run", data, "eval.every_steps=2", "data.background=white"))
     assert [line for line in lines if "dataset raw" in line] == [
@@ -207,7 +207,7 @@ def test_an_evaluation_within_a_training_tells_of_its_images_once(train: Train, 
 
 
 @pytest.mark.long
-def test_two_ranks_count_what_one_does(train: Train, forked: Forked, photos: Path, tmp_path: Path) -> None:
+def test_two_ranks_count_the_same_as_one(train: Train, forked: Forked, photos: Path, tmp_path: Path) -> None:
     train("one")
     given = [f"data.train={photos / 'as_is'}", *SETTINGS, f"steps={STEPS}", f"out={tmp_path / 'two'}"]
     ended = forked.ranks("train.py", *given, world=2)

@@ -1,6 +1,6 @@
-"""What a user can get wrong: each is exit status 1 and one line that says what to do, and nothing hangs.
+"""Tests of user errors: each gives exit status 1 and one line that says what to do, and nothing hangs.
 
-Every case is a real ``train.py`` in a process of its own, two at a time.
+Each test runs a real ``train.py`` in a process of its own, two at a time.
 """
 
 import io
@@ -50,14 +50,14 @@ Ended = subprocess.CompletedProcess[str]
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Data of every kind, and where runs go."""
+    """Datasets of all tests and the parent of the run folders."""
 
     root: Path
     forked: Forked
 
     @property
     def runs(self) -> Path:
-        """The folder of the run folders."""
+        """Return the parent of the run folders."""
         return self.root / "runs"
 
     def start(self, *arguments: str, run: str) -> "subprocess.Popen[str]":
@@ -121,7 +121,7 @@ TRAININGS["few bad"] = ("data.train={root}/one_broken",)
 
 def make_data(root: Path) -> None:
     write_dataset(root / "good")
-    # shards of one batch each are taken one after the other, so that a bad sample is in one of the two
+    # shards of one batch each are read one after the other, so that each batch contains one bad sample
     write_dataset(root / "broken", broken=(1, 5))
     write_dataset(root / "one_broken", broken=(1,))
     write_dataset(root / "no_caption", no_caption=(1, 5))
@@ -138,7 +138,7 @@ def make_data(root: Path) -> None:
 
 @pytest.fixture(scope="module")
 def place(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """The data of all cases."""
+    """Write the datasets of all tests."""
     root = tmp_path_factory.mktemp("mistakes")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CLIPKIT_CACHE", str(root / "cache"))
@@ -146,7 +146,7 @@ def place(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> Place:
     return Place(root=root, forked=forked)
 
 
-# runs in folders that runs before them have made: whose folder, and the settings
+# runs in folders of earlier runs: name of the earlier run, and the settings
 AFTERWARDS = {
     "other configuration": ("few bad", ("data.train={root}/one_broken", "optim.lr=0.5")),
     "mended": ("missing shards", ("data.train={root}/good",)),
@@ -155,14 +155,14 @@ AFTERWARDS = {
 
 @pytest.fixture(scope="module")
 def ended(place: Place, request: pytest.FixtureRequest) -> Iterator[Callable[[str], Ended]]:
-    """Gives the end of a training by its name; where several are asked for, all start now."""
+    """Return a function that waits for a training by name; if several tests run, start all trainings now."""
     pool = ThreadPoolExecutor(2)
     started: dict[str, Future[Ended]] = {}
 
     def start(name: str) -> Future[Ended]:
         if name not in started:
             folder, arguments = AFTERWARDS[name] if name in AFTERWARDS else (name, TRAININGS[name])
-            before = start(folder) if folder != name else None  # and so it is before this one in the queue
+            before = start(folder) if folder != name else None  # and so it is queued before this one
 
             def train() -> Ended:
                 if before is not None:
@@ -180,7 +180,7 @@ def ended(place: Place, request: pytest.FixtureRequest) -> Iterator[Callable[[st
 
 
 def error_of(ended: Ended) -> str:
-    """The one line that a mistake is answered with."""
+    """Return the only error line, which must be the last line of stderr."""
     lines = ended.stderr.splitlines()
     assert ended.returncode == 1, ended.stderr
     assert "Traceback" not in ended.stderr and ended.stdout == ""
@@ -189,29 +189,27 @@ def error_of(ended: Ended) -> str:
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line(name: str, place: Place, ended: Callable[[str], Ended]) -> None:
+def test_user_error_prints_one_line(name: str, place: Place, ended: Callable[[str], Ended]) -> None:
     message = error_of(ended(name))
     assert MISTAKES[name][1].format(root=place.root) in message
     if "max_bad" in message:
         lines = (place.runs / name / "bad_samples.jsonl").read_text().splitlines()
         assert message.startswith(f"{len(lines)} of {4 + len(lines)} samples ")
         assert all(json.loads(line)["step"] == 1 and json.loads(line)["key"] in ("1", "5") for line in lines)
-    elif name == "all bad":  # the batch that could not be made
+    elif name == "all bad":  # of the batch that could not be filled
         assert len((place.runs / name / "bad_samples.jsonl").read_text().splitlines()) == 32
         assert not (place.runs / name / "checkpoints").exists()  # no step was made
-    elif name != "missing shards":  # which another case mends
-        assert not (place.runs / name).exists()  # it would look like a run
+    elif name != "missing shards":  # its folder is reused by another run
+        assert not (place.runs / name).exists()  # an empty folder would look like a run
 
 
-def test_a_few_bad_samples_are_replaced_counted_and_listed(
-    place: Place, ended: Callable[[str], Ended]
-) -> None:
+def test_few_bad_samples_are_replaced_counted_and_listed(place: Place, ended: Callable[[str], Ended]) -> None:
     training, run = ended("few bad"), place.runs / "few bad"
     assert training.returncode == 0, training.stderr
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in metrics] == [1, 2]
     listed = [json.loads(line) for line in (run / "bad_samples.jsonl").read_text().splitlines()]
-    assert metrics[-1]["bad_samples"] == len(listed) >= 1  # two batches hold every sample once
+    assert metrics[-1]["bad_samples"] == len(listed) >= 1  # two batches contain every sample once
     for bad in listed:
         assert bad["key"] == "1" and bad["shard"].endswith("one_broken/train/0.tar")
         assert bad["cause"] == "not an image in a known format" and bad["step"] in (1, 2)
@@ -224,19 +222,19 @@ def test_a_few_bad_samples_are_replaced_counted_and_listed(
     assert "\n8 samples; " in training.stderr
 
 
-def test_a_folder_is_for_one_configuration(place: Place, ended: Callable[[str], Ended]) -> None:
+def test_run_folder_rejects_another_configuration(place: Place, ended: Callable[[str], Ended]) -> None:
     message = error_of(ended("other configuration"))
     assert "holds a run of another configuration (optim.lr" in message
     assert (place.runs / "few bad" / "checkpoints" / "step_00000002").is_dir()
 
 
-def test_a_mended_mistake_needs_no_new_folder(ended: Callable[[str], Ended]) -> None:
+def test_run_folder_is_usable_after_a_corrected_error(ended: Callable[[str], Ended]) -> None:
     training = ended("mended")
     assert training.returncode == 0, training.stderr
 
 
 @pytest.mark.long
-def test_a_folder_is_for_one_training_at_a_time(place: Place) -> None:
+def test_run_folder_rejects_a_second_training(place: Place) -> None:
     settings = ("data.train={root}/good", "steps=1000000")
     first = place.start(*settings, run="shared")
     try:
@@ -259,7 +257,7 @@ def test_a_folder_is_for_one_training_at_a_time(place: Place) -> None:
     assert first.returncode == 128 + signal.SIGTERM and "stopped and saved at step" in stderr
 
 
-def test_ctrl_c_before_the_first_step_is_one_line(place: Place) -> None:
+def test_ctrl_c_before_the_first_step_prints_one_line(place: Place) -> None:
     with place.start("data.train={root}/good", "steps=1000000", run="early") as early:
         until = time.monotonic() + 60
         while not (place.runs / "early" / "config.toml").is_file() and time.monotonic() < until:
@@ -268,6 +266,6 @@ def test_ctrl_c_before_the_first_step_is_one_line(place: Place) -> None:
         _, stderr = early.communicate(timeout=60)
     assert early.returncode == 130
     assert stderr.splitlines()[-1] == "stopped; no step was made; the same command starts again"
-    # where the signal meets a finalizer, Python itself tells of the KeyboardInterrupt that it ignores
+    # if the signal arrives in a finalizer, Python prints the KeyboardInterrupt that it ignores
     ignored = r"Exception ignored in: .*\nTraceback .*\n(?: .*\n)*KeyboardInterrupt.*\n"
     assert "Traceback" not in re.sub(ignored, "", stderr)

@@ -1,6 +1,6 @@
-"""A training by several ranks: sharded, scored in between, gone on with by one rank and by three.
+"""Tests of training on several ranks: sharding, evaluation, resuming on one and on three ranks, stopping.
 
-Each case is a real ``train.py``; the gradients of every number of ranks are tested in clipkit/test_distributed.py.
+Each test runs a real ``train.py``; tests/clipkit/test_distributed.py compares gradients.
 """
 
 import json
@@ -46,7 +46,7 @@ SETTINGS = (
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Five labelled pictures to be scored on: one rank has more of them than the other."""
+    """Five labelled test images: an odd number, so that one rank evaluates more than the other."""
     out, noise = tmp_path_factory.mktemp("data") / "pictures", np.random.default_rng(1)
     with DatasetWriter(out) as writer:
         for i in range(5):
@@ -59,7 +59,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(trainings: Trainings, pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """By one rank, never stopped."""
+    """Run on one rank, uninterrupted."""
     out = tmp_path_factory.mktemp("whole") / "run"
     trainings.run(out, *SETTINGS, f"eval.data=[{str(pictures)!r}]")
     return out
@@ -67,14 +67,14 @@ def whole(trainings: Trainings, pictures: Path, tmp_path_factory: pytest.TempPat
 
 @pytest.fixture(scope="module")
 def sharded(trainings: Trainings, pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """By two ranks, each of which holds a part."""
+    """Run on two ranks with full sharding."""
     out = tmp_path_factory.mktemp("sharded") / "run"
     said = trainings.run_ranks(2, out, *SETTINGS, f"eval.data=[{str(pictures)!r}]", "sharding=full")
     assert "done: " in said[0] and said[1] == ""
     return out
 
 
-def test_shards_train_as_one_rank_does(whole: Path, sharded: Path) -> None:
+def test_sharded_training_equals_one_rank(whole: Path, sharded: Path) -> None:
     assert numbers(sharded, "loss") == pytest.approx(numbers(whole, "loss"), rel=1e-4)
     assert numbers(sharded, "grad_norm") == pytest.approx(numbers(whole, "grad_norm"), rel=1e-3)
     assert [line["image_to_text_R@1"] for line in metrics(sharded)] == [
@@ -87,7 +87,7 @@ def test_shards_train_as_one_rank_does(whole: Path, sharded: Path) -> None:
     assert {line["n"] for line in scored} == {5}
 
 
-def test_joined_shards_are_an_ordinary_checkpoint(whole: Path, sharded: Path) -> None:
+def test_sharded_run_saves_ordinary_checkpoints(whole: Path, sharded: Path) -> None:
     theirs = set(open_clip.create_model("ViT-B-32", load_weights=False).state_dict())
     for step in (SAVED_EVERY, STEPS):
         folder = checkpoint(sharded, step)
@@ -104,7 +104,7 @@ def test_joined_shards_are_an_ordinary_checkpoint(whole: Path, sharded: Path) ->
             assert {name: one.shape for name, one in own.items()} == {
                 name: one.shape for name, one in plain.items()
             }
-        # of this step and no later one, though the training went on while it was written
+        # the checkpoint contains this step and no later one, though training continued while it was written
         trained = load_file(folder / "trained.safetensors")["logit_scale/trained"]
         assert trained.shape == () and weights["logit_scale"].shape == () and weights["logit_scale"] > 1
         assert trained.exp().item() == pytest.approx(metrics(sharded)[step - 1]["scale"], rel=1e-6)
@@ -114,10 +114,10 @@ def test_joined_shards_are_an_ordinary_checkpoint(whole: Path, sharded: Path) ->
 
 
 @pytest.mark.parametrize("world", [1, pytest.param(3, marks=pytest.mark.long)])
-def test_shards_are_gone_on_with_by(
+def test_sharded_run_resumes_unsharded(
     world: int, trainings: Trainings, whole: Path, sharded: Path, tmp_path: Path
 ) -> None:
-    """One rank, or three, each with the whole model and 2 or 3 of the 8 rows, now in two pieces."""
+    """Each rank holds the whole model; of three ranks, each has 2 or 3 of the 8 rows, in two parts."""
     out = tmp_path / "run"
     shutil.copytree(sharded, out)
     go_back(out, SAVED_EVERY)
@@ -141,13 +141,13 @@ def numbers(out: Path, name: str) -> list[float]:
 
 
 @pytest.mark.long
-def test_all_ranks_leave_when_one_is_asked_to(trainings: Trainings, tmp_path: Path) -> None:
+def test_signal_to_one_rank_stops_all_ranks(trainings: Trainings, tmp_path: Path) -> None:
     out = tmp_path / "run"
     running = trainings.start_ranks(2, out, "steps=1000", "loss.name=siglip", "sharding=hybrid")
     wait_until(lambda: (out / "metrics.jsonl").is_file() and len(metrics(out)) > 2, running[0])
     os.kill(process_of(out), signal.SIGUSR1)
     asked_at = len(metrics(out))
-    said = ends(running, 128 + signal.SIGUSR1)  # also of the rank that was not asked
+    said = ends(running, 128 + signal.SIGUSR1)  # also of the rank without a signal
     assert latest_step(out) == len(metrics(out)) <= asked_at + 2
     assert f"stopped and saved at step {latest_step(out)} of 1000" in said[0].splitlines()[-1]
     assert said[1] == ""
@@ -155,7 +155,7 @@ def test_all_ranks_leave_when_one_is_asked_to(trainings: Trainings, tmp_path: Pa
 
 
 @pytest.mark.long
-def test_a_loss_that_is_no_number_is_told_once_by_two_ranks(trainings: Trainings, tmp_path: Path) -> None:
+def test_two_ranks_print_non_finite_loss_once(trainings: Trainings, tmp_path: Path) -> None:
     out = tmp_path / "run"
     settings = ("steps=6", "optim.lr=1e30", "optim.warmup=0", "optim.clip_norm=0", "batch_size=5")
     said = trainings.run_ranks(2, out, *settings, "sharding=full", status=1)
@@ -175,7 +175,7 @@ def test_a_loss_that_is_no_number_is_told_once_by_two_ranks(trainings: Trainings
     ]
     replay = trainings.start(
         out, *settings, "sharding=full", "--replay"
-    ).result()  # the same command, but alone
+    ).result()  # the same command in one process
     assert replay.returncode == 0, replay.stderr
     first, *rows = replay.stdout.splitlines()
     assert first.startswith("step 2 in fp32: the output of ") and first.endswith(" is not finite")

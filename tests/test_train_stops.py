@@ -1,6 +1,6 @@
-"""How a training ends before its last step: with its launcher, by a signal, or where no batch can be made.
+"""Tests of trainings that end before their last step: with torchrun, by a signal, or without a usable batch.
 
-Every case is a real ``train.py``; what is trained afterwards is compared with a run that was never disturbed.
+Each test runs a real ``train.py``; resumed runs are compared with uninterrupted ones.
 """
 
 import json
@@ -33,11 +33,11 @@ from tests.small_trainings import (
 __all__ = ["pairs", "trainings"]
 
 ROOT = Path(__file__).parent.parent
-STEPS, SECONDS = 24, 240  # after which something hangs
+STEPS, SECONDS = 24, 240  # timeout of a training
 
 
 class Launched:
-    """A training that torchrun has started."""
+    """A training started by torchrun."""
 
     def __init__(self, trainings: Trainings, world: int, out: Path, *more: str) -> None:
         launch = [
@@ -65,7 +65,7 @@ class Launched:
             time.sleep(0.002)
 
     def processes(self) -> set[int]:
-        """All processes that train in the folder: torchrun, ranks and their loader processes."""
+        """Find all processes that train in the folder: torchrun, ranks and their loader processes."""
         found = set()
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
@@ -82,7 +82,7 @@ class Launched:
 
 @pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2])
-def test_ranks_end_with_their_torchrun_and_the_same_command_goes_on(
+def test_ranks_exit_after_torchrun_is_killed_and_run_resumes(
     world: int, trainings: Trainings, tmp_path: Path
 ) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -95,7 +95,7 @@ def test_ranks_end_with_their_torchrun_and_the_same_command_goes_on(
     assert len(started) >= 1 + 2 * world
     run.torchrun.kill()
     run.torchrun.wait()
-    again = Launched(trainings, world, killed, f"steps={STEPS}")  # at once: ranks may still be there
+    again = Launched(trainings, world, killed, f"steps={STEPS}")  # at once: ranks may still be running
     assert again.torchrun.wait(timeout=SECONDS) == 0, again.log.read_text()[-3000:]
     run.wait_until_gone(started)
     assert "error: torchrun has died" in again.log.read_text()
@@ -106,13 +106,11 @@ def test_ranks_end_with_their_torchrun_and_the_same_command_goes_on(
 
 
 @pytest.mark.long
-def test_ranks_that_are_asked_to_stop_save_although_torchrun_dies(
-    trainings: Trainings, tmp_path: Path
-) -> None:
+def test_signalled_ranks_save_after_torchrun_is_killed(trainings: Trainings, tmp_path: Path) -> None:
     run = Launched(trainings, 2, tmp_path / "run", "steps=100000", "checkpoint.every_steps=0")
     run.wait_for_steps(3)
     started = run.processes()
-    for process in started - {run.torchrun.pid}:  # as SLURM does: to all, and torchrun dies of it
+    for process in started - {run.torchrun.pid}:  # SLURM signals all processes, which kills torchrun
         os.kill(process, signal.SIGUSR1)
     run.torchrun.kill()
     run.torchrun.wait()
@@ -120,9 +118,7 @@ def test_ranks_that_are_asked_to_stop_save_although_torchrun_dies(
     assert latest_step(run.out) == len(metrics(run.out)) >= 3
 
 
-def test_a_run_folder_is_waited_for_whose_training_is_about_to_end(
-    trainings: Trainings, tmp_path: Path
-) -> None:
+def test_second_training_waits_for_one_that_is_stopping(trainings: Trainings, tmp_path: Path) -> None:
     out = tmp_path / "run"
     first = trainings.start(out, "steps=100000", "checkpoint.every_steps=0")
     wait_until(lambda: (out / "metrics.jsonl").is_file() and len(metrics(out)) > 2, first)
@@ -141,12 +137,12 @@ def test_a_run_folder_is_waited_for_whose_training_is_about_to_end(
 
 @pytest.fixture
 def breakable(tmp_path: Path) -> Iterator[Path]:
-    """Pairs of the same content as ``pairs``, which a test may break."""
+    """A copy of ``pairs`` that a test may damage."""
     yield write_pairs(tmp_path / "breakable" / "pairs")
 
 
 def break_all(data: Path) -> dict[Path, bytes]:
-    """Overwrite the beginning of every image; returns the content before."""
+    """Overwrite the beginning of every image and return the previous content."""
     before = {shard: shard.read_bytes() for shard in data.rglob("*.tar")}
     for shard, content in before.items():
         assert content.count(b"\xff\xd8\xff") >= 8
@@ -156,7 +152,7 @@ def break_all(data: Path) -> dict[Path, bytes]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2])
-def test_where_no_batch_can_be_made_the_run_goes_on_once_the_data_are_repaired(
+def test_run_stopped_by_broken_data_resumes_after_repair(
     world: int, trainings: Trainings, breakable: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
@@ -184,7 +180,7 @@ def test_where_no_batch_can_be_made_the_run_goes_on_once_the_data_are_repaired(
     assert metrics(out)[-1]["bad_samples"] == 0
 
 
-def test_a_run_that_made_no_step_may_begin_again_on_other_data(
+def test_run_without_steps_restarts_on_other_data(
     trainings: Trainings, breakable: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
@@ -198,7 +194,9 @@ def test_a_run_that_made_no_step_may_begin_again_on_other_data(
 
 
 @pytest.mark.long
-def test_where_one_rank_has_no_batch_all_ranks_save_and_end(trainings: Trainings, tmp_path: Path) -> None:
+def test_killed_loader_of_one_rank_makes_all_ranks_save_and_exit(
+    trainings: Trainings, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     settings = ("steps=100000", "checkpoint.every_steps=0", "data.workers=1", "sharding=full")
     running = trainings.start_ranks(2, out, *settings)

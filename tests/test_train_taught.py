@@ -1,6 +1,6 @@
-"""A training that learns from another model, which encodes along or has left its features.
+"""Tests of distillation: from a teacher that encodes every batch, and from its stored features.
 
-Each case is a real ``train.py``.
+Each test runs a real ``train.py``.
 """
 
 import json
@@ -34,14 +34,14 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def teacher(trainings: Trainings, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that has ended."""
+    """A finished run."""
     out = tmp_path_factory.mktemp("teacher") / "run"
     trainings.run(out, "steps=2", "seed=7")
     return out
 
 
 def complete(folder: Path) -> None:
-    """A checkpoint's list of sizes as its files are now."""
+    """Rewrite a checkpoint's list of file sizes."""
     sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.name != "COMPLETE"}
     (folder / "COMPLETE").write_text(json.dumps(sizes))
 
@@ -52,7 +52,9 @@ def losses(out: Path) -> list[float]:
     return found
 
 
-def test_a_finished_run_teaches(trainings: Trainings, teacher: Path, tmp_path: Path) -> None:
+def test_finished_run_as_teacher_resumes_bit_for_bit(
+    trainings: Trainings, teacher: Path, tmp_path: Path
+) -> None:
     out, settings = tmp_path / "run", ("steps=3", "checkpoint.every_steps=2", f"distill.teacher={teacher}")
     trainings.run(out, *settings, "accumulate=2")
     taught, end = losses(out), digests(out, 3)
@@ -61,13 +63,11 @@ def test_a_finished_run_teaches(trainings: Trainings, teacher: Path, tmp_path: P
     go_back(out, 2)
     trainings.run(out, *settings, "accumulate=2")
     assert losses(out) == taught and digests(out, 3) == end
-    assert not any("chance" in line for line in metrics(out))  # it depends on the teacher
+    assert not any("chance" in line for line in metrics(out))  # the loss at chance depends on the teacher
 
 
 @pytest.mark.long
-def test_a_teacher_that_has_changed_since_is_refused(
-    trainings: Trainings, teacher: Path, tmp_path: Path
-) -> None:
+def test_resume_rejects_changed_teacher(trainings: Trainings, teacher: Path, tmp_path: Path) -> None:
     changing, out = tmp_path / "teacher", tmp_path / "run"
     shutil.copytree(teacher, changing)
     settings = ("steps=3", "checkpoint.every_steps=2", f"distill.teacher={changing}")
@@ -85,13 +85,13 @@ def test_a_teacher_that_has_changed_since_is_refused(
     shutil.copytree(teacher, changing)
     kept = json.loads(state.read_text())
     assert kept.pop("teacher")
-    state.write_text(json.dumps(kept))  # as it was before teachers were told apart
+    state.write_text(json.dumps(kept))  # as in checkpoints of earlier versions
     complete(state.parent)
     trainings.run(out, *settings)
     assert digests(out, 3) == end
 
 
-def test_a_teacher_of_itself_has_nothing_to_teach(
+def test_teacher_with_equal_weights_gives_zero_loss(
     trainings: Trainings, teacher: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
@@ -101,7 +101,7 @@ def test_a_teacher_of_itself_has_nothing_to_teach(
     assert losses(out) == pytest.approx([0, 0], abs=1e-5)
 
 
-def test_a_teacher_of_larger_pictures_and_shorter_texts(trainings: Trainings, tmp_path: Path) -> None:
+def test_teacher_with_larger_images_and_shorter_texts(trainings: Trainings, tmp_path: Path) -> None:
     larger, out = tmp_path / "larger", tmp_path / "run"
     shape = architecture("ViT-Ti-4-16", image_size=24, context_length=6)
     save_model(clipkit.create(shape, seed=3), larger)
@@ -109,12 +109,12 @@ def test_a_teacher_of_larger_pictures_and_shorter_texts(trainings: Trainings, tm
         "loss.name=siglip",
         "distill.weight=1",
         "model.patch_dropout=0.5",
-    )  # the bias has no part in it
+    )  # distillation does not use the bias
     trainings.run(out, "steps=2", f"distill.teacher={larger}", *settings)
     assert losses(out)[0] > 0
 
 
-def test_a_teacher_that_splits_texts_otherwise_is_one_line(
+def test_teacher_with_another_tokenizer_prints_one_line_error(
     trainings: Trainings, tokenizer: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
@@ -124,7 +124,7 @@ def test_a_teacher_that_splits_texts_otherwise_is_one_line(
 
 
 @pytest.mark.long
-def test_stored_features_teach(trainings: Trainings, teacher: Path, tmp_path: Path) -> None:
+def test_training_with_stored_teacher_features(trainings: Trainings, teacher: Path, tmp_path: Path) -> None:
     images, texts, out = tmp_path / "images", tmp_path / "texts", tmp_path / "run"
     for folder, kind in ((images, ()), (texts, ("--text",))):
         trainings.clipkit(
@@ -147,8 +147,8 @@ def test_stored_features_teach(trainings: Trainings, teacher: Path, tmp_path: Pa
     assert error.startswith("error: distill.text_features = ''")
 
 
-def test_a_model_with_a_bias_is_trained_on_by_softmax(trainings: Trainings, tmp_path: Path) -> None:
-    """Its bias stays, and has no part in the loss."""
+def test_softmax_training_keeps_the_bias_of_initial_weights(trainings: Trainings, tmp_path: Path) -> None:
+    """The bias is kept and has no effect on the loss."""
     first, second = tmp_path / "sigmoid", tmp_path / "softmax"
     model = clipkit.create("ViT-Ti-4-16", seed=3)
     model.reset_bias()

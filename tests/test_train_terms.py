@@ -1,4 +1,4 @@
-"""A training with local terms resumes bit for bit after kill -9, and shows their losses."""
+"""Tests of auxiliary losses: resuming after kill -9 bit for bit, and their curves in the report."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ SETTINGS = (
 
 
 @pytest.mark.long
-def test_terms_are_trained_and_resumed_bit_for_bit(trainings: Trainings, tmp_path: Path) -> None:
+def test_auxiliary_losses_resume_bit_for_bit(trainings: Trainings, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     trainings.run(whole, *SETTINGS)
     running = trainings.start(killed, *SETTINGS)
@@ -47,6 +47,6 @@ def test_terms_are_trained_and_resumed_bit_for_bit(trainings: Trainings, tmp_pat
         losses: list[Any] = [line.get(f"loss_{name}") for line in metrics(whole)]
         assert [line.get(f"loss_{name}") for line in metrics(killed)] == losses
         assert losses.count(None) == 5 * (name == "masked") and None not in losses[5:]
-        assert name != "caption" or losses[-1] < losses[5]  # the others' teacher changes too
+        assert name != "caption" or losses[-1] < losses[5]  # the targets of the other losses change too
         assert f"Loss of {name}" in page
     assert all("chance" not in line for line in metrics(whole))

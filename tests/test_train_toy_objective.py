@@ -1,4 +1,4 @@
-"""An objective registered from outside the package is trained, estimated, saved, resumed and scored."""
+"""Tests of an objective registered from outside the package: training, dry run, resuming and evaluation."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ STEPS = 6
 
 
 @pytest.mark.long
-def test_an_objective_from_outside_is_trained_saved_resumed_and_scored(
+def test_registered_objective_trains_resumes_and_evaluates(
     forked: Forked, trainings: Trainings, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"

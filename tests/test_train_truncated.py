@@ -1,4 +1,4 @@
-"""A training on truncated shards: refused, or on their intact parts, which are listed and counted."""
+"""Tests of training on truncated shards: rejected, or their intact parts are used, listed and counted."""
 
 import json
 import os
@@ -21,7 +21,7 @@ __all__ = ["pairs", "trainings"]
 
 
 @pytest.mark.long
-def test_the_intact_part_of_a_truncated_shard_is_trained_on(trainings: Trainings, tmp_path: Path) -> None:
+def test_intact_part_of_truncated_shard_is_used(trainings: Trainings, tmp_path: Path) -> None:
     data, out = write_pairs(tmp_path / "pairs"), tmp_path / "run"
     shard = data / "train" / "1.tar"
     whole = shard.read_bytes()

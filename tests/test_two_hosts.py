@@ -1,8 +1,7 @@
-"""Two hosts train, one is lost, and the run goes on to the weights of one that was never disturbed.
+"""Tests of training on two hosts: a lost host rejoins, and the weights equal those of an uninterrupted run.
 
-The hosts are network namespaces with a cable between them and nothing else: each has a torchrun of its own, and
-they meet as machines do. The run folder and the data are on a disk that both see. On one host, torchrun brings back
-a rank that was killed, by itself.
+The hosts are network namespaces connected by a virtual cable, each with its own torchrun. They share the disk
+with run folder and data. On one host, torchrun restarts a killed rank.
 """
 
 import json
@@ -22,14 +21,14 @@ import simplejpeg
 from data.shards.writer import DatasetWriter, Record
 
 ROOT = Path(__file__).parent.parent
-STEPS, SAVED_EVERY, LOST_AFTER = 18, 5, 11  # the second checkpoint has waited until the first was whole
-SECONDS = 240  # after which something hangs
+STEPS, SAVED_EVERY, LOST_AFTER = 18, 5, 11  # the second checkpoint waits until the first one is complete
+SECONDS = 240  # timeout of a training
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sixty pictures of noise with captions, in three shards."""
+    """Sixty images of noise with captions, in three shards."""
     out = tmp_path_factory.mktemp("data") / "pairs"
     noise = np.random.default_rng(0)
     with DatasetWriter(out, samples_per_shard=20) as writer:
@@ -79,7 +78,7 @@ def losses(out: Path) -> list[float]:
 
 
 class Hosts:
-    """Two network namespaces, each with one end of a cable."""
+    """Two network namespaces connected by a virtual cable."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.names = folder, tuple(f"clipkit-{os.getpid()}-{i}" for i in (0, 1))
@@ -94,7 +93,7 @@ class Hosts:
             ip("-n", name, "link", "set", end, "up")
 
     def torchrun(self, host: int, pairs: Path, out: Path) -> "subprocess.Popen[bytes]":
-        """One host's part of the run; the first is where they meet."""
+        """Start torchrun on one host; the rendezvous is on the first."""
         command = [
             "ip", "netns", "exec", self.names[host], sys.executable, "-m", "torch.distributed.run",
             "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d",
@@ -104,9 +103,9 @@ class Hosts:
         ]  # fmt: skip
         environment = {
             "GLOO_SOCKET_IFNAME": self.ends[host],
-            # otherwise a torchrun that joins later is never told where the ranks meet (torch 2.15)
+            # otherwise a torchrun that joins later does not receive the rendezvous address (torch 2.15)
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            # a rank that waits for a lost one heeds no SIGTERM
+            # a rank that waits for a lost one does not react to SIGTERM
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3",
         }
         return start(command, self.log(out, host), **environment)
@@ -115,7 +114,7 @@ class Hosts:
         return self.folder / f"{out.name}-{host}.log"
 
     def lose(self, host: int) -> None:
-        """The cable is out before anything on the host can say farewell; then the host comes back, empty."""
+        """Disconnect a host, kill all of its processes, and connect it again."""
         ip("-n", self.names[host], "link", "set", self.ends[host], "down")
         self.kill(host)
         ip("-n", self.names[host], "link", "set", self.ends[host], "up")
@@ -153,9 +152,7 @@ def end_of(run: "subprocess.Popen[bytes]", log: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_host_is_lost_and_the_run_goes_on_to_the_same_weights(
-    hosts: Hosts, pairs: Path, tmp_path: Path
-) -> None:
+def test_run_survives_lost_host_with_identical_weights(hosts: Hosts, pairs: Path, tmp_path: Path) -> None:
     whole, lossy = tmp_path / "whole", tmp_path / "lossy"
     for host, run in enumerate([hosts.torchrun(host, pairs, whole) for host in (0, 1)]):
         end_of(run, hosts.log(whole, host))
@@ -165,7 +162,7 @@ def test_a_host_is_lost_and_the_run_goes_on_to_the_same_weights(
     hosts.lose(1)
     assert second.wait(timeout=SECONDS) == -signal.SIGKILL
     again = hosts.torchrun(1, pairs, lossy)
-    end_of(first, hosts.log(lossy, 0))  # the torchrun that stayed brought its rank back by itself
+    end_of(first, hosts.log(lossy, 0))  # torchrun on the remaining host restarted its rank
     end_of(again, hosts.log(lossy, 1))
 
     assert "resuming" in hosts.log(lossy, 0).read_text()
@@ -174,7 +171,7 @@ def test_a_host_is_lost_and_the_run_goes_on_to_the_same_weights(
 
 
 @pytest.mark.long
-def test_torchrun_brings_a_killed_rank_back_to_the_same_numbers(pairs: Path, tmp_path: Path) -> None:
+def test_torchrun_restarts_killed_rank_with_identical_results(pairs: Path, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     launch += ["--max-restarts", "1"]
@@ -190,7 +187,7 @@ def test_torchrun_brings_a_killed_rank_back_to_the_same_numbers(pairs: Path, tmp
 
 
 def process_of_rank(rank: int, torchrun: int) -> int:
-    """A child of torchrun's, by its environment."""
+    """Find a child process of torchrun by its environment."""
     children = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()
     for pid in children:
         if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):

@@ -12,7 +12,7 @@ from clipkit.training.arguments import parse_arguments
 def margin_loss(
     images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor | None = None, *, targets: Targets
 ) -> Tensor:
-    """How much closer than 0.2 to its own caption's the cosines of an image with other captions are, squared."""
+    """Squared hinge loss: the cosine with other captions should be 0.2 lower than with the own caption."""
     assert bias is not None and targets.identities.shape == (len(images), 2)
     cosines = images.float() @ texts.float().T
     beyond = (0.2 + bias + cosines - cosines.diagonal()[:, None]).clamp(min=0)
@@ -20,7 +20,7 @@ def margin_loss(
 
 
 def cosine_of_pairs(images: Tensor, texts: Tensor, targets: Targets) -> dict[str, float]:
-    """A metric of its own."""
+    """Mean cosine of the pairs, as an additional metric."""
     return {"cosine": (images * texts).sum(1).mean().item()}
 
 

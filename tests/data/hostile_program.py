@@ -1,7 +1,7 @@
-"""Reads every sample of each shard it is given, each in a process of its own, and says what became of it.
+"""Read every sample of the given shards, each shard in a process of its own, and print the results.
 
-For each, a line of JSON: seconds of its own time, MiB that memory grew by, and the samples' keys and pictures, or
-the error.
+Prints one line of JSON per shard: CPU time in seconds, growth of memory in MiB, and keys and images of the
+samples, or the error.
 """
 
 import json
@@ -18,7 +18,7 @@ from data.remote.store import ShardFile
 from data.shards.samples import Shards
 
 _SECONDS = 30
-_MOST = 1000  # samples that are read
+_MOST = 1000  # maximum number of samples to read
 
 
 def resident() -> float:
@@ -36,10 +36,10 @@ def read(path: Path) -> dict[str, object]:
         answer["images"] = [sample.image.decode("latin-1") for sample in samples]
     except DataError as error:
         answer["error"] = str(error)
-    except Exception:  # what must not be: the test shows it
+    except Exception:  # must not happen: the test prints it
         answer["crash"] = traceback.format_exc()
     answer["seconds"] = time.process_time() - began
-    # of this process alone: its parent's peak is not inherited
+    # peak memory of this process; it does not inherit its parent's peak
     answer["growth"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
     return answer
 

@@ -1,4 +1,4 @@
-"""Tars that are broken, or made to take much time or memory, and the expected results."""
+"""Tars that are broken or need much time or memory to read, with the expected results."""
 
 import bz2
 import gzip
@@ -17,7 +17,7 @@ GOOD = ("0", "1", "2")  # keys of the pairs
 
 
 class Hostile(NamedTuple):
-    """A tar and its expected result: an error message, or the keys of its samples."""
+    """A tar with its expected result: a pattern of the error message, or the keys of its samples."""
 
     make: Callable[[], bytes]
     answer: str | tuple[str, ...]
@@ -32,7 +32,7 @@ def header(
     prefix: bytes = b"",
     checksum: bytes | None = None,
 ) -> bytes:
-    """512 bytes with a right checksum, or the one that is given; a size in bytes is written as it stands."""
+    """Return a header of 512 bytes; the checksum is correct unless given, a size in bytes is copied."""
     name = name.encode() if isinstance(name, str) else name
     stated = b"%011o\0" % size if isinstance(size, int) else size.ljust(12, b"\0")
     fields = name.ljust(100, b"\0")[:100] + b"0000644\0" + b"0000000\0" * 2 + stated + b"00000000000\0"
@@ -42,12 +42,12 @@ def header(
 
 
 def member(name: bytes | str, data: bytes = b"", *, kind: bytes = b"0", link: bytes = b"") -> bytes:
-    """A header and its data, filled up to whole blocks."""
+    """Return a header and its data, padded to whole blocks."""
     return header(name, len(data), kind=kind, link=link) + data + bytes(-len(data) % BLOCK)
 
 
 def pax(*records: tuple[bytes, bytes], kind: bytes = b"x") -> bytes:
-    """A PAX header of these records."""
+    """Return a PAX header with these records."""
     return member("PaxHeader", b"".join(record(*one) for one in records), kind=kind)
 
 
@@ -59,17 +59,17 @@ def record(key: bytes, value: bytes) -> bytes:
 
 
 def tar_of(members: Sequence[tuple[bytes | str, bytes]] = PAIRS, *, before: bytes = b"") -> bytes:
-    """A tar of files, behind other members."""
+    """Return a tar of files, after other members."""
     return before + b"".join(member(*one) for one in members) + END
 
 
 def long_name(name: bytes) -> bytes:
-    """GNU's way to give the next member a name."""
+    """Return a GNU header with the name of the next member."""
     return member("././@LongLink", name + b"\0", kind=b"L")
 
 
 def renamed(by: bytes, *, of: bytes = b"9") -> bytes:
-    """A pair whose two members are named by a header of the kind that ``by`` is made with, and the usual pairs."""
+    """Return a pair, the first member of which is renamed by an extended header, and the usual pairs."""
     return by + member(of + b".jpg", b"renamed") + member("y.txt", b"text") + tar_of()
 
 
@@ -90,22 +90,22 @@ def other_size(size: bytes | int) -> Callable[[], bytes]:
 
 
 def among(*others: bytes) -> Callable[[], bytes]:
-    """The usual pairs, with other members between the first picture and its caption."""
+    """Return the usual pairs with other members between the first image and its caption."""
     return lambda: member(*PAIRS[0]) + b"".join(others) + tar_of(PAIRS[1:])
 
 
 def keyed(*names: bytes | str) -> Callable[[], bytes]:
-    """A tar of members of these names."""
+    """Return a tar of members with these names."""
     return lambda: tar_of([(name, b"data of %d" % number) for number, name in enumerate(names)])
 
 
-PICTURE = len(member(*PAIRS[0]))  # bytes that the first member takes
+PICTURE = len(member(*PAIRS[0]))  # size of the first member
 DATA = len(tar_of()) - len(END)
 BROKEN_SIZE = f"has a broken size at byte {PICTURE}"
 NOTE = "has a broken extended header"
 
 HOSTILE: dict[str, Hostile] = {
-    # where it ends
+    # truncated tars and data after the end
     "nothing": Hostile(lambda: b"", "is empty"),
     "one byte": Hostile(lambda: b"\0", "is truncated"),
     "one letter": Hostile(lambda: b"0", "is truncated"),
@@ -127,14 +127,14 @@ HOSTILE: dict[str, Hostile] = {
     "only zeros": Hostile(lambda: bytes(80 << 20), "seems incompletely downloaded"),
     "zeros inside": Hostile(among(bytes(20 * BLOCK)), "contains more than one archive"),
     "zeros over half of it": Hostile(lambda: tar_of()[: DATA // 2] + bytes(2 << 20), "truncated|incompletely"),
-    # what is no tar
+    # files that are not tars
     "a web page": Hostile(lambda: b"<!DOCTYPE html>" + b" " * 4000, "is not a tar file"),
     "an error in XML": Hostile(lambda: b'<?xml version="1.0"?><Error>AccessDenied</Error>', "truncated"),
     "gzip": Hostile(lambda: gzip.compress(tar_of() + bytes(PAIRS[0][1] * 99)), "is compressed|is truncated"),
     "bzip2": Hostile(lambda: bz2.compress(bytes(range(256)) * 400), "is compressed"),
     "xz": Hostile(lambda: lzma.compress(bytes(range(256)) * 99 + tar_of(), preset=0), "is compressed|is truncated"),
     "a picture": Hostile(lambda: b"\xff\xd8\xff\xe0" + b"\x80" * 3000, "is not a tar file|broken size"),
-    # headers
+    # header fields
     "a wrong checksum": Hostile(lambda: with_second(lambda _: header("0.txt", 6, checksum=b"012345\0 ")), "header"),
     "no checksum": Hostile(lambda: with_second(lambda _: header("0.txt", 6, checksum=bytes(8))), "header at"),
     "a checksum of words": Hostile(lambda: with_second(lambda _: header("0.txt", 6, checksum=b"checksum")), "head"),
@@ -147,7 +147,7 @@ HOSTILE: dict[str, Hostile] = {
     "a size in base 256": Hostile(other_size(b"\x80" + (6).to_bytes(11, "big")), GOOD),
     "no size": Hostile(lambda: member(*PAIRS[0]) + header("0.txt", b"") + END, ("0",)),
     "a size that skips the next member": Hostile(other_size(PICTURE + 40), ("0", "2")),
-    # names by other members
+    # names and sizes from extended headers
     "many long names for one file": Hostile(lambda: long_name(b"n.jpg") * 5000 + tar_of(), NOTE),
     "long links without end": Hostile(
         lambda: member("@LongLink", b"to\0", kind=b"K") * 5000 + tar_of(), GOOD
@@ -182,7 +182,7 @@ HOSTILE: dict[str, Hostile] = {
     "a PAX record of no length": Hostile(lambda: renamed(member("p", b"path=y.jpg\n", kind=b"x")), NOTE),
     "a sparse file by PAX": Hostile(lambda: renamed(pax((b"GNU.sparse.major", b"1"))), "contains a sparse file"),
     "a sparse file by GNU": Hostile(among(member("s.jpg", b"x", kind=b"S")), "contains a sparse file"),
-    # what else members are
+    # other kinds of members
     "links, devices, pipes and folders": Hostile(
         among(*(member("9.jpg", kind=kind, link=b"/etc/passwd") for kind in (b"1", b"2", b"3", b"4", b"5", b"6"))),
         GOOD,
@@ -197,7 +197,7 @@ HOSTILE: dict[str, Hostile] = {
     "30,000 extensions": Hostile(
         lambda: b"".join(header(f"a.{n}.jpg") for n in range(30_000)) + END, "no sample with image",
     ),
-    # names
+    # file names
     "names with newlines": Hostile(keyed("a\nb.jpg", "a\nb.txt"), ("a\nb",)),
     "an extension with newlines": Hostile(keyed("a.b\nc", "b.\x1b[31mred"), "no sample with image"),
     "names with control characters": Hostile(keyed("\x1b[2J.jpg", "\x1b[2J.txt"), ("\x1b[2J",)),

@@ -1,4 +1,4 @@
-"""Small tars to inspect, and access to the report."""
+"""Small tars for tests of ``inspect``, and access to its report."""
 
 import io
 import tarfile
@@ -16,7 +16,7 @@ Members = Sequence[tuple[str, bytes]]
 
 
 def picture(seed: int, size: tuple[int, int] = (40, 36), form: str = "jpeg", **options: Any) -> bytes:
-    """An image of soft spots that depends on the seed."""
+    """Return an image of soft spots that depends on the seed."""
     spots = np.random.default_rng(seed).integers(0, 256, (6, 6, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(spots).resize(size, Image.Resampling.BICUBIC).save(file, form, **options)
@@ -33,7 +33,7 @@ def write_tar(path: Path, members: Members) -> None:
 
 
 def pairs(first: int, count: int, **more: Mapping[int, bytes]) -> list[tuple[str, bytes]]:
-    """Good samples with keys of six digits; ``pictures`` and ``captions`` replace some of their contents."""
+    """Return good samples with keys of six digits; ``pictures`` and ``captions`` replace some contents."""
     members = []
     for number in range(first, first + count):
         key = f"{number:06d}"
@@ -51,7 +51,7 @@ def look(sources: Sequence[str], **options: Any) -> Findings:
 
 
 def row(found: Findings, part: str, label: str) -> str:
-    """The lines of a row of the report."""
+    """Return the lines of a row of the report."""
     return " | ".join(
         line
         for one in parts(found)

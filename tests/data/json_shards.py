@@ -23,5 +23,5 @@ def shard_of(path: Path, samples: Sequence[dict[str, Any]]) -> ShardFile:
 
 
 def of_json(*metas: Any) -> list[dict[str, Any]]:
-    """Samples with a caption file and a json."""
+    """Return samples with a caption file and a json."""
     return [{"txt": "text", "json": json.dumps(meta)} for meta in metas]

@@ -1,4 +1,4 @@
-"""The random crop: within the image, as torchvision crops it, and a function of its stream."""
+"""Tests of augmentation: crops equal torchvision's, are reproducible, and follow the settings."""
 
 import io
 import math
@@ -48,7 +48,7 @@ def picture(height: int, width: int, seed: int = 0) -> npt.NDArray[np.uint8]:
 
 @settings(deadline=None, max_examples=300)
 @given(height=sides, width=sides, scale=scales, seed=st.integers(0, 2**32))
-def test_a_crop_lies_within_the_picture(height: int, width: int, scale: float, seed: int) -> None:
+def test_crop_is_inside_the_image(height: int, width: int, scale: float, seed: int) -> None:
     top, left, crop_height, crop_width = _crop(height, width, scale, random_of(seed))
     assert 1 <= crop_height <= height - top and 1 <= crop_width <= width - left
     assert top >= 0 and left >= 0
@@ -56,7 +56,9 @@ def test_a_crop_lies_within_the_picture(height: int, width: int, scale: float, s
 
 @settings(deadline=None, max_examples=200)
 @given(height=st.integers(100, 3000), width=st.integers(100, 3000), scale=scales, seed=st.integers(0, 2**32))
-def test_a_crop_keeps_area_and_aspect(height: int, width: int, scale: float, seed: int) -> None:
+def test_crop_has_at_least_the_area_and_aspect_ratio_of_the_settings(
+    height: int, width: int, scale: float, seed: int
+) -> None:
     _, _, crop_height, crop_width = _crop(height, width, scale, random_of(seed))
     rounding = 1 / min(crop_height, crop_width)
     aspect = crop_width / crop_height
@@ -77,17 +79,17 @@ def test_a_crop_keeps_area_and_aspect(height: int, width: int, scale: float, see
         (1, 100, 1.0, (0, 49, 1, 1)),
         (100, 1, 0.9, (49, 0, 1, 1)),
         (30, 50, 1.0, (0, 10, 30, 30)),
-        (30, 900, 0.9, (0, 430, 30, 40)),  # no draw fits: the widest of 4:3, centred
+        (30, 900, 0.9, (0, 430, 30, 40)),  # no draw fits: the largest crop of 4:3, centered
         (900, 30, 0.9, (430, 0, 40, 30)),
     ],
 )
-def test_where_there_is_no_choice(height: int, width: int, scale: float, expected: tuple[int, ...]) -> None:
+def test_crop_without_randomness(height: int, width: int, scale: float, expected: tuple[int, ...]) -> None:
     assert _crop(height, width, scale, random_of(0)) == expected
 
 
 @pytest.mark.parametrize("scale", [0.1, 0.9, 1.0])
 @pytest.mark.parametrize(("height", "width"), [(40, 60), (1, 50), (50, 1), (1, 1), (224, 224), (300, 100)])
-def test_it_is_what_torchvision_cuts_and_resizes(height: int, width: int, scale: float) -> None:
+def test_crop_equals_torchvision(height: int, width: int, scale: float) -> None:
     image = picture(height, width)
     for seed in range(5):
         got = transform(image, seed, crop_scale=scale)
@@ -101,32 +103,32 @@ def test_it_is_what_torchvision_cuts_and_resizes(height: int, width: int, scale:
         assert torch.equal(got, expected)
 
 
-def test_a_crop_of_the_right_size_is_not_resized() -> None:
+def test_crop_of_the_target_size_is_not_resized() -> None:
     image = picture(32, 32)
     got = transform(image, 0, crop_scale=1.0)
     assert torch.equal(got, torch.from_numpy(image).permute(2, 0, 1))
 
 
-def test_crops_are_spread_as_they_should_be() -> None:
+def test_distribution_of_crops() -> None:
     size, scale = 1000, 0.5
     crops = np.array([_crop(size, size, scale, random_of(seed)) for seed in range(4000)])
     area = crops[:, 2] * crops[:, 3] / size**2
     assert area.min() >= scale * 0.99
-    assert abs(np.log(crops[:, 3] / crops[:, 2]).mean()) < 0.02  # wide as often as high
+    assert abs(np.log(crops[:, 3] / crops[:, 2]).mean()) < 0.02  # wide as often as tall
     for begin, side in ((crops[:, 0], crops[:, 2]), (crops[:, 1], crops[:, 3])):
         place = begin[side < size] / (size - side[side < size])
         assert abs(place.mean() - 0.5) < 0.03
         assert abs(place.std() - 1 / math.sqrt(12)) < 0.02
 
 
-def test_streams_are_independent_and_repeat() -> None:
+def test_random_streams_are_independent_and_reproducible() -> None:
     streams = [(0, 0, 0, 1), (0, 0, 1, 0), (0, 1, 0, 0), (1, 0, 0, 0), (2**63 - 1, 0, 10**6, 10**9)]
     drawn = [tuple(random_of(*stream).integers(2**62, size=4).tolist()) for stream in streams]
     assert len(set(drawn)) == len(streams)
     assert drawn == [tuple(random_of(*stream).integers(2**62, size=4).tolist()) for stream in streams]
 
 
-def test_options_that_are_off_draw_nothing() -> None:
+def test_disabled_options_draw_no_random_numbers() -> None:
     image = picture(40, 50)
     for seed in range(20):
         plain = transform(image, seed)
@@ -134,7 +136,7 @@ def test_options_that_are_off_draw_nothing() -> None:
         assert torch.equal(plain.flip(-1), transform(image, seed, flip=1.0))  # the same crop, mirrored
 
 
-def test_shares_of_flipped_and_grey_pictures() -> None:
+def test_rates_of_flipped_and_grayscale_images() -> None:
     image = picture(32, 32)
     flipped = grey = 0
     for seed in range(400):
@@ -150,35 +152,35 @@ def test_shares_of_flipped_and_grey_pictures() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(strength=st.floats(0.01, 2.0), seed=st.integers(0, 2**32))
-def test_colours_change_and_shapes_stay(strength: float, seed: int) -> None:
+def test_color_jitter_is_reproducible(strength: float, seed: int) -> None:
     image = picture(32, 32)
     out = transform(image, seed, color_jitter=strength)
     assert out.shape == (3, 32, 32) and out.dtype == torch.uint8
     assert torch.equal(out, transform(image, seed, color_jitter=strength))
 
 
-def test_strength_bounds_the_change_of_brightness() -> None:
-    image = np.full((32, 32, 3), 100, np.uint8)  # even: contrast, saturation and hue leave it as it is
+def test_strength_limits_the_change_of_brightness() -> None:
+    image = np.full((32, 32, 3), 100, np.uint8)  # uniform: contrast, saturation and hue have no effect
     levels = [int(transform(image, seed, color_jitter=0.4).float().mean()) for seed in range(300)]
     assert 58 <= min(levels) <= 70 and 130 <= max(levels) <= 141
-    assert 30 < levels.count(100) < 90  # a fifth is left alone
+    assert 30 < levels.count(100) < 90  # a fifth is unchanged
 
 
-def test_a_row_is_made_from_what_decoding_gives() -> None:
+def test_all_formats_are_decoded_as_by_decode_image() -> None:
     options: dict[str, Any] = {"crop_scale": 0.2, "flip": 0.5, "color_jitter": 0.4, "grayscale": 0.3}
     for seed, name in enumerate(sorted(PICTURES.keys() - {"32-bit grey tiff", "float tiff"})):
         data = picture_file(name)
         assert torch.equal(row(data, seed, **options), transform(decode_image(data), seed, **options))
 
 
-def test_a_broken_picture_is_a_data_error() -> None:
+def test_broken_image_raises_data_error() -> None:
     for data in (b"", picture_file("png")[:500], picture_file("jpeg")[:3000]):
         for scaled in (False, True):
             with pytest.raises(DataError):
                 row(data, 0, scaled_decode=scaled)
 
 
-def test_scaled_decoding_keeps_the_crop_and_its_pixels() -> None:
+def test_scaled_decoding_gives_similar_pixels() -> None:
     photo = Image.fromarray(scene(517, 643))
     forms: list[dict[str, Any]] = [{}, {"progressive": True}, {"subsampling": 0}, {"subsampling": 1}]
     for options in forms:
@@ -193,7 +195,7 @@ def test_scaled_decoding_keeps_the_crop_and_its_pixels() -> None:
                 assert (whole.int() - scaled.int()).abs().float().mean() < 4
 
 
-def test_a_picture_is_decoded_smaller_only_where_it_keeps_twice_the_size(
+def test_scaled_decoding_keeps_twice_the_target_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = []
@@ -209,7 +211,7 @@ def test_a_picture_is_decoded_smaller_only_where_it_keeps_twice_the_size(
     assert asked == list(sides.values())
 
 
-def test_what_is_not_decoded_smaller_stays_as_it_is() -> None:
+def test_formats_without_scaled_decoding_are_unchanged() -> None:
     for name in ("png", "webp", "cmyk jpeg", "ycck jpeg", "gif"):
         data = picture_file(name)
         assert torch.equal(row(data, 3), row(data, 3, scaled_decode=True))
@@ -217,8 +219,8 @@ def test_what_is_not_decoded_smaller_stays_as_it_is() -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(height=st.integers(1, 700), width=st.integers(1, 700), scale=scales, seed=st.integers(0, 99))
-def test_scaled_decoding_takes_any_shape(height: int, width: int, scale: float, seed: int) -> None:
-    shade = 10 + seed  # the same everywhere, so the result is known
+def test_scaled_decoding_of_any_shape(height: int, width: int, scale: float, seed: int) -> None:
+    shade = 10 + seed  # uniform, so the result is known
     data = encoded(Image.new("RGB", (width, height), (shade,) * 3), "JPEG")
     pixels = row(data, seed, image_size=16, crop_scale=scale, scaled_decode=True)
     assert (pixels.int() - shade).abs().max() <= 1
@@ -226,7 +228,7 @@ def test_scaled_decoding_takes_any_shape(height: int, width: int, scale: float, 
 
 @pytest.mark.parametrize("scaled_decode", [False, True])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_training_sees_an_image_upright_where_asked(orientation: int, scaled_decode: bool) -> None:
+def test_exif_orientation_is_applied_if_upright(orientation: int, scaled_decode: bool) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = encoded(Image.fromarray(scene(300, 420)), "JPEG", quality=95, exif=exif)
@@ -248,7 +250,7 @@ def test_training_sees_an_image_upright_where_asked(orientation: int, scaled_dec
         assert traits == Traits(rotated=orientation != 1)
 
 
-def test_training_lays_transparent_images_on_a_background() -> None:
+def test_transparent_images_are_laid_on_the_background() -> None:
     clear = Image.new("RGBA", (40, 30), (200, 0, 0, 0))
     for data in (
         encoded(clear, "PNG"),

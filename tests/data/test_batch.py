@@ -1,4 +1,4 @@
-"""Identities of the samples of a batch."""
+"""Tests of the identities of the samples of a batch."""
 
 import io
 import subprocess
@@ -27,13 +27,13 @@ HASH, EMPTY = 6776802137977632137, 6510301506637419378
 
 
 @given(st.text(), st.text())
-def test_captions_that_differ_have_other_hashes(one: str, other: str) -> None:
+def test_different_captions_have_different_hashes(one: str, other: str) -> None:
     same = " ".join(one.casefold().split()) == " ".join(other.casefold().split())
     assert (caption_hash(one) == caption_hash(other)) == same
     assert 0 <= caption_hash(one) < 2**63
 
 
-def test_a_hash_is_the_same_in_every_process_and_release() -> None:
+def test_caption_hashes_are_stable() -> None:
     code = "from data.loader import caption_hash; print(caption_hash('A  photo\\n of Straße '), caption_hash(''))"
     printed = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, timeout=60
@@ -43,7 +43,7 @@ def test_a_hash_is_the_same_in_every_process_and_release() -> None:
     assert 0 <= caption_hash("half a pair \ud800") < 2**63
 
 
-def test_numbers_cost_microseconds() -> None:
+def test_identities_take_microseconds_per_sample() -> None:
     captions = [f"a photograph of the number {number} on a wall, in colour" for number in range(4096)]
     ids = np.arange(4096)
     best = 1.0
@@ -56,7 +56,7 @@ def test_numbers_cost_microseconds() -> None:
     assert identities[:, 1].tolist() == [caption_hash(caption) for caption in captions]
 
 
-def test_lengths_end_at_the_first_end_of_text() -> None:
+def test_token_lengths_end_at_the_first_end_of_text() -> None:
     tokens = torch.tensor([[9, 1, 50, 0], [9, 50, 3, 50], [50, 0, 0, 0]])
     assert token_lengths(tokens) == (3, 2, 1)
 
@@ -69,7 +69,7 @@ def picture(number: int) -> bytes:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Six images with three captions each, two of which differ in white space and case only."""
+    """Write six images with three captions each, two of which differ only in white space and case."""
     monkeypatch.setenv("CLIPKIT_CACHE", str(tmp_path / "cache"))
     with DatasetWriter(tmp_path / "set", samples_per_shard=4) as writer:
         for number in range(6):
@@ -86,7 +86,7 @@ def make_loader(folder: Path, rule: CaptionRule, size: int, **more: Any) -> Load
     return Loader(shards=shards, order=order, image_size=8, tokenize=ClipTokenizer())
 
 
-def test_samples_of_one_picture_share_its_number(folder: Path) -> None:
+def test_captions_of_one_image_have_the_same_image_identity(folder: Path) -> None:
     loader = make_loader(folder, CaptionRule(fields=("captions",), choice="all", prefix="see: "), 18)
     batch = loader.batch(0)
     pictures, captions = batch.identities.T.tolist()
@@ -99,16 +99,16 @@ def test_samples_of_one_picture_share_its_number(folder: Path) -> None:
         assert caption == caption_hash(texts[number % 3])
 
 
-def test_a_sample_that_is_drawn_twice_agrees_with_itself(folder: Path) -> None:
+def test_repeated_sample_has_the_same_identities(folder: Path) -> None:
     loader = make_loader(folder, CaptionRule(fields=("captions",)), 6, resample=True)
     for step in range(6):
         batch = loader.batch(step)
         ids, identities = batch.ids.tolist(), [tuple(one) for one in batch.identities.tolist()]
-        assert len(set(ids)) < 6 or step  # some are drawn twice
+        assert len(set(ids)) < 6 or step  # some samples are drawn twice
         assert len(set(identities)) == len(set(ids)) == len(set(zip(ids, identities, strict=True)))
 
 
-def test_a_batch_moves_with_all_that_it_has(folder: Path) -> None:
+def test_batch_is_moved_to_a_device(folder: Path) -> None:
     batch = make_loader(folder, CaptionRule(), 6).batch(0)
     moved = batch.to(torch.device("meta"))
     assert isinstance(moved, Batch) and moved.ids is batch.ids and moved.lengths == batch.lengths

@@ -1,4 +1,4 @@
-"""Choice of captions."""
+"""Tests of the choice of captions."""
 
 import json
 from collections import Counter
@@ -67,7 +67,7 @@ def drawn(rule: CaptionRule, text: str | None, meta: dict[str, Any], times: int 
         ("all.0", []),
     ],
 )
-def test_where_captions_are(field: str, expected: list[str]) -> None:
+def test_captions_by_field(field: str, expected: list[str]) -> None:
     assert CaptionRule(fields=(field,)).by_field("the text", META) == [expected]
     first = CaptionRule(fields=(field,)).caption("the text", META, 0, None)
     assert first == (expected[0] if expected else None)
@@ -78,14 +78,14 @@ def test_where_captions_are(field: str, expected: list[str]) -> None:
     [
         ("text", {"caption": "json"}, "text"),
         (None, {"caption": "json"}, "json"),
-        ("", {"caption": "json"}, None),  # the caption file is there, and says nothing
+        ("", {"caption": "json"}, None),  # the caption file exists but is empty
         (None, {"caption": ["json"]}, None),
         (None, {"caption": 5}, None),
         (None, {}, None),
         ("  text \n", {}, "  text \n"),
     ],
 )
-def test_where_there_is_no_caption_file_the_json_has_one(
+def test_json_caption_is_used_without_a_caption_file(
     text: str | None, meta: dict[str, Any], expected: str | None
 ) -> None:
     assert CaptionRule().caption(text, meta, 0, None) == expected
@@ -93,14 +93,14 @@ def test_where_there_is_no_caption_file_the_json_has_one(
     assert count == (expected is not None)
 
 
-def test_the_first_is_of_the_first_place_that_has_any() -> None:
+def test_first_caption_is_of_the_first_field_with_captions() -> None:
     rule = CaptionRule(fields=("missing", "blank", "all", "txt"))
     assert rule.caption("text", META, 0, None) == "one"
     assert rule.caption("text", {}, 0, None) == "text"
     assert rule.caption(None, {}, 0, None) is None
 
 
-def test_at_random_each_is_as_likely() -> None:
+def test_random_choice_is_uniform() -> None:
     seen = drawn(
         CaptionRule(fields=("txt", "all", "missing", "deep.er.list"), choice="random"), "text", META, 1000
     )
@@ -108,22 +108,22 @@ def test_at_random_each_is_as_likely() -> None:
     assert all(abs(count - 200) < 70 for count in seen.values())
 
 
-def test_by_weights_first_a_place_is_drawn_and_then_one_of_it() -> None:
+def test_weighted_choice_draws_a_field_and_then_a_caption() -> None:
     rule = CaptionRule(fields=("txt", "all", "missing"), choice="weighted", weights=(1, 2, 100))
-    seen = drawn(rule, "text", META, 1200)  # the share of what is missing goes to the others
+    seen = drawn(rule, "text", META, 1200)  # the weight of missing fields goes to the others
     assert set(seen) == {"text", "one", "two"}
     assert all(abs(count - 400) < 90 for count in seen.values())
     assert drawn(rule, None, {"all": "only"}) == {"only": 400}
     assert drawn(rule, " ", {}) == {None: 400}
 
 
-def test_all_are_taken_by_their_number() -> None:
+def test_captions_by_number() -> None:
     rule = CaptionRule(fields=("all", "txt", "deep.er.list"), choice="all")
     found = [rule.caption("text", META, number, None) for number in range(6)]
     assert found == ["one", "two", "text", "x", "y", None]
 
 
-def test_what_is_written_around_it() -> None:
+def test_templates_and_prefix() -> None:
     plain = CaptionRule(templates=("a photo of {}", "{}, {}!", "no place"), prefix="<en> ")
     assert drawn(plain, "a {} cat", {}).keys() == {
         "<en> a photo of a {} cat",
@@ -139,7 +139,7 @@ def test_what_is_written_around_it() -> None:
     )
 
 
-def test_what_needs_chance_and_what_needs_json() -> None:
+def test_rules_that_draw_and_rules_that_read_json() -> None:
     assert [CaptionRule(choice=choice, weights=(1,)).draws for choice in CHOICES] == [
         False,
         True,
@@ -151,7 +151,7 @@ def test_what_needs_chance_and_what_needs_json() -> None:
     assert CaptionRule(fields=("caption",)).reads_json and CaptionRule(fields=("txt", "a")).reads_json
 
 
-def test_what_identifies_the_number_of_captions() -> None:
+def test_which_depends_on_fields_and_choice() -> None:
     assert (
         len(
             {
@@ -173,7 +173,7 @@ def test_what_identifies_the_number_of_captions() -> None:
     seed=st.integers(0, 2**32),
     templates=st.lists(st.sampled_from(["{}", "a {}"]), max_size=2),
 )
-def test_any_sample_gives_one_of_its_captions_or_none(
+def test_drawn_caption_is_one_of_the_sample_or_none(
     text: str | None, meta: dict[str, Any], of: list[str], choice: str, seed: int, templates: list[str]
 ) -> None:
     weights = tuple(range(1, len(of) + 1)) if choice == "weighted" else ()

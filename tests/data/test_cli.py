@@ -1,4 +1,4 @@
-"""``python -m data`` in its own processes."""
+"""Tests of ``python -m data``: output, exit status, interrupts."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def test_pack_reports_packed_and_bad_rows(table: Path, tmp_path: Path) -> None:
         "packed 2 pairs into train",
         f"warning: 2 of 4 rows were bad: see {tmp_path / 'out/bad_rows.jsonl'}",
     ]
-    assert "4 rows, 2 bad" in done.stderr  # the bar
+    assert "4 rows, 2 bad" in done.stderr  # the progress bar
 
 
 def test_pack_suggests_options_for_images(
@@ -103,7 +103,7 @@ def test_pack_suggests_options_for_images(
 @pytest.mark.parametrize(
     "size", [pytest.param(100, marks=pytest.mark.long), 5_000, pytest.param(10_000, marks=pytest.mark.long)]
 )
-def test_pack_on_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, size: int) -> None:
+def test_pack_on_full_disk_prints_one_line_and_leaves_no_files(tmp_path: Path, size: int) -> None:
     Image.effect_noise((64, 64), 50).save(tmp_path / "noise.png")
     rows = "noise.png,x\n" * 20 + "gone.png,x\n" * 20
     (tmp_path / "table.csv").write_text("path,caption\n" + rows)
@@ -114,7 +114,7 @@ def test_pack_on_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, size
         text=True,
         cwd=REPOSITORY,
         timeout=120,
-        # no file may be larger, which is refused as a full disk refuses it
+        # the limit on file sizes makes writes fail like a full disk
         preexec_fn=partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY)),
     )
     assert done.returncode == 1
@@ -137,7 +137,7 @@ def test_make_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert output.err == ""
 
 
-def test_mistakes_are_one_line_and_exit_1(
+def test_user_errors_print_one_line_and_exit_with_1(
     table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "full").mkdir()
@@ -166,12 +166,12 @@ def test_mistakes_are_one_line_and_exit_1(
 
 
 def _heed_interrupts() -> None:
-    """As in a terminal: a job that was started in the background hands an ignored SIGINT down to us."""
+    """Restore SIGINT, which background jobs inherit as ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
-def test_stopping_prints_a_line_and_leaves_nothing(tmp_path: Path, stop: signal.Signals) -> None:
+def test_interrupt_prints_one_line_and_leaves_no_files(tmp_path: Path, stop: signal.Signals) -> None:
     Image.new("RGB", (1000, 1000)).save(tmp_path / "a.png")
     with (tmp_path / "table.csv").open("w") as file:
         file.write("path,caption\n" + "a.png,x\n" * 100_000)

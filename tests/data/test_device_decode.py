@@ -1,4 +1,4 @@
-"""JPEGs decoded on the model's device: by torchcodec on the CPU, and by nvJPEG on a GPU."""
+"""Tests of JPEGs decoded on the model's device: by torchcodec on the CPU, and by nvJPEG on a GPU."""
 
 import builtins
 import io
@@ -83,7 +83,7 @@ def both(loader: Loader, steps: int, device: torch.device = CPU) -> list[tuple[B
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_batches_are_the_same(tmp_path: Path, workers: int) -> None:
+def test_batches_equal_those_of_the_loader(tmp_path: Path, workers: int) -> None:
     loader = loader_of(tmp_path / "set", [], num_workers=workers)
     left = [batch.undecoded for batch in replace(loader, decode_later=True).batches(0, 6)]
     assert sum(len(one.jpegs) for one in left if one is not None) > 20  # most of 48
@@ -93,11 +93,11 @@ def test_the_batches_are_the_same(tmp_path: Path, workers: int) -> None:
         assert torch.equal(batch.ids, later.ids) and later.bad == ()
 
 
-def test_what_does_not_decode_is_found_and_replaced_as_ever(tmp_path: Path) -> None:
+def test_broken_jpegs_are_replaced_as_in_the_loader(tmp_path: Path) -> None:
     whole = pictures()[0][1]
-    at = whole.index(b"\xff\xda") + 40  # within the coded data: another picture, or none
+    at = whole.index(b"\xff\xda") + 40  # within the coded data: it decodes to another image or fails
     wrong_size = bytearray(whole)
-    wrong_size[whole.index(b"\xff\xc0") + 5] += 1  # 256 rows more than there are
+    wrong_size[whole.index(b"\xff\xc0") + 5] += 1  # 256 rows more than coded
     broken = [
         ("jpg", whole[: len(whole) // 2]),
         ("jpg", whole[: len(whole) // 2] + b"\xff\xd9"),
@@ -116,7 +116,7 @@ def test_what_does_not_decode_is_found_and_replaced_as_ever(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", list(PICTURES))
-def test_only_plain_whole_jpegs_are_left_for_later(name: str) -> None:
+def test_only_baseline_complete_jpegs_are_decoded_later(name: str) -> None:
     data = picture(name)
     size = plain_jpeg_size(data)
     if size is not None:
@@ -126,7 +126,7 @@ def test_only_plain_whole_jpegs_are_left_for_later(name: str) -> None:
         assert plain_jpeg_size(data[:-2]) is None
 
 
-def test_a_recipe_gives_what_training_sees() -> None:
+def test_recipe_equals_training_pixels() -> None:
     content = scene(200, 300)
     data = encoded(Image.fromarray(content), "PNG")
     for seed in range(20):
@@ -138,7 +138,7 @@ def test_a_recipe_gives_what_training_sees() -> None:
         assert torch.equal(out, again)
 
 
-def test_without_torchcodec_the_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_torchcodec_raises_error(monkeypatch: pytest.MonkeyPatch) -> None:
     load = builtins.__import__
 
     def refuse(name: str, *rest: Any) -> Any:
@@ -151,13 +151,13 @@ def test_without_torchcodec_the_line_says_how_to_get_it(monkeypatch: pytest.Monk
         jpeg_decoder()
 
 
-def test_nvjpeg_is_for_gpus() -> None:
+def test_nvjpeg_requires_a_gpu() -> None:
     with pytest.raises(ConfigError, match=r"data\.nvjpeg = true requires a GPU"):
         require_nvjpeg(CPU)
 
 
 @pytest.mark.gpu
-def test_a_gpu_gives_nearly_the_same(tmp_path: Path) -> None:
+def test_gpu_decoding_is_close_to_the_loader(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     loader = loader_of(tmp_path / "set", [])

@@ -1,4 +1,4 @@
-"""Batches with other numbers of ranks and workers, from shards of very different sizes."""
+"""Tests of batches with other numbers of ranks and workers, from shards of very different sizes."""
 
 import hashlib
 import io
@@ -20,7 +20,7 @@ from data.shards.samples import Shards
 
 COUNTS, BATCH = (1, 7, 1000), 48
 STEPS = {"plain": 23, "mixture": 8}  # an epoch has 21
-Setup = tuple[int, int]  # ranks, and workers of each
+Setup = tuple[int, int]  # ranks, and workers per rank
 ALONE, FEW, MANY = (1, 0), (2, 1), (4, 3)
 
 
@@ -41,7 +41,7 @@ def picture(number: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[ShardFile]:
-    """Three shards of 1, 7 and 1,000 samples; some images are broken."""
+    """Write three shards of 1, 7 and 1,000 samples; some images are broken."""
     folder = tmp_path_factory.mktemp("uneven")
     number = 0
     for shard, count in enumerate(COUNTS):
@@ -80,7 +80,7 @@ def signs(batch: Batch) -> list[str]:
     return [hashlib.sha256(repr(one).encode()).hexdigest()[:16] for one in content]
 
 
-Seen = list[tuple[list[str], list[str]]]  # by step: the samples, and the keys of those that were bad
+Seen = list[tuple[list[str], list[str]]]  # for each step: the samples, and the keys of bad samples
 
 
 def global_batches(files: list[ShardFile], kind: str, setup: Setup, start: int, stop: int) -> Seen:
@@ -90,7 +90,7 @@ def global_batches(files: list[ShardFile], kind: str, setup: Setup, start: int, 
         list(make_loader(files, kind, rank=rank, world_size=world, num_workers=workers).batches(start, stop))
         for rank in range(world)
     ]
-    for rank, batches in enumerate(of_ranks):  # no rank is without work, or has less of it but for one sample
+    for rank, batches in enumerate(of_ranks):  # parts of ranks differ by at most one sample
         part = (rank + 1) * BATCH // world - rank * BATCH // world
         assert BATCH // world <= part <= -(-BATCH // world)
         assert [len(batch.ids) for batch in batches] == [part] * (stop - start)
@@ -107,7 +107,7 @@ def expected(files: list[ShardFile]) -> dict[str, Seen]:
     return {kind: global_batches(files, kind, ALONE, 0, steps) for kind, steps in STEPS.items()}
 
 
-def test_every_sample_comes_once_an_epoch(files: list[ShardFile], expected: dict[str, Seen]) -> None:
+def test_each_sample_is_drawn_once_per_epoch(files: list[ShardFile], expected: dict[str, Seen]) -> None:
     loader = make_loader(files, "plain")
     ids = np.concatenate([loader.order.batch(step).ids for step in range(21)])
     assert len(np.unique(ids)) == len(ids) == 1008 == sum(COUNTS)
@@ -118,7 +118,7 @@ def test_every_sample_comes_once_an_epoch(files: list[ShardFile], expected: dict
 
 @pytest.mark.parametrize("kind", STEPS)
 @pytest.mark.parametrize("setup", [FEW, MANY], ids=["2x1", "4x3"])
-def test_other_numbers_of_ranks_and_workers_see_the_same(
+def test_batches_do_not_depend_on_ranks_and_workers(
     setup: Setup, kind: str, files: list[ShardFile], expected: dict[str, Seen]
 ) -> None:
     assert global_batches(files, kind, setup, 0, STEPS[kind]) == expected[kind]
@@ -136,7 +136,7 @@ def test_other_numbers_of_ranks_and_workers_see_the_same(
         ("mixture", 7, (48, 0)),
     ],
 )
-def test_a_run_goes_on_with_other_numbers(
+def test_run_continues_with_other_ranks_and_workers(
     kind: str, stop: int, setup: Setup, files: list[ShardFile], expected: dict[str, Seen]
 ) -> None:
     """Stop after any number of steps, also at the end of an epoch, and continue with other ranks and workers."""
@@ -145,7 +145,7 @@ def test_a_run_goes_on_with_other_numbers(
 
 
 @pytest.mark.parametrize("kind", STEPS)
-def test_from_any_step_on_it_is_the_same(
+def test_single_batches_of_any_step_are_the_same(
     kind: str, files: list[ShardFile], expected: dict[str, Seen]
 ) -> None:
     loaders = [make_loader(files, kind, rank=rank, world_size=4) for rank in range(4)]
@@ -155,7 +155,7 @@ def test_from_any_step_on_it_is_the_same(
         assert signs(loaders[rank].batch(step)) == expected[kind][step][0][rank * part : (rank + 1) * part]
 
 
-def test_the_mixture_goes_through_small_sources_often(files: list[ShardFile]) -> None:
+def test_mixture_repeats_small_sources(files: list[ShardFile]) -> None:
     order = make_loader(files, "mixture").order
     ids = np.concatenate([order.batch(step).ids for step in range(100)])
     taken = np.bincount(np.searchsorted(np.cumsum(COUNTS), ids, side="right"))

@@ -1,4 +1,4 @@
-"""Hostile tars give a one-line error or correct samples, in bounded time and memory."""
+"""Tests of hostile tars: they give a one-line error or correct samples, in bounded time and memory."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from data.shards.sources import find_shards
 from tests.data.hostile_tars import GOOD, HOSTILE, PAIRS, header, tar_of
 
 ROOT = Path(__file__).parents[2]
-SECONDS, MIB = 5, 300  # that any shard may take
+SECONDS, MIB = 5, 300  # limits for any shard
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,7 +34,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 @pytest.fixture(scope="module")
 def answers(own_cache: object, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """The result of each hostile tar, read in a separate process."""
+    """Read each hostile tar in a separate process and return the results."""
     folder = tmp_path_factory.mktemp("tars")
     paths = {str(folder / f"{number}.tar"): name for number, name in enumerate(HOSTILE)}
     for path, name in paths.items():
@@ -47,7 +47,7 @@ def answers(own_cache: object, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_tar_is_one_line_or_right_samples(name: str, answers: dict[str, dict[str, Any]]) -> None:
+def test_hostile_tar_gives_error_or_correct_samples(name: str, answers: dict[str, dict[str, Any]]) -> None:
     answer, wanted = answers[name], HOSTILE[name].answer
     assert "crash" not in answer, answer["crash"]
     assert answer["seconds"] <= SECONDS and answer["growth"] <= MIB
@@ -91,7 +91,7 @@ PLACES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_what_is_no_file_at_a_shards_place_is_one_line(name: str, tmp_path: Path) -> None:
+def test_shard_that_is_not_a_file_raises_one_line(name: str, tmp_path: Path) -> None:
     make, message = PLACES[name]
     for number in (0, 2):
         (tmp_path / f"{number}.tar").write_bytes(tar_of())
@@ -101,16 +101,16 @@ def test_what_is_no_file_at_a_shards_place_is_one_line(name: str, tmp_path: Path
     assert "1.tar" in str(caught.value) and str(caught.value).isprintable()
 
 
-def test_counts_that_no_tar_can_hold_and_files_that_are_none_are_not_believed(tmp_path: Path) -> None:
+def test_impossible_stated_counts_are_ignored(tmp_path: Path) -> None:
     for number in range(4):
         (tmp_path / f"{number}.tar").write_bytes(tar_of())
     (tmp_path / "1_stats.json").write_text(json.dumps({"successes": 2**70}))
     (tmp_path / "2_stats.json").write_text(json.dumps({"successes": 10**12}))
-    os.mkfifo(tmp_path / "3_stats.json")  # opening it would wait for ever
+    os.mkfifo(tmp_path / "3_stats.json")  # opening it would block forever
     assert len(Shards.of(find_shards(str(tmp_path)))) == 4 * len(GOOD)
 
 
-def test_a_tar_that_shrinks_while_it_is_scanned_is_one_line(tmp_path: Path) -> None:
+def test_tar_truncated_during_the_scan_raises_one_line(tmp_path: Path) -> None:
     """Reading a truncated memory-mapped file would kill this process."""
     path = tmp_path / "0.tar"
     path.write_bytes(b"".join(header(f"{number}.jpg") for number in range(20_000)))
@@ -122,7 +122,7 @@ def test_a_tar_that_shrinks_while_it_is_scanned_is_one_line(tmp_path: Path) -> N
 
 
 WHOLE = tar_of()
-OTHER = tar_of([*PAIRS[2:], *PAIRS[:2]])  # as many bytes, but the samples come in another order
+OTHER = tar_of([*PAIRS[2:], *PAIRS[:2]])  # as many bytes, with the samples in another order
 
 
 def in_place(content: bytes) -> Callable[[Path], None]:
@@ -151,7 +151,7 @@ def by_folder(path: Path) -> None:
     path.mkdir()
 
 
-# how a shard changes, and what reading then says where it is open, and where it is not; None: nothing
+# for each change of a shard: errors of reading if the shard is open and if it is not; None: no error
 CHANGES: dict[str, tuple[Callable[[Path], None], str | None, str | None]] = {
     "vanishes": (Path.unlink, None, "No such file"),
     "is emptied": (lambda path: os.truncate(path, 0), "shorter", "is empty"),
@@ -168,7 +168,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str | None, str | None]] = {
 
 @pytest.mark.parametrize("opened", [True, False], ids=["open", "not open"])
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_tar_that_changes_while_it_is_trained_on(name: str, opened: bool, tmp_path: Path) -> None:
+def test_tar_changed_during_training_is_detected(name: str, opened: bool, tmp_path: Path) -> None:
     change, where_open, where_not = CHANGES[name]
     path = tmp_path / "0.tar"
     path.write_bytes(WHOLE)
@@ -188,7 +188,7 @@ def test_a_tar_that_changes_while_it_is_trained_on(name: str, opened: bool, tmp_
         assert str(caught.value).isprintable()
 
 
-def test_a_member_that_would_become_objects_many_times_as_large_is_not_read(tmp_path: Path) -> None:
+def test_oversized_caption_and_json_are_not_read(tmp_path: Path) -> None:
     path = tmp_path / "0.tar"
     path.write_bytes(
         tar_of(
@@ -209,14 +209,14 @@ def test_a_member_that_would_become_objects_many_times_as_large_is_not_read(tmp_
 @pytest.mark.parametrize(
     "text", ["width => 256", "width =< 256", "width === 256", "width >== 256", "width <> 256"]
 )
-def test_an_operator_that_there_is_not_is_refused(text: str) -> None:
+def test_unknown_filter_operator_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match=r"write 'width [<>!]?=? 256|>=, <=, >, <, = or !="):
         Filter.of(text)
 
 
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # fsspec's client ends half-made
-def test_a_protocol_that_wants_more_than_a_url_is_refused() -> None:
+)  # of fsspec's partly constructed client
+def test_unsupported_protocol_is_rejected() -> None:
     with pytest.raises(DataError, match="ftp:// is not supported; known: s3"):
         find_shards("ftp://nowhere/0.tar")

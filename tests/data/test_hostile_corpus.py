@@ -1,4 +1,4 @@
-"""A dataset with a tenth of bad samples of every known kind, in the loader and in ``train.py``."""
+"""Tests with a dataset in which a tenth of the samples is bad in every known way: loader and ``train.py``."""
 
 import io
 import json
@@ -98,7 +98,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def corpus(own_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Seven shards; one sample in ten is bad."""
+    """Write seven shards in which one sample in ten is bad."""
     samples: list[list[Member]] = [members for members, _ in BAD.values()] + odd_samples() + left_out()
     samples += [
         [(f"{number:04d}.jpg", jpeg(number)), (f"{number:04d}.txt", b"good %d" % number)]
@@ -149,7 +149,7 @@ def bad_of(batches: Sequence[Batch]) -> list[BadSample]:
 
 
 @pytest.mark.long
-def test_a_loader_and_a_training_replace_what_is_bad_and_write_it_down(corpus: Path, tmp_path: Path) -> None:
+def test_loader_and_training_replace_and_list_bad_samples(corpus: Path, tmp_path: Path) -> None:
     loader = make_loader(corpus)
     steps = steps_of(loader)
     with start_training(
@@ -183,7 +183,7 @@ def test_a_loader_and_a_training_replace_what_is_bad_and_write_it_down(corpus: P
 
 
 @pytest.mark.long
-def test_no_pair_in_a_thousand_shards_is_one_line_soon(tmp_path: Path) -> None:
+def test_thousand_shards_without_pairs_fail_quickly(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for number in range(1000):
         members: list[Member] = [
@@ -206,7 +206,7 @@ def test_no_pair_in_a_thousand_shards_is_one_line_soon(tmp_path: Path) -> None:
     assert line == f"error: {caught.value}" and "capt\\x1bion" in line and "vtt (" in line
 
 
-def test_fewer_samples_than_ranks_times_workers(own_cache: None, tmp_path: Path) -> None:
+def test_fewer_samples_than_loader_processes(own_cache: None, tmp_path: Path) -> None:
     (tmp_path / "0.tar").write_bytes(tar_of([("a.jpg", jpeg(1)), ("a.txt", b"one")]))
     (tmp_path / "1.tar").write_bytes(
         tar_of([("b.jpg", jpeg(2)), ("b.txt", b""), ("c.jpg", b"no"), ("c.txt", b"x")])

@@ -1,4 +1,4 @@
-"""Batches are a function of (seed, step, rank, world_size), not of workers or the start of the run."""
+"""Tests of the loader: batches depend on (seed, step, rank, world_size), not on workers or the first step."""
 
 import hashlib
 import io
@@ -26,7 +26,7 @@ from data.shards.sources import find_shards
 from data.shards.writer import DatasetWriter, Record
 
 CPU = torch.device("cpu")
-SAMPLES, BATCH = 40, 8  # five batches an epoch
+SAMPLES, BATCH = 40, 8  # five batches per epoch
 MakeLoader = Callable[..., Loader]
 
 
@@ -67,13 +67,13 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 @pytest.fixture(scope="module")
 def shards(own_cache: object, tmp_path_factory: pytest.TempPathFactory) -> Shards:
-    """Forty good samples in six shards."""
+    """Write forty good samples in six shards."""
     return make_shards(tmp_path_factory.mktemp("good") / "set")
 
 
 @pytest.fixture(scope="module")
 def damaged(own_cache: object, tmp_path_factory: pytest.TempPathFactory) -> Shards:
-    """The same with three truncated images and two blank captions."""
+    """The same samples with three truncated images and two blank captions."""
     folder = tmp_path_factory.mktemp("damaged") / "set"
     return make_shards(folder, broken=(4, 17, 30), no_caption=(9, 22))
 
@@ -91,7 +91,7 @@ def signs(batches: Sequence[Batch]) -> list[tuple[str, ...]]:
     return rows
 
 
-def test_what_a_batch_holds(shards: Shards) -> None:
+def test_batch_content(shards: Shards) -> None:
     loader = make_loader(shards)
     batch = loader.batch(7)
     assert batch.ids.tolist() == loader.order.batch(7).ids.tolist()
@@ -104,7 +104,7 @@ def test_what_a_batch_holds(shards: Shards) -> None:
 
 
 @pytest.mark.parametrize("kind", ["shards", "damaged"])
-def test_workers_ranks_and_starts_change_nothing(kind: str, request: pytest.FixtureRequest) -> None:
+def test_batches_do_not_depend_on_workers_ranks_or_start(kind: str, request: pytest.FixtureRequest) -> None:
     data = request.getfixturevalue(kind)
     steps = 12  # into the third epoch
     alone = list(make_loader(data).batches(0, steps))
@@ -129,7 +129,7 @@ def test_workers_ranks_and_starts_change_nothing(kind: str, request: pytest.Fixt
     ]
 
 
-def test_ranks_take_uneven_parts(damaged: Shards) -> None:
+def test_batches_are_split_unevenly_over_ranks(damaged: Shards) -> None:
     alone = list(make_loader(damaged).batches(0, 7))
     for world in (3, 5, 7):
         ranks = [
@@ -149,13 +149,13 @@ def test_ranks_take_uneven_parts(damaged: Shards) -> None:
     assert alone[0].rows.tolist() == list(range(BATCH))
 
 
-def test_more_ranks_than_samples_are_refused_before_anything_is_read(shards: Shards) -> None:
+def test_more_ranks_than_batch_size_raise_error(shards: Shards) -> None:
     with pytest.raises(ConfigError, match="batch_size = 8 is less than the 9 processes"):
         make_loader(shards, world_size=9)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_lengths_and_identities(workers: int, damaged: Shards) -> None:
+def test_token_lengths_and_identities(workers: int, damaged: Shards) -> None:
     for batch in make_loader(damaged, num_workers=workers).batches(0, 5):
         assert batch.lengths == tuple((row != 0).sum().item() for row in batch.tokens)
         ends = batch.tokens[torch.arange(BATCH), torch.tensor(batch.lengths) - 1]
@@ -164,13 +164,15 @@ def test_lengths_and_identities(workers: int, damaged: Shards) -> None:
         for number, (picture, caption), tokens in zip(
             batch.ids.tolist(), batch.identities.tolist(), batch.tokens, strict=True
         ):
-            assert (picture == number) == (number not in (4, 17, 30, 9, 22))  # a substitute has its own
+            assert (picture == number) == (
+                number not in (4, 17, 30, 9, 22)
+            )  # replacements have their own identity
             text = damaged.read(picture).caption or ""
             assert caption == caption_hash(text)
             assert torch.equal(tokenize([text], 20, trim=True)[0], tokens[tokens != 0])
 
 
-def test_names_tell_samples_by_shard_and_key(shards: Shards) -> None:
+def test_names_are_shard_and_key(shards: Shards) -> None:
     loader = make_loader(shards)
     batch = loader.batch(3)
     names = loader.names(batch.ids)
@@ -178,7 +180,7 @@ def test_names_tell_samples_by_shard_and_key(shards: Shards) -> None:
     assert [key for _, key in names] == [f"{number:04d}" for number in batch.ids.tolist()]
 
 
-def test_seeds_and_crop_scales_differ(shards: Shards) -> None:
+def test_seed_and_crop_scale_change_batches(shards: Shards) -> None:
     by_seed = [make_loader(shards, seed=seed).batch(0) for seed in (0, 1)]
     assert by_seed[0].ids.tolist() != by_seed[1].ids.tolist()
     centre, other = (make_loader(shards, augmentation=Augmentation(crop_scale=scale)) for scale in (1.0, 0.5))
@@ -187,10 +189,10 @@ def test_seeds_and_crop_scales_differ(shards: Shards) -> None:
     first, second = ({k: v for one in half for k, v in one.items()} for half in (pixels[:5], pixels[5:]))
     assert len(first) == SAMPLES and all(
         torch.equal(first[k], second[k]) for k in first
-    )  # no randomness left
+    )  # crops are deterministic
 
 
-def test_a_bad_sample_is_replaced_and_written_down(damaged: Shards) -> None:
+def test_bad_samples_are_replaced_and_reported(damaged: Shards) -> None:
     epochs = [list(make_loader(damaged).batches(start, start + 5)) for start in (0, 5)]
     bad_numbers = {4: "image", 17: "image", 30: "image", 9: "empty caption", 22: "empty caption"}
     for batches in epochs:
@@ -213,7 +215,7 @@ def test_a_bad_sample_is_replaced_and_written_down(damaged: Shards) -> None:
     tokens = [
         batch.tokens[batch.ids.tolist().index(4)].tolist() for e in epochs for batch in e if 4 in batch.ids
     ]
-    assert len(tokens) == 2 and tokens[0] != tokens[1]  # another substitute in another epoch
+    assert len(tokens) == 2 and tokens[0] != tokens[1]  # other replacements in other epochs
 
 
 LATIN = "caf\u00e9 number 5".encode("latin-1")
@@ -223,17 +225,17 @@ LATIN = "caf\u00e9 number 5".encode("latin-1")
     ("members", "rule", "bad"),
     [
         ({"txt": LATIN}, CaptionRule(), True),
-        ({"txt": "caf\u00e9 \ufffd".encode()}, CaptionRule(), False),  # a question mark that was written so
+        ({"txt": "caf\u00e9 \ufffd".encode()}, CaptionRule(), False),  # a replacement character in the source
         ({"json": b'{"caption": "' + LATIN + b'"}'}, CaptionRule(), True),
         ({"txt": b"text", "json": b'{"alt": "' + LATIN + b'"}'}, CaptionRule(fields=("alt",)), True),
         ({"txt": b"text", "json": rb'{"alt": "half a pair \ud83d"}'}, CaptionRule(fields=("alt",)), True),
         ({"txt": b"text", "json": rb'{"alt": "a pair \ud83d\ude00"}'}, CaptionRule(fields=("alt",)), False),
-        # what no caption is taken of does no harm
+        # texts that are not used as captions have no effect
         ({"txt": LATIN, "json": b'{"alt": "text"}'}, CaptionRule(fields=("alt",)), False),
         ({"txt": b"text", "json": b'{"note": "' + LATIN + b'"}'}, CaptionRule(fields=("alt", "txt")), False),
     ],
 )
-def test_a_caption_that_is_not_utf8_is_a_bad_sample(
+def test_caption_that_is_not_utf8_is_a_bad_sample(
     members: dict[str, bytes], rule: CaptionRule, bad: bool, tmp_path: Path
 ) -> None:
     with tarfile.open(tmp_path / "0.tar", "w") as tar:
@@ -245,7 +247,7 @@ def test_a_caption_that_is_not_utf8_is_a_bad_sample(
                 tar.addfile(info, io.BytesIO(content))
     data = Shards.of(find_shards(str(tmp_path)), captions=rule)
     reported = []
-    for loader in (make_loader(data), make_loader(data)):  # the same again
+    for loader in (make_loader(data), make_loader(data)):  # the result is reproducible
         batches = list(loader.batches(0, 5))
         reported.append((signs(batches), [one for batch in batches for one in batch.bad]))
     assert reported[0] == reported[1]
@@ -253,7 +255,7 @@ def test_a_caption_that_is_not_utf8_is_a_bad_sample(
     assert reported[0][1] == [expected] * bad
 
 
-def test_the_good_samples_of_damaged_data_are_the_same(shards: Shards, damaged: Shards) -> None:
+def test_bad_samples_do_not_change_good_ones(shards: Shards, damaged: Shards) -> None:
     good, other = (list(make_loader(data).batches(0, 5)) for data in (shards, damaged))
     for one, two, own, theirs in zip(good, other, signs(good), signs(other), strict=True):
         assert one.ids.tolist() == two.ids.tolist()
@@ -261,7 +263,7 @@ def test_the_good_samples_of_damaged_data_are_the_same(shards: Shards, damaged: 
         assert differing == set(one.ids.tolist()) & {4, 9, 17, 22, 30}
 
 
-def test_a_shard_that_goes_away_is_bad_samples(own_cache: object, tmp_path: Path) -> None:
+def test_samples_of_a_deleted_shard_are_bad(own_cache: object, tmp_path: Path) -> None:
     data = make_shards(tmp_path / "set")
     (tmp_path / "set" / "train" / "2.tar").unlink()
     batches = list(make_loader(data).batches(0, 5))
@@ -272,7 +274,7 @@ def test_a_shard_that_goes_away_is_bad_samples(own_cache: object, tmp_path: Path
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_nothing_but_bad_samples_is_an_error_here(workers: int, own_cache: object, tmp_path: Path) -> None:
+def test_only_bad_samples_raise_error(workers: int, own_cache: object, tmp_path: Path) -> None:
     data = make_shards(tmp_path / "set", broken=range(SAMPLES))
     with pytest.raises(DataError) as caught:
         list(make_loader(data, num_workers=workers).batches(0, 5))
@@ -282,14 +284,14 @@ def test_nothing_but_bad_samples_is_an_error_here(workers: int, own_cache: objec
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_random_numbers_of_the_training_are_left_alone(workers: int, shards: Shards) -> None:
+def test_global_random_state_is_unchanged(workers: int, shards: Shards) -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
     list(make_loader(shards, num_workers=workers).batches(0, 2))
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_leaving_early_ends_the_workers(shards: Shards) -> None:
+def test_deleting_the_iterator_stops_the_workers(shards: Shards) -> None:
     batches = make_loader(shards, num_workers=2).batches(0, 1000)
     next(batches)
     assert len(multiprocessing.active_children()) == 2
@@ -297,16 +299,14 @@ def test_leaving_early_ends_the_workers(shards: Shards) -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_values_are_compared_and_frozen(shards: Shards) -> None:
+def test_dataclasses_are_comparable_and_frozen(shards: Shards) -> None:
     assert BadSample(shard="a", key="b", cause="c") == BadSample(shard="a", key="b", cause="c")
     with pytest.raises(AttributeError):
         make_loader(shards).batch(0).ids = torch.zeros(1)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("decoding", [Decoding(), Decoding(background=(255, 255, 255), upright=True)])
-def test_transparent_and_rotated_images_are_counted_where_they_are_decoded(
-    tmp_path: Path, decoding: Decoding
-) -> None:
+def test_transparent_and_rotated_images_are_counted(tmp_path: Path, decoding: Decoding) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     with DatasetWriter(tmp_path / "set") as writer:
@@ -338,7 +338,7 @@ def file_of(image: Image.Image, kind: str, **options: Any) -> bytes:
     return file.getvalue()
 
 
-def test_a_run_whose_data_are_not_found_asks_whether_they_were_moved(tmp_path: Path) -> None:
+def test_missing_data_of_a_resumed_run_suggests_a_move(tmp_path: Path) -> None:
     missing, recorded = DataConfig(train=str(tmp_path / "pairs")), tmp_path / "run" / "data.manifest"
     with pytest.raises(DataError) as caught:
         open_training_data(missing, recorded, rank0=True, resumed=False, broadcast=bytes)

@@ -1,4 +1,4 @@
-"""Orders across epochs, of weighted sources, and with replacement."""
+"""Tests of orders across epochs, of weighted sources, and with replacement."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ weights = st.floats(0.001, 1000)
 def mixture(
     sources: Sequence[Sequence[int]], of: Sequence[float], *, batch_size: int, seed: int = 1, **more: Any
 ) -> Order:
-    """An order of several sources."""
+    """Return an order of several sources."""
     counts = [count for source in sources for count in source]
     return Order(
         counts, seed=seed, batch_size=batch_size, sources=list(map(len, sources)), weights=of, **more
@@ -69,14 +69,14 @@ def chi_square(seen: npt.NDArray[np.int64]) -> float:
     start=st.integers(0, 10**9),
     data=st.data(),
 )
-def test_wrapped_epochs_flow_on_and_leave_nothing_out(
+def test_wrapped_epochs_contain_all_samples(
     counts: list[int], seed: int, window: int, start: int, data: st.DataObject
 ) -> None:
     samples = sum(counts)
     size = data.draw(st.integers(1, samples), label="batch_size")
     order = Order(counts, seed=seed, batch_size=size, window=window, wrap=True)
     assert not order.leaves_out
-    first = start * samples  # of which begins a whole number of epochs
+    first = start * samples  # a whole number of epochs before the first step
     epochs_of_first, rest = divmod(first * size, samples)
     assert rest == 0
     draw = draws_of(order, range(first, first + math.ceil(3 * samples / size)))
@@ -88,7 +88,7 @@ def test_wrapped_epochs_flow_on_and_leave_nothing_out(
 
 
 @pytest.mark.parametrize("wrap", [False, True])
-def test_both_kinds_of_epochs_begin_alike(wrap: bool) -> None:
+def test_wrapped_and_plain_orders_have_the_same_first_epoch(wrap: bool) -> None:
     order = Order([20, 10, 7], seed=4, batch_size=10, window=2, wrap=wrap)
     other = Order([20, 10, 7], seed=4, batch_size=10, window=2)
     assert all(np.array_equal(order.batch(step).ids, other.batch(step).ids) for step in range(3))
@@ -104,7 +104,7 @@ def test_both_kinds_of_epochs_begin_alike(wrap: bool) -> None:
     start=st.integers(0, 10**6),
     data=st.data(),
 )
-def test_a_mixture_keeps_its_shares_and_each_source_its_epochs(
+def test_mixture_keeps_proportions_and_epochs_of_sources(
     sources: list[list[int]], seed: int, size: int, start: int, data: st.DataObject
 ) -> None:
     assume(size <= sum(map(sum, sources)))
@@ -114,7 +114,7 @@ def test_a_mixture_keeps_its_shares_and_each_source_its_epochs(
     begin = draws_of(order, range(20))
     exact = [Fraction(repr(weight)) for weight in of]
     shares = [weight / sum(exact) for weight in exact]
-    # rounding lets each source be off by one sample, with more than three sources now and then by two
+    # rounding: each source is off by at most one sample, with more than three sources by two
     most = 1 if len(sources) < 4 else 2
     for upto in range(size, 20 * size + 1, size):
         taken = np.bincount(source_of(sources, begin.ids[:upto]), minlength=len(sources)).tolist()
@@ -128,8 +128,8 @@ def test_a_mixture_keeps_its_shares_and_each_source_its_epochs(
             first += sum(source)
 
 
-def test_the_shares_never_drift() -> None:
-    """Tenths are not binary fractions; the proportions are exact even after 10^12 steps."""
+def test_proportions_are_exact_after_many_steps() -> None:
+    """Tenths are not binary fractions; proportions are exact even after 10^12 steps."""
     sources = [[70], [20, 20], [7]]
     order = mixture(sources, (0.1, 0.2, 0.7), batch_size=30)
     begin = 10**12
@@ -141,16 +141,16 @@ def test_the_shares_never_drift() -> None:
         assert drawn.epochs[source_of(sources, drawn.ids) == number].min() == epoch
 
 
-def test_each_batch_of_a_mixture_has_its_sources_shuffled() -> None:
+def test_sources_are_shuffled_within_a_batch() -> None:
     sources = [[500], [500]]
     order = mixture(sources, (1, 1), batch_size=200)
     placed = np.array([source_of(sources, order.batch(step).ids) for step in range(100)])
     assert placed.sum(1).tolist() == [100] * 100
-    assert abs(chi_square(placed.sum(0))) < 5  # no place prefers a source
+    assert abs(chi_square(placed.sum(0))) < 5  # no position prefers a source
     assert len({tuple(row) for row in placed.tolist()}) == 100
 
 
-def test_weights_change_how_fast_a_source_is_gone_through_and_not_its_order() -> None:
+def test_weights_do_not_change_the_order_within_a_source() -> None:
     sources = [[20, 5], [30]]
     orders = [mixture(sources, of, batch_size=20) for of in ((1, 1), (1, 9))]
     of_first = []
@@ -170,7 +170,7 @@ def test_weights_change_how_fast_a_source_is_gone_through_and_not_its_order() ->
     world=st.integers(1, 6),
     step=st.integers(0, 10**12),
 )
-def test_a_batch_does_not_depend_on_who_takes_which_part(
+def test_batch_does_not_depend_on_the_number_of_ranks(
     sources: list[list[int]], resample: bool, wrap: bool, part: int, world: int, step: int
 ) -> None:
     sources = [*sources, [30]]
@@ -196,7 +196,7 @@ def test_a_batch_does_not_depend_on_who_takes_which_part(
     start=st.integers(0, 200),
     data=st.data(),
 )
-def test_the_shards_ahead_are_those_that_a_batch_reads(
+def test_shards_ahead_contain_the_shards_of_the_batch(
     sources: list[list[int]], kind: str, seed: int, window: int, start: int, data: st.DataObject
 ) -> None:
     counts = [count for source in sources for count in source]
@@ -220,8 +220,8 @@ def test_the_shards_ahead_are_those_that_a_batch_reads(
         assert all(0 <= shard < len(counts) for shard in [*now, *following])
 
 
-def test_the_next_window_follows() -> None:
-    """Of a window of four shards, 40 samples; in batches of 20 the window changes every second step."""
+def test_shards_ahead_contain_the_next_window() -> None:
+    """A window of four shards has 40 samples; in batches of 20 it changes every second step."""
     order = Order([10] * 14, seed=5, batch_size=20, window=4)  # 4, 4, 4 and 2 shards
     ahead = [order.shards_ahead(step) for step in range(15)]
     of_epoch = [ahead[step][0] for step in (0, 2, 4, 6)]
@@ -232,7 +232,7 @@ def test_the_next_window_follows() -> None:
     assert ahead[6][1] == ahead[7][0] and ahead[7][0] != ahead[0][0]
 
 
-def test_a_source_that_gives_a_batch_nothing_has_its_first_window_ready() -> None:
+def test_shards_ahead_contain_sources_absent_from_the_batch() -> None:
     order = mixture([[100], [5, 5]], (99, 1), batch_size=10, window=1)
     assert set(order.batch(0).ids.tolist()) <= set(range(100))
     now, _ = order.shards_ahead(0)
@@ -241,7 +241,9 @@ def test_a_source_that_gives_a_batch_nothing_has_its_first_window_ready() -> Non
 
 @settings(deadline=None)
 @given(counts=counts_of_shards, seed=seeds, window=st.integers(1, 5), step=st.integers(0, 10**12))
-def test_resampled_draws_are_computed_alone(counts: list[int], seed: int, window: int, step: int) -> None:
+def test_resampled_draws_do_not_depend_on_earlier_calls(
+    counts: list[int], seed: int, window: int, step: int
+) -> None:
     size = min(16, sum(counts))
     orders = [Order(counts, seed=seed, batch_size=size, window=window, resample=True) for _ in range(2)]
     orders[1].batch(step + 5)
@@ -251,10 +253,10 @@ def test_resampled_draws_are_computed_alone(counts: list[int], seed: int, window
 
 
 @pytest.mark.parametrize("window", [1, 3, 100])
-def test_resampling_takes_every_sample_as_likely_and_some_again(window: int) -> None:
+def test_resampling_is_uniform_with_repetitions(window: int) -> None:
     counts = [0, 60, 1, 0, 25, 14, 0]
     seen = np.zeros(100, dtype=np.int64)
-    for seed in range(300):  # one run's draws hang together: whole windows of a few shards
+    for seed in range(300):  # the draws of one run are dependent: whole windows of a few shards
         order = Order(counts, seed=seed, batch_size=50, window=window, resample=True)
         first = order.batch(0).ids
         assert len(np.unique(first)) < 50
@@ -268,21 +270,21 @@ def test_resampling_takes_every_sample_as_likely_and_some_again(window: int) -> 
     assert np.allclose(by_shard, 1000, rtol=0.25) and often.min() > 500
 
 
-def test_a_resampled_window_holds_few_shards() -> None:
+def test_resampled_batch_reads_few_shards() -> None:
     order = Order([10] * 200, seed=3, batch_size=30, window=3, resample=True)
     drawn = [set((order.batch(step).ids // 10).tolist()) for step in range(100)]
     assert all(1 <= len(shards) <= 3 for shards in drawn)
     assert len(set.union(*drawn)) > 100
 
 
-def test_a_mixture_of_resampled_sources_keeps_its_shares() -> None:
+def test_resampled_mixture_keeps_proportions() -> None:
     sources = [[10, 20], [70]]
     order = mixture(sources, (3, 1), batch_size=40, resample=True)
     drawn = draws_of(order, range(200))
     assert np.bincount(source_of(sources, drawn.ids)).tolist() == [6000, 2000]
     for number in range(2):
         numbers = drawn.epochs[source_of(sources, drawn.ids) == number]
-        assert len(np.unique(numbers)) == len(numbers)  # so that each is augmented in its own way
+        assert len(np.unique(numbers)) == len(numbers)  # so that repeated samples are augmented differently
 
 
 @pytest.mark.parametrize(
@@ -296,24 +298,24 @@ def test_a_mixture_of_resampled_sources_keeps_its_shares() -> None:
         ((1.0, math.inf), "expected positive"),
     ],
 )
-def test_weights_that_do_not_fit(of: tuple[float, ...], message: str) -> None:
+def test_invalid_weights_raise_error(of: tuple[float, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         mixture([[5], [5, 5]], of, batch_size=2)
 
 
-def test_a_source_without_samples_is_an_error_where_it_has_a_share() -> None:
+def test_weighted_source_without_samples_raises_error() -> None:
     with pytest.raises(ConfigError, match=r"source 2 of data.train has no usable sample"):
         mixture([[5], [0, 0], [3]], (1, 1, 1), batch_size=2)
     assert sorted(mixture([[5], [0, 0], [3]], (), batch_size=8).batch(0).ids.tolist()) == list(range(8))
 
 
 @pytest.mark.parametrize("resample", [False, True])
-def test_no_samples_at_all_are_an_error(resample: bool) -> None:
+def test_no_samples_raise_error(resample: bool) -> None:
     with pytest.raises(ConfigError, match="the data have only 0 samples"):
         Order([0, 0], seed=0, batch_size=1, resample=resample)
 
 
-def test_how_it_is_described() -> None:
+def test_descriptions_of_orders() -> None:
     sources = [[30, 7], [20]]
     assert Order([30, 7], seed=0, batch_size=10).describe(6) == (
         "3 batches of 10 an epoch, 7 samples left out of each, 1.62 epochs in all"
@@ -335,8 +337,8 @@ def test_how_it_is_described() -> None:
     assert drawn == "mixed in batches of 40 with replacement; draws per sample: a 2.7, b 15"
 
 
-def test_mixtures_and_draws_are_the_same_in_every_release() -> None:
-    """A run resumed elsewhere, or after an update, must continue in the same order."""
+def test_mixtures_and_draws_are_stable() -> None:
+    """A run resumed elsewhere or after an update must continue in the same order."""
     sources, far = [[5, 0, 7], [3]], 10**12
     orders = {
         "wrap": Order([5, 0, 7, 3], seed=11, batch_size=4, window=2, wrap=True),

@@ -1,4 +1,4 @@
-"""The sample order: a function of (seed, epoch, batch)."""
+"""Tests of the sample order, a function of (seed, epoch, batch)."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ seeds = st.integers(0, 2**63 - 1)
     epoch=st.integers(0, 10**6),
     data=st.data(),
 )
-def test_an_epoch_takes_each_sample_once(
+def test_epoch_contains_each_sample_once(
     counts: list[int], seed: int, window: int, epoch: int, data: st.DataObject
 ) -> None:
     size = data.draw(st.integers(1, sum(counts)), label="batch_size")
@@ -50,7 +50,7 @@ def test_an_epoch_takes_each_sample_once(
     mixed=st.booleans(),
     data=st.data(),
 )
-def test_the_parts_of_the_ranks_are_the_batch(
+def test_parts_of_ranks_form_the_batch(
     counts: list[int], seed: int, size: int, step: int, mixed: bool, data: st.DataObject
 ) -> None:
     world = data.draw(st.integers(1, size), label="world")
@@ -74,7 +74,7 @@ def test_the_parts_of_the_ranks_are_the_batch(
     assert whole.rows.tolist() == list(range(size))
 
 
-def test_uneven_parts_and_too_many_ranks() -> None:
+def test_uneven_parts_are_allowed_and_too_many_ranks_rejected() -> None:
     order = Order([40], seed=0, batch_size=16)
     assert [len(order.part(rank, 3)) for rank in range(3)] == [5, 5, 6]
     assert len(order.batch(0, rank=15, world_size=16).ids) == 1
@@ -84,7 +84,7 @@ def test_uneven_parts_and_too_many_ranks() -> None:
 
 @settings(deadline=None)
 @given(counts=counts_of_shards, seed=seeds, steps=st.lists(st.integers(0, 100), min_size=1, max_size=20))
-def test_no_batch_depends_on_what_was_asked_before(counts: list[int], seed: int, steps: list[int]) -> None:
+def test_batch_does_not_depend_on_earlier_calls(counts: list[int], seed: int, steps: list[int]) -> None:
     size = max(1, sum(counts) // 3)
     kept = Order(counts, seed=seed, batch_size=size, window=2)
     for step in steps:
@@ -95,7 +95,7 @@ def test_no_batch_depends_on_what_was_asked_before(counts: list[int], seed: int,
 
 @settings(deadline=None)
 @given(seed=seeds, window=st.integers(1, 12), step=st.integers(0, 30))
-def test_a_batch_touches_the_shards_of_two_windows_at_most(seed: int, window: int, step: int) -> None:
+def test_batch_reads_shards_of_at_most_two_windows(seed: int, window: int, step: int) -> None:
     shards, held = 12, 20
     order = Order([held] * shards, seed=seed, batch_size=16, window=window)
     touched = np.unique(order.batch(step).ids // held)
@@ -105,7 +105,7 @@ def test_a_batch_touches_the_shards_of_two_windows_at_most(seed: int, window: in
         assert len(touched) == (1 if at * 16 // held == (at * 16 + 15) // held else 2)
 
 
-def test_a_window_holds_the_shards_together() -> None:
+def test_shards_of_a_window_are_read_together() -> None:
     order = Order([10] * 40, seed=5, batch_size=40, window=4)
     of_windows = [set((order.batch(step).ids // 10).tolist()) for step in range(10)]
     assert [len(shards) for shards in of_windows] == [4] * 10
@@ -113,7 +113,7 @@ def test_a_window_holds_the_shards_together() -> None:
     assert of_windows != [set((order.batch(step).ids // 10).tolist()) for step in range(10, 20)]
 
 
-def test_a_window_of_more_than_all_shards_holds_all() -> None:
+def test_window_larger_than_all_shards() -> None:
     all_of_them, more = (Order([10] * 4, seed=5, batch_size=8, window=window) for window in (4, 10**20))
     assert all(np.array_equal(all_of_them.batch(step).ids, more.batch(step).ids) for step in range(12))
 
@@ -125,21 +125,21 @@ def test_epochs_and_seeds_differ() -> None:
     assert {tuple(sorted(epoch)) for epoch in epochs} == {tuple(range(150))}
 
 
-def test_the_samples_left_out_are_others_in_each_epoch() -> None:
+def test_samples_left_out_differ_between_epochs() -> None:
     order = Order([25] * 4, seed=0, batch_size=60, window=2)
     left_out = [frozenset(range(100)) - frozenset(order.batch(step).ids.tolist()) for step in range(20)]
     assert all(len(one) == 40 for one in left_out)
     assert frozenset.union(*left_out) == frozenset(range(100))
 
 
-def test_a_batch_larger_than_the_data_is_an_error() -> None:
+def test_batch_larger_than_the_data_raises_error() -> None:
     Order([3, 4], seed=0, batch_size=7)
     with pytest.raises(ConfigError, match="batch_size = 8, but the data have only 7 samples"):
         Order([3, 4], seed=0, batch_size=8)
 
 
-def test_it_is_the_same_in_every_process_and_release() -> None:
-    """A run resumed elsewhere, or after an update, must see the remaining samples."""
+def test_order_is_stable() -> None:
+    """A run resumed elsewhere or after an update must see the remaining samples."""
     code = (
         "from data.order import Order\n"
         "order = Order([5, 7, 3, 6], seed=11, batch_size=6, window=2)\n"
@@ -156,7 +156,7 @@ def test_it_is_the_same_in_every_process_and_release() -> None:
     ]
 
 
-def test_a_far_step_costs_what_a_near_one_does() -> None:
+def test_far_step_needs_little_time_and_memory() -> None:
     order = Order([10_000] * 40_000, seed=0, batch_size=32_768)
     began = time.perf_counter()
     batch = order.batch(10**9).ids
@@ -168,7 +168,7 @@ def test_a_far_step_costs_what_a_near_one_does() -> None:
 
 
 @pytest.mark.parametrize("wrap", [False, True])
-def test_a_trillion_steps_are_as_good_as_one(wrap: bool) -> None:
+def test_epoch_after_a_trillion_steps_is_complete(wrap: bool) -> None:
     order = Order([7, 0, 30, 13], seed=3, batch_size=10, window=2, wrap=wrap)
     first = 10**12
     ids = np.concatenate([order.batch(step).ids for step in range(first, first + 5)])
@@ -176,7 +176,7 @@ def test_a_trillion_steps_are_as_good_as_one(wrap: bool) -> None:
     assert order.batch(first).epochs.tolist() == [first // 5] * 10
 
 
-def test_many_small_windows_in_a_batch_cost_no_more_than_few() -> None:
+def test_many_small_windows_in_a_batch_are_fast() -> None:
     order = Order([3] * 50_000, seed=0, batch_size=30_000, window=1)
     began = time.perf_counter()
     assert len(np.unique(order.batch(0).ids)) == 30_000

@@ -1,4 +1,4 @@
-"""Packing tables of all kinds, with good rows and every kind of bad one."""
+"""Tests of packing tables of all kinds, with good rows and every kind of bad one."""
 
 import csv
 import io
@@ -37,7 +37,7 @@ def encoded(kind: str, side: tuple[int, int] = (40, 30), mode: str = "RGB") -> b
 
 
 def write_table(path: Path, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Path:
-    """A table of the kind that the suffix names."""
+    """Write a table in the format of the suffix."""
     if path.suffix == ".parquet":
         pyarrow = pytest.importorskip("pyarrow")
         parquet = pytest.importorskip("pyarrow.parquet")
@@ -53,10 +53,10 @@ def write_table(path: Path, header: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def samples(folder: Path, split: str = "train") -> dict[str, dict[str, bytes]]:
-    """A split as webdataset reads it, by key."""
+    """Read a split with webdataset; return the samples by key."""
     found = {}
     for shard in sorted((folder / split).glob("*.tar"), key=lambda path: int(path.stem)):
-        with shard.open("rb") as stream:  # ours to close: webdataset leaves its own open
+        with shard.open("rb") as stream:  # opened here, as webdataset does not close its files
             for sample in group_by_keys(tar_file_expander([{"url": shard.name, "stream": stream}])):
                 found[sample["__key__"]] = sample
     return found
@@ -69,7 +69,7 @@ def bad_rows(folder: Path) -> list[tuple[int, str | None, str]]:
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    """A folder with one image of each kind, for tables next to it."""
+    """Write a folder with one image of each kind, for tables next to it."""
     folder = tmp_path / "pictures"
     folder.mkdir()
     for name, kind in (("a.jpg", "JPEG"), ("b.png", "PNG"), ("c.webp", "WEBP"), ("d.gif", "GIF")):
@@ -78,7 +78,7 @@ def pictures(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet"])
-def test_every_kind_of_table(pictures: Path, tmp_path: Path, suffix: str) -> None:
+def test_tables_of_every_format_are_packed(pictures: Path, tmp_path: Path, suffix: str) -> None:
     captions = ["a cat,\nand a dog", 'the "best" one', "naïve café 🐈"]
     rows = [
         (f"pictures/{name}", text) for name, text in zip(("a.jpg", "b.png", "c.webp"), captions, strict=True)
@@ -100,7 +100,7 @@ def test_every_kind_of_table(pictures: Path, tmp_path: Path, suffix: str) -> Non
     assert not (tmp_path / "out/bad_rows.jsonl").exists()
 
 
-def test_bad_rows_are_counted_and_listed_and_never_fatal(pictures: Path, tmp_path: Path) -> None:
+def test_bad_rows_are_counted_and_listed(pictures: Path, tmp_path: Path) -> None:
     jpeg, png = encoded("JPEG", (200, 200)), encoded("PNG", (200, 200))
     (pictures / "half.jpg").write_bytes(jpeg[: len(jpeg) // 2])
     (pictures / "half.png").write_bytes(png[: len(png) // 2])
@@ -142,7 +142,7 @@ def test_bad_rows_are_counted_and_listed_and_never_fatal(pictures: Path, tmp_pat
     assert list(samples(tmp_path / "out")) == ["000000001", "000000017"]
 
 
-def test_bad_lines_of_json(pictures: Path) -> None:
+def test_bad_lines_of_json_are_listed(pictures: Path) -> None:
     lines = [
         '{"image": "a.jpg", "caption": "good"}',
         "",
@@ -171,7 +171,7 @@ def test_bad_lines_of_json(pictures: Path) -> None:
     ]
 
 
-def test_bad_lines_of_csv(pictures: Path) -> None:
+def test_bad_lines_of_csv_are_listed(pictures: Path) -> None:
     table = b"path,caption\na.jpg,good\na.jpg\n\na.jpg,caf\xe9\na.jpg,fine,more\n"
     (pictures / "table.csv").write_bytes(table + b'a.jpg,"' + b"x" * 140_000 + b"\na.jpg,last\n")
     report = pack(pictures / "table.csv", pictures / "out", progress=False)
@@ -183,7 +183,7 @@ def test_bad_lines_of_csv(pictures: Path) -> None:
     ]
 
 
-def test_a_quote_that_spans_rows_is_an_error(pictures: Path) -> None:
+def test_missing_closing_quote_is_a_bad_row(pictures: Path) -> None:
     (pictures / "t.tsv").write_text('path\tcaption\na.jpg\t"it" they said\nb.png\t"open\na.jpg\tlost\n')
     report = pack(pictures / "t.tsv", pictures / "out", progress=False)
     assert (report.packed, report.bad) == (1, {"a missing closing quote": 1})
@@ -206,7 +206,7 @@ def test_columns_and_delimiters_are_guessed(pictures: Path, text: str, encoding:
     assert samples(pictures / "out")["000000001"]["txt"].decode().startswith("one")
 
 
-def test_named_columns_and_ambiguous_columns(pictures: Path) -> None:
+def test_ambiguous_columns_raise_error_unless_named(pictures: Path) -> None:
     table = write_table(pictures / "t.csv", ["what", "wherefrom"], [("one", "a.jpg")])
     with pytest.raises(DataError, match=r"which column is the image\? .*columns are what, wherefrom"):
         pack(table, pictures / "out", progress=False)
@@ -218,7 +218,7 @@ def test_named_columns_and_ambiguous_columns(pictures: Path) -> None:
     assert report.packed == 1
 
 
-def test_invalid_tables(pictures: Path) -> None:
+def test_invalid_tables_raise_error(pictures: Path) -> None:
     (pictures / "table.xlsx").write_bytes(b"x")
     (pictures / "table.parquet").write_bytes(b"x" * 100)
     (pictures / "empty.csv").write_bytes(b"")
@@ -238,7 +238,7 @@ def test_invalid_tables(pictures: Path) -> None:
     assert not list(pictures.glob(".out*"))
 
 
-def test_a_column_of_other_values_is_refused(pictures: Path) -> None:
+def test_column_of_other_values_raises_error(pictures: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     struct = [{"pixels": b"x", "path": "a.jpg"}]
     parquet.write_table(pyarrow.table({"image": struct, "text": ["x"]}), pictures / "t.parquet")
@@ -246,7 +246,7 @@ def test_a_column_of_other_values_is_refused(pictures: Path) -> None:
         pack(pictures / "t.parquet", pictures / "out", progress=False)
 
 
-def test_no_usable_row_names_the_causes_and_leaves_nothing(pictures: Path) -> None:
+def test_only_bad_rows_raise_error_with_causes(pictures: Path) -> None:
     rows = [("a.png", "x"), ("b.jpg", "x"), ("a.jpg", "")]
     table = write_table(pictures / "t.csv", ["path", "caption"], rows)
     with pytest.raises(DataError, match=r"2 × missing file \(row 1: 'a.png'\); 1 × empty caption"):
@@ -257,7 +257,7 @@ def test_no_usable_row_names_the_causes_and_leaves_nothing(pictures: Path) -> No
 
 @pytest.fixture
 def many(tmp_path: Path) -> Path:
-    """A folder of 200 images, each twice."""
+    """Write a folder of 200 images, each twice."""
     folder = tmp_path / "many"
     folder.mkdir()
     for number in range(200):
@@ -267,7 +267,7 @@ def many(tmp_path: Path) -> Path:
 
 
 def held_out(folder: Path) -> set[str]:
-    """The captions of split test, after making sure that train has the others."""
+    """Return the captions of split test; check that train has all others."""
     test, train = (
         {one["txt"].decode() for one in samples(folder, split).values()} for split in ("test", "train")
     )
@@ -276,7 +276,7 @@ def held_out(folder: Path) -> set[str]:
     return test
 
 
-def test_the_split_depends_on_the_bytes_of_the_image(many: Path, tmp_path: Path) -> None:
+def test_split_depends_on_the_bytes_of_the_image(many: Path, tmp_path: Path) -> None:
     names = [path.name for path in many.iterdir()]
     found = []
     for number, share in enumerate([0.2, 0.2, 0.3]):
@@ -297,13 +297,13 @@ def test_the_split_depends_on_the_bytes_of_the_image(many: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("picture", "first"), [(b"a", 0xCA97), (b"b", 0x3E23), (b"c", 0x2E7D)])
-def test_the_split_follows_from_the_start_of_sha_256(picture: bytes, first: int) -> None:
+def test_split_is_determined_by_the_start_of_sha_256(picture: bytes, first: int) -> None:
     assert _split(picture, first / 2**16) == "train"
     assert _split(picture, (first + 1) / 2**16) == "test"
     assert (_split(picture, 0.0), _split(picture, 1.0)) == ("train", "test")
 
 
-def test_without_a_fraction_there_is_no_test_split(pictures: Path) -> None:
+def test_no_test_split_by_default(pictures: Path) -> None:
     table = write_table(pictures / "t.csv", ["path", "caption"], [("a.jpg", "x")])
     assert pack(table, pictures / "out", progress=False).splits == {"train": 1}
     assert "tasks" not in json.loads((pictures / "out/card.json").read_text())
@@ -311,12 +311,12 @@ def test_without_a_fraction_there_is_no_test_split(pictures: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.01, float("nan")])
-def test_a_fraction_is_from_0_to_1(pictures: Path, share: float) -> None:
+def test_fraction_outside_0_to_1_raises_error(pictures: Path, share: float) -> None:
     with pytest.raises(ConfigError, match=r"expected a fraction from 0 to 1, such as 0\.1"):
         pack(pictures / "t.csv", pictures / "out", test=share)
 
 
-def test_names_of_folders_are_classes(tmp_path: Path) -> None:
+def test_folder_names_become_classes(tmp_path: Path) -> None:
     for name in ("cat/1.png", "cat/inside/2.png", "a  dog/3.png"):
         path = tmp_path / "photos" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -324,7 +324,7 @@ def test_names_of_folders_are_classes(tmp_path: Path) -> None:
     pack(tmp_path / "photos", tmp_path / "out")
     assert [one["txt"].decode() for one in samples(tmp_path / "out").values()] == ["a dog", "cat", "cat"]
     assert (tmp_path / "out/classes.txt").read_text() == "a dog\ncat\n"
-    (tmp_path / "photos/cat/1.txt").write_text("a cat")  # captions after all
+    (tmp_path / "photos/cat/1.txt").write_text("a cat")  # caption files take precedence over class names
     assert pack(tmp_path / "photos", tmp_path / "captions").bad == {"empty caption": 2}
     (tmp_path / "photos/cat/1.txt").unlink()
     (tmp_path / "photos/cat").rename(tmp_path / "photos/train")
@@ -332,7 +332,7 @@ def test_names_of_folders_are_classes(tmp_path: Path) -> None:
         pack(tmp_path / "photos", tmp_path / "splits")
 
 
-def test_several_captions(pictures: Path) -> None:
+def test_lists_of_captions_are_stored(pictures: Path) -> None:
     rows: list[tuple[object, ...]] = [
         (["one", " two ", "", None],),
         (["only"],),
@@ -360,7 +360,7 @@ def test_several_captions(pictures: Path) -> None:
 
 
 def fields_of(folder: Path) -> list[dict[str, Any]]:
-    """Of each sample, its json."""
+    """Return the json of each sample."""
     return [json.loads(sample["json"]) for sample in samples(folder).values()]
 
 
@@ -380,7 +380,7 @@ def test_other_columns_become_fields(pictures: Path, tmp_path: Path, suffix: str
     assert fields_of(tmp_path / "out") == [
         {"width": width, "language": language, "alt_text": alt} for width, _, language, _, alt in rows
     ]
-    # by which a training chooses samples, and of which it takes captions
+    # filters and captions of a training can use the fields
     selection = Selection(
         filters=(Filter.of("width >= 256"), Filter.of("language = en")),
         captions=CaptionRule(fields=("alt_text",)),
@@ -396,7 +396,7 @@ def test_other_columns_become_fields(pictures: Path, tmp_path: Path, suffix: str
         pack(table, tmp_path / "wrong", fields=["widht"], progress=False)
 
 
-def test_values_of_json_keep_their_types(pictures: Path, tmp_path: Path) -> None:
+def test_json_values_keep_their_types(pictures: Path, tmp_path: Path) -> None:
     others: list[dict[str, Any]] = [
         {"n": 7, "x": 0.5, "yes": True, "none": None, "deep": {"er": [1, {"a": "é"}]}, "text": "007"},
         {
@@ -412,7 +412,7 @@ def test_values_of_json_keep_their_types(pictures: Path, tmp_path: Path) -> None
     lines = [json.dumps({"path": "pictures/a.jpg", "caption": ["one", "two"], **one}) for one in others]
     (tmp_path / "t.jsonl").write_text("\n".join(lines) + "\n")
     report = pack(tmp_path / "t.jsonl", tmp_path / "out", progress=False)
-    both = {"captions": ["one", "two"]}  # of the sample, from where evaluation reads them
+    both = {"captions": ["one", "two"]}  # captions of the sample, from where evaluation reads them
     assert fields_of(tmp_path / "out") == [
         others[0] | both,
         {"n": None, "x": [None, 1], "half": "a ?", "captions__": "own", "captions_": 1} | both,
@@ -422,13 +422,13 @@ def test_values_of_json_keep_their_types(pictures: Path, tmp_path: Path) -> None
     assert report.fields["?"] == "_"
 
 
-def test_a_column_has_the_same_field_name_in_every_row(pictures: Path, tmp_path: Path) -> None:
+def test_column_has_the_same_field_name_in_every_row(pictures: Path, tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"image width": 1},
         {"image width": 2, "image_width": 3},
         {"image_width": 4},
     ]
-    rows += [{}] * 200  # beyond the lines in which the table looks for its columns
+    rows += [{}] * 200  # more lines than the table reads to find its columns
     rows += [{"late one": 5}, {"late_one": 6}, {"late one": 7, "image width": 8}]
     lines = [json.dumps({"path": "pictures/a.jpg", "caption": "x", **row}) for row in rows]
     (tmp_path / "t.jsonl").write_text("\n".join(lines) + "\n")
@@ -444,7 +444,7 @@ def test_a_column_has_the_same_field_name_in_every_row(pictures: Path, tmp_path:
     assert found == [{names[column]: value for column, value in row.items()} for row in rows]
 
 
-def test_a_row_with_one_column_too_many_for_the_table_is_bad(
+def test_row_that_exceeds_the_number_of_columns_is_bad(
     pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("data.pack._MOST_FIELDS", 2)
@@ -480,10 +480,10 @@ def test_columns_of_the_same_name_are_reported(
     assert f"columns left out: 'caption' ({why})" in output and "'s'" not in output
 
 
-def test_a_parquet_map_is_an_object(pictures: Path, tmp_path: Path) -> None:
+def test_parquet_maps_become_json_objects(pictures: Path, tmp_path: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     of_text = pyarrow.map_(pyarrow.string(), pyarrow.int64())
-    columns: dict[str, tuple[Any, list[Any], list[Any]]] = {  # type, values, what the json holds
+    columns: dict[str, tuple[Any, list[Any], list[Any]]] = {  # type, values, values in the json
         "map": (of_text, [[("a", 1), ("b", None)], None, []], [{"a": 1, "b": None}, None, {}]),
         "list": (pyarrow.list_(of_text), [[[("a", 1)]], None, [None]], [[{"a": 1}], None, [None]]),
         "deep": (
@@ -507,7 +507,7 @@ def test_a_parquet_map_is_an_object(pictures: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("column", ["caption ", " caption", "caption"])
-def test_another_column_named_caption_is_no_caption(pictures: Path, tmp_path: Path, column: str) -> None:
+def test_other_column_named_caption_becomes_a_field(pictures: Path, tmp_path: Path, column: str) -> None:
     line = {"path": "pictures/a.jpg", "title": "one", column: "two"}
     (tmp_path / "t.jsonl").write_text(json.dumps(line) + "\n")
     report = pack(tmp_path / "t.jsonl", tmp_path / "out", caption_column="title", progress=False)
@@ -515,12 +515,12 @@ def test_another_column_named_caption_is_no_caption(pictures: Path, tmp_path: Pa
     assert fields_of(tmp_path / "out") == [{"caption_": "two"}]
 
 
-def test_values_of_parquet_that_json_does_not_know(pictures: Path, tmp_path: Path) -> None:
+def test_parquet_types_are_converted_to_json(pictures: Path, tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     nanoseconds = 1_577_934_245_123_456_789
     moment = datetime(2020, 1, 2, 3, 4, 5, tzinfo=UTC)
-    typed: dict[str, tuple[Any, Any, Any]] = {  # type, value, what the json holds
+    typed: dict[str, tuple[Any, Any, Any]] = {  # type, value, value in the json
         "int": (pyarrow.int64(), 2**60, 2**60),
         "float": (pyarrow.float32(), 0.5, 0.5),
         "nan": (pyarrow.float64(), math.nan, None),
@@ -562,7 +562,7 @@ def test_values_of_parquet_that_json_does_not_know(pictures: Path, tmp_path: Pat
     ).fields == {"int": "int"}
 
 
-def test_cells_of_csv_are_texts(pictures: Path, tmp_path: Path) -> None:
+def test_csv_cells_are_stored_as_text(pictures: Path, tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(
         ",path,caption,code,score,captions\n0,pictures/a.jpg,one,007,,many\n1,pictures/b.png,two,1e3,0.5,\n"
         "2,pictures/c.webp,three\n"
@@ -576,7 +576,7 @@ def test_cells_of_csv_are_texts(pictures: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_columns_that_are_too_large_make_bad_rows(pictures: Path, tmp_path: Path) -> None:
+def test_rows_with_large_columns_are_bad(pictures: Path, tmp_path: Path) -> None:
     deep = '{"path": "pictures/a.jpg", "caption": "x", "deep": ' + "[" * 900 + "]" * 900 + "}\n"
     good = json.dumps({"path": "pictures/a.jpg", "caption": "x", "large": "x" * 1000}) + "\n"
     (tmp_path / "t.jsonl").write_text(good + deep)
@@ -594,7 +594,7 @@ def test_columns_that_are_too_large_make_bad_rows(pictures: Path, tmp_path: Path
     assert pack(table, tmp_path / "some", fields=names[:8], progress=False).packed == 2
 
 
-def test_the_command_says_what_became_of_other_columns(
+def test_command_prints_stored_and_omitted_columns(
     pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "t.csv").write_text(",path,caption,width,alt text\n0,pictures/a.jpg,one,7,x\n")
@@ -630,12 +630,12 @@ def test_rotated_and_transparent_images_are_counted(pictures: Path) -> None:
 
 
 @pytest.mark.parametrize("setting", ["max_side", "samples_per_shard"])
-def test_settings_are_checked(pictures: Path, setting: str) -> None:
+def test_invalid_settings_raise_error(pictures: Path, setting: str) -> None:
     with pytest.raises(ConfigError, match=f"{setting} = 0"):
         pack(pictures / "t.csv", pictures / "out", **{setting: 0})  # type: ignore[arg-type]
 
 
-def test_ctrl_c_leaves_nothing(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_leaves_no_files(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = write_table(pictures / "t.csv", ["path", "caption"], [("a.jpg", "x")] * 50)
     rows = Table._delimited
 
@@ -653,7 +653,7 @@ def test_ctrl_c_leaves_nothing(pictures: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not [thread for thread in threading.enumerate() if "Pool" in thread.name]
 
 
-def test_absolute_paths_and_the_order_of_rows(pictures: Path, tmp_path: Path) -> None:
+def test_absolute_paths_are_packed_in_order_of_rows(pictures: Path, tmp_path: Path) -> None:
     names = [random.Random(0).choice(["a.jpg", "b.png", "c.webp"]) for _ in range(100)]
     table = write_table(
         tmp_path / "t.csv", ["path", "caption"], [(str(pictures / name), name) for name in names]

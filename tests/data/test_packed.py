@@ -1,4 +1,4 @@
-"""Tables, folders of images and Parquet with encoded images as sources of training: packed into the cache once."""
+"""Tests of tables, image folders and Parquet as training data: they are packed into the cache once."""
 
 import io
 import os
@@ -67,7 +67,7 @@ def samples(source: object, split: str = "train") -> list[tuple[str, bytes]]:
     return sorted((str(one.caption), bytes(one.image)) for one in read)
 
 
-def test_the_same_pairs_in_every_form(tmp_path: Path) -> None:
+def test_all_forms_of_sources_give_the_same_pairs(tmp_path: Path) -> None:
     folder = tmp_path / "photos"
     rows = images(folder)
     expected = sorted((text, (folder / name).read_bytes()) for name, text in rows)
@@ -88,7 +88,7 @@ def test_the_same_pairs_in_every_form(tmp_path: Path) -> None:
     assert samples(folder) == expected
 
 
-def test_a_split_has_no_pairs_of_another(tmp_path: Path) -> None:
+def test_splits_have_separate_pairs(tmp_path: Path) -> None:
     rows = images(tmp_path / "photos")
     expected = sorted(text for text, _ in samples(table(tmp_path / "pairs.csv", rows, "photos")))
     hub = tmp_path / "repository" / "data"
@@ -112,7 +112,7 @@ def test_a_split_has_no_pairs_of_another(tmp_path: Path) -> None:
             find_shards(str(folder), split="test")
 
 
-def test_a_source_is_packed_once_and_again_when_it_changes(
+def test_source_is_packed_once_and_again_when_it_changes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = images(tmp_path / "photos")
@@ -122,7 +122,7 @@ def test_a_source_is_packed_once_and_again_when_it_changes(
     assert "packed 6 pairs" in said and "1 bad row left out" in said
     assert find_shards(str(source)) == first and not capsys.readouterr().err
     recorded = make_manifest([first], Selection())
-    os.utime(source, ns=(0, 0))  # as a copy has it
+    os.utime(source, ns=(0, 0))  # as in a copy
     touched = find_shards(str(source))
     assert touched != first
     assert not _changes(make_manifest([touched], Selection()), recorded)
@@ -147,7 +147,7 @@ def test_processes_pack_a_source_once(tmp_path: Path) -> None:
     assert sum(error.count(b"packed 300 pairs") for _, error in outputs) == 1
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path: Path, cache: Path) -> None:
+def test_files_of_a_killed_process_are_removed(tmp_path: Path, cache: Path) -> None:
     source = table(tmp_path / "pairs.csv", images(tmp_path / "photos", 300, side=60), "photos")
     process = subprocess.Popen([sys.executable, "-c", FIND, str(source)], stderr=subprocess.DEVNULL)
     while not (left := list((cache / "packed").glob(".*.partial-*/train/0.tar"))):
@@ -176,7 +176,7 @@ def test_remote_parquet_is_downloaded_once_and_again_when_it_changes(
 
     def downloads() -> int:
         return sum(
-            one.name.endswith(".parquet") and one.sent > 500  # others are HEAD
+            one.name.endswith(".parquet") and one.sent > 500  # smaller responses are HEAD requests
             for one in nginx.requests()
         )
 
@@ -191,13 +191,13 @@ def test_remote_parquet_is_downloaded_once_and_again_when_it_changes(
         find_shards(folder, split="test")
 
 
-def test_a_remote_table_of_urls_names_the_command_that_downloads(nginx: servers.Nginx) -> None:
+def test_remote_table_of_urls_suggests_the_download_command(nginx: servers.Nginx) -> None:
     url = nginx.put("pairs.csv", b"url,caption\nhttp://there/1.jpg,one\n")
     with pytest.raises(DataError, match=rf"columns are url, caption.*`python -m data download {url} OUT`"):
         find_shards(url)
 
 
-def test_errors_are_one_line(tmp_path: Path) -> None:
+def test_invalid_sources_raise_one_line(tmp_path: Path) -> None:
     odd = tmp_path / "odd.csv"
     odd.write_text("a,b\n1,2\n")
     with pytest.raises(

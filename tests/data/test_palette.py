@@ -1,4 +1,4 @@
-"""Palettes of Image GPT."""
+"""Tests of the color palettes of Image GPT."""
 
 from io import BytesIO
 from pathlib import Path
@@ -24,9 +24,7 @@ def test_centers_are_the_colors_of_flat_images() -> None:
         palette_of(pixels, 5)
 
 
-def test_the_command_reads_images_and_leaves_broken_ones_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_skips_broken_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with DatasetWriter(tmp_path / "shards") as writer:
         for number in range(20):
             file = BytesIO()

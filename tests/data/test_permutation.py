@@ -1,4 +1,4 @@
-"""Permutations without a table: pseudorandom bijections, equal on every machine."""
+"""Tests of permutations without a table: pseudorandom bijections, equal on every machine."""
 
 import itertools
 from collections import Counter
@@ -12,7 +12,7 @@ from data.order import hashed, key, permuted
 
 keys = st.integers(0, 2**64 - 1)
 
-# of the first release
+# values of the first release
 KEYS = [0, 16294208416658607535, 7702586659592502839, 16490336266968443936]
 HASHES = [6791897765849424158, 17405687883870564846, 385125812468360887]
 TEN = [3, 4, 8, 5, 7, 0, 9, 2, 1, 6]
@@ -25,7 +25,7 @@ def permutation(size: int, of_key: int) -> npt.NDArray[np.int64]:
 
 
 def chi_square(seen: npt.NDArray[np.int64]) -> float:
-    """How far counts lie from equal ones, in standard deviations of the statistic (about normal for many)."""
+    """Return the deviation of counts from equal ones, in standard deviations of the statistic."""
     expected, freedom = seen.mean(), seen.size - 1
     return float((((seen - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom))
 
@@ -34,8 +34,8 @@ def chi_square(seen: npt.NDArray[np.int64]) -> float:
 @given(size=st.one_of(st.integers(1, 300), st.integers(1, 30_000)), of_key=keys)
 @example(size=1_000_000, of_key=7)
 @example(size=999_983, of_key=2**64 - 1)  # a prime
-@example(size=1000**2 + 1, of_key=0)  # nearly a row of the table too many
-def test_it_is_a_bijection(size: int, of_key: int) -> None:
+@example(size=1000**2 + 1, of_key=0)  # almost one more row of the table
+def test_permutation_is_a_bijection(size: int, of_key: int) -> None:
     outcome = permutation(size, of_key)
     assert outcome.dtype == np.int64
     assert np.array_equal(np.sort(outcome), np.arange(size))
@@ -47,7 +47,7 @@ def test_it_is_a_bijection(size: int, of_key: int) -> None:
     of_keys=st.lists(keys, min_size=30, max_size=30),
     data=st.data(),
 )
-def test_places_of_different_permutations_are_sent_as_each_by_itself(
+def test_vectorized_permutations_equal_single_ones(
     sizes: list[int], of_keys: list[int], data: st.DataObject
 ) -> None:
     places = np.array([data.draw(st.integers(0, size - 1)) for size in sizes])
@@ -59,16 +59,16 @@ def test_places_of_different_permutations_are_sent_as_each_by_itself(
     ]
     assert together.tolist() == alone
     assert np.all((together >= 0) & (together < size))
-    assert np.array_equal(places, given_places)  # what is given is not written to
+    assert np.array_equal(places, given_places)  # the input is not modified
 
 
-def test_nothing_is_sent_nowhere() -> None:
+def test_empty_input_gives_empty_output() -> None:
     nothing = np.zeros(0, dtype=np.int64)
     assert permuted(nothing, nothing, nothing.astype(np.uint64)).shape == (0,)
 
 
 @pytest.mark.parametrize("size", [20, 1000, 65_537])
-def test_keys_matter(size: int) -> None:
+def test_different_keys_give_unrelated_permutations(size: int) -> None:
     """Keys that differ in one bit give unrelated permutations."""
     first = permutation(size, key(1))
     same = [int((permutation(size, key(1) ^ (1 << bit)) == first).sum()) for bit in range(64)]
@@ -77,22 +77,22 @@ def test_keys_matter(size: int) -> None:
 
 
 def permutations_of_few(size: int, count: int) -> npt.NDArray[np.int64]:
-    """(count, size) permutations under as many keys."""
+    """Return (count, size) permutations under as many keys."""
     of_keys = np.repeat(hashed(key(size), np.arange(count)), size)
     places = np.tile(np.arange(size), count)
     return permuted(places, np.full(size * count, size), of_keys).reshape(count, size)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_permutation_of_few_is_as_likely(size: int) -> None:
+def test_permutations_of_few_elements_are_equally_likely(size: int) -> None:
     every = list(itertools.permutations(range(size)))
     seen = Counter(map(tuple, permutations_of_few(size, 400 * len(every)).tolist()))
     assert chi_square(np.array([seen[one] for one in every])) < 5
 
 
 @pytest.mark.parametrize("size", [5, 6, 7, 9, 12])
-def test_of_some_more_each_place_goes_anywhere(size: int) -> None:
-    """In such small tables eight rounds mix well, up to a few percent."""
+def test_small_permutations_are_nearly_uniform(size: int) -> None:
+    """In such small tables, eight rounds mix up to a few percent."""
     outcome = permutations_of_few(size, 30_000)
     seen = np.array([np.bincount(outcome[:, place], minlength=size) for place in range(size)])
     assert np.abs(seen * size / 30_000 - 1).max() < 0.1
@@ -100,7 +100,7 @@ def test_of_some_more_each_place_goes_anywhere(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [64, 100, 97])
-def test_a_place_goes_anywhere_and_neighbours_go_apart(size: int) -> None:
+def test_positions_are_uniform_and_neighbors_independent(size: int) -> None:
     count = 40_000
     of_keys = hashed(key(3), np.arange(count))
     for place in (0, 1, size // 2, size - 1):
@@ -112,7 +112,7 @@ def test_a_place_goes_anywhere_and_neighbours_go_apart(size: int) -> None:
 
 
 @given(numbers=st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=5))
-def test_a_key_depends_on_each_number_and_on_their_order(numbers: list[int]) -> None:
+def test_key_depends_on_each_number_and_their_order(numbers: list[int]) -> None:
     base = key(*numbers)
     assert 0 <= base < 2**64 and base == key(*numbers)
     others = {key(*numbers, 0), key(0, *numbers), key(numbers[0] ^ 1, *numbers[1:])}
@@ -121,18 +121,18 @@ def test_a_key_depends_on_each_number_and_on_their_order(numbers: list[int]) -> 
     assert base not in others
 
 
-def test_keys_and_hashes_are_spread_over_all_bits() -> None:
+def test_bits_of_keys_and_hashes_are_uniform() -> None:
     made = np.array([key(0, number) for number in range(4000)], dtype=np.uint64)
     for many in (made, hashed(5, np.arange(4000)), hashed(made, np.zeros(4000, dtype=np.int64))):
         bits = np.unpackbits(many.view(np.uint8).reshape(4000, 8), axis=1).mean(axis=0)
         assert len(np.unique(many)) == 4000 and np.all(abs(bits - 0.5) < 0.05)
 
 
-def test_numbers_beyond_64_bits_make_other_keys() -> None:
+def test_numbers_over_64_bits_give_different_keys() -> None:
     assert len({key(n) for n in (0, 1, 2**64 - 1, 2**64, 2**64 + 1, 2**130)}) == 6
 
 
-def test_they_are_the_same_in_every_release() -> None:
+def test_keys_hashes_and_permutations_are_stable() -> None:
     """A resumed run must continue with its order."""
     assert [key(), key(0), key(1, 2, 3), key(2**64 - 1)] == KEYS
     assert hashed(key(1), np.array([0, 1, 2**40])).tolist() == HASHES

@@ -1,4 +1,4 @@
-"""Batches reach the device in order, one ahead on a GPU; errors are raised at their own step."""
+"""Tests of batches on the device: in order, one ahead on a GPU, and errors are raised at their own step."""
 
 import io
 import multiprocessing
@@ -61,7 +61,7 @@ def same(one: Batch, other: Batch) -> bool:
 
 
 class Scripted(Loader):
-    """Return given batches, raise given errors, and record the calls."""
+    """Returns given batches, raises given errors, and records the calls."""
 
     given: list[Batch | Exception]
     asked: list[int]
@@ -83,12 +83,12 @@ def scripted(shards: Shards, given: list[Batch | Exception]) -> Scripted:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_on_a_cpu_batches_are_the_loaders_own(workers: int, shards: Shards) -> None:
+def test_cpu_batches_equal_those_of_the_loader(workers: int, shards: Shards) -> None:
     loader = make_loader(shards, num_workers=workers)
     before = set(threading.enumerate())
     batches = DeviceBatches(loader, 2, STEPS, CPU)
     found = list(batches)
-    if not workers:  # those of torch's loader may take a moment to end
+    if not workers:  # threads of torch's loader may take a moment to exit
         assert set(threading.enumerate()) <= before
     assert len(found) == STEPS - 2
     assert all(map(same, found, loader.batches(2, STEPS)))
@@ -96,7 +96,7 @@ def test_on_a_cpu_batches_are_the_loaders_own(workers: int, shards: Shards) -> N
     assert multiprocessing.active_children() == []
 
 
-def test_on_a_cpu_nothing_is_copied_or_asked_for_ahead(shards: Shards) -> None:
+def test_cpu_batches_are_not_copied_or_prefetched(shards: Shards) -> None:
     given = list(make_loader(shards).batches(0, 3))
     loader = scripted(shards, [*given, DataError("broken")])
     batches = DeviceBatches(loader, 0, 4, CPU)
@@ -107,7 +107,7 @@ def test_on_a_cpu_nothing_is_copied_or_asked_for_ahead(shards: Shards) -> None:
         next(batches)
 
 
-def test_jpegs_left_for_later_are_decoded(shards: Shards) -> None:
+def test_jpegs_are_decoded_later(shards: Shards) -> None:
     pytest.importorskip("torchcodec")
     loader = make_loader(shards)
     batches = DeviceBatches(replace(loader, decode_later=True), 0, STEPS, CPU)
@@ -116,7 +116,7 @@ def test_jpegs_left_for_later_are_decoded(shards: Shards) -> None:
     assert spent.waiting > 0 and spent.transfer > 0
 
 
-def test_waiting_is_told_apart_and_counted_once(shards: Shards) -> None:
+def test_waiting_time_is_measured_and_reset(shards: Shards) -> None:
     batches = DeviceBatches(Slow(**vars_of(make_loader(shards))), 0, 3, CPU)
     next(batches)
     next(batches)
@@ -126,7 +126,7 @@ def test_waiting_is_told_apart_and_counted_once(shards: Shards) -> None:
 
 
 class Slow(Loader):
-    """Take a twentieth of a second per batch."""
+    """Takes 50 ms per batch."""
 
     def batch(self, step: int) -> Batch:
         time.sleep(0.05)
@@ -137,7 +137,7 @@ def vars_of(loader: Loader) -> dict[str, Any]:
     return {name: value for name, value in vars(loader).items() if name != "_tokenizers"}
 
 
-def test_closing_ends_the_workers(shards: Shards) -> None:
+def test_close_stops_the_workers(shards: Shards) -> None:
     batches = DeviceBatches(make_loader(shards, num_workers=2), 0, 1000, CPU)
     next(batches)
     assert len(multiprocessing.active_children()) == 2
@@ -146,7 +146,7 @@ def test_closing_ends_the_workers(shards: Shards) -> None:
 
 
 class StandIn:
-    """Replace streams and events without a GPU, and record the calls."""
+    """Replaces CUDA streams and events, and records the calls."""
 
     log: list[str]
 
@@ -168,7 +168,7 @@ class StandIn:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Run the code path of a GPU without one."""
+    """Run the code path for GPUs without a GPU."""
     StandIn.log = []
     for name in ("Stream", "Event"):
         monkeypatch.setattr(torch.cuda, name, StandIn)
@@ -179,7 +179,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return StandIn.log
 
 
-def test_with_streams_one_batch_is_ahead_and_errors_keep_their_step(shards: Shards, log: list[str]) -> None:
+def test_streams_prefetch_one_batch_and_errors_keep_their_step(shards: Shards, log: list[str]) -> None:
     given = list(make_loader(shards).batches(0, 3))
     loader = scripted(shards, [*given, DataError("broken")])
     batches = DeviceBatches(loader, 0, 5, torch.device("cuda"))
@@ -188,7 +188,7 @@ def test_with_streams_one_batch_is_ahead_and_errors_keep_their_step(shards: Shar
         assert next(batches) is one
         assert loader.asked == list(range(number + 2))
         assert log.count("wait") == 1 and log.count("keep") == len(one.tensors())
-        assert log.count("record") == (4, 2, 0)[number]  # of the next transfer; at first of two
+        assert log.count("record") == (4, 2, 0)[number]  # for the next transfer; at first for two
         log.clear()
     assert batches.seconds().transfer == 3 * 0.5
     with pytest.raises(DataError, match="broken"):
@@ -196,7 +196,7 @@ def test_with_streams_one_batch_is_ahead_and_errors_keep_their_step(shards: Shar
     assert next(batches, None) is None and log == []
 
 
-def test_with_streams_the_last_batch_is_the_last(shards: Shards, log: list[str]) -> None:
+def test_streams_stop_after_the_last_batch(shards: Shards, log: list[str]) -> None:
     loader = make_loader(shards)
     batches = DeviceBatches(loader, 0, STEPS, torch.device("cuda"))
     assert all(map(same, batches, loader.batches(0, STEPS)))
@@ -207,7 +207,7 @@ def test_with_streams_the_last_batch_is_the_last(shards: Shards, log: list[str])
 @pytest.mark.gpu
 @pytest.mark.parametrize("pin", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_on_a_gpu_one_batch_is_ahead(pin: bool, workers: int, shards: Shards) -> None:
+def test_gpu_prefetches_one_batch(pin: bool, workers: int, shards: Shards) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     loader = make_loader(shards, num_workers=workers, pin_memory=pin)
@@ -217,7 +217,7 @@ def test_on_a_gpu_one_batch_is_ahead(pin: bool, workers: int, shards: Shards) ->
     busy = torch.randn(2048, 2048, device=device)
     kept = []
     for batch, other in zip(batches, expected, strict=True):
-        for _ in range(20):  # the computation lags behind, so that memory given up too early would show
+        for _ in range(20):  # computation lags behind, so that memory freed too early would be overwritten
             busy = busy @ busy / 2048
         kept.append((batch.images.float().sum() + 0 * busy.sum().nan_to_num(), other.images.float().sum()))
         assert all(one.device == device for one in batch.tensors()) and batch.ids.device.type == "cpu"
@@ -231,7 +231,7 @@ def test_on_a_gpu_one_batch_is_ahead(pin: bool, workers: int, shards: Shards) ->
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_an_error_comes_with_its_own_step(shards: Shards) -> None:
+def test_gpu_error_is_raised_at_its_step(shards: Shards) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     given = list(make_loader(shards).batches(0, 2))
@@ -244,7 +244,7 @@ def test_on_a_gpu_an_error_comes_with_its_own_step(shards: Shards) -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_jpegs_are_decoded_beside_the_computation(shards: Shards) -> None:
+def test_gpu_decodes_jpegs_during_computation(shards: Shards) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     pytest.importorskip("torchcodec")

@@ -1,4 +1,4 @@
-"""Selection of samples: required members, filters on the json, one or all captions."""
+"""Tests of the selection of samples: required members, filters on the json, one or all captions."""
 
 import hashlib
 import json
@@ -58,11 +58,11 @@ def passes(text: str, value: Any) -> bool | None:
         ("x = 1_000", "1_000", True), ("x >= 1", "1_000", None),
     ],
 )  # fmt: skip
-def test_what_a_filter_lets_pass(text: str, value: Any, expected: bool | None) -> None:
+def test_values_that_pass_filters(text: str, value: Any, expected: bool | None) -> None:
     assert passes(text, value) is expected
 
 
-def test_integers_that_no_float_can_hold_are_compared() -> None:
+def test_integers_beyond_floats_are_compared_exactly() -> None:
     huge = 10**400
     assert passes("x > 1", huge) is passes("x < 0.5", -huge) is passes("x < inf", huge) is True
     assert passes("x < 0.5", huge) is passes("x > 1", -huge) is False
@@ -81,18 +81,18 @@ def test_integers_that_no_float_can_hold_are_compared() -> None:
         ("a-b_c = z", {"a-b_c": "z"}, True),
     ],
 )
-def test_a_filter_finds_its_field(text: str, meta: dict[str, Any], expected: bool | None) -> None:
+def test_filter_finds_nested_fields(text: str, meta: dict[str, Any], expected: bool | None) -> None:
     assert Filter.of(text).passes(meta) is expected
 
 
 @pytest.mark.parametrize("text", ["", "x", "x >=", ">= 3", "x ~ 3", "x y = 3", "= =", "x =", "x !="])
-def test_what_is_no_filter(text: str) -> None:
+def test_invalid_filter_raises_error(text: str) -> None:
     with pytest.raises(ConfigError, match="is not of the form FIELD >= VALUE"):
         Filter.of(text)
 
 
 @pytest.mark.parametrize("text", ["x >= large", "x < ''", "x > en", "x <= 3 px", "x > nan", "x > 1_000"])
-def test_more_or_less_of_what_is_no_number(text: str) -> None:
+def test_comparison_with_non_number_raises_error(text: str) -> None:
     with pytest.raises(ConfigError, match="which is not a number"):
         Filter.of(text)
 
@@ -104,13 +104,13 @@ def test_more_or_less_of_what_is_no_number(text: str) -> None:
     value=st.floats(allow_nan=False),
     blanks=st.sampled_from(["", " ", "  "]),
 )
-def test_a_filter_is_read_as_it_is_written(name: str, compare: str, value: float, blanks: str) -> None:
+def test_filter_is_parsed_and_printed(name: str, compare: str, value: float, blanks: str) -> None:
     read = Filter.of(f"{blanks}{name}{blanks}{compare}{blanks}{value!r}{blanks}")
     assert (read.name, read.compare, read.value) == (name, compare, repr(value))
     assert Filter.of(str(read)) == read
 
 
-def test_filters_count_whom_they_leave_out_and_why(tmp_path: Path) -> None:
+def test_filters_count_excluded_samples_by_cause(tmp_path: Path) -> None:
     samples = of_json(
         {"width": 300, "language": "en"},
         {"width": "400", "language": "en"},
@@ -145,7 +145,7 @@ def test_filters_count_whom_they_leave_out_and_why(tmp_path: Path) -> None:
         (Selection(captions=CaptionRule(fields=("txt", "a"))), ["t", "tj", "j"]),
     ],
 )
-def test_what_a_sample_must_have(selection: Selection, expected: list[str], tmp_path: Path) -> None:
+def test_required_members(selection: Selection, expected: list[str], tmp_path: Path) -> None:
     kinds = {
         "t": {"txt": "x"},
         "tj": {"txt": "x", "json": "{}"},
@@ -158,7 +158,7 @@ def test_what_a_sample_must_have(selection: Selection, expected: list[str], tmp_
     assert sum(opened.chosen.dropped.values()) == 5 - len(expected)
 
 
-def test_selections_stored_when_large_integers_were_floats_are_not_used() -> None:
+def test_identity_of_filters_with_large_integers_has_changed() -> None:
     def former(text: str) -> str:
         said = [["caption", "image"], [text], CaptionRule().which()]
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
@@ -167,7 +167,7 @@ def test_selections_stored_when_large_integers_were_floats_are_not_used() -> Non
         assert (Selection(filters=(Filter.of(text),)).identity == former(text)) is same
 
 
-def test_the_identity_changes_with_what_may_be_chosen() -> None:
+def test_identity_depends_on_rules_that_change_the_selection() -> None:
     filters = tuple(map(Filter.of, ("a > 1", "b > 1")))
     all_of = CaptionRule(choice="all")
     different = [
@@ -208,7 +208,7 @@ samples_with_captions = st.lists(
     samples=st.lists(samples_with_captions, min_size=1, max_size=3),
     fields=st.lists(st.sampled_from(["txt", "captions", "more", "caption"]), min_size=1, unique=True),
 )
-def test_of_all_captions_each_comes_once_an_epoch(
+def test_all_captions_are_drawn_once_per_epoch(
     samples: list[list[dict[str, Any]]], fields: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     rule = CaptionRule(fields=tuple(fields), choice="all")
@@ -254,7 +254,7 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("choice", ["first", "all"])
-def test_what_was_chosen_is_kept_and_made_again_where_it_is_damaged(
+def test_stored_selection_is_used_and_rebuilt_if_damaged(
     choice: str, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metas = [{"width": width, "captions": ["a", "b"][: width % 3]} for width in range(30)]
@@ -272,7 +272,7 @@ def test_what_was_chosen_is_kept_and_made_again_where_it_is_damaged(
     damaged = [whole[:-70], b"", b"x" * 200, whole[:90] + b"\7" + whole[91:]]
     found = [first, again]
     for number, content in enumerate(damaged, 2):
-        kept[0].unlink()  # what was read before is still mapped
+        kept[0].unlink()  # the previous content is still mapped
         kept[0].write_bytes(content)
         found.append(OpenShard(file, selection, None).chosen)
         assert len(rows) == 30 * number and kept[0].read_bytes() == whole
@@ -282,10 +282,10 @@ def test_what_was_chosen_is_kept_and_made_again_where_it_is_damaged(
         if one.captions is not None and first.captions is not None:
             assert np.array_equal(one.captions, first.captions)
     OpenShard(file, Selection(filters=(Filter.of("width >= 11"),), captions=rule), None)
-    assert len(rows) == 180  # other rules choose anew
+    assert len(rows) == 180  # other rules select again
 
 
-def test_a_shard_that_changes_is_chosen_from_anew(tmp_path: Path) -> None:
+def test_changed_shard_is_selected_again(tmp_path: Path) -> None:
     selection = Selection(filters=(Filter.of("width >= 10"),))
     path = tmp_path / "0.tar"
     before = OpenShard(shard_of(path, of_json({"width": 10}, {"width": 1})), selection, None)
@@ -296,9 +296,7 @@ def test_a_shard_that_changes_is_chosen_from_anew(tmp_path: Path) -> None:
     assert file.size == before.file.size
 
 
-def test_where_nothing_can_be_kept_it_is_chosen_each_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_cache_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_bytes(b"")
     monkeypatch.setenv("CLIPKIT_CACHE", str(tmp_path / "file"))
     selection = Selection(filters=(Filter.of("width >= 10"),))
@@ -308,7 +306,7 @@ def test_where_nothing_can_be_kept_it_is_chosen_each_time(
 
 @given(fractions=st.tuples(st.floats(0.001, 1), st.floats(0.001, 1)))
 @settings(max_examples=20, deadline=None)
-def test_a_fraction_is_part_of_every_larger_one(
+def test_fraction_is_a_subset_of_larger_fractions(
     fractions: tuple[float, float], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     file = tmp_path_factory.getbasetemp() / "many.tar"
@@ -324,7 +322,7 @@ def test_a_fraction_is_part_of_every_larger_one(
         assert abs(len(chosen) - 2000 * fraction) <= 5 * deviation + 1e-9
 
 
-def test_filters_that_leave_nothing_say_so(tmp_path: Path) -> None:
+def test_filters_that_exclude_everything_raise_error(tmp_path: Path) -> None:
     file = shard_of(tmp_path / "0.tar", of_json({"width": 10}, {}))
     with pytest.raises(DataError) as caught:
         make_manifest([[file]], Selection(filters=(Filter.of("width >= 1000"),)))
@@ -335,7 +333,7 @@ def test_filters_that_leave_nothing_say_so(tmp_path: Path) -> None:
         make_manifest([[file]], Selection(fraction=1e-9))
 
 
-def test_what_is_left_out_is_told_by_what_leaves_it_out(tmp_path: Path) -> None:
+def test_excluded_samples_are_listed_by_cause(tmp_path: Path) -> None:
     file = shard_of(tmp_path / "0.tar", [*of_json({"width": 10}, {"width": 20}, {"width": 30}, {}), {}])
     for filters, told in (
         ([], "left out: 1 without caption"),
@@ -352,7 +350,7 @@ def test_what_is_left_out_is_told_by_what_leaves_it_out(tmp_path: Path) -> None:
         assert all_count == ("left out by data.filters: none" if filters else "")
 
 
-def test_a_field_in_which_no_caption_is_says_so(tmp_path: Path) -> None:
+def test_unknown_caption_field_raises_error(tmp_path: Path) -> None:
     file = shard_of(tmp_path / "0.tar", of_json({"a": "x"}))
     selection = Selection(captions=CaptionRule(fields=("b",), choice="all"))
     with pytest.raises(
@@ -361,7 +359,7 @@ def test_a_field_in_which_no_caption_is_says_so(tmp_path: Path) -> None:
         make_manifest([[file]], selection)
 
 
-def test_more_captions_than_are_told_apart(tmp_path: Path) -> None:
+def test_number_of_captions_is_limited_to_65535(tmp_path: Path) -> None:
     file = shard_of(tmp_path / "0.tar", of_json({"c": ["x"] * 70_000}))
     opened = OpenShard(file, Selection(captions=CaptionRule(fields=("c",), choice="all")), None)
     assert len(opened) == 65_535 and opened.caption_number(65_534) == 65_534
@@ -379,7 +377,7 @@ def test_more_captions_than_are_told_apart(tmp_path: Path) -> None:
         ("a >== 3", "filter 'a >== 3' has no known operator: >=, <=, >, <, = or !="),
     ],
 )
-def test_operators_typed_the_wrong_way_round_say_the_right_one(text: str, said: str) -> None:
+def test_error_of_mistyped_operator_suggests_the_correct_one(text: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Filter.of(text)
     assert str(caught.value) == said

@@ -1,4 +1,4 @@
-"""Sizes that grow with the steps: each batch has the sizes of its step and the same crops."""
+"""Tests of sizes that grow with the steps: each batch has the sizes of its step and the same crops."""
 
 import io
 import pickle
@@ -39,7 +39,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def shards(own_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Shards:
-    """Smooth images with captions of 1 to 14 words."""
+    """Write smooth images with captions of 1 to 14 words."""
     folder: Path = tmp_path_factory.mktemp("smooth") / "set"
     with DatasetWriter(folder, samples_per_shard=7) as writer:
         for number in range(20):
@@ -71,31 +71,31 @@ def same(one: Batch, other: Batch) -> bool:
 
 
 @pytest.mark.parametrize("workers", [0, 3])
-def test_each_batch_has_the_sizes_of_its_step(workers: int, shards: Shards) -> None:
+def test_batches_have_the_sizes_of_their_step(workers: int, shards: Shards) -> None:
     staged = make_loader(shards, stages=STAGES, num_workers=workers)
     full = list(make_loader(shards).batches(0, STEPS))
-    for start in (0, 4):  # from the beginning, and gone on with just before a boundary
+    for start in (0, 4):  # from the beginning, and resumed just before a boundary
         for step, batch in enumerate(staged.batches(start, STEPS), start=start):
             assert batch.images.shape == (BATCH, 3, SIZES[step], SIZES[step])
             assert torch.equal(batch.ids, full[step].ids)
-            assert torch.equal(batch.identities, full[step].identities)  # of the whole captions
+            assert torch.equal(batch.identities, full[step].identities)  # of the untruncated captions
             captions = [shards.read(number).caption or "" for number in batch.ids.tolist()]
             assert torch.equal(batch.tokens, tokenize(captions, LONGEST[step], trim=True))
             assert max(batch.lengths) <= LONGEST[step]
             ends = batch.tokens[torch.arange(BATCH), torch.tensor(batch.lengths) - 1]
             assert ends.tolist() == [END_OF_TEXT] * BATCH
             smaller = F.interpolate(full[step].images.float(), batch.images.shape[2:], mode="area")
-            assert (smaller - batch.images.float()).abs().mean() < 4  # the same crop, mirrored or not alike
+            assert (smaller - batch.images.float()).abs().mean() < 4  # the same crops and flips
             assert same(batch, make_loader(shards, stages=STAGES).batch(step))
 
 
-def test_the_full_sizes_are_the_batches_without_stages(shards: Shards) -> None:
+def test_batches_after_all_stages_equal_those_without(shards: Shards) -> None:
     staged, plain = make_loader(shards, stages=STAGES), make_loader(shards)
     assert all(same(staged.batch(step), plain.batch(step)) for step in (5, 6))
     assert not same(staged.batch(4), plain.batch(4))
 
 
-def test_stages_are_values() -> None:
+def test_stages_can_be_pickled_and_found_by_step() -> None:
     assert pickle.loads(pickle.dumps(STAGES)) == STAGES
     assert [stage_at(STAGES, step) for step in (0, 1, 2, 4, 5)] == [
         STAGES[0], STAGES[0], STAGES[1], STAGES[1], None,
@@ -112,6 +112,6 @@ def test_stages_are_values() -> None:
         ((Stage(until_step=1, image_size=8, context_length=0),), "context_length = 0"),
     ],
 )
-def test_stages_that_do_not_fit_are_refused(stages: tuple[Stage, ...], message: str, shards: Shards) -> None:
+def test_invalid_stages_raise_error(stages: tuple[Stage, ...], message: str, shards: Shards) -> None:
     with pytest.raises(ConfigError, match=message):
         make_loader(shards, stages=stages)

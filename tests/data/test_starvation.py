@@ -1,4 +1,4 @@
-"""Explanations of why training waits for batches."""
+"""Tests of the explanations of why training waits for batches."""
 
 import pytest
 import torch
@@ -26,14 +26,14 @@ def batch(reading: float, making: float) -> Batch:
         (0.0, 0.0, "raise data.workers = 0"),
     ],
 )
-def test_the_cause_is_what_takes_longest(reading: float, making: float, said: str) -> None:
+def test_cause_is_the_slowest_part(reading: float, making: float, said: str) -> None:
     starvation = Starvation(0, "s3://bucket/a.tar")
     for _ in range(3):
         starvation.count(batch(reading / 3, making / 3))
     assert said in starvation.cause()
 
 
-def test_where_all_cores_decode_more_processes_are_no_advice() -> None:
+def test_more_workers_are_not_suggested_if_all_cores_are_in_use() -> None:
     starvation = Starvation(10_000, "pairs")
     starvation.count(batch(0.1, 1.0))
     assert "cores are in use" in starvation.cause()

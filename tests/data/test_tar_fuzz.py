@@ -1,4 +1,4 @@
-"""The tar reader against ``tarfile``, on random members and damaged bytes."""
+"""Tests of the tar reader, compared with ``tarfile`` on random members and damaged bytes."""
 
 import io
 import tarfile
@@ -27,7 +27,7 @@ Members = list[tuple[str, int, int]]
 
 @dataclass(frozen=True)
 class Short:
-    """Bytes of a store that returns a limited number at once, as a broken connection does."""
+    """Bytes of a store that returns a limited number at once, like a broken connection."""
 
     content: bytes
     most: int
@@ -40,7 +40,7 @@ class Short:
 
 
 def ours(tar: bytes) -> tuple[Members, str]:
-    """The members up to the end or to a fault, and the fault: the same however the headers are found."""
+    """Return the members before the end or an error, and the error; check that all scans agree."""
     found = listed(tar, at_hand=False)
     for window in (BLOCK, 3 * BLOCK, clipkit.files.tar._WINDOW):
         with patch.multiple(clipkit.files.tar, _WINDOW=window, _WORTH=0):
@@ -79,20 +79,20 @@ def by_tarfile(members: Sequence[tuple[str, bytes, bytes, str]], form: int) -> b
     with tarfile.open(fileobj=file, mode="w", format=form) as tar:
         for name, data, kind, link in members:
             if kind == tarfile.AREGTYPE and len(name.encode()) > tarfile.LENGTH_NAME:
-                continue  # tarfile alone takes it for a folder where its name, cut to the header, ends with a slash
+                continue  # tarfile takes it for a folder if the truncated name ends with a slash
             info = tarfile.TarInfo(name)
             info.type, info.linkname = kind, link
             info.size = len(data) if kind in tarfile.REGULAR_TYPES else 0
             try:
                 tar.addfile(info, io.BytesIO(data))
-            except ValueError:  # a name that ustar cannot hold
+            except ValueError:  # a name that does not fit into a ustar header
                 continue
     return file.getvalue()
 
 
 @settings(deadline=None, max_examples=120)
 @given(members=st.lists(one_member, max_size=8), form=st.sampled_from(FORMATS))
-def test_what_tarfile_wrote(members: list[tuple[str, bytes, bytes, str]], form: int) -> None:
+def test_tars_written_by_tarfile(members: list[tuple[str, bytes, bytes, str]], form: int) -> None:
     tar = by_tarfile(members, form)
     assert ours(tar) == (theirs(tar), "")
 
@@ -102,7 +102,7 @@ keys = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=60)
 
 @settings(deadline=None, max_examples=30)
 @given(samples=st.dictionaries(keys, st.tuples(st.binary(max_size=900), st.text(max_size=300)), max_size=6))
-def test_what_webdataset_wrote(samples: dict[str, tuple[bytes, str]]) -> None:
+def test_tars_written_by_webdataset(samples: dict[str, tuple[bytes, str]]) -> None:
     file = io.BytesIO()
     with webdataset.TarWriter(file, encoder=False) as tar:
         for key, (image, caption) in samples.items():
@@ -141,7 +141,7 @@ plain = st.builds(
 
 @settings(deadline=None, max_examples=200)
 @given(pieces=st.lists(extras | longs | plain, max_size=7))
-def test_what_was_put_together_by_hand(pieces: list[bytes]) -> None:
+def test_tars_of_random_headers(pieces: list[bytes]) -> None:
     """A tar that ``tarfile`` cannot read, or reads as shorter, is rejected."""
     tar = b"".join(pieces) + bytes(2 * BLOCK)
     found, fault = ours(tar)
@@ -149,7 +149,7 @@ def test_what_was_put_together_by_hand(pieces: list[bytes]) -> None:
     try:
         expected = theirs(tar)
     except (tarfile.TarError, ValueError, RecursionError):
-        return  # nobody tells what is right
+        return  # no reference result
     assert found == expected[: len(found)]
     assert fault or found == expected
 
@@ -193,7 +193,7 @@ def damaged(draw: st.DrawFn) -> tuple[bytes, bytes, int]:
 
 @settings(deadline=None, max_examples=400)
 @given(case=damaged())
-def test_damage_is_found_or_does_no_harm(case: tuple[bytes, bytes, int]) -> None:
+def test_damage_is_detected_or_harmless(case: tuple[bytes, bytes, int]) -> None:
     tar, bent, at = case
     whole, _ = ours(tar)
     found, fault = ours(bent)
@@ -201,14 +201,14 @@ def test_damage_is_found_or_does_no_harm(case: tuple[bytes, bytes, int]) -> None
     before = [one for one in whole if one[1] + one[2] <= at]
     assert found[: len(before)] == before
     flipped = len(bent) == len(tar) and sum(a != b for a, b in zip(tar, bent, strict=True)) == 1
-    if flipped and not fault:  # of one byte in a header the checksum tells; in data nothing does
+    if flipped and not fault:  # checksums detect changed headers, but not changed data
         assert len(found) == len(whole)
         assert [one[1:] for one in found] == [one[1:] for one in whole]
 
 
 @settings(deadline=None, max_examples=60)
 @given(members=st.lists(one_member, max_size=6), form=st.sampled_from(FORMATS), most=st.integers(0, 1500))
-def test_a_store_that_gives_less_than_was_asked_for(
+def test_store_that_returns_too_few_bytes(
     members: list[tuple[str, bytes, bytes, str]], form: int, most: int
 ) -> None:
     tar = by_tarfile(members, form)
@@ -223,13 +223,13 @@ def test_a_store_that_gives_less_than_was_asked_for(
         assert found == theirs(tar)
 
 
-def test_the_scan_finds_nearly_all_headers_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vectorized_scan_finds_nearly_all_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     inner = by_tarfile(
         [(f"inner/{n}.txt", b"x" * n, tarfile.REGTYPE, "") for n in range(9)], tarfile.PAX_FORMAT
     )
     members = []
     for number in range(2000):
-        long = number == 700  # its name stands in a note
+        long = number == 700  # its name is in an extended header
         data = inner if number == 1460 else bytes(number)
         members.append((f"{number}.{'日' * 60 if long else 'jpg'}", data, tarfile.REGTYPE, ""))
     walked = []

@@ -1,4 +1,4 @@
-"""`python -m data tokenizer`, and training with model.tokenizer."""
+"""Tests of `python -m data tokenizer`, and of training with model.tokenizer."""
 
 import io
 import json
@@ -74,7 +74,7 @@ def test_every_text_is_encoded_without_loss(texts: list[str]) -> None:
         assert made.decode(ids).removeprefix(" ") == made.normalizer.normalize_str(text).removeprefix(" ")
 
 
-def test_options_and_errors(pairs: Path, folder: Path, tmp_path: Path) -> None:
+def test_command_options_and_errors(pairs: Path, folder: Path, tmp_path: Path) -> None:
     made = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert (
         made.get_vocab_size() == 300
@@ -84,7 +84,7 @@ def test_options_and_errors(pairs: Path, folder: Path, tmp_path: Path) -> None:
     done = run("-m", "data", *fields, "--out", tmp_path / "more", "--vocab", 400)
     assert done.returncode == 0 and "from 120 captions" in done.stdout, (
         done.stderr
-    )  # two of each second sample
+    )  # two captions of every second sample
     assert "zyx" in "".join(Tokenizer.from_file(str(tmp_path / "more" / "tokenizer.json")).get_vocab())
     for arguments, message in (
         ((pairs, "--out", folder), "is not empty"),
@@ -100,7 +100,7 @@ def test_options_and_errors(pairs: Path, folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_training_stores_and_exports_it(pairs: Path, folder: Path, tmp_path: Path) -> None:
+def test_training_stores_and_exports_the_tokenizer(pairs: Path, folder: Path, tmp_path: Path) -> None:
     arguments = [
         "model.name=ViT-Ti-4-16", "model.context_length=20", f"model.tokenizer={folder}", f"data.train={pairs}",
         "data.workers=0", "batch_size=8", "optim.warmup=1", f"out={tmp_path / 'run'}", "checkpoint.every_steps=2",
@@ -111,7 +111,7 @@ def test_training_stores_and_exports_it(pairs: Path, folder: Path, tmp_path: Pat
     try:
         missing = run("train.py", *arguments, "steps=4")
         assert missing.returncode == 1 and "no tokenizer there" in missing.stderr
-        model = load(tmp_path / "run")  # it is stored with the weights
+        model = load(tmp_path / "run")  # the tokenizer is stored with the weights
     finally:
         moved.rename(folder)
     assert model.token_embedding.weight.shape[0] == 300
@@ -140,7 +140,7 @@ def test_training_stores_and_exports_it(pairs: Path, folder: Path, tmp_path: Pat
         torch.testing.assert_close(again.encode_text(tokens), model.encode_text(tokens))
 
 
-def test_settings(folder: Path, tmp_path: Path) -> None:
+def test_model_uses_tokenizer_and_rejects_invalid_ones(folder: Path, tmp_path: Path) -> None:
     def shape(**given: Any) -> int:
         return shape_of(ModelConfig(name="ViT-Ti-4-16", **given), LossConfig(), SmallConfig()).text.vocab_size  # type: ignore[attr-defined, no-any-return]
 

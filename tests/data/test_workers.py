@@ -1,4 +1,4 @@
-"""Killed loader processes, and programs that end before them: nothing hangs or is left behind."""
+"""Tests of killed loader processes, and of programs that exit early: nothing hangs or is left behind."""
 
 import io
 import multiprocessing
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Squares(Dataset[torch.Tensor]):
-    """Return numbers slowly."""
+    """Returns square numbers slowly."""
 
     def __init__(self, seconds: float = 0.002) -> None:
         self.seconds = seconds
@@ -48,7 +48,7 @@ def squares(workers: int = 2, *, steps: int = 10_000, seconds: float = 0.002) ->
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_they_give_what_the_loader_gives(workers: int) -> None:
+def test_workers_return_the_batches_of_the_loader(workers: int) -> None:
     before = signal.getsignal(signal.SIGCHLD)
     numbers = squares(workers, steps=7)
     assert len(multiprocessing.active_children()) == workers
@@ -62,7 +62,7 @@ def test_they_give_what_the_loader_gives(workers: int) -> None:
     assert signal.getsignal(signal.SIGCHLD) == before
 
 
-def test_a_killed_worker_is_an_error_wherever_it_was() -> None:
+def test_killed_worker_raises_error_at_any_moment() -> None:
     moments = random.Random(0)
     for turn in range(12):
         numbers = squares()
@@ -82,13 +82,13 @@ def test_a_killed_worker_is_an_error_wherever_it_was() -> None:
         assert multiprocessing.active_children() == []
 
 
-def test_it_is_raised_in_next_and_nowhere_else() -> None:
+def test_killed_worker_raises_error_only_in_next() -> None:
     numbers = squares()
     numbers.next()
     victim = multiprocessing.active_children()[0]
     victim.kill()
     until = time.monotonic() + 0.5
-    while time.monotonic() < until:  # here, by torch alone, it would be raised
+    while time.monotonic() < until:  # torch alone would raise it here
         time.sleep(0.01)
     with pytest.raises(DataError, match="signal 9"):
         numbers.next()
@@ -96,17 +96,17 @@ def test_it_is_raised_in_next_and_nowhere_else() -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_torch_clears_up_undisturbed_after_an_error_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_does_not_interrupt_the_cleanup_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = squares()
     numbers.next()
     cleared = []
 
     def broken() -> Iterator[torch.Tensor]:
         try:
-            raise EOFError  # as from the connection of a worker that is dying
+            raise EOFError  # as from the connection of a dying worker
         except EOFError:
             multiprocessing.active_children()[0].kill()
-            time.sleep(0.5)  # SIGCHLD comes
+            time.sleep(0.5)  # SIGCHLD arrives
             cleared.append(True)
             raise
         yield torch.zeros(0)
@@ -119,7 +119,7 @@ def test_torch_clears_up_undisturbed_after_an_error_of_its_own(monkeypatch: pyte
     numbers.close()
 
 
-def test_closing_after_a_kill_that_was_not_noticed() -> None:
+def test_close_after_unnoticed_kill() -> None:
     numbers = squares()
     numbers.next()
     for victim in multiprocessing.active_children():
@@ -130,7 +130,7 @@ def test_closing_after_a_kill_that_was_not_noticed() -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_ctrl_c_while_a_worker_is_busy() -> None:
+def test_ctrl_c_while_worker_is_busy() -> None:
     numbers = squares(1, seconds=2)
     timer = threading.Timer(0.3, signal.raise_signal, (signal.SIGINT,))
     timer.start()
@@ -172,7 +172,7 @@ run_command(main)
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of one shard."""
+    """Write one shard and return its folder."""
     file = io.BytesIO()
     Image.new("RGB", (20, 20), "red").save(file, "png")
     folder = tmp_path_factory.mktemp("red") / "set"
@@ -204,7 +204,7 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("moment", [0.0, pytest.param(0.2, marks=pytest.mark.long)])
-def test_a_program_whose_worker_is_killed_says_so_in_one_line_and_ends(moment: float, shards: Path) -> None:
+def test_program_with_killed_worker_prints_one_line_and_exits(moment: float, shards: Path) -> None:
     program, workers = start(shards)
     time.sleep(moment)
     os.kill(workers[0], signal.SIGKILL)
@@ -217,7 +217,7 @@ def test_a_program_whose_worker_is_killed_says_so_in_one_line_and_ends(moment: f
     assert not any(map(is_running, workers))
 
 
-def test_a_program_that_ends_early_does_not_wait_for_the_workers(shards: Path) -> None:
+def test_program_that_exits_early_stops_its_workers(shards: Path) -> None:
     program, workers = start(shards, "3")
     _, errors = program.communicate(timeout=60)
     assert (program.returncode, errors) == (3, "")

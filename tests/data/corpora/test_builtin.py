@@ -1,4 +1,4 @@
-"""Built-in datasets: made once, by one process, in the cache folder, and only complete."""
+"""Tests of built-in datasets: made once, by one process, in the cache folder, and never left incomplete."""
 
 import signal
 import subprocess
@@ -14,7 +14,7 @@ from data.remote.cache import cache_folder
 
 ROOT = Path(__file__).parents[3]
 
-# a process that asks for a set; its maker notes that it was called, and is slow enough to be overtaken
+# a process that requests a dataset; its maker logs that it was called and is slow enough for races
 ASK = """
 import os, pathlib, signal, sys, time
 from data.corpora.builtin import BUILTIN, BuiltIn, built_in
@@ -40,7 +40,7 @@ def ask(cache: Path, notes: Path, how: str = "make") -> "subprocess.Popen[str]":
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def test_concurrent_processes_make_it_once(tmp_path: Path) -> None:
+def test_concurrent_processes_make_dataset_once(tmp_path: Path) -> None:
     notes = tmp_path / "notes"
     asking = [ask(tmp_path / "cache", notes) for _ in range(2)]
     answers = {process.communicate(timeout=120)[0].strip() for process in asking}
@@ -51,7 +51,7 @@ def test_concurrent_processes_make_it_once(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["card.json"]
 
 
-def test_a_killed_process_leaves_no_complete_folder(tmp_path: Path) -> None:
+def test_killed_process_leaves_no_complete_folder(tmp_path: Path) -> None:
     cache, notes = tmp_path / "cache", tmp_path / "notes"
     killed = ask(cache, notes, "die")
     killed.communicate(timeout=120)
@@ -63,7 +63,7 @@ def test_a_killed_process_leaves_no_complete_folder(tmp_path: Path) -> None:
     assert folder.is_dir() and not list(cache.glob(".small*partial*"))
 
 
-def test_an_existing_dataset_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_dataset_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLIPKIT_CACHE", str(tmp_path))
     folder = built_in("digits")
     before = (folder / "card.json").stat().st_mtime_ns
@@ -82,7 +82,7 @@ def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_folder() == tmp_path / "own"
 
 
-def test_unknown_name_and_unusable_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_name_and_unusable_cache_raise_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match="did you mean 'glyphs'"):
         built_in("glyph")
     (tmp_path / "file").write_text("")
@@ -91,6 +91,6 @@ def test_unknown_name_and_unusable_cache(tmp_path: Path, monkeypatch: pytest.Mon
         built_in("digits")
 
 
-def test_the_revision_is_that_of_the_maker() -> None:
-    # written twice, so that looking up an existing dataset imports nothing heavy
+def test_revision_equals_that_of_the_maker() -> None:
+    # stored in both modules, so that finding an existing dataset imports no slow modules
     assert BUILTIN["glyphs"].revision == glyphs.REVISION

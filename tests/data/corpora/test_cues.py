@@ -1,4 +1,4 @@
-"""The evaluation set `cues`: shapes and textures that agree in training and never in the test split."""
+"""Tests of the dataset `cues`: shapes and textures agree in training and never in the test split."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def test_cues_agree_in_training_and_never_in_the_test_split(folder: Path) -> Non
         assert torch.equal(own.labels, own.metadata["texture"])
 
 
-def test_the_same_files_each_time(folder: Path, tmp_path: Path) -> None:
+def test_files_are_reproducible(folder: Path, tmp_path: Path) -> None:
     cues.make(tmp_path / "again")
     for path in folder.rglob("*.tar"):
         assert path.read_bytes() == (tmp_path / "again" / path.relative_to(folder)).read_bytes()

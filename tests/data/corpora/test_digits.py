@@ -1,4 +1,4 @@
-"""The evaluation set `digits`: scikit-learn's images and labels, unchanged."""
+"""Tests of the evaluation set `digits`: scikit-learn's images and labels, unchanged."""
 
 import io
 import json
@@ -15,7 +15,7 @@ from clipkit.errors import DataError
 from data.corpora.builtin import BUILTIN, make_digits
 
 
-def test_images_and_labels_are_those_of_scikit_learn(tmp_path: Path) -> None:
+def test_images_and_labels_equal_scikit_learn(tmp_path: Path) -> None:
     make_digits(tmp_path / "digits")
     bunch = load_digits()
     pictures, labels = [], []
@@ -31,7 +31,7 @@ def test_images_and_labels_are_those_of_scikit_learn(tmp_path: Path) -> None:
     assert np.array_equal(np.rint(np.stack(pictures) * (16 / 255)), bunch.images)
 
 
-def test_there_is_only_a_test_split_and_a_card(tmp_path: Path) -> None:
+def test_only_a_test_split_and_metadata_exist(tmp_path: Path) -> None:
     make_digits(tmp_path / "digits")
     names = sorted(path.name for path in (tmp_path / "digits").iterdir())
     assert names == ["card.json", "classnames.txt", "test", "zeroshot_classification_templates.txt"]
@@ -47,7 +47,7 @@ def test_there_is_only_a_test_split_and_a_card(tmp_path: Path) -> None:
     assert len(templates) == 7 and all("{c}" in template for template in templates)
 
 
-def test_without_scikit_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_scikit_learn_raises_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(DataError, match=r"pip install -e '\.\[eval\]'"):
         make_digits(tmp_path / "digits")

@@ -1,4 +1,4 @@
-"""The corpus `emoji`, made from small packages in the format of the npm registry's."""
+"""Tests of the corpus `emoji`, made from small packages in the format of the npm registry."""
 
 import io
 import json
@@ -57,7 +57,7 @@ def rows(language: str) -> list[dict[str, Any]]:
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packages")
     files: dict[str, object] = {f"{one}/data.json": rows(one) for one in emoji.LANGUAGES if one != "bn"}
-    files["bn/data.json"] = rows("bn")[:-6]  # names are missing
+    files["bn/data.json"] = rows("bn")[:-6]  # some names are missing
     files["meta/groups.json"] = {"groups": {"0": "animals-nature", "1": "component"}}
     archive(folder, emoji.NAMES, files)
     for artist, color in COLORS.items():
@@ -120,7 +120,7 @@ def test_artists_and_concepts_are_held_out(made: Path) -> None:
     concepts = {split: {one["code"] for one in found} for split, found in splits.items()}
     assert not concepts["train"] & concepts["unseen_concepts"] and concepts["unseen_concepts"]
     assert concepts["train"] | concepts["unseen_concepts"] == {*CODES, COMPOSED, FLAG}
-    assert FLAG not in concepts["test"]  # the package has another artist's
+    assert FLAG not in concepts["test"]  # the package has this flag from another artist
     assert concepts["test"] <= concepts["train"] and concepts["flat"] <= concepts["train"]
     every = [one for found in splits.values() for one in found]
     drawn = Counter((one["artist"], one["code"]) for one in every)
@@ -166,7 +166,7 @@ def test_card(made: Path) -> None:
         assert dataset.class_names[-2] == "en woman scientist" and dataset.labels is not None
 
 
-def test_it_is_the_same_each_time(made: Path, packages: Path, tmp_path: Path) -> None:
+def test_corpus_is_reproducible(made: Path, packages: Path, tmp_path: Path) -> None:
     emoji.make(tmp_path / "again", packages=packages, progress=False)
     for path in made.rglob("*.*"):
         assert path.read_bytes() == (tmp_path / "again" / path.relative_to(made)).read_bytes()
@@ -182,7 +182,7 @@ cp "$PACKAGES"/*.tgz "$to"
 
 
 @pytest.mark.long
-def test_download(packages: Path, tmp_path: Path) -> None:
+def test_packages_are_downloaded_once(packages: Path, tmp_path: Path) -> None:
     (tmp_path / "npm").write_text(NPM)
     (tmp_path / "npm").chmod(0o755)
     variables = {"CLIPKIT_CACHE": str(tmp_path / "cache"), "PACKAGES": str(packages)}
@@ -197,7 +197,9 @@ def test_download(packages: Path, tmp_path: Path) -> None:
     assert run(tmp_path / "again", **variables, HOW="offline").returncode == 0  # downloaded once
 
 
-def test_errors(packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_or_damaged_packages_raise_error(
+    packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(DataError, match=r"lacks 8 packages: run there: npm pack @iconify-json/noto@"):
         emoji.make(tmp_path / "out", packages=tmp_path / "nothing")
     copied = tmp_path / "copied"

@@ -1,4 +1,4 @@
-"""The corpus `glyphs`: images, captions, held-out fonts, and reproducibility."""
+"""Tests of the corpus `glyphs`: images, captions, held-out fonts, reproducibility."""
 
 import io
 import json
@@ -44,7 +44,7 @@ SAMPLES = 700
 
 
 def read(folder: Path) -> list[dict[str, bytes]]:
-    """The samples of one split."""
+    """Read the samples of one split."""
     samples: dict[str, dict[str, bytes]] = {}
     for number in range(int((folder / "nshards.txt").read_text())):
         with tarfile.open(folder / f"{number}.tar") as tar:
@@ -91,7 +91,7 @@ def glyph(file: str, character: str) -> Glyph:
 
 @pytest.mark.long
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_all_processes_ends_all(stop: signal.Signals, tmp_path: Path) -> None:
+def test_signal_stops_all_processes(stop: signal.Signals, tmp_path: Path) -> None:
     for attempt in range(3):
         command = [sys.executable, "-m", "data", "make", "glyphs", str(tmp_path / "out")]
         process = subprocess.Popen(
@@ -115,7 +115,7 @@ def test_a_signal_to_all_processes_ends_all(stop: signal.Signals, tmp_path: Path
 
 
 @pytest.mark.long
-def test_the_same_bytes_from_any_number_of_processes(corpus: Path, tmp_path: Path) -> None:
+def test_number_of_processes_does_not_change_files(corpus: Path, tmp_path: Path) -> None:
     glyphs.make(tmp_path / "again", samples=SAMPLES, processes=2, progress=False)
     files = [path.relative_to(corpus) for path in corpus.rglob("*") if path.is_file()]
     assert len(files) == 7
@@ -123,7 +123,7 @@ def test_the_same_bytes_from_any_number_of_processes(corpus: Path, tmp_path: Pat
         assert (corpus / file).read_bytes() == (tmp_path / "again" / file).read_bytes(), file
 
 
-def test_a_longer_corpus_and_another_seed() -> None:
+def test_chunks_are_reproducible_and_depend_on_the_seed() -> None:
     chunk = glyphs._Chunk(split="train", start=0, count=20, size=32, seed=0)
     again, other = (glyphs._make_chunk(replace(chunk, seed=seed)) for seed in (0, 1))
     assert again == glyphs._make_chunk(chunk)
@@ -152,7 +152,7 @@ def test_held_out_families_are_not_in_the_training_split(
             assert not {way.face.family for way in ways} & HELD_OUT
 
 
-def test_no_held_out_shape_is_also_a_training_shape() -> None:
+def test_held_out_shapes_are_not_training_shapes() -> None:
     pools = glyphs._pools()
     trained = {
         rasterize(way).tobytes()
@@ -208,7 +208,7 @@ def test_captions_name_the_character(train: list[dict[str, bytes]]) -> None:
 
 
 @pytest.mark.parametrize("figure", string.digits)
-def test_digits_come_by_word_and_by_figure(figure: str) -> None:
+def test_captions_name_digits_by_word_and_by_figure(figure: str) -> None:
     rng = np.random.default_rng(0)
     word = unicodedata.name(figure).split()[-1].lower()
     said = [write_caption(rng, figure).split() for _ in range(100)]
@@ -216,22 +216,22 @@ def test_digits_come_by_word_and_by_figure(figure: str) -> None:
     assert sum(word in words for words in said) > 40
 
 
-def test_only_characters_of_the_font() -> None:
+def test_glyphs_are_characters_of_the_font() -> None:
     for face in FACES:
         every = glyphs_of(face)
         assert every, face
         nothing = Glyph(face=face, draw="\U0010fff0", character="\U0010fff0", styles=())
-        box = rasterize(nothing)  # what a font shows for what it lacks
+        box = rasterize(nothing)  # the box drawn for missing characters
         for one in every[::5]:
             ink = rasterize(one)
             assert ink.any() and not np.array_equal(ink, box), one
 
 
-def test_fonts_with_an_encoding_of_their_own() -> None:
-    assert glyph("cmmi10.ttf", "α").draw == "\u00ae"  # where TeX's mathematics keeps it
+def test_fonts_with_a_custom_encoding() -> None:
+    assert glyph("cmmi10.ttf", "α").draw == "\u00ae"  # the code of the letter in TeX's math encoding
     calligraphic = glyphs_of(next(face for face in FACES if face.file == "cmsy10.ttf"))
     assert {g.character for g in calligraphic} & {*string.ascii_lowercase, *string.digits} == set()
-    one = glyph("cmmi10.ttf", "3")  # an old-style three hangs below the line
+    one = glyph("cmmi10.ttf", "3")  # an old-style three descends below the baseline
     assert (
         np.flatnonzero(rasterize(one).any(1))[-1]
         > np.flatnonzero(rasterize(glyph("cmr10.ttf", "3")).any(1))[-1]
@@ -239,7 +239,7 @@ def test_fonts_with_an_encoding_of_their_own() -> None:
 
 
 def clean(count: int) -> Distortion:
-    """Cropped to the ink, dark on light, and nothing else done."""
+    """Return a distortion that only crops to the ink, dark on light."""
     drawn = draw_distortions(np.random.default_rng(0), pen=np.zeros(count, bool), crop=np.ones(count, bool))
     zero = {
         f.name: np.zeros_like(getattr(drawn, f.name))
@@ -266,7 +266,7 @@ def test_cropping_keeps_the_aspect_ratio() -> None:
         assert abs(min(seen_wide, seen_high) - min(wide, high) * scale) <= 2 + scale, one.character
 
 
-def test_narrow_letters_stay_apart() -> None:
+def test_narrow_letters_are_distinguishable() -> None:
     i, l, bar, one = drawn([glyph("DejaVuSerif.ttf", c) for c in "il|1"]).astype(float)  # noqa: E741
     for a, b in ((i, l), (i, bar), (l, bar), (l, one), (bar, one)):
         assert np.abs(a - b).mean() > 10
@@ -274,7 +274,7 @@ def test_narrow_letters_stay_apart() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(arrays.arrays(np.uint8, (2, 12, 12), elements=st.sampled_from([0, 0, 255])))
-def test_distances_against_the_definition(ink: NDArray[np.uint8]) -> None:
+def test_distances_equal_their_definition(ink: NDArray[np.uint8]) -> None:
     field = outline_field(ink)
     for picture, found in zip(ink, field, strict=True):
         places = np.argwhere(np.ones((12, 12)))
@@ -287,7 +287,7 @@ def test_distances_against_the_definition(ink: NDArray[np.uint8]) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(arrays.arrays(np.uint8, (3, 16, 16), elements=st.sampled_from([0, 255, 255])))
-def test_a_skeleton_is_inside_the_ink_and_not_empty(ink: NDArray[np.uint8]) -> None:
+def test_skeleton_is_inside_the_ink_and_not_empty(ink: NDArray[np.uint8]) -> None:
     for field in skeleton_fields(ink):
         for picture, found in zip(ink, field, strict=True):
             lines = found == 0
@@ -295,7 +295,7 @@ def test_a_skeleton_is_inside_the_ink_and_not_empty(ink: NDArray[np.uint8]) -> N
             assert lines.any() == picture.any()
 
 
-def test_shortening_a_stroke() -> None:
+def test_strokes_are_shortened_by_twice_the_pruned_pixels() -> None:
     ink = np.zeros((1, CANVAS, CANVAS), np.uint8)
     ink[0, 10:60, 30:34] = 255
     lengths = [int((field == 0).sum()) for field in skeleton_fields(ink)]
@@ -312,13 +312,13 @@ def test_png_files_contain_the_images() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"samples": 0}, {"size": 8}, {"seed": -1}])
-def test_numbers_out_of_range(wrong: dict[str, int], tmp_path: Path) -> None:
+def test_out_of_range_settings_raise_error(wrong: dict[str, int], tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot make"):
         glyphs.make(tmp_path / "glyphs", progress=False, **wrong)
     assert not (tmp_path / "glyphs").exists()
 
 
-def test_without_a_terminal_the_start_and_the_end_print_a_line(
+def test_progress_without_a_terminal_is_one_line_at_start_and_end(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     chunks = [glyphs._Chunk(split="train", start=start, count=20, size=32, seed=0) for start in (0, 20)]

@@ -1,4 +1,4 @@
-"""Findings of an inspection, on real tars with every kind of error."""
+"""Tests of ``inspect`` on tars with every kind of error: counts, notes and error messages."""
 
 import io
 import json
@@ -41,7 +41,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 @pytest.fixture(scope="module")
 def good(own_cache: object, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three shards of twelve good samples."""
+    """Write three shards of twelve good samples."""
     folder = tmp_path_factory.mktemp("good")
     for number in range(3):
         write_tar(folder / f"{number:05d}.tar", pairs(100 * number, 12))
@@ -66,22 +66,25 @@ def test_good_shards(good: Path) -> None:
     assert not any(note.grave for note in notes(found))
 
 
-def test_a_repeated_inspection_gives_the_same_result(good: Path) -> None:
+def test_repeated_inspection_gives_the_same_result(good: Path) -> None:
     first, second = (look([str(good)], samples=10).to_dict() for _ in range(2))
     for one in (first, second):
         del one["speed"], one["seconds"]
     assert first == second
     assert first["sampled"]["tried"] == 10 and len(first["sheet"]) == 10
     shards = {entry["place"]["shard"] for entry in first["sheet"]}
-    assert len(shards) == 3  # spread over all
+    assert len(shards) == 3  # the sample is spread over all shards
 
 
 @pytest.mark.parametrize("samples", [1, 7, 25, 35, 36, 100])
-def test_no_sample_is_taken_twice(good: Path, samples: int) -> None:
+def test_samples_are_drawn_without_repetition(good: Path, samples: int) -> None:
     found = look([str(good)], samples=samples)
     assert found.sampled.tried == found.pictures.read == min(samples, 36)
     assert found.pictures.same_bytes.groups == 0
-    assert (found.captions.read, found.captions.repeated) == (36, 0)  # captions of others are read too
+    assert (found.captions.read, found.captions.repeated) == (
+        36,
+        0,
+    )  # captions are also read where images are not
     assert len(found.sheet) == min(samples, 24)
 
 
@@ -108,7 +111,7 @@ def test_missing_and_broken_shards_are_reported_and_the_rest_is_inspected(tmp_pa
     assert "3 of 10 shards are missing" in told(found)
 
 
-def test_if_all_shards_are_truncated_the_error_names_the_setting(tmp_path: Path) -> None:
+def test_error_of_only_truncated_shards_names_the_setting(tmp_path: Path) -> None:
     write_tar(tmp_path / "0.tar", pairs(0, 5))
     os.truncate(tmp_path / "0.tar", (tmp_path / "0.tar").stat().st_size // 2)
     with pytest.raises(
@@ -117,7 +120,7 @@ def test_if_all_shards_are_truncated_the_error_names_the_setting(tmp_path: Path)
         look([str(tmp_path)])
 
 
-def test_a_wrong_number_of_shards_is_reported(tmp_path: Path) -> None:
+def test_wrong_number_of_shards_is_reported(tmp_path: Path) -> None:
     write_tar(tmp_path / "train/0.tar", pairs(0, 3))
     (tmp_path / "train/nshards.txt").write_text("4\n")
     found = look([str(tmp_path)])
@@ -233,7 +236,7 @@ def test_repeated_files_in_a_sample(tmp_path: Path) -> None:
         f"samples with several files of a kind: {counts}; training uses the first one of each sample and ignores "
         "the others"
     ) in told(found)
-    assert {entry.caption for entry in found.sheet} == {"first"}  # as a training does
+    assert {entry.caption for entry in found.sheet} == {"first"}  # as in training
     data = Shards.of(find_shards(str(tmp_path)))
     assert {data.read(number).caption for number in range(8)} == {"first"}
     assert data.read(5).image[:2] == b"\xff\xd8"
@@ -271,7 +274,7 @@ def test_keys_and_members(tmp_path: Path) -> None:
         ([], "none", "expected: KEY.jpg/jpeg/png/webp/… with KEY.txt"),
     ],
 )
-def test_without_a_pair_the_error_lists_found_and_expected_extensions(
+def test_error_without_pairs_lists_found_and_expected_extensions(
     members: Members, seen: str, hint: str, tmp_path: Path
 ) -> None:
     write_tar(tmp_path / "0.tar", members)
@@ -297,7 +300,9 @@ def test_many_shards_are_sampled(tmp_path: Path) -> None:
     for number in range(0, 300, 2):
         (tmp_path / f"{number:05d}_stats.json").write_text('{"successes": 3}')
     write_tar(tmp_path / "00299.tar.new", pairs(0, 3))
-    (tmp_path / "00299.tar.new").replace(tmp_path / "00299.tar")  # else it would be the same file
+    (tmp_path / "00299.tar.new").replace(
+        tmp_path / "00299.tar"
+    )  # replaced, as writing would change all hard links
     cut = (tmp_path / "00000.tar").read_bytes()[:-3000]
     (tmp_path / "00151.tar").unlink()
     (tmp_path / "00151.tar").write_bytes(cut)
@@ -311,7 +316,7 @@ def test_many_shards_are_sampled(tmp_path: Path) -> None:
     assert "about" in row(found, "shards", "samples")
 
 
-def test_nothing_decodes(tmp_path: Path) -> None:
+def test_only_broken_images_raise_error(tmp_path: Path) -> None:
     write_tar(tmp_path / "0.tar", pairs(0, 70, pictures=dict.fromkeys(range(70), b"no")))
     with pytest.raises(
         DataError, match=r"none of the first 64 samples can be used: not an image.*'jpg' \(70\)"
@@ -319,7 +324,7 @@ def test_nothing_decodes(tmp_path: Path) -> None:
         look([str(tmp_path)])
 
 
-def test_nothing_can_be_read(tmp_path: Path) -> None:
+def test_unreadable_shards_and_invalid_settings_raise_error(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / f"{name}.tar").write_bytes(b"junk" * 1000)
     with pytest.raises(DataError, match=r"is not a tar file.*and 1 more"):
@@ -339,7 +344,7 @@ HOSTILE = "<script>alert(1)</script>\x1b[2J\u202e&\"'\x00]]>[bold]\ud800"
 
 
 class _Strict(HTMLParser):
-    """Notes the elements of a page and where they point."""
+    """Records the elements of a page and their link targets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -377,7 +382,9 @@ def test_hostile_text_is_harmless(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert sorted(path.name for path in tmp_path.iterdir()) == ["<i>&.tar", "figures.json", "page.html"]
 
 
-def test_the_command(good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_output_and_exit_status(
+    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["inspect", str(good), "--image-size", "16"]) == 0
     output = capsys.readouterr()
     assert max(map(len, output.out.splitlines())) <= 80 and "\x1b" not in output.out
@@ -410,7 +417,7 @@ def test_several_sources(good: Path, tmp_path: Path) -> None:
 
 
 def test_repeated_files_in_a_remote_shard(nginx: servers.Nginx, tmp_path: Path) -> None:
-    """The index has counts, but no names."""
+    """The index has counts but no names."""
     write_tar(tmp_path / "0.tar", [*pairs(0, 5), ("000004.txt", b"another"), ("000004.png", picture(7))])
     nginx.put("twice/0.tar", (tmp_path / "0.tar").read_bytes())
     found = look([nginx.url("twice/0.tar")])
@@ -428,7 +435,7 @@ def test_remote_shards_are_read_in_parts_and_their_secrets_are_not_shown(
     found = look([pattern])
     assert (found.shards.samples, found.shards.missing, found.sampled.bad) == (12, ("00002",), 0)
     assert found.sampled.tried == 12 and len(found.sheet) == 12
-    assert found.shards.beginnings == 0  # they are small
+    assert found.shards.beginnings == 0  # because they are small
     page = page_of(found)
     assert "s3cret" not in page and "s3cret" not in json.dumps(found.to_dict())
     assert look([nginx.url("set")]).shards.missing == ("00002",)
@@ -480,7 +487,7 @@ def test_transparent_and_rotated_images_are_reported_with_the_setting(tmp_path: 
     json.dumps(chosen.to_dict())
 
 
-def test_the_contact_sheet_shows_the_augmentation(tmp_path: Path) -> None:
+def test_contact_sheet_shows_the_augmentation(tmp_path: Path) -> None:
     write_tar(tmp_path / "0.tar", pairs(0, 4))
     for augmentation, grey in ((Augmentation(), False), (Augmentation(grayscale=1.0), True)):
         found = look([str(tmp_path)], augmentation=augmentation)

@@ -1,4 +1,4 @@
-"""Functions of the inspection: missing numbers, key patterns, intervals, similar images."""
+"""Tests of the functions of ``inspect``: missing numbers, key patterns, intervals, similar images."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def test_wilson_interval_contains_the_fraction(part: int, more: int) -> None:
         assert wilson(2 * part, 2 * (part + more))[1] - wilson(2 * part, 2 * (part + more))[0] <= high - low
     assert wilson(3, 100) == pytest.approx(
         (0.010254, 0.084515), abs=1e-5
-    )  # by the formula, worked out by hand
+    )  # computed by hand from the formula
 
 
 @given(st.text(st.characters(codec=None), max_size=300))
@@ -67,7 +67,7 @@ def test_key_pattern(key: str, words: bool, form: str) -> None:
 
 @settings(suppress_health_check=[HealthCheck.too_slow], max_examples=30)
 @given(st.lists(st.integers(0, 12), max_size=30))
-def test_groups_of_the_same(kinds: list[int]) -> None:
+def test_equal_and_similar_items_are_grouped(kinds: list[int]) -> None:
     expected = sorted(
         [n for n, one in enumerate(kinds) if one == kind] for kind in set(kinds) if kinds.count(kind) > 1
     )
@@ -83,7 +83,7 @@ def test_uniform_images_are_not_similar() -> None:
 
 
 @given(st.lists(st.integers(0, 400), max_size=40))
-def test_histogram_counts_each_once(values: list[int]) -> None:
+def test_histogram_counts_each_value_once(values: list[int]) -> None:
     bins = Histogram.of("x", values, (0, 10, 100))
     assert bins.labels == ("0–9", "10–99", "100 and more")
     assert sum(bins.counts) == len(values) and bins.counts[1] == sum(10 <= one < 100 for one in values)

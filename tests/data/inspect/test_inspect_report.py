@@ -1,4 +1,4 @@
-"""Report of an inspection: json fields, filters, `_stats.json`, steps, and the images on the page."""
+"""Tests of the report of ``inspect``: json fields, filters, `_stats.json`, steps, images on the page."""
 
 import json
 import re
@@ -30,7 +30,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def with_json(path: Path, metas: list[Any], *, text: bool = True) -> Path:
-    """A shard of a sample for each json; None is a sample without one."""
+    """Write a shard with one sample per json; None is a sample without json."""
     members = []
     for number, meta in enumerate(metas):
         members.append((f"{number:03d}.jpg", picture(number)))
@@ -46,7 +46,7 @@ METAS: list[dict[str, Any]] = [
 ]
 
 
-def test_the_fields_of_the_json(tmp_path: Path) -> None:
+def test_json_fields_are_reported(tmp_path: Path) -> None:
     first = METAS[0] | {"tags": ["z"], "url": "v", "mixed": "one"}
     last = METAS[11] | {"tags": ["x", "y"], "url": "u" * 99, "mixed": 1}
     metas = [first, *METAS[1:11], last, None, None]
@@ -86,7 +86,7 @@ def test_any_json_is_accepted() -> None:
     assert found.fields[0].values == "-3" and survey.filtered() is None
 
 
-def test_the_range_of_many_numbers_is_exact_and_the_median_approximate() -> None:
+def test_range_of_many_numbers_is_exact_and_median_approximate() -> None:
     survey = FieldSurvey([])
     for number in np.random.default_rng(0).permutation(50_000).tolist():
         survey.add({"n": number})
@@ -110,7 +110,7 @@ def test_filters(tmp_path: Path) -> None:
     assert found.sampled.tried == 13 and not any(note.grave for note in notes(found))
 
 
-def test_a_filter_on_an_unknown_field_is_reported(tmp_path: Path) -> None:
+def test_filter_on_unknown_field_is_reported(tmp_path: Path) -> None:
     path = with_json(tmp_path / "0.tar", METAS)
     found = look([str(path)], filters=["widht >= 106", "WIDTH > 1", "lang = en"])
     said = told(found)
@@ -143,7 +143,7 @@ def test_filters_on_the_command_line_have_the_syntax_of_a_config(
         main(["inspect", str(path), *options, "--batch-size", "0"])
 
 
-def test_missing_captions_are_refused_as_by_training(tmp_path: Path) -> None:
+def test_missing_captions_raise_the_error_of_training(tmp_path: Path) -> None:
     path = with_json(tmp_path / "0.tar", METAS)
     with pytest.raises(DataError) as caught:
         look([str(path)], captions=["lnag"])
@@ -162,7 +162,7 @@ def test_missing_captions_are_refused_as_by_training(tmp_path: Path) -> None:
         look([str(tmp_path / "2.tar")])
 
 
-def test_steps_of_an_epoch(tmp_path: Path) -> None:
+def test_steps_of_an_epoch_are_reported(tmp_path: Path) -> None:
     write_tar(tmp_path / "0.tar", pairs(0, 11))
     assert row(look([str(tmp_path)]), "shards", "one epoch").startswith("2 steps of 4 samples")
     found = look([str(tmp_path)], batch_size=12)
@@ -200,7 +200,7 @@ def test_bad_samples_and_duplicates_are_shown(tmp_path: Path) -> None:
     found = look([str(tmp_path)])
     shown = {entry.place.key: entry for entry in found.bad_shown}
     assert sorted(shown) == ["000000", "000001", "000002", "000003", "000012", "000013", "000014"]
-    assert [entry.cause for entry in found.bad_shown[:4]] == ["empty caption"] * 4  # the most frequent
+    assert [entry.cause for entry in found.bad_shown[:4]] == ["empty caption"] * 4  # the most frequent cause
     assert (shown["000000"].picture, shown["000000"].beginning) == (b"", "<p>gone</p>")
     assert (shown["000001"].size, shown["000002"].size) == (0, len(large) // 2)
     assert shown["000002"].picture[8:12] == shown["000003"].picture[8:12] == b"WEBP"
@@ -238,7 +238,7 @@ def test_slow_imports_are_avoided(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_the_page_is_suggested_if_it_would_show_bad_or_duplicate_images(
+def test_html_is_suggested_if_images_are_bad_or_duplicate(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def last_line(source: Path) -> str:
@@ -251,7 +251,7 @@ def test_the_page_is_suggested_if_it_would_show_bad_or_duplicate_images(
     assert last_line(tmp_path / "double.tar") == "to see bad and duplicate images, add --html PAGE.html"
 
 
-def test_filters_may_be_many() -> None:
+def test_several_filters_are_combined() -> None:
     survey = FieldSurvey([Filter.of("a > 1"), Filter.of("b > 1")])
     for meta in ({"a": 2, "b": 2}, {"a": 2}, {"b": 2}, None):
         survey.add(meta)
@@ -271,7 +271,7 @@ def test_test_images_in_the_training_split_are_reported(tmp_path: Path) -> None:
         assert alone.held_out is None and "test split" not in told(alone)
 
 
-def test_an_unknown_caption_field_is_reported(tmp_path: Path) -> None:
+def test_unknown_caption_field_is_reported(tmp_path: Path) -> None:
     members = [*pairs(0, 6), *((f"{number:06d}.json", b'{"alt_text": "a"}') for number in range(6))]
     write_tar(tmp_path / "0.tar", sorted(members))
     found = look([str(tmp_path)], captions=["txt", "alt"])

@@ -1,4 +1,4 @@
-"""``python -m data speed`` with real shards and worker processes."""
+"""Tests of ``python -m data speed`` with real shards and worker processes."""
 
 import io
 import json
@@ -38,7 +38,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 @pytest.fixture(scope="module")
 def shards(own_cache: object, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Forty samples in four shards; ten have a broken image."""
+    """Write forty samples in four shards; ten images are broken."""
     folder = tmp_path_factory.mktemp("speed") / "set"
     with DatasetWriter(folder, samples_per_shard=10) as writer:
         for number in range(40):
@@ -64,7 +64,7 @@ def test_several_numbers_of_workers_in_one_call(shards: str, capsys: pytest.Capt
         assert one["samples_per_second"] == pytest.approx(one["samples"] / one["seconds"])
         assert one["per_worker"] == pytest.approx(one["samples_per_second"] / max(1, one["workers"]))
         assert one["bytes_per_second"] > 24 * 24 * one["samples_per_second"]
-        assert 0.15 < one["bad"] < 0.6  # a quarter, and some substitutes are bad again
+        assert 0.15 < one["bad"] < 0.6  # a quarter, more if replacements are bad too
         assert one["memory"] > 50e6 and one["first_batch"] > 0
     assert multiprocessing.active_children() == []
 
@@ -86,11 +86,11 @@ def test_table(shards: str, capsys: pytest.CaptureFixture[str]) -> None:
         "memory",
     ]
     assert len(heading) == len(row) <= 80
-    assert foot.startswith("16 pixels, batches of 40, ")  # no more than there are
+    assert foot.startswith("16 pixels, batches of 40, ")  # limited by the number of samples
     assert "measuring with 0 workers for 0.1 s" in output.err
 
 
-def test_mistakes_are_one_line(shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_errors_print_one_line(shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in [
         ([shards, "--workers", "two"], "workers = 'two' is invalid"),
         ([shards, "--workers", "1,,2"], "is invalid"),
@@ -136,9 +136,7 @@ def test_ctrl_c_prints_one_line(shards: str) -> None:
         ("--scaled-decode", {"scaled_decode": True}),
     ],
 )
-def test_every_setting_of_augmentation_reaches_the_loader(
-    shards: str, word: str, changed: dict[str, Any]
-) -> None:
+def test_augmentation_settings_reach_the_loader(shards: str, word: str, changed: dict[str, Any]) -> None:
     loader, _ = make_loader(parse(["speed", "--quiet", shards, word]))
     assert loader.augmentation == replace(Augmentation.of(DataConfig()), **changed)
     assert {one.name for one in fields(Augmentation)} >= changed.keys()
@@ -160,7 +158,7 @@ def test_background_and_orientation_reach_the_loader(
     assert loader.decoding == decoding
 
 
-def test_options_between_sources_and_settings(shards: str) -> None:
+def test_options_may_stand_between_sources_and_settings(shards: str) -> None:
     for command in ("speed", "inspect"):
         parsed = parse(
             [command, "data.flip=0.5", "--quiet", shards, "--image-size", "16", "data.upright=true"]
@@ -172,7 +170,7 @@ def test_options_between_sources_and_settings(shards: str) -> None:
             parse(arguments)
 
 
-def test_settings_without_effect_are_refused(shards: str) -> None:
+def test_settings_without_effect_are_rejected(shards: str) -> None:
     for word, message in [
         ("data.window=3", "data.window has no effect here; settings with an effect: data.crop_scale, "),
         ("data.crop_scal=1", "data.crop_scal is unknown: did you mean 'data.crop_scale'"),

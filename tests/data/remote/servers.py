@@ -1,4 +1,4 @@
-"""Real servers on loopback: nginx, an S3 server, and one that misbehaves.
+"""Local servers for tests: nginx, an S3 server, and one that fails on request.
 
 A test file imports the fixtures that it uses (``nginx = servers.nginx``). Tests of nginx are skipped if it is not
 installed.
@@ -91,8 +91,8 @@ class Request:
 class Nginx:
     """Serve the files in ``html``.
 
-    The same files are under ``/slow/`` (4 MB a second), ``/whole/`` (without ranges) and ``/secret/`` (for user u,
-    password p-word); ``/forbidden/`` is 403.
+    The same files are under ``/slow/`` (4 MB per second), ``/whole/`` (without ranges) and ``/secret/``
+    (user u, password p-word); ``/forbidden/`` returns 403.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -111,7 +111,7 @@ class Nginx:
         _wait_for(self.port, self._process)
 
     def kill(self) -> None:
-        """Kill it, also in the middle of a transfer."""
+        """Kill the server, also during a transfer."""
         if self._process is not None:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()
@@ -124,7 +124,7 @@ class Nginx:
         self.start()
 
     def restart_after(self, seconds: float) -> None:
-        """Kill it and start it again later, unless it is already down."""
+        """Kill the server and start it again later, unless it is already down."""
         if self._process is None:
             return
         self.kill()
@@ -208,7 +208,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> transfer.Patience:
         stall_seconds=0.4,
     )
     monkeypatch.setattr(transfer, "PATIENCE", short)
-    monkeypatch.setattr(transfer, "_answered", set())  # ports come again
+    monkeypatch.setattr(transfer, "_answered", set())  # ports may be reused
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     return short
@@ -219,14 +219,14 @@ class Unruly:
     """A server of one file that follows a script, one word per request, and then works normally.
 
     Words of a script: "short" (half of the announced bytes), "stall" (half, then nothing), "silent"
-    (no answer), "reset", "502", "429", "other" (bytes of the same length), "etag" (another version),
-    "long" (more than the file has), "ranged" (correct).
+    (no response), "reset", "502", "429", "other" (other bytes of the same length), "etag" (another version),
+    "long" (more bytes than the file has), "ranged" (correct).
     """
 
     data: bytes
     script: list[str] = field(default_factory=list)
     etag: str = '"one"'
-    requests: list[str] = field(default_factory=list)  # their ranges
+    requests: list[str] = field(default_factory=list)  # values of the Range header
     port: int = 0
 
     @property
@@ -278,7 +278,7 @@ def unruly() -> Iterator[Unruly]:
             try:
                 while script.answer(self.request, ended):
                     pass
-            except OSError:  # the reader has left
+            except OSError:  # the client has disconnected
                 pass
 
     class Server(socketserver.ThreadingTCPServer):
@@ -318,7 +318,7 @@ class S3:
 
 @cache
 def _moto() -> int:
-    """Return the port of moto's server; started once, because that takes seconds."""
+    """Return the port of moto's server, which is started once because that takes seconds."""
     port = _free_port()
     code = "from moto.server import main; main()"
     command = [sys.executable, "-c", code, "-H", "127.0.0.1", "-p", str(port)]
@@ -333,7 +333,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> S3:
     pytest.importorskip("moto.server")
     import boto3
 
-    monkeypatch.setattr(transfer, "_clients", {})  # those that were made in another environment
+    monkeypatch.setattr(transfer, "_clients", {})  # clients of other tests have other settings
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{_moto()}")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key-of-a-test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-of-a-test")

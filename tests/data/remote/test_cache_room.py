@@ -1,4 +1,4 @@
-"""The size limit of the shard cache holds for any sequence of uses."""
+"""Test that the size limit of the shard cache holds for any sequence of uses."""
 
 import pickle
 import tempfile
@@ -17,14 +17,14 @@ from data.remote.store import ShardFile
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_the_bound_holds(draws: st.DataObject) -> None:
+def test_size_limit_holds_for_any_sequence(draws: st.DataObject) -> None:
     sizes = draws.draw(st.lists(st.integers(0, 40), min_size=1, max_size=8))
     bound = draws.draw(st.integers(max(sizes), 100))
     shards = [
         ShardFile(url=f"http://x/{number}.tar", size=size if number % 3 else -1, version="")
         for number, size in enumerate(sizes)
     ]
-    model: OrderedDict[int, int] = OrderedDict()  # by last use
+    model: OrderedDict[int, int] = OrderedDict()  # in order of last use
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         cache = ShardCache(Path(folder), bound, in_use_seconds=0)
 
@@ -56,7 +56,7 @@ def test_the_bound_holds(draws: st.DataObject) -> None:
             here = [one for one in model if cache._stem(shards[one]).with_suffix(".tar").exists()]
             assert sum(sizes[one] for one in here) <= bound
             sized = [one for one in model if one in here or sizes[one]]
-            assert sized[len(sized) - len(here) :] == here  # those that went are those used longest ago
+            assert sized[len(sized) - len(here) :] == here  # the least recently used shards were removed
             for one in list(model):
                 if one not in here:
                     del model[one]

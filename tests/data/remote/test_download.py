@@ -1,4 +1,4 @@
-"""Downloading the images of a table from a real server that fails in every way."""
+"""Tests of downloading the images of a table from a server that fails in many ways."""
 
 import csv
 import hashlib
@@ -52,10 +52,10 @@ def jpeg(number: int, side: int = 40) -> bytes:
 
 @dataclass
 class Server:
-    """A web server; the first part of a path says how it answers."""
+    """A web server; the first part of the path selects the response."""
 
     url: str
-    delay: float = 0.0  # the longest, drawn for each answer
+    delay: float = 0.0  # maximum, drawn for each response
     requests: Counter[str] = field(default_factory=Counter)
 
 
@@ -140,7 +140,7 @@ def server() -> Iterator[Server]:
         block_on_close = False
         request_queue_size = 128
 
-        def handle_error(self, *_: object) -> None:  # a client that has left
+        def handle_error(self, *_: object) -> None:  # if the client disconnects
             pass
 
     with Quiet(("", 0), Handler) as listening:
@@ -179,7 +179,7 @@ def digests(out: Path) -> dict[str, str]:
     }
 
 
-def test_every_row_is_accounted_for(server: Server, tmp_path: Path) -> None:
+def test_every_row_has_an_image_or_a_cause(server: Server, tmp_path: Path) -> None:
     expected = {
         "img/1.jpg": "", "moved/2.jpg": "", "limited/3.jpg": "", "passing/4.jpg": "",
         "missing/5.jpg": "HTTP 404", "busy/6.jpg": "HTTP 503", "loop/7": "too many redirects",
@@ -213,7 +213,7 @@ def test_every_row_is_accounted_for(server: Server, tmp_path: Path) -> None:
     for i, (key, sample) in enumerate(samples.items()):
         meta = json.loads(sample["json"])
         assert key == meta["key"] == f"{i:09d}"
-        assert sample["jpg"] == jpeg(i + 1)  # nothing to do: the bytes as they came
+        assert sample["jpg"] == jpeg(i + 1)  # the original bytes, without re-encoding
         assert sample["txt"].decode() == meta["caption"] == f"caption {i}"
         assert meta["sha256"] == hashlib.sha256(sample["jpg"]).hexdigest()
         assert {name: meta[name] for name in ("status", "width", "height", "original_width", "lang")} == {
@@ -227,7 +227,7 @@ def test_every_row_is_accounted_for(server: Server, tmp_path: Path) -> None:
     assert server.requests["/missing/5.jpg"] == 1 and server.requests["/busy/6.jpg"] == 2
 
 
-def test_a_host_that_always_asks_to_wait_is_given_up(server: Server, tmp_path: Path) -> None:
+def test_host_that_always_sends_retry_after_is_given_up(server: Server, tmp_path: Path) -> None:
     urls = [f"{server.url}/refused/{i}.jpg" for i in range(60)]
     found = download(
         table(tmp_path / "t.csv", urls), tmp_path / "out", DownloadOptions(), fetch=replace(QUICK, per_host=4)
@@ -238,7 +238,7 @@ def test_a_host_that_always_asks_to_wait_is_given_up(server: Server, tmp_path: P
 
 @pytest.fixture
 def many(server: Server, tmp_path: Path) -> Path:
-    """150 rows, a tenth missing, some URLs and images twice."""
+    """Write a table of 150 rows: a tenth missing, some URLs and images repeated."""
     draw = random.Random(0)
     paths = [
         f"/img/{draw.randrange(120)}.jpg" if draw.random() < 0.9 else f"/missing/{i}" for i in range(140)
@@ -262,7 +262,7 @@ def test_shards_do_not_depend_on_the_order_of_responses(server: Server, many: Pa
 
 
 @pytest.mark.long
-def test_kills_lose_and_repeat_nothing(server: Server, many: Path, tmp_path: Path) -> None:
+def test_killed_download_resumes_with_identical_shards(server: Server, many: Path, tmp_path: Path) -> None:
     download(many, tmp_path / "whole", SMALL, fetch=QUICK)
     server.delay = 0.05
     out = tmp_path / "killed"
@@ -285,7 +285,7 @@ def test_kills_lose_and_repeat_nothing(server: Server, many: Path, tmp_path: Pat
     assert not [path for path in out.iterdir() if "partial" in path.name]
 
 
-def test_parts_make_the_same_shards(server: Server, many: Path, tmp_path: Path) -> None:
+def test_parts_write_the_same_shards_as_one_download(server: Server, many: Path, tmp_path: Path) -> None:
     options = replace(SMALL, deduplicate=False)
     download(many, tmp_path / "whole", options, fetch=QUICK)
     for part in (2, 1, 3):
@@ -295,7 +295,7 @@ def test_parts_make_the_same_shards(server: Server, many: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["t.csv", ""])
-def test_a_remote_table(server: Server, tmp_path: Path, nginx: Nginx, name: str) -> None:
+def test_table_is_read_from_a_web_server(server: Server, tmp_path: Path, nginx: Nginx, name: str) -> None:
     folder = nginx.url("tables")
     for file in ("t.csv", "u.csv")[: 1 if name else 2]:
         path = table(tmp_path / file, [f"{server.url}/img/{number}.jpg" for number in range(3)])
@@ -304,7 +304,7 @@ def test_a_remote_table(server: Server, tmp_path: Path, nginx: Nginx, name: str)
     out = tmp_path / "out"
     found = download(f"{folder}/{name}", out, SMALL, fetch=QUICK)
     assert (found.kept, found.rows) == (3, 3 if name else 6)
-    nginx.put("tables/t.csv", b"url\n")  # a download continues with the table that it began with
+    nginx.put("tables/t.csv", b"url\n")  # the download continues with the stored table
     (out / "00000_stats.json").unlink()
     assert download(f"{folder}/{name}", out, SMALL, fetch=QUICK).kept == 3
     with pytest.raises(DataError, match="there is no such file"):
@@ -313,7 +313,7 @@ def test_a_remote_table(server: Server, tmp_path: Path, nginx: Nginx, name: str)
         download(nginx.url(""), tmp_path / "none", SMALL, fetch=QUICK)
 
 
-def test_a_missing_ray_cluster(tmp_path: Path) -> None:
+def test_missing_ray_cluster_raises_error(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     for address, message in (("127.0.0.1:1", "refused"), ("127.0.0.1:x", "invalid")):
         with pytest.raises(ConfigError, match=f"--ray {address}: no Ray cluster .*{message}"):
@@ -321,7 +321,7 @@ def test_a_missing_ray_cluster(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_ray_makes_the_same_shards(server: Server, many: Path, tmp_path: Path) -> None:
+def test_ray_writes_the_same_shards(server: Server, many: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     download(many, tmp_path / "whole", SMALL, fetch=QUICK)
     server.delay = 0.2
@@ -346,11 +346,11 @@ def test_ray_makes_the_same_shards(server: Server, many: Path, tmp_path: Path) -
 def _is_ray_task(process: Path) -> bool:
     try:
         return (process / "cmdline").read_bytes().startswith(b"ray::_download_shard")
-    except OSError:  # it has ended
+    except OSError:  # the process has exited
         return False
 
 
-def test_one_process_per_part_and_the_same_options(server: Server, many: Path, tmp_path: Path) -> None:
+def test_second_process_and_changed_options_are_rejected(server: Server, many: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     server.delay = 0.2
     errors: list[DataError] = []
@@ -385,7 +385,7 @@ def test_one_process_per_part_and_the_same_options(server: Server, many: Path, t
         )
 
 
-def test_private_hosts_are_refused(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_hosts_are_rejected(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port = server.url.rpartition(":")[2]
     urls = [
         f"http://{host}:{port}/img/{i}.jpg"
@@ -397,7 +397,7 @@ def test_private_hosts_are_refused(server: Server, tmp_path: Path, monkeypatch: 
     refused = "host with a private address (--allow-private downloads from it)"
     assert found.failures == {refused: len(urls)}
     assert not server.requests
-    # a public server that redirects to a private one; both listen
+    # a public server redirects to a private one; both accept connections
     monkeypatch.setattr(web, "_is_public", lambda address: str(address) == "127.0.0.1")
     urls = [f"{server.url}/{kind}/1.jpg" for kind in ("inside", "img")]
     found = download(
@@ -410,7 +410,7 @@ def test_private_hosts_are_refused(server: Server, tmp_path: Path, monkeypatch: 
     assert server.requests == {"/inside/1.jpg": 1, "/img/1.jpg": 1}
 
 
-def test_the_command_resizes_and_reports(
+def test_command_resizes_and_prints_report(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     urls = [f"{server.url}/{kind}/{i}.jpg" for i, kind in enumerate(("img", "img", "missing"))]
@@ -457,7 +457,7 @@ def test_the_command_resizes_and_reports(
         ("2002:7f00:1::", False), ("fe80::1", False), ("fd00::1", False),
     ],
 )  # fmt: skip
-def test_public_addresses(address: str, public: bool) -> None:
+def test_private_addresses_are_recognized(address: str, public: bool) -> None:
     assert web._is_public(ip_address(address)) is public
 
 
@@ -469,7 +469,7 @@ def test_public_addresses(address: str, public: bool) -> None:
         (["unavailable_after: 25 Jun 2040 15:00:00 PST, noimageai"], True), (["max-snippet: 5"], False),
     ],
 )  # fmt: skip
-def test_robots(tags: list[str], forbidden: bool) -> None:
+def test_robots_tags_are_respected(tags: list[str], forbidden: bool) -> None:
     assert web._forbidden(tags, "clipkit (+https://example.org)") is forbidden
 
 
@@ -477,7 +477,7 @@ def test_robots(tags: list[str], forbidden: bool) -> None:
     ("header", "seconds"),
     [("", 0), ("7", 7), ("-1", 0), ("nan", 0), ("1e9", 0), ("soon", 0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0)],
 )
-def test_retry_after(header: str, seconds: float) -> None:
+def test_retry_after_header_is_parsed(header: str, seconds: float) -> None:
     assert web._pause(header) == seconds
     later = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(time.time() + 60))
     assert 50 < web._pause(later) <= 60

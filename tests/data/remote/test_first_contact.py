@@ -1,4 +1,4 @@
-"""A store that never answered fails within seconds; one that did is waited for."""
+"""Tests of first requests: a store that never responded fails within seconds, others are retried."""
 
 import multiprocessing
 import os
@@ -27,7 +27,7 @@ impatient = servers.impatient
 nginx = servers.nginx
 s3 = servers.s3
 
-# processes are forked here while threads run, as loaders do
+# processes are forked while threads run, as in loaders
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 
 
@@ -39,10 +39,10 @@ def closed_port() -> int:
         return int(one.getsockname()[1])
 
 
-# What is told
+# Error messages
 
 
-def test_the_line_names_host_and_cause(closed_port: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_error_names_host_and_cause(closed_port: int, caplog: pytest.LogCaptureFixture) -> None:
     url = f"http://u:p-word@127.0.0.1:{closed_port}/0.tar?sig=s1gn4ture"
     message = error_of(lambda: describe([url]))
     assert message.startswith(
@@ -55,7 +55,7 @@ def test_the_line_names_host_and_cause(closed_port: int, caplog: pytest.LogCaptu
     assert not caplog.records
 
 
-def test_an_endpoint_of_s3_that_is_wrong(s3: S3, closed_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_s3_endpoint_raises_error(s3: S3, closed_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for endpoint, said in (
         (f"http://127.0.0.1:{closed_port}", "the connection failed (refused by 127.0.0.1)"),
         ("http://no-such-host.invalid", "the host no-such-host.invalid is unknown"),
@@ -66,7 +66,7 @@ def test_an_endpoint_of_s3_that_is_wrong(s3: S3, closed_port: int, monkeypatch: 
         assert said in message and "gave up after 3 tries" in message
 
 
-def test_commands_that_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_commands_raise_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for command, tries, said in (
         ("exit 3", 3, "the command failed with status 3; gave up after 3 tries"),
         ("kill -9 $$", 3, "the command failed by signal 9; gave up after 3 tries"),
@@ -81,8 +81,8 @@ def test_commands_that_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     assert not caplog.records
 
 
-def test_commands_told_by_a_program(closed_port: int, tmp_path: Path) -> None:
-    """Use the default waits."""
+def test_program_prints_one_line_within_seconds(closed_port: int, tmp_path: Path) -> None:
+    """With the default waits."""
     commands = (
         ["index", f"http://127.0.0.1:{closed_port}/{{0..99}}.tar"],
         ["index", "--cache-gb", "1", "pipe:false {0..9}.tar"],
@@ -104,39 +104,41 @@ def test_commands_told_by_a_program(closed_port: int, tmp_path: Path) -> None:
     assert time.monotonic() - began < 30
 
 
-# What is waited for
+# Waiting
 
 
-def test_a_server_that_is_being_started(nginx: Nginx, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starting_server_is_waited_for(nginx: Nginx, monkeypatch: pytest.MonkeyPatch) -> None:
     nginx.put("0.tar", bytes(1000))
     nginx.kill()
     monkeypatch.setattr(transfer, "PATIENCE", replace(transfer.PATIENCE, contact_waits=(0.6, 1.0)))
     threading.Timer(0.3, nginx.start).start()
     assert describe([nginx.url("0.tar")])[0].size == 1000
     waits = Patience().contact_waits
-    assert 0.8 * sum(waits) > 3 and sum(waits) <= Patience().contact_seconds  # seconds, for users
+    assert (
+        0.8 * sum(waits) > 3 and sum(waits) <= Patience().contact_seconds
+    )  # seconds, with the default settings
 
 
-def test_an_overloaded_server_has_the_long_patience_at_once(nginx: Nginx) -> None:
+def test_overloaded_server_is_retried_8_times_at_once(nginx: Nginx) -> None:
     nginx.busy(True)
     assert "8 tries" in error_of(lambda: describe([nginx.url("0.tar")]))
-    # and it has answered: what comes now is an outage
+    # the 503 was a response: later failures are an outage
     nginx.kill()
     assert "(refused)" in (message := error_of(lambda: describe([nginx.url("0.tar")])))
     assert "8 tries" in message
 
 
-def test_an_outage_after_the_first_answer_is_waited_out(nginx: Nginx, tmp_path: Path) -> None:
+def test_outage_after_first_response_is_waited_out(nginx: Nginx, tmp_path: Path) -> None:
     data = os.urandom(1000)
     url = nginx.put("0.tar", data)
-    assert "no such file" in error_of(lambda: describe([nginx.url("none.tar")]))  # an answer, too
+    assert "no such file" in error_of(lambda: describe([nginx.url("none.tar")]))  # also counts as a response
     nginx.restart_after(0.4)
     download(whole(url), tmp_path / "got")
     assert (tmp_path / "got").read_bytes() == data
 
 
-def test_what_somebody_was_told_of_is_waited_for(closed_port: int, tmp_path: Path) -> None:
-    """A worker or another rank may first use a store during an outage."""
+def test_known_and_prefetched_shards_are_retried_8_times(closed_port: int, tmp_path: Path) -> None:
+    """A worker or another rank may use a store for the first time during an outage."""
     url = f"http://127.0.0.1:{closed_port}/0.tar"
     assert "3 tries" in error_of(lambda: read_range(whole(url), 0, 9))
     assert "8 tries" in error_of(lambda: read_range(ShardFile(url=url, size=1000, version=""), 0, 9))
@@ -148,13 +150,13 @@ def test_what_somebody_was_told_of_is_waited_for(closed_port: int, tmp_path: Pat
     assert "8 tries" in error_of(lambda: cache.fetch(command))
 
 
-def test_a_command_that_has_come_to_its_end_once(tmp_path: Path) -> None:
+def test_command_that_succeeded_before_is_retried_8_times(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     command = whole(f"pipe:test ! -e {flag} && echo all")
     download(command, tmp_path / "got")
     flag.touch()
     assert "8 tries" in error_of(lambda: download(command, tmp_path / "got"))
-    # half of something is no success
+    # partial output is not a success
     assert "3 tries" in error_of(lambda: download(whole("pipe:echo half; exit 1"), tmp_path / "got"))
     much = "pipe:head -c 2000000 /dev/zero; exit 1"
     assert "8 tries" in error_of(lambda: download(whole(much), tmp_path / "got"))
@@ -164,7 +166,7 @@ def _says_8_tries(url: str) -> None:
     assert "8 tries" in error_of(lambda: read_range(whole(url), 0, 9))
 
 
-def test_a_forked_process_knows_what_its_parent_knows(nginx: Nginx) -> None:
+def test_forked_process_inherits_known_stores(nginx: Nginx) -> None:
     url = nginx.put("0.tar", bytes(1000))
     describe([url])
     nginx.kill()
@@ -174,6 +176,6 @@ def test_a_forked_process_knows_what_its_parent_knows(nginx: Nginx) -> None:
     assert child.exitcode == 0
 
 
-def test_a_folder_is_not_looked_for_in_another_place_where_nobody_answers(closed_port: int) -> None:
+def test_unreachable_folder_is_not_searched_for_elsewhere(closed_port: int) -> None:
     message = error_of(lambda: find_shards(f"http://127.0.0.1:{closed_port}/set"))
     assert message.startswith(f"http://127.0.0.1:{closed_port}/set/train/: ")

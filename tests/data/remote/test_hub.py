@@ -1,4 +1,4 @@
-"""Errors for wrong names at Hugging Face, with a server that speaks the hub's protocol."""
+"""Tests of errors at Hugging Face, with a server that implements the hub's protocol."""
 
 import socket
 from pathlib import Path
@@ -19,7 +19,7 @@ FORM = "hf://datasets/OWNER/NAME/PATH-{00000..00010}.tar"
 
 @pytest.fixture
 def hub(nginx: Nginx, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Nginx:
-    """A hub with the dataset who/what, which has no files."""
+    """A hub with the dataset who/what, which contains no files."""
     pytest.importorskip("huggingface_hub")
     nginx.put("about", b'{"id": "who/what", "_id": "1", "sha": "1", "siblings": [], "tags": []}')
     nginx.put("tree", b"[]")
@@ -69,12 +69,12 @@ def use(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("hf://datasets/what", "not a file of a repository"),
     ],
 )
-def test_names_that_are_none(source: str, said: str, hub: Nginx) -> None:
+def test_wrong_names_raise_error_with_the_expected_form(source: str, said: str, hub: Nginx) -> None:
     message = error_of(lambda: find_shards(source))
     assert said in message and message.endswith(FORM) and FORM == HUB_FORM
 
 
-def test_no_way_to_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_raises_error(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("huggingface_hub")
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))

@@ -1,7 +1,6 @@
-"""Batches are identical for any location of the shards, any number of readers, and after a kill.
+"""Tests that batches are identical for any location of the shards, any number of readers, and after a kill.
 
-The stores are real servers on loopback; the loaders read through the cache of shards or, without one, sample by
-sample over the network.
+The stores are local servers; the loaders read through the shard cache or, without one, sample by sample.
 """
 
 import hashlib
@@ -28,14 +27,14 @@ from data.shards.writer import DatasetWriter, Record
 from tests.data.remote import servers
 
 ROOT = Path(__file__).parents[3]
-SAMPLES, BATCH, STEPS = 50, 8, 14  # six batches an epoch: into the third one
+SAMPLES, BATCH, STEPS = 50, 8, 14  # six batches per epoch: into the third epoch
 
 nginx, s3, impatient = servers.nginx, servers.s3, servers.impatient
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Fifty samples in eight shards."""
+    """Write fifty samples in eight shards."""
     made = tmp_path_factory.mktemp("made") / "set"
     random = np.random.default_rng(0)
     with DatasetWriter(made, samples_per_shard=7) as writer:
@@ -108,13 +107,15 @@ def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[lis
 
 
 @pytest.mark.parametrize(("world", "workers"), [(2, 3), (4, 1)])
-def test_from_the_disk(world: int, workers: int, folder: Path, expected: list[list[str]]) -> None:
+def test_batches_from_disk_with_several_ranks(
+    world: int, workers: int, folder: Path, expected: list[list[str]]
+) -> None:
     assert read(str(folder), None, workers=workers, world=world) == expected
 
 
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize(("world", "workers"), [(1, 0), (2, 3), (4, 1)])
-def test_from_a_web_server(
+def test_batches_from_a_web_server(
     cached: bool,
     world: int,
     workers: int,
@@ -130,11 +131,11 @@ def test_from_a_web_server(
     if cached:
         sizes = {f"pairs/{shard.name}": shard.stat().st_size for shard in folder.glob("*.tar")}
         whole = [one.name for one in nginx.requests() if one.sent == sizes.get(one.name)]
-        assert sorted(whole) == sorted(sizes)  # each once, whoever needed it
+        assert sorted(whole) == sorted(sizes)  # one download each, for all readers
 
 
 @pytest.mark.parametrize(("cached", "world", "workers"), [(True, 1, 0), (True, 2, 3), (False, 4, 1)])
-def test_from_s3(
+def test_batches_from_s3(
     cached: bool,
     world: int,
     workers: int,
@@ -149,12 +150,12 @@ def test_from_s3(
     assert read("s3://pairs/set", cache, workers=workers, world=world) == expected
 
 
-def test_through_a_command(folder: Path, expected: list[list[str]], tmp_path: Path) -> None:
+def test_batches_from_a_command(folder: Path, expected: list[list[str]], tmp_path: Path) -> None:
     cache = ShardCache(tmp_path / "shards", 10**9)
     assert read(f"pipe:cat {folder}/{{0..7}}.tar", cache, workers=0, world=1) == expected
 
 
-def test_a_cache_smaller_than_the_data(
+def test_batches_with_a_cache_smaller_than_the_data(
     folder: Path, expected: list[list[str]], nginx: servers.Nginx, tmp_path: Path
 ) -> None:
     for shard in folder.iterdir():
@@ -164,7 +165,7 @@ def test_a_cache_smaller_than_the_data(
     assert read(nginx.url("pairs"), cache, workers=2, world=1) == expected
 
 
-def test_a_server_that_is_killed_again_and_again(
+def test_batches_from_a_server_that_is_killed_repeatedly(
     folder: Path, expected: list[list[str]], nginx: servers.Nginx, tmp_path: Path
 ) -> None:
     for shard in folder.iterdir():
@@ -174,7 +175,7 @@ def test_a_server_that_is_killed_again_and_again(
     for number, batch in enumerate(started.batches(0, STEPS)):
         batches.append(batch)
         if number in (0, 4, 9):
-            nginx.close()  # once it is back from the last time
+            nginx.close()  # after the last restart
             nginx.restart_after(0.3)
     assert signs(batches) == expected
 
@@ -194,7 +195,7 @@ for batch in own.loader(source, ShardCache(folder / "shards", 10**9), workers=2)
 
 
 @pytest.mark.long
-def test_after_kills_at_any_moment(
+def test_batches_after_kills_of_the_loader(
     folder: Path, expected: list[list[str]], nginx: servers.Nginx, tmp_path: Path
 ) -> None:
     for shard in folder.iterdir():

@@ -1,4 +1,4 @@
-"""The shard cache shared by processes, with real servers and killed processes."""
+"""Tests of the shard cache shared by processes, with local servers and killed processes."""
 
 import errno
 import hashlib
@@ -29,14 +29,14 @@ nginx = servers.nginx
 s3 = servers.s3
 unruly = servers.unruly
 
-# processes are forked here while threads run, as loaders do
+# processes are forked while threads run, as in loaders
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 
 LARGE = 1 << 40
 
 
 def put(nginx: Nginx, count: int, size: int = 50_000, of: str = "") -> tuple[list[ShardFile], list[bytes]]:
-    """Shards on a server, and their bytes."""
+    """Put shards on a server; return them and their contents."""
     contents = [os.urandom(size) for _ in range(count)]
     urls = [nginx.put(f"{number:05d}.tar", data) for number, data in enumerate(contents)]
     if of:
@@ -45,7 +45,7 @@ def put(nginx: Nginx, count: int, size: int = 50_000, of: str = "") -> tuple[lis
 
 
 def downloads(nginx: Nginx) -> list[str]:
-    """Return completely downloaded files, in the order in which they finished."""
+    """Return the names of completely downloaded files, in the order in which they finished."""
     return [one.name for one in nginx.requests() if one.range == "-"]
 
 
@@ -75,7 +75,7 @@ def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
         time.sleep(0.005)
 
 
-def test_a_shard_is_fetched_once(nginx: Nginx, s3: S3, tmp_path: Path) -> None:
+def test_each_shard_is_downloaded_once(nginx: Nginx, s3: S3, tmp_path: Path) -> None:
     shards, contents = put(nginx, 3)
     contents.append(os.urandom(70_000))
     shards += describe([s3.put("0.tar", contents[-1])])
@@ -85,12 +85,15 @@ def test_a_shard_is_fetched_once(nginx: Nginx, s3: S3, tmp_path: Path) -> None:
             path = cache.fetch(shard)
             assert path.read_bytes() == data and cache.path(shard) == path
     assert sorted(downloads(nginx)) == ["00000.tar", "00001.tar", "00002.tar"]
-    assert {path.suffix for path in cache.folder.rglob("*.*")} == {".tar", ".json"}  # nothing else is left
+    assert {path.suffix for path in cache.folder.rglob("*.*")} == {
+        ".tar",
+        ".json",
+    }  # no temporary files are left
     about = cache.fetch(shards[0]).with_suffix(".json").read_text()
     assert f'"crc32": {zlib.crc32(contents[0])}' in about
     local = ShardFile(url=str(tmp_path / "here.tar"), size=1, version="")
     assert cache.path(local) == cache.fetch(local) == tmp_path / "here.tar"
-    # another version is another file; a file that somebody has cut is fetched anew
+    # another version is another file; a file that was truncated is downloaded again
     changed = ShardFile(url=shards[0].url, size=shards[0].size, version="other")
     assert cache.path(changed) is None
     os.truncate(cache.fetch(shards[1]), 10)
@@ -98,27 +101,29 @@ def test_a_shard_is_fetched_once(nginx: Nginx, s3: S3, tmp_path: Path) -> None:
     assert cache.fetch(shards[1]).read_bytes() == contents[1]
 
 
-def test_the_least_recently_used_goes(nginx: Nginx, tmp_path: Path) -> None:
+def test_least_recently_used_shard_is_evicted(nginx: Nginx, tmp_path: Path) -> None:
     shards, contents = put(nginx, 4)
     cache = ShardCache(tmp_path / "cache", 150_000)
     paths = [cache.fetch(shard) for shard in shards[:3]]
     for path, seconds in zip(paths, (100, 300, 200), strict=True):
         used_before(path, seconds)
     with paths[1].open("rb") as file:
-        cache.path(shards[1])  # so that another one is the oldest
+        cache.path(shards[1])  # makes another shard the oldest
         last = cache.fetch(shards[3])
         assert files(cache) == sorted([paths[0], paths[1], last])
         used_before(paths[1], 400)
         cache.fetch(shards[2])
         assert not paths[1].exists()
-        assert file.read() == contents[1]  # who has it open goes on reading
+        assert file.read() == contents[1]  # an open file remains readable
     used_before(last, 59)
     before = last.stat().st_mtime_ns
     cache.path(shards[3])
-    assert last.stat().st_mtime_ns == before  # a use within a minute of the last one
+    assert last.stat().st_mtime_ns == before  # within a minute of the last use
 
 
-def test_what_does_not_fit(nginx: Nginx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_cache_folder_or_limit_raises_error(
+    nginx: Nginx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     [shard], _ = put(nginx, 1)
     message = error_of(lambda: ShardCache(tmp_path / "cache", 49_999).fetch(shard))
     assert "50000 bytes" in message and "49999" in message and "raise data.cache_gb" in message
@@ -134,7 +139,7 @@ def test_what_does_not_fit(nginx: Nginx, tmp_path: Path, monkeypatch: pytest.Mon
     assert "Read-only" in error_of(lambda: ShardCache(tmp_path / "cache", LARGE).fetch(shard))
 
 
-def test_streams_of_unknown_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_of_unknown_size_respect_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_cache, "_STEP", 100_000)
     (tmp_path / "0.tar").write_bytes(os.urandom(3_000_000))
     shard = ShardFile(url=f"pipe:cat {tmp_path}/0.tar", size=-1, version="")
@@ -148,12 +153,12 @@ def test_streams_of_unknown_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert {path.suffix for path in (tmp_path / "less").rglob("*.*")} == {".fault"}
 
 
-def test_other_bytes_under_the_same_version(unruly: Unruly, tmp_path: Path) -> None:
+def test_changed_bytes_of_the_same_version_raise_error(unruly: Unruly, tmp_path: Path) -> None:
     [shard] = describe([unruly.url])
     cache = ShardCache(tmp_path / "cache", LARGE)
     cache.fetch(shard).unlink()
     unruly.script = ["other"]
-    assert cache.fetch(shard).read_bytes() == unruly.data  # once may be a fault of the way
+    assert cache.fetch(shard).read_bytes() == unruly.data  # a single mismatch may be a transfer error
     cache.fetch(shard).unlink()
     unruly.script = ["other", "other"]
     assert "the bytes differ from an earlier download (CRC-32" in error_of(lambda: cache.fetch(shard))
@@ -161,16 +166,16 @@ def test_other_bytes_under_the_same_version(unruly: Unruly, tmp_path: Path) -> N
     assert cache.fetch(shard).read_bytes() == unruly.data
 
 
-# Fetching ahead
+# Prefetching
 
 
-def test_fetching_ahead(nginx: Nginx, tmp_path: Path) -> None:
+def test_prefetching_downloads_in_order(nginx: Nginx, tmp_path: Path) -> None:
     shards, contents = put(nginx, 6)
     cache = ShardCache(tmp_path / "cache", LARGE)
-    others = set(threading.enumerate())  # that earlier tests have left
+    others = set(threading.enumerate())  # threads left by earlier tests
     cache.prefetch(shards[:4], threads=1)
     until(lambda: len(files(cache)) == 4)
-    assert downloads(nginx) == [f"{number:05d}.tar" for number in range(4)]  # in their order
+    assert downloads(nginx) == [f"{number:05d}.tar" for number in range(4)]  # in the order of the list
     cache.prefetch(shards, threads=3)
     until(lambda: len(files(cache)) == 6)
     assert len(downloads(nginx)) == 6
@@ -183,14 +188,14 @@ def test_fetching_ahead(nginx: Nginx, tmp_path: Path) -> None:
     assert not [thread for thread in left if thread.name.startswith("shard-cache")]
 
 
-def test_failures_wait_for_who_asks(nginx: Nginx, tmp_path: Path) -> None:
+def test_prefetch_failure_is_raised_at_the_next_use(nginx: Nginx, tmp_path: Path) -> None:
     shards, _ = put(nginx, 2)
     missing = ShardFile(url=nginx.url("none.tar"), size=9, version="")
     cache = ShardCache(tmp_path / "cache", LARGE)
     cache.prefetch([missing, *shards], threads=1)
     until(lambda: len(files(cache)) == 2)
     assert "status 404" in error_of(lambda: cache.path(missing))
-    assert cache.path(missing) is None  # told once
+    assert cache.path(missing) is None  # raised once
     cache.prefetch([missing], threads=1)
     until(lambda: not cache._ahead.wanted)
     assert "status 404" in error_of(lambda: cache.fetch(missing))
@@ -198,12 +203,12 @@ def test_failures_wait_for_who_asks(nginx: Nginx, tmp_path: Path) -> None:
     until(lambda: not cache._ahead.wanted)
     nginx.put("none.tar", bytes(9))
     cache.prefetch([missing], threads=1)
-    until(lambda: not cache._ahead.wanted)  # the last try counts
+    until(lambda: not cache._ahead.wanted)  # the last attempt counts
     assert cache.fetch(missing).read_bytes() == bytes(9)
     cache.close()
 
 
-def test_fetching_ahead_spares_what_is_in_use(nginx: Nginx, tmp_path: Path) -> None:
+def test_prefetching_does_not_evict_shards_in_use(nginx: Nginx, tmp_path: Path) -> None:
     shards, _ = put(nginx, 4)
     cache = ShardCache(tmp_path / "cache", 100_000)
     first, second = cache.fetch(shards[0]), cache.fetch(shards[1])
@@ -213,12 +218,12 @@ def test_fetching_ahead_spares_what_is_in_use(nginx: Nginx, tmp_path: Path) -> N
     used_before(first, 1000)
     until(lambda: cache.path(shards[2]) is not None)
     assert not first.exists() and second.exists()
-    assert cache.fetch(shards[3]).exists()  # what is needed at once may do it
+    assert cache.fetch(shards[3]).exists()  # a shard that is needed now may evict it
     assert not second.exists()
     cache.close()
 
 
-def test_a_list_is_replaced_and_closing_drops_what_is_under_way(nginx: Nginx, tmp_path: Path) -> None:
+def test_prefetch_list_is_replaced_and_close_cancels_downloads(nginx: Nginx, tmp_path: Path) -> None:
     shards, _ = put(nginx, 3, size=12 << 20, of="slow/")
     cache = ShardCache(tmp_path / "cache", LARGE)
     cache.prefetch(shards, threads=1)
@@ -238,11 +243,11 @@ def _fetch_all(cache: ShardCache, shards: list[ShardFile], digests: list[str]) -
         assert hashlib.sha256(cache.fetch(shard).read_bytes()).hexdigest() == digest
 
 
-def test_processes_share_what_each_has_fetched(nginx: Nginx, tmp_path: Path) -> None:
+def test_processes_share_downloaded_shards(nginx: Nginx, tmp_path: Path) -> None:
     shards, contents = put(nginx, 8, size=300_000)
     digests = digests_of(contents)
     cache = pickle.loads(pickle.dumps(ShardCache(tmp_path / "cache", LARGE)))
-    cache.prefetch(shards[:3], threads=2)  # threads of ours are at work while we are forked
+    cache.prefetch(shards[:3], threads=2)  # threads run while this process forks
     children = [started(_fetch_all, cache, shards, digests) for _ in range(3)]
     backwards = started(_fetch_all, cache, shards[::-1], digests[::-1])
     cache.prefetch(shards, threads=2)
@@ -253,7 +258,7 @@ def test_processes_share_what_each_has_fetched(nginx: Nginx, tmp_path: Path) -> 
     cache.close()
 
 
-def test_processes_of_a_cache_that_is_too_small(nginx: Nginx, tmp_path: Path) -> None:
+def test_processes_with_a_small_cache_respect_the_limit(nginx: Nginx, tmp_path: Path) -> None:
     shards, contents = put(nginx, 6)
     digests = digests_of(contents)
     cache = ShardCache(tmp_path / "cache", 200_000)
@@ -267,12 +272,12 @@ def test_processes_of_a_cache_that_is_too_small(nginx: Nginx, tmp_path: Path) ->
 
 
 def bytes_held(cache: ShardCache) -> int:
-    """Return the bytes of all shards and parts, with the lock held."""
+    """Return the size of all shards and partial files, with the lock held."""
     lock = FileLock(cache.folder / "lock")
     cache.folder.mkdir(exist_ok=True)
     while not lock.try_acquire():
         time.sleep(0.001)
-    sizes: dict[str, int] = {}  # by stem, as a part may become a shard just now
+    sizes: dict[str, int] = {}  # by stem, as a partial file may become a shard meanwhile
     for path in [*files(cache, "part"), *files(cache)]:
         with suppress(FileNotFoundError):
             sizes[path.stem] = path.stat().st_size
@@ -284,7 +289,7 @@ def _fetch_some(cache: ShardCache, shards: list[ShardFile], digests: list[str], 
     for step in range(12):
         number = (step * 5 + seed * 2) % len(shards)
         while True:
-            try:  # another process may remove it before we open it
+            try:  # another process may remove the file before it is opened
                 data = cache.fetch(shards[number]).read_bytes()
                 break
             except FileNotFoundError:
@@ -292,22 +297,22 @@ def _fetch_some(cache: ShardCache, shards: list[ShardFile], digests: list[str], 
         assert hashlib.sha256(data).hexdigest() == digests[number]
 
 
-def test_a_process_that_is_killed_while_it_fetches(nginx: Nginx, tmp_path: Path) -> None:
+def test_download_of_a_killed_process_is_taken_over(nginx: Nginx, tmp_path: Path) -> None:
     [shard, other], contents = put(nginx, 2, size=2 << 20, of="slow/")
     digest = hashlib.sha256(contents[0]).hexdigest()
     cache = ShardCache(tmp_path / "cache", 4 << 20)
     first = started(_fetch_all, cache, [shard], [digest])
     until(lambda: bool(files(cache, "part")))
     [part] = files(cache, "part")
-    until(lambda: part.stat().st_blocks > 0)  # some of it has come
-    assert part.stat().st_size == 2 << 20  # its room is taken from the beginning
+    until(lambda: part.stat().st_blocks > 0)  # part of the shard has arrived
+    assert part.stat().st_size == 2 << 20  # disk space is reserved at the beginning
     waits = started(_fetch_all, cache, [shard], [digest])
     time.sleep(0.1)
     assert first.pid is not None
     os.kill(first.pid, signal.SIGKILL)
     waits.join(20)
     assert waits.exitcode == 0 and cache.fetch(shard).read_bytes() == contents[0]
-    # what a killed process has left takes no room for ever
+    # a partial file of a killed process does not occupy space forever
     third = started(_fetch_all, cache, [other], [digest])
     until(lambda: bool(files(cache, "part")))
     assert third.pid is not None
@@ -322,7 +327,7 @@ def _fail_to_fetch(cache: ShardCache, shard: ShardFile) -> None:
     assert "gave up after" in error_of(lambda: cache.fetch(shard))
 
 
-def test_who_waits_does_not_try_all_again(nginx: Nginx, tmp_path: Path) -> None:
+def test_waiting_processes_do_not_repeat_all_retries(nginx: Nginx, tmp_path: Path) -> None:
     [shard], _ = put(nginx, 1)
     nginx.busy(True)
     cache = ShardCache(tmp_path / "cache", LARGE)
@@ -341,7 +346,7 @@ def _hold(path: Path, ready: Any) -> None:
     time.sleep(60)
 
 
-def test_who_holds_a_shard_and_stands_still(
+def test_stalled_download_of_another_process_raises_error(
     nginx: Nginx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [shard], _ = put(nginx, 1)

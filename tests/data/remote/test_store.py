@@ -1,4 +1,4 @@
-"""Shards in stores: listings, ranges, whole files and scans of headers, from real servers."""
+"""Tests of shards in remote stores: listings, byte ranges, whole files and header scans."""
 
 import hashlib
 import io
@@ -26,7 +26,7 @@ s3 = servers.s3
 
 
 def tar_of(path: Path, sizes: list[int]) -> bytes:
-    """Make a tar of samples with images of these sizes."""
+    """Return a tar of samples with images of these sizes."""
     with tarfile.open(path, "w") as tar:
         for number, size in enumerate(sizes):
             for name, data in ((f"{number:05d}.jpg", os.urandom(size)), (f"{number:05d}.txt", b"a caption")):
@@ -36,10 +36,10 @@ def tar_of(path: Path, sizes: list[int]) -> bytes:
     return path.read_bytes()
 
 
-# What is there
+# Listings
 
 
-def test_folder_of_a_web_server(nginx: Nginx) -> None:
+def test_web_server_folder_is_listed(nginx: Nginx) -> None:
     names = [f"{number}.tar" for number in range(12)]
     for number, name in enumerate(names):
         nginx.put(f"set/{name}", bytes(number))
@@ -48,7 +48,7 @@ def test_folder_of_a_web_server(nginx: Nginx) -> None:
     nginx.put("set/nshards.txt", b"12\n")
     for url in (nginx.url("set"), nginx.url("set/"), nginx.url("set/?token=t0ken#part")):
         shards = list_folder(url)
-        assert [shard.name for shard in shards] == names  # 10 after 9
+        assert [shard.name for shard in shards] == names  # numeric order: 10 after 9
         assert [shard.size for shard in shards] == list(range(12))
         assert all(shard.url == nginx.url(f"set/{shard.name}") and shard.version for shard in shards)
     assert list_folder(nginx.url("set/more")) == describe([nginx.url("set/more/0.tar")])
@@ -60,7 +60,7 @@ def test_folder_of_a_web_server(nginx: Nginx) -> None:
     assert "longer than 2 bytes" in error_of(lambda: read_text(nginx.url("set/nshards.txt"), limit=2))
 
 
-def test_a_page_links_to_its_own_shards_only(nginx: Nginx) -> None:
+def test_listing_contains_only_shards_of_the_folder(nginx: Nginx) -> None:
     for name in ("a.tar", "with space.tar", "ü.tar"):
         nginx.put(f"page/{name}", b"1")
     links = [
@@ -87,7 +87,7 @@ def test_a_page_links_to_its_own_shards_only(nginx: Nginx) -> None:
     ]
 
 
-def test_many_are_described_at_a_time(nginx: Nginx, tmp_path: Path) -> None:
+def test_many_shards_are_described_in_one_call(nginx: Nginx, tmp_path: Path) -> None:
     urls = [nginx.put(f"{number:05d}.tar", bytes(number)) for number in range(100)]
     local = tmp_path / "here.tar"
     local.write_bytes(b"123")
@@ -101,7 +101,7 @@ def test_many_are_described_at_a_time(nginx: Nginx, tmp_path: Path) -> None:
     assert describe([]) == []
 
 
-def test_a_store_of_s3(s3: S3, tmp_path: Path) -> None:
+def test_s3_listing_download_and_ranges(s3: S3, tmp_path: Path) -> None:
     data = os.urandom(3 << 20)
     plain = s3.put("set/10.tar", data)
     for name in ("9.tar", "card.json", "more/0.tar"):
@@ -124,7 +124,9 @@ def test_a_store_of_s3(s3: S3, tmp_path: Path) -> None:
     assert "no such file" in error_of(lambda: list_folder("s3://nobody/set"))
 
 
-def test_a_repository_of_hugging_face(nginx: Nginx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hugging_face_listing_download_and_ranges(
+    nginx: Nginx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = os.urandom(100_000)
     digest = hashlib.sha256(data).hexdigest()
     nginx.put("blobs/0.tar", data)
@@ -143,18 +145,14 @@ def test_a_repository_of_hugging_face(nginx: Nginx, tmp_path: Path, monkeypatch:
             return 302 /blobs/0.tar;
         }}
     """)
-    hub = nginx.url("").rstrip(
-        "/"
-    )  # HF_ENDPOINT is read only once, by whoever was first to import the library
+    hub = nginx.url("").rstrip("/")  # HF_ENDPOINT is read only once, when the library is imported
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub)
     template = f"{hub}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(transfer, "_clients", {})
     monkeypatch.setenv("HF_TOKEN", "t0ken")
-    (tmp_path / "netrc").write_text(
-        "machine 127.0.0.1 login u password p-word\n"
-    )  # as those who use git have
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login u password p-word\n")  # as git users have
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     [shard] = list_folder("hf://datasets/who/what/set")
     assert shard == ShardFile(url="hf://datasets/who/what/set/0.tar", size=len(data), version=digest)
@@ -168,7 +166,7 @@ def test_a_repository_of_hugging_face(nginx: Nginx, tmp_path: Path, monkeypatch:
     assert "not a file of a repository" in error_of(lambda: describe(["hf://x"]))
 
 
-def test_files_of_other_protocols(tmp_path: Path) -> None:
+def test_file_protocol_listing_download_and_ranges(tmp_path: Path) -> None:
     data = os.urandom(9 << 20)
     (tmp_path / "0.tar").write_bytes(data)
     (tmp_path / "more").mkdir()
@@ -183,7 +181,7 @@ def test_files_of_other_protocols(tmp_path: Path) -> None:
 # Streams
 
 
-def test_the_output_of_a_command(tmp_path: Path) -> None:
+def test_command_output_is_downloaded(tmp_path: Path) -> None:
     data = os.urandom(300_000)
     (tmp_path / "0.tar").write_bytes(data)
     shard = whole(f"pipe:cat {tmp_path}/0.tar")
@@ -192,7 +190,7 @@ def test_the_output_of_a_command(tmp_path: Path) -> None:
     assert "its size is unknown" in error_of(lambda: RangedBytes(shard))
     assert "data.cache_gb" in error_of(lambda: read_range(shard, 5, 9))
     assert "not a folder" in error_of(lambda: list_folder(shard.url))
-    # half of it, and a failure; then all
+    # half of the output and a failure, then all of it
     flag = tmp_path / "flag"
     once = f"[ -e {flag} ] || {{ touch {flag}; head -c 999 {tmp_path}/0.tar; exit 3; }}; cat {tmp_path}/0.tar"
     assert download(whole(f"pipe:{once}"), tmp_path / "got") == zlib.crc32(data)
@@ -203,7 +201,7 @@ def test_the_output_of_a_command(tmp_path: Path) -> None:
     assert "status 127" in error_of(lambda: download(whole("pipe:no-such-program s1gn4ture"), tmp_path / "x"))
 
 
-def test_a_command_that_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stalled_command_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "PATIENCE", replace(transfer.PATIENCE, tries=2))
     message = error_of(lambda: download(whole("pipe:echo $$; exec sleep 77.7"), tmp_path / "got"))
     assert "has written nothing for" in message
@@ -219,7 +217,7 @@ def test_a_command_that_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("sizes", "requests", "share"),
     [([3000] * 2000, 9, 1.01), ([60_000] * 200, 9, 1.01), ([4 << 20] * 8, 10, 0.03), ([], 1, 1.0)],
 )
-def test_a_scan_of_headers(
+def test_header_scan_uses_few_requests(
     sizes: list[int], requests: int, share: float, nginx: Nginx, tmp_path: Path
 ) -> None:
     data = tar_of(tmp_path / "0.tar", sizes)
@@ -231,7 +229,7 @@ def test_a_scan_of_headers(
 
 
 @given(st.data())
-def test_ranged_bytes_are_bytes(draws: st.DataObject) -> None:
+def test_ranged_bytes_slice_like_bytes(draws: st.DataObject) -> None:
     data = os.urandom(300_000)
     content = RangedBytes(ShardFile(url="http://x/0.tar", size=len(data), version=""))
     with pytest.MonkeyPatch.context() as patch:
@@ -250,12 +248,12 @@ def _read_in_child(url: str, size: int, queue: "multiprocessing.Queue[bytes]") -
     queue.put(hashlib.sha256(read_range(whole(url), 0, size)).digest())
 
 
-def test_forked_processes_and_threads_read_too(nginx: Nginx, s3: S3) -> None:
+def test_forked_processes_and_threads_can_read(nginx: Nginx, s3: S3) -> None:
     data = os.urandom(2 << 20)
     urls = [nginx.put("0.tar", data), s3.put("0.tar", data)]
     expected = hashlib.sha256(data).digest()
     context = multiprocessing.get_context("fork")
-    for url in urls:  # the parent has a client of its own before it forks
+    for url in urls:  # the parent has a client before it forks
         assert read_range(whole(url), 0, len(data)) == data
     queue: multiprocessing.Queue[bytes] = context.Queue()
     children = [context.Process(target=_read_in_child, args=(url, len(data), queue)) for url in urls * 2]

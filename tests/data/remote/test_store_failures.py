@@ -1,4 +1,4 @@
-"""Faults of servers: retries continue at the byte, and errors are one line without secrets."""
+"""Tests of server faults: retries continue at the last byte, and errors are one line without secrets."""
 
 import hashlib
 import logging
@@ -34,7 +34,7 @@ s3 = servers.s3
 unruly = servers.unruly
 
 
-def test_a_server_that_is_killed_in_the_middle(nginx: Nginx, tmp_path: Path) -> None:
+def test_download_continues_after_server_is_killed(nginx: Nginx, tmp_path: Path) -> None:
     data = os.urandom(5 << 20)
     nginx.put("0.tar", data)
     [shard] = describe([nginx.url("0.tar", of="slow/")])
@@ -48,11 +48,11 @@ def test_a_server_that_is_killed_in_the_middle(nginx: Nginx, tmp_path: Path) -> 
     assert download(shard, tmp_path / "got", reserve=kill) == zlib.crc32(data)
     assert (tmp_path / "got").read_bytes() == data
     starts = [int(one.range[6:-1]) for one in nginx.requests() if one.range.endswith("-")]
-    assert starts and all(start > 0 for start in starts)  # none began again
+    assert starts and all(start > 0 for start in starts)  # no download started over
     assert sizes == sorted(sizes)
 
 
-def test_a_server_that_is_busy_for_a_while(nginx: Nginx, tmp_path: Path) -> None:
+def test_busy_server_is_retried(nginx: Nginx, tmp_path: Path) -> None:
     nginx.put("0.tar", bytes(1000))
     nginx.busy(True)
     threading.Timer(0.2, nginx.busy, [False]).start()
@@ -64,7 +64,7 @@ def test_a_server_that_is_busy_for_a_while(nginx: Nginx, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("fault", ["short", "stall", "silent", "reset", "502", "429"])
-def test_faults_that_pass(fault: str, unruly: Unruly, tmp_path: Path) -> None:
+def test_transient_faults_are_retried_at_the_last_byte(fault: str, unruly: Unruly, tmp_path: Path) -> None:
     [shard] = describe([unruly.url])
     unruly.requests.clear()
     unruly.script = [fault, fault]
@@ -80,7 +80,7 @@ def test_faults_that_pass(fault: str, unruly: Unruly, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_faults_that_do_not_pass(unruly: Unruly, tmp_path: Path) -> None:
+def test_permanent_faults_raise_error(unruly: Unruly, tmp_path: Path) -> None:
     [shard] = describe([unruly.url])
     works = (lambda: read_range(shard, 10, 99), lambda: download(shard, tmp_path / "got"))
     for word, said in (
@@ -99,11 +99,11 @@ def test_faults_that_do_not_pass(unruly: Unruly, tmp_path: Path) -> None:
         unruly.script = ["short", "500", "reset", "429"] * 9
         assert "gave up after" in error_of(work)
         assert time.monotonic() - began < 10
-    unruly.script = ["short", "etag"]  # the rest comes from another file
+    unruly.script = ["short", "etag"]  # the rest has another etag
     assert "has changed" in error_of(lambda: download(whole(unruly.url), tmp_path / "got"))
 
 
-def test_wrong_bytes_are_found_by_the_checksum(
+def test_checksum_detects_wrong_bytes(
     s3: S3, unruly: Unruly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digest = hashlib.md5(unruly.data).hexdigest()
@@ -118,7 +118,7 @@ def test_wrong_bytes_are_found_by_the_checksum(
     assert "checksum" in error_of(lambda: download(shard, tmp_path / "got"))
 
 
-def test_what_begins_again_must_come_further(
+def test_restarted_download_must_make_progress(
     s3: S3, unruly: Unruly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a file of a few MiB with a wrong checksum would be downloaded forever."""
@@ -132,14 +132,14 @@ def test_what_begins_again_must_come_further(
     assert len(unruly.requests) == 8
 
 
-def test_nobody_there(tmp_path: Path) -> None:
+def test_unreachable_host_and_invalid_urls_raise_error(tmp_path: Path) -> None:
     message = error_of(lambda: read_range(whole("http://u:p-word@127.0.0.1:9/0.tar?X-Sig=s1gn4ture"), 0, 9))
     assert message.startswith("http://127.0.0.1:9/0.tar: the connection failed")
     assert "invalid URL" in error_of(lambda: describe(["http://[x/0.tar"]))
     assert "gopher:// is not supported" in error_of(lambda: describe(["gopher://x/0.tar"]))
 
 
-def test_a_server_without_ranges(nginx: Nginx, tmp_path: Path) -> None:
+def test_server_without_ranges_rejects_range_reads(nginx: Nginx, tmp_path: Path) -> None:
     data = os.urandom(100_000)
     nginx.put("0.tar", data)
     [shard] = describe([nginx.url("0.tar", of="whole/")])
@@ -156,10 +156,10 @@ class _Quiet(SimpleHTTPRequestHandler):
         pass
 
 
-def test_a_server_without_ranges_is_told_before_samples_are_read(
+def test_server_without_ranges_is_reported_before_samples_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python's own server ignores ranges."""
+    """Python's http.server ignores ranges."""
     monkeypatch.setenv("CLIPKIT_CACHE", str(tmp_path / "cache"))
     with DatasetWriter(tmp_path / "set", samples_per_shard=4) as writer:
         for number in range(8):
@@ -173,13 +173,15 @@ def test_a_server_without_ranges_is_told_before_samples_are_read(
         shards = find_shards(f"http://127.0.0.1:{server.server_port}/train/{{0..1}}.tar")
         message = error_of(lambda: Shards.of(shards, cache=None))
         assert len(Shards.of(shards, cache=ShardCache(tmp_path / "shards", 1 << 30))) == 8
-        assert error_of(lambda: Shards.of(shards, cache=None)) == message  # now that all is counted, too
+        assert (
+            error_of(lambda: Shards.of(shards, cache=None)) == message
+        )  # also after the samples were counted
         server.shutdown()
         thread.join()
     assert "/train/0.tar: the server does not support byte ranges" in message and "data.cache_gb" in message
 
 
-def test_a_full_disk_is_no_failure_of_the_store(nginx: Nginx, tmp_path: Path) -> None:
+def test_local_write_errors_are_not_retried(nginx: Nginx, tmp_path: Path) -> None:
     [shard] = describe([nginx.put("0.tar", bytes(100_000))])
     assert "No space left" in error_of(lambda: download(shard, Path("/dev/full")))
     assert "Is a directory" in error_of(lambda: download(shard, tmp_path))
@@ -192,7 +194,7 @@ def test_a_full_disk_is_no_failure_of_the_store(nginx: Nginx, tmp_path: Path) ->
 # Secrets
 
 
-def test_what_is_shown_of_a_url() -> None:
+def test_shown_url_has_no_credentials_or_query() -> None:
     for url, wanted in (
         ("s3://pairs/set/0.tar", "s3://pairs/set/0.tar"),
         ("https://u:p-word@host:80/a/0.tar?X-Amz-Signature=s1gn4ture#t0ken", "https://host:80/a/0.tar"),
@@ -218,12 +220,12 @@ def test_what_is_shown_of_a_url() -> None:
     path=st.from_regex(r"[a-z/]{0,9}", fullmatch=True),
     query=st.text(max_size=20),
 )
-def test_no_secret_is_shown(user: str, word: str, path: str, query: str) -> None:
+def test_shown_url_never_contains_secrets(user: str, word: str, path: str, query: str) -> None:
     for url in (f"https://{user}:Zq{word}Zq@host/{path}?s=Zq{query}#Zq", f"s3://pairs/{path}?s=Zq{query}#Zq"):
         assert "Zq" not in shown(url)
 
 
-def test_credentials_of_a_url_are_used_and_not_told(
+def test_credentials_in_url_are_used_and_not_logged(
     nginx: Nginx, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -244,9 +246,7 @@ def test_credentials_of_a_url_are_used_and_not_told(
     assert not any(secret in caplog.text for secret in SECRETS)
 
 
-def test_credentials_of_the_standard_file(
-    nginx: Nginx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_credentials_in_netrc_are_used(nginx: Nginx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nginx.put("0.tar", bytes(1000))
     url = nginx.url("0.tar", of="secret/")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
@@ -255,7 +255,7 @@ def test_credentials_of_the_standard_file(
     assert describe([url])[0].size == 1000
 
 
-def test_s3_without_credentials(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_without_credentials_raises_error(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     message = error_of(lambda: describe(["s3://pairs/0.tar"]))
@@ -271,7 +271,7 @@ def test_s3_without_credentials(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None
         ("gs", "gcsfs", "gs"),
     ],
 )
-def test_a_library_that_is_missing(
+def test_missing_library_names_the_extra(
     protocol: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry = pytest.importorskip("fsspec.registry")
@@ -283,7 +283,7 @@ def test_a_library_that_is_missing(
     assert extra in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
-def test_patience_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_retries_is_bounded_without_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
     monkeypatch.setattr(transfer, "PATIENCE", transfer.Patience())
@@ -294,6 +294,6 @@ def test_patience_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             attempts.failed(error)
     assert len(slept) == 7 and max(slept) <= 30.0
     attempts = transfer.Attempts("s3://pairs/0.tar")
-    for _ in range(20):  # much comes between the failures
+    for _ in range(20):  # two MiB arrive between the failures
         attempts.failed(transfer.http_error(500))
         attempts.received(2 << 20)

@@ -1,4 +1,4 @@
-"""Scores of samples: their values, how filters select by them, and what is reported if they are missing."""
+"""Tests of sample scores: their values, filters that use them, and errors if they are missing."""
 
 import io
 import json
@@ -41,7 +41,7 @@ SAMPLES, PER_SHARD, BROKEN, SILENT = 26, 10, 5, 13
 
 
 def picture(seed: int, size: tuple[int, int] = (24, 20)) -> Image.Image:
-    """A smooth random image, as the thumbnails of noise are alike."""
+    """Return a smooth random image, as all thumbnails of noise are similar."""
     noise = np.random.default_rng(seed).integers(0, 256, (5, 6, 3), dtype=np.uint8)
     return Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC)
 
@@ -53,7 +53,7 @@ def encoded(image: Image.Image, form: str = "png", **how: Any) -> bytes:
 
 
 def write_pairs(folder: Path, *, first: int = 0, samples: int = SAMPLES) -> Path:
-    """Pairs in shards of ten; one image is broken, and one sample has no caption."""
+    """Write pairs in shards of ten; one image is broken and one sample has no caption."""
     with DatasetWriter(folder, samples_per_shard=PER_SHARD) as writer:
         for number in range(first, first + samples):
             image = encoded(picture(number, (24 + number % 7 * 24, 24)))[: 40 if number == BROKEN else None]
@@ -126,13 +126,13 @@ def keys_of(shards: Shards) -> list[str]:
     return [shards.read(number).key for number in range(len(shards))]
 
 
-def test_every_row_has_its_values_or_a_cause(name: str, model: CLIP) -> None:
+def test_every_row_has_scores_or_a_cause(name: str, model: CLIP) -> None:
     rows = rows_of(name)
     assert [row["key"] for row in rows] == [f"{number:04d}" for number in range(SAMPLES)]
     for number, row in enumerate(rows):
         if number == BROKEN:
             assert row["clip"] is None and row["width"] is None and row["duplicate"] is None and row["cause"]
-            assert row["words"] == 8  # of its caption
+            assert row["words"] == 8  # of the caption
         elif number == SILENT:
             assert row["clip"] is None and row["words"] is None and row["cause"] == "no caption"
             assert row["width"] and row["duplicate"] is False
@@ -171,21 +171,21 @@ def test_training_uses_the_samples_that_pass(
 
 @given(permille=st.integers(1, 999))
 @settings(max_examples=50)
-def test_top_percent_is_the_exact_number_of_samples(name: str, permille: int) -> None:
+def test_top_percent_selects_the_exact_number_of_samples(name: str, permille: int) -> None:
     (filter_,), _ = scored_filters([f"score.clip >= top {permille / 10}%"], name)
     clips = [row["clip"] for row in rows_of(name) if row["clip"] is not None]
     kept = sum(bool(filter_.passes({"score": {"clip": clip}})) for clip in clips)
     assert kept == -(-permille * len(clips) // 1000)
 
 
-def test_a_resumed_run_notices_other_scores(pairs: Path, checkpoint: Path, name: str, tmp_path: Path) -> None:
+def test_resume_rejects_other_scores(pairs: Path, checkpoint: Path, name: str, tmp_path: Path) -> None:
     run, select = tmp_path / "run", dict[str, Any](filters=("score.clip >= top 50%",))
     opened(pairs, run, scores=name, **select)
     other = scored(pairs, checkpoint, "--threshold", "0.5")
     assert other != name
     with pytest.raises(CheckpointError, match="or the scores, differ"):
         opened(pairs, run, resumed=True, scores=other, **select)
-    assert scored(pairs, checkpoint) == name  # stored, so nothing changes
+    assert scored(pairs, checkpoint) == name  # stored scores are reused
     opened(pairs, run, resumed=True, scores=name, **select)
 
 
@@ -210,7 +210,7 @@ def test_shards_without_scores_are_reported(checkpoint: Path, name: str, tmp_pat
         (["width > 5"], "has no effect: no filter names a column such as score.clip"),
     ],
 )
-def test_wrong_filters_are_refused(filters: list[str], message: str, name: str) -> None:
+def test_wrong_filters_are_rejected(filters: list[str], message: str, name: str) -> None:
     with pytest.raises(ConfigError, match=message):
         scored_filters(filters, name)
     with pytest.raises(ConfigError, match="no such scores"):
@@ -233,7 +233,7 @@ DTYPE = np.dtype([("embedding", np.float16, (5,)), ("thumbnail", np.uint8, (256,
 
 
 def features(random: np.random.Generator, count: int) -> Any:
-    """Images of few distinct looks, so that there are equal ones."""
+    """Draw features from a few distinct ones, so that some are equal."""
     images = np.zeros(count, dtype=DTYPE)
     images["embedding"] = random.standard_normal((4, 5))[random.integers(4, size=count)]
     images["thumbnail"] = random.integers(0, 256, (3, 256))[random.integers(3, size=count)]
@@ -242,7 +242,7 @@ def features(random: np.random.Generator, count: int) -> Any:
 
 @given(seed=st.integers(0, 2**32), sizes=st.lists(st.integers(0, 7), max_size=4), queries=st.integers(1, 6))
 @settings(max_examples=60)
-def test_the_most_similar_image_is_that_of_all_pairs(seed: int, sizes: list[int], queries: int) -> None:
+def test_closest_image_equals_brute_force(seed: int, sizes: list[int], queries: int) -> None:
     random = np.random.default_rng(seed)
     blocks, asked = [features(random, size) for size in sizes if size], features(random, queries)
     found, number = closest(asked, iter([*blocks, asked]), "cpu")
@@ -258,7 +258,7 @@ def test_the_most_similar_image_is_that_of_all_pairs(seed: int, sizes: list[int]
         gray = before["thumbnail"].astype(np.float64)
         correlation = [np.corrcoef(asked["thumbnail"][row].astype(np.float64), other)[0, 1] for other in gray]
         expected = np.minimum(cosine, correlation)
-        assert found[row] == pytest.approx(expected.max(), abs=2e-3)  # uniform thumbnails are damped
+        assert found[row] == pytest.approx(expected.max(), abs=2e-3)  # thumbnails of low contrast are damped
         assert expected[number[row]] == pytest.approx(expected.max(), abs=2e-3)
 
 
@@ -279,7 +279,9 @@ def test_hidden_evaluation_images_and_duplicates_are_found(checkpoint: Path, tmp
                 Record(key=f"e{number:03d}", image=encoded(picture(number, (96, 96))), extension="png"),
             )
         writer.finish({})
-    with DatasetWriter(tmp_path / "train", samples_per_shard=70) as writer:  # 150 of 350 are hidden ones
+    with DatasetWriter(
+        tmp_path / "train", samples_per_shard=70
+    ) as writer:  # 150 of 350 are copies of evaluation images
         for number in range(50):
             own = {
                 f"own{part}": ("png", encoded(picture(1000 + number * 4 + part, (96, 96))))
@@ -317,7 +319,7 @@ def test_hidden_evaluation_images_and_duplicates_are_found(checkpoint: Path, tmp
 
 
 @pytest.mark.long
-def test_a_killed_command_continues_with_the_same_result(
+def test_killed_scoring_resumes_with_the_same_result(
     checkpoint: Path, pairs: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = json.loads((scores_folder() / name / "manifest.json").read_text())

@@ -1,4 +1,4 @@
-"""Files of arrays round-trip, and damaged files count as missing."""
+"""Tests of array files: they round-trip, and damaged files count as missing."""
 
 import json
 import mmap
@@ -34,7 +34,7 @@ packed = pack_arrays(
     about=st.dictionaries(st.text(), json_values, max_size=4),
     content=st.dictionaries(st.text(), arrays, max_size=4),
 )
-def test_what_was_put_in_comes_out(about: dict[str, Any], content: dict[str, npt.NDArray[Any]]) -> None:
+def test_arrays_round_trip(about: dict[str, Any], content: dict[str, npt.NDArray[Any]]) -> None:
     found = unpack_arrays(pack_arrays(about, content))
     assert found is not None
     assert found[0] == about and list(found[1]) == list(content)
@@ -44,7 +44,7 @@ def test_what_was_put_in_comes_out(about: dict[str, Any], content: dict[str, npt
         assert not other.flags.writeable
 
 
-def test_arrays_that_do_not_lie_in_one_piece() -> None:
+def test_non_contiguous_arrays_round_trip() -> None:
     square = np.arange(36).reshape(6, 6)
     found = unpack_arrays(pack_arrays({}, {"turned": square.T, "some": square[::2, 1::3]}))
     assert found is not None
@@ -53,7 +53,7 @@ def test_arrays_that_do_not_lie_in_one_piece() -> None:
     )
 
 
-def test_every_array_begins_where_a_cache_line_does() -> None:
+def test_arrays_are_aligned_to_cache_lines() -> None:
     found = unpack_arrays(packed)
     assert found is not None
     first = np.frombuffer(packed, np.uint8).__array_interface__["data"][0]
@@ -63,23 +63,23 @@ def test_every_array_begins_where_a_cache_line_does() -> None:
 
 @settings(deadline=None)
 @given(at=st.integers(0, len(packed) - 1), bit=st.integers(0, 7))
-def test_a_changed_bit_is_noticed(at: int, bit: int) -> None:
+def test_changed_bit_is_detected(at: int, bit: int) -> None:
     changed = bytearray(packed)
     changed[at] ^= 1 << bit
     found = unpack_arrays(bytes(changed))
-    assert found is None or bytes(changed[:8]).lower() == packed[:8]  # a digit of the checksum in capitals
+    assert found is None or bytes(changed[:8]).lower() == packed[:8]  # an upper-case digit of the checksum
 
 
 @settings(deadline=None)
 @given(length=st.integers(0, len(packed) - 1), more=st.binary(min_size=1, max_size=100))
-def test_a_file_that_is_shorter_or_longer_is_none(length: int, more: bytes) -> None:
+def test_shorter_or_longer_file_is_rejected(length: int, more: bytes) -> None:
     assert unpack_arrays(packed[:length]) is None
     assert unpack_arrays(packed + more) is None
 
 
 @settings(deadline=None)
 @given(content=st.binary(max_size=300))
-def test_other_bytes_are_none(content: bytes) -> None:
+def test_random_bytes_are_rejected(content: bytes) -> None:
     assert unpack_arrays(content) is None
     assert unpack_arrays(b"%08x" % zlib.crc32(content) + content) is None
 
@@ -94,18 +94,18 @@ def test_other_bytes_are_none(content: bytes) -> None:
         [[], {"a": ["<u4", 1]}], [{}, {"a": ["<i8", [1]]}], [{}, {"a": ["(", 1]}], [{}, {"a": ["<f8", 1]}],
     ],
 )  # fmt: skip
-def test_a_checked_line_that_says_nonsense_is_none(line: Any) -> None:
-    """Valid bytes of another kind are rejected."""
+def test_invalid_header_with_valid_checksum_is_rejected(line: Any) -> None:
+    """Bytes with a valid checksum and an invalid header are rejected."""
     checked = json.dumps(line).encode() + b"\n" + bytes(64)
     assert unpack_arrays(b"%08x" % zlib.crc32(checked) + checked) is None
 
 
-def test_deep_nesting_is_none() -> None:
+def test_deeply_nested_header_is_rejected() -> None:
     checked = b"[" * 100_000 + b"\n"
     assert unpack_arrays(b"%08x" % zlib.crc32(checked) + checked) is None
 
 
-def test_a_file_is_written_whole_and_mapped(tmp_path: Path) -> None:
+def test_file_is_written_atomically_and_mapped(tmp_path: Path) -> None:
     path = tmp_path / "some" / "folder" / "a.index"
     assert read_arrays(path) is None
     write_arrays(path, {"a": 1}, {"rows": np.arange(10)})
@@ -113,7 +113,7 @@ def test_a_file_is_written_whole_and_mapped(tmp_path: Path) -> None:
     assert [one.name for one in path.parent.iterdir()] == ["a.index"]
     found = read_arrays(path)
     assert found is not None and found[0] == {"a": 2}
-    path.unlink()  # what is mapped stays
+    path.unlink()  # the mapping stays valid
     assert np.array_equal(found[1]["rows"], np.arange(20))
     base: Any = found[1]["rows"]
     while isinstance(base, np.ndarray):
@@ -121,13 +121,13 @@ def test_a_file_is_written_whole_and_mapped(tmp_path: Path) -> None:
     assert isinstance(base.obj if isinstance(base, memoryview) else base, mmap.mmap)
 
 
-def test_what_cannot_be_read_is_none(tmp_path: Path) -> None:
+def test_unreadable_file_is_none(tmp_path: Path) -> None:
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "folder").mkdir()
     assert [read_arrays(tmp_path / name) for name in ("empty", "folder", "missing", "x" * 300)] == [None] * 4
 
 
-def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_write_leaves_no_file(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "inside").write_bytes(b"")
     with pytest.raises(OSError):
@@ -142,8 +142,10 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
 
 @settings(deadline=None)
 @given(texts=st.lists(st.text(), max_size=20), names=st.lists(st.binary(max_size=8), max_size=4))
-def test_texts_come_out_as_they_went_in(texts: list[str], names: list[bytes]) -> None:
-    texts += [name.decode("utf-8", "surrogateescape") for name in names]  # as Python reads file names
+def test_strings_round_trip(texts: list[str], names: list[bytes]) -> None:
+    texts += [
+        name.decode("utf-8", "surrogateescape") for name in names
+    ]  # as in file names that are not UTF-8
     strings = Strings.of(texts)
     assert len(strings) == len(texts) and list(strings) == texts
     assert [strings[number] for number in range(len(texts))] == texts
@@ -151,7 +153,7 @@ def test_texts_come_out_as_they_went_in(texts: list[str], names: list[bytes]) ->
     assert found is not None and list(Strings(**found[1])) == texts
 
 
-def test_texts_end_where_they_end() -> None:
+def test_strings_index_out_of_range_raises() -> None:
     strings = Strings.of(["a", "", "bc"])
     with pytest.raises(IndexError):
         strings[3]

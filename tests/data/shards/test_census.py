@@ -1,4 +1,4 @@
-"""Counting shards in processes: errors are one line, and no process is left behind."""
+"""Tests of counting shards in processes: errors are one line, and no process is left behind."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 @pytest.fixture
 def shards(tmp_path: Path) -> list[ShardFile]:
-    """Twenty shards; the n-th has n pairs and a caption without image."""
+    """Write twenty shards; the n-th has n pairs and a caption without image."""
     for shard in range(SHARDS):
         with webdataset.TarWriter(str(tmp_path / f"{shard}.tar"), encoder=False) as tar:
             for number in range(shard):
@@ -42,7 +42,7 @@ def shards(tmp_path: Path) -> list[ShardFile]:
     return [ShardFile.at(tmp_path / f"{shard}.tar") for shard in range(SHARDS)]
 
 
-def test_each_shard_is_counted_once_and_the_first_one_first(shards: list[ShardFile]) -> None:
+def test_each_shard_is_counted_once_starting_with_the_first(shards: list[ShardFile]) -> None:
     found = list(take_census(shards, Selection()))
     assert found[0][0] == 0 and sorted(number for number, _ in found) == list(range(SHARDS))
     for number, one in found:
@@ -62,14 +62,16 @@ def test_each_shard_is_counted_once_and_the_first_one_first(shards: list[ShardFi
     assert alone == again
 
 
-def test_so_few_are_counted_here(shards: list[ShardFile], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_shards_are_counted_without_processes(
+    shards: list[ShardFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(manifest, "ProcessPoolExecutor", None)
     assert [one.count for _, one in take_census(shards[: manifest._ALONE], Selection())] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("which", [0, 1, 13, SHARDS - 1])
 @pytest.mark.parametrize("fault", ["gone", "short", "other"])
-def test_a_broken_shard_is_one_line_and_leaves_no_process(
+def test_broken_shard_raises_one_line_and_leaves_no_process(
     which: int, fault: str, shards: list[ShardFile]
 ) -> None:
     path = Path(shards[which].url)
@@ -85,7 +87,7 @@ def test_a_broken_shard_is_one_line_and_leaves_no_process(
     assert active_children() == []
 
 
-def test_who_stops_listening_leaves_no_process(shards: list[ShardFile]) -> None:
+def test_abandoned_census_leaves_no_process(shards: list[ShardFile]) -> None:
     counting = take_census(shards, Selection())
     next(counting)
     next(counting)
@@ -100,17 +102,15 @@ def kill_this_process(shard: ShardFile, *rest: object) -> OpenShard:
     return OpenShard(shard, *rest)  # type: ignore[arg-type]
 
 
-def test_a_process_that_is_killed_is_one_line(
-    shards: list[ShardFile], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_process_raises_one_line(shards: list[ShardFile], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest, "OpenShard", kill_this_process)
     with pytest.raises(DataError, match="a process that counts shards was killed, probably out of memory"):
         list(take_census(shards, Selection()))
     assert active_children() == []
 
 
-def test_what_it_costs_is_a_few_shards_ahead(shards: list[ShardFile]) -> None:
-    """A missing shard is reported when reached: only as many shards are started as keep the processes busy."""
+def test_missing_shard_is_reported_early(shards: list[ShardFile]) -> None:
+    """A missing shard is reported when it is reached; only a few shards are counted ahead."""
     missing = [replace(shard, url=f"{shard.url}.missing") for shard in shards * 50]
     began = time.perf_counter()
     with pytest.raises(DataError, match="No such file"):
@@ -149,7 +149,7 @@ def is_running(process: int) -> bool:
 
 
 def everyone(process: subprocess.Popen[str]) -> None:
-    """Signal the process group, as a terminal does at Ctrl-C."""
+    """Signal the process group, as a terminal does on Ctrl-C."""
     os.killpg(process.pid, signal.SIGINT)
 
 
@@ -162,7 +162,7 @@ def everyone(process: subprocess.Popen[str]) -> None:
         (subprocess.Popen.kill, -signal.SIGKILL, ""),
     ],
 )
-def test_whoever_is_stopped_takes_the_processes_along(
+def test_stopped_program_stops_its_processes(
     stop: Callable[[subprocess.Popen[str]], None], status: int, said: str, shards: list[ShardFile]
 ) -> None:
     program = subprocess.Popen(

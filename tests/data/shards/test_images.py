@@ -1,4 +1,4 @@
-"""Stored images: the bytes of a file, or the image rotated upright, laid on a background and resized."""
+"""Tests of stored images: unchanged bytes, or the image rotated upright, laid on a background and resized."""
 
 import io
 import warnings
@@ -28,7 +28,7 @@ def noise(mode: str = "RGB", side: tuple[int, int] = (40, 30)) -> Image.Image:
 
 
 def smooth(side: tuple[int, int] = (64, 48)) -> Image.Image:
-    """A picture that differs from each of its turned forms, and that a lossy format hardly changes."""
+    """Return an image that changes with every rotation and compresses well."""
     across, down = np.meshgrid(np.linspace(0, 255, side[0]), np.linspace(0, 200, side[1]))
     return Image.fromarray(np.stack([across, down, (across + down) / 2], axis=2).astype(np.uint8))
 
@@ -55,7 +55,7 @@ def store(data: bytes, *, max_side: int | None = None, **how: Any) -> StoredImag
 
 
 def difference(one: Image.Image, other: Image.Image) -> float:
-    """The mean absolute difference of two pictures of one size, of 255."""
+    """Return the mean absolute difference of two images, of 255."""
     assert one.size == other.size
     first, second = (np.asarray(image.convert("RGB"), dtype=float) for image in (one, other))
     return float(np.abs(first - second).mean())
@@ -65,9 +65,7 @@ def difference(one: Image.Image, other: Image.Image) -> float:
 @pytest.mark.parametrize(
     ("kind", "options"), [("JPEG", {}), ("PNG", {}), ("WEBP", {"lossless": True}), ("WEBP", {})]
 )
-def test_what_an_exif_tag_says_to_turn_is_stored_upright(
-    orientation: int, kind: str, options: dict[str, Any]
-) -> None:
+def test_exif_orientation_is_applied(orientation: int, kind: str, options: dict[str, Any]) -> None:
     source = encoded(smooth(), kind, orientation=orientation, **options)
     stored = store(source)
     assert not stored.upright
@@ -82,7 +80,7 @@ def test_what_an_exif_tag_says_to_turn_is_stored_upright(
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
-def test_without_something_to_do_the_bytes_stay(kind: str) -> None:
+def test_bytes_are_unchanged_if_nothing_applies(kind: str) -> None:
     broken_tag = b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\xff\xff\xff\xff\xff\xff"
     for source in (
         encoded(noise(), kind),
@@ -104,10 +102,10 @@ def test_orientation_can_be_kept() -> None:
     assert not kept.upright
     reduced = shown(store(source, keep_orientation=True, max_side=32).data)
     assert reduced.size == (32, 24)
-    assert reduced.getexif()[ORIENTATION] == 6  # so that it still shows which side is up
+    assert reduced.getexif()[ORIENTATION] == 6  # the rotation still has to be applied
 
 
-def test_a_turned_jpeg_keeps_its_colours() -> None:
+def test_rotated_jpeg_keeps_its_colors() -> None:
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
     source = encoded(smooth(), "JPEG", orientation=8, quality=95, icc_profile=profile)
     result = shown(store(source).data)
@@ -117,10 +115,10 @@ def test_a_turned_jpeg_keeps_its_colours() -> None:
     grey = shown(store(encoded(noise("L"), "JPEG", orientation=3)).data)
     assert grey.mode == "L"
     inks = shown(store(encoded(noise("CMYK"), "JPEG", orientation=3, icc_profile=profile)).data)
-    assert (inks.mode, "icc_profile" in inks.info) == ("RGB", False)  # it is of inks
+    assert (inks.mode, "icc_profile" in inks.info) == ("RGB", False)  # an RGB profile does not fit CMYK
 
 
-def test_a_turned_png_loses_nothing() -> None:
+def test_rotated_png_is_lossless() -> None:
     deep = Image.fromarray(np.random.default_rng(0).integers(0, 65536, (8, 12), dtype=np.uint16))
     turned = shown(store(encoded(deep, "PNG", orientation=6)).data)
     assert np.array_equal(np.asarray(turned), np.rot90(np.asarray(deep), -1))
@@ -133,7 +131,7 @@ def test_a_turned_png_loses_nothing() -> None:
     assert np.array_equal(np.asarray(turned), np.asarray(clear)[::-1, ::-1])
 
 
-def test_a_tiff_is_upright_as_pillow_reads_it() -> None:
+def test_tiff_is_stored_upright() -> None:
     source = encoded(smooth(), "TIFF", orientation=6)
     for keep in (False, True):
         stored = store(source, keep_orientation=keep)
@@ -142,7 +140,7 @@ def test_a_tiff_is_upright_as_pillow_reads_it() -> None:
 
 
 def half_clear(mode: str) -> Image.Image:
-    """Red, of which the left half is to show the background; beneath it is green."""
+    """Return a red image whose left half is transparent, with green below."""
     picture = Image.new("RGBA", (20, 10), (255, 0, 0, 255))
     picture.paste((0, 255, 0, 0), (0, 0, 10, 10))
     return picture.convert(mode)
@@ -151,7 +149,7 @@ def half_clear(mode: str) -> Image.Image:
 @pytest.mark.parametrize(
     ("kind", "extension"), [("PNG", "png"), ("WEBP", "webp"), ("GIF", "png"), ("TIFF", "png")]
 )
-def test_transparent_parts_are_seen_and_laid_on_a_background(kind: str, extension: str) -> None:
+def test_transparency_is_detected_and_replaced_by_background(kind: str, extension: str) -> None:
     options = {"lossless": True} if kind == "WEBP" else {}
     source = encoded(half_clear("RGBA"), kind, **options)
     kept = store(source)
@@ -166,11 +164,13 @@ def test_transparent_parts_are_seen_and_laid_on_a_background(kind: str, extensio
         assert [result.getpixel(place) for place in ((2, 5), (17, 5))] == [background, (255, 0, 0)]
 
 
-def test_other_forms_of_transparency() -> None:
+def test_transparency_of_palettes_and_gray_images() -> None:
     palette = Image.new("P", (8, 8))
     palette.putpalette([0, 0, 0, 255, 0, 0])
     assert store(encoded(palette, "PNG", transparency=0)).transparent
-    assert not store(encoded(palette, "PNG", transparency=1)).transparent  # of a colour that does not occur
+    assert not store(
+        encoded(palette, "PNG", transparency=1)
+    ).transparent  # the transparent color does not occur
     assert store(encoded(Image.new("RGB", (8, 8), "red"), "PNG", transparency=(255, 0, 0))).transparent
     assert store(encoded(Image.new("LA", (8, 8), (9, 254)), "PNG")).transparent
     assert not store(encoded(Image.new("RGBA", (8, 8), "red"), "PNG"), background=WHITE).transparent
@@ -178,14 +178,14 @@ def test_other_forms_of_transparency() -> None:
     assert (grey.mode, grey.getpixel((0, 0))) == ("RGB", WHITE)
 
 
-def test_a_picture_may_be_turned_laid_on_white_and_reduced_at_once() -> None:
-    source = encoded(half_clear("RGBA"), "PNG", orientation=6)  # the left half is to be on top
+def test_image_is_rotated_laid_on_white_and_reduced_at_once() -> None:
+    source = encoded(half_clear("RGBA"), "PNG", orientation=6)  # the left half becomes the top
     result = shown(store(source, background=WHITE, max_side=10).data)
     assert result.size == (5, 10)
     assert [result.getpixel(place) for place in ((2, 1), (2, 8))] == [WHITE, (255, 0, 0)]
 
 
-def test_max_side_reduces_only_larger_pictures() -> None:
+def test_max_side_reduces_only_larger_images() -> None:
     large = noise(side=(300, 100))
     for kind, orientation, size in [("JPEG", 6, (20, 60)), ("PNG", None, (60, 20)), ("WEBP", None, (60, 20))]:
         assert shown(store(encoded(large, kind, orientation=orientation), max_side=60).data).size == size
@@ -210,7 +210,7 @@ def test_other_formats_become_png() -> None:
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.data())
-def test_a_broken_picture_has_a_cause(data: st.DataObject) -> None:
+def test_broken_image_has_a_cause(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM"]))
     options = {"orientation": 6} if kind in ("JPEG", "PNG", "WEBP") else {}
     good = bytearray(encoded(noise(side=(16, 12)), kind, **options))
@@ -240,7 +240,7 @@ def waves(width: int, height: int) -> Image.Image:
 
 @settings(max_examples=60)
 @given(SIDES, SIDES, SIDES, st.sampled_from(RESIZE_MODES), st.booleans(), st.sampled_from(["JPEG", "PNG"]))
-def test_sizes(width: int, height: int, size: int, mode: Any, enlarge: bool, kind: str) -> None:
+def test_resized_sizes(width: int, height: int, size: int, mode: Any, enlarge: bool, kind: str) -> None:
     source = encoded(waves(width, height), kind)
     stored = store_image(source, Storing(resize=Resize(mode=mode, size=size, enlarge=enlarge)))
     side = min(width, height) if mode in ("keep_ratio", "center_crop") else max(width, height)
@@ -258,8 +258,8 @@ def test_sizes(width: int, height: int, size: int, mode: Any, enlarge: bool, kin
 @pytest.mark.parametrize("mode", RESIZE_MODES)
 @pytest.mark.parametrize("orientation", [1, 6])
 @pytest.mark.parametrize("size", [(300, 200), (640, 1000)])
-def test_the_fast_path_shows_the_same_image(mode: Any, orientation: int, size: tuple[int, int]) -> None:
-    """A JPEG without a color profile is resized without Pillow; one with a profile, or a PNG, is not."""
+def test_fast_path_gives_the_same_image(mode: Any, orientation: int, size: tuple[int, int]) -> None:
+    """JPEGs without a color profile are resized without Pillow; JPEGs with a profile and PNGs are not."""
     exif = Image.Exif()
     exif[0x0112] = orientation
     how = Storing(resize=Resize(mode=mode, size=96))
@@ -276,9 +276,7 @@ def test_the_fast_path_shows_the_same_image(mode: Any, orientation: int, size: t
     shown = [Image.open(io.BytesIO(result.data)) for result in results]
     assert [image.format for image in shown] == ["JPEG", "JPEG", "PNG"]
     assert shown[1].info["icc_profile"] == profile
-    pixels = [
-        np.asarray(image.convert("L"), dtype=float) for image in shown
-    ]  # colors are stored at half the size
+    pixels = [np.asarray(image.convert("L"), dtype=float) for image in shown]  # colors are subsampled
     assert all(np.abs(pixels[0] - other).mean() < 1.5 for other in pixels[1:])
     assert pixels[0].std() > 20
 

@@ -1,4 +1,4 @@
-"""The index of a shard, against tarfile and against webdataset's own reader."""
+"""Tests of the index of a shard, compared with tarfile and with webdataset's reader."""
 
 import bz2
 import gzip
@@ -39,7 +39,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def tar_of(members: list[tuple[str, bytes]], form: int = tarfile.GNU_FORMAT) -> bytes:
-    """Return a tar of these files; a name that ends in a slash becomes a folder."""
+    """Return a tar of these files; a name with a trailing slash becomes a folder."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w", format=form) as tar:
         for name, data in members:
@@ -69,7 +69,7 @@ def keys_of(found: ShardIndex) -> list[str]:
 
 
 def samples_of(found: ShardIndex, tar: bytes) -> list[tuple[str, Columns]]:
-    """Return key and bytes of all samples."""
+    """Return the key and members of all samples."""
     return [
         (key, {c: tar[span[0] : sum(span)] for c, span in enumerate(spans) if span[0]})
         for key, spans in zip(keys_of(found), spans_of(found), strict=True)
@@ -77,7 +77,7 @@ def samples_of(found: ShardIndex, tar: bytes) -> list[tuple[str, Columns]]:
 
 
 def grouped(members: list[tuple[str, bytes]]) -> tuple[list[tuple[str, Columns]], Counter[str]]:
-    """Group the members of a tar by the WebDataset rule, independently."""
+    """Group the members of a tar by the WebDataset rule, as a reference."""
     samples: list[tuple[str, Columns]] = []
     extensions: Counter[str] = Counter()
     for name, data in members:
@@ -105,7 +105,7 @@ members = st.lists(st.tuples(names, st.binary(max_size=1100)), max_size=12)
 
 @settings(deadline=None, max_examples=60)
 @given(members=members, folders=st.booleans(), form=st.sampled_from(sorted(FORMATS)))
-def test_it_finds_what_tarfile_finds(
+def test_index_equals_tarfile(
     members: list[tuple[str, bytes]], folders: bool, form: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     members = [(name, data) for name, data in members if name and not name.endswith("/")]
@@ -126,7 +126,7 @@ def test_it_finds_what_tarfile_finds(
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_names_beyond_a_hundred_characters(form: str, tmp_path: Path) -> None:
+def test_names_longer_than_100_characters(form: str, tmp_path: Path) -> None:
     folder = "f" * 70 + "/" + "g" * 70 + "/"
     expected = [(f"{folder}{i}é", {IMAGE: b"picture %d" % i, CAPTION: b"text %d" % i}) for i in range(3)]
     members = [
@@ -138,7 +138,7 @@ def test_names_beyond_a_hundred_characters(form: str, tmp_path: Path) -> None:
     assert samples_of(index_shard(path), tar) == expected
 
 
-def test_it_reads_what_webdataset_wrote_as_webdataset_does(tmp_path: Path) -> None:
+def test_index_equals_webdataset_reader(tmp_path: Path) -> None:
     rng = random.Random(0)
     with webdataset.ShardWriter(str(tmp_path / "%02d.tar"), maxcount=7, verbose=0) as writer:
         for number in range(20):
@@ -167,7 +167,7 @@ PAIRS = [pair for i in range(3) for pair in ((f"{i}.jpg", b"picture" * 100), (f"
 
 
 @pytest.mark.parametrize("form", ["gnu", "pax"])
-def test_a_truncated_shard_is_refused_wherever_it_was_cut(form: str, tmp_path: Path) -> None:
+def test_truncated_shard_is_rejected_at_any_length(form: str, tmp_path: Path) -> None:
     tar = tar_of([(f"{'deep/' * 30}{name}", data) for name, data in PAIRS], FORMATS[form])
     whole = len(tar.rstrip(b"\0"))
     last_data = -(-whole // 512) * 512
@@ -177,7 +177,7 @@ def test_a_truncated_shard_is_refused_wherever_it_was_cut(form: str, tmp_path: P
         path.write_bytes(tar[:cut])
         with pytest.raises(DataError, match=r"truncated|is empty"):
             index_shard(path)
-    path.write_bytes(tar[: last_data + 512])  # one block of zeros is an end
+    path.write_bytes(tar[: last_data + 512])  # one block of zeros ends an archive
     assert len(index_shard(path)) == 3
 
 
@@ -208,7 +208,7 @@ BAD_SIZES = {
 
 
 @pytest.mark.parametrize("name", BAD_SIZES)
-def test_a_wrong_size_is_an_error(name: str, tmp_path: Path) -> None:
+def test_invalid_size_field_raises_error(name: str, tmp_path: Path) -> None:
     def change(header: bytearray) -> None:
         header[124:136] = BAD_SIZES[name]
 
@@ -218,7 +218,7 @@ def test_a_wrong_size_is_an_error(name: str, tmp_path: Path) -> None:
         index_shard(path)
 
 
-def test_a_size_in_base_256_is_read(tmp_path: Path) -> None:
+def test_base_256_size_is_read(tmp_path: Path) -> None:
     def change(header: bytearray) -> None:
         header[124:136] = b"\x80" + (4).to_bytes(11, "big")
 
@@ -228,7 +228,7 @@ def test_a_size_in_base_256_is_read(tmp_path: Path) -> None:
     assert samples_of(index_shard(path), tar)[0] == ("0", {IMAGE: b"picture" * 100, CAPTION: b"text"})
 
 
-def test_a_link_has_no_data_whatever_size_it_states(tmp_path: Path) -> None:
+def test_link_has_no_data_despite_its_size_field(tmp_path: Path) -> None:
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w") as tar:
         for name, data in PAIRS:
@@ -244,7 +244,7 @@ def test_a_link_has_no_data_whatever_size_it_states(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stated", ["9" * 5000, "-512", "１００", "4"])
-def test_a_size_in_a_pax_header(stated: str, tmp_path: Path) -> None:
+def test_size_in_pax_header_is_read_or_rejected(stated: str, tmp_path: Path) -> None:
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
         info = tarfile.TarInfo("0.txt")
@@ -258,7 +258,7 @@ def test_a_size_in_a_pax_header(stated: str, tmp_path: Path) -> None:
         assert stated != "4"
 
 
-def test_sparse_files_and_endless_names_are_refused(tmp_path: Path) -> None:
+def test_sparse_files_and_overlong_names_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "0.tar"
     for headers, name, match in (
         ({"GNU.sparse.major": "1"}, "0.jpg", "sparse"),
@@ -273,7 +273,7 @@ def test_sparse_files_and_endless_names_are_refused(tmp_path: Path) -> None:
             index_shard(path)
 
 
-def test_many_short_pax_records_take_no_long_time(tmp_path: Path) -> None:
+def test_many_short_pax_records_are_read_quickly(tmp_path: Path) -> None:
     records = b"5 a=\n" * 200_000
     tar = bytearray(tar_of([("header", records), ("0.jpg", b"picture")]))
     tar[156:157] = b"x"
@@ -284,7 +284,7 @@ def test_many_short_pax_records_take_no_long_time(tmp_path: Path) -> None:
     assert samples_of(index_shard(path), bytes(tar)) == [("0", {IMAGE: b"picture"})]
 
 
-def test_names_that_are_no_utf8_stay_apart(tmp_path: Path) -> None:
+def test_names_that_are_not_utf8_remain_distinct(tmp_path: Path) -> None:
     path = tmp_path / "0.tar"
     with tarfile.open(path, "w", format=tarfile.GNU_FORMAT, encoding="latin-1") as tar:
         for name in ("é.jpg", "è.jpg"):
@@ -296,7 +296,7 @@ def test_names_that_are_no_utf8_stay_apart(tmp_path: Path) -> None:
 
 @settings(deadline=None, max_examples=300)
 @given(data=st.data())
-def test_damage_is_a_data_error_and_nothing_else(
+def test_damaged_headers_only_raise_data_error(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     tar = bytearray(tar_of(PAIRS, FORMATS[data.draw(st.sampled_from(sorted(FORMATS)))]))
@@ -304,7 +304,7 @@ def test_damage_is_a_data_error_and_nothing_else(
         start = 512 * data.draw(st.sampled_from([0, 3, 5, 8])) + data.draw(st.integers(0, 511))
         new = data.draw(st.binary(min_size=1, max_size=16))
         tar[start : start + len(new)] = new
-    for start in (0, 1536, 2560):  # so that what was damaged is not only the checksum
+    for start in (0, 1536, 2560):  # valid checksums, so that other fields are tested too
         tar[start + 148 : start + 156] = b" " * 8
         tar[start + 148 : start + 156] = b"%06o\0 " % sum(tar[start : start + 512])
     check_damaged(bytes(tar), tmp_path_factory)
@@ -312,9 +312,7 @@ def test_damage_is_a_data_error_and_nothing_else(
 
 @settings(deadline=None, max_examples=100)
 @given(tar=st.binary(min_size=0, max_size=3000))
-def test_random_bytes_are_a_data_error_and_nothing_else(
-    tar: bytes, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_random_bytes_only_raise_data_error(tar: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     check_damaged(tar, tmp_path_factory)
 
 
@@ -330,14 +328,14 @@ def check_damaged(tar: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.mark.parametrize("compressor", [gzip, bz2, lzma])
-def test_a_compressed_shard_says_so(compressor: Any, tmp_path: Path) -> None:
+def test_compressed_shard_is_reported(compressor: Any, tmp_path: Path) -> None:
     path = tmp_path / "0.tar"
     path.write_bytes(compressor.compress(tar_of(PAIRS)))
     with pytest.raises(DataError, match="compressed"):
         index_shard(path)
 
 
-def test_what_is_no_shard_says_so(tmp_path: Path) -> None:
+def test_files_that_are_not_shards_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "0.tar"
     with pytest.raises(DataError, match="No such file"):
         index_shard(path)
@@ -352,19 +350,21 @@ def test_what_is_no_shard_says_so(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="not a regular file"):
         index_shard(path)
     path.rmdir()
-    os.mkfifo(path)  # opening it would wait for ever
+    os.mkfifo(path)  # opening it would block forever
     with pytest.raises(DataError, match="not a regular file"):
         index_shard(path)
 
 
-def test_an_archive_of_nothing_has_no_samples(tmp_path: Path) -> None:
+def test_empty_archive_has_no_samples(tmp_path: Path) -> None:
     path = tmp_path / "0.tar"
     path.write_bytes(bytes(1024))
     found = index_shard(path)
     assert len(found) == 0 and found.blocks.shape == found.sizes.shape == (0, 4)
 
 
-def test_a_stored_index_is_used_and_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_index_is_used_until_the_shard_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "0.tar"
     path.write_bytes(tar_of(PAIRS))
     first = index_shard(path)
@@ -376,13 +376,15 @@ def test_a_stored_index_is_used_and_renewed(tmp_path: Path, monkeypatch: pytest.
     assert samples_of(index_shard(path), changed) == [("9", {IMAGE: b"new", CAPTION: b"text"})]
     status = path.stat()
     other = changed.replace(b"9.", b"8.").replace(b"new", b"old")
-    path.write_bytes(tar_of([("8.jpg", b"old"), ("8.txt", b"text")]))  # the same size, another time
+    path.write_bytes(
+        tar_of([("8.jpg", b"old"), ("8.txt", b"text")])
+    )  # the same size, another modification time
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     assert len(other) == status.st_size
     assert keys_of(index_shard(path)) == ["8"]
 
 
-def test_a_damaged_stored_index_is_made_again(tmp_path: Path) -> None:
+def test_damaged_stored_index_is_rebuilt(tmp_path: Path) -> None:
     path = tmp_path / "0.tar"
     path.write_bytes(tar_of(PAIRS))
     first = index_shard(path)
@@ -401,7 +403,7 @@ def test_a_damaged_stored_index_is_made_again(tmp_path: Path) -> None:
         assert spans_of(again) == spans_of(first)
 
 
-def test_no_pickle_is_read_from_the_cache(tmp_path: Path) -> None:
+def test_pickles_in_the_cache_are_not_loaded(tmp_path: Path) -> None:
     path = tmp_path / "0.tar"
     path.write_bytes(tar_of(PAIRS))
     first = index_shard(path)
@@ -412,7 +414,7 @@ def test_no_pickle_is_read_from_the_cache(tmp_path: Path) -> None:
     assert keys_of(index_shard(path)) == keys_of(first)
 
 
-def test_a_cache_that_cannot_be_written_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_cache_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "0.tar"
     path.write_bytes(tar_of(PAIRS))
     (tmp_path / "file").write_text("in the way")
@@ -420,7 +422,7 @@ def test_a_cache_that_cannot_be_written_does_no_harm(tmp_path: Path, monkeypatch
     assert len(index_shard(path)) == len(index_shard(path)) == 3
 
 
-def test_a_path_that_is_no_utf8(tmp_path: Path) -> None:
+def test_path_that_is_not_utf8_is_indexed(tmp_path: Path) -> None:
     path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.tar"))
     path.write_bytes(tar_of(PAIRS))
     assert len(index_shard(path)) == len(index_shard(path)) == 3

@@ -1,4 +1,4 @@
-"""The end of a shard: padding by tar programs, and remains of downloads."""
+"""Tests of the end of a shard: padding written by tar programs, and incomplete downloads."""
 
 import io
 import random
@@ -45,7 +45,7 @@ def tar_of(members: list[tuple[str, bytes]]) -> bytes:
 
 
 @pytest.mark.parametrize("at", [0.5, 0.1, 0.93])
-def test_a_shard_of_full_size_that_is_zeros_from_somewhere_on_is_refused(at: float, tmp_path: Path) -> None:
+def test_shard_with_zeros_of_an_incomplete_download_is_rejected(at: float, tmp_path: Path) -> None:
     tar = tar_of(MANY)
     path = tmp_path / "0.tar"
     rest = int(len(tar) * (1 - at))
@@ -54,7 +54,9 @@ def test_a_shard_of_full_size_that_is_zeros_from_somewhere_on_is_refused(at: flo
         DataError, match=rf"seems incompletely downloaded: zeros from byte \d+ to {len(tar)} of"
     ):
         index_shard(path)
-    path.write_bytes(tar[:-rest] + bytes(rest - 12_000) + tar[-12_000:])  # a hole with the end behind it
+    path.write_bytes(
+        tar[:-rest] + bytes(rest - 12_000) + tar[-12_000:]
+    )  # zeros in the middle, with an intact end
     with pytest.raises(DataError, match="seems incompletely downloaded: zeros from byte"):
         index_shard(path)
     path.write_bytes(tar + bytes(3 << 20))
@@ -66,7 +68,7 @@ def test_a_shard_of_full_size_that_is_zeros_from_somewhere_on_is_refused(at: flo
 
 
 @pytest.mark.parametrize("padded", [True, False])
-def test_archives_behind_one_another_are_refused(padded: bool, tmp_path: Path) -> None:
+def test_concatenated_archives_are_rejected(padded: bool, tmp_path: Path) -> None:
     first, second = tar_of(PAIRS), tar_of(MANY)
     if not padded:
         first = first.rstrip(b"\0")
@@ -83,7 +85,7 @@ def test_archives_behind_one_another_are_refused(padded: bool, tmp_path: Path) -
 @pytest.mark.parametrize("records", [(), ("-b", "1"), ("-b", "64"), ("-b", "2048")])
 @pytest.mark.parametrize("program", ["tar", "bsdtar"])
 @pytest.mark.parametrize("count", [1, 17, 64])
-def test_the_ends_that_tar_programs_write_are_taken(
+def test_padding_of_tar_programs_is_accepted(
     program: str, records: tuple[str, ...], count: int, tmp_path: Path
 ) -> None:
     if shutil.which(program) is None:
@@ -92,7 +94,7 @@ def test_the_ends_that_tar_programs_write_are_taken(
         (tmp_path / name).write_bytes(data)
     path = tmp_path / "0.tar"
     files = [name for name, _ in MANY[: 2 * count]]
-    for to in ("file", "pipe"):  # some fill up the last record in a pipe only
+    for to in ("file", "pipe"):  # some programs pad the last record only in a pipe
         with path.open("wb") as out:
             command = [program, *records, "-cf", str(path) if to == "file" else "-", *files]
             subprocess.run(

@@ -1,4 +1,4 @@
-"""The manifest of a training, and the changes that it reports."""
+"""Tests of the manifest of a training: counting, storing, and the changes that it reports."""
 
 import json
 import os
@@ -78,7 +78,7 @@ def made_of(
     contents: Sequence[str] = (),
     **more: Any,
 ) -> Manifest:
-    """A manifest of names, sizes, counts and digests."""
+    """Return a manifest of names, sizes, counts and digests."""
     rest: dict[str, Any] = {"sources": (len(lines),), "selection": "s", "dropped": {}, **more}
     return Manifest(
         urls=Strings.of([line[0] for line in lines]),
@@ -102,14 +102,16 @@ def test_shards_are_counted_once(tmp_path: Path, opened: list[str]) -> None:
     again = make_manifest(sources, Selection(), progress=told.append)
     assert len(opened) == 3 and told == [1, 2, 3]
     assert values(again) == values(first) and again.fingerprint == first.fingerprint
-    make_manifest([[*sources[0], *sources[1]]], Selection())  # other sources, other rules, another file
+    make_manifest(
+        [[*sources[0], *sources[1]]], Selection()
+    )  # other sources, rules or files have other manifests
     make_manifest(sources, Selection(captions=CaptionRule(fields=("a", "txt"))))
     os.utime(sources[1][0].url, ns=(5, 5))
     make_manifest([sources[0], [ShardFile.at(Path(sources[1][0].url))]], Selection())
     assert len(opened) == 12
 
 
-def test_a_damaged_manifest_is_made_again(own_cache: Path, tmp_path: Path, opened: list[str]) -> None:
+def test_damaged_manifest_is_rebuilt(own_cache: Path, tmp_path: Path, opened: list[str]) -> None:
     shards = write_shards(tmp_path / "a", 3, 4)
     first = make_manifest([shards], Selection())
     (kept,) = (own_cache / "manifest").iterdir()
@@ -129,9 +131,7 @@ def test_a_damaged_manifest_is_made_again(own_cache: Path, tmp_path: Path, opene
         assert len(opened) == 2 and kept.read_bytes() == content
 
 
-def test_where_nothing_can_be_kept_it_is_made_each_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_cache_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_bytes(b"")
     monkeypatch.setenv("CLIPKIT_CACHE", str(tmp_path / "file"))
     shards = write_shards(tmp_path / "a", 3, 4)
@@ -148,7 +148,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
     selection=texts,
     dropped=st.dictionaries(texts, st.integers(0, 2**62), max_size=3),
 )
-def test_it_comes_back_from_bytes_and_files(
+def test_manifest_round_trips_through_bytes_and_files(
     lines: list[tuple[str, int, int, str]],
     sources: list[int],
     selection: str,
@@ -164,7 +164,7 @@ def test_it_comes_back_from_bytes_and_files(
         assert other.fingerprint == one.fingerprint and other.changes_since(one) == []
 
 
-def test_what_is_no_manifest_is_none(tmp_path: Path) -> None:
+def test_invalid_manifest_is_none(tmp_path: Path) -> None:
     for content in (b"", b"x", pack_arrays({}, {}), pack_arrays({"sources": 1}, {"sizes": np.arange(3)})):
         (tmp_path / "one").write_bytes(content)
         assert Manifest.from_bytes(content) is None and Manifest.load(tmp_path / "one") is None
@@ -186,19 +186,19 @@ BEFORE = [("/d/0.tar", 10, 5, "aa"), ("/d/1.tar", 20, 6, "bb"), ("/d/2.tar", 30,
         ([BEFORE[0], ("/d/1.tar", 21, 6, "bb"), BEFORE[2]], ["1.tar has 21 bytes instead of 20"]),
         ([BEFORE[0], ("/d/1.tar", 20, 9, "xx"), BEFORE[2]], ["1.tar has 9 used samples instead of 6"]),
         ([BEFORE[0], ("/d/1.tar", 20, 6, "xx"), BEFORE[2]], ["1.tar has other samples"]),
-        ([BEFORE[0], ("/d/1.tar", 20, 9, ""), BEFORE[2]], []),  # only stated: nobody knows better
+        ([BEFORE[0], ("/d/1.tar", 20, 9, ""), BEFORE[2]], []),  # the count is stated, not verified
         ([BEFORE[0], ("/d/1.tar", 20, 9, ""), ("/d/2.tar", 31, 7, "")], ["2.tar has 31 bytes instead of 30"]),
         ([("https://h/0.tar?signature=a/b", 10, 5, "aa"), *BEFORE[1:]], []),
     ],
 )  # fmt: skip
-def test_what_is_said_of_changes(now: list[tuple[str, int, int, str]], said: list[str]) -> None:
+def test_changes_are_described(now: list[tuple[str, int, int, str]], said: list[str]) -> None:
     earlier, later = made_of(BEFORE), made_of(now, sources=(3,) if len(now) == 3 else (len(now),))
     assert later.changes_since(earlier) == said
     stated_only = any(not line[3] for line in now)
     assert (later.fingerprint == earlier.fingerprint) == (not said and not stated_only)
 
 
-def test_other_rules_and_other_sources_are_said() -> None:
+def test_changed_rules_and_sources_are_described() -> None:
     one = made_of(BEFORE)
     assert made_of(BEFORE, selection="t").changes_since(one) == [
         "the settings of captions or filters, or the scores, differ"
@@ -212,7 +212,7 @@ def test_other_rules_and_other_sources_are_said() -> None:
     ]
 
 
-def test_of_many_changes_a_few_are_listed() -> None:
+def test_only_a_few_of_many_changes_are_listed() -> None:
     before = [(f"/d/{number}.tar", 10, 5, "aa") for number in range(50)]
     bigger = made_of([(url, 11, count, digest) for url, _, count, digest in before])
     assert bigger.changes_since(made_of(before)) == [
@@ -224,16 +224,16 @@ def test_of_many_changes_a_few_are_listed() -> None:
     assert len(others) == 8 and others[3] == "47 more" and others[4] == "x0.tar is new"
 
 
-def test_the_counts_of_a_run_that_has_begun_stay() -> None:
+def test_counts_of_an_earlier_manifest_are_kept() -> None:
     stated = made_of([(url, size, 100, "") for url, size, _, _ in BEFORE])
     now = made_of(BEFORE)
-    assert now.fingerprint != stated.fingerprint  # asked for before, as training does
+    assert now.fingerprint != stated.fingerprint  # computed before, as in training
     kept = now.with_counts_of(stated)
     assert kept.counts.tolist() == [100] * 3 and kept.fingerprint == stated.fingerprint and kept.stated == 3
     assert list(kept.urls) == list(now.urls)
 
 
-def test_real_changes_of_files_are_said(tmp_path: Path) -> None:
+def test_changed_files_are_detected(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "a", 3, 4, 5)
     first = make_manifest([shards], Selection())
     write_shard(tmp_path / "a" / "1.tar", 4, letter="b")
@@ -242,28 +242,30 @@ def test_real_changes_of_files_are_said(tmp_path: Path) -> None:
     assert [one.size for one in now] == [one.size for one in shards]
     second = make_manifest([now], Selection())
     assert second.changes_since(first) == ["1.tar has other samples"]
-    os.utime(tmp_path / "a" / "2.tar", ns=(1, 1))  # touched, and still the same
+    os.utime(tmp_path / "a" / "2.tar", ns=(1, 1))  # another modification time, the same content
     third = make_manifest([[ShardFile.at(Path(shard.url)) for shard in shards]], Selection())
     assert third.changes_since(second) == [] and third.fingerprint == second.fingerprint
 
 
-def test_other_captions_of_the_same_sizes_are_said(tmp_path: Path) -> None:
+def test_changed_captions_of_the_same_size_are_detected(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "a", 3, 4)
     first = make_manifest([shards], Selection())
     changed = tmp_path / "a" / "1.tar"
     before, whole = changed.stat(), changed.read_bytes()
-    for content in (b"next", b"last"):  # rewritten in place, also with the modification time that it had
+    for content in (b"next", b"last"):  # rewritten in place, also with the old modification time
         changed.write_bytes(whole.replace(b"text", content))
         if content == b"last":
             os.utime(changed, ns=(before.st_atime_ns, before.st_mtime_ns))
         now = make_manifest([[shards[0], ShardFile.at(changed)]], Selection())
-        assert now.fingerprint == first.fingerprint  # earlier versions wrote the same into checkpoints
+        assert (
+            now.fingerprint == first.fingerprint
+        )  # unchanged from earlier versions, which stored it in checkpoints
         said = ["1.tar has other captions or images of the same names and sizes"]
         assert now.changes_since(first) == said and now.not_compared(first) == 0
     assert Shards(now, Selection()).read(3).caption == "last"
 
 
-def test_data_that_were_packed_again_are_the_same(tmp_path: Path) -> None:
+def test_repacked_data_are_unchanged(tmp_path: Path) -> None:
     """Modification times of members have no effect."""
     manifests = []
     for time_of_members in (1.0, 2.0):
@@ -276,7 +278,7 @@ def test_data_that_were_packed_again_are_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("member", ["jpg", "txt", "json", "cls"])
-def test_the_content_of_each_member_counts(member: str, tmp_path: Path) -> None:
+def test_content_digest_covers_every_member(member: str, tmp_path: Path) -> None:
     members = {"jpg": b"p" * 5000, "txt": b"t" * 5000, "json": b"j" * 5000, "cls": b"1" * 5000}
     found: list[ShardIndex] = []
     for last in (b"", b"x"):
@@ -287,11 +289,11 @@ def test_the_content_of_each_member_counts(member: str, tmp_path: Path) -> None:
         found.append(index_shard(shard))
     assert found[0].digest == found[1].digest and found[0].content != found[1].content
     assert not found[0].is_same(found[1])
-    assert found[0].is_same(replace(found[1], content=""))  # of which it is not known
+    assert found[0].is_same(replace(found[1], content=""))  # unknown content
 
 
 @pytest.mark.parametrize("extension", ["bmp", "ppm", "webp"])
-def test_images_that_end_alike_are_told_apart(extension: str, tmp_path: Path) -> None:
+def test_images_with_equal_ends_have_different_digests(extension: str, tmp_path: Path) -> None:
     found: list[ShardIndex] = []
     for last in (b"p", b"x"):
         shard = ShardFile(url=str(tmp_path / "0.tar"), size=0, version=str(len(found)))
@@ -308,10 +310,15 @@ def test_images_that_end_alike_are_told_apart(extension: str, tmp_path: Path) ->
         (("1", "2"), ("1", "9"), (["", "c"], ["", "c"]), 0),  # a copy of the same content
         (("1", "2"), ("1", "9"), (["", ""], ["", "c"]), 1),  # a run of an earlier version
         (("1", "2"), ("8", "9"), (["c", "c"], ["", "c"]), 1),  # a remote shard without a copy on disk
-        (("", "2"), ("", "2"), (["c", "c"], ["c", "c"]), 1),  # a pipe: the index is of what it once gave
+        (
+            ("", "2"),
+            ("", "2"),
+            (["c", "c"], ["c", "c"]),
+            1,
+        ),  # a pipe: its output may differ from the indexed one
     ],
 )
-def test_what_could_not_be_compared_is_counted(
+def test_shards_that_cannot_be_compared_are_counted(
     then: tuple[str, str], now: tuple[str, str], contents: tuple[list[str], list[str]], unknown: int
 ) -> None:
     earlier = made_of(BEFORE[:2], versions=then, contents=contents[0])
@@ -319,7 +326,7 @@ def test_what_could_not_be_compared_is_counted(
     assert later.changes_since(earlier) == [] and later.not_compared(earlier) == unknown
 
 
-def test_the_manifest_of_an_earlier_version_has_no_contents(tmp_path: Path) -> None:
+def test_manifest_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     one = made_of(BEFORE)
     about, arrays = one._stored()
     write_arrays(tmp_path / "one", about, {k: v for k, v in arrays.items() if not k.startswith("contents")})
@@ -329,7 +336,7 @@ def test_the_manifest_of_an_earlier_version_has_no_contents(tmp_path: Path) -> N
     assert list(one.with_counts_of(other).contents) == ["c"] * 3
 
 
-def test_the_fingerprint_does_not_tell_the_folder(tmp_path: Path) -> None:
+def test_fingerprint_does_not_depend_on_the_folder(tmp_path: Path) -> None:
     first = make_manifest([write_shards(tmp_path / "a", 3, 4)], Selection()).fingerprint
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     copies = [ShardFile.at(tmp_path / "b" / f"{number}.tar") for number in range(2)]
@@ -338,7 +345,7 @@ def test_the_fingerprint_does_not_tell_the_folder(tmp_path: Path) -> None:
     assert make_manifest([copies], Selection(need=("image",))).fingerprint != first
 
 
-def test_stated_counts_are_taken_but_for_the_first_shard(tmp_path: Path, opened: list[str]) -> None:
+def test_stated_counts_are_used_except_for_the_first_shard(tmp_path: Path, opened: list[str]) -> None:
     shards = write_shards(tmp_path / "a", 3, 4, 5)
     for shard in shards:
         state_stats(shard, 1000)
@@ -360,7 +367,7 @@ def test_stated_counts_are_taken_but_for_the_first_shard(tmp_path: Path, opened:
         Selection(need=("image", "label")),
     ],
 )
-def test_stated_counts_are_not_taken_where_more_is_asked(
+def test_stated_counts_are_ignored_with_filters_or_other_rules(
     selection: Selection, tmp_path: Path, opened: list[str]
 ) -> None:
     shards = [
@@ -373,7 +380,7 @@ def test_stated_counts_are_not_taken_where_more_is_asked(
 
 
 @pytest.mark.parametrize("stated", ["7", None, -1, 7.0, True, [7], {}])
-def test_a_stated_count_that_is_none_is_not_taken(stated: Any, tmp_path: Path) -> None:
+def test_invalid_stated_count_is_ignored(stated: Any, tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "a", 3, 4)
     state_stats(shards[1], stated)
     assert make_manifest([shards], Selection()).counts.tolist() == [3, 4]
@@ -382,20 +389,20 @@ def test_a_stated_count_that_is_none_is_not_taken(stated: Any, tmp_path: Path) -
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b"5", b'{"successes": 1' + b"0" * 5000 + b"}"]
 )
-def test_stats_that_cannot_be_read_are_not_taken(content: bytes, tmp_path: Path) -> None:
+def test_unreadable_stats_are_ignored(content: bytes, tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "a", 3, 4)
     (tmp_path / "a" / "1_stats.json").write_bytes(content)
     assert make_manifest([shards], Selection()).counts.tolist() == [3, 4]
 
 
-def test_an_index_that_is_there_is_believed_more_than_stats(tmp_path: Path) -> None:
+def test_stored_index_takes_precedence_over_stats(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "a", 3, 4)
     OpenShard(shards[1], Selection(), None)
     state_stats(shards[1], 1000)
     assert make_manifest([shards], Selection()).counts.tolist() == [3, 4]
 
 
-def test_more_stated_than_there_is_are_samples_that_cannot_be_read(tmp_path: Path) -> None:
+def test_samples_beyond_the_true_count_raise_error(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "a", 3, 2)
     state_stats(shards[1], 4)
     data = Shards.of(shards)
@@ -406,7 +413,7 @@ def test_more_stated_than_there_is_are_samples_that_cannot_be_read(tmp_path: Pat
         assert data.locate(number) == (shards[1].url, "")
 
 
-def test_nothing_usable_is_said_after_a_few_shards(tmp_path: Path, opened: list[str]) -> None:
+def test_shards_without_pairs_are_reported_after_a_few(tmp_path: Path, opened: list[str]) -> None:
     """The error is raised early, even with a thousand shards."""
     one = tmp_path / "one.tar"
     with webdataset.TarWriter(str(one), encoder=False) as tar:
@@ -427,7 +434,7 @@ def test_nothing_usable_is_said_after_a_few_shards(tmp_path: Path, opened: list[
     print(f"{len(indexed)} of 1000 shards were opened")
 
 
-def test_first_shards_without_pairs_are_passed_over(tmp_path: Path) -> None:
+def test_first_shards_without_pairs_are_skipped(tmp_path: Path) -> None:
     assert make_manifest([write_shards(tmp_path / "a", 0, 0, 0, 2)], Selection()).counts.tolist() == [
         0,
         0,
@@ -436,14 +443,14 @@ def test_first_shards_without_pairs_are_passed_over(tmp_path: Path) -> None:
     ]
 
 
-def test_no_shards_are_an_error() -> None:
+def test_no_shards_raise_error() -> None:
     no_sources: list[list[ShardFile]] = []
     for sources in (no_sources, [no_sources.copy()]):
         with pytest.raises(DataError, match="no shards were given"):
             make_manifest(sources, Selection())  # type: ignore[arg-type]
 
 
-def test_two_hundred_thousand_shards_are_no_burden() -> None:
+def test_200_000_shards_need_little_time_and_memory() -> None:
     lines = [
         (f"s3://bucket/some/folder/{number:06d}.tar", 10**9 + number, 10_000, f"{number:016x}")
         for number in range(200_000)

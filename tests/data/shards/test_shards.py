@@ -1,4 +1,4 @@
-"""Shards as one list of samples."""
+"""Tests of reading samples from a list of shards."""
 
 import json
 import multiprocessing
@@ -39,7 +39,7 @@ def record(number: int) -> Record:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A dataset folder of 23 samples in 12 shards."""
+    """Write a dataset folder of 23 samples in 12 shards."""
     with DatasetWriter(tmp_path / "set", samples_per_shard=2) as writer:
         for number in range(23):
             writer.write("train", record(number))
@@ -55,7 +55,7 @@ def write_tar(path: Path, *samples: dict[str, Any]) -> Path:
 
 
 def shards_of(*paths: Path, need: Sequence[str] = ("image", "caption")) -> Shards:
-    """Local files."""
+    """Open local shards."""
     return Shards.of([ShardFile.at(path) for path in paths], need=need)
 
 
@@ -64,9 +64,11 @@ def paths_of(source: str, split: str = "train") -> list[Path]:
     return [Path(shard.url) for shard in find_shards(source, split=split)]
 
 
-def test_it_reads_what_was_written(folder: Path) -> None:
+def test_samples_round_trip(folder: Path) -> None:
     paths = paths_of(str(folder))
-    assert [path.name for path in paths] == [f"{number}.tar" for number in range(12)]  # 10 after 9
+    assert [path.name for path in paths] == [
+        f"{number}.tar" for number in range(12)
+    ]  # numeric order: 10 after 9
     shards = shards_of(*paths, need=("image",))
     assert len(shards) == 23 and shards.skipped == 0
     assert shards.counts.tolist() == [2] * 11 + [1]
@@ -88,7 +90,7 @@ def test_it_reads_what_was_written(folder: Path) -> None:
             shards.read(number)
 
 
-def test_what_is_needed_decides_what_counts(tmp_path: Path) -> None:
+def test_only_samples_with_the_needed_members_count(tmp_path: Path) -> None:
     path = write_tar(
         tmp_path / "0.tar",
         {"__key__": "a", "jpg": b"A", "txt": b"text"},
@@ -120,7 +122,7 @@ def test_what_is_needed_decides_what_counts(tmp_path: Path) -> None:
         ({"json": b"\xff{}"}, "its json does not parse"),
     ],
 )
-def test_a_bad_sample_is_a_data_error(members: dict[str, bytes], cause: str, tmp_path: Path) -> None:
+def test_bad_sample_raises_data_error(members: dict[str, bytes], cause: str, tmp_path: Path) -> None:
     path = write_tar(tmp_path / "0.tar", {"__key__": "a", "jpg": b"A", "txt": b"text", **members})
     with pytest.raises(DataError, match=cause):
         shards_of(path, need=("image",)).read(0)
@@ -130,25 +132,25 @@ def test_a_bad_sample_is_a_data_error(members: dict[str, bytes], cause: str, tmp
     "members",
     [{"cls": b"tench"}, {"cls": b"-1"}, {"json": b"{"}, {"json": b"[" * 200_000}, {"json": b"1" * 5000}],
 )
-def test_what_is_not_needed_may_be_wrong(members: dict[str, bytes], tmp_path: Path) -> None:
+def test_invalid_members_that_are_not_needed_are_ignored(members: dict[str, bytes], tmp_path: Path) -> None:
     path = write_tar(tmp_path / "0.tar", {"__key__": "a", "jpg": b"A", "txt": b"text", **members})
     sample = shards_of(path).read(0)
     assert (sample.image, sample.caption, sample.label, sample.meta) == (b"A", "text", None, {})
 
 
-def test_a_caption_from_json_that_is_wrong_is_a_data_error(tmp_path: Path) -> None:
+def test_caption_from_invalid_json_raises_data_error(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "0.tar", {"__key__": "a", "jpg": b"A", "json": b"{"})
     with pytest.raises(DataError, match="its json does not parse"):
         shards_of(path).read(0)
 
 
-def test_text_that_is_not_utf8_and_json_that_is_no_object_are_read(tmp_path: Path) -> None:
+def test_invalid_utf8_and_json_lists_are_read(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "0.tar", {"__key__": "a", "jpg": b"A", "txt": b"caf\xe9", "json": b"[1]"})
     sample = shards_of(path, need=("image",)).read(0)
-    assert (sample.caption, sample.meta) == ("caf\udce9", {})  # of a bad sample where it is needed
+    assert (sample.caption, sample.meta) == ("caf\udce9", {})  # a bad sample if the caption is needed
 
 
-def test_a_member_beyond_the_limit_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_member_over_the_size_limit_raises_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_shard, "_MAX_BYTES", (20, 20, 20, 20))
     shards = Shards.of(find_shards(str(folder)))
     assert shards.read(0).id == 0
@@ -156,7 +158,7 @@ def test_a_member_beyond_the_limit_is_not_read(folder: Path, monkeypatch: pytest
         shards.read(4)
 
 
-def test_a_shard_that_changes_or_goes_after_it_was_indexed(folder: Path) -> None:
+def test_shard_changed_after_indexing_raises_error(folder: Path) -> None:
     shards = Shards.of(find_shards(str(folder)))
     os.truncate(folder / "train" / "3.tar", 700)
     with pytest.raises(DataError, match=r"shorter|is truncated"):
@@ -175,7 +177,7 @@ def read_all(shards: Shards, answer: Connection) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_another_process_opens_files_of_its_own(method: Any, folder: Path) -> None:
+def test_other_process_opens_its_own_files(method: Any, folder: Path) -> None:
     shards = Shards.of(find_shards(str(folder)))
     here = [shards.read(number) for number in range(23)]
     context = multiprocessing.get_context(method)
@@ -203,7 +205,7 @@ def open_files() -> set[str]:
 
 @pytest.fixture
 def many(tmp_path: Path) -> Path:
-    """A folder of 100 shards of one sample."""
+    """Write a folder of 100 shards of one sample."""
     with DatasetWriter(tmp_path / "many", samples_per_shard=1) as writer:
         for number in range(100):
             writer.write("train", record(number))
@@ -212,9 +214,7 @@ def many(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="lists open files by /proc")
-def test_few_files_are_open_at_a_time_and_none_is_left_open(
-    many: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_number_of_open_files_is_limited(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards_module, "_MAX_OPEN", 64)
     shards = Shards.of(find_shards(str(many)))
     for _ in range(2):
@@ -223,14 +223,14 @@ def test_few_files_are_open_at_a_time_and_none_is_left_open(
     names = [f"{many}/train/{number}.tar" for number in range(36, 100)]
     assert {name for name in open_files() if name.startswith(str(many))} == set(names)
     shards.read(36)
-    shards.read(0)  # in place of 37, which was used longest ago
+    shards.read(0)  # replaces 37, the least recently used
     opened = open_files()
     assert names[0] in opened and names[1] not in opened
     del shards
     assert not [name for name in open_files() if name.startswith(str(many))]
 
 
-def test_threads_read_while_others_close(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_read_while_others_close_files(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards_module, "_MAX_OPEN", 2)
     shards = Shards.of(find_shards(str(many)))
     expected = [record(number).image for number in range(100)]
@@ -253,7 +253,7 @@ def test_threads_read_while_others_close(many: Path, monkeypatch: pytest.MonkeyP
     assert wrong == []
 
 
-def test_the_fingerprint_is_of_the_samples_not_of_the_place(folder: Path, tmp_path: Path) -> None:
+def test_fingerprint_depends_on_samples_not_on_the_folder(folder: Path, tmp_path: Path) -> None:
     first = Shards.of(find_shards(str(folder))).fingerprint()
     assert len(first) == 16 and int(first, 16) >= 0
     moved = folder.rename(tmp_path / "elsewhere")
@@ -272,7 +272,7 @@ def test_the_fingerprint_is_of_the_samples_not_of_the_place(folder: Path, tmp_pa
     assert len(seen) == 7
 
 
-def test_no_pair_names_the_extensions_seen(tmp_path: Path) -> None:
+def test_error_without_pairs_lists_extensions(tmp_path: Path) -> None:
     path = write_tar(
         tmp_path / "0.tar",
         *({"__key__": f"{number}", "npy": b"x", "caption": b"text"} for number in range(3)),
@@ -289,7 +289,7 @@ def test_no_pair_names_the_extensions_seen(tmp_path: Path) -> None:
         Shards.of([])
 
 
-def test_a_folder_whose_name_is_no_utf8(folder: Path) -> None:
+def test_folder_name_that_is_not_utf8(folder: Path) -> None:
     moved = folder.rename(os.fsdecode(os.fsencode(folder) + b"\xff"))
     shards = Shards.of(find_shards(str(moved)))
     assert len(shards) == 23 and shards.read(3).caption == "caption 3 ü"
@@ -298,16 +298,16 @@ def test_a_folder_whose_name_is_no_utf8(folder: Path) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_stays_open() -> Iterator[None]:
-    """No file stays open after the list of shards is deleted."""
+    """Check that no file stays open after the list of shards is deleted."""
     if not Path("/proc/self/fd").is_dir():
         yield
         return
-    before = set(open_files())  # other modules' tests may hold some that are not collected yet
+    before = set(open_files())  # objects of other modules' tests may not be collected yet
     yield
     assert [name for name in open_files() if name.endswith(".tar") and name not in before] == []
 
 
-def test_meta_survives_as_json(tmp_path: Path) -> None:
+def test_meta_round_trips_through_json(tmp_path: Path) -> None:
     meta = {"nested": {"list": [1, 2.5, None, "ü"]}}
     sample = {"__key__": "a", "jpg": b"A", "txt": b"t", "json": json.dumps(meta).encode()}
     assert shards_of(write_tar(tmp_path / "0.tar", sample), need=("image",)).read(0).meta == meta

@@ -1,4 +1,4 @@
-"""All forms of sources, and the errors for invalid ones."""
+"""Tests of all forms of data sources and the errors for invalid ones."""
 
 import gzip
 import subprocess
@@ -19,7 +19,7 @@ from data.shards.writer import DatasetWriter, Record
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A dataset folder of 12 shards."""
+    """Write a dataset folder of 12 shards."""
     with DatasetWriter(tmp_path / "set", samples_per_shard=2) as writer:
         for number in range(23):
             record = Record(key=f"{number:06d}", image=b"picture", extension="jpg", caption="text")
@@ -33,7 +33,7 @@ def paths_of(source: str, split: str = "train") -> list[Path]:
     return [Path(shard.url) for shard in find_shards(source, split=split)]
 
 
-def test_the_ways_to_name_shards(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_by_folder_name_and_pattern(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = folder / "train"
     all_of_them = [train / f"{number}.tar" for number in range(12)]
     assert paths_of(str(folder)) == paths_of(str(train)) == all_of_them
@@ -75,7 +75,7 @@ def test_the_ways_to_name_shards(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         ("{{" * 5000 + "1,2" + "}}" * 5000, "the braces of '{{{{{{"),
     ],
 )
-def test_a_source_that_is_not_there(source: str, message: str, folder: Path) -> None:
+def test_missing_source_raises_error(source: str, message: str, folder: Path) -> None:
     with pytest.raises(DataError) as caught:
         paths_of(source.format(folder=folder))
     assert str(caught.value).startswith(message.format(folder=folder))
@@ -89,12 +89,12 @@ def test_a_source_that_is_not_there(source: str, message: str, folder: Path) -> 
         ("{{1..4},{5..6}}", 6), ("a,b", 1),
     ],
 )  # fmt: skip
-def test_names_are_counted_before_they_are_made(pattern: str, count: int) -> None:
+def test_names_of_patterns_are_counted(pattern: str, count: int) -> None:
     assert patterns._count_names(pattern) == count == len(list(braceexpand.braceexpand(pattern)))
 
 
-def test_a_split_that_is_not_there_or_not_whole(folder: Path) -> None:
-    (folder / "bad_rows.jsonl").write_text("{}\n")  # as data pack leaves it: no table to pack
+def test_missing_or_incomplete_split_raises_error(folder: Path) -> None:
+    (folder / "bad_rows.jsonl").write_text("{}\n")  # written by data pack: not a table to pack
     for split in ("tset", "more"):
         (folder / "more").mkdir(exist_ok=True)
         with pytest.raises(DataError) as caught:
@@ -113,16 +113,16 @@ def test_a_split_that_is_not_there_or_not_whole(folder: Path) -> None:
     assert len(paths_of(str(folder))) == 11
 
 
-# What tired people type
+# Wildcards and common mistakes
 
 
-def test_wildcards_on_a_disk(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wildcards_match_local_shards(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = folder / "train"
     every = [train / f"{number}.tar" for number in range(12)]
     for name in ("notes.txt", ".9.tar", "0.tar.tmp"):
         (train / name).write_bytes(b"")
     (tmp_path / "set" / "folder.tar").mkdir()
-    assert paths_of(f"{train}/*.tar") == paths_of(f"{train}/*") == every  # 10 after 9
+    assert paths_of(f"{train}/*.tar") == paths_of(f"{train}/*") == every  # numeric order: 10 after 9
     assert paths_of(f"{train}/1?.tar") == every[10:]
     assert paths_of(f"{train}/[13].tar") == [every[1], every[3]]
     assert paths_of(f"{tmp_path}/*/train/{{3,1?}}.tar") == [every[3], *every[10:]]
@@ -131,7 +131,7 @@ def test_wildcards_on_a_disk(folder: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert paths_of("train/*.tar") == paths_of("~/s?t/train/*.tar") == every
-    strange = tmp_path / "set[1]*"  # a name with such letters is first of all a name
+    strange = tmp_path / "set[1]*"  # an existing name takes precedence over a wildcard
     train.rename(strange)
     assert len(paths_of(str(strange))) == 12 and paths_of(f"{strange}/3.tar") == [strange / "3.tar"]
     monkeypatch.setattr(patterns, "_MAX_NAMES", 5)
@@ -178,7 +178,9 @@ def test_wildcards_on_a_disk(folder: Path, tmp_path: Path, monkeypatch: pytest.M
         ("https://h/a*/{0..3}.tar?s=Zq", "https://h/a*/{0..3}.tar: stores do not support wildcards"),
     ],
 )
-def test_what_is_meant(source: str, said: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_suggests_the_correct_source(
+    source: str, said: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(folder)
     (folder / "pairs.csv").write_text("image,caption\n")
     (folder / "a cat.jpg").write_bytes(b"\xff\xd8")
@@ -189,8 +191,10 @@ def test_what_is_meant(source: str, said: str, folder: Path, monkeypatch: pytest
     assert said in message and "Zq" not in message and len(message.splitlines()) == 1
 
 
-def test_names_that_only_look_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Existing files are used whatever their name; stores and shells may have such names."""
+def test_existing_names_with_special_characters_are_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Existing files are used whatever their name; URLs and commands may contain such characters."""
     one = (folder / "train" / "1.tar").read_bytes()
     for name in ("a,b.tar", "a b.tar", "a::b.tar", "saved.tar.gz", "odd.csv"):
         (folder / name).write_bytes(one)
@@ -207,7 +211,9 @@ def test_names_that_only_look_so(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("page", [None, "<a href=other.txt>"])
-def test_a_web_folder_without_tars_shows_the_form(page: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_web_folder_without_tars_shows_the_expected_form(
+    page: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store, "read_text", lambda url, limit: page)
     with pytest.raises(DataError) as caught:
         find_shards("http://user:Zq@host/dir/?s=Zq")
@@ -217,7 +223,7 @@ def test_a_web_folder_without_tars_shows_the_form(page: str | None, monkeypatch:
     assert ("no tar at" if page else "cannot be listed") in said
 
 
-def test_a_folder_of_other_things(tmp_path: Path) -> None:
+def test_folder_of_other_files_raises_error_with_hint(tmp_path: Path) -> None:
     for name, said in (
         ("0.tar.gz", "the tars in {0} are compressed: unpack them with gunzip -k '{0}'/*.tar.gz"),
         ("0.TGZ", "the tars in {0} are compressed: unpack them with gunzip -k '{0}'/*.TGZ"),
@@ -245,8 +251,8 @@ def test_a_folder_of_other_things(tmp_path: Path) -> None:
             assert str(caught.value).startswith(expected)
 
 
-def test_the_command_that_unpacks(folder: Path) -> None:
-    """Run the command of the message in a shell."""
+def test_suggested_unpack_command_works(folder: Path) -> None:
+    """Run the command of the error message in a shell."""
     train = folder / "train"
     wanted = {path: path.read_bytes() for path in sorted(train.glob("*.tar"))}
     for path, data in wanted.items():
@@ -260,7 +266,7 @@ def test_the_command_that_unpacks(folder: Path) -> None:
 
 @st.composite
 def brace_patterns(draw: st.DrawFn, depth: int = 2) -> str:
-    """Nested braces."""
+    """Draw nested brace patterns."""
     parts = []
     for _ in range(draw(st.integers(1, 3))):
         kind = draw(st.sampled_from(["text", "range", "list"] if depth else ["text", "range"]))
@@ -277,7 +283,7 @@ def brace_patterns(draw: st.DrawFn, depth: int = 2) -> str:
 
 @settings(deadline=None)
 @given(pattern=brace_patterns())
-def test_any_pattern_is_counted_rightly(pattern: str) -> None:
+def test_names_of_random_patterns_are_counted(pattern: str) -> None:
     count = patterns._count_names(pattern)
     assume(count < 3000)
     assert count == len(list(braceexpand.braceexpand(pattern)))
@@ -285,7 +291,7 @@ def test_any_pattern_is_counted_rightly(pattern: str) -> None:
 
 @settings(deadline=None)
 @given(text=st.text("{},.01-\\a", max_size=9))
-def test_any_text_is_names_or_an_error(text: str) -> None:
+def test_random_source_raises_one_line_error(text: str) -> None:
     try:
         found = find_shards(f"/nowhere/{text}")
     except DataError as error:
@@ -294,7 +300,7 @@ def test_any_text_is_names_or_an_error(text: str) -> None:
         raise AssertionError(f"{found} are not there")
 
 
-def test_a_dataset_folder_has_its_splits(folder: Path) -> None:
+def test_dataset_folder_has_splits(folder: Path) -> None:
     (folder / "test").mkdir()
     with webdataset.TarWriter(str(folder / "test" / "0.tar"), encoder=False) as tar:
         tar.write({"__key__": "a", "jpg": b"x"})
@@ -302,13 +308,13 @@ def test_a_dataset_folder_has_its_splits(folder: Path) -> None:
     assert paths_of(f"{folder}/test", split="train") == [folder / "test" / "0.tar"]
 
 
-def test_ten_comes_after_nine_and_other_files_do_not_count(folder: Path) -> None:
+def test_shards_are_in_numeric_order_without_other_files(folder: Path) -> None:
     for name in ("0_stats.json", "0.parquet", "0.tar.tmp", "0.tgz"):
         (folder / "train" / name).write_bytes(b"")
     assert [path.name for path in paths_of(str(folder))] == [f"{number}.tar" for number in range(12)]
 
 
-def test_what_is_known_of_a_file_of_this_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_shard_has_size_and_version(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = folder / "train" / "3.tar"
     shard = ShardFile.at(path)
     status = path.stat()
@@ -332,7 +338,7 @@ def test_what_is_known_of_a_file_of_this_machine(folder: Path, monkeypatch: pyte
         ("a:b/0.tar", False, "0.tar"),
     ],
 )
-def test_what_lies_elsewhere(source: str, remote: bool, name: str) -> None:
+def test_remote_sources_are_recognized(source: str, remote: bool, name: str) -> None:
     assert is_remote(source) is remote
     shard = ShardFile(url=source, size=1, version="")
     assert (shard.is_remote, shard.name) == (remote, name)

@@ -1,4 +1,4 @@
-"""A teacher's stored features reach their samples, or an error names what is missing."""
+"""Tests of a teacher's stored features: each sample gets its features, or an error names what is missing."""
 
 import io
 import json
@@ -49,7 +49,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def write_pairs(folder: Path, *, samples: int = SAMPLES, first: int = 0) -> Path:
-    """Pairs in shards of five; image 5 is broken."""
+    """Write pairs in shards of five; image 5 is broken."""
     with DatasetWriter(folder, samples_per_shard=5) as writer:
         for number in range(first, first + samples):
             file = io.BytesIO()
@@ -78,7 +78,7 @@ def encode_with(model: CLIP, source: Path | list[Path], out: Path, **more: Any) 
 
 @pytest.fixture(scope="module")
 def stored(pairs: Path, teacher: CLIP, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The folders of image features and text features."""
+    """Encode the pairs and return the folders of image and text features."""
     out = tmp_path_factory.mktemp("stored")
     images = encode_with(teacher, pairs, out / "images")
     return images, encode_with(teacher, pairs, out / "texts", kind="caption")
@@ -109,14 +109,14 @@ def assert_taught(batch: Batch, truth: dict[int, tuple[torch.Tensor, torch.Tenso
     both = (batch.teacher.images, batch.teacher.texts)
     for features in both:
         assert features.dtype == torch.float16 and features.shape == (BATCH, width)
-    seen = batch.identities[:, 0].tolist()  # of a substitute, what stands in for the bad one
+    seen = batch.identities[:, 0].tolist()  # for a replaced sample, the number of its replacement
     for number, image, text in zip(seen, *both, strict=True):
         for row, other in zip((image, text), truth[number], strict=True):
             assert torch.allclose(row.float(), other, atol=2e-3)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_each_sample_has_its_features(
+def test_samples_have_their_features(
     workers: int, pairs: Path, stored: tuple[Path, Path], teacher: CLIP
 ) -> None:
     features = StoredFeatures(*stored)
@@ -132,9 +132,7 @@ def test_each_sample_has_its_features(
     assert "13 stored features of images, 14 of texts, by a teacher from" in features.describe()
 
 
-def test_batches_are_else_the_same_and_move_with_their_features(
-    pairs: Path, stored: tuple[Path, Path]
-) -> None:
+def test_features_do_not_change_batches_and_move_with_them(pairs: Path, stored: tuple[Path, Path]) -> None:
     for images, texts in (stored, (stored[0], None)):
         taught, plain = make_loader(pairs, StoredFeatures(images, texts)), make_loader(pairs, None)
         for one, other in zip(taught.batches(0, 4), plain.batches(0, 4), strict=True):
@@ -146,7 +144,7 @@ def test_batches_are_else_the_same_and_move_with_their_features(
             assert all(tensor.device.type == "meta" for tensor in moved.tensors())
 
 
-def test_data_that_were_moved_are_found(
+def test_features_match_moved_data(
     pairs: Path, stored: tuple[Path, Path], teacher: CLIP, tmp_path: Path
 ) -> None:
     shutil.copytree(pairs, tmp_path / "elsewhere" / "set")
@@ -156,7 +154,7 @@ def test_data_that_were_moved_are_found(
     assert_taught(loader.batch(0), expected(teacher, pairs), features.width)
 
 
-def test_two_data_sets_with_shards_of_the_same_names(teacher: CLIP, tmp_path: Path) -> None:
+def test_datasets_with_equal_shard_names_are_distinguished(teacher: CLIP, tmp_path: Path) -> None:
     folders = [write_pairs(tmp_path / name, samples=6, first=first) for name, first in (("a", 0), ("b", 20))]
     features = StoredFeatures(encode_with(teacher, folders, tmp_path / "out"))
     for folder in folders:
@@ -178,7 +176,7 @@ def test_two_data_sets_with_shards_of_the_same_names(teacher: CLIP, tmp_path: Pa
         features.check(moved)
 
 
-def test_what_is_missing_is_told_in_one_line_that_makes_it(
+def test_missing_features_error_contains_a_working_command(
     pairs: Path, stored: tuple[Path, Path], teacher: CLIP, tmp_path: Path
 ) -> None:
     shards = Shards.of(find_shards(str(pairs)))
@@ -193,16 +191,14 @@ def test_what_is_missing_is_told_in_one_line_that_makes_it(
     command = shlex.split(line.rpartition(": ")[2])
     assert command[:2] == ["clipkit", "encode"] and command[command.index("--out") + 1] == str(first)
     sources = list(map(Path, command[2 : command.index("--model")]))
-    encode_with(teacher, sources, first)  # with these sources the same folder is gone on with
+    encode_with(teacher, sources, first)  # the same folder is continued with more sources
     StoredFeatures(first).check(shards)
 
 
-def test_a_shard_of_the_same_name_elsewhere_is_named_itself(
-    pairs: Path, teacher: CLIP, tmp_path: Path
-) -> None:
+def test_command_names_other_shards_of_the_same_name(pairs: Path, teacher: CLIP, tmp_path: Path) -> None:
     more = write_pairs(
         tmp_path / "more", samples=SAMPLES + 1
-    )  # the last shard has five, of which four were encoded
+    )  # five samples in the last shard, four of them encoded
     features = encode_with(teacher, pairs, tmp_path / "features")
     shards = Shards.of(find_shards(str(more)))
     with pytest.raises(DataError, match="1 of 15 samples have no features") as caught:
@@ -214,10 +210,10 @@ def test_a_shard_of_the_same_name_elsewhere_is_named_itself(
     StoredFeatures(features).check(shards)
 
 
-def test_a_run_that_was_stopped_is_told_too(pairs: Path, stored: tuple[Path, Path], tmp_path: Path) -> None:
+def test_incomplete_features_raise_error(pairs: Path, stored: tuple[Path, Path], tmp_path: Path) -> None:
     shards = Shards.of(find_shards(str(pairs)))
     copy = shutil.copytree(stored[0], tmp_path / "copy")
-    (copy / ".parts" / "1.jsonl").unlink()  # that part's files may be of other items
+    (copy / ".parts" / "1.jsonl").unlink()  # files of an unlisted part may contain other items
     with pytest.raises(DataError, match="of 14 samples have no features"):
         StoredFeatures(copy).check(shards)
     with pytest.raises(DataError, match="no stored feature: its image is missing"):
@@ -228,7 +224,7 @@ def test_a_run_that_was_stopped_is_told_too(pairs: Path, stored: tuple[Path, Pat
         StoredFeatures(copy)
 
 
-def test_features_of_other_data_of_the_same_names_are_refused(
+def test_features_of_other_data_with_equal_names_are_rejected(
     stored: tuple[Path, Path], tmp_path: Path
 ) -> None:
     other = Shards.of(find_shards(str(write_pairs(tmp_path / "set", first=3))))
@@ -238,13 +234,13 @@ def test_features_of_other_data_of_the_same_names_are_refused(
         StoredFeatures(stored[0]).check(other)
 
 
-def test_keys_that_are_there_twice_are_refused(pairs: Path, teacher: CLIP, tmp_path: Path) -> None:
+def test_duplicate_keys_are_rejected(pairs: Path, teacher: CLIP, tmp_path: Path) -> None:
     shard = pairs / "train" / "0.tar"
     with pytest.raises(DataError, match=r"two rows of one key of .*0.tar"):
         StoredFeatures(encode_with(teacher, [shard, shard], tmp_path / "out"))
 
 
-def test_captions_must_be_trained_on_as_they_were_encoded(pairs: Path, stored: tuple[Path, Path]) -> None:
+def test_changed_captions_are_rejected(pairs: Path, stored: tuple[Path, Path]) -> None:
     shards = find_shards(str(pairs))
     for rule in (CaptionRule(prefix="a "), CaptionRule(templates=("{}!",)), CaptionRule(choice="random")):
         changed = Shards.of(shards, captions=rule)
@@ -253,7 +249,7 @@ def test_captions_must_be_trained_on_as_they_were_encoded(pairs: Path, stored: t
         StoredFeatures(stored[0]).check(changed)
 
 
-def test_a_shard_of_broken_pictures_alone(teacher: CLIP, tmp_path: Path) -> None:
+def test_shard_of_only_broken_images(teacher: CLIP, tmp_path: Path) -> None:
     file, (whole, broken) = io.BytesIO(), (tmp_path / "whole", tmp_path / "broken")
     Image.new("RGB", (20, 20), "red").save(file, "png")
     for folder, image in ((whole, file.getvalue()), (broken, b"no picture")):
@@ -270,7 +266,9 @@ def test_a_shard_of_broken_pictures_alone(teacher: CLIP, tmp_path: Path) -> None
         features.find(f"{broken}/train/0.tar", "broken0")
 
 
-def test_two_teachers_are_refused(pairs: Path, stored: tuple[Path, Path], tmp_path: Path) -> None:
+def test_features_of_two_teachers_are_rejected(
+    pairs: Path, stored: tuple[Path, Path], tmp_path: Path
+) -> None:
     other = clipkit.create("ViT-Ti-4-16", seed=2).eval()
     texts = encode_with(other, pairs, tmp_path / "texts", kind="caption")
     with pytest.raises(ConfigError, match="encoded by different models"):
@@ -291,7 +289,7 @@ def test_two_teachers_are_refused(pairs: Path, stored: tuple[Path, Path], tmp_pa
         (lambda out: (out / "failures.jsonl").write_text("{}\n"), "failures.jsonl cannot be read"),
     ],
 )
-def test_damage_is_one_line(
+def test_damaged_features_raise_one_line(
     damage: Callable[[Path], Any], message: str, stored: tuple[Path, Path], tmp_path: Path
 ) -> None:
     copy = shutil.copytree(stored[0], tmp_path / "copy")
@@ -310,7 +308,7 @@ def set_kind(out: Path, kind: str) -> None:
     (out / "manifest.json").write_text(json.dumps({**manifest, "kind": kind}))
 
 
-def test_a_copy_in_another_process_holds_no_embeddings(stored: tuple[Path, Path]) -> None:
+def test_pickled_features_contain_no_embeddings(stored: tuple[Path, Path]) -> None:
     rows = StoredRows(stored[0], "image")
     copy = pickle.loads(pickle.dumps(rows))
     assert copy._arrays == [] and len(copy) == len(rows)
@@ -321,14 +319,14 @@ def test_a_copy_in_another_process_holds_no_embeddings(stored: tuple[Path, Path]
 
 
 @given(st.lists(st.binary(max_size=12), max_size=40))
-def test_hashes_are_of_each_text_alone(texts: list[bytes]) -> None:
+def test_hashes_equal_those_of_single_texts(texts: list[bytes]) -> None:
     together = hashes_of(np.frombuffer(b"".join(texts), np.uint8), np.cumsum([0, *map(len, texts)])[1:])
     alone = [_hash_of(text) for text in texts]
     assert together.tolist() == alone
     assert len(set(alone)) == len(set(texts))
 
 
-def test_many_keys_are_hashed_in_parts() -> None:
+def test_many_keys_have_distinct_hashes() -> None:
     keys = [f"{number:09d}".encode() for number in range(70_000)]
     hashes = hashes_of(np.frombuffer(b"".join(keys), np.uint8), np.arange(9, 9 * 70_001, 9))
     assert len(np.unique(hashes)) == 70_000

@@ -1,4 +1,4 @@
-"""Truncated shards: with ``data.truncated=use`` exactly the samples of the intact part are used."""
+"""Tests of truncated shards: with ``data.truncated=use`` exactly the samples of the intact part are used."""
 
 import io
 import os
@@ -48,7 +48,7 @@ def tar_and_ends() -> tuple[bytes, list[int]]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two complete shards, and one between them truncated in its third sample."""
+    """Write three shards; the second is truncated in its third sample."""
     made = tmp_path / "pairs"
     made.mkdir()
     tar, ends = tar_and_ends()
@@ -57,7 +57,7 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def test_wherever_a_shard_is_cut_the_whole_samples_before_are_kept(tmp_path: Path) -> None:
+def test_complete_samples_before_any_cut_are_kept(tmp_path: Path) -> None:
     tar, ends = tar_and_ends()
     path = tmp_path / "0.tar"
     for cut in (*range(0, ends[-1] + 512, 512), *range(7, ends[-1], 509), *ends, *(end - 1 for end in ends)):
@@ -71,15 +71,15 @@ def test_wherever_a_shard_is_cut_the_whole_samples_before_are_kept(tmp_path: Pat
         assert len(rows) == whole, cut
         assert len(index) == whole or (
             whole == 0 and len(index) == 1
-        )  # nothing tells what the first one lacks
+        )  # the members of the first sample are not known yet
         assert [index.key(row) for row in rows] == [str(row) for row in range(whole)]
         assert "truncated" in index.truncated or "empty" in index.truncated
-        assert stored_index(file) is None  # a training that refuses truncated shards must not find it
+        assert stored_index(file) is None  # trainings that reject truncated shards must not use it
         stored = stored_index(file, truncated="use")
         assert stored is not None and (stored.digest, stored.truncated) == (index.digest, index.truncated)
 
 
-def test_zeros_that_a_download_has_not_filled_are_a_cut(tmp_path: Path) -> None:
+def test_zeros_of_an_incomplete_download_count_as_truncation(tmp_path: Path) -> None:
     tar, ends = tar_and_ends()
     path = tmp_path / "0.tar"
     path.write_bytes(tar[: ends[1] + (-ends[1] % 512)].ljust(900 * 512, b"\0"))
@@ -87,7 +87,7 @@ def test_zeros_that_a_download_has_not_filled_are_a_cut(tmp_path: Path) -> None:
     assert len(index) == 2 and "seems incompletely downloaded" in index.truncated
 
 
-def test_of_whole_shards_nothing_changes(folder: Path) -> None:
+def test_setting_does_not_change_complete_shards(folder: Path) -> None:
     (folder / "1.tar").unlink()
     sources = [find_shards(str(folder))]
     one, other = (make_manifest(sources, selection) for selection in (Selection(), USE))
@@ -107,15 +107,15 @@ def check(manifest: Manifest, cache: ShardCache | None = None) -> None:
         assert one.image == sample(int(one.key))["jpg"] and one.caption == f"caption {one.key}"
 
 
-def test_a_local_shard(folder: Path) -> None:
+def test_truncated_local_shard(folder: Path) -> None:
     sources = [find_shards(str(folder))]
-    for _ in range(2):  # the second time by the cache folder
+    for _ in range(2):  # the second time from the cache
         check(make_manifest(sources, USE))
         with pytest.raises(TruncatedError):
             make_manifest(sources, Selection())
 
 
-def test_many_local_shards_are_counted_by_several_processes(folder: Path) -> None:
+def test_truncated_shards_counted_by_several_processes(folder: Path) -> None:
     tar = (folder / "0.tar").read_bytes()
     for number in range(3, 9):
         (folder / f"{number}.tar").write_bytes(tar[: -512 * number * 3])
@@ -126,29 +126,31 @@ def test_many_local_shards_are_counted_by_several_processes(folder: Path) -> Non
     assert dict(manifest.truncated).keys() >= {1, 7, 8} and manifest.counts[1] == 2
 
 
-def test_counts_that_img2dataset_states_are_not_believed(folder: Path) -> None:
+def test_counts_stated_by_img2dataset_are_ignored(folder: Path) -> None:
     for number in range(3):
         (folder / f"{number}_stats.json").write_text('{"successes": 5}')
     check(make_manifest([find_shards(str(folder))], USE))
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_a_remote_shard(cached: bool, folder: Path, nginx: servers.Nginx, tmp_path: Path) -> None:
+def test_truncated_remote_shard(cached: bool, folder: Path, nginx: servers.Nginx, tmp_path: Path) -> None:
     for shard in folder.iterdir():
         nginx.put(f"pairs/{shard.name}", shard.read_bytes())
     cache = ShardCache(tmp_path / "shards", 10**9) if cached else None
     check(make_manifest([find_shards(nginx.url("pairs"))], USE, cache=cache), cache)
 
 
-def test_the_output_of_a_command(folder: Path, tmp_path: Path) -> None:
+def test_truncated_command_output(folder: Path, tmp_path: Path) -> None:
     sources = [find_shards(f"pipe:cat {folder}/{{0..2}}.tar")]
     cache = ShardCache(tmp_path / "shards", 10**9)
     manifest = make_manifest(sources, USE, cache=cache)
     check(manifest, cache)
-    assert stored_index(sources[0][1], truncated="use") is None  # nothing would tell that it was repaired
+    assert (
+        stored_index(sources[0][1], truncated="use") is None
+    )  # the index would not notice that the shard was repaired
 
 
-def test_a_repaired_shard_is_a_change(folder: Path) -> None:
+def test_repaired_shard_is_reported_as_a_change(folder: Path) -> None:
     before = make_manifest([find_shards(str(folder))], USE)
     (folder / "1.tar").write_bytes((folder / "0.tar").read_bytes())
     size = (folder / "0.tar").stat().st_size
@@ -156,7 +158,7 @@ def test_a_repaired_shard_is_a_change(folder: Path) -> None:
     assert change.startswith(f"1.tar has {size} bytes instead of ")
 
 
-def test_the_command_index(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_index_command_with_truncated_shards(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["index", "--quiet", "--truncated", "use", str(folder)]) == 0
     assert f"truncated   {folder}/1.tar: 2 samples kept" in capsys.readouterr().out
     path = folder / "1.tar"

@@ -1,4 +1,4 @@
-"""Names of json fields that no sample has are rejected at the start; rare fields are not."""
+"""Tests of json field names: names that no sample has are rejected at the start; rare fields are accepted."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -66,7 +66,7 @@ TEXTS = "available fields: alt.en, caption, tags"
         ("none", THERE),
     ],
 )
-def test_a_filter_on_a_field_that_no_json_has_names_those_it_has(
+def test_unknown_filter_field_lists_available_fields(
     name: str, hint: str, shards: int, tmp_path: Path
 ) -> None:
     selection = Selection(filters=(Filter.of("width >= 1"), Filter.of(f"{name} >= 1")))
@@ -79,9 +79,7 @@ def test_a_filter_on_a_field_that_no_json_has_names_those_it_has(
 
 @pytest.mark.parametrize("choice", ["first", "random", "weighted", "all"])
 @pytest.mark.parametrize("shards", [1, 3, 12])
-def test_a_caption_field_that_no_json_has_names_those_it_has(
-    shards: int, choice: str, tmp_path: Path
-) -> None:
+def test_unknown_caption_field_lists_available_fields(shards: int, choice: str, tmp_path: Path) -> None:
     rule = CaptionRule(fields=("captoin",), choice=choice, weights=(1.0,))
     said = refusal(METAS, Selection(captions=rule), tmp_path, shards=shards)
     assert said == (
@@ -93,9 +91,7 @@ def test_a_caption_field_that_no_json_has_names_those_it_has(
 
 @pytest.mark.parametrize("choice", ["first", "all"])
 @pytest.mark.parametrize("shards", [1, 12])
-def test_a_caption_field_where_there_is_no_json_names_the_caption_files(
-    shards: int, choice: str, tmp_path: Path
-) -> None:
+def test_caption_field_without_json_suggests_caption_files(shards: int, choice: str, tmp_path: Path) -> None:
     rule = CaptionRule(fields=("alt",), choice=choice)
     said = refusal([{"txt": "text"}] * 2, Selection(captions=rule), tmp_path, shards=shards)
     looked = 2 * min(shards, 8)
@@ -105,7 +101,7 @@ def test_a_caption_field_where_there_is_no_json_names_the_caption_files(
     )
 
 
-def test_other_mistakes_with_where_captions_are(tmp_path: Path) -> None:
+def test_fields_without_text_and_hostile_names_are_reported(tmp_path: Path) -> None:
     said = refusal([{"json": '{"text": "x"}'}] * 2, Selection(), tmp_path)
     assert said == (
         "none of 2 samples examined has a caption file (.txt) or the json field 'caption': available fields: text"
@@ -126,9 +122,7 @@ def test_other_mistakes_with_where_captions_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", [0, 7, 29])
 @pytest.mark.parametrize("shard", [0, 1])
 @pytest.mark.parametrize("over", [Selection(captions=CaptionRule(fields=("rare",))), None])
-def test_a_field_that_is_rare_is_none_of_these(
-    over: Selection | None, shard: int, where: int, tmp_path: Path
-) -> None:
+def test_rare_field_is_accepted(over: Selection | None, shard: int, where: int, tmp_path: Path) -> None:
     selection = over or Selection(filters=(Filter.of("rare = x"),))
     metas: list[dict[str, Any]] = [{"width": 1} for _ in range(30)]
     files = []
@@ -141,14 +135,14 @@ def test_a_field_that_is_rare_is_none_of_these(
     assert make_manifest([files], selection).counts.sum() == (60 if over else 1)
 
 
-def test_empty_captions_and_broken_json_are_bad_samples_and_no_wrong_names(tmp_path: Path) -> None:
+def test_empty_captions_and_broken_json_are_not_unknown_fields(tmp_path: Path) -> None:
     assert refusal([{"txt": " "}, {"txt": ""}], Selection(), tmp_path) == ""
     rule = CaptionRule(fields=("a",))
     assert refusal([{"json": "{"}, {"json": "["}], Selection(captions=rule), tmp_path) == ""
     assert refusal([{"txt": "x"}], Selection(captions=CaptionRule(fields=("txt", "a"))), tmp_path) == ""
 
 
-def test_to_begin_one_sample_is_read_as_a_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_sample_is_read_if_it_has_the_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [shard_of(tmp_path / f"{number}.tar", METAS) for number in range(3)]
     rows = count_reads(monkeypatch)
     for fields in (("txt",), ("caption",), ("none", "tags")):
@@ -157,7 +151,7 @@ def test_to_begin_one_sample_is_read_as_a_rule(tmp_path: Path, monkeypatch: pyte
         rows.clear()
 
 
-def test_fields_are_named_as_filters_name_them() -> None:
+def test_leaf_fields_have_the_names_used_in_filters() -> None:
     deep: dict[str, Any] = {"leaf": 1}
     for _ in range(9):
         deep = {"down": deep}

@@ -1,4 +1,4 @@
-"""The writer of dataset folders: every reader reads what it wrote, and nothing appears incomplete."""
+"""Tests of the writer of dataset folders: readers find all samples, and no incomplete folder appears."""
 
 import json
 import os
@@ -16,7 +16,7 @@ def record(number: int) -> Record:
     return Record(key=f"{number:04d}", image=b"%d" % number, extension="png", caption=f"caption {number} ü")
 
 
-def test_the_layout(tmp_path: Path) -> None:
+def test_layout_of_the_dataset_folder(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "set"
     with DatasetWriter(out, samples_per_shard=3) as writer:
         for number in range(7):
@@ -46,7 +46,7 @@ def test_the_layout(tmp_path: Path) -> None:
     assert samples[7] == {"__key__": "a/b", "jpg": b"x", "cls": b"3", "json": '{"a": "ü", "z": 1}'.encode()}
 
 
-def test_the_same_records_make_the_same_bytes(tmp_path: Path) -> None:
+def test_equal_records_give_equal_bytes(tmp_path: Path) -> None:
     for name in ("one", "two"):
         with DatasetWriter(tmp_path / name) as writer:
             for number in range(5):
@@ -58,7 +58,7 @@ def test_the_same_records_make_the_same_bytes(tmp_path: Path) -> None:
         assert {(member.mtime, member.uname, member.gname) for member in tar} == {(0, "", "")}
 
 
-def test_an_error_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_error_leaves_no_files(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), DatasetWriter(tmp_path / "set") as writer:
         writer.write("train", record(0))
         raise RuntimeError
@@ -67,7 +67,7 @@ def test_an_error_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_there_is_never_overwritten(tmp_path: Path) -> None:
+def test_existing_files_are_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("mine")
@@ -83,7 +83,7 @@ def test_what_is_there_is_never_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lines", [["cat\ndog"], ["cat", "dog\n"], ["a\u2028b"], ["a\rb"]])
-def test_a_class_name_of_two_lines_is_refused(lines: list[str], tmp_path: Path) -> None:
+def test_class_name_with_line_break_is_rejected(lines: list[str], tmp_path: Path) -> None:
     with (
         pytest.raises(DataError, match=r"classnames\.txt needs one entry per line"),
         DatasetWriter(tmp_path / "set") as writer,
@@ -96,12 +96,12 @@ def test_a_class_name_of_two_lines_is_refused(lines: list[str], tmp_path: Path) 
 @pytest.mark.parametrize(
     ("key", "extension"), [("1.5", "png"), ("", "png"), ("a/", "png"), ("1", "npy"), ("1", "PNG")]
 )
-def test_a_record_that_no_reader_would_find_is_our_own_mistake(key: str, extension: str) -> None:
+def test_unreadable_record_raises_assertion_error(key: str, extension: str) -> None:
     with pytest.raises(AssertionError):
         Record(key=key, image=b"", extension=extension)
 
 
-def test_a_key_twice_in_a_row_is_our_own_mistake(tmp_path: Path) -> None:
+def test_repeated_key_raises_assertion_error(tmp_path: Path) -> None:
     with DatasetWriter(tmp_path / "set") as writer:
         writer.write("train", record(0))
         writer.write("test", record(0))
