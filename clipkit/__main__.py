@@ -152,9 +152,7 @@ def _caption_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         help="sample among the most probable tokens with this total probability (default: take the best)",
     )
-    parser.add_argument(
-        "--seed", metavar="N", type=whole(0, MOST_SEED), help="seed of --top-p (default: 0)"
-    )
+    parser.add_argument("--seed", metavar="N", type=whole(0, MOST_SEED), help="seed of --top-p (default: 0)")
     parser.add_argument(
         "--length",
         metavar="N",
@@ -300,7 +298,9 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
 def _interpolate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", metavar="FIRST", help=f"{MODEL}, such as the model before fine-tuning")
     parser.add_argument("second", metavar="SECOND", help="the same model after further training")
-    parser.add_argument("more", metavar="MORE", nargs="*", default=[], help="further ones: the mean of all is written")
+    parser.add_argument(
+        "more", metavar="MORE", nargs="*", default=[], help="further ones: the mean of all is written"
+    )
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="output folder")
     parser.add_argument(
         "--alpha",

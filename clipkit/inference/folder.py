@@ -445,8 +445,8 @@ class EmbeddingFolder:
         stored = self._stored()
         if differing := _difference(stored, wanted):
             raise ConfigError(
-                f"{self.out} contains embeddings of another run: {differing}; resume with the same settings, or use "
-                "another --out"
+                f"{self.out} contains embeddings of another run: {differing}; resume with the same settings, or "
+                "use another --out"
             )
         if any(stored.get(name) != wanted[name] for name in _CONTENT):
             write_atomic(path, text, durable=True)

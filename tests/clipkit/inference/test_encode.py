@@ -363,7 +363,10 @@ def test_only_some_pictures_have_captions(photos: Path, model: CLIP, tmp_path: P
         ({"batch_size": 3}, "--batch-size was 2 and is now 3"),
         ({"kind": "caption"}, "contains texts|no shards"),
         ({"weights": 1}, r"the model was pets \([0-9a-f]{8}\) and is now pets \([0-9a-f]{8}\)"),
-        ({"dim": 64}, "another run: --dim was not given and is now 64; resume with the same settings, or use"),
+        (
+            {"dim": 64},
+            "another run: --dim was not given and is now 64; resume with the same settings, or use",
+        ),
         ({"dim": 64, "weights": 1}, "--dim was not given"),
         ({"preprocess": 1}, "the model was pets"),
         ({"other": 1}, "{0} was one of the sources, which are now {1}"),
