@@ -41,3 +41,5 @@ def test_the_command_reads_images_and_leaves_broken_ones_out(
     assert load_file(out)["palette"].shape == (4, 3)
     with pytest.raises(DataError, match="already exists"):
         main(command)
+    with pytest.raises(ConfigError, match=r"palette\.json must be a file name ending in \.safetensors"):
+        main(["palette", str(tmp_path / "absent"), "--out", str(tmp_path / "palette.json")])
