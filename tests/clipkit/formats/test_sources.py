@@ -315,6 +315,9 @@ def test_without_a_network(source: str) -> None:
     ) as caught:
         clipkit.load(source)
     assert source in str(caught.value) and "\n" not in str(caught.value)
+    assert "or use other weights, such as a run folder (with train.py: model.weights=FOLDER)" in str(
+        caught.value
+    )
 
 
 def test_a_missing_network_is_seen_at_the_first_question(monkeypatch: pytest.MonkeyPatch) -> None:
