@@ -48,5 +48,5 @@ def test_terms_are_trained_and_resumed_bit_for_bit(trainings: Trainings, tmp_pat
         assert [line.get(f"loss_{name}") for line in metrics(killed)] == losses
         assert losses.count(None) == 5 * (name == "masked") and None not in losses[5:]
         assert name != "caption" or losses[-1] < losses[5]  # the others' teacher changes too
-        assert f"Loss of {name}" in page
+        assert f"{name.capitalize()} loss" in page
     assert all("chance" not in line for line in metrics(whole))
