@@ -152,9 +152,7 @@ def _caption_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         help="sample among the most probable tokens with this total probability (default: take the best)",
     )
-    parser.add_argument(
-        "--seed", metavar="N", type=whole(0, MOST_SEED), default=0, help="seed of --top-p (default: 0)"
-    )
+    parser.add_argument("--seed", metavar="N", type=whole(0, MOST_SEED), help="seed of --top-p (default: 0)")
     parser.add_argument(
         "--length",
         metavar="N",
@@ -300,7 +298,9 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
 def _interpolate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", metavar="FIRST", help=f"{MODEL}, such as the model before fine-tuning")
     parser.add_argument("second", metavar="SECOND", help="the same model after further training")
-    parser.add_argument("more", metavar="MORE", nargs="*", help="further ones: the mean of all is written")
+    parser.add_argument(
+        "more", metavar="MORE", nargs="*", default=[], help="further ones: the mean of all is written"
+    )
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="output folder")
     parser.add_argument(
         "--alpha",
@@ -345,7 +345,8 @@ int8 rows stand for the unit vector in their direction. binary rows are the
 signs of the elements, packed by numpy.packbits (1 is positive). Both are
 scored with queries in float32; their recall against float32 is printed.
 
-Running the same command again resumes it. If inputs were added or changed, the
+Running the same command again resumes it, with the same --batch-size, --device
+and --precision, which affect rounding. If inputs were added or changed, the
 affected embedding files are encoded again. To use several processes:
   torchrun --nproc-per-node 8 -m clipkit encode ...
 or a Ray cluster whose nodes see the sources and the model at the same paths:
@@ -375,7 +376,8 @@ With a few labelled images in labelled/cat, labelled/dog, labelled/none:
   clipkit caption photos/ --model runs/captions
   clipkit caption photos/ --model runs/captions --beams 4 --out captions.csv
 
-With --out, running the same command again resumes it.""",
+With --out, running the same command again resumes it; a complete file is not
+replaced.""",
         run="clipkit.inference.caption:run",
         arguments=_caption_arguments,
         stopped="with --out, run the same command again to resume",

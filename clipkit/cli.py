@@ -4,7 +4,7 @@ import argparse
 import math
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -65,6 +65,18 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError instead of printing the usage and exiting."""
         raise ConfigError(f"{message} (see {self.prog} --help)")
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parse a command line that may contain no other words."""
+        parsed, words = self.parse_known_args(args, namespace)
+        if words:
+            self.refuse(parsed, words)
+        return parsed
+
+    def refuse(self, parsed: argparse.Namespace, words: Sequence[str]) -> NoReturn:
+        """Raise ConfigError for unrecognized words, naming the ``--help`` of the sub-command."""
+        program = f"{self.prog} {parsed.command}" if hasattr(parsed, "command") else self.prog
+        raise ConfigError(f"unrecognized arguments: {' '.join(words)} (see {program} --help)")
 
 
 def command_parser(commands: Mapping[str, Command], **program: Any) -> Parser:

@@ -154,7 +154,7 @@ def _require_use(name: str, value: object, other: str, used: bool) -> None:
 def shown(value: object) -> str:
     """Format a value for a message; TOML may contain integers (0xff…) with more digits than Python prints."""
     try:
-        text = repr(value)
+        text = _literal(value) if isinstance(value, tuple) else repr(value)
     except ValueError:
         return "a number with thousands of digits"
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"

@@ -170,7 +170,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = make_parser()
     parsed, more = parser.parse_known_args(arguments)
     if more and (not hasattr(parsed, "sources") or any(word.startswith("-") for word in more)):
-        parser.error(f"unrecognized arguments: {' '.join(more)}")
+        parser.refuse(parsed, more)
     if more:
         parsed.sources += more
     return parsed

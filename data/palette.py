@@ -50,6 +50,8 @@ def palette_of(pixels: npt.NDArray[np.uint8], colors: int, *, seed: int = 0) -> 
 def command(parsed: argparse.Namespace) -> int:
     """Run ``python -m data palette``."""
     out: Path = parsed.out
+    if out.suffix != ".safetensors":
+        raise ConfigError(f"--out {out} must be a file name ending in .safetensors")
     if out.exists():
         raise DataError(f"{out} already exists: name a new file, or remove it first")
     if not out.parent.is_dir():

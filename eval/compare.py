@@ -45,7 +45,7 @@ LEVEL = 0.05
 _ROUNDING = 1e-4  # between a score and the mean over its items
 _LEAST_DIGITS = 6  # of a hash, to name weights by its start
 _FORM = "`compare MODEL_A MODEL_B --results FILE`"
-_NO_DETAILS = "there are no per-item details"
+_NO_DETAILS = "there are no per-item details: `python -m eval run --model M --data D` writes them"
 _Kind = tuple[str, str, str, str]  # dataset, split, task, setting
 
 

@@ -48,5 +48,5 @@ def test_auxiliary_losses_resume_bit_for_bit(trainings: Trainings, tmp_path: Pat
         assert [line.get(f"loss_{name}") for line in metrics(killed)] == losses
         assert losses.count(None) == 5 * (name == "masked") and None not in losses[5:]
         assert name != "caption" or losses[-1] < losses[5]  # the targets of the other losses change too
-        assert f"Loss of {name}" in page
+        assert f"{name.capitalize()} loss" in page
     assert all("chance" not in line for line in metrics(whole))

@@ -72,6 +72,9 @@ def interpolate(first: CLIP, second: CLIP, alpha: float, *, into: CLIP | None = 
 def _check_alike(first: CLIP, second: CLIP) -> None:
     """Raise ConfigError if two models differ in more than their weights, or have adapters that are not merged."""
     names = [model.origin or model.name or "a model" for model in (first, second)]
+    for name, model in zip(names, (first, second), strict=True):
+        if next(model.visual.parameters(), None) is None:
+            raise ConfigError(f"{name} cannot be interpolated: use the model that it was made from")
     what = ""
     before, after = (replace(one.preprocess, background=None, upright=False) for one in (first, second))
     if first.architecture != second.architecture:

@@ -121,6 +121,7 @@ def model_card(model: CLIP, targets: Mapping[str, Any], source: Source, *, name:
     environment.filters |= {
         "loads": lambda target: EXPORTS[target].loads,
         "resizes": lambda target: EXPORTS[target].resizes,
+        "approximate": lambda target: EXPORTS[target].approximate,
     }
     image_parameters = sum(parameter.numel() for parameter in model.visual.parameters())
     text: str = environment.get_template("model_card.md").render(

@@ -172,7 +172,7 @@ def _downloading(source: str) -> Iterator[None]:
         cause = str(error).strip().split("\n")[0]
         raise ConfigError(
             f"{source} is not stored on this machine, and downloading it failed; check the network "
-            f"connection: {cause}"
+            f"connection, or use other weights, such as a run folder (with train.py: model.weights=FOLDER): {cause}"
         ) from error
 
 

@@ -36,7 +36,8 @@ SUFFIXES = (*_DELIMITED, *_JSON_LINES, *_PARQUET)
 _BATCH, _ENCODED_BATCH = 1024, 16  # rows of a Parquet table that are read at a time, and rows with images
 LONGEST_LINE = 2**20  # maximum length of a JSONL line, in bytes
 HEADER = 2**16  # maximum length of a header, in bytes
-_CLASSIFIED = ["picture", "source", "label_1"]  # first columns of the output of ``clipkit classify``
+# first columns of the output of ``clipkit classify``, and of that of earlier versions
+_CLASSIFIED = (["image", "source", "label_1"], ["picture", "source", "label_1"])
 _FORMULA = re.compile(r"'*[=+\-@\t\r\n＝＋－＠]")
 
 
@@ -236,7 +237,7 @@ class Table:
                 if cause:
                     yield Row(number=number, cause=cause, progress=progress)
                     continue
-                if names[: len(_CLASSIFIED)] == _CLASSIFIED:  # undo safe_cell
+                if names[:3] in _CLASSIFIED:  # undo safe_cell
                     fields = [one[1:] if one[:1] == "'" and _FORMULA.match(one) else one for one in fields]
                 yield Row(
                     number=number,

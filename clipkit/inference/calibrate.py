@@ -22,11 +22,11 @@ from torch import Tensor
 from clipkit.errors import DataError
 from clipkit.files.atomic import write_atomic
 
-__all__ = ["Calibration", "HeldOut", "calibrate", "read_calibration"]
+__all__ = ["LEAST", "Calibration", "HeldOut", "calibrate", "read_calibration"]
 
 FOLDS = 5
 _DECAY = 1e-3
-_LEAST = 30  # right predictions of a label for a threshold of its own; others share one
+LEAST = 30  # right predictions of a label for a threshold of its own; others share one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +231,7 @@ def _thresholds(probabilities: Tensor, targets: Tensor, target: float, *, severa
     found = []
     for label in range(probabilities.shape[1]):
         own = predicted[:, label]
-        enough = int((own & targets[:, label]).sum()) >= _LEAST
+        enough = int((own & targets[:, label]).sum()) >= LEAST
         found.append(_threshold(probabilities[own, label], targets[own, label], target) if enough else shared)
     return torch.tensor(found)
 

@@ -5,7 +5,8 @@
     .jsonl    one object per line: {"image": …, "source": …, "caption": …}
 
 Images are streamed. With an output file, results are first appended to ``.NAME.partial``, a few batches at a time:
-its first line has the settings, each other line an image. The same command resumes there.
+its first line has the settings, each other line an image. The same command resumes there. A complete file is not
+replaced.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from clipkit.model.generate import check_generation, generate_captions
 
 __all__ = ["caption_images", "run"]
 
-_GENERATION = ("beams", "top_p", "prefix", "length", "seed")
+_GENERATION = ("beams", "top_p", "prefix", "length")
 _BLOCK = 4  # batches that are appended to the output at a time
 _WIDTH = 80
 
@@ -87,11 +88,15 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ClipkitError: a user error.
     """
+    if options.seed is not None and not options.top_p:
+        raise ConfigError("--seed has no effect without --top-p")
     stream = Stream(options.sources, image_column=options.image_column)
-    generation = {name: getattr(options, name) for name in _GENERATION}
+    generation = {name: getattr(options, name) for name in _GENERATION} | {"seed": options.seed or 0}
     out: Path | None = options.out
     if out is not None and (out.suffix.lower() not in (".csv", ".jsonl") or out.is_dir()):
         raise ConfigError(f"--out {out} must be a file name ending in .csv or .jsonl")
+    if out is not None and out.exists() and not _partial(out).exists():
+        raise ConfigError(f"--out {out} is complete already: name another file, or remove it first")
     features = FeatureStream.from_options(options)
     check_generation(features.model, **{name: value for name, value in generation.items() if name != "seed"})
     if out is None:
@@ -134,7 +139,7 @@ def _print_failure(one: dict[str, str]) -> bool:
 
 def _write(out: Path, stream: Stream, features: FeatureStream, generation: dict[str, Any]) -> tuple[int, int]:
     """Append results to the partial file from where it ends, then write ``out``."""
-    partial = out.with_name(f".{out.name}.partial")
+    partial = _partial(out)
     lock = FileLock(out.with_name(f".{out.name}.lock"))
     if not lock.try_acquire():
         raise ConfigError(f"{out} is being written by {lock.holder or 'another process'}")
@@ -172,6 +177,10 @@ def _write(out: Path, stream: Stream, features: FeatureStream, generation: dict[
         return done, failed
     finally:
         lock.release()
+
+
+def _partial(out: Path) -> Path:
+    return out.with_name(f".{out.name}.partial")
 
 
 def _resumable(partial: Path, settings: str, stream: Stream, block: int) -> int:

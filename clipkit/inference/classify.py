@@ -2,11 +2,11 @@
 
 Images are streamed: results are printed or written batch by batch and not kept in memory.
 
-    .csv      one row per image: picture, source, label_1, probability_1, label_2, …; names and labels that a
+    .csv      one row per image: image, source, label_1, probability_1, label_2, …; names and labels that a
               spreadsheet would evaluate as formulas (starting with =, +, -, @) are prefixed with an apostrophe,
               which clipkit removes when it reads the file
     .json     an array with one line per image:
-              {"picture": …, "source": …, "labels": [{"label": …, "probability": …}, …]}
+              {"image": …, "source": …, "labels": [{"label": …, "probability": …}, …]}
     .jsonl    the same objects, one per line, without the array
 
 With an output file, only failures and a summary are printed; otherwise the table is.
@@ -37,7 +37,7 @@ from clipkit.files.patterns import user_path
 from clipkit.files.table import safe_cell
 from clipkit.files.terminal import CountProgress, counted, printable
 from clipkit.formats.checkpoint import model_hash
-from clipkit.inference.calibrate import Calibration, calibrate, read_calibration
+from clipkit.inference.calibrate import LEAST, Calibration, calibrate, read_calibration
 from clipkit.inference.inputs import Stream
 from clipkit.inference.review import Uncertain, note_uncertain, write_review
 from clipkit.inference.stream import Failure, FeatureStream
@@ -320,6 +320,14 @@ def _calibrated(
         ),
         file=sys.stderr,
     )
+    counts = targets.sum(dim=0).tolist()
+    if few := [label for label, count in zip(labels, counts, strict=True) if count < LEAST]:
+        which = f"{counted(len(few), 'label')} (such as {few[0]!r})"
+        print(f"note: {which} with fewer than {LEAST} images: these share a threshold", file=sys.stderr)
+    if never := [label for label, least in zip(labels, found.thresholds, strict=True) if least > 1]:
+        which = f"{counted(len(never), 'label')} (such as {never[0]!r})"
+        why = "no threshold reaches the precision, so 2 is stored"
+        print(f"note: {which} never accepted: {why}", file=sys.stderr)
     if held.high < found.target or not held.accepted:
         advice = "add labelled images, or lower --least-precision"
         print(f"note: the precision of {found.target:.0%} is not reached: {advice}", file=sys.stderr)
@@ -356,7 +364,7 @@ class _Writer:
         self._file, self._suffix, self._first, self._top = file, suffix, True, top
         if suffix == ".csv":
             names = (f"{name}_{i}" for i in range(1, top + 1) for name in ("label", "probability"))
-            self._write_row("picture", "source", *names)
+            self._write_row("image", "source", *names)
 
     def write(self, found: Classification) -> None:
         """Append one image."""
@@ -366,7 +374,7 @@ class _Writer:
             self._write_row(safe_cell(found.image), safe_cell(found.source), *cells, *[""] * missing)
             return
         labels = [{"label": label, "probability": round(value, 6)} for label, value in found.labels]
-        one = {"picture": found.image, "source": found.source, "labels": labels}
+        one = {"image": found.image, "source": found.source, "labels": labels}
         text = json.dumps(one, ensure_ascii=False, allow_nan=False)
         if self._suffix == ".json":
             self._file.write(("[\n" if self._first else ",\n") + text)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from clipkit.api import load
 from clipkit.errors import ConfigError
+from clipkit.files.terminal import CountProgress
 from clipkit.inference.explain import SIDE, check_files, sheet, write_png
 from clipkit.inference.stream import pick_device
 from clipkit.model.pixels import PixelTransformer
@@ -41,9 +42,13 @@ def run(options: argparse.Namespace) -> int:
         side = pixels.shape[-1]
         kept = round(options.keep * side) * side  # whole rows
         random = torch.Generator(colors.device).manual_seed(options.seed)
-        drawn = visual.completed(
-            colors[:, :kept].repeat(options.samples, 1), temperature=options.temperature, generator=random
-        )
+        with CountProgress("pixels", total=side**2 - kept, shown=True) as bar:
+            drawn = visual.completed(
+                colors[:, :kept].repeat(options.samples, 1),
+                temperature=options.temperature,
+                generator=random,
+                show=bar.show,
+            )
         seen = [colors[0], torch.cat([colors[0, :kept], colors.new_full((side**2 - kept,), -1)]), *drawn]
     pictures = [_picture(one, visual.palette, side) for one in seen]
     labels = ["image", "given", *(f"sample {number}" for number in range(1, options.samples + 1))]

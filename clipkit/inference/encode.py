@@ -158,6 +158,7 @@ def encode(
         precision=features.precision,
         device=features.device.type,
         dtype=dtype,
+        dim=features.model.dim % features.model.architecture.embed_dim,
     )
 
     def contents(parts: Sequence[int]) -> dict[int, str]:

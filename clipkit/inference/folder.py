@@ -83,6 +83,7 @@ class Manifest:
     upright: bool = False  # whether the EXIF orientation is applied
     dtype: str = "float16"  # key of ``clipkit.inference.storage.STORAGE``
     directory: str = ""  # that relative paths of sources begin at
+    dim: int = 0  # first elements of the embeddings that are kept; 0: all
     format: int = _FORMAT
 
     @property
@@ -102,7 +103,10 @@ def _difference(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
         then, now = stored.get(name, _EARLIER.get(name)), wanted[name]
         if then == now:
             continue
-        if name == "weights":
+        dims = [values.get("dim", wanted["dim"]) for values in (stored, wanted)]
+        if name == "weights" and dims[0] != dims[1] and stored.get("model") == wanted["model"]:
+            what, (then, now) = "--dim", (dim or "not given" for dim in dims)
+        elif name == "weights":
             then, now = (
                 f"{values.get('model')} ({str(values.get(name))[:8]})" for values in (stored, wanted)
             )
@@ -441,7 +445,8 @@ class EmbeddingFolder:
         stored = self._stored()
         if differing := _difference(stored, wanted):
             raise ConfigError(
-                f"{self.out} contains embeddings of another run: {differing}; use another --out"
+                f"{self.out} contains embeddings of another run: {differing}; resume with the same settings, or "
+                "use another --out"
             )
         if any(stored.get(name) != wanted[name] for name in _CONTENT):
             write_atomic(path, text, durable=True)

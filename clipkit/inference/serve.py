@@ -21,11 +21,11 @@ from typing import Annotated, Any
 import uvicorn
 from fastapi import FastAPI, HTTPException, Query as QueryField, Request, UploadFile
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch import Tensor
 
-from clipkit.errors import ClipkitError, ConfigError
+from clipkit.errors import ClipkitError, ConfigError, nearest
 from clipkit.files.patterns import user_path
 from clipkit.files.terminal import counted, printable
 from clipkit.inference.search import TEMPLATES, Embeddings, Query, load_model, stale_note, thumbnail
@@ -59,6 +59,8 @@ Text = Annotated[str, StringConstraints(max_length=_MAX_TEXT)]
 
 class Parts(BaseModel):
     """A query. The result is nearest to the mean of what is searched for minus half the mean of what is not."""
+
+    model_config = ConfigDict(extra="allow")  # found() refuses unknown parameters in one line
 
     text: list[Text] = Field([], description="texts that are searched for", max_length=_MAX_PARTS)
     unwanted: list[Text] = Field(
@@ -127,6 +129,9 @@ def application(collections: Sequence[Collection], *, token: str = "", hosts: Se
         return vector if own is of else of.embeddings.vector_of(hit.path)
 
     def found(parts: Parts, images: Sequence[bytes] = ()) -> Results:
+        for name in (parts.model_extra or {}).keys() - {"token"}:
+            known = (field.alias or own for own, field in Parts.model_fields.items())
+            raise ConfigError(f"unknown parameter {printable(name, 40)!r}: {nearest(name, known)}")
         one, query = chosen(parts.collection), Query()
         if not (any(text.strip() for text in parts.text) or parts.like or images):
             raise ConfigError("nothing to search for: give text, like or a file")
@@ -286,32 +291,32 @@ def run(options: argparse.Namespace) -> int:
             f"{len(models)} models for {counted(len(folders), 'folder')}: give one --model for each"
         )
     models = models * len(folders) if len(models) == 1 else models
-    collections = []
-    for folder, name in zip(folders, models, strict=True):
-        embeddings = Embeddings(folder, exact=options.exact)
-        if note := stale_note(embeddings):
-            print(note, file=sys.stderr)
-        model = load_model(embeddings, options, name)
-        collections.append(Collection(name=folder.resolve().name, embeddings=embeddings, model=model))
-    local = _is_local(options.host)
-    token = "" if local else options.token or secrets.token_urlsafe(24)
-    hosts = ("127.0.0.1", "localhost", "::1") if local else ()
-    app = application(collections, token=token, hosts=hosts)
-    config = uvicorn.Config(
-        app,
-        host=options.host,
-        port=options.port,
-        log_level="warning",
-        timeout_keep_alive=10,
-        server_header=False,
-    )
     try:
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
         listening = socket.create_server((options.host, options.port), family=family)
     except OSError as error:
         where = f"{options.host} port {options.port}"
         raise ConfigError(f"cannot listen on {where}: {error.strerror or error}") from error
-    _Server(config, query=f"/?token={token}" if token else "/").run([listening])
+    with listening:
+        collections = []
+        for folder, name in zip(folders, models, strict=True):
+            embeddings = Embeddings(folder, exact=options.exact)
+            if note := stale_note(embeddings):
+                print(note, file=sys.stderr)
+            model = load_model(embeddings, options, name)
+            collections.append(Collection(name=folder.resolve().name, embeddings=embeddings, model=model))
+        local = _is_local(options.host)
+        token = "" if local else options.token or secrets.token_urlsafe(24)
+        hosts = ("127.0.0.1", "localhost", "::1") if local else ()
+        config = uvicorn.Config(
+            application(collections, token=token, hosts=hosts),
+            host=options.host,
+            port=options.port,
+            log_level="warning",
+            timeout_keep_alive=10,
+            server_header=False,
+        )
+        _Server(config, query=f"/?token={token}" if token else "/").run([listening])
     return 0
 
 

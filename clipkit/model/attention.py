@@ -37,6 +37,8 @@ def attention_blocks(model: CLIP) -> list[nn.Module]:
             if len(kinds) == 1 and all(isinstance(getattr(one, "attn", None), nn.Module) for one in module):
                 found = list(module)
     if not found:
+        if next(model.visual.parameters(), None) is None:
+            raise ConfigError("an ONNX export cannot be explained: use the model that it was made from")
         raise ConfigError(
             f"{model.name or 'the model'} has no ViT as its image tower, so there are no attention maps"
         )

@@ -50,7 +50,7 @@ def generate_captions(
 
     Raises:
         ConfigError: the model has no decoder, or a setting is out of range.
-        DataError: the prefix is too long, or the model's logits are not finite.
+        DataError: the prefix is too long or contains special tokens, or the model's logits are not finite.
     """
     start, end, most = check_generation(model, beams=beams, top_p=top_p, prefix=prefix, length=length)
     if not len(pixels):
@@ -178,6 +178,8 @@ def check_generation(
     place = int(row.argmax())
     longest = decoder.shape.context_length
     most = min(length or longest, longest)
+    if (row[1:place] == row[0]).any() or (row[place + 1 :] != row[-1]).any():  # the rest is padding
+        raise DataError(f"the prefix {prefix[:40]!r} contains the start or the end of a text: leave it out")
     if place > most:  # the prefix and the end
         raise DataError(f"the prefix has {place - 1} tokens, but captions have at most {most} with the end")
     return row[None, :place], int(row[place]), most

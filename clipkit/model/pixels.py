@@ -7,6 +7,8 @@ are no biases, the activation is QuickGELU, and the table that predicts colors i
 Letters: B images, S side in pixels, P = S² pixels, C colors, D width, O embedding dimension, K chosen pixels.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -121,12 +123,21 @@ class PixelTransformer(nn.Module):
             return F.cross_entropy(at_least_float32(logits), colors.flatten(), reduction="sum")
 
     @torch.no_grad()
-    def completed(self, colors: Tensor, *, temperature: float = 1.0, generator: torch.Generator) -> Tensor:
-        """Sample the missing last pixels: (B, p) → (B, P) int64; only if causal."""
-        for place in range(colors.shape[1], len(self.positional_embedding)):
+    def completed(
+        self,
+        colors: Tensor,
+        *,
+        temperature: float = 1.0,
+        generator: torch.Generator,
+        show: Callable[[int], object] = lambda done: None,
+    ) -> Tensor:
+        """Sample the missing last pixels: (B, p) → (B, P) int64; only if causal. ``show`` gets how many."""
+        first = colors.shape[1]
+        for place in range(first, len(self.positional_embedding)):
             tokens = self.outputs(F.pad(colors, (0, 1)))[:, place]  # does not depend on the padding
             odds = (self.proj_colors(tokens).float() / temperature).softmax(dim=-1)
             colors = torch.cat([colors, odds.multinomial(1, generator=generator)], dim=1)
+            show(place + 1 - first)
         return colors
 
 

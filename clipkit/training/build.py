@@ -1,6 +1,7 @@
 """Build the model that training starts with, and choose which layers are trained."""
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -72,14 +73,16 @@ def shape_of(
     Raises:
         ConfigError: a name is unknown, or the towers do not support patch dropout, smaller inputs or captions.
     """
-    shape = architecture(
-        model.name,
-        image=model.image,
-        image_options=model.tower_options,
-        text=model.text,
-        image_size=model.image_size,
-        context_length=model.context_length,
-    )
+    options = {name: f"model.image_options: {name}" for name in model.tower_options}
+    with _called({**_MODEL_SIZES, **options}):
+        shape = architecture(
+            model.name,
+            image=model.image,
+            image_options=model.tower_options,
+            text=model.text,
+            image_size=model.image_size,
+            context_length=model.context_length,
+        )
     if sizes is not None and sizes.changed:
         shape = _with_sizes(shape, sizes, model)
     if model.tokenizer:
@@ -131,6 +134,19 @@ def shape_of(
     return replace(shape, logit_bias=True) if has_bias else shape
 
 
+_MODEL_SIZES = {name: f"model.{name}" for name in ("image_size", "context_length")}
+
+
+@contextmanager
+def _called(settings: Mapping[str, str]) -> Iterator[None]:
+    """Name settings instead of an architecture's fields in errors such as "layers = 0 is not an integer"."""
+    try:
+        yield
+    except ConfigError as error:
+        text = re.sub(r"(?<![.\w])\w+(?= = )", lambda found: settings.get(found[0], found[0]), str(error))
+        raise ConfigError(text) from error
+
+
 def _with_sizes(shape: Architecture, sizes: ShapeConfig, model: ModelConfig) -> Architecture:
     """Return the architecture with the sizes of [shape]."""
     changed = sizes.changed
@@ -147,20 +163,25 @@ def _with_sizes(shape: Architecture, sizes: ShapeConfig, model: ModelConfig) -> 
         ("text", text, of_text, "transformer"),
     ):
         if given and own is None:
+            names = [
+                f"shape.{name}"
+                for name, value in vars(sizes).items()
+                if value and name != "embed" and name.startswith("text_") == (tower == "text")
+            ]
             raise ConfigError(
-                f"[shape] changes the {tower} tower, which requires clipkit's {kind}, not {model.label}"
+                f"to set {' and '.join(names)}, the {tower} tower must be clipkit's {kind}, not {model.label}"
             )
         if "width" in given and "heads" not in given and own is not None:
             head = own.width // own.heads
             multiple = f"expected a multiple of {head}, the width of a head of {model.name}"
             require(given["width"] % head == 0, f"shape.{tower}_width", given["width"], multiple)
             given["heads"] = given["width"] // head
-    return replace(
-        shape,
-        embed_dim=embed_dim,
-        vision=replace(vision, **of_image) if vision is not None and of_image else shape.vision,
-        text=replace(text, **of_text) if text is not None and of_text else shape.text,
-    )
+    of_vision = {field: f"shape.{name}" for name, field in IMAGE_SIZES.items()}
+    with _called(_MODEL_SIZES | of_vision):
+        new_vision = replace(vision, **of_image) if vision is not None and of_image else shape.vision
+    with _called({"width": "shape.text_width", "layers": "shape.text_layers", "embed_dim": "shape.embed"}):
+        new_text = replace(text, **of_text) if text is not None and of_text else shape.text
+        return replace(shape, embed_dim=embed_dim, vision=new_vision, text=new_text)
 
 
 def _decoder_of(shape: Architecture, caption: CaptionConfig, label: str) -> Decoder:

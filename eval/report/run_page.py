@@ -423,7 +423,7 @@ def _charts(run: RunFolder) -> list[str]:
     if scale:
         cap = [(scale[0][0], _CAP)]
         temperature.append(ChartLine(name=f"cap {number(_CAP)}", points=cap, reference=True))
-    peak = f"peak {number(max(value for _, value in rate))}" if rate else ""
+    highest = f"highest logged {number(max(value for _, value in rate))}" if rate else ""
     batch_time = dict(curve("batch_time"))
     waiting = [
         (step, 100 * seconds / batch_time[step])
@@ -445,7 +445,7 @@ def _charts(run: RunFolder) -> list[str]:
         Chart(title="Loss", note=note, lines=[_noisy("loss", loss, last), *levels], wide=True),
         *(
             Chart(
-                title=f"Loss of {name.removeprefix(_TERM)}",
+                title=f"{name.removeprefix(_TERM).replace('_', ' ').capitalize()} loss",
                 note="mean over the batch's targets, without the term's weight",
                 lines=[_noisy("loss", points, number(points[-1][1]))],
             )
@@ -463,7 +463,7 @@ def _charts(run: RunFolder) -> list[str]:
         Chart(title="Temperature", note="exp(t), which multiplies the cosines", lines=temperature, floor=0),
         Chart(
             title="Learning rate",
-            lines=[ChartLine(name="learning rate", points=_thinned(rate), summary=peak)],
+            lines=[ChartLine(name="learning rate", points=_thinned(rate), summary=highest)],
             floor=0,
         ),
         Chart(title="Speed", lines=[_noisy("speed", speed, _median(speed, " samples/s"))], floor=0),

@@ -84,6 +84,8 @@ def test_number_accepts_only_floats_within_bounds(value: float, above: bool) -> 
         ),
         (["-m", "clipkit", "encode", "x"], "the following arguments are required: --model, --out"),
         (["train.py", "--dry-run", "--gpus", "-4"], "--gpus: '-4' is not a whole number from 1 to"),
+        (["-m", "clipkit", "index", "x", "--y"], "unrecognized arguments: --y (see clipkit index --help)"),
+        (["-m", "clipkit", "interpolate"], "the following arguments are required: FIRST, SECOND, --out"),
         (["train.py", "--profile", "-1"], "--profile: '-1' is not a whole number from 0 to"),
     ],
 )

@@ -228,17 +228,19 @@ def test_csv_escapes_formulas_and_reads_back(checkpoint: Path, photos: Path) -> 
     with open("out.csv", newline="", encoding="utf-8") as file:  # noqa: PTH123
         rows = list(csv.reader(file))[1:]
     exact = json.loads(Path("out.json").read_text(encoding="utf-8"))
-    assert [one["picture"] for one in exact] == ["photos/b\r=2.png", "=1+1.png"]
+    assert [one["image"] for one in exact] == ["photos/b\r=2.png", "=1+1.png"]
     assert [row[0] for row in rows] == ["photos/b\r=2.png", "'=1+1.png"]
     for row, one in zip(rows, exact, strict=True):
         assert not any(cell.startswith(("=", "+", "-", "@", "\uff1d")) for cell in row)
         wanted = [found["label"] for found in one["labels"]]
         assert sorted(wanted) == sorted(labels)
         assert row[2::2] == [label if label == "plain" else f"'{label}" for label in wanted]
-    table = Table(Path("out.csv"), image_column=None, caption_column="label_1")
-    assert [(row.path, row.caption) for row in table] == [
-        (one["picture"], one["labels"][0]["label"]) for one in exact
-    ]
+    Path("earlier.csv").write_bytes(Path("out.csv").read_bytes().replace(b"image,", b"picture,", 1))
+    for name in ("out.csv", "earlier.csv"):
+        table = Table(Path(name), image_column=None, caption_column="label_1")
+        assert [(row.path, row.caption) for row in table] == [
+            (one["image"], one["labels"][0]["label"]) for one in exact
+        ]
 
 
 def test_classify_writes_csv_and_json(checkpoint: Path, photos: Path, model: CLIP) -> None:
@@ -248,7 +250,7 @@ def test_classify_writes_csv_and_json(checkpoint: Path, photos: Path, model: CLI
     want = clipkit.classify(pictures, LABELS, model)
     with open("out.csv", newline="") as file:  # noqa: PTH123
         header, *rows = csv.reader(file)
-    assert header == ["picture", "source", "label_1", "probability_1", "label_2", "probability_2"]
+    assert header == ["image", "source", "label_1", "probability_1", "label_2", "probability_2"]
     as_json = json.loads(Path("out.json").read_text())
     assert as_json == [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
     for row, one, picture, probabilities in zip(rows, as_json, pictures, want, strict=True):
@@ -257,7 +259,7 @@ def test_classify_writes_csv_and_json(checkpoint: Path, photos: Path, model: CLI
         assert row[:2] == [picture, "photos"]
         assert row[2::2] == labels
         assert [float(value) for value in row[3::2]] == pytest.approx(best.values.tolist(), abs=1e-4)
-        assert (one["picture"], one["source"]) == (picture, "photos")
+        assert (one["image"], one["source"]) == (picture, "photos")
         assert [label["label"] for label in one["labels"]] == labels
         assert [label["probability"] for label in one["labels"]] == [float(value) for value in row[3::2]]
     assert not list(Path().glob(".*partial"))

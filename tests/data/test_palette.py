@@ -39,3 +39,5 @@ def test_command_skips_broken_images(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert load_file(out)["palette"].shape == (4, 3)
     with pytest.raises(DataError, match="already exists"):
         main(command)
+    with pytest.raises(ConfigError, match=r"palette\.json must be a file name ending in \.safetensors"):
+        main(["palette", str(tmp_path / "absent"), "--out", str(tmp_path / "palette.json")])

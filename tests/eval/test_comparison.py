@@ -114,7 +114,10 @@ def test_differences_agree_with_the_metrics(results: Path) -> None:
         ({"n": 399}, "the numbers of items differ (400 and 399)"),
         ({"prompt_set": "openai"}, "the prompt sets differ (own and openai)"),
         ({"prompts": "p2"}, "the prompts of set own differ (p1 and p2)"),
-        ({"details": False}, "there are no per-item details"),
+        (
+            {"details": False},
+            "there are no per-item details: `python -m eval run --model M --data D` writes them",
+        ),
     ],
 )
 def test_incomparable_scores_are_rejected(results: Path, more: dict[str, Any], said: str) -> None:

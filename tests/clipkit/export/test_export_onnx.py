@@ -14,6 +14,7 @@ from clipkit.__main__ import dispatch
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.export import export, onnx as export_onnx
 from clipkit.export.checks import normalized
+from clipkit.export.model_card import KnownScore, Source, model_card
 from clipkit.formats.checkpoint import save_model
 from clipkit.model.clip import CLIP
 from clipkit.model.preprocess import batch_of
@@ -107,6 +108,11 @@ def test_onnx_folder_loads(everything: tuple[CLIP, Path], pictures: list[Path], 
         clipkit.load(tmp_path, image_size=32)
     with pytest.raises(ConfigError, match="its image tower has no weights: this model supports --to nothing"):
         export(made, tmp_path / "again", to=["onnx"])
+    image = [str(pictures[0]), "a", "--out", str(tmp_path / "heat.png")]
+    with pytest.raises(ConfigError, match="an ONNX export cannot be explained: use the model"):
+        dispatch(["explain", *image, "--model", str(tmp_path)])
+    with pytest.raises(ConfigError, match=r"ONNX export .* cannot be interpolated: use the model"):
+        dispatch(["interpolate", str(tmp_path), str(tmp_path), "--out", str(tmp_path / "between")])
     (tmp_path / "textual.onnx.data").unlink()
     with pytest.raises(CheckpointError, match=r"cannot read .*textual\.onnx"):
         clipkit.load(tmp_path)
@@ -141,6 +147,10 @@ def test_int8_export(pictures: list[Path], tmp_path: Path, capsys: pytest.Captur
         assert len(quantized) >= 8  # four matrices of two blocks
     assert not (out / ".float32").exists()
     assert "cosine similarity of embeddings" in (out / "README.md").read_text()
+    score = KnownScore(dataset="d", task="t", metric="acc1", value=0.5, n=9, low=0.4, high=0.6)
+    for target in ("onnx", "onnx-int8"):
+        card = model_card(model, {target: {}}, Source(scores=(score,)), name="a")
+        assert ("were measured before quantization" in card) == (target == "onnx-int8")
     made = clipkit.load(out)
     assert made.origin == f"ONNX export {out} (int8)"
     for ours, theirs in (

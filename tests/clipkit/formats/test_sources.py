@@ -319,6 +319,9 @@ def test_offline_download_raises_one_line_error(source: str) -> None:
     ) as caught:
         clipkit.load(source)
     assert source in str(caught.value) and "\n" not in str(caught.value)
+    assert "or use other weights, such as a run folder (with train.py: model.weights=FOLDER)" in str(
+        caught.value
+    )
 
 
 def test_missing_network_fails_at_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:

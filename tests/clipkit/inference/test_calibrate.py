@@ -122,8 +122,16 @@ def test_calibrate_command(
     monkeypatch.chdir(tmp_path)
     command = ["classify", str(folder / "labelled"), "--model", str(folder / "model")]
     assert dispatch([*command, "--calibrate", str(folder / "labelled"), "--none", "--out", "one.jsonl"]) == 0
-    assert "wrote calibration.json; on images held out from 36: precision" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "wrote calibration.json; on images held out from 36: precision" in said
+    assert "note: 2 labels (such as 'dark') with fewer than 30 images: these share a threshold\n" in said
     found = read_calibration(tmp_path / "calibration.json")
+    assert dispatch([*command, "--calibrate", str(folder / "labelled"), "--least-precision", "1"]) == 0
+    assert (
+        "note: 2 labels (such as 'dark') never accepted: no threshold reaches the precision, so 2 is stored\n"
+        in capsys.readouterr().err
+    )
+    found.write(tmp_path / "calibration.json")
     assert found.labels == ("dark", "light") and not found.several
     again = [
         *command,

@@ -16,7 +16,7 @@ from PIL import Image
 
 import clipkit
 from clipkit.__main__ import dispatch
-from clipkit.errors import ClipkitError
+from clipkit.errors import ClipkitError, ConfigError
 from clipkit.formats.checkpoint import save_model
 from clipkit.inference import caption as captions
 from clipkit.model.architectures import Decoder
@@ -63,12 +63,15 @@ def test_files_equal_the_captions_of_the_api(
         (("--beams", "3"), {"beams": 3}),
         (("--prefix", "a"), {"prefix": "a"}),
     ):
+        (tmp_path / "out.jsonl").unlink(missing_ok=True)
         assert run("--out", tmp_path / "out.jsonl", *options) == 0
         lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
         wanted = clipkit.caption(good, clipkit.load(checkpoint), batch_size=2, **settings)
         assert [line["caption"] for line in lines] == wanted and len(set(wanted)) > 3
         assert [Path(line["image"]).name for line in lines] == [path.name for path in good]
     assert "1 of 24 images failed" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"out\.jsonl is complete already: name another file, or remove it"):
+        run("--out", tmp_path / "out.jsonl", "--beams", "2")
     assert run("--out", tmp_path / "out.csv", *options) == 0
     with (tmp_path / "out.csv").open(newline="", encoding="utf-8") as file:
         assert [row["caption"].removeprefix("'") for row in csv.DictReader(file)] == wanted
@@ -78,6 +81,8 @@ def test_files_equal_the_captions_of_the_api(
     shown = said.out.splitlines()
     assert max(map(len, shown)) <= 80 and sum(line.startswith("  ") for line in shown) >= len(good)
     assert "failed: " in said.err and "05 broken.png" in said.err
+    broken = ["caption", str(photos / "05 broken.png"), "--model", str(checkpoint)]
+    assert dispatch(broken) == 1 and "1 of 1 image failed" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -124,6 +129,9 @@ def test_invalid_options_raise_one_line_errors(run: Run, tmp_path: Path, tiny: C
         (("--top-p", "0.5", "--beams", "2"), "cannot be combined with beams"),
         (("--prefix", "one two three four five six seven eight"), "the prefix has 8 tokens"),
         (("--prefix", "one " * 40), "the prefix has 40 tokens"),
+        (("--prefix", "a <end_of_text> dog"), "contains the start or the end of a text"),
+        (("--prefix", "a <start_of_text>"), "contains the start or the end of a text"),
+        (("--seed", "1"), "--seed has no effect without --top-p"),
         (("--beams", "0"), "is not a whole number from 1"),
     ):
         with pytest.raises(ClipkitError, match=said):

@@ -359,6 +359,11 @@ def test_missing_captions_are_null(photos: Path, model: CLIP, tmp_path: Path) ->
         ({"batch_size": 3}, "--batch-size was 2 and is now 3"),
         ({"kind": "caption"}, "contains texts|no shards"),
         ({"weights": 1}, r"the model was pets \([0-9a-f]{8}\) and is now pets \([0-9a-f]{8}\)"),
+        (
+            {"dim": 64},
+            "another run: --dim was not given and is now 64; resume with the same settings, or use",
+        ),
+        ({"dim": 64, "weights": 1}, "--dim was not given"),
         ({"preprocess": 1}, "the model was pets"),
         ({"other": 1}, "{0} was one of the sources, which are now {1}"),
         (
@@ -380,6 +385,7 @@ def test_other_model_or_settings_in_the_same_folder_are_rejected(
     other = clipkit.create("ViT-Ti-4-16", seed=1 if change.pop("weights", 0) else 0).eval()
     if change.pop("preprocess", 0):
         other.preprocess = replace(other.preprocess, mean=(0.0, 0.0, 0.0))
+    other.dim = change.pop("dim", other.dim)
     if change.pop("other", 0):
         named["sources"] = [str(photos)]
     if change.pop("spelled", 0):

@@ -193,7 +193,8 @@ def test_sources_may_be_added_but_not_removed(photos: Path, model: CLIP, tmp_pat
     assert run([shard, photos / "."], tmp_path / "out", model).stale == 5  # in another order
     before = tree(tmp_path / "out")
     with pytest.raises(
-        ConfigError, match=r"0\.tar was one of the sources, which are now .*/photos; use another --out"
+        ConfigError,
+        match=r"0\.tar was one of the sources, which are now .*/photos; resume with the same settings",
     ):
         run(photos, tmp_path / "out", model)
     assert tree(tmp_path / "out") == before

@@ -144,6 +144,17 @@ def test_invalid_queries_are_rejected(address: str, query: str) -> None:
     assert code in (400, 422) and "detail" in json.loads(text)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"), [("wher", "did you mean 'where'?"), ("unwanted", "known: "), ("%0A", "known: ")]
+)
+def test_unknown_parameters_are_refused(address: str, name: str, said: str) -> None:
+    code, text = status(f"{address}api/search?text=a&{name}=b")
+    detail = json.loads(text)["detail"]
+    assert code == 400 and detail.startswith("unknown parameter") and said in detail and "\n" not in detail
+    body, kind = form(b"")
+    assert status(f"{address}api/search?{name}=b", body, **{"Content-Type": kind})[0] == 400
+
+
 def test_only_thumbnails_of_listed_images_are_served(made: Path, address: str) -> None:
     (made / "images" / "secret.png").write_bytes((made / "images" / "1.png").read_bytes())
     for path in (
@@ -287,6 +298,7 @@ def test_non_local_hosts_require_a_token(made: Path) -> None:
             assert status(plain + query)[0] == 401
         assert status(plain, Cookie="clipkit=wrong", Authorization="Bearer wrong")[0] == 401
         assert status(plain, Authorization=f"Bearer {token}")[0] == 200
+        assert status(f"{plain}api/search?text=a&token={token}")[0] == 200
         with urllib.request.urlopen(address, timeout=30) as answer:
             cookie = answer.headers["set-cookie"]
         assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
@@ -342,7 +354,7 @@ def test_invalid_options_busy_port_and_missing_fastapi_are_rejected(
         taken.listen()
         port = str(taken.getsockname()[1])
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {port}: "):
-            dispatch(["serve", str(made / "one"), "--port", port])
+            dispatch(["serve", str(made / "absent"), "--port", port])  # before anything is loaded
     monkeypatch.setitem(sys.modules, "fastapi", None)
     monkeypatch.delitem(sys.modules, "clipkit.inference.serve")
     with pytest.raises(ConfigError, match=r"serve requires fastapi: pip install -e '\.\[serve\]'"):

@@ -146,7 +146,9 @@ def test_folder_keeps_its_type(made: Path, tmp_path: Path) -> None:
     before = tree(tmp_path / "out")
     encode(made, tmp_path / "out")
     assert tree(tmp_path / "out") == before
-    with pytest.raises(ConfigError, match="--dtype was float16 and is now int8; use another --out"):
+    with pytest.raises(
+        ConfigError, match="--dtype was float16 and is now int8; resume with the same settings, or use"
+    ):
         encode(made, tmp_path / "out", "--dtype", "int8")
     with pytest.raises(
         ConfigError, match=r"dimension 20 cannot be stored with 8 .*: use --dim 16 or another"

@@ -108,7 +108,9 @@ def test_completions_keep_given_pixels_and_sample_from_the_model() -> None:
     with torch.no_grad():  # uniform probabilities
         model.proj_colors.weight.zero_()
     given_colors = torch.arange(6)[None].repeat(200, 1)
-    found = model.completed(given_colors, generator=torch.Generator().manual_seed(0))
+    done = list[int]()
+    found = model.completed(given_colors, generator=torch.Generator().manual_seed(0), show=done.append)
+    assert done == list(range(1, 11))
     assert found.shape == (200, 16) and torch.equal(found[:, :6], given_colors)
     counts = torch.bincount(found[:, 6:].flatten(), minlength=27)
     assert counts.min() > 0 and counts.max() < 2000 / 27 * 1.6

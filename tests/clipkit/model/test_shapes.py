@@ -321,14 +321,27 @@ def test_invalid_sizes_are_rejected() -> None:
     ):
         sized(image_width=100)
     with pytest.raises(
-        ConfigError, match=r"\[shape\] changes the image tower, which requires clipkit's ViT, not"
+        ConfigError, match=r"to set shape.patch and shape.pool, the image tower must be clipkit's ViT, not"
     ):
-        sized(ModelConfig(name="ViT-B-32", image="timm:resnet18"), pool="mean")
+        sized(ModelConfig(name="ViT-B-32", image="timm:resnet18"), pool="mean", patch=16, embed=64)
     with pytest.raises(
-        ConfigError, match=r"\[shape\] changes the text tower, which requires clipkit's transformer"
+        ConfigError, match=r"to set shape.text_layers, the text tower must be clipkit's transformer"
     ):
         sized(ModelConfig(name="ViT-B-32", text="cbow"), text_layers=3)
-    with pytest.raises(ConfigError, match="image_size = 224 is not a multiple of patch_size = 15"):
-        sized(patch=15)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"patch": 15}, "model.image_size = 224 is not a multiple of shape.patch = 15"),
+        ({"image_layers": 10**6}, "shape.image_layers = 1000000 is not an integer from 1 to 1000"),
+        ({"text_layers": 1001}, "shape.text_layers = 1001 is not an integer"),
+        ({"image_heads": 7}, "shape.image_width = 768 is not a multiple of shape.image_heads = 7"),
+        ({"embed": 10**7}, "shape.embed = 10000000 is not"),
+    ]
+    for sizes, said in cases:
+        with pytest.raises(ConfigError, match=f"^{said}"):
+            sized(**sizes)
+    pixels = ModelConfig(name="ViT-B-32", image="pixels:Ti", image_options='{"colors": 0}')
+    with pytest.raises(ConfigError, match=r"^model.image_options: colors = 0 is not"):
+        shape_of(pixels, LossConfig(), SmallConfig())
+    with pytest.raises(ConfigError, match=r"^loss.dims = \[32, 16\] is invalid: expected rising sizes"):
+        LossConfig(dims=(32, 16))
     with pytest.raises(ConfigError, match=r"shape.pool = 'avg' is invalid: expected .*class, mean or map"):
         ShapeConfig(pool="avg")

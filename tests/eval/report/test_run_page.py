@@ -295,7 +295,7 @@ def test_loss_terms_have_curves_and_loss_time_has_none(run: Path) -> None:
     lines = [metrics_line(step) | {"loss_caption": 2.5, "loss_time": 0.01} for step in range(1, 9)]
     write_lines(run / "metrics.jsonl", lines)
     text = build_report(run).read_text(encoding="utf-8")
-    assert "Loss of caption" in text and "Loss of time" not in text
+    assert "Caption loss" in text and "Time loss" not in text and "highest logged" in text
 
 
 def test_at_most_five_snapshots_are_shown(run: Path) -> None:
