@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.papers.labels import SIDE, STEPS, VIT, prepare, trained
+from bench.papers.labels import SIDE, VIT, prepare, trained
 from bench.papers.runs import run
 
 RATES = ("1e-3", "3e-3")
-EPOCHS = 12
+STEPS, EPOCHS = 1600, 12  # of pre-training, of fine-tuning
 LABELS, MASKED, SCRATCH = "pre-trained on characters", "pre-trained on masked patches alone", "from scratch"
 STARTS: dict[str, tuple[str, ...]] = {
-    LABELS: (),
-    MASKED: ("loss.name=none", "model.text=", "lock.text=all", "masked.weight=1"),
+    LABELS: (f"steps={STEPS}",),
+    MASKED: (f"steps={STEPS}", "loss.name=none", "model.text=", "lock.text=all", "masked.weight=1"),
     SCRATCH: ("steps=1", "optim.lr=1e-12"),
 }
 Found = Mapping[str, Sequence[float]]  # accuracies by start, one a seed
