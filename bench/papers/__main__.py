@@ -29,11 +29,25 @@ ALL: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def plot(found: Mapping[str, Any], path: Path) -> None:
-    """Plot each score of each variant: a dot for the mean, a line for the standard deviation over seeds."""
+    """Plot each score of each variant: a dot for the mean, a line for the standard deviation over seeds.
+
+    Scores that are ``ordered``, such as those of a tower's blocks, are one panel with a line for each variant.
+    """
     from matplotlib.figure import Figure
 
     rows = found["rows"]
     scores = list(dict.fromkeys(score for row in rows.values() for score in row))
+    if found.get("ordered"):
+        figure = Figure(figsize=(6, 3.5), layout="constrained")
+        panel = figure.subplots()
+        for name, row in rows.items():
+            points = [[100 * value for value in row[score]] for score in scores]
+            spread = [stdev(one) if len(one) > 1 else 0.0 for one in points]
+            panel.errorbar(scores, [mean(one) for one in points], yerr=spread, fmt="o-", label=name)
+        panel.set_ylabel("accuracy, %")
+        panel.legend(frameon=False, fontsize=8)
+        figure.savefig(path, dpi=120)
+        return
     figure = Figure(figsize=(1.5 + 1.5 * len(scores), 0.8 + 0.3 * len(rows)), layout="constrained")
     for panel, score in zip(figure.subplots(1, len(scores), squeeze=False)[0], scores, strict=True):
         for place, row in enumerate(rows.values()):
@@ -62,11 +76,12 @@ def page(found: Mapping[str, Mapping[str, Any]]) -> str:
         "seeds.",
     ]  # fmt: skip
     for name, one in found.items():
-        verdict = "The direction agrees." if one["agrees"] else "The direction does not agree."
+        agrees = one["agrees"] if isinstance(one["agrees"], dict) else {"": one["agrees"]}
+        verdict = ", ".join(f"{claim} {'yes' if so else 'no'}".strip() for claim, so in agrees.items())
         columns = list(dict.fromkeys(score for row in one["rows"].values() for score in row))
         lines += [
             "", f"## {one['title']}", "",
-            f"{one['source']}: {one['finding']} **{verdict}**", "",
+            f"{one['source']}: {one['finding']} Direction reproduced: **{verdict}**.", "",
             f"`python -m bench.papers {name}`: {one['scale']}.", "",
             "| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns),
         ]  # fmt: skip

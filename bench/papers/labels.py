@@ -39,7 +39,7 @@ class Study:
         finding: what it found, in a sentence.
         variants: settings by name. ``{NAME}`` is the run folder of an earlier variant with the same seed, ``{}``
             the folder of all studies.
-        agrees: whether the means show the same direction.
+        agrees: whether the means show the same direction; by claim if there are several.
         scores: computes the scores of a run folder, given the folder of all studies.
         scale: what each variant was trained on.
         fit: describes a function that was fitted to the means.
@@ -49,7 +49,7 @@ class Study:
     source: str
     finding: str
     variants: Mapping[str, Sequence[str]]
-    agrees: Callable[[Means], bool]
+    agrees: Callable[[Means], bool | dict[str, bool]]
     scores: Callable[[Path, Path], dict[str, float]] = lambda out, folder: scores(out, folder)
     scale: str = f"{STEPS} steps of {BATCH} images of {SIDE} pixels"
     fit: Callable[[Means], str] | None = None
@@ -71,10 +71,10 @@ STUDIES: dict[str, Study] = {
             for name, settings in (("ViT", VIT), ("ResNet", RESNET))
             for images, fraction in _FRACTIONS.items()
         },
-        agrees=lambda means: (
-            means["ResNet, 1,200 images"]["probe"] > means["ViT, 1,200 images"]["probe"]
-            and means["ViT, 60,000 images"]["probe"] > means["ResNet, 60,000 images"]["probe"]
-        ),
+        agrees=lambda means: {
+            "on few images": means["ResNet, 1,200 images"]["probe"] > means["ViT, 1,200 images"]["probe"],
+            "on many": means["ViT, 60,000 images"]["probe"] > means["ResNet, 60,000 images"]["probe"],
+        },
     ),
     "positions": Study(
         title="Position embeddings and pooling",
@@ -136,11 +136,11 @@ STUDIES: dict[str, Study] = {
                 "shape.distilled=true",
             ),
         },
-        agrees=lambda means: (
-            means["hard labels, distillation token"]["fonts"]
-            > means["hard labels"]["fonts"]
-            > max(means[name]["fonts"] for name in ("soft labels, temperature 3", "labels alone"))
-        ),
+        agrees=lambda means: {
+            "hard labels": means["hard labels"]["fonts"]
+            > max(means[name]["fonts"] for name in ("soft labels, temperature 3", "labels alone")),
+            "the token": means["hard labels, distillation token"]["fonts"] > means["hard labels"]["fonts"],
+        },
     ),
     "dimensions": Study(
         title="One dimension at a time",
@@ -156,8 +156,10 @@ STUDIES: dict[str, Study] = {
                 "patch 4": ("shape.patch=4",),
             }.items()
         },
-        agrees=lambda means: means["depth 8"]["fonts"] > means["width 384"]["fonts"]
-        and means["patch 4"]["fonts"] > means["width 384"]["fonts"],
+        agrees=lambda means: {
+            name: means[variant]["fonts"] > means["width 384"]["fonts"]
+            for name, variant in {"depth": "depth 8", "smaller patches": "patch 4"}.items()
+        },
         scale=f"200 steps of {BATCH} images of {SIDE} pixels",
     ),
     "compute": Study(

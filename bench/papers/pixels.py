@@ -52,10 +52,14 @@ def pixels(*, seeds: int, jobs: int, folder: Path) -> dict[str, Any]:
         "source": "Image GPT (Chen et al. 2020), figure 2",
         "finding": "The best features of a tower that predicts pixels are in its middle, a supervised one's at its "
         "end.",
-        "agrees": best["next pixel"] not in ("block 1", last) and best["ViT, labels"] == last,
+        "agrees": {
+            "the tower that predicts pixels": best["next pixel"] not in ("block 1", last),
+            "the supervised one": best["ViT, labels"] == last,
+        },
         "scale": f"{STEPS} steps of {BATCH} images of {SIDE} pixels and {COLORS} colors, {LAYERS} blocks of width "
         f"128, probes on 1,000 digits, {seeds} seeds",
         "rows": rows,
+        "ordered": True,
     }
 
 
