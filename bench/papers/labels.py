@@ -59,6 +59,7 @@ def _best(means: Means, score: str, among: Callable[[str], bool] = lambda name: 
     return max((name for name in means if among(name)), key=lambda name: means[name][score])
 
 
+_TOKEN = "hard labels, distillation token, twice the embedding"  # a half for each token
 _FRACTIONS = {"1,200": 0.02, "3,000": 0.05, "12,000": 0.2, "60,000": 1.0}
 
 STUDIES: dict[str, Study] = {
@@ -135,11 +136,15 @@ STUDIES: dict[str, Study] = {
                 *VIT, "data.fraction=0.2", "distill.teacher={teacher: ResNet}", "distill.hard=true",
                 "shape.distilled=true",
             ),
+            _TOKEN: (
+                *VIT, "data.fraction=0.2", "distill.teacher={teacher: ResNet}", "distill.hard=true",
+                "shape.distilled=true", "shape.embed=256",
+            ),
         },
         agrees=lambda means: {
             "hard labels": means["hard labels"]["fonts"]
             > max(means[name]["fonts"] for name in ("soft labels, temperature 3", "labels alone")),
-            "the token": means["hard labels, distillation token"]["fonts"] > means["hard labels"]["fonts"],
+            "the token": means[_TOKEN]["fonts"] > means["hard labels"]["fonts"],
         },
     ),
     "dimensions": Study(
