@@ -59,6 +59,11 @@ def _best(means: Means, score: str, among: Callable[[str], bool] = lambda name: 
     return max((name for name in means if among(name)), key=lambda name: means[name][score])
 
 
+def _spread(means: Means, names: Sequence[str]) -> float:
+    found = [means[name]["fonts"] for name in names]
+    return max(found) - min(found)
+
+
 _TOKEN = "hard labels, distillation token, twice the embedding"  # a half for each token
 _FRACTIONS = {"1,200": 0.02, "3,000": 0.05, "12,000": 0.2, "60,000": 1.0}
 
@@ -90,9 +95,11 @@ STUDIES: dict[str, Study] = {
                 ("learned", "map"),
             )
         },
-        agrees=lambda means: all(
-            means["none, class"]["fonts"] < one["fonts"] for name, one in means.items() if name != "none, class"
-        ),
+        agrees=lambda means: {
+            "without": means["none, class"]["fonts"] == min(one["fonts"] for one in means.values()),
+            "their kind": _spread(means, ("learned, class", "learned_2d, class", "sincos_2d, class")) < 0.03,
+            "the pooling": _spread(means, ("learned, class", "learned, mean", "learned, map")) < 0.03,
+        },
         scale=f"300 steps of {BATCH} images of {SIDE} pixels",
     ),
     "head": Study(
