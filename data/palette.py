@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy import typing as npt
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files import CountProgress, decode_image
+from clipkit.files import CountProgress, decode_image, write_atomic
 from data.captions import Selection
 from data.remote.cache import shard_cache
 from data.shards.index import IMAGE
@@ -91,6 +91,6 @@ def command(parsed: argparse.Namespace) -> int:
     if not found:
         raise DataError("no image can be decoded")
     palette = palette_of(np.concatenate(found), parsed.colors)
-    save_file({"palette": torch.from_numpy(palette)}, out)
+    write_atomic(out, save({"palette": torch.from_numpy(palette)}))
     print(f"wrote {out}: {parsed.colors} colors of {len(found):,} images")
     return 0

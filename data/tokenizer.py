@@ -68,7 +68,7 @@ def write(made: Tokenizer, folder: Path) -> None:
     with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.partial-") as inside:
         aside = Path(inside, "tokenizer")
         aside.mkdir()
-        made.save(str(aside / "tokenizer.json"))
+        (aside / "tokenizer.json").write_text(made.to_str(pretty=True), encoding="utf-8")
         (aside / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
         aside.replace(folder)  # an empty folder, too
 

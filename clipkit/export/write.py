@@ -91,13 +91,10 @@ def export(model: CLIP, out: Path, *, to: Sequence[str] = (), source: Source | N
     with evaluating(model), torch.no_grad():
         tensors: dict[str, Tensor] = {}
         seen: set[int] = set()
-        for (
-            name,
-            value,
-        ) in model.state_dict().items():  # copied, because safetensors does not support shared memory
+        for name, value in model.state_dict().items():
             if name.startswith(tuple(HEADS.values())):  # only the towers are exported
                 continue
-            memory = value.untyped_storage().data_ptr()
+            memory = value.untyped_storage().data_ptr()  # safetensors does not support shared memory
             copied = value.clone(memory_format=torch.contiguous_format) if memory in seen else value
             tensors[name] = copied.contiguous()
             seen.add(memory)

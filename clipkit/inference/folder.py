@@ -277,10 +277,17 @@ class EmbeddingFolder:
         self._remove_stale(retry_failed, contents)
 
     def is_done(self, part: int) -> bool:
-        """Check whether a part is complete on disk and up to date."""
-        return all(path.is_file() for path in self._files(part)) and self._is_current(
-            part, self._record(part)
-        )
+        """Check whether a part is complete on disk, readable and up to date."""
+        embeddings, metadata = self._files(part)
+        if not self._is_current(part, self._record(part)):
+            return False
+        try:
+            rows = len(np.load(embeddings, mmap_mode="r"))
+            with metadata.open("rb") as file:
+                file.seek(-4, os.SEEK_END)
+                return rows == _counts(self._record(part))["rows"] and file.read() == b"PAR1"
+        except (OSError, ValueError, EOFError):  # damaged: written again
+            return False
 
     def write(self, part: Part) -> None:
         """Write a complete part to disk; if all its items failed, its rows are (0, O)."""

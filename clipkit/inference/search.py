@@ -486,7 +486,7 @@ def load_model(embeddings: Embeddings, options: argparse.Namespace, name: str = 
         if model_hash(model) != recorded.get("weights"):
             raise ConfigError(
                 f"{embeddings.folder} has embeddings of {recorded.get('model')} with other weights than {source}: "
-                "encode again, or pass --model"
+                + ("leave out --model" if name else "encode again, or pass --model")
             )
     if model.dim != embeddings.width:
         raise ConfigError(

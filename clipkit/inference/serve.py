@@ -156,8 +156,14 @@ def application(collections: Sequence[Collection], *, token: str = "", hosts: Se
         return found(parts)
 
     @app.post("/api/search")
-    async def search_images(file: list[UploadFile], parts: Annotated[Parts, QueryField()]) -> Results:
+    async def search_images(
+        file: list[UploadFile], parts: Annotated[Parts, QueryField()], request: Request
+    ) -> Results:
         """Search for uploaded images, together with the other parts of the query."""
+        for name in (await request.form()).keys() - {"file"}:
+            raise ConfigError(
+                f"form field {printable(name, 40)!r}: only files are form fields, give it in the URL"
+            )
         if len(file) > _MAX_IMAGES:
             raise ConfigError(f"expected at most {_MAX_IMAGES} files")
         images = [await one.read() for one in file]

@@ -51,8 +51,8 @@ class Storage:
         """
         if width % self.packed:
             raise ConfigError(
-                f"embeddings of dimension {width} cannot be stored with {self.packed} elements in a byte: use "
-                f"--dim {width - width % self.packed} or another --dtype"
+                f"embeddings of dimension {width} cannot be stored with {self.packed} elements in a byte: use a "
+                f"multiple of {self.packed} for --dim, or another --dtype"
             )
 
 

@@ -101,7 +101,7 @@ def architecture(
         tower = vision[0].from_setting(vision[1], embed_dim=shape.embed_dim)
         shape = replace(shape, vision=tower.with_options(image_options or {}))
     elif image_options:
-        raise ConfigError("image_options require a tower of timm: set model.image = 'timm:NAME'")
+        raise ConfigError("image_options require model.image=timm:NAME or pixels:SIZE")
     if words := selected(text, TEXT_TOWERS):
         shape = replace(shape, text=words[0].from_setting(words[1], embed_dim=shape.embed_dim))
     return shape.resized(image_size=image_size, context_length=context_length)

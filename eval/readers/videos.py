@@ -13,21 +13,21 @@ it (pm-10). Files, as the authors publish them:
 """
 
 import csv
-from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, TypeVar
 
+import msgspec
 import torch
 
 from clipkit.errors import DataError
 from eval.datasets.dataset import TEST, EvalDataset, NoSplit
 from eval.readers.files import FileImages, checked_set, read_text_file
-from eval.results.records import parse_json
 
 __all__ = ["is_video_frames", "open_video_frames"]
 
 _MAX_BYTES = 256 << 20
 _SETS, _REVIEWS = "pmsets.json", "anchor_labels.json"
+_CLASSES, _TABLE = "ytbb_class_index.json", "ytbb_robustness_test_anchors_full.csv"
 _UNLIKE = frozenset(
     ("dissimilar", "problematic", "incorrect", "dont know", "deformation", "background-change",
      "occlusion-increased", "blur-increase", "bad-anchor")
@@ -35,11 +35,25 @@ _UNLIKE = frozenset(
 Frames = dict[
     str, tuple[list[int], dict[str, list[int]]]
 ]  # by anchor: its labels, and those of nearby frames
+Name = Annotated[str, msgspec.Meta(min_length=1)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Labels = Annotated[list[Count], msgspec.Meta(min_length=1)]
+Content = TypeVar("Content")
+
+
+class _Review(msgspec.Struct):
+    key: Name
+    labels: list[Count]
+
+
+class _Reviews(msgspec.Struct):
+    annotations: list[_Review]
+    labels: list[Name]
 
 
 def is_video_frames(folder: Path) -> bool:
     """Return whether a folder has the annotations of ImageNet-Vid-Robust or YTBB-Robust."""
-    return any((folder / one).is_file() for one in (_SETS, f"metadata/{_SETS}", _REVIEWS))
+    return any((folder / one).exists() for one in (_SETS, f"metadata/{_SETS}", _REVIEWS))
 
 
 def open_video_frames(folder: Path, name: str, *, split: str = TEST) -> EvalDataset:
@@ -49,33 +63,34 @@ def open_video_frames(folder: Path, name: str, *, split: str = TEST) -> EvalData
     own.
 
     Raises:
-        DataError: an image is missing, or the annotations are incomplete.
+        DataError: an image is missing, or the annotations are incomplete or invalid.
     """
     if split != TEST:
         raise NoSplit(f"dataset {name} has no split {split!r}: all of {folder} is for testing")
-    try:
-        names, frames = (_of_reviews if (folder / _REVIEWS).is_file() else _of_sets)(folder)
-        files: list[Path] = []
-        labels: list[list[int]] = []
-        anchors: list[int] = []
-        for anchor, (own, nearby) in frames.items():
-            first = len(files)
-            for file, label in {anchor: own, **nearby}.items():
-                path = PurePosixPath(file)
-                if path.is_absolute() or ".." in path.parts:
-                    raise DataError(f"dataset {name}: the frame {file!r} is outside of {folder}")
-                files.append(folder / path)
-                labels.append(label)
-                anchors.append(first)
-        if not files:
-            raise DataError(f"dataset {name}: no anchor frames in {folder}")
-        hot = torch.zeros(len(files), len(names), dtype=torch.bool)
-        for number, own in enumerate(labels):
-            if not own or min(own) < 0:
-                raise DataError(f"dataset {name}: the frame {files[number]} has no label")
-            hot[number, own] = True
-    except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
-        raise DataError(f"dataset {name}: annotations in {folder} are incomplete: {error!r}") from error
+    names, frames = (_of_reviews if (folder / _REVIEWS).exists() else _of_sets)(folder)
+    files: list[Path] = []
+    labels: list[list[int]] = []
+    anchors: list[int] = []
+    for anchor, (own, nearby) in frames.items():
+        first = len(files)
+        for file, label in {anchor: own, **nearby}.items():
+            path = PurePosixPath(file)
+            if path.is_absolute() or ".." in path.parts or "\0" in file or (folder / path).is_dir():
+                raise DataError(
+                    f"dataset {name}: annotations name {file!r}, which is not a frame in {folder}"
+                )
+            if max(label) >= len(names):
+                raise DataError(
+                    f"dataset {name}: frame {file} has label {max(label)} of {len(names)} classes"
+                )
+            files.append(folder / path)
+            labels.append(label)
+            anchors.append(first)
+    if not files:
+        raise DataError(f"dataset {name}: no anchor frames in {folder}")
+    hot = torch.zeros(len(files), len(names), dtype=torch.bool)
+    for number, own in enumerate(labels):
+        hot[number, own] = True
     images = FileImages(folder, files)
     return checked_set(
         EvalDataset(
@@ -91,18 +106,33 @@ def open_video_frames(folder: Path, name: str, *, split: str = TEST) -> EvalData
     )
 
 
-def _read(folder: Path, name: str, *inside: str) -> Any:
-    for part in ("", *inside):
-        if (text := read_text_file(folder / part / name, limit=_MAX_BYTES)) is not None:
-            return parse_json(text)
+def _text(folder: Path, name: str, *inside: str) -> tuple[Path, str]:
+    for path in (folder / part / name for part in ("", *inside)):
+        if path.is_dir():
+            raise DataError(f"{path} is a folder, not a file")
+        if (text := read_text_file(path, limit=_MAX_BYTES)) is not None:
+            return path, text
     raise DataError(f"{folder} lacks {name}")
+
+
+def _read(kind: type[Content], folder: Path, name: str, *inside: str) -> tuple[Path, Content]:
+    """Return the path and the content of a JSON file."""
+    path, text = _text(folder, name, *inside)
+    try:
+        return path, msgspec.json.decode(text.encode("utf-8", "surrogatepass"), type=kind)
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise DataError(f"{path} is not as published: {error}") from error
 
 
 def _of_sets(folder: Path) -> tuple[list[str], Frames]:
     """Read the class names and frames of ImageNet-Vid-Robust."""
-    sets, labels = (_read(folder, name, "metadata") for name in (_SETS, "labels.json"))
-    classes = _read(folder, "imagenet_vid_class_index.json", "misc")
-    names = [str(classes[str(label)][1]).replace("_", " ") for label in range(len(classes))]
+    path, sets = _read(dict[Name, list[Name]], folder, _SETS, "metadata")
+    where, labels = _read(dict[str, Labels], folder, "labels.json", "metadata")
+    wanted = {*sets, *(frame for nearby in sets.values() for frame in nearby)}
+    if missing := sorted(wanted - labels.keys()):
+        raise DataError(f"{where} has no labels of {missing[0]!r}, a frame of {path.name}")
+    _, classes = _read(dict[str, tuple[Name, Name]], folder, "imagenet_vid_class_index.json", "misc")
+    names = [one.replace("_", " ") for _, one in _in_order(classes)]
     frames = {
         anchor: (labels[anchor], {frame: labels[frame] for frame in nearby if frame != anchor})
         for anchor, nearby in sets.items()
@@ -112,29 +142,31 @@ def _of_sets(folder: Path) -> tuple[list[str], Frames]:
 
 def _of_reviews(folder: Path) -> tuple[list[str], Frames]:
     """Read the class names and reviewed frames of YTBB-Robust; "none" is not a class."""
-    classes: dict[str, str] = _read(folder, "ytbb_class_index.json")
-    original = [classes[str(label)] for label in range(len(classes))]
+    _, classes = _read(dict[str, Name], folder, _CLASSES)
+    original = _in_order(classes)
     names = [one for one in original if one != "none"]
-    table = read_text_file(folder / "ytbb_robustness_test_anchors_full.csv", limit=_MAX_BYTES)
-    if table is None:
-        raise DataError(f"{folder} lacks ytbb_robustness_test_anchors_full.csv")
-    # the table numbers its last two classes in the other order than the list of names
-    swapped = {"22": "23", "23": "22"}
-    first = {
-        f"{row['ytid']}_{row['time_ms']}": classes[swapped.get(row["label"], row["label"])]
-        for row in csv.DictReader(table.splitlines())
-    }
-    anchors = _reviews(_read(folder, _REVIEWS))
-    pairs = {
-        tuple(_key(part) for part in pair.split(",")): marks
-        for pair, marks in _reviews(_read(folder, "pmk_labels.json")).items()
-    }
+    path, text = _text(folder, _TABLE)
+    first = {}
+    try:
+        for row in csv.DictReader(text.splitlines()):
+            # the table numbers its last two classes in the other order than the list of names
+            label = {22: 23, 23: 22}.get(int(row["label"]), int(row["label"]))
+            first[f"{row['ytid']}_{row['time_ms']}"] = original[label]
+    except (csv.Error, KeyError, IndexError, TypeError, ValueError) as error:
+        raise DataError(f"{path} is not as published: expected ytid,time_ms,label in each row") from error
+    anchors = _reviews(folder, _REVIEWS)
+    pairs = {}
+    for pair, marks in _reviews(folder, "pmk_labels.json").items():
+        anchor, _, frame = pair.partition(",")
+        pairs[_key(anchor), _key(frame)] = marks
     bad = {anchor for (anchor, _), marks in pairs.items() if "bad-anchor" in marks}
     frames: Frames = {}
-    for path, marks in anchors.items():
-        anchor = _key(path)
+    for one, marks in anchors.items():
+        anchor = _key(one)
         if "good" in marks and not marks & {"bad", "unsure"} and anchor not in bad:
-            found = (marks | {first[anchor.split("/")[0]]}) & set(names)
+            found = (marks | {first.get(anchor.split("/")[0], "")}) & set(names)
+            if not found:
+                raise DataError(f"{path} has no label of the anchor frame {anchor}")
             frames[anchor] = (sorted(names.index(one) for one in found), {})
     for (anchor, frame), marks in pairs.items():
         near = anchor in frames and 0 < abs(_number(frame) - _number(anchor)) <= 10
@@ -143,9 +175,19 @@ def _of_reviews(folder: Path) -> tuple[list[str], Frames]:
     return names, frames
 
 
-def _reviews(found: Mapping[str, Any]) -> dict[str, set[str]]:
+def _in_order(classes: dict[str, Content]) -> list[Content]:
+    if sorted(classes) != sorted(map(str, range(len(classes)))):
+        raise DataError(f"expected classes that are numbered from 0, not {', '.join(sorted(classes)[:5])}")
+    return [classes[str(label)] for label in range(len(classes))]
+
+
+def _reviews(folder: Path, name: str) -> dict[str, set[str]]:
     """Return the marks of each key; the last review of a key counts."""
-    return {one["key"]: {found["labels"][mark] for mark in one["labels"]} for one in found["annotations"]}
+    path, found = _read(_Reviews, folder, name)
+    for one in found.annotations:
+        if max(one.labels, default=0) >= len(found.labels):
+            raise DataError(f"{path}: {one.key} has mark {max(one.labels)} of {len(found.labels)}")
+    return {one.key: {found.labels[mark] for mark in one.labels} for one in found.annotations}
 
 
 def _key(path: str) -> str:
@@ -153,4 +195,7 @@ def _key(path: str) -> str:
 
 
 def _number(frame: str) -> int:
-    return int(PurePosixPath(frame).stem.removeprefix("frame-"))
+    digits = PurePosixPath(frame).stem.removeprefix("frame-")
+    if not (digits.isdecimal() and len(digits) < 10):
+        raise DataError(f"frame {frame[:60]!r} has no number: expected VIDEO_MILLISECONDS/frame-NUMBER.jpg")
+    return int(digits)

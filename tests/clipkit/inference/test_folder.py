@@ -300,6 +300,19 @@ def test_damaged_record_is_written_again(photos: Path, model: CLIP, tmp_path: Pa
     assert tree(tmp_path / "out") == whole
 
 
+@pytest.mark.parametrize("size", [0, 150, -1])
+@pytest.mark.parametrize("name", ["img_emb/img_emb_1.npy", "metadata/metadata_1.parquet"])
+def test_damaged_files_are_written_again(
+    name: str, size: int, photos: Path, model: CLIP, tmp_path: Path
+) -> None:
+    run(photos, tmp_path / "out", model)
+    whole = tree(tmp_path / "out")
+    content = (tmp_path / "out" / name).read_bytes()
+    (tmp_path / "out" / name).write_bytes(content[:size])
+    assert run(photos, tmp_path / "out", model).written == 1
+    assert tree(tmp_path / "out") == whole
+
+
 def test_processes_with_different_items_raise_an_error(photos: Path, model: CLIP, tmp_path: Path) -> None:
     class Growing(Stream):
         looks = 0

@@ -121,6 +121,9 @@ def test_text_image_and_filter_queries(made: Path, address: str) -> None:
     body, kind = form((made / "images" / "7.png").read_bytes())
     code, text = status(f"{address}api/search?k=1&collection=1", body, **{"Content-Type": kind})
     assert code == 200 and json.loads(text)["results"][0]["path"].endswith("/7.png")
+    field = b'--edge\r\nContent-Disposition: form-data; name="k"\r\n\r\n1\r\n'
+    code, text = status(f"{address}api/search", field + body, **{"Content-Type": kind})
+    assert code == 400 and "form field 'k'" in json.loads(text)["detail"]
     like = get(f"{address}api/search?like={best['id']}&k=2")["results"]
     assert like[0]["path"] == best["path"] and like[0]["similarity"] == pytest.approx(1, abs=1e-3)
     other = get(f"{address}api/search?like={best['id']}&k=1&collection=1")["results"]  # of the other model

@@ -87,5 +87,5 @@ def test_timm_options_are_stored_and_checked(tmp_path: Path) -> None:
     for wrong in refused:
         with pytest.raises(ConfigError, match="must be a number of at most"):
             architecture("ViT-Ti-4-16", image="timm:test_vit", image_options=wrong)
-    with pytest.raises(ConfigError, match="image_options require a tower of timm"):
+    with pytest.raises(ConfigError, match="image_options require model"):
         architecture("ViT-Ti-4-16", image_options=options)

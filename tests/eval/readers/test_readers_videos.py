@@ -55,15 +55,24 @@ def test_imagenet_vid_robust_is_read(tmp_path: Path) -> None:
     assert found.metadata["anchor"].tolist() == [0, 0, 0, 3]
     write(tmp_path / "metadata", labels={key: own for key, own in LABELS.items() if "4" not in key})
     assert "'val/a/4.png'" in refusal(tmp_path)
-    for text in (
-        "[]",
-        "{",
-        '{"val/a/5.png": [0], "val/a/4.png": [9], "val/a/6.png": [], "val/b/1.png": [0]}',
-    ):
+    for text in ("[]", "{", "", '{"val/a/5.png": []}', '{"val/a/5.png": [true]}', '{"val/a/5.png": [0.5]}'):
         (tmp_path / "metadata" / "labels.json").write_text(text)
-        assert "annotations" in refusal(tmp_path) or "parse" in refusal(tmp_path)
-    write(tmp_path / "metadata", labels=LABELS, pmsets={"../x.png": []})
-    assert refusal(tmp_path)
+        assert "labels.json is not as published" in refusal(tmp_path)
+    write(tmp_path / "metadata", labels=LABELS | {"val/a/4.png": [9]})
+    assert "frame val/a/4.png has label 9 of 3 classes" in refusal(tmp_path)
+    write(tmp_path / "metadata", labels=LABELS | {"val": [0], "a\0b": [0]})
+    for frame in ("val", "a\0b"):
+        write(tmp_path / "metadata", pmsets={frame: []})
+        assert "not a frame" in refusal(tmp_path)
+    (tmp_path / "metadata" / "pmsets.json").unlink()
+    (tmp_path / "metadata" / "pmsets.json").mkdir()
+    assert "pmsets.json is a folder" in refusal(tmp_path)
+    (tmp_path / "metadata" / "pmsets.json").rmdir()
+    write(tmp_path / "metadata", labels=LABELS | {"../x.png": [0]}, pmsets={"../x.png": []})
+    assert "not a frame" in refusal(tmp_path)
+    write(tmp_path / "metadata", labels=LABELS, pmsets=SETS)
+    write(tmp_path / "misc", imagenet_vid_class_index={"0": "fox"})
+    assert "imagenet_vid_class_index.json is not as published" in refusal(tmp_path)
     (tmp_path / "misc" / "imagenet_vid_class_index.json").unlink()
     assert "imagenet_vid_class_index.json" in refusal(tmp_path)
 
@@ -92,6 +101,9 @@ def test_ytbb_robust_is_read(tmp_path: Path) -> None:
         "v_100/frame-12.png",
     ]
     assert [found.class_names[i] for i in found.labels[0].nonzero()[:, 0]] == ["cat", "car"]  # its label: 23
+    for text in ("ytid,label\nv,1\n", "ytid,time_ms,label\nv,100,99\n", "ytid,time_ms,label\nv,100\n"):
+        (tmp_path / "ytbb_robustness_test_anchors_full.csv").write_text(text)
+        assert "each row" in refusal(tmp_path)
     (tmp_path / "ytbb_robustness_test_anchors_full.csv").unlink()
     assert "ytbb_robustness_test_anchors_full.csv" in refusal(tmp_path)
 
