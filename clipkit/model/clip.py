@@ -515,12 +515,22 @@ def build(
     preprocess: Preprocess | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> CLIP:
-    """Build a model on the CPU; clipkit's towers have no values until ``initialize`` or ``load_state_dict``."""
+    """Build a model on the CPU; clipkit's towers have no values until ``initialize`` or ``load_state_dict``.
+
+    Raises:
+        ConfigError: there is not enough memory.
+    """
     if not shape.is_own:
         return CLIP(shape, name=name, preprocess=preprocess, tokenizer=tokenizer)
     with torch.device("meta"):  # skips the initialization of layers
         model = CLIP(shape, name=name, preprocess=preprocess, tokenizer=tokenizer)
-    _allocate(model, torch.device("cpu"))
+    try:
+        _allocate(model, torch.device("cpu"))
+    except RuntimeError as error:  # torch has no class of its own for it
+        count = sum(one.numel() for one in model.parameters())
+        raise ConfigError(
+            f"not enough memory for a model of {count:,} parameters: choose smaller towers"
+        ) from error
     model.reset_constants()
     return model
 

@@ -345,3 +345,10 @@ def test_invalid_sizes_are_rejected() -> None:
         LossConfig(dims=(32, 16))
     with pytest.raises(ConfigError, match=r"shape.pool = 'avg' is invalid: expected .*class, mean or map"):
         ShapeConfig(pool="avg")
+
+
+def test_model_too_large_for_memory_raises_one_line_error() -> None:
+    sizes = ShapeConfig(image_width=1_000_000, image_heads=1)
+    shape = shape_of(ModelConfig(name="ViT-Ti-4-16"), LossConfig(), SmallConfig(), sizes=sizes)
+    with pytest.raises(ConfigError, match=r"not enough memory for a model of [\d,]{16,} parameters"):
+        create(shape, seed=0)
