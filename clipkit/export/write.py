@@ -150,7 +150,8 @@ def _wanted(model: CLIP, to: Sequence[str]) -> list[str]:
             raise ConfigError(f"export to {name} needs {', '.join(missing)}: pip install -e '.[export]'")
         if obstacle := target.obstacle(model):
             able = [other for other, target in EXPORTS.items() if not target.obstacle(model)]
-            raise ConfigError(f"{obstacle}: this model supports --to {', '.join(able) or 'nothing'}")
+            what = f"supports --to {', '.join(able)}" if able else "cannot be exported: use its source"
+            raise ConfigError(f"{obstacle}: this model {what}")
     return chosen
 
 

@@ -105,7 +105,9 @@ def read_calibration(path: Path) -> Calibration:
         same = len(found.labels) == len(found.biases) == len(found.thresholds) > 1
         if not same or not all(map(math.isfinite, numbers)):
             raise ValueError("its labels, biases and thresholds do not match")
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
         raise DataError(
             f"{path} is not a calibration written by clipkit classify --calibrate: {error}"
         ) from error

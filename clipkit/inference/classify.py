@@ -278,7 +278,9 @@ def _calibrated(
     weights: Tensor,
 ) -> Calibration:
     """Calibrate on a folder with a folder of images for each label; an image in several folders has all labels."""
-    folder = user_path(options.calibrate)
+    folder, out = user_path(options.calibrate), user_path(options.calibration or "calibration.json")
+    if not out.parent.is_dir():
+        raise ConfigError(f"{out.parent} is not a folder: create it first")
     known = {label: number for number, label in enumerate(labels)}
     rows: dict[bytes, Tensor] = {}  # by content
     marked: dict[bytes, set[int]] = {}
@@ -307,7 +309,6 @@ def _calibrated(
         several=options.multi_label,
         target=options.least_precision,
     )
-    out = user_path(options.calibration or "calibration.json")
     found.write(out)
     held = found.held_out
     print(
