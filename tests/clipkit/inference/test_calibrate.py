@@ -173,7 +173,7 @@ def test_calibrate_command(
         Path("damaged.json").write_text(text)
         with pytest.raises(DataError, match=r"damaged\.json is not a calibration"):
             dispatch([*command, "--calibration", "damaged.json"])
-    with pytest.raises(DataError, match="cannot read missing.json: No such file"):
+    with pytest.raises(DataError, match=r"cannot read missing\.json: No such file"):
         dispatch([*command, "--calibration", "missing.json"])
 
 
