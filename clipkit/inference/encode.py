@@ -158,7 +158,7 @@ def encode(
         precision=features.precision,
         device=features.device.type,
         dtype=dtype,
-        dim=features.model.dim % features.model.architecture.embed_dim,
+        dim=features.model.dim if features.model.dim < features.model.architecture.embed_dim else 0,
     )
 
     def contents(parts: Sequence[int]) -> dict[int, str]:

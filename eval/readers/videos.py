@@ -32,9 +32,8 @@ _UNLIKE = frozenset(
     ("dissimilar", "problematic", "incorrect", "dont know", "deformation", "background-change",
      "occlusion-increased", "blur-increase", "bad-anchor")
 )  # fmt: skip
-Frames = dict[
-    str, tuple[list[int], dict[str, list[int]]]
-]  # by anchor: its labels, and those of nearby frames
+# by anchor: its labels, and those of nearby frames
+Frames = dict[str, tuple[list[int], dict[str, list[int]]]]
 Name = Annotated[str, msgspec.Meta(min_length=1)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Labels = Annotated[list[Count], msgspec.Meta(min_length=1)]
@@ -119,8 +118,8 @@ def _read(kind: type[Content], folder: Path, name: str, *inside: str) -> tuple[P
     """Return the path and the content of a JSON file."""
     path, text = _text(folder, name, *inside)
     try:
-        return path, msgspec.json.decode(text.encode("utf-8", "surrogatepass"), type=kind)
-    except (msgspec.DecodeError, UnicodeError) as error:
+        return path, msgspec.json.decode(text, type=kind)
+    except msgspec.DecodeError as error:
         raise DataError(f"{path} is not as published: {error}") from error
 
 
