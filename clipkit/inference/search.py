@@ -251,7 +251,7 @@ class Embeddings:
         except (FileNotFoundError, NotADirectoryError):
             self._index = None
 
-    def search(self, query: Tensor, k: int, *, filters: Mapping[str, str] | None = None) -> list[Hit]:
+    def search(self, query: Tensor, k: int, *, filters: Sequence[tuple[str, str]] = ()) -> list[Hit]:
         """Return the k most similar rows, the best first; equal ones in the order of the files.
 
         With an index, unless there are filters or k is above 1,000, some may be missing.
@@ -259,7 +259,7 @@ class Embeddings:
         Args:
             query: (O,) float32, unit norm.
             k: number of results, at least 1.
-            filters: by column, a text that its value must contain, in upper or lower case.
+            filters: columns, and a text that the value must contain, in upper or lower case; all must match.
 
         Raises:
             DataError: the query has another dimension, or there is no such column.
@@ -267,7 +267,7 @@ class Embeddings:
         parts = self._parts
         if query.shape != (self.width,):
             raise DataError(f"the query has dimension {query.numel()}, the embeddings have {self.width}")
-        masks = [self._mask(part, filters or {}) for part in parts]
+        masks = [self._mask(part, filters) for part in parts]
         ranked = None
         if (index := self._index) is not None and not filters and k <= _MOST_FROM_INDEX:
             ranked = self._from_index(index[1], parts, query, k)
@@ -384,10 +384,10 @@ class Embeddings:
                 self._tables.popitem(last=False)
         return table
 
-    def _mask(self, part: _Part, filters: Mapping[str, str]) -> Tensor | None:
+    def _mask(self, part: _Part, filters: Sequence[tuple[str, str]]) -> Tensor | None:
         """Return which rows of a part pass the filters, (N,) bool; None for all."""
         mask = None
-        for column, text in filters.items():
+        for column, text in filters:
             table = self._table(part)
             if column not in table.column_names:
                 raise DataError(f"no column {printable(column, 40)}: {', '.join(table.column_names)}")

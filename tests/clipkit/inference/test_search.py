@@ -77,14 +77,16 @@ def test_search_equals_comparison_with_all_rows(seed: int, sizes: list[int], k: 
 def test_filters_exclude_rows(tmp_path: Path) -> None:
     write(tmp_path, unit(np.random.default_rng(0), 30).astype(np.float16))
     embeddings, query = Embeddings(tmp_path), torch.from_numpy(unit(np.random.default_rng(1), 1)[0])
-    odd = embeddings.search(query, 50, filters={"group": "oDD"})
+    odd = embeddings.search(query, 50, filters=[("group", "oDD")])
     assert len(odd) == 15 and all(hit.metadata == {"group": "Odd", "raw": "b'\\xff'"} for hit in odd)
-    assert [hit.path for hit in embeddings.search(query, 50, filters={"image_path": "/7."})] == ["0/7.png"]
-    assert embeddings.search(query, 5, filters={"group": "none of them"}) == []
+    assert [hit.path for hit in embeddings.search(query, 50, filters=[("image_path", "/7.")])] == ["0/7.png"]
+    both = [("image_path", "1"), ("image_path", "2")]
+    assert {hit.path for hit in embeddings.search(query, 50, filters=both)} == {"0/12.png", "0/21.png"}
+    assert embeddings.search(query, 5, filters=[("group", "none of them")]) == []
     with pytest.raises(DataError, match="no column colour: image_path, group, source, raw"):
-        embeddings.search(query, 5, filters={"colour": "red"})
+        embeddings.search(query, 5, filters=[("colour", "red")])
     with pytest.raises(DataError, match="column raw has no text"):
-        embeddings.search(query, 5, filters={"raw": "x"})
+        embeddings.search(query, 5, filters=[("raw", "x")])
     with pytest.raises(DataError, match="dimension 8, the embeddings have 16"):
         embeddings.search(torch.ones(8), 5)
 

@@ -140,6 +140,7 @@ def test_text_image_and_filter_queries(made: Path, address: str) -> None:
     "query",
     ["", "k=3", "text=&k=2", "text=a&k=0", "text=a&k=201", "text=a&collection=2", "text=a&collection=-1", "like=1",
      "like=9-0-0-x", f"like={'9' * 5000}-0-0", "like=..%2F..%2Fetc%2Fpasswd", "text=a&where=nothing:x",
+     "text=a&where=caption",
      "text=" + "a" * 10_001, "&".join(["text=a"] * 21)],
 )  # fmt: skip
 def test_invalid_queries_are_rejected(address: str, query: str) -> None:
