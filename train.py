@@ -195,7 +195,7 @@ def main(arguments: Arguments) -> int:
             f"{', '.join(filter(None, samples))}; {sample_order.describe(config.steps, sources)}",
             str(model.preprocess.decoding),
             *first_lines,
-            *metrics.beginning(run, state.step, config.steps, planned, config.optim, config.model.weights),
+            *metrics.beginning(run, state.step, config.steps, planned, config.optim),
             *config.notes(step=state.step, samples=sample_order.samples, layers=unfreezing.layers),
             *(guards.list_truncated(run, shards.manifest.truncated_shards()) if rank0 else ()),
             *(packed.notes if newest is None else checkpoint.damaged_notes(newest)),

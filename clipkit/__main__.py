@@ -120,7 +120,6 @@ def _classify_arguments(parser: argparse.ArgumentParser) -> None:
         "--least-precision",
         metavar="P",
         type=number(0, 1),
-        default=0.9,
         help="precision that thresholds shall reach with --calibrate (default: 0.9)",
     )
     parser.add_argument("--none", action="store_true", help="give no label below the threshold")

@@ -506,11 +506,12 @@ def _inspect(parsed: argparse.Namespace) -> int:
     for out in (parsed.html, parsed.json):
         if out is not None and (not out.parent.is_dir() or out.is_dir()):
             raise DataError(f"cannot write {out}: choose a file in an existing folder")
-    from clipkit.files import CountProgress
+    from clipkit.files import CountProgress, check_page
     from data.augment import image_settings
     from data.inspect import inspect
     from data.inspect.report import page_of, print_table
 
+    check_page("--html", parsed.html)
     augmentation, decoding, sources = image_settings(parsed.sources)
     if parsed.background:
         decoding = replace(decoding, background=color_of(parsed.background))

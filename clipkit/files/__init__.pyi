@@ -25,6 +25,7 @@ from .open_clip import (
     prompt_list as prompt_list,
 )
 from .pages import (
+    check_page as check_page,
     templates as templates,
     write_page as write_page,
 )

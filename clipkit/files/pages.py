@@ -12,10 +12,10 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
-from clipkit.errors import DataError
+from clipkit.errors import ConfigError, DataError
 from clipkit.files.atomic import write_atomic
 
-__all__ = ["templates", "write_page"]
+__all__ = ["check_page", "templates", "write_page"]
 
 _SHARED = Path(__file__).with_name("templates")
 
@@ -43,6 +43,16 @@ def templates(folder: Path, *, html: bool = True) -> jinja2.Environment:
         hashlib.sha256(text.encode()).digest()
     ).decode()
     return environment
+
+
+def check_page(option: str, out: Path | None) -> None:
+    """Check that the file name of a page ends in .html, so that a slip replaces no other file.
+
+    Raises:
+        ConfigError: it ends in something else.
+    """
+    if out is not None and out.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(f"{option} {out} must be a file name ending in .html")
 
 
 def write_page(out: Path, text: str) -> Path:

@@ -133,7 +133,7 @@ def latest_checkpoint(run: Path, *, needed: Callable[[str], bool] | None = None)
     folders = step_folders(root)
     if intact := next((folder for folder in folders if is_intact(folder, needed)), None):
         return intact
-    advice = f"restore them, or remove the folder {run} to start over"
+    advice = f"restore them; to train it again from the start, remove the folder {run}"
     if folders:
         raise CheckpointError(
             f"all checkpoints in {root}, from {folders[0].name} on, are incomplete or damaged: {advice}"
@@ -206,7 +206,7 @@ def load_model(folder: Path, *, image_size: int = 0, context_length: int = 0) ->
     if preprocess.image_size != shape.vision.image_size:
         raise CheckpointError(f"{folder}: the image sizes of architecture and preprocessing differ")
     tokenizer = tokenizer_of(shape, stored=card.get("tokenizer", "none"), folder=folder)
-    base = _base(folder, shape, card["adapters"]) if card.get("adapters") else None
+    base = _base(folder, shape) if card.get("adapters") else None
     try:
         tensors = load_file(weights)
     except (OSError, SafetensorError) as error:
@@ -237,29 +237,46 @@ def load_model(folder: Path, *, image_size: int = 0, context_length: int = 0) ->
     )
 
 
-def _base(folder: Path, shape: Architecture, stored: object) -> CLIP:
+def _base(folder: Path, shape: Architecture) -> CLIP:
     """Load the model that a checkpoint's adapters belong to, and add adapters without values of their own."""
     from clipkit.formats.load import open_source
 
-    try:
-        adapters = msgspec.convert(stored, Adapters)
-    except msgspec.ValidationError as error:
-        raise CheckpointError(f"{folder}: model.json describes no adapters: {error}") from error
-    where = f"{folder} has adapters of {adapters.source}"
+    adapters = _stored_adapters(folder)
     try:
         base = open_source(
             adapters.source, image_size=shape.vision.image_size, context_length=shape.text.context_length
         )
     except (CheckpointError, ConfigError) as error:
-        raise CheckpointError(f"{where}, which cannot be loaded: {error}") from error
-    if model_hash(base) != adapters.hash:
-        raise CheckpointError(f"{where}, whose weights have changed since: restore them")
+        raise CheckpointError(
+            f"{folder} has adapters of {adapters.source}, which cannot be loaded: {error}"
+        ) from error
+    check_base(folder, model_hash(base))
     base.set_decoder(shape.decoder, seed=0)
     base.set_masked(shape.masked, seed=0)
     if shape.logit_bias and base.logit_bias is None:
         base.reset_bias()
     add_adapters(base, adapters)
     return base
+
+
+def check_base(folder: Path, weights: str) -> None:
+    """Check that the adapters of a checkpoint belong to the model with this hash.
+
+    Raises:
+        CheckpointError: they belong to other weights, or model.json describes no adapters.
+    """
+    adapters = _stored_adapters(folder)
+    if adapters.hash != weights:
+        raise CheckpointError(
+            f"{folder} has adapters of {adapters.source}, whose weights have changed since: restore them"
+        )
+
+
+def _stored_adapters(folder: Path) -> Adapters:
+    try:
+        return msgspec.convert(read_json(folder / "model.json").get("adapters"), Adapters)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"{folder}: model.json describes no adapters: {error}") from error
 
 
 def stored_preprocess(folder: Path) -> Preprocess:

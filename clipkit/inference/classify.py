@@ -33,6 +33,7 @@ from torch import Tensor
 
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.atomic import replacing
+from clipkit.files.pages import check_page
 from clipkit.files.patterns import user_path
 from clipkit.files.table import safe_cell
 from clipkit.files.terminal import CountProgress, counted, printable
@@ -49,6 +50,7 @@ __all__ = ["Classification", "classify_images", "labels_of", "run", "templates_o
 _WIDTH = 80
 _LABEL_WIDTH, _PROBABILITY_WIDTH = 30, len("probability")
 _IMAGE_WIDTH = _WIDTH - _LABEL_WIDTH - _PROBABILITY_WIDTH - 4
+PRECISION = 0.9  # that thresholds shall reach
 NONE = "none"  # the folder of images without a label
 _MAX_LIST_BYTES = 16 << 20  # size limit of a file of labels or templates
 
@@ -60,6 +62,7 @@ class Classification:
     image: str
     source: str  # the folder, file, shard or table that contains it
     labels: list[tuple[str, float]]
+    accepted: int  # number of labels that reach their thresholds, which may be more than ``labels``
     margin: float  # between the two most probable labels, or to a threshold if that is nearer
 
 
@@ -80,7 +83,7 @@ def classify_images(
         features: the encoder.
         labels: C names.
         weights: (O, C), see ``clipkit.zero_shot_classifier``.
-        top: number of labels per image.
+        top: number of labels per image at most; with several labels, the most probable accepted ones.
         calibration: probabilities and thresholds; None for the model's own probabilities.
         below: return the most probable labels, too, if they are below their thresholds.
 
@@ -100,7 +103,6 @@ def classify_images(
             probabilities = (scale * similarities).softmax(dim=-1)
         else:
             probabilities = calibration.probabilities(similarities)
-        best = probabilities.topk(min(top, len(labels)), dim=-1)
         two = probabilities.topk(2, dim=-1).values
         margins = two[:, 0] - two[:, 1]  # (B,)
         accepted = torch.ones_like(probabilities, dtype=torch.bool)
@@ -110,9 +112,11 @@ def classify_images(
             if calibration.several:
                 margins = distances.abs().amin(dim=-1)
             else:
-                own = distances.gather(1, best.indices[:, :1])
+                own = distances.gather(1, probabilities.argmax(dim=-1, keepdim=True))
                 accepted = (own >= 0).expand_as(probabilities)
                 margins = torch.minimum(margins, own[:, 0].abs())
+        ranks = probabilities if below else probabilities.masked_fill(~accepted, -1)  # accepted ones first
+        best = ranks.topk(min(top, len(labels)), dim=-1)
         for number, item in enumerate(outcome.items):
             named = [
                 (labels[index], value)
@@ -121,8 +125,13 @@ def classify_images(
                 )
                 if below or accepted[number, index]
             ]
-            margin = float(margins[number])
-            yield Classification(image=item.key, source=item.source, labels=named, margin=margin)
+            yield Classification(
+                image=item.key,
+                source=item.source,
+                labels=named,
+                accepted=int(accepted[number].sum()),
+                margin=float(margins[number]),
+            )
 
 
 def labels_of(given: str) -> list[str]:
@@ -182,14 +191,13 @@ def run(options: argparse.Namespace) -> int:
         ClipkitError: a user error.
     """
     labels, calibration = _labels(options)
-    if options.review is not None and options.review.suffix.lower() not in (".html", ".htm"):
-        raise ConfigError(f"--review {options.review} must be a file name ending in .html")
+    check_page("--review", options.review)
     templates = templates_of(options.templates) if calibration is None else list(calibration.templates)
     stream = Stream(options.sources, image_column=options.image_column)
     top = min(options.top, len(labels))
     below = not (options.none or options.multi_label)
     uncertain: list[Uncertain] = []
-    done = failed = 0
+    done = failed = cut = 0
     with _opened(options.out, top) as writer:
         features = FeatureStream.from_options(options)
         weights = zero_shot_classifier(features.model, labels, templates)
@@ -209,6 +217,7 @@ def run(options: argparse.Namespace) -> int:
                     print(f"failed: {printable(item.key + where)}: {outcome.cause}", file=sys.stderr)
                 else:
                     done += 1
+                    cut += options.multi_label and outcome.accepted > len(outcome.labels)
                     if options.review is not None:
                         note_uncertain(uncertain, outcome)
                     if writer is not None:
@@ -226,6 +235,9 @@ def run(options: argparse.Namespace) -> int:
         print(line, file=sys.stderr)
     if failed:
         print(f"{failed:,} of {counted(done + failed, 'image')} failed", file=sys.stderr)
+    if cut:
+        more = f"{counted(cut, 'image')} with more than {counted(top, 'accepted label')}"
+        print(f"note: {more}: --top K gives more", file=sys.stderr)
     if options.out is not None:
         _print(f"wrote {counted(done, 'image')} to {options.out}")
     if options.review is not None:
@@ -255,6 +267,12 @@ def _labels(options: argparse.Namespace) -> tuple[list[str], Calibration | None]
         return found, None
     if options.calibration is not None:
         calibration = read_calibration(user_path(options.calibration))
+        for name in ("templates", "least_precision"):
+            if getattr(options, name) is not None:
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError(
+                    f"{option} has no effect: {options.calibration} has its own; add --calibrate"
+                )
         if options.labels is not None and labels_of(options.labels) != list(calibration.labels):
             raise ConfigError(f"--labels differ from those of {options.calibration}: leave them out")
         if options.multi_label != calibration.several:
@@ -288,7 +306,8 @@ def _calibrated(
         if isinstance(outcome, Failure):
             raise DataError(f"{outcome.item.key}: {outcome.cause}")
         for item, content, row in zip(outcome.items, outcome.contents, outcome.rows, strict=True):
-            name = Path(item.key).relative_to(folder).parts[0]
+            image = Path(item.key)
+            name = image.relative_to(folder).parts[0] if image.is_relative_to(folder) else ""
             if name not in known and name != NONE:
                 raise DataError(f"{item.key} is not in the folder of a label: expected {folder}/LABEL/IMAGE")
             rows[content] = torch.from_numpy(row) @ weights.float().cpu()
@@ -307,7 +326,7 @@ def _calibrated(
         weights=model_hash(features.model),
         scale=float(features.model.logit_scale.detach().float().exp()),
         several=options.multi_label,
-        target=options.least_precision,
+        target=PRECISION if options.least_precision is None else options.least_precision,
     )
     found.write(out)
     held = found.held_out

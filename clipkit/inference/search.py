@@ -41,7 +41,7 @@ from torch import Tensor
 from clipkit.api import encode_image, encode_text, load
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.decode import decode_file
-from clipkit.files.pages import templates, write_page
+from clipkit.files.pages import check_page, templates, write_page
 from clipkit.files.patterns import IMAGE_EXTENSIONS, user_path
 from clipkit.files.terminal import CountProgress, counted, printable, size_of
 from clipkit.files.traits import Decoding
@@ -141,6 +141,7 @@ class Embeddings:
 
     Attributes:
         manifest: what ``clipkit encode`` recorded; empty for other folders.
+        left_out: embedding files without as many rows of metadata.
 
     Raises:
         DataError: it is not such a folder, has no complete embeddings, or its index is damaged.
@@ -158,16 +159,12 @@ class Embeddings:
             if not isinstance(self.manifest, dict):
                 raise DataError(f"cannot read {folder / 'manifest.json'}: it is not a manifest")
         self._parts: tuple[_Part, ...] = ()
+        self.left_out: list[Path] = []
         self._tables: OrderedDict[str, pyarrow.Table] = OrderedDict()
         self._lock = Lock()
         self._exact = exact
         self._index: tuple[tuple[int, int, int], ApproximateIndex] | None = None
         self.refresh()
-        if not self._parts:
-            raise DataError(
-                f"{folder} contains no embeddings: expected a folder written by clipkit encode, with img_emb and "
-                "metadata"
-            )
 
     def __len__(self) -> int:
         return sum(len(part.rows) for part in self._parts)
@@ -197,33 +194,46 @@ class Embeddings:
 
     @property
     def missing(self) -> int:
-        """Number of embedding files that ``clipkit encode`` has not written yet; 0 if it is unknown."""
+        """Number of embedding files that ``clipkit encode`` has not completed yet; 0 if it is unknown."""
         items, length = self.manifest.get("items"), self.manifest.get("rows_per_file")
         if not (isinstance(items, int) and isinstance(length, int) and length > 0):
             return 0
-        return max(0, math.ceil(items / length) - sum(1 for _ in _files(self.folder)))
+        complete = sum(1 for _ in _files(self.folder)) - len(self.left_out)
+        return max(0, math.ceil(items / length) - complete)
 
     def refresh(self) -> None:
         """Open files that are new or have changed since; incomplete ones are left out until they are complete.
 
         Raises:
-            DataError: a file or the index is damaged.
+            DataError: a file or the index is damaged, or no complete file is left.
         """
         with self._lock:
             if not self._exact:
                 self._refresh_index()
             known = {part.digits: part for part in self._parts}
-            found = []
+            found, self.left_out = [], []
             for number, rows, table in _files(self.folder):
+                part = None
                 try:
                     stats = [path.stat() for path in (rows, table)]
                     stamps = [_stamp_of(one) for one in stats]
                     digits = hashlib.sha256(repr((number, stamps)).encode()).hexdigest()[:8]
                     part = known.get(digits) or _opened(number, digits, rows, table, stamps[0])
                 except FileNotFoundError:  # being replaced
-                    continue
-                if part is not None and len(part.rows):
+                    pass
+                if part is None:
+                    self.left_out.append(rows)
+                elif len(part.rows):
                     found.append(part)
+            if self.left_out and not found:
+                raise DataError(
+                    f"{self.left_out[0]} lacks its metadata: expected as many rows in {self.folder / 'metadata'}"
+                )
+            if not found:
+                raise DataError(
+                    f"{self.folder} contains no embeddings: expected a folder written by clipkit encode, with "
+                    "img_emb and metadata"
+                )
             if len({part.width for part in found}) > 1:
                 raise DataError(f"the files in {self.folder} have embeddings of different dimensions")
             self._parts = tuple(found)
@@ -348,15 +358,17 @@ class Embeddings:
         """
         for part in self._parts:
             table = self._table(part)
-            names = table["image_path" if "image_path" in table.column_names else "caption"]
-            row = pyarrow.compute.index(names, path).as_py()
+            column = next((name for name in ("image_path", "caption") if name in table.column_names), None)
+            if column is None:
+                continue
+            row = pyarrow.compute.index(table[column].cast(pyarrow.string()), path).as_py()
             if row >= 0:
                 return F.normalize(part.floats(np.array([row]))[0], dim=0)
         raise DataError(f"{self.folder} has no embedding of {printable(path, 200)}")
 
     def _hit(self, part: _Part, row: int, similarity: float) -> Hit:
         values: dict[str, Any] = self._table(part).slice(row, 1).to_pylist()[0]
-        path = values.pop("image_path" if self.has_images and "image_path" in values else "caption", None)
+        path = values.pop("image_path" if self.has_images and "image_path" in values else "caption", "")
         return Hit(
             id=f"{part.number}-{row}-{part.digits}",
             similarity=similarity,
@@ -458,15 +470,15 @@ class Query:
         """Return the mean of what is searched for minus half the mean of what is not, (O,) float32, unit norm.
 
         Raises:
-            DataError: both are equal, so that no direction is left.
+            DataError: an embedding is not finite, or no direction is left.
         """
         total = torch.stack(self.wanted).mean(dim=0)
         if self.unwanted:
             total = total - NOT_WEIGHT * torch.stack(self.unwanted).mean(dim=0)
+        if not total.isfinite().all():
+            raise DataError("an embedding of the query contains NaN or infinity")
         if not total.norm() > 1e-6:
-            raise DataError(
-                "what is searched for and what is not wanted are equal: nothing is left of the query"
-            )
+            raise DataError("the embeddings of the query add up to zero: there is nothing to search for")
         return F.normalize(total, dim=0)
 
 
@@ -538,6 +550,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ClipkitError: a user error.
     """
+    check_page("--html", options.html)
     texts = [options.text] if options.text else []
     if not texts and not options.image:
         raise ConfigError("nothing to search for: give a text or --image FILE")
@@ -567,8 +580,12 @@ def stale_note(embeddings: Embeddings) -> str:
     """Return lines about files that are not encoded yet and rows that the index lacks; "" if there are none."""
     notes, folder = [], embeddings.folder
     if embeddings.missing:
-        files = counted(embeddings.missing, "embedding file")
+        files = counted(embeddings.missing, "complete embedding file")
         notes.append(f"note: {folder} lacks {files}: clipkit encode is running or was interrupted")
+    elif embeddings.left_out:
+        files = counted(len(embeddings.left_out), "embedding file")
+        first = embeddings.left_out[0]
+        notes.append(f"note: {files} without as many rows of metadata are left out, such as {first}")
     if embeddings.unindexed:
         rows = counted(embeddings.unindexed, "row")
         notes.append(

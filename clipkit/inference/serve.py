@@ -69,7 +69,9 @@ class Parts(BaseModel):
     like: list[Text] = Field([], description="ids of results that are searched for", max_length=_MAX_PARTS)
     unlike: list[Text] = Field([], description="ids of results that are not wanted", max_length=_MAX_PARTS)
     where: list[Text] = Field(
-        [], description="COLUMN:TEXT; the column must contain the text, for all of several", max_length=_MAX_PARTS
+        [],
+        description="COLUMN:TEXT; the column must contain the text, for all of several",
+        max_length=_MAX_PARTS,
     )
     k: int = Field(20, ge=1, le=_MOST, description="number of results")
     collection: int = Field(0, ge=0, description="number of the collection, from 0")

@@ -24,7 +24,7 @@ from clipkit.config import (
 )
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.files.hub import HUB, fetch_repository
-from clipkit.formats.checkpoint import load_model, model_hash, stored_preprocess
+from clipkit.formats.checkpoint import check_base, load_model, model_hash, stored_preprocess
 from clipkit.formats.weights import read_weights
 from clipkit.model import IMAGE_TOWERS
 from clipkit.model.architectures import (
@@ -231,11 +231,12 @@ def first_model(
 
     A run that resumes takes weights, tokenizer and preprocessing from its ``checkpoint``; ``model.weights`` may no
     longer exist, unless the run trains adapters of them. The preprocessing is always the checkpoint's. ``say``
-    gets a line if the decoder of captions starts with fresh weights, because those given have none or another one.
+    gets a line if ``model.weights`` is not read, and if the decoder of captions starts with fresh weights, because
+    those given have none or another one.
 
     Raises:
         ConfigError: the weights have another architecture.
-        CheckpointError: they cannot be loaded.
+        CheckpointError: they cannot be loaded, or have changed since the adapters of ``checkpoint`` were trained.
     """
     objective = OBJECTIVES[loss.name]
     fresh = False  # whether temperature and bias start with the objective's values
@@ -243,6 +244,7 @@ def first_model(
     adapters: Adapters | None = None
     if model.weights and checkpoint is not None and not adapted:
         first = load_model(checkpoint)
+        say(f"the checkpoint contains all weights: model.weights = {model.weights!r} is not read")
         if not _fits(first, shape):
             cause = f"of another architecture than {model.label}"
             if other := _other_classes(first, shape):
@@ -258,6 +260,8 @@ def first_model(
             path = Path(model.weights).expanduser()
             source = str(path.resolve()) if path.exists() else model.weights
             adapters = adapters_of(lora, source=source, weights=model_hash(first))
+            if checkpoint is not None:
+                check_base(checkpoint, adapters.hash)
         if first.architecture.decoder != shape.decoder:
             has = "another" if first.architecture.decoder else "no"
             anew = "is not used" if shape.decoder is None else "starts with fresh weights"

@@ -387,9 +387,7 @@ def model_line(model: CLIP, *, world: int, device: torch.device, bf16: bool) -> 
     return f"{model.name}{other}, {parameters / 1e6:.1f} M parameters, {precision} on {world} × {device.type}"
 
 
-def beginning(
-    run: Path, step: int, steps: int, planned: int, optim: OptimConfig, weights: str = ""
-) -> list[str]:
+def beginning(run: Path, step: int, steps: int, planned: int, optim: OptimConfig) -> list[str]:
     """Return lines on how training starts or resumes.
 
     Args:
@@ -398,13 +396,10 @@ def beginning(
         steps: number of steps of the whole run.
         planned: ``steps`` of the run before it was resumed.
         optim: for the learning rates, if ``steps`` has changed.
-        weights: ``model.weights``.
     """
     if step >= steps:
         return [f"{run} has made all its {steps} steps"]
     lines = [f"resuming {run} at step {step}" if step else f"starting {run}"]
-    if step and weights:
-        lines.append(f"the checkpoint contains all weights: model.weights = {weights!r} is not read")
     if steps != planned:
         lines.append(
             f"steps = {steps} now, and was {planned}: from here on the learning rate follows the schedule of the "

@@ -26,6 +26,7 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.files import (
     CountProgress,
     FileLock,
+    check_page,
     counted,
     open_image,
     pillow_errors,
@@ -117,6 +118,7 @@ def score(options: argparse.Namespace) -> int:
     )
     if options.filters and options.html is None:
         raise ConfigError("--filters has no effect without --html; training filters with data.filters")
+    check_page("--html", options.html)
     if options.html is not None and (not options.html.parent.is_dir() or options.html.is_dir()):
         raise DataError(f"cannot write {options.html}: choose a file in an existing folder")
     encoder = PairEncoder(options)

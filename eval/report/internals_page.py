@@ -17,7 +17,7 @@ import clipkit
 from clipkit import CLIP
 from clipkit.distributed import own_device
 from clipkit.errors import ConfigError, DataError
-from clipkit.files import write_page
+from clipkit.files import check_page, write_page
 from clipkit.inference import heat_colors, overlay
 from clipkit.model import attention_blocks, eval_pixels
 from eval.datasets.dataset import EvalDataset
@@ -48,8 +48,7 @@ def run(options: argparse.Namespace) -> int:
     if not 1 <= len(options.model) <= 2:
         raise ConfigError(f"{len(options.model)} models: internals shows one, or two side by side")
     out: Path = options.out
-    if out.suffix.lower() not in (".html", ".htm"):
-        raise ConfigError(f"--out {out} must be a file name ending in .html")
+    check_page("--out", out)
     (target,) = find_targets([options.data], root=options.data_root)
     device = str(own_device()) if options.device == "auto" else options.device
     models: list[CLIP] = []

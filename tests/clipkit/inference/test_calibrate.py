@@ -1,6 +1,7 @@
 """Tests of calibrated labels: scale, thresholds and errors against plain loops, files, and the command."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from PIL import Image
+from webdataset import TarWriter
 
 import clipkit
 from clipkit.__main__ import dispatch
@@ -157,6 +159,9 @@ def test_calibrate_command(
         ([], "no labels"),
         (["--calibration", "calibration.json", "--labels", "dark,white"], "--labels differ"),
         (["--calibration", "calibration.json", "--multi-label"], "was made without --multi-label"),
+        (["--calibration", "calibration.json", "--templates", "a {c}"], "--templates has no effect"),
+        (["--calibration", "calibration.json", "--least-precision", "1"], "--least-precision has no effect"),
+        (["--labels", "a,b", "--review", "photo.png"], "must be a file name ending in .html"),
     ):
         with pytest.raises(ConfigError, match=message):
             dispatch([*command, *extra])
@@ -178,7 +183,7 @@ def test_calibrate_command(
 
 
 def test_image_in_two_folders_has_both_labels(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("dark", "light"):
@@ -193,5 +198,23 @@ def test_image_in_two_folders_has_both_labels(
     with pytest.raises(DataError, match="1 image in labelled have several labels: add --multi-label"):
         dispatch(command)
     assert dispatch([*command, "--multi-label", "--out", "labels.csv"]) == 0
-    assert read_calibration(tmp_path / "calibration.json").several
-    assert read_calibration(tmp_path / "calibration.json").held_out.images == 16
+    found = read_calibration(tmp_path / "calibration.json")
+    assert found.several
+    replace(found, thresholds=(0.0, 2.0)).write(
+        tmp_path / "calibration.json"
+    )  # dark is accepted, light is not
+    again = [*command[:-2], "--calibration", "calibration.json", "--multi-label", "--out", "labels.jsonl"]
+    for top in ("1", "2"):  # though light is more probable
+        capsys.readouterr()
+        assert dispatch([*again, "--top", top]) == 0
+        lines = [json.loads(line) for line in Path("labels.jsonl").read_text().splitlines()]
+        assert all([label["label"] for label in line["labels"]] == ["dark"] for line in lines)
+        assert "accepted labels" not in capsys.readouterr().err
+    replace(found, thresholds=(0.0, 0.0)).write(tmp_path / "calibration.json")
+    assert dispatch([*again, "--top", "1"]) == 0
+    assert "note: 17 images with more than 1 accepted label: --top K gives more\n" in capsys.readouterr().err
+    with TarWriter("labelled/shard.tar") as shard:
+        shard.write({"__key__": "a", "png": (tmp_path / "labelled/light/1.png").read_bytes()})
+    with pytest.raises(DataError, match="a is not in the folder of a label: expected labelled/LABEL/IMAGE"):
+        dispatch([*command, "--multi-label"])
+    assert found.held_out.images == 16

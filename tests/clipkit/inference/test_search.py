@@ -1,6 +1,7 @@
 """Tests of exact search over embeddings, including growing folders."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from clipkit.inference.search import Embeddings, Hit, Query, stale_note, thumbna
 from clipkit.inference.storage import STORAGE
 
 pyarrow = pytest.importorskip("pyarrow")
+pytest.importorskip("pyarrow.parquet")
 
 
 def write(folder: Path, *parts: np.ndarray, first: int = 0) -> None:
@@ -129,14 +131,52 @@ def test_invalid_embedding_folders_are_rejected(tmp_path: Path) -> None:
         Embeddings(tmp_path)
     with pytest.raises(DataError, match="contains no embeddings"):
         Embeddings(tmp_path / "missing")
+    write(tmp_path, np.ones((4, 4), np.float16))
+    (tmp_path / "metadata" / "metadata_0.parquet").unlink()
+    with pytest.raises(DataError, match=r"img_emb_0\.npy lacks its metadata: expected as many rows"):
+        Embeddings(tmp_path)
+
+
+def test_files_without_their_metadata_are_noted(tmp_path: Path) -> None:
+    rows = unit(np.random.default_rng(0), 8).astype(np.float16)
+    write(tmp_path, rows[:4], rows[4:])
+    (tmp_path / "metadata" / "metadata_1.parquet").unlink()
+    embeddings = Embeddings(tmp_path)
+    assert len(embeddings) == 4
+    assert stale_note(embeddings).endswith(f"are left out, such as {tmp_path / 'img_emb' / 'img_emb_1.npy'}")
+    shutil.rmtree(tmp_path / "img_emb")
+    with pytest.raises(DataError, match="contains no embeddings"):
+        embeddings.refresh()
+    assert len(embeddings) == 4 and embeddings.width == 16  # as before
+
+
+def test_rows_are_found_by_paths_of_any_type(tmp_path: Path) -> None:
+    rows = unit(np.random.default_rng(0), 3).astype(np.float16)
+    write(tmp_path, rows)
+    place = tmp_path / "metadata" / "metadata_0.parquet"
+    for table, message in (
+        (pyarrow.table({"image_path": [7, 8, 9]}), "no embedding of x"),
+        (pyarrow.table({"url": ["a", "b", "c"]}), "no embedding of 8"),
+    ):
+        pyarrow.parquet.write_table(table, place)
+        embeddings = Embeddings(tmp_path)
+        with pytest.raises(DataError, match=message):
+            embeddings.vector_of(message.rpartition(" ")[2])
+        assert all(hit.path in ("7", "8", "9", "") for hit in embeddings.search(torch.ones(16) / 4, 3))
+        if "image_path" in table.column_names:
+            torch.testing.assert_close(
+                embeddings.vector_of("8"), torch.from_numpy(rows[1]).float(), atol=1e-3, rtol=0
+            )
 
 
 def test_query_that_cancels_out_is_rejected() -> None:
     one = torch.eye(4)
     half = Query(wanted=[one[0]], unwanted=[one[0]]).vector()
     torch.testing.assert_close(half, one[0])
-    with pytest.raises(DataError, match="nothing is left"):
+    with pytest.raises(DataError, match="add up to zero"):
         Query(wanted=[one[0], -one[0]]).vector()
+    with pytest.raises(DataError, match="NaN or infinity"):
+        Query(wanted=[one[0] * torch.nan]).vector()
     mixed = Query(wanted=[one[0], one[1]], unwanted=[one[2]]).vector()
     torch.testing.assert_close(mixed, torch.tensor([0.5, 0.5, -0.5, 0]) / 0.75**0.5)
 

@@ -1,6 +1,7 @@
 """Tests of LoRA adapters: merged and unmerged models agree, checkpoints omit the base, resume is exact."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -108,7 +109,8 @@ def test_resume_is_bit_exact_and_checkpoints_omit_the_base(
         path.unlink()  # as if it had not been written
     newest.rmdir()
     (parts / "report.html").unlink()
-    assert "resuming" in run(forked, base, parts, "steps=4", *extra)
+    resumed = run(forked, base, parts, "steps=4", *extra)
+    assert "resuming" in resumed and "is not read" not in resumed
     for name in ("model.safetensors", "trained.safetensors", "optimizer.safetensors"):
         one = whole / "checkpoints" / "step_00000004" / name
         assert one.read_bytes() == (newest / name).read_bytes(), name
@@ -147,6 +149,8 @@ def test_missing_and_changed_bases_are_rejected(forked: Forked, base: Path, tmp_
     save_model(clipkit.create("ViT-Ti-4-16", seed=4).eval(), moved / "model")
     with pytest.raises(CheckpointError, match="whose weights have changed since: restore them"):
         clipkit.load(tmp_path / "run")
+    shutil.copytree(base / "pairs", moved / "pairs")
+    assert "whose weights have changed since: restore them" in run(forked, moved, tmp_path / "run", "steps=2")
 
 
 @pytest.mark.parametrize(

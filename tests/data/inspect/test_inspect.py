@@ -391,10 +391,10 @@ def test_command_output_and_exit_status(
     assert not any(line.endswith(" ") for line in output.out.splitlines())
     assert "3 shards, 36 samples" in output.out
     assert re.search(r"workers needed +\d+ workers? \(data.workers\) for a GPU", output.out)
-    wrong = tmp_path / "none/page.html"
-    with pytest.raises(SystemExit) as stop:
-        run_command(partial(main, ["inspect", str(good), "--html", str(wrong)]))
-    assert stop.value.code == 1
+    for wrong, message in (("none/page.html", "in an existing folder"), ("photo.png", "ending in .html")):
+        with pytest.raises(SystemExit) as stop:
+            run_command(partial(main, ["inspect", str(good), "--html", str(tmp_path / wrong)]))
+        assert stop.value.code == 1 and message in capsys.readouterr().err
 
 
 def test_ctrl_c_prints_one_line(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
