@@ -22,10 +22,11 @@ from torch import Tensor
 from clipkit.errors import DataError
 from clipkit.files.atomic import write_atomic
 
-__all__ = ["LEAST", "Calibration", "HeldOut", "calibrate", "read_calibration"]
+__all__ = ["LEAST", "LEAST_SCALE", "Calibration", "HeldOut", "calibrate", "read_calibration"]
 
 FOLDS = 5
 _DECAY = 1e-3
+LEAST_SCALE, _GREATEST_SCALE = 1e-3, 1e4
 LEAST = 30  # right predictions of a label for a threshold of its own; others share one
 
 
@@ -215,7 +216,7 @@ def _fit(similarities: Tensor, targets: Tensor, *, several: bool, scale: float) 
         return value
 
     optimizer.step(loss)
-    return float(logarithm.detach().exp().clamp(1e-3, 1e4)), biases.detach()
+    return float(logarithm.detach().exp().clamp(LEAST_SCALE, _GREATEST_SCALE)), biases.detach()
 
 
 def _predicted(probabilities: Tensor, *, several: bool) -> Tensor:

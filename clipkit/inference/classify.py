@@ -38,7 +38,7 @@ from clipkit.files.patterns import user_path
 from clipkit.files.table import safe_cell
 from clipkit.files.terminal import CountProgress, counted, printable
 from clipkit.formats.checkpoint import model_hash
-from clipkit.inference.calibrate import LEAST, Calibration, calibrate, read_calibration
+from clipkit.inference.calibrate import LEAST, LEAST_SCALE, Calibration, calibrate, read_calibration
 from clipkit.inference.inputs import Stream
 from clipkit.inference.review import Uncertain, note_uncertain, write_review
 from clipkit.inference.stream import Failure, FeatureStream
@@ -330,16 +330,22 @@ def _calibrated(
     )
     found.write(out)
     held = found.held_out
+    accepted = (
+        f"precision {held.precision:.1%} [{held.low:.1%}, {held.high:.1%}] of "
+        f"{counted(held.accepted, 'accepted label')}, recall {held.recall:.1%}"
+    )
+    error = (
+        "" if held.ece is None else f", calibration error {held.ece[0]:.1%} before, {held.ece[1]:.1%} after"
+    )
     print(
-        f"wrote {out}; on images held out from {held.images}: precision {held.precision:.1%} "
-        f"[{held.low:.1%}, {held.high:.1%}] of {counted(held.accepted, 'accepted label')}, recall {held.recall:.1%}"
-        + (
-            ""
-            if held.ece is None
-            else f", calibration error {held.ece[0]:.1%} before, {held.ece[1]:.1%} after"
-        ),
+        f"wrote {out}; on images held out from {held.images}: {accepted if held.accepted else 'no accepted label'}"
+        + error,
         file=sys.stderr,
     )
+    if found.scale <= LEAST_SCALE:
+        print(
+            "note: the model's similarities say nothing about these labels: use another one", file=sys.stderr
+        )
     counts = targets.sum(dim=0).tolist()
     if few := [label for label, count in zip(labels, counts, strict=True) if count < LEAST]:
         which = f"{counted(len(few), 'label')} (such as {few[0]!r})"

@@ -498,7 +498,10 @@ def load_model(embeddings: Embeddings, options: argparse.Namespace, name: str = 
         if model_hash(model) != recorded.get("weights"):
             raise ConfigError(
                 f"{embeddings.folder} has embeddings of {recorded.get('model')} with other weights than {source}: "
-                + ("leave out --model" if name else "encode again, or pass --model")
+                "leave out --model"
+                if name
+                else f"{source} has changed since {embeddings.folder} was encoded: encode into a new folder, or "
+                "pass the earlier weights as --model"
             )
     if model.dim != embeddings.width:
         raise ConfigError(
@@ -563,7 +566,10 @@ def run(options: argparse.Namespace) -> int:
     hits = embeddings.search(query.vector(), options.k)
     if options.html is not None:
         title = printable(options.text or ", ".join(path.name for path in options.image), 80)
-        lead = f"The nearest of {counted(len(embeddings), 'row')} in {embeddings.folder}."
+        unwanted = ", but not " + " or ".join(map(repr, options.unwanted)) if options.unwanted else ""
+        lead = (
+            f"The {len(hits)} nearest of {counted(len(embeddings), 'row')} in {embeddings.folder}{unwanted}."
+        )
         shown = [(hit, _embedded(hit)) for hit in hits]
         page = TEMPLATES.get_template("found.html").render(title=title, lead=lead, notes=[], hits=shown)
         print(f"wrote {write_page(options.html, page)}")

@@ -213,7 +213,8 @@ def checked_set(dataset: EvalDataset) -> EvalDataset:
             labels.sum(dim=0) if labels.ndim == 2 else torch.bincount(labels, minlength=len(names))
         )  # (C,)
         if empty := [repr(names[i]) for i in (counts == 0).nonzero().flatten().tolist()]:
-            _log.warning("dataset %s: classes without images: %s", name, some(empty))
+            count = f"{len(empty):,} of {len(names):,} classes"
+            _log.warning("dataset %s: %s have no images: %s", name, count, some(empty))
     choices = dataset.choices or ()
     for number, own in enumerate(choices):
         if len(own) < 2:

@@ -231,6 +231,13 @@ def test_embeddings_of_another_model_are_rejected(encoded: Path, tmp_path: Path)
     save_model(clipkit.create("ViT-Ti-4-16", seed=1).eval(), tmp_path / "other")
     with pytest.raises(ConfigError, match="other weights"):
         dispatch(["search", str(encoded / "embeddings"), "x", "--model", str(tmp_path / "other")])
+    changed = shutil.copytree(encoded / "embeddings", tmp_path / "changed")
+    recorded = json.loads((changed / "manifest.json").read_text())
+    (changed / "manifest.json").write_text(json.dumps(recorded | {"model": str(tmp_path / "other")}))
+    with pytest.raises(
+        ConfigError, match=r"other has changed since .*changed was encoded: encode into a new folder"
+    ):
+        dispatch(["search", str(changed), "x"])
     with pytest.raises(ConfigError, match="give a text or --image"):
         dispatch(["search", str(encoded / "embeddings")])
     write(tmp_path / "foreign", unit(np.random.default_rng(0), 4).astype(np.float16))
