@@ -69,7 +69,7 @@ def test_only_candidates_of_the_index_are_read(folder: Path, monkeypatch: pytest
     embeddings, query = Embeddings(folder), torch.from_numpy(rows_of(3, 1)[0])
     monkeypatch.setattr(Embeddings, "_compared", lambda *_: pytest.fail("all rows were compared"))
     assert len(embeddings.search(query, 10)) == 10 and embeddings.unindexed == 0
-    for arguments in ({"filters": {"group": "odd"}, "k": 5}, {"k": 1001}):
+    for arguments in ({"filters": [("group", "odd")], "k": 5}, {"k": 1001}):
         with pytest.raises(pytest.fail.Exception, match="all rows were compared"):
             embeddings.search(query, **arguments)
     with pytest.raises(pytest.fail.Exception, match="all rows were compared"):
