@@ -344,7 +344,8 @@ def _calibrated(
     )
     if found.scale <= LEAST_SCALE:
         print(
-            "note: the model's similarities say nothing about these labels: use another one", file=sys.stderr
+            "note: the model's similarities say nothing about these labels: use another model",
+            file=sys.stderr,
         )
     counts = targets.sum(dim=0).tolist()
     if few := [label for label, count in zip(labels, counts, strict=True) if count < LEAST]:
