@@ -269,7 +269,7 @@ class Embeddings:
         Args:
             query: (O,) float32, unit norm.
             k: number of results, at least 1.
-            filters: columns, and a text that the value must contain, in upper or lower case; all must match.
+            filters: pairs of a column and a text that its value must contain, ignoring case; all must match.
 
         Raises:
             DataError: the query has another dimension, or there is no such column.

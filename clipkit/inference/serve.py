@@ -68,10 +68,8 @@ class Parts(BaseModel):
     )
     like: list[Text] = Field([], description="ids of results that are searched for", max_length=_MAX_PARTS)
     unlike: list[Text] = Field([], description="ids of results that are not wanted", max_length=_MAX_PARTS)
-    where: list[Text] = Field(
-        [],
-        description="COLUMN:TEXT; the column must contain the text, for all of several",
-        max_length=_MAX_PARTS,
+    where: list[Annotated[Text, StringConstraints(pattern=":")]] = Field(
+        [], description="COLUMN:TEXT; the column must contain the text", max_length=_MAX_PARTS
     )
     k: int = Field(20, ge=1, le=_MOST, description="number of results")
     collection: int = Field(0, ge=0, description="number of the collection, from 0")
@@ -143,7 +141,7 @@ def application(collections: Sequence[Collection], *, token: str = "", hosts: Se
             query.add_unwanted(one.model, texts=parts.unwanted)
             query.wanted += [embedding(name, one) for name in parts.like]
             query.unwanted += [embedding(name, one) for name in parts.unlike]
-            filters = [_filter(text) for text in parts.where]
+            filters = [(column, text) for column, _, text in (part.partition(":") for part in parts.where)]
             hits = one.embeddings.search(query.vector(), parts.k, filters=filters)
         results = []
         for rank, hit in enumerate(hits, start=1):
@@ -342,13 +340,6 @@ class _Server(uvicorn.Server):
             host, port = sockets[0].getsockname()[:2]
             name = f"[{host}]" if ":" in host else host
             print(f"serving http://{name}:{port}{self.query} (Ctrl-C ends)", flush=True)
-
-
-def _filter(text: str) -> tuple[str, str]:
-    column, colon, contained = text.partition(":")
-    if not colon:
-        raise ConfigError(f"where={printable(text, 40)!r}: expected COLUMN:TEXT")
-    return column, contained
 
 
 def _is_local(host: str) -> bool:
