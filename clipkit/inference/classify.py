@@ -9,6 +9,9 @@ Images are streamed: results are printed or written batch by batch and not kept 
               {"image": …, "source": …, "labels": [{"label": …, "probability": …}, …]}
     .jsonl    the same objects, one per line, without the array
 
+``--review`` writes a page of the least certain images, on which labels can be corrected. The browser saves the
+corrections as a table with the columns image_path and caption, which ``python -m data pack`` reads.
+
 With an output file, only failures and a summary are printed; otherwise the table is.
 
 Dimensions: B batch, C classes, O embedding dimension.
@@ -16,6 +19,7 @@ Dimensions: B batch, C classes, O embedding dimension.
 
 import argparse
 import csv
+import heapq
 import io
 import json
 import math
@@ -23,7 +27,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
@@ -33,14 +37,13 @@ from torch import Tensor
 
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.atomic import replacing
-from clipkit.files.pages import check_page
+from clipkit.files.pages import check_page, write_page
 from clipkit.files.patterns import user_path
 from clipkit.files.table import safe_cell
 from clipkit.files.terminal import CountProgress, counted, printable
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.calibrate import LEAST, LEAST_SCALE, Calibration, calibrate, read_calibration
 from clipkit.inference.inputs import Stream
-from clipkit.inference.review import Uncertain, note_uncertain, write_review
 from clipkit.inference.stream import Failure, FeatureStream
 from clipkit.model.zero_shot import DEFAULT_TEMPLATES, fill_template, zero_shot_classifier
 
@@ -52,6 +55,7 @@ _LABEL_WIDTH, _PROBABILITY_WIDTH = 30, len("probability")
 _IMAGE_WIDTH = _WIDTH - _LABEL_WIDTH - _PROBABILITY_WIDTH - 4
 PRECISION = 0.9  # that thresholds shall reach
 NONE = "none"  # the folder of images without a label
+_REVIEWED = 200  # images on a page
 _MAX_LIST_BYTES = 16 << 20  # size limit of a file of labels or templates
 
 
@@ -64,6 +68,14 @@ class Classification:
     labels: list[tuple[str, float]]
     accepted: int  # number of labels that reach their thresholds, which may be more than ``labels``
     margin: float  # between the two most probable labels, or to a threshold if that is nearer
+
+
+@dataclass(order=True, frozen=True)
+class _Uncertain:
+    """An image, ordered so that the most certain one is the least."""
+
+    negative_margin: float
+    found: Classification = field(compare=False)
 
 
 def classify_images(
@@ -196,7 +208,7 @@ def run(options: argparse.Namespace) -> int:
     stream = Stream(options.sources, image_column=options.image_column)
     top = min(options.top, len(labels))
     below = not (options.none or options.multi_label)
-    uncertain: list[Uncertain] = []
+    uncertain: list[_Uncertain] = []
     done = failed = cut = 0
     with _opened(options.out, top) as writer:
         features = FeatureStream.from_options(options)
@@ -219,7 +231,8 @@ def run(options: argparse.Namespace) -> int:
                     done += 1
                     cut += options.multi_label and outcome.accepted > len(outcome.labels)
                     if options.review is not None:
-                        note_uncertain(uncertain, outcome)
+                        keep = heapq.heappush if len(uncertain) < _REVIEWED else heapq.heappushpop
+                        keep(uncertain, _Uncertain(-outcome.margin, outcome))
                     if writer is not None:
                         writer.write(outcome)
                     else:
@@ -241,8 +254,27 @@ def run(options: argparse.Namespace) -> int:
     if options.out is not None:
         _print(f"wrote {counted(done, 'image')} to {options.out}")
     if options.review is not None:
-        _print(f"wrote {write_review(options.review, uncertain, labels)}")
+        _print(f"wrote {_write_review(options.review, uncertain, labels)}")
     return 0 if done else 1
+
+
+def _write_review(out: Path, kept: Sequence[_Uncertain], labels: Sequence[str]) -> Path:
+    """Write the page of the least certain images; those that cannot be read again are left out."""
+    from clipkit.inference.search import TEMPLATES, Hit, embedded  # requires the extra pack
+
+    images = []
+    for one in sorted(kept, reverse=True):
+        hit = Hit(id="", similarity=0.0, path=one.found.image, source=one.found.source, metadata={})
+        if (image := embedded(hit)) is not None:
+            images.append({"found": one.found, "image": image})
+    page = TEMPLATES.get_template("review.html").render(
+        title="Labels to review",
+        lead="The least certain images first. Choose the right label where it is wrong, then save the corrections.",
+        notes=[],
+        images=images,
+        labels=labels,
+    )
+    return write_page(out, page)
 
 
 def _labels(options: argparse.Namespace) -> tuple[list[str], Calibration | None]:

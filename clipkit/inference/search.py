@@ -53,7 +53,17 @@ from clipkit.inference.stream import pick_device
 from clipkit.model.clip import CLIP
 from clipkit.model.preprocess import ImageLike
 
-__all__ = ["Embeddings", "Hit", "Query", "load_model", "run", "run_index", "stale_note", "thumbnail"]
+__all__ = [
+    "Embeddings",
+    "Hit",
+    "Query",
+    "embedded",
+    "load_model",
+    "run",
+    "run_index",
+    "stale_note",
+    "thumbnail",
+]
 
 TEMPLATES = templates(Path(__file__).with_name("templates"))
 NOT_WEIGHT = 0.5  # of what is not wanted
@@ -570,7 +580,7 @@ def run(options: argparse.Namespace) -> int:
         lead = (
             f"The {len(hits)} nearest of {counted(len(embeddings), 'row')} in {embeddings.folder}{unwanted}."
         )
-        shown = [(hit, _embedded(hit)) for hit in hits]
+        shown = [(hit, embedded(hit)) for hit in hits]
         page = TEMPLATES.get_template("found.html").render(title=title, lead=lead, notes=[], hits=shown)
         print(f"wrote {write_page(options.html, page)}")
         return 0 if hits else 1
@@ -631,7 +641,7 @@ def run_index(options: argparse.Namespace) -> int:
     return 0
 
 
-def _embedded(hit: Hit) -> Markup | None:
+def embedded(hit: Hit) -> Markup | None:
     """Return a thumbnail as a data URI; None if there is none."""
     try:
         return Markup("data:image/jpeg;base64,") + base64.b64encode(thumbnail(hit, 240)).decode()
