@@ -1,7 +1,7 @@
 """Compare the time from the command to a target score: clipkit, and open_clip's own trainer on the same shards.
 
     python -m bench.time_to_score {glyphs,emoji} [--seeds 0] [--every 100] [--rates LR …] [--lengths 1 2 4]
-                                  [--steps N] [--targets DATASET=SCORE …] [--work runs/time_to_score]
+                                  [--own-lengths 1] [--targets DATASET=SCORE …] [--work runs/time_to_score]
 
 ``glyphs`` trains ``configs/quickstart.toml``, ``emoji`` trains ``configs/emoji.toml``. The peer is
 ``open_clip_train.main`` with a model of the same shape, its own loss, optimizer and data pipeline, and documented
@@ -17,12 +17,12 @@ Rules:
   ``--every`` steps, and the checkpoints are scored afterwards. Its time at checkpoint k is its own time until that
   is written, plus k times the seconds of clipkit's median evaluation.
 * Both use the same batch size, precision, images, augmentation, context length and cores (``--cores`` of them).
-  clipkit has the settings of its recipe. open_clip has AdamW with its default moments, the warm-up, weight decay
-  and clipping of the recipes with AdamW, and the best of ``--rates``. Its schedule has as many steps as clipkit's;
-  if no rate reaches the targets, all are tried with the next of ``--lengths``, multiples of that number. The
-  fastest run counts.
+  clipkit has the settings of its recipe, and its schedule the best of ``--own-lengths``, multiples of the recipe's
+  number of steps. open_clip has AdamW with its default moments, the warm-up, weight decay and clipping of the
+  recipes with AdamW, and the best of ``--rates``. If no rate reaches the targets with the first of ``--lengths``,
+  multiples of the same number, all are tried with the next. The fastest run counts.
 
-The first seed selects open_clip's rate and length; its runs with further seeds use these. Each run is recorded in
+The first seed selects rate and lengths; runs with further seeds use these. Each run is recorded in
 ``bench/results/records/time_to_score_CORPUS/``: a log with the seconds of each line, and a JSON file with the
 command, commit, versions, seed, and the curve of scores over seconds. Runs that are recorded with the same command
 and settings are not repeated; delete their JSON files to measure again. Use a machine without other work.
@@ -152,9 +152,9 @@ def main() -> None:
     add("corpus", choices=CORPORA)
     add("--seeds", type=int, nargs="+", default=[0], help="default: 0")
     add("--every", type=int, default=100, help="steps between evaluations (default: 100)")
-    add("--steps", type=int, help="updates of clipkit's run (default: as in its recipe)")
     add("--rates", type=float, nargs="+", help="learning rates of open_clip")
     add("--lengths", type=int, nargs="+", default=[1, 2, 4], help="lengths of open_clip's schedule to try")
+    add("--own-lengths", type=float, nargs="+", default=[1], help="lengths of clipkit's schedule to try")
     add("--targets", nargs="+", metavar="DATASET=SCORE", help="zero-shot accuracies to reach, 0 to 1")
     add("--cores", type=int, default=2, help="cores that both may use (default: 2)")
     add("--work", type=Path, default=Path("runs/time_to_score"))
@@ -167,11 +167,13 @@ def main() -> None:
         pairs = (one.partition("=") for one in given.targets)
         corpus = replace(corpus, targets={name: float(value) for name, _, value in pairs})
     corpus = replace(corpus, rates=tuple(given.rates or corpus.rates))
-    config = load_config(Path(corpus.config), [f"steps={given.steps}"] if given.steps else [])
+    config = load_config(Path(corpus.config), [])
     bench = Bench(name=given.corpus, corpus=corpus, config=config, every=given.every, work=given.work)
     prepare(bench)
 
-    own = [trained_by_clipkit(bench, seed) for seed in given.seeds]
+    own_tried = [trained_by_clipkit(bench, length, given.seeds[0]) for length in given.own_lengths]
+    length = given.own_lengths[own_tried.index(min(own_tried, key=fastest))]
+    own = [trained_by_clipkit(bench, length, seed) for seed in given.seeds]
     bench = replace(bench, seconds=statistics.median(one["evaluation_seconds"] for one in own))
     tried: list[dict[str, Any]] = []
     for length in given.lengths:
@@ -183,7 +185,7 @@ def main() -> None:
         best,
         *(trained_by_open_clip(bench, best["rate"], best["length"], seed) for seed in given.seeds[1:]),
     ]
-    report(bench, own, peer, tried, given.out)
+    report(bench, own, peer, own_tried, tried, given.out)
 
 
 def fastest(record: dict[str, Any]) -> tuple[float, float]:
@@ -236,16 +238,16 @@ def members(tar: Path) -> Iterator[dict[str, Any]]:
     yield sample
 
 
-def trained_by_clipkit(bench: Bench, seed: int) -> dict[str, Any]:
+def trained_by_clipkit(bench: Bench, length: float, seed: int) -> dict[str, Any]:
     """Train the recipe, or return its record."""
-    out, steps = bench.work / f"{bench.name}_clipkit_seed{seed}", bench.config.steps
+    out, steps = bench.work / f"{bench.name}_clipkit_seed{seed}", round(length * bench.config.steps)
     command = [
         *("torchrun", *bench.corpus.launch, "train.py", bench.corpus.config, f"data.train={bench.shards}"),
         *(f"eval.data={json.dumps([*bench.corpus.targets])}", f"eval.every_steps={bench.every}"),
         *(f"steps={steps}", f"seed={seed}", f"out={out}"),
     ]
     facts = {"command": shlex.join(command), "seed": seed, "settings": to_toml(bench.config)}
-    path = bench.records / f"clipkit_seed{seed}.json"
+    path = bench.records / f"clipkit_x{length:g}_seed{seed}.json"
     if (known := recorded(path, facts, bench.corpus.targets)) is not None:
         return known
     shutil.rmtree(out, ignore_errors=True)
@@ -417,6 +419,7 @@ def report(
     bench: Bench,
     own: Sequence[dict[str, Any]],
     peer: Sequence[dict[str, Any]],
+    own_tried: Sequence[dict[str, Any]],
     tried: Sequence[dict[str, Any]],
     out: Path,
 ) -> None:
@@ -438,6 +441,7 @@ def report(
         "steps": bench.config.steps,
         "every": bench.every,
         "clipkit": runs(own),
+        "clipkit_tried": runs(own_tried),
         "open_clip": runs(peer),
         "open_clip_tried": runs(tried),
         "ratio_by_seed": ratios,
