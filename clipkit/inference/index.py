@@ -105,7 +105,7 @@ def write_index(
         show: called with the number of rows that were added.
 
     Returns:
-        The number of rows added, and the bytes of the index.
+        The number of rows added, without those that are zero or not finite, and the bytes of the index.
 
     Raises:
         DataError: another process is writing it.
@@ -147,7 +147,7 @@ def write_index(
                 valid = np.flatnonzero(np.isfinite(block).all(axis=1) & block.any(axis=1))
                 keys = (number << _ROW_BITS) + start + valid
                 engine.add(keys.astype(np.uint64), STORAGE["int8"].pack(block[valid]))
-                done += len(block)
+                done += len(valid)
                 show(done)
             covers[number] = stamp
         path = own / f"rows-{secrets.token_hex(8)}.usearch"

@@ -100,6 +100,7 @@ function addFiles(files) {
   const images = [...files].filter((file) => file.type.startsWith("image/"));
   state.images.push(...images.map((file) => ({ file, address: URL.createObjectURL(file) })));
   if (images.length) refresh();
+  else if (files.length) say(`${files[0].name || "the file"} is not an image`, true);
 }
 
 for (const one of inputs)
