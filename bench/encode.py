@@ -1,6 +1,6 @@
 """Measure how well ``clipkit encode`` overlaps decoding with the forward passes.
 
-    python bench/encode.py [--model ViT-B-32] [--pictures 512] [--size 512] [--batch-size 32] [--rounds 5]
+    python bench/encode.py [--model ViT-B-32] [--images 512] [--size 512] [--batch-size 32] [--rounds 5]
 
 Each round measures three variants on the same images, in alternating order, so that changes in machine load
 affect all of them:
@@ -75,7 +75,7 @@ def timed(work: Callable[[], object]) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
     parser.add_argument("--model", default="ViT-B-32")
-    parser.add_argument("--pictures", type=int, default=512)
+    parser.add_argument("--images", type=int, default=512)
     parser.add_argument("--size", type=int, default=512)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
@@ -85,7 +85,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "images"
         folder.mkdir()
-        paths = make_images(folder, options.pictures, options.size)
+        paths = make_images(folder, options.images, options.size)
         measure(options, model, paths, Path(scratch))
 
 
@@ -155,12 +155,11 @@ def report(
     }
     cpu = {name: statistics.median(used for _, used in times) for name, times in seconds.items()}
     rates = {
-        name: options.pictures / statistics.median(wall for wall, _ in times)
-        for name, times in seconds.items()
+        name: options.images / statistics.median(wall for wall, _ in times) for name, times in seconds.items()
     }
     result = {
         "model": options.model,
-        "pictures": options.pictures,
+        "pictures": options.images,
         "pixels": options.size,
         "batch_size": options.batch_size,
         "threads": torch.get_num_threads(),
@@ -171,8 +170,8 @@ def report(
         "seconds": {name: [wall for wall, _ in times] for name, times in seconds.items()},
         "pictures_per_second": rates,
         "cpu_ms_per_picture": {
-            **{name: 1e3 * value / options.pictures for name, value in cpu.items()},
-            "decode": 1e3 * decoding / options.pictures,
+            **{name: 1e3 * value / options.images for name, value in cpu.items()},
+            "decode": 1e3 * decoding / options.images,
         },
         "ratio_by_round": ratios,
         "lowest_ratio_on_busy_cores": 1 + decoding / cpu["one_core"],

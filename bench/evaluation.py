@@ -1,6 +1,6 @@
 """Compare the cost of evaluation with CLIP_benchmark on the same machine, and count repeated encoding.
 
-    python -m bench.evaluation [--only classifier three_tasks counted memory] [--pictures 600] [--rounds 1]
+    python -m bench.evaluation [--only classifier three_tasks counted memory] [--images 600] [--rounds 1]
 
     classifier   a zero-shot classifier of ImageNet's names in OpenAI's 80 templates, including tokenization,
                  with different classes in every round. Bound: the time of the matrix products of a text
@@ -246,7 +246,7 @@ def three_tasks(options: argparse.Namespace) -> Row:
         commands = Commands(place=Path(scratch), model=options.model)
         torch.manual_seed(0)
         save_file(open_clip.create_model(options.model).state_dict(), commands.weights)
-        sizes = publish(Path(scratch), options.pictures)
+        sizes = publish(Path(scratch), options.images)
         found = alternating(
             options.rounds, {"clipkit": commands.run_clipkit, "clip_benchmark": commands.run_reference}
         )
@@ -340,7 +340,7 @@ def main() -> None:
     )
     parser.add_argument("--classes", type=int, default=8, help="classes per round of classifier")
     parser.add_argument(
-        "--pictures", type=int, default=600, help="images of three_tasks, half of them for training"
+        "--images", type=int, default=600, help="images of three_tasks, half of them for training"
     )
     parser.add_argument("--many", type=int, default=1_000_000, help="images of memory")
     parser.add_argument("--many-classes", type=int, default=1_000)

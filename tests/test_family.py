@@ -109,7 +109,7 @@ BACKBONES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def picture(name: str, seed: int) -> bytes:
+def image_file(name: str, seed: int) -> bytes:
     random = np.random.default_rng(seed)
     pixels = np.clip(np.array(COLOURS[name]) + random.normal(0, 20, (40, 40, 3)), 0, 255).astype(np.uint8)
     file = io.BytesIO()
@@ -128,7 +128,7 @@ def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 name = names[i % 3]
                 record = Record(
                     key=f"{split}{i:03d}",
-                    image=picture(name, i),
+                    image=image_file(name, i),
                     extension="png",
                     caption=f"the colour {name}",
                     label=i % 3,
@@ -167,7 +167,7 @@ def step_and_score(model: CLIP, colours: Path, tmp_path: Path) -> None:
     from clipkit.model.preprocess import batch_of
 
     names = list(COLOURS) * 2
-    images = batch_of([picture(name, i) for i, name in enumerate(names)], model.preprocess)
+    images = batch_of([image_file(name, i) for i, name in enumerate(names)], model.preprocess)
     tokens = model.tokenizer([f"the colour {name}" for name in names])
     optimizer = adamw(model, OptimConfig(lr=1e-3))
     model.train()
@@ -189,9 +189,9 @@ def step_and_score(model: CLIP, colours: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(
         clipkit.encode_text(texts, again), clipkit.encode_text(texts, model), rtol=0, atol=1e-6
     )
-    pictures = [picture("blue", 1)]
+    blue = [image_file("blue", 1)]
     torch.testing.assert_close(
-        clipkit.encode_image(pictures, again), clipkit.encode_image(pictures, model), rtol=0, atol=1e-6
+        clipkit.encode_image(blue, again), clipkit.encode_image(blue, model), rtol=0, atol=1e-6
     )
 
 

@@ -40,7 +40,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with DatasetWriter(out, samples_per_shard=20) as writer:
         for i in range(SAMPLES):
             pixels = np.ascontiguousarray(noise.integers(0, 256, (20, 24, 3), dtype=np.uint8))
-            image = b"no picture" if i in BROKEN else simplejpeg.encode_jpeg(pixels)
+            image = b"no image" if i in BROKEN else simplejpeg.encode_jpeg(pixels)
             writer.write("train", Record(key=f"{i:04d}", image=image, extension="jpg", caption=f"noise {i}"))
         writer.finish({"name": "pairs"})
     return out

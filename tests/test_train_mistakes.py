@@ -39,7 +39,7 @@ def write_dataset(folder: Path, *, broken: tuple[int, ...] = (), no_caption: tup
         for number in range(SAMPLES):
             file = io.BytesIO()
             Image.fromarray(random.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(file, "png")
-            image = b"no picture" if number in broken else file.getvalue()
+            image = b"no image" if number in broken else file.getvalue()
             caption = "" if number in no_caption else f"caption {number}"
             writer.write("train", Record(key=f"{number}", image=image, extension="png", caption=caption))
         writer.finish({})
@@ -103,7 +103,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "no config file": (("{root}/nothing.toml", "data.train={root}/good"), "{root}/nothing.toml"),
     "bad config file": (("{root}/bad.toml", "data.train={root}/good"), "{root}/bad.toml"),
-    "a bad picture": (
+    "a bad image": (
         ("data.train={root}/broken", "data.max_bad=0", "data.workers=1"),
         " samples drawn so far are bad, more than data.max_bad = 0 allows: see ",
     ),

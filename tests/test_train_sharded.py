@@ -45,31 +45,31 @@ SETTINGS = (
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five labelled test images: an odd number, so that one rank evaluates more than the other."""
-    out, noise = tmp_path_factory.mktemp("data") / "pictures", np.random.default_rng(1)
+    out, noise = tmp_path_factory.mktemp("data") / "images", np.random.default_rng(1)
     with DatasetWriter(out) as writer:
         for i in range(5):
             pixels = np.ascontiguousarray(noise.integers(0, 256, (16, 16, 3), dtype=np.uint8))
             image = simplejpeg.encode_jpeg(pixels)
             writer.write("test", Record(key=f"{i}", image=image, extension="jpg", label=i % 2))
-        writer.finish({"name": "pictures"}, class_names=["zero", "one"], templates=["{c}"])
+        writer.finish({"name": "images"}, class_names=["zero", "one"], templates=["{c}"])
     return out
 
 
 @pytest.fixture(scope="module")
-def whole(trainings: Trainings, pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(trainings: Trainings, images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run on one rank, uninterrupted."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    trainings.run(out, *SETTINGS, f"eval.data=[{str(pictures)!r}]")
+    trainings.run(out, *SETTINGS, f"eval.data=[{str(images)!r}]")
     return out
 
 
 @pytest.fixture(scope="module")
-def sharded(trainings: Trainings, pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sharded(trainings: Trainings, images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run on two ranks with full sharding."""
     out = tmp_path_factory.mktemp("sharded") / "run"
-    said = trainings.run_ranks(2, out, *SETTINGS, f"eval.data=[{str(pictures)!r}]", "sharding=full")
+    said = trainings.run_ranks(2, out, *SETTINGS, f"eval.data=[{str(images)!r}]", "sharding=full")
     assert "done: " in said[0] and said[1] == ""
     return out
 

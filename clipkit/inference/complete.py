@@ -50,15 +50,15 @@ def run(options: argparse.Namespace) -> int:
                 show=bar.show,
             )
         seen = [colors[0], torch.cat([colors[0, :kept], colors.new_full((side**2 - kept,), -1)]), *drawn]
-    pictures = [_picture(one, visual.palette, side) for one in seen]
+    images = [_image(one, visual.palette, side) for one in seen]
     labels = ["image", "given", *(f"sample {number}" for number in range(1, options.samples + 1))]
-    write_png(sheet(pictures, labels), options.out)
+    write_png(sheet(images, labels), options.out)
     return 0
 
 
-def _picture(colors: Tensor, palette: Tensor, side: int) -> Image.Image:
+def _image(colors: Tensor, palette: Tensor, side: int) -> Image.Image:
     """Return colors (P,) as an enlarged image; -1 is white."""
     values = ((palette[colors.clamp(min=0)] + 1) * 127.5).round()
     values[colors < 0] = 255
-    picture = Image.fromarray(values.view(side, side, 3).to(torch.uint8).cpu().numpy())
-    return picture.resize((SIDE, SIDE), Image.Resampling.NEAREST)
+    image = Image.fromarray(values.view(side, side, 3).to(torch.uint8).cpu().numpy())
+    return image.resize((SIDE, SIDE), Image.Resampling.NEAREST)

@@ -31,12 +31,12 @@ def heat_colors(heat: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
     return colors.astype(np.uint8)
 
 
-def overlay(picture: Image.Image, heat: npt.NDArray[np.float32]) -> Image.Image:
+def overlay(image: Image.Image, heat: npt.NDArray[np.float32]) -> Image.Image:
     """Draw heat (g, g), 0 … 1, over a square image in grayscale."""
-    smooth = Image.fromarray(heat.astype(np.float32)).resize(picture.size, Image.Resampling.BICUBIC)
+    smooth = Image.fromarray(heat.astype(np.float32)).resize(image.size, Image.Resampling.BICUBIC)
     level = np.clip(np.asarray(smooth), 0, 1)[..., None]  # (S, S, 1)
     colors = heat_colors(level[..., 0])
-    grey = np.asarray(picture.convert("L"), dtype=np.float32)[..., None]
+    grey = np.asarray(image.convert("L"), dtype=np.float32)[..., None]
     return Image.fromarray(((1 - 0.7 * level) * grey + 0.7 * level * colors).astype(np.uint8))
 
 
@@ -56,9 +56,9 @@ def run(options: argparse.Namespace) -> int:
         upright=options.upright,
     )
     heat = explain(options.image, options.prompts, model)[0].numpy()  # (T, g, g)
-    picture = _seen(options.image, model.preprocess)
-    pictures = [picture, *(overlay(picture, one) for one in heat)]
-    write_png(sheet(pictures, ["", *map(printable, options.prompts)]), options.out)
+    image = _seen(options.image, model.preprocess)
+    images = [image, *(overlay(image, one) for one in heat)]
+    write_png(sheet(images, ["", *map(printable, options.prompts)]), options.out)
     return 0
 
 
@@ -72,11 +72,11 @@ def check_files(image: Path, out: Path) -> None:
         raise ConfigError(f"--out {out} is the image itself: name another file")
 
 
-def write_png(picture: Image.Image, out: Path) -> None:
+def write_png(image: Image.Image, out: Path) -> None:
     """Write an image atomically and print its path; DataError if it cannot be written."""
     try:
         with replacing(out) as partial:
-            picture.save(partial, format="PNG")
+            image.save(partial, format="PNG")
     except OSError as error:
         raise DataError(f"cannot write {out}: {error.strerror or error}") from error
     print(f"wrote {out}")
@@ -88,14 +88,14 @@ def _seen(file: Path, preprocess: Preprocess) -> Image.Image:
     return Image.fromarray(pixels.permute(1, 2, 0).numpy()).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
 
 
-def sheet(pictures: Sequence[Image.Image], labels: Sequence[str]) -> Image.Image:
+def sheet(images: Sequence[Image.Image], labels: Sequence[str]) -> Image.Image:
     """Place images of ``SIDE`` pixels in a row, each with its label below."""
     step = SIDE + _MARGIN
-    row = Image.new("RGB", (_MARGIN + step * len(pictures), SIDE + 2 * _MARGIN + _LINE), "white")
+    row = Image.new("RGB", (_MARGIN + step * len(images), SIDE + 2 * _MARGIN + _LINE), "white")
     draw, font = ImageDraw.Draw(row), ImageFont.load_default(14)
-    for place, (picture, label) in enumerate(zip(pictures, labels, strict=True)):
+    for place, (image, label) in enumerate(zip(images, labels, strict=True)):
         left = _MARGIN + place * step
-        row.paste(picture, (left, _MARGIN))
+        row.paste(image, (left, _MARGIN))
         shown = label
         while shown and draw.textlength(shown, font) > SIDE:
             label = label[:-1]

@@ -550,10 +550,10 @@ def thumbnail(hit: Hit, side: int) -> bytes:
     except OSError as error:
         raise DataError(f"cannot read {source}: {error.strerror}") from error
     data = read_image(Item(source=hit.source, key=hit.path, image=content))
-    picture = Image.fromarray(decode_file(data, decoding=_AS_SHOWN).pixels)
-    picture.thumbnail((side, side), Image.Resampling.BICUBIC, reducing_gap=2.0)
+    decoded = Image.fromarray(decode_file(data, decoding=_AS_SHOWN).pixels)
+    decoded.thumbnail((side, side), Image.Resampling.BICUBIC, reducing_gap=2.0)
     file = io.BytesIO()
-    picture.save(file, "JPEG", quality=85)
+    decoded.save(file, "JPEG", quality=85)
     return file.getvalue()
 
 

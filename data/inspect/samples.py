@@ -514,7 +514,7 @@ def thumbnail(survey: ShardSurvey, sample: Sample) -> Thumbnail:
     again, data = read_sample(
         survey.opened(sample.ref.scan), sample.ref, survey.selection.captions, image=True
     )
-    picture, size = b"", jpeg_size(data)
+    webp, size = b"", jpeg_size(data)
     most_bytes, most_pixels = _PARTLY_DECODED
     pixels: npt.NDArray[np.uint8] | None = None
     try:
@@ -529,10 +529,10 @@ def thumbnail(survey: ShardSurvey, sample: Sample) -> Thumbnail:
     if pixels is not None:
         image = Image.fromarray(pixels)
         image.thumbnail((_THUMBNAIL_SIDE, _THUMBNAIL_SIDE))
-        picture = _webp(image, _THUMBNAIL_QUALITY)
+        webp = _webp(image, _THUMBNAIL_QUALITY)
     return Thumbnail(
-        picture=picture,
-        beginning="" if picture else data[:_BYTES_SHOWN].decode("utf-8", "replace"),
+        picture=webp,
+        beginning="" if webp else data[:_BYTES_SHOWN].decode("utf-8", "replace"),
         size=len(data),
         caption=_shortened(again.caption or "", _THUMBNAIL_CAPTION),
         cause=sample.cause,

@@ -115,12 +115,12 @@ def open_caption_choices(
             if key == "relation":
                 symmetric = [int(entry[named] in SYMMETRIC_RELATIONS) for entry in entries]
                 metadata["symmetric"] = torch.tensor(symmetric)
-    pictures = FileImages(folder, files, boxes)
+    file_images = FileImages(folder, files, boxes)
     return checked_set(
         EvalDataset(
             name=name,
-            images=pictures,
-            revision=pictures.fingerprint(),
+            images=file_images,
+            revision=file_images.fingerprint(),
             tasks=("compositional",),
             choices=tuple(choices),
             metadata=metadata,

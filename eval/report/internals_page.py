@@ -190,7 +190,7 @@ def _rollouts(inside: Internals, images: Tensor) -> list[tuple[Markup, Markup]]:
     if inside.rollouts is None:
         return []
     pairs = zip(images.cpu(), inside.rollouts.numpy(), strict=False)
-    return [(_shown(picture), _over(picture, heat)) for picture, heat in pairs]
+    return [(_shown(pixels), _over(pixels, heat)) for pixels, heat in pairs]
 
 
 def _heat(
@@ -200,10 +200,10 @@ def _heat(
     try:
         attention_blocks(model)
         found = []
-        for picture, texts in zip(images, prompts, strict=False):
-            heat = clipkit.explain(picture, texts, model)[0].numpy()
-            pictures = [_over(picture.cpu(), one) for one in heat]
-            found.append((_shown(picture.cpu()), list(zip(texts, pictures, strict=True))))
+        for pixels, texts in zip(images, prompts, strict=False):
+            heat = clipkit.explain(pixels, texts, model)[0].numpy()
+            heatmaps = [_over(pixels.cpu(), one) for one in heat]
+            found.append((_shown(pixels.cpu()), list(zip(texts, heatmaps, strict=True))))
     except (ConfigError, DataError):
         return []
     return found
@@ -217,13 +217,13 @@ def _shape_bias(model: CLIP, dataset: EvalDataset) -> Score | None:
     return next(iter(zero_shot(subject, Options(details=False)).scores), None)
 
 
-def _shown(picture: Tensor) -> Markup:
-    image = Image.fromarray(picture.permute(1, 2, 0).numpy()).resize((_SIDE, _SIDE), Image.Resampling.BICUBIC)
+def _shown(pixels: Tensor) -> Markup:
+    image = Image.fromarray(pixels.permute(1, 2, 0).numpy()).resize((_SIDE, _SIDE), Image.Resampling.BICUBIC)
     return _png(np.asarray(image))
 
 
-def _over(picture: Tensor, heat: npt.NDArray[np.float32]) -> Markup:
-    image = Image.fromarray(picture.permute(1, 2, 0).numpy()).resize((_SIDE, _SIDE), Image.Resampling.BICUBIC)
+def _over(pixels: Tensor, heat: npt.NDArray[np.float32]) -> Markup:
+    image = Image.fromarray(pixels.permute(1, 2, 0).numpy()).resize((_SIDE, _SIDE), Image.Resampling.BICUBIC)
     return _png(np.asarray(overlay(image, heat)))
 
 

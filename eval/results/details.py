@@ -467,9 +467,9 @@ def _heats(subject: Subject, numbers: Sequence[int]) -> dict[int, Thumbnail]:
         except DataError:
             continue
         heat = (heat - heat.min()) / (heat.max() - heat.min()).clamp(min=1e-30)
-        picture = Image.fromarray(pixels.permute(1, 2, 0).numpy())
-        picture = picture.resize((_THUMBNAIL_SIZE, _THUMBNAIL_SIZE), Image.Resampling.BICUBIC)
-        found[number] = _encoded(overlay(picture, heat.numpy()), f"where the model sees {_short(name)}")
+        image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+        image = image.resize((_THUMBNAIL_SIZE, _THUMBNAIL_SIZE), Image.Resampling.BICUBIC)
+        found[number] = _encoded(overlay(image, heat.numpy()), f"where the model sees {_short(name)}")
     return found
 
 

@@ -148,15 +148,15 @@ class ClassTraining:
 
     def _train(self, head: CLIP, run: Path, rate: float, splits: Sequence[str], say: str, *more: str) -> int:
         """Train, or resume, to the end; return the number of steps."""
-        pictures, log = self.folder / _IMAGES, run.with_name(f"{run.name}.log")
-        counts: dict[str, int] = json.loads((pictures / "card.json").read_text(encoding="utf-8"))["samples"]
+        images, log = self.folder / _IMAGES, run.with_name(f"{run.name}.log")
+        counts: dict[str, int] = json.loads((images / "card.json").read_text(encoding="utf-8"))["samples"]
         samples = sum(counts[one] for one in splits)
         batch_size = max(2, min(self.batch_size, samples))
         steps = max(1, round(self.epochs * samples / batch_size))
         given: Mapping[str, object] = {
             **_model_settings(head, self.image_size), "model.weights": str(self.folder / _HEAD),
-            "model.text": f"classes:{pictures}/classnames.txt", "loss.name": "classes", "loss.same": "negatives",
-            "data.train": [str(pictures / one) for one in splits], "data.last": "wrap", "data.max_bad": 0.0,
+            "model.text": f"classes:{images}/classnames.txt", "loss.name": "classes", "loss.same": "negatives",
+            "data.train": [str(images / one) for one in splits], "data.last": "wrap", "data.max_bad": 0.0,
             "data.workers": min(4, os.cpu_count() or 1), "out": str(run), "seed": self.seed, "steps": steps,
             "batch_size": batch_size, "optim.lr": rate, "optim.warmup": steps // 10, "optim.average": 0.0,
             "lock.unfreeze_every": 0, "checkpoint.every_steps": 0, "checkpoint.every_minutes": 10,
@@ -411,8 +411,8 @@ def _name(
     model, dataset = subject.encoder.model, subject.dataset
     of_head = [model_hash(model), dtype_name(model), dataset.prompts(), head.architecture.to_dict()]
     digest = hashlib.sha256(json.dumps([*of_head, *options]).encode())
-    for pictures in (learn, tune):
-        of = [[one.split, one.stamp, number, label] for one, number, label in pictures]
+    for images in (learn, tune):
+        of = [[one.split, one.stamp, number, label] for one, number, label in images]
         digest.update(json.dumps(of).encode())
     plain = "".join(c if c.isalnum() or c in "-_" else "_" for c in dataset.name)[:40]
     return f"{plain}-{digest.hexdigest()[:16]}"

@@ -56,7 +56,7 @@ ASCII = ["a photo of a cat", "It's 3 o'clock!", "", "one " * 50, "x y  z\tw", "P
 REPAIRED = ["“curly” quotes &amp; entities", "schÃ¶n", "ﬁne ﬀ"]  # by ftfy, in clipkit and in open_clip
 
 
-def draw_pictures(folder: Path) -> list[Path]:
+def draw_images(folder: Path) -> list[Path]:
     """Draw image files as users have them: wide, tall, small, with a palette, with an alpha channel."""
     paths = []
     for i, (size, name) in enumerate(

@@ -72,7 +72,7 @@ def their_model(kind: str, **changes: Any) -> Any:
     return build_reference({**CONFIGS[kind], **changes}, seed=0)
 
 
-def pictures() -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
+def random_images() -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
     """Three random images of different shapes."""
     random = np.random.default_rng(0)
     return [random.integers(0, 256, (*shape, 3), dtype=np.uint8) for shape in ((40, 70), (90, 30), (64, 64))]
@@ -85,10 +85,10 @@ def assert_same_embeddings(
     from PIL import Image
 
     with torch.no_grad():
-        pixels = torch.stack([transform(Image.fromarray(picture)) for picture in pictures()])
+        pixels = torch.stack([transform(Image.fromarray(image)) for image in random_images()])
         images = theirs.encode_image(pixels, normalize=True)
         texts = theirs.encode_text(tokenizer(list(TEXTS)), normalize=True)
-    assert (clipkit.encode_image(pictures(), ours) - images).abs().max() <= 1e-5
+    assert (clipkit.encode_image(random_images(), ours) - images).abs().max() <= 1e-5
     assert (clipkit.encode_text(list(TEXTS), ours) - texts).abs().max() <= 1e-5
     ids, expected = ours.tokenizer(list(TEXTS)), tokenizer(list(TEXTS))
     assert torch.equal(ids, expected[:, : ids.shape[1]]) and not expected[:, ids.shape[1] :].any()

@@ -64,9 +64,9 @@ def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = Path("photos")
     folder.mkdir()
     noise = np.random.default_rng(0)
-    for name in ("a", "b", "a name of more columns than there are for names of pictures"):
+    for name in ("a", "b", "a name of more columns than there are for names of images"):
         Image.fromarray(noise.integers(0, 256, (20, 24, 3), dtype=np.uint8)).save(folder / f"{name}.png")
-    (folder / "x.png").write_bytes(b"no picture")
+    (folder / "x.png").write_bytes(b"no image")
     return folder
 
 
@@ -197,7 +197,7 @@ def test_classify_prints_a_table_at_most_80_columns_wide(
     assert max(map(cell_len, lines)) <= 80
     assert lines[0].split() == ["image", "label", "probability"]
     assert len(lines) == 1 + 3 * 4
-    assert lines[1].startswith("…here are for names of pictures.png  ")
+    assert lines[1].startswith("… there are for names of images.png  ")
     want = clipkit.classify("photos/a.png", LABELS, model)[0]
     first = int(want.argmax())
     (line,) = (line for line in lines if line.startswith("photos/a.png"))
@@ -246,20 +246,20 @@ def test_csv_escapes_formulas_and_reads_back(checkpoint: Path, photos: Path) -> 
 def test_classify_writes_csv_and_json(checkpoint: Path, photos: Path, model: CLIP) -> None:
     for name in ("out.csv", "out.json", "out.jsonl"):
         assert classify(checkpoint, "--top", "2", "--out", name) == 0
-    pictures = sorted(str(path) for path in photos.glob("*.png") if path.name != "x.png")
-    want = clipkit.classify(pictures, LABELS, model)
+    images = sorted(str(path) for path in photos.glob("*.png") if path.name != "x.png")
+    want = clipkit.classify(images, LABELS, model)
     with open("out.csv", newline="") as file:  # noqa: PTH123
         header, *rows = csv.reader(file)
     assert header == ["image", "source", "label_1", "probability_1", "label_2", "probability_2"]
     as_json = json.loads(Path("out.json").read_text())
     assert as_json == [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
-    for row, one, picture, probabilities in zip(rows, as_json, pictures, want, strict=True):
+    for row, one, image, probabilities in zip(rows, as_json, images, want, strict=True):
         best = probabilities.topk(2)
         labels = [LABELS[place] for place in best.indices.tolist()]
-        assert row[:2] == [picture, "photos"]
+        assert row[:2] == [image, "photos"]
         assert row[2::2] == labels
         assert [float(value) for value in row[3::2]] == pytest.approx(best.values.tolist(), abs=1e-4)
-        assert (one["image"], one["source"]) == (picture, "photos")
+        assert (one["image"], one["source"]) == (image, "photos")
         assert [label["label"] for label in one["labels"]] == labels
         assert [label["probability"] for label in one["labels"]] == [float(value) for value in row[3::2]]
     assert not list(Path().glob(".*partial"))

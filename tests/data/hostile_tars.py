@@ -99,9 +99,9 @@ def keyed(*names: bytes | str) -> Callable[[], bytes]:
     return lambda: tar_of([(name, b"data of %d" % number) for number, name in enumerate(names)])
 
 
-PICTURE = len(member(*PAIRS[0]))  # size of the first member
+IMAGE = len(member(*PAIRS[0]))  # size of the first member
 DATA = len(tar_of()) - len(END)
-BROKEN_SIZE = f"has a broken size at byte {PICTURE}"
+BROKEN_SIZE = f"has a broken size at byte {IMAGE}"
 NOTE = "has a broken extended header"
 
 HOSTILE: dict[str, Hostile] = {
@@ -113,8 +113,8 @@ HOSTILE: dict[str, Hostile] = {
     "cut behind the first header": Hostile(cut(BLOCK), "is truncated"),
     "cut in data": Hostile(cut(BLOCK + 30), "is truncated"),
     "cut behind data, before they are filled up": Hostile(cut(BLOCK + 810), "is truncated"),
-    "cut behind a member": Hostile(cut(PICTURE), "is truncated"),
-    "cut in a later header": Hostile(cut(PICTURE + 200), "is truncated"),
+    "cut behind a member": Hostile(cut(IMAGE), "is truncated"),
+    "cut in a later header": Hostile(cut(IMAGE + 200), "is truncated"),
     "cut behind the last member": Hostile(cut(DATA), "is truncated"),
     "cut in the end mark": Hostile(cut(DATA + 300), "is truncated"),
     "half an end mark": Hostile(cut(DATA + BLOCK), GOOD),
@@ -133,7 +133,7 @@ HOSTILE: dict[str, Hostile] = {
     "gzip": Hostile(lambda: gzip.compress(tar_of() + bytes(PAIRS[0][1] * 99)), "is compressed|is truncated"),
     "bzip2": Hostile(lambda: bz2.compress(bytes(range(256)) * 400), "is compressed"),
     "xz": Hostile(lambda: lzma.compress(bytes(range(256)) * 99 + tar_of(), preset=0), "is compressed|is truncated"),
-    "a picture": Hostile(lambda: b"\xff\xd8\xff\xe0" + b"\x80" * 3000, "is not a tar file|broken size"),
+    "an image": Hostile(lambda: b"\xff\xd8\xff\xe0" + b"\x80" * 3000, "is not a tar file|broken size"),
     # header fields
     "a wrong checksum": Hostile(lambda: with_second(lambda _: header("0.txt", 6, checksum=b"012345\0 ")), "header"),
     "no checksum": Hostile(lambda: with_second(lambda _: header("0.txt", 6, checksum=bytes(8))), "header at"),
@@ -146,7 +146,7 @@ HOSTILE: dict[str, Hostile] = {
     "a huge size in base 256": Hostile(other_size(b"\x80" + b"\xff" * 11), "is truncated"),
     "a size in base 256": Hostile(other_size(b"\x80" + (6).to_bytes(11, "big")), GOOD),
     "no size": Hostile(lambda: member(*PAIRS[0]) + header("0.txt", b"") + END, ("0",)),
-    "a size that skips the next member": Hostile(other_size(PICTURE + 40), ("0", "2")),
+    "a size that skips the next member": Hostile(other_size(IMAGE + 40), ("0", "2")),
     # names and sizes from extended headers
     "many long names for one file": Hostile(lambda: long_name(b"n.jpg") * 5000 + tar_of(), NOTE),
     "long links without end": Hostile(
@@ -214,6 +214,6 @@ HOSTILE: dict[str, Hostile] = {
     "the same key twice, side by side": Hostile(keyed("a.jpg", "a.txt", "a.jpg", "a.txt"), ("a",)),
     "the same key twice, apart": Hostile(keyed("a.jpg", "a.txt", "b.jpg", "b.txt", "a.jpg", "a.txt"),
         ("a", "b", "a")),
-    "picture and caption apart": Hostile(keyed("a.jpg", "b.jpg", "a.txt", "b.txt"), "no sample with image"),
+    "image and caption apart": Hostile(keyed("a.jpg", "b.jpg", "a.txt", "b.txt"), "no sample with image"),
     "a folder by the old rule": Hostile(lambda: tar_of(before=member("a.jpg/", kind=b"\0")), GOOD),
 }  # fmt: skip

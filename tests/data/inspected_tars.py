@@ -15,7 +15,7 @@ from data.inspect.report import notes, parts
 Members = Sequence[tuple[str, bytes]]
 
 
-def picture(seed: int, size: tuple[int, int] = (40, 36), form: str = "jpeg", **options: Any) -> bytes:
+def image_file(seed: int, size: tuple[int, int] = (40, 36), form: str = "jpeg", **options: Any) -> bytes:
     """Return an image of soft spots that depends on the seed."""
     spots = np.random.default_rng(seed).integers(0, 256, (6, 6, 3), dtype=np.uint8)
     file = io.BytesIO()
@@ -33,13 +33,13 @@ def write_tar(path: Path, members: Members) -> None:
 
 
 def pairs(first: int, count: int, **more: Mapping[int, bytes]) -> list[tuple[str, bytes]]:
-    """Return good samples with keys of six digits; ``pictures`` and ``captions`` replace some contents."""
+    """Return good samples with keys of six digits; ``images`` and ``captions`` replace some contents."""
     members = []
     for number in range(first, first + count):
         key = f"{number:06d}"
-        caption = f"a picture of thing {number}".encode()
+        caption = f"an image of thing {number}".encode()
         members += [
-            (f"{key}.jpg", more.get("pictures", {}).get(number, picture(number))),
+            (f"{key}.jpg", more.get("images", {}).get(number, image_file(number))),
             (f"{key}.txt", more.get("captions", {}).get(number, caption)),
         ]
     return members

@@ -18,7 +18,7 @@ def shard_of(path: Path, samples: Sequence[dict[str, Any]]) -> ShardFile:
                 extension: value if isinstance(value, bytes) else value.encode()
                 for extension, value in sample.items()
             }
-            tar.write({"__key__": f"{number:03d}", "jpg": b"picture", **members})
+            tar.write({"__key__": f"{number:03d}", "jpg": b"image", **members})
     return ShardFile.at(path)
 
 

@@ -16,7 +16,7 @@ from clipkit.errors import DataError
 from clipkit.files.decode import Decoded, decode_file, decode_image
 from clipkit.files.traits import Decoding, Traits
 from data.augment import Augmentation, _crop, empty_batch, random_of, training_pixels
-from tests.clipkit.made_pictures import PICTURES, encoded, picture as picture_file, scene
+from tests.clipkit.made_images import IMAGES, encoded, image_file, scene
 
 sides = st.integers(1, 3000)
 scales = st.floats(0.01, 1.0)
@@ -42,7 +42,7 @@ def transform(image: npt.NDArray[np.uint8], seed: int, **options: Any) -> torch.
     return row(encoded(Image.fromarray(image), "PPM"), seed, **options)
 
 
-def picture(height: int, width: int, seed: int = 0) -> npt.NDArray[np.uint8]:
+def random_image(height: int, width: int, seed: int = 0) -> npt.NDArray[np.uint8]:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
@@ -90,7 +90,7 @@ def test_crop_without_randomness(height: int, width: int, scale: float, expected
 @pytest.mark.parametrize("scale", [0.1, 0.9, 1.0])
 @pytest.mark.parametrize(("height", "width"), [(40, 60), (1, 50), (50, 1), (1, 1), (224, 224), (300, 100)])
 def test_crop_equals_torchvision(height: int, width: int, scale: float) -> None:
-    image = picture(height, width)
+    image = random_image(height, width)
     for seed in range(5):
         got = transform(image, seed, crop_scale=scale)
         top, left, crop_height, crop_width = _crop(height, width, scale, random_of(seed))
@@ -104,7 +104,7 @@ def test_crop_equals_torchvision(height: int, width: int, scale: float) -> None:
 
 
 def test_crop_of_the_target_size_is_not_resized() -> None:
-    image = picture(32, 32)
+    image = random_image(32, 32)
     got = transform(image, 0, crop_scale=1.0)
     assert torch.equal(got, torch.from_numpy(image).permute(2, 0, 1))
 
@@ -129,7 +129,7 @@ def test_random_streams_are_independent_and_reproducible() -> None:
 
 
 def test_disabled_options_draw_no_random_numbers() -> None:
-    image = picture(40, 50)
+    image = random_image(40, 50)
     for seed in range(20):
         plain = transform(image, seed)
         assert torch.equal(plain, transform(image, seed, flip=0.0, color_jitter=0.0, grayscale=0.0))
@@ -137,7 +137,7 @@ def test_disabled_options_draw_no_random_numbers() -> None:
 
 
 def test_rates_of_flipped_and_grayscale_images() -> None:
-    image = picture(32, 32)
+    image = random_image(32, 32)
     flipped = grey = 0
     for seed in range(400):
         out = transform(image, seed, crop_scale=1.0, flip=0.3, grayscale=0.2)
@@ -153,7 +153,7 @@ def test_rates_of_flipped_and_grayscale_images() -> None:
 @settings(deadline=None, max_examples=60)
 @given(strength=st.floats(0.01, 2.0), seed=st.integers(0, 2**32))
 def test_color_jitter_is_reproducible(strength: float, seed: int) -> None:
-    image = picture(32, 32)
+    image = random_image(32, 32)
     out = transform(image, seed, color_jitter=strength)
     assert out.shape == (3, 32, 32) and out.dtype == torch.uint8
     assert torch.equal(out, transform(image, seed, color_jitter=strength))
@@ -168,13 +168,13 @@ def test_strength_limits_the_change_of_brightness() -> None:
 
 def test_all_formats_are_decoded_as_by_decode_image() -> None:
     options: dict[str, Any] = {"crop_scale": 0.2, "flip": 0.5, "color_jitter": 0.4, "grayscale": 0.3}
-    for seed, name in enumerate(sorted(PICTURES.keys() - {"32-bit grey tiff", "float tiff"})):
-        data = picture_file(name)
+    for seed, name in enumerate(sorted(IMAGES.keys() - {"32-bit grey tiff", "float tiff"})):
+        data = image_file(name)
         assert torch.equal(row(data, seed, **options), transform(decode_image(data), seed, **options))
 
 
 def test_broken_image_raises_data_error() -> None:
-    for data in (b"", picture_file("png")[:500], picture_file("jpeg")[:3000]):
+    for data in (b"", image_file("png")[:500], image_file("jpeg")[:3000]):
         for scaled in (False, True):
             with pytest.raises(DataError):
                 row(data, 0, scaled_decode=scaled)
@@ -213,7 +213,7 @@ def test_scaled_decoding_keeps_twice_the_target_size(
 
 def test_formats_without_scaled_decoding_are_unchanged() -> None:
     for name in ("png", "webp", "cmyk jpeg", "ycck jpeg", "gif"):
-        data = picture_file(name)
+        data = image_file(name)
         assert torch.equal(row(data, 3), row(data, 3, scaled_decode=True))
 
 

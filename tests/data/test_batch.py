@@ -61,7 +61,7 @@ def test_token_lengths_end_at_the_first_end_of_text() -> None:
     assert token_lengths(tokens) == (3, 2, 1)
 
 
-def picture(number: int) -> bytes:
+def image_file(number: int) -> bytes:
     file = io.BytesIO()
     Image.fromarray(np.full((16, 16, 3), number, dtype=np.uint8)).save(file, "png")
     return file.getvalue()
@@ -74,7 +74,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with DatasetWriter(tmp_path / "set", samples_per_shard=4) as writer:
         for number in range(6):
             meta = {"captions": [f"one {number}", f" One  {number}", "all the same"]}
-            record = Record(key=f"{number}", image=picture(number), extension="png", caption="x", meta=meta)
+            record = Record(
+                key=f"{number}", image=image_file(number), extension="png", caption="x", meta=meta
+            )
             writer.write("train", record)
         writer.finish({})
     yield tmp_path / "set"
@@ -89,10 +91,10 @@ def make_loader(folder: Path, rule: CaptionRule, size: int, **more: Any) -> Load
 def test_captions_of_one_image_have_the_same_image_identity(folder: Path) -> None:
     loader = make_loader(folder, CaptionRule(fields=("captions",), choice="all", prefix="see: "), 18)
     batch = loader.batch(0)
-    pictures, captions = batch.identities.T.tolist()
-    assert len(set(pictures)) == 6 and len(set(captions)) == 7
+    image_ids, captions = batch.identities.T.tolist()
+    assert len(set(image_ids)) == 6 and len(set(captions)) == 7
     for number, image, found, caption in zip(
-        batch.ids.tolist(), batch.images, pictures, captions, strict=True
+        batch.ids.tolist(), batch.images, image_ids, captions, strict=True
     ):
         assert image[0, 0, 0] == number // 3 and found == number // 3 * 3
         texts = [f"see: one {number // 3}"] * 2 + ["see: all the same"]

@@ -29,13 +29,13 @@ from data.order import Order
 from data.shards.samples import Shards
 from data.shards.sources import find_shards
 from data.shards.writer import DatasetWriter, Record
-from tests.clipkit.made_pictures import PICTURES, encoded, picture, scene
+from tests.clipkit.made_images import IMAGES, encoded, image_file, scene
 
 CHANGED = Augmentation(crop_scale=0.4, flip=0.5, color_jitter=0.4, grayscale=0.2)
 CPU = torch.device("cpu")
 
 
-def pictures() -> list[tuple[str, bytes]]:
+def image_files() -> list[tuple[str, bytes]]:
     photograph = Image.fromarray(scene(90, 120))
     return [
         ("jpg", encoded(photograph, "JPEG", quality=90)),
@@ -50,7 +50,7 @@ def pictures() -> list[tuple[str, bytes]]:
 
 def loader_of(folder: Path, added: list[tuple[str, bytes]], **more: Any) -> Loader:
     with DatasetWriter(folder, samples_per_shard=10) as writer:
-        for number, (extension, image) in enumerate(pictures() * 4 + added):
+        for number, (extension, image) in enumerate(image_files() * 4 + added):
             record = Record(key=f"{number:04d}", image=image, extension=extension, caption=f"number {number}")
             writer.write("train", record)
         writer.finish({})
@@ -94,7 +94,7 @@ def test_batches_equal_those_of_the_loader(tmp_path: Path, workers: int) -> None
 
 
 def test_broken_jpegs_are_replaced_as_in_the_loader(tmp_path: Path) -> None:
-    whole = pictures()[0][1]
+    whole = image_files()[0][1]
     at = whole.index(b"\xff\xda") + 40  # within the coded data: it decodes to another image or fails
     wrong_size = bytearray(whole)
     wrong_size[whole.index(b"\xff\xc0") + 5] += 1  # 256 rows more than coded
@@ -115,9 +115,9 @@ def test_broken_jpegs_are_replaced_as_in_the_loader(tmp_path: Path) -> None:
     assert bad > 5
 
 
-@pytest.mark.parametrize("name", list(PICTURES))
+@pytest.mark.parametrize("name", list(IMAGES))
 def test_only_baseline_complete_jpegs_are_decoded_later(name: str) -> None:
-    data = picture(name)
+    data = image_file(name)
     size = plain_jpeg_size(data)
     if size is not None:
         with Image.open(io.BytesIO(data)) as image:

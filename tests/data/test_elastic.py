@@ -32,7 +32,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def picture(number: int) -> bytes:
+def image_file(number: int) -> bytes:
     pixels = np.random.default_rng(number).integers(0, 256, (12 + number % 5, 14, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "png")
@@ -47,7 +47,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[ShardFile]:
     for shard, count in enumerate(COUNTS):
         with webdataset.TarWriter(str(folder / f"{shard}.tar"), encoder=False) as tar:
             for _ in range(count):
-                image = picture(number)[: 30 if number % 97 == 5 else None]
+                image = image_file(number)[: 30 if number % 97 == 5 else None]
                 caption = f"number {number}" + " word" * (number % 7)
                 tar.write({"__key__": f"{number:04d}", "png": image, "txt": caption.encode()})
                 number += 1
@@ -56,7 +56,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[ShardFile]:
 
 def make_loader(files: list[ShardFile], kind: str, **more: Any) -> Loader:
     mixture = kind == "mixture"
-    captions = CaptionRule(choice="random", templates=("{}", "a picture of {}", "{}!"))
+    captions = CaptionRule(choice="random", templates=("{}", "an image of {}", "{}!"))
     selection = Selection(captions=captions)
     shards = Shards(make_manifest([[file] for file in files], selection), selection)
     order = Order(

@@ -55,10 +55,10 @@ def test_hostile_tar_gives_error_or_correct_samples(name: str, answers: dict[str
         assert re.search(wanted, answer["error"]) and answer["error"].isprintable()
         return
     assert tuple(answer["keys"]) == wanted
-    pictures = {name.removesuffix(".jpg"): data.decode() for name, data in PAIRS}
+    images = {name.removesuffix(".jpg"): data.decode() for name, data in PAIRS}
     for key, image in zip(answer["keys"], answer["images"], strict=False):
         if key in GOOD and wanted == GOOD:
-            assert image == pictures[key]
+            assert image == images[key]
 
 
 def dangling(path: Path) -> None:
@@ -193,9 +193,9 @@ def test_oversized_caption_and_json_are_not_read(tmp_path: Path) -> None:
     path.write_bytes(
         tar_of(
             [
-                ("a.jpg", b"picture"),
+                ("a.jpg", b"image"),
                 ("a.txt", b"x" * (2 << 20)),
-                ("b.jpg", b"picture"),
+                ("b.jpg", b"image"),
                 ("b.json", b"[" * (5 << 20)),
             ]
         )

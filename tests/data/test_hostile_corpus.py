@@ -23,7 +23,7 @@ from data.order import Order
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
 from data.shards.sources import find_shards
-from tests.clipkit.hostile_pictures import HOSTILE, PIXELS, made
+from tests.clipkit.hostile_images import HOSTILE, PIXELS, made
 from tests.data.hostile_tars import tar_of
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +45,7 @@ def bad_samples() -> dict[str, tuple[list[Member], str]]:
         if cause in (None, PIXELS) or len(data := made(name)) > 2 << 20:
             continue
         key = f"p{number}"
-        samples[key] = [(f"{key}.jpg", data), (f"{key}.txt", b"a hostile picture")], str(cause)
+        samples[key] = [(f"{key}.jpg", data), (f"{key}.txt", b"a hostile image")], str(cause)
     captions = {"empty": b"", "blank": b" \n\t", "long": b"x" * 150_000, "huge": b"x" * (2 << 20)}
     causes = {"long": "caption of 150000 characters", "huge": "a member of 2097152 bytes is over the limit"}
     captions["latin"], causes["latin"] = b"caf\xe9 \xff\xfe", "caption is not UTF-8"

@@ -161,13 +161,13 @@ def test_token_lengths_and_identities(workers: int, damaged: Shards) -> None:
         ends = batch.tokens[torch.arange(BATCH), torch.tensor(batch.lengths) - 1]
         assert ends.tolist() == [END_OF_TEXT] * BATCH
         assert batch.identities.dtype == torch.int64 and batch.identities.shape == (BATCH, 2)
-        for number, (picture, caption), tokens in zip(
+        for number, (image, caption), tokens in zip(
             batch.ids.tolist(), batch.identities.tolist(), batch.tokens, strict=True
         ):
-            assert (picture == number) == (
+            assert (image == number) == (
                 number not in (4, 17, 30, 9, 22)
             )  # replacements have their own identity
-            text = damaged.read(picture).caption or ""
+            text = damaged.read(image).caption or ""
             assert caption == caption_hash(text)
             assert torch.equal(tokenize([text], 20, trim=True)[0], tokens[tokens != 0])
 

@@ -30,9 +30,9 @@ from data.shards.sources import find_shards
 
 def encoded(kind: str, side: tuple[int, int] = (40, 30), mode: str = "RGB") -> bytes:
     noise = np.random.default_rng(0).integers(0, 256, (side[1], side[0], 3), dtype=np.uint8)
-    picture = Image.fromarray(noise).convert(mode)
+    image = Image.fromarray(noise).convert(mode)
     buffer = io.BytesIO()
-    picture.save(buffer, kind)
+    image.save(buffer, kind)
     return buffer.getvalue()
 
 
@@ -68,9 +68,9 @@ def bad_rows(folder: Path) -> list[tuple[int, str | None, str]]:
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> Path:
+def images(tmp_path: Path) -> Path:
     """Write a folder with one image of each kind, for tables next to it."""
-    folder = tmp_path / "pictures"
+    folder = tmp_path / "images"
     folder.mkdir()
     for name, kind in (("a.jpg", "JPEG"), ("b.png", "PNG"), ("c.webp", "WEBP"), ("d.gif", "GIF")):
         (folder / name).write_bytes(encoded(kind))
@@ -78,10 +78,10 @@ def pictures(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet"])
-def test_tables_of_every_format_are_packed(pictures: Path, tmp_path: Path, suffix: str) -> None:
+def test_tables_of_every_format_are_packed(images: Path, tmp_path: Path, suffix: str) -> None:
     captions = ["a cat,\nand a dog", 'the "best" one', "naïve café 🐈"]
     rows = [
-        (f"pictures/{name}", text) for name, text in zip(("a.jpg", "b.png", "c.webp"), captions, strict=True)
+        (f"images/{name}", text) for name, text in zip(("a.jpg", "b.png", "c.webp"), captions, strict=True)
     ]
     table = write_table(tmp_path / f"table{suffix}", ["filepath", "caption"], rows)
     report = pack(table, tmp_path / "out", samples_per_shard=2, progress=False)
@@ -92,7 +92,7 @@ def test_tables_of_every_format_are_packed(pictures: Path, tmp_path: Path, suffi
     for sample, (name, extension) in zip(
         found.values(), [("a.jpg", "jpg"), ("b.png", "png"), ("c.webp", "webp")], strict=True
     ):
-        assert sample[extension] == (pictures / name).read_bytes()
+        assert sample[extension] == (images / name).read_bytes()
     assert (tmp_path / "out/train/nshards.txt").read_text() == "2\n"
     card = json.loads((tmp_path / "out/card.json").read_text())
     assert card["samples"] == {"train": 3}
@@ -100,17 +100,17 @@ def test_tables_of_every_format_are_packed(pictures: Path, tmp_path: Path, suffi
     assert not (tmp_path / "out/bad_rows.jsonl").exists()
 
 
-def test_bad_rows_are_counted_and_listed(pictures: Path, tmp_path: Path) -> None:
+def test_bad_rows_are_counted_and_listed(images: Path, tmp_path: Path) -> None:
     jpeg, png = encoded("JPEG", (200, 200)), encoded("PNG", (200, 200))
-    (pictures / "half.jpg").write_bytes(jpeg[: len(jpeg) // 2])
-    (pictures / "half.png").write_bytes(png[: len(png) // 2])
-    (pictures / "text.jpg").write_text("not a picture")
-    (pictures / "empty.jpg").write_bytes(b"")
+    (images / "half.jpg").write_bytes(jpeg[: len(jpeg) // 2])
+    (images / "half.png").write_bytes(png[: len(png) // 2])
+    (images / "text.jpg").write_text("not an image")
+    (images / "empty.jpg").write_bytes(b"")
     header = b"P6 20000 20000 255 "
-    (pictures / "bomb.ppm").write_bytes(header + b"0")
-    with (pictures / "large.jpg").open("wb") as file:
+    (images / "bomb.ppm").write_bytes(header + b"0")
+    with (images / "large.jpg").open("wb") as file:
         file.truncate(65 * 2**20)
-    os.mkfifo(pictures / "pipe.jpg")
+    os.mkfifo(images / "pipe.jpg")
     rows = [
         ("a.jpg", "good", ""),
         ("missing.jpg", "x", "missing file"),
@@ -130,7 +130,7 @@ def test_bad_rows_are_counted_and_listed(pictures: Path, tmp_path: Path) -> None
         ("b.png", "x" * (LONGEST_CAPTION + 1), "caption of more than 10,000 characters"),
         ("b.png", "also good", ""),
     ]
-    table = write_table(pictures / "table.csv", ["path", "text"], [row[:2] for row in rows])
+    table = write_table(images / "table.csv", ["path", "text"], [row[:2] for row in rows])
     report = pack(table, tmp_path / "out", progress=False)
     assert report.packed == 2
     expected = [(number, row[0], row[2]) for number, row in enumerate(rows, 1) if row[2]]
@@ -142,7 +142,7 @@ def test_bad_rows_are_counted_and_listed(pictures: Path, tmp_path: Path) -> None
     assert list(samples(tmp_path / "out")) == ["000000001", "000000017"]
 
 
-def test_bad_lines_of_json_are_listed(pictures: Path) -> None:
+def test_bad_lines_of_json_are_listed(images: Path) -> None:
     lines = [
         '{"image": "a.jpg", "caption": "good"}',
         "",
@@ -156,10 +156,10 @@ def test_bad_lines_of_json_are_listed(pictures: Path) -> None:
         '{"image": ' + "[" * 99_999,
         '{"image": "a.jpg", "caption": "good", "more": "x"}',
     ]
-    (pictures / "table.jsonl").write_text("\ufeff" + "\n".join(lines))
-    report = pack(pictures / "table.jsonl", pictures / "out", progress=False)
+    (images / "table.jsonl").write_text("\ufeff" + "\n".join(lines))
+    report = pack(images / "table.jsonl", images / "out", progress=False)
     assert report.packed == 2
-    assert bad_rows(pictures / "out") == [
+    assert bad_rows(images / "out") == [
         (2, None, "not JSON"),
         (3, None, "not a JSON object"),
         (4, "a.jpg", "empty caption"),
@@ -171,21 +171,21 @@ def test_bad_lines_of_json_are_listed(pictures: Path) -> None:
     ]
 
 
-def test_bad_lines_of_csv_are_listed(pictures: Path) -> None:
+def test_bad_lines_of_csv_are_listed(images: Path) -> None:
     table = b"path,caption\na.jpg,good\na.jpg\n\na.jpg,caf\xe9\na.jpg,fine,more\n"
-    (pictures / "table.csv").write_bytes(table + b'a.jpg,"' + b"x" * 140_000 + b"\na.jpg,last\n")
-    report = pack(pictures / "table.csv", pictures / "out", progress=False)
+    (images / "table.csv").write_bytes(table + b'a.jpg,"' + b"x" * 140_000 + b"\na.jpg,last\n")
+    report = pack(images / "table.csv", images / "out", progress=False)
     assert report.packed == 3
-    assert [(row, cause.partition(" (")[0]) for row, _, cause in bad_rows(pictures / "out")] == [
+    assert [(row, cause.partition(" (")[0]) for row, _, cause in bad_rows(images / "out")] == [
         (2, "too few columns"),
         (3, "caption is not UTF-8"),
         (5, "a field longer than 131,072 characters"),
     ]
 
 
-def test_missing_closing_quote_is_a_bad_row(pictures: Path) -> None:
-    (pictures / "t.tsv").write_text('path\tcaption\na.jpg\t"it" they said\nb.png\t"open\na.jpg\tlost\n')
-    report = pack(pictures / "t.tsv", pictures / "out", progress=False)
+def test_missing_closing_quote_is_a_bad_row(images: Path) -> None:
+    (images / "t.tsv").write_text('path\tcaption\na.jpg\t"it" they said\nb.png\t"open\na.jpg\tlost\n')
+    report = pack(images / "t.tsv", images / "out", progress=False)
     assert (report.packed, report.bad) == (1, {"a missing closing quote": 1})
 
 
@@ -199,31 +199,31 @@ def test_missing_closing_quote_is_a_bad_row(pictures: Path) -> None:
         ("filepath,title,caption\na.jpg,not this,one\n", "utf-8"),
     ],
 )
-def test_columns_and_delimiters_are_guessed(pictures: Path, text: str, encoding: str) -> None:
-    (pictures / "table.csv").write_text(text, encoding=encoding)
-    report = pack(pictures / "table.csv", pictures / "out", progress=False)
+def test_columns_and_delimiters_are_guessed(images: Path, text: str, encoding: str) -> None:
+    (images / "table.csv").write_text(text, encoding=encoding)
+    report = pack(images / "table.csv", images / "out", progress=False)
     assert report.packed == 1
-    assert samples(pictures / "out")["000000001"]["txt"].decode().startswith("one")
+    assert samples(images / "out")["000000001"]["txt"].decode().startswith("one")
 
 
-def test_ambiguous_columns_raise_error_unless_named(pictures: Path) -> None:
-    table = write_table(pictures / "t.csv", ["what", "wherefrom"], [("one", "a.jpg")])
+def test_ambiguous_columns_raise_error_unless_named(images: Path) -> None:
+    table = write_table(images / "t.csv", ["what", "wherefrom"], [("one", "a.jpg")])
     with pytest.raises(DataError, match=r"which column is the image\? .*columns are what, wherefrom"):
-        pack(table, pictures / "out", progress=False)
+        pack(table, images / "out", progress=False)
     with pytest.raises(DataError, match=r"which column is the caption\? Set --caption-column"):
-        pack(table, pictures / "out", image_column="wherefrom", progress=False)
+        pack(table, images / "out", image_column="wherefrom", progress=False)
     with pytest.raises(DataError, match=r"no column 'wherefrm' \(did you mean 'wherefrom'\?\)"):
-        pack(table, pictures / "out", image_column="wherefrm", caption_column="what", progress=False)
-    report = pack(table, pictures / "out", image_column="wherefrom", caption_column="what", progress=False)
+        pack(table, images / "out", image_column="wherefrm", caption_column="what", progress=False)
+    report = pack(table, images / "out", image_column="wherefrom", caption_column="what", progress=False)
     assert report.packed == 1
 
 
-def test_invalid_tables_raise_error(pictures: Path) -> None:
-    (pictures / "table.xlsx").write_bytes(b"x")
-    (pictures / "table.parquet").write_bytes(b"x" * 100)
-    (pictures / "empty.csv").write_bytes(b"")
-    (pictures / "empty.jsonl").write_bytes(b"\n\n")
-    (pictures / "header.csv").write_text("path,caption\n")
+def test_invalid_tables_raise_error(images: Path) -> None:
+    (images / "table.xlsx").write_bytes(b"x")
+    (images / "table.parquet").write_bytes(b"x" * 100)
+    (images / "empty.csv").write_bytes(b"")
+    (images / "empty.jsonl").write_bytes(b"\n\n")
+    (images / "header.csv").write_text("path,caption\n")
     for name, message in [
         ("nowhere.csv", "is not a file"),
         ("table.xlsx", "not .xlsx"),
@@ -233,26 +233,26 @@ def test_invalid_tables_raise_error(pictures: Path) -> None:
         ("header.csv", "it has no rows"),
     ]:
         with pytest.raises(DataError, match=message):
-            pack(pictures / name, pictures / "out", progress=False)
-    assert not (pictures / "out").exists()
-    assert not list(pictures.glob(".out*"))
+            pack(images / name, images / "out", progress=False)
+    assert not (images / "out").exists()
+    assert not list(images.glob(".out*"))
 
 
-def test_column_of_other_values_raises_error(pictures: Path) -> None:
+def test_column_of_other_values_raises_error(images: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     struct = [{"pixels": b"x", "path": "a.jpg"}]
-    parquet.write_table(pyarrow.table({"image": struct, "text": ["x"]}), pictures / "t.parquet")
+    parquet.write_table(pyarrow.table({"image": struct, "text": ["x"]}), images / "t.parquet")
     with pytest.raises(DataError, match="column 'image' contains struct"):
-        pack(pictures / "t.parquet", pictures / "out", progress=False)
+        pack(images / "t.parquet", images / "out", progress=False)
 
 
-def test_only_bad_rows_raise_error_with_causes(pictures: Path) -> None:
+def test_only_bad_rows_raise_error_with_causes(images: Path) -> None:
     rows = [("a.png", "x"), ("b.jpg", "x"), ("a.jpg", "")]
-    table = write_table(pictures / "t.csv", ["path", "caption"], rows)
+    table = write_table(images / "t.csv", ["path", "caption"], rows)
     with pytest.raises(DataError, match=r"2 × missing file \(row 1: 'a.png'\); 1 × empty caption"):
-        pack(table, pictures / "out", progress=False)
-    assert not (pictures / "out").exists()
-    assert not list(pictures.glob(".out*"))
+        pack(table, images / "out", progress=False)
+    assert not (images / "out").exists()
+    assert not list(images.glob(".out*"))
 
 
 @pytest.fixture
@@ -296,24 +296,24 @@ def test_split_depends_on_the_bytes_of_the_image(many: Path, tmp_path: Path) -> 
     assert (card["test"], card["tasks"]) == (0.2, ["retrieval"])
 
 
-@pytest.mark.parametrize(("picture", "first"), [(b"a", 0xCA97), (b"b", 0x3E23), (b"c", 0x2E7D)])
-def test_split_is_determined_by_the_start_of_sha_256(picture: bytes, first: int) -> None:
-    assert _split(picture, first / 2**16) == "train"
-    assert _split(picture, (first + 1) / 2**16) == "test"
-    assert (_split(picture, 0.0), _split(picture, 1.0)) == ("train", "test")
+@pytest.mark.parametrize(("image", "first"), [(b"a", 0xCA97), (b"b", 0x3E23), (b"c", 0x2E7D)])
+def test_split_is_determined_by_the_start_of_sha_256(image: bytes, first: int) -> None:
+    assert _split(image, first / 2**16) == "train"
+    assert _split(image, (first + 1) / 2**16) == "test"
+    assert (_split(image, 0.0), _split(image, 1.0)) == ("train", "test")
 
 
-def test_no_test_split_by_default(pictures: Path) -> None:
-    table = write_table(pictures / "t.csv", ["path", "caption"], [("a.jpg", "x")])
-    assert pack(table, pictures / "out", progress=False).splits == {"train": 1}
-    assert "tasks" not in json.loads((pictures / "out/card.json").read_text())
-    assert pack(table, pictures / "all", test=1, progress=False).splits == {"test": 1}
+def test_no_test_split_by_default(images: Path) -> None:
+    table = write_table(images / "t.csv", ["path", "caption"], [("a.jpg", "x")])
+    assert pack(table, images / "out", progress=False).splits == {"train": 1}
+    assert "tasks" not in json.loads((images / "out/card.json").read_text())
+    assert pack(table, images / "all", test=1, progress=False).splits == {"test": 1}
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.01, float("nan")])
-def test_fraction_outside_0_to_1_raises_error(pictures: Path, share: float) -> None:
+def test_fraction_outside_0_to_1_raises_error(images: Path, share: float) -> None:
     with pytest.raises(ConfigError, match=r"expected a fraction from 0 to 1, such as 0\.1"):
-        pack(pictures / "t.csv", pictures / "out", test=share)
+        pack(images / "t.csv", images / "out", test=share)
 
 
 def test_folder_names_become_classes(tmp_path: Path) -> None:
@@ -332,7 +332,7 @@ def test_folder_names_become_classes(tmp_path: Path) -> None:
         pack(tmp_path / "photos", tmp_path / "splits")
 
 
-def test_lists_of_captions_are_stored(pictures: Path) -> None:
+def test_lists_of_captions_are_stored(images: Path) -> None:
     rows: list[tuple[object, ...]] = [
         (["one", " two ", "", None],),
         (["only"],),
@@ -342,16 +342,16 @@ def test_lists_of_captions_are_stored(pictures: Path) -> None:
         (["x", {}],),
         (["x", "y" * (LONGEST_CAPTION + 1)],),
     ]
-    (pictures / "t.jsonl").write_text(
+    (images / "t.jsonl").write_text(
         "".join(json.dumps({"path": "a.jpg", "caption": caption}) + "\n" for (caption,) in rows)
     )
-    report = pack(pictures / "t.jsonl", pictures / "out", progress=False)
+    report = pack(images / "t.jsonl", images / "out", progress=False)
     assert report.several_captions == 1
-    found = samples(pictures / "out")
+    found = samples(images / "out")
     assert [one["txt"].decode() for one in found.values()] == ["one", "only", "with a\nline break"]
     listed = [json.loads(one["json"])["captions"] if "json" in one else None for one in found.values()]
     assert listed == [["one", "two"], None, ["with a\nline break"]]
-    assert [(row, cause) for row, _, cause in bad_rows(pictures / "out")] == [
+    assert [(row, cause) for row, _, cause in bad_rows(images / "out")] == [
         (4, "empty caption"),
         (5, "more than 100 captions"),
         (6, "caption is neither a string nor a list of strings"),
@@ -365,12 +365,12 @@ def fields_of(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet"])
-def test_other_columns_become_fields(pictures: Path, tmp_path: Path, suffix: str) -> None:
+def test_other_columns_become_fields(images: Path, tmp_path: Path, suffix: str) -> None:
     header = ["width", "path", "language", "caption", "alt text"]
     rows = [
-        ("128", "pictures/a.jpg", "en", "one", "first"),
-        ("256", "pictures/b.png", "de", "two", "second"),
-        ("1024", "pictures/c.webp", "en", "three", "third"),
+        ("128", "images/a.jpg", "en", "one", "first"),
+        ("256", "images/b.png", "de", "two", "second"),
+        ("1024", "images/c.webp", "en", "three", "third"),
     ]
     table = write_table(tmp_path / f"table{suffix}", header, rows)
     report = pack(table, tmp_path / "out", progress=False)
@@ -396,7 +396,7 @@ def test_other_columns_become_fields(pictures: Path, tmp_path: Path, suffix: str
         pack(table, tmp_path / "wrong", fields=["widht"], progress=False)
 
 
-def test_json_values_keep_their_types(pictures: Path, tmp_path: Path) -> None:
+def test_json_values_keep_their_types(images: Path, tmp_path: Path) -> None:
     others: list[dict[str, Any]] = [
         {"n": 7, "x": 0.5, "yes": True, "none": None, "deep": {"er": [1, {"a": "é"}]}, "text": "007"},
         {
@@ -409,7 +409,7 @@ def test_json_values_keep_their_types(pictures: Path, tmp_path: Path) -> None:
         },
         {"a.b": 1, "a_b": 2, "a b": 3, "\ud800": 4},
     ]
-    lines = [json.dumps({"path": "pictures/a.jpg", "caption": ["one", "two"], **one}) for one in others]
+    lines = [json.dumps({"path": "images/a.jpg", "caption": ["one", "two"], **one}) for one in others]
     (tmp_path / "t.jsonl").write_text("\n".join(lines) + "\n")
     report = pack(tmp_path / "t.jsonl", tmp_path / "out", progress=False)
     both = {"captions": ["one", "two"]}  # captions of the sample, from where evaluation reads them
@@ -422,7 +422,7 @@ def test_json_values_keep_their_types(pictures: Path, tmp_path: Path) -> None:
     assert report.fields["?"] == "_"
 
 
-def test_column_has_the_same_field_name_in_every_row(pictures: Path, tmp_path: Path) -> None:
+def test_column_has_the_same_field_name_in_every_row(images: Path, tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"image width": 1},
         {"image width": 2, "image_width": 3},
@@ -430,7 +430,7 @@ def test_column_has_the_same_field_name_in_every_row(pictures: Path, tmp_path: P
     ]
     rows += [{}] * 200  # more lines than the table reads to find its columns
     rows += [{"late one": 5}, {"late_one": 6}, {"late one": 7, "image width": 8}]
-    lines = [json.dumps({"path": "pictures/a.jpg", "caption": "x", **row}) for row in rows]
+    lines = [json.dumps({"path": "images/a.jpg", "caption": "x", **row}) for row in rows]
     (tmp_path / "t.jsonl").write_text("\n".join(lines) + "\n")
     report = pack(tmp_path / "t.jsonl", tmp_path / "out", progress=False)
     names = {
@@ -445,25 +445,25 @@ def test_column_has_the_same_field_name_in_every_row(pictures: Path, tmp_path: P
 
 
 def test_row_that_exceeds_the_number_of_columns_is_bad(
-    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("data.pack._MOST_FIELDS", 2)
     rows = [{"a": 1}, {"b": 1}, {"c": 1}, {"a": 2}]
-    lines = [json.dumps({"path": "pictures/a.jpg", "caption": "x", **row}) for row in rows]
+    lines = [json.dumps({"path": "images/a.jpg", "caption": "x", **row}) for row in rows]
     (tmp_path / "t.jsonl").write_text("\n".join(lines) + "\n")
     report = pack(tmp_path / "t.jsonl", tmp_path / "out", progress=False)
     assert report.packed == 3
     assert bad_rows(tmp_path / "out") == [
-        (3, "pictures/a.jpg", "more than 2 different columns in the table (select some with --fields)")
+        (3, "images/a.jpg", "more than 2 different columns in the table (select some with --fields)")
     ]
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".parquet"])
 def test_columns_of_the_same_name_are_reported(
-    pictures: Path, tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]
+    images: Path, tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     header = ["path", "s", "caption", "s", "caption", "n"]
-    row = ["pictures/a.jpg", "first", "one", "second", "two", "3"]
+    row = ["images/a.jpg", "first", "one", "second", "two", "3"]
     table = tmp_path / f"t{suffix}"
     if suffix == ".parquet":
         pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -480,7 +480,7 @@ def test_columns_of_the_same_name_are_reported(
     assert f"columns left out: 'caption' ({why})" in output and "'s'" not in output
 
 
-def test_parquet_maps_become_json_objects(pictures: Path, tmp_path: Path) -> None:
+def test_parquet_maps_become_json_objects(images: Path, tmp_path: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     of_text = pyarrow.map_(pyarrow.string(), pyarrow.int64())
     columns: dict[str, tuple[Any, list[Any], list[Any]]] = {  # type, values, values in the json
@@ -498,7 +498,7 @@ def test_parquet_maps_become_json_objects(pictures: Path, tmp_path: Path) -> Non
         ),
     }
     arrays = {name: pyarrow.array(values, kind) for name, (kind, values, _) in columns.items()}
-    first = {"path": ["pictures/a.jpg"] * 3, "caption": ["x"] * 3}
+    first = {"path": ["images/a.jpg"] * 3, "caption": ["x"] * 3}
     parquet.write_table(pyarrow.table({**first, **arrays}), tmp_path / "t.parquet")
     pack(tmp_path / "t.parquet", tmp_path / "out", progress=False)
     assert fields_of(tmp_path / "out") == [
@@ -507,15 +507,15 @@ def test_parquet_maps_become_json_objects(pictures: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("column", ["caption ", " caption", "caption"])
-def test_other_column_named_caption_becomes_a_field(pictures: Path, tmp_path: Path, column: str) -> None:
-    line = {"path": "pictures/a.jpg", "title": "one", column: "two"}
+def test_other_column_named_caption_becomes_a_field(images: Path, tmp_path: Path, column: str) -> None:
+    line = {"path": "images/a.jpg", "title": "one", column: "two"}
     (tmp_path / "t.jsonl").write_text(json.dumps(line) + "\n")
     report = pack(tmp_path / "t.jsonl", tmp_path / "out", caption_column="title", progress=False)
     assert report.fields == {column: "caption_"}
     assert fields_of(tmp_path / "out") == [{"caption_": "two"}]
 
 
-def test_parquet_types_are_converted_to_json(pictures: Path, tmp_path: Path) -> None:
+def test_parquet_types_are_converted_to_json(images: Path, tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     nanoseconds = 1_577_934_245_123_456_789
@@ -542,7 +542,7 @@ def test_parquet_types_are_converted_to_json(pictures: Path, tmp_path: Path) -> 
         "thumb": pyarrow.array([b"x"], pyarrow.large_binary()),
     }
     columns = {name: pyarrow.array([value], kind) for name, (kind, value, _) in typed.items()}
-    first = {"path": ["pictures/a.jpg"], "caption": ["one"]}
+    first = {"path": ["images/a.jpg"], "caption": ["one"]}
     parquet.write_table(pyarrow.table({**bytes_, **first, **columns}), tmp_path / "t.parquet")
     report = pack(
         tmp_path / "t.parquet",
@@ -562,10 +562,10 @@ def test_parquet_types_are_converted_to_json(pictures: Path, tmp_path: Path) -> 
     ).fields == {"int": "int"}
 
 
-def test_csv_cells_are_stored_as_text(pictures: Path, tmp_path: Path) -> None:
+def test_csv_cells_are_stored_as_text(images: Path, tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(
-        ",path,caption,code,score,captions\n0,pictures/a.jpg,one,007,,many\n1,pictures/b.png,two,1e3,0.5,\n"
-        "2,pictures/c.webp,three\n"
+        ",path,caption,code,score,captions\n0,images/a.jpg,one,007,,many\n1,images/b.png,two,1e3,0.5,\n"
+        "2,images/c.webp,three\n"
     )
     report = pack(tmp_path / "t.csv", tmp_path / "out", progress=False)
     assert report.left_out == {"": "it has no name"} and report.packed == 3
@@ -576,15 +576,15 @@ def test_csv_cells_are_stored_as_text(pictures: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_rows_with_large_columns_are_bad(pictures: Path, tmp_path: Path) -> None:
-    deep = '{"path": "pictures/a.jpg", "caption": "x", "deep": ' + "[" * 900 + "]" * 900 + "}\n"
-    good = json.dumps({"path": "pictures/a.jpg", "caption": "x", "large": "x" * 1000}) + "\n"
+def test_rows_with_large_columns_are_bad(images: Path, tmp_path: Path) -> None:
+    deep = '{"path": "images/a.jpg", "caption": "x", "deep": ' + "[" * 900 + "]" * 900 + "}\n"
+    good = json.dumps({"path": "images/a.jpg", "caption": "x", "large": "x" * 1000}) + "\n"
     (tmp_path / "t.jsonl").write_text(good + deep)
     report = pack(tmp_path / "t.jsonl", tmp_path / "deep", progress=False)
     assert report.packed + sum(report.bad.values()) == 2
     assert fields_of(tmp_path / "deep")[0] == {"large": "x" * 1000}
     names = [f"f{number}" for number in range(9)]
-    rows = [("pictures/a.jpg", "x", *["é" * length] * 9) for length in (1000, 60_000)]
+    rows = [("images/a.jpg", "x", *["é" * length] * 9) for length in (1000, 60_000)]
     table = write_table(tmp_path / "t.csv", ["path", "caption", *names], rows)
     report = pack(table, tmp_path / "out", progress=False)
     assert (report.packed, report.bad) == (
@@ -595,9 +595,9 @@ def test_rows_with_large_columns_are_bad(pictures: Path, tmp_path: Path) -> None
 
 
 def test_command_prints_stored_and_omitted_columns(
-    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "t.csv").write_text(",path,caption,width,alt text\n0,pictures/a.jpg,one,7,x\n")
+    (tmp_path / "t.csv").write_text(",path,caption,width,alt text\n0,images/a.jpg,one,7,x\n")
     assert main(["pack", str(tmp_path / "t.csv"), str(tmp_path / "out"), "--quiet"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "stored as fields for data.filters and data.captions: alt text as alt_text, width" in said
@@ -606,37 +606,37 @@ def test_command_prints_stored_and_omitted_columns(
     assert "data.captions: width packed" in " ".join(capsys.readouterr().out.split())
 
 
-def test_rotated_and_transparent_images_are_counted(pictures: Path) -> None:
+def test_rotated_and_transparent_images_are_counted(images: Path) -> None:
     turned = Image.Exif()
     turned[0x0112] = 6
-    Image.new("RGB", (4, 2), "red").save(pictures / "turned.jpg", exif=turned)
-    Image.new("RGBA", (4, 2), (255, 0, 0, 9)).save(pictures / "clear.png")
+    Image.new("RGB", (4, 2), "red").save(images / "turned.jpg", exif=turned)
+    Image.new("RGBA", (4, 2), (255, 0, 0, 9)).save(images / "clear.png")
     rows = [(name, "x") for name in ("a.jpg", "turned.jpg", "clear.png", "clear.png")]
-    table = write_table(pictures / "t.csv", ["path", "caption"], rows)
-    report = pack(table, pictures / "out", progress=False)
+    table = write_table(images / "t.csv", ["path", "caption"], rows)
+    report = pack(table, images / "out", progress=False)
     assert (report.not_upright, report.transparent) == (1, 2)
-    found = samples(pictures / "out")
+    found = samples(images / "out")
     assert Image.open(io.BytesIO(found["000000002"]["jpg"])).size == (2, 4)
-    assert found["000000003"]["png"] == (pictures / "clear.png").read_bytes()
-    report = pack(table, pictures / "out2", keep_orientation=True, background="#fff", progress=False)
+    assert found["000000003"]["png"] == (images / "clear.png").read_bytes()
+    report = pack(table, images / "out2", keep_orientation=True, background="#fff", progress=False)
     assert (report.not_upright, report.transparent) == (1, 2)
-    found = samples(pictures / "out2")
-    assert found["000000002"]["jpg"] == (pictures / "turned.jpg").read_bytes()
+    found = samples(images / "out2")
+    assert found["000000002"]["jpg"] == (images / "turned.jpg").read_bytes()
     assert Image.open(io.BytesIO(found["000000003"]["png"])).getpixel((0, 0)) == (255, 246, 246)
-    card = json.loads((pictures / "out2/card.json").read_text())
+    card = json.loads((images / "out2/card.json").read_text())
     assert (card["keep_orientation"], card["background"]) == (True, "#fff")
     with pytest.raises(ConfigError, match="'wite' is not a color: use a color such as white or #ffffff"):
-        pack(table, pictures / "out3", background="wite")
+        pack(table, images / "out3", background="wite")
 
 
 @pytest.mark.parametrize("setting", ["max_side", "samples_per_shard"])
-def test_invalid_settings_raise_error(pictures: Path, setting: str) -> None:
+def test_invalid_settings_raise_error(images: Path, setting: str) -> None:
     with pytest.raises(ConfigError, match=f"{setting} = 0"):
-        pack(pictures / "t.csv", pictures / "out", **{setting: 0})  # type: ignore[arg-type]
+        pack(images / "t.csv", images / "out", **{setting: 0})  # type: ignore[arg-type]
 
 
-def test_ctrl_c_leaves_no_files(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = write_table(pictures / "t.csv", ["path", "caption"], [("a.jpg", "x")] * 50)
+def test_ctrl_c_leaves_no_files(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = write_table(images / "t.csv", ["path", "caption"], [("a.jpg", "x")] * 50)
     rows = Table._delimited
 
     def interrupted(self: Table):  # type: ignore[no-untyped-def]
@@ -647,16 +647,16 @@ def test_ctrl_c_leaves_no_files(pictures: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(Table, "_delimited", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        pack(table, pictures / "out", progress=False)
-    assert not list(pictures.glob("*out*"))
-    assert not list(pictures.glob(".out*"))
+        pack(table, images / "out", progress=False)
+    assert not list(images.glob("*out*"))
+    assert not list(images.glob(".out*"))
     assert not [thread for thread in threading.enumerate() if "Pool" in thread.name]
 
 
-def test_absolute_paths_are_packed_in_order_of_rows(pictures: Path, tmp_path: Path) -> None:
+def test_absolute_paths_are_packed_in_order_of_rows(images: Path, tmp_path: Path) -> None:
     names = [random.Random(0).choice(["a.jpg", "b.png", "c.webp"]) for _ in range(100)]
     table = write_table(
-        tmp_path / "t.csv", ["path", "caption"], [(str(pictures / name), name) for name in names]
+        tmp_path / "t.csv", ["path", "caption"], [(str(images / name), name) for name in names]
     )
     pack(table, tmp_path / "out", samples_per_shard=30, progress=False)
     assert [sample["txt"].decode() for sample in samples(tmp_path / "out").values()] == names

@@ -119,7 +119,7 @@ def add_details(
     datasets: Sequence[str],
     *,
     classes: int = 10,
-    pictures: Sequence[str] = (PNG,),
+    images: Sequence[str] = (PNG,),
 ) -> None:
     """Write synthetic details; about two thirds of the predictions are right."""
     for i in range(models):
@@ -155,8 +155,7 @@ def add_details(
                     )
                 )
             shown = {
-                str(j): Thumbnail(png=pictures[(j + number) % len(pictures)], alt="an image")
-                for j in range(6)
+                str(j): Thumbnail(png=images[(j + number) % len(images)], alt="an image") for j in range(6)
             }
             fields = {**vars(details), "examples": tuple(examples), "pictures": shown}
             write_details(results, type(details)(**fields), weights=f"sha256:{i:016x}")

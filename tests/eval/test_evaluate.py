@@ -38,8 +38,8 @@ def test_encoder_features_equal_public_api(model: CLIP, write_dataset: WriteData
         assert model.training
     finally:
         model.eval()
-    pictures = [dataset.images.read(i) for i in range(len(dataset))]
-    expected = clipkit.encode_image(pictures, model)
+    images = [dataset.images.read(i) for i in range(len(dataset))]
+    expected = clipkit.encode_image(images, model)
     assert features.projected.dtype == features.before_projection.dtype == torch.float32
     torch.testing.assert_close(features.projected, expected, atol=1e-6, rtol=0)
     projection = model.get_parameter("visual.proj").detach()
@@ -215,7 +215,7 @@ def test_huge_batch_size_gives_same_scores(model: CLIP, write_dataset: WriteData
     assert evaluation.evaluate(model, dataset, batch_size=10**20) == evaluation.evaluate(model, dataset)
 
 
-def break_picture(folder: Path, key: str) -> None:
+def break_image(folder: Path, key: str) -> None:
     """Replace an image in a shard by bytes that do not decode."""
     for shard in (folder / "test").glob("*.tar"):
         with tarfile.open(shard) as tar:
@@ -229,7 +229,7 @@ def break_picture(folder: Path, key: str) -> None:
 
 def test_undecodable_image_is_named_on_every_rank(model: CLIP, write_dataset: WriteDataset) -> None:
     folder = write_dataset()
-    break_picture(folder, "s0000013")
+    break_image(folder, "s0000013")
     dataset = evaluation.open_dataset(folder)
     message = r"dataset colours: image s0000013 of .*1\.tar: not an image in a known format; .*"
     with pytest.raises(DataError, match=message):

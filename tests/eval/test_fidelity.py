@@ -32,7 +32,7 @@ CLOSE = 1e-4
 TEMPLATES = "a photo of a {c}.\n{c}\na blurry image with much {c} in it\n"
 
 
-def picture(number: int) -> bytes:
+def image_file(number: int) -> bytes:
     """Return an encoded image of four coloured squares with noise; format and size depend on the number."""
     random = np.random.default_rng(number)
     squares = random.integers(0, 256, (2, 2, 3)).repeat(20 + number % 9, axis=0).repeat(24, axis=1)
@@ -49,7 +49,7 @@ def publish(root: Path, samples: Sequence[Mapping[str, Any]], kind: str = "", sp
     with webdataset.ShardWriter(str(root / split / "%d.tar"), maxcount=9, verbose=False) as sink:
         for number, sample in enumerate(samples):
             extension = "jpg" if number % 2 else "png"
-            sink.write({"__key__": f"s{number:07d}", extension: picture(first + number), **sample})
+            sink.write({"__key__": f"s{number:07d}", extension: image_file(first + number), **sample})
         shards = sink.shard
     (root / split / "nshards.txt").write_text(f"{shards}\n")
     (root / "classnames.txt").write_text("\n".join(CLASSES) + "\n")
@@ -159,23 +159,23 @@ def test_retrieval_recall_equals_clip_benchmark(
         assert 0 < ours[f"{here}10"] < 1
 
 
-@pytest.mark.parametrize("pictures", [1, 2])
-def test_caption_choice_equals_clip_benchmark(twins: Twins, tmp_path: Path, pictures: int) -> None:
+@pytest.mark.parametrize("per_item", [1, 2])
+def test_caption_choice_equals_clip_benchmark(twins: Twins, tmp_path: Path, per_item: int) -> None:
     """With one image per item as in SugarCrepe, and with two, one for each caption, as in Winoground."""
     pairs = [(f"a {i} above a {i + 1}", f"a {i + 1} above a {i}") for i in range(30)]
-    choices = [pair[:: 1 - 2 * j] for pair in pairs for j in range(pictures)]
+    choices = [pair[:: 1 - 2 * j] for pair in pairs for j in range(per_item)]
     samples = [{"txt": "\n".join(own)} for own in choices]
     folder = publish(tmp_path / "set", samples, "image_caption_selection")
     dataset = open_dataset(folder)
-    if pictures == 2:
+    if per_item == 2:
         dataset = replace(dataset, items=torch.arange(len(pairs)).repeat_interleave(2))
     ours = {one.metric: one.value for one in evaluate(twins.ours, dataset)}
     seen = torch.stack([twins.transform(opened(dataset.images.read(i))) for i in range(len(dataset))])
-    batches = [(seen.unflatten(0, (-1, pictures)), [list(pair) for pair in pairs])]
+    batches = [(seen.unflatten(0, (-1, per_item)), [list(pair) for pair in pairs])]
     theirs = twins.cli.image_caption_selection.evaluate(
         twins.theirs, batches, twins.tokenizer, "cpu", amp=False
     )
-    if pictures == 1:
+    if per_item == 1:
         assert ours["accuracy"] == pytest.approx(theirs["text_acc"], abs=CLOSE) and 0 < ours["accuracy"] < 1
     else:
         same = {"text": "text_acc", "image": "image_acc", "group": "acc"}

@@ -17,13 +17,13 @@ function say(text, error = false) {
 }
 
 function chip(kind, list, one, source, label) {
-  const picture = element("img", { src: source, alt: label });
+  const image = element("img", { src: source, alt: label });
   const remove = element("button", { type: "button", textContent: "×", ariaLabel: `remove ${label}` });
   remove.onclick = () => {
     state[list] = state[list].filter((other) => other !== one);
     refresh();
   };
-  return element("li", { className: kind, title: label }, [picture, kind === "not" ? "not this" : "", remove]);
+  return element("li", { className: kind, title: label }, [image, kind === "not" ? "not this" : "", remove]);
 }
 
 function showParts() {
@@ -35,7 +35,7 @@ function showParts() {
 }
 
 function shown(hit) {
-  const picture = hit.thumbnail ? element("img", { src: hit.thumbnail, alt: hit.path, loading: "lazy" }) : "";
+  const image = hit.thumbnail ? element("img", { src: hit.thumbnail, alt: hit.path, loading: "lazy" }) : "";
   const button = (textContent, list) => {
     const made = element("button", { type: "button", textContent });
     made.onclick = () => {
@@ -46,7 +46,7 @@ function shown(hit) {
     return made;
   };
   return element("li", { title: `${hit.path}\n${hit.source}` }, [
-    picture,
+    image,
     element("b", {}, [element("span", { textContent: hit.rank }), element("span", { textContent: hit.similarity.toFixed(3) })]),
     hit.metadata.caption
       ? element("p", { textContent: hit.metadata.caption })

@@ -19,7 +19,7 @@ from tests.clipkit.exported_models import (
     ASCII,
     REPAIRED,
     apart,
-    draw_pictures,
+    draw_images,
     exported,
     in_rgb,
     model_of,
@@ -34,8 +34,8 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return draw_pictures(tmp_path_factory.mktemp("pictures"))
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return draw_images(tmp_path_factory.mktemp("images"))
 
 
 # --- open_clip ----------------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.mark.parametrize("kind", ["own", "quick_gelu", "resnet", "timm"])
 @torch.no_grad()
-def test_open_clip_export(kind: str, pictures: list[Path], tmp_path: Path) -> None:
+def test_open_clip_export(kind: str, paths: list[Path], tmp_path: Path) -> None:
     import open_clip
 
     model = exported(kind, tmp_path / "out", "open_clip")
@@ -51,10 +51,10 @@ def test_open_clip_export(kind: str, pictures: list[Path], tmp_path: Path) -> No
     theirs, _, transform = open_clip.create_model_and_transforms(source)
     theirs.eval()
     texts = [*ASCII, *REPAIRED]
-    pixels = torch.stack([transform(image) for image in opened(pictures)])
+    pixels = torch.stack([transform(image) for image in opened(paths)])
     images = theirs.encode_image(pixels, normalize=True)
     tokens = open_clip.get_tokenizer(source)(texts)
-    assert apart(images, clipkit.encode_image(pictures, model)) <= 1e-5
+    assert apart(images, clipkit.encode_image(paths, model)) <= 1e-5
     assert apart(theirs.encode_text(tokens, normalize=True), clipkit.encode_text(texts, model)) <= 1e-5
     assert torch.equal(theirs.logit_scale, model.logit_scale)
     again = clipkit.load(tmp_path / "out")
@@ -112,12 +112,12 @@ def test_open_clip_export_with_a_library_tokenizer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["own", "quick_gelu", "timm", "distilled"])
 @torch.no_grad()
-def test_timm_export(kind: str, pictures: list[Path], tmp_path: Path) -> None:
+def test_timm_export(kind: str, paths: list[Path], tmp_path: Path) -> None:
     import timm
 
     model = exported(kind, tmp_path / "out", "timm")
     theirs = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
-    rgb = in_rgb(pictures)
+    rgb = in_rgb(paths)
     data: Any = timm.data
     transform = data.create_transform(**data.resolve_model_data_config(theirs), is_training=False)
     pixels = torch.stack([transform(image) for image in rgb])

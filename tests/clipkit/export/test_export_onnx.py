@@ -20,7 +20,7 @@ from clipkit.model.clip import CLIP
 from clipkit.model.preprocess import batch_of
 from clipkit.model.tokenizer import END_OF_TEXT
 from clipkit.model.zero_shot import with_class_head
-from tests.clipkit.exported_models import ASCII, apart, draw_pictures, exported, model_of
+from tests.clipkit.exported_models import ASCII, apart, draw_images, exported, model_of
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +29,8 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return draw_pictures(tmp_path_factory.mktemp("pictures"))
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return draw_images(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +45,15 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[CLIP, Path]:
 # --- ONNX ---------------------------------------------------------------------------------------------------
 
 
-def test_onnx_export(everything: tuple[CLIP, Path], pictures: list[Path]) -> None:
+def test_onnx_export(everything: tuple[CLIP, Path], paths: list[Path]) -> None:
     import onnx
     import onnxruntime
 
     model, out = everything
     config = json.loads((out / "onnx_config.json").read_text())
     visual, textual = (onnxruntime.InferenceSession(out / config[kind]["file"]) for kind in ("image", "text"))
-    pixels = normalized(batch_of(pictures * 2, model.preprocess), model)
-    images = clipkit.encode_image(pictures * 2, model)
+    pixels = normalized(batch_of(paths * 2, model.preprocess), model)
+    images = clipkit.encode_image(paths * 2, model)
     for batch in (1, 3, 8):
         found = visual.run(["image_embeds"], {"pixel_values": pixels[:batch].numpy()})[0]
         assert apart(found, images[:batch]) <= 1e-5
@@ -86,7 +86,7 @@ def test_large_weights_are_stored_outside_the_graph(everything: tuple[CLIP, Path
     assert (out / "visual.onnx").stat().st_size > 5_000_000 and not (out / "visual.onnx.data").exists()
 
 
-def test_onnx_folder_loads(everything: tuple[CLIP, Path], pictures: list[Path], tmp_path: Path) -> None:
+def test_onnx_folder_loads(everything: tuple[CLIP, Path], paths: list[Path], tmp_path: Path) -> None:
     model, out = everything
     names = ("onnx_config.json", "visual.onnx", "textual.onnx", "textual.onnx.data", "tokenizer.json")
     for name in names:
@@ -94,21 +94,20 @@ def test_onnx_folder_loads(everything: tuple[CLIP, Path], pictures: list[Path], 
     made = clipkit.load(tmp_path)
     assert made.origin == f"ONNX export {tmp_path} (float32)" and made.preprocess == model.preprocess
     for batch in (1, 5):
-        images = clipkit.encode_image(pictures[:batch], made)
-        assert apart(images, clipkit.encode_image(pictures[:batch], model)) <= 1e-5
+        images = clipkit.encode_image(paths[:batch], made)
+        assert apart(images, clipkit.encode_image(paths[:batch], model)) <= 1e-5
         assert (
             apart(clipkit.encode_text(ASCII[:batch], made), clipkit.encode_text(ASCII[:batch], model)) <= 1e-5
         )
     assert made.logit_scale.item() == pytest.approx(model.logit_scale.item())
     assert (
-        apart(clipkit.encode_image(pictures, clipkit.load(tmp_path, dim=16)).norm(dim=1), torch.ones(5))
-        < 1e-5
+        apart(clipkit.encode_image(paths, clipkit.load(tmp_path, dim=16)).norm(dim=1), torch.ones(5)) < 1e-5
     )
     with pytest.raises(ConfigError, match="a fixed architecture, image size and context length"):
         clipkit.load(tmp_path, image_size=32)
     with pytest.raises(ConfigError, match="its image tower has no weights: this model cannot be exported"):
         export(made, tmp_path / "again", to=["onnx"])
-    image = [str(pictures[0]), "a", "--out", str(tmp_path / "heat.png")]
+    image = [str(paths[0]), "a", "--out", str(tmp_path / "heat.png")]
     with pytest.raises(ConfigError, match="an ONNX export cannot be explained: use the model"):
         dispatch(["explain", *image, "--model", str(tmp_path)])
     with pytest.raises(ConfigError, match=r"ONNX export .* cannot be interpolated: use the model"):
@@ -126,7 +125,7 @@ def test_onnx_folder_loads(everything: tuple[CLIP, Path], pictures: list[Path], 
             clipkit.load(tmp_path)
 
 
-def test_int8_export(pictures: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_int8_export(paths: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import onnx
 
     model, source, out = model_of("quick_gelu"), tmp_path / "model", tmp_path / "int8"
@@ -154,7 +153,7 @@ def test_int8_export(pictures: list[Path], tmp_path: Path, capsys: pytest.Captur
     made = clipkit.load(out)
     assert made.origin == f"ONNX export {out} (int8)"
     for ours, theirs in (
-        (clipkit.encode_image(pictures, model), clipkit.encode_image(pictures, made)),
+        (clipkit.encode_image(paths, model), clipkit.encode_image(paths, made)),
         (clipkit.encode_text(ASCII, model), clipkit.encode_text(ASCII, made)),
     ):
         assert 0.98 < float((ours * theirs).sum(dim=1).min()) < 0.999999
@@ -174,13 +173,13 @@ def test_int8_without_onnx_is_rejected(tmp_path: Path) -> None:
 
 def test_card_examples_run(
     everything: tuple[CLIP, Path],
-    pictures: list[Path],
+    paths: list[Path],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     model, out = everything
     cat = out.parent / "cat.jpg"
-    with Image.open(pictures[0]) as image:
+    with Image.open(paths[0]) as image:
         image.save(cat)
     monkeypatch.chdir(out.parent)
     examples = re.findall(r"### ([^\n]+)\n\n```python\n(.*?)```", (out / "README.md").read_text(), re.DOTALL)
@@ -198,7 +197,7 @@ def test_card_examples_run(
 
 
 def test_class_head_export(
-    tmp_path: Path, pictures: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, paths: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = model_of("own")
     head = with_class_head(model, ["dog", "cat"], torch.eye(2, model.architecture.embed_dim))
@@ -209,7 +208,7 @@ def test_class_head_export(
     assert json.loads((tmp_path / "onnx" / "onnx_config.json").read_text())["classes"] == ["dog", "cat"]
     card = (tmp_path / "onnx" / "README.md").read_text()
     assert "pipeline_tag: image-classification" in card and "| classification head, 2 classes, " in card
-    with Image.open(pictures[0]) as image:
+    with Image.open(paths[0]) as image:
         image.save(tmp_path / "cat.jpg")
     monkeypatch.chdir(tmp_path)
     code = re.findall(r"```python\n(.*?)```", card, re.DOTALL)[0]

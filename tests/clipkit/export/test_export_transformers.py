@@ -21,7 +21,7 @@ from tests.clipkit.exported_models import (
     ASCII,
     REPAIRED,
     apart,
-    draw_pictures,
+    draw_images,
     exported,
     in_rgb,
     model_of,
@@ -36,7 +36,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def rgb(tmp_path_factory: pytest.TempPathFactory) -> list[Image.Image]:
-    return in_rgb(draw_pictures(tmp_path_factory.mktemp("pictures")))
+    return in_rgb(draw_images(tmp_path_factory.mktemp("images")))
 
 
 @pytest.fixture(scope="module")

@@ -17,14 +17,14 @@ from PIL import Image
 from clipkit.errors import DataError
 from clipkit.files.decode import decode_image, decode_jpeg, jpeg_size
 from clipkit.model.preprocess import Preprocess, eval_pixels
-from tests.clipkit.hostile_pictures import HOSTILE, PIXELS, made, many_scans
-from tests.clipkit.made_pictures import PHOTO, PICTURES, encoded, picture, scene
+from tests.clipkit.hostile_images import HOSTILE, PIXELS, made, many_scans
+from tests.clipkit.made_images import IMAGES, PHOTO, encoded, image_file, scene
 
 
 def test_decode_equals_pillow_rgb() -> None:
     deep = {"16-bit grey png", "16-bit grey tiff", "32-bit grey tiff", "float tiff"}
-    for name in PICTURES.keys() - deep:
-        data = picture(name)
+    for name in IMAGES.keys() - deep:
+        data = image_file(name)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             assert np.array_equal(decode_image(data), np.asarray(Image.open(BytesIO(data)).convert("RGB"))), (
@@ -105,7 +105,7 @@ for number in range(int(sys.argv[2])):
     seconds[number] = time.process_time() - start
 print(json.dumps([peak() - began, max(seconds.values()), max(seconds, key=seconds.get)]))
 """
-    (tmp_path / "warm").write_bytes(picture("png"))
+    (tmp_path / "warm").write_bytes(image_file("png"))
     run = [sys.executable, "-c", code, str(tmp_path), str(len(HOSTILE))]
     done = subprocess.run(run, capture_output=True, text=True, check=True, timeout=120)
     kibibytes, slowest, number = json.loads(done.stdout)
@@ -123,9 +123,9 @@ def test_allowed_jpeg_scans_depend_on_the_size() -> None:
             eval_pixels(many_scans(scans, side), Preprocess(image_size=8))
 
 
-@pytest.mark.parametrize("name", sorted(name for name in PICTURES if "jpeg" in name))
+@pytest.mark.parametrize("name", sorted(name for name in IMAGES if "jpeg" in name))
 def test_jpeg_is_decoded_at_reduced_size(name: str) -> None:
-    data = picture(name)
+    data = image_file(name)
     height, width, _ = decode_image(data).shape
     assert jpeg_size(data) == (None if name in ("cmyk jpeg", "ycck jpeg") else (height, width))
     for reduce in (2, 4, 8):
@@ -141,7 +141,7 @@ def test_jpeg_is_decoded_at_reduced_size(name: str) -> None:
 
 
 def test_jpeg_size_of_other_files_is_none() -> None:
-    for data in (b"", b"\xff\xd8\xff", picture("png"), picture("jpeg")[:50]):
+    for data in (b"", b"\xff\xd8\xff", image_file("png"), image_file("jpeg")[:50]):
         assert jpeg_size(data) is None
         assert decode_jpeg(data) is None
 

@@ -27,7 +27,7 @@ from clipkit.files.traits import (
     orientation_of,
 )
 from clipkit.model.preprocess import Preprocess, eval_pixels, pixels_and_traits
-from tests.clipkit.made_pictures import PICTURES, encoded, picture, scene
+from tests.clipkit.made_images import IMAGES, encoded, image_file, scene
 
 WHITE = (255, 255, 255)
 PREPROCESS = Preprocess(image_size=8)
@@ -171,9 +171,9 @@ def test_transparent_png_color_applies_at_every_bit_depth(data: bytes, wanted: l
             assert torch.equal(found, expected) and traits == decoded.traits
 
 
-@pytest.mark.parametrize("name", list(PICTURES))
+@pytest.mark.parametrize("name", list(IMAGES))
 def test_traits_are_ignored_by_default(name: str) -> None:
-    data = picture(name)
+    data = image_file(name)
     try:
         plain = decode_image(data)
     except Exception:  # formats that are rejected

@@ -20,7 +20,7 @@ from clipkit.model.preprocess import batch_of
 from clipkit.model.resample import fit_positions
 from clipkit.training.checkpoint import LoopState, save_checkpoint
 from clipkit.training.optim import adamw
-from tests.clipkit.stored_models import CONFIGS, pictures, register, their_model, write_hub_folder
+from tests.clipkit.stored_models import CONFIGS, random_images, register, their_model, write_hub_folder
 
 SHORT, LONG = ["a red hat"], ["a red hat on a grey cat, two dogs and a very long train in the snow"]
 
@@ -107,19 +107,21 @@ def test_own_towers_resize_as_open_clip(
     else:
         tensors["positional_embedding"] = tensors["positional_embedding"][:length]
     theirs.load_state_dict(tensors)
-    pixels = batch_of(pictures(), ours.preprocess)
+    pixels = batch_of(random_images(), ours.preprocess)
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (ours.preprocess.mean, ours.preprocess.std))
     with torch.no_grad():
         images = theirs.encode_image((pixels / 255 - mean) / std, normalize=True)
         texts = theirs.encode_text(clipkit.tokenize(LONG, length), normalize=True)
-    assert (clipkit.encode_image(pictures(), ours) - images).abs().max() <= 1e-5
+    assert (clipkit.encode_image(random_images(), ours) - images).abs().max() <= 1e-5
     assert (clipkit.encode_text(LONG, ours) - texts).abs().max() <= 1e-5
     if length <= 16:
         assert torch.equal(clipkit.encode_text(SHORT, ours), clipkit.encode_text(SHORT, before))
 
     again = clipkit.load(store(ours, tmp_path / "again"))
     assert again.architecture == ours.architecture and again.preprocess == ours.preprocess
-    assert torch.equal(clipkit.encode_image(pictures(), again), clipkit.encode_image(pictures(), ours))
+    assert torch.equal(
+        clipkit.encode_image(random_images(), again), clipkit.encode_image(random_images(), ours)
+    )
     assert torch.equal(clipkit.encode_text(LONG, again), clipkit.encode_text(LONG, ours))
 
 
@@ -131,9 +133,11 @@ def test_resnet_attention_pool_positions_are_interpolated(size: int, tmp_path: P
     grid = F.interpolate(old[1:].T.view(1, -1, 2, 2), size // 32, mode="bicubic", antialias=True)
     expected = torch.cat([old[:1], grid.flatten(2)[0].T])
     assert torch.equal(ours.visual.get_parameter("attnpool.positional_embedding"), expected)
-    assert clipkit.encode_image(pictures(), ours).isfinite().all()
+    assert clipkit.encode_image(random_images(), ours).isfinite().all()
     again = clipkit.load(store(ours, tmp_path / "again"))
-    assert torch.equal(clipkit.encode_image(pictures(), again), clipkit.encode_image(pictures(), ours))
+    assert torch.equal(
+        clipkit.encode_image(random_images(), again), clipkit.encode_image(random_images(), ours)
+    )
 
 
 @pytest.mark.parametrize("kind", ["ConvNeXt", "timm's ViT"])
@@ -157,7 +161,7 @@ def test_timm_vit_positions_equal_timm(size: int, tmp_path: Path) -> None:
     grid, count = size // 16, ours.visual.get_parameter("trunk.pos_embed").shape[1]
     expected = resample_abs_pos_embed(old, [grid, grid], num_prefix_tokens=count - grid**2)
     assert (ours.visual.get_parameter("trunk.pos_embed") - expected).abs().max() <= 1e-6
-    assert clipkit.encode_image(pictures(), ours).isfinite().all()
+    assert clipkit.encode_image(random_images(), ours).isfinite().all()
 
 
 def test_timm_towers_of_fixed_size_are_resized(tmp_path: Path) -> None:

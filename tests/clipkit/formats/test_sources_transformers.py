@@ -20,7 +20,7 @@ from clipkit.formats.transformers import (
 )
 from clipkit.model.architectures import ARCHITECTURES, Architecture, TextTower, VisionTower
 from clipkit.model.preprocess import batch_of
-from tests.clipkit.stored_models import TEXTS, pictures, their_model
+from tests.clipkit.stored_models import TEXTS, random_images, their_model
 
 # image and text tower: width, MLP width, layers, heads; MLP widths are not multiples of the widths
 SIZES: dict[str, tuple[str, tuple[int, int, int, int], tuple[int, int, int, int], int, int]] = {
@@ -65,7 +65,7 @@ def make(size: str) -> Any:
 
 
 def assert_same(ours: clipkit.CLIP, theirs: Any, length: int) -> None:
-    pixels = batch_of(pictures(), ours.preprocess)
+    pixels = batch_of(random_images(), ours.preprocess)
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (ours.preprocess.mean, ours.preprocess.std))
     tokens = clipkit.tokenize(list(TEXTS), length)
     with torch.no_grad():
@@ -115,9 +115,9 @@ def test_preprocessing_equals_the_image_processor(tmp_path: Path) -> None:
         preprocess = preprocess_from_transformers(
             json.loads((tmp_path / "preprocessor_config.json").read_text()), 32
         )
-        expected = processor(images=pictures(), return_tensors="pt").pixel_values
+        expected = processor(images=random_images(), return_tensors="pt").pixel_values
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (preprocess.mean, preprocess.std))
-        found = (batch_of(pictures(), preprocess) / 255 - mean) / std
+        found = (batch_of(random_images(), preprocess) / 255 - mean) / std
         assert (found - expected).abs().mean() < 0.01
 
 
@@ -251,7 +251,7 @@ def openai_tensors(kind: str) -> tuple[Any, dict[str, Tensor]]:
 
 def assert_openai(ours: clipkit.CLIP, theirs: Any) -> None:
     assert ours.architecture.quick_gelu and ours.logit_scale.dtype == torch.float32
-    pixels = batch_of(pictures(), ours.preprocess)
+    pixels = batch_of(random_images(), ours.preprocess)
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (ours.preprocess.mean, ours.preprocess.std))
     tokens = clipkit.tokenize(list(TEXTS), 16)
     with torch.no_grad():

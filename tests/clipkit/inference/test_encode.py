@@ -55,7 +55,7 @@ def checkpoint(model: CLIP, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Images in two folders, of which numbers 4, 12, 13 and 14 are broken."""
-    folder = tmp_path_factory.mktemp("pictures") / "photos"
+    folder = tmp_path_factory.mktemp("images") / "photos"
     (folder / "more").mkdir(parents=True)
     for number in range(COUNT):
         path = folder / ("more" if number > 15 else "") / f"{number:02d}.png"
@@ -224,7 +224,7 @@ def test_kill_at_any_file_operation_does_not_change_the_files(
     for owner, names in ((os, ("fsync", "link")), (Path, ("replace", "unlink", "mkdir"))):
         for name in names:
             monkeypatch.setattr(owner, name, dying(getattr(owner, name)))
-    pictures = [photos / f"{number:02d}.png" for number in (3, 4, 5)]  # the second one is broken
+    images = [photos / f"{number:02d}.png" for number in (3, 4, 5)]  # the second one is broken
     settings = {"rows_per_file": 2, "workers": 0}
     moment = 0
     while True:
@@ -232,12 +232,12 @@ def test_kill_at_any_file_operation_does_not_change_the_files(
         out = tmp_path / str(moment)
         countdown[0] = moment
         try:
-            encode_folder(pictures, out, small, **settings)
+            encode_folder(images, out, small, **settings)
         except Killed:
             before = {path: path.stat().st_ino for path in out.rglob("*") if not path.name.startswith(".")}
             countdown[0] = -1
             complete = [int(path.stem) for path in out.glob(".parts/[0-9]*.jsonl")]
-            done = encode_folder(pictures, out, small, **settings)
+            done = encode_folder(images, out, small, **settings)
             assert (done.found, done.written) == (len(complete), 2 - len(complete))
             for part in complete:
                 for path in (out / f"img_emb/img_emb_{part}.npy", out / f"metadata/metadata_{part}.parquet"):

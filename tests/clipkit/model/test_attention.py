@@ -21,7 +21,7 @@ from clipkit.model.towers import Padded, ResidualAttentionBlock
 FULL = Padded()
 
 
-def pictures(model: CLIP, count: int = 2) -> Tensor:
+def random_images(model: CLIP, count: int = 2) -> Tensor:
     side = model.architecture.vision.image_size
     random = torch.Generator().manual_seed(0)
     return torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8, generator=random)
@@ -40,7 +40,7 @@ def test_maps_equal_transformers(tmp_path: Path) -> None:
     model = create("ViT-Ti-8-48", seed=0).double().eval()
     export(create("ViT-Ti-8-48", seed=0), tmp_path / "out", to=["transformers"])
     theirs = transformers.CLIPModel.from_pretrained(tmp_path / "out", attn_implementation="eager").double()
-    images = pictures(model)
+    images = random_images(model)
     mean, std = model.colors
     pixels = (images.double() / 255 - mean) / std
     wanted = theirs.vision_model(pixels, output_attentions=True).attentions
@@ -53,7 +53,7 @@ def test_maps_equal_transformers(tmp_path: Path) -> None:
 def test_maps_equal_timm() -> None:
     utilities = pytest.importorskip("timm.utils.attention_extract")
     model = create(architecture("ViT-Ti-8-48", image="timm:test_vit"), seed=0).eval()
-    images = pictures(model)
+    images = random_images(model)
     trunk = deepcopy(model.visual.get_submodule("trunk"))
     mean, std = model.colors
     for block in trunk.blocks:  # type: ignore[union-attr]  # a ModuleList
@@ -69,7 +69,7 @@ def test_maps_equal_timm() -> None:
 @pytest.mark.parametrize("name", ["ViT-Ti-8-48", "open_clip:coca_ViT-B-32"])
 def test_attention_maps_leave_features_and_global_state_unchanged(name: str) -> None:
     model, plain = create(architecture(name), seed=0).eval(), F.scaled_dot_product_attention
-    images = pictures(model)
+    images = random_images(model)
     with torch.no_grad():
         before = model.encode_image(images)
         with attention_maps(model, lambda _, weights: weights):
@@ -85,7 +85,7 @@ def test_attention_maps_leave_features_and_global_state_unchanged(name: str) -> 
 
 def test_heatmaps_equal_finite_differences() -> None:
     model = create("ViT-Ti-8-48", seed=0).double().eval()
-    images, texts = pictures(model, 1), F.normalize(torch.randn(2, 192, dtype=torch.float64), dim=1)
+    images, texts = random_images(model, 1), F.normalize(torch.randn(2, 192, dtype=torch.float64), dim=1)
     blocks = [one for one in attention_blocks(model) if isinstance(one, ResidualAttentionBlock)]
     visual, step, total = model.visual, 1e-6, torch.zeros(2, 37, dtype=torch.float64)
     with torch.no_grad():

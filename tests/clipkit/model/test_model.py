@@ -24,7 +24,7 @@ TEXTS = [
 ]  # fmt: skip
 
 
-def pictures(count: int, size: int, seed: int = 0) -> Tensor:
+def random_images(count: int, size: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8, generator=generator)
 
@@ -105,7 +105,7 @@ def test_packed_text_tower_equals_reference(tiny: CLIP, count: int, quick_gelu: 
 @pytest.mark.parametrize("quick_gelu", [False, True])
 def test_pruned_image_tower_equals_reference(tiny: CLIP, quick_gelu: bool) -> None:
     model = with_activation(tiny, quick_gelu=quick_gelu)
-    images = normalized(pictures(5, 32))
+    images = normalized(random_images(5, 32))
     assert (model.encode_image(images) - plain_image(model, images)).abs().max() <= 1e-5
     own = gradients(model, lambda: model.encode_image(images))
     want = gradients(model, lambda: plain_image(model, images))
@@ -122,7 +122,7 @@ def with_activation(tiny: CLIP, *, quick_gelu: bool) -> CLIP:
 
 def test_float64_towers_equal_reference(tiny: CLIP) -> None:
     model = tiny.double()
-    tokens, images = tokenize(TEXTS), normalized(pictures(3, 32)).double()
+    tokens, images = tokenize(TEXTS), normalized(random_images(3, 32)).double()
     text, image = model.encode_text(tokens), model.encode_image(images)
     assert text.dtype == image.dtype == torch.float64
     assert (text - plain_text(model, tokens)).abs().max() <= 1e-13
@@ -153,7 +153,7 @@ def test_text_features_are_independent_of_batch_and_order(tiny: CLIP) -> None:
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_empty_and_single_batches(tiny: CLIP, count: int) -> None:
-    image, text, scale = tiny(pictures(count, 32), tokenize(TEXTS[:count]))
+    image, text, scale = tiny(random_images(count, 32), tokenize(TEXTS[:count]))
     assert image.shape == text.shape == (count, 48)
     assert image.dtype == text.dtype == scale.dtype == torch.float32
     assert scale.shape == ()
@@ -165,7 +165,7 @@ def test_empty_and_single_batches(tiny: CLIP, count: int) -> None:
 
 
 def test_uint8_and_normalized_float_images_give_equal_features(tiny: CLIP) -> None:
-    images = pictures(4, 32)
+    images = random_images(4, 32)
     assert (tiny.encode_image(images) - tiny.encode_image(normalized(images))).abs().max() <= 1e-6
     strided = images.contiguous(memory_format=torch.channels_last)
     assert (tiny.encode_image(images) - tiny.encode_image(strided)).abs().max() <= 1e-6
@@ -175,7 +175,7 @@ def test_uint8_and_normalized_float_images_give_equal_features(tiny: CLIP) -> No
 
 
 def test_unnormalized_features_have_the_same_direction(tiny: CLIP) -> None:
-    images, tokens = pictures(4, 32), tokenize(TEXTS[:4])
+    images, tokens = random_images(4, 32), tokenize(TEXTS[:4])
     image, text = tiny.encode_image(images, normalize=False), tiny.encode_text(tokens, normalize=False)
     assert (image.norm(dim=-1) - 1).abs().min() > 1e-3
     torch.testing.assert_close(F.normalize(image, dim=-1), tiny.encode_image(images))
@@ -184,7 +184,7 @@ def test_unnormalized_features_have_the_same_direction(tiny: CLIP) -> None:
 
 @pytest.mark.parametrize("how", ["autocast", "bfloat16", "float16"])
 def test_low_precision_towers_give_float32_features(tiny: CLIP, how: str) -> None:
-    images, tokens = pictures(4, 32), tokenize(TEXTS[:9])
+    images, tokens = random_images(4, 32), tokenize(TEXTS[:9])
     want = tiny.encode_image(images), tiny.encode_text(tokens)
     model = copy.deepcopy(tiny) if how == "autocast" else copy.deepcopy(tiny).to(getattr(torch, how))
     with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
@@ -206,7 +206,7 @@ def test_weights_load_from_and_into_open_clip(name: str) -> None:
     shape = ARCHITECTURES[name]
     image_tower, text_tower = shape.own_towers()
     shape = replace(shape, vision=replace(image_tower, layers=2), text=replace(text_tower, layers=2))
-    images, tokens = pictures(3, 224), tokenize(TEXTS[:10])
+    images, tokens = random_images(3, 224), tokenize(TEXTS[:10])
     ours = CLIP(shape).eval()
     for source, target in ((theirs, ours), (CLIP(shape).initialize(), theirs)):
         target.load_state_dict(source.state_dict(), strict=True)
@@ -241,7 +241,7 @@ def test_features_equal_transformers() -> None:
     )
     ours = CLIP(shape).eval()
     ours.load_state_dict(from_transformers(theirs.state_dict()), strict=True)
-    images, tokens = normalized(pictures(3, 32)), tokenize(TEXTS[:6])
+    images, tokens = normalized(random_images(3, 32)), tokenize(TEXTS[:6])
     with torch.no_grad():
         output = theirs(pixel_values=images, input_ids=tokens)
         assert (ours.encode_image(images) - output.image_embeds).abs().max() <= 1e-5
@@ -377,7 +377,7 @@ def test_seed_determines_weights_and_keeps_the_global_generator(name: str) -> No
 
 def test_model_can_be_materialized_from_meta_and_deep_copied(tiny: CLIP) -> None:
     assert not any(name.startswith("_") for name in tiny.state_dict())
-    images = pictures(2, 32)
+    images = random_images(2, 32)
     with torch.device("meta"):
         other: Any = CLIP(tiny.architecture)
     other = other.to_empty(device="cpu")

@@ -175,12 +175,12 @@ def test_complete_keeps_the_upper_rows(tmp_path: Path) -> None:
     assert dispatch([*command, str(tmp_path / "a.png"), "--samples", "2", "--keep", "0.25"]) == 0
     assert dispatch([*command, str(tmp_path / "b.png"), "--samples", "2", "--keep", "0.25"]) == 0
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()  # same seed
-    picture = Image.open(tmp_path / "a.png")
-    assert picture.size == (8 + 4 * 328, 356)
+    image = Image.open(tmp_path / "a.png")
+    assert image.size == (8 + 4 * 328, 356)
     for place in (2, 3):  # two of 8 rows are given, 80 of 320 pixels
         left = 8 + place * 328
-        assert picture.crop((left, 8, left + 320, 88)).getcolors() == [(320 * 80, (255, 255, 255))]
-        assert len(picture.crop((left, 88, left + 320, 328)).getcolors() or ()) > 1
+        assert image.crop((left, 8, left + 320, 88)).getcolors() == [(320 * 80, (255, 255, 255))]
+        assert len(image.crop((left, 88, left + 320, 328)).getcolors() or ()) > 1
     with pytest.raises(ConfigError, match="does not predict the next pixel"):
         save_model(clipkit.create("ViT-Ti-4-16", seed=0), tmp_path / "vit")
         dispatch([*command, str(tmp_path / "c.png"), "--model", str(tmp_path / "vit")])

@@ -17,7 +17,7 @@ from PIL import Image
 from clipkit.errors import CheckpointError, ConfigError, DataError
 from clipkit.files.decode import MAX_PIXELS, decode_image
 from clipkit.model.preprocess import Preprocess, batch_of, eval_pixels
-from tests.clipkit.made_pictures import PHOTO, PICTURES, Pixels, encoded, picture, scene
+from tests.clipkit.made_images import IMAGES, PHOTO, Pixels, encoded, image_file, scene
 
 SHAPES = [
     (1, 1), (2, 2), (1, 50), (50, 1), (1, 300), (300, 1), (3, 700), (700, 3), (37, 53), (223, 224), (225, 224),
@@ -74,9 +74,9 @@ def assert_same(source: bytes | Image.Image, preprocess: Preprocess) -> None:
 
 
 @pytest.mark.parametrize("size", [32, 224])
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", IMAGES)
 def test_file_formats_equal_open_clip(name: str, size: int) -> None:
-    assert_same(picture(name), Preprocess(image_size=size))
+    assert_same(image_file(name), Preprocess(image_size=size))
 
 
 @pytest.mark.parametrize("fill_color", [0, 127])
@@ -86,8 +86,8 @@ def test_resize_modes_equal_open_clip(resize_mode: str, interpolation: str, fill
     preprocess = Preprocess(
         image_size=64, resize_mode=resize_mode, interpolation=interpolation, fill_color=fill_color
     )
-    for name in PICTURES:
-        assert_same(picture(name), preprocess)
+    for name in IMAGES:
+        assert_same(image_file(name), preprocess)
 
 
 @pytest.mark.parametrize("size", [32, 224])
@@ -155,7 +155,7 @@ def test_all_image_types_give_equal_pixels(tmp_path: Path) -> None:
     pixels = scene(30, 40)
     image = Image.fromarray(pixels)
     data = encoded(image, "PNG")
-    path = tmp_path / "picture of a cat.png"
+    path = tmp_path / "photo of a cat.png"
     path.write_bytes(data)
     read_only = pixels.copy()
     read_only.flags.writeable = False
@@ -189,7 +189,7 @@ def test_all_image_types_give_equal_pixels(tmp_path: Path) -> None:
         ("/", "image /: Is a directory"),
         ("a\0b", "embedded null byte"),
         (b"", "not an image in a known format"),
-        (b"not a picture", "not an image in a known format"),
+        (b"no image", "not an image in a known format"),
         (b"\xff\xd8\xff", "not an image in a known format"),
     ],
 )
@@ -204,13 +204,13 @@ def test_truncated_pil_image_raises_data_error() -> None:
     data = encoded(PHOTO, "PNG")
     with pytest.raises(DataError, match="does not decode: image file is truncated"):
         eval_pixels(Image.open(BytesIO(data[: len(data) // 2])), Preprocess(image_size=8))
-    with_alpha = Image.open(BytesIO(picture("palette png with alpha")))  # Pillow would warn of it
+    with_alpha = Image.open(BytesIO(image_file("palette png with alpha")))  # Pillow would warn of it
     assert eval_pixels(with_alpha, Preprocess(image_size=8)).shape == (3, 8, 8)
 
 
-@pytest.mark.parametrize("name", sorted(PICTURES.keys() - {"moving gif"}))  # its first frame may be complete
+@pytest.mark.parametrize("name", sorted(IMAGES.keys() - {"moving gif"}))  # its first frame may be complete
 def test_truncated_file_raises_data_error(name: str) -> None:
-    data = picture(name)
+    data = image_file(name)
     for share in (0.0, 0.001, 0.01, 0.1, 0.5, 0.9):
         with pytest.raises(DataError):
             decode_image(data[: int(len(data) * share)])
@@ -263,7 +263,7 @@ def test_decompression_bomb_is_rejected_before_decoding() -> None:
 
 
 def test_threads_leave_warning_filters_unchanged() -> None:
-    data = picture("palette png with alpha")
+    data = image_file("palette png with alpha")
     before = list(warnings.filters)
     with ThreadPoolExecutor(8) as pool:
         seen = list(pool.map(lambda _: eval_pixels(data, Preprocess(image_size=8)), range(100)))

@@ -15,7 +15,7 @@ from clipkit.model.probes import image_representations, layer_count
 from tests.clipkit.stored_models import write_hub_folder
 
 
-def pictures(model: CLIP, count: int = 3) -> torch.Tensor:
+def random_images(model: CLIP, count: int = 3) -> torch.Tensor:
     size = model.preprocess.image_size
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8, generator=generator)
@@ -26,7 +26,7 @@ def pictures(model: CLIP, count: int = 3) -> torch.Tensor:
 def test_projected_representation_equals_features_for_every_tower(kind: str, tmp_path: Path) -> None:
     write_hub_folder(tmp_path, kind)
     model = clipkit.load(tmp_path)
-    images = pictures(model)
+    images = random_images(model)
     with torch.inference_mode():
         out = image_representations(model, images)
         raw = model.encode_image(images, normalize=False)
@@ -43,7 +43,7 @@ def test_projected_representation_equals_features_for_every_tower(kind: str, tmp
 
 def test_last_layer_equals_the_representation_before_projection() -> None:
     model = clipkit.create("ViT-Ti-4-16", seed=0).eval()
-    images = pictures(model)
+    images = random_images(model)
     count = layer_count(model)
     with torch.inference_mode():
         out = image_representations(model, images, layers=range(1, count + 1))
@@ -70,7 +70,7 @@ def test_layers_of_timm_and_pixel_towers(kind: str) -> None:
         "ViT-Ti-4-16", image=image, image_options=options, image_size=0 if kind == "timm" else 8
     )
     model = create(shape, seed=0).eval()
-    last, images = layer_count(model), pictures(model)
+    last, images = layer_count(model), random_images(model)
     blocks = model.visual.get_submodule("trunk.blocks" if kind == "timm" else "blocks")
     seen: list[torch.Tensor] = []
     handle = blocks.get_submodule("0").register_forward_hook(lambda _, __, result: seen.append(result))
@@ -82,7 +82,7 @@ def test_layers_of_timm_and_pixel_towers(kind: str) -> None:
     assert out.layers[last].shape == out.before_projection.shape
     wide = create(architecture("ViT-Ti-4-16", image="timm:swin_tiny_patch4_window7_224"), seed=0)
     with torch.inference_mode(), pytest.raises(ConfigError, match="another width than its output"):
-        image_representations(wide, pictures(wide, 1), layers=[1])
+        image_representations(wide, random_images(wide, 1), layers=[1])
 
 
 @pytest.mark.parametrize("kind", ["ViT", "CoCa"])
@@ -92,7 +92,7 @@ def test_image_representations_are_thread_safe(kind: str, tmp_path: Path) -> Non
     model = clipkit.load(tmp_path)
 
     def look(count: int) -> bool:
-        images = pictures(model, count)
+        images = random_images(model, count)
         with torch.inference_mode():
             outs = [image_representations(model, images) for _ in range(30)]
         return all(torch.equal(one.before_projection, outs[0].before_projection) for one in outs) and all(

@@ -41,7 +41,7 @@ def made(target: str | None = "color") -> CLIP:
         return CLIP(shape).initialize().double()
 
 
-def pictures(rows: int = 5, size: int = 32) -> Tensor:
+def random_images(rows: int = 5, size: int = 32) -> Tensor:
     random = torch.Generator().manual_seed(1)
     return torch.randint(0, 256, (rows, 3, size, size), dtype=torch.uint8, generator=random)
 
@@ -56,7 +56,7 @@ def chosen_in(
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 300), st.floats(0.01, 1), st.integers(0, 2**64))
 def test_patches_are_chosen_per_image_and_others_stay_visible(rows: int, fraction: float, seed: int) -> None:
-    found = chosen_in(pictures(rows), fraction=fraction, seed=seed)
+    found = chosen_in(random_images(rows), fraction=fraction, seed=seed)
     chosen, sources = found["chosen"], found["sources"]
     assert chosen.shape == (rows, max(1, round(fraction * PATCHES)))
     assert (chosen.diff(dim=1) > 0).all() and chosen.min() >= 0 and chosen.max() < PATCHES
@@ -66,7 +66,7 @@ def test_patches_are_chosen_per_image_and_others_stay_visible(rows: int, fractio
     )
     assert torch.equal(sources[seen], torch.arange(PATCHES).repeat(rows, 1)[seen])
     part = corrupted(
-        pictures(rows)[-1:],
+        random_images(rows)[-1:],
         target="color",
         side=SIDE,
         fraction=fraction,
@@ -77,7 +77,7 @@ def test_patches_are_chosen_per_image_and_others_stay_visible(rows: int, fractio
 
 
 def test_eighty_percent_of_chosen_patches_are_masked_and_ten_percent_replaced() -> None:
-    found = chosen_in(pictures(4000), fraction=1.0)
+    found = chosen_in(random_images(4000), fraction=1.0)
     places = torch.arange(PATCHES).expand(4000, -1)
     masked, kept = (found["sources"] == PATCHES), (found["sources"] == places)
     assert masked.double().mean() == pytest.approx(0.8, abs=0.01)
@@ -88,7 +88,7 @@ def test_eighty_percent_of_chosen_patches_are_masked_and_ten_percent_replaced() 
 
 
 def test_labels_equal_numpy() -> None:
-    images = pictures(3)
+    images = random_images(3)
     for target in ("color", "small", "pixels"):
         found = chosen_in(images, target=target)
         for row, patches in enumerate(found["chosen"].tolist()):
@@ -108,7 +108,7 @@ def test_labels_equal_numpy() -> None:
 
 
 def test_masked_pixels_do_not_affect_tokens() -> None:
-    model, images = made(), pictures()
+    model, images = made(), random_images()
     found = chosen_in(images)
     hidden = torch.ones(len(images), PATCHES, dtype=torch.bool)
     for row, sources in enumerate(found["sources"].tolist()):
@@ -132,7 +132,7 @@ def test_loss_equals_beit() -> None:
         image_size=32, patch_size=SIDE, use_mask_token=True,
     )  # fmt: skip
     beit = transformers.BeitForMaskedImageModeling(config).double().eval()
-    images = pictures()
+    images = random_images()
     found = chosen_in(images)
     masks = torch.zeros(len(images), PATCHES, dtype=torch.bool).scatter(1, found["chosen"], True)
     with torch.no_grad():
@@ -145,7 +145,7 @@ def test_loss_equals_beit() -> None:
 
 @pytest.mark.parametrize("target", MASKED)
 def test_masked_term_sums_over_chosen_patches(target: str) -> None:
-    model, images = made(target), pictures()
+    model, images = made(target), random_images()
     batch = SimpleNamespace(images=images, rows=torch.arange(5))
 
     def teach() -> Teaching:

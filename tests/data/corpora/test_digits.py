@@ -18,17 +18,17 @@ from data.corpora.builtin import BUILTIN, make_digits
 def test_images_and_labels_equal_scikit_learn(tmp_path: Path) -> None:
     make_digits(tmp_path / "digits")
     bunch = load_digits()
-    pictures, labels = [], []
+    images, labels = [], []
     with tarfile.open(tmp_path / "digits" / "test" / "0.tar") as tar:
         for member in tar:
             content = tar.extractfile(member)
             assert content is not None
             if member.name.endswith(".png"):
-                pictures.append(np.asarray(Image.open(content)))
+                images.append(np.asarray(Image.open(content)))
             elif member.name.endswith(".cls"):
                 labels.append(int(content.read()))
     assert labels == bunch.target.tolist()
-    assert np.array_equal(np.rint(np.stack(pictures) * (16 / 255)), bunch.images)
+    assert np.array_equal(np.rint(np.stack(images) * (16 / 255)), bunch.images)
 
 
 def test_only_a_test_split_and_metadata_exist(tmp_path: Path) -> None:

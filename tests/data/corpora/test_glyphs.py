@@ -178,9 +178,9 @@ def test_images_are_grayscale_squares_with_ink(
     train: list[dict[str, bytes]], test: list[dict[str, bytes]]
 ) -> None:
     for sample in train + test:
-        picture = pixels(sample)
-        assert picture.shape == (32, 32)
-        assert int(picture.max()) - int(picture.min()) >= 8, sample["json"]
+        array = pixels(sample)
+        assert array.shape == (32, 32)
+        assert int(array.max()) - int(array.min()) >= 8, sample["json"]
 
 
 def test_fractions_of_digits_and_letters(train: list[dict[str, bytes]]) -> None:
@@ -256,10 +256,10 @@ def drawn(some: list[Glyph]) -> NDArray[np.uint8]:
 
 def test_cropping_keeps_the_aspect_ratio() -> None:
     some = [glyph("DejaVuSans.ttf", c) for c in "il|I-mW1.8"] + [glyph("cmr10.ttf", c) for c in "il1-mW.8"]
-    for one, picture in zip(some, drawn(some), strict=True):
+    for one, array in zip(some, drawn(some), strict=True):
         ink = rasterize(one) > 127
         wide, high = (np.ptp(np.flatnonzero(ink.any(axis))) + 1 for axis in (0, 1))
-        dark = picture < 128
+        dark = array < 128
         seen_wide, seen_high = (np.ptp(np.flatnonzero(dark.any(axis))) + 1 for axis in (0, 1))
         assert max(seen_wide, seen_high) >= 28, one.character
         scale = max(seen_wide, seen_high) / max(wide, high)
@@ -276,12 +276,12 @@ def test_narrow_letters_are_distinguishable() -> None:
 @given(arrays.arrays(np.uint8, (2, 12, 12), elements=st.sampled_from([0, 0, 255])))
 def test_distances_equal_their_definition(ink: NDArray[np.uint8]) -> None:
     field = outline_field(ink)
-    for picture, found in zip(ink, field, strict=True):
+    for array, found in zip(ink, field, strict=True):
         places = np.argwhere(np.ones((12, 12)))
         for kind, sign in ((255, 1), (0, -1)):
-            there = np.argwhere(picture == kind)
+            there = np.argwhere(array == kind)
             away = np.sqrt(((places[:, None] - there[None]) ** 2).sum(2)).min(1, initial=9).reshape(12, 12)
-            other = picture != kind
+            other = array != kind
             assert np.allclose(found[other], sign * np.minimum(away[other], 9), atol=1e-3)
 
 
@@ -289,10 +289,10 @@ def test_distances_equal_their_definition(ink: NDArray[np.uint8]) -> None:
 @given(arrays.arrays(np.uint8, (3, 16, 16), elements=st.sampled_from([0, 255, 255])))
 def test_skeleton_is_inside_the_ink_and_not_empty(ink: NDArray[np.uint8]) -> None:
     for field in skeleton_fields(ink):
-        for picture, found in zip(ink, field, strict=True):
+        for array, found in zip(ink, field, strict=True):
             lines = found == 0
-            assert not (lines & (picture == 0)).any()
-            assert lines.any() == picture.any()
+            assert not (lines & (array == 0)).any()
+            assert lines.any() == array.any()
 
 
 def test_strokes_are_shortened_by_twice_the_pruned_pixels() -> None:
@@ -303,12 +303,12 @@ def test_strokes_are_shortened_by_twice_the_pruned_pixels() -> None:
 
 
 def test_png_files_contain_the_images() -> None:
-    pictures = np.random.default_rng(0).integers(0, 256, (5, 24, 24)).astype(np.uint8)
-    for picture, content in zip(pictures, glyphs._pngs(pictures), strict=True):
+    images = np.random.default_rng(0).integers(0, 256, (5, 24, 24)).astype(np.uint8)
+    for array, content in zip(images, glyphs._pngs(images), strict=True):
         with Image.open(io.BytesIO(content)) as image:
             image.verify()
         with Image.open(io.BytesIO(content)) as image:
-            assert np.array_equal(np.asarray(image), picture)
+            assert np.array_equal(np.asarray(image), array)
 
 
 @pytest.mark.parametrize("wrong", [{"samples": 0}, {"size": 8}, {"seed": -1}])

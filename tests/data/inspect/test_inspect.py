@@ -25,7 +25,7 @@ from data.inspect.report import notes, page_of
 from data.inspect.samples import token_counts
 from data.shards.samples import Shards
 from data.shards.sources import find_shards
-from tests.data.inspected_tars import Members, look, pairs, picture, row, told, write_tar
+from tests.data.inspected_tars import Members, image_file, look, pairs, row, told, write_tar
 from tests.data.remote import servers
 
 nginx = servers.nginx
@@ -128,9 +128,9 @@ def test_wrong_number_of_shards_is_reported(tmp_path: Path) -> None:
 
 
 def test_bad_samples_by_cause(tmp_path: Path) -> None:
-    pictures = {3: b"no picture", 5: picture(5)[:300], 9: b"no picture", 11: b""}
+    images = {3: b"no image", 5: image_file(5)[:300], 9: b"no image", 11: b""}
     captions = {2: b" \n", 7: b"x" * 200_001}
-    write_tar(tmp_path / "0.tar", pairs(0, 20, pictures=pictures, captions=captions))
+    write_tar(tmp_path / "0.tar", pairs(0, 20, images=images, captions=captions))
     found = look([str(tmp_path)])
     assert (found.sampled.tried, found.sampled.bad) == (20, 6)
     causes = {one.cause: (one.count, [place.key for place in one.first]) for one in found.sampled.causes}
@@ -162,7 +162,7 @@ def test_captions_that_are_not_utf8(samples: int, tmp_path: Path) -> None:
     assert clean.not_utf8 == 5
     write_tar(
         tmp_path / "0.tar",
-        [*pairs(0, 3), ("a.jpg", picture(1)), ("a.json", b'{"caption": "' + latin + b'"}')],
+        [*pairs(0, 3), ("a.jpg", image_file(1)), ("a.json", b'{"caption": "' + latin + b'"}')],
     )
     assert look([str(tmp_path)]).captions.not_utf8_at[0].key == "a"
 
@@ -183,7 +183,7 @@ def test_captions_in_json(tmp_path: Path) -> None:
     members = []
     for number in range(4):
         texts = {"caption": f"in json {number}", "alt": ["one", "two"]}
-        members += [(f"{number}.jpg", picture(number)), (f"{number}.json", json.dumps(texts).encode())]
+        members += [(f"{number}.jpg", image_file(number)), (f"{number}.json", json.dumps(texts).encode())]
     write_tar(tmp_path / "0.tar", members)
     assert {entry.caption for entry in look([str(tmp_path)]).sheet} == {f"in json {n}" for n in range(4)}
     assert {entry.caption for entry in look([str(tmp_path)], captions=["alt"]).sheet} == {"one"}
@@ -198,24 +198,24 @@ def test_properties_of_images(tmp_path: Path) -> None:
     Image.new("CMYK", (40, 40), (9, 99, 0, 0)).save(cmyk, "jpeg")
     Image.new("RGBA", (40, 40), (9, 99, 0, 0)).save(clear, "png")
     again = io.BytesIO()
-    Image.open(io.BytesIO(picture(9, (200, 200)))).resize((128, 128)).save(again, "jpeg", quality=70)
+    Image.open(io.BytesIO(image_file(9, (200, 200)))).resize((128, 128)).save(again, "jpeg", quality=70)
     contents = [
-        picture(0, exif=turned), grey.getvalue(), cmyk.getvalue(), clear.getvalue(),
-        picture(4, (300, 20)), picture(5, (20, 240)), picture(6, form="webp"), picture(6, form="webp"),
-        picture(9, (200, 200)), again.getvalue(),
+        image_file(0, exif=turned), grey.getvalue(), cmyk.getvalue(), clear.getvalue(),
+        image_file(4, (300, 20)), image_file(5, (20, 240)), image_file(6, form="webp"), image_file(6, form="webp"),
+        image_file(9, (200, 200)), again.getvalue(),
     ]  # fmt: skip
-    write_tar(tmp_path / "0.tar", pairs(0, 10, pictures=dict(enumerate(contents))))
-    pictures = look([str(tmp_path)]).pictures
-    assert pictures.read == 10
-    assert pictures.marks == {"grey": 1, "16 bits": 1, "CMYK": 1}
-    assert (pictures.transparent.count, [one.key for one in pictures.transparent.first]) == (1, ["000003"])
-    assert (pictures.rotated.count, [one.key for one in pictures.rotated.first]) == (1, ["000000"])
-    assert pictures.misnamed == {".jpg is PNG": 2, ".jpg is WEBP": 2}
-    assert (pictures.widest, pictures.tallest) == (15.0, 12.0)
-    assert pictures.widest_at is not None and pictures.widest_at.key == "000004"
-    assert pictures.small == 2
-    assert [[place.key for place in group] for group in pictures.same_bytes.shown] == [["000006", "000007"]]
-    assert [[place.key for place in group] for group in pictures.same_look.shown] == [["000008", "000009"]]
+    write_tar(tmp_path / "0.tar", pairs(0, 10, images=dict(enumerate(contents))))
+    images = look([str(tmp_path)]).pictures
+    assert images.read == 10
+    assert images.marks == {"grey": 1, "16 bits": 1, "CMYK": 1}
+    assert (images.transparent.count, [one.key for one in images.transparent.first]) == (1, ["000003"])
+    assert (images.rotated.count, [one.key for one in images.rotated.first]) == (1, ["000000"])
+    assert images.misnamed == {".jpg is PNG": 2, ".jpg is WEBP": 2}
+    assert (images.widest, images.tallest) == (15.0, 12.0)
+    assert images.widest_at is not None and images.widest_at.key == "000004"
+    assert images.small == 2
+    assert [[place.key for place in group] for group in images.same_bytes.shown] == [["000006", "000007"]]
+    assert [[place.key for place in group] for group in images.same_look.shown] == [["000008", "000009"]]
 
 
 def test_repeated_files_in_a_sample(tmp_path: Path) -> None:
@@ -223,9 +223,9 @@ def test_repeated_files_in_a_sample(tmp_path: Path) -> None:
     members = []
     for number in range(8):
         key = f"{number:06d}"
-        members += [(f"{key}.jpg", picture(number)), (f"{key}.txt", b"first"), (f"{key}.json", b"{}")]
+        members += [(f"{key}.jpg", image_file(number)), (f"{key}.txt", b"first"), (f"{key}.json", b"{}")]
         members += [(f"{key}.txt", b"second")] * (number in (2, 3, 5, 6))
-        members += [(f"{key}.png", picture(9, form="png")), (f"{key}.json", b"[]")] * (number == 5)
+        members += [(f"{key}.png", image_file(9, form="png")), (f"{key}.json", b"[]")] * (number == 5)
     write_tar(tmp_path / "0.tar", members)
     found = look([str(tmp_path)])
     assert found.names.repeated == {"txt": 4, "picture": 1, "json": 1}
@@ -244,13 +244,13 @@ def test_repeated_files_in_a_sample(tmp_path: Path) -> None:
 
 def test_keys_and_members(tmp_path: Path) -> None:
     members = [
-        ("a/one.JPG", picture(1)), ("a/one.txt", b"one"), ("a/one.jpg", picture(1)),
-        ("a/two.jpg", picture(2)), ("a/three.txt", b"three"), ("a/two.txt", b"two"),
-        ("a/x.1.jpg", picture(3)), ("a/x.1.txt", b"x"), (".hidden.jpg", b""), ("README", b""),
-        ("a/four.jpeg", picture(4)), ("a/four.txt", b"four"),
+        ("a/one.JPG", image_file(1)), ("a/one.txt", b"one"), ("a/one.jpg", image_file(1)),
+        ("a/two.jpg", image_file(2)), ("a/three.txt", b"three"), ("a/two.txt", b"two"),
+        ("a/x.1.jpg", image_file(3)), ("a/x.1.txt", b"x"), (".hidden.jpg", b""), ("README", b""),
+        ("a/four.jpeg", image_file(4)), ("a/four.txt", b"four"),
     ]  # fmt: skip
     write_tar(tmp_path / "0.tar", members)
-    write_tar(tmp_path / "1.tar", [("a/one.jpg", picture(7)), ("a/one.txt", b"another")])
+    write_tar(tmp_path / "1.tar", [("a/one.jpg", image_file(7)), ("a/one.txt", b"another")])
     found = look([str(tmp_path)])
     names = found.names
     assert names.upper_case == {"JPG": 1} and names.repeated == {"picture": 1}
@@ -317,7 +317,7 @@ def test_many_shards_are_sampled(tmp_path: Path) -> None:
 
 
 def test_only_broken_images_raise_error(tmp_path: Path) -> None:
-    write_tar(tmp_path / "0.tar", pairs(0, 70, pictures=dict.fromkeys(range(70), b"no")))
+    write_tar(tmp_path / "0.tar", pairs(0, 70, images=dict.fromkeys(range(70), b"no")))
     with pytest.raises(
         DataError, match=r"none of the first 64 samples can be used: not an image.*'jpg' \(70\)"
     ):
@@ -362,7 +362,7 @@ def test_hostile_text_is_harmless(tmp_path: Path, capsys: pytest.CaptureFixture[
     members = [(name.replace("0", "<b>\x1b[31m", 1), content) for name, content in pairs(0, 6)]
     members = [(name, text if name.endswith(".txt") else content) for name, content in members]
     fields = b'{"' + no_utf8.replace(b'"', b"") + b'": "' + no_utf8.replace(b'"', b"") + b'"}'
-    members += [("bad.jpg", picture(7)), ("bad.txt", no_utf8), ("bad.json", fields)]
+    members += [("bad.jpg", image_file(7)), ("bad.txt", no_utf8), ("bad.json", fields)]
     write_tar(tmp_path / "<i>&.tar", members)
     page, figures = tmp_path / "page.html", tmp_path / "figures.json"
     options = ["--image-size", "16", "--html", str(page), "--json", str(figures), "--quiet"]
@@ -418,7 +418,7 @@ def test_several_sources(good: Path, tmp_path: Path) -> None:
 
 def test_repeated_files_in_a_remote_shard(nginx: servers.Nginx, tmp_path: Path) -> None:
     """The index has counts but no names."""
-    write_tar(tmp_path / "0.tar", [*pairs(0, 5), ("000004.txt", b"another"), ("000004.png", picture(7))])
+    write_tar(tmp_path / "0.tar", [*pairs(0, 5), ("000004.txt", b"another"), ("000004.png", image_file(7))])
     nginx.put("twice/0.tar", (tmp_path / "0.tar").read_bytes())
     found = look([nginx.url("twice/0.tar")])
     assert found.names.repeated == {"picture": 1, "txt": 1} and found.names.repeated_at == ()
@@ -465,9 +465,9 @@ def test_transparent_and_rotated_images_are_reported_with_the_setting(tmp_path: 
     clear, opaque = io.BytesIO(), io.BytesIO()
     Image.new("RGBA", (40, 40), (9, 99, 0, 254)).save(clear, "png")
     Image.new("RGBA", (40, 40), (9, 99, 0, 255)).save(opaque, "png")
-    turned = picture(0, exif=exif)
+    turned = image_file(0, exif=exif)
     contents = {1: clear.getvalue(), 2: opaque.getvalue(), **dict.fromkeys(range(4, 9), turned)}
-    write_tar(tmp_path / "0.tar", pairs(0, 10, pictures=contents))
+    write_tar(tmp_path / "0.tar", pairs(0, 10, images=contents))
     found = look([str(tmp_path)])
     assert row(found, "images", "transparent") == (
         "1 of 10 (10.0%); their hidden colors are used, as in open_clip; set data.background=white | "

@@ -16,7 +16,7 @@ from data.__main__ import main
 from data.captions import Filter
 from data.inspect.report import notes, page_of
 from data.inspect.survey import FieldSurvey
-from tests.data.inspected_tars import look, pairs, picture, row, told, write_tar
+from tests.data.inspected_tars import image_file, look, pairs, row, told, write_tar
 
 ROOT = Path(__file__).parents[3]
 
@@ -33,7 +33,7 @@ def with_json(path: Path, metas: list[Any], *, text: bool = True) -> Path:
     """Write a shard with one sample per json; None is a sample without json."""
     members = []
     for number, meta in enumerate(metas):
-        members.append((f"{number:03d}.jpg", picture(number)))
+        members.append((f"{number:03d}.jpg", image_file(number)))
         members += [(f"{number:03d}.txt", f"thing {number}".encode())] if text else []
         members += [(f"{number:03d}.json", json.dumps(meta).encode())] if meta is not None else []
     write_tar(path, members)
@@ -187,16 +187,16 @@ def test_stats_files_are_compared_with_the_shards(tmp_path: Path) -> None:
 
 
 def test_bad_samples_and_duplicates_are_shown(tmp_path: Path) -> None:
-    large = picture(8, (400, 300), quality=95)
-    pictures = {
+    large = image_file(8, (400, 300), quality=95)
+    images = {
         0: b"<p>gone</p>",
         1: b"",
         2: large[: len(large) // 2],
-        5: picture(4),
-        9: picture(4, quality=60),
+        5: image_file(4),
+        9: image_file(4, quality=60),
     }
     captions = {3: b" "} | dict.fromkeys(range(12, 30), b"")
-    write_tar(tmp_path / "0.tar", pairs(0, 30, pictures=pictures, captions=captions))
+    write_tar(tmp_path / "0.tar", pairs(0, 30, images=images, captions=captions))
     found = look([str(tmp_path)])
     shown = {entry.place.key: entry for entry in found.bad_shown}
     assert sorted(shown) == ["000000", "000001", "000002", "000003", "000012", "000013", "000014"]
@@ -204,19 +204,19 @@ def test_bad_samples_and_duplicates_are_shown(tmp_path: Path) -> None:
     assert (shown["000000"].picture, shown["000000"].beginning) == (b"", "<p>gone</p>")
     assert (shown["000001"].size, shown["000002"].size) == (0, len(large) // 2)
     assert shown["000002"].picture[8:12] == shown["000003"].picture[8:12] == b"WEBP"
-    assert shown["000002"].caption == "a picture of thing 2"
+    assert shown["000002"].caption == "an image of thing 2"
     assert [[entry.place.key for entry in group] for group in found.same] == [["000004", "000005"]]
     assert [[entry.place.key for entry in group] for group in found.alike] == [["000004", "000005", "000009"]]
     page = page_of(found)
     assert "&lt;p&gt;gone&lt;/p&gt;" in page and "<p>gone" not in page and ">no bytes<" in page
-    pictures_shown = len(found.sheet) + 5 + 2 + 3
-    assert page.count("<img ") == pictures_shown
+    images_shown = len(found.sheet) + 5 + 2 + 3
+    assert page.count("<img ") == images_shown
     assert "Identical files<" in page and "Similar images<" in page
 
 
 def test_only_a_few_duplicates_are_shown(tmp_path: Path) -> None:
-    pictures = {number: picture(number // 5) for number in range(40)}
-    write_tar(tmp_path / "0.tar", pairs(0, 40, pictures=pictures))
+    images = {number: image_file(number // 5) for number in range(40)}
+    write_tar(tmp_path / "0.tar", pairs(0, 40, images=images))
     found = look([str(tmp_path)])
     assert [len(group) for group in found.same] == [4] * 6 and found.alike == ()
     assert "Identical files: 6 of 8 groups" in page_of(found)
@@ -246,7 +246,7 @@ def test_html_is_suggested_if_images_are_bad_or_duplicate(
         return capsys.readouterr().out.splitlines()[-1]
 
     write_tar(tmp_path / "good.tar", pairs(0, 4))
-    write_tar(tmp_path / "double.tar", pairs(0, 4, pictures={1: picture(0)}))
+    write_tar(tmp_path / "double.tar", pairs(0, 4, images={1: image_file(0)}))
     assert "--html" not in last_line(tmp_path / "good.tar")
     assert last_line(tmp_path / "double.tar") == "to see bad and duplicate images, add --html PAGE.html"
 
@@ -262,8 +262,8 @@ def test_several_filters_are_combined() -> None:
 
 def test_test_images_in_the_training_split_are_reported(tmp_path: Path) -> None:
     for split, first in (("train", 0), ("test", 9)):
-        pictures = {number: picture(number) for number in range(first, first + 12)}
-        write_tar(tmp_path / "set" / split / "0.tar", pairs(first, 12, pictures=pictures))
+        images = {number: image_file(number) for number in range(first, first + 12)}
+        write_tar(tmp_path / "set" / split / "0.tar", pairs(first, 12, images=images))
     found = look([str(tmp_path / "set")])
     assert found.held_out is not None and (found.held_out.read, found.held_out.trained_on) == (12, 3)
     assert "3 of 12 images of the test split are identical to images of the train split" in told(found)

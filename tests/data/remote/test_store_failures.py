@@ -163,7 +163,7 @@ def test_server_without_ranges_is_reported_before_samples_are_read(
     monkeypatch.setenv("CLIPKIT_CACHE", str(tmp_path / "cache"))
     with DatasetWriter(tmp_path / "set", samples_per_shard=4) as writer:
         for number in range(8):
-            record = Record(key=f"{number}", image=b"picture", extension="jpg", caption="text")
+            record = Record(key=f"{number}", image=b"image", extension="jpg", caption="text")
             writer.write("train", record)
         writer.finish({})
     handler = partial(_Quiet, directory=str(tmp_path / "set"))

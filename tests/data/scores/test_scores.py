@@ -40,7 +40,7 @@ CAPTIONS = (
 SAMPLES, PER_SHARD, BROKEN, SILENT = 26, 10, 5, 13
 
 
-def picture(seed: int, size: tuple[int, int] = (24, 20)) -> Image.Image:
+def photo(seed: int, size: tuple[int, int] = (24, 20)) -> Image.Image:
     """Return a smooth random image, as all thumbnails of noise are similar."""
     noise = np.random.default_rng(seed).integers(0, 256, (5, 6, 3), dtype=np.uint8)
     return Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC)
@@ -56,7 +56,7 @@ def write_pairs(folder: Path, *, first: int = 0, samples: int = SAMPLES) -> Path
     """Write pairs in shards of ten; one image is broken and one sample has no caption."""
     with DatasetWriter(folder, samples_per_shard=PER_SHARD) as writer:
         for number in range(first, first + samples):
-            image = encoded(picture(number, (24 + number % 7 * 24, 24)))[: 40 if number == BROKEN else None]
+            image = encoded(photo(number, (24 + number % 7 * 24, 24)))[: 40 if number == BROKEN else None]
             caption = None if number == SILENT else f"{CAPTIONS[number % 4]} {number}"
             meta = {"original_width": 640, "original_height": 200} if number == 3 else {"n": number}
             record = Record(key=f"{number:04d}", image=image, extension="png", caption=caption, meta=meta)
@@ -138,7 +138,7 @@ def test_every_row_has_scores_or_a_cause(name: str, model: CLIP) -> None:
             assert row["width"] and row["duplicate"] is False
         else:
             caption = f"{CAPTIONS[number % 4]} {number}"
-            image = clipkit.encode_image(encoded(picture(number, (24 + number % 7 * 24, 24))), model)
+            image = clipkit.encode_image(encoded(photo(number, (24 + number % 7 * 24, 24))), model)
             expected = float((image * clipkit.encode_text(caption, model)).sum())
             assert row["clip"] == pytest.approx(expected, abs=1e-5) and row["cause"] is None
             width, height = (640, 200) if number == 3 else (24 + number % 7 * 24, 24)
@@ -276,7 +276,7 @@ def test_hidden_evaluation_images_and_duplicates_are_found(checkpoint: Path, tmp
         for number in range(50):
             writer.write(
                 "test",
-                Record(key=f"e{number:03d}", image=encoded(picture(number, (96, 96))), extension="png"),
+                Record(key=f"e{number:03d}", image=encoded(photo(number, (96, 96))), extension="png"),
             )
         writer.finish({})
     with DatasetWriter(
@@ -284,10 +284,9 @@ def test_hidden_evaluation_images_and_duplicates_are_found(checkpoint: Path, tmp
     ) as writer:  # 150 of 350 are copies of evaluation images
         for number in range(50):
             own = {
-                f"own{part}": ("png", encoded(picture(1000 + number * 4 + part, (96, 96))))
-                for part in range(4)
+                f"own{part}": ("png", encoded(photo(1000 + number * 4 + part, (96, 96)))) for part in range(4)
             }
-            for how, (form, data) in (own | reencoded(picture(number, (96, 96)))).items():
+            for how, (form, data) in (own | reencoded(photo(number, (96, 96)))).items():
                 writer.write(
                     "train", Record(key=f"{number:03d}-{how}", image=data, extension=form, caption="red")
                 )

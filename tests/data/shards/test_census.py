@@ -37,7 +37,7 @@ def shards(tmp_path: Path) -> list[ShardFile]:
     for shard in range(SHARDS):
         with webdataset.TarWriter(str(tmp_path / f"{shard}.tar"), encoder=False) as tar:
             for number in range(shard):
-                tar.write({"__key__": f"{number}", "jpg": b"picture", "txt": b"text"})
+                tar.write({"__key__": f"{number}", "jpg": b"image", "txt": b"text"})
             tar.write({"__key__": "last", "txt": b"text"})
     return [ShardFile.at(tmp_path / f"{shard}.tar") for shard in range(SHARDS)]
 

@@ -33,13 +33,13 @@ def smooth(side: tuple[int, int] = (64, 48)) -> Image.Image:
     return Image.fromarray(np.stack([across, down, (across + down) / 2], axis=2).astype(np.uint8))
 
 
-def encoded(picture: Image.Image, kind: str, *, orientation: int | None = None, **options: Any) -> bytes:
+def encoded(image: Image.Image, kind: str, *, orientation: int | None = None, **options: Any) -> bytes:
     buffer = io.BytesIO()
     if orientation is not None:
         tags = Image.Exif()
         tags[ORIENTATION] = orientation
         options["exif"] = tags
-    picture.save(buffer, kind, **options)
+    image.save(buffer, kind, **options)
     return buffer.getvalue()
 
 
@@ -141,9 +141,9 @@ def test_tiff_is_stored_upright() -> None:
 
 def half_clear(mode: str) -> Image.Image:
     """Return a red image whose left half is transparent, with green below."""
-    picture = Image.new("RGBA", (20, 10), (255, 0, 0, 255))
-    picture.paste((0, 255, 0, 0), (0, 0, 10, 10))
-    return picture.convert(mode)
+    image = Image.new("RGBA", (20, 10), (255, 0, 0, 255))
+    image.paste((0, 255, 0, 0), (0, 0, 10, 10))
+    return image.convert(mode)
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_index_equals_tarfile(
 @pytest.mark.parametrize("form", FORMATS)
 def test_names_longer_than_100_characters(form: str, tmp_path: Path) -> None:
     folder = "f" * 70 + "/" + "g" * 70 + "/"
-    expected = [(f"{folder}{i}é", {IMAGE: b"picture %d" % i, CAPTION: b"text %d" % i}) for i in range(3)]
+    expected = [(f"{folder}{i}é", {IMAGE: b"image %d" % i, CAPTION: b"text %d" % i}) for i in range(3)]
     members = [
         pair for key, at in expected for pair in ((f"{key}.jpg", at[IMAGE]), (f"{key}.txt", at[CAPTION]))
     ]
@@ -275,13 +275,13 @@ def test_sparse_files_and_overlong_names_are_rejected(tmp_path: Path) -> None:
 
 def test_many_short_pax_records_are_read_quickly(tmp_path: Path) -> None:
     records = b"5 a=\n" * 200_000
-    tar = bytearray(tar_of([("header", records), ("0.jpg", b"picture")]))
+    tar = bytearray(tar_of([("header", records), ("0.jpg", b"image")]))
     tar[156:157] = b"x"
     tar[148:156] = b" " * 8
     tar[148:156] = b"%06o\0 " % sum(tar[:512])
     path = tmp_path / "0.tar"
     path.write_bytes(tar)
-    assert samples_of(index_shard(path), bytes(tar)) == [("0", {IMAGE: b"picture"})]
+    assert samples_of(index_shard(path), bytes(tar)) == [("0", {IMAGE: b"image"})]
 
 
 def test_names_that_are_not_utf8_remain_distinct(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def write_shard(path: Path, count: int, letter: str = "a", **more: bytes) -> Sha
     path.parent.mkdir(exist_ok=True)
     with webdataset.TarWriter(str(path), encoder=False, mtime=1.0) as tar:
         for number in range(count):
-            tar.write({"__key__": f"{letter}{number:03d}", "jpg": b"picture", "txt": b"text", **more})
+            tar.write({"__key__": f"{letter}{number:03d}", "jpg": b"image", "txt": b"text", **more})
     return ShardFile.at(path)
 
 
@@ -270,7 +270,7 @@ def test_repacked_data_are_unchanged(tmp_path: Path) -> None:
     manifests = []
     for time_of_members in (1.0, 2.0):
         with webdataset.TarWriter(str(tmp_path / "0.tar"), encoder=False, mtime=time_of_members) as tar:
-            tar.write({"__key__": "a", "jpg": b"picture", "txt": b"text", "json": b"{}", "cls": b"1"})
+            tar.write({"__key__": "a", "jpg": b"image", "txt": b"text", "json": b"{}", "cls": b"1"})
         manifests.append(make_manifest([[ShardFile.at(tmp_path / "0.tar")]], Selection()))
     assert list(manifests[0].versions) != list(manifests[1].versions)
     assert manifests[1].changes_since(manifests[0]) == []

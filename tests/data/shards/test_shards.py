@@ -29,7 +29,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 def record(number: int) -> Record:
     return Record(
         key=f"part/{number:06d}",
-        image=b"picture %d " % number * (1 + number % 5),
+        image=b"image %d " % number * (1 + number % 5),
         extension=("png", "jpg", "webp")[number % 3],
         caption=f"caption {number} ü",
         label=number % 7 if number % 2 else None,
@@ -96,7 +96,7 @@ def test_only_samples_with_the_needed_members_count(tmp_path: Path) -> None:
         {"__key__": "a", "jpg": b"A", "txt": b"text"},
         {"__key__": "b", "jpg": b"B", "cls": b" 12\n"},
         {"__key__": "c", "jpg": b"C", "json": b'{"caption": "from json", "x": 1}'},
-        {"__key__": "d", "txt": b"no picture"},
+        {"__key__": "d", "txt": b"no image"},
         {"__key__": "e", "jpg": b"E", "txt": b"text", "json": b'{"caption": "not this"}', "cls": b"0"},
     )
     pairs = shards_of(path)

@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
     """Write a dataset folder of 12 shards."""
     with DatasetWriter(tmp_path / "set", samples_per_shard=2) as writer:
         for number in range(23):
-            record = Record(key=f"{number:06d}", image=b"picture", extension="jpg", caption="text")
+            record = Record(key=f"{number:06d}", image=b"image", extension="jpg", caption="text")
             writer.write("train", record)
         writer.finish({})
     return tmp_path / "set"

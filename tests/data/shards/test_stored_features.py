@@ -252,7 +252,7 @@ def test_changed_captions_are_rejected(pairs: Path, stored: tuple[Path, Path]) -
 def test_shard_of_only_broken_images(teacher: CLIP, tmp_path: Path) -> None:
     file, (whole, broken) = io.BytesIO(), (tmp_path / "whole", tmp_path / "broken")
     Image.new("RGB", (20, 20), "red").save(file, "png")
-    for folder, image in ((whole, file.getvalue()), (broken, b"no picture")):
+    for folder, image in ((whole, file.getvalue()), (broken, b"no image")):
         with DatasetWriter(folder) as writer:
             for number in range(6):
                 record = Record(key=f"{folder.name}{number}", image=image, extension="png", caption="red")

@@ -27,7 +27,7 @@ from tests.eval.conftest import CLASSES
 WriteDataset = Callable[..., Path]
 
 
-def picture() -> bytes:
+def image_file() -> bytes:
     file = BytesIO()
     Image.fromarray(np.zeros((9, 9, 3), dtype=np.uint8)).save(file, "jpeg")
     return file.getvalue()
@@ -115,7 +115,7 @@ def test_plain_shards_skip_samples_without_captions(
 def test_packed_table_is_scored_on_held_out_pairs(tmp_path: Path) -> None:
     rows = []
     for number, captions in enumerate([["one", "uno"], "two\nlines", ["three"]] * 10):
-        (tmp_path / f"{number}.jpg").write_bytes(picture() + bytes([number]))
+        (tmp_path / f"{number}.jpg").write_bytes(image_file() + bytes([number]))
         rows.append(json.dumps({"path": f"{number}.jpg", "caption": captions}) + "\n")
     (tmp_path / "t.jsonl").write_text("".join(rows))
     report = pack(tmp_path / "t.jsonl", tmp_path / "pairs", test=0.5, progress=False)
@@ -129,7 +129,7 @@ def test_list_of_captions_is_used_if_it_starts_with_the_caption(tmp_path: Path) 
     with DatasetWriter(tmp_path / "pairs") as writer:
         for number, listed in enumerate([["a", "b"], ["b", "a"], "a", [], ["a", 1, " "], ["a", "a"]]):
             meta = {"captions": listed}
-            record = Record(key=f"{number}", image=picture(), extension="jpg", caption="a", meta=meta)
+            record = Record(key=f"{number}", image=image_file(), extension="jpg", caption="a", meta=meta)
             writer.write("test", record)
         writer.finish({})
     assert open_dataset(tmp_path / "pairs").captions == (("a", "b"), *[("a",)] * 4, ("a", "a"))
@@ -145,38 +145,38 @@ def test_folder_of_images_by_class_is_read(tmp_path: Path) -> None:
         ".git/5.jpg",
     ):
         (tmp_path / "pets" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "pets" / name).write_bytes(picture())
+        (tmp_path / "pets" / name).write_bytes(image_file())
     dataset = open_dataset(tmp_path / "pets")
     assert dataset.class_names == ("dog", "tabby cat")
     assert dataset.labels is not None and dataset.labels.tolist() == [0, 1, 1]
     assert dataset.templates == DEFAULT_TEMPLATES
     assert dataset.where(2) == f"dataset pets: image tabby_cat/sub/2.JPEG of {tmp_path / 'pets'}"
-    assert dataset.images.read(1) == picture()
+    assert dataset.images.read(1) == image_file()
     revision = dataset.revision
-    (tmp_path / "pets" / "dog" / "6.jpg").write_bytes(picture())
+    (tmp_path / "pets" / "dog" / "6.jpg").write_bytes(image_file())
     assert open_dataset(tmp_path / "pets").revision != revision
 
 
 def test_folder_of_images_with_splits_is_read(tmp_path: Path) -> None:
     for name in ("train/dog/1.jpg", "test/dog/1.jpg", "test/cat/2.jpg", "test/cat/3.jpg"):
         (tmp_path / "pets" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "pets" / name).write_bytes(picture())
+        (tmp_path / "pets" / name).write_bytes(image_file())
     dataset = open_dataset(tmp_path / "pets")
     assert (dataset.class_names, len(dataset)) == (("cat", "dog"), 3)
 
 
-def put_pictures(folder: Path, *names: str) -> Path:
+def put_images(folder: Path, *names: str) -> Path:
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(picture())
+        (folder / name).write_bytes(image_file())
     return folder
 
 
-def picture_folder(folder: Path) -> Path:
+def image_folder(folder: Path) -> Path:
     """Write a folder with one image in each of two classes."""
     for name in ("cat", "cow"):
         (folder / name).mkdir(parents=True)
-        (folder / name / "1.jpg").write_bytes(picture())
+        (folder / name / "1.jpg").write_bytes(image_file())
     return folder
 
 
@@ -185,7 +185,7 @@ def test_classes_of_folders_are_collected_from_all_splits(
 ) -> None:
     for name in ("train/dog/1.jpg", "train/cat/1.jpg", "train/emu/2.jpg", "test/cat/2.jpg", "test/emu/3.jpg"):
         (tmp_path / "pets" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "pets" / name).write_bytes(picture())
+        (tmp_path / "pets" / name).write_bytes(image_file())
     train, test = open_dataset(tmp_path / "pets", split="train"), open_dataset(tmp_path / "pets")
     assert train.class_names == test.class_names == ("cat", "dog", "emu")
     assert test.labels is not None and test.labels.tolist() == [0, 2]
@@ -201,7 +201,7 @@ def test_classes_of_folders_are_collected_from_all_splits(
 def test_val_folder_used_as_test_is_not_also_val(tmp_path: Path) -> None:
     for name in ("train/dog/1.jpg", "train/cat/2.jpg", "val/dog/3.jpg", "val/cat/4.jpg", "val/cat/5.jpg"):
         (tmp_path / "pets" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "pets" / name).write_bytes(picture())
+        (tmp_path / "pets" / name).write_bytes(image_file())
     assert len(open_dataset(tmp_path / "pets")) == 3
     with pytest.raises(NoSplit, match="folder 'val' is used"):  # else probes would be tuned on scored images
         open_dataset(tmp_path / "pets", split="val")
@@ -212,7 +212,7 @@ def test_val_folder_used_as_test_is_not_also_val(tmp_path: Path) -> None:
     ):
         card.check_size("test", 1)
     (tmp_path / "pets" / "test" / "dog").mkdir(parents=True)
-    (tmp_path / "pets" / "test" / "dog" / "6.jpg").write_bytes(picture())
+    (tmp_path / "pets" / "test" / "dog" / "6.jpg").write_bytes(image_file())
     assert [len(open_dataset(tmp_path / "pets", split=split)) for split in ("val", "test")] == [3, 1]
 
 
@@ -220,18 +220,18 @@ def test_usual_names_of_splits_are_recognized(tmp_path: Path, write_dataset: Wri
     names = [
         f"{split}/{kind}/1.jpg" for split in ("Train", "validation", "Testing") for kind in ("cat", "dog")
     ]
-    pets = put_pictures(tmp_path / "pets", *names, "Train/cat/2.jpg")
+    pets = put_images(tmp_path / "pets", *names, "Train/cat/2.jpg")
     assert [len(open_dataset(pets, split=split)) for split in ("train", "val", "test")] == [3, 2, 2]
-    two = put_pictures(tmp_path / "two", *names, "dev/cat/1.jpg")
+    two = put_images(tmp_path / "two", *names, "dev/cat/1.jpg")
     assert f"{two / 'dev'} and {two / 'validation'} would both be the split 'val'" in refusal(two)
-    alone = put_pictures(tmp_path / "alone", "TRAIN/cat/1.jpg", "TRAIN/dog/1.jpg")
+    alone = put_images(tmp_path / "alone", "TRAIN/cat/1.jpg", "TRAIN/dog/1.jpg")
     assert "val (valid, validation, dev) and test (testing)" in refusal(alone)
     shards = write_dataset(split="valid")
     assert len(open_dataset(shards, split="val")) == 23
 
 
 def test_classification_with_one_class_is_rejected(tmp_path: Path, write_dataset: WriteDataset) -> None:
-    one = put_pictures(tmp_path / "one", "images/1.jpg", "images/2.jpg")
+    one = put_images(tmp_path / "one", "images/1.jpg", "images/2.jpg")
     assert (
         f"only one class, 'images': images by class need at least two folders, such as {one / 'cat'}"
         in refusal(one)
@@ -262,7 +262,7 @@ def test_classification_with_one_class_is_rejected(tmp_path: Path, write_dataset
 
 def test_stamp_detects_changes_of_equal_size_and_time(write_dataset: WriteDataset, tmp_path: Path) -> None:
     """Features are looked up by the stamp."""
-    folder, shards = picture_folder(tmp_path / "pets"), write_dataset()
+    folder, shards = image_folder(tmp_path / "pets"), write_dataset()
     for root, file in ((folder, folder / "cat" / "1.jpg"), (shards, shards / "test" / "0.tar")):
         before, state = open_dataset(root), file.stat()
         content, stamp = file.read_bytes(), before.stamp
@@ -276,7 +276,7 @@ def test_stamp_detects_changes_of_equal_size_and_time(write_dataset: WriteDatase
 def test_equal_names_are_lengthened_by_parent_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folders = [picture_folder(tmp_path / name) for name in ("A/test", "B/test", "x/B/test", "x/digits", "y")]
+    folders = [image_folder(tmp_path / name) for name in ("A/test", "B/test", "x/B/test", "x/digits", "y")]
     names = [dataset.name for dataset in open_datasets([*folders, "digits"])]
     own = f"{tmp_path.name}-B-test"
     assert names == ["A-test", own, "x-B-test", "x-digits", "y", "digits"]
@@ -287,7 +287,7 @@ def test_equal_names_are_lengthened_by_parent_folders(
         (["y", tmp_path / "y"], f"dataset {tmp_path / 'y'} is given twice"),
         (["digits", "digits"], "dataset digits is given twice"),
         (["A/test", "A/../A/test"], "is given twice"),
-        (["A/test", "B/test", picture_folder(tmp_path / "A-test")], "would both be named"),
+        (["A/test", "B/test", image_folder(tmp_path / "A-test")], "would both be named"),
     ]
     for given, message in mistakes:
         with pytest.raises(DataError, match=message):
@@ -302,14 +302,14 @@ def refusal(folder: Path | str) -> str:
 
 
 def test_invalid_image_files_are_rejected(tmp_path: Path) -> None:
-    pipe, link = picture_folder(tmp_path / "pipe"), picture_folder(tmp_path / "link")
+    pipe, link = image_folder(tmp_path / "pipe"), image_folder(tmp_path / "link")
     os.mkfifo(pipe / "cat" / "z.png")
     (link / "cat" / "z.png").symlink_to("nothing")
-    lost = picture_folder(tmp_path / "lost")
+    lost = image_folder(tmp_path / "lost")
     (lost / "dog").symlink_to("nothing")
     assert refusal(pipe) == f"image {pipe / 'cat' / 'z.png'} is not a regular file: remove it"
     assert refusal(link) == f"image {link / 'cat' / 'z.png'} is a broken link: fix or remove it"
-    with (picture_folder(tmp_path / "large") / "cat" / "1.jpg").open("r+b") as file:
+    with (image_folder(tmp_path / "large") / "cat" / "1.jpg").open("r+b") as file:
         file.truncate((256 << 20) + 1)
     assert "has 268435457 bytes, the limit is 268435456" in refusal(tmp_path / "large")
     assert refusal(lost) == f"{lost / 'dog'} is a broken link: fix or remove it"
@@ -319,7 +319,7 @@ def test_unreadable_class_folder_is_rejected() -> None:
     with TemporaryDirectory() as name:  # other users cannot read pytest's folder
         root = Path(name)
         root.chmod(0o755)
-        picture_folder(root / "pets")
+        image_folder(root / "pets")
         (root / "pets" / "dog").mkdir(mode=0)
         user = os.geteuid()
         os.seteuid(user or 65534)  # root may read everything
@@ -333,8 +333,8 @@ def test_unreadable_class_folder_is_rejected() -> None:
 
 def test_names_that_are_not_utf8_are_rejected(tmp_path: Path) -> None:
     odd = os.fsdecode(b"d\xff")
-    assert "'d\\udcff' has a name that is not UTF-8" in refusal(picture_folder(tmp_path / odd))
-    (picture_folder(tmp_path / "a") / "cat").rename(tmp_path / "a" / odd)
+    assert "'d\\udcff' has a name that is not UTF-8" in refusal(image_folder(tmp_path / odd))
+    (image_folder(tmp_path / "a") / "cat").rename(tmp_path / "a" / odd)
     assert "'d\\udcff' has a name that is not UTF-8" in refusal(tmp_path / "a")
 
 

@@ -47,8 +47,8 @@ def test_datasets_with_shared_images_and_texts_encode_nothing_twice(
         subject = Subject(again, open_dataset(folder))
         scores = evaluate(subject, tasks=["zero-shot"])
         assert scores == evaluate(model, folder, tasks=["zero-shot"])
-        pictures = [subject.dataset.images.read(i) for i in range(len(subject.dataset))]
-        expected = clipkit.encode_image(pictures, model)
+        images = [subject.dataset.images.read(i) for i in range(len(subject.dataset))]
+        expected = clipkit.encode_image(images, model)
         torch.testing.assert_close(subject.images().projected, expected, atol=1e-6, rtol=0)
     assert again.encoded == {"images": 0, "texts": 0}
 
@@ -81,8 +81,8 @@ def test_features_from_before_an_interruption_are_kept(
 
     done: list[int] = []
 
-    def progress(pictures: int) -> None:
-        done.append(pictures)
+    def progress(images: int) -> None:
+        done.append(images)
         if sum(done) >= 12:
             raise Stop
 

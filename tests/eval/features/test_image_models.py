@@ -68,9 +68,9 @@ def test_features_equal_timm(name: str, hub: Path, write_dataset: WriteDataset) 
     assert model.name == f"timm:{name}" and not model.training
     theirs = timm.create_model(name, pretrained=True, num_classes=0).eval()
     transform = DATA.create_transform(**DATA.resolve_model_data_config(theirs))
-    pictures = [Image.open(io.BytesIO(dataset.images.read(i))) for i in range(5)]
+    images = [Image.open(io.BytesIO(dataset.images.read(i))) for i in range(5)]
     with torch.inference_mode():
-        want = theirs(torch.stack([transform(one) for one in pictures]))
+        want = theirs(torch.stack([transform(one) for one in images]))
     got = Encoder(model).images(dataset)
     torch.testing.assert_close(got.before_projection, want, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(got.projected, nn.functional.normalize(want, dim=-1), rtol=1e-4, atol=1e-4)

@@ -63,17 +63,17 @@ def test_recall_interval_of_clustered_captions_is_that_of_images(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(intervals, "_RESAMPLES", 1000)
-    of_pictures = torch.arange(200) % 4 * 3  # a quarter has rank 0
-    place, picture = of_pictures.repeat_interleave(5), torch.arange(200).repeat_interleave(5)
-    alone, together = recall_at_k(place, 1), recall_at_k(place, 1, cluster=picture)
-    of_few = recall_at_k(of_pictures, 1)
+    of_images = torch.arange(200) % 4 * 3  # a quarter has rank 0
+    place, image = of_images.repeat_interleave(5), torch.arange(200).repeat_interleave(5)
+    alone, together = recall_at_k(place, 1), recall_at_k(place, 1, cluster=image)
+    of_few = recall_at_k(of_images, 1)
     assert together.value == alone.value == of_few.value == 0.25 and together.n == alone.n == 1000
     assert (together.low, together.high) == pytest.approx((of_few.low, of_few.high), abs=0.01)
     assert together.high - together.low > 2 * (alone.high - alone.low)
-    weighted = recall_at_k(of_pictures, 1, torch.full((200,), 5), cluster=torch.arange(200))
+    weighted = recall_at_k(of_images, 1, torch.full((200,), 5), cluster=torch.arange(200))
     assert weighted == together
     for k in (1, 20):
-        found = recall_at_k(place.clamp(min=1), k, cluster=picture)
+        found = recall_at_k(place.clamp(min=1), k, cluster=image)
         assert (found.low, found.high) == pytest.approx(wilson_interval(200 * (k == 20), 200))
 
 
@@ -264,27 +264,27 @@ def test_zero_shot_metrics_equal_clip_benchmark(monkeypatch: pytest.MonkeyPatch)
 def test_caption_choice_equals_clip_benchmark_except_ties() -> None:
     selection = pytest.importorskip("clip_benchmark.metrics.image_caption_selection")
 
-    def theirs(pictures: Tensor, captions: Tensor) -> dict[str, float]:
-        batch = (pictures[:, :, None, None], [list(own) for own in captions])  # (N, I, 1, 1, D)
+    def theirs(images: Tensor, captions: Tensor) -> dict[str, float]:
+        batch = (images[:, :, None, None], [list(own) for own in captions])  # (N, I, 1, 1, D)
         found: dict[str, float] = selection.evaluate(Identity(), [batch], torch.stack, "cpu", amp=False)
         return found
 
     generator = torch.Generator().manual_seed(0)
     unit = torch.nn.functional.normalize(torch.randn(2, 50, 2, 8, generator=generator), dim=-1)
-    pictures, captions = unit[0], unit[1]
-    similarity = pictures @ captions.transpose(1, 2)
-    found, other = winoground(similarity), theirs(pictures, captions)
+    images, captions = unit[0], unit[1]
+    similarity = images @ captions.transpose(1, 2)
+    found, other = winoground(similarity), theirs(images, captions)
     assert found.text.value == pytest.approx(other["text_acc"])
     assert found.image.value == pytest.approx(other["image_acc"])
     assert found.group.value == pytest.approx(other["acc"])
-    one_picture = theirs(pictures[:, :1], captions)
+    one_image = theirs(images[:, :1], captions)
     pairs = pairwise_correct(similarity[:, 0, 0], similarity[:, 0, 1:])
-    assert pairs.double().mean().item() == pytest.approx(one_picture["text_acc"])
-    assert one_picture["image_acc"] == 1  # one image against itself
+    assert pairs.double().mean().item() == pytest.approx(one_image["text_acc"])
+    assert one_image["image_acc"] == 1  # one image against itself
 
     captions[:, 1] = captions[:, 0]  # both captions have the same features
-    similarity = pictures @ captions.transpose(1, 2)
-    assert theirs(pictures[:, :1], captions)["text_acc"] == 1
+    similarity = images @ captions.transpose(1, 2)
+    assert theirs(images[:, :1], captions)["text_acc"] == 1
     assert not pairwise_correct(similarity[:, 0, 0], similarity[:, 0, 1:]).any()
 
 

@@ -26,7 +26,7 @@ impatient = servers.impatient
 nginx = servers.nginx
 
 
-def image(seed: int, *, of: str = "picture") -> dict[str, Any]:
+def image(seed: int, *, of: str = "image") -> dict[str, Any]:
     return {"bytes": f"{of} {seed}".encode(), "path": None}
 
 
@@ -71,7 +71,7 @@ def test_classification_is_read(tmp_path: Path) -> None:
     dataset = open_dataset(tmp_path / "pets")
     assert (dataset.name, dataset.tasks, dataset.class_names) == ("pets", ("zero-shot",), ("b", "a", "c"))
     assert dataset.labels is not None and dataset.labels.tolist() == [0, 2, 1, 1, 1]
-    assert read(dataset) == [b"picture %d" % seed for seed in range(5)]
+    assert read(dataset) == [b"image %d" % seed for seed in range(5)]
     assert dataset.where(4).endswith("test-00001-of-00002.parquet")
     assert "row 4, image of" in dataset.where(4)
     assert len(open_dataset(tmp_path / "pets", split="train")) == 1
@@ -121,7 +121,7 @@ def test_captions_are_read(tmp_path: Path) -> None:
     other = open_hugging_face(
         write(tmp_path / "o/test.parquet", columns).parent, "o", image="thumb", caption="alt"
     )
-    assert other.captions == (("x",), ("y",)) and read(other) == [b"picture 7", b"picture 8"]
+    assert other.captions == (("x",), ("y",)) and read(other) == [b"image 7", b"image 8"]
     with pytest.raises(DataError, match="dataset o has no column 'alts', only image, caption"):
         open_hugging_face(tmp_path / "o", "o", caption="alts")
     lacking = write(tmp_path / "x/test/0.parquet", {"image": images(2), "caption": [["a"], []]})
@@ -152,7 +152,7 @@ def test_winoground_is_read(tmp_path: Path) -> None:
         "caption_1": ["b a", "d c"],
     }
     dataset = open_dataset(write(tmp_path / "winoground/test.parquet", columns).parent)
-    assert read(dataset) == [b"picture %d" % seed for seed in range(4)]
+    assert read(dataset) == [b"image %d" % seed for seed in range(4)]
     assert dataset.choices == (("a b", "b a"), ("b a", "a b"), ("c d", "d c"), ("d c", "c d"))
     assert dataset.items is not None and dataset.items.tolist() == [0, 0, 1, 1]
 
@@ -189,18 +189,18 @@ def test_few_row_groups_are_in_memory_and_each_is_read_once(
 ) -> None:
     file = write(tmp_path / "x/test.parquet", {"image": images(60), "label": [0] * 60}, group=5)
     dataset = open_dataset(file.parent)
-    pictures = dataset.images
-    assert isinstance(pictures, ParquetImages) and pictures.group_reads == 0
+    stored = dataset.images
+    assert isinstance(stored, ParquetImages) and stored.group_reads == 0
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda number: pictures.read(number), range(60)))
-    assert found == [b"picture %d" % seed for seed in range(60)]
-    assert pictures.group_reads == 12
-    again = pickle.loads(pickle.dumps(pictures))
+        found = list(pool.map(lambda number: stored.read(number), range(60)))
+    assert found == [b"image %d" % seed for seed in range(60)]
+    assert stored.group_reads == 12
+    again = pickle.loads(pickle.dumps(stored))
     monkeypatch.setattr("eval.readers.parquet._KEPT_BYTES", 1)
     assert [again.read(number) for number in (0, 1, 7, 8, 0)] == [
-        b"picture %d" % seed for seed in (0, 1, 7, 8, 0)
+        b"image %d" % seed for seed in (0, 1, 7, 8, 0)
     ]
-    assert again.group_reads == 3 and again.fingerprint() == pictures.fingerprint()
+    assert again.group_reads == 3 and again.fingerprint() == stored.fingerprint()
 
 
 def test_invalid_files_raise_one_line_errors(tmp_path: Path) -> None:
@@ -222,8 +222,8 @@ def test_invalid_files_raise_one_line_errors(tmp_path: Path) -> None:
 
 
 def test_broken_images_are_named(tmp_path: Path, model: CLIP) -> None:
-    pictures = [{"bytes": png(seed) if seed % 5 else b"no image", "path": None} for seed in range(1, 12)]
-    dataset = open_dataset(write(tmp_path / "x/test.parquet", {"image": pictures, "label": [0] * 11}).parent)
+    stored = [{"bytes": png(seed) if seed % 5 else b"no image", "path": None} for seed in range(1, 12)]
+    dataset = open_dataset(write(tmp_path / "x/test.parquet", {"image": stored, "label": [0] * 11}).parent)
     with pytest.raises(DataError, match=r"dataset x: image row 4, image of .*/test\.parquet: "):
         Encoder(model).images(dataset)
 
@@ -254,7 +254,7 @@ def test_files_and_converted_branches_are_read_from_the_hub(
     use(nginx.url("").rstrip("/"), monkeypatch)
     dataset = open_dataset("hf://datasets/who/pets")
     assert (dataset.name, dataset.class_names) == ("pets", ("no", "yes"))
-    assert read(dataset) == [b"picture %d" % seed for seed in range(5)]
+    assert read(dataset) == [b"image %d" % seed for seed in range(5)]
     assert dataset.where(0).endswith(f"hf://datasets/who/pets/{name}")
     assert len(open_dataset("pets", root="hf://datasets/who")) == 5
 
@@ -278,4 +278,4 @@ def test_files_and_converted_branches_are_read_from_the_hub(
     """)
     nginx.put("tree", json.dumps([readme]).encode())
     converted = open_dataset("hf://datasets/who/script")
-    assert converted.captions == (("a",), ("b",)) and read(converted) == [b"picture 0", b"picture 1"]
+    assert converted.captions == (("a",), ("b",)) and read(converted) == [b"image 0", b"image 1"]

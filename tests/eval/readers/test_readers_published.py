@@ -38,7 +38,7 @@ CLASSES = "  cube \n\nball\n\ncone\n"  # as published: a blank line is a class w
 WIDTH = 5
 
 
-def picture(seed: int) -> bytes:
+def image_file(seed: int) -> bytes:
     pixels = np.random.default_rng(seed).integers(0, 256, (9, 8 + seed, 3), dtype=np.uint8)
     file = BytesIO()
     Image.fromarray(pixels).save(file, "webp", lossless=True)
@@ -63,7 +63,7 @@ def publish(
     (root / split).mkdir(parents=True)
     with webdataset.ShardWriter(str(root / split / "%d.tar"), maxcount=2, verbose=False) as sink:
         for number, sample in enumerate(samples):
-            sink.write({"__key__": f"s{number:07d}", "webp": picture(number), **sample})
+            sink.write({"__key__": f"s{number:07d}", "webp": image_file(number), **sample})
         shards = sink.shard
     (root / split / "nshards.txt").write_text(f"{shards}\n")
     if classes is not None:
@@ -90,8 +90,8 @@ def refusal(source: Path | str, **options: Any) -> str:
 
 
 def pixels(dataset: EvalDataset) -> list[bytes]:
-    pictures = [dataset.images.read(number) for number in range(len(dataset))]
-    return [Image.open(BytesIO(one)).convert("RGB").tobytes() for one in pictures]
+    images = [dataset.images.read(number) for number in range(len(dataset))]
+    return [Image.open(BytesIO(one)).convert("RGB").tobytes() for one in images]
 
 
 @pytest.mark.parametrize("kind", ["", "multilabel", "retrieval"])
@@ -108,8 +108,8 @@ def test_samples_equal_clip_benchmark(tmp_path: Path, kind: str) -> None:
         "wds/x", lambda image: image.convert("RGB").tobytes(), "test", str(root)
     )
     ours = open_dataset(root)
-    pictures, answers = zip(*theirs, strict=True)
-    assert pixels(ours) == list(pictures)
+    images, answers = zip(*theirs, strict=True)
+    assert pixels(ours) == list(images)
     assert theirs.classes in (None, list(ours.class_names))
     assert theirs.templates in (None, list(ours.templates))
     if kind == "retrieval":
@@ -412,7 +412,7 @@ def test_rewritten_shard_has_another_stamp(tmp_path: Path) -> None:
     assert open_dataset(root).stamp == first.stamp
     shard = root / "test" / "1.tar"
     content = shard.read_bytes()
-    shard.write_bytes(content.replace(picture(2)[-9:], bytes(9)))
+    shard.write_bytes(content.replace(image_file(2)[-9:], bytes(9)))
     assert shard.stat().st_size == len(content) and shard.read_bytes() != content
     second = open_dataset(root)
     assert second.revision == first.revision and second.stamp != first.stamp

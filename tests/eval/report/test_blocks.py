@@ -20,7 +20,7 @@ MODEL = Model(
 )  # fmt: skip
 
 
-class NoPictures:
+class NoImages:
     def __len__(self) -> int:
         return 0
 
@@ -28,7 +28,7 @@ class NoPictures:
 def details_of(names: tuple[str, ...]) -> Details:
     labels = torch.arange(4 * len(names)) % len(names)
     dataset = EvalDataset(
-        name="d", class_names=names, templates=("{c}",), images=NoPictures(), labels=labels,  # type: ignore[arg-type]
+        name="d", class_names=names, templates=("{c}",), images=NoImages(), labels=labels,  # type: ignore[arg-type]
         captions=None, revision="0", tasks=("zero-shot",),
     )  # fmt: skip
     sure = torch.linspace(0.3, 0.9, len(labels))

@@ -80,7 +80,7 @@ def test_nothing_is_fetched_and_text_is_escaped(tmp_path: Path) -> None:
         )
     ]
     path = write(tmp_path / "results.jsonl", lines)
-    add_details(path, 1, [EVIL + "0"], pictures=[PNG, "AAAA)}</style><script>alert(1)</script>"])
+    add_details(path, 1, [EVIL + "0"], images=[PNG, "AAAA)}</style><script>alert(1)</script>"])
     html = build_comparison(
         [path], tmp_path / "page.html", suites={EVIL: [EVIL + "0", EVIL + "1"]}
     ).read_text()

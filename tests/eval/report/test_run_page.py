@@ -107,7 +107,7 @@ def test_page_summarizes_the_run(run: Path) -> None:
     assert "chance, ln 256 = 5.55" in page.words
     assert "cap 100" in page.words
     assert "rank 2 of 10" in page.words
-    assert "1 of 2 pictures nearest" not in page.words
+    assert "1 of 2 images are nearest" not in page.words
     assert "2 of 2 images are nearest to their own caption" in page.words
     assert "step 100 1 of 2" in page.words
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
@@ -140,9 +140,9 @@ def test_security_policy_allows_only_the_pages_own_script(run: Path) -> None:
 def test_images_have_alternative_text_and_are_embedded_once(run: Path) -> None:
     html = build_report(run).read_text()
     page = Page(html)
-    pictures = [a for tag, a in page.tags if tag == "i" and "pic" in str(a.get("class")).split()]
-    assert len(pictures) > 10
-    assert all(a.get("role") == "img" and a.get("aria-label") for a in pictures)
+    images = [a for tag, a in page.tags if tag == "i" and "pic" in str(a.get("class")).split()]
+    assert len(images) > 10
+    assert all(a.get("role") == "img" and a.get("aria-label") for a in images)
     assert html.count(PNG) == 1
     plots = [a for _, a in page.tags if a.get("class") == "plot"]
     assert len(plots) == 7

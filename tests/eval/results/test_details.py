@@ -19,7 +19,7 @@ from eval.results.records import Packed, details_folder, pack, read_details, wri
 N, C, D = 40, 7, 16
 
 
-class NoPictures:
+class NoImages:
     """Images that can no longer be read."""
 
     def __len__(self) -> int:
@@ -34,7 +34,7 @@ def dataset(labels: Tensor, classes: int = C, name: str = "colours") -> EvalData
         name=name,
         class_names=("", *(f"class {i}" * (1 + 60 * (i == 2)) for i in range(1, classes))),
         templates=("{c}",),
-        images=NoPictures(),  # type: ignore[arg-type]
+        images=NoImages(),  # type: ignore[arg-type]
         labels=labels,
         captions=None,
         revision="0123",
@@ -44,16 +44,16 @@ def dataset(labels: Tensor, classes: int = C, name: str = "colours") -> EvalData
 
 def features(classes: int = C, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    pictures = torch.nn.functional.normalize(torch.randn(N, D, generator=generator), dim=1)
+    images = torch.nn.functional.normalize(torch.randn(N, D, generator=generator), dim=1)
     weights = torch.nn.functional.normalize(torch.randn(D, classes, generator=generator), dim=0)
-    return pictures, weights, torch.randint(classes, (N,), generator=generator)
+    return images, weights, torch.randint(classes, (N,), generator=generator)
 
 
 def test_details_agree_with_the_metrics() -> None:
-    pictures, weights, labels = features()
-    details = zero_shot_details(dataset(labels), pictures, weights, 20.0)
-    ranks = class_ranks(pictures, weights, labels)
-    top = top_classes(pictures, weights, logit_scale=20.0)
+    images, weights, labels = features()
+    details = zero_shot_details(dataset(labels), images, weights, 20.0)
+    ranks = class_ranks(images, weights, labels)
+    top = top_classes(images, weights, logit_scale=20.0)
     for metric, k in (("acc1", 1), ("acc5", 5)):
         assert details.right[metric].tensor().equal(ranks < k)
     assert details.calibration_error == pytest.approx(
@@ -74,7 +74,7 @@ def test_details_agree_with_the_metrics() -> None:
         assert example.rank == ranks[number] + 1
         assert example.guesses[0].right == (example.rank == 1)
         assert [guess.probability for guess in example.guesses] == pytest.approx(
-            top_classes(pictures[number : number + 1], weights, k=5, logit_scale=20.0)
+            top_classes(images[number : number + 1], weights, k=5, logit_scale=20.0)
             .probabilities[0]
             .tolist(),
             rel=1e-3,
@@ -84,33 +84,31 @@ def test_details_agree_with_the_metrics() -> None:
 
 
 def test_examples_alternate_between_right_and_wrong_and_depend_on_the_seed() -> None:
-    pictures, weights, labels = features()
+    images, weights, labels = features()
     shown = {}
     for seed in range(8):
-        details = zero_shot_details(dataset(labels), pictures, weights, 20.0, seed=seed)
-        assert zero_shot_details(dataset(labels), pictures, weights, 20.0, seed=seed) == details
+        details = zero_shot_details(dataset(labels), images, weights, 20.0, seed=seed)
+        assert zero_shot_details(dataset(labels), images, weights, 20.0, seed=seed) == details
         kinds = [example.rank == 1 for example in details.examples]
         assert len(kinds) == 6
         assert sum(kinds) == 3
         shown[seed] = (kinds[0], tuple(example.picture for example in details.examples))
-    assert len({pictures for _, pictures in shown.values()}) == 8
+    assert len({images for _, images in shown.values()}) == 8
     assert {first for first, _ in shown.values()} == {True, False}
-    always = zero_shot_details(
-        dataset(class_ranks(pictures, weights, labels) * 0), pictures, weights[:, :1], 1.0
-    )
+    always = zero_shot_details(dataset(class_ranks(images, weights, labels) * 0), images, weights[:, :1], 1.0)
     assert [example.rank for example in always.examples] == [1] * 6
 
 
 def test_details_of_two_classes_and_of_several_labels() -> None:
-    pictures, weights, labels = features(2)
-    details = zero_shot_details(dataset(labels, 2), pictures, weights, 20.0)
+    images, weights, labels = features(2)
+    details = zero_shot_details(dataset(labels, 2), images, weights, 20.0)
     assert list(details.right) == ["acc1"]
     score = details.values["roc_auc"].tensor()
     assert (score > 0).equal(details.right["acc1"].tensor() == (labels == 1))
-    pictures, weights, labels = features()
+    images, weights, labels = features()
     several = torch.nn.functional.one_hot(labels, C) + torch.nn.functional.one_hot((labels + 1) % C, C)
     several[3] = 0
-    details = zero_shot_details(dataset(several.bool()), pictures, weights, 20.0)
+    details = zero_shot_details(dataset(several.bool()), images, weights, 20.0)
     assert details.class_counts == ()
     assert all(
         example.truth is None or ("class" in example.truth and example.rank is not None)
@@ -119,9 +117,9 @@ def test_details_of_two_classes_and_of_several_labels() -> None:
 
 
 def test_nan_features_count_as_wrong_and_can_be_written(tmp_path: Path) -> None:
-    pictures, weights, labels = features()
-    pictures[:20] = torch.nan
-    details = zero_shot_details(dataset(labels), pictures, weights, 20.0)
+    images, weights, labels = features()
+    images[:20] = torch.nan
+    details = zero_shot_details(dataset(labels), images, weights, 20.0)
     assert not details.right["acc1"].tensor()[:20].any()
     write_details(tmp_path / "results.jsonl", details, weights="w")
     assert read_details(tmp_path / "results.jsonl")[0] == [replace(details, weights="w")]
@@ -129,8 +127,8 @@ def test_nan_features_count_as_wrong_and_can_be_written(tmp_path: Path) -> None:
 
 def test_each_weights_dataset_and_task_has_one_file(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
-    pictures, weights, labels = features()
-    details = zero_shot_details(dataset(labels, name="../a b/ü\ud800"), pictures, weights, 20.0)
+    images, weights, labels = features()
+    details = zero_shot_details(dataset(labels, name="../a b/ü\ud800"), images, weights, 20.0)
     probe = prediction_details(
         dataset(labels), labels, task="linear-probe", setting="layer 3", chosen_c=0.316
     )
@@ -163,8 +161,8 @@ def test_each_weights_dataset_and_task_has_one_file(tmp_path: Path) -> None:
 )
 def test_broken_details_are_skipped_and_noted(tmp_path: Path, spoil: dict[str, object]) -> None:
     results = tmp_path / "results.jsonl"
-    pictures, weights, labels = features()
-    path = write_details(results, zero_shot_details(dataset(labels), pictures, weights, 20.0), weights="w")
+    images, weights, labels = features()
+    path = write_details(results, zero_shot_details(dataset(labels), images, weights, 20.0), weights="w")
     value = json.loads(path.read_text())
     (path.parent / "b.json").write_text(json.dumps({**value, **spoil}))
     (path.parent / "c.json").write_text(path.read_text()[:-30])

@@ -82,8 +82,8 @@ def test_matrix_has_pairs_with_distinct_texts(model: CLIP, subject: Subject) -> 
     matrix = take_snapshot(subject, step=0).matrix
     assert matrix is not None
     assert matrix.captions == tuple(f"a photo of something {name}." for name in subject.dataset.class_names)
-    pictures = subject.images().projected[[int(name) for name in matrix.pictures]]
-    expected = pictures @ clipkit.encode_text(matrix.captions, model).T
+    images = subject.images().projected[[int(name) for name in matrix.pictures]]
+    expected = images @ clipkit.encode_text(matrix.captions, model).T
     assert torch.allclose(torch.tensor(matrix.cosines), expected, atol=1e-4)
 
 
@@ -148,11 +148,11 @@ def test_thumbnails_are_small_pngs(model: CLIP, subject: Subject) -> None:
     named = {one.picture for one in snapshot.examples}
     named |= {hit.picture for query in snapshot.queries for hit in query.hits}
     assert named <= set(snapshot.pictures)
-    for picture in snapshot.pictures.values():
-        with Image.open(io.BytesIO(base64.b64decode(picture.png))) as image:
+    for thumbnail in snapshot.pictures.values():
+        with Image.open(io.BytesIO(base64.b64decode(thumbnail.png))) as image:
             assert image.format == "PNG"
             assert max(image.size) <= 96
-        assert picture.alt.startswith("a photo of something ")
+        assert thumbnail.alt.startswith("a photo of something ")
 
 
 def test_features_that_are_not_finite_are_rejected(model: CLIP, subject: Subject) -> None:

@@ -42,7 +42,7 @@ class Given:
         return self._texts[[int(text.split()[0]) for text in texts]]
 
 
-class Pictures:
+class Images:
     """``count`` images that are never read."""
 
     def __init__(self, count: int) -> None:
@@ -60,7 +60,7 @@ def dataset_of(count: int, **parts: Any) -> EvalDataset:
         name="made",
         class_names=(),
         templates=DEFAULT_TEMPLATES,
-        images=cast(Any, Pictures(count)),
+        images=cast(Any, Images(count)),
         labels=None,
         revision="",
         tasks=("compositional",),
@@ -82,13 +82,13 @@ def unit(*shape: int, seed: int) -> Tensor:
     )
 
 
-@pytest.mark.parametrize("pictures", [1, 2])
+@pytest.mark.parametrize("per_item", [1, 2])
 @pytest.mark.filterwarnings("ignore")  # warnings of CLIP_benchmark
-def test_scores_equal_clip_benchmark(pictures: int) -> None:
+def test_scores_equal_clip_benchmark(per_item: int) -> None:
     """Without ties. With one image per item, ``text_acc`` is the accuracy of SugarCrepe."""
     theirs = pytest.importorskip("clip_benchmark.metrics.image_caption_selection")
     items = 40
-    images, texts = unit(items * pictures, 4, seed=0), unit(items * 2, 4, seed=1)
+    images, texts = unit(items * per_item, 4, seed=0), unit(items * 2, 4, seed=1)
 
     class Model:
         def encode_image(self, numbers: Tensor) -> Tensor:
@@ -99,14 +99,14 @@ def test_scores_equal_clip_benchmark(pictures: int) -> None:
 
     batches = []
     for item in range(items):
-        own = torch.arange(item * pictures, (item + 1) * pictures).float().reshape(1, pictures, 1, 1, 1)
+        own = torch.arange(item * per_item, (item + 1) * per_item).float().reshape(1, per_item, 1, 1, 1)
         batches.append((own, [[str(2 * item), str(2 * item + 1)]]))
     expected = theirs.evaluate(
         Model(), batches, lambda ones: torch.tensor(list(map(int, ones))), "cpu", amp=False
     )
 
     pairs = [(str(2 * item), str(2 * item + 1)) for item in range(items)]
-    if pictures == 2:
+    if per_item == 2:
         choices = tuple(own for pair in pairs for own in (pair, pair[::-1]))
         dataset = dataset_of(2 * items, choices=choices, items=torch.arange(items).repeat_interleave(2))
         found = scored(dataset, images, texts)

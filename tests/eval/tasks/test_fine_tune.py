@@ -88,8 +88,8 @@ def test_fine_tuned_head_learns_classes_and_is_loadable(
     assert found.details[0].tuned_on == "" and not (run.parent / "pictures" / "test").exists()
     assert values(found)["acc1"] > max(0.9, before["acc1"] + 0.2)
     tuned = clipkit.load(run)
-    pictures = [np.full((16, 16, 3), colour, np.uint8) for colour in COLOURS.values()]
-    assert clipkit.classify(pictures, list(COLOURS), tuned).argmax(1).tolist() == [0, 1, 2]
+    images = [np.full((16, 16, 3), colour, np.uint8) for colour in COLOURS.values()]
+    assert clipkit.classify(images, list(COLOURS), tuned).argmax(1).tolist() == [0, 1, 2]
     scored = Scored()
     run_model(
         tuned, find_targets([str(colours)]), out=tmp_path / "r.jsonl", tasks=["zero-shot"], scored=scored

@@ -17,7 +17,7 @@ from eval.report.charts import Thumbnails, macro
 from eval.results.details import retrieval_details
 from eval.results.records import Details, read_details, write_details
 from tests.eval.made_up_results import EVIL, line, write
-from tests.eval.results.test_details import NoPictures
+from tests.eval.results.test_details import NoImages
 from tests.eval.web_page import Page
 
 N, T, D = 40, 60, 8
@@ -25,7 +25,7 @@ N, T, D = 40, 60, 8
 
 def dataset(captions: int) -> EvalDataset:
     return EvalDataset(
-        name="pairs", class_names=(), templates=(), images=NoPictures(), labels=None,  # type: ignore[arg-type]
+        name="pairs", class_names=(), templates=(), images=NoImages(), labels=None,  # type: ignore[arg-type]
         captions=tuple((f"caption {i}",) for i in range(captions)), revision="0123", tasks=("retrieval",),
         caption_prompt_set="mine",
     )  # fmt: skip
@@ -34,22 +34,22 @@ def dataset(captions: int) -> EvalDataset:
 def made(seed: int, *, ties: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Return features and pairs of images and captions: one to three captions per image, some shared."""
     generator = torch.Generator().manual_seed(seed)
-    pictures, texts = torch.randn(N, D, generator=generator), torch.randn(T, D, generator=generator)
+    images, texts = torch.randn(N, D, generator=generator), torch.randn(T, D, generator=generator)
     own = [torch.randperm(T, generator=generator)[: 1 + i % 3].sort().values for i in range(N)]
     pairs = torch.tensor([(i, int(text)) for i, of in enumerate(own) for text in of])
     for i in range(0, N, 2):
-        pictures[i] += 2 * texts[own[i][-1]]
+        images[i] += 2 * texts[own[i][-1]]
     if ties:  # integers: sums are exact and many are equal
-        return pictures.round().clamp(-1, 1), texts.round().clamp(-1, 1), pairs
-    return torch.nn.functional.normalize(pictures, dim=1), torch.nn.functional.normalize(texts, dim=1), pairs
+        return images.round().clamp(-1, 1), texts.round().clamp(-1, 1), pairs
+    return torch.nn.functional.normalize(images, dim=1), torch.nn.functional.normalize(texts, dim=1), pairs
 
 
 def details(seed: int = 0, *, ties: bool = False, shown: int = 0) -> tuple[Details, Tensor, Tensor, Tensor]:
-    pictures, texts, pairs = made(seed, ties=ties)
-    ranks = match_ranks(pictures, texts, pairs)
+    images, texts, pairs = made(seed, ties=ties)
+    ranks = match_ranks(images, texts, pairs)
     found = retrieval_details(
         dataset(N),
-        pictures,
+        images,
         [f"caption {i}\t{EVIL if i % 2 else ''}" for i in range(T)],
         texts,
         pairs,
@@ -57,7 +57,7 @@ def details(seed: int = 0, *, ties: bool = False, shown: int = 0) -> tuple[Detai
         values={"image_to_text_mean_rank": ranks + 1.0},
         seed=shown,
     )
-    return found, pictures @ texts.T, pairs, ranks
+    return found, images @ texts.T, pairs, ranks
 
 
 @given(seed=st.integers(0, 2**32 - 1), ties=st.booleans())
@@ -67,7 +67,7 @@ def test_captions_of_examples_equal_plain_sort(seed: int, ties: bool) -> None:
     assert (found.candidates, found.prompt_set, len(found.examples)) == (T, "mine", 6)
     for one in found.examples:
         number = int(one.picture)
-        own = {text for picture, text in pairs.tolist() if picture == number}
+        own = {text for image, text in pairs.tolist() if image == number}
         row = similarity[number].tolist()
         order = sorted(range(T), key=lambda text: (-row[text], text in own, text))
         assert one.rank == ranks[number] + 1 == 1 + min(map(order.index, own))
@@ -94,10 +94,10 @@ def test_examples_alternate_between_right_and_wrong() -> None:
 
 
 def test_examples_of_few_captions_are_written_and_read(tmp_path: Path) -> None:
-    pictures, texts = torch.eye(3), torch.eye(3)[:2]
+    images, texts = torch.eye(3), torch.eye(3)[:2]
     pairs = torch.tensor([(0, 0), (1, 1), (2, 1)])
-    right = {"image_to_text_R@1": match_ranks(pictures, texts, pairs) < 1}
-    found = retrieval_details(dataset(3), pictures, ["", "x" * 999], texts, pairs, right=right, values={})
+    right = {"image_to_text_R@1": match_ranks(images, texts, pairs) < 1}
+    found = retrieval_details(dataset(3), images, ["", "x" * 999], texts, pairs, right=right, values={})
     assert sorted((one.picture, one.rank) for one in found.examples) == [("0", 1), ("1", 1), ("2", 2)]
     assert {one.truth for one in found.examples} == {"(empty)", "x" * 299 + "…"}
     assert all(len(one.guesses) == 2 for one in found.examples)
@@ -111,13 +111,13 @@ def test_examples_of_few_captions_are_written_and_read(tmp_path: Path) -> None:
 
 def test_memory_per_caption_is_small() -> None:
     many = 100_000
-    pictures, texts = torch.randn(many, 4), torch.randn(many, 4)
+    images, texts = torch.randn(many, 4), torch.randn(many, 4)
     pairs = torch.arange(many)[:, None].expand(-1, 2)
     captions = [f"caption {i}" for i in range(many)]
     right = {"image_to_text_R@1": torch.arange(many) % 2 == 0}
     with torch.profiler.profile(profile_memory=True) as profile:
         tracemalloc.start()
-        found = retrieval_details(dataset(6), pictures, captions, texts, pairs, right=right, values={})
+        found = retrieval_details(dataset(6), images, captions, texts, pairs, right=right, values={})
         _, most = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     used = (one.self_cpu_memory_usage for one in profile.key_averages())

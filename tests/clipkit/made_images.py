@@ -43,7 +43,7 @@ PHOTO = Image.fromarray(scene(240, 321))
 CLEAR = Image.fromarray(scene(200, 150, 4), "RGBA")
 GREY_16 = Image.fromarray(scene(90, 120, 1)[..., 0].astype(np.uint16) * 5)
 MOVING = {"save_all": True, "append_images": [PHOTO.rotate(180)]}
-PICTURES: dict[str, Callable[[], bytes]] = {
+IMAGES: dict[str, Callable[[], bytes]] = {
     "jpeg": lambda: encoded(PHOTO, "JPEG"),
     "jpeg 4:2:2": lambda: encoded(PHOTO, "JPEG", subsampling=1),
     "jpeg 4:4:4": lambda: encoded(PHOTO, "JPEG", subsampling=0, quality=95),
@@ -82,5 +82,5 @@ PICTURES: dict[str, Callable[[], bytes]] = {
 
 
 @cache
-def picture(name: str) -> bytes:
-    return PICTURES[name]()
+def image_file(name: str) -> bytes:
+    return IMAGES[name]()
