@@ -33,7 +33,7 @@ from clipkit.inference.search import Embeddings
 RESULT = Path(__file__).parent / "results" / "search.json"
 WIDTH, K, NEAR, PART = 512, 20, 10, 10_000
 KINDS = ("isotropic", "spectrum")
-CANDIDATES = (search._LEAST_CANDIDATES, 256, 384)
+CANDIDATES = (search._LEAST_CANDIDATES, 512)
 
 
 @cache

@@ -27,7 +27,7 @@ from clipkit.inference.storage import STORAGE, unpacked
 __all__ = ["ApproximateIndex", "Stamp", "write_index"]
 
 _FORMAT = 1
-_CONNECTIVITY, _EXPANSION = 16, 128  # neighbors of a row, and candidates for them while it is added
+_CONNECTIVITY, _EXPANSION = 32, 256  # neighbors of a row, and candidates for them while it is added
 _BLOCK = 10_000  # rows that are added at a time
 _ROW_BITS = 32  # of a key; the others are the number of the embedding file
 
@@ -67,7 +67,7 @@ class ApproximateIndex:
             with path.open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != stored["sha256"]:
                     raise ValueError(f"the content of {path.name} has changed")
-            self.engine = usearch.Index.restore(path, view=view)
+            self.engine = usearch.Index.restore(path, view=view, expansion_add=_EXPANSION)
             if self.engine is None or len(self.engine) != stored["rows"]:
                 raise ValueError(f"{path.name} is no index of {stored['rows']} rows")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:

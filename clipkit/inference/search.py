@@ -74,7 +74,7 @@ _ROUNDING = 2.0**-10  # of a product in float16; half of it by the result, the r
 _AS_SHOWN = Decoding(background=(255, 255, 255), upright=True)
 _BLOCK = 1 << 16  # rows that are compared in float32 at a time
 _MOST_FROM_INDEX = 1000  # results; more are searched exactly
-_LEAST_CANDIDATES, _CANDIDATES = 512, 4  # from the index, at least and for each result
+_LEAST_CANDIDATES, _CANDIDATES = 256, 4  # from the index, at least and for each result
 _QUERIES = 50  # that the recall of an index is measured with
 _NUMBERS = 1 << 19  # that are converted to float32 at a time, so that they stay in the cache
 
