@@ -1,6 +1,7 @@
 """Optimizers, and which parameters decay and how fast they learn."""
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from inspect import unwrap
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from clipkit.config import OptimConfig
 from clipkit.model.clip import CLIP
+from clipkit.model.cpu import one_core_each
 from clipkit.training import OPTIMIZERS
 from clipkit.training.build import places, tower_of
 from clipkit.training.parallel import is_sharded, local_part, sharded_like, sums_over_parts, whole
@@ -137,7 +139,8 @@ class MuonWithAdamW(Uncompiled):
 
     Muon orthogonalizes the update of a matrix, in bfloat16, and scales it to the norm of AdamW's updates (Liu et
     al., section 2.2), so both use one learning rate and weight decay. The projection of queries, keys and values is
-    one matrix. If parameters are sharded, so is their state, and each rank orthogonalizes the gathered matrices.
+    one matrix. If parameters are sharded, so is their state, and each rank orthogonalizes the gathered matrices. On
+    CPUs each core orthogonalizes one matrix at a time; the result is bit-identical.
 
     Groups with ``"matrices": True`` are Muon's. State of their parameters: ``momentum_buffer``, of their shape and
     dtype; of others AdamW's ``exp_avg``, ``exp_avg_sq`` and ``step``.
@@ -174,11 +177,24 @@ class MuonWithAdamW(Uncompiled):
             wanted = isinstance(optimizer, torch.optim.Muon)
             optimizer.param_groups = [group for group in self.param_groups if group["matrices"] == wanted]
             optimizer.state = self.state
-            if wanted and any(is_sharded(one) for group in optimizer.param_groups for one in group["params"]):
+            if not wanted:
+                optimizer.step()
+                continue
+            pairs = [(group, one) for group in optimizer.param_groups for one in group["params"]]
+            if any(is_sharded(one) for _, one in pairs):
                 self._step_sharded(optimizer.param_groups)
+            elif pairs[0][1].device.type == "cpu":  # small products do not scale to all cores
+                with one_core_each(torch.get_num_threads()) as pool:
+                    deque(pool.map(self._step_matrix, *zip(*pairs, strict=True)), maxlen=0)
             else:
                 optimizer.step()
         return loss
+
+    def _step_matrix(self, group: dict[str, Any], parameter: Tensor) -> None:
+        """Make Muon's update of one matrix."""
+        one = Muon([{**group, "params": [parameter]}])
+        one.state = self.state
+        one.step()  # type: ignore[no-untyped-call]
 
     def _step_sharded(self, groups: Groups) -> None:
         """Make Muon's update of sharded matrices, one gathered at a time."""

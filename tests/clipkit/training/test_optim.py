@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -258,7 +259,12 @@ def test_lamb_equals_timm() -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
-def test_muon_equals_torch_for_block_matrices_and_adamw_for_the_rest() -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_muon_equals_torch_for_block_matrices_and_adamw_for_the_rest(
+    threads: int, request: pytest.FixtureRequest
+) -> None:
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.set_num_threads(threads)
     config = OptimConfig(name="muon", lr=1e-2, weight_decay=0.1)
     ours, theirs = create(TINY, seed=0), create(TINY, seed=0)
     mine = make_optimizer(ours, config)
