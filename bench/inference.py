@@ -4,7 +4,7 @@
                               [--only NAME …] [--out bench/results/inference.json]
 
 All have the same random weights and inputs, in memory. Each runs in its own process, as in a user's program.
-They take turns in alternating order, so that changes in machine load affect all, and wait otherwise.
+Those of one precision take turns in alternating order, so that changes in machine load affect all, and wait otherwise.
 
 * clipkit: as ``clipkit encode`` computes batches: one per core, reordered weights, memory that is kept; prompts as
   in zero-shot evaluation. "clipkit, one batch at a time" is the same model as a plain module, on all cores.
@@ -49,6 +49,7 @@ from clipkit.model.zero_shot import encode_prompts
 
 RESULTS = Path(__file__).parent / "results"
 KINDS = ("images", "prompts")
+PRECISIONS = ("fp32", "bf16", "int8")
 OWN = "clipkit"
 CONTESTANTS = {  # name -> precisions
     OWN: ("fp32", "bf16"),
@@ -246,6 +247,7 @@ def worker(
     """Encode inputs of a kind on request; send the seconds, and the first time the embeddings."""
     model = clipkit.create(model_name, seed=0).eval()
     encode = MAKERS[name](name, precision, model, Inputs.of(model_name, options), folder)
+    del model  # peers have a copy
     for kind in KINDS:
         pipe.send(encode(kind).float())
     for kind in iter(pipe.recv, None):
@@ -277,42 +279,56 @@ def measure(model_name: str, options: argparse.Namespace) -> dict[str, Any]:
     model, inputs = clipkit.create(model_name, seed=0).eval(), Inputs.of(model_name, options)
     plain = own("", "fp32", model, inputs, Path())
     reference = {kind: plain(kind) for kind in KINDS}
-    spawn = multiprocessing.get_context("spawn")
-    pipes: dict[tuple[str, str], Connection] = {}
-    found: dict[str, Any] = {}
+    found, rates = {}, list[float]()
     with tempfile.TemporaryDirectory() as scratch:
         prepare(model, Path(scratch), only=options.only)
         flops = image_flops(model.architecture).forward
-        del model
-        for name in options.only:
-            for precision in CONTESTANTS[name]:
-                here, there = spawn.Pipe()
-                given = (name, precision, model_name, Path(scratch), options, there)
-                spawn.Process(target=worker, args=given, daemon=True).start()
-                there.close()
-                pipes[name, precision] = here
-                rows = {kind: here.recv() for kind in KINDS}
-                found.setdefault(precision, {})[name] = {
-                    kind: {
-                        "largest_difference": float((rows[kind] - reference[kind]).abs().max()),
-                        "lowest_cosine": float((rows[kind] * reference[kind]).sum(-1).min()),
-                        "seconds": [],
-                    }
-                    for kind in KINDS
-                }
-    rates = []
+        del model, plain
+        for precision in PRECISIONS:  # all at once would need more memory
+            names = [name for name in options.only if precision in CONTESTANTS[name]]
+            found[precision] = rounds(names, precision, model_name, Path(scratch), options, reference, rates)
+    return summary(found, inputs, flops=flops, gemm=statistics.median(rates))
+
+
+def rounds(
+    names: Sequence[str],
+    precision: str,
+    model_name: str,
+    folder: Path,
+    options: argparse.Namespace,
+    reference: dict[str, Tensor],
+    rates: list[float],
+) -> dict[str, Any]:
+    """Run the contestants of one precision in turns, and add the measured rates of products to ``rates``."""
+    spawn = multiprocessing.get_context("spawn")
+    pipes, workers, found = {}, [], {}
+    for name in names:
+        pipes[name], there = spawn.Pipe()
+        given = (name, precision, model_name, folder, options, there)
+        workers.append(spawn.Process(target=worker, args=given, daemon=True))
+        workers[-1].start()
+        there.close()
+        rows = {kind: pipes[name].recv() for kind in KINDS}
+        found[name] = {
+            kind: {
+                "largest_difference": float((rows[kind] - reference[kind]).abs().max()),
+                "lowest_cosine": float((rows[kind] * reference[kind]).sum(-1).min()),
+                "seconds": list[float](),
+            }
+            for kind in KINDS
+        }
     for turn in range(options.rounds):
         rates.append(gemm_rate())
-        for name, precision in sorted(pipes, reverse=bool(turn % 2)):
+        for name in sorted(pipes, reverse=bool(turn % 2)):
             for kind in KINDS:
-                pipes[name, precision].send(kind)
-                found[precision][name][kind]["seconds"].append(pipes[name, precision].recv())
-        print(
-            f"{model_name}: round {turn + 1} of {options.rounds}, load {os.getloadavg()[0]:.1f}", flush=True
-        )
-    for pipe in pipes.values():
-        pipe.send(None)
-    return summary(found, inputs, flops=flops, gemm=statistics.median(rates))
+                pipes[name].send(kind)
+                found[name][kind]["seconds"].append(pipes[name].recv())  # type: ignore[attr-defined]
+        where = f"{model_name} {precision}: round {turn + 1} of {options.rounds}"
+        print(f"{where}, load {os.getloadavg()[0]:.1f}", flush=True)
+    for name, process in zip(pipes, workers, strict=True):
+        pipes[name].send(None)
+        process.join()
+    return found
 
 
 def summary(found: dict[str, Any], inputs: Inputs, *, flops: float, gemm: float) -> dict[str, Any]:
