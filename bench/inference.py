@@ -4,7 +4,7 @@
                               [--only NAME …] [--out bench/results/inference.json]
 
 All have the same random weights and inputs, in memory. Each runs in its own process, as in a user's program.
-Those of one precision take turns in alternating order, so that changes in machine load affect all, and wait otherwise.
+Those of one precision take turns in alternating order, so that changes in machine load affect all.
 
 * clipkit: as ``clipkit encode`` computes batches: one per core, reordered weights, memory that is kept; prompts as
   in zero-shot evaluation. "clipkit, one batch at a time" is the same model as a plain module, on all cores.
