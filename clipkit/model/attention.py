@@ -118,7 +118,7 @@ def text_heatmaps(model: CLIP, images: Tensor, texts: Tensor) -> Tensor:
     Args:
         model: see ``attention_blocks``; used in evaluation mode, and its parameters get no gradient.
         images: (B, 3, S, S) as for ``encode_image``.
-        texts: (T, O) float32, unit norm.
+        texts: (T, O) float32, unit norm; (B, T, O) if each image has its own.
 
     Returns:
         (B, T, g, g) float32, at least 0, without an upper bound.
@@ -144,7 +144,8 @@ def text_heatmaps(model: CLIP, images: Tensor, texts: Tensor) -> Tensor:
                     )
                 with _reading(blocks, tokens):
                     features = F.normalize(encode_all_tokens(model, images), dim=-1)  # (B, O)
-                scores = (features @ texts.T.to(features.dtype)).sum(dim=0)  # (T,)
+                own = texts.to(features.dtype).expand(len(images), -1, -1)  # (B, T, O)
+                scores = torch.einsum("bo,bto->t", features, own)
                 gradients = [torch.autograd.grad(one, weights, retain_graph=True)[0] for one in scores]
             found = torch.stack([one.clamp_(min=0).mean(dim=1).sum(dim=1) for one in gradients], dim=1)
             if found.shape[0] != len(images):

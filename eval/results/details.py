@@ -8,6 +8,7 @@ import base64
 import io
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING
@@ -455,21 +456,27 @@ def _heats(subject: Subject, numbers: Sequence[int]) -> dict[int, Thumbnail]:
     sharded = hasattr(model, "reshard")  # a single rank cannot run it
     if dataset.labels is None or sharded or subject.encoder.ranks.rank > 0:
         return {}
-    found, weights = {}, subject.class_weights().to(model.logit_scale.device)
+    kept, pixels = list[int](), list[Tensor]()
     for number in numbers:
-        name = dataset.class_names[label := int(dataset.labels[number])]
-        try:
-            pixels = eval_pixels(dataset.images.read(number), model.preprocess)  # (3, S, S)
-            images = pixels[None].to(weights.device)
-            heat = text_heatmaps(model, images, weights[:, label][None])[0, 0].cpu()  # (g, g)
-        except ConfigError:  # the tower has no attention to show
-            return {}
-        except DataError:
-            continue
+        with suppress(DataError):
+            pixels.append(eval_pixels(dataset.images.read(number), model.preprocess))  # (3, S, S)
+            kept.append(number)
+    if not kept:
+        return {}
+    labels = dataset.labels[kept]
+    device = model.logit_scale.device
+    try:
+        texts = subject.class_weights().T[labels][:, None].to(device)  # (E, 1, D)
+        heats = text_heatmaps(model, torch.stack(pixels).to(device), texts)[:, 0].cpu()  # (E, g, g)
+    except ConfigError:  # the tower has no attention to show
+        return {}
+    found = {}
+    for number, label, shown, heat in zip(kept, labels.tolist(), pixels, heats, strict=True):
         heat = (heat - heat.min()) / (heat.max() - heat.min()).clamp(min=1e-30)
-        image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+        image = Image.fromarray(shown.permute(1, 2, 0).numpy())
         image = image.resize((_THUMBNAIL_SIZE, _THUMBNAIL_SIZE), Image.Resampling.BICUBIC)
-        found[number] = _encoded(overlay(image, heat.numpy()), f"where the model sees {_short(name)}")
+        title = f"where the model sees {_short(dataset.class_names[label])}"
+        found[number] = _encoded(overlay(image, heat.numpy()), title)
     return found
 
 

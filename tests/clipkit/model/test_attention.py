@@ -74,9 +74,12 @@ def test_attention_maps_leave_features_and_global_state_unchanged(name: str) -> 
         before = model.encode_image(images)
         with attention_maps(model, lambda _, weights: weights):
             torch.testing.assert_close(model.encode_image(images), before, rtol=0, atol=1e-5)
-    heat = text_heatmaps(model, images, F.normalize(torch.randn(3, before.shape[1]), dim=1))
+    texts = F.normalize(torch.randn(3, before.shape[1]), dim=1)
+    heat = text_heatmaps(model, images, texts)
     side, _ = patch_grid(50 if "B-32" in name else 37)
     assert heat.shape == (2, 3, side, side) and (heat >= 0).all() and heat.std() > 0
+    own = text_heatmaps(model, images, texts[:2, None])  # one text for each image
+    torch.testing.assert_close(own[:, 0], heat[[0, 1], [0, 1]], rtol=1e-4, atol=1e-8)
     assert F.scaled_dot_product_attention is plain and torch.backends.mha.get_fastpath_enabled()
     with torch.no_grad():
         assert torch.equal(model.encode_image(images), before)
