@@ -913,7 +913,8 @@ class Config(Section):
     )
     precision: str = setting(
         "auto",
-        "Precision of the towers; auto: bf16 on GPUs that support it, else fp32. Losses are always float32.",
+        "Precision of the towers; auto: bf16 on GPUs and CPUs that compute it natively, else fp32. Losses are "
+        "always float32.",
         _one_of("auto", "fp32", "bf16"),
     )
     sharding: str = setting(

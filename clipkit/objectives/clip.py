@@ -190,7 +190,9 @@ def clip_chance(targets: Targets, text_rows: int) -> float:
 
 
 @torch.no_grad()
-def in_batch_recall(image_features: Tensor, text_features: Tensor) -> Tensor:
+def in_batch_recall(
+    image_features: Tensor, text_features: Tensor, identities: Tensor | None = None
+) -> Tensor:
     """Return the fraction of images with their own text as the nearest of the global batch, and the same for texts.
 
     A tie (a lead below 8 epsilon of the dtype, 1e-6 in float32) counts as wrong, so the recall of equal features is
@@ -199,23 +201,26 @@ def in_batch_recall(image_features: Tensor, text_features: Tensor) -> Tensor:
     Args:
         image_features: (B, O) this rank's rows, unit norm. B may differ from rank to rank.
         text_features: (B, O) the matching rows.
+        identities: (B, K) int64, see ``clip_loss``: pairs that show the same thing are not compared.
 
     Returns:
         (2,) float32 (float64 for float64 features) in [0, 1], the same on all ranks: image to text, text to image.
         No gradient.
 
     Raises:
-        ValueError: the features are not two matrices of one shape.
+        ValueError: the features are not two matrices of one shape, or identities are not (B, K) integers.
     """
     check_features(image_features, text_features)
     with torch.autocast(image_features.device.type, enabled=False):
         images, texts = at_least_float32(image_features), at_least_float32(text_features)
         batch = GlobalBatch(images)
+        pairs = positive_pairs(batch, images, identities, "ignored")
         own, of_rows = images.new_empty(2, len(images))
         of_columns = images.new_full((batch.size,), -torch.inf)  # the greatest of the others
         for tile, cosines in tiles(images, batch.gather(texts), images.new_ones(())):
             diagonal = cosines.diagonal(batch.own.start + tile.start)
             own[tile] = diagonal
+            pairs.mask(cosines, tile, -torch.inf)
             diagonal.fill_(-torch.inf)
             of_rows[tile] = cosines.amax(1)
             of_columns = torch.maximum(of_columns, cosines.amax(0))
@@ -230,7 +235,7 @@ def recall_figures(image_features: Tensor, text_features: Tensor, targets: Targe
     With wrong captions also ``negatives_acc``, the fraction of images with one that are closer to their own.
     """
     texts, wrong = with_own_negatives(text_features, targets.negatives)
-    to_text, to_image = in_batch_recall(image_features, texts).tolist()
+    to_text, to_image = in_batch_recall(image_features, texts, targets.identities).tolist()
     found = {"image_to_text_R@1": to_text, "text_to_image_R@1": to_image}
     if wrong is not None and targets.negatives is not None:
         closer = (image_features * (texts - wrong)).sum(1) > 0

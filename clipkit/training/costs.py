@@ -89,8 +89,10 @@ _SIZES = (256, 512, 1024, 2048, 4096, 8192)
 
 def computes_in_bf16(precision: str, device: torch.device) -> bool:
     """Return whether the towers run in bfloat16 with a setting of ``precision``."""
+    if precision == "auto" and device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if precision == "auto":
-        return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
     return precision == "bf16"
 
 

@@ -18,13 +18,21 @@ from tests.clipkit.plain_losses import given as given_batch
     tile=st.integers(1, 400),
     seed=st.integers(0, 99),
     dtype=st.sampled_from([torch.float32, torch.float64]),
+    numbers=st.none() | st.integers(1, 40),
 )
-def test_recall_counts_nearest_neighbors(rows: int, tile: int, seed: int, dtype: torch.dtype) -> None:
+def test_recall_counts_nearest_neighbors(
+    rows: int, tile: int, seed: int, dtype: torch.dtype, numbers: int | None
+) -> None:
     batch = given_batch(rows, seed=seed, dtype=dtype)
     cosines, own = batch.images @ batch.texts.T, torch.arange(rows)
+    identities = None
+    if numbers is not None:
+        identities = torch.randint(numbers, (rows, 2), generator=torch.Generator().manual_seed(seed))
+        same = (identities[:, None] == identities).any(2) & (own[:, None] != own)
+        cosines[same] = -torch.inf
     want = torch.stack([(cosines.argmax(by) == own).to(dtype).mean() for by in (1, 0)])
     with patch.multiple(clipkit.objectives.tiles, _TILE=tile, _LEAST_ROWS=1):
-        found = in_batch_recall(batch.images, batch.texts)
+        found = in_batch_recall(batch.images, batch.texts, identities)
     torch.testing.assert_close(found, want)
     assert not found.requires_grad
 
