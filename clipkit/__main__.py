@@ -109,7 +109,8 @@ def _classify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibrate",
         metavar="FOLDER",
-        help="fit probabilities and thresholds on images in folders by label; a folder none has others",
+        help="fit probabilities and thresholds on images in one folder per label; in a folder none, images of no "
+        "label",
     )
     parser.add_argument(
         "--calibration",
@@ -120,7 +121,7 @@ def _classify_arguments(parser: argparse.ArgumentParser) -> None:
         "--least-precision",
         metavar="P",
         type=number(0, 1),
-        help="precision that thresholds shall reach with --calibrate (default: 0.9)",
+        help="precision that the thresholds of --calibrate must reach (default: 0.9)",
     )
     parser.add_argument("--none", action="store_true", help="give no label below the threshold")
     parser.add_argument(
@@ -406,7 +407,7 @@ FILE shows the image in the model's palette, its given part, and samples.
     "search": Command(
         summary="search embeddings for texts and images",
         epilog="""\
-Several texts and images are combined to the mean of their embeddings; half the
+The text and the images are combined to the mean of their embeddings; half the
 mean of what is not wanted is subtracted. All rows are compared, unless
 `clipkit index` has indexed them.
 

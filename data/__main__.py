@@ -629,7 +629,7 @@ def _pack(parsed: argparse.Namespace) -> int:
     print(f"packed {counted(report.splits.get('train', 0), 'pair')} into train{test}{few}")
     if bad:
         mostly = "warning: " if bad >= report.packed else ""
-        print(f"{mostly}{bad:,} of {bad + report.packed:,} rows were bad: see {report.bad_rows}")
+        print(f"{mostly}{bad:,} bad of {counted(bad + report.packed, 'row')}: see {report.bad_rows}")
     return 0
 
 

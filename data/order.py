@@ -233,8 +233,8 @@ class Order:
         if resampled:
             return f"drawn with replacement in batches of {self.batch_size}, {times[0]} draws per sample"
         left = self.samples % self.batch_size
-        last = f"{left} samples left out of each" if self.leaves_out else "no sample left out"
-        return f"{self.batches_per_epoch} batches of {self.batch_size} an epoch, {last}, {times[0]} epochs in all"
+        last = f"{left} samples left out of each epoch" if self.leaves_out else "no sample left out"
+        return f"{self.batches_per_epoch:,} batches of {self.batch_size} an epoch, {last}, {times[0]} epochs in all"
 
     def _start(self, step: int) -> int:
         """Return the position of a step in the only source's endless sequence."""

@@ -197,7 +197,12 @@ def pack(
                 bar.update(task, completed=row.progress, rows=row.number, bad=bad.total())
         if not writer.counts:
             causes = "; ".join(f"{count} × {cause} ({firsts[cause]})" for cause, count in bad.most_common())
-            raise DataError(f"no row of {read.path} can be packed: {causes or 'it has no rows'}")
+            expected = (
+                "; expected a .txt file for each image, a table named metadata, or a subfolder for each class"
+                if isinstance(read, _ImageFolder)
+                else ""
+            )
+            raise DataError(f"no row of {read.path} can be packed: {causes or 'it has no rows'}{expected}")
         if not bad:
             listing.unlink()
         splits = dict(writer.counts)
@@ -476,7 +481,7 @@ def captions_of(row: Row) -> list[str]:
         raise BadRow("caption is neither a string nor a list of strings")
     captions = [text.strip() for text in texts if text.strip()]
     if not captions:
-        raise BadRow("empty caption")
+        raise BadRow("empty caption" if texts else "no caption")
     if len(captions) > MOST_CAPTIONS:
         raise BadRow(f"more than {MOST_CAPTIONS} captions")
     for one in captions:

@@ -42,7 +42,7 @@ from clipkit.files.patterns import user_path
 from clipkit.files.table import safe_cell
 from clipkit.files.terminal import CountProgress, counted, printable
 from clipkit.formats.checkpoint import model_hash
-from clipkit.inference.calibrate import LEAST, LEAST_SCALE, Calibration, calibrate, read_calibration
+from clipkit.inference.calibrate import FOLDS, LEAST, LEAST_SCALE, Calibration, calibrate, read_calibration
 from clipkit.inference.inputs import Stream
 from clipkit.inference.stream import Failure, FeatureStream
 from clipkit.model.zero_shot import DEFAULT_TEMPLATES, fill_template, zero_shot_classifier
@@ -53,7 +53,7 @@ __all__ = ["Classification", "classify_images", "labels_of", "run", "templates_o
 _WIDTH = 80
 _LABEL_WIDTH, _PROBABILITY_WIDTH = 30, len("probability")
 _IMAGE_WIDTH = _WIDTH - _LABEL_WIDTH - _PROBABILITY_WIDTH - 4
-PRECISION = 0.9  # that thresholds shall reach
+PRECISION = 0.9  # that thresholds must reach
 NONE = "none"  # the folder of images without a label
 _REVIEWED = 200  # images on a page
 _MAX_LIST_BYTES = 16 << 20  # size limit of a file of labels or templates
@@ -370,8 +370,8 @@ def _calibrated(
         "" if held.ece is None else f", calibration error {held.ece[0]:.1%} before, {held.ece[1]:.1%} after"
     )
     print(
-        f"wrote {out}; on images held out from {held.images}: {accepted if held.accepted else 'no accepted label'}"
-        + error,
+        f"wrote {out}; {FOLDS}-fold cross-validation on {counted(held.images, 'image')}: "
+        f"{accepted if held.accepted else 'no accepted label'}{error}",
         file=sys.stderr,
     )
     if found.scale <= LEAST_SCALE:

@@ -121,8 +121,12 @@ def replicated(model: CLIP) -> nn.Module:
     if world_size() == 1 or _is_sharded_module(model):
         return model
     # buffers of clipkit's own towers do not change: without copying rank 0's, a step has one message less
-    others = not model.architecture.is_own
-    return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=others)
+    changing = not model.architecture.is_own
+    names = signature(DistributedDataParallel).parameters
+    name = (
+        "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+    )  # of older torch
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, **{name: changing})  # type: ignore[arg-type]
 
 
 def scalars(model: CLIP) -> list[nn.Parameter]:

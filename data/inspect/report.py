@@ -117,7 +117,7 @@ def _row(label: str, *lines: str) -> Row:
 
 def _shards(found: Findings) -> Iterator[Row]:
     shards, filtered, stated = found.shards, found.filtered, found.shards.stated
-    yield _row("shards", f"{shards.count:,} tar files, {size_of(shards.bytes)}")
+    yield _row("shards", f"{counted(shards.count, 'tar file')}, {size_of(shards.bytes)}")
     if shards.samples_known:
         yield _row("samples", f"{shards.samples:,} pairs of image and caption")
     else:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from clipkit.cli import MOST_WORKERS
 from clipkit.errors import ConfigError
-from clipkit.files import CountProgress, shown
+from clipkit.files import CountProgress, counted, shown
 from clipkit.model import ClipTokenizer
 from data.augment import image_settings
 from data.captions import Selection
@@ -74,7 +74,11 @@ def speed(parsed: argparse.Namespace) -> int:
     found = []
     for workers in dict.fromkeys(map(int, parts)):
         if not parsed.quiet:
-            print(f"measuring with {workers} workers for {parsed.seconds:g} s", file=sys.stderr, flush=True)
+            print(
+                f"measuring with {counted(workers, 'worker')} for {parsed.seconds:g} s",
+                file=sys.stderr,
+                flush=True,
+            )
         found.append(measure(loader, workers, seconds=parsed.seconds, bytes_per_sample=bytes_per_sample))
     batch_size, cores = loader.order.batch_size, len(os.sched_getaffinity(0))
     if parsed.json:

@@ -209,7 +209,9 @@ def labels_of(dataset: EvalDataset) -> Tensor:
         Lacks: the dataset has no labels or no class names.
     """
     if dataset.labels is None:
-        raise Lacks(f"dataset {dataset.name} has no labels, which classification needs")
+        raise Lacks(
+            f"split {dataset.split} of dataset {dataset.name} has no labels, which classification needs"
+        )
     if not dataset.class_names:
         raise Lacks(f"dataset {dataset.name} has no classnames.txt, which classification needs")
     return dataset.labels

@@ -419,10 +419,10 @@ def _charts(run: RunFolder) -> list[str]:
         for tone, (key, name) in enumerate(_IN_BATCH.items(), start=1)
         if curve(key)
     ]
-    temperature = [ChartLine(name="exp(t)", points=_thinned(scale))]
+    scales = [ChartLine(name="exp(t)", points=_thinned(scale))]
     if scale:
         cap = [(scale[0][0], _CAP)]
-        temperature.append(ChartLine(name=f"cap {number(_CAP)}", points=cap, reference=True))
+        scales.append(ChartLine(name=f"cap {number(_CAP)}", points=cap, reference=True))
     highest = f"highest logged {number(max(value for _, value in rate))}" if rate else ""
     batch_time = dict(curve("batch_time"))
     waiting = [
@@ -455,12 +455,17 @@ def _charts(run: RunFolder) -> list[str]:
         *(chart for series, chart in scored if series in own),
         Chart(
             title="Retrieval within the batch",
-            note="R@1: images nearest to their own text among those of the batch, and texts to their image",
+            note="R@1: images nearer to their own text than to those of the batch that show something else, and texts",
             lines=in_batch,
             unit="%",
             floor=0,
         ),
-        Chart(title="Temperature", note="exp(t), which multiplies the cosines", lines=temperature, floor=0),
+        Chart(
+            title="Logit scale",
+            note="exp(t), the inverse of the temperature, which multiplies the cosines",
+            lines=scales,
+            floor=0,
+        ),
         Chart(
             title="Learning rate",
             lines=[ChartLine(name="learning rate", points=_thinned(rate), summary=highest)],

@@ -254,7 +254,7 @@ def _differences(comparison: ModelComparison, width: int) -> Group:
         Text(
             f"\n{count} of {len(differences)} differences are beyond chance (p < {LEVEL:g}, corrected\n"
             "by Holm's procedure over the datasets of each task, setting and metric).\n"
-            "Intervals are of one difference each, in percentage points or ranks."
+            "Intervals, in percentage points or ranks, are of one difference each, uncorrected."
         ),
     )
 
@@ -269,7 +269,7 @@ def _texts(one: Difference) -> tuple[str, ...]:
     return (
         f"{factor * one.first:,.1f}{unit}",
         f"{factor * one.second:,.1f}{unit}",
-        f"{factor * one.test.difference:+,.1f} [{low:+,.1f}, {high:+,.1f}]",
+        f"{factor * one.test.difference:+,.1f} [{low:+,.1f}, {high:+,.1f}]".replace("-", "−"),
         "<0.001" if one.p < 0.001 else f"{one.p:.3f}",
         better,
     )

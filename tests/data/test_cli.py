@@ -60,7 +60,7 @@ def test_pack_reports_packed_and_bad_rows(table: Path, tmp_path: Path) -> None:
         "          1  missing file",
         "          1  empty caption",
         "packed 2 pairs into train",
-        f"warning: 2 of 4 rows were bad: see {tmp_path / 'out/bad_rows.jsonl'}",
+        f"warning: 2 bad of 4 rows: see {tmp_path / 'out/bad_rows.jsonl'}",
     ]
     assert "4 rows, 2 bad" in done.stderr  # the progress bar
 
@@ -93,7 +93,7 @@ def test_pack_suggests_options_for_images(
     assert "1 image has an EXIF orientation: stored upright (unless --keep-orientation is given)" in output
     assert "2 images have transparent parts" in output and "--background white blends them" in output
     assert "packed 0 pairs into train and 3 into test: warning: nothing is left to train on" in output
-    assert "1 of 4 rows were bad: see" in output
+    assert "1 bad of 4 rows: see" in output
     output = said("--test", "1e-9", "--keep-orientation", "--background", "white")
     assert "1 image has an EXIF orientation: stored unchanged, and CLIP ignores it" in output
     assert "2 images have transparent parts: blended onto white" in output

@@ -318,7 +318,7 @@ def test_no_samples_raise_error(resample: bool) -> None:
 def test_descriptions_of_orders() -> None:
     sources = [[30, 7], [20]]
     assert Order([30, 7], seed=0, batch_size=10).describe(6) == (
-        "3 batches of 10 an epoch, 7 samples left out of each, 1.62 epochs in all"
+        "3 batches of 10 an epoch, 7 samples left out of each epoch, 1.62 epochs in all"
     )
     assert Order([30, 7], seed=0, batch_size=10, wrap=True).describe(37) == (
         "3 batches of 10 an epoch, no sample left out, 10 epochs in all"

@@ -162,7 +162,7 @@ def test_bad_lines_of_json_are_listed(images: Path) -> None:
     assert bad_rows(images / "out") == [
         (2, None, "not JSON"),
         (3, None, "not a JSON object"),
-        (4, "a.jpg", "empty caption"),
+        (4, "a.jpg", "no caption"),
         (5, None, "path is not a string"),
         (6, "a.jpg", "caption is neither a string nor a list of strings"),
         (7, None, "a line longer than 1,048,576 bytes"),
@@ -325,10 +325,10 @@ def test_folder_names_become_classes(tmp_path: Path) -> None:
     assert [one["txt"].decode() for one in samples(tmp_path / "out").values()] == ["a dog", "cat", "cat"]
     assert (tmp_path / "out/classes.txt").read_text() == "a dog\ncat\n"
     (tmp_path / "photos/cat/1.txt").write_text("a cat")  # caption files take precedence over class names
-    assert pack(tmp_path / "photos", tmp_path / "captions").bad == {"empty caption": 2}
+    assert pack(tmp_path / "photos", tmp_path / "captions").bad == {"no caption": 2}
     (tmp_path / "photos/cat/1.txt").unlink()
     (tmp_path / "photos/cat").rename(tmp_path / "photos/train")
-    with pytest.raises(DataError, match="empty caption"):  # a folder of splits
+    with pytest.raises(DataError, match=r"no caption.*; expected a .txt file"):  # a folder of splits
         pack(tmp_path / "photos", tmp_path / "splits")
 
 
@@ -352,7 +352,7 @@ def test_lists_of_captions_are_stored(images: Path) -> None:
     listed = [json.loads(one["json"])["captions"] if "json" in one else None for one in found.values()]
     assert listed == [["one", "two"], None, ["with a\nline break"]]
     assert [(row, cause) for row, _, cause in bad_rows(images / "out")] == [
-        (4, "empty caption"),
+        (4, "no caption"),
         (5, "more than 100 captions"),
         (6, "caption is neither a string nor a list of strings"),
         (7, "caption of more than 10,000 characters"),

@@ -125,7 +125,9 @@ def test_calibrate_command(
     command = ["classify", str(folder / "labelled"), "--model", str(folder / "model")]
     assert dispatch([*command, "--calibrate", str(folder / "labelled"), "--none", "--out", "one.jsonl"]) == 0
     said = capsys.readouterr().err
-    assert "wrote calibration.json; on images held out from 36: no accepted label, calibration" in said
+    assert (
+        "wrote calibration.json; 5-fold cross-validation on 36 images: no accepted label, calibration" in said
+    )
     assert "note: 2 labels (such as 'dark') with fewer than 30 images: these share a threshold\n" in said
     found = read_calibration(tmp_path / "calibration.json")
     assert dispatch([*command, "--calibrate", str(folder / "labelled"), "--least-precision", "1"]) == 0
