@@ -94,7 +94,7 @@ def test_differences_are_complete_at_any_width(width: int) -> None:
         comparison_table(ModelComparison(first="a", second="b", differences=both, refused=())), width
     )
     assert "…" not in text and max(map(len, text.splitlines())) <= width
-    assert text.count("-25.0 [-38.9, -11.1]") == 2 and "B − A [95%]" in text
+    assert text.count("−25.0 [−38.9, −11.1]") == 2 and "B − A [95%]" in text
     assert {"digits", "glyphs", "mean", "per", "class", "recall"} <= set(text.split())
 
 
@@ -184,7 +184,7 @@ def test_differences_fit_one_line_of_80_columns() -> None:
     lines = [line.rstrip() for line in text.splitlines()]
     assert max(map(len, lines)) <= 80
     at = lines.index("linear-probe: mean per class recall")
-    assert lines[at + 1].split() == ["digits", "100.0%", "75.0%", "-25.0", "[-38.9,", "-11.1]", "<0.001", "A"]
+    assert lines[at + 1].split() == ["digits", "100.0%", "75.0%", "−25.0", "[−38.9,", "−11.1]", "<0.001", "A"]
     at = lines.index("retrieval on digits")
     assert lines[at + 1].startswith("image to text R@10 ") and lines[at + 1].endswith(" A")
     assert lines[at + 2].split()[5:7] == ["1.0", "0.8"] and lines[at + 2].endswith(
