@@ -56,6 +56,7 @@ from clipkit.config import Config, load_config, to_toml
 from clipkit.model.names import to_open_clip
 from clipkit.model.preprocess import Preprocess
 from clipkit.training.build import shape_of
+from clipkit.training.costs import computes_in_bf16
 from data.corpora.builtin import built_in
 from eval import open_datasets
 from eval.run import evaluate
@@ -282,12 +283,19 @@ def trained_by_open_clip(bench: Bench, rate: float, length: int, seed: int) -> d
     shape = bench.work / f"{model}.json"
     shape.write_text(json.dumps(model_config, indent=2) + "\n")
     checkpoints = -(-config.steps * length // bench.every)
-    precision = "amp_bf16" if config.precision == "bf16" else "fp32"
+    bf16 = computes_in_bf16(config.precision, torch.device("cpu"))
     flags = [
         *("--model", model, "--train-data", bench.shards, "--dataset-type", "webdataset"),
         *("--train-num-samples", str(bench.every * config.batch_size), "--epochs", str(checkpoints)),
         *("--batch-size", str(config.batch_size), "--workers", str(max(1, config.data.workers))),
-        *("--lr", str(rate), "--precision", precision, "--grad-clip-norm", str(config.optim.clip_norm)),
+        *(
+            "--lr",
+            str(rate),
+            "--precision",
+            "amp_bf16" if bf16 else "fp32",
+            "--grad-clip-norm",
+            str(config.optim.clip_norm),
+        ),
         *(
             "--device",
             "cpu",
