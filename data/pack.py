@@ -282,9 +282,10 @@ class _ImageFolder:
 
 
 def images_below(folder: Path) -> Iterator[Path]:
-    """Yield the images in a folder and its subfolders, sorted by path."""
-    for place, folders, names in os.walk(folder):
-        folders.sort()
+    """Yield the images in a folder and its subfolders, sorted by path; links to a folder above are not followed."""
+    for place, folders, names in os.walk(folder, followlinks=True):
+        real = Path(place).resolve()
+        folders[:] = sorted(one for one in folders if not real.is_relative_to(Path(place, one).resolve()))
         for name in sorted(names):
             if Path(name).suffix.lower() in IMAGE_SUFFIXES:
                 yield Path(place, name)

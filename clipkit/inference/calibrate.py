@@ -106,6 +106,8 @@ def read_calibration(path: Path) -> Calibration:
         same = len(found.labels) == len(found.biases) == len(found.thresholds) > 1
         if not same or not all(map(math.isfinite, numbers)):
             raise ValueError("its labels, biases and thresholds do not match")
+        if not LEAST_SCALE <= found.scale <= _GREATEST_SCALE:
+            raise ValueError(f"the scale {found.scale:g} is out of range")
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:

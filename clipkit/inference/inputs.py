@@ -346,7 +346,8 @@ def shards_in(folder: Path) -> list[Path]:
 def images_below(folder: Path) -> Iterator[tuple[Path, str]]:
     """Yield all images below a folder, sorted by path, and unreadable folders with the cause.
 
-    Images are recognized by their suffix. Hidden files and folders are skipped; links to folders are not followed.
+    Images are recognized by their suffix. Hidden files and folders are skipped, and links to a folder that contains
+    them.
     """
     waiting = [(folder, _sorted(_names(folder)))]
     while waiting:
@@ -361,7 +362,8 @@ def images_below(folder: Path) -> Iterator[tuple[Path, str]]:
             waiting.pop()
         elif name.endswith("/"):
             inner = here / name
-            waiting.append((inner, _sorted(_names(inner))))
+            if not any(inner.samefile(above) for above, _ in waiting if inner.is_symlink()):
+                waiting.append((inner, _sorted(_names(inner))))
         else:
             yield here / name, ""
 
@@ -373,7 +375,7 @@ def _names(folder: Path) -> Iterator[str]:
             name = entry.name
             if name.startswith("."):
                 continue
-            if entry.is_dir(follow_symlinks=False):
+            if entry.is_dir():
                 yield name + "/"
             elif name[name.rfind(".") :].lower() in IMAGE_SUFFIXES:
                 yield name

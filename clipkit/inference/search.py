@@ -617,6 +617,9 @@ def run_index(options: argparse.Namespace) -> int:
         ClipkitError: a user error.
     """
     embeddings = Embeddings(user_path(options.embeddings), exact=True)
+    queries = embeddings.sample(_QUERIES)
+    if not len(queries):
+        raise DataError(f"{embeddings.folder} has no row to search for: they are zero, NaN or infinite")
     began = time.monotonic()
     try:
         with CountProgress("indexing", total=None, shown=not options.quiet) as bar:
@@ -629,13 +632,15 @@ def run_index(options: argparse.Namespace) -> int:
         f"added {counted(added, 'row')} of {len(embeddings):,} in {time.monotonic() - began:,.1f} s; the index has "
         f"{size_of(size)}"
     )
-    indexed, queries = Embeddings(embeddings.folder), embeddings.sample(_QUERIES)
+    indexed = Embeddings(embeddings.folder)
     recalled = []
     for query in queries:
         exact = embeddings.search(query, 10)
         near = indexed.search(query, len(exact)) if exact else []
         recalled += [hit.similarity >= exact[-1].similarity - 1e-6 for hit in near]
-    print(f"recall@10 {np.mean(recalled):.3f} against exact search, of {counted(len(queries), 'row')}")
+    print(
+        f"recall@10 {np.mean(recalled):.3f} against exact search, with {counted(len(queries), 'row')} as queries"
+    )
     if note := stale_note(indexed):
         print(note, file=sys.stderr)
     return 0

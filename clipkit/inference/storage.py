@@ -96,14 +96,15 @@ def storage_of(rows: Stored) -> Storage:
 
 
 def unpacked(rows: Stored) -> Rows:
-    """Return stored rows as (N, O) float32, unit norm; those of float32 and float16 as they are stored.
+    """Return stored rows as (N, O) float32, unit norm (NaN for zero rows); those of float32 and float16 as stored.
 
     Raises:
         DataError: the array has no rows of embeddings.
     """
     storage = storage_of(rows)
     found = storage.numbers(rows)
-    return found if storage.unit else found / np.linalg.norm(found, axis=1, keepdims=True)
+    with np.errstate(invalid="ignore"):
+        return found if storage.unit else found / np.linalg.norm(found, axis=1, keepdims=True)
 
 
 def recall(rows: Rows, stored: Rows, *, k: int = 10, queries: int = 500) -> float:

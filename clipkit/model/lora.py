@@ -65,12 +65,19 @@ def add_adapters(model: "CLIP", adapters: Adapters, *, seed: int = 0) -> None:
         model: a CLIP without adapters, on the CPU or without values.
         adapters: what to add.
         seed: seed of ``down``.
+
+    Raises:
+        ConfigError: the rank exceeds that of every matrix, or a tower has no matrices to adapt.
     """
+    matrices = _matrices(model, adapters)
+    greatest = max(min(getattr(module, name).shape) for module, name in matrices)
+    if adapters.rank > greatest:
+        raise ConfigError(f"lora.rank = {adapters.rank} exceeds the rank of the matrices, at most {greatest}")
     random = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if not name.startswith(_HEADS):
             parameter.requires_grad_(False)
-    for module, name in _matrices(model, adapters):
+    for module, name in matrices:
         weight: Tensor = getattr(module, name)
         rows, columns = weight.shape
         own = LowRank(rows, columns, adapters.rank, adapters.alpha / adapters.rank).to(weight.device)

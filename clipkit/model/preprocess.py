@@ -215,6 +215,8 @@ def _content(source: ImageLike) -> Union[bytes, npt.NDArray[np.uint8], "Image"]:
         return source
     if isinstance(source, str | PathLike):
         try:
+            if not Path(source).is_file() and Path(source).exists():
+                raise DataError("not a file")  # such as a pipe, whose content could be endless
             return Path(source).read_bytes()
         except (OSError, ValueError) as error:
             raise DataError(getattr(error, "strerror", None) or str(error)) from error

@@ -135,6 +135,9 @@ def test_calibrate_command(
         "note: 2 labels (such as 'dark') never accepted: no threshold reaches the precision, so 2 is stored\n"
         in capsys.readouterr().err
     )
+    replace(found, scale=-1.0).write(tmp_path / "calibration.json")
+    with pytest.raises(DataError, match=r"not a calibration .* the scale -1 is out of range"):
+        read_calibration(tmp_path / "calibration.json")
     found.write(tmp_path / "calibration.json")
     assert found.labels == ("dark", "light") and not found.several
     again = [

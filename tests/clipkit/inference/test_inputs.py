@@ -74,11 +74,12 @@ def test_folder_lists_all_images_below_it_in_path_order(tmp_path: Path) -> None:
     (tmp_path / ".cache").mkdir()
     (tmp_path / ".cache/x.jpg").touch()
     (tmp_path / "link.jpg").symlink_to("b.jpg")
-    (tmp_path / "loop").symlink_to(tmp_path)
-    names = ["a.b/y.tiff", "a/deep/er/x.webp", "a/z.PNG", "a0.gif", "b.jpg", "link.jpg"]
+    (tmp_path / "a/loop").symlink_to(tmp_path)
+    (tmp_path / "other").symlink_to("a/deep")
+    names = ["a.b/y.tiff", "a/deep/er/x.webp", "a/z.PNG", "a0.gif", "b.jpg", "link.jpg", "other/er/x.webp"]
     assert found(tmp_path) == [(str(tmp_path / name), "") for name in names]
     read = [read_image(item).decode() for item in Stream([str(tmp_path)])]
-    assert read == [*names[:-1], "b.jpg"]
+    assert read == [*names[:-2], "b.jpg", "a/deep/er/x.webp"]
     assert {item.source for item in Stream([str(tmp_path)])} == {str(tmp_path)}
 
 

@@ -52,6 +52,8 @@ def test_merged_and_unmerged_models_agree(image: str) -> None:
         ):
             add_adapters(model, ALL)
         return
+    with pytest.raises(ConfigError, match="exceeds the rank of the matrices"):
+        add_adapters(model, replace(ALL, rank=10_000))
     add_adapters(model, ALL)
     for own, other in zip(before, (model.encode_image(images), model.encode_text(tokens)), strict=True):
         assert torch.equal(own, other)  # adapters are initially zero
