@@ -4,6 +4,7 @@ Each sub-command is an entry of ``COMMANDS``; its module is imported only when t
 """
 
 import argparse
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -45,6 +46,7 @@ and with --text
 
 def main() -> NoReturn:
     """Run the sub-command given on the command line."""
+    warnings.formatwarning = lambda message, *_, **__: f"note: {message}\n"
     run_command(dispatch)
 
 
@@ -360,10 +362,10 @@ or a Ray cluster whose nodes see the sources and the model at the same paths:
         epilog=SOURCES
         + """
   clipkit classify photos/ --labels "cat,dog,a bird" --model runs/pets
-  clipkit classify a.jpg --labels names.txt --templates "a sketch of a {c}."
+  clipkit classify a.jpg --labels names.txt --templates "a sketch of a {c}." \\
     "a {c}" --model runs/pets --out labels.csv
 With a few labelled images in labelled/cat, labelled/dog, labelled/none:
-  clipkit classify photos/ --calibrate labelled --none --model runs/pets
+  clipkit classify photos/ --calibrate labelled --none --model runs/pets \\
     --review review.html""",
         run="clipkit.inference.classify:run",
         arguments=_classify_arguments,

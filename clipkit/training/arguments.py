@@ -52,7 +52,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Arguments:
     parser = Parser(
         prog="train.py",
         description="Train a CLIP model. The same command again resumes a run that was stopped.",
-        epilog="example: torchrun --nproc-per-node 8 train.py configs/vit_b_32.toml data.train=DIR optim.lr=1e-3",
+        epilog="example: torchrun --nproc-per-node 8 train.py configs/vit_b_32.toml data.train=DIR",
     )
     add = parser.add_argument
     add("config", nargs="?", metavar="CONFIG.toml", help="default: configs/quickstart.toml")
