@@ -282,13 +282,17 @@ class _ImageFolder:
 
 
 def images_below(folder: Path) -> Iterator[Path]:
-    """Yield the images in a folder and its subfolders, sorted by path; links to a folder above are not followed."""
+    """Yield the images in a folder and its subfolders, sorted by path."""
+    return (file for file in _files_below(folder) if file.suffix.lower() in IMAGE_SUFFIXES)
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Yield the files in a folder and its subfolders, sorted by path; links to a folder above are not followed."""
     for place, folders, names in os.walk(folder, followlinks=True):
-        real = Path(place).resolve()
-        folders[:] = sorted(one for one in folders if not real.is_relative_to(Path(place, one).resolve()))
-        for name in sorted(names):
-            if Path(name).suffix.lower() in IMAGE_SUFFIXES:
-                yield Path(place, name)
+        here = Path(place)
+        above = {one.resolve() for one in (here, *here.parents) if one.is_relative_to(folder)}
+        folders[:] = sorted(one for one in folders if Path(place, one).resolve() not in above)
+        yield from (Path(place, name) for name in sorted(names))
 
 
 def _lines_of(file: Path) -> list[str]:
@@ -319,7 +323,7 @@ def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
     paths = [one for one in sources if isinstance(one, Path)]
     facts = [f"{one.url}\0{one.size} {one.version}" for one in remote]
     for path in map(Path.absolute, paths):
-        for file in sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]:
+        for file in filter(Path.is_file, _files_below(path)) if path.is_dir() else [path]:
             status = file.stat()
             facts.append(f"{file}\0{status.st_size} {status.st_mtime_ns}")
     digest.update("".join(f"{one}\n" for one in facts).encode("utf-8", "surrogateescape"))

@@ -584,9 +584,8 @@ def run(options: argparse.Namespace) -> int:
         page = TEMPLATES.get_template("found.html").render(title=title, lead=lead, notes=[], hits=shown)
         print(f"wrote {write_page(options.html, page)}")
         return 0 if hits else 1
-    print(
-        "rank  similarity  path" + ("  caption" if any(hit.metadata.get("caption") for hit in hits) else "")
-    )
+    captions = "  caption" if any(hit.metadata.get("caption") for hit in hits) else ""
+    print(f"rank  similarity  path{captions}")
     for rank, hit in enumerate(hits, start=1):
         caption = hit.metadata.get("caption")
         about = f"  {printable(str(caption), 60)}" if caption else ""

@@ -321,6 +321,9 @@ def test_folder_names_become_classes(tmp_path: Path) -> None:
         path = tmp_path / "photos" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(encoded("PNG"))
+    (tmp_path / "photos/cat").rename(tmp_path / "elsewhere")
+    (tmp_path / "photos/cat").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "photos/cat/loop").symlink_to(tmp_path / "photos")
     pack(tmp_path / "photos", tmp_path / "out")
     assert [one["txt"].decode() for one in samples(tmp_path / "out").values()] == ["a dog", "cat", "cat"]
     assert (tmp_path / "out/classes.txt").read_text() == "a dog\ncat\n"
