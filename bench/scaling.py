@@ -130,7 +130,7 @@ def collectives(trace: Path, world: int) -> dict[str, Any]:
         if dims in ([rows, embed], [rows], [1, rows]):
             kind = "features"
         elif dims == [text.vocab_size] or (len(dims) == 2 and dims[1] == text.width):
-            kind = "token embedding"  # the rows in use, and before which these are
+            kind = "token embedding"  # which rows are in use, then these rows
         else:
             kind = "few numbers" if numbers <= FEW else "weights and gradients"
         found[kind] += SENT[name] * size * (world - 1) / world

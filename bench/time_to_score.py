@@ -283,19 +283,12 @@ def trained_by_open_clip(bench: Bench, rate: float, length: int, seed: int) -> d
     shape = bench.work / f"{model}.json"
     shape.write_text(json.dumps(model_config, indent=2) + "\n")
     checkpoints = -(-config.steps * length // bench.every)
-    bf16 = computes_in_bf16(config.precision, torch.device("cpu"))
+    precision = "amp_bf16" if computes_in_bf16(config.precision, torch.device("cpu")) else "fp32"
     flags = [
         *("--model", model, "--train-data", bench.shards, "--dataset-type", "webdataset"),
         *("--train-num-samples", str(bench.every * config.batch_size), "--epochs", str(checkpoints)),
         *("--batch-size", str(config.batch_size), "--workers", str(max(1, config.data.workers))),
-        *(
-            "--lr",
-            str(rate),
-            "--precision",
-            "amp_bf16" if bf16 else "fp32",
-            "--grad-clip-norm",
-            str(config.optim.clip_norm),
-        ),
+        *("--lr", str(rate), "--precision", precision, "--grad-clip-norm", str(config.optim.clip_norm)),
         *(
             "--device",
             "cpu",

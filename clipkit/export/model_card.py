@@ -148,4 +148,4 @@ def model_card(model: CLIP, targets: Mapping[str, Any], source: Source, *, name:
 def by_caller(model: CLIP) -> str:
     """Describe the preprocessing that other libraries do not support and the caller must do; "" for none."""
     done = str(model.preprocess.decoding)
-    return f"Before this, {done}. Other libraries do not: do it before you call them." if done else ""
+    return f"Before this, {done}. Other libraries do not do this: do it before calling them." if done else ""

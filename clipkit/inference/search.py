@@ -620,7 +620,7 @@ def run_index(options: argparse.Namespace) -> int:
     embeddings = Embeddings(user_path(options.embeddings), exact=True)
     queries = embeddings.sample(_QUERIES)
     if not len(queries):
-        raise DataError(f"{embeddings.folder} has no row to search for: they are zero, NaN or infinite")
+        raise DataError(f"{embeddings.folder} has no row to search: those sampled are zero, NaN or infinite")
     began = time.monotonic()
     try:
         with CountProgress("indexing", total=None, shown=not options.quiet) as bar:

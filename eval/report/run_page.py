@@ -455,7 +455,7 @@ def _charts(run: RunFolder) -> list[str]:
         *(chart for series, chart in scored if series in own),
         Chart(
             title="Retrieval within the batch",
-            note="R@1: images nearer to their own text than to others that show something else, and texts",
+            note="R@1: images whose nearest text is their own, and texts; equal pairs are not compared",
             lines=in_batch,
             unit="%",
             floor=0,

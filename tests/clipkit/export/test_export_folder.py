@@ -387,7 +387,7 @@ def test_background_and_orientation_are_documented_for_callers(
     )
     line = (
         "Before this, transparent images get the background #ffffff and the EXIF orientation of images is applied. "
-        "Other libraries do not: do it before you call them."
+        "Other libraries do not do this: do it before calling them."
     )
     assert capsys.readouterr().out.splitlines().count(line) == 1
     assert line in (tmp_path / "out" / "README.md").read_text()

@@ -114,7 +114,7 @@ def test_nonfinite_rows_and_small_folders(tmp_path: Path) -> None:
     hits = Embeddings(tmp_path).search(torch.from_numpy(rows[0]), 20)
     assert hits[0].path == "0/0.png" and "0/3.png" not in {hit.path for hit in hits} and len(hits) >= 10
     write(tmp_path, np.zeros((3, rows.shape[1]), np.int8))
-    with pytest.raises(DataError, match="no row to search for"):
+    with pytest.raises(DataError, match="no row to search: those sampled are zero"):
         index(tmp_path)
 
 
