@@ -114,11 +114,10 @@ def collectives(trace: Path, world: int) -> dict[str, Any]:
     steps = [one for one in events if one.get("name", "").startswith("ProfilerStep#")]
     begin = min(one["ts"] for one in steps)
     end = max(one["ts"] + one["dur"] for one in steps)
-    found = dict.fromkeys(("features", "weights and gradients", "token embedding", "few numbers"), 0.0)
+    found: dict[str, float] = {"features": 0.0, "weights and gradients": 0.0, "few numbers": 0.0}
     spans = []
     config = load_config(CONFIG)
-    shape = architecture(config.model.name)
-    rows, embed, text = config.batch_size, shape.embed_dim, shape.own_towers()[1]
+    rows, embed = config.batch_size, architecture(config.model.name).embed_dim
     for one in events:
         name = one.get("name", "")
         if name.startswith("gloo:"):
@@ -129,8 +128,6 @@ def collectives(trace: Path, world: int) -> dict[str, Any]:
         numbers, dims, size = largest(one["args"])
         if dims in ([rows, embed], [rows], [1, rows]):
             kind = "features"
-        elif dims == [text.vocab_size] or (len(dims) == 2 and dims[1] == text.width):
-            kind = "token embedding"  # which rows are in use, then these rows
         else:
             kind = "few numbers" if numbers <= FEW else "weights and gradients"
         found[kind] += SENT[name] * size * (world - 1) / world
@@ -158,16 +155,6 @@ def workload(config: Config, world: int) -> Workload:
     return workloads_of(config, shape, world=world, shard_ranks=world, bf16=False)[-1]
 
 
-def expected(settings: Sequence[str], world: int) -> dict[str, int]:
-    """Return the bytes of a step by formula; of the token embedding, ranks on CPUs send only rows in use."""
-    work = workload(load_config(CONFIG, [*SETTINGS, *settings]), world)
-    found = communication_of(work)
-    others = found.weights + found.gradients
-    if work.ways == 1:
-        others -= round(2 * 4 * work.model.token_embedding.weight.numel() * (world - 1) / world)
-    return {"features": found.features, "weights and gradients": others}
-
-
 def volume(folder: Path) -> list[dict[str, Any]]:
     """Compare measured bytes with the formula for each variant."""
     rows = []
@@ -176,7 +163,12 @@ def volume(folder: Path) -> list[dict[str, Any]]:
         steps = f"steps={4 + PROFILED}"
         train(run, world, *settings, steps, "log.every_steps=1000", "--profile", str(PROFILED))
         found = collectives(run / "profile" / "trace.json.gz", world)
-        measured, formula = found["bytes"], expected(settings, world)
+        expected = communication_of(workload(load_config(CONFIG, [*SETTINGS, *settings]), world))
+        measured = found["bytes"]
+        formula = {
+            "features": expected.features,
+            "weights and gradients": expected.weights + expected.gradients,
+        }
         equal = all(abs(measured[kind] - size) <= 8 for kind, size in formula.items())  # the temperature
         row = {"ranks": world, "settings": settings, **found, "formula": formula, "equal": equal}
         rows.append(row)

@@ -389,10 +389,7 @@ def _block_of(name: str) -> str:
 
 
 def communication_of(work: Workload) -> Communication:
-    """Count the bytes that each GPU sends in a step; those of a further objective's sums are not counted.
-
-    Ranks on CPUs send less: of unsharded embeddings only the rows in use.
-    """
+    """Count the bytes that each rank sends in a step; those of a further objective's sums are not counted."""
 
     def sent(ranks: int, size: int) -> float:
         return size * (ranks - 1) / ranks

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from clipkit.distributed import greatest_over_ranks, ranks_of_host, sum_over_ranks, world_size
+from clipkit.distributed import ranks_of_host, sum_over_ranks, world_size
 from clipkit.errors import ConfigError
 from clipkit.model.clip import CLIP
 from clipkit.model.decoder import CrossAttentionBlock
@@ -124,19 +124,7 @@ def replicated(model: CLIP) -> nn.Module:
     changing, option = not model.architecture.is_own, "forward_sync_buffers"
     if option not in signature(DistributedDataParallel).parameters:
         option = "broadcast_buffers"  # its name in older torch
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, _tables(model))
     return DistributedDataParallel(model, gradient_as_bucket_view=True, **{option: changing})  # type: ignore[arg-type]
-
-
-def _tables(model: CLIP) -> dict[str, nn.Parameter]:
-    """Return the weights of embeddings on a CPU by name: a batch uses few of their rows, and only these are sent.
-
-    They are the largest part of a small model. On GPUs, DDP sends them during the backward pass instead.
-    """
-    if model.logit_scale.device.type != "cpu":
-        return {}
-    known = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
-    return {name: one for name, one in model.named_parameters() if id(one) in known}
 
 
 def scalars(model: CLIP) -> list[nn.Parameter]:
@@ -185,16 +173,11 @@ def drop_gathered(model: nn.Module) -> None:
 
 @torch.no_grad()
 def complete_gradients(model: CLIP) -> None:
-    """Average over ranks what the backward pass does not: scalars of a sharded model, else embeddings on a CPU."""
+    """Average the gradients of scalars over ranks after the backward pass of a sharded model."""
     if _is_sharded_module(model):
         for parameter in scalars(model):
             if parameter.grad is not None:
                 parameter.grad.copy_(sum_over_ranks(parameter.grad) / world_size())
-    elif world_size() > 1:
-        for table in _tables(model).values():
-            if table.grad is not None:
-                used = greatest_over_ranks(table.grad.ne(0).any(dim=1).byte()).nonzero()[:, 0]
-                table.grad[used] = sum_over_ranks(table.grad[used]) / world_size()
 
 
 @torch.no_grad()
