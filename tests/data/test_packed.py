@@ -212,7 +212,8 @@ def test_invalid_sources_raise_one_line(tmp_path: Path) -> None:
         find_shards(str(tmp_path / "photos"))
     (tmp_path / "photos" / "0000.txt").write_bytes(b"\xff")
     with pytest.raises(
-        DataError, match=r"can be packed: .*caption is not UTF-8.*empty caption|empty caption"
+        DataError,
+        match=r"can be packed: 5 × no caption.*caption is not UTF-8.*expected a .txt file for each image",
     ):
         find_shards(str(tmp_path / "photos"))
     assert not list(cache_folder().glob("packed/*"))
