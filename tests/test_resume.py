@@ -134,14 +134,15 @@ def test_sigterm_saves_exits_with_status_143_and_resumes(
 
 
 @pytest.mark.long
-def test_two_processes_have_the_same_losses_as_one(pairs: Path, uninterrupted: Path, tmp_path: Path) -> None:
-    out = tmp_path / "two"
+def test_two_processes_have_the_same_losses_as_one(pairs: Path, train: Train, tmp_path: Path) -> None:
+    one, out, exact = tmp_path / "one", tmp_path / "two", "precision=fp32"
+    train(one, exact)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launch, *_command(pairs, out)[1:]]
+    command = [*launch, *_command(pairs, out, exact)[1:]]
     done = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert _losses(out) == pytest.approx(_losses(uninterrupted), rel=2e-3)
-    assert _losses(out)[0] == pytest.approx(_losses(uninterrupted)[0], rel=1e-6)
+    assert _losses(out) == pytest.approx(_losses(one), rel=2e-3)
+    assert _losses(out)[0] == pytest.approx(_losses(one)[0], rel=1e-6)
     assert len(list((out / "checkpoints").glob("step_*"))) == 2  # checkpoint.keep
 
 
