@@ -80,14 +80,12 @@ class Corpus:
 
     Attributes:
         config: clipkit's recipe.
-        launch: arguments of torchrun.
         targets: accuracy by dataset, 0 … 1.
         rates: learning rates of open_clip.
         flags: further flags of open_clip; the augmentation equals that of ``config``.
     """
 
     config: str
-    launch: tuple[str, ...]
     targets: dict[str, float]
     rates: tuple[float, ...]
     flags: tuple[str, ...]
@@ -96,14 +94,12 @@ class Corpus:
 CORPORA = {
     "glyphs": Corpus(
         config="configs/quickstart.toml",
-        launch=(),
         targets={"digits": 0.55, "glyphs": 0.80},
         rates=(5e-4, 1.5e-3, 3e-3),
         flags=("--warmup", "300", "--wd", "0.1"),
     ),
     "emoji": Corpus(
         config="configs/emoji.toml",
-        launch=("--nproc-per-node", "2"),
         targets={"emoji": 0.20},
         rates=(5e-4, 1e-3, 2e-3),
         flags=(
@@ -243,7 +239,7 @@ def trained_by_clipkit(bench: Bench, length: float, seed: int) -> dict[str, Any]
     """Train the recipe, or return its record."""
     out, steps = bench.work / f"{bench.name}_clipkit_seed{seed}", round(length * bench.config.steps)
     command = [
-        *("torchrun", *bench.corpus.launch, "train.py", bench.corpus.config, f"data.train={bench.shards}"),
+        *("torchrun", "train.py", bench.corpus.config, f"data.train={bench.shards}"),
         *(f"eval.data={json.dumps([*bench.corpus.targets])}", f"eval.every_steps={bench.every}"),
         *(f"steps={steps}", f"seed={seed}", f"out={out}"),
     ]
@@ -289,17 +285,8 @@ def trained_by_open_clip(bench: Bench, rate: float, length: int, seed: int) -> d
         *("--train-num-samples", str(bench.every * config.batch_size), "--epochs", str(checkpoints)),
         *("--batch-size", str(config.batch_size), "--workers", str(max(1, config.data.workers))),
         *("--lr", str(rate), "--precision", precision, "--grad-clip-norm", str(config.optim.clip_norm)),
-        *(
-            "--device",
-            "cpu",
-            "--seed",
-            str(seed),
-            "--logs",
-            str(bench.work),
-            "--name",
-            name,
-            *bench.corpus.flags,
-        ),
+        *("--device", "cpu", "--seed", str(seed), "--logs", str(bench.work), "--name", name),
+        *bench.corpus.flags,
     ]
     facts = {
         "command": shlex.join(["python", "-m", "open_clip_train.main", *flags]), "rate": rate, "length": length,
