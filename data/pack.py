@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files import IMAGE_SUFFIXES, SUFFIXES, Row, Table, color_of, counted, size_of
+from clipkit.files import IMAGE_SUFFIXES, SUFFIXES, Row, Table, color_of, counted, files_below, size_of
 from data.captions import field_name, json_value
 from data.remote.cache import cache_folder, created_once
 from data.remote.store import ShardFile, download_all
@@ -48,7 +48,7 @@ from data.shards.sources import SPLITS
 from data.shards.writer import DatasetWriter, Record
 
 __all__ = [
-    "BadRow", "FieldNames", "PackReport", "captions_of", "fields_of", "images_below", "metadata_of", "pack",
+    "BadRow", "FieldNames", "PackReport", "captions_of", "fields_of", "metadata_of", "pack",
     "packed",
 ]  # fmt: skip
 
@@ -263,36 +263,25 @@ class _ImageFolder:
         self.path = folder
         self.others: dict[str, int] = {}
         self.left_out: dict[str, str] = {}
-        self._images = list(images_below(folder))
-        inside = {path.relative_to(folder).parts[:-1][:1] for path in self._images}
-        by_class = () not in inside and not any(path.with_suffix(".txt").exists() for path in self._images)
+        self._images = list(files_below(folder, IMAGE_SUFFIXES))
+        found = [path for path, cause in self._images if not cause]
+        inside = {path.relative_to(folder).parts[:-1][:1] for path in found}
+        by_class = () not in inside and not any(path.with_suffix(".txt").exists() for path in found)
         names = {" ".join(one.split()) for (one,) in inside} if by_class else set()
         self.classes = sorted(names) if len(names) > 1 and not names & {*SPLITS} else []
         self.caption_column = "names of folders" if self.classes else ".txt files"
 
     def __iter__(self) -> Iterator[Row]:
-        paths = self._images
-        for number, path in enumerate(paths, 1):
-            name = str(path.relative_to(self.path))
-            if self.classes:
+        for number, (path, cause) in enumerate(self._images, 1):
+            name, captions = str(path.relative_to(self.path)), list[str]()
+            if cause:
+                pass
+            elif self.classes:
                 captions = [" ".join(path.relative_to(self.path).parts[0].split())]
             else:
                 captions = _lines_of(path.with_suffix(".txt"))
-            yield Row(number=number, path=name, caption=captions, progress=number / len(paths))
-
-
-def images_below(folder: Path) -> Iterator[Path]:
-    """Yield the images in a folder and its subfolders, sorted by path."""
-    return (file for file in _files_below(folder) if file.suffix.lower() in IMAGE_SUFFIXES)
-
-
-def _files_below(folder: Path) -> Iterator[Path]:
-    """Yield the files in a folder and its subfolders, sorted by path; links to a folder above are not followed."""
-    for place, folders, names in os.walk(folder, followlinks=True):
-        here = Path(place)
-        above = {one.resolve() for one in (here, *here.parents) if one.is_relative_to(folder)}
-        folders[:] = sorted(one for one in folders if Path(place, one).resolve() not in above)
-        yield from (Path(place, name) for name in sorted(names))
+            progress = number / len(self._images)
+            yield Row(number=number, path=name, caption=captions, cause=cause, progress=progress)
 
 
 def _lines_of(file: Path) -> list[str]:
@@ -303,7 +292,7 @@ def _lines_of(file: Path) -> list[str]:
         return []
 
 
-_REVISION = 1  # of packed folders in the cache; increased when the same input is packed differently
+_REVISION = 2  # of packed folders in the cache; increased when the same input is packed differently
 
 
 def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
@@ -323,7 +312,8 @@ def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
     paths = [one for one in sources if isinstance(one, Path)]
     facts = [f"{one.url}\0{one.size} {one.version}" for one in remote]
     for path in map(Path.absolute, paths):
-        for file in filter(Path.is_file, _files_below(path)) if path.is_dir() else [path]:
+        files = (file for file, _ in files_below(path)) if path.is_dir() else [path]
+        for file in filter(Path.is_file, files):
             status = file.stat()
             facts.append(f"{file}\0{status.st_size} {status.st_mtime_ns}")
     digest.update("".join(f"{one}\n" for one in facts).encode("utf-8", "surrogateescape"))

@@ -18,6 +18,10 @@ from .decode import (
     plain_jpeg_size as plain_jpeg_size,
     upright_array as upright_array,
 )
+from .folders import (
+    files_below as files_below,
+    is_hidden as is_hidden,
+)
 from .hub import (
     from_hub as from_hub,
 )

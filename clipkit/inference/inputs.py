@@ -15,24 +15,23 @@ thread.
 """
 
 import glob
-import heapq
 import json
 import os
 import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from io import TextIOWrapper
-from itertools import groupby, islice
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO, Literal
 from urllib.parse import unquote
 
 from clipkit.errors import DataError
+from clipkit.files.folders import files_below
 from clipkit.files.patterns import (
     IMAGE_EXTENSIONS,
     IMAGE_SUFFIXES,
@@ -49,7 +48,6 @@ __all__ = [
     "Kind",
     "Member",
     "Stream",
-    "images_below",
     "members",
     "read_caption",
     "read_image",
@@ -59,7 +57,6 @@ __all__ = [
 
 MAX_BYTES = 256 << 20  # limit for one image or caption
 MAX_LINE = 2**20  # limit for a line of a list of texts, in characters
-_MAX_SORTED = 2**17  # maximum number of names sorted in memory
 _SHOWN = 8  # folders listed in a message
 _CAPTIONS = ("txt", "json")  # extensions of captions; the first one present is used
 _EMPTY = "empty caption"
@@ -228,7 +225,7 @@ class Stream:
                 yield from _samples(shard, kind)
             if kind == "image":
                 source = readable(str(folder))
-                for path, cause in images_below(folder):
+                for path, cause in files_below(folder, IMAGE_SUFFIXES):
                     yield Item(source=source, key=readable(str(path)), image=path, cause=cause)
 
         return items
@@ -341,60 +338,6 @@ def shards_in(folder: Path) -> list[Path]:
     except OSError as error:
         raise DataError(f"{folder}: {error.strerror}") from error
     return sorted(shards, key=path_order)
-
-
-def images_below(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Yield all images below a folder, sorted by path, and unreadable folders with the cause.
-
-    Images are recognized by their suffix. Hidden files and folders are skipped, and links to a folder that contains
-    them.
-    """
-    waiting = [(folder, _sorted(_names(folder)))]
-    while waiting:
-        here, names = waiting[-1]
-        try:
-            name = next(names, None)
-        except OSError as error:
-            waiting.pop()
-            yield here, f"cannot read folder: {error.strerror}"
-            continue
-        if name is None:
-            waiting.pop()
-        elif name.endswith("/"):
-            inner = here / name
-            if not any(inner.samefile(above) for above, _ in waiting if inner.is_symlink()):
-                waiting.append((inner, _sorted(_names(inner))))
-        else:
-            yield here / name, ""
-
-
-def _names(folder: Path) -> Iterator[str]:
-    """Yield the names of images and folders; folders end with "/", so that sorting names sorts paths."""
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            name = entry.name
-            if name.startswith("."):
-                continue
-            if entry.is_dir():
-                yield name + "/"
-            elif name[name.rfind(".") :].lower() in IMAGE_SUFFIXES:
-                yield name
-
-
-def _sorted(names: Iterable[str]) -> Iterator[str]:
-    """Sort with at most ``_MAX_SORTED`` names in memory; longer lists are merged from temporary files."""
-    rest = iter(names)
-    with ExitStack() as files:
-        runs: list[Iterator[str]] = []
-        while run := sorted(islice(rest, _MAX_SORTED)):
-            if not runs and len(run) < _MAX_SORTED:
-                yield from run
-                return
-            file = files.enter_context(tempfile.TemporaryFile("w+", encoding="ascii"))
-            file.writelines(json.dumps(name) + "\n" for name in run)
-            file.seek(0)
-            runs.append(map(json.loads, file))
-        yield from heapq.merge(*runs)
 
 
 def _hint(source: str) -> str:

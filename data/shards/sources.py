@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from clipkit.errors import DataError
-from clipkit.files import IMAGE_SUFFIXES, SUFFIXES, counted, expand_braces, match_wildcards, path_order
+from clipkit.files import (
+    IMAGE_SUFFIXES,
+    SUFFIXES,
+    counted,
+    expand_braces,
+    files_below,
+    match_wildcards,
+    path_order,
+)
 from data.corpora.builtin import BUILTIN, built_in
 from data.remote import store
 from data.remote.store import HUB_FORM, ShardFile, Unreachable, is_remote, shown
@@ -182,10 +190,10 @@ def _of_split(tables: list[_File], split: str) -> list[_File]:
 
 def _has_pairs(folder: Path) -> bool:
     """Whether a folder has images with captions in .txt files, or a table of them named metadata."""
-    from data.pack import images_below, metadata_of
+    from data.pack import metadata_of
 
-    first = islice(images_below(folder), _LOOKED_AT)
-    return metadata_of(folder) is not None or any(one.with_suffix(".txt").is_file() for one in first)
+    first = islice(files_below(folder, IMAGE_SUFFIXES), _LOOKED_AT)
+    return metadata_of(folder) is not None or any(one.with_suffix(".txt").is_file() for one, _ in first)
 
 
 def _check_count(folder: str, found: int, stated: str | None) -> None:

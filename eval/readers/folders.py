@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from clipkit.errors import DataError
-from clipkit.files import IMAGE_EXTENSIONS
+from clipkit.files import IMAGE_EXTENSIONS, files_below, is_hidden
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit, some
 from eval.readers.files import (
     ACCEPTED,
@@ -25,9 +25,8 @@ from eval.readers.files import (
 
 __all__ = ["open_image_folder", "utf8_name", "visible_folders"]
 
-_SYSTEM_FOLDERS = ("__MACOSX", "@eaDir", "lost+found", "$RECYCLE.BIN", "System Volume Information")
 # image formats that are not read: skipping them would score fewer images than there are
-_UNREAD = ("heic", "heif", "jfif", "jpe", "jxl", "svg", "psd", "dng", "cr2", "nef", "arw")
+_UNREAD = ("heic", "heif", "jfif", "jxl", "svg", "psd", "dng", "cr2", "nef", "arw")
 _SPLIT_WORDS = frozenset(word for words in SPLIT_NAMES.values() for word in words)
 _log = logging.getLogger("eval")
 
@@ -46,24 +45,19 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
         one: own for one in SPLIT_NAMES if (own := folder_of_split(folders, one, visible_folders)) is not None
     }
     inside = _folder_of_split(folder, split, splits)
-    own_classes = {one.name: one for one in visible_folders(inside)}
-    classes = sorted(own_classes)
+    classes = [one.name for one in visible_folders(inside)]
     if inside != folder:  # all splits number the same classes, including those that a split lacks
-        classes = sorted({one.name for own in splits.values() for one in visible_folders(own)}) or classes
-    labelled = [
-        (file, label)
-        for label, one in enumerate(classes)
-        if one in own_classes
-        for file in sorted(_images_below(own_classes[one], inside))
-    ]
+        classes = sorted({one.name for own in (inside, *splits.values()) for one in visible_folders(own)})
+    labels_of = {one: label for label, one in enumerate(classes)}
+    labelled = sorted((labels_of[one], file) for one, file in _images_by_class(inside))
     if not labelled:
         tables = tables_in(inside)
         pairs = f"; {tables[0].name} may be a table of captions: {how_to_pack(tables[0])}" if tables else ""
         raise DataError(f"{inside} contains no images in folders by class, such as {inside}/cat/1.jpg{pairs}")
-    images = FileImages(inside, [file for file, _ in labelled])
-    labels, real = torch.tensor([label for _, label in labelled]), folder / _REAL
+    images = FileImages(inside, [file for _, file in labelled])
+    labels, real = torch.tensor([label for label, _ in labelled]), folder / _REAL
     if real.is_file():
-        labels = _real_labels(real, [file for file, _ in labelled], len(classes))
+        labels = _real_labels(real, [file for _, file in labelled], len(classes))
     if len(classes) == 1:
         if tables := tables_in(folder) or tables_in(folder / classes[0]):
             raise DataError(
@@ -80,7 +74,7 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
             f"images in a folder per class, such as {folder / classes[0] / 'cat'}; "
             f"for images with captions {how_to_pack(None)}"
         )
-    beside = [one.name for one in inside.iterdir() if not _is_hidden(one.name) and one.is_file()]
+    beside = [one.name for one in inside.iterdir() if not is_hidden(one.name) and one.is_file()]
     if beside := sorted(one for one in beside if _extension(one) in IMAGE_EXTENSIONS):
         _log.warning("dataset %s: skips images outside the class folders: %s", name, some(beside))
     return checked_set(
@@ -130,10 +124,10 @@ def _real_labels(file: Path, images: Sequence[Path], classes: int) -> torch.Tens
 _CONFLICT = re.compile(r"(.+?)\d+-(.+?)\d+")
 
 
-def _textures(labelled: Sequence[tuple[Path, int]], classes: Sequence[str]) -> dict[str, torch.Tensor]:
+def _textures(labelled: Sequence[tuple[int, Path]], classes: Sequence[str]) -> dict[str, torch.Tensor]:
     """Return the column ``texture`` if all files are named as cue-conflict images are: ``cat/cat4-bottle1.png``."""
     found = []
-    for file, label in labelled:
+    for label, file in labelled:
         match = _CONFLICT.fullmatch(file.stem)
         if match is None or match[1] != classes[label] or match[2] not in classes:
             return {}
@@ -175,49 +169,36 @@ def visible_folders(folder: Path) -> list[Path]:
     """
     if not folder.is_dir():
         return []
-    paths = sorted(path for path in folder.iterdir() if not _is_hidden(path.name))
+    paths = sorted(path for path in folder.iterdir() if not is_hidden(path.name))
     for path in paths:
         if not path.exists():
             raise DataError(f"{path} is a broken link: fix or remove it")
     return [path for path in paths if path.is_dir()]
 
 
-def _is_hidden(name: str) -> bool:
-    return name.startswith(".") or name in _SYSTEM_FOLDERS
-
-
 def _extension(name: str) -> str:
     return os.path.splitext(name)[1].lower().removeprefix(".")  # noqa: PTH122 - of a name, not of a path
 
 
-def _images_below(folder: Path, root: Path) -> Iterator[Path]:
-    """Yield the images in a class folder and its subfolders, following links but refusing link cycles.
+def _images_by_class(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the images in the folders of a folder, with the name of the folder that is directly in it.
 
     Raises:
-        DataError: a link leads to a folder that contains it, or an image has an unsupported format.
-        OSError: a folder cannot be read.
+        DataError: a folder cannot be read or is a link to one that contains it, or an image has an unsupported
+            format.
     """
-    # folders, with the real paths of the folder and of the links that lead to it
-    todo: list[tuple[Path, tuple[Path, ...]]] = [(folder, (root.resolve() / folder.name,))]
-    while todo:
-        inside, above = todo.pop()
-        if inside.is_symlink():
-            real = inside.resolve()
-            if any(one.is_relative_to(real) for one in above):
-                raise DataError(f"{inside} is a link to a folder that contains it: remove it")
-            above = (*above, real)
-        with os.scandir(inside) as found:
-            entries = [entry for entry in found if not _is_hidden(entry.name)]
-        for entry in entries:
-            if entry.is_dir():
-                todo.append((Path(entry.path), (*above[:-1], above[-1] / entry.name)))
-            elif _extension(entry.name) in IMAGE_EXTENSIONS:
-                yield Path(entry.path)
-            elif _extension(entry.name) in _UNREAD:
-                raise DataError(
-                    f"image {entry.path} has a format that is not supported: convert it to JPEG or PNG, or remove "
-                    "it"
-                )
+    for path, cause in files_below(folder):
+        if cause:
+            raise DataError(f"{path}: {cause}")
+        extension, parts = _extension(path.name), path.relative_to(folder).parts
+        if len(parts) == 1:
+            continue
+        if extension in IMAGE_EXTENSIONS:
+            yield parts[0], path
+        elif extension in _UNREAD:
+            raise DataError(
+                f"image {path} has a format that is not supported: convert it to JPEG or PNG, or remove it"
+            )
 
 
 def utf8_name(name: str) -> str:

@@ -324,11 +324,12 @@ def test_folder_names_become_classes(tmp_path: Path) -> None:
     (tmp_path / "photos/cat").rename(tmp_path / "elsewhere")
     (tmp_path / "photos/cat").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "photos/cat/loop").symlink_to(tmp_path / "photos")
-    pack(tmp_path / "photos", tmp_path / "out")
+    found = pack(tmp_path / "photos", tmp_path / "out")
+    assert found.bad == {"link to a folder that contains it": 1}
     assert [one["txt"].decode() for one in samples(tmp_path / "out").values()] == ["a dog", "cat", "cat"]
     assert (tmp_path / "out/classes.txt").read_text() == "a dog\ncat\n"
     (tmp_path / "photos/cat/1.txt").write_text("a cat")  # caption files take precedence over class names
-    assert pack(tmp_path / "photos", tmp_path / "captions").bad == {"no caption": 2}
+    assert pack(tmp_path / "photos", tmp_path / "captions").bad["no caption"] == 2
     (tmp_path / "photos/cat/1.txt").unlink()
     (tmp_path / "photos/cat").rename(tmp_path / "photos/train")
     with pytest.raises(DataError, match=r"no caption.*; expected a .txt file"):  # a folder of splits

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from clipkit.errors import DataError
-from clipkit.inference import inputs
+from clipkit.files import folders
 from clipkit.inference.inputs import (
     MAX_BYTES,
     MAX_LINE,
@@ -22,7 +22,6 @@ from clipkit.inference.inputs import (
     Kind,
     Member,
     Stream,
-    images_below,
     members,
     read_caption,
     read_image,
@@ -77,19 +76,15 @@ def test_folder_lists_all_images_below_it_in_path_order(tmp_path: Path) -> None:
     (tmp_path / "a/loop").symlink_to(tmp_path)
     (tmp_path / "other").symlink_to("a/deep")
     names = ["a.b/y.tiff", "a/deep/er/x.webp", "a/z.PNG", "a0.gif", "b.jpg", "link.jpg", "other/er/x.webp"]
-    assert found(tmp_path) == [(str(tmp_path / name), "") for name in names]
-    read = [read_image(item).decode() for item in Stream([str(tmp_path)])]
+    stream = Stream([str(tmp_path)])
+    items = [item for item in stream if not item.cause]
+    assert [item.key for item in items] == [str(tmp_path / name) for name in names]
+    assert [(item.key, item.cause) for item in stream if item.cause] == [
+        (str(tmp_path / "a/loop"), "link to a folder that contains it")
+    ]
+    read = [read_image(item).decode() for item in items]
     assert read == [*names[:-2], "b.jpg", "a/deep/er/x.webp"]
     assert {item.source for item in Stream([str(tmp_path)])} == {str(tmp_path)}
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.text(st.characters(exclude_characters="\0/"), max_size=6), unique=True), st.integers(1, 9))
-def test_sorting_in_pieces_equals_sorting_at_once(
-    monkeypatch: pytest.MonkeyPatch, names: list[str], piece: int
-) -> None:
-    monkeypatch.setattr(inputs, "_MAX_SORTED", piece)
-    assert list(inputs._sorted(names)) == sorted(names)
 
 
 def test_names_other_than_utf8_are_found_and_read(tmp_path: Path) -> None:
@@ -102,7 +97,7 @@ def test_names_other_than_utf8_are_found_and_read(tmp_path: Path) -> None:
 
 def test_memory_is_independent_of_the_folder_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twenty times the images in a flat folder: the names alone would take some 300 KB more."""
-    monkeypatch.setattr(inputs, "_MAX_SORTED", 100)
+    monkeypatch.setattr(folders, "_MAX_SORTED", 100)
 
     def peak(folder: Path) -> int:
         tracemalloc.start()
@@ -136,15 +131,6 @@ def test_unreadable_files_are_items_with_a_cause(tmp_path: Path) -> None:
         "large": "file of more than 256 MiB",
         "pipe": "not a file",
     }
-
-
-def test_vanished_folder_is_an_item_with_a_cause(tmp_path: Path) -> None:
-    (tmp_path / "a.jpg").touch()
-    (tmp_path / "b").mkdir()
-    walk = images_below(tmp_path)
-    assert next(walk) == (tmp_path / "a.jpg", "")
-    (tmp_path / "b").rmdir()
-    assert list(walk) == [(tmp_path / "b", "cannot read folder: No such file or directory")]
 
 
 SAMPLES = [

@@ -77,12 +77,12 @@ def test_links_to_folders_are_followed_and_cycles_rejected(tmp_path: Path) -> No
     for name, target in (("cat/loop", "."), ("cat/up", ".."), ("self", "."), ("dog/top", str(tmp_path))):
         link = pets / name
         link.symlink_to(target)
-        assert refusal(pets) == f"{link} is a link to a folder that contains it: remove it"
+        assert refusal(pets) == f"{link}: link to a folder that contains it"
         link.unlink()
     # two links that point into each other
     (pets / "cat" / "other").symlink_to("../dog")
     (pets / "dog" / "other").symlink_to("../cat")
-    assert "is a link to a folder that contains it: remove it" in refusal(pets)
+    assert refusal(pets).endswith(": link to a folder that contains it")
 
 
 def test_skipped_images_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
