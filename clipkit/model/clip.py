@@ -304,10 +304,11 @@ class CLIP(nn.Module):
         return self.get_buffer("_mean"), self.get_buffer("_std")
 
     def _normalized(self, images: Tensor) -> Tensor:
+        """Normalize colors; the result has the layout in which convolutions are fastest."""
         if images.dtype != torch.uint8:
-            return images
+            return images.to(memory_format=torch.channels_last)
         mean, std = self.colors
-        return images.to(mean.dtype).div_(255).sub_(mean).div_(std)
+        return images.to(mean.dtype, memory_format=torch.channels_last).div_(255).sub_(mean).div_(std)
 
     def _prefix(self, features: Tensor) -> Tensor:
         return features if self.dim == self.architecture.embed_dim else features[:, : self.dim]
