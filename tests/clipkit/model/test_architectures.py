@@ -89,3 +89,15 @@ def test_timm_options_are_stored_and_checked(tmp_path: Path) -> None:
             architecture("ViT-Ti-4-16", image="timm:test_vit", image_options=wrong)
     with pytest.raises(ConfigError, match="image_options require model"):
         architecture("ViT-Ti-4-16", image_options=options)
+
+
+def test_library_towers_get_images_in_the_layout_of_fast_convolutions() -> None:
+    pytest.importorskip("timm")
+    model = create(architecture("ViT-Ti-4-16", image="timm:resnet10t", image_size=32), seed=0).eval()
+    seen: list[torch.Tensor] = []
+    model.visual.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    pixels = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    features = [model.encode_image(one) for one in (pixels, pixels.to(memory_format=torch.channels_last))]
+    features.append(model.encode_image(seen[0].contiguous()))
+    assert all(one.is_contiguous(memory_format=torch.channels_last) for one in seen)
+    assert len(seen) == 3 and all(one.equal(features[0]) for one in features)
