@@ -325,7 +325,7 @@ def test_unreadable_class_folder_is_rejected() -> None:
         os.seteuid(user or 65534)  # root may read everything
         try:
             assert refusal(root / "pets") == (
-                f"cannot read dataset pets: {root / 'pets' / 'dog'}: Permission denied"
+                f"{root / 'pets' / 'dog'}: cannot read folder: Permission denied"
             )
         finally:
             os.seteuid(user)
