@@ -169,10 +169,11 @@ def _downloading(source: str) -> Iterator[None]:
         with _quiet():
             yield
     except (OSError, ValueError, RuntimeError) as error:
-        cause = str(error).strip().split("\n")[0]
+        cause = str(error).strip().split("\n")[0].removeprefix("Got: ")
         raise ConfigError(
             f"{source} is not stored on this machine, and downloading it failed; check the network "
-            f"connection, or use other weights, such as a run folder (with train.py: model.weights=FOLDER): {cause}"
+            "connection, or use other weights, such as a run folder (with train.py: model.weights=FOLDER "
+            f"model.name=NAME): {cause}"
         ) from error
 
 

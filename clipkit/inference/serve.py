@@ -8,6 +8,7 @@ requires a token.
 import argparse
 import asyncio
 import hmac
+import os
 import re
 import secrets
 import socket
@@ -302,7 +303,8 @@ def run(options: argparse.Namespace) -> int:
         listening = socket.create_server((options.host, options.port), family=family)
     except OSError as error:
         where = f"{options.host} port {options.port}"
-        raise ConfigError(f"cannot listen on {where}: {error.strerror or error}") from error
+        cause = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
+        raise ConfigError(f"cannot listen on {where}: {cause}; choose another --port or --host") from error
     with listening:
         collections = []
         for folder, name in zip(folders, models, strict=True):

@@ -373,7 +373,8 @@ def _shard_notes(found: Findings) -> Iterator[Note]:
             yield Note("no sample read passes the filters", grave=True)
     if found.left < found.batch_size and (filtered is None or filtered.passed):
         yield Note(
-            f"{found.left:,} samples do not fill a batch of {found.batch_size:,}: use a smaller batch_size",
+            f"{found.left:,} samples do not fill a batch of {found.batch_size:,} (--batch-size): train with a "
+            "smaller batch_size",
             grave=True,
         )
 
@@ -424,8 +425,8 @@ def _image_notes(found: Findings) -> Iterator[Note]:
         )
     if images.small > _COMMON * images.read:
         yield Note(
-            f"{_percent(images.small, images.read)} of the images are smaller than the model's {found.image_size} "
-            "pixels and are enlarged"
+            f"{_percent(images.small, images.read)} of the images are smaller than {found.image_size} pixels "
+            "(--image-size) and are enlarged"
         )
     counts = TraitCounts(
         images=images.read, transparent=images.transparent.count, rotated=images.rotated.count

@@ -167,7 +167,9 @@ def test_steps_of_an_epoch_are_reported(tmp_path: Path) -> None:
     assert row(look([str(tmp_path)]), "shards", "one epoch").startswith("2 steps of 4 samples")
     found = look([str(tmp_path)], batch_size=12)
     assert row(found, "shards", "one epoch").startswith("0 steps")
-    assert "11 samples do not fill a batch of 12: use a smaller batch_size" in told(found)
+    assert "11 samples do not fill a batch of 12 (--batch-size): train with a smaller batch_size" in told(
+        found
+    )
 
 
 def test_stats_files_are_compared_with_the_shards(tmp_path: Path) -> None:
