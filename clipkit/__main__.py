@@ -6,7 +6,6 @@ Each sub-command is an entry of ``COMMANDS``; its module is imported only when t
 import argparse
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 from clipkit.cli import (
@@ -24,6 +23,7 @@ from clipkit.cli import (
 )
 from clipkit.errors import run_command
 from clipkit.export import EXPORTS
+from clipkit.files import user_path
 
 __all__ = ["COMMANDS", "dispatch", "main"]
 
@@ -67,7 +67,7 @@ def dispatch(arguments: Sequence[str] | None = None) -> int:
 
 def _encode_arguments(parser: argparse.ArgumentParser) -> None:
     _shared_arguments(parser)
-    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="output folder")
+    parser.add_argument("--out", metavar="DIR", type=user_path, required=True, help="output folder")
     parser.add_argument("--text", action="store_true", help="encode texts instead of images")
     parser.add_argument(
         "--rows-per-file",
@@ -130,10 +130,10 @@ def _classify_arguments(parser: argparse.ArgumentParser) -> None:
         "--multi-label", action="store_true", help="give all labels that reach their thresholds"
     )
     parser.add_argument(
-        "--review", metavar="FILE", type=Path, help="write a page of the least certain images to correct"
+        "--review", metavar="FILE", type=user_path, help="write a page of the least certain images to correct"
     )
     parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="write a .csv, .json or .jsonl file instead of printing"
+        "--out", metavar="FILE", type=user_path, help="write a .csv, .json or .jsonl file instead of printing"
     )
 
 
@@ -163,12 +163,12 @@ def _caption_arguments(parser: argparse.ArgumentParser) -> None:
         help="maximum number of tokens with prefix and end (default: the model's)",
     )
     parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="write a .csv or .jsonl file instead of printing"
+        "--out", metavar="FILE", type=user_path, help="write a .csv or .jsonl file instead of printing"
     )
 
 
 def _explain_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("image", metavar="IMAGE", type=Path, help="an image file")
+    parser.add_argument("image", metavar="IMAGE", type=user_path, help="an image file")
     parser.add_argument("prompts", metavar="PROMPT", nargs="+", help="texts such as 'a photo of a cat'")
     parser.add_argument("--model", metavar="M", required=True, help=MODEL)
     add_name(parser)
@@ -177,11 +177,11 @@ def _explain_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_dim(parser)
     add_decoding_options(parser, default="as in the model's training")
-    parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="the .png file to write")
+    parser.add_argument("--out", metavar="FILE", type=user_path, required=True, help="the .png file to write")
 
 
 def _complete_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("image", metavar="IMAGE", type=Path, help="an image file")
+    parser.add_argument("image", metavar="IMAGE", type=user_path, help="an image file")
     parser.add_argument("--model", metavar="M", required=True, help=MODEL)
     parser.add_argument(
         "--keep",
@@ -205,21 +205,21 @@ def _complete_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", metavar="D", help="cpu, cuda, cuda:1, mps, xpu (default: auto, an accelerator if any)"
     )
     add_decoding_options(parser, default="as in the model's training")
-    parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="the .png file to write")
+    parser.add_argument("--out", metavar="FILE", type=user_path, required=True, help="the .png file to write")
 
 
 def _search_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("embeddings", metavar="EMBEDDINGS", help="a folder that clipkit encode wrote")
     parser.add_argument("text", metavar="TEXT", nargs="?", default="", help="what to search for")
     parser.add_argument(
-        "--image", metavar="FILE", type=Path, action="append", default=[], help="an image to search for"
+        "--image", metavar="FILE", type=user_path, action="append", default=[], help="an image to search for"
     )
     parser.add_argument(
         "--not", dest="unwanted", metavar="TEXT", action="append", default=[], help="what is not wanted"
     )
     parser.add_argument("-k", metavar="N", type=whole(1, 100_000), default=20, help="results (default: 20)")
     parser.add_argument(
-        "--html", metavar="FILE", type=Path, help="write a page with thumbnails instead of printing"
+        "--html", metavar="FILE", type=user_path, help="write a page with thumbnails instead of printing"
     )
     _add_exact(parser)
     parser.add_argument("--model", metavar="M", help="(default: that of the embeddings)")
@@ -271,7 +271,9 @@ def _serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL)
-    parser.add_argument("out", metavar="OUT", type=Path, help="a new folder, or an existing export to extend")
+    parser.add_argument(
+        "out", metavar="OUT", type=user_path, help="a new folder, or an existing export to extend"
+    )
     parser.add_argument(
         "--to",
         action="append",
@@ -303,7 +305,7 @@ def _interpolate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "more", metavar="MORE", nargs="*", default=[], help="further ones: the mean of all is written"
     )
-    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="output folder")
+    parser.add_argument("--out", metavar="DIR", type=user_path, required=True, help="output folder")
     parser.add_argument(
         "--alpha",
         metavar="A",

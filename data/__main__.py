@@ -10,7 +10,6 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clipkit.cli import (
@@ -26,7 +25,7 @@ from clipkit.cli import (
 )
 from clipkit.config import Config
 from clipkit.errors import ConfigError, DataError, nearest, run_command
-from clipkit.files import color_of, counted, printable, size_of, write_atomic
+from clipkit.files import color_of, counted, printable, size_of, user_path, write_atomic
 from data.remote.cache import cache_folder, shard_cache
 
 if TYPE_CHECKING:
@@ -244,8 +243,8 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
         help="report how many samples pass a filter such as 'width >= 256' (as data.filters); may be repeated",
     )
     _cache_option(parser, 0.0, "reads parts of them")
-    parser.add_argument("--html", metavar="OUT", type=Path, help="also write a page with images")
-    parser.add_argument("--json", metavar="OUT", type=Path, help="also write all results as JSON")
+    parser.add_argument("--html", metavar="OUT", type=user_path, help="also write a page with images")
+    parser.add_argument("--json", metavar="OUT", type=user_path, help="also write all results as JSON")
 
 
 def _speed_options(parser: argparse.ArgumentParser) -> None:
@@ -286,7 +285,7 @@ def _caption_option(parser: argparse.ArgumentParser) -> None:
 
 def _tokenizer_options(parser: argparse.ArgumentParser) -> None:
     _source_options(parser)
-    parser.add_argument("--out", metavar="OUT", type=Path, required=True, help="the folder to create")
+    parser.add_argument("--out", metavar="OUT", type=user_path, required=True, help="the folder to create")
     _whole_option(parser, "--vocab", "N", 258, 1_000_000, 8192, "number of tokens (default: 8192)")
     _caption_option(parser)
     parser.add_argument(
@@ -302,7 +301,7 @@ def _tokenizer_options(parser: argparse.ArgumentParser) -> None:
 def _palette_options(parser: argparse.ArgumentParser) -> None:
     _source_options(parser)
     parser.add_argument(
-        "--out", metavar="FILE", type=Path, required=True, help="the .safetensors file to write"
+        "--out", metavar="FILE", type=user_path, required=True, help="the .safetensors file to write"
     )
     _whole_option(parser, "--colors", "N", 2, 4096, 512, "number of colors (default: 512)")
     _whole_option(parser, "--images", "N", 1, 1_000_000, 2000, "images to look at (default: 2000)")
@@ -311,19 +310,19 @@ def _palette_options(parser: argparse.ArgumentParser) -> None:
 
 def _make_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="glyphs, digits, emoji or cues")
-    parser.add_argument("out", metavar="OUT", type=Path, help="the folder to create")
+    parser.add_argument("out", metavar="OUT", type=user_path, help="the folder to create")
     parser.add_argument(
         "--packages",
         metavar="FOLDER",
-        type=Path,
+        type=user_path,
         help="for emoji: .tgz files made by npm pack (default: download)",
     )
     parser.add_argument("--quiet", action="store_true", help="print no progress")
 
 
 def _pack_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("table", metavar="TABLE", type=Path, help=_PACKED)
-    parser.add_argument("out", metavar="OUT", type=Path, help="the folder to create")
+    parser.add_argument("table", metavar="TABLE", type=user_path, help=_PACKED)
+    parser.add_argument("out", metavar="OUT", type=user_path, help="the folder to create")
     parser.add_argument("--image-column", metavar="C", help="column with the paths (default: guessed)")
     parser.add_argument("--caption-column", metavar="C", help="column with the captions (default: guessed)")
     parser.add_argument(
@@ -366,7 +365,7 @@ def _download_options(parser: argparse.ArgumentParser) -> None:
         metavar="TABLE",
         help="a table with a column of URLs, or a folder, local or remote (hf://, s3://)",
     )
-    parser.add_argument("out", metavar="OUT", type=Path, help="the folder for the shards")
+    parser.add_argument("out", metavar="OUT", type=user_path, help="the folder for the shards")
     parser.add_argument("--url-column", metavar="C", help="column with the URLs (default: guessed)")
     parser.add_argument("--caption-column", metavar="C", help="column with the captions (default: guessed)")
     parser.add_argument(
@@ -451,7 +450,7 @@ def _score_options(parser: argparse.ArgumentParser) -> None:
         help="do not compare all images with each other, which takes time in proportion to their number squared",
     )
     _cache_option(parser, 100.0, "is not possible for them")
-    parser.add_argument("--html", metavar="OUT", type=Path, help="also write a page about filters")
+    parser.add_argument("--html", metavar="OUT", type=user_path, help="also write a page about filters")
     parser.add_argument(
         "--filters",
         metavar="FILTER",
@@ -629,7 +628,9 @@ def _pack(parsed: argparse.Namespace) -> int:
     print(f"packed {counted(report.splits.get('train', 0), 'pair')} into train{test}{few}")
     if bad:
         mostly = "warning: " if bad >= report.packed else ""
-        print(f"{mostly}{bad:,} bad of {counted(bad + report.packed, 'row')}: see {report.bad_rows}")
+        print(
+            f"{mostly}{bad:,} bad of {counted(bad + report.packed, 'row')}: see {report.bad_rows}{report.hint}"
+        )
     return 0
 
 

@@ -75,6 +75,7 @@ class PackReport:
         several_captions: packed images with more than one caption.
         fields: other columns that were stored, with their json field names.
         left_out: columns that were left out, with the reason.
+        hint: why subfolders are not read as classes, if that may be a mistake; else "".
     """
 
     splits: Mapping[str, int]
@@ -87,6 +88,7 @@ class PackReport:
     several_captions: int
     fields: Mapping[str, str]
     left_out: Mapping[str, str]
+    hint: str
 
     @property
     def packed(self) -> int:
@@ -197,11 +199,7 @@ def pack(
                 bar.update(task, completed=row.progress, rows=row.number, bad=bad.total())
         if not writer.counts:
             causes = "; ".join(f"{count} × {cause} ({firsts[cause]})" for cause, count in bad.most_common())
-            expected = (
-                "; expected a .txt file for each image, a table named metadata, or a subfolder for each class"
-                if isinstance(read, _ImageFolder)
-                else ""
-            )
+            expected = f"; expected {_LAYOUTS}{read.hint}" if isinstance(read, _ImageFolder) else ""
             raise DataError(f"no row of {read.path} can be packed: {causes or 'it has no rows'}{expected}")
         if not bad:
             listing.unlink()
@@ -235,10 +233,12 @@ def pack(
         several_captions=marks["several captions"],
         fields=kept,
         left_out=read.left_out,
+        hint=read.hint if isinstance(read, _ImageFolder) and bad["no caption"] > sum(splits.values()) else "",
     )
 
 
 _LONGEST_NAME = 80
+_LAYOUTS = "a .txt file for each image, a table named metadata, or a subfolder for each class"
 _SHOWN = 8  # names of tables in the card
 
 
@@ -255,6 +255,7 @@ class _ImageFolder:
 
     Attributes:
         classes: names of the classes, if there are any.
+        hint: why there are none although there are subfolders; else "".
     """
 
     image_column = "files"
@@ -266,9 +267,16 @@ class _ImageFolder:
         self._images = list(files_below(folder, IMAGE_SUFFIXES))
         found = [path for path, cause in self._images if not cause]
         inside = {path.relative_to(folder).parts[:-1][:1] for path in found}
-        by_class = () not in inside and not any(path.with_suffix(".txt").exists() for path in found)
-        names = {" ".join(one.split()) for (one,) in inside} if by_class else set()
-        self.classes = sorted(names) if len(names) > 1 and not names & {*SPLITS} else []
+        names = {" ".join(one[0].split()) for one in inside if one}
+        why = ""  # folders are not classes
+        if outside := [path for path in found if path.parent == folder]:
+            why = f"{outside[0].name} is outside them"
+        elif captioned := next(filter(_lines_of, (path.with_suffix(".txt") for path in found)), None):
+            why = f"there is {captioned.relative_to(folder)}"
+        elif splits := sorted(names & {*SPLITS}):
+            why = f"{splits[0]!r} is the name of a split: pack the splits one by one, or rename it"
+        self.classes = sorted(names) if len(names) > 1 and not why else []
+        self.hint = f"; its folders are not read as classes, because {why}" if len(names) > 1 and why else ""
         self.caption_column = "names of folders" if self.classes else ".txt files"
 
     def __iter__(self) -> Iterator[Row]:
@@ -298,8 +306,8 @@ _REVISION = 2  # of packed folders in the cache; increased when the same input i
 def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
     """Return a dataset folder in the cache with the images and captions of a source, packed on first use.
 
-    A source is packed again if the path, size or modification time of a table, or of a file in a folder of images,
-    or the version of a remote table has changed. Remote tables are deleted when they are packed.
+    A source is packed again if the path, size, modification time or permissions of a table or of a file in a folder
+    of images, or the version of a remote table, have changed. Remote tables are deleted when they are packed.
 
     Args:
         sources: tables, a folder of images (see ``pack``), or remote Parquet files.
@@ -312,10 +320,13 @@ def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
     paths = [one for one in sources if isinstance(one, Path)]
     facts = [f"{one.url}\0{one.size} {one.version}" for one in remote]
     for path in map(Path.absolute, paths):
-        files = (file for file, _ in files_below(path)) if path.is_dir() else [path]
-        for file in filter(Path.is_file, files):
-            status = file.stat()
-            facts.append(f"{file}\0{status.st_size} {status.st_mtime_ns}")
+        for file, _ in files_below(path) if path.is_dir() else [(path, "")]:
+            try:
+                status = file.stat()
+            except OSError as error:
+                facts.append(f"{file}\0{error.strerror}")
+            else:  # with the permissions: a file may have been unreadable
+                facts.append(f"{file}\0{status.st_size} {status.st_mtime_ns} {status.st_mode}")
     digest.update("".join(f"{one}\n" for one in facts).encode("utf-8", "surrogateescape"))
     shown = remote[0].shown if remote else str(sources[0])
     name = field_name(Path(sources[0].name).stem)[:_LONGEST_NAME]

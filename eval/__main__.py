@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 from clipkit.cli import (
     MOST_BATCH,
@@ -16,6 +15,7 @@ from clipkit.cli import (
     whole,
 )
 from clipkit.errors import run_command
+from clipkit.files import user_path
 from eval.tasks import TASKS, Task
 
 __all__ = ["COMMANDS", "main"]
@@ -85,7 +85,7 @@ def _scoring_options(parser: argparse.ArgumentParser, *, several: bool) -> None:
     )
     add(
         "--out",
-        type=Path,
+        type=user_path,
         metavar="FILE",
         help="results file to append to (default: results.jsonl in the model's run folder or the current folder)",
     )
@@ -195,7 +195,7 @@ def _soup_arguments(parser: argparse.ArgumentParser) -> None:
         help="split to select on (default: val if the dataset has it, else test, whose scores are then too high)",
     )
     add("--prompts", default="", metavar="SET", help="prompt set, for datasets that have it")
-    add("--out", type=Path, required=True, metavar="FOLDER", help="folder of the model to write")
+    add("--out", type=user_path, required=True, metavar="FOLDER", help="folder of the model to write")
     add("--batch-size", type=whole(1, MOST_BATCH), default=256, metavar="N", help="default: 256")
     add("--device", default="auto", help="cpu, cuda, cuda:1, mps, xpu (default: auto, an accelerator if any)")
 
@@ -203,20 +203,23 @@ def _soup_arguments(parser: argparse.ArgumentParser) -> None:
 def _report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
-        type=Path,
+        type=user_path,
         nargs="+",
         metavar="RUN|RESULTS",
         help="one run folder, or any number of results.jsonl files and run folders",
     )
     parser.add_argument(
         "--out",
-        type=Path,
+        type=user_path,
         metavar="FILE",
         help="default: RUN/report.html for one run, else scores.html next to the first results file",
     )
     for table in ("csv", "latex", "markdown"):
         parser.add_argument(
-            f"--{table}", type=Path, metavar="FILE", help="also write the results table to FILE; - prints it"
+            f"--{table}",
+            type=user_path,
+            metavar="FILE",
+            help="also write the results table to FILE; - prints it",
         )
 
 
@@ -229,7 +232,7 @@ def _compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("second", metavar="B", help="another")
     parser.add_argument(
         "--results",
-        type=Path,
+        type=user_path,
         action="append",
         default=[],
         metavar="FILE",
@@ -256,7 +259,7 @@ def _internals_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of images, evenly spaced in the dataset (default: 128)",
     )
     add("--device", default="cpu", help="auto, cpu, cuda, cuda:1, mps, xpu (default: cpu)")
-    add("--out", type=Path, required=True, metavar="FILE", help="the page to write, a .html file")
+    add("--out", type=user_path, required=True, metavar="FILE", help="the page to write, a .html file")
 
 
 def _list_arguments(parser: argparse.ArgumentParser) -> None:

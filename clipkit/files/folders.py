@@ -23,7 +23,9 @@ def is_hidden(name: str) -> bool:
 def files_below(folder: Path, suffixes: Collection[str] | None = None) -> Iterator[tuple[Path, str]]:
     """Yield the files below a folder, sorted by path, and subfolders that cannot be read with the cause.
 
-    Hidden files and folders are skipped. Links to folders are followed, unless the folder contains the link.
+    Hidden files and folders are skipped. Links to folders are followed, but not to a folder that contains the link,
+    nor, in a linked folder, to one that another link has led to: folders that link to each other would have
+    many times as many paths as files.
 
     Args:
         folder: where to start; its files come with paths that begin with it.
@@ -33,6 +35,7 @@ def files_below(folder: Path, suffixes: Collection[str] | None = None) -> Iterat
         The path, and "" or why the folder at that path was not read.
     """
     waiting = [(folder, folder.resolve(), _sorted(_names(folder, suffixes)))]
+    linked = set[Path]()  # where links have led to
     while waiting:
         here, real, names = waiting[-1]
         try:
@@ -50,6 +53,10 @@ def files_below(folder: Path, suffixes: Collection[str] | None = None) -> Iterat
                 if any(above.is_relative_to(target) for _, above, _ in waiting):
                     yield inner, "link to a folder that contains it"
                     continue
+                if target in linked and any(one.is_symlink() for one, _, _ in waiting[1:]):
+                    yield inner, "link to a folder that another link leads to"
+                    continue
+                linked.add(target)
             waiting.append((inner, target, _sorted(_names(inner, suffixes))))
         else:
             yield here / name, ""
@@ -62,7 +69,11 @@ def _names(folder: Path, suffixes: Collection[str] | None) -> Iterator[str]:
             name = entry.name
             if is_hidden(name):
                 continue
-            if entry.is_dir():
+            try:
+                is_folder = entry.is_dir()
+            except OSError:  # a link that leads nowhere; reading it as a file tells why
+                is_folder = False
+            if is_folder:
                 yield name + "/"
             elif suffixes is None or name[name.rfind(".") :].lower() in suffixes:
                 yield name

@@ -59,6 +59,9 @@ _REVIEWED = 200  # images on a page
 _MAX_LIST_BYTES = 16 << 20  # size limit of a file of labels or templates
 
 
+_SPLITS = ("train", "training", "val", "valid", "validation", "test", "testing", "dev")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Classification:
     """The most probable labels of one image, in descending order; probabilities are over all labels."""
@@ -295,6 +298,10 @@ def _labels(options: argparse.Namespace) -> tuple[list[str], Calibration | None]
         if len(found) < 2:
             raise DataError(
                 f"{folder} has {counted(len(found), 'label')}: expected a folder for each of several"
+            )
+        if all(name.lower() in _SPLITS for name in found):
+            raise DataError(
+                f"{folder} has the folders of splits, not of labels: choose one, such as {folder / found[0]}"
             )
         return found, None
     if options.calibration is not None:

@@ -213,7 +213,7 @@ class Stream:
         shards = shards_in(folder)
         if not shards:  # a dataset with a folder per split
             try:
-                splits = sorted(inner for inner in folder.iterdir() if (inner / "nshards.txt").is_file())
+                splits = sorted(filter(_is_split, folder.iterdir()))
             except OSError as error:
                 raise DataError(f"{folder}: {error.strerror}") from error
             shards = [shard for split in splits for shard in shards_in(split)]
@@ -338,6 +338,13 @@ def shards_in(folder: Path) -> list[Path]:
     except OSError as error:
         raise DataError(f"{folder}: {error.strerror}") from error
     return sorted(shards, key=path_order)
+
+
+def _is_split(folder: Path) -> bool:
+    try:
+        return (folder / "nshards.txt").is_file()
+    except OSError:  # reported when its images are read
+        return False
 
 
 def _hint(source: str) -> str:

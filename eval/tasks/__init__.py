@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from clipkit.cli import MOST_BATCH, MOST_SEED, number, whole
 from clipkit.errors import ConfigError, nearest
+from clipkit.files import user_path
 
 if TYPE_CHECKING:
     from clipkit import CLIP
@@ -292,7 +293,7 @@ def _fine_tune_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--runs",
-        type=Path,
+        type=user_path,
         metavar="FOLDER",
         help="fine-tune: folder of training runs and their models (default: fine-tune in the cache)",
     )

@@ -332,8 +332,17 @@ def test_folder_names_become_classes(tmp_path: Path) -> None:
     assert pack(tmp_path / "photos", tmp_path / "captions").bad["no caption"] == 2
     (tmp_path / "photos/cat/1.txt").unlink()
     (tmp_path / "photos/cat").rename(tmp_path / "photos/train")
-    with pytest.raises(DataError, match=r"no caption.*; expected a .txt file"):  # a folder of splits
+    with pytest.raises(
+        DataError, match=r"no caption.*; expected a .txt file.*'train' is the name of a split"
+    ):
         pack(tmp_path / "photos", tmp_path / "splits")
+    (tmp_path / "photos/train").rename(tmp_path / "photos/bird")
+    (tmp_path / "photos/bird/1.txt").write_text("a bird")
+    found = pack(tmp_path / "photos", tmp_path / "captioned")
+    assert found.hint == "; its folders are not read as classes, because there is bird/1.txt"
+    (tmp_path / "photos/bird/1.png").rename(tmp_path / "photos/cover.png")
+    with pytest.raises(DataError, match=r"not read as classes, because cover\.png is outside them"):
+        pack(tmp_path / "photos", tmp_path / "mixed")
 
 
 def test_lists_of_captions_are_stored(images: Path) -> None:

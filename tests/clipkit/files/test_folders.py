@@ -48,3 +48,24 @@ def test_hidden_and_system_folders_are_skipped(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     assert list(files_below(tmp_path, {".jpg"})) == [(tmp_path / "c/e.JPG", "")]
     assert [path.name for path, _ in files_below(tmp_path)] == ["e.JPG", "f.txt"]
+
+
+def test_folders_that_link_to_each_other_are_read_in_time(tmp_path: Path) -> None:
+    """Twelve folders, each with links to all others, have more than 10^8 paths without a repeated folder."""
+    names = [f"{number:02d}" for number in range(12)]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.txt").touch()
+        for other in names:
+            if other != name:
+                (tmp_path / name / f"to{other}").symlink_to(tmp_path / other)
+    found = [path for path, cause in files_below(tmp_path) if not cause]
+    assert {path.relative_to(tmp_path).parts[0] for path in found} == {*names}
+    assert 12 * 12 <= len(found) <= 2 * 12 * 12
+
+
+def test_links_that_lead_nowhere_are_files(tmp_path: Path) -> None:
+    for name in ("a.jpg", "b.txt"):
+        (tmp_path / name).symlink_to(name)  # to itself
+    (tmp_path / "c.jpg").touch()
+    assert list(files_below(tmp_path, {".jpg"})) == [(tmp_path / "a.jpg", ""), (tmp_path / "c.jpg", "")]
