@@ -12,6 +12,7 @@ from hypothesis import given, strategies as st
 from clipkit.__main__ import COMMANDS
 from clipkit.cli import Parser, command_parser, number, whole
 from clipkit.errors import ConfigError
+from clipkit.files.patterns import user_path
 from data.__main__ import make_parser as data_parser
 from eval.__main__ import _parser as eval_parser
 
@@ -36,7 +37,7 @@ def test_numeric_options_reject_invalid_values(parser: argparse.ArgumentParser) 
     checked = 0
     for prog, action in options_of(parser):
         assert action.type not in (int, float), f"{prog} {action.option_strings} takes any number"
-        if action.type is None or action.type is Path:
+        if action.type is None or action.type is user_path:
             continue
         for text in ABSURD:
             with pytest.raises(argparse.ArgumentTypeError, match=r"is not a (whole )?number"):

@@ -319,8 +319,9 @@ def test_offline_download_raises_one_line_error(source: str) -> None:
     ) as caught:
         clipkit.load(source)
     assert source in str(caught.value) and "\n" not in str(caught.value)
-    assert "or use other weights, such as a run folder (with train.py: model.weights=FOLDER)" in str(
-        caught.value
+    assert (
+        "or use other weights, such as a run folder (with train.py: model.weights=FOLDER model.name=NAME)"
+        in str(caught.value)
     )
 
 
