@@ -343,7 +343,10 @@ def scored(model: Path, datasets: Sequence[str], batch_size: int) -> dict[str, f
 
 
 def timed(command: Sequence[str], log: Path, environment: dict[str, str]) -> list[tuple[float, str]]:
-    """Run a command; return its lines of output with the seconds since its start, which are also the log."""
+    """Run a command; return its lines of output with the seconds since its start, which are also the log.
+
+    Paths in the repository and the environment are relative, so that records do not depend on the machine.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     paths = [environment.pop("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")]
     environment |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -359,7 +362,8 @@ def timed(command: Sequence[str], log: Path, environment: dict[str, str]) -> lis
     assert process.stdout is not None
     with log.open("w", encoding="utf-8") as file:
         for line in process.stdout:
-            lines.append((round(time.monotonic() - began, 2), line.rstrip()))
+            line = line.rstrip().replace(f"{ROOT}/", "").replace(f"{sys.prefix}/", "")
+            lines.append((round(time.monotonic() - began, 2), line))
             file.write(f"{lines[-1][0]:9.2f}  {lines[-1][1]}\n")
             file.flush()
     if process.wait():

@@ -75,7 +75,7 @@ class PackReport:
         several_captions: packed images with more than one caption.
         fields: other columns that were stored, with their json field names.
         left_out: columns that were left out, with the reason.
-        hint: why subfolders are not read as classes, if that may be a mistake; else "".
+        hint: why subfolders are not read as classes if most images have no caption, otherwise "".
     """
 
     splits: Mapping[str, int]
@@ -255,7 +255,7 @@ class _ImageFolder:
 
     Attributes:
         classes: names of the classes, if there are any.
-        hint: why there are none although there are subfolders; else "".
+        hint: why several subfolders are not read as classes, otherwise "".
     """
 
     image_column = "files"
@@ -268,28 +268,31 @@ class _ImageFolder:
         found = [path for path, cause in self._images if not cause]
         inside = {path.relative_to(folder).parts[:-1][:1] for path in found}
         names = {" ".join(one[0].split()) for one in inside if one}
-        why = ""  # folders are not classes
-        if outside := [path for path in found if path.parent == folder]:
-            why = f"{outside[0].name} is outside them"
+        why = ""
+        if outside := next((path for path in found if path.parent == folder), None):
+            why = f"{outside.name} is outside them"
         elif captioned := next(filter(_lines_of, (path.with_suffix(".txt") for path in found)), None):
-            why = f"there is {captioned.relative_to(folder)}"
+            why = f"{captioned.relative_to(folder)} contains captions"
         elif splits := sorted(names & {*SPLITS}):
             why = f"{splits[0]!r} is the name of a split: pack the splits one by one, or rename it"
         self.classes = sorted(names) if len(names) > 1 and not why else []
-        self.hint = f"; its folders are not read as classes, because {why}" if len(names) > 1 and why else ""
+        self.hint = f"; subfolders are not read as classes because {why}" if len(names) > 1 and why else ""
         self.caption_column = "names of folders" if self.classes else ".txt files"
 
     def __iter__(self) -> Iterator[Row]:
         for number, (path, cause) in enumerate(self._images, 1):
-            name, captions = str(path.relative_to(self.path)), list[str]()
-            if cause:
-                pass
-            elif self.classes:
-                captions = [" ".join(path.relative_to(self.path).parts[0].split())]
-            else:
-                captions = _lines_of(path.with_suffix(".txt"))
-            progress = number / len(self._images)
-            yield Row(number=number, path=name, caption=captions, cause=cause, progress=progress)
+            yield Row(
+                number=number,
+                path=str(path.relative_to(self.path)),
+                caption=[] if cause else self._captions_of(path),
+                cause=cause,
+                progress=number / len(self._images),
+            )
+
+    def _captions_of(self, image: Path) -> list[str]:
+        if self.classes:
+            return [" ".join(image.relative_to(self.path).parts[0].split())]
+        return _lines_of(image.with_suffix(".txt"))
 
 
 def _lines_of(file: Path) -> list[str]:

@@ -19,6 +19,8 @@ from .decode import (
     upright_array as upright_array,
 )
 from .folders import (
+    SPLIT_NAMES as SPLIT_NAMES,
+    SPLIT_WORDS as SPLIT_WORDS,
     files_below as files_below,
     is_hidden as is_hidden,
 )

@@ -1,4 +1,4 @@
-"""Walks over the files of a folder and its subfolders, in the order of their paths and with little memory."""
+"""Walks over the files below a folder, in the order of their paths and with little memory; names of splits."""
 
 import heapq
 import json
@@ -9,33 +9,42 @@ from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 
-__all__ = ["files_below", "is_hidden"]
+__all__ = ["SPLIT_NAMES", "SPLIT_WORDS", "files_below", "is_hidden"]
+
+# Common names of the folders and files of splits, case-insensitive.
+SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation", "dev"),
+    "test": ("test", "testing"),
+}
+SPLIT_WORDS = frozenset(word for words in SPLIT_NAMES.values() for word in words)
 
 _MAX_SORTED = 2**17  # maximum number of names sorted in memory
 _SYSTEM_FOLDERS = ("__MACOSX", "@eaDir", "lost+found", "$RECYCLE.BIN", "System Volume Information")
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a file or folder has a name with a leading dot, or one that only systems use, such as ``@eaDir``."""
+    """Whether a name begins with a dot or is that of a system folder, such as ``@eaDir``."""
     return name.startswith(".") or name in _SYSTEM_FOLDERS
 
 
 def files_below(folder: Path, suffixes: Collection[str] | None = None) -> Iterator[tuple[Path, str]]:
-    """Yield the files below a folder, sorted by path, and subfolders that cannot be read with the cause.
+    """Yield the files below a folder, sorted by path, and the subfolders that are not read, with the cause.
 
-    Hidden files and folders are skipped. Links to folders are followed, but not to a folder that contains the link,
-    nor, in a linked folder, to one that another link has led to: folders that link to each other would have
-    many times as many paths as files.
+    Hidden files and folders are skipped. Links to folders are followed, except to a folder that contains the link.
+    Within a linked folder, links to a folder that was already reached through a link are not followed either:
+    folders that link to each other have exponentially many paths.
 
     Args:
-        folder: where to start; its files come with paths that begin with it.
-        suffixes: of files, in lower case and with the dot; None for all files.
+        folder: where to start; the paths begin with it.
+        suffixes: suffixes of the files to yield, in lower case and with the dot; None for all files.
 
     Yields:
-        The path, and "" or why the folder at that path was not read.
+        The path of a file and "", or the path of a folder and why it is not read.
     """
-    waiting = [(folder, folder.resolve(), _sorted(_names(folder, suffixes)))]
-    linked = set[Path]()  # where links have led to
+    endings = ("",) if suffixes is None else tuple(suffixes)
+    waiting = [(folder, folder.resolve(), _sorted(_names(folder, endings)))]
+    linked = set[Path]()  # targets of the links followed so far
     while waiting:
         here, real, names = waiting[-1]
         try:
@@ -54,15 +63,15 @@ def files_below(folder: Path, suffixes: Collection[str] | None = None) -> Iterat
                     yield inner, "link to a folder that contains it"
                     continue
                 if target in linked and any(one.is_symlink() for one, _, _ in waiting[1:]):
-                    yield inner, "link to a folder that another link leads to"
+                    yield inner, "link to a folder that is read through another link"
                     continue
                 linked.add(target)
-            waiting.append((inner, target, _sorted(_names(inner, suffixes))))
+            waiting.append((inner, target, _sorted(_names(inner, endings))))
         else:
             yield here / name, ""
 
 
-def _names(folder: Path, suffixes: Collection[str] | None) -> Iterator[str]:
+def _names(folder: Path, endings: tuple[str, ...]) -> Iterator[str]:
     """Yield the names of files and folders; folders end with "/", so that sorting names sorts paths."""
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -71,11 +80,11 @@ def _names(folder: Path, suffixes: Collection[str] | None) -> Iterator[str]:
                 continue
             try:
                 is_folder = entry.is_dir()
-            except OSError:  # a link that leads nowhere; reading it as a file tells why
+            except OSError:  # an invalid link; opening it as a file will raise the error
                 is_folder = False
             if is_folder:
                 yield name + "/"
-            elif suffixes is None or name[name.rfind(".") :].lower() in suffixes:
+            elif name.lower().endswith(endings):
                 yield name
 
 

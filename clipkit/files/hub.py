@@ -169,7 +169,7 @@ def _downloading(source: str) -> Iterator[None]:
         with _quiet():
             yield
     except (OSError, ValueError, RuntimeError) as error:
-        cause = str(error).strip().split("\n")[0].removeprefix("Got: ")
+        cause = str(error).strip().split("\n")[0].removeprefix("Got: ")  # of huggingface_hub
         raise ConfigError(
             f"{source} is not stored on this machine, and downloading it failed; check the network "
             "connection, or use other weights, such as a run folder (with train.py: model.weights=FOLDER "

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.atomic import replacing
+from clipkit.files.folders import SPLIT_WORDS, is_hidden
 from clipkit.files.pages import check_page, write_page
 from clipkit.files.patterns import user_path
 from clipkit.files.table import safe_cell
@@ -57,9 +58,6 @@ PRECISION = 0.9  # that thresholds must reach
 NONE = "none"  # the folder of images without a label
 _REVIEWED = 200  # images on a page
 _MAX_LIST_BYTES = 16 << 20  # size limit of a file of labels or templates
-
-
-_SPLITS = ("train", "training", "val", "valid", "validation", "test", "testing", "dev")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -293,15 +291,15 @@ def _labels(options: argparse.Namespace) -> tuple[list[str], Calibration | None]
         folder = user_path(options.calibrate)
         if not folder.is_dir():
             raise DataError(f"{folder}: no such folder")
-        names = sorted(one.name for one in folder.iterdir() if one.is_dir() and not one.name.startswith("."))
+        names = sorted(one.name for one in folder.iterdir() if one.is_dir() and not is_hidden(one.name))
         found = [name for name in names if name != NONE]
         if len(found) < 2:
             raise DataError(
                 f"{folder} has {counted(len(found), 'label')}: expected a folder for each of several"
             )
-        if all(name.lower() in _SPLITS for name in found):
+        if all(name.lower() in SPLIT_WORDS for name in found):
             raise DataError(
-                f"{folder} has the folders of splits, not of labels: choose one, such as {folder / found[0]}"
+                f"{folder} contains splits, not labels: choose one of them, such as {folder / found[0]}"
             )
         return found, None
     if options.calibration is not None:

@@ -8,7 +8,6 @@ requires a token.
 import argparse
 import asyncio
 import hmac
-import os
 import re
 import secrets
 import socket
@@ -303,7 +302,7 @@ def run(options: argparse.Namespace) -> int:
         listening = socket.create_server((options.host, options.port), family=family)
     except OSError as error:
         where = f"{options.host} port {options.port}"
-        cause = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
+        cause = str(error.strerror or error).partition(" (while")[0]  # which repeats the address
         raise ConfigError(f"cannot listen on {where}: {cause}; choose another --port or --host") from error
     with listening:
         collections = []

@@ -272,7 +272,9 @@ def first_model(
         if fresh := shape.logit_bias and first.logit_bias is None:
             first.reset_bias()
         if not _fits(first, shape):
-            raise ConfigError(f"the weights model.weights = {model.weights!r} {_misfit(first, shape, model)}")
+            raise ConfigError(
+                f"model.weights: the weights in {model.weights!r} {_misfit(first, shape, model)}"
+            )
     else:
         first, fresh = create(shape, name=model.label, seed=seed), True
         if model.tokenizer:
@@ -324,8 +326,8 @@ def _take_image_tower(first: CLIP, model: ModelConfig) -> None:
     own, other = first.architecture, source.architecture
     if any(getattr(own, name) != getattr(other, name) for name in ("vision", "embed_dim", "quick_gelu")):
         raise ConfigError(
-            f"the weights model.weights = {model.weights!r} are of {source.name or 'another architecture'}, whose "
-            f"image tower is not that of {model.label}: set model.name, model.image or model.image_options"
+            f"model.weights: the weights in {model.weights!r} are of {source.name or 'another architecture'}, "
+            f"whose image tower is not that of {model.label}: set model.name, model.image or model.image_options"
         )
     first.visual.load_state_dict(source.visual.state_dict())
     first.preprocess = source.preprocess

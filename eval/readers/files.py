@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from clipkit.errors import DataError
-from clipkit.files import counted
+from clipkit.files import SPLIT_NAMES, counted
 from data.remote.store import is_remote
-from eval.datasets.dataset import TEST, EvalDataset, some
+from eval.datasets.dataset import EvalDataset, some
 
 if TYPE_CHECKING:
     from PIL import Image
 
 __all__ = [
     "ACCEPTED",
-    "SPLIT_NAMES",
     "Box",
     "FileImages",
     "beside",
@@ -232,13 +231,8 @@ def checked_set(dataset: EvalDataset) -> EvalDataset:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Common names of split folders and files, case-insensitive.
+# Split folders.
 
-SPLIT_NAMES = {
-    "train": ("train", "training"),
-    "val": ("val", "valid", "validation", "dev"),
-    TEST: (TEST, "testing"),
-}
 ACCEPTED = "train (or training), val (valid, validation, dev) and test (testing)"  # for messages
 
 

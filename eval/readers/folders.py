@@ -10,11 +10,10 @@ from pathlib import Path
 import torch
 
 from clipkit.errors import DataError
-from clipkit.files import IMAGE_EXTENSIONS, files_below, is_hidden
+from clipkit.files import IMAGE_EXTENSIONS, SPLIT_NAMES, SPLIT_WORDS, files_below, is_hidden
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit, some
 from eval.readers.files import (
     ACCEPTED,
-    SPLIT_NAMES,
     FileImages,
     checked_set,
     folder_of_split,
@@ -27,7 +26,6 @@ __all__ = ["open_image_folder", "utf8_name", "visible_folders"]
 
 # image formats that are not read: skipping them would score fewer images than there are
 _UNREAD = ("heic", "heif", "jfif", "jxl", "svg", "psd", "dng", "cr2", "nef", "arw")
-_SPLIT_WORDS = frozenset(word for words in SPLIT_NAMES.values() for word in words)
 _log = logging.getLogger("eval")
 
 
@@ -45,9 +43,8 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
         one: own for one in SPLIT_NAMES if (own := folder_of_split(folders, one, visible_folders)) is not None
     }
     inside = _folder_of_split(folder, split, splits)
-    classes = [one.name for one in visible_folders(inside)]
-    if inside != folder:  # all splits number the same classes, including those that a split lacks
-        classes = sorted({one.name for own in (inside, *splits.values()) for one in visible_folders(own)})
+    # all splits number the same classes, including those that a split lacks
+    classes = sorted({one.name for own in (inside, *splits.values()) for one in visible_folders(own)})
     labels_of = {one: label for label, one in enumerate(classes)}
     labelled = sorted((labels_of[one], file) for one, file in _images_by_class(inside))
     if not labelled:
@@ -68,7 +65,7 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
             f"{folder} contains images of only one class, {classes[0]!r}: images by class need at least two "
             f"folders, such as {folder / 'cat'} and {folder / 'dog'}; for images with captions {how_to_pack(None)}"
         )
-    if inside == folder and all(one.lower() in _SPLIT_WORDS for one in classes):
+    if inside == folder and all(one.lower() in SPLIT_WORDS for one in classes):
         raise DataError(
             f"{folder} contains images in {some(classes)}, which are names of splits, not of classes: put the "
             f"images in a folder per class, such as {folder / classes[0] / 'cat'}; "
@@ -181,11 +178,11 @@ def _extension(name: str) -> str:
 
 
 def _images_by_class(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the images in the folders of a folder, with the name of the folder that is directly in it.
+    """Yield the images below the class folders in a folder, each with the name of its class folder.
 
     Raises:
-        DataError: a folder cannot be read or is a link to one that contains it, or an image has an unsupported
-            format.
+        DataError: a folder cannot be read or is a link that ``files_below`` does not follow, or an image has an
+            unsupported format.
     """
     for path, cause in files_below(folder):
         if cause:

@@ -34,11 +34,11 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from clipkit.files import IMAGE_EXTENSIONS, name_order, shown
+from clipkit.files import IMAGE_EXTENSIONS, SPLIT_NAMES, SPLIT_WORDS, name_order, shown
 from data.remote.cache import shard_cache
 from data.remote.store import ShardFile, Unreachable
 from eval.datasets.dataset import TEST, EvalDataset, Images, NoSplit, some
-from eval.readers.files import SPLIT_NAMES, FileImages, beside, checked_set, how_to_pack, short_hash
+from eval.readers.files import FileImages, beside, checked_set, how_to_pack, short_hash
 from eval.readers.shards import CACHE_GB, files_in, versions_of
 
 if TYPE_CHECKING:
@@ -460,7 +460,6 @@ def _candidates(place: str | Path, split: str) -> list[tuple[str, ShardFile]]:
 
 
 def _in_folders(place: str | Path, split: str) -> list[tuple[str, ShardFile]]:
-    known = {name for names in SPLIT_NAMES.values() for name in names}
     found = []
     for inside in _INSIDE:
         folder = beside(place, inside) if inside else place
@@ -468,7 +467,7 @@ def _in_folders(place: str | Path, split: str) -> list[tuple[str, ShardFile]]:
             stem = file.name.removesuffix(".parquet")
             first = re.split(r"[-_.]", stem)[0]
             part = _PART.fullmatch(stem)
-            found.append((part[1] or "" if part else first if first in known else "", file))
+            found.append((part[1] or "" if part else first if first in SPLIT_WORDS else "", file))
         for name in SPLIT_NAMES.get(split, (split,)):
             found += [(name, file) for file in _parquet_in(beside(folder, name))]
         if found:

@@ -235,6 +235,7 @@ def build_report(run: Path, out: Path | None = None) -> Path:
         DataError: there is no run folder, or the page cannot be written.
     """
     folder = read_run_folder(run)
+    last = [snapshots[-1] for snapshots in folder.snapshots.values()]
     page = TEMPLATES.get_template("run.html").render(
         title=folder.name,
         run=folder,
@@ -242,6 +243,8 @@ def build_report(run: Path, out: Path | None = None) -> Path:
         headlines=headlines(folder.results, folder.step),
         charts=_charts(folder),
         thumbnails=Thumbnails(),
+        has_heatmaps=any(one.heat for snapshot in last for one in snapshot.examples),
+        has_classes=any(hit.right is not None for one in last for query in one.queries for hit in query.hits),
         similarities=_similarities,
         newest=newest(folder.results),
         row=_row,

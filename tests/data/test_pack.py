@@ -22,7 +22,7 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.files.table import Table
 from data.__main__ import main
 from data.captions import CaptionRule, Filter, Selection
-from data.pack import LONGEST_CAPTION, _split, pack
+from data.pack import LONGEST_CAPTION, _split, pack, packed
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
 from data.shards.sources import find_shards
@@ -339,9 +339,9 @@ def test_folder_names_become_classes(tmp_path: Path) -> None:
     (tmp_path / "photos/train").rename(tmp_path / "photos/bird")
     (tmp_path / "photos/bird/1.txt").write_text("a bird")
     found = pack(tmp_path / "photos", tmp_path / "captioned")
-    assert found.hint == "; its folders are not read as classes, because there is bird/1.txt"
+    assert found.hint == "; subfolders are not read as classes because bird/1.txt contains captions"
     (tmp_path / "photos/bird/1.png").rename(tmp_path / "photos/cover.png")
-    with pytest.raises(DataError, match=r"not read as classes, because cover\.png is outside them"):
+    with pytest.raises(DataError, match=r"not read as classes because cover\.png is outside them"):
         pack(tmp_path / "photos", tmp_path / "mixed")
 
 
@@ -673,3 +673,17 @@ def test_absolute_paths_are_packed_in_order_of_rows(images: Path, tmp_path: Path
     )
     pack(table, tmp_path / "out", samples_per_shard=30, progress=False)
     assert [sample["txt"].decode() for sample in samples(tmp_path / "out").values()] == names
+
+
+def test_folder_is_packed_again_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLIPKIT_CACHE", str(tmp_path / "cache"))
+    for name in ("cat/1.png", "dog/2.png"):
+        (tmp_path / "photos" / name).parent.mkdir(parents=True)
+        (tmp_path / "photos" / name).write_bytes(encoded("PNG"))
+    (tmp_path / "photos/cat/1.png").chmod(0o644)
+    first = packed([tmp_path / "photos"])
+    assert packed([tmp_path / "photos"]) == first
+    (tmp_path / "photos/cat/1.png").chmod(0o600)  # unreadable files become readable in this way
+    second = packed([tmp_path / "photos"])
+    (tmp_path / "photos/dog/2.txt").write_text("a dog")
+    assert len({first, second, packed([tmp_path / "photos"])}) == 3

@@ -185,6 +185,10 @@ def test_calibrate_command(
             dispatch([*command, "--calibration", "damaged.json"])
     with pytest.raises(DataError, match=r"cannot read missing\.json: No such file"):
         dispatch([*command, "--calibration", "missing.json"])
+    for split in ("train", "Test"):
+        (tmp_path / "splits" / split).mkdir(parents=True)
+    with pytest.raises(DataError, match="splits contains splits, not labels: choose one of them, such as"):
+        dispatch([*command, "--calibrate", "splits"])
 
 
 def test_image_in_two_folders_has_both_labels(

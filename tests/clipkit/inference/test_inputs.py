@@ -9,6 +9,7 @@ import tarfile
 import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -131,6 +132,23 @@ def test_unreadable_files_are_items_with_a_cause(tmp_path: Path) -> None:
         "large": "file of more than 256 MiB",
         "pipe": "not a file",
     }
+
+
+def test_unreadable_subfolder_is_an_item_with_a_cause() -> None:
+    with TemporaryDirectory() as name:  # other users cannot read pytest's folder
+        root = Path(name)
+        root.chmod(0o755)
+        (root / "a.jpg").touch()
+        (root / "b").mkdir(mode=0)
+        user = os.geteuid()
+        os.seteuid(user or 65534)  # root may read everything
+        try:
+            assert [(item.key, item.cause) for item in Stream([name])] == [
+                (f"{name}/a.jpg", ""),
+                (f"{name}/b", "cannot read folder: Permission denied"),
+            ]
+        finally:
+            os.seteuid(user)
 
 
 SAMPLES = [
