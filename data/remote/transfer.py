@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 from clipkit.errors import DataError
 from clipkit.files import shown
+from data.remote.urls import CLIENT_OPTIONS, encode_url
 
 __all__ = [
     "HUB_FORM",
@@ -268,11 +269,12 @@ def _client_of(protocol: str) -> Any:
             return _clients[key]
         settings: dict[str, Any] = {}
         if protocol in ("http", "https"):
-            settings["client_kwargs"] = {"trust_env": True, "auto_decompress": False}
+            settings["client_kwargs"] = {"trust_env": True, "auto_decompress": False, **CLIENT_OPTIONS}
         elif protocol == "hub":  # has its own token; an entry of ~/.netrc would contradict it
             from urllib.request import getproxies
 
-            settings["client_kwargs"] = {"proxy": getproxies().get("https"), "auto_decompress": False}
+            proxy = getproxies().get("https")
+            settings["client_kwargs"] = {"proxy": proxy, "auto_decompress": False, **CLIENT_OPTIONS}
         elif protocol in ("s3", "s3a"):
             times = {"connect_timeout": PATIENCE.connect_seconds, "read_timeout": PATIENCE.stall_seconds}
             settings["config_kwargs"] = {**times, "retries": {"max_attempts": 0}, "max_pool_connections": 64}
@@ -314,7 +316,7 @@ def _classified(error: Exception) -> TransferError:
             response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         if isinstance(status := getattr(response, "status_code", response), int):
             return http_error(status)
-    status = getattr(error, "status", getattr(error, "code", None))
+    status = getattr(error, "status" if hasattr(error, "status") else "code", None)
     if isinstance(status, int) and status >= 300:
         return http_error(status)
     if isinstance(error, FileNotFoundError):
@@ -538,7 +540,6 @@ def _range_start(content_range: str | None, default: int) -> tuple[int, int]:
 @contextmanager
 def _http_transfer(client: Any, url: str, byte_range: str | None) -> Iterator[Transfer]:
     import aiohttp
-    import yarl
 
     headers = {"Accept-Encoding": "identity"}
     if byte_range:
@@ -563,8 +564,8 @@ def _http_transfer(client: Any, url: str, byte_range: str | None) -> Iterator[Tr
         except (ValueError, NotImplementedError):
             raise _not_a_hub_file() from None
         client = _client_of("hub")
-    try:  # a signed URL must be sent as it is written
-        target = yarl.URL(url, encoded=url.isascii() and url.isprintable() and " " not in url)
+    try:
+        target = encode_url(url)
     except ValueError:
         raise TransferError("invalid URL", temporary=False) from None
 

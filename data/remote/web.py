@@ -14,6 +14,9 @@ from types import TracebackType
 from typing import Any
 
 import aiohttp
+import yarl
+
+from data.remote.urls import CLIENT_OPTIONS, encode_url
 
 __all__ = ["FetchError", "FetchOptions", "Fetcher"]
 
@@ -93,6 +96,7 @@ class Fetcher:
             headers={"User-Agent": options.user_agent, "Accept": "image/*,*/*;q=0.5"},
             cookie_jar=aiohttp.DummyCookieJar(),
             read_bufsize=2**18,
+            **CLIENT_OPTIONS,
         )
         return self
 
@@ -110,8 +114,8 @@ class Fetcher:
             FetchError: the download failed or is not allowed.
         """
         try:
-            parsed = aiohttp.client.URL(url)
-            scheme, host = parsed.scheme.lower(), (parsed.host or "").lower()
+            target = encode_url(url)
+            scheme, host = target.scheme, target.raw_host or ""
         except ValueError:
             raise FetchError("invalid URL") from None
         if scheme not in ("http", "https"):
@@ -126,7 +130,7 @@ class Fetcher:
                     await asyncio.sleep(wait)
                 try:
                     async with self._slots:
-                        await use(await self._get(url))
+                        await use(await self._get(target))
                     state.refused = 0
                     return
                 except FetchError as error:
@@ -151,7 +155,7 @@ class Fetcher:
             if not state.users and not state.refused and state.not_before <= time.monotonic():
                 self._hosts.pop(name, None)
 
-    async def _get(self, url: str) -> bytes:
+    async def _get(self, url: yarl.URL) -> bytes:
         options = self._options
         try:
             async with self._session.get(url, max_redirects=_MOST_REDIRECTS) as response:
