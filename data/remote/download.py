@@ -345,14 +345,13 @@ def _check_options(out: Path, paths: Sequence[Path], options: DownloadOptions, f
     stored |= {"resize": resize.pop("mode"), "image_size": resize.pop("size", None), **resize}
     stored |= {"keep_duplicates": not stored.pop("deduplicate")}
     stored |= {"allow_private": fetch.allow_private, "ignore_robots": fetch.ignore_robots}
-    now = json.loads(json.dumps({"table": {path.name: path.stat().st_size for path in paths}, **stored}))
+    now = json.loads(json.dumps(stored))
     file = out / "download.json"
     if not file.exists():
-        write_atomic(file, json.dumps(now, indent=2) + "\n", durable=True)
+        table = [path.name for path in paths]
+        write_atomic(file, json.dumps({"table": table, **now}, indent=2) + "\n", durable=True)
         return
     before = json.loads(file.read_bytes())
-    if before.get("table") != now["table"]:
-        raise ConfigError(f"{out} was started with another table: use the same one, or a new folder")
     changed = [
         f"--{name.replace('_', '-')} {_shown_value(before.get(name))} → {_shown_value(value)}"
         for name, value in now.items()
@@ -368,6 +367,45 @@ def _shown_value(value: object) -> str:
     if isinstance(value, list):
         return ",".join(map(str, value)) or "''"
     return {"None": "(default)", "True": "on", "False": "off"}.get(str(value), str(value))
+
+
+def _stats_path(out: Path, shard: int) -> Path:
+    return out / f"{shard:05d}_stats.json"
+
+
+def _update_digest(digest: "hashlib._Hash", row: Row) -> None:
+    """Add the URL and the caption of a row to the digest of the rows of a shard."""
+    digest.update(json.dumps([row.path, row.caption], default=str).encode() + b"\n")
+
+
+def _check_rows(rows: Iterable[Row], out: Path, samples_per_shard: int) -> Iterator[Row]:
+    """Yield the rows of a table, and check that those of each complete shard are the rows it was made of.
+
+    Raises:
+        ConfigError: at the end of a shard that was made of other rows, or at the end of a table that has fewer.
+    """
+    shard = -1
+    for shard, shard_rows in groupby(enumerate(rows), key=lambda item: item[0] // samples_per_shard):
+        path = _stats_path(out, shard)
+        stats = json.loads(path.read_bytes()) if path.exists() else {}
+        digest = hashlib.sha256()
+        for _, row in shard_rows:
+            if stats:
+                _update_digest(digest, row)
+            yield row
+        if stats.get("rows_sha256", digest.hexdigest()) != digest.hexdigest():
+            raise _other_table(out, shard)
+    for path in sorted(out.glob("*_stats.json")):
+        stored = int(path.name.partition("_")[0])
+        if stored > shard:
+            raise _other_table(out, stored)
+
+
+def _other_table(out: Path, shard: int) -> ConfigError:
+    return ConfigError(
+        f"{out / f'{shard:05d}.tar'} was made of other rows of the table (number, order, URLs or captions of the rows "
+        "have changed): use the table that the download began with, or a new folder"
+    )
 
 
 def _listings(out: Path, part: tuple[int, int]) -> list[Path]:
@@ -387,7 +425,8 @@ def _samples_of(
     names = FieldNames(chain.from_iterable(table.others for table in tables), taken=_OWN_FIELDS)
     place, parts = part
     number, complete = -1, False
-    for at, row in enumerate(chain.from_iterable(tables)):
+    rows = _check_rows(chain.from_iterable(tables), out, options.samples_per_shard)
+    for at, row in enumerate(rows):
         shard = at // options.samples_per_shard
         known = names.of(row.others)
         is_first = True
@@ -396,7 +435,7 @@ def _samples_of(
             [is_first] = first_urls.claim([(digest, at)])
         own = shard % parts == place - 1
         if own and shard != number:
-            number, complete = shard, (out / f"{shard:05d}_stats.json").exists()
+            number, complete = shard, _stats_path(out, shard).exists()
         if own and not complete:
             fields = {
                 known[column]: json_value(value) for column, value in row.others.items() if column in known
@@ -556,7 +595,7 @@ class _Download:
         for path in self._out.glob(f".{shard.number:05d}[._]*.partial"):  # of a killed process
             path.unlink(missing_ok=True)
         listing: list[dict[str, object]] = []
-        causes = Counter[str]()
+        causes, digest = Counter[str](), hashlib.sha256()
         with (
             replacing(self._path(shard.number, ".tar"), durable=True) as temporary,
             # a whole-number mtime makes equal shards equal on all machines
@@ -576,6 +615,7 @@ class _Download:
                         members["txt"] = sample.captions[0].encode()
                     writer.write(members)
                 causes[sample.cause or "success"] += 1
+                _update_digest(digest, sample.row)
                 listing.append(meta)
         with replacing(self._path(shard.number, ".parquet"), durable=True) as temporary:
             _write_parquet(temporary, listing)
@@ -587,15 +627,14 @@ class _Download:
             "failed_to_download": statuses["failed_to_download"],
             "failed_to_resize": statuses["failed_to_resize"],
             "duplicates": statuses["duplicate"],
+            "rows_sha256": digest.hexdigest(),
             "duration": ended - shard.began,
             "bytes_downloaded": sum(sample.downloaded for sample in shard.samples),
             "start_time": shard.began,
             "end_time": ended,
             "status_dict": dict(causes),
         }
-        write_atomic(
-            self._path(shard.number, "_stats.json"), json.dumps(stats, indent=2) + "\n", durable=True
-        )
+        write_atomic(_stats_path(self._out, shard.number), json.dumps(stats, indent=2) + "\n", durable=True)
 
     def _meta(self, sample: _Sample, key: str) -> dict[str, Any]:
         """Return the json of a sample, which is also its row in the Parquet file."""
@@ -640,7 +679,7 @@ def _download_on_ray(
             [done], _ = ray.wait(list(pending), num_returns=1)
             number = pending.pop(done)
             counts = ray.get(done)
-            if not (out / f"{number:05d}_stats.json").exists():
+            if not _stats_path(out, number).exists():
                 raise DataError(f"{out} is not on a file system that the machines of the Ray cluster share")
             written, rows, failed = written + 1, rows + counts[0], failed + counts[1]
             show(rows, failed)

@@ -285,6 +285,33 @@ def test_killed_download_resumes_with_identical_shards(server: Server, many: Pat
     assert not [path for path in out.iterdir() if "partial" in path.name]
 
 
+def test_a_download_resumes_only_with_the_rows_that_it_began_with(server: Server, tmp_path: Path) -> None:
+    rows = [(f"{server.url}/img/{number}.jpg", f"caption {number}") for number in range(50)]
+    out = tmp_path / "out"
+
+    def resume(rows: list[tuple[str, str]], header: str = "url,caption") -> DownloadReport:
+        path = tmp_path / f"{header[:3]}.csv"
+        path.write_text("\n".join([header, *map(",".join, rows)]) + "\n")
+        return download(path, out, SMALL, fetch=QUICK)
+
+    resume(rows)
+    (out / "00001_stats.json").unlink()  # as after a kill
+    changed = [(url, caption.upper()) for url, caption in rows]
+    for other, shard in (
+        (rows[::-1], "00000"),  # a file of the same size
+        (rows[:45] + rows[:44:-1], "00002"),
+        (changed, "00000"),
+        ([*rows, (f"{server.url}/img/50.jpg", "appended")], "00002"),
+        (rows[:40], "00002"),
+        ([], "00000"),
+    ):
+        with pytest.raises(ConfigError, match=f"{shard}.tar was made of other rows of the table"):
+            resume(other)
+    assert resume(rows, "link,text").kept == 50  # other names of the same columns
+    (out / "00002_stats.json").unlink()
+    assert resume([*rows, (f"{server.url}/img/50.jpg", "appended to a full shard")]).kept == 51
+
+
 def test_parts_write_the_same_shards_as_one_download(server: Server, many: Path, tmp_path: Path) -> None:
     options = replace(SMALL, deduplicate=False)
     download(many, tmp_path / "whole", options, fetch=QUICK)
@@ -375,7 +402,7 @@ def test_second_process_and_changed_options_are_rejected(server: Server, many: P
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             download(many, out, changed, fetch=QUICK)
-    with pytest.raises(ConfigError, match="with another table"):
+    with pytest.raises(ConfigError, match="made of other rows"):
         download(table(tmp_path / "t.csv", []), out, SMALL, fetch=QUICK)
     with pytest.raises(DataError, match="is not empty"):
         download(many, tmp_path, SMALL, fetch=QUICK)
