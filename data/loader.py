@@ -186,7 +186,7 @@ def teacher_features(settings: DistillConfig, shards: Shards, *, rank0: bool) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """How ``python -m data pack`` processed the images of a training set, if all sources agree.
+    """How ``python -m data pack`` or ``download`` processed the images of a training set, if all sources agree.
 
     Attributes:
         background: color behind transparent images.
@@ -202,12 +202,14 @@ class Packed:
 def packed_images(
     settings: DataConfig, manifest: Manifest, *, rank0: bool, broadcast: Callable[[bytes], bytes]
 ) -> Packed:
-    """Read the cards of packed datasets; built-in datasets are skipped. Must be called on all ranks.
+    """Read how ``data pack`` or ``download`` stored the images. Must be called on all ranks.
+
+    Built-in datasets are skipped.
 
     Args:
         settings: the sources.
         manifest: their shards.
-        rank0: whether this is rank 0, which reads the cards.
+        rank0: whether this is rank 0, which reads the records.
         broadcast: returns the bytes of rank 0 on every rank.
     """
     found: list[tuple[Color | None, bool]] = []
@@ -216,9 +218,8 @@ def packed_images(
         ends = accumulate(manifest.sources)
         for source, count, end in zip(settings.sources, manifest.sources, ends, strict=True):
             for shard in () if source in BUILTIN else map(manifest.urls.__getitem__, range(end - count, end)):
-                folder, _, split = shard.rpartition("/")[0].rpartition("/")
-                known = split in ("train", "test") and not shard.startswith("pipe:") and "?" not in shard
-                folders[folder if known else ""] = None
+                is_stream = shard.startswith("pipe:") or "?" in shard
+                folders["" if is_stream else shard.rpartition("/")[0]] = None
         found = [_packed(folder) for folder in folders]
     stated = json.loads(broadcast(json.dumps(found).encode()))
     backgrounds = {None if color is None else (color[0], color[1], color[2]) for color, _ in stated}
@@ -242,21 +243,33 @@ def packed_images(
 
 
 def _packed(folder: str) -> tuple[Color | None, bool]:
-    """Return background and orientation from a folder's card; (None, False) without a card of ``data pack``."""
-    if not folder:
+    """Return background and orientation that ``data pack`` or ``download`` recorded for a folder of shards.
+
+    Without a record they are None and False.
+    """
+    dataset, _, split = folder.rpartition("/")
+    record = _read_record(f"{folder}/download.json") if folder else {}
+    if not record and split in ("train", "test"):
+        record = _read_record(f"{dataset}/card.json")
+        if record.get("made_by") != "python -m data pack":
+            return None, False
+    try:
+        background = record.get("background")
+        return color_of(str(background)) if background else None, record.get("keep_orientation") is False
+    except ConfigError:
         return None, False
-    path = f"{folder}/card.json"
+
+
+def _read_record(path: str) -> dict[str, Any]:
+    """Read a JSON object; an empty one if that fails."""
     try:
         text = (
             read_text(path, limit=_CARD_BYTES) if is_remote(path) else Path(path).read_text(encoding="utf-8")
         )
-        card: Any = json.loads(text or "{}")
-        if not isinstance(card, dict) or card.get("made_by") != "python -m data pack":
-            return None, False
-        background = card.get("background")
-        return color_of(str(background)) if background else None, card.get("keep_orientation") is False
-    except (OSError, ValueError, RecursionError, ConfigError, DataError):
-        return None, False
+        record = json.loads(text or "{}")
+    except (OSError, ValueError, RecursionError, DataError):
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def trained_preprocess(preprocess: Preprocess, settings: DataConfig, packed: Packed) -> Preprocess:

@@ -466,7 +466,7 @@ def fields_of(
     if size > LARGEST_JSON:
         raise BadRow(f"other columns of more than {LARGEST_JSON // 2**20} MiB (select some with --fields)")
     # a caption file with a line break would be read as several captions
-    if len(captions) > 1 or "\n" in captions[0]:
+    if len(captions) > 1 or any("\n" in caption for caption in captions):
         meta["captions"] = list(captions)
     return meta
 

@@ -51,8 +51,7 @@ from clipkit.files import (
     size_of,
     write_atomic,
 )
-from data.captions import json_value
-from data.pack import BadRow, FieldNames, captions_of
+from data.pack import BadRow, FieldNames, captions_of, fields_of
 from data.remote.store import describe, download_all, is_remote, list_folder
 from data.remote.web import Fetcher, FetchError, FetchOptions
 from data.shards.images import BadImage, Resize, StoredImage, Storing, store_image
@@ -116,7 +115,7 @@ class _Sample:
     """A row and the result of its download."""
 
     row: Row
-    fields: Mapping[str, object]  # of the json, from other columns
+    fields: Mapping[str, object] = field(default_factory=dict)  # of the json, from other columns
     captions: list[str] = field(default_factory=list)
     cause: str = ""
     status: str = ""
@@ -281,17 +280,13 @@ def download(
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Pillow's, for damaged images
-                samples = _samples_of(readers, out, options, part)
                 keep_captions = any(reader.caption_column for reader in readers)
+                samples = _samples_of(readers, out, options, part, keep_captions)
                 if ray_address is not None:
-                    written = _download_on_ray(
-                        samples, out, options, fetch, part, keep_captions, ray_address, show
-                    )
+                    written = _download_on_ray(samples, out, options, fetch, part, ray_address, show)
                 else:
                     claim = _FirstRows(_listings(out, part)).claim
-                    written = asyncio.run(
-                        _Download(out, options, fetch, keep_captions, claim, show).run(samples)
-                    )
+                    written = asyncio.run(_Download(out, options, fetch, claim, show).run(samples))
         finally:
             lock.release()
     except OSError as error:
@@ -403,8 +398,8 @@ def _check_rows(rows: Iterable[Row], out: Path, samples_per_shard: int) -> Itera
 
 def _other_table(out: Path, shard: int) -> ConfigError:
     return ConfigError(
-        f"{out / f'{shard:05d}.tar'} was made of other rows of the table (number, order, URLs or captions of the rows "
-        "have changed): use the table that the download began with, or a new folder"
+        f"{out / f'{shard:05d}.tar'} was made of other rows of the table (number, order, URLs or captions of the "
+        "rows have changed): use the table that the download began with, or a new folder"
     )
 
 
@@ -415,7 +410,7 @@ def _listings(out: Path, part: tuple[int, int]) -> list[Path]:
 
 
 def _samples_of(
-    tables: Sequence[Table], out: Path, options: DownloadOptions, part: tuple[int, int]
+    tables: Sequence[Table], out: Path, options: DownloadOptions, part: tuple[int, int], keep_captions: bool
 ) -> Iterator[tuple[int, _Sample] | None]:
     """Yield the samples of incomplete shards of a part: shard number and sample.
 
@@ -437,15 +432,23 @@ def _samples_of(
         if own and shard != number:
             number, complete = shard, _stats_path(out, shard).exists()
         if own and not complete:
-            fields = {
-                known[column]: json_value(value) for column, value in row.others.items() if column in known
-            }
-            sample = _Sample(replace(row, others={}), fields)
+            sample = _make_sample(row, known, keep_captions)
             if not is_first:
                 sample.status, sample.cause = "duplicate", "URL of an earlier row"
             yield shard, sample
         elif at % 1000 == 0:
             yield None
+
+
+def _make_sample(row: Row, names: Mapping[str, str], keep_captions: bool) -> _Sample:
+    sample = _Sample(replace(row, others={}))
+    try:
+        if keep_captions or row.cause:
+            sample.captions = captions_of(row)
+        sample.fields = fields_of(row.others, names, sample.captions)
+    except BadRow as error:
+        sample.status, sample.cause = "failed_to_download", str(error)
+    return sample
 
 
 class _Download:
@@ -462,13 +465,12 @@ class _Download:
         out: Path,
         options: DownloadOptions,
         fetch: FetchOptions,
-        keep_captions: bool,
         claim: Callable[[Sequence[tuple[str, int]]], Sequence[bool]],
         show: Callable[[int, int], None],
         threads: int = os.cpu_count() or 1,
     ) -> None:
         self._out, self._options, self._fetch, self._claim, self._show = out, options, fetch, claim, show
-        self._keep_captions, self._threads = keep_captions, threads
+        self._threads = threads
         self._digits = max(1, math.ceil(math.log10(options.samples_per_shard)))
         self.rows = self.failed = self._written = 0
 
@@ -539,12 +541,10 @@ class _Download:
 
         row = sample.row
         try:
-            if self._keep_captions or row.cause:
-                sample.captions = captions_of(row)
             if not isinstance(row.path, str) or not row.path:
                 raise FetchError("no URL")
             await fetcher.fetch(row.path.strip(), use)
-        except (BadRow, FetchError) as error:
+        except FetchError as error:
             sample.status, sample.cause = "failed_to_download", str(error)
         self._count(sample)
 
@@ -638,10 +638,8 @@ class _Download:
 
     def _meta(self, sample: _Sample, key: str) -> dict[str, Any]:
         """Return the json of a sample, which is also its row in the Parquet file."""
-        meta = dict(sample.fields)
-        if len(sample.captions) > 1:
-            meta["captions"] = sample.captions
-        return meta | {
+        return {
+            **sample.fields,
             "caption": sample.captions[0] if sample.captions else None,
             "url": sample.row.path if isinstance(sample.row.path, str) else None,
             "key": key,
@@ -662,7 +660,6 @@ def _download_on_ray(
     options: DownloadOptions,
     fetch: FetchOptions,
     part: tuple[int, int],
-    keep_captions: bool,
     address: str,
     show: Callable[[int, int], None],
 ) -> int:
@@ -690,9 +687,7 @@ def _download_on_ray(
                 wait()
             limits = replace(fetch, per_host=max(1, fetch.per_host // tasks))
             pending[
-                task.remote(
-                    [sample for _, sample in group], number, turn, out, options, limits, keep_captions, claims
-                )
+                task.remote([sample for _, sample in group], number, turn, out, options, limits, claims)
             ] = number
         while pending:
             wait()
@@ -723,7 +718,6 @@ def _download_shard(
     out: Path,
     options: DownloadOptions,
     fetch: FetchOptions,
-    keep_captions: bool,
     claims: Any,
 ) -> tuple[int, int]:
     """Ray task that downloads a shard; return the numbers of its rows and failures."""
@@ -733,7 +727,6 @@ def _download_shard(
         out,
         options,
         fetch,
-        keep_captions,
         # waits in the main thread, so that Ray gives this task's core to another
         lambda rows: ray.get(claims.claim.remote(turn, rows)),
         lambda rows, failed: None,

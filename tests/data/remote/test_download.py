@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,15 +25,19 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from clipkit.config import DataConfig
 from clipkit.errors import ConfigError, DataError
 from data.__main__ import main
 from data.captions import Selection
+from data.loader import packed_images
+from data.pack import pack
 from data.remote import web
 from data.remote.download import DownloadOptions, DownloadReport, download
 from data.remote.web import FetchOptions
 from data.shards.images import Resize, Storing
 from data.shards.manifest import make_manifest
 from data.shards.sources import find_shards
+from eval.readers import open_dataset
 from tests.data.remote import servers
 from tests.data.remote.servers import Nginx
 
@@ -310,6 +315,41 @@ def test_a_download_resumes_only_with_the_rows_that_it_began_with(server: Server
     assert resume(rows, "link,text").kept == 50  # other names of the same columns
     (out / "00002_stats.json").unlink()
     assert resume([*rows, (f"{server.url}/img/50.jpg", "appended to a full shard")]).kept == 51
+
+
+def test_captions_with_line_breaks_are_one_caption(server: Server, tmp_path: Path) -> None:
+    captions: list[str | list[str] | None] = ["one\ncaption", ["two", "captions\nof an image"], "plain", None]
+    captions += ["three\n\nlines", "a\rb", "a\u2028b"]
+    path, out = tmp_path / "t.jsonl", tmp_path / "set" / "test"
+    rows = [{"url": f"{server.url}/img/{i}.jpg", "caption": caption} for i, caption in enumerate(captions)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert download(path, out, SMALL, fetch=QUICK).failures == {"no caption": 1}
+    (out.parent / "dataset_type.txt").write_text("retrieval")
+    expected = [(caption,) if isinstance(caption, str) else tuple(caption) for caption in captions if caption]
+    assert open_dataset(str(out.parent)).captions == tuple(expected)
+
+
+def test_training_knows_that_downloaded_images_are_upright(server: Server, tmp_path: Path) -> None:
+    """A mixture of packed and downloaded images, both of which are upright, needs no note."""
+    download(table(tmp_path / "t.csv", [f"{server.url}/img/1.jpg"]), tmp_path / "web", SMALL, fetch=QUICK)
+    images = tmp_path / "images"
+    images.mkdir()
+    (images / "0.jpg").write_bytes(jpeg(0))
+    (images / "0.txt").write_text("caption")
+    pack(images, tmp_path / "packed", progress=False)
+    pack(images, tmp_path / "as_is", progress=False, keep_orientation=True)
+    shutil.copytree(tmp_path / "web", tmp_path / "foreign", ignore=shutil.ignore_patterns("download.json"))
+    for names, upright, noted in (
+        (["web"], True, False),
+        (["packed", "web"], True, False),
+        (["foreign"], False, False),
+        (["web", "foreign"], False, True),
+        (["web", "as_is"], False, True),
+    ):
+        sources = tuple(str(tmp_path / name) for name in names)
+        manifest = make_manifest([find_shards(source) for source in sources], Selection())
+        packed = packed_images(DataConfig(train=sources), manifest, rank0=True, broadcast=bytes)
+        assert (packed.upright, packed.background, bool(packed.notes)) == (upright, None, noted)
 
 
 def test_parts_write_the_same_shards_as_one_download(server: Server, many: Path, tmp_path: Path) -> None:
