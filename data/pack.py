@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files import IMAGE_SUFFIXES, SUFFIXES, Row, Table, color_of, counted, files_below, size_of
+from clipkit.files import SUFFIXES, Row, Table, color_of, counted, files_below, images_below, size_of
 from data.captions import field_name, json_value
 from data.remote.cache import cache_folder, created_once
 from data.remote.store import ShardFile, download_all
@@ -264,7 +264,7 @@ class _ImageFolder:
         self.path = folder
         self.others: dict[str, int] = {}
         self.left_out: dict[str, str] = {}
-        self._images = list(files_below(folder, IMAGE_SUFFIXES))
+        self._images = list(images_below(folder))
         found = [path for path, cause in self._images if not cause]
         inside = {path.relative_to(folder).parts[:-1][:1] for path in found}
         names = {" ".join(one[0].split()) for one in inside if one}

@@ -22,10 +22,15 @@ from .folders import (
     SPLIT_NAMES as SPLIT_NAMES,
     SPLIT_WORDS as SPLIT_WORDS,
     files_below as files_below,
+    images_below as images_below,
     is_hidden as is_hidden,
 )
 from .hub import (
     from_hub as from_hub,
+)
+from .image_types import (
+    check_image as check_image,
+    describe_unreadable as describe_unreadable,
 )
 from .open_clip import (
     prompt_list as prompt_list,

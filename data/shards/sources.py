@@ -22,7 +22,7 @@ from clipkit.files import (
     SUFFIXES,
     counted,
     expand_braces,
-    files_below,
+    images_below,
     match_wildcards,
     path_order,
 )
@@ -192,7 +192,7 @@ def _has_pairs(folder: Path) -> bool:
     """Whether a folder has images with captions in .txt files, or a table of them named metadata."""
     from data.pack import metadata_of
 
-    first = islice(files_below(folder, IMAGE_SUFFIXES), _LOOKED_AT)
+    first = islice(images_below(folder), _LOOKED_AT)
     return metadata_of(folder) is not None or any(one.with_suffix(".txt").is_file() for one, _ in first)
 
 

@@ -675,6 +675,17 @@ def test_absolute_paths_are_packed_in_order_of_rows(images: Path, tmp_path: Path
     assert [sample["txt"].decode() for sample in samples(tmp_path / "out").values()] == names
 
 
+def test_images_with_unusual_extensions_are_packed(tmp_path: Path) -> None:
+    for name in ("cat/1.png", "cat/2.jfif", "dog/photo", "dog/3.jpg_large"):
+        (tmp_path / "photos" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "photos" / name).write_bytes(encoded("PNG"))
+    for name in ("4.heic", "5.jpg"):
+        (tmp_path / "photos/dog" / name).write_bytes(b"\0\0\0\x18ftypheic")
+    found = pack(tmp_path / "photos", tmp_path / "out", progress=False)
+    assert found.splits == {"train": 4}
+    assert found.bad == {"HEIC images cannot be read: convert them to JPEG or PNG": 2}
+
+
 def test_folder_is_packed_again_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLIPKIT_CACHE", str(tmp_path / "cache"))
     for name in ("cat/1.png", "dog/2.png"):

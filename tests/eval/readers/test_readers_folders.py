@@ -93,10 +93,16 @@ def test_skipped_images_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFi
         "dataset pets: skips images outside the class folders: another.JPG, stray.png"
     ]
     (pets / "dog" / "3.HEIC").write_bytes(b"x")
-    assert refusal(pets) == (
-        f"image {pets / 'dog' / '3.HEIC'} has a format that is not supported: convert it to JPEG or PNG, or remove "
-        "it"
-    )
+    cause = "HEIC images cannot be read: convert them to JPEG or PNG"
+    assert refusal(pets) == f"{pets / 'dog' / '3.HEIC'}: {cause}"
+
+
+def test_images_with_unusual_extensions_are_scored(tmp_path: Path) -> None:
+    pets = fill(tmp_path / "pets", "cat/1.png", "cat/2.jpg_large", "cat/photo", "dog/3.jfif", "dog/4.HEIC")
+    found = open_dataset(pets)
+    assert found.labels is not None and found.labels.tolist() == [0, 0, 0, 1, 1]
+    (pets / "cat" / "sketch").write_bytes(b"<svg xmlns='http://www.w3.org/2000/svg'/>")
+    assert refusal(pets) == f"{pets}/cat/sketch: SVG images cannot be read: convert them to JPEG or PNG"
 
 
 def test_folders_named_like_splits_are_not_classes(tmp_path: Path) -> None:
