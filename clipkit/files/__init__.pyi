@@ -4,6 +4,11 @@ from .atomic import (
     sync as sync,
     write_atomic as write_atomic,
 )
+from .caption_files import (
+    find_captions as find_captions,
+    pair_captions as pair_captions,
+    read_captions as read_captions,
+)
 from .cluster import (
     ray_cluster as ray_cluster,
 )

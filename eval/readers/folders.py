@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from clipkit.errors import DataError
-from clipkit.files import SPLIT_NAMES, SPLIT_WORDS, check_image, images_below, is_hidden
+from clipkit.files import SPLIT_NAMES, SPLIT_WORDS, check_image, find_captions, images_below, is_hidden
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit, some
 from eval.readers.files import (
     ACCEPTED,
@@ -49,6 +49,11 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
         tables = tables_in(inside)
         pairs = f"; {tables[0].name} may be a table of captions: {how_to_pack(tables[0])}" if tables else ""
         raise DataError(f"{inside} contains no images in folders by class, such as {inside}/cat/1.jpg{pairs}")
+    if captions := find_captions(file for _, file in labelled):
+        raise DataError(
+            f"{captions} may contain captions of an image, so the names of folders are not read as classes: "
+            f"{how_to_pack(inside)}; or remove such files"
+        )
     images = FileImages(inside, [file for _, file in labelled])
     labels, real = torch.tensor([label for label, _ in labelled]), folder / _REAL
     if real.is_file():

@@ -105,6 +105,19 @@ def test_images_with_unusual_extensions_are_scored(tmp_path: Path) -> None:
     assert refusal(pets) == f"{pets}/cat/sketch: SVG images cannot be read: convert them to JPEG or PNG"
 
 
+@pytest.mark.parametrize("name", ["cat/1.TXT", "dog/2.png.txt", "dog/2.caption", "cat/1.json"])
+def test_names_of_folders_are_not_classes_if_images_have_captions(tmp_path: Path, name: str) -> None:
+    pets = fill(tmp_path / "pets", "cat/1.png", "dog/2.png")
+    (pets / "cat" / "1.png.json").write_text('{"title": "1.png"}')
+    (pets / "dog" / "notes.txt").write_text("x")
+    assert len(open_dataset(pets)) == 2
+    (pets / name).write_text('{"caption": "a cat"}')
+    assert refusal(pets) == (
+        f"{pets / name} may contain captions of an image, so the names of folders are not read as classes: "
+        f"python -m data pack {pets} OUT --test 1.0, then --data OUT; or remove such files"
+    )
+
+
 def test_folders_named_like_splits_are_not_classes(tmp_path: Path) -> None:
     flat = fill(tmp_path / "flat", "Test/1.png", "train/2.png")
     assert "contains images in Test, train, which are names of splits, not of classes" in refusal(flat)
