@@ -1,8 +1,8 @@
 """Pack images and captions of a table or a folder into a dataset folder.
 
-A table lists paths of images, or holds encoded images (Parquet). In a folder, each image has its captions in a .txt
-file of the same name, one per line; or a table named metadata lists them, as on the Hugging Face hub; or there are
-no captions and a subfolder for each class, whose name is the caption.
+A table lists paths of images, or holds encoded images (Parquet). In a folder, each image has its captions in a file
+of the same name (see ``clipkit.files.caption_files``); or a table named metadata lists them, as on the Hugging Face
+hub; or there are no captions and a subfolder for each class, whose name is the caption.
 
 Images: JPEG, PNG and WebP files are stored byte for byte, except those with an EXIF orientation, which CLIP's
 preprocessing ignores; they are stored upright (JPEG at quality 95 without chroma subsampling, PNG without loss,
@@ -39,7 +39,19 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files import IMAGE_SUFFIXES, SUFFIXES, Row, Table, color_of, counted, files_below, size_of
+from clipkit.files import (
+    SUFFIXES,
+    Row,
+    Table,
+    color_of,
+    counted,
+    files_below,
+    find_captions,
+    images_below,
+    pair_captions,
+    read_captions,
+    size_of,
+)
 from data.captions import field_name, json_value
 from data.remote.cache import cache_folder, created_once
 from data.remote.store import ShardFile, download_all
@@ -129,8 +141,8 @@ def pack(
 
     Args:
         source: a .csv, .tsv, .tab, .jsonl, .ndjson, .parquet or .pq file, several with the same columns, or a
-            folder of images, whose captions are in .txt files or are the names of its subfolders; these names are
-            written to ``classes.txt``.
+            folder of images, whose captions are in files beside them or are the names of its subfolders; these
+            names are written to ``classes.txt``.
         out: the folder to create; it must not exist, or be empty.
         image_column: column with the paths, relative to the table's folder; guessed from usual names by default.
         caption_column: column with the captions; guessed likewise.
@@ -249,9 +261,10 @@ def metadata_of(folder: Path) -> Path | None:
 
 
 class _ImageFolder:
-    """The images below a folder as rows of a table, with the captions in .txt files of the same names.
+    """The images below a folder as rows of a table, with the captions in files beside them.
 
-    If there are no such files and all images are in subfolders, these are classes, whose names are the captions.
+    If there are no files that may contain captions and all images are in subfolders, these are classes, whose names
+    are the captions.
 
     Attributes:
         classes: names of the classes, if there are any.
@@ -264,46 +277,41 @@ class _ImageFolder:
         self.path = folder
         self.others: dict[str, int] = {}
         self.left_out: dict[str, str] = {}
-        self._images = list(files_below(folder, IMAGE_SUFFIXES))
+        self._images = list(images_below(folder))
         found = [path for path, cause in self._images if not cause]
         inside = {path.relative_to(folder).parts[:-1][:1] for path in found}
         names = {" ".join(one[0].split()) for one in inside if one}
+        captioned = find_captions(found)
         why = ""
         if outside := next((path for path in found if path.parent == folder), None):
             why = f"{outside.name} is outside them"
-        elif captioned := next(filter(_lines_of, (path.with_suffix(".txt") for path in found)), None):
-            why = f"{captioned.relative_to(folder)} contains captions"
+        elif captioned:
+            why = f"{captioned.relative_to(folder)} may contain captions"
         elif splits := sorted(names & {*SPLITS}):
             why = f"{splits[0]!r} is the name of a split: pack the splits one by one, or rename it"
         self.classes = sorted(names) if len(names) > 1 and not why else []
         self.hint = f"; subfolders are not read as classes because {why}" if len(names) > 1 and why else ""
-        self.caption_column = "names of folders" if self.classes else ".txt files"
+        suffix = captioned.suffix.lower() if captioned else ".txt"
+        self.caption_column = "names of folders" if self.classes else f"{suffix} files"
 
     def __iter__(self) -> Iterator[Row]:
-        for number, (path, cause) in enumerate(self._images, 1):
+        pairs = pair_captions(path for path, _ in self._images)
+        for number, ((path, cause), (_, file)) in enumerate(zip(self._images, pairs, strict=True), 1):
+            captions: list[str] = []
+            if self.classes:
+                captions = [" ".join(path.relative_to(self.path).parts[0].split())]
+            elif file is not None:
+                captions = read_captions(file)
             yield Row(
                 number=number,
                 path=str(path.relative_to(self.path)),
-                caption=[] if cause else self._captions_of(path),
+                caption=captions,
                 cause=cause,
                 progress=number / len(self._images),
             )
 
-    def _captions_of(self, image: Path) -> list[str]:
-        if self.classes:
-            return [" ".join(image.relative_to(self.path).parts[0].split())]
-        return _lines_of(image.with_suffix(".txt"))
 
-
-def _lines_of(file: Path) -> list[str]:
-    try:
-        with file.open(encoding="utf-8", errors="replace") as text:
-            return text.read(MOST_CAPTIONS * LONGEST_CAPTION).splitlines()
-    except OSError:
-        return []
-
-
-_REVISION = 2  # of packed folders in the cache; increased when the same input is packed differently
+_REVISION = 3  # of packed folders in the cache; increased when the same input is packed differently
 
 
 def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:

@@ -4,6 +4,11 @@ from .atomic import (
     sync as sync,
     write_atomic as write_atomic,
 )
+from .caption_files import (
+    find_captions as find_captions,
+    pair_captions as pair_captions,
+    read_captions as read_captions,
+)
 from .cluster import (
     ray_cluster as ray_cluster,
 )
@@ -22,10 +27,15 @@ from .folders import (
     SPLIT_NAMES as SPLIT_NAMES,
     SPLIT_WORDS as SPLIT_WORDS,
     files_below as files_below,
+    images_below as images_below,
     is_hidden as is_hidden,
 )
 from .hub import (
     from_hub as from_hub,
+)
+from .image_types import (
+    check_image as check_image,
+    describe_unreadable as describe_unreadable,
 )
 from .open_clip import (
     prompt_list as prompt_list,

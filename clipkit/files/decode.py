@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import DataError
+from clipkit.files.image_types import describe_unreadable
 from clipkit.files.traits import (
     PILLOW_ERRORS,
     Decoding,
@@ -283,7 +284,7 @@ def open_image(content: "bytes | Image") -> "Image":
     Raises:
         DataError: the image has more than ``MAX_PIXELS`` pixels, or would take too much time or memory.
     """
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     if not isinstance(content, bytes):
         _refuse_too_large(content.height, content.width)
@@ -293,7 +294,10 @@ def open_image(content: "bytes | Image") -> "Image":
         raise DataError(f"file of more than {_MAX_SLOW >> 20} MiB in a format that is slow to read")
     if content.startswith(_TEXT) and content.count(b"#") > _MAX_COMMENTS:
         raise DataError("file with too many comments, which are slow to read")
-    image = Image.open(io.BytesIO(content), formats=_formats())
+    try:
+        image = Image.open(io.BytesIO(content), formats=_formats())
+    except UnidentifiedImageError as error:
+        raise DataError(describe_unreadable(content)) from error
     _refuse_too_large(image.height, image.width)
     if content.startswith(b"\xff\xd8\xff"):
         _refuse_many_scans(content, image.height * image.width)
@@ -311,13 +315,11 @@ def open_image(content: "bytes | Image") -> "Image":
 @contextmanager
 def pillow_errors() -> Iterator[None]:
     """Convert Pillow's exceptions to DataError, and suppress its warnings."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     with _silence:
         try:
             yield
-        except UnidentifiedImageError as error:
-            raise DataError("not an image in a known format") from error
         except Image.DecompressionBombError as error:
             raise DataError(f"image has more than {MAX_PIXELS} pixels") from error
         except PILLOW_ERRORS as error:

@@ -1,15 +1,17 @@
-"""Walks over the files below a folder, in the order of their paths and with little memory; names of splits."""
+"""Walks over the files and images below a folder, in the order of their paths; names of splits."""
 
 import heapq
 import json
 import os
 import tempfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 
-__all__ = ["SPLIT_NAMES", "SPLIT_WORDS", "files_below", "is_hidden"]
+from clipkit.files.image_types import check_image
+
+__all__ = ["SPLIT_NAMES", "SPLIT_WORDS", "files_below", "images_below", "is_hidden"]
 
 # Common names of the folders and files of splits, case-insensitive.
 SPLIT_NAMES = {
@@ -28,7 +30,18 @@ def is_hidden(name: str) -> bool:
     return name.startswith(".") or name in _SYSTEM_FOLDERS
 
 
-def files_below(folder: Path, suffixes: Collection[str] | None = None) -> Iterator[tuple[Path, str]]:
+def images_below(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the images below a folder, sorted by path, and what cannot be read, with the cause.
+
+    See ``check_image`` for the formats of images, and ``files_below`` for the subfolders that are not read.
+    """
+    for path, cause in files_below(folder):
+        problem = cause or check_image(path)
+        if problem is not None:
+            yield path, problem
+
+
+def files_below(folder: Path) -> Iterator[tuple[Path, str]]:
     """Yield the files below a folder, sorted by path, and the subfolders that are not read, with the cause.
 
     Hidden files and folders are skipped. Links to folders are followed, except to a folder that contains the link.
@@ -37,13 +50,11 @@ def files_below(folder: Path, suffixes: Collection[str] | None = None) -> Iterat
 
     Args:
         folder: where to start; the paths begin with it.
-        suffixes: suffixes of the files to yield, in lower case and with the dot; None for all files.
 
     Yields:
         The path of a file and "", or the path of a folder and why it is not read.
     """
-    endings = ("",) if suffixes is None else tuple(suffixes)
-    waiting = [(folder, folder.resolve(), _sorted(_names(folder, endings)))]
+    waiting = [(folder, folder.resolve(), _sorted(_names(folder)))]
     linked = set[Path]()  # targets of the links followed so far
     while waiting:
         here, real, names = waiting[-1]
@@ -57,8 +68,14 @@ def files_below(folder: Path, suffixes: Collection[str] | None = None) -> Iterat
             waiting.pop()
         elif name.endswith("/"):
             inner, target = here / name, real / name
-            if inner.is_symlink():
-                target = inner.resolve()
+            try:
+                is_link = inner.is_symlink()
+                if is_link:
+                    target = inner.resolve()
+            except OSError as error:  # the path is too long
+                yield inner, f"cannot read folder: {error.strerror}"
+                continue
+            if is_link:
                 if any(above.is_relative_to(target) for _, above, _ in waiting):
                     yield inner, "link to a folder that contains it"
                     continue
@@ -66,12 +83,12 @@ def files_below(folder: Path, suffixes: Collection[str] | None = None) -> Iterat
                     yield inner, "link to a folder that is read through another link"
                     continue
                 linked.add(target)
-            waiting.append((inner, target, _sorted(_names(inner, endings))))
+            waiting.append((inner, target, _sorted(_names(inner))))
         else:
             yield here / name, ""
 
 
-def _names(folder: Path, endings: tuple[str, ...]) -> Iterator[str]:
+def _names(folder: Path) -> Iterator[str]:
     """Yield the names of files and folders; folders end with "/", so that sorting names sorts paths."""
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -82,10 +99,7 @@ def _names(folder: Path, endings: tuple[str, ...]) -> Iterator[str]:
                 is_folder = entry.is_dir()
             except OSError:  # an invalid link; opening it as a file will raise the error
                 is_folder = False
-            if is_folder:
-                yield name + "/"
-            elif name.lower().endswith(endings):
-                yield name
+            yield f"{name}/" if is_folder else name
 
 
 def _sorted(names: Iterable[str]) -> Iterator[str]:

@@ -31,10 +31,9 @@ from typing import BinaryIO, Literal
 from urllib.parse import unquote
 
 from clipkit.errors import DataError
-from clipkit.files.folders import files_below
+from clipkit.files.folders import images_below
 from clipkit.files.patterns import (
     IMAGE_EXTENSIONS,
-    IMAGE_SUFFIXES,
     expand_braces,
     match_wildcards,
     path_order,
@@ -225,7 +224,7 @@ class Stream:
                 yield from _samples(shard, kind)
             if kind == "image":
                 source = readable(str(folder))
-                for path, cause in files_below(folder, IMAGE_SUFFIXES):
+                for path, cause in images_below(folder):
                     yield Item(source=source, key=readable(str(path)), image=path, cause=cause)
 
         return items

@@ -18,6 +18,7 @@ from clipkit.files import (
     PILLOW_ERRORS,
     Color,
     decode_jpeg,
+    describe_unreadable,
     flattened,
     is_transparent,
     jpeg_orientation,
@@ -134,7 +135,7 @@ def store_image(data: bytes, how: Storing) -> StoredImage:
     except (Image.DecompressionBombError, DataError):
         raise BadImage(f"image of more than {MAX_PIXELS:,} pixels") from None
     except UnidentifiedImageError:
-        raise BadImage("not an image in a known format") from None
+        raise BadImage(describe_unreadable(data)) from None
     except PILLOW_ERRORS:
         raise BadImage("broken or truncated image") from None
 

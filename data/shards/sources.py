@@ -22,7 +22,8 @@ from clipkit.files import (
     SUFFIXES,
     counted,
     expand_braces,
-    files_below,
+    find_captions,
+    images_below,
     match_wildcards,
     path_order,
 )
@@ -143,12 +144,11 @@ def _folder_shards(folder: Path, split: str) -> list[Path]:
         for place in () if known else (inside, folder, folder / "data"):  # data: in downloads from the hub
             if not place.is_dir():
                 continue
+            # below the folder are other splits too; tables beside pairs may list URLs, as in img2dataset's output
+            if (place == inside or not by_split) and _has_pairs(place):
+                return _packed([place])
             if tables := _tables_in(place, split):
                 return _packed(tables)
-            if (place == inside or not by_split) and _has_pairs(
-                place
-            ):  # below the folder are other splits too
-                return _packed([place])
         raise DataError(_folder_hint(inside) or known or _folder_hint(folder) or _empty(folder, split))
     stated = here / "nshards.txt"
     if stated.is_file():
@@ -189,11 +189,11 @@ def _of_split(tables: list[_File], split: str) -> list[_File]:
 
 
 def _has_pairs(folder: Path) -> bool:
-    """Whether a folder has images with captions in .txt files, or a table of them named metadata."""
+    """Whether a folder has images with captions in files beside them, or a table of them named metadata."""
     from data.pack import metadata_of
 
-    first = islice(files_below(folder, IMAGE_SUFFIXES), _LOOKED_AT)
-    return metadata_of(folder) is not None or any(one.with_suffix(".txt").is_file() for one, _ in first)
+    images = (path for path, _ in islice(images_below(folder), _LOOKED_AT))
+    return metadata_of(folder) is not None or find_captions(images) is not None
 
 
 def _check_count(folder: str, found: int, stated: str | None) -> None:

@@ -163,9 +163,9 @@ def tables_in(folder: Path) -> list[Path]:
     return sorted(filter(is_table, folder.iterdir())) if folder.is_dir() else []
 
 
-def how_to_pack(table: Path | None) -> str:
-    """Return the command that creates a dataset from a table."""
-    named = "TABLE" if table is None else shlex.quote(str(table))
+def how_to_pack(source: Path | None) -> str:
+    """Return the command that creates a dataset from a table or a folder."""
+    named = "TABLE" if source is None else shlex.quote(str(source))
     return f"python -m data pack {named} OUT --test 1.0, then --data OUT"
 
 

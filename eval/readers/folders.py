@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from clipkit.errors import DataError
-from clipkit.files import IMAGE_EXTENSIONS, SPLIT_NAMES, SPLIT_WORDS, files_below, is_hidden
+from clipkit.files import SPLIT_NAMES, SPLIT_WORDS, check_image, find_captions, images_below, is_hidden
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit, some
 from eval.readers.files import (
     ACCEPTED,
@@ -24,8 +24,6 @@ from eval.readers.files import (
 
 __all__ = ["open_image_folder", "utf8_name", "visible_folders"]
 
-# image formats that are not read: skipping them would score fewer images than there are
-_UNREAD = ("heic", "heif", "jfif", "jxl", "svg", "psd", "dng", "cr2", "nef", "arw")
 _log = logging.getLogger("eval")
 
 
@@ -51,6 +49,11 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
         tables = tables_in(inside)
         pairs = f"; {tables[0].name} may be a table of captions: {how_to_pack(tables[0])}" if tables else ""
         raise DataError(f"{inside} contains no images in folders by class, such as {inside}/cat/1.jpg{pairs}")
+    if captions := find_captions(file for _, file in labelled):
+        raise DataError(
+            f"{captions} may contain captions of an image, so the names of folders are not read as classes: "
+            f"{how_to_pack(inside)}; or remove such files"
+        )
     images = FileImages(inside, [file for _, file in labelled])
     labels, real = torch.tensor([label for label, _ in labelled]), folder / _REAL
     if real.is_file():
@@ -71,8 +74,8 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
             f"images in a folder per class, such as {folder / classes[0] / 'cat'}; "
             f"for images with captions {how_to_pack(None)}"
         )
-    beside = [one.name for one in inside.iterdir() if not is_hidden(one.name) and one.is_file()]
-    if beside := sorted(one for one in beside if _extension(one) in IMAGE_EXTENSIONS):
+    files = [path for path in inside.iterdir() if not is_hidden(path.name) and path.is_file()]
+    if beside := sorted(path.name for path in files if check_image(path) is not None):
         _log.warning("dataset %s: skips images outside the class folders: %s", name, some(beside))
     return checked_set(
         EvalDataset(
@@ -173,29 +176,18 @@ def visible_folders(folder: Path) -> list[Path]:
     return [path for path in paths if path.is_dir()]
 
 
-def _extension(name: str) -> str:
-    return os.path.splitext(name)[1].lower().removeprefix(".")  # noqa: PTH122 - of a name, not of a path
-
-
 def _images_by_class(folder: Path) -> Iterator[tuple[str, Path]]:
     """Yield the images below the class folders in a folder, each with the name of its class folder.
 
     Raises:
-        DataError: a folder cannot be read or is a link that ``files_below`` does not follow, or an image has an
-            unsupported format.
+        DataError: an image or a folder cannot be read, or is a link that ``files_below`` does not follow.
     """
-    for path, cause in files_below(folder):
-        if cause:
+    for path, cause in images_below(folder):
+        parts = path.relative_to(folder).parts
+        if cause and (len(parts) > 1 or path.is_dir()):
             raise DataError(f"{path}: {cause}")
-        extension, parts = _extension(path.name), path.relative_to(folder).parts
-        if len(parts) == 1:
-            continue
-        if extension in IMAGE_EXTENSIONS:
+        if len(parts) > 1:
             yield parts[0], path
-        elif extension in _UNREAD:
-            raise DataError(
-                f"image {path} has a format that is not supported: convert it to JPEG or PNG, or remove it"
-            )
 
 
 def utf8_name(name: str) -> str:

@@ -339,7 +339,7 @@ def test_folder_names_become_classes(tmp_path: Path) -> None:
     (tmp_path / "photos/train").rename(tmp_path / "photos/bird")
     (tmp_path / "photos/bird/1.txt").write_text("a bird")
     found = pack(tmp_path / "photos", tmp_path / "captioned")
-    assert found.hint == "; subfolders are not read as classes because bird/1.txt contains captions"
+    assert found.hint == "; subfolders are not read as classes because bird/1.txt may contain captions"
     (tmp_path / "photos/bird/1.png").rename(tmp_path / "photos/cover.png")
     with pytest.raises(DataError, match=r"not read as classes because cover\.png is outside them"):
         pack(tmp_path / "photos", tmp_path / "mixed")
@@ -673,6 +673,51 @@ def test_absolute_paths_are_packed_in_order_of_rows(images: Path, tmp_path: Path
     )
     pack(table, tmp_path / "out", samples_per_shard=30, progress=False)
     assert [sample["txt"].decode() for sample in samples(tmp_path / "out").values()] == names
+
+
+@pytest.mark.parametrize("suffix", [".TXT", ".caption", ".json", ".tags"])
+def test_captions_beside_images_are_not_replaced_by_names_of_folders(tmp_path: Path, suffix: str) -> None:
+    for name in ("00000/1", "00001/2"):
+        path = tmp_path / "photos" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_suffix(".png").write_bytes(encoded("PNG"))
+        caption = f"caption of {path.name}"
+        path.with_suffix(suffix).write_text(
+            json.dumps({"caption": caption}) if suffix == ".json" else caption
+        )
+    (tmp_path / "photos/00000/1.png.json").write_text('{"title": "1.png"}')
+    (tmp_path / "photos/00001/3.png").write_bytes(encoded("PNG"))
+    report = pack(tmp_path / "photos", tmp_path / "out", progress=False)
+    assert report.caption_column == f"{suffix.lower()} files"
+    captions = [sample["txt"].decode() for sample in samples(tmp_path / "out").values()]
+    assert captions == ["caption of 1", "caption of 2"]
+    assert report.bad == {"no caption": 1}
+    assert not (tmp_path / "out/classes.txt").exists()
+
+
+def test_files_of_other_programs_are_not_captions(tmp_path: Path) -> None:
+    for name in ("cat/1.png", "dog/2.png"):
+        path = tmp_path / "photos" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encoded("PNG"))
+        path.with_suffix(".png.json").write_text(
+            '{"title": "1.png", "description": "", "photoTakenTime": {}}'
+        )
+        path.with_suffix(".xmp").write_text("<x:xmpmeta/>")
+        path.with_suffix(".AAE").write_text("<plist/>")
+    report = pack(tmp_path / "photos", tmp_path / "out", progress=False)
+    assert (report.packed, report.caption_column) == (2, "names of folders")
+
+
+def test_images_with_unusual_extensions_are_packed(tmp_path: Path) -> None:
+    for name in ("cat/1.png", "cat/2.jfif", "dog/photo", "dog/3.jpg_large"):
+        (tmp_path / "photos" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "photos" / name).write_bytes(encoded("PNG"))
+    for name in ("4.heic", "5.jpg"):
+        (tmp_path / "photos/dog" / name).write_bytes(b"\0\0\0\x18ftypheic")
+    found = pack(tmp_path / "photos", tmp_path / "out", progress=False)
+    assert found.splits == {"train": 4}
+    assert found.bad == {"HEIC images cannot be read: convert them to JPEG or PNG": 2}
 
 
 def test_folder_is_packed_again_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Tests of tables, image folders and Parquet as training data: they are packed into the cache once."""
 
 import io
+import json
 import os
 import shutil
 import signal
@@ -85,6 +86,11 @@ def test_all_forms_of_sources_give_the_same_pairs(tmp_path: Path) -> None:
     (folder / "metadata.csv").unlink()
     for name, text in rows:
         (folder / name).with_suffix(".txt").write_text(text)
+    assert samples(folder) == expected
+    for name, text in rows:
+        (folder / name).with_suffix(".txt").unlink()
+        (folder / name).with_suffix(".json").write_text(json.dumps({"caption": text, "url": "http://host/"}))
+    table(folder / "00000.csv", [("http://host/", text) for _, text in rows], "")  # as img2dataset lists URLs
     assert samples(folder) == expected
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from clipkit.files import folders
-from clipkit.files.folders import files_below
+from clipkit.files.folders import files_below, images_below
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -21,7 +21,7 @@ def test_sorting_in_pieces_equals_sorting_at_once(
 def test_vanished_folder_is_an_item_with_a_cause(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").touch()
     (tmp_path / "b").mkdir()
-    walk = files_below(tmp_path, {".jpg"})
+    walk = files_below(tmp_path)
     assert next(walk) == (tmp_path / "a.jpg", "")
     (tmp_path / "b").rmdir()
     assert list(walk) == [(tmp_path / "b", "cannot read folder: No such file or directory")]
@@ -46,7 +46,7 @@ def test_hidden_and_system_folders_are_skipped(tmp_path: Path) -> None:
     for name in (".cache/a.jpg", "@eaDir/b.jpg", "c/.d.jpg", "c/e.JPG", "c/f.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    assert list(files_below(tmp_path, {".jpg"})) == [(tmp_path / "c/e.JPG", "")]
+    assert list(images_below(tmp_path)) == [(tmp_path / "c/e.JPG", "")]
     assert [path.name for path, _ in files_below(tmp_path)] == ["e.JPG", "f.txt"]
 
 
@@ -68,4 +68,4 @@ def test_links_that_lead_nowhere_are_files(tmp_path: Path) -> None:
     for name in ("a.jpg", "b.txt"):
         (tmp_path / name).symlink_to(name)  # to itself
     (tmp_path / "c.jpg").touch()
-    assert list(files_below(tmp_path, {".jpg"})) == [(tmp_path / "a.jpg", ""), (tmp_path / "c.jpg", "")]
+    assert list(images_below(tmp_path)) == [(tmp_path / "a.jpg", ""), (tmp_path / "c.jpg", "")]

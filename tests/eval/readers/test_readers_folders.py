@@ -93,9 +93,28 @@ def test_skipped_images_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFi
         "dataset pets: skips images outside the class folders: another.JPG, stray.png"
     ]
     (pets / "dog" / "3.HEIC").write_bytes(b"x")
+    cause = "HEIC images cannot be read: convert them to JPEG or PNG"
+    assert refusal(pets) == f"{pets / 'dog' / '3.HEIC'}: {cause}"
+
+
+def test_images_with_unusual_extensions_are_scored(tmp_path: Path) -> None:
+    pets = fill(tmp_path / "pets", "cat/1.png", "cat/2.jpg_large", "cat/photo", "dog/3.jfif", "dog/4.HEIC")
+    found = open_dataset(pets)
+    assert found.labels is not None and found.labels.tolist() == [0, 0, 0, 1, 1]
+    (pets / "cat" / "sketch").write_bytes(b"<svg xmlns='http://www.w3.org/2000/svg'/>")
+    assert refusal(pets) == f"{pets}/cat/sketch: SVG images cannot be read: convert them to JPEG or PNG"
+
+
+@pytest.mark.parametrize("name", ["cat/1.TXT", "dog/2.png.txt", "dog/2.caption", "cat/1.json"])
+def test_names_of_folders_are_not_classes_if_images_have_captions(tmp_path: Path, name: str) -> None:
+    pets = fill(tmp_path / "pets", "cat/1.png", "dog/2.png")
+    (pets / "cat" / "1.png.json").write_text('{"title": "1.png"}')
+    (pets / "dog" / "notes.txt").write_text("x")
+    assert len(open_dataset(pets)) == 2
+    (pets / name).write_text('{"caption": "a cat"}')
     assert refusal(pets) == (
-        f"image {pets / 'dog' / '3.HEIC'} has a format that is not supported: convert it to JPEG or PNG, or remove "
-        "it"
+        f"{pets / name} may contain captions of an image, so the names of folders are not read as classes: "
+        f"python -m data pack {pets} OUT --test 1.0, then --data OUT; or remove such files"
     )
 
 

@@ -1,0 +1,75 @@
+"""Find files with the captions of images beside the images: ``cat.txt`` or ``cat.jpg.txt`` for ``cat.jpg``."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+
+__all__ = ["CAPTION_SUFFIXES", "find_captions", "pair_captions", "read_captions"]
+
+# In any case; if an image has several files, the first of these is used.
+CAPTION_SUFFIXES = (".txt", ".caption", ".captions", ".cap", ".text", ".tags", ".json")
+_MAX_BYTES = 4 << 20  # per file; the rest is not read
+
+
+def pair_captions(images: Iterable[Path]) -> Iterator[tuple[Path, Path | None]]:
+    """Yield each image with the file that may contain captions of the image, None if there is none.
+
+    A folder is listed once for consecutive images in the folder.
+    """
+    list_texts = lru_cache(maxsize=8)(_list_texts)
+    for image in images:
+        texts = list_texts(image.parent)
+        name = texts.get(image.stem) or texts.get(image.name)
+        yield image, image.with_name(name) if name else None
+
+
+def find_captions(images: Iterable[Path]) -> Path | None:
+    """Return the first file beside the images that may contain captions, None if there is none.
+
+    A .json file is one only if it has captions; other .json files have metadata or annotations.
+    """
+    for _, file in pair_captions(images):
+        if file is not None and (file.suffix.lower() != ".json" or read_captions(file)):
+            return file
+    return None
+
+
+def read_captions(file: Path) -> list[str]:
+    """Read the captions of an image: the lines of a text, or the field ``captions`` or ``caption`` of a .json file.
+
+    Returns [] if the file cannot be read or has no captions.
+    """
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(_MAX_BYTES)
+    except OSError:
+        return []
+    encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+    text = data.decode(encoding, errors="replace")
+    if file.suffix.lower() != ".json":
+        return text.splitlines()
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    if not isinstance(fields, dict):
+        return []
+    captions = fields.get("captions") or fields.get("caption")
+    if isinstance(captions, str):
+        return [captions]
+    return [text for text in captions if isinstance(text, str)] if isinstance(captions, list) else []
+
+
+def _list_texts(folder: Path) -> dict[str, str]:
+    """Return the names of files with a suffix of captions, by their names without the suffix."""
+    names: list[tuple[int, bool, str, str]] = []
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            stem, suffix = os.path.splitext(entry.name)  # noqa: PTH122 - fast for many names
+            if suffix.lower() in CAPTION_SUFFIXES:
+                names.append((CAPTION_SUFFIXES.index(suffix.lower()), not suffix.islower(), stem, entry.name))
+    # the most preferred file is last and replaces the others
+    return {stem: name for _, _, stem, name in sorted(names, reverse=True)}
