@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 __all__ = [
-    "build_towers", "config_files", "download_weights", "load_folder", "make_tokenizer", "prompt_list",
-    "published_tags", "published_weights", "vocabulary_file", "without_image_tower",
+    "build_towers", "config_files", "default_pooler", "download_weights", "load_folder", "make_tokenizer",
+    "prompt_list", "published_tags", "published_weights", "vocabulary_file", "without_image_tower",
 ]  # fmt: skip
 
 
@@ -61,6 +61,13 @@ def build_towers(
         embed_dim=embed_dim, vision_cfg=dict(vision), text_cfg=dict(text), quick_gelu=quick_gelu
     )
     return model.visual, model.text
+
+
+def default_pooler(model_type: str) -> str | None:
+    """Return the pooling of an encoder of transformers for which a configuration states none; None if unknown."""
+    from open_clip.hf_configs import arch_dict
+
+    return cast(str | None, arch_dict.get(model_type, {}).get("pooler"))
 
 
 def make_tokenizer(source: str, context_length: int, **options: Any) -> Any:

@@ -346,6 +346,13 @@ def check_weights(model: CLIP, tensors: Mapping[str, Tensor], *, origin: Path) -
             if value.is_floating_point() != own[name].is_floating_point():
                 raise CheckpointError(f"{origin}: {name} is {value.dtype}, not {own[name].dtype}")
         return
+    prefix = "" if own.keys() & tensors.keys() else _common_prefix(missing, unexpected)
+    if prefix:
+        others = sorted(name for name in tensors if not name.startswith(prefix))
+        without = f" and without {len(others)} other tensors ({_first(others)})" if others else ""
+        raise CheckpointError(
+            f"{origin}: the names of the model's tensors start with {prefix!r}: store them without it{without}"
+        )
     parts = []
     if misshapen:
         shapes = [
@@ -362,6 +369,15 @@ def check_weights(model: CLIP, tensors: Mapping[str, Tensor], *, origin: Path) -
     raise CheckpointError(
         f"{origin}: the weights do not match {model.name or 'the model'}: {'; '.join(parts)}"
     )
+
+
+def _common_prefix(missing: list[str], unexpected: list[str]) -> str:
+    """Return a prefix with which all missing names are among the unexpected ones; "" if there is none."""
+    for name in unexpected:
+        prefix = name.removesuffix(missing[0])
+        if prefix != name and {prefix + wanted for wanted in missing} <= set(unexpected):
+            return prefix
+    return ""
 
 
 def _first(listed: list[str]) -> str:

@@ -3,6 +3,7 @@
     a clipkit run or checkpoint       model.json + model.safetensors
     a hub-style folder of open_clip   open_clip_config.json + open_clip_model.safetensors
     a folder of transformers          config.json of a CLIPModel + model.safetensors
+    a folder of sentence-transformers modules.json and such a folder, often 0_CLIPModel
     an ONNX export of clipkit         onnx_config.json + visual.onnx, textual.onnx, in no folder of another kind
     a training folder of open_clip    params.txt + checkpoints/epoch_N.pt
     a weights file                    .pt, .bin, .safetensors: open_clip's, OpenAI's, TorchScript archives
@@ -13,6 +14,8 @@ The activation function is read from the source. If the source does not record i
 QuickGELU: the tensors are the same, and the wrong activation lowers scores without an error.
 """
 
+import json
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
@@ -31,14 +34,16 @@ from clipkit.formats.open_clip import (
     OPENAI_MARKS,
     TrainingRecord,
     check_claims,
+    common_preprocess,
     fitting_names,
+    folder_config,
     inferred,
     newest_epoch,
     own_names,
     training_record,
 )
 from clipkit.formats.transformers import end_of_text, from_transformers, preprocess_from_transformers
-from clipkit.formats.weights import read_weights
+from clipkit.formats.weights import MERGING, read_weights
 from clipkit.model.architectures import ARCHITECTURES, QUICKGELU, Architecture
 from clipkit.model.clip import CLIP
 from clipkit.model.names import OPEN_CLIP, architecture, check_names, from_open_clip, open_clip_config
@@ -59,9 +64,10 @@ _CHECKED_VALUES = 2**18  # per tensor
 
 @dataclass(frozen=True, kw_only=True)
 class _Wanted:
-    """The caller's requests other than the source."""
+    """The caller's requests other than the source; ``tag`` is that of published weights of the architecture."""
 
     name: str = ""
+    tag: str = ""
     image_size: int = 0
     context_length: int = 0
 
@@ -69,13 +75,23 @@ class _Wanted:
     def sizes(self) -> dict[str, int]:
         return {"image_size": self.image_size, "context_length": self.context_length}
 
+    def architecture(self) -> Architecture:
+        shape = architecture(self.name)
+        return replace(shape, quick_gelu=True) if self.published.get("quick_gelu") else shape
+
+    @property
+    def published(self) -> Mapping[str, Any]:
+        """The registry's entry of the tag; empty without one."""
+        return published_weights(self.name.removeprefix(OPEN_CLIP), self.tag) if self.tag else {}
+
 
 def open_source(source: str, *, name: str = "", image_size: int = 0, context_length: int = 0) -> CLIP:
     """Load a model on the CPU in float32, in evaluation mode; ``origin`` describes what was found.
 
     Args:
         source: see above.
-        name: the architecture, for weights stored without one; must agree with a stored one.
+        name: the architecture, for weights stored without one; must agree with a stored one. ``open_clip:NAME/TAG``
+            also selects the preprocessing of published weights.
         image_size: side of the images in pixels; position embeddings are resampled. 0 keeps the stored size.
         context_length: longest text in tokens. 0 keeps the stored length.
 
@@ -83,9 +99,15 @@ def open_source(source: str, *, name: str = "", image_size: int = 0, context_len
         CheckpointError: the source does not exist, is damaged or inconsistent.
         ConfigError: a name is unknown, or needs a network.
     """
-    wanted = _Wanted(name=name, image_size=image_size, context_length=context_length)
+    tag = ""
+    if name.startswith(OPEN_CLIP):
+        name, _, tag = name.partition("/")
     if name:
         check_names(name, called="name")
+    wanted = _Wanted(name=name, tag=tag, image_size=image_size, context_length=context_length)
+    if tag and not wanted.published:
+        tags = ", ".join(published_tags(name.removeprefix(OPEN_CLIP))) or "none"
+        raise ConfigError(f"name = '{name}/{tag}': known tags of {name}: {tags}")
     if source.startswith(OPEN_CLIP):
         model = _published(source, wanted)
     elif source.startswith(HUB):
@@ -118,8 +140,13 @@ def _local(path: Path, wanted: _Wanted) -> CLIP:
             f"transformers, "
             f"{OPEN_CLIP}NAME/TAG or {HUB}OWNER/REPOSITORY"
         )
+    if (path / "adapter_config.json").is_file():
+        base = read_json(path / "adapter_config.json").get("base_model_name_or_path")
+        raise CheckpointError(f"{path} has adapters of peft for {base!r}, not a model: {MERGING}")
     if (path / "open_clip_config.json").is_file():
         return _open_clip_folder(path, wanted)
+    if (path / "modules.json").is_file():
+        return _transformers_folder(_sentence_model(path), wanted)
     if (path / "config.json").is_file():
         return _transformers_folder(path, wanted)
     if (path / ONNX_CONFIG).is_file():
@@ -164,14 +191,8 @@ def _published(source: str, wanted: _Wanted) -> CLIP:
 
 
 def _open_clip_folder(folder: Path, wanted: _Wanted, file: Path | None = None) -> CLIP:
-    config = read_json(folder / "open_clip_config.json")
-    if not isinstance(model_config := config.get("model_cfg"), dict):
-        raise CheckpointError(f"{folder}/open_clip_config.json has no model_cfg")
-    preprocess = config.get("preprocess_cfg") or {}
-    if not isinstance(preprocess, dict):
-        raise CheckpointError(f"{folder}/open_clip_config.json: preprocess_cfg is not an object")
     with _naming(folder):
-        shape = from_open_clip(model_config)
+        shape, preprocess = folder_config(folder)
         _agree(wanted, shape, folder)
         shape = replace(shape, text=shape.text.with_tokenizer_in(folder))
     file = file or _first(folder, _OPEN_CLIP_WEIGHTS)
@@ -203,6 +224,32 @@ def _transformers_folder(folder: Path, wanted: _Wanted, file: Path | None = None
     return model
 
 
+def _sentence_model(folder: Path) -> Path:
+    """Return the folder of the model in a folder of sentence-transformers.
+
+    Raises:
+        CheckpointError: the folder has no CLIPModel, or its embeddings are computed by further modules.
+    """
+    kind = f"{folder} is a folder of sentence-transformers"
+    try:
+        modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
+        name = str(modules[0]["path"])
+        further = [str(module["type"]).rpartition(".")[2] for module in modules[1:]]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{kind} with an invalid modules.json: {error!r}") from error
+    if further not in ([], ["Normalize"]):
+        raise CheckpointError(
+            f"{kind} whose model is followed by {', '.join(further)}, which clipkit does not apply"
+        )
+    if name and name not in {path.name for path in folder.iterdir()}:
+        raise CheckpointError(f"{kind} that does not contain the model's folder {name[:120]!r}")
+    model = folder / name
+    model_type = read_json(model / "config.json").get("model_type")
+    if model_type != "clip":
+        raise CheckpointError(f"{kind} with a {model_type!r} model, not a CLIPModel")
+    return model
+
+
 def _file(path: Path, wanted: _Wanted) -> CLIP:
     """Load a weights file; the architecture is given by name, read from params.txt, or inferred (OpenAI)."""
     folder = path.parent
@@ -219,12 +266,13 @@ def _file(path: Path, wanted: _Wanted) -> CLIP:
         )
     if all(mark in stored.tensors or mark in stored.notes for mark in OPENAI_MARKS):
         with _naming(path):
-            record = TrainingRecord(architecture=replace(inferred(stored.tensors), quick_gelu=True))
+            openai = replace(inferred(stored.tensors), quick_gelu=True)
+        record = TrainingRecord(architecture=openai, preprocess={})
         kind = "OpenAI's weights"
     else:
         record, kind = training_record(path), "open_clip checkpoint"
     _agree(wanted, record.architecture, path)
-    shape = record.architecture or (architecture(wanted.name) if wanted.name else None)
+    shape = record.architecture or (wanted.architecture() if wanted.name else None)
     if shape is None:
         names = list(dict.fromkeys(one.removesuffix(QUICKGELU) for one in fitting_names(stored.tensors)))
         examples = f", such as {' or '.join(map(repr, names))}" if names else ""
@@ -232,9 +280,17 @@ def _file(path: Path, wanted: _Wanted) -> CLIP:
             f"{path}: {record.lacking}: specify the architecture by --name on the command line or "
             f"clipkit.load(…, name=…){examples}, with QuickGELU {(names or ['NAME'])[0] + QUICKGELU!r}"
         )
+    preprocess, assumption = record.preprocess, ""
+    if preprocess is None and wanted.tag:
+        preprocess = wanted.published
+    elif preprocess is None:
+        preprocess, assumption = common_preprocess(wanted.name)
     model = _built(
-        shape, stored.tensors, path, wanted, name=wanted.name or record.name, preprocess=record.preprocess
+        shape, stored.tensors, path, wanted, name=wanted.name or record.name, preprocess=preprocess
     )
+    if assumption:
+        note = f"{path}: the preprocessing of these weights is not stored: {assumption}"
+        warnings.warn(note, stacklevel=5)  # the caller of clipkit.load
     progress = [f"{key} {stored.notes[key]}" for key in ("epoch", "step") if key in stored.notes]
     model.origin = f"{kind} {path}" + (f" ({', '.join(progress)})" if progress else "")
     return model
@@ -244,7 +300,7 @@ def _agree(wanted: _Wanted, found: Architecture | None, origin: object) -> None:
     """Raise CheckpointError if the architecture or activation is not the requested one; sizes may differ."""
     if not wanted.name or found is None:
         return
-    asked = architecture(wanted.name)
+    asked = wanted.architecture()
     asked = replace(asked, small_data=found.small_data, logit_bias=found.logit_bias)
     with suppress(
         ConfigError

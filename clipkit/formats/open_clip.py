@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,19 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import CheckpointError, ConfigError
-from clipkit.files.open_clip import config_files, published_weights
-from clipkit.formats.checkpoint import check_weights
+from clipkit.files.hub import HUB, fetch_repository
+from clipkit.files.open_clip import config_files, published_tags, published_weights
+from clipkit.formats.checkpoint import check_weights, read_json
 from clipkit.formats.weights import read_weights
-from clipkit.model.architectures import ARCHITECTURES, Architecture, TextTower, VisionTower
+from clipkit.model.architectures import ARCHITECTURES, QUICKGELU, Architecture, TextTower, VisionTower
 from clipkit.model.clip import CLIP
 from clipkit.model.names import OPEN_CLIP, check_names, from_open_clip, open_clip_config
+from clipkit.model.preprocess import Preprocess
 from clipkit.model.resample import fit_positions
 
 __all__ = [
-    "OPENAI_MARKS", "TrainingRecord", "check_claims", "fitting_names", "inferred", "mlp_ratio", "newest_epoch",
-    "own_names", "training_record",
+    "OPENAI_MARKS", "TrainingRecord", "check_claims", "common_preprocess", "fitting_names", "folder_config",
+    "inferred", "mlp_ratio", "newest_epoch", "own_names", "training_record",
 ]  # fmt: skip
 
 # extra entries that occur only in OpenAI's state dicts
@@ -41,6 +43,7 @@ _MAX_POSITIONS = (
 )  # limit for values of position embeddings, which some towers compute even on the meta device
 _MAX_PARAMS = 2**20  # characters read from params.txt, which normally has about a hundred lines
 _MAX_SHOWN = 4
+_LOCAL = "local-dir:"  # open_clip's prefix of a folder in place of a name
 _PREPROCESS = ("mean", "std", "interpolation", "resize_mode")
 # exceptions that libraries raise for invalid configurations
 _REFUSALS = (
@@ -232,13 +235,13 @@ class TrainingRecord:
         architecture: the architecture; None if the record does not determine it.
         name: name of the architecture, or "".
         lacking: why the architecture is unknown, for an error message.
-        preprocess: preprocessing settings that differ from CLIP's.
+        preprocess: preprocessing settings that differ from CLIP's; None if they are not recorded.
     """
 
     architecture: Architecture | None = None
     name: str = ""
     lacking: str = "no file next to these weights records their architecture and whether it uses QuickGELU"
-    preprocess: Mapping[str, Any] = field(default_factory=dict)
+    preprocess: Mapping[str, Any] | None = None
 
 
 def training_record(file: Path) -> TrainingRecord:
@@ -254,17 +257,24 @@ def training_record(file: Path) -> TrainingRecord:
     with params.open(encoding="utf-8", errors="replace") as content:
         lines = content.read(_MAX_PARAMS).splitlines()
     values = {name: _value(value) for name, value in (line.split(": ", 1) for line in lines if ": " in line)}
-    name = str(values.get("model", "")).replace("/", "-")  # as open_clip does
+    name = str(values.get("model", ""))
+    scheme = next((scheme for scheme in (HUB, _LOCAL) if name.startswith(scheme)), "")
     try:
-        check_names(OPEN_CLIP + name)
-    except ConfigError:
-        return TrainingRecord(
-            lacking=f"{params} names the architecture {values.get('model')!r}, which is unknown to open_clip"
-        )
-    shape = from_open_clip(open_clip_config(name))
+        if scheme:
+            folder = fetch_repository(name) if scheme == HUB else Path(name.removeprefix(_LOCAL))
+            shape, preprocess = folder_config(folder)
+            shape = replace(shape, text=shape.text.with_tokenizer_in(folder))
+        else:
+            name = OPEN_CLIP + name.replace("/", "-")  # as open_clip does
+            check_names(name)
+            shape = from_open_clip(open_clip_config(name))
+    except (CheckpointError, ConfigError) as error:
+        cause = str(error) if scheme else "which is unknown to open_clip"
+        return TrainingRecord(lacking=f"{params} names the architecture {values.get('model')!r}, {cause}")
     tag = values.get("pretrained")  # the weights that training started from
-    published = published_weights(name, tag) if tag and isinstance(tag, str) else {}
-    preprocess = {key: published.get(key) for key in _PREPROCESS}
+    if not scheme:
+        published = published_weights(name.removeprefix(OPEN_CLIP), tag) if isinstance(tag, str) else {}
+        preprocess = {key: published.get(key) for key in _PREPROCESS}
     preprocess |= {key: given for key in _PREPROCESS if (given := values.get(f"image_{key}")) is not None}
     if values.get("force_quick_gelu") is True:
         shape = replace(shape, quick_gelu=True)
@@ -283,7 +293,59 @@ def training_record(file: Path) -> TrainingRecord:
                 shape = shape.resized(**{key: size})
     except ConfigError as error:
         raise CheckpointError(f"{params}: {error}") from error
-    return TrainingRecord(architecture=shape, name=OPEN_CLIP + name, preprocess=preprocess)
+    return TrainingRecord(architecture=shape, name="" if scheme else name, preprocess=preprocess)
+
+
+def folder_config(folder: Path) -> tuple[Architecture, dict[str, Any]]:
+    """Read the architecture and the preprocessing settings in open_clip_config.json.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is not of this kind.
+        ConfigError: the architecture is not supported.
+    """
+    file = folder / "open_clip_config.json"
+    config = read_json(file)
+    if not isinstance(model_config := config.get("model_cfg"), dict):
+        raise CheckpointError(f"{file} has no model_cfg")
+    preprocess = config.get("preprocess_cfg") or {}
+    if not isinstance(preprocess, dict):
+        raise CheckpointError(f"{file}: preprocess_cfg is not an object")
+    return from_open_clip(model_config), preprocess
+
+
+def common_preprocess(name: str) -> tuple[dict[str, Any], str]:
+    """Return the preprocessing settings that all published weights of an architecture have.
+
+    If they differ or there are none, the settings are CLIP's, and the second value says so; otherwise it is "".
+    """
+    registered = name.removeprefix(OPEN_CLIP)
+    if not (tags := published_tags(registered)):
+        registered = registered.removesuffix(QUICKGELU)
+        tags = published_tags(registered)
+    clips = Preprocess(image_size=1)
+    others = []
+    settings: dict[str, Any] = {}
+    kinds = set()
+    for tag in tags:
+        published = published_weights(registered, tag)
+        settings = {key: published[key] for key in _PREPROCESS if published.get(key) is not None}
+        preprocess = Preprocess.from_dict({"image_size": 1, **settings})
+        kinds.add(preprocess)
+        if preprocess != clips:
+            others.append(tag)
+    if len(kinds) == 1:
+        return settings, ""
+    assumed = "assuming CLIP's mean, std, bicubic interpolation and center crop"
+    if not tags:
+        return {}, (
+            f"{assumed}, because there are no published weights of {registered}; a folder with "
+            "open_clip_config.json can record others"
+        )
+    names = " or ".join(f"{OPEN_CLIP}{registered}/{tag}" for tag in others)
+    return {}, (
+        f"{assumed}, as {len(tags) - len(others)} of {len(tags)} published weights of {registered} have; for the "
+        f"others, give the name {names}"
+    )
 
 
 def _value(text: str) -> Any:

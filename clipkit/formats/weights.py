@@ -21,7 +21,7 @@ import struct
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,19 @@ MAX_MODULE_DEPTH = 100
 MAX_NAME = MAX_NOTE = 1_000  # characters of a tensor's name and of a note
 MAX_JSON = 64 << 20  # bytes
 MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors library
+
+
+# prefixes of data-parallel wrappers and of modules of trainers, such as Lightning's, that contain a model
+_WRAPPERS = ("module.", "model.", "clip_model.", "clip.")
+# what to do with weights that clipkit does not read
+MERGING = (
+    "merge them by PeftModel.from_pretrained(model, FOLDER).merge_and_unload().save_pretrained(OUT), with the "
+    "model that they were trained for, and load OUT"
+)
+_CONVERSION = (
+    "convert them by torch.save(open_clip.create_model('{name}', pretrained='{path}').state_dict(), 'FILE.pt'), "
+    "with the architecture's name, and load FILE.pt with name='open_clip:{name}'"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,18 +109,32 @@ def read_weights(path: Path) -> StoredWeights:
         raise CheckpointError(
             f"{path}: the name of a tensor has {longest} characters; download the file again"
         )
-    # remove torch.compile's prefix anywhere in a name, and "module." if all names have it
+    # remove torch.compile's prefix anywhere in a name, and those of wrappers if all names have them
     names = {".".join(part for part in name.split(".") if part != "_orig_mod"): name for name in tensors}
     if len(names) < len(tensors):
         raise CheckpointError(f"{path}: the same tensor exists with and without torch.compile's prefix")
     counter = "n_averaged"  # a buffer of torch's AveragedModel
     if counter in names and len(names) > 1 and tensors[names[counter]].numel() == 1:
         notes[counter] = int(tensors[names.pop(counter)])
-    while all(name.startswith("module.") for name in names):
-        names = {name.removeprefix("module."): stored for name, stored in names.items()}
+    while prefix := _common_wrapper(names):
+        names = {name.removeprefix(prefix): stored for name, stored in names.items()}
+    if any(name.startswith("image_encoder.model.") for name in names):
+        raise CheckpointError(
+            f"{path} has Apple's names of MobileCLIP: {_CONVERSION.format(name='MobileCLIP-S1', path=path)}"
+        )
+    if any(".lora_A." in name for name in names):
+        raise CheckpointError(f"{path} has adapters of peft, not a model: {MERGING}")
     return StoredWeights(
         tensors={name: tensors[stored] for name, stored in names.items()}, kind=found.kind, notes=notes
     )
+
+
+def _common_wrapper(names: Iterable[str]) -> str:
+    """Return the prefix of a wrapper that all names have, or ""."""
+    for prefix in _WRAPPERS:
+        if all(name.startswith(prefix) for name in names):
+            return prefix
+    return ""
 
 
 # first bytes of other files that are often mistaken for weights
@@ -616,6 +643,9 @@ def _read_zip(path: Path) -> StoredWeights:
             roots = [name for name in entries if re.fullmatch(r"[^/]+/data\.pkl", name)]
             if len(roots) != 1:
                 numpy = any(name.endswith(".npy") for name in entries)
+                if any(name.startswith(("params/img/", "img/")) for name in entries):
+                    how = _CONVERSION.format(name="ViT-B-16-SigLIP", path=path)
+                    raise CheckpointError(f"{path} has weights of big_vision: {how}")
                 raise CheckpointError(
                     f"{path} is a zip with {'NumPy arrays' if numpy else 'no PyTorch weights'}; expected a file "
                     "written by torch.save"

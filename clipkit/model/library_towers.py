@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from clipkit.errors import CheckpointError, ConfigError, nearest
-from clipkit.files.open_clip import build_towers
+from clipkit.files.open_clip import build_towers, default_pooler
 from clipkit.model.architectures import STEM, ImageArchitecture, Layer, LayerNames, TextArchitecture
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class OpenClipVision(ImageArchitecture):
         if self.backbone or not isinstance(patch, int) or not isinstance(layers, int):
             return None  # not a ViT of open_clip
         if self.config.get("attentional_pool") is True:
-            return self.config.get("n_queries", 256) - 1, embed_dim
+            return self.config.get("attn_pooler_queries", 256) - 1, embed_dim
         return (self.image_size // patch) ** 2, self.config.get("width", 768)
 
     def with_tokens(self, module: "nn.Module", images: "Tensor") -> "tuple[Tensor, Tensor]":
@@ -444,8 +444,13 @@ def describe_encoder(model: str, *, context_length: int = 77) -> TransformersTex
 
 def describe_open_clip_encoder(config: Mapping[str, Any]) -> TransformersText:
     """Read the configuration of the encoder of an open_clip ``text_cfg``."""
+    for name in ("tokenizer_kwargs", "tokenizer_mode"):
+        if config.get(name):
+            raise ConfigError(f"{name} = {config[name]!r} is not supported with hf_model_name")
     tower = describe_encoder(config["hf_model_name"], context_length=config.get("context_length", 77))
     pooler = config.get("hf_pooler_type", "mean_pooler")
+    if pooler is None:
+        pooler = default_pooler(str(tower.config.get("model_type")))
     if pooler not in _POOLINGS:
         raise ConfigError(f"hf_pooler_type = {pooler!r} is unknown: {nearest(str(pooler), _POOLINGS)}")
     pooling = _POOLINGS[pooler]
@@ -456,7 +461,7 @@ def describe_open_clip_encoder(config: Mapping[str, Any]) -> TransformersText:
         model=config.get("hf_tokenizer_name") or tower.model,
         config=tower.config,
         pooling=pooling,
-        projection=config.get("hf_proj_type", "mlp"),
+        projection=config.get("hf_proj_type", "mlp") or "none",
     )
 
 

@@ -61,11 +61,14 @@ _PLAIN_TEXT: dict[str, Any] = {
     "hf_tokenizer_name": None, "tokenizer_mode": None, "tokenizer_kwargs": None,
 }  # fmt: skip
 # fields that do not change features
-_IDLE = {
+_IDLE_VISION = {
     "patch_dropout", "output_tokens", "attn_pooler_queries", "attn_pooler_heads", "timm_model_pretrained",
-    "timm_pool", "timm_proj", "timm_proj_bias", "timm_drop", "timm_drop_path", "eos_id", "hf_model_pretrained",
-    "hf_proj_type", "hf_pooler_type",
+    "timm_pool", "timm_proj", "timm_proj_bias", "timm_drop", "timm_drop_path",
 }  # fmt: skip
+_IDLE_TEXT = {"output_tokens", "eos_id", "hf_model_pretrained", "hf_proj_type", "hf_pooler_type"}
+# names of fields in earlier versions of open_clip, and fields that it has removed with the value they must have
+_RENAMED = {"pooler_type": "hf_pooler_type", "proj": "hf_proj_type", "n_queries": "attn_pooler_queries"}
+_REMOVED = {"global_average_pool": False, "input_patchnorm": False}
 _TOP = {
     "embed_dim", "vision_cfg", "text_cfg", "quick_gelu", "custom_text", "multimodal_cfg", "init_logit_scale",
     "init_logit_bias", "nonscalar_logit_scale",
@@ -163,7 +166,8 @@ def from_open_clip(config: Mapping[str, Any]) -> Architecture:
     if unknown := sorted(config.keys() - _TOP):
         raise ConfigError(f"the open_clip configuration has unknown fields: {', '.join(unknown)}")
     try:
-        vision, text = dict(config["vision_cfg"]), dict(config["text_cfg"])
+        vision = _current_fields(config, "vision_cfg", {*_OWN_VISION, *_PLAIN_VISION, *_IDLE_VISION})
+        text = _current_fields(config, "text_cfg", {*_OWN_TEXT, *_PLAIN_TEXT, *_IDLE_TEXT})
         shape = Architecture(
             embed_dim=config["embed_dim"],
             vision=_vision(vision),
@@ -184,13 +188,33 @@ def from_open_clip(config: Mapping[str, Any]) -> Architecture:
         raise ConfigError(f"the open_clip configuration is not supported: {error!r}") from error
 
 
+def _current_fields(config: Mapping[str, Any], tower: str, known: set[str]) -> dict[str, Any]:
+    """Return the fields of a tower with open_clip's current names.
+
+    Raises:
+        ConfigError: a field is unknown, or has two names with different values.
+    """
+    fields: dict[str, Any] = {}
+    for name, value in dict(config[tower]).items():
+        if name in _REMOVED and value == _REMOVED[name]:
+            continue
+        current = _RENAMED.get(name, name)
+        if current not in known:
+            shown = f"{name[:80]!r} = {str(value)[:80]!r}"
+            raise ConfigError(f"{tower} has the unknown field {shown}: {nearest(name[:80], known)}")
+        if fields.setdefault(current, value) != value:
+            raise ConfigError(f"{tower} has two values of {current}: {fields[current]!r} and {value!r}")
+    return fields
+
+
 def _vision(config: dict[str, Any]) -> ImageArchitecture:
     size = config.get("image_size", 224)
     if isinstance(size, list | tuple):
         if len(set(size)) != 1:
             raise ConfigError(f"image_size = {size} is not square")
         size = size[0]
-    if not _is_plain(config, _OWN_VISION, _PLAIN_VISION) or isinstance(config.get("layers"), list | tuple):
+    is_plain = _is_plain(config, _OWN_VISION, _PLAIN_VISION, _IDLE_VISION)
+    if not is_plain or isinstance(config.get("layers"), list | tuple):
         kept = {key: value for key, value in config.items() if key not in ("image_size", "output_tokens")}
         return OpenClipVision(image_size=size, config={**kept, "timm_model_pretrained": False})
     own = {**_OWN_VISION, **config, "image_size": size}
@@ -207,14 +231,16 @@ def _vision(config: dict[str, Any]) -> ImageArchitecture:
 def _text(config: dict[str, Any]) -> TextArchitecture:
     if config.get("hf_model_name"):
         return describe_open_clip_encoder(config)
-    if not _is_plain(config, _OWN_TEXT, _PLAIN_TEXT):
+    if not _is_plain(config, _OWN_TEXT, _PLAIN_TEXT, _IDLE_TEXT):
         kept = {key: value for key, value in config.items() if key not in ("context_length", "output_tokens")}
         return OpenClipText(context_length=config.get("context_length", 77), config=kept)
     return TextTower(**{key: config.get(key, default) for key, default in _OWN_TEXT.items()})
 
 
-def _is_plain(config: Mapping[str, Any], own: Mapping[str, Any], plain: Mapping[str, Any]) -> bool:
-    return all(key in own or key in _IDLE or (key in plain and config[key] == plain[key]) for key in config)
+def _is_plain(
+    config: Mapping[str, Any], own: Mapping[str, Any], plain: Mapping[str, Any], idle: set[str]
+) -> bool:
+    return all(key in own or key in idle or (key in plain and config[key] == plain[key]) for key in config)
 
 
 def to_open_clip(shape: Architecture) -> dict[str, Any]:

@@ -19,6 +19,7 @@ __all__ = ["fit_positions", "fitted_grid", "smooth_grid"]
 _IMAGE = ("visual.positional_embedding", "visual.attnpool.positional_embedding", "visual.trunk.pos_embed")
 _TEXT = ("positional_embedding", "text.positional_embedding")
 _CLASS_AT_THE_END = "text.cls_emb"  # of CoCa's text tower, whose last position belongs to a class token
+_KEPT = 20  # text positions that are kept in a longer table
 _MAX_PREFIXES = 5  # tokens before a grid: class, distillation, registers
 
 
@@ -26,8 +27,9 @@ def fit_positions(tensors: dict[str, Tensor], wanted: dict[str, torch.Size]) -> 
     """Resample the position embeddings to the wanted shapes; others of another shape are kept.
 
     Image positions: the class token's is kept, the square grid is resized by antialiased bicubic interpolation
-    (Dosovitskiy et al. 2021, section 3.2). Text positions: a shorter length keeps the first ones, so that short
-    texts keep their features; a longer one stretches them linearly.
+    (Dosovitskiy et al. 2021, section 3.2). Text positions: a shorter length keeps the first ones. A longer one keeps
+    the first 20, the best trained ones, and stretches the others linearly (Long-CLIP, Zhang et al. 2024,
+    https://arxiv.org/abs/2403.15378). In both cases short texts keep their features.
 
     Raises:
         CheckpointError: the stored grid is not square.
@@ -50,10 +52,11 @@ def fit_positions(tensors: dict[str, Tensor], wanted: dict[str, torch.Size]) -> 
             words = len(rows) - last
             line = rows[: min(words, places - last)]
             if places - last > words:
+                kept = min(_KEPT, words - 1)
                 stretched = F.interpolate(
-                    rows[:words].float().T[None], places - last, mode="linear", align_corners=False
+                    rows[kept:words].float().T[None], places - last - kept, mode="linear", align_corners=True
                 )
-                line = stretched[0].T.to(rows.dtype)
+                line = torch.cat([rows[:kept], stretched[0].T.to(rows.dtype)])
             new = torch.cat([line, rows[words:]])
         fitted[name] = new.view(shape)
     return fitted

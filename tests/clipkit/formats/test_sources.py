@@ -1,7 +1,9 @@
 """Tests of ``clipkit.load`` on open_clip's training folders, hub folders and registry."""
 
+import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +13,24 @@ from torch import Tensor
 
 import clipkit
 from clipkit.errors import CheckpointError, ConfigError
-from clipkit.formats.open_clip import fitting_names
+from clipkit.formats.open_clip import common_preprocess, fitting_names
+from clipkit.model import names
 from clipkit.model.architectures import ARCHITECTURES
 from clipkit.model.names import OPEN_CLIP, open_clip_config
+from clipkit.model.preprocess import OPENAI_MEAN, OPENAI_STD, Preprocess
 from tests.clipkit.stored_models import (
     CONFIGS,
     TEXTS,
+    VIT,
     assert_same_embeddings,
     register,
     their_model,
     write_hub_folder,
+    write_word_tokenizer,
 )
 
+# most tests use small architectures
+pytestmark = pytest.mark.filterwarnings("ignore:.*no published weights of")
 PREPROCESS = {
     "mean": (0.5, 0.4, 0.3),
     "std": (0.2, 0.3, 0.4),
@@ -169,6 +177,129 @@ def test_names_with_quickgelu_suffix_load(tmp_path: Path) -> None:
             clipkit.load(file, name=name)
 
 
+PUBLISHED = {
+    "MobileCLIP-S1": {"mean": (0.0,) * 3, "std": (1.0,) * 3, "interpolation": "bilinear"},
+    "ViT-B-16-SigLIP2": {"mean": (0.5,) * 3, "std": (0.5,) * 3, "resize_mode": "squash"},
+    "PE-Core-B-16": {"mean": (0.5,) * 3, "interpolation": "bilinear", "resize_mode": "squash"},
+    "ViT-L-14-CLIPA": {"mean": (0.485, 0.456, 0.406), "interpolation": "bilinear", "resize_mode": "squash"},
+    "ViT-H-14-378": {"mean": OPENAI_MEAN, "resize_mode": "squash"},
+    "ViT-B-32": {"mean": OPENAI_MEAN, "std": OPENAI_STD, "interpolation": "bicubic", "resize_mode": "shortest"},
+    "ViT-B-16-SigLIP2-quickgelu": {"mean": (0.5,) * 3, "resize_mode": "squash"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_weights_by_name_are_preprocessed_as_the_published_ones(name: str) -> None:
+    settings, note = common_preprocess(OPEN_CLIP + name)
+    assert not note
+    preprocess = Preprocess.from_dict({"image_size": 224, **settings})
+    assert {key: getattr(preprocess, key) for key in PUBLISHED[name]} == PUBLISHED[name]
+
+
+def test_differing_or_unknown_preprocessing_is_named() -> None:
+    """Every architecture of open_clip's registry either agrees with all its tags or says what is assumed."""
+    import open_clip
+
+    notes = {}
+    for name in open_clip.list_models():
+        settings, note = common_preprocess(OPEN_CLIP + name)
+        tags = open_clip.list_pretrained_tags_by_model(name)
+        if tags and not note:
+            for tag in tags:
+                entry = open_clip.get_pretrained_cfg(name, tag)
+                assert settings.items() <= entry.items()
+        elif tags:
+            notes[name] = note
+        else:
+            assert settings == {} and ("no published weights" in note or name.endswith("-quickgelu"))
+    assert sorted(notes) == ["ViT-H-14", "ViT-H-14-quickgelu", "ViT-L-14"]
+    assert "as 11 of 12 published weights of ViT-L-14" in notes["ViT-L-14"]
+    assert notes["ViT-L-14"].endswith("give the name open_clip:ViT-L-14/laion2b_s32b_b82k")
+
+
+def test_file_loads_with_the_preprocessing_of_its_architecture(
+    tmp_path: Path, published: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from open_clip.pretrained import _PRETRAINED
+
+    file = tmp_path / "weights.pt"
+    name = "open_clip:ViT-tiny"
+    with pytest.warns(UserWarning, match=rf"{file}.*assuming CLIP's.* give the name {name}/laion_x$"):
+        assert clipkit.load(file, name=name).preprocess.mean == OPENAI_MEAN
+    ours = clipkit.load(file, name=f"{name}/laion_x")  # no warning
+    assert ours.preprocess.mean == (0.5, 0.5, 0.5) and ours.architecture.quick_gelu and ours.name == name
+    assert clipkit.load(file, name=f"{name}/plain").preprocess.mean == OPENAI_MEAN
+    with pytest.raises(ConfigError, match="known tags of open_clip:ViT-tiny: laion_x, plain"):
+        clipkit.load(file, name=f"{name}/laion_y")
+    entry = _PRETRAINED["ViT-tiny"]["laion_x"]
+    monkeypatch.setitem(_PRETRAINED, "ViT-tiny", {"laion_x": entry, "laion_y": entry})
+    assert clipkit.load(file, name=name).preprocess.mean == (0.5, 0.5, 0.5)  # the tags agree
+    monkeypatch.delitem(_PRETRAINED, "ViT-tiny")
+    with pytest.warns(UserWarning, match="no published weights of ViT-tiny"):
+        assert clipkit.load(file, name=name).preprocess.mean == OPENAI_MEAN
+
+
+def test_params_txt_may_name_a_folder_or_a_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = tmp_path / "hub"
+    theirs = write_hub_folder(hub, "ViT with QuickGELU", preprocess={**PREPROCESS, "size": 32})
+    (hub / "open_clip_model.safetensors").unlink()
+
+    def fetch(source: str) -> Path:
+        if source != "hf-hub:somebody/model":
+            raise ConfigError(f"{source} is not stored on this machine")
+        return hub
+
+    monkeypatch.setattr("clipkit.formats.open_clip.fetch_repository", fetch)
+    for index, model in enumerate(("hf-hub:somebody/model", f"local-dir:{hub}")):
+        run = train(tmp_path / str(index), theirs, "--model", model)
+        ours = clipkit.load(run)
+        assert ours.architecture.quick_gelu
+        assert {key: getattr(ours.preprocess, key) for key in PREPROCESS} == PREPROCESS
+        same(ours, theirs, **PREPROCESS)
+    run = train(tmp_path / "other", theirs, "--model", "hf-hub:somebody/other")
+    with pytest.raises(
+        CheckpointError, match=r"params.txt names .*'hf-hub:somebody/other', .*not stored.*--name"
+    ):
+        clipkit.load(run)
+
+
+@pytest.mark.parametrize(
+    ("place", "prefix"),
+    [
+        ("state_dict", "model."),  # Lightning
+        ("state_dict", "clip_model."),
+        ("model_state_dict", "module.model."),
+        ("model", "clip."),
+        ("", "model._orig_mod.clip."),
+    ],
+)
+def test_weights_of_wrapped_models_load(place: str, prefix: str, tmp_path: Path) -> None:
+    theirs = their_model("ViT")
+    tensors = {prefix + name: value for name, value in theirs.state_dict().items()}
+    lightning = {
+        "epoch": 3,
+        "global_step": 7,
+        "pytorch-lightning_version": "2.5.0",
+        "hyper_parameters": {"lr": 1.0},
+    }
+    torch.save({**lightning, place: tensors} if place else tensors, tmp_path / "last.ckpt")
+    same(clipkit.load(tmp_path / "last.ckpt", name="open_clip:ViT-tiny"), theirs)
+
+
+def test_other_tensors_beside_a_wrapped_model_are_named(tmp_path: Path) -> None:
+    tensors = {f"net.{name}": value for name, value in their_model("ViT").state_dict().items()}
+    others = {"criterion.weight": torch.ones(1), "head.bias": torch.ones(1)}
+    for extra, end in ((others, r" and without 2 other tensors \(criterion.weight, head.bias\)"), ({}, "")):
+        torch.save({"state_dict": {**tensors, **extra}}, tmp_path / "last.ckpt")
+        message = (
+            f"last.ckpt: the names of the model's tensors start with 'net.': store them without it{end}$"
+        )
+        with pytest.raises(CheckpointError, match=message):
+            clipkit.load(tmp_path / "last.ckpt", name="open_clip:ViT-tiny")
+
+
 @pytest.mark.parametrize(
     ("settings", "name", "message"),
     [
@@ -177,7 +308,7 @@ def test_names_with_quickgelu_suffix_load(tmp_path: Path) -> None:
         ("--model ViT-tiny", "open_clip:RN-tiny", "have another architecture than open_clip:RN-tiny"),
         ("--model ViT-tiny", "ViT-B-32", "have another architecture than ViT-B-32"),
         ("--model ViT-tiny --pretrained openai", "", "and with GELU since: specify the architecture"),
-        ("--model local-dir:/some/where", "", "'local-dir:/some/where', which is unknown to open_clip"),
+        ("--model local-dir:/some/where", "", "'local-dir:/some/where', /some/where/open_clip.*: No such file"),
         ("--model ViT-tiny --force-image-size 32 48", "", r"image_size = \[32, 48\]"),
     ],
 )  # fmt: skip
@@ -365,3 +496,131 @@ def test_missing_tokenizer_is_reported_when_texts_are_encoded(tmp_path: Path) ->
     ours = clipkit.load(tmp_path)
     with pytest.raises(ConfigError, match="somebody/somewhere"):
         clipkit.encode_text(list(TEXTS), ours)
+
+
+def write_bert_folder(folder: Path, **text: Any) -> tuple[Any, Any]:
+    """Write an open_clip folder with a small BERT as the text tower; return BERT and the projection's weights."""
+    from safetensors.torch import save_file
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    bert = BertModel(BertConfig(vocab_size=13, max_position_embeddings=24, pad_token_id=0, **sizes)).eval()
+    folder.mkdir(exist_ok=True)
+    write_word_tokenizer(folder)
+    bert.config.save_pretrained(folder / "bert")
+    hidden = {"mlp": 40, "linear": 48}[text.get("proj") or text.get("hf_proj_type", "mlp")]
+    proj = {"proj.weight": torch.randn(48, 32)}
+    if hidden == 40:
+        proj = {"proj.0.weight": torch.randn(40, 32), "proj.2.weight": torch.randn(48, 40)}
+    names = {
+        "hf_model_name": str(folder / "bert"),
+        "hf_tokenizer_name": "somebody/bert",
+        "context_length": 16,
+    }
+    config = {"embed_dim": 48, "vision_cfg": VIT, "text_cfg": {**names, **text}, "custom_text": True}
+    tensors = {**their_model("ViT", embed_dim=48, custom_text=True).state_dict()}
+    tensors = {name: value for name, value in tensors.items() if not name.startswith("text.")}
+    pooler = text.get("pooler_type", text.get("hf_pooler_type"))
+    for name, value in bert.state_dict().items():
+        if not name.startswith("pooler.") or pooler == "cls_pooler":
+            tensors[f"text.transformer.{name}"] = value
+    tensors |= {f"text.{name}": value for name, value in proj.items()}
+    save_file(
+        {name: value.clone() for name, value in tensors.items()}, folder / "open_clip_model.safetensors"
+    )
+    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": config}))
+    return bert, proj
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        {"pooler_type": "cls_last_hidden_state_pooler", "proj": "mlp"},  # as in earlier BiomedCLIP folders
+        {"hf_pooler_type": "cls_last_hidden_state_pooler", "hf_proj_type": "mlp"},
+        {"pooler_type": "cls_last_hidden_state_pooler", "hf_pooler_type": "cls_last_hidden_state_pooler"},
+        {"pooler_type": "cls_pooler", "proj": "linear"},
+        {"pooler_type": None},  # open_clip's default for BERT
+        {"pooler_type": "mean_pooler"},
+        {},
+    ],
+)
+def test_names_of_older_text_configurations(text: dict[str, Any], tmp_path: Path) -> None:
+    pooler = text.get("hf_pooler_type", text.get("pooler_type", "mean_pooler")) or "cls_pooler"
+    if "pooler_type" in text and text["pooler_type"] is None:
+        bert, proj = write_bert_folder(tmp_path, hf_pooler_type="cls_pooler")
+        config = json.loads((tmp_path / "open_clip_config.json").read_text())
+        config["model_cfg"]["text_cfg"]["hf_pooler_type"] = None
+        (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
+    else:
+        bert, proj = write_bert_folder(tmp_path, **text)
+    ours = clipkit.load(tmp_path)
+    texts = ["a red hat", "two grey cats", "a photo of a dog of two grey cats"]
+    expected = []
+    for one in texts:  # without padding
+        ids = ours.tokenizer([one])
+        with torch.no_grad():
+            output = bert(input_ids=ids)
+        pooled = {
+            "cls_pooler": output.pooler_output,
+            "cls_last_hidden_state_pooler": output.last_hidden_state[:, 0],
+            "mean_pooler": output.last_hidden_state.mean(dim=1),
+        }[pooler]
+        if "proj.0.weight" in proj:
+            pooled = torch.nn.functional.gelu(pooled @ proj["proj.0.weight"].T) @ proj["proj.2.weight"].T
+        else:
+            pooled = pooled @ proj["proj.weight"].T
+        expected.append(torch.nn.functional.normalize(pooled))
+    assert (clipkit.encode_text(texts, ours) - torch.cat(expected)).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("tower", "fields", "message"),
+    [
+        ("text_cfg", {"pooling": "cls"}, "text_cfg has the unknown field 'pooling' = 'cls': "),
+        ("text_cfg", {"hf_poler_type": "x"}, "did you mean 'hf_pooler_type'"),
+        (
+            "text_cfg",
+            {"pooler_type": "cls_pooler", "hf_pooler_type": "mean_pooler"},
+            "two values of hf_pooler_type",
+        ),
+        ("text_cfg", {"pooler_type": "max_pooler"}, "hf_pooler_type = 'max_pooler' is unknown"),
+        ("text_cfg", {"tokenizer_kwargs": {"clean": "lower"}}, "tokenizer_kwargs = .* with hf_model_name"),
+        ("text_cfg", {"timm_pool": "avg"}, "unknown field 'timm_pool'"),
+        (
+            "vision_cfg",
+            {"global_average_pool": True},
+            "vision_cfg has the unknown field 'global_average_pool'",
+        ),
+        ("vision_cfg", {"n_queries": 4, "attn_pooler_queries": 5}, "two values of attn_pooler_queries"),
+        ("vision_cfg", {"pooler_type": "x"}, "vision_cfg has the unknown field 'pooler_type'"),
+    ],
+)
+def test_unknown_fields_of_a_tower_are_refused(
+    tower: str, fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_bert_folder(tmp_path)
+    config = json.loads((tmp_path / "open_clip_config.json").read_text())
+    config["model_cfg"][tower].update(fields)
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        clipkit.load(tmp_path)
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_removed_fields_with_their_defaults_are_ignored(tmp_path: Path) -> None:
+    write_hub_folder(tmp_path, "ViT")
+    before = clipkit.load(tmp_path).architecture
+    config = json.loads((tmp_path / "open_clip_config.json").read_text())
+    config["model_cfg"]["vision_cfg"].update(global_average_pool=False, input_patchnorm=False, n_queries=256)
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
+    assert clipkit.load(tmp_path).architecture == before
+
+
+def test_all_fields_of_open_clip_are_known() -> None:
+    from open_clip import CLIPTextCfg, CLIPVisionCfg
+
+    text = {field.name for field in fields(CLIPTextCfg)}
+    vision = {field.name for field in fields(CLIPVisionCfg)}
+    assert text == {*names._OWN_TEXT, *names._PLAIN_TEXT, *names._IDLE_TEXT}
+    assert vision == {*names._OWN_VISION, *names._PLAIN_VISION, *names._IDLE_VISION}

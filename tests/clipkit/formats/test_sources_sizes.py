@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from torch import Tensor
 import clipkit
 from clipkit.config import Config
 from clipkit.errors import CheckpointError, ConfigError
+from clipkit.formats.checkpoint import save_model
 from clipkit.formats.transformers import to_transformers, transformers_configs
 from clipkit.model.names import architecture
 from clipkit.model.preprocess import batch_of
@@ -22,6 +24,8 @@ from clipkit.training.checkpoint import LoopState, save_checkpoint
 from clipkit.training.optim import adamw
 from tests.clipkit.stored_models import CONFIGS, random_images, register, their_model, write_hub_folder
 
+# most tests use small architectures
+pytestmark = pytest.mark.filterwarnings("ignore:.*no published weights of")
 SHORT, LONG = ["a red hat"], ["a red hat on a grey cat, two dogs and a very long train in the snow"]
 
 
@@ -76,6 +80,16 @@ def openai_like(**changes: int) -> Any:
     return their_model("ViT", vision_cfg=vision, text_cfg=text, quick_gelu=True)
 
 
+def stretched(positions: Tensor, length: int) -> Tensor:
+    """Text positions of another length: the first 20 are kept, the others are interpolated linearly."""
+    if length <= len(positions):
+        return positions[:length]
+    kept = min(20, len(positions) - 1)
+    at = np.linspace(kept, len(positions) - 1, length - kept)
+    columns = [np.interp(at, np.arange(len(positions)), column) for column in positions.T.double().numpy()]
+    return torch.cat([positions[:kept], torch.from_numpy(np.stack(columns, axis=1)).float()])
+
+
 SOURCES = (training_checkpoint, hub_folder, own_checkpoint, transformers_folder, openai_file)
 
 
@@ -84,8 +98,8 @@ SOURCES = (training_checkpoint, hub_folder, own_checkpoint, transformers_folder,
 def test_own_towers_resize_as_open_clip(
     source: Callable[[Path], tuple[Path, str]], image_size: int, context_length: int, tmp_path: Path
 ) -> None:
-    """Image positions and longer texts equal open_clip's resampling; shorter texts keep their embeddings."""
-    from open_clip.model import resize_pos_embed, resize_text_pos_embed
+    """Image positions equal open_clip's resampling; short texts keep their embeddings."""
+    from open_clip.model import resize_pos_embed
 
     path, name = source(tmp_path)
     before = clipkit.load(path, name=name)
@@ -102,10 +116,7 @@ def test_own_towers_resize_as_open_clip(
         theirs = their_model("ViT", vision_cfg=vision, text_cfg=text)
     tensors = dict(before.state_dict())
     resize_pos_embed(tensors, theirs)
-    if length >= 16:
-        resize_text_pos_embed(tensors, theirs)
-    else:
-        tensors["positional_embedding"] = tensors["positional_embedding"][:length]
+    tensors["positional_embedding"] = stretched(tensors["positional_embedding"], length)
     theirs.load_state_dict(tensors)
     pixels = batch_of(random_images(), ours.preprocess)
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (ours.preprocess.mean, ours.preprocess.std))
@@ -114,8 +125,7 @@ def test_own_towers_resize_as_open_clip(
         texts = theirs.encode_text(clipkit.tokenize(LONG, length), normalize=True)
     assert (clipkit.encode_image(random_images(), ours) - images).abs().max() <= 1e-5
     assert (clipkit.encode_text(LONG, ours) - texts).abs().max() <= 1e-5
-    if length <= 16:
-        assert torch.equal(clipkit.encode_text(SHORT, ours), clipkit.encode_text(SHORT, before))
+    assert torch.equal(clipkit.encode_text(SHORT, ours), clipkit.encode_text(SHORT, before))
 
     again = clipkit.load(store(ours, tmp_path / "again"))
     assert again.architecture == ours.architecture and again.preprocess == ours.preprocess
@@ -189,6 +199,32 @@ def test_class_token_after_the_text_keeps_its_position(tmp_path: Path) -> None:
     assert (clipkit.encode_text(SHORT, ours) - texts).abs().max() <= 1e-5
     longer = clipkit.load(tmp_path, context_length=20)
     assert clipkit.encode_text(LONG, longer).isfinite().all()
+    assert (clipkit.encode_text(SHORT, longer) - texts).abs().max() <= 1e-5
+
+
+@given(old=st.integers(1, 90), new=st.integers(1, 300))
+def test_longer_texts_keep_the_first_positions(old: int, new: int) -> None:
+    positions = torch.randn(old, 3, generator=torch.Generator().manual_seed(old))
+    name = "positional_embedding"
+    fitted = fit_positions({name: positions}, {name: torch.Size((new, 3))})[name]
+    kept = min(old, new, 20)
+    assert torch.equal(fitted[:kept], positions[:kept])
+    torch.testing.assert_close(fitted, stretched(positions, new), rtol=0, atol=1e-4)
+
+
+def test_short_captions_keep_their_features_in_a_longer_context(tmp_path: Path) -> None:
+    """Of up to 20 tokens, with start and end of text; longer ones change."""
+    save_model(clipkit.create("ViT-Ti-4-16", seed=0), tmp_path / "model")
+    before = clipkit.load(tmp_path / "model")
+    captions = ["hat " * words for words in range(40)]
+    for length in (78, 248):
+        longer = clipkit.load(tmp_path / "model", context_length=length)
+        same = [
+            torch.equal(clipkit.encode_text([one], longer), clipkit.encode_text([one], before))
+            for one in captions
+        ]
+        assert all(same[:19]) and not any(same[20:])
+        assert longer.tokenizer(["hat " * 300]).shape == (1, length)
 
 
 @pytest.mark.parametrize(

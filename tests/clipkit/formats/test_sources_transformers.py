@@ -104,6 +104,73 @@ def test_transformers_folders_load(size: str, form: str, tmp_path: Path) -> None
         assert named.origin == ours.origin
 
 
+def write_sentence_folder(folder: Path, *further: str) -> Any:
+    """Write a CLIPModel as sentence-transformers stores it, with further modules; return the model."""
+    theirs = make("tiny")
+    theirs.save_pretrained(folder / "0_CLIPModel")
+    kinds = ["CLIPModel", *further]
+    modules = [
+        {
+            "idx": index,
+            "name": str(index),
+            "path": f"{index}_{kind}",
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for index, kind in enumerate(kinds)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    return theirs
+
+
+@pytest.mark.parametrize("further", [(), ("Normalize",)])
+def test_sentence_transformers_folders_load(further: tuple[str, ...], tmp_path: Path) -> None:
+    theirs = write_sentence_folder(tmp_path, *further)
+    for folder in (tmp_path, tmp_path / "0_CLIPModel"):
+        ours = clipkit.load(folder)
+        assert_same(ours, theirs, 77)
+        assert ours.origin.startswith(f"transformers folder {tmp_path / '0_CLIPModel'}")
+
+
+def test_other_sentence_transformers_folders_are_refused(tmp_path: Path) -> None:
+    def message() -> str:
+        with pytest.raises(CheckpointError) as caught:
+            clipkit.load(tmp_path)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    kind = f"{tmp_path} is a folder of sentence-transformers"
+    write_sentence_folder(tmp_path, "Dense", "Normalize")
+    assert message() == f"{kind} whose model is followed by Dense, Normalize, which clipkit does not apply"
+    file, listing = tmp_path / "modules.json", [{"path": "0_CLIPModel", "type": "x"}]
+    for content in ("{", "[]", "{}", '[{"type": "x"}]', "[5]", "5"):
+        file.write_text(content)
+        assert "invalid modules.json" in message()
+    for path in ("..", "../other", "missing", str(tmp_path / "0_CLIPModel")):
+        file.write_text(json.dumps([{**listing[0], "path": path}]))
+        assert message() == f"{kind} that does not contain the model's folder {path!r}"
+    file.write_text(json.dumps(listing))
+    (tmp_path / "0_CLIPModel" / "config.json").write_text('{"model_type": "distilbert"}')
+    assert message() == f"{kind} with a 'distilbert' model, not a CLIPModel"
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_adapters_of_peft_are_named(complete: bool, tmp_path: Path) -> None:
+    if complete:  # with the weights that they belong to, which must not be used without them
+        make("tiny").save_pretrained(tmp_path)
+    config = {"peft_type": "LORA", "base_model_name_or_path": "openai/clip-vit-base-patch32", "r": 8}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    name = "base_model.model.vision_model.encoder.layers.0.self_attn.q_proj.lora_A.weight"
+    save_file({name: torch.ones(8, 32)}, tmp_path / "adapter_model.safetensors")
+    for source in (tmp_path, tmp_path / "adapter_model.safetensors"):
+        with pytest.raises(
+            CheckpointError, match=r"adapters of peft.*not a model: .*merge_and_unload\(\)"
+        ) as caught:
+            clipkit.load(source)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(CheckpointError, match="peft for 'openai/clip-vit-base-patch32'"):
+        clipkit.load(tmp_path)
+
+
 def test_preprocessing_equals_the_image_processor(tmp_path: Path) -> None:
     """Up to the rounding of another library's resize."""
     from transformers import CLIPImageProcessor

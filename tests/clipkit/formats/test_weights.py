@@ -163,7 +163,13 @@ def test_trained_weights_take_precedence_over_the_average(tmp_path: Path) -> Non
     assert read_weights(tmp_path / "x.pt").tensors["w"] == 1
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.module."])
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.module.", "model.", "clip_model.", "clip.",
+        "module.model.", "model.module.", "model._orig_mod.clip.", "module.clip_model.model.",
+    ],
+)  # fmt: skip
 def test_common_prefixes_are_removed(prefix: str, tmp_path: Path) -> None:
     names = ["visual.proj", "module_norm.weight", "a.module.b"]
     torch.save({prefix + name: torch.ones(1) for name in names}, tmp_path / "x.pt")
@@ -173,6 +179,8 @@ def test_common_prefixes_are_removed(prefix: str, tmp_path: Path) -> None:
 def test_prefixes_of_some_names_are_kept(tmp_path: Path) -> None:
     torch.save({"module.a": torch.ones(1), "head": torch.ones(1)}, tmp_path / "x.pt")
     assert list(read_weights(tmp_path / "x.pt").tensors) == ["module.a", "head"]
+    torch.save({"model.a": torch.ones(1), "clip.a": torch.ones(1)}, tmp_path / "x.pt")
+    assert list(read_weights(tmp_path / "x.pt").tensors) == ["model.a", "clip.a"]
     torch.save(
         {"visual._orig_mod.a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "x.pt"
     )  # a compiled submodule

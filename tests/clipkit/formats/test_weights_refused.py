@@ -71,6 +71,27 @@ def test_paths_other_than_files_are_rejected(tmp_path: Path) -> None:
     assert "no such file" in refused(Path("/dev/zero"))
 
 
+def test_files_that_need_conversion_name_the_command(tmp_path: Path) -> None:
+    """The commands are those of open_clip's own converters."""
+    np.savez(tmp_path / "siglip.npz", **{"params/img/embedding/kernel": np.ones(3), "params/t": np.ones(1)})
+    message = refused(tmp_path / "siglip.npz")
+    assert "big_vision" in message
+    assert f"create_model('ViT-B-16-SigLIP', pretrained='{tmp_path / 'siglip.npz'}')" in message
+    apple = {
+        "image_encoder.model.patch_embed.0.rbr_conv.0.conv.weight": torch.ones(1),
+        "logit_scale": torch.ones(1),
+    }
+    for place in (None, "state_dict", "model"):
+        torch.save(apple if place is None else {place: apple}, tmp_path / "mobileclip_s1.pt")
+        message = refused(tmp_path / "mobileclip_s1.pt")
+        assert "Apple" in message and "create_model('MobileCLIP-S1', pretrained=" in message
+    torch.save({f"module.{name}": value for name, value in apple.items()}, tmp_path / "mobileclip_s1.pt")
+    assert "Apple" in refused(tmp_path / "mobileclip_s1.pt")
+    adapters = {"base_model.model.vision_model.q_proj.lora_A.weight": torch.ones(1)}
+    torch.save(adapters, tmp_path / "adapter_model.bin")
+    assert "adapters of peft" in refused(tmp_path / "adapter_model.bin")
+
+
 def test_archives_of_other_kinds_are_rejected(tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", a=np.ones(3))
     assert "NumPy arrays" in refused(tmp_path / "x.npz")
