@@ -106,6 +106,8 @@ def main(arguments: Arguments) -> int:
         )
         if newest is None:  # otherwise the checkpoint's
             model.preprocess = loader.trained_preprocess(model.preprocess, config.data, packed)
+        else:
+            model.preprocess = loader.resumed_preprocess(model.preprocess, config.data)
         terms = {name: getattr(config, name) for name in TERMS if getattr(config, name).weight}
         build.lock(model, image=config.lock.image, text=config.lock.text, terms=terms)
         check_rows(model, batch_size=config.batch_size, world=world, parts=config.accumulate)
@@ -296,6 +298,7 @@ def main(arguments: Arguments) -> int:
                     spikes=guards.is_spike(norm, state.usual_norm, factor=factor, updates=updates),
                     transparent=batch.traits.transparent,
                     rotated=batch.traits.rotated,
+                    clamped=batch.traits.clamped,
                 )
                 if ranks["faults"] or ranks["not_finite"]:
                     causes = distributed.gather_objects(str(fault or ""))

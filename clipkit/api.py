@@ -14,6 +14,7 @@ from torch import Tensor
 
 from clipkit.distributed import own_device
 from clipkit.errors import CheckpointError, ConfigError
+from clipkit.files.depth import PixelRange, parse_pixel_range
 from clipkit.files.traits import Color, TraitCounts, color_of
 from clipkit.model.attention import text_heatmaps
 from clipkit.model.clip import CLIP
@@ -44,6 +45,7 @@ def load(
     device: str | torch.device = "cpu",
     background: str | Color | None = None,
     upright: bool | None = None,
+    pixel_range: PixelRange | None = None,
 ) -> CLIP:
     """Load a model in float32 and evaluation mode; its ``origin`` describes the source.
 
@@ -61,11 +63,14 @@ def load(
             drops the alpha channel, as open_clip does. None: as in the model's training.
         upright: whether to apply the EXIF orientation of images, which open_clip ignores. None: as in the model's
             training.
+        pixel_range: the values of deep grayscale images (16-bit, 32-bit or float) that become black and white:
+            two numbers, or "dtype" for the full range of 16-bit integers. With "auto", such images raise an error,
+            because their range is not known. None: as in the model's training.
 
     Raises:
         CheckpointError: the source does not exist, is damaged, would require running code, or does not match the
             name.
-        ConfigError: the name, device or color is unknown, a size is invalid, or there is no network.
+        ConfigError: the name, device or color is unknown, a size or range is invalid, or there is no network.
         TypeError: an argument has the wrong type.
     """
     from clipkit.formats.load import open_source
@@ -79,6 +84,8 @@ def load(
     place = _device(device)
     if background is not None:
         color_of(background)  # fails before weights are read
+    if pixel_range is not None:
+        parse_pixel_range(pixel_range)
     path = str(source)
     shown = path if len(path) <= _SHOWN else path[:_SHOWN] + "…"
     if "\0" in path:
@@ -89,7 +96,9 @@ def load(
         cause = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(f"no model at {shown}: {cause}") from error
     model = open_source(path, name=name, image_size=image_size, context_length=context_length)
-    model.preprocess = model.preprocess.with_decoding(background=background, upright=upright)
+    model.preprocess = model.preprocess.with_decoding(
+        background=background, upright=upright, pixel_range=pixel_range
+    )
     if dim:
         if not 1 <= dim <= model.dim:
             raise ConfigError(
@@ -123,13 +132,14 @@ def encode_image(images: ImageLike | Sequence[ImageLike], model: CLIP, *, batch_
 
     Args:
         images: one image or several: paths, encoded bytes, PIL images, uint8 arrays (H, W, 3) or tensors (3, H, W);
-            a uint8 array or tensor of four dimensions is a batch.
+            a uint8 array or tensor of four dimensions is a batch. Arrays and tensors (H, W) may have other integer
+            types or floats, like deep grayscale images (see ``pixel_range`` in ``load``).
         model: a CLIP.
         batch_size: number of images decoded at a time.
 
     Warns:
         UserWarning: images are transparent or have an EXIF orientation that the model's preprocessing ignores (see
-            ``background`` and ``upright`` in ``load``).
+            ``background`` and ``upright`` in ``load``), or have values outside the model's pixel range.
 
     Raises:
         DataError: an image cannot be read or decoded.

@@ -190,7 +190,7 @@ def add_dim(parser: argparse.ArgumentParser) -> None:
 
 
 def add_decoding_options(parser: argparse.ArgumentParser, *, default: str) -> None:
-    """Add ``--background`` and ``--upright``; ``default`` describes the default for ``--help``."""
+    """Add ``--background``, ``--upright`` and ``--pixel-range``; ``default`` is for ``--help``."""
     parser.add_argument(
         "--background",
         metavar="COLOR",
@@ -200,6 +200,12 @@ def add_decoding_options(parser: argparse.ArgumentParser, *, default: str) -> No
         "--upright",
         action=argparse.BooleanOptionalAction,
         help=f"apply or ignore the EXIF orientation of images (default: {default})",
+    )
+    parser.add_argument(
+        "--pixel-range",
+        metavar="LOW,HIGH",
+        help="values of 16-bit, 32-bit and float grayscale images that become black and white; dtype: the full "
+        f"range of 16 bits; auto: an error (default: {default})",
     )
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
 from clipkit.errors import ConfigError, nearest
+from clipkit.files.depth import parse_pixel_range
 from clipkit.files.terminal import shown as shown_url, without_secrets
 from clipkit.files.traits import color_of
 from clipkit.model import TEXT_TOWERS
@@ -254,6 +255,11 @@ class DataConfig(Section):
         "false.",
         Within(words="auto, true or false", holds=lambda value: value in (True, False, "auto")),
     )
+    pixel_range: str | tuple[float, ...] = setting(
+        "auto",
+        "Values of 16-bit, 32-bit and float grayscale images that become black and white, such as 0,4095; dtype: "
+        "the full range of 16 bits. auto: as in model.weights, else training stops at such an image.",
+    )
     scaled_decode: bool = setting(
         False, "Decode large JPEGs at reduced size: faster; pixel values change by about 0.7 of 255."
     )
@@ -301,6 +307,7 @@ class DataConfig(Section):
         super().__post_init__()
         if self.background:
             color_of(self.background, setting="data.background")
+        parse_pixel_range(self.pixel_range, setting="data.pixel_range")
         both = self.nvjpeg and self.scaled_decode
         require(not both, "data.nvjpeg", True, "cannot be combined with data.scaled_decode")
 
@@ -1100,7 +1107,8 @@ class Config(Section):
 
 # Settings that may differ when a run is resumed. They affect neither the order of the data nor the result, except
 # ``steps``, which extends a run; train.py then reports the learning rates. Sources may change because checkpoints
-# contain all weights and the manifest identifies the data.
+# contain all weights and the manifest identifies the data. ``data.pixel_range`` may be set later because without it
+# training stops at the first image that it affects.
 RESUMABLE = {
     "out", "steps", "accumulate", "sharding", "reshard", "recompute", "compile", "model.weights", "data.train",
     "data.workers", "data.max_bad", "data.truncated", "data.cache_gb", "checkpoint", "eval", "log",
@@ -1152,7 +1160,10 @@ def changes(before: Config, after: Config) -> list[str]:
     return [
         f"{key}: {_literal(old[key])} → {_literal(new[key])}"
         for key in old
-        if old[key] != new[key] and key not in RESUMABLE and key.split(".")[0] not in RESUMABLE
+        if old[key] != new[key]
+        and key not in RESUMABLE
+        and key.split(".")[0] not in RESUMABLE
+        and (key, old[key]) != ("data.pixel_range", "auto")
     ]
 
 

@@ -25,7 +25,15 @@ from clipkit.cli import (
 )
 from clipkit.config import Config
 from clipkit.errors import ConfigError, DataError, nearest, run_command
-from clipkit.files import color_of, counted, printable, size_of, user_path, write_atomic
+from clipkit.files import (
+    color_of,
+    counted,
+    parse_pixel_range,
+    printable,
+    size_of,
+    user_path,
+    write_atomic,
+)
 from data.remote.cache import cache_folder, shard_cache
 
 if TYPE_CHECKING:
@@ -226,7 +234,7 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
         *("--batch-size", "N", 1, 1 << 30, Config.batch_size),
         f"pairs per step, to compute the steps per epoch (default: {Config.batch_size})",
     )
-    add_decoding_options(parser, default="neither, as in open_clip")
+    add_decoding_options(parser, default="as in open_clip")
     parser.add_argument(
         "--rate",
         metavar="R",
@@ -516,6 +524,8 @@ def _inspect(parsed: argparse.Namespace) -> int:
         decoding = replace(decoding, background=color_of(parsed.background))
     if parsed.upright is not None:
         decoding = replace(decoding, upright=parsed.upright)
+    if parsed.pixel_range is not None:
+        decoding = replace(decoding, pixel_range=parse_pixel_range(parsed.pixel_range))
     with ExitStack() as stack:
         bars: dict[str, CountProgress] = {}
 
@@ -652,6 +662,11 @@ def _remarks(report: "PackReport", *, kept: bool, background: str | None) -> Ite
     if count := report.not_upright:
         stored = "unchanged, and CLIP ignores it" if kept else "upright (unless --keep-orientation is given)"
         yield f"{have(count)} an EXIF orientation: stored {stored}"
+    if count := report.deep:
+        yield (
+            f"{have(count)} more than 8 bits of gray: stored with all bits; training needs data.pixel_range, for "
+            f"which `python -m data inspect` suggests a value"
+        )
     if count := report.transparent:
         yield f"{have(count)} transparent parts: " + (
             f"blended onto {background}"

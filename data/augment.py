@@ -14,7 +14,15 @@ from torch import Tensor
 
 from clipkit.config import DataConfig, load_config
 from clipkit.errors import ConfigError, DataError
-from clipkit.files import Decoding, Traits, color_of, decode_file, jpeg_orientation, jpeg_size
+from clipkit.files import (
+    Decoding,
+    Traits,
+    color_of,
+    decode_file,
+    jpeg_orientation,
+    jpeg_size,
+    parse_pixel_range,
+)
 
 __all__ = [
     "Augmentation",
@@ -78,9 +86,7 @@ def image_settings(words: Sequence[str]) -> tuple[Augmentation, Decoding, list[s
         ConfigError: a setting is unknown, invalid, or has no effect on images.
     """
     overrides = [word for word in words if re.match(r"data\.\w+=", word)]
-    known = [
-        f"data.{name}" for name in (*(field.name for field in fields(Augmentation)), "background", "upright")
-    ]
+    known = [f"data.{field.name}" for field in (*fields(Augmentation), *fields(Decoding))]
     settings = load_config(Path(os.devnull), overrides).data
     for name in (word.partition("=")[0] for word in overrides):
         if name not in known:
@@ -88,6 +94,7 @@ def image_settings(words: Sequence[str]) -> tuple[Augmentation, Decoding, list[s
     decoding = Decoding(
         background=color_of(settings.background) if settings.background else None,
         upright=settings.upright is True,
+        pixel_range=parse_pixel_range(settings.pixel_range),
     )
     return Augmentation.of(settings), decoding, [word for word in words if word not in overrides]
 
@@ -154,13 +161,13 @@ def training_pixels(
         augmentation: random changes.
         random: generator for this image, see ``random_of``.
         out: output, such as a row of ``empty_batch``; undefined after an error.
-        decoding: handling of transparency and orientation; default: open_clip's.
+        decoding: handling of depth, transparency and orientation; default: open_clip's.
 
     Returns:
-        Whether the image is transparent or has an EXIF orientation.
+        The image's traits, which decoding may have ignored.
 
     Raises:
-        DataError: as ``clipkit.files.decode.decode_image``.
+        DataError: as ``clipkit.files.decode.decode_file``.
     """
     decoding = decoding or Decoding()
     size = jpeg_size(data) if augmentation.scaled_decode else None

@@ -33,11 +33,14 @@ from clipkit.files import (
     Color,
     CountProgress,
     Decoding,
+    PixelRangeError,
     TraitCounts,
     Traits,
     TruncatedError,
     color_of,
+    format_pixel_range,
     jpeg_orientation,
+    parse_pixel_range,
     plain_jpeg_size,
 )
 from clipkit.model import MAX_CHARACTERS, Preprocess
@@ -81,6 +84,7 @@ __all__ = [
     "other_data",
     "other_teacher",
     "packed_images",
+    "resumed_preprocess",
     "small_stages",
     "stage_at",
     "teacher_features",
@@ -277,18 +281,40 @@ def trained_preprocess(preprocess: Preprocess, settings: DataConfig, packed: Pac
 
     Args:
         preprocess: of the initial weights.
-        settings: background and orientation given here take precedence.
+        settings: background, orientation and pixel range given here take precedence.
         packed: applied otherwise, so that other images are processed like the training images.
     """
     chosen = preprocess.with_decoding(
         background=settings.background or None,
         upright=settings.upright if isinstance(settings.upright, bool) else None,
+        pixel_range=None if settings.pixel_range == "auto" else parse_pixel_range(settings.pixel_range),
     )
     if not settings.background and packed.background is not None:
         chosen = replace(chosen, background=packed.background)
     if settings.upright == "auto" and packed.upright:
         chosen = replace(chosen, upright=True)
     return chosen
+
+
+def resumed_preprocess(preprocess: Preprocess, settings: DataConfig) -> Preprocess:
+    """Return the preprocessing of a resumed run, to which a pixel range may be added.
+
+    Args:
+        preprocess: of the checkpoint.
+        settings: the current settings.
+
+    Raises:
+        CheckpointError: the run was trained with another pixel range.
+    """
+    pixel_range = parse_pixel_range(settings.pixel_range, setting="data.pixel_range")
+    if pixel_range in ("auto", preprocess.pixel_range):
+        return preprocess
+    if preprocess.pixel_range != "auto":
+        raise CheckpointError(
+            f"data.pixel_range = {format_pixel_range(pixel_range)}, but the run was trained with "
+            f"{format_pixel_range(preprocess.pixel_range)}: restore it, or set out=… for a new run"
+        )
+    return preprocess.with_decoding(pixel_range=pixel_range)
 
 
 def other_data(run: Path, difference: str) -> CheckpointError:
@@ -487,7 +513,7 @@ class Loader:
         image_size: S.
         tokenize: captions → (B, L) int64; with stages it must have ``of_length``, like the tokenizers of models.
         augmentation: random crops and colors.
-        decoding: handling of transparency and orientation.
+        decoding: handling of depth, transparency and orientation.
         rank: of this process.
         world_size: number of ranks.
         num_workers: processes that prefetch batches; 0 creates batches in this process.
@@ -539,7 +565,7 @@ class Loader:
         """Yield the batches of steps ``start`` to ``stop - 1``.
 
         Raises:
-            BatchError: no usable replacement was found for a bad sample.
+            BatchError: no usable replacement was found for a bad sample, or a deep image has no pixel range.
             DataError: a worker was killed.
         """
         if self.num_workers:
@@ -661,13 +687,19 @@ class Loader:
         return replace(moved, undecoded=None)
 
     def _fill(self, row: int, number: int, epoch: int, part: "_Part") -> None:
-        """Add a sample; a bad one is replaced by a sample determined by (seed, epoch, number)."""
+        """Add a sample; a bad one is replaced by a sample determined by (seed, epoch, number).
+
+        Deep images without a pixel range are not replaced, because none of them can be used.
+        """
         substitutes = None
         chosen = number
         for _ in range(_SUBSTITUTES):
             try:
                 self._add(row, chosen, epoch, part)
                 return
+            except PixelRangeError as error:
+                shard, key = self.shards.locate(chosen)
+                raise BatchError(f"{key} in {shard}: {error}", tuple(part.bad)) from error
             except DataError as error:
                 shard, key = self.shards.locate(chosen)
                 part.bad.append(BadSample(shard=shard, key=key, cause=str(error)))

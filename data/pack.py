@@ -83,6 +83,7 @@ class PackReport:
         bad: number of bad rows per cause.
         bad_rows: file that lists the bad rows; None if there are none.
         not_upright: packed images with an EXIF orientation.
+        deep: packed grayscale images with more than 8 bits.
         transparent: packed images that are partly transparent, or were before blending onto a background.
         several_captions: packed images with more than one caption.
         fields: other columns that were stored, with their json field names.
@@ -96,6 +97,7 @@ class PackReport:
     caption_column: str
     bad_rows: Path | None
     not_upright: int
+    deep: int
     transparent: int
     several_captions: int
     fields: Mapping[str, str]
@@ -241,6 +243,7 @@ def pack(
         caption_column=read.caption_column,
         bad_rows=writer.out / listing.name if bad else None,
         not_upright=marks["not upright"],
+        deep=marks["deep"],
         transparent=marks["transparent"],
         several_captions=marks["several captions"],
         fields=kept,
@@ -411,6 +414,7 @@ def _sample(row: Row, names: Mapping[str, str], folder: Path, how: Storing, test
         return str(cause)
     marks = {
         "not upright": not image.upright,
+        "deep": image.deep,
         "transparent": image.transparent,
         "several captions": len(captions) > 1,
     }

@@ -425,7 +425,9 @@ def _score_model(
         raise ConfigError(
             f"--dim {task_options.dims[-1]}: expected numbers below {model.dim}, the whole embedding"
         )
-    model.preprocess = model.preprocess.with_decoding(background=options.background, upright=options.upright)
+    model.preprocess = model.preprocess.with_decoding(
+        background=options.background, upright=options.upright, pixel_range=options.pixel_range
+    )
     check_appendable(wanted.out)  # before anything is computed
     weights, step = weights_id(wanted.source)
     ranks = Ranks(rank=distributed.rank(), world=distributed.world_size(), gather=distributed.sum_over_ranks)

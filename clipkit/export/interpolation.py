@@ -76,7 +76,9 @@ def _check_alike(first: CLIP, second: CLIP) -> None:
         if next(model.visual.parameters(), None) is None:
             raise ConfigError(f"{name} cannot be interpolated: use the model that it was made from")
     what = ""
-    before, after = (replace(one.preprocess, background=None, upright=False) for one in (first, second))
+    before, after = (
+        replace(one.preprocess, background=None, upright=False, pixel_range="auto") for one in (first, second)
+    )
     if first.architecture != second.architecture:
         what = "architecture"
     elif before != after:

@@ -23,6 +23,19 @@ from .decode import (
     plain_jpeg_size as plain_jpeg_size,
     upright_array as upright_array,
 )
+from .depth import (
+    STRETCH as STRETCH,
+    PixelRange as PixelRange,
+    PixelRangeError as PixelRangeError,
+    describe_depth as describe_depth,
+    format_pixel_range as format_pixel_range,
+    gray_values as gray_values,
+    is_deep as is_deep,
+    is_white_zero as is_white_zero,
+    parse_pixel_range as parse_pixel_range,
+    suggest_pixel_range as suggest_pixel_range,
+    value_extrema as value_extrema,
+)
 from .folders import (
     SPLIT_NAMES as SPLIT_NAMES,
     SPLIT_WORDS as SPLIT_WORDS,

@@ -2,7 +2,8 @@
 
 JPEGs are decoded with simplejpeg, which is faster than Pillow; other formats, CMYK JPEGs and files that simplejpeg
 rejects are decoded with Pillow. As in CLIP, by default the EXIF orientation is ignored and the alpha channel
-dropped (clipkit/files/traits.py). Only the first frame of an animation is used.
+dropped (clipkit/files/traits.py). Deep grayscale images are mapped to 8 bits (clipkit/files/depth.py). Only the
+first frame of an animation is used.
 
 Malicious files from the web may take minutes to decode or exhaust memory. The following are rejected before
 decoding: images with more pixels than Pillow allows, very large files, JPEGs with many scans (each scan passes over
@@ -26,14 +27,14 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import DataError
+from clipkit.files.depth import STRETCH
 from clipkit.files.image_types import describe_unreadable
 from clipkit.files.traits import (
     PILLOW_ERRORS,
     Decoding,
     Traits,
     align_transparent_color,
-    flattened,
-    is_transparent,
+    apply_decoding,
     orientation_of,
 )
 
@@ -88,8 +89,8 @@ class Decoded(NamedTuple):
 def decode_image(data: bytes, *, reduce: int = 1) -> npt.NDArray[np.uint8]:
     """Decode a JPEG, PNG, WebP, GIF (first frame), TIFF, BMP, AVIF, JPEG 2000 or similar to (H, W, 3) uint8 RGB.
 
-    16-bit grayscale is scaled to 8 bits; 32-bit and float grayscale is rejected because its range is unknown. For
-    evaluation, use ``clipkit.model.preprocess.eval_pixels``.
+    For display and to compare images: deep grayscale images are stretched from their own minimum to their own
+    maximum. For the pixels of a model, use ``decode_file`` or ``clipkit.model.preprocess.eval_pixels``.
 
     Args:
         data: the file's bytes.
@@ -100,41 +101,31 @@ def decode_image(data: bytes, *, reduce: int = 1) -> npt.NDArray[np.uint8]:
         DataError: the image cannot be decoded, is truncated, exceeds ``MAX_PIXELS`` or ``MAX_BYTES``, or would take
             too much time or memory.
     """
-    return decode_file(data, reduce=reduce).pixels
+    return decode_file(data, reduce=reduce, decoding=_FOR_DISPLAY).pixels
 
 
+_FOR_DISPLAY = Decoding(pixel_range=STRETCH)
 _AS_OPEN_CLIP = Decoding()
 
 
 def decode_file(data: bytes, *, reduce: int = 1, decoding: Decoding = _AS_OPEN_CLIP) -> Decoded:
-    """Decode like ``decode_image``, with transparency and orientation handled according to ``decoding``.
+    """Decode like ``decode_image``, with depth, transparency and orientation handled according to ``decoding``.
 
     Raises:
         DataError: as for ``decode_image``.
+        PixelRangeError: the image is deep and the pixel range does not fit.
     """
     if len(data) > MAX_BYTES:
         raise DataError(f"file of more than {MAX_BYTES >> 20} MiB")
-    transparent = False
     if (pixels := decode_jpeg(data, reduce=reduce)) is not None:
         orientation = jpeg_orientation(data)
-    else:
-        with pillow_errors(), open_image(data) as opened:
-            image = opened
-            image.load()
-            transparent, orientation = is_transparent(image), orientation_of(image)
-            if transparent and decoding.background is not None:
-                image = flattened(image, decoding.background)
-            # Pillow would clip values above 255, and turn floats in 0-1 black
-            if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
-                gray = (np.asarray(image) >> 8).astype(np.uint8)
-                pixels = np.repeat(gray[..., None], 3, axis=2)
-            elif image.mode in ("I", "F"):
-                raise DataError("32-bit grayscale has no known range: store it with 8 or 16 bits")
-            else:
-                pixels = np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
-    if decoding.upright:
-        pixels = upright_array(pixels, orientation)
-    return Decoded(pixels, Traits(transparent=transparent, rotated=orientation != 1))
+        if decoding.upright:
+            pixels = upright_array(pixels, orientation)
+        return Decoded(pixels, Traits(rotated=orientation != 1))
+    with pillow_errors(), open_image(data) as opened:
+        opened.load()
+        image, traits = apply_decoding(opened, decoding)
+        return Decoded(np.asarray(image if image.mode == "RGB" else image.convert("RGB")), traits)
 
 
 def decode_jpeg(data: bytes, *, reduce: int = 1) -> npt.NDArray[np.uint8] | None:

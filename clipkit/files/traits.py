@@ -1,15 +1,17 @@
-"""Transparency and EXIF orientation of image files: detect them, and apply them on request.
+"""Depth, transparency and EXIF orientation of image files: detect them, and apply them on request.
 
 By default clipkit, like open_clip, drops the alpha channel, which reveals the colors of transparent pixels, and
-ignores the EXIF orientation. Images with ignored traits are counted and reported.
+ignores the EXIF orientation. Images with ignored traits are counted and reported. For deep grayscale images see
+``clipkit.files.depth``.
 """
 
 import struct
 import zlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeGuard
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from clipkit.errors import ConfigError
+from clipkit.files.depth import PixelRange, eight_bit, format_pixel_range, is_deep
 from clipkit.files.terminal import counted
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ __all__ = [
     "TraitCounts",
     "Traits",
     "align_transparent_color",
+    "apply_decoding",
     "color_of",
     "flattened",
     "hex_of",
@@ -53,10 +56,12 @@ class Traits(NamedTuple):
     Attributes:
         transparent: whether any pixel is not opaque.
         rotated: whether the EXIF orientation is not upright.
+        clamped: whether values of a deep grayscale image are outside the pixel range.
     """
 
     transparent: bool = False
     rotated: bool = False
+    clamped: bool = False
 
 
 NO_TRAITS = Traits()
@@ -69,10 +74,22 @@ class Decoding:
     Attributes:
         background: color behind transparent images; None drops the alpha channel.
         upright: whether to apply the EXIF orientation.
+        pixel_range: the values of deep grayscale images that become black and white.
     """
 
     background: Color | None = None
     upright: bool = False
+    # not in repr if it is the default: models without it keep their hash
+    pixel_range: PixelRange = field(default="auto", repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to plain values, as stored with weights; {} for the defaults."""
+        values: dict[str, Any] = {}
+        if self.background is not None or self.upright:
+            values = {"background": self.background, "upright": self.upright}
+        if self.pixel_range != "auto":
+            values["pixel_range"] = self.pixel_range
+        return values
 
     def __str__(self) -> str:
         """Describe the settings; "" for the defaults."""
@@ -81,6 +98,11 @@ class Decoding:
             words.append(f"transparent images get the background {hex_of(self.background)}")
         if self.upright:
             words.append("the EXIF orientation of images is applied")
+        if self.pixel_range == "dtype":
+            words.append("the full range of 16-bit grayscale images becomes 0 to 255")
+        elif isinstance(self.pixel_range, tuple):
+            low, high = format_pixel_range(self.pixel_range).split(",")
+            words.append(f"values from {low} to {high} of deep grayscale images become 0 to 255")
         return " and ".join(words)
 
 
@@ -91,6 +113,7 @@ class TraitCounts:
     images: int = 0
     transparent: int = 0
     rotated: int = 0
+    clamped: int = 0
 
     def add(self, *images: Traits) -> None:
         """Count images."""
@@ -98,9 +121,10 @@ class TraitCounts:
             self.images += 1
             self.transparent += traits.transparent
             self.rotated += traits.rotated
+            self.clamped += traits.clamped
 
     def lines(self, decoding: Decoding, *, background: str, upright: str) -> dict[str, str]:
-        """Return a warning, by the trait's name, for each trait that was present but ignored.
+        """Return a warning, by the trait's name, for each trait that was present and lost information.
 
         Args:
             decoding: how the images were decoded.
@@ -121,6 +145,12 @@ class TraitCounts:
             lines["rotated"] = (
                 f"{of_all(self.rotated)} rotated by an EXIF tag that is not applied, as in open_clip; set "
                 f"{upright}"
+            )
+        if self.clamped:
+            have = "has" if self.clamped == 1 else "have"
+            lines["clamped"] = (
+                f"{self.clamped:,} of {counted(self.images, 'image')} {have} values outside the pixel range "
+                f"{format_pixel_range(decoding.pixel_range)}, which become black or white"
             )
         return lines
 
@@ -215,15 +245,32 @@ def align_transparent_color(image: "Image") -> None:
         image.info["transparency"] = tuple(channel >> 8 for channel in color)
 
 
+def apply_decoding(image: "Image", decoding: Decoding) -> tuple["Image", Traits]:
+    """Return a loaded image with 8 bits, on the background and upright, as ``decoding`` says, and its traits.
+
+    Raises:
+        PixelRangeError: the image is deep and the pixel range does not fit.
+    """
+    transparent, orientation, clamped = is_transparent(image), orientation_of(image), False
+    blended = transparent and decoding.background is not None
+    if is_deep(image):
+        gray, clamped = eight_bit(image, decoding.pixel_range)
+        if blended:
+            gray.putalpha(_alpha(image))
+        image = gray
+    if blended:
+        assert decoding.background is not None
+        image = flattened(image, decoding.background)
+    if decoding.upright:
+        image = upright_image(image, orientation)
+    return image, Traits(transparent=transparent, rotated=orientation != 1, clamped=clamped)
+
+
 def flattened(image: "Image", background: Color) -> "Image":
-    """Composite an image onto a background color; the result has mode RGB."""
-    import numpy as np
+    """Composite an image of 8 bits per channel onto a background color; the result has mode RGB."""
     from PIL import Image
 
-    if image.mode.startswith("I;16"):
-        alpha = _alpha(image)
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGBA")
-        image.putalpha(alpha)
+    assert not is_deep(image)
     ground = Image.new("RGBA", image.size, (*background, 255))
     return Image.alpha_composite(ground, image.convert("RGBA")).convert("RGB")
 

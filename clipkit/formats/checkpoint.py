@@ -38,6 +38,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from clipkit.errors import CheckpointError, ConfigError
+from clipkit.files.depth import format_pixel_range
 from clipkit.files.traits import Decoding
 from clipkit.model.architectures import ARCHITECTURES, Architecture
 from clipkit.model.clip import CLIP, build
@@ -560,6 +561,8 @@ def model_hash(model: CLIP) -> str:
     digest = hashlib.sha256(f"{shape!r}\n{model.preprocess!r}\n".encode())
     if (decoding := model.preprocess.decoding) != Decoding():
         digest.update(f"{decoding!r}\n".encode())
+    if decoding.pixel_range != "auto":
+        digest.update(f"pixel range {format_pixel_range(decoding.pixel_range)}\n".encode())
     if shape.text.plain is not None and not shape.text.plain.causal:
         digest.update(b"bidirectional\n")
     if (vision := shape.vision.plain) is not None and not vision.is_clips:

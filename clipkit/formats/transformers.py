@@ -6,7 +6,7 @@ the projections to the embedding space.
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -181,8 +181,8 @@ def transformers_configs(shape: Architecture, preprocess: Preprocess) -> dict[st
     activation = "quick_gelu" if shape.quick_gelu else "gelu"
     both = {"hidden_act": activation, "layer_norm_eps": 1e-5, "projection_dim": shape.embed_dim}
     size = preprocess.image_size
-    decoding = preprocess.decoding
-    own = {} if decoding == Decoding() else {_OWN: asdict(decoding)}
+    decoding = preprocess.decoding.to_dict()
+    own = {_OWN: decoding} if decoding else {}
     return {
         "config.json": {
             "architectures": ["CLIPModel"],
@@ -269,7 +269,8 @@ def preprocess_from_transformers(config: Mapping[str, Any], image_size: int) -> 
         if config.get(theirs) is not None:
             values[ours] = config[theirs]
     own = config.get(_OWN, {})
-    if not isinstance(own, Mapping) or own.keys() - {"background", "upright"}:
-        raise CheckpointError(f"{where}: {_OWN} = {own!r} has keys other than background and upright")
+    known = [field.name for field in fields(Decoding)]
+    if not isinstance(own, Mapping) or own.keys() - set(known):
+        raise CheckpointError(f"{where}: {_OWN} = {own!r} has keys other than {', '.join(known)}")
     values.update(own)
     return Preprocess.from_dict({**Preprocess(image_size=image_size).to_dict(), **values})

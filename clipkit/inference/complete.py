@@ -29,6 +29,7 @@ def run(options: argparse.Namespace) -> int:
         device=pick_device(options.device),
         background=options.background,
         upright=options.upright,
+        pixel_range=options.pixel_range,
     )
     visual = model.visual
     if not isinstance(visual, PixelTransformer) or not visual.causal:

@@ -30,6 +30,7 @@ import clipkit
 from clipkit.distributed import rank_and_world
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.cluster import ray_cluster, ray_tasks
+from clipkit.files.depth import format_pixel_range
 from clipkit.files.terminal import CountProgress, counted
 from clipkit.files.traits import TraitCounts, hex_of
 from clipkit.formats.checkpoint import model_hash
@@ -149,6 +150,7 @@ def encode(
         background=hex_of(decoding.background),
         directory=str(Path.cwd()),
         upright=decoding.upright,
+        pixel_range=format_pixel_range(decoding.pixel_range),
         sources=list(sources),
         items=items,
         digest=hashlib.sha256(repr(digests).encode()).hexdigest()[:32],
@@ -281,7 +283,7 @@ class RayEncoder:
             for part, counts in ray_tasks(
                 ray, _encode_part, arguments(), resource="GPU" if on_gpu else "CPU"
             ):
-                for name in ("images", "transparent", "rotated"):
+                for name in ("images", "transparent", "rotated", "clamped"):
                     setattr(features.counts, name, getattr(features.counts, name) + getattr(counts, name))
                 yield part
 

@@ -54,6 +54,7 @@ def run(options: argparse.Namespace) -> int:
         device=pick_device(options.device),
         background=options.background,
         upright=options.upright,
+        pixel_range=options.pixel_range,
     )
     heat = explain(options.image, options.prompts, model)[0].numpy()  # (T, g, g)
     image = _seen(options.image, model.preprocess)

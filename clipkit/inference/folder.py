@@ -56,12 +56,13 @@ _FORMAT = 2
 # settings that must not change when a run is resumed, and their names in error messages
 _SETTINGS = {
     "format": "the format", "kind": "the kind (images or texts)", "background": "the background (--background)",
-    "upright": "whether the EXIF orientation is applied (--upright)", "weights": "the model",
+    "upright": "whether the EXIF orientation is applied (--upright)",
+    "pixel_range": "the pixel range (--pixel-range)", "weights": "the model",
     "rows_per_file": "--rows-per-file", "batch_size": "--batch-size", "precision": "--precision",
     "device": "--device", "dtype": "--dtype",
 }  # fmt: skip
 # defaults for older manifests, which lack these settings
-_EARLIER = {"background": "none", "upright": False, "dtype": "float16"}
+_EARLIER = {"background": "none", "upright": False, "pixel_range": "auto", "dtype": "float16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,7 @@ class Manifest:
     device: str  # type of the device: different devices round differently
     background: str = "none"  # color behind transparent images, as #rrggbb
     upright: bool = False  # whether the EXIF orientation is applied
+    pixel_range: str = "auto"  # of deep grayscale images, as "LOW,HIGH"
     dtype: str = "float16"  # key of ``clipkit.inference.storage.STORAGE``
     directory: str = ""  # that relative paths of sources begin at
     dim: int = 0  # first elements of the embeddings that are kept; 0: all

@@ -41,6 +41,7 @@ from torch import Tensor
 from clipkit.api import encode_image, encode_text, load
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.decode import decode_file
+from clipkit.files.depth import STRETCH
 from clipkit.files.pages import check_page, templates, write_page
 from clipkit.files.patterns import IMAGE_EXTENSIONS, user_path
 from clipkit.files.terminal import CountProgress, counted, printable, size_of
@@ -71,7 +72,7 @@ _NAMED = re.compile(r"(img|text)_emb_?(\d+)\.npy")
 _SHARDS = 16  # whose list of members is kept
 _TABLES = 100 << 20  # bytes of metadata that are kept
 _ROUNDING = 2.0**-10  # of a product in float16; half of it by the result, the rest for the sum
-_AS_SHOWN = Decoding(background=(255, 255, 255), upright=True)
+_AS_SHOWN = Decoding(background=(255, 255, 255), upright=True, pixel_range=STRETCH)
 _BLOCK = 1 << 16  # rows that are compared in float32 at a time
 _MOST_FROM_INDEX = 1000  # results; more are searched exactly
 _LEAST_CANDIDATES, _CANDIDATES = 256, 4  # from the index, at least and for each result
@@ -502,7 +503,14 @@ def load_model(embeddings: Embeddings, options: argparse.Namespace, name: str = 
     source = name or recorded.get("model")
     if not source:
         raise ConfigError(f"{embeddings.folder} does not record its model: pass --model")
-    model = load(str(source), name=options.name, device=pick_device(options.device))
+    model = load(
+        str(source),
+        name=options.name,
+        device=pick_device(options.device),
+        background=recorded.get("background"),
+        upright=recorded.get("upright"),
+        pixel_range=recorded.get("pixel_range"),
+    )
     if recorded and model_hash(model) != recorded.get("weights"):
         model.dim = min(model.dim, embeddings.width)  # as with encode --dim
         if model_hash(model) != recorded.get("weights"):

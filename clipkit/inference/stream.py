@@ -157,6 +157,7 @@ class FeatureStream:
             device=pick_device(options.device),
             background=options.background,
             upright=options.upright,
+            pixel_range=options.pixel_range,
         )
         return cls(model, batch_size=options.batch_size, precision=options.precision, workers=options.workers)
 
@@ -239,7 +240,7 @@ class FeatureStream:
         return self._read_ahead(read, items)
 
     def lines(self, options: argparse.Namespace) -> list[str]:
-        """Return notes about encoded images whose transparency or orientation was ignored."""
+        """Return notes about encoded images that lost information, such as their orientation."""
         lines = self.counts.lines(
             self.model.preprocess.decoding,
             background="--background white" if options.background is None else "",

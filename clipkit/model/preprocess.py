@@ -1,9 +1,10 @@
 """Preprocess images for evaluation: resize and crop.
 
 ``eval_pixels`` gives bit for bit what open_clip's evaluation gives: Pillow resizes and crops an image in its
-own mode (palettes by nearest neighbor, colors weighted by alpha, 16-bit gray as such) and then converts it to
-RGB. Training converts to RGB first (``clipkit.files.decode``). As in CLIP, EXIF orientation is not applied and
-alpha channels are dropped, unless the model's preprocessing has ``upright`` or ``background``.
+own mode (palettes by nearest neighbor, colors weighted by alpha) and then converts it to RGB. Training converts to
+RGB first (``clipkit.files.decode``). As in CLIP, EXIF orientation is not applied and alpha channels are dropped,
+unless the model's preprocessing has ``upright`` or ``background``. Unlike open_clip, which clips them at 255, deep
+grayscale images are mapped to 8 bits before they are resized (``clipkit.files.depth``).
 
 Images stay uint8 until the model normalizes them. Letters: H, W sides of an image, S of the input, N images.
 """
@@ -22,17 +23,8 @@ from torch import Tensor
 
 from clipkit.errors import CheckpointError, ConfigError, DataError
 from clipkit.files.decode import open_image, pillow_errors
-from clipkit.files.traits import (
-    Color,
-    Decoding,
-    Traits,
-    color_of,
-    flattened,
-    is_rgb,
-    is_transparent,
-    orientation_of,
-    upright_image,
-)
+from clipkit.files.depth import PixelRange, is_pixel_range, parse_pixel_range, scale_to_8_bits
+from clipkit.files.traits import Color, Decoding, Traits, apply_decoding, color_of, is_rgb
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -46,6 +38,8 @@ OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
 MAX_IMAGE_SIZE = 4096  # of a model's input
 INTERPOLATIONS = ("bicubic", "bilinear")
 _RESIZE_MODES = ("shortest", "longest", "squash")
+# of (H, W) tensors besides uint8
+_GRAY_DTYPES = (torch.int16, torch.uint16, torch.int32, torch.uint32, torch.float32, torch.float64)
 _MAX_RESIZED = 2**24  # pixels; of larger images only the part that the crop keeps is resized
 
 ImageLike: TypeAlias = Union[
@@ -55,7 +49,7 @@ ImageLike: TypeAlias = Union[
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocess:
-    """Preprocessing of a model. Names and meanings are open_clip's, except for the last two.
+    """Preprocessing of a model. Names and meanings are open_clip's, except for the last three.
 
     Attributes:
         image_size: S, the side of the model's input.
@@ -66,6 +60,7 @@ class Preprocess:
         fill_color: value of the padding in all channels, 0–255.
         background: red, green and blue, 0–255, behind transparent images; None drops the alpha channel.
         upright: whether to apply EXIF orientation.
+        pixel_range: the values of deep grayscale images that become black and white, see ``clipkit.files.depth``.
 
     Raises:
         ConfigError: a value is invalid.
@@ -80,6 +75,7 @@ class Preprocess:
     # not in repr and, by default, not stored: models without them keep their hash and their files
     background: Color | None = field(default=None, repr=False)
     upright: bool = field(default=False, repr=False)
+    pixel_range: PixelRange = field(default="auto", repr=False)
 
     def __post_init__(self) -> None:
         def is_finite(values: tuple[float, ...]) -> bool:
@@ -95,6 +91,7 @@ class Preprocess:
             ("fill_color", type(fill) is int and 0 <= fill <= 255, "from 0 to 255"),
             ("background", ground is None or is_rgb(ground), "three whole numbers from 0 to 255"),
             ("upright", type(self.upright) is bool, "true or false"),
+            ("pixel_range", is_pixel_range(self.pixel_range), "auto, dtype or LOW,HIGH"),
         ):
             if not right:
                 raise ConfigError(f"{name} must be {want}, not {getattr(self, name)!r}")
@@ -102,28 +99,37 @@ class Preprocess:
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain values, as stored with weights."""
         values = asdict(self)
-        if self.decoding == Decoding():
-            del values["background"], values["upright"]
-        return values
+        for name in ("background", "upright", "pixel_range"):
+            del values[name]
+        return values | self.decoding.to_dict()
 
     @property
     def decoding(self) -> Decoding:
-        """Handling of transparency and orientation."""
-        return Decoding(background=self.background, upright=self.upright)
+        """Handling of depth, transparency and orientation."""
+        return Decoding(background=self.background, upright=self.upright, pixel_range=self.pixel_range)
 
-    def with_decoding(self, *, background: str | Color | None = None, upright: bool | None = None) -> Self:
-        """Change background or orientation; None keeps the current value.
+    def with_decoding(
+        self,
+        *,
+        background: str | Color | None = None,
+        upright: bool | None = None,
+        pixel_range: PixelRange | None = None,
+    ) -> Self:
+        """Change background, orientation or pixel range; None keeps the current value.
 
         Args:
             background: a color, by name, as "#rrggbb" or as red, green and blue; "none" drops the alpha channel.
             upright: whether to apply EXIF orientation.
+            pixel_range: "auto", "dtype", "LOW,HIGH" or two numbers.
 
         Raises:
-            ConfigError: ``background`` is not a color.
+            ConfigError: ``background`` is not a color, or ``pixel_range`` is invalid.
         """
         changed = self
         if background is not None:
             changed = replace(changed, background=color_of(background))
+        if pixel_range is not None:
+            changed = replace(changed, pixel_range=parse_pixel_range(pixel_range))
         return changed if upright is None else replace(changed, upright=upright)
 
     @classmethod
@@ -148,6 +154,8 @@ class Preprocess:
                 own[name] = (float(one),) * 3 if isinstance(one, int | float) else tuple(map(float, one))
             if isinstance(own.get("background"), list):
                 own["background"] = tuple(own["background"])
+            if "pixel_range" in own:
+                own["pixel_range"] = parse_pixel_range(own["pixel_range"])
             if own.get("interpolation") == "random":
                 own["interpolation"] = "bicubic"
             return cls(**own)
@@ -164,34 +172,35 @@ def eval_pixels(source: ImageLike, preprocess: Preprocess) -> Tensor:
 
     Args:
         source: a path, the bytes of an encoded image, a PIL image, an array (H, W, 3) or (H, W) uint8, or a tensor
-            (3, H, W), (H, W, 3) or (H, W) uint8.
+            (3, H, W), (H, W, 3) or (H, W) uint8. Arrays and tensors (H, W) may have other integer types or floats,
+            like deep grayscale images.
         preprocess: the model's preprocessing.
 
     Raises:
         DataError: the file cannot be read or decoded, or the array has another shape or dtype.
+        PixelRangeError: the image is deep and the model's pixel range does not fit.
     """
     return pixels_and_traits(source, preprocess)[0]
 
 
 def pixels_and_traits(source: ImageLike, preprocess: Preprocess) -> tuple[Tensor, Traits]:
-    """Convert an image like ``eval_pixels``, and return whether it is transparent or has an EXIF orientation."""
+    """Convert an image like ``eval_pixels``, and return its traits, which preprocessing may have ignored."""
     try:
         content = _content(source)
+        clamped = False
+        if isinstance(content, np.ndarray) and content.dtype != np.uint8:
+            content, clamped = scale_to_8_bits(content, preprocess.pixel_range)
         with pillow_errors():
             image = open_image(content) if not isinstance(content, np.ndarray) else _from_array(content)
             image.load()
-            transparent, orientation = is_transparent(image), orientation_of(image)
-            if transparent and preprocess.background is not None:
-                image = flattened(image, preprocess.background)
-            if preprocess.upright:
-                image = upright_image(image, orientation)
+            image, traits = apply_decoding(image, preprocess.decoding)
             rgb = np.array(_resized(image, preprocess).convert("RGB"))  # (S, S, 3)
     except DataError as error:
         if isinstance(source, str | PathLike):
-            raise DataError(f"image {Path(source)}: {error}") from error
+            raise type(error)(f"image {Path(source)}: {error}") from error
         raise
     pixels = torch.from_numpy(rgb).permute(2, 0, 1).contiguous()
-    return pixels, Traits(transparent=transparent, rotated=orientation != 1)
+    return pixels, traits._replace(clamped=clamped or traits.clamped)
 
 
 def batch_of(images: Sequence[ImageLike], preprocess: Preprocess) -> Tensor:
@@ -205,8 +214,8 @@ def _from_array(array: npt.NDArray[np.uint8]) -> "Image":
     return Image.fromarray(array)
 
 
-def _content(source: ImageLike) -> Union[bytes, npt.NDArray[np.uint8], "Image"]:
-    """Read an image without decoding it: encoded bytes, (H, W, 3) uint8, or a PIL image."""
+def _content(source: ImageLike) -> Union[bytes, npt.NDArray[Any], "Image"]:
+    """Read an image without decoding it: encoded bytes, (H, W, 3) uint8, (H, W) of deep values, or a PIL image."""
     from PIL import Image
 
     if isinstance(source, bytearray | memoryview):
@@ -221,7 +230,8 @@ def _content(source: ImageLike) -> Union[bytes, npt.NDArray[np.uint8], "Image"]:
         except (OSError, ValueError) as error:
             raise DataError(getattr(error, "strerror", None) or str(error)) from error
     if isinstance(source, Tensor):
-        if source.dtype != torch.uint8 or source.layout != torch.strided or source.is_meta:
+        is_gray = source.ndim == 2 and source.dtype in _GRAY_DTYPES
+        if not (source.dtype == torch.uint8 or is_gray) or source.layout != torch.strided or source.is_meta:
             raise DataError(
                 "an image must be a dense uint8 tensor (3, H, W), (H, W, 3) or (H, W), this one is "
                 f"{source.dtype} {tuple(source.shape)}, {source.layout}, on {source.device}"
@@ -235,6 +245,8 @@ def _content(source: ImageLike) -> Union[bytes, npt.NDArray[np.uint8], "Image"]:
         )
     if source.dtype.kind in "USO":
         raise DataError("an array of paths or objects is not an image: convert it to a list by tolist()")
+    if source.ndim == 2 and source.dtype.kind in "iuf" and source.dtype != np.uint8 and source.size:
+        return source
     if source.ndim == 2:
         source = np.repeat(source[..., None], 3, axis=2)
     if source.dtype != np.uint8 or source.ndim != 3 or source.shape[2] != 3 or 0 in source.shape:

@@ -192,6 +192,7 @@ class LoopState:
     bad_samples: int = 0
     transparent: int = 0  # transparent images drawn
     rotated: int = 0  # images drawn with an EXIF orientation other than upright
+    clamped: int = 0  # deep images drawn with values outside the pixel range
     skipped: int = 0  # updates skipped because the gradient was a spike
     usual_norm: float = 0.0  # of gradients, see clipkit/training/guards.py
 
@@ -204,18 +205,21 @@ class LoopState:
             bad_samples=self.bad_samples + counts["bad_samples"],
             transparent=self.transparent + counts["transparent"],
             rotated=self.rotated + counts["rotated"],
+            clamped=self.clamped + counts["clamped"],
             skipped=self.skipped + (counts["spikes"] > 0),
             usual_norm=usual_norm,
         )
 
     def figures(self) -> dict[str, float]:
         """Return what is recorded with the metrics."""
-        names = ("bad_samples", "transparent", "rotated", "skipped", "seconds")
+        names = ("bad_samples", "transparent", "rotated", "clamped", "skipped", "seconds")
         return {name: getattr(self, name) for name in names}
 
     def trait_counts(self, images: int) -> TraitCounts:
-        """Return how many of the images drawn so far are transparent or rotated by EXIF."""
-        return TraitCounts(images=images, transparent=self.transparent, rotated=self.rotated)
+        """Return how many of the images drawn so far have each trait."""
+        return TraitCounts(
+            images=images, transparent=self.transparent, rotated=self.rotated, clamped=self.clamped
+        )
 
 
 def loop_state(stored: Mapping[str, Any], *, origin: Path) -> LoopState:

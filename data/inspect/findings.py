@@ -257,6 +257,29 @@ class WithTrait:
     first: tuple[Place, ...]
 
 
+PERCENTILES = (1, 50, 99)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepImages:
+    """Grayscale images with more than 8 bits.
+
+    Attributes:
+        count: number of images.
+        kinds: number of images per type of values, such as "16-bit".
+        low, high: smallest and largest value.
+        percentiles: ``PERCENTILES`` of a sample of the values.
+        pixel_range: suggestion for ``data.pixel_range``.
+    """
+
+    count: int
+    kinds: dict[str, int]
+    low: float
+    high: float
+    percentiles: tuple[float, ...]
+    pixel_range: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Images:
     """The decoded images.
@@ -267,6 +290,7 @@ class Images:
         small: images with a shorter side below the model's image size.
         widest, tallest: largest width / height and height / width.
         marks: number of grayscale, CMYK and 16-bit images.
+        deep: None if no image has more than 8 bits of gray.
         same_bytes: identical files.
         same_look: different files that look the same.
     """
@@ -285,6 +309,8 @@ class Images:
     marks: dict[str, int]
     transparent: WithTrait
     rotated: WithTrait
+    clamped: WithTrait
+    deep: DeepImages | None
     same_bytes: Duplicates
     same_look: Duplicates
 

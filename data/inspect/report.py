@@ -13,8 +13,18 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from clipkit.files import TraitCounts, counted, hex_of, printable, size_of, templates
-from data.inspect.findings import Duplicates, Findings, Histogram, Names, Place, WithTrait
+from clipkit.files import (
+    STRETCH,
+    Decoding,
+    TraitCounts,
+    counted,
+    format_pixel_range,
+    hex_of,
+    printable,
+    size_of,
+    templates,
+)
+from data.inspect.findings import DeepImages, Duplicates, Findings, Histogram, Names, Place, WithTrait
 
 __all__ = ["Note", "Part", "Row", "headline", "notes", "page_of", "parts", "print_table"]
 
@@ -263,8 +273,23 @@ def _images(found: Findings) -> Iterator[Row]:
         if found.decoding.upright
         else "not applied, as in open_clip; set data.upright=true",
     )
+    if images.deep is not None:
+        yield _deep(images.deep, found.decoding)
     yield _row("identical files", *_duplicates(images.same_bytes))
     yield _row("similar images", *_duplicates(images.same_look))
+
+
+def _deep(deep: DeepImages, decoding: Decoding) -> Row:
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in deep.kinds.items())
+    percentiles = ", ".join(f"{value:g}" for value in deep.percentiles)
+    setting = f"set data.pixel_range={deep.pixel_range}"
+    if decoding.pixel_range != STRETCH:
+        setting = f"data.pixel_range={format_pixel_range(decoding.pixel_range)}"
+    return _row(
+        "deep grayscale",
+        f"{kinds}; {setting}",
+        f"values from {deep.low:.10g} to {deep.high:.10g}; percentiles 1, 50 and 99: {percentiles}",
+    )
 
 
 def _trait(label: str, found: WithTrait, read: int, what: str) -> Row:
@@ -429,8 +454,18 @@ def _image_notes(found: Findings) -> Iterator[Note]:
             "(--image-size) and are enlarged"
         )
     counts = TraitCounts(
-        images=images.read, transparent=images.transparent.count, rotated=images.rotated.count
+        images=images.read,
+        transparent=images.transparent.count,
+        rotated=images.rotated.count,
+        clamped=images.clamped.count,
     )
+    if images.deep is not None and found.decoding.pixel_range == STRETCH:
+        have = "has" if images.deep.count == 1 else "have"
+        yield Note(
+            f"{images.deep.count:,} of {counted(images.read, 'image')} {have} more than 8 bits of gray, at which "
+            f"training stops: set data.pixel_range={images.deep.pixel_range}, or other values of black and white",
+            grave=True,
+        )
     lines = counts.lines(found.decoding, background="data.background=white", upright="data.upright=true")
     yield from map(Note, lines.values())
     if speed.workers > speed.cores:

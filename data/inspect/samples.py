@@ -18,12 +18,26 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from clipkit.files import Decoding, Traits, decode_image, jpeg_size, open_image, pillow_errors
+from clipkit.files import (
+    Decoding,
+    Traits,
+    decode_image,
+    describe_depth,
+    gray_values,
+    is_deep,
+    jpeg_size,
+    open_image,
+    pillow_errors,
+    suggest_pixel_range,
+    value_extrema,
+)
 from clipkit.model import CONTEXT_LENGTH, END_OF_TEXT, MAX_CHARACTERS, tokenize
 from data.augment import Augmentation, empty_batch, preload, random_of, training_pixels
 from data.captions import TEXT, CaptionRule
 from data.inspect.findings import (
+    PERCENTILES,
     BadCause,
+    DeepImages,
     Duplicates,
     Histogram,
     Images,
@@ -60,6 +74,36 @@ _SEED = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class GrayValues:
+    """The values of a deep grayscale image.
+
+    Attributes:
+        kind: such as "16-bit" or "32-bit float".
+        low, high: smallest and largest value.
+        sample: evenly spaced values, for percentiles.
+    """
+
+    kind: str
+    is_integer: bool
+    low: float
+    high: float
+    sample: npt.NDArray[np.float64]
+
+    @classmethod
+    def of(cls, values: npt.NDArray[Any]) -> "GrayValues":
+        """Summarize the values of an image, (H, W)."""
+        low, high = value_extrema(values)
+        sample = values.ravel()[:: max(1, values.size // _GRAY_VALUES)].astype(np.float64)
+        return cls(
+            kind=describe_depth(values),
+            is_integer=values.dtype.kind != "f",
+            low=low,
+            high=high,
+            sample=sample[np.isfinite(sample)],
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ImageInfo:
     """Properties of a decoded image; ``code`` is its ``similarity_code``."""
 
@@ -72,6 +116,7 @@ class ImageInfo:
     traits: Traits
     digest: bytes
     code: npt.NDArray[np.int8]
+    gray: "GrayValues | None" = None
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -132,6 +177,7 @@ def read_sample(
 # --------------------------------------------------------------------------------------------------------------
 # Decoding
 
+_GRAY_VALUES = 1000  # of each deep image
 _FIRST_SAMPLES = 64  # one of them must be good
 _REMOTE_READERS, _LOCAL_READERS = 16, 8
 _SHEET = 24  # samples on the contact sheet
@@ -319,7 +365,7 @@ class SampleChecker:
 #
 # N images, C = 256 differences.
 
-_GRAY = ("1", "L", "LA", "I", "F")
+_GRAY = ("1", "L", "LA")
 _PILLOW_NAMES = {"MPO": "JPEG", "JPEG2000": "JPEG 2000", "DIB": "BMP"}
 _FORMATS = {
     "jpg": "JPEG", "jpeg": "JPEG", "png": "PNG", "webp": "WEBP", "gif": "GIF", "bmp": "BMP", "tif": "TIFF",
@@ -341,15 +387,18 @@ def _reduction(size: tuple[int, int], side: int) -> int:
 
 
 def _describe(data: bytes, extension: str, traits: Traits) -> ImageInfo:
+    gray = None
     try:
         with pillow_errors(), open_image(data) as image:
+            if is_deep(image):
+                image.load()
+                gray = GrayValues.of(gray_values(image))
             kind = _PILLOW_NAMES.get(image.format or "", image.format or "")
             mode, (width, height) = image.mode, image.size
-        gray16 = mode.startswith("I;16")
         marks = {
-            "grey": mode in _GRAY or gray16,
+            "grey": mode in _GRAY or gray is not None,
             "CMYK": mode in ("CMYK", "YCCK"),
-            "16 bits": gray16 or (kind == "PNG" and data[24:25] == b"\x10"),
+            "16 bits": mode.startswith("I;16") or (kind == "PNG" and data[24:25] == b"\x10"),
         }
     except DataError:  # simplejpeg reads some JPEGs that Pillow does not
         kind, marks = "JPEG", {}
@@ -363,7 +412,21 @@ def _describe(data: bytes, extension: str, traits: Traits) -> ImageInfo:
         marks=tuple(name for name, there in marks.items() if there),
         traits=traits,
         digest=hashlib.blake2b(data, digest_size=16).digest(),
+        gray=gray,
         code=similarity_code(decode_image(data, reduce=_reduction((width, height), 4 * _CODE_SIDE))),
+    )
+
+
+def _summarize_deep(images: Sequence[GrayValues]) -> DeepImages:
+    low, high = min(gray.low for gray in images), max(gray.high for gray in images)
+    values = np.concatenate([gray.sample for gray in images])
+    return DeepImages(
+        count=len(images),
+        kinds=dict(Counter(gray.kind for gray in images).most_common()),
+        low=low,
+        high=high,
+        percentiles=tuple(np.percentile(values, PERCENTILES).tolist()),
+        pixel_range=suggest_pixel_range(low, high, is_integer=all(gray.is_integer for gray in images)),
     )
 
 
@@ -439,6 +502,7 @@ def summarize_images(
     similar = group_similar([one.code for one in images])
     different = [group for group in similar if len({images[at].digest for at in group}) > 1]
     same_look, alike = duplicates(different)
+    deep = [one.gray for one in images if one.gray is not None]
     found = Images(
         read=len(images),
         formats=dict(Counter(one.format for one in images).most_common()),
@@ -454,6 +518,8 @@ def summarize_images(
         marks=dict(Counter(mark for one in images for mark in one.marks).most_common()),
         transparent=with_trait("transparent"),
         rotated=with_trait("rotated"),
+        clamped=with_trait("clamped"),
+        deep=_summarize_deep(deep) if deep else None,
         same_bytes=same_bytes,
         same_look=same_look,
     )

@@ -13,7 +13,7 @@ import numpy as np
 
 from clipkit.config import Config, DataConfig
 from clipkit.errors import ConfigError, DataError
-from clipkit.files import Decoding, shown
+from clipkit.files import STRETCH, Decoding, shown
 from clipkit.model import CONTEXT_LENGTH
 from data.augment import Augmentation
 from data.captions import NOT_UTF8, TEXT, Filter, Selection, field_hint, leaf_fields
@@ -250,7 +250,7 @@ def inspect(
         samples: number of samples to decode, spread evenly over the inspected shards.
         shards: number of shards to inspect, spread evenly over all; 0 for 64, or 32 remote ones.
         image_size: of the model, in pixels.
-        decoding: handling of transparency and orientation; None for open_clip's.
+        decoding: handling of depth, transparency and orientation; None for the defaults.
         augmentation: for the contact sheet and the measured speed; None for the defaults.
         rate: samples per second that one GPU processes.
         captions: as in ``data.captions``.
@@ -272,6 +272,8 @@ def inspect(
             raise ConfigError(f"{name} = {value} is out of range: expected {least:g} to {most:,.0f}")
     began = time.monotonic()
     decoding, augmentation = decoding or Decoding(), augmentation or Augmentation()
+    if decoding.pixel_range == "auto":  # deep images are shown and measured, although training would stop
+        decoding = replace(decoding, pixel_range=STRETCH)
     texts, fields = CaptionSurvey(), FieldSurvey([Filter.of(one) for one in filters])
     survey = ShardSurvey(sources, split=split, captions=captions, cache=cache)
     survey.scan(shards, progress)
@@ -328,7 +330,7 @@ def _held_out(
             survey,
             survey.spread(samples),
             image_size=image_size,
-            decoding=Decoding(),
+            decoding=Decoding(pixel_range=STRETCH),
             augmentation=Augmentation(),
         )
         digests = [sample.image.digest for sample in checker.run() if sample.image is not None]

@@ -1,7 +1,8 @@
 """Prepare the image of a packed sample: the original file, or the image rotated, resized or on a background.
 
 JPEG, PNG and WebP files that need no change are stored byte for byte. Other formats are stored as PNG; of an
-animation, the first frame. CLIP's preprocessing ignores EXIF orientation and alpha channels, so stored images look
+animation, the first frame. Deep grayscale images keep their values: 16-bit ones are stored as PNG, other TIFFs byte
+for byte. CLIP's preprocessing ignores EXIF orientation and alpha channels, so stored images look
 as a model sees them.
 """
 
@@ -20,7 +21,10 @@ from clipkit.files import (
     decode_jpeg,
     describe_unreadable,
     flattened,
+    gray_values,
+    is_deep,
     is_transparent,
+    is_white_zero,
     jpeg_orientation,
     jpeg_size,
     orientation_of,
@@ -102,11 +106,12 @@ class StoredImage:
 
     Attributes:
         data: the encoded image.
-        extension: "jpg", "png" or "webp".
+        extension: "jpg", "png", "webp", or "tif" for deep grayscale that PNG cannot store.
         size: width and height of the stored image in pixels.
         original_size: width and height of the image in the file, rotated upright unless the orientation is kept.
         upright: whether the file has no EXIF orientation other than upright.
         transparent: whether a pixel of the file is less than opaque.
+        deep: whether it is grayscale with more than 8 bits.
     """
 
     data: bytes
@@ -115,6 +120,7 @@ class StoredImage:
     original_size: tuple[int, int]
     upright: bool
     transparent: bool
+    deep: bool = False
 
 
 def store_image(data: bytes, how: Storing) -> StoredImage:
@@ -188,6 +194,7 @@ def _resized_jpeg(data: bytes, how: Storing) -> StoredImage | None:
 def _stored(image: Image.Image, data: bytes, how: Storing) -> StoredImage:
     if image.width * image.height > MAX_PIXELS:
         raise BadImage(f"image of more than {MAX_PIXELS:,} pixels")
+    deep = is_deep(image)
     extension = _AS_IS.get(image.format or "")
     orientation = orientation_of(image)
     rotate = orientation != 1 and not how.keep_orientation
@@ -200,6 +207,8 @@ def _stored(image: Image.Image, data: bytes, how: Storing) -> StoredImage:
     elif target is not None:
         image.draft("RGB", (2 * max(target), 2 * max(target)))
     image.load()
+    if deep and target is None and image.format == "TIFF" and not _fits_png(image):
+        extension, as_is, original = "tif", True, image.size
     transparent = is_transparent(image)
     size = original
     if not as_is or (transparent and how.background is not None):
@@ -214,19 +223,33 @@ def _stored(image: Image.Image, data: bytes, how: Storing) -> StoredImage:
         original_size=original,
         upright=orientation == 1,
         transparent=transparent,
+        deep=deep,
     )
+
+
+def _fits_png(image: Image.Image) -> bool:
+    """Check whether PNG can store the values of a loaded deep image: it has 16 bits, unsigned."""
+    return gray_values(image).dtype.str[1:] == "u2" and not is_white_zero(image)
 
 
 def _changed(
     image: Image.Image, how: Storing, *, orientation: int, target: tuple[int, int] | None, transparent: bool
 ) -> Image.Image:
     """Return the image rotated, blended onto the background and resized, with only its color profile and tags."""
-    deep = image.mode.startswith(("I", "F"))
-    if deep and (target is not None or image.format != "PNG"):
-        raise BadImage("more than 8 bits per channel: convert it first")
+    deep = is_deep(image)
+    if deep and not _fits_png(image):
+        raise BadImage(
+            "32-bit, signed or float grayscale: convert it to 16 bits, or to TIFF without resizing"
+        )
+    if deep and transparent and how.background is not None:
+        raise BadImage("16-bit grayscale with a transparent color: --background needs 8 bits")
+    if deep and target is not None and how.resize is not None and how.resize.mode == "border":
+        raise BadImage("16-bit grayscale has no white for a border: choose another resize mode")
     profile = image.info.get("icc_profile") if image.mode in ("L", "LA", "P", "RGB", "RGBA") else None
     tags = Image.Exif()
-    result = image
+    result = Image.fromarray(gray_values(image).astype(np.uint16)) if deep else image
+    if deep and "transparency" in image.info:
+        result.info["transparency"] = image.info["transparency"]
     if orientation != 1 and how.keep_orientation:
         tags[ORIENTATION_TAG] = orientation
     elif orientation != 1:

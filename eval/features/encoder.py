@@ -42,7 +42,7 @@ from eval.features.store import DIGEST_BYTES, FeatureTable, digest_of
 
 __all__ = ["ONE_RANK", "Encoder", "ImageFeatures", "Ranks", "dtype_name"]
 
-_FORMAT = 3  # of stored features; increased when the same model and image give other features
+_FORMAT = 4  # of stored features; increased when the same model and image give other features
 _TEXT_PIECE = 8192
 _MAX_THREADS = 8
 _BATCHES_AHEAD = 3
@@ -108,7 +108,7 @@ class Encoder:
     Attributes:
         dim: D; smaller than the model's after ``of_prefix``.
         encoded: number of images and texts that this rank has encoded, by "images" and "texts".
-        counts: by dataset and split, how many of the encoded images are transparent or rotated by EXIF.
+        counts: by dataset and split, how many of the encoded images have each trait.
     """
 
     def __init__(
@@ -161,13 +161,13 @@ class Encoder:
         widths = {
             "projected": self.model.dim,
             "before_projection": self._width,
-            "traits": 2,
+            "traits": len(NO_TRAITS),
         }
         table = self._table("images", widths)
         rows = self._rows(dataset, table, layers=())
-        transparent, rotated = table.column("traits", rows).sum(dim=0).int().tolist()
+        transparent, rotated, clamped = table.column("traits", rows).sum(dim=0).int().tolist()
         self.counts[dataset.name, dataset.split] = TraitCounts(
-            images=len(rows), transparent=transparent, rotated=rotated
+            images=len(rows), transparent=transparent, rotated=rotated, clamped=clamped
         )
 
         def column(name: str) -> Tensor:
@@ -409,7 +409,7 @@ class _ImagePass:
             represent = partial(image_representations, self.model, layers=self.layers)
             pieces = in_parallel(self.model, represent, pixels.split(max(share, _LEAST_SHARE)))
             columns: defaultdict[str, list[Tensor]] = defaultdict(list)
-            columns["traits"] = [torch.tensor([one.traits for one in waiting.values()])]  # (B, 2)
+            columns["traits"] = [torch.tensor([one.traits for one in waiting.values()])]  # (B, 3)
             for out in pieces:
                 columns["projected"].append(out.projected)
                 columns["before_projection"].append(out.before_projection)

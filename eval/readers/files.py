@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from clipkit.errors import DataError
-from clipkit.files import SPLIT_NAMES, counted
+from clipkit.files import SPLIT_NAMES, counted, is_deep
 from data.remote.store import is_remote
 from eval.datasets.dataset import EvalDataset, some
 
@@ -99,7 +99,10 @@ class FileImages:
                     raise DataError(
                         f"its box {list(box)} is outside its {image.width} x {image.height} pixels"
                     )
-                return png_of(image.convert("RGB").crop((left, top, left + width, top + height)))
+                cropped = image.crop((left, top, left + width, top + height))
+                if is_deep(image) and not cropped.mode.startswith("I;16"):
+                    raise DataError("a box cannot be cropped from 32-bit, signed or float grayscale")
+                return png_of(cropped if is_deep(image) else cropped.convert("RGB"))
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise undecodable(error) from error
 

@@ -80,6 +80,8 @@ IMAGES: dict[str, Callable[[], bytes]] = {
     "ppm": lambda: encoded(PHOTO, "PPM"),
 }
 
+DEEP = {"16-bit grey png", "16-bit grey tiff", "32-bit grey tiff", "float tiff"}
+
 
 @cache
 def image_file(name: str) -> bytes:

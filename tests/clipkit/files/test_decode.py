@@ -18,12 +18,11 @@ from clipkit.errors import DataError
 from clipkit.files.decode import decode_image, decode_jpeg, jpeg_size
 from clipkit.model.preprocess import Preprocess, eval_pixels
 from tests.clipkit.hostile_images import HOSTILE, PIXELS, made, many_scans
-from tests.clipkit.made_images import IMAGES, PHOTO, encoded, image_file, scene
+from tests.clipkit.made_images import DEEP, IMAGES, PHOTO, encoded, image_file, scene
 
 
 def test_decode_equals_pillow_rgb() -> None:
-    deep = {"16-bit grey png", "16-bit grey tiff", "32-bit grey tiff", "float tiff"}
-    for name in IMAGES.keys() - deep:
+    for name in IMAGES.keys() - DEEP:
         data = image_file(name)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -32,29 +31,9 @@ def test_decode_equals_pillow_rgb() -> None:
             )
 
 
-def test_sixteen_bit_grayscale_is_scaled_to_eight_bits() -> None:
-    grey = scene(40, 50, 1)[..., 0]
-    for kind in ("PNG", "TIFF"):
-        data = encoded(Image.fromarray(grey.astype(np.uint16) * 257), kind)
-        assert np.array_equal(decode_image(data), np.repeat(grey[..., None], 3, axis=2))
-
-
 def test_postscript_is_rejected() -> None:
     with pytest.raises(DataError, match="not an image in a known format"):
         decode_image(encoded(PHOTO, "EPS"))
-
-
-def test_deep_grayscale_is_scaled_or_rejected_if_its_range_is_unknown() -> None:
-    deep = np.arange(0, 65536, 256, dtype=np.uint16).reshape(16, 16)
-    for kind in ("PNG", "PPM", "TIFF"):
-        file = BytesIO()
-        Image.fromarray(deep).save(file, kind)
-        assert np.array_equal(decode_image(file.getvalue())[..., 0], deep >> 8), kind
-    for values in (deep.astype(np.int32), deep.astype(np.float32) / 65535):
-        file = BytesIO()
-        Image.fromarray(values).save(file, "TIFF")
-        with pytest.raises(DataError, match="no known range"):
-            decode_image(file.getvalue())
 
 
 @pytest.mark.parametrize("name", HOSTILE)
