@@ -5,7 +5,6 @@ from .explain import (
 from .inputs import (
     Item as Item,
     Member as Member,
-    readable as readable,
 )
 from .pairs import (
     PairEncoder as PairEncoder,
@@ -15,4 +14,7 @@ from .pairs import (
 from .storage import (
     storage_of as storage_of,
     unpacked as unpacked,
+)
+from .stream import (
+    content_digest as content_digest,
 )

@@ -39,7 +39,7 @@ from clipkit.model.preprocess import pixels_and_traits
 from clipkit.model.tokenizer import MAX_CHARACTERS, ClassTokenizer
 from clipkit.model.zero_shot import evaluating
 
-__all__ = ["PRECISIONS", "Failure", "FeatureStream", "Features", "pick_device"]
+__all__ = ["PRECISIONS", "Failure", "FeatureStream", "Features", "content_digest", "pick_device"]
 
 PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CPU_BATCH, _GPU_BATCH = 32, 256
@@ -61,12 +61,14 @@ class Failure:
         item: the item.
         cause: why it could not be encoded.
         content: digest of the bytes read, see ``FeatureStream.contents``.
+        digest: ``content_digest`` of the image or text; of no bytes if it cannot be read.
     """
 
     part: int
     item: Item
     cause: str
     content: bytes
+    digest: str
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -78,6 +80,7 @@ class Features:
         items: B items.
         captions: B texts; None for items without one, or if captions were not requested.
         contents: B digests of the bytes read, see ``FeatureStream.contents``.
+        digests: B values of ``content_digest``, of each image or text.
         rows: (B, O) float32, unit norm.
         thumbnails: (B, T) uint8 of images, if requested; see ``THUMBNAIL``.
     """
@@ -86,6 +89,7 @@ class Features:
     items: list[Item]
     captions: list[str | None]
     contents: list[bytes]
+    digests: list[str]
     rows: npt.NDArray[np.float32]
     thumbnails: npt.NDArray[np.uint8] | None = None
 
@@ -98,7 +102,8 @@ class _Ready:
     item: Item
     pixels: Tensor | None = None  # (3, S, S) uint8, of an image
     caption: str | None = None
-    digest: bytes = b""
+    content: bytes = b""
+    digest: str = ""
     traits: Traits = NO_TRAITS
     thumbnail: npt.NDArray[np.uint8] | None = None
 
@@ -190,7 +195,8 @@ class FeatureStream:
                 part=batch[0].part,
                 items=[one.item for one in batch],
                 captions=[one.caption for one in batch],
-                contents=[one.digest for one in batch],
+                contents=[one.content for one in batch],
+                digests=[one.digest for one in batch],
                 rows=rows.result(),
                 thumbnails=np.stack([one.thumbnail for one in batch if one.thumbnail is not None])
                 if thumbnails
@@ -274,7 +280,8 @@ class FeatureStream:
     ) -> _Ready | Failure:
         """Read and decode an item."""
         part, item = given
-        image, caption, cause, digest = _read(item, kind, captions=captions)
+        image, caption, cause, content = _read(item, kind, captions=captions)
+        digest = content_digest(image if kind == "image" else (caption or "").encode())
         pixels, traits = None, NO_TRAITS
         if kind == "image" and not cause:
             try:
@@ -284,7 +291,7 @@ class FeatureStream:
         elif kind == "caption" and len(caption or "") > MAX_CHARACTERS:
             cause = f"text of more than {MAX_CHARACTERS:,} characters"
         if cause:
-            return Failure(part=part, item=item, cause=cause, content=digest)
+            return Failure(part=part, item=item, cause=cause, content=content, digest=digest)
         thumbnail = None
         if thumbnails and pixels is not None:
             gray = (pixels.float() * _LUMA).sum(0, keepdim=True)  # (1, S, S)
@@ -294,6 +301,7 @@ class FeatureStream:
             item=item,
             pixels=pixels,
             caption=caption,
+            content=content,
             digest=digest,
             traits=traits,
             thumbnail=thumbnail,
@@ -345,6 +353,11 @@ def _batches(outcomes: Iterable[_Ready | Failure], batch_size: int) -> Iterator[
             batch = []
     if batch:
         yield batch
+
+
+def content_digest(content: bytes) -> str:
+    """Return the first 64 bits of the SHA-256 of an image file or of a text in UTF-8, as 16 hexadecimal digits."""
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _read(item: Item, kind: Kind, *, captions: bool) -> tuple[bytes, str | None, str, bytes]:
