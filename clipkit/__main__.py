@@ -331,14 +331,14 @@ COMMANDS = {
         + """
 DIR will contain
   img_emb/img_emb_0.npy        (N, D) float16 or --dtype, unit-norm rows
-  metadata/metadata_0.parquet  image_path, caption (if any), source and digest of
-                               each row
+  metadata/metadata_0.parquet  image_path, caption (if any), source and digest
+                               of each row
   failures.jsonl               inputs that failed: source, key, cause, digest
   manifest.json                the inputs and settings
 With --text, it contains text_emb/text_emb_0.npy, and the metadata columns are
-caption, key, source and digest, the first 64 bits of the SHA-256 of the image
-file or text. Files are numbered _0, _1, ..., zero-padded if there are more than
-ten.
+caption, key, source and digest. The digest is the first 64 bits of the SHA-256
+of the image file or text. Files are numbered _0, _1, ..., zero-padded if there
+are more than ten.
 To read them:
   import numpy as np, pyarrow.parquet as pq
   from pathlib import Path

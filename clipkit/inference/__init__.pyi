@@ -12,9 +12,7 @@ from .pairs import (
     closest as closest,
 )
 from .storage import (
+    content_digest as content_digest,
     storage_of as storage_of,
     unpacked as unpacked,
-)
-from .stream import (
-    content_digest as content_digest,
 )

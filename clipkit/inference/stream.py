@@ -33,13 +33,14 @@ from clipkit.distributed import own_device
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.traits import NO_TRAITS, TraitCounts, Traits
 from clipkit.inference.inputs import Item, Kind, read_caption, read_image
+from clipkit.inference.storage import content_digest
 from clipkit.model.clip import CLIP
 from clipkit.model.cpu import PackedWeights, keep_memory, one_core_each
 from clipkit.model.preprocess import pixels_and_traits
 from clipkit.model.tokenizer import MAX_CHARACTERS, ClassTokenizer
 from clipkit.model.zero_shot import evaluating
 
-__all__ = ["PRECISIONS", "Failure", "FeatureStream", "Features", "content_digest", "pick_device"]
+__all__ = ["PRECISIONS", "Failure", "FeatureStream", "Features", "pick_device"]
 
 PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CPU_BATCH, _GPU_BATCH = 32, 256
@@ -353,11 +354,6 @@ def _batches(outcomes: Iterable[_Ready | Failure], batch_size: int) -> Iterator[
             batch = []
     if batch:
         yield batch
-
-
-def content_digest(content: bytes) -> str:
-    """Return the first 64 bits of the SHA-256 of an image file or of a text in UTF-8, as 16 hexadecimal digits."""
-    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _read(item: Item, kind: Kind, *, captions: bool) -> tuple[bytes, str | None, str, bytes]:

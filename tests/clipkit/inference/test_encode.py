@@ -27,7 +27,8 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.encode import Encoded, encode
 from clipkit.inference.inputs import Item, Stream
-from clipkit.inference.stream import FeatureStream, content_digest
+from clipkit.inference.storage import content_digest
+from clipkit.inference.stream import FeatureStream
 from clipkit.model.architectures import TextTower
 from clipkit.model.clip import CLIP
 from clipkit.training.checkpoint import LoopState, save_checkpoint
