@@ -347,7 +347,7 @@ def main(arguments: Arguments) -> int:
                 # 7f. Metrics.
                 if step == 1 or training.is_due(step, config.log.every_steps) or due_score or due_save:
                     values = {
-                        "epoch": (step - 1) // sample_order.batches_per_epoch,
+                        "epoch": sample_order.epoch(step - 1),
                         "samples": drawn,
                         "loss": loss,
                         **compute.figures(batch, features),

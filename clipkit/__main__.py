@@ -331,12 +331,13 @@ COMMANDS = {
         + """
 DIR will contain
   img_emb/img_emb_0.npy        (N, D) float16 or --dtype, unit-norm rows
-  metadata/metadata_0.parquet  image_path, caption (if any) and source of each
-                               row
-  failures.jsonl               inputs that failed: source, key, cause
+  metadata/metadata_0.parquet  image_path, caption (if any), source and digest
+                               of each row
+  failures.jsonl               inputs that failed: source, key, cause, digest
   manifest.json                the inputs and settings
 With --text, it contains text_emb/text_emb_0.npy, and the metadata columns are
-caption, key and source. Files are numbered _0, _1, ..., zero-padded if there
+caption, key, source and digest. The digest is the first 64 bits of the SHA-256
+of the image file or text. Files are numbered _0, _1, ..., zero-padded if there
 are more than ten.
 To read them:
   import numpy as np, pyarrow.parquet as pq

@@ -209,8 +209,8 @@ class DataConfig(Section):
     )
     fraction: float = setting(
         1.0,
-        "Fraction of the samples to use, chosen by a hash of their keys; a smaller fraction is a subset of a "
-        "larger one.",
+        "Fraction of the samples to use, chosen by a hash of shard names and keys; a smaller fraction is a subset "
+        "of a larger one.",
         Within(words="above 0 and at most 1", holds=lambda value: 0 < value <= 1),
     )
     last: str = setting(

@@ -364,9 +364,10 @@ class Chosen:
         return len(self.rows)
 
 
-def _draw(key: str) -> float:
-    """Return a number from 0 to 1 that depends on the sample's key only."""
-    digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+def _draw(shard: str, key: str, occurrence: int) -> float:
+    """Return a number from 0 to 1 for the n-th sample with a key in a shard."""
+    sample = f"{shard}\0{key}\0{occurrence}".encode("utf-8", "surrogatepass")
+    digest = hashlib.blake2b(sample, digest_size=8).digest()
     return int.from_bytes(digest) / 2**64
 
 
@@ -380,7 +381,8 @@ class Selection:
         captions: where captions are, and whether each is a sample.
         truncated: "error", or "use" to use the samples of the intact part of truncated shards.
         scores: the scores that filters refer to as ``score.COLUMN``.
-        fraction: of the samples with the members in ``need``, those used, by a hash of the key.
+        fraction: of the samples with the members in ``need``, those used, by a hash of shard and key: keys may
+            repeat between shards. The shard counts by its name without the folder, so data may be moved.
     """
 
     need: tuple[str, ...] = ("image", "caption")
@@ -416,14 +418,17 @@ class Selection:
         if self.scores is not None:
             identity.append(self.scores.digest)
         if self.fraction < 1:
-            identity.append([f"fraction {self.fraction}"])
+            identity.append([f"fraction {self.fraction} by shard and key"])  # earlier versions: by key
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
-    def choose(self, index: ShardIndex, content: Callable[[int], tuple[str | None, Meta]]) -> Chosen:
+    def choose(
+        self, index: ShardIndex, content: Callable[[int], tuple[str | None, Meta]], *, shard: str
+    ) -> Chosen:
         """Choose the samples of one shard.
 
         Args:
             index: index of the shard.
+            shard: its ``ShardFile.name``.
             content: returns the caption file and the json of a row; may raise DataError.
         """
         has = index.has()
@@ -437,7 +442,12 @@ class Selection:
             usable &= present
         rows = np.flatnonzero(usable).astype(np.uint32)
         if self.fraction < 1:
-            drawn = [_draw(index.key(row)) < self.fraction for row in rows.tolist()]
+            drawn: list[bool] = []
+            occurrences: Counter[str] = Counter()
+            for row in rows.tolist():
+                key = index.key(row)
+                occurrences[key] += 1
+                drawn.append(_draw(shard, key, occurrences[key]) < self.fraction)
             dropped[OUTSIDE] += drawn.count(False)
             rows = rows[np.array(drawn, dtype=np.bool_)]
         if not self.reads_json:

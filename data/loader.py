@@ -175,7 +175,7 @@ def open_training_data(
 
 
 def teacher_features(settings: DistillConfig, shards: Shards, *, rank0: bool) -> StoredFeatures | None:
-    """Open a teacher's stored features, if any are configured; rank 0 checks that every sample has features.
+    """Open a teacher's stored features, if any are configured; rank 0 checks that samples have features.
 
     Raises:
         DataError: features are missing, or the files are invalid.
@@ -729,7 +729,7 @@ class Loader:
             )
         if (longest := max(map(len, captions))) > MAX_CHARACTERS:
             raise DataError(f"caption of {longest} characters")
-        features = self.teacher.find(sample.shard, sample.key) if self.teacher is not None else None
+        features = self.teacher.find(sample.image, captions[0]) if self.teacher is not None else None
         random = random_of(self.order.seed, _CROP, epoch, number)
         size = plain_jpeg_size(sample.image) if self.decode_later else None
         traits = Traits() if size is None else Traits(rotated=jpeg_orientation(sample.image) != 1)

@@ -215,6 +215,15 @@ class Order:
         near = [source.windows(*part) for source, *part in zip(self._sources, starts, ends, strict=True)]
         return [shard for now, _ in near for shard in now], [shard for _, later in near for shard in later]
 
+    def epoch(self, step: int) -> int:
+        """Return the number of complete epochs before a step, 0 in the first.
+
+        Of several weighted sources it is that of the source with the fewest. With replacement, an epoch is as many
+        draws as there are samples.
+        """
+        starts = self._taken(step) if len(self._sources) > 1 else [self._start(step)]
+        return min(start // source.samples for start, source in zip(starts, self._sources, strict=True))
+
     def describe(self, steps: int, names: Sequence[str] = ()) -> str:
         """Describe the number of epochs in ``steps`` steps, and what happens to the last samples of an epoch.
 
@@ -233,8 +242,10 @@ class Order:
         if resampled:
             return f"drawn with replacement in batches of {self.batch_size}, {times[0]} draws per sample"
         left = self.samples % self.batch_size
-        last = f"{left} samples left out of each epoch" if self.leaves_out else "no sample left out"
-        return f"{self.batches_per_epoch:,} batches of {self.batch_size} an epoch, {last}, {times[0]} epochs in all"
+        last, epochs = "no sample left out", times[0]
+        if self.leaves_out:
+            last, epochs = f"{left} samples left out of each epoch", f"{steps / self.batches_per_epoch:.3g}"
+        return f"{self.batches_per_epoch:,} batches of {self.batch_size} an epoch, {last}, {epochs} epochs in all"
 
     def _start(self, step: int) -> int:
         """Return the position of a step in the only source's endless sequence."""

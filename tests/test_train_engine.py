@@ -15,12 +15,15 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
+import simplejpeg
 import torch
 from safetensors.torch import load_file
 
 import clipkit
 from clipkit.formats.checkpoint import save_model
+from data.shards.writer import DatasetWriter, Record
 from tests.small_trainings import (
     BATCH,
     SAMPLES,
@@ -256,6 +259,24 @@ def test_metrics_of_every_step(trainings: Trainings, plain: Path, whole: Whole) 
             assert 0 <= line["image_to_text_R@1"] <= 1 and 0 <= line["text_to_image_R@1"] <= 1
             assert line["samples"] == batch * line["step"]
             assert line["epoch"] == (line["step"] - 1) // (SAMPLES // batch)
+
+
+def test_epochs_and_floor_of_two_weighted_sources(trainings: Trainings, tmp_path: Path) -> None:
+    few = tmp_path / "few"
+    with DatasetWriter(few) as writer:
+        for number in range(8):
+            image = simplejpeg.encode_jpeg(np.full((20, 20, 3), 30 * number, dtype=np.uint8))
+            record = Record(key=f"{number}", image=image, extension="jpg", caption=f"number {number % 2}")
+            writer.write("train", record)
+        writer.finish({})
+    mixed = f'data.train=["{few}", "{few}"]'
+    said = trainings.run(
+        tmp_path / "run", mixed, "data.weights=[1, 3]", "steps=6", "batch_size=8", "loss.same=positives"
+    )
+    lines = metrics(tmp_path / "run")
+    assert [line["epoch"] for line in lines] == [0, 0, 0, 0, 1, 1]  # 2 of 8 samples in each step
+    floor = math.log(4)  # unless the captions are unevenly drawn
+    assert all(abs(line["floor"] - floor) < 0.4 for line in lines) and "floor 1." in said
 
 
 def test_dry_run_prints_costs_and_creates_no_files(trainings: Trainings, tmp_path: Path) -> None:

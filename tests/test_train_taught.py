@@ -142,7 +142,7 @@ def test_training_with_stored_teacher_features(trainings: Trainings, teacher: Pa
 
     more = write_pairs(tmp_path / "more", samples=60)
     error = error_of(trainings.run(tmp_path / "lacking", *settings, f"data.train={more}", status=1))
-    assert "of 60 samples have no features in" in error and "clipkit encode" in error
+    assert "of 60 samples examined have no features in" in error and "clipkit encode" in error
     error = error_of(trainings.run(tmp_path / "half", f"distill.features={images}", status=1))
     assert error.startswith("error: distill.text_features = ''")
 

@@ -5,7 +5,6 @@ from .explain import (
 from .inputs import (
     Item as Item,
     Member as Member,
-    readable as readable,
 )
 from .pairs import (
     PairEncoder as PairEncoder,
@@ -13,6 +12,7 @@ from .pairs import (
     closest as closest,
 )
 from .storage import (
+    content_digest as content_digest,
     storage_of as storage_of,
     unpacked as unpacked,
 )

@@ -2,9 +2,9 @@
 
     OUT/img_emb/img_emb_0.npy            (N, O) float16, unit norm, or as in ``clipkit.inference.storage``; for
                                          texts text_emb/text_emb_0.npy
-    OUT/metadata/metadata_0.parquet      one row per embedding: image_path, caption if there are captions, source
-                                         (for texts: caption, key, source)
-    OUT/failures.jsonl                   items that could not be encoded: source, key, cause; absent if none
+    OUT/metadata/metadata_0.parquet      one row per embedding: image_path, caption if there are captions, source,
+                                         digest (for texts: caption, key, source, digest)
+    OUT/failures.jsonl                   items that could not be encoded: source, key, cause, digest; absent if none
     OUT/manifest.json                    the sources, model and settings of all files
     OUT/.parts/0.jsonl                   marks file 0 as complete; digests of its items, counts, failures
     OUT/.lock-0                          held by process 0 while it writes
@@ -177,7 +177,7 @@ class Part:
         self.rows: list[npt.NDArray[Any]] = []
         self.sample: list[npt.NDArray[np.float32]] = []
         self._dtype, self._every = dtype, every
-        self.metadata: list[tuple[str, str | None, str]] = []  # key, caption, source
+        self.metadata: list[tuple[str, str | None, str, str]] = []  # key, caption, source, digest
         self.failures: list[Failure] = []
         self.content = ContentDigest()
 
@@ -192,8 +192,8 @@ class Part:
             return
         self.rows.append(STORAGE[self._dtype].pack(outcome.rows))
         self.sample.append(outcome.rows[-len(self.metadata) % self._every :: self._every].copy())
-        for item, caption in zip(outcome.items, outcome.captions, strict=True):
-            self.metadata.append((item.key, caption, item.source))
+        for item, caption, digest in zip(outcome.items, outcome.captions, outcome.digests, strict=True):
+            self.metadata.append((item.key, caption, item.source, digest))
         for item, content in zip(outcome.items, outcome.contents, strict=True):
             self.content.add(item, content)
 
@@ -298,13 +298,13 @@ class EmbeddingFolder:
 
         assert len(part) == self.manifest.items_of(part.number)
         array = np.concatenate(part.rows)
-        keys, captions, sources = zip(*part.metadata, strict=True) if part.metadata else ((), (), ())
+        keys, captions, sources, digests = zip(*part.metadata, strict=True) if part.metadata else ((),) * 4
         if self.manifest.kind == "caption":
-            columns = {"caption": captions, "key": keys, "source": sources}
+            columns = {"caption": captions, "key": keys, "source": sources, "digest": digests}
         elif self.manifest.captions:
-            columns = {"image_path": keys, "caption": captions, "source": sources}
+            columns = {"image_path": keys, "caption": captions, "source": sources, "digest": digests}
         else:
-            columns = {"image_path": keys, "source": sources}
+            columns = {"image_path": keys, "source": sources, "digest": digests}
         table = pyarrow.table({name: pyarrow.array(one, pyarrow.string()) for name, one in columns.items()})
         record = [
             {
@@ -313,7 +313,15 @@ class EmbeddingFolder:
                 "rows": len(array),
                 "failures": len(part.failures),
             },
-            *({"source": one.item.source, "key": one.item.key, "cause": one.cause} for one in part.failures),
+            *(
+                {
+                    "source": failure.item.source,
+                    "key": failure.item.key,
+                    "cause": failure.cause,
+                    "digest": failure.digest,
+                }
+                for failure in part.failures
+            ),
         ]
         with ExitStack() as stack:  # renames the record last
             temporary = [

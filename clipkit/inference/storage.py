@@ -1,4 +1,4 @@
-"""How embeddings are stored in .npy files: float32, float16, int8, or one bit per element.
+"""How embeddings are stored in .npy files: float32, float16, int8, or one bit per element; and the digest of a row.
 
 A stored row stands for the unit vector in its direction. Every row has its own scale, which is implied by its norm,
 so that files need nothing besides their rows, and rows can be added without changing others:
@@ -10,6 +10,7 @@ so that files need nothing besides their rows, and rows can be added without cha
 Dimensions: N rows, O embedding dimension, S sampled rows, Q queries.
 """
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from clipkit.errors import ConfigError, DataError
 
-__all__ = ["STORAGE", "Storage", "recall", "storage_of", "unpacked"]
+__all__ = ["STORAGE", "Storage", "content_digest", "recall", "storage_of", "unpacked"]
 
 Rows = npt.NDArray[np.float32]
 Stored = npt.NDArray[Any]
@@ -128,3 +129,8 @@ def recall(rows: Rows, stored: Rows, *, k: int = 10, queries: int = 500) -> floa
     least = -np.partition(-exact, k - 1, axis=1)[:, k - 1 : k]  # (Q, 1)
     nearest = np.argpartition(-found, k - 1, axis=1)[:, :k]
     return float((np.take_along_axis(exact, nearest, axis=1) >= least - 1e-6).mean())
+
+
+def content_digest(content: bytes) -> str:
+    """Return the first 64 bits of the SHA-256 of an image file or of a text in UTF-8, as 16 hexadecimal digits."""
+    return hashlib.sha256(content).hexdigest()[:16]

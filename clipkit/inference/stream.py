@@ -33,6 +33,7 @@ from clipkit.distributed import own_device
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.traits import NO_TRAITS, TraitCounts, Traits
 from clipkit.inference.inputs import Item, Kind, read_caption, read_image
+from clipkit.inference.storage import content_digest
 from clipkit.model.clip import CLIP
 from clipkit.model.cpu import PackedWeights, keep_memory, one_core_each
 from clipkit.model.preprocess import pixels_and_traits
@@ -61,12 +62,14 @@ class Failure:
         item: the item.
         cause: why it could not be encoded.
         content: digest of the bytes read, see ``FeatureStream.contents``.
+        digest: ``content_digest`` of the image or text; of no bytes if it cannot be read.
     """
 
     part: int
     item: Item
     cause: str
     content: bytes
+    digest: str
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -78,6 +81,7 @@ class Features:
         items: B items.
         captions: B texts; None for items without one, or if captions were not requested.
         contents: B digests of the bytes read, see ``FeatureStream.contents``.
+        digests: B values of ``content_digest``, of each image or text.
         rows: (B, O) float32, unit norm.
         thumbnails: (B, T) uint8 of images, if requested; see ``THUMBNAIL``.
     """
@@ -86,6 +90,7 @@ class Features:
     items: list[Item]
     captions: list[str | None]
     contents: list[bytes]
+    digests: list[str]
     rows: npt.NDArray[np.float32]
     thumbnails: npt.NDArray[np.uint8] | None = None
 
@@ -98,7 +103,8 @@ class _Ready:
     item: Item
     pixels: Tensor | None = None  # (3, S, S) uint8, of an image
     caption: str | None = None
-    digest: bytes = b""
+    content: bytes = b""
+    digest: str = ""
     traits: Traits = NO_TRAITS
     thumbnail: npt.NDArray[np.uint8] | None = None
 
@@ -191,7 +197,8 @@ class FeatureStream:
                 part=batch[0].part,
                 items=[one.item for one in batch],
                 captions=[one.caption for one in batch],
-                contents=[one.digest for one in batch],
+                contents=[one.content for one in batch],
+                digests=[one.digest for one in batch],
                 rows=rows.result(),
                 thumbnails=np.stack([one.thumbnail for one in batch if one.thumbnail is not None])
                 if thumbnails
@@ -275,7 +282,8 @@ class FeatureStream:
     ) -> _Ready | Failure:
         """Read and decode an item."""
         part, item = given
-        image, caption, cause, digest = _read(item, kind, captions=captions)
+        image, caption, cause, content = _read(item, kind, captions=captions)
+        digest = content_digest(image if kind == "image" else (caption or "").encode())
         pixels, traits = None, NO_TRAITS
         if kind == "image" and not cause:
             try:
@@ -285,7 +293,7 @@ class FeatureStream:
         elif kind == "caption" and len(caption or "") > MAX_CHARACTERS:
             cause = f"text of more than {MAX_CHARACTERS:,} characters"
         if cause:
-            return Failure(part=part, item=item, cause=cause, content=digest)
+            return Failure(part=part, item=item, cause=cause, content=content, digest=digest)
         thumbnail = None
         if thumbnails and pixels is not None:
             gray = (pixels.float() * _LUMA).sum(0, keepdim=True)  # (1, S, S)
@@ -295,6 +303,7 @@ class FeatureStream:
             item=item,
             pixels=pixels,
             caption=caption,
+            content=content,
             digest=digest,
             traits=traits,
             thumbnail=thumbnail,

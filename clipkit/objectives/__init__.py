@@ -61,6 +61,8 @@ class Objective:
         figures: ``(image_features, text_features, targets)`` → further metrics by name; all ranks call it together.
         chance: ``(targets, text_rows)`` → the lowest loss of a model with equal logits; all ranks call it together.
             None if there is no such level.
+        floor: ``(targets, text_rows)`` → the entropy of the targets, below which the loss cannot fall; all ranks
+            call it together. None if the loss can reach 0.
         over_classes: whether texts are the classes of ``model.text=classes:FILE``, not the batch's captions.
         over_words: whether texts are all words of ``model.text=words``.
         initial_scale: exp(t) of fresh weights; None: the model's own.
@@ -80,6 +82,7 @@ class Objective:
     loss: Callable[..., "Tensor"]
     figures: Callable[["Tensor", "Tensor", Targets], dict[str, float]] = _RECALL
     chance: Callable[[Targets, int], float] | None = None
+    floor: Callable[[Targets, int], float] | None = None
     over_classes: bool = False
     over_words: bool = False
     initial_scale: float | None = None
@@ -103,6 +106,7 @@ OBJECTIVES: dict[str, Objective] = {
         summary="softmax over all pairs of the batch",
         loss=late("clipkit.objectives.clip:clip_objective"),
         chance=late("clipkit.objectives.clip:clip_chance"),
+        floor=late("clipkit.objectives.clip:clip_floor"),
         tiled=True,
         more_texts=True,
     ),
@@ -124,6 +128,7 @@ OBJECTIVES: dict[str, Objective] = {
         loss=late("clipkit.objectives.classes:class_objective"),
         figures=late("clipkit.objectives.classes:class_figures"),
         chance=late("clipkit.objectives.classes:class_chance"),
+        floor=late("clipkit.objectives.classes:class_floor"),
         over_classes=True,
         uses_same=False,
         divergence=late("clipkit.objectives.classes:class_divergence"),
@@ -133,6 +138,7 @@ OBJECTIVES: dict[str, Objective] = {
         loss=late("clipkit.objectives.words:word_objective"),
         figures=late("clipkit.objectives.words:word_figures"),
         chance=late("clipkit.objectives.classes:class_chance"),
+        floor=late("clipkit.objectives.words:word_floor"),
         over_words=True,
         tiled=True,
         uses_same=False,

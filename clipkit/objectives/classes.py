@@ -14,12 +14,13 @@ from clipkit.distributed import sum_over_ranks
 from clipkit.model.towers import at_least_float32
 from clipkit.objectives import Targets
 from clipkit.objectives.distill import Teaching
-from clipkit.objectives.tiles import GlobalBatch
+from clipkit.objectives.tiles import GlobalBatch, target_entropy
 
 __all__ = [
     "class_chance",
     "class_divergence",
     "class_figures",
+    "class_floor",
     "class_loss",
     "class_objective",
     "right_classes",
@@ -124,6 +125,12 @@ def class_objective(
 def class_chance(targets: Targets, text_rows: int) -> float:
     """Return ln C."""
     return math.log(text_rows)
+
+
+def class_floor(targets: Targets, text_rows: int) -> float:
+    """Return the entropy of a smoothed label."""
+    one, classes = torch.tensor([1.0, text_rows], dtype=torch.float64)
+    return target_entropy(one, classes, targets.smoothing).item()
 
 
 def class_figures(image_features: Tensor, class_features: Tensor, targets: Targets) -> dict[str, float]:

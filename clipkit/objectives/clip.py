@@ -24,11 +24,12 @@ from clipkit.objectives.tiles import (
     positive_pairs,
     row_sums,
     softmaxes,
+    target_entropy,
     tiles,
     with_own_negatives,
 )
 
-__all__ = ["clip_chance", "clip_loss", "clip_objective", "in_batch_recall", "recall_figures"]
+__all__ = ["clip_chance", "clip_floor", "clip_loss", "clip_objective", "in_batch_recall", "recall_figures"]
 
 _NONE = -1e30  # a logit without influence on softmax; finite, since a column of a tile may have no other
 _ROUNDING = 8  # times the dtype's epsilon: products of equal rows differ by their position
@@ -187,6 +188,18 @@ def clip_chance(targets: Targets, text_rows: int) -> float:
     """Return the mean of ln m over the pairs, each compared with m texts; m is N unless ``same`` is "ignored"."""
     _, left = counts_alike(targets.identities, targets.same)
     return left.log().mean().item()
+
+
+def clip_floor(targets: Targets, text_rows: int) -> float:
+    """Return the mean entropy of the targets: the mean of ln m without smoothing, for m pairs that are the same.
+
+    It is the greatest lower bound of the loss, unless ``smoothing`` is combined with pairs A, B, C of which only A
+    and B, and B and C are the same; then the bound is higher.
+    """
+    if targets.same == "ignored":
+        return 0.0
+    alike, left = counts_alike(targets.identities, targets.same)
+    return target_entropy(alike, left, targets.smoothing).mean().item()
 
 
 @torch.no_grad()

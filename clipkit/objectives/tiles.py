@@ -317,6 +317,19 @@ _KINDS: dict[str, type[_SamePairs] | None] = {
 }
 
 
+def target_entropy(positives: Tensor, compared: Tensor, smoothing: float) -> Tensor:
+    """Return the entropy of targets, (N,) float64.
+
+    Args:
+        positives: (N,) over how many texts each target is uniform.
+        compared: (N,) float64 number of texts.
+        smoothing: probability that is spread evenly over all texts.
+    """
+    rest = smoothing / compared
+    own = (1 - smoothing) / positives + rest
+    return -(positives * own.xlogy(own) + (compared - positives) * rest.xlogy(rest))
+
+
 def counts_alike(identities: Tensor, same: str) -> tuple[Tensor, Tensor]:
     """Count, for each pair of the global batch, the pairs that are the same and the pairs it is compared with.
 

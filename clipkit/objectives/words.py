@@ -13,7 +13,7 @@ from clipkit.model.towers import at_least_float32, words_of
 from clipkit.objectives import Targets
 from clipkit.objectives.tiles import GlobalBatch, tile_height
 
-__all__ = ["word_figures", "word_loss", "word_objective"]
+__all__ = ["word_figures", "word_floor", "word_loss", "word_objective"]
 
 
 def word_loss(
@@ -80,6 +80,13 @@ def word_objective(
 ) -> Tensor:
     """Return ``word_loss`` of a batch."""
     return word_loss(image_features, word_features, logit_scale, tokens=targets.tokens)
+
+
+def word_floor(targets: Targets, text_rows: int) -> float:
+    """Return the mean of ln n over captions of n distinct words."""
+    entropies = (_distinct_words(targets.tokens) >= 0).sum(1).clamp(min=1).double().log()
+    total, count = sum_over_ranks(torch.stack([entropies.sum(), torch.ones_like(entropies).sum()])).tolist()
+    return float(total / count)
 
 
 @torch.no_grad()

@@ -84,7 +84,8 @@ class ProgressLine:
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a step."""
         waiting = metrics["data_time"] / metrics["batch_time"] if metrics["batch_time"] else 0.0
-        chance = f" (chance {metrics['chance']:.2f})" if "chance" in metrics else ""
+        levels = [f"{name} {metrics[name]:.2f}" for name in ("chance", "floor") if name in metrics]
+        chance = f" ({', '.join(levels)})" if levels else ""
         text = (
             f"loss {metrics['loss']:.3f}{chance} "
             f"{metrics['samples_per_second']:.0f}/s data {waiting:.0%} "

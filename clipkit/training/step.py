@@ -491,7 +491,10 @@ class TrainingStep:
         return LocalTerms(inputs=inputs, weights=weights, counts=whole)
 
     def figures(self, batch: PairBatch, features: Features) -> dict[str, float]:
-        """Return the objective's metrics and the loss at chance; all ranks call this together."""
+        """Return the objective's metrics, the loss at chance, and its floor if above 0.
+
+        All ranks call this together.
+        """
         objective, targets = OBJECTIVES[self.loss.name], self._targets(batch)
         level = {f"loss_{name}": float(value) for name, value in features.terms.items()}
         # it would depend on the teacher, and terms and wrong captions have none
@@ -500,6 +503,10 @@ class TrainingStep:
         )
         if objective.chance is not None and plain:
             level["chance"] = objective.chance(targets, len(features.texts))
+        if objective.floor is not None and plain:
+            floor = objective.floor(targets, len(features.texts))
+            if floor > 0:
+                level["floor"] = floor
         texts = features.texts
         if batch.more is not None:  # of the first captions
             texts = texts[: len(features.images)]

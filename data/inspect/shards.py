@@ -139,7 +139,8 @@ class ShardScan:
             self.cause, self.truncated = str(error), isinstance(error, TruncatedError)
             return
         has = index.has()
-        self.rows, self.groups = selection.choose(index, lambda row: (None, {})).rows, len(index)
+        self.rows = selection.choose(index, lambda row: (None, {}), shard=self.file.name).rows
+        self.groups = len(index)
         ends = index.blocks.astype(np.int64) * _BLOCK + index.sizes
         self.bytes_seen = self.file.size if self.beginning is None else int(ends.max(initial=0))
         usable = np.zeros(len(index), dtype=np.bool_)
@@ -458,7 +459,7 @@ class ShardSurvey:
                 break
             file = files[unknown[at]]
             if (index := stored_index(file)) is not None:
-                rows = self.selection.choose(index, lambda row: (None, {})).rows
+                rows = self.selection.choose(index, lambda row: (None, {}), shard=file.name).rows
                 self._counts[unknown[at]] = len(rows)
             elif not file.is_remote and (stated := stated_count(file)) is not None:
                 self._counts[unknown[at]] = stated

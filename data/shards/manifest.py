@@ -192,7 +192,7 @@ def no_caption(rule: CaptionRule, looked: int, files: int, known: dict[str, bool
 
 _MAX_STATS_BYTES = 1 << 20
 _MAX_STATED = 1 << 31  # samples; an index cannot contain more
-_FIRST = 8  # shards of which one must have a used sample
+_FIRST = 8  # shards of which one must have a sample with the needed members
 _ALONE = 4  # up to this many shards are counted in this process
 _MAX_PROCESSES = 32
 _UNDER_WAY = 4  # shards submitted per process
@@ -461,7 +461,7 @@ class Manifest:
         """Return known changes of the samples or their order, most important first."""
         changes = []
         if self.selection != earlier.selection:
-            changes.append("the settings of captions or filters, or the scores, differ")
+            changes.append("the settings of captions or filters, data.fraction, or the scores, differ")
         before, now = list(map(_name, earlier.urls)), list(map(_name, self.urls))
         if len(before) != len(now):
             changes.append(f"{len(now)} shards instead of {len(before)}")
@@ -558,11 +558,13 @@ def make_manifest(
     if kept is not None and (stats or not kept.stated):
         return kept
     found: dict[int, Census] = {}
-    samples = 0
+    samples = complete = 0  # ``complete`` have the needed members, but are not used
+    lacking = {f"without {member}" for member in selection.need}
     for number, census in take_census(shards, selection, cache=cache, stats=stats):
         found[number] = census
         samples += census.count
-        if not samples and len(found) >= min(_FIRST, len(shards)):
+        complete += sum(count for reason, count in census.dropped.items() if reason not in lacking)
+        if not samples and (len(found) == len(shards) or (len(found) >= _FIRST and not complete)):
             raise DataError(_nothing_usable([found[one] for one in sorted(found)], shards[0], selection))
         if progress is not None:
             progress(len(found))

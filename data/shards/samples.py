@@ -242,7 +242,7 @@ class OpenShard:
 
     def _choose(self, selection: Selection) -> Chosen:
         if not selection.reads_json:
-            return selection.choose(self.index, self._content)
+            return selection.choose(self.index, self._content, shard=self.file.name)
         place = index_place(self.file).with_suffix(f".{self.index.digest}.{selection.identity}")
         with suppress(KeyError, TypeError):
             if (stored := read_arrays(place)) is not None:
@@ -256,7 +256,7 @@ class OpenShard:
                 text, meta = from_json(row) if selection.needs_content else (None, {})
                 return text, {**meta, "score": scores[row]}
 
-        chosen = selection.choose(self.index, content)
+        chosen = selection.choose(self.index, content, shard=self.file.name)
         arrays = {"rows": chosen.rows} | ({} if chosen.captions is None else {"captions": chosen.captions})
         with suppress(OSError):
             write_arrays(place, {"dropped": chosen.dropped}, arrays)
@@ -370,7 +370,7 @@ class Shards:
             index = stored_index(file, truncated=self.selection.truncated)
             if index is None or self.selection.reads_json:
                 return file.shown, ""
-            rows = self.selection.choose(index, lambda row: (None, {})).rows
+            rows = self.selection.choose(index, lambda row: (None, {}), shard=file.name).rows
             return file.shown, index.key(int(rows[within])) if within < len(rows) else ""
 
     def read(self, number: int) -> Sample:

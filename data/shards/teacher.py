@@ -4,9 +4,10 @@ Distilling from stored features needs no forward pass of the teacher (data reinf
 al. 2024, https://arxiv.org/abs/2311.17049). The features are of whole images, preprocessed for the teacher,
 while the student sees random crops.
 
-Rows are found by shard and key, as in the folder's metadata. Folders may have been moved: a shard is matched
-to the path with the most trailing parts in common. Letters: N rows of a folder, K keys, B samples, T width
-of features.
+The features of an image or caption are found by the digest of its bytes, not by shard and key: every packed dataset
+has a shard train/0.tar with a key 000000001. So data may be moved, renamed, reordered and packed into other shards,
+and changed or other data never get features of another image. Letters: N rows of a folder, B samples, T width of
+features.
 """
 
 import hashlib
@@ -14,7 +15,7 @@ import json
 import re
 import shlex
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,75 +25,31 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.inference import readable, storage_of, unpacked
+from clipkit.inference import content_digest, storage_of, unpacked
 from data.captions import TEXT
-from data.order import hashed
 from data.remote.store import ShardFile
-from data.shards.index import CAPTION, IMAGE, META, ShardIndex, index_shard, stored_index
 from data.shards.samples import Shards
 
-__all__ = ["FoundRow", "StoredFeatures", "StoredRows", "TeacherFeatures", "hashes_of"]
+__all__ = ["FoundRow", "StoredFeatures", "StoredRows", "TeacherFeatures"]
 
 _NUMBER = re.compile(r"([0-9]+)\.(?:npy|parquet|jsonl)$")
 _MAX_BYTES = 64 << 20  # of manifest.json, which lists the sources
 _MAX_LINE = 1 << 20  # of failures.jsonl
-_CHUNK = 2**16  # keys hashed at a time
 _SHOWN = 3  # sources in a message
+_EXAMINED = 1000  # samples that are compared before training
 _FAILED, _ABSENT = -1, -2  # instead of a row
-_NO_KEY = 0  # hash of the empty key, which stands for the rest of a truncated shard
-_COLUMN = {"image": ("img_emb", "image_path"), "caption": ("text_emb", "key")}
+_FOLDER = {"image": "img_emb", "caption": "text_emb"}
+_PLURAL = {"image": "images", "caption": "texts"}
 # entries of the manifest that the values depend on; devices round differently
 _MADE_BY = ("kind", "weights", "batch_size", "precision", "device")
 _RECREATE = "recreate it with clipkit encode"
 
-Keys = npt.NDArray[np.uint64]
-Int64s = npt.NDArray[np.int64]
+Digests = npt.NDArray[np.uint64]
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Hashes of keys: sums of products with random numbers, one per position, modulo 2^64 (Carter and Wegman 1979).
-
-
-def hashes_of(content: npt.NDArray[np.uint8], ends: npt.NDArray[Any]) -> Keys:
-    """Return 64-bit hashes of K texts, (K,).
-
-    Args:
-        content: the concatenated texts in UTF-8.
-        ends: (K,) where each text ends.
-    """
-    ends = ends.astype(np.int64)
-    hashes = np.empty(len(ends), dtype=np.uint64)
-    for first in range(0, len(ends), _CHUNK):
-        some = ends[first : first + _CHUNK]
-        begin = int(ends[first - 1]) if first else 0
-        lengths = np.diff(some, prepend=begin)
-        some = some - begin
-        starts = some - lengths
-        factors = _factors(int(lengths.max()))
-        positions = np.arange(int(some[-1])) - np.repeat(starts, lengths)
-        text = content[begin : begin + len(positions)].astype(np.uint64)
-        products = (text + np.uint64(1)) * factors[positions]
-        sums = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(products, dtype=np.uint64)])
-        hashes[first : first + _CHUNK] = sums[some] - sums[starts]
-    return hashes
-
-
-def _hash_of(text: bytes) -> int:
-    """Return the hash of one text, ten times faster than with arrays."""
-    factors: list[int] = _FACTORS if len(text) <= len(_FACTORS) else _factors(len(text)).tolist()
-    return sum((byte + 1) * factor for byte, factor in zip(text, factors, strict=False)) % 2**64
-
-
-def _factors(count: int) -> Keys:
-    return hashed(1, np.arange(count))
-
-
-_FACTORS: list[int] = _factors(256).tolist()
-
-
-# --------------------------------------------------------------------------------------------------------------
-# One folder of embeddings. They stay on the disk and are memory-mapped; 16 bytes per row are kept in memory: a
-# hash of the key, looked up only among those of its shard, and the row.
+# One folder of embeddings. They stay on the disk and are memory-mapped; 16 bytes per row are kept in memory: the
+# digest of the image or text, and the row.
 
 
 class StoredRows:
@@ -103,7 +60,7 @@ class StoredRows:
         kind: "image" or "caption".
 
     Raises:
-        DataError: the folder has no such embeddings, or damaged ones, or two rows of the same shard and key.
+        DataError: the folder has no such embeddings, or damaged ones, or an earlier version wrote it.
         ConfigError: pyarrow is missing.
 
     Attributes:
@@ -119,7 +76,7 @@ class StoredRows:
         self.made_by = " ".join(str(self._manifest.get(name)) for name in _MADE_BY)
         if _is_compact(self._manifest):
             self.made_by += f" {self._manifest['dtype']}"
-        embeddings, metadata = _numbered(folder / _COLUMN[kind][0]), _numbered(folder / "metadata")
+        embeddings, metadata = _numbered(folder / _FOLDER[kind]), _numbered(folder / "metadata")
         both = sorted(embeddings.keys() & metadata.keys())
         if (folder / ".parts").is_dir():  # lists the complete parts
             both = sorted(set(both) & _numbered(folder / ".parts").keys())
@@ -135,27 +92,13 @@ class StoredRows:
             raise DataError(f"{folder} has embeddings of different widths: {_RECREATE}")
         (self.width,) = widths
         self._ends: list[int] = np.cumsum([shape[0] for shape in shapes]).tolist()
-        self._number: dict[str, int] = {}  # of each source in the metadata
-        # hashes of the keys and their rows, sorted by source and hash, and where each source starts
-        parts = [*self._metadata(), self._failures()]
-        sources, keys, rows = (np.concatenate(column) for column in zip(*parts, strict=True))
-        order = np.lexsort((rows == _FAILED, keys, sources))  # failures last
-        sources, keys, rows = sources[order], keys[order], rows[order]
-        twice = (sources[1:] == sources[:-1]) & (keys[1:] == keys[:-1]) & (rows[1:] != _FAILED)
-        if twice.any():
-            source = list(self._number)[int(sources[1:][twice][0])]
-            raise DataError(
-                f"{folder} has two rows of one key of {source}: give clipkit encode each shard once, and each "
-                "sample its own key"
-            )
-        self._keys: Keys = keys
-        self._rows: Int64s = rows
-        self._starts = np.searchsorted(sources, np.arange(len(self._number) + 1)).tolist()
-        self._sources = list(map(_parts, self._number))
-        self._named: dict[str, list[int]] = {}  # sources by the last part of their path
-        for number, path in enumerate(self._sources):
-            self._named.setdefault(path[-1], []).append(number)
-        self._known: dict[str, int] = {}  # source of each shard; -1 for none
+        self._sources: set[str] = set()  # that the rows are of
+        encoded, failed = self._read_digests(), self._read_failures()
+        digests = np.concatenate([encoded, failed])
+        rows = np.concatenate([np.arange(len(encoded)), np.full(len(failed), _FAILED)])
+        order = np.lexsort((rows == _FAILED, digests))  # of equal ones the first row, failures last
+        self._digests: Digests = digests[order]
+        self._rows: npt.NDArray[np.int64] = rows[order]
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -169,66 +112,53 @@ class StoredRows:
         more = f" and {len(sources) - _SHOWN} more" if len(sources) > _SHOWN else ""
         return f"by {self._manifest.get('model')} from {', '.join(sources[:_SHOWN])}{more}"
 
-    def command(self, added: Sequence[str]) -> str:
+    def command(self, shards: Sequence[str]) -> str:
         """Return the command that completes the folder.
 
         Args:
-            added: further shards to encode.
+            shards: shards with samples that lack features.
         """
+        added = [shard for shard in shards if shard not in self._sources]
+        return self._command((self._manifest["sources"], added), str(self.folder))
+
+    def command_elsewhere(self, shards: Sequence[str]) -> str:
+        """Return the command that encodes these shards, by default the sources of this folder, into another one."""
+        return self._command([shards or self._manifest["sources"]], f"{self.folder}-2")
+
+    def _command(self, lists: Sequence[Sequence[str]], out: str) -> str:
         manifest, words = self._manifest, ["clipkit", "encode"]
-        for sources in (manifest["sources"], added):
+        for sources in lists:
             words += [*sources[:_SHOWN], "…"] if len(sources) > 2 * _SHOWN else sources
         words += ["--text"] if self.kind == "caption" else []
-        words += ["--model", str(manifest.get("model")), "--out", str(self.folder)]
+        words += ["--model", str(manifest.get("model")), "--out", out]
         for option in ("rows_per_file", "batch_size", "precision", "device"):
             words += [f"--{option.replace('_', '-')}", str(manifest.get(option))]
         words += ["--dtype", str(manifest["dtype"])] if _is_compact(manifest) else []
         return shlex.join(words)
 
-    def is_of(self, shard: str) -> bool:
-        """Return whether a shard was encoded from its current path, rather than another shard of the same name."""
-        source = self._source(shard)
-        return source >= 0 and _common(_parts(readable(shard)), self._sources[source]) == len(
-            self._sources[source]
-        )
+    def has(self, content: bytes) -> bool:
+        """Return whether an image or text was encoded, or failed to be."""
+        return self._find(content) != _ABSENT
 
-    def find(self, shard: str, key: str) -> int:
-        """Return the row of a sample.
+    def find(self, content: bytes) -> int:
+        """Return the row of an image file or of a text in UTF-8.
 
         Raises:
             DataError: there is none.
         """
-        source, found = self._source(shard), _ABSENT
-        if source >= 0:
-            wanted = np.uint64(_hash_of(key.encode("utf-8", "replace")))
-            first, end = self._starts[source : source + 2]
-            place = first + int(self._keys[first:end].searchsorted(wanted))
-            if place < end and self._keys[place] == wanted:
-                found = int(self._rows[place])
-        if found < 0:
-            why = "could not be encoded" if found == _FAILED else "is missing"
-            raise DataError(f"no stored feature: its {self.kind} {why} in {self.folder}")
-        return found
+        row = self._find(content)
+        if row == _FAILED:
+            raise DataError(f"no stored feature: its {self.kind} could not be encoded in {self.folder}")
+        if row == _ABSENT:
+            raise DataError(f"no stored feature: its {self.kind} is not among those encoded in {self.folder}")
+        return row
 
-    def lacking(self, shard: str, index: ShardIndex, rows: Int64s) -> Int64s:
-        """Return the rows of a shard's index that were not encoded, except failed ones.
-
-        Raises:
-            DataError: another shard of the same name was encoded.
-        """
-        source = self._source(shard)
-        if source < 0:
-            return rows
-        keys = hashes_of(index.key_bytes, index.key_ends)
-        first, end = self._starts[source : source + 2]
-        encoded = self._keys[first:end]
-        others = int((~np.isin(encoded, keys) & (encoded != _NO_KEY)).sum())
-        if others:
-            raise DataError(
-                f"{self.folder} was encoded from another shard than {shard}, which lacks {others:,} of the encoded "
-                f"keys: {_RECREATE} from data.train"
-            )
-        return rows[~np.isin(keys[rows], encoded)]
+    def _find(self, content: bytes) -> int:
+        digest = np.uint64(int(content_digest(content), 16))
+        i = int(self._digests.searchsorted(digest))
+        if i < len(self._digests) and self._digests[i] == digest:
+            return int(self._rows[i])
+        return _ABSENT
 
     def read(self, rows: Sequence[int], out: npt.NDArray[np.float16]) -> None:
         """Copy rows into ``out``, (B, T)."""
@@ -251,62 +181,59 @@ class StoredRows:
             self._arrays.append(array)
         return self._arrays
 
-    def _source(self, shard: str) -> int:
-        """Return the source whose path has the most trailing parts in common with a shard's."""
-        if (known := self._known.get(shard)) is not None:
-            return known
-        parts = _parts(readable(shard))
-        common = {number: _common(parts, self._sources[number]) for number in self._named.get(parts[-1], ())}
-        longest = max(common.values(), default=0)
-        best = [number for number, length in common.items() if length == longest]
-        if len(best) > 1:
-            one, other = ("/".join(self._sources[number]) for number in best[:2])
-            raise DataError(
-                f"{self.folder} has embeddings of {one} and of {other}, and either may be {shard}: encode them by "
-                "their full paths"
-            )
-        self._known[shard] = best[0] if best else -1
-        return self._known[shard]
-
-    def _metadata(self) -> Iterator[tuple[Int64s, Keys, Int64s]]:
-        """Yield number of the source, hash of the key and row, (N,) each, for every file."""
-        start = 0
+    def _read_digests(self) -> Digests:
+        """Return the digests of the images or texts, (N,), and collect their sources."""
+        parts, start = [], 0
         for (_, path), end in zip(self._files, self._ends, strict=True):
-            keys, names, sources = _columns(path, _COLUMN[self.kind][1])
-            if len(keys) != end - start:
-                raise DataError(f"{path} has {len(keys)} rows for {end - start} embeddings: {_RECREATE}")
-            numbers = [self._number.setdefault(name, len(self._number)) for name in names]
-            yield np.array(numbers, dtype=np.int64)[sources], keys, np.arange(start, end)
+            digests, sources = self._read_columns(path)
+            if len(digests) != end - start:
+                raise DataError(f"{path} has {len(digests)} rows for {end - start} embeddings: {_RECREATE}")
+            parts.append(digests)
+            self._sources.update(map(self._absolute, sources))
             start = end
+        return np.concatenate(parts)
 
-    def _failures(self) -> tuple[Int64s, Keys, Int64s]:
-        """Return the same for the samples that could not be encoded."""
-        numbers, ends, content = list[int](), list[int](), bytearray()
+    def _read_columns(self, path: Path) -> tuple[Digests, list[str]]:
+        """Read the digests and the distinct sources from a file of metadata."""
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError as error:
+            raise ConfigError(
+                "stored features need pyarrow, for their metadata: pip install 'pyarrow>=18'"
+            ) from error
+        try:
+            if "digest" not in pyarrow.parquet.read_schema(path).names:
+                raise DataError(
+                    f"{self.folder} was written by an earlier version, which did not record what it encoded: "
+                    f"encode again into another folder: {self.command_elsewhere([])}"
+                )
+            table = pyarrow.parquet.read_table(path, columns=["digest", "source"])
+            digits = "".join(table.column("digest").to_pylist())
+            digests = np.frombuffer(bytes.fromhex(digits), dtype=">u8").astype(np.uint64)
+            sources = table.column("source").unique().to_pylist()
+        except (OSError, KeyError, ValueError, TypeError) as error:
+            raise DataError(f"{path} cannot be read: {' '.join(str(error).split())}; {_RECREATE}") from error
+        return digests, sources
+
+    def _absolute(self, source: str) -> str:
+        return str(Path(str(self._manifest.get("directory", "")), source))
+
+    def _read_failures(self) -> Digests:
+        """Return the digests of the images or texts that could not be encoded."""
+        digests = list[int]()
         path = self.folder / "failures.jsonl"
         if path.is_file():
             try:
                 with path.open("rb") as file:
                     while line := file.readline(_MAX_LINE):
-                        one = json.loads(line)
-                        numbers.append(self._number.setdefault(str(one["source"]), len(self._number)))
-                        content += str(one["key"]).encode("utf-8", "replace")
-                        ends.append(len(content))
-            except (OSError, ValueError, KeyError, TypeError) as error:
+                        failure = json.loads(line)
+                        digests.append(int(failure["digest"], 16))
+                        self._sources.add(self._absolute(str(failure["source"])))
+                return np.array(digests, dtype=np.uint64)
+            except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
                 raise DataError(f"{path} cannot be read: {error}; {_RECREATE}") from error
-        keys = hashes_of(np.frombuffer(content, dtype=np.uint8), np.array(ends, dtype=np.int64))
-        return np.array(numbers, dtype=np.int64), keys, np.full(len(numbers), _FAILED)
-
-
-def _parts(path: str) -> list[str]:
-    """Split a path or URL; the command of a ``pipe:`` ends with the tar's name."""
-    parts = path.replace(" ", "/").split("/") if path.startswith("pipe:") else path.split("/")
-    return [part for part in parts if part not in ("", ".")] or [path]
-
-
-def _common(one: Sequence[str], other: Sequence[str]) -> int:
-    """Return how many trailing parts two paths have in common."""
-    pairs = zip(reversed(one), reversed(other), strict=False)
-    return next((count for count, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+        return np.array(digests, dtype=np.uint64)
 
 
 def _is_compact(manifest: Mapping[str, Any]) -> bool:
@@ -334,36 +261,9 @@ def _manifest(folder: Path, kind: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read: {error}; {make}") from error
     if manifest.get("kind") != kind:
-        names = {"image": "images", "caption": "texts"}
-        other = names.get(str(manifest.get("kind")), "something else")
-        raise DataError(f"{folder} has embeddings of {other}, not of {names[kind]}: {make}")
+        other = _PLURAL.get(str(manifest.get("kind")), "something else")
+        raise DataError(f"{folder} has embeddings of {other}, not of {_PLURAL[kind]}: {make}")
     return {**manifest, "sources": list(map(str, manifest["sources"]))}
-
-
-def _columns(path: Path, column: str) -> tuple[Keys, list[str], Int64s]:
-    """Read hashes of the keys, names of the sources, and each row's index into the names from metadata."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ConfigError(
-            "stored features need pyarrow, for their metadata: pip install 'pyarrow>=18'"
-        ) from error
-    try:
-        table = pyarrow.parquet.read_table(path, columns=[column, "source"])
-        keys = table.column(column).cast(pyarrow.large_string()).combine_chunks()
-        sources = table.column("source").combine_chunks().dictionary_encode()
-    except (OSError, KeyError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {' '.join(str(error).split())}; {_RECREATE}") from error
-    if keys.null_count or sources.null_count:
-        raise DataError(f"{path} has rows without a key: {_RECREATE}")
-    if not len(keys):
-        return np.empty(0, dtype=np.uint64), [], np.empty(0, dtype=np.int64)
-    _, ends, content = keys.buffers()
-    bounds = np.frombuffer(ends, dtype=np.int64)[keys.offset : keys.offset + len(keys) + 1]
-    text = np.frombuffer(content, dtype=np.uint8)[bounds[0] : bounds[-1]]
-    numbers = sources.indices.to_numpy(zero_copy_only=False).astype(np.int64)
-    return hashes_of(text, bounds[1:] - bounds[0]), sources.dictionary.to_pylist(), numbers
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -389,8 +289,8 @@ class StoredFeatures:
     A sample that ``clipkit encode`` could not encode is a bad sample in training and is replaced.
 
     Args:
-        images: folder that ``clipkit encode`` wrote for the training's shards.
-        texts: folder that ``clipkit encode --text`` wrote for the same shards with the same model.
+        images: folder that ``clipkit encode`` wrote for the training's images.
+        texts: folder that ``clipkit encode --text`` wrote for their captions with the same model.
 
     Raises:
         DataError: a folder has no such embeddings, or damaged ones.
@@ -419,12 +319,12 @@ class StoredFeatures:
         return f"{len(self._images)} stored features of images{texts}, {self._images.origin()}"
 
     def check(self, shards: Shards) -> None:
-        """Check before training that every sample has features, one shard after the other.
+        """Check before training that samples have features: all of a small set, otherwise evenly spaced ones.
 
-        Remote shards that were never indexed are skipped; samples without features are bad samples later.
+        Samples of remote shards are not read. In training, any sample without features is a bad sample.
 
         Raises:
-            DataError: features are missing (the message has the command that creates them) or of other shards.
+            DataError: features are missing, or of other data; the message has the command that creates them.
             ConfigError: captions are changed in training, but were encoded unchanged.
         """
         rule = shards.selection.captions
@@ -434,37 +334,37 @@ class StoredFeatures:
                 "stored text features require unchanged captions: remove data.captions, data.caption_choice, "
                 "data.caption_templates and data.caption_prefix, or distill.text_features"
             )
-        for stored in filter(None, (self._images, self._texts)):
-            total = missing = 0
-            example, without = ("", ""), list[ShardFile]()
-            for number in range(len(shards.manifest)):
-                file = shards.manifest.shard(number)
-                find_index = stored_index if file.is_remote else index_shard
-                index = find_index(file, truncated=shards.selection.truncated)
-                if index is None:
-                    continue
-                has = index.has()  # samples that filters drop were encoded, too
-                rows = np.flatnonzero(has[:, IMAGE] & (has[:, CAPTION] | has[:, META]))
-                lacking = stored.lacking(file.shown, index, rows)
-                total, missing = total + len(rows), missing + len(lacking)
-                if len(lacking):
-                    example = example if example[1] else (index.key(int(lacking[0])), file.shown)
-                    if not stored.is_of(file.shown):
-                        without.append(file)
-            if missing:
-                raise DataError(
-                    f"{missing:,} of {total:,} samples have no features in {stored.folder}, such as {example[0]} "
-                    f"of {example[1]}: {stored.command([one.url for one in without])}"
-                )
+        examined = 0
+        without_image, without_text = list[tuple[ShardFile, str]](), list[tuple[ShardFile, str]]()
+        ends = np.cumsum(shards.counts)
+        for number in np.unique(np.linspace(0, len(shards) - 1, _EXAMINED).astype(np.int64)).tolist():
+            file = shards.manifest.shard(int(np.searchsorted(ends, number, side="right")))
+            if file.is_remote:
+                continue
+            try:
+                sample = shards.read(number)
+                caption = ""
+                if self._texts is not None:
+                    caption = rule.caption(sample.caption, sample.meta, 0, None) or ""
+            except DataError:  # in training a bad sample
+                continue
+            examined += 1
+            if not self._images.has(sample.image):
+                without_image.append((file, sample.key))
+            if self._texts is not None and caption and not self._texts.has(caption.encode()):
+                without_text.append((file, sample.key))
+        _reject_lacking(self._images, without_image, examined)
+        if self._texts is not None:
+            _reject_lacking(self._texts, without_text, examined)
 
-    def find(self, shard: str, key: str) -> FoundRow:
-        """Find the features of a sample, given its key and the displayed name of its shard.
+    def find(self, image: bytes, caption: str) -> FoundRow:
+        """Find the features of a sample.
 
         Raises:
             DataError: they are missing.
         """
-        text = self._texts.find(shard, key) if self._texts is not None else -1
-        return FoundRow(image=self._images.find(shard, key), text=text)
+        text = self._texts.find(caption.encode()) if self._texts is not None else -1
+        return FoundRow(image=self._images.find(image), text=text)
 
     def read(self, found: Sequence[FoundRow]) -> TeacherFeatures:
         """Return the features of B samples in one storage; each storage sent to a process takes a descriptor."""
@@ -478,3 +378,27 @@ class StoredFeatures:
         """Return zeros in the form of ``read``."""
         parts = 1 if self._texts is None else 2
         return TeacherFeatures(*torch.zeros(parts, count, self.width, dtype=torch.float16))
+
+
+def _reject_lacking(stored: StoredRows, lacking: Sequence[tuple[ShardFile, str]], examined: int) -> None:
+    """Raise DataError if samples lack features.
+
+    Args:
+        stored: the features.
+        lacking: shard and key of each sample that lacks them.
+        examined: number of samples that were examined.
+    """
+    if not lacking:
+        return
+    shard, key = lacking[0]
+    example = f"such as {key} of {shard.shown}"
+    shards = list(dict.fromkeys(shard.url for shard, _ in lacking))
+    if len(lacking) == examined:
+        raise DataError(
+            f"{stored.folder} has features of other {_PLURAL[stored.kind]}: none of {examined:,} samples examined "
+            f"is among them, {example}; encode data.train into another folder: {stored.command_elsewhere(shards)}"
+        )
+    raise DataError(
+        f"{len(lacking):,} of {examined:,} samples examined have no features in {stored.folder}, {example}: they "
+        f"were added or changed since, or encoding was interrupted; continue it: {stored.command(shards)}"
+    )

@@ -37,7 +37,7 @@ from eval.results.scores import PREFIX, Record, Series, read_records
 __all__ = ["Result", "RunFolder", "build_report", "headlines", "newest", "read_run_folder"]
 
 _METRICS = (
-    "loss", "chance", "scale", "lr", "samples_per_second", "data_time", "batch_time", "image_to_text_R@1",
+    "loss", "chance", "floor", "scale", "lr", "samples_per_second", "data_time", "batch_time", "image_to_text_R@1",
     "text_to_image_R@1", "mfu", "seconds", "samples", "epoch", "grad_norm",
 )  # fmt: skip
 _IN_BATCH = {"image_to_text_R@1": "image → text", "text_to_image_R@1": "text → image"}
@@ -405,6 +405,7 @@ def _charts(run: RunFolder) -> list[str]:
         return run.metrics.get(name, ())
 
     loss, chance, scale, rate, speed = map(curve, ("loss", "chance", "scale", "lr", "samples_per_second"))
+    floor = curve("floor")
     levels = []
     if chance:
         config, value = run.config.get("loss"), chance[-1][1]
@@ -415,6 +416,10 @@ def _charts(run: RunFolder) -> list[str]:
         ):
             name = f"chance, ln {number(round(math.exp(min(value, 40.0))))} = {number(value)}"
         levels = [ChartLine(name=name, points=_thinned(chance), reference=True)]
+    if floor:
+        mean = sum(value for _, value in floor) / len(floor)
+        name = f"floor, entropy of the targets, {number(mean)}"
+        levels.append(ChartLine(name=name, points=_thinned(floor), reference=True))
     note = "line: moving average; band: minimum to maximum" if len(loss) >= _MANY else ""
     last = number(loss[-1][1]) if loss else None
     in_batch = [

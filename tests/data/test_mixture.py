@@ -318,7 +318,7 @@ def test_no_samples_raise_error(resample: bool) -> None:
 def test_descriptions_of_orders() -> None:
     sources = [[30, 7], [20]]
     assert Order([30, 7], seed=0, batch_size=10).describe(6) == (
-        "3 batches of 10 an epoch, 7 samples left out of each epoch, 1.62 epochs in all"
+        "3 batches of 10 an epoch, 7 samples left out of each epoch, 2 epochs in all"
     )
     assert Order([30, 7], seed=0, batch_size=10, wrap=True).describe(37) == (
         "3 batches of 10 an epoch, no sample left out, 10 epochs in all"
@@ -351,3 +351,52 @@ def test_mixtures_and_draws_are_stable() -> None:
         "mixture": [[9, 6, 12, 7], [2, 4, 3, 13], [11, 14, 10, 6]],
         "resample": [[6, 6, 11, 9], [13, 8, 6, 13], [8, 10, 8, 13]],
     }
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    sources=counts_of_sources.filter(lambda sources: all(map(any, sources))),
+    seed=seeds,
+    size=st.integers(1, 12),
+    steps=st.integers(0, 40),
+    weighted=st.booleans(),
+    data=st.data(),
+)
+def test_epoch_is_how_often_every_sample_was_drawn(
+    sources: list[list[int]], seed: int, size: int, steps: int, weighted: bool, data: st.DataObject
+) -> None:
+    samples = sum(map(sum, sources))
+    size = min(size, samples)
+    of = [data.draw(st.sampled_from([0.2, 1.0, 3.7]), label="weight") for _ in sources] if weighted else []
+    order = mixture(sources, of, batch_size=size, seed=seed, wrap=True)
+    times = np.zeros(samples, dtype=np.int64)
+    for step in range(steps):
+        assert order.epoch(step) == times.min()
+        times += np.bincount(order.batch(step).ids, minlength=samples)
+
+
+@settings(deadline=None)
+@given(counts=counts_of_shards, seed=seeds, steps=st.integers(0, 30), data=st.data())
+def test_epoch_begins_with_its_first_batch_if_samples_are_left_out(
+    counts: list[int], seed: int, steps: int, data: st.DataObject
+) -> None:
+    size = data.draw(st.integers(1, sum(counts)), label="batch_size")
+    order = Order(counts, seed=seed, batch_size=size)
+    for step in range(steps):
+        assert set(order.batch(step).epochs.tolist()) == {order.epoch(step)}
+
+
+def test_described_epochs_are_those_of_the_metrics() -> None:
+    order = Order([100], seed=0, batch_size=60)
+    assert order.epoch(9) == 9
+    assert (
+        order.describe(10) == "1 batches of 60 an epoch, 40 samples left out of each epoch, 10 epochs in all"
+    )
+    wrapped = Order([100], seed=0, batch_size=60, wrap=True)
+    assert (wrapped.epoch(9), wrapped.epoch(10)) == (5, 6)
+    assert wrapped.describe(10).endswith("no sample left out, 6 epochs in all")
+
+
+def test_epoch_of_draws_with_replacement() -> None:
+    order = Order([10, 10], seed=0, batch_size=8, resample=True)
+    assert [order.epoch(step) for step in (0, 2, 3, 5)] == [0, 0, 1, 2]

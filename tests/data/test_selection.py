@@ -1,9 +1,11 @@
 """Tests of the selection of samples: required members, filters on the json, one or all captions."""
 
 import hashlib
+import io
 import json
 import os
-from collections.abc import Iterator
+import tarfile
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -320,6 +322,50 @@ def test_fraction_is_a_subset_of_larger_fractions(
     for chosen, fraction in zip(rows, (less, more), strict=True):
         deviation = (2000 * fraction * (1 - fraction)) ** 0.5
         assert abs(len(chosen) - 2000 * fraction) <= 5 * deviation + 1e-9
+
+
+def one_sample_shards(folder: Path, count: int) -> list[ShardFile]:
+    folder.mkdir()
+    return [shard_of(folder / f"{number:05d}.tar", of_json({"n": number})) for number in range(count)]
+
+
+def names_of(shards: Sequence[ShardFile], selection: Selection) -> set[str]:
+    manifest = make_manifest([shards], selection)
+    used = Shards(manifest, selection)
+    return {Path(used.locate(number)[0]).name for number in range(len(used))}
+
+
+def test_fraction_of_keys_that_repeat_across_shards(tmp_path: Path) -> None:
+    shards = one_sample_shards(tmp_path / "set", 200)
+    assert len({OpenShard(shard, Selection(), None).key(0) for shard in shards}) == 1
+    tenth, half = (names_of(shards, Selection(fraction=fraction)) for fraction in (0.1, 0.5))
+    assert tenth < half and 5 <= len(tenth) <= 38 and 65 <= len(half) <= 135
+    # the same samples in a copy, in another order, and with fewer shards
+    copies = one_sample_shards(tmp_path / "copy", 200)
+    assert names_of(copies[::-1], Selection(fraction=0.5)) == half
+    assert names_of(copies[:100], Selection(fraction=0.5)) == half & {shard.name for shard in shards[:100]}
+
+
+def test_fraction_of_keys_that_repeat_within_a_shard(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "0.tar", "w") as tar:
+        for number in range(400):
+            for extension in ("jpg", "txt"):
+                info = tarfile.TarInfo(f"{number % 2}.{extension}")
+                info.size = 1
+                tar.addfile(info, io.BytesIO(b"a"))
+    shard = ShardFile.at(tmp_path / "0.tar")
+    chosen = OpenShard(shard, Selection(fraction=0.5), None).chosen
+    assert 150 <= len(chosen) <= 250
+
+
+def test_first_shards_may_have_no_used_sample(tmp_path: Path) -> None:
+    shards = one_sample_shards(tmp_path / "set", 20)
+    last = Selection(filters=(Filter.of("n >= 15"),))
+    assert names_of(shards, last) == {f"{number:05d}.tar" for number in range(15, 20)}
+    with pytest.raises(
+        DataError, match=r"the first 20 shards have no sample that passes data\.filters: 20 not"
+    ):
+        make_manifest([shards], Selection(filters=(Filter.of("n >= 20"),)))
 
 
 def test_filters_that_exclude_everything_raise_error(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.encode import Encoded, encode
 from clipkit.inference.inputs import Item, Stream
+from clipkit.inference.storage import content_digest
 from clipkit.inference.stream import FeatureStream
 from clipkit.model.architectures import TextTower
 from clipkit.model.clip import CLIP
@@ -124,12 +125,14 @@ def test_embeddings_equal_the_model_in_image_order(photos: Path, model: CLIP, tm
     assert metadata_of(tmp_path / "out") == {
         "image_path": [str(path) for path in good],
         "source": [str(photos)] * len(good),
+        "digest": [content_digest(path.read_bytes()) for path in good],
     }
     assert failures_of(tmp_path / "out") == [
         {
             "source": str(photos),
             "key": str(photos / f"{number:02d}.png"),
             "cause": "not an image in a known format",
+            "digest": content_digest(b"broken"),
         }
         for number in (4, 12, 13, 14)
     ]
@@ -316,6 +319,7 @@ def test_texts_of_lines_tables_and_shards(model: CLIP, tmp_path: Path) -> None:
         "caption": texts,
         "key": ["1", "2", "3", "4", "5"],
         "source": [str(tmp_path / "lines.txt")] * 5,
+        "digest": [content_digest(text.encode()) for text in texts],
     }
     assert not (tmp_path / "a/failures.jsonl").exists()
     assert not (tmp_path / "a/img_emb").exists()

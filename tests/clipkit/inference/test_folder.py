@@ -280,7 +280,7 @@ def test_captions_added_to_a_table_add_a_column_to_all_files(
     table.write_text("\n".join(lines) + "\n")
     assert run(table, tmp_path / "out", model, rows_per_file=1).stale == 3
     names = {tuple(parquet.read_table(path).column_names) for path in (tmp_path / "out/metadata").iterdir()}
-    assert names == {("image_path", "caption", "source")}
+    assert names == {("image_path", "caption", "source", "digest")}
 
 
 def test_failures_are_retried_on_request(photos: Path, model: CLIP, tmp_path: Path) -> None:

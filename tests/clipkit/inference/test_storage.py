@@ -130,7 +130,7 @@ def test_encode_resume_search_and_read_with_each_type(
     assert dispatch(["search", str(out), "--image", str(images[7]), "-k", "1"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].endswith("07.png")
     rows = StoredRows(out, "image")
-    row = rows.find(str(made / "images"), str(images[29]))
+    row = rows.find(images[29].read_bytes())
     read = np.empty((1, rows.width), np.float16)
     rows.read([row], read)
     np.testing.assert_allclose(read[0], unpacked(stored[3][-1:])[0], atol=1e-3)

@@ -97,3 +97,94 @@ def test_chance_is_the_minimum_loss_of_a_constant_model(name: str, rows: int, al
     best = math.log(own / (questions - own))
     assert of_bias(best) == pytest.approx(level)
     assert of_bias(best) < min(of_bias(best - 0.5), of_bias(best + 0.5))
+
+
+# Letters: N pairs, C texts. Images are unit vectors, so that the logits are the entries of the texts' matrix.
+
+
+def minimum(loss: Callable[[Tensor, Tensor], Tensor], images: int, texts: int) -> float:
+    """Minimize a loss over all (N, C) logits."""
+    logits = torch.zeros(texts, images, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([logits], max_iter=400, line_search_fn="strong_wolfe", tolerance_change=0)
+
+    def evaluate() -> Tensor:
+        optimizer.zero_grad()
+        value = loss(torch.eye(images, dtype=torch.float64), logits)
+        value.backward()
+        return value
+
+    optimizer.step(evaluate)
+    return evaluate().item()
+
+
+def floor_of(name: str, batch: Targets, rows: int) -> float:
+    floor = OBJECTIVES[name].floor
+    return 0.0 if floor is None else floor(batch, rows)
+
+
+ONE = torch.ones((), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("same", ["positives", "ignored", "negatives"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("captions", [[0] * 8, [0, 0, 0, 0, 0, 1, 1, 2], [*range(8)]])
+def test_floor_is_the_minimum_of_clip_over_all_logits(
+    same: str, smoothing: float, captions: list[int]
+) -> None:
+    if same == "ignored" and smoothing:
+        return
+    identities = torch.stack([torch.arange(8), torch.tensor(captions)], dim=1)
+    batch = Targets(identities=identities, tokens=torch.zeros(8, 1), same=same, smoothing=smoothing)
+    least = minimum(lambda images, texts: OBJECTIVES["clip"].loss(images, texts, ONE, targets=batch), 8, 8)
+    assert floor_of("clip", batch, 8) == pytest.approx(least, abs=2e-3)
+
+
+def test_floor_without_transitive_identities() -> None:
+    """The first two have the same image, the last two the same caption."""
+    identities = torch.tensor([[0, 0], [0, 1], [1, 1]])
+    batch = Targets(identities=identities, tokens=torch.zeros(3, 1), same="positives")
+    least = minimum(lambda images, texts: OBJECTIVES["clip"].loss(images, texts, ONE, targets=batch), 3, 3)
+    expected = (2 * math.log(2) + math.log(3)) / 3
+    assert floor_of("clip", batch, 3) == pytest.approx(expected) == pytest.approx(least, abs=2e-3)
+
+
+def test_floor_of_few_captions() -> None:
+    """The floor of CIFAR-10's ten captions in a batch of 128."""
+    captions = torch.arange(128) % 10
+    batch = Targets(
+        identities=torch.stack([torch.arange(128), captions], dim=1),
+        tokens=torch.zeros(128, 1),
+        same="positives",
+    )
+    assert floor_of("clip", batch, 128) == pytest.approx(2.55, abs=0.005)
+    assert floor_of("siglip", batch, 128) == 0
+
+
+@pytest.mark.parametrize("same", ["positives", "negatives"])
+def test_sigmoid_loss_has_no_floor(same: str) -> None:
+    identities = torch.stack([torch.arange(6), torch.tensor([0, 0, 0, 1, 1, 2])], dim=1)
+    batch = Targets(identities=identities, tokens=torch.zeros(6, 1), same=same)
+
+    def loss(images: Tensor, texts: Tensor) -> Tensor:
+        return OBJECTIVES["siglip"].loss(images, texts, ONE, 0 * ONE, targets=batch)
+
+    assert minimum(loss, 6, 6) < 1e-3
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_floor_of_classes(smoothing: float) -> None:
+    batch = Targets(
+        identities=torch.zeros(4, 2, dtype=torch.int64),
+        tokens=torch.tensor([[0], [2], [2], [4]]),
+        same="negatives",
+        smoothing=smoothing,
+    )
+    least = minimum(lambda images, texts: OBJECTIVES["classes"].loss(images, texts, ONE, targets=batch), 4, 5)
+    assert floor_of("classes", batch, 5) == pytest.approx(least, abs=2e-3)
+
+
+def test_floor_of_words() -> None:
+    tokens = torch.tensor([[1, 5, 3, 5, 8], [1, 4, 8, 0, 0], [1, 3, 4, 5, 8]])  # between start 1 and end 8
+    batch = Targets(identities=torch.zeros(3, 2, dtype=torch.int64), tokens=tokens, same="negatives")
+    least = minimum(lambda images, texts: OBJECTIVES["words"].loss(images, texts, ONE, targets=batch), 3, 9)
+    assert 0.5 < floor_of("words", batch, 9) == pytest.approx(least, abs=2e-3)

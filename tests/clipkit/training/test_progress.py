@@ -133,6 +133,12 @@ def test_no_chance_level_is_shown_if_there_is_none(capsys: pytest.CaptureFixture
     assert "loss 1.250 100/s" in capsys.readouterr().err
 
 
+def test_floor_is_shown_beside_chance(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = ProgressLine(steps=1, done=0, shown=True)
+    progress.update(1, FIGURES | {"floor": 2.5494})
+    assert "loss 1.250 (chance 5.50, floor 2.55) 100/s" in capsys.readouterr().err
+
+
 def test_only_some_bad_samples_are_printed_and_the_rest_are_counted(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

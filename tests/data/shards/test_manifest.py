@@ -201,7 +201,7 @@ def test_changes_are_described(now: list[tuple[str, int, int, str]], said: list[
 def test_changed_rules_and_sources_are_described() -> None:
     one = made_of(BEFORE)
     assert made_of(BEFORE, selection="t").changes_since(one) == [
-        "the settings of captions or filters, or the scores, differ"
+        "the settings of captions or filters, data.fraction, or the scores, differ"
     ]
     assert made_of(BEFORE[:2], selection="t").changes_since(one)[1:] == [
         "2 shards instead of 3",

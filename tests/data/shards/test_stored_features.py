@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
 from PIL import Image
 
 import clipkit
@@ -27,9 +26,10 @@ from data.loader import Batch, Loader
 from data.order import Order
 from data.shards.samples import Shards
 from data.shards.sources import find_shards
-from data.shards.teacher import StoredFeatures, StoredRows, _hash_of, hashes_of
+from data.shards.teacher import StoredFeatures, StoredRows
 from data.shards.writer import DatasetWriter, Record
 
+pyarrow = pytest.importorskip("pyarrow")
 pytest.importorskip("pyarrow.parquet")
 
 SAMPLES, BATCH, BROKEN = 14, 4, 5
@@ -154,26 +154,21 @@ def test_features_match_moved_data(
     assert_taught(loader.batch(0), expected(teacher, pairs), features.width)
 
 
+def read_features(features: StoredFeatures, shards: Shards, number: int) -> torch.Tensor:
+    sample = shards.read(number)
+    return features.read([features.find(sample.image, sample.caption or "")]).images[0].float()
+
+
 def test_datasets_with_equal_shard_names_are_distinguished(teacher: CLIP, tmp_path: Path) -> None:
     folders = [write_pairs(tmp_path / name, samples=6, first=first) for name, first in (("a", 0), ("b", 20))]
     features = StoredFeatures(encode_with(teacher, folders, tmp_path / "out"))
-    for folder in folders:
-        loader = make_loader(folder, features)
-        features.check(loader.shards)
-        truth = {
-            number: clipkit.encode_image([Image.open(io.BytesIO(loader.shards.read(number).image))], teacher)[
-                0
-            ]
-            for number in range(4)
-        }
-        for number, row in truth.items():
-            sample = loader.shards.read(number)
-            found = features.read([features.find(sample.shard, sample.key)])
-            assert found.texts is None and torch.allclose(found.images[0].float(), row, atol=2e-3)
-    (tmp_path / "c").mkdir()
-    moved = Shards.of(find_shards(str(shutil.copytree(folders[0], tmp_path / "c" / "other"))))
-    with pytest.raises(DataError, match=r"has embeddings of .*a/train/0.tar and of .*b/train/0.tar"):
-        features.check(moved)
+    for folder in [*folders, shutil.copytree(folders[0], tmp_path / "other")]:
+        shards = Shards.of(find_shards(str(folder)))
+        features.check(shards)
+        for number in range(4):
+            image = Image.open(io.BytesIO(shards.read(number).image))
+            row = clipkit.encode_image([image], teacher)[0]
+            assert torch.allclose(read_features(features, shards, number), row, atol=2e-3)
 
 
 def test_missing_features_error_contains_a_working_command(
@@ -186,7 +181,7 @@ def test_missing_features_error_contains_a_working_command(
     line = str(caught.value)
     assert len(line.splitlines()) == 1
     assert line.startswith(
-        f"9 of 14 samples have no features in {first}, such as 0005 of {pairs}/train/1.tar: "
+        f"9 of 14 samples examined have no features in {first}, such as 0005 of {pairs}/train/1.tar: "
     )
     command = shlex.split(line.rpartition(": ")[2])
     assert command[:2] == ["clipkit", "encode"] and command[command.index("--out") + 1] == str(first)
@@ -201,7 +196,7 @@ def test_command_names_other_shards_of_the_same_name(pairs: Path, teacher: CLIP,
     )  # five samples in the last shard, four of them encoded
     features = encode_with(teacher, pairs, tmp_path / "features")
     shards = Shards.of(find_shards(str(more)))
-    with pytest.raises(DataError, match="1 of 15 samples have no features") as caught:
+    with pytest.raises(DataError, match="1 of 15 samples examined have no features") as caught:
         StoredFeatures(features).check(shards)
     command = shlex.split(str(caught.value).rpartition(": ")[2])
     sources = list(map(Path, command[2 : command.index("--model")]))
@@ -214,30 +209,115 @@ def test_incomplete_features_raise_error(pairs: Path, stored: tuple[Path, Path],
     shards = Shards.of(find_shards(str(pairs)))
     copy = shutil.copytree(stored[0], tmp_path / "copy")
     (copy / ".parts" / "1.jsonl").unlink()  # files of an unlisted part may contain other items
-    with pytest.raises(DataError, match="of 14 samples have no features"):
+    with pytest.raises(DataError, match="of 14 samples examined have no features"):
         StoredFeatures(copy).check(shards)
-    with pytest.raises(DataError, match="no stored feature: its image is missing"):
-        StoredFeatures(copy).find(f"{pairs}/train/1.tar", "0007")
+    with pytest.raises(DataError, match="no stored feature: its image is not among those encoded"):
+        StoredFeatures(copy).find(shards.read(7).image, "")
     (copy / ".parts" / "0.jsonl").unlink()
     (copy / ".parts" / "2.jsonl").unlink()
     with pytest.raises(DataError, match="no complete embeddings"):
         StoredFeatures(copy)
 
 
-def test_features_of_other_data_with_equal_names_are_rejected(
-    stored: tuple[Path, Path], tmp_path: Path
+def write_others(folder: Path, *, samples: int = SAMPLES, changed: int = SAMPLES) -> Path:
+    """Write pairs with the same shard names and keys, of which the last ``changed`` have other images."""
+    with DatasetWriter(folder, samples_per_shard=5) as writer:
+        for number in range(samples):
+            seed = number + 100 if number >= samples - changed else number
+            file = io.BytesIO()
+            pixels = np.random.default_rng(seed).integers(0, 256, (20, 24, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(file, "png")
+            image = file.getvalue()[: 40 if seed == BROKEN else None]
+            record = Record(key=f"{number:04d}", image=image, extension="png", caption=f"number {number}")
+            writer.write("train", record)
+        writer.finish({})
+    return folder
+
+
+def test_features_of_other_images_with_equal_names_are_refused(
+    pairs: Path, stored: tuple[Path, Path], teacher: CLIP, tmp_path: Path
 ) -> None:
-    other = Shards.of(find_shards(str(write_pairs(tmp_path / "set", first=3))))
-    with pytest.raises(
-        DataError, match=r"from another shard than .*0.tar, which lacks 3 of the encoded keys"
-    ):
-        StoredFeatures(stored[0]).check(other)
+    other = write_others(tmp_path / "set")
+    shards = Shards.of(find_shards(str(other)))
+    with pytest.raises(DataError, match=r"has features of other images: none of 14 samples") as caught:
+        StoredFeatures(stored[0]).check(shards)
+    line = str(caught.value)
+    assert len(line.splitlines()) == 1 and f"such as 0000 of {other}/train/0.tar" in line
+    command = shlex.split(line.rpartition(": ")[2])
+    out = Path(command[command.index("--out") + 1])
+    encode_with(teacher, list(map(Path, command[2 : command.index("--model")])), out)
+    StoredFeatures(out).check(shards)
+    # the captions are the same
+    StoredFeatures(out, stored[1]).check(shards)
 
 
-def test_duplicate_keys_are_rejected(pairs: Path, teacher: CLIP, tmp_path: Path) -> None:
-    shard = pairs / "train" / "0.tar"
-    with pytest.raises(DataError, match=r"two rows of one key of .*0.tar"):
-        StoredFeatures(encode_with(teacher, [shard, shard], tmp_path / "out"))
+def test_image_replaced_in_place_is_refused_at_start_and_replaced_in_training(
+    pairs: Path, stored: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder = write_others(tmp_path / "set", changed=1)
+    features = StoredFeatures(*stored)
+    loader = make_loader(folder, features)
+    with pytest.raises(DataError, match=r"1 of 14 samples examined have no features in .* such as 0013 of"):
+        features.check(loader.shards)
+    bad = [sample for batch in loader.batches(0, 8) for sample in batch.bad]
+    assert {sample.key for sample in bad} == {"0005", "0013"}
+    causes = {sample.cause for sample in bad if sample.key == "0013"}
+    assert causes == {f"no stored feature: its image is not among those encoded in {stored[0]}"}
+
+
+def test_changed_caption_has_no_feature(pairs: Path, stored: tuple[Path, Path], tmp_path: Path) -> None:
+    with DatasetWriter(tmp_path / "set", samples_per_shard=5) as writer:
+        shards = Shards.of(find_shards(str(pairs)))
+        for number in range(SAMPLES):
+            sample = shards.read(number)
+            caption = "changed" if number == 3 else sample.caption
+            record = Record(key=sample.key, image=sample.image, extension="png", caption=caption)
+            writer.write("train", record)
+        writer.finish({})
+    shards = Shards.of(find_shards(str(tmp_path / "set")))
+    StoredFeatures(stored[0]).check(shards)
+    with pytest.raises(DataError, match=r"1 of 14 samples .* in .*texts, such as 0003"):
+        StoredFeatures(*stored).check(shards)
+
+
+@pytest.mark.parametrize("samples_per_shard", [3, 100])
+def test_features_follow_repacked_reordered_and_renamed_samples(
+    samples_per_shard: int, pairs: Path, stored: tuple[Path, Path], teacher: CLIP, tmp_path: Path
+) -> None:
+    old = Shards.of(find_shards(str(pairs)))
+    with DatasetWriter(tmp_path / "set", samples_per_shard=samples_per_shard) as writer:
+        for number in reversed(range(6, SAMPLES)):  # the first shard is deleted
+            sample = old.read(number)
+            record = Record(key=f"new-{number}", image=sample.image, extension="png", caption=sample.caption)
+            writer.write("train", record)
+        writer.finish({})
+    features, shards = StoredFeatures(*stored), Shards.of(find_shards(str(tmp_path / "set")))
+    features.check(shards)
+    for number in range(len(shards)):
+        image = Image.open(io.BytesIO(shards.read(number).image))
+        row = clipkit.encode_image([image], teacher)[0]
+        assert torch.allclose(read_features(features, shards, number), row, atol=2e-3)
+
+
+def test_examined_samples_are_spread_over_all_shards(
+    stored: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data.shards.teacher._EXAMINED", 4)
+    last = Shards.of(find_shards(str(write_others(tmp_path / "set", changed=1))))
+    with pytest.raises(DataError, match="1 of 4 samples examined"):
+        StoredFeatures(stored[0]).check(last)
+
+
+def test_features_without_digests_name_the_command(
+    pairs: Path, stored: tuple[Path, Path], tmp_path: Path
+) -> None:
+    copy = shutil.copytree(stored[0], tmp_path / "copy")
+    path = copy / "metadata" / "metadata_1.parquet"
+    table = pyarrow.parquet.read_table(path)
+    pyarrow.parquet.write_table(table.drop_columns("digest"), path)
+    with pytest.raises(DataError, match=r"earlier version.*another folder: clipkit encode") as caught:
+        StoredFeatures(copy)
+    assert len(str(caught.value).splitlines()) == 1 and f"--out {copy}-2" in str(caught.value)
 
 
 def test_changed_captions_are_rejected(pairs: Path, stored: tuple[Path, Path]) -> None:
@@ -261,9 +341,9 @@ def test_shard_of_only_broken_images(teacher: CLIP, tmp_path: Path) -> None:
     features = StoredFeatures(encode_with(teacher, [broken, whole], tmp_path / "out"))
     for folder in (whole, broken):
         features.check(Shards.of(find_shards(str(folder))))
-    assert features.find(f"{whole}/train/0.tar", "whole0") == (0, -1)
+    assert features.find(file.getvalue(), "red") == (0, -1)
     with pytest.raises(DataError, match="no stored feature: its image could not be encoded"):
-        features.find(f"{broken}/train/0.tar", "broken0")
+        features.find(b"no image", "red")
 
 
 def test_features_of_two_teachers_are_rejected(
@@ -316,20 +396,3 @@ def test_pickled_features_contain_no_embeddings(stored: tuple[Path, Path]) -> No
     rows.read([0, 12], own)
     copy.read([0, 12], other)
     assert np.array_equal(own, other) and own.any()
-
-
-@given(st.lists(st.binary(max_size=12), max_size=40))
-def test_hashes_equal_those_of_single_texts(texts: list[bytes]) -> None:
-    together = hashes_of(np.frombuffer(b"".join(texts), np.uint8), np.cumsum([0, *map(len, texts)])[1:])
-    alone = [_hash_of(text) for text in texts]
-    assert together.tolist() == alone
-    assert len(set(alone)) == len(set(texts))
-
-
-def test_many_keys_have_distinct_hashes() -> None:
-    keys = [f"{number:09d}".encode() for number in range(70_000)]
-    hashes = hashes_of(np.frombuffer(b"".join(keys), np.uint8), np.arange(9, 9 * 70_001, 9))
-    assert len(np.unique(hashes)) == 70_000
-    assert hashes[-1] == _hash_of(keys[-1])
-    (long,) = hashes_of(np.frombuffer(b"abc" * 100, np.uint8), np.array([300]))
-    assert long == _hash_of(b"abc" * 100)

@@ -99,6 +99,12 @@ def parse(path: Path) -> Page:
     return Page(path.read_text(encoding="utf-8"))
 
 
+def test_floor_is_drawn_beside_chance(run: Path) -> None:
+    lines = [metrics_line(step) | {"floor": 2.5 + step / 1000} for step in range(1, 101)]
+    write_lines(run / "metrics.jsonl", lines)
+    assert "floor, entropy of the targets, 2.55" in parse(build_report(run)).words
+
+
 def test_page_summarizes_the_run(run: Path) -> None:
     page = parse(build_report(run))
     assert "trained for 300 steps on 76,800 samples in 2.5 minutes" in page.words
