@@ -26,6 +26,8 @@ from clipkit.cli import (
 from clipkit.config import Config
 from clipkit.errors import ConfigError, DataError, nearest, run_command
 from clipkit.files import (
+    CLASS_NAMES,
+    are_ids,
     color_of,
     counted,
     parse_pixel_range,
@@ -651,6 +653,11 @@ def _remarks(report: "PackReport", *, kept: bool, background: str | None) -> Ite
     def have(images: int) -> str:
         return "1 image has" if images == 1 else f"{images:,} images have"
 
+    if are_ids(report.classes):
+        yield (
+            f"warning: the captions are names of folders that look like ids, such as {report.classes[0]!r}: write "
+            f"names of classes into {CLASS_NAMES} in the folder, one per line in the order of the folders"
+        )
     if report.fields:
         names = [name if name == column else f"{column} as {name}" for column, name in report.fields.items()]
         yield f"stored as fields for data.filters and data.captions: {listed(names)}"

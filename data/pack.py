@@ -40,6 +40,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from clipkit.errors import ConfigError, DataError
 from clipkit.files import (
+    CLASS_NAMES,
     SUFFIXES,
     Row,
     Table,
@@ -50,6 +51,7 @@ from clipkit.files import (
     images_below,
     pair_captions,
     read_captions,
+    read_class_names,
     size_of,
 )
 from data.captions import field_name, json_value
@@ -88,6 +90,7 @@ class PackReport:
         several_captions: packed images with more than one caption.
         fields: other columns that were stored, with their json field names.
         left_out: columns that were left out, with the reason.
+        classes: names of classes that are the captions, if the images are in a folder per class.
         hint: why subfolders are not read as classes if most images have no caption, otherwise "".
     """
 
@@ -102,6 +105,7 @@ class PackReport:
     several_captions: int
     fields: Mapping[str, str]
     left_out: Mapping[str, str]
+    classes: Sequence[str]
     hint: str
 
     @property
@@ -248,6 +252,7 @@ def pack(
         several_captions=marks["several captions"],
         fields=kept,
         left_out=read.left_out,
+        classes=read.classes if isinstance(read, _ImageFolder) else (),
         hint=read.hint if isinstance(read, _ImageFolder) and bad["no caption"] > sum(splits.values()) else "",
     )
 
@@ -266,8 +271,8 @@ def metadata_of(folder: Path) -> Path | None:
 class _ImageFolder:
     """The images below a folder as rows of a table, with the captions in files beside them.
 
-    If there are no files that may contain captions and all images are in subfolders, these are classes, whose names
-    are the captions.
+    If there are no files that may contain captions and all images are in subfolders, these are classes. Their names
+    or, if there is a file ``classnames.txt``, the names in it are the captions.
 
     Attributes:
         classes: names of the classes, if there are any.
@@ -282,27 +287,31 @@ class _ImageFolder:
         self.left_out: dict[str, str] = {}
         self._images = list(images_below(folder))
         found = [path for path, cause in self._images if not cause]
-        inside = {path.relative_to(folder).parts[:-1][:1] for path in found}
-        names = {" ".join(one[0].split()) for one in inside if one}
+        subfolders = sorted({path.relative_to(folder).parts[0] for path in found if path.parent != folder})
         captioned = find_captions(found)
         why = ""
         if outside := next((path for path in found if path.parent == folder), None):
             why = f"{outside.name} is outside them"
-        elif captioned:
+        elif captioned and not (folder / CLASS_NAMES).is_file():
             why = f"{captioned.relative_to(folder)} may contain captions"
-        elif splits := sorted(names & {*SPLITS}):
+        elif splits := sorted({*subfolders} & {*SPLITS}):
             why = f"{splits[0]!r} is the name of a split: pack the splits one by one, or rename it"
-        self.classes = sorted(names) if len(names) > 1 and not why else []
-        self.hint = f"; subfolders are not read as classes because {why}" if len(names) > 1 and why else ""
+        self._class_names = _class_names(folder, subfolders) if len(subfolders) > 1 and not why else {}
+        self.classes = sorted(self._class_names.values())
+        self.hint = ""
+        if len(subfolders) > 1 and why:
+            self.hint = f"; subfolders are not read as classes because {why}"
         suffix = captioned.suffix.lower() if captioned else ".txt"
-        self.caption_column = "names of folders" if self.classes else f"{suffix} files"
+        self.caption_column = f"{suffix} files"
+        if self.classes:
+            self.caption_column = CLASS_NAMES if (folder / CLASS_NAMES).is_file() else "names of folders"
 
     def __iter__(self) -> Iterator[Row]:
         pairs = pair_captions(path for path, _ in self._images)
         for number, ((path, cause), (_, file)) in enumerate(zip(self._images, pairs, strict=True), 1):
             captions: list[str] = []
-            if self.classes:
-                captions = [" ".join(path.relative_to(self.path).parts[0].split())]
+            if self.classes and not cause:
+                captions = [self._class_names[path.relative_to(self.path).parts[0]]]
             elif file is not None:
                 captions = read_captions(file)
             yield Row(
@@ -312,6 +321,27 @@ class _ImageFolder:
                 cause=cause,
                 progress=number / len(self._images),
             )
+
+
+def _class_names(folder: Path, subfolders: Sequence[str]) -> dict[str, str]:
+    """Return the names of classes by subfolder: from ``classnames.txt`` if there is one.
+
+    Raises:
+        DataError: ``classnames.txt`` does not match the subfolders, or two of them have the same name.
+    """
+    names = {subfolder: " ".join(subfolder.split()) for subfolder in subfolders}
+    if (listed := read_class_names(folder, subfolders)) is not None:
+        lines, labels = listed
+        names = {subfolder: " ".join(lines[label].split()) for subfolder, label in labels.items()}
+    subfolder_of: dict[str, str] = {}
+    for subfolder, name in names.items():
+        if name in subfolder_of:
+            raise DataError(
+                f"{folder}: the classes {subfolder_of[name]!r} and {subfolder!r} would have the same name without "
+                f"additional spaces, {name!r}: rename one of them"
+            )
+        subfolder_of[name] = subfolder
+    return names
 
 
 _REVISION = 3  # of packed folders in the cache; increased when the same input is packed differently

@@ -9,6 +9,11 @@ from .caption_files import (
     pair_captions as pair_captions,
     read_captions as read_captions,
 )
+from .class_names import (
+    CLASS_NAMES as CLASS_NAMES,
+    are_ids as are_ids,
+    read_class_names as read_class_names,
+)
 from .cluster import (
     ray_cluster as ray_cluster,
 )

@@ -36,6 +36,7 @@ __all__ = [
     "Scores",
     "Sources",
     "Torchvision",
+    "imagenet_names",
     "loose_form",
     "parse_card",
     "read_card",
@@ -511,7 +512,7 @@ class Card(_Table, frozen=True, kw_only=True):
         if names == FOLDER:
             return None
         if names.startswith("open_clip:"):
-            return tuple((_imagenet_names()[key],) for key in self.keys)
+            return tuple((imagenet_names()[key],) for key in self.keys)
         return self._names(names)
 
 
@@ -532,7 +533,7 @@ def _from_open_clip(name: str) -> tuple[str, ...]:
 
 
 @cache
-def _imagenet_names() -> dict[str, str]:
+def imagenet_names() -> dict[str, str]:
     """Return open_clip's class names by WordNet id; the keys of the card imagenet1k are in label order."""
     keys = read_card(DATASETS / "imagenet1k.toml").keys
     return dict(zip(keys, _from_open_clip(_IMAGENET_NAMES), strict=True))

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clipkit.errors import ConfigError, DataError, nearest
-from clipkit.files import counted, user_path
+from clipkit.files import CLASS_NAMES, are_ids, counted, user_path
 from data.corpora.builtin import BUILTIN, built_in
 from data.remote.store import Unreachable, is_remote, shown
-from eval.datasets.card import Card, MetricKind, read_card
+from eval.datasets.card import Card, MetricKind, imagenet_names, read_card
 from eval.datasets.catalog import card_names, load_card, load_suite
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, Lacks, some
 from eval.readers import find_published, open_dataset, open_datasets
@@ -318,7 +318,7 @@ def _of_folder(source: str, dataset: EvalDataset, root: Root, prompts: str) -> T
 
     if card is None:
         _warn_of_default_prompts(dataset)
-        return Target(dataset=dataset, keys=dataset.class_names, opener=opener, folder=source)
+        return Target(dataset=_name_classes(dataset), keys=dataset.class_names, opener=opener, folder=source)
     if card.metadata:  # the first time, the names of these columns were unknown
         dataset = replace(opener(TEST), name=dataset.name)
     card.check_size(TEST, len(dataset))
@@ -348,6 +348,28 @@ def _of_folder(source: str, dataset: EvalDataset, root: Root, prompts: str) -> T
         own_card=True,
         folder=source,
     )
+
+
+def _name_classes(dataset: EvalDataset) -> EvalDataset:
+    """Replace WordNet ids of ImageNet's classes by their names; log this, and class names that are other ids."""
+    ids = dataset.class_names
+    if not are_ids(ids):
+        return dataset
+    names = imagenet_names()
+    if all(key in names for key in ids):
+        named = [f"{key} is {names[key]!r}" for key in ids]
+        _log.warning(
+            "dataset %s: the names of classes are those of the card imagenet1k: %s", dataset.name, some(named)
+        )
+        return replace(dataset, class_names=tuple(names[key] for key in ids))
+    _log.warning(
+        "dataset %s: the names of classes look like ids: %s; write their names into %s, one per line in "
+        "ascending order of the ids",
+        dataset.name,
+        some(ids),
+        CLASS_NAMES,
+    )
+    return dataset
 
 
 def _warn_of_default_prompts(dataset: EvalDataset) -> None:

@@ -76,7 +76,7 @@ def _is_published(place: Path | str, split: str) -> bool:
             or read_text_file(f"{place}/{split}/nshards.txt") is not None
             or not has_parquet(place, split)
         )
-    marks = ("classnames.txt", "dataset_type.txt", "card.json", "nshards.txt")
+    marks = ("dataset_type.txt", "card.json", "nshards.txt")
     return any((place / mark).is_file() for mark in marks) or any(
         any(place.glob(tars)) for tars in ("*.tar", "*/*.tar")
     )

@@ -10,7 +10,16 @@ from pathlib import Path
 import torch
 
 from clipkit.errors import DataError
-from clipkit.files import SPLIT_NAMES, SPLIT_WORDS, check_image, find_captions, images_below, is_hidden
+from clipkit.files import (
+    CLASS_NAMES,
+    SPLIT_NAMES,
+    SPLIT_WORDS,
+    check_image,
+    find_captions,
+    images_below,
+    is_hidden,
+    read_class_names,
+)
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit, some
 from eval.readers.files import (
     ACCEPTED,
@@ -31,7 +40,8 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
     """Open a folder of images by class, or of splits of such folders.
 
     Splits have the usual names, see ``eval.readers.files``. Without a ``test`` split, ``val`` is the test split, as
-    in ImageNet's layout, and not a split of its own. A folder without splits is a test split.
+    in ImageNet's layout, and not a split of its own. A folder without splits is a test split. The names of
+    classes are those of their folders, or the lines of ``classnames.txt`` (see ``clipkit.files.read_class_names``).
 
     Raises:
         DataError: there is no such split, there are images of fewer than two classes, or an image cannot be used.
@@ -42,18 +52,22 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
     }
     inside = _folder_of_split(folder, split, splits)
     # all splits number the same classes, including those that a split lacks
-    classes = sorted({one.name for own in (inside, *splits.values()) for one in visible_folders(own)})
-    labels_of = {one: label for label, one in enumerate(classes)}
+    subfolders = sorted({one.name for own in (inside, *splits.values()) for one in visible_folders(own)})
+    listed = read_class_names(folder, subfolders) or read_class_names(inside, subfolders)
+    classes, labels_of = listed or (subfolders, {one: label for label, one in enumerate(subfolders)})
     labelled = sorted((labels_of[one], file) for one, file in _images_by_class(inside))
     if not labelled:
         tables = tables_in(inside)
         pairs = f"; {tables[0].name} may be a table of captions: {how_to_pack(tables[0])}" if tables else ""
         raise DataError(f"{inside} contains no images in folders by class, such as {inside}/cat/1.jpg{pairs}")
-    if captions := find_captions(file for _, file in labelled):
+    captions = find_captions(file for _, file in labelled)
+    if captions and listed is None:
         raise DataError(
             f"{captions} may contain captions of an image, so the names of folders are not read as classes: "
-            f"{how_to_pack(inside)}; or remove such files"
+            f"{how_to_pack(inside)}; or write the names of classes into {folder / CLASS_NAMES}"
         )
+    if renamed := [f"{one} is {classes[i]!r}" for one, i in labels_of.items() if one != classes[i]]:
+        _log.warning("dataset %s: the names of classes are those of %s: %s", name, CLASS_NAMES, some(renamed))
     images = FileImages(inside, [file for _, file in labelled])
     labels, real = torch.tensor([label for label, _ in labelled]), folder / _REAL
     if real.is_file():

@@ -695,6 +695,34 @@ def test_captions_beside_images_are_not_replaced_by_names_of_folders(tmp_path: P
     assert not (tmp_path / "out/classes.txt").exists()
 
 
+def test_names_of_numbered_classes_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("0/1.png", "2/1.png", "10/1.png"):
+        (tmp_path / "photos" / name).parent.mkdir(parents=True)
+        (tmp_path / "photos" / name).write_bytes(encoded("PNG"))
+    assert main(["pack", "--quiet", str(tmp_path / "photos"), str(tmp_path / "ids")]) == 0
+    assert "look like ids, such as '0': write" in " ".join(capsys.readouterr().out.split())
+    (tmp_path / "photos/classnames.txt").write_text("cat\nbird\ndog\n")
+    (tmp_path / "photos/0/1.txt").write_text("0 0.5 0.5 1 1")
+    report = pack(tmp_path / "photos", tmp_path / "out", progress=False)
+    assert report.caption_column == "classnames.txt"
+    captions = [sample["txt"].decode() for sample in samples(tmp_path / "out").values()]
+    assert captions == ["cat", "dog", "bird"]
+    assert (tmp_path / "out/classes.txt").read_text() == "bird\ncat\ndog\n"
+
+
+def test_classes_that_differ_only_in_spaces_are_refused(tmp_path: Path) -> None:
+    for name in ("a dog", "a  dog", "a_dog", "A dog"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        (tmp_path / "photos" / name / "1.png").write_bytes(encoded("PNG"))
+    with pytest.raises(
+        DataError, match=r"classes 'a  dog' and 'a dog' would have the same name .*: rename one"
+    ):
+        pack(tmp_path / "photos", tmp_path / "out", progress=False)
+    (tmp_path / "photos/a  dog").rename(tmp_path / "photos/cat")
+    pack(tmp_path / "photos", tmp_path / "out", progress=False)
+    assert (tmp_path / "out/classes.txt").read_text() == "A dog\na dog\na_dog\ncat\n"
+
+
 def test_files_of_other_programs_are_not_captions(tmp_path: Path) -> None:
     for name in ("cat/1.png", "dog/2.png"):
         path = tmp_path / "photos" / name

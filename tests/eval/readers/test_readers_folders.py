@@ -114,7 +114,59 @@ def test_names_of_folders_are_not_classes_if_images_have_captions(tmp_path: Path
     (pets / name).write_text('{"caption": "a cat"}')
     assert refusal(pets) == (
         f"{pets / name} may contain captions of an image, so the names of folders are not read as classes: "
-        f"python -m data pack {pets} OUT --test 1.0, then --data OUT; or remove such files"
+        f"python -m data pack {pets} OUT --test 1.0, then --data OUT; or write the names of classes into "
+        f"{pets / 'classnames.txt'}"
+    )
+    (pets / "classnames.txt").write_text("cat\ndog\n")
+    assert open_dataset(pets).class_names == ("cat", "dog")
+
+
+def test_class_names_file_names_numbered_folders(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    digits = fill(tmp_path / "digits", *(f"test/{number}/1.png" for number in range(11)), "train/2/2.png")
+    (digits / "classnames.txt").write_text("".join(f"digit_{number}\n" for number in range(11)))
+    with caplog.at_level(logging.WARNING, "eval"):
+        found = open_dataset(digits)
+    assert found.class_names == tuple(f"digit {number}" for number in range(11))
+    assert found.labels is not None and found.labels.tolist() == [*range(11)]
+    assert found.images.locate(10)[1] == "10/1.png"  # sorted names would have 10 after 1
+    (message,) = caplog.messages
+    assert message.endswith(
+        "are those of classnames.txt: 0 is 'digit_0', 1 is 'digit_1', 10 is 'digit_10' and 8 more"
+    )
+    train = open_dataset(digits, split="train")
+    assert train.class_names == found.class_names
+    assert train.labels is not None and train.labels.tolist() == [2]
+    (digits / "classnames.txt").write_text("zero\none\n")
+    assert "classnames.txt has 2 lines, but there are 11 folders of classes" in refusal(digits)
+
+
+def test_wordnet_ids_get_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    places = fill(tmp_path / "places", "val/n02085620/1.png", "val/n01440764/2.png")
+    with caplog.at_level(logging.WARNING, "eval"):
+        (target,) = find_targets([str(places)])
+    assert target.dataset.class_names == ("tench", "Chihuahua")
+    assert target.keys == ("n01440764", "n02085620")
+    assert target.open_split("test").class_names == ("tench", "Chihuahua")
+    assert caplog.messages[-1] == (
+        "dataset places: the names of classes are those of the card imagenet1k: n01440764 is 'tench', n02085620 is "
+        "'Chihuahua'"
+    )
+    (places / "classnames.txt").write_text("a fish\na dog\n")
+    (target,) = find_targets([str(places)])
+    assert target.dataset.class_names == ("a fish", "a dog")
+
+
+@pytest.mark.parametrize("ids", [("n01440764", "n99999999"), ("0", "1"), ("5f3a9c12e", "0b1c2d3e4")])
+def test_other_ids_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, ids: tuple[str, str]
+) -> None:
+    folder = fill(tmp_path / "ids", *(f"{key}/1.png" for key in ids))
+    with caplog.at_level(logging.WARNING, "eval"):
+        (target,) = find_targets([str(folder)])
+    assert target.dataset.class_names == tuple(sorted(ids))
+    assert caplog.messages[-1] == (
+        f"dataset ids: the names of classes look like ids: {', '.join(sorted(ids))}; write their names into "
+        "classnames.txt, one per line in ascending order of the ids"
     )
 
 
