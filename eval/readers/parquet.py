@@ -111,12 +111,12 @@ def open_hugging_face(
     for column in filter(None, (image, caption)):
         if column not in columns:
             raise DataError(f"dataset {name} has no column {column!r}, only {_listed(files.schema.names)}")
-    image = image or table.column_of("Image", _IMAGE) or ""
+    image = image or table.image_column()
     if not image:
         packed = how_to_pack(None if files.files[0].is_remote else Path(files.files[0].url))
         raise DataError(
-            f"dataset {name}: its columns are {_listed(files.schema.names)}; none is called image (pack a table "
-            f"of paths first: {packed})"
+            f"dataset {name}: its columns are {_listed(files.schema.names)}; none is called image, and not exactly "
+            f"one contains bytes (pack a table of paths first: {packed})"
         )
     images = ParquetImages(files, [image])
     for right, pattern in _RIGHT_AND_WRONG:
@@ -182,6 +182,17 @@ class _Table:
             return typed[0]
         return next((name for name in usual if name in (typed or names)), None)
 
+    def image_column(self) -> str:
+        """Return the column of images by the schema or a usual name, or the only column of bytes, or ""."""
+        schema = self.files.schema
+        encoded = [field.name for field in schema if _has_bytes(field.type)]
+        column = self.column_of("Image", _IMAGE) or ""
+        if column not in encoded:  # a usual name may be that of a column of paths
+            usual = [name for name in _IMAGE if name in encoded] or encoded
+            if len(usual) == 1:
+                return usual[0]
+        return column
+
     def captions(self, column: str) -> tuple[tuple[str, ...], ...]:
         found = []
         for row, value in enumerate(self.files.columns(column)[0]):
@@ -191,6 +202,17 @@ class _Table:
                 raise self.fault(row, f"has no {column}")
             found.append(own)
         return tuple(found)
+
+
+def _has_bytes(kind: "pa.DataType") -> bool:
+    """Whether values of a type may be encoded images, or lists of such; see ``ParquetImages``."""
+    from pyarrow import types
+
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        kind = kind.value_type
+    if types.is_struct(kind):
+        return int(kind.get_field_index("bytes")) >= 0
+    return bool(types.is_binary(kind) or types.is_large_binary(kind))
 
 
 def _listed(names: Sequence[str]) -> str:

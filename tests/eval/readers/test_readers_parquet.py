@@ -84,6 +84,21 @@ def test_classification_is_read(tmp_path: Path) -> None:
     assert "part 1 of 2 is missing next to" in refusal(tmp_path / "moved")
 
 
+@pytest.mark.parametrize("column", ["filename", "photo", "pixels.bytes"])
+@pytest.mark.parametrize("plain", [True, False])
+def test_column_of_bytes_with_another_name_has_the_images(tmp_path: Path, column: str, plain: bool) -> None:
+    content = [one["bytes"] for one in images(3)]
+    columns = {column: content if plain else images(3), "label": [0, 1, 0], "id": ["a", "b", "c"]}
+    write(tmp_path / "set/test.parquet", columns)
+    assert read(open_dataset(tmp_path / "set")) == content
+    write(tmp_path / "set/test.parquet", {**columns, "image": ["a.jpg", "b.jpg", "c.jpg"]})  # paths
+    assert read(open_dataset(tmp_path / "set")) == content
+    write(tmp_path / "set/test.parquet", {**columns, "mask": content})
+    assert "none is called image, and not exactly one contains bytes" in refusal(tmp_path / "set")
+    write(tmp_path / "set/test.parquet", {**columns, "mask": content, "img": content})
+    assert open_dataset(tmp_path / "set").images.locate(0)[1] == "row 0, img"
+
+
 def test_text_and_multiple_labels_are_read_and_invalid_ones_rejected(tmp_path: Path) -> None:
     words = open_dataset(
         write(tmp_path / "words/test.parquet", {"img": images(3), "label": ["dog", "cat", "dog"]}).parent
