@@ -143,7 +143,8 @@ def pack(
     """Write the images and captions of ``source`` as a new dataset folder ``out``.
 
     A sample's key is its row number in nine digits, counted from 1 without the header. Bad rows are listed in
-    ``bad_rows.jsonl`` of the folder. Memory does not grow with the table.
+    ``bad_rows.jsonl`` of the folder, and so are images of a folder that a table named metadata in it does not list.
+    Memory does not grow with the table.
 
     Args:
         source: a .csv, .tsv, .tab, .jsonl, .ndjson, .parquet or .pq file, several with the same columns, or a
@@ -176,10 +177,12 @@ def pack(
     )
     paths = [source] if isinstance(source, Path) else list(source)
     read: Table | _ImageFolder
+    unlisted_in: Path | None = None  # a folder whose table should list all images in it
     if paths[0].is_dir() and (listed := metadata_of(paths[0])) is None:
         read, tables = _ImageFolder(paths[0]), []
     else:
-        paths = [listed] if paths[0].is_dir() and listed is not None else paths
+        if paths[0].is_dir() and listed is not None:
+            unlisted_in, paths = paths[0], [listed]
         tables = [
             Table(path, image_column=image_column, caption_column=caption_column, encoded=True, others=fields)
             for path in paths
@@ -215,6 +218,11 @@ def pack(
                     line = {"row": row.number, "path": path and path[:4096], "cause": outcome}
                     file.write(json.dumps(line) + "\n")  # ASCII, because a path may not be UTF-8
                 bar.update(task, completed=row.progress, rows=row.number, bad=bad.total())
+            if unlisted_in is not None:
+                for image, cause in _unlisted_images(unlisted_in, tables[0]):
+                    bad[cause] += 1
+                    firsts.setdefault(cause, repr(image[:80]))
+                    file.write(json.dumps({"row": None, "path": image[:4096], "cause": cause}) + "\n")
         if not writer.counts:
             causes = "; ".join(f"{count} × {cause} ({firsts[cause]})" for cause, count in bad.most_common())
             expected = f"; expected {_LAYOUTS}{read.hint}" if isinstance(read, _ImageFolder) else ""
@@ -266,6 +274,18 @@ def metadata_of(folder: Path) -> Path | None:
     """Return the table of a folder of images in the layout of the Hugging Face hub, None if there is none."""
     tables = (folder / f"metadata{suffix}" for suffix in SUFFIXES)
     return next((table for table in tables if table.is_file()), None)
+
+
+def _unlisted_images(folder: Path, table: Table) -> Iterator[tuple[str, str]]:
+    """Yield the images below a folder that its table does not list, relative to the folder, with the cause."""
+    root = folder.absolute()
+    listed = set[str]()
+    for row in table:
+        if isinstance(row.path, str):
+            listed.add(os.path.normpath(root / row.path.removeprefix("file://")))
+    for path, cause in images_below(root):
+        if os.path.normpath(path) not in listed:
+            yield str(path.relative_to(root)), cause or f"not listed in {table.path.name}"
 
 
 class _ImageFolder:

@@ -723,6 +723,39 @@ def test_classes_that_differ_only_in_spaces_are_refused(tmp_path: Path) -> None:
     assert (tmp_path / "out/classes.txt").read_text() == "A dog\na dog\na_dog\ncat\n"
 
 
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
+def test_images_that_metadata_does_not_list_are_reported(tmp_path: Path, suffix: str) -> None:
+    for name in ("1.png", "a/2.png", "a/3.png", "4.png", "5", "b.txt", "6.png"):
+        (tmp_path / "photos" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "photos" / name).write_bytes(b"text" if name == "b.txt" else encoded("PNG"))
+    (tmp_path / "photos/7.heic").touch()
+    rows = {
+        "1.png": "one",
+        "./a//2.png": "two",
+        "a/../4.png": "",
+        "missing.png": "x",
+        str(tmp_path / "photos/6.png"): "y",
+    }
+    table = tmp_path / f"photos/metadata{suffix}"
+    if suffix == ".csv":
+        write_table(table, ["file_name", "text"], list(rows.items()))
+    else:
+        table.write_text(
+            "".join(json.dumps({"file_name": name, "text": text}) + "\n" for name, text in rows.items())
+        )
+    report = pack(tmp_path / "photos", tmp_path / "out", progress=False)
+    assert report.packed == 3
+    heic = "HEIC images cannot be read: convert them to JPEG or PNG"
+    unlisted = f"not listed in metadata{suffix}"
+    assert report.bad == {unlisted: 2, "empty caption": 1, "missing file": 1, heic: 1}
+    lines = [json.loads(line) for line in (tmp_path / "out/bad_rows.jsonl").read_text().splitlines()]
+    assert [(line["row"], line["path"], line["cause"]) for line in lines[2:]] == [
+        (None, "5", unlisted),
+        (None, "7.heic", heic),
+        (None, "a/3.png", unlisted),
+    ]
+
+
 def test_files_of_other_programs_are_not_captions(tmp_path: Path) -> None:
     for name in ("cat/1.png", "dog/2.png"):
         path = tmp_path / "photos" / name
