@@ -16,7 +16,14 @@ from torch import Tensor, nn
 
 from clipkit import CLIP
 from clipkit.errors import ConfigError
-from clipkit.model import attention_blocks, attention_maps, encode_all_tokens, evaluating, patch_grid
+from clipkit.model import (
+    attention_blocks,
+    attention_maps,
+    encode_all_tokens,
+    evaluating,
+    patch_grid,
+    reads_class_token,
+)
 
 __all__ = [
     "Internals",
@@ -80,7 +87,7 @@ def analyze(model: CLIP, images: Tensor, *, shown: int = 6) -> Internals:
             distances = torch.stack([attention_distances(one, images.shape[-1]) for one in own]).cpu()
             sums, count = distances + (0 if sums is None else sums), count + len(part)
             if sum(map(len, maps)) < shown:
-                maps.append(list(rollout(own).cpu()))
+                maps.append(list(rollout(own, class_token=reads_class_token(model)).cpu()))
     assert sums is not None
     found.distances = sums / count
     found.rollouts = torch.stack([one for part in maps for one in part][:shown])
@@ -116,14 +123,15 @@ def attention_distances(weights: Tensor, image_size: int) -> Tensor:
     return (between * pixels).sum(dim=-1).mean(dim=-1).sum(dim=0)
 
 
-def rollout(maps: Sequence[Tensor]) -> Tensor:
+def rollout(maps: Sequence[Tensor], *, class_token: bool = True) -> Tensor:
     """Roll attention out over layers (Abnar & Zuidema 2020, https://arxiv.org/abs/2005.00928).
 
     Args:
         maps: (B, H, N, N), the attention of each block.
+        class_token: whether the tower's features come from its class token.
 
     Returns:
-        (B, g, g) float32, 0 … 1: the attention of the class token, or the mean over patches if there is none.
+        (B, g, g) float32, 0 … 1: the attention of the class token, or the mean over the patches.
     """
     total: Tensor | None = None
     for weights in maps:
@@ -132,7 +140,7 @@ def rollout(maps: Sequence[Tensor]) -> Tensor:
         total = mixed if total is None else mixed @ total
     assert total is not None
     side, before = patch_grid(total.shape[-1])
-    row = total[:, 0] if before else total.mean(dim=1)
+    row = total[:, 0] if before and class_token else total[:, before:].mean(dim=1)
     heat = row[:, before:]
     heat = heat - heat.amin(dim=1, keepdim=True)
     scaled: Tensor = heat / heat.amax(dim=1, keepdim=True).clamp(min=1e-12)

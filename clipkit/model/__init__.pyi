@@ -16,6 +16,7 @@ from .attention import (
     attention_maps as attention_maps,
     encode_all_tokens as encode_all_tokens,
     patch_grid as patch_grid,
+    reads_class_token as reads_class_token,
     text_heatmaps as text_heatmaps,
 )
 from .clip import (

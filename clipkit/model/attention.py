@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from clipkit.errors import ConfigError
 from clipkit.model.clip import CLIP
 
-__all__ = ["attention_blocks", "attention_maps", "encode_all_tokens", "patch_grid", "text_heatmaps"]
+__all__ = [
+    "attention_blocks",
+    "attention_maps",
+    "encode_all_tokens",
+    "patch_grid",
+    "reads_class_token",
+    "text_heatmaps",
+]
 
 _replaced = threading.Lock()  # held while torch's function is replaced, in all threads
 
@@ -49,6 +56,16 @@ def patch_grid(tokens: int) -> tuple[int, int]:
     """Return the number of patches along a side, and of tokens before them, such as the class token."""
     side = math.isqrt(tokens)
     return side, tokens - side**2
+
+
+def reads_class_token(model: CLIP) -> bool:
+    """Return whether a ViT's features are those of its class token, rather than pooled from its patches."""
+    visual: Any = model.visual
+    if getattr(visual, "attn_pool", None) is not None:  # of clipkit and open_clip
+        return False
+    trunk = getattr(visual, "trunk", visual)  # of timm
+    pool = getattr(trunk, "global_pool", getattr(trunk, "pool_type", "token"))
+    return pool in ("token", "tok")
 
 
 @contextmanager

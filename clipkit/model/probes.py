@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipkit.errors import ConfigError
-from clipkit.model.attention import attention_blocks, patch_grid
+from clipkit.model.attention import attention_blocks, patch_grid, reads_class_token
 from clipkit.model.clip import CLIP
 
 __all__ = ["ImageRepresentations", "image_representations", "layer_count"]
@@ -29,8 +29,8 @@ class ImageRepresentations:
     Attributes:
         projected: (B, O) float32, unit norm, as from ``encode_image``.
         before_projection: (B, W) float32, input of the last linear layer, not normalized.
-        layers: (B, W) float32, the class token after a block, or the mean of all tokens if there is none, by the
-            block's number from 1.
+        layers: (B, W) float32, by the block's number from 1: the class token after the block, or the mean of the
+            patch tokens if the features do not come from a class token.
     """
 
     projected: Tensor
@@ -66,7 +66,7 @@ def image_representations(model: CLIP, images: Tensor, *, layers: Sequence[int] 
         blocks = {layer: attention_blocks(model)[layer - 1] for layer in layers}
         outputs = {layer: watching.enter_context(_outputs(block)) for layer, block in blocks.items()}
         raw, pooled = _raw_and_pooled(model, images)
-    last = {layer: _pooled(seen[-1]).float() for layer, seen in outputs.items()}
+    last = {layer: _pooled(model, seen[-1]).float() for layer, seen in outputs.items()}
     before = raw if pooled is None else pooled.float()
     if any(out.shape != before.shape for out in last.values()):
         raise ConfigError(
@@ -79,12 +79,14 @@ def image_representations(model: CLIP, images: Tensor, *, layers: Sequence[int] 
     )
 
 
-def _pooled(tokens: Tensor) -> Tensor:
+def _pooled(model: CLIP, tokens: Tensor) -> Tensor:
     if tokens.dim() == 2:  # the last block of clipkit's own tower returns only the class token
         return tokens
     tokens = tokens.flatten(1, -2)  # windows keep the grid
     _, before = patch_grid(tokens.shape[1])
-    return tokens[:, 0] if before else tokens.mean(dim=1)
+    if before and reads_class_token(model):
+        return tokens[:, 0]
+    return tokens[:, before:].mean(dim=1)
 
 
 def _raw_and_pooled(model: CLIP, images: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -108,7 +110,7 @@ def _raw_and_pooled(model: CLIP, images: Tensor) -> tuple[Tensor, Tensor | None]
     with _outputs(place) as outs:
         raw = model.encode_image(images, normalize=False)
     if own:
-        return raw, _pooled(outs[-1])
+        return raw, _pooled(model, outs[-1])
     return raw, outs[-1] if outs and outs[-1].dim() == 2 else None
 
 

@@ -39,7 +39,7 @@ from clipkit.inference import Item, Member, PairEncoder, closest
 from data.captions import TEXT, CaptionRule, Selection
 from data.remote.cache import ShardCache, shard_cache
 from data.remote.store import ShardFile
-from data.scores.page import write_filters
+from data.scores.page import check_filters, write_filters
 from data.scores.table import PERMILLE, scores_folder
 from data.shards.index import CAPTION, IMAGE, META
 from data.shards.samples import OpenShard, meta_of, text_of
@@ -119,6 +119,10 @@ def score(options: argparse.Namespace) -> int:
     if options.filters and options.html is None:
         raise ConfigError("--filters has no effect without --html; training filters with data.filters")
     check_page("--html", options.html)
+    columns = [name for name, _ in _BASIC[2:]]
+    for names, searched in zip(_MATCHES, (options.duplicates, bool(against)), strict=True):
+        columns += names if searched else ()
+    check_filters(options.filters, columns)
     if options.html is not None and (not options.html.parent.is_dir() or options.html.is_dir()):
         raise DataError(f"cannot write {options.html}: choose a file in an existing folder")
     encoder = PairEncoder(options)

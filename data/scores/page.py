@@ -13,9 +13,9 @@ import numpy as np
 from clipkit.errors import ConfigError, DataError
 from clipkit.files import decode_image, printable, templates, write_page
 from data.captions import Filter
-from data.scores.table import COLUMNS, PREFIX, PRESET, PRESETS, scored_filters
+from data.scores.table import COLUMNS, PERMILLE, PREFIX, PRESET, PRESETS, parse_filters, scored_filters
 
-__all__ = ["write_filters"]
+__all__ = ["check_filters", "write_filters"]
 
 _EXAMPLES = 12  # kept, and as many dropped
 _BINS, _VALUES = 24, 12  # of numbers; most frequent other values
@@ -69,6 +69,23 @@ class _Effect:
         return bars, max(totals.values(), default=1)
 
 
+def check_filters(texts: Sequence[str], columns: Sequence[str]) -> None:
+    """Check the filters of a page before anything is scored.
+
+    Args:
+        texts: the filters.
+        columns: names of the scores that there will be.
+
+    Raises:
+        ConfigError: a filter is invalid or is not on scores.
+    """
+    for filter_ in parse_filters(texts, columns, [0.0] * PERMILLE):
+        if not filter_.name.startswith(PREFIX):
+            raise ConfigError(
+                f"filter '{filter_}' is not on scores: --html shows only filters such as 'score.clip > 0.28'"
+            )
+
+
 def write_filters(
     out: Path,
     name: str,
@@ -82,11 +99,10 @@ def write_filters(
         out: the HTML file.
         name: of the scores.
         tables: scores of each shard.
-        texts: filters, as in ``data.filters``; by default some on the columns that there are.
+        texts: filters on scores, see ``check_filters``; by default some on the columns that there are.
         read: returns key with caption, and encoded image, of a row of a shard.
 
     Raises:
-        ConfigError: a filter is invalid or is not on scores.
         DataError: the page cannot be written.
     """
     import pyarrow.compute as pc
@@ -97,10 +113,6 @@ def write_filters(
     texts = texts or [f"{PREFIX}clip >= top 30%", *flags, "preset:datacomp_basic"]
     filters, _ = scored_filters(texts, name)
     presets = {one: PRESETS[one.removeprefix(PRESET).strip()] for one in texts if one.startswith(PRESET)}
-    if others := [one for one in filters if not one.name.startswith(PREFIX)]:
-        raise ConfigError(
-            f"filter '{others[0]}' is not on scores: --html shows only filters such as 'score.clip > 0.28'"
-        )
     effects = [_Effect(one) for one in filters]
     for effect in effects:  # edges of histograms
         columns = (pq.read_table(path, columns=[effect.column]).column(0) for path in tables)

@@ -34,6 +34,7 @@ __all__ = [
     "Preset",
     "Scores",
     "find",
+    "parse_filters",
     "scored_filters",
     "scores_folder",
 ]
@@ -207,19 +208,33 @@ def scored_filters(texts: Sequence[str], name: str) -> tuple[tuple[Filter, ...],
     except ImportError as error:
         raise ConfigError("data.scores needs pyarrow: pip install 'pyarrow>=18'") from error
     scores, manifest = Scores.open(name)
+    return parse_filters(texts, manifest["columns"], manifest["top"]), scores
+
+
+def parse_filters(texts: Sequence[str], columns: Sequence[str], top: Sequence[float]) -> tuple[Filter, ...]:
+    """Parse filters on scores; other filters are accepted, too.
+
+    Args:
+        texts: the filters.
+        columns: names of the scores.
+        top: by per mille of the samples, the least clip score of those with the highest ones.
+
+    Raises:
+        ConfigError: a filter, preset or column is invalid.
+    """
     filters = []
-    for text in texts:
+    for text in [part for name in texts for part in _expanded(name)]:
         if match := _TOP.fullmatch(text):
             permille = round(float(match[1]) * 10)
             if not 0 < permille < PERMILLE:
                 raise ConfigError(f"filter {text!r}: expected more than 0% and less than 100%")
-            text = f"score.clip >= {manifest['top'][permille]!r}"
+            text = f"score.clip >= {top[permille]!r}"
         one = Filter.of(text)
         column = one.name.removeprefix(PREFIX)
-        if one.name != column and column not in manifest["columns"]:
-            raise ConfigError(f"unknown column in filter {text!r}: {nearest(column, manifest['columns'])}")
+        if one.name != column and column not in columns:
+            raise ConfigError(f"unknown column in filter {text!r}: {nearest(column, columns)}")
         filters.append(one)
-    return tuple(filters), scores
+    return tuple(filters)
 
 
 def _expanded(text: str) -> Sequence[str]:

@@ -177,9 +177,10 @@ class Encoder:
         return ImageFeatures(column, lambda: table.digests(rows))
 
     def layers(self, dataset: EvalDataset) -> Mapping[int, Tensor]:
-        """Return the class token, or the mean token, after each block of the image tower, numbered from 1.
+        """Return the class token or the mean patch token after each block of the image tower, numbered from 1.
 
-        They are (N, W) float32, encoded in one pass. Towers that are no transformers have none.
+        They are (N, W) float32, encoded in one pass; see ``clipkit.model.ImageRepresentations``. Towers that are no
+        transformers have none.
 
         Raises:
             DataError: as for ``images``.
@@ -187,7 +188,8 @@ class Encoder:
         layers = range(1, layer_count(self.model) + 1)
         if not layers:
             return {}
-        table = self._table("layers", {f"layer_{layer}": self._width for layer in layers})
+        # not "layers", where earlier versions stored a class token that pooling does not read
+        table = self._table("blocks", {f"layer_{layer}": self._width for layer in layers})
         rows = self._rows(dataset, table, layers=layers)
         return {layer: table.column(f"layer_{layer}", rows) for layer in layers}
 
@@ -405,9 +407,8 @@ class _ImagePass:
         if waiting:
             decoded = [one.pixels for one in waiting.values() if one.pixels is not None]
             pixels = torch.stack(decoded).to(self.encoder.device)  # (B, 3, S, S)
-            share = -(-len(pixels) // torch.get_num_threads())  # of each core of a CPU
             represent = partial(image_representations, self.model, layers=self.layers)
-            pieces = in_parallel(self.model, represent, pixels.split(max(share, _LEAST_SHARE)))
+            pieces = in_parallel(self.model, represent, pixels.split(images_per_pass(pixels)))
             columns: defaultdict[str, list[Tensor]] = defaultdict(list)
             columns["traits"] = [torch.tensor([one.traits for one in waiting.values()])]  # (B, 3)
             for out in pieces:
@@ -477,6 +478,14 @@ class _ImagePass:
                 yield one
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def images_per_pass(pixels: Tensor) -> int:
+    """Return how many of a batch of images are encoded together: all, or on a CPU those of one core."""
+    if pixels.device.type != "cpu":
+        return len(pixels)
+    share = -(-len(pixels) // torch.get_num_threads())
+    return max(share, _LEAST_SHARE)
 
 
 def _check_finite(features: Tensor, description: str) -> None:

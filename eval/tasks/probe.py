@@ -369,7 +369,7 @@ def linear_probes(
 
     Args:
         subject: with a split ``train``, and perhaps ``val``.
-        layers: blocks of the image tower, from 1, whose class token is probed; True for all.
+        layers: blocks of the image tower, from 1, whose tokens are probed; True for all.
         seed: seed for drawing the images to tune on if there is no split ``val``.
         examples: number of training images that are used, see ``learn_and_tune``; 0 for all.
 

@@ -128,7 +128,7 @@ class Subject:
 
         Args:
             split: name of the split.
-            layer: 1 … L to return the class token after that block of the image tower as ``before_projection``;
+            layer: 1 … L to return ``Encoder.layers`` of that block of the image tower as ``before_projection``;
                 ``projected`` is then empty.
 
         Raises:

@@ -1,5 +1,6 @@
 """Tests of internals against their definitions: layer similarities, filters, positions and attention."""
 
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from clipkit.errors import ConfigError
 from clipkit.formats.checkpoint import save_model
+from clipkit.model.attention import attention_maps, encode_all_tokens
 from clipkit.model.clip import CLIP, create
 from clipkit.model.names import architecture
 from clipkit.model.towers import Padded
@@ -116,6 +118,30 @@ def test_attention_distances_and_rollouts_equal_loops() -> None:
         np.testing.assert_allclose(
             rollout(maps)[image].flatten().numpy(), row / row.max(), rtol=1e-4, atol=1e-6
         )
+
+
+@pytest.mark.parametrize("pool", ["mean", "map"])
+def test_rollout_of_pooled_patches_does_not_read_the_class_token(pool: str) -> None:
+    torch.manual_seed(0)
+    maps = [torch.rand(2, 3, 10, 10).softmax(dim=-1) for _ in range(2)]
+    total = np.eye(10)
+    for one in maps:
+        total = (one[1].mean(dim=0).numpy() + np.eye(10)) / 2 @ total
+    row = total[1:, 1:].mean(axis=0)
+    row -= row.min()
+    np.testing.assert_allclose(
+        rollout(maps, class_token=False)[1].flatten().numpy(), row / row.max(), rtol=1e-4, atol=1e-6
+    )
+    shape = architecture("ViT-Ti-4-16")
+    assert shape.vision.plain is not None
+    model = create(replace(shape, vision=replace(shape.vision.plain, pool=pool)), seed=0).eval()
+    images = torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8)
+    own: list[torch.Tensor] = []
+    with torch.no_grad(), attention_maps(model, lambda _, weights: own.append(weights)):
+        encode_all_tokens(model, images)
+    rollouts = analyze(model, images).rollouts
+    assert rollouts is not None
+    torch.testing.assert_close(rollouts, rollout(own, class_token=False))
 
 
 def test_model_equals_itself_over_several_batches() -> None:

@@ -1,6 +1,7 @@
 """Tests of image representations: features before the projection and features of each layer."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 import clipkit
 from clipkit import CLIP
 from clipkit.errors import ConfigError
+from clipkit.model.architectures import Architecture
+from clipkit.model.attention import reads_class_token
 from clipkit.model.clip import create
 from clipkit.model.names import architecture
 from clipkit.model.probes import image_representations, layer_count
@@ -60,6 +63,57 @@ def test_last_layer_equals_the_representation_before_projection() -> None:
     assert {tuple(values.shape) for values in out.layers.values()} == {(3, out.before_projection.shape[1])}
     with pytest.raises(ConfigError, match=f"no layer {count + 1}: expected 1 to {count}"):
         image_representations(model, images, layers=[count + 1])
+
+
+def pooled_shape(pool: str) -> Architecture:
+    shape = architecture("ViT-Ti-4-16")
+    assert shape.vision.plain is not None
+    return replace(shape, vision=replace(shape.vision.plain, pool=pool))
+
+
+@pytest.mark.parametrize("pool", ["class", "mean", "map"])
+def test_layers_of_each_pooling(pool: str) -> None:
+    model = create(pooled_shape(pool), seed=0).eval()
+    images, count = random_images(model), layer_count(model)
+    assert reads_class_token(model) is (pool == "class")
+    with torch.inference_mode():
+        out = image_representations(model, images, layers=[1, count])
+        tokens = model.image_tokens(images)[1]  # (B, 1 + K, D) after the last block, normalized
+        seen: list[torch.Tensor] = []
+        block = model.visual.get_submodule("transformer.resblocks.0")
+        handle = block.register_forward_hook(lambda _, __, result: seen.append(result))
+        model.encode_image(images)
+        handle.remove()
+    expected = seen[0][:, 0] if pool == "class" else seen[0][:, 1:].mean(dim=1)
+    torch.testing.assert_close(out.layers[1], expected)
+    if pool == "class":
+        torch.testing.assert_close(out.before_projection, tokens[:, 0])
+    if pool == "mean":
+        torch.testing.assert_close(out.before_projection, tokens[:, 1:].mean(dim=1))
+
+
+@pytest.mark.parametrize(
+    ("tower", "class_token"),
+    [
+        ("vit_tiny_patch16_224", True),
+        ("deit_tiny_distilled_patch16_224", True),
+        ("vit_base_patch16_siglip_224", False),
+        ("vit_base_patch16_reg4_gap_256", False),  # registers, but no class token
+        ("beit_base_patch16_224", False),  # a class token that average pooling leaves out
+    ],
+)
+def test_layers_of_timm_poolings(tower: str, class_token: bool) -> None:
+    options = {"depth": 2, "embed_dim": 48, "num_heads": 3}
+    model = create(architecture("ViT-Ti-4-16", image=f"timm:{tower}", image_options=options), seed=0).eval()
+    assert reads_class_token(model) is class_token
+    blocks, seen = model.visual.get_submodule("trunk.blocks"), list[torch.Tensor]()
+    handle = blocks.get_submodule("0").register_forward_hook(lambda _, __, result: seen.append(result))
+    with torch.inference_mode():
+        out = image_representations(model, random_images(model), layers=[1])
+    handle.remove()
+    prefix = seen[0].shape[1] - round(seen[0].shape[1] ** 0.5 - 0.5) ** 2
+    expected = seen[0][:, 0] if class_token else seen[0][:, prefix:].mean(dim=1)
+    torch.testing.assert_close(out.layers[1], expected)
 
 
 @pytest.mark.parametrize("kind", ["timm", "pixels"])

@@ -226,6 +226,34 @@ def test_presets_are_valid(name: str) -> None:
         json.dumps([*map(str, filters)])
 
 
+@pytest.mark.parametrize(
+    ("filter_", "message"),
+    [
+        ("score.clipp > 0.2", "unknown column in filter 'score.clipp > 0.2': did you mean 'clip'"),
+        ("score.clip >= top 100%", "expected more than 0% and less than 100%"),
+        ("preset:datacomp", "unknown preset 'preset:datacomp'"),
+        ("width > 100", "filter 'width > 100' is not on scores"),
+        ("score.contaminated = false", "unknown column in filter 'score.contaminated = false'"),
+        ("score.clip", "filter 'score.clip'"),
+    ],
+)
+def test_filters_are_checked_before_anything_is_scored(
+    filter_: str,
+    message: str,
+    pairs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load(options: object) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr("data.scores.command.PairEncoder", load)
+    page = str(tmp_path / "page.html")
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        main(["score", str(pairs), "--model", "any", "--html", page, "--filters", filter_])
+    assert len(str(caught.value).splitlines()) == 1
+
+
 # --------------------------------------------------------------------------------------------------------------
 # Near-duplicates and evaluation images.
 

@@ -18,6 +18,7 @@ import clipkit
 from clipkit import CLIP
 from clipkit.errors import DataError
 from eval import Encoder, EvalDataset, Ranks, Score, Subject, evaluate, open_dataset
+from eval.features.encoder import images_per_pass
 from tests.eval.conftest import png
 
 WriteDataset = Callable[..., Path]
@@ -265,3 +266,12 @@ def scored_models(
             subject = Subject(Encoder(one, batch_size=4), dataset)
             expected[which, number] = subject.images().projected, evaluate(subject)
     return [model, other], datasets, expected
+
+
+@pytest.mark.parametrize("threads", [1, 2, 16])
+def test_only_batches_on_a_cpu_are_split(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    batch = torch.zeros(256, 3, 1, 1, dtype=torch.uint8)
+    assert images_per_pass(batch.to("meta")) == 256
+    assert images_per_pass(batch) == 256 // threads
+    assert images_per_pass(batch[:20]) == max(16, -(-20 // threads))
