@@ -15,17 +15,28 @@ from PIL import Image
 
 import clipkit
 from clipkit.config import DataConfig
+from clipkit.errors import CheckpointError
 from clipkit.files.traits import Decoding
 from clipkit.model.preprocess import Preprocess
 from clipkit.training.checkpoint import loop_state
 from data.captions import Selection
-from data.loader import packed_images, trained_preprocess
+from data.loader import Packed, packed_images, resumed_preprocess, trained_preprocess
+from data.order import Order
 from data.pack import pack
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
 from data.shards.sources import find_shards
 from tests.forked import Forked
-from tests.small_trainings import SETTINGS, checkpoint, digests, error_of, go_back, metrics, write_pairs
+from tests.small_trainings import (
+    BATCH,
+    SETTINGS,
+    checkpoint,
+    digests,
+    error_of,
+    go_back,
+    metrics,
+    write_pairs,
+)
 
 ROWS, STEPS = 16, 6
 CLEAR = "transparent and without a background"
@@ -216,3 +227,56 @@ def test_two_ranks_count_the_same_as_one(train: Train, forked: Forked, photos: P
     )
     assert (one["transparent"], one["rotated"]) == (two["transparent"], two["rotated"])
     assert sorted(len(about_images(rank.stderr)) for rank in ended) == [0, 4]
+
+
+def test_training_stops_at_deep_images_until_a_range_is_given(forked: Forked, tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    order = Order(np.array([ROWS]), seed=0, batch_size=BATCH, window=64)
+    deep = int(order.batch(2).ids[0])  # drawn by the third step
+    (tmp_path / "images").mkdir()
+    lines = ["path,caption"]
+    for number in range(ROWS):
+        values = random.integers(0, 4096, (20, 24)).astype(np.uint16)
+        Image.fromarray(values if number == deep else (values // 16).astype(np.uint8)).save(
+            tmp_path / "images" / f"{number}.png"
+        )
+        lines.append(f"images/{number}.png,noise {number}")
+    (tmp_path / "table.csv").write_text("\n".join(lines))
+    assert pack(tmp_path / "table.csv", tmp_path / "pairs", progress=False).deep == 1
+
+    def train(out: Path, *more: str, status: int = 0) -> str:
+        settings = [f"data.train={tmp_path / 'pairs'}", *SETTINGS, f"steps={STEPS}", f"out={out}", *more]
+        done = forked.run("train.py", settings, {"CLIPKIT_CACHE": str(tmp_path / "cache")})
+        assert done.returncode == status, done.stderr[-3000:]
+        return done.stderr
+
+    stopped, whole = tmp_path / "stopped", tmp_path / "whole"
+    error = error_of(train(stopped, status=1))
+    assert re.fullmatch(
+        r"error: 0000000\d\d in .*: 16-bit grayscale image with values from \d+ to \d+, and no known .*"
+        r"set data\.pixel_range \(training\).* such as 0,4095; .*; step 2 is saved; the same command resumes.*",
+        error,
+    )
+    train(whole, "data.pixel_range=0,4000")
+    # the range may be added to the run, which gives the same weights, and may not change afterwards
+    said = train(stopped, "data.pixel_range=0,4000")
+    assert "values from 0 to 4000 of deep grayscale images become 0 to 255" in said
+    assert "1 of 24 images has values outside the pixel range 0,4000" in said or "2 of 24" in said
+    assert decoding(stopped).pixel_range == (0.0, 4000.0)
+    assert digests(stopped, STEPS)["model.safetensors"] == digests(whole, STEPS)["model.safetensors"]
+    error = error_of(train(stopped, "data.pixel_range=0,4095", status=1))
+    assert 'data.pixel_range: "0,4000" → "0,4095"' in error
+    error = error_of(train(tmp_path / "wrong", "data.pixel_range=4095", status=1))
+    assert error.startswith("error: data.pixel_range = ") and "expected auto, dtype, or" in error
+
+
+def test_resumed_runs_keep_their_range() -> None:
+    plain = Preprocess(image_size=8)
+    ranged = plain.with_decoding(pixel_range="0,4095")
+    assert resumed_preprocess(plain, DataConfig()) == plain
+    assert resumed_preprocess(ranged, DataConfig()) == ranged  # from model.weights
+    assert resumed_preprocess(plain, DataConfig(pixel_range=(0, 4095))) == ranged
+    with pytest.raises(CheckpointError, match="but the run was trained with 0,4095: restore it"):
+        resumed_preprocess(ranged, DataConfig(pixel_range="dtype"))
+    assert trained_preprocess(ranged, DataConfig(), Packed()) == ranged
+    assert trained_preprocess(ranged, DataConfig(pixel_range="dtype"), Packed()).pixel_range == "dtype"

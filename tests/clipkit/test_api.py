@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 import clipkit
-from clipkit.errors import ConfigError
+from clipkit.errors import ConfigError, DataError
 from clipkit.formats.checkpoint import model_hash, save_model
 from clipkit.model.clip import CLIP
 from clipkit.model.preprocess import eval_pixels
@@ -269,6 +269,35 @@ def test_transparent_and_rotated_images_give_warnings(tiny: CLIP, special: list[
     assert not torch.equal(features[0], features[1]) and not torch.equal(features[2], features[3])
     with pytest.warns(UserWarning, match="1 of 1 image is transparent"):
         clipkit.classify(special[0], ["a", "b"], tiny)
+
+
+def test_load_sets_the_pixel_range(tiny: CLIP, tmp_path: Path) -> None:
+    save_model(tiny, tmp_path / "plain")
+    gray = np.random.default_rng(0).integers(0, 256, (20, 30), dtype=np.uint8)
+    gray[0, :2] = 0, 255
+    deep = gray.astype(np.uint16) * 200 + 8000
+    Image.fromarray(deep).save(tmp_path / "deep.png")
+    with pytest.raises(
+        DataError, match=r"deep\.png: 16-bit grayscale image with values from 8000 to 59000, and"
+    ):
+        clipkit.encode_image(tmp_path / "deep.png", tiny)
+    loaded = clipkit.load(tmp_path / "plain", pixel_range=(8000, 59000))
+    expected = clipkit.encode_image(gray, tiny)
+    for image in (tmp_path / "deep.png", deep, torch.from_numpy(deep), Image.fromarray(deep)):
+        assert torch.equal(clipkit.encode_image(image, loaded), expected)
+    assert torch.equal(clipkit.encode_image(gray, loaded), expected)
+    assert model_hash(loaded) != model_hash(tiny)
+    save_model(loaded, tmp_path / "chosen")
+    again = clipkit.load(tmp_path / "chosen")
+    assert again.preprocess == loaded.preprocess and model_hash(again) == model_hash(loaded)
+    assert model_hash(clipkit.load(tmp_path / "chosen", pixel_range="auto")) == model_hash(tiny)
+    narrow = clipkit.load(tmp_path / "plain", pixel_range="8000,9000")
+    with pytest.warns(
+        UserWarning, match="1 of 1 image has values outside the pixel range 8000,9000, which become"
+    ):
+        clipkit.encode_image(deep, narrow)
+    with pytest.raises(ConfigError, match=r"pixel_range = \(1, 0\) is invalid: expected auto, dtype, or"):
+        clipkit.load(tmp_path / "missing", pixel_range=(1, 0))
 
 
 def test_load_sets_background_and_orientation(tiny: CLIP, special: list[Path], tmp_path: Path) -> None:

@@ -479,6 +479,39 @@ def test_transparent_and_rotated_images_are_reported_once(
     assert [line for line in lines if "images" in line] == told
 
 
+def test_deep_images_fail_with_the_cause_until_a_range_is_given(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("pyarrow")
+    monkeypatch.chdir(tmp_path)
+    random = np.random.default_rng(0)
+    for number in range(3):
+        gray = random.integers(0, 256, (20, 30), dtype=np.uint8)
+        for folder, pixels in (("plain", gray), ("deep", gray.astype(np.uint16) * 200 + 8000)):
+            Path(folder).mkdir(exist_ok=True)
+            Image.fromarray(pixels).save(f"{folder}/{number}.png")
+    gray = random.integers(0, 256, (20, 30), dtype=np.uint8)
+    for folder in ("plain", "deep"):
+        Image.fromarray(gray).save(f"{folder}/3.png")
+    model = ["--model", str(checkpoint)]
+    for folder, options in (("plain", []), ("deep", []), ("deep", ["--pixel-range", "8000,59000"])):
+        out = folder + "_ranged" * bool(options)
+        assert dispatch(["encode", folder, *model, "--quiet", "--out", out, *options]) == 0
+    failures = Path("deep/failures.jsonl").read_text().splitlines()
+    assert len(failures) == 3
+    assert all("16-bit grayscale image with values from" in line for line in failures)
+    plain, ranged = (np.load(f"{out}/img_emb/img_emb_0.npy") for out in ("plain", "deep_ranged"))
+    assert np.array_equal(plain, ranged)
+    capsys.readouterr()
+    with pytest.raises(
+        ConfigError, match=r"the pixel range \(--pixel-range\) was 8000,59000 and is now auto"
+    ):
+        dispatch(["encode", "deep", *model, "--quiet", "--out", "deep_ranged"])
+    # search reads the range from the embeddings, and shows thumbnails
+    assert dispatch(["search", "deep_ranged", "--image", "deep/1.png", "-k", "1", "--html", "page.html"]) == 0
+    assert "deep/1.png" in Path("page.html").read_text()
+
+
 def test_embeddings_depend_on_background_and_orientation(
     checkpoint: Path, special: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

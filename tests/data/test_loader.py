@@ -332,6 +332,23 @@ def test_transparent_and_rotated_images_are_counted(tmp_path: Path, decoding: De
     assert torch.equal(epoch[0, False], epoch[1, False])
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_deep_images_without_a_range_stop_instead_of_being_replaced(tmp_path: Path, workers: int) -> None:
+    values = np.random.default_rng(0).integers(8000, 59000, (20, 20)).astype(np.uint16)
+    with DatasetWriter(tmp_path / "set") as writer:
+        for number in range(SAMPLES):
+            image = file_of(Image.fromarray(values), "PNG") if number == 5 else encoded(2 * number)
+            writer.write("train", Record(key=f"{number:04d}", image=image, extension="png", caption="x"))
+        writer.finish({})
+    shards = Shards.of(find_shards(str(tmp_path / "set")))
+    with pytest.raises(DataError, match=r"0005 in .*\.tar: 16-bit grayscale image with values from 8"):
+        list(make_loader(shards, num_workers=workers).batches(0, 5))
+    ranged = make_loader(shards, num_workers=workers, decoding=Decoding(pixel_range=(9000.0, 59000.0)))
+    batches = list(ranged.batches(0, 5))
+    assert not any(batch.bad for batch in batches)
+    assert sum(batch.traits.clamped for batch in batches) == 1
+
+
 def file_of(image: Image.Image, kind: str, **options: Any) -> bytes:
     file = io.BytesIO()
     image.save(file, kind, **options)

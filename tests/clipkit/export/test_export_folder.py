@@ -366,9 +366,8 @@ def test_incompatible_library_version_raises_one_line_error(
 def test_background_and_orientation_are_documented_for_callers(
     model: CLIP, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chosen = CLIP(
-        model.architecture, preprocess=model.preprocess.with_decoding(background="white", upright=True)
-    )
+    preprocess = model.preprocess.with_decoding(background="white", upright=True, pixel_range="0,4095")
+    chosen = CLIP(model.architecture, preprocess=preprocess)
     chosen.load_state_dict(model.state_dict())
     save_model(chosen.eval(), tmp_path / "model")
     assert (
@@ -386,7 +385,8 @@ def test_background_and_orientation_are_documented_for_callers(
         == 0
     )
     line = (
-        "Before this, transparent images get the background #ffffff and the EXIF orientation of images is applied. "
+        "Before this, transparent images get the background #ffffff and the EXIF orientation of images is applied "
+        "and values from 0 to 4095 of deep grayscale images become 0 to 255. "
         "Other libraries do not do this: do it before calling them."
     )
     assert capsys.readouterr().out.splitlines().count(line) == 1

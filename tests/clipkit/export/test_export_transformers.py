@@ -151,7 +151,10 @@ def test_squash_resize_is_exported(rgb: list[Image.Image], tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("target", ["transformers", "sentence-transformers"])
-@pytest.mark.parametrize("chosen", [{"background": "#010203", "upright": True}, {"upright": True}, {}])
+@pytest.mark.parametrize(
+    "chosen",
+    [{"background": "#010203", "upright": True}, {"upright": True}, {"pixel_range": (0, 4095)}, {}],
+)
 def test_background_and_orientation_round_trip(
     target: str,
     chosen: dict[str, Any],

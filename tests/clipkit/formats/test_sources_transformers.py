@@ -196,6 +196,7 @@ def test_preprocessing_equals_the_image_processor(tmp_path: Path) -> None:
         {"size": {"shortest_edge": 256}, "crop_size": 224}, {"size": {"height": 224, "width": 200}},
         {"size": {"longest_edge": 224}}, {"size": [224, 224]}, {"crop_size": {"height": 224}, "size": 200},
         {"clipkit": True}, {"clipkit": {"background": "white"}}, {"clipkit": {"upright": 1}}, {"clipkit": {"x": 1}},
+        {"clipkit": {"pixel_range": [1, 0]}},
         {"image_mean": [0.5, 0.5]}, {"image_std": [0, 1, 1]}, {"image_mean": "x"}, {"image_std": {}},
     ],
 )  # fmt: skip

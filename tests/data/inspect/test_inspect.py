@@ -218,6 +218,33 @@ def test_properties_of_images(tmp_path: Path) -> None:
     assert [[place.key for place in group] for group in images.same_look.shown] == [["000008", "000009"]]
 
 
+def test_values_of_deep_images_and_the_setting_to_write(tmp_path: Path) -> None:
+    deep = {}
+    for number in (1, 3):
+        file = io.BytesIO()
+        values = np.random.default_rng(number).integers(0, 3000, (40, 40))
+        values[0, 0] = 3911
+        Image.fromarray(values.astype(np.uint16)).save(file, "png")
+        deep[number] = file.getvalue()
+    write_tar(tmp_path / "0.tar", pairs(0, 8, images=deep))
+    found = look([str(tmp_path)])
+    assert found.sampled.bad == 0 and len(found.sheet) == 8
+    line = row(found, "images", "deep grayscale")
+    assert re.fullmatch(
+        r"2 16-bit; set data.pixel_range=0,4095 \| values from \d to 3911; percentiles 1, 50 and 99: "
+        r"\d\d, 1[45]\d\d, 29\d\d(\.\d+)?",
+        line,
+    ), line
+    note = "2 of 8 images have more than 8 bits of gray, at which training stops: set data.pixel_range=0,4095"
+    assert note in told(found)
+    found = look([str(tmp_path)], decoding=Decoding(pixel_range=(0.0, 2000.0)))
+    assert "at which training stops" not in told(found)
+    assert "2 of 8 images have values outside the pixel range 0,2000, which become black or white" in told(
+        found
+    )
+    assert "2 16-bit; data.pixel_range=0,2000" in row(found, "images", "deep grayscale")
+
+
 def test_repeated_files_in_a_sample(tmp_path: Path) -> None:
     """The first caption, the first of two image formats, and the first json are used."""
     members = []

@@ -11,7 +11,9 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from PIL import Image, ImageCms, ImageOps, JpegImagePlugin
 
 from clipkit.errors import ConfigError
+from clipkit.files import gray_values
 from data.shards.images import RESIZE_MODES, BadImage, Resize, StoredImage, Storing, store_image
+from tests.clipkit.deep_images import KINDS, encode_deep, tiff_of
 
 ORIENTATION = 0x0112
 WHITE = (255, 255, 255)
@@ -202,10 +204,37 @@ def test_other_formats_become_png() -> None:
     ]:
         stored = store(encoded(noise(mode), kind))
         assert (stored.extension, shown(stored.data).mode) == ("png", stored_mode)
-    deep = Image.new("I;16", (8, 8))
-    for source, how in [(encoded(deep, "TIFF"), {}), (encoded(deep, "PNG"), {"max_side": 4})]:
-        with pytest.raises(BadImage, match="more than 8 bits per channel: convert it first"):
-            store(source, **how)
+
+
+@pytest.mark.parametrize("name", sorted(KINDS))
+def test_deep_grayscale_keeps_its_values(name: str) -> None:
+    container, dtype = KINDS[name]
+    values = np.random.default_rng(0).integers(0, 30_000, (8, 12)).astype(dtype)
+    source = encode_deep(values, container)
+    stored = store(source)
+    fits_png = np.dtype(dtype).str[1:] == "u2"
+    assert (stored.extension, stored.size, stored.deep) == ("png" if fits_png else "tif", (12, 8), True)
+    assert (stored.data == source) == (name == "png" or not fits_png)
+    assert np.array_equal(gray_values(shown(stored.data)), values)
+    if fits_png:
+        reduced = store(source, max_side=6)
+        expected = Image.fromarray(values.astype(np.uint16)).resize((6, 4), Image.Resampling.BICUBIC)
+        assert np.abs(gray_values(shown(reduced.data)).astype(int) - np.asarray(expected)).max() < 3000
+        border = Storing(resize=Resize(mode="border", size=6))
+        with pytest.raises(BadImage, match="no white for a border"):
+            store_image(source, border)
+    else:
+        with pytest.raises(BadImage, match="32-bit, signed or float grayscale"):
+            store(source, max_side=6)
+
+
+def test_deep_grayscale_that_would_change_is_refused() -> None:
+    white_zero = tiff_of(np.arange(64, dtype="<u2").reshape(8, 8) * 1000, photometric=0)
+    assert store(white_zero).data == white_zero
+    transparent = encoded(Image.new("I;16", (8, 8), 7), "PNG", transparency=7)
+    assert store(transparent).data == transparent
+    with pytest.raises(BadImage, match="transparent color: --background needs 8 bits"):
+        store(transparent, background=WHITE)
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow], deadline=None)

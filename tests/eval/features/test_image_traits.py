@@ -13,6 +13,7 @@ from torch import Tensor
 
 from clipkit import CLIP
 from clipkit.config import Config
+from clipkit.errors import DataError
 from clipkit.files.traits import TraitCounts
 from clipkit.training.checkpoint import LoopState, save_checkpoint
 from eval import Encoder, Ranks, evaluate, open_dataset
@@ -112,6 +113,26 @@ def test_features_of_another_background_or_orientation_are_not_reused(
         4,
         3,
     ]
+
+
+def test_deep_images_stop_an_evaluation_without_a_range(model: CLIP, tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    for number in range(4):
+        gray = random.integers(0, 256, (20, 30), dtype=np.uint8)
+        for kind, pixels in (("plain", gray), ("deep", gray.astype(np.uint16) * 200 + 8000)):
+            path = tmp_path / kind / f"class {number % 2}" / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(path)
+    with pytest.raises(DataError, match=r"image .*: 16-bit grayscale image with values from 8\d*000? to 5"):
+        evaluate(model, tmp_path / "deep")
+    plain = Encoder(model).images(open_dataset(tmp_path / "plain")).projected
+    preprocess = model.preprocess.with_decoding(pixel_range="8000,59000")
+    ranged = CLIP(model.architecture, preprocess=preprocess)
+    ranged.load_state_dict(model.state_dict())
+    assert torch.equal(Encoder(ranged).images(open_dataset(tmp_path / "deep")).projected, plain)
+    ranged.preprocess = model.preprocess.with_decoding(pixel_range="8000,9000")
+    with pytest.warns(UserWarning, match="4 of 4 images have values outside the pixel range 8000,9000"):
+        evaluate(ranged, tmp_path / "deep")
 
 
 def test_evaluate_warns_about_traits(model: CLIP, folder: Path) -> None:
