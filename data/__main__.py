@@ -123,11 +123,12 @@ DOWNLOAD_TEXT = """\
 TABLE is a .csv, .tsv, .jsonl or .parquet file, or a folder of them, with a
 column of URLs. Writes WebDataset shards in img2dataset's layout to OUT, for
 data.train and other programs. Run the same command again to resume an
-interrupted download. Hosts with private addresses and images that their server
-marks as noai are skipped.
+interrupted download, with --retry-failed to try failed rows again. Hosts with
+private addresses and images that their server marks as noai are skipped.
 
   python -m data download table.parquet images --image-size 384
   python -m data download hf://datasets/OWNER/NAME/table.parquet images
+  python -m data download table.csv images --retry-failed
   python -m data download table.csv images --part 3/16
   python -m data download table.csv /shared/images --ray auto
 """
@@ -404,6 +405,14 @@ def _download_options(parser: argparse.ArgumentParser) -> None:
         metavar="I/N",
         default="1/1",
         help="download every N-th shard, starting at the I-th (default: 1/1)",
+    )
+    parser.add_argument(
+        "--retry-failed",
+        action="store_true",
+        help="also try the rows again that failed in an earlier run; images that are found are added in new shards",
+    )
+    parser.add_argument(
+        "--keep-going", action="store_true", help="do not stop when nearly all of the last rows failed"
     )
     parser.add_argument(
         "--ray",

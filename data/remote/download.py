@@ -8,6 +8,9 @@
 Shard i contains rows i · N to (i + 1) · N - 1 of the table. Of identical images, the one in the earliest row is
 kept. Shards therefore do not depend on the order of responses, and an interrupted download resumes at its first
 incomplete shard.
+
+Complete shards are never changed. Rows that are tried again are in additional shards, whose rows have the key of
+the first attempt as ``retry_of``. The last attempt of a row is valid.
 """
 
 import argparse
@@ -21,15 +24,16 @@ import sqlite3
 import tempfile
 import time
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
+from urllib.parse import urlsplit
 
 import webdataset
 from PIL import ExifTags, Image
@@ -53,7 +57,7 @@ from clipkit.files import (
 )
 from data.pack import BadRow, FieldNames, captions_of, fields_of
 from data.remote.store import describe, download_all, is_remote, list_folder
-from data.remote.web import Fetcher, FetchError, FetchOptions
+from data.remote.web import Fetcher, FetchError, FetchOptions, probable_cause
 from data.shards.images import BadImage, Resize, StoredImage, Storing, store_image
 
 __all__ = ["URL_COLUMNS", "DownloadOptions", "DownloadReport", "download"]
@@ -61,9 +65,11 @@ __all__ = ["URL_COLUMNS", "DownloadOptions", "DownloadReport", "download"]
 URL_COLUMNS = ("url", "image_url", "img_url", "image_link", "link", "uri", "src")
 _OWN_FIELDS = (
     "key", "status", "error_message", "width", "height", "original_width", "original_height", "exif", "sha256",
-    "url", "caption", "captions",
+    "url", "caption", "captions", "retry_of",
 )  # fmt: skip
 _OPEN_SHARDS = 8  # shards in progress; bounds memory while one waits for its slowest response
+_MOST_FAILED = 0.99  # fraction of the last rows from which a download stops
+_LEAST_WATCHED, _MOST_WATCHED = 200, 1000  # rows of which this fraction is computed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +105,7 @@ class DownloadReport:
         rows: their rows.
         kept: rows with an image in a tar.
         downloaded: bytes.
-        failures: rows without an image, by cause.
+        failures: rows without an image, by the cause of the last attempt.
     """
 
     shards: int
@@ -124,6 +130,8 @@ class _Sample:
     place: tuple[int, int] = (0, 0)  # of the stored image in the spool: offset, length
     extension: str = ""
     facts: Mapping[str, object] = field(default_factory=dict)
+    retry_of: str = ""  # key of the first attempt
+    earlier_cause: str = ""  # of the attempt before this one
 
 
 @dataclass
@@ -196,6 +204,7 @@ def command(parsed: argparse.Namespace) -> int:
         max_bytes=parsed.max_mb * 2**20,
         allow_private=parsed.allow_private,
         ignore_robots=parsed.ignore_robots,
+        keep_going=parsed.keep_going,
     )
     began = time.monotonic()
     done = 0
@@ -212,19 +221,23 @@ def command(parsed: argparse.Namespace) -> int:
             options,
             fetch=fetch,
             part=(int(place), int(parts)),
+            retry_failed=parsed.retry_failed,
             ray_address=parsed.ray,
             show=show,
         )
     fraction = found.kept / max(1, found.rows)
     seconds = time.monotonic() - began
-    new = f"{seconds:.1f} s, {done / seconds:,.1f} rows/s" if found.written else "already complete"
+    new = f"{seconds:.1f} s, {done / seconds:,.1f} rows/s" if done else "already complete"
     print(f"{parsed.out}: {counted(found.shards, 'shard')}, {new}")
     print(f"  {found.kept:>11,}  of {counted(found.rows, 'row')} kept ({fraction:.1%})")
     for cause, count in found.failures.items():
         print(f"  {count:>11,}  {printable(cause)}")
     print(f"  {size_of(found.downloaded)} downloaded")
     if not found.kept and (found.rows or parts == "1"):
-        raise DataError(f"none of the {counted(found.rows, 'row')} of {shown(parsed.table)} gave an image")
+        message = f"none of the {counted(found.rows, 'row')} of {shown(parsed.table)} gave an image"
+        for cause, count in list(found.failures.items())[:1]:
+            message += f", {count} with {_explained(cause)}; --retry-failed tries these rows again"
+        raise DataError(message)
     return 0
 
 
@@ -235,6 +248,7 @@ def download(
     *,
     fetch: FetchOptions,
     part: tuple[int, int] = (1, 1),
+    retry_failed: bool = False,
     ray_address: str | None = None,
     show: Callable[[int, int], None] = lambda rows, failed: None,
 ) -> DownloadReport:
@@ -247,13 +261,15 @@ def download(
         options: what to store; must be the same in all calls for this folder.
         fetch: limits for requests.
         part: ``(i, n)``: download only every n-th shard, starting at the i-th, 1 ≤ i ≤ n.
+        retry_failed: also try the rows again that failed in shards that are complete.
         ray_address: of a Ray cluster, each of whose tasks downloads a shard. ``out`` must be on a file system that
             its machines share.
         show: called with the number of rows so far, and of those without an image.
 
     Raises:
         ConfigError: ``out`` was started with other options, or there is no Ray cluster.
-        DataError: a table cannot be read, ``out`` cannot be written, or another process downloads this part.
+        DataError: a table cannot be read, ``out`` cannot be written, another process downloads this part, or nearly
+            all of the last rows failed.
     """
     out = out.absolute()
     if any(out.glob("[!.]*")) and not (out / "download.json").exists():
@@ -281,7 +297,7 @@ def download(
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Pillow's, for damaged images
                 keep_captions = any(reader.caption_column for reader in readers)
-                samples = _samples_of(readers, out, options, part, keep_captions)
+                samples = _samples_of(readers, out, options, part, keep_captions, retry_failed)
                 if ray_address is not None:
                     written = _download_on_ray(samples, out, options, fetch, part, ray_address, show)
                 else:
@@ -307,11 +323,17 @@ def _report(out: Path, written: int) -> DownloadReport:
     totals = Counter(shards=0, rows=0, kept=0, downloaded=0)
     for path in sorted(out.glob("*_stats.json")):
         stats = json.loads(path.read_bytes())
+        retried = Counter[str](stats.get("retried", {}))
         totals.update(
-            shards=1, rows=stats["count"], kept=stats["successes"], downloaded=stats["bytes_downloaded"]
+            shards=1,
+            rows=stats["count"] - retried.total(),
+            kept=stats["successes"],
+            downloaded=stats["bytes_downloaded"],
         )
-        failures.update({cause: count for cause, count in stats["status_dict"].items() if cause != "success"})
-    return DownloadReport(**totals, written=written, failures=dict(failures.most_common()))
+        failures.update(stats["status_dict"])
+        failures.subtract(retried)
+    del failures["success"]
+    return DownloadReport(**totals, written=written, failures=dict((+failures).most_common()))
 
 
 def _tables(given: Sequence[str | Path], copies: Path) -> list[Path]:
@@ -368,6 +390,10 @@ def _stats_path(out: Path, shard: int) -> Path:
     return out / f"{shard:05d}_stats.json"
 
 
+def _listing_path(out: Path, shard: int) -> Path:
+    return out / f"{shard:05d}.parquet"
+
+
 def _update_digest(digest: "hashlib._Hash", row: Row) -> None:
     """Add the URL and the caption of a row to the digest of the rows of a shard."""
     digest.update(json.dumps([row.path, row.caption], default=str).encode() + b"\n")
@@ -390,9 +416,8 @@ def _check_rows(rows: Iterable[Row], out: Path, samples_per_shard: int) -> Itera
             yield row
         if stats.get("rows_sha256", digest.hexdigest()) != digest.hexdigest():
             raise _other_table(out, shard)
-    for path in sorted(out.glob("*_stats.json")):
-        stored = int(path.name.partition("_")[0])
-        if stored > shard:
+    for stored in _complete_shards(out):
+        if stored > shard and not _is_retry(out, stored):
             raise _other_table(out, stored)
 
 
@@ -403,19 +428,35 @@ def _other_table(out: Path, shard: int) -> ConfigError:
     )
 
 
+def _complete_shards(out: Path) -> list[int]:
+    return sorted(int(path.name.partition("_")[0]) for path in out.glob("*_stats.json"))
+
+
+def _is_retry(out: Path, shard: int) -> bool:
+    """Return whether a complete shard contains rows that had failed in other shards."""
+    return "retried" in json.loads(_stats_path(out, shard).read_bytes())
+
+
 def _listings(out: Path, part: tuple[int, int]) -> list[Path]:
     """Return the listings of the complete shards of a part."""
-    numbers = (int(path.name.partition("_")[0]) for path in sorted(out.glob("*_stats.json")))
-    return [out / f"{number:05d}.parquet" for number in numbers if number % part[1] == part[0] - 1]
+    return [_listing_path(out, shard) for shard in _complete_shards(out) if shard % part[1] == part[0] - 1]
 
 
 def _samples_of(
-    tables: Sequence[Table], out: Path, options: DownloadOptions, part: tuple[int, int], keep_captions: bool
+    tables: Sequence[Table],
+    out: Path,
+    options: DownloadOptions,
+    part: tuple[int, int],
+    keep_captions: bool,
+    retry_failed: bool,
 ) -> Iterator[tuple[int, _Sample] | None]:
     """Yield the samples of incomplete shards of a part: shard number and sample.
 
-    After each thousand rows that are skipped, yield None, so that responses can be read meanwhile.
+    With ``retry_failed``, the failed rows of complete shards follow, in new shards. After each thousand rows that
+    are skipped, yield None, so that responses can be read meanwhile.
     """
+    complete_before = _complete_shards(out)
+    at = 0
     first_urls = _FirstRows()
     names = FieldNames(chain.from_iterable(table.others for table in tables), taken=_OWN_FIELDS)
     place, parts = part
@@ -438,6 +479,60 @@ def _samples_of(
             yield shard, sample
         elif at % 1000 == 0:
             yield None
+    if not (retry_failed and complete_before):
+        return
+    new_shard = 1 + max(complete_before[-1], at // options.samples_per_shard)
+    new_shard += (place - 1 - new_shard) % parts
+    in_part = {shard for shard in complete_before if shard % parts == place - 1}
+    last_attempts = _read_retries(out, complete_before)
+    attempts: list[dict[str, str]] = []
+    retried = 0
+    for at, row in enumerate(chain.from_iterable(tables)):
+        if at % 1000 == 0:
+            yield None
+        shard, i = divmod(at, options.samples_per_shard)
+        if i == 0:
+            attempts = _read_attempts(out, shard) if shard in in_part else []
+        if not attempts:
+            continue
+        key = attempts[i]["key"]
+        last = last_attempts.get(key, attempts[i])
+        if last["status"].startswith("failed"):
+            sample = _make_sample(row, names.of(row.others), keep_captions)
+            sample.retry_of, sample.earlier_cause = key, last["error_message"]
+            yield new_shard + retried // options.samples_per_shard * parts, sample
+            retried += 1
+
+
+def _read_attempts(out: Path, shard: int, *more_columns: str) -> list[dict[str, str]]:
+    from pyarrow import parquet
+
+    columns = ["key", "status", "error_message", *more_columns]
+    rows: list[dict[str, str]] = parquet.read_table(_listing_path(out, shard), columns=columns).to_pylist()
+    return rows
+
+
+def _read_retries(out: Path, shards: Sequence[int]) -> dict[str, dict[str, str]]:
+    """Return the last attempts of all rows that were tried again, by the key of the first attempt."""
+    retries: dict[str, dict[str, str]] = {}
+    for shard in shards:
+        if _is_retry(out, shard):
+            for attempt in _read_attempts(out, shard, "retry_of"):
+                retries[attempt["retry_of"]] = attempt
+    return retries
+
+
+def _host_of(url: object) -> str:
+    try:
+        return urlsplit(str(url)).hostname or "no host"
+    except ValueError:
+        return "no host"
+
+
+def _explained(cause: str) -> str:
+    """Return the cause of failures with what probably led to so many of them."""
+    explanation = probable_cause(cause)
+    return f"{cause!r}: {explanation}" if explanation else repr(cause)
 
 
 def _make_sample(row: Row, names: Mapping[str, str], keep_captions: bool) -> _Sample:
@@ -471,6 +566,8 @@ class _Download:
     ) -> None:
         self._out, self._options, self._fetch, self._claim, self._show = out, options, fetch, claim, show
         self._threads = threads
+        self._unfinished: deque[_Sample] = deque()
+        self._outcomes: deque[_Sample] = deque(maxlen=_MOST_WATCHED)
         self._digits = max(1, math.ceil(math.log10(options.samples_per_shard)))
         self.rows = self.failed = self._written = 0
 
@@ -481,9 +578,9 @@ class _Download:
         window = asyncio.Semaphore(4 * connections)  # rows in progress, most of them waiting for their host
         places = asyncio.Semaphore(_OPEN_SHARDS)
         shards: asyncio.Queue[_Shard | None] = asyncio.Queue()
-        with ThreadPoolExecutor(self._threads, "decode") as pool:
+        with ExitStack() as spools, ThreadPoolExecutor(self._threads, "decode") as pool:
             async with Fetcher(self._fetch) as fetcher, asyncio.TaskGroup() as group:
-                group.create_task(self._write_shards(shards, places))
+                group.create_task(self._write_shards(shards, places, pool))
 
                 async def one(sample: _Sample, shard: _Shard) -> None:
                     try:
@@ -505,8 +602,10 @@ class _Download:
                             shard.check()
                         await places.acquire()
                         shard = _Shard(number, tempfile.TemporaryFile(dir=self._out))  # noqa: SIM115
+                        spools.enter_context(shard.spool)
                         shards.put_nowait(shard)
                     shard.samples.append(sample)
+                    self._unfinished.append(sample)
                     if sample.status:
                         self._count(sample)
                         continue
@@ -552,6 +651,30 @@ class _Download:
         self.rows += 1
         self.failed += sample.status != "success"
         self._show(self.rows, self.failed)
+        self._stop_if_nearly_all_fail()
+
+    def _stop_if_nearly_all_fail(self) -> None:
+        # in the order of the table, because failures are faster than downloads
+        while self._unfinished and self._unfinished[0].status:
+            sample = self._unfinished.popleft()
+            # a row that fails again as before is no sign of trouble
+            fails_again = sample.cause != "" and sample.cause == sample.earlier_cause
+            if sample.status != "duplicate" and not fails_again:
+                self._outcomes.append(sample)
+        rows = len(self._outcomes)
+        if self._fetch.keep_going or rows < _LEAST_WATCHED or not self._outcomes[-1].cause:
+            return
+        failed = [sample for sample in self._outcomes if sample.cause]
+        if len(failed) < _MOST_FAILED * rows:
+            return
+        [(cause, count)] = Counter(sample.cause for sample in failed).most_common(1)
+        hosts = {_host_of(sample.row.path) for sample in failed if sample.cause == cause}
+        where = hosts.pop() if len(hosts) == 1 else counted(len(hosts), "host")
+        raise DataError(
+            f"{self._out}: stopped, because {len(failed)} of the last {rows} rows failed, {count} of them "
+            f"({where}) with {_explained(cause)}; run the same command again to continue, with --retry-failed "
+            "to try failed rows again, or with --keep-going not to stop"
+        )
 
     def _stored(self, data: bytes) -> "tuple[StoredImage, dict[str, object], str] | str":
         """Decode and resize an image in a thread; return it, its json fields and digest, or a cause of failure."""
@@ -573,7 +696,9 @@ class _Download:
                 facts["exif"] = json.dumps(tags)
         return image, facts, hashlib.sha256(data).hexdigest()
 
-    async def _write_shards(self, shards: "asyncio.Queue[_Shard | None]", places: asyncio.Semaphore) -> None:
+    async def _write_shards(
+        self, shards: "asyncio.Queue[_Shard | None]", places: asyncio.Semaphore, pool: ThreadPoolExecutor
+    ) -> None:
         """Write shards in order, each when it is complete."""
         while (shard := await shards.get()) is not None:
             await shard.complete.wait()
@@ -586,9 +711,11 @@ class _Download:
                 for (sample, _), first in zip(images, self._claim([row for _, row in images]), strict=True):
                     if not first:
                         sample.status, sample.cause = "duplicate", "image of an earlier row"
-            await asyncio.to_thread(self._write, shard)
+            is_retry = bool(shard.samples[0].retry_of)
+            if not is_retry or not all(sample.status.startswith("failed") for sample in shard.samples):
+                await asyncio.get_running_loop().run_in_executor(pool, self._write, shard)
+                self._written += 1
             shard.spool.close()
-            self._written += 1
             places.release()
 
     def _write(self, shard: _Shard) -> None:
@@ -634,12 +761,16 @@ class _Download:
             "end_time": ended,
             "status_dict": dict(causes),
         }
+        if retried := Counter(sample.earlier_cause for sample in shard.samples if sample.retry_of):
+            stats["retried"] = dict(retried)
         write_atomic(_stats_path(self._out, shard.number), json.dumps(stats, indent=2) + "\n", durable=True)
 
     def _meta(self, sample: _Sample, key: str) -> dict[str, Any]:
         """Return the json of a sample, which is also its row in the Parquet file."""
-        return {
-            **sample.fields,
+        meta = dict(sample.fields)
+        if sample.retry_of:
+            meta["retry_of"] = sample.retry_of
+        return meta | {
             "caption": sample.captions[0] if sample.captions else None,
             "url": sample.row.path if isinstance(sample.row.path, str) else None,
             "key": key,
@@ -675,8 +806,13 @@ def _download_on_ray(
             nonlocal written, rows, failed
             [done], _ = ray.wait(list(pending), num_returns=1)
             number = pending.pop(done)
-            counts = ray.get(done)
-            if not _stats_path(out, number).exists():
+            try:
+                counts = ray.get(done)
+            except ray.exceptions.RayTaskError as error:  # whose text contains a traceback
+                if isinstance(error.cause, DataError):
+                    raise DataError(str(error.cause)) from None
+                raise
+            if counts[0] > counts[1] and not _stats_path(out, number).exists():
                 raise DataError(f"{out} is not on a file system that the machines of the Ray cluster share")
             written, rows, failed = written + 1, rows + counts[0], failed + counts[1]
             show(rows, failed)

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from types import TracebackType
 from typing import Any
+from urllib.request import getproxies
 
 import aiohttp
 import yarl
 
 from data.remote.urls import CLIENT_OPTIONS, encode_url
 
-__all__ = ["FetchError", "FetchOptions", "Fetcher"]
+__all__ = ["FetchError", "FetchOptions", "Fetcher", "probable_cause"]
 
 _RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 _MOST_REDIRECTS = 5
@@ -27,6 +28,30 @@ _MOST_REFUSED = 8  # downloads, after which a host's other rows fail at once
 _RESOLVERS = 64  # concurrent DNS lookups
 _ENCODINGS = frozenset({"", "identity", "gzip", "deflate", "br", "zstd"})
 _NO_TRAINING = frozenset({"noai", "noimageai", "noindex", "noimageindex"})
+_NOT_REACHED = "there is no network, or a firewall or proxy is in between"
+_NO_DNS = "there is no network, or DNS does not work"
+_PROBABLE_CAUSES = {
+    "unknown host": _NO_DNS,
+    "no answer from DNS in time": _NO_DNS,
+    "no connection": _NOT_REACHED,
+    "no complete response in time": f"{_NOT_REACHED}, or --timeout is too short for --connections",
+    "connection lost or malformed response": _NOT_REACHED,
+    "invalid certificate": "a proxy replaces certificates, or this machine has none (install ca-certificates, or "
+    "set SSL_CERT_FILE)",
+    "HTTP 401": "the links have expired or need a login",
+    "HTTP 403": "the server or a proxy refuses this program or address, or the links have expired",
+    "HTTP 404": "the images were removed, or the URLs are in another column (--url-column)",
+    "HTTP 407": "a proxy requires a login",
+    "HTTP 429": "too many requests: set a lower --per-host",
+    "HTTP 503": "too many requests (set a lower --per-host), or an outage of the server",
+    "host refuses requests (Retry-After)": "too many requests: set a lower --per-host",
+    "not an image in a known format": "servers answer with pages such as a login, or the URLs are of pages",
+    "no URL": "the URLs are in another column (--url-column)",
+    "invalid URL": "the URLs are in another column (--url-column)",
+    "not a URL that begins with http:// or https://": "the URLs are in another column (--url-column)",
+    "no caption": "the captions are in another column (--caption-column)",
+    "empty caption": "the captions are in another column (--caption-column)",
+}
 _WITH_VALUE = frozenset({"unavailable_after", "max-snippet", "max-image-preview", "max-video-preview"})
 
 
@@ -41,6 +66,7 @@ class FetchOptions:
         retries: further attempts after temporary errors (timeouts, lost connections, HTTP 429 and 5xx).
         max_bytes: maximum size of a response.
         allow_private: allow hosts with addresses that are not public, such as 127.0.0.1 or 10.0.0.1.
+        keep_going: do not stop when nearly all rows fail.
         ignore_robots: also download images whose ``X-Robots-Tag`` header forbids their use.
         user_agent: sent to servers; its first word selects directives of ``X-Robots-Tag``.
     """
@@ -52,6 +78,7 @@ class FetchOptions:
     max_bytes: int = 64 * 2**20
     allow_private: bool = False
     ignore_robots: bool = False
+    keep_going: bool = False
     user_agent: str = "clipkit (+https://pypi.org/project/clipkit)"
 
 
@@ -61,6 +88,16 @@ class FetchError(Exception):
     def __init__(self, cause: str, *, temporary: bool = False, pause: float = 0.0) -> None:
         super().__init__(cause)
         self.temporary, self.pause = temporary, pause
+
+
+def probable_cause(cause: str) -> str:
+    """Return what probably led to many failures with the same cause; "" if that is not known."""
+    probable = _PROBABLE_CAUSES.get(cause, "")
+    if probable.startswith((_NO_DNS, _NOT_REACHED)):
+        proxies = [f"{name.upper()}_PROXY" for name in ("https", "http") if name in getproxies()]
+        if proxies:
+            probable += f" (images are downloaded without the proxy of {' and '.join(proxies)})"
+    return probable
 
 
 class _PrivateAddressError(OSError):
@@ -75,6 +112,24 @@ class _Host:
     refused: int = 0  # downloads in a row that failed although all waits that the host asked for were made
 
 
+class _Resolver(aiohttp.ThreadedResolver):  # type: ignore[misc]
+    """A resolver that lists the hosts whose addresses it is waiting for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: set[str] = set()
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[Any]:
+        self.waiting.add(host)
+        try:
+            addresses: list[Any] = await super().resolve(host, port, family)
+            return addresses
+        finally:
+            self.waiting.discard(host)
+
+
 class Fetcher:
     """Downloads files by URL; use it as an asynchronous context manager in one event loop."""
 
@@ -86,10 +141,12 @@ class Fetcher:
     async def __aenter__(self) -> "Fetcher":
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_RESOLVERS, "resolve"))
         options = self._options
+        self._resolver = _Resolver()
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
                 limit=0,  # limited by _slots, so that requests waiting for one host do not block others
                 ttl_dns_cache=300,
+                resolver=self._resolver,
                 socket_factory=None if options.allow_private else _public_socket,
             ),
             timeout=aiohttp.ClientTimeout(total=options.timeout),
@@ -184,6 +241,8 @@ class Fetcher:
         except FetchError:
             raise
         except TimeoutError:
+            if url.raw_host in self._resolver.waiting:
+                raise FetchError("no answer from DNS in time", temporary=True) from None
             raise FetchError("no complete response in time", temporary=True) from None
         except aiohttp.TooManyRedirects:
             raise FetchError("too many redirects") from None

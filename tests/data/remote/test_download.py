@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tarfile
@@ -61,6 +62,7 @@ class Server:
 
     url: str
     delay: float = 0.0  # maximum, drawn for each response
+    down: set[str] = field(default_factory=set)  # names below /flaky/ that fail
     requests: Counter[str] = field(default_factory=Counter)
 
 
@@ -109,6 +111,12 @@ def server() -> Iterator[Server]:
                     self.answer(503)
                 case "limited" | "passing":
                     self.answer(200, body)
+                case "flaky" if name in served.down:
+                    self.answer(503)
+                case "flaky":
+                    self.answer(200, body)
+                case "denied":
+                    self.answer(403)
                 case "busy":
                     self.answer(503)
                 case "refused":
@@ -350,6 +358,159 @@ def test_training_knows_that_downloaded_images_are_upright(server: Server, tmp_p
         manifest = make_manifest([find_shards(source) for source in sources], Selection())
         packed = packed_images(DataConfig(train=sources), manifest, rank0=True, broadcast=bytes)
         assert (packed.upright, packed.background, bool(packed.notes)) == (upright, None, noted)
+
+
+def listed(out: Path) -> dict[str, str]:
+    """Return the cause of the last attempt of each URL."""
+    causes: dict[str, str] = {}
+    keys: dict[str, str] = {}
+    for path in sorted(out.glob("*.parquet")):
+        for row in parquet.read_table(path).to_pylist():
+            first = row.get("retry_of") or row["key"]
+            assert keys.setdefault(row["url"], first) == first
+            causes[row["url"]] = row["error_message"] or ""
+    return causes
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_retry_adds_only_what_had_failed(server: Server, tmp_path: Path, parts: int) -> None:
+    names = [f"{i}.jpg" for i in range(90)]
+    server.down = {name for name in names if int(name[:-4]) % 3 == 0 or int(name[:-4]) in range(40, 60)}
+    path = table(tmp_path / "t.csv", [f"{server.url}/flaky/{name}" for name in names])
+    out = tmp_path / "out"
+
+    def run(retry_failed: bool) -> DownloadReport:
+        server.requests.clear()
+        for i in range(1, parts + 1):
+            part = (i, parts)
+            fetch = replace(QUICK, retries=0)
+            found = download(path, out, SMALL, fetch=fetch, part=part, retry_failed=retry_failed)
+        assert (found.rows, found.kept) == (90, 90 - len(server.down))
+        assert sum(found.failures.values()) == len(server.down)
+        assert {url for url, cause in listed(out).items() if cause} == {
+            f"{server.url}/flaky/{name}" for name in server.down
+        }
+        return found
+
+    assert run(retry_failed=True).shards == 5  # nothing had failed before
+    before, failed = digests(out), set(server.down)
+    assert run(retry_failed=False).written == 0 and not server.requests
+    run(retry_failed=True)
+    assert digests(out) == before  # none of the rows succeeded
+    while server.down:
+        recovered = set(sorted(server.down)[:25])
+        failed, server.down = server.down, server.down - recovered
+        before = digests(out)
+        found = run(retry_failed=True)
+        assert set(server.requests) == {f"/flaky/{name}" for name in failed}
+        assert before.items() < digests(out).items()
+    assert not found.failures
+    samples: dict[str, dict[str, bytes]] = {}
+    for tar in out.glob("*.tar"):
+        for key, sample in members(tar).items():
+            assert key not in samples
+            samples[key] = sample
+    for sample in samples.values():
+        number = int(json.loads(sample["json"])["url"].rpartition("/")[2][:-4])
+        assert (sample["jpg"], sample["txt"]) == (jpeg(number), f"caption {number}".encode())
+    assert len(samples) == 90
+    assert sum(make_manifest([find_shards(str(out))], Selection()).counts) == 90
+    run(retry_failed=True)
+    assert not server.requests
+
+
+@pytest.mark.long
+def test_killed_retry_loses_and_repeats_no_row(server: Server, tmp_path: Path) -> None:
+    names = [f"{i}.jpg" for i in range(150)]
+    server.down = set(names)
+    path, out = table(tmp_path / "t.csv", [f"{server.url}/flaky/{name}" for name in names]), tmp_path / "out"
+    download(path, out, SMALL, fetch=replace(QUICK, retries=0))
+    server.down, server.delay = {name for name in names if "7" in name}, 0.05
+    program = (
+        "import sys; from pathlib import Path; from tests.data.remote.test_download import *\n"
+        "fetch = replace(QUICK, connections=8)\n"
+        "print(download(Path(sys.argv[1]), Path(sys.argv[2]), SMALL, fetch=fetch, retry_failed=True).kept)"
+    )
+    finished, kills = False, 0
+    while not finished:
+        process = subprocess.Popen([sys.executable, "-c", program, str(path), str(out)])
+        shards = len(list(out.glob("*_stats.json")))
+        while process.poll() is None and len(list(out.glob("*_stats.json"))) < shards + 2:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        finished = process.wait() == 0
+        kills += not finished
+    found = download(path, out, SMALL, fetch=QUICK)
+    assert kills > 1 and (found.rows, found.kept) == (150, 150 - len(server.down))
+    images = [sample["jpg"] for tar in out.glob("*.tar") for sample in members(tar).values()]
+    assert len(images) == len(set(images)) == found.kept
+
+
+def test_download_stops_if_nearly_all_rows_fail(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = replace(QUICK, retries=0)
+
+    def error_of(urls: list[str]) -> str:
+        server.requests.clear()
+        name = f"{hash(tuple(urls))}"
+        with pytest.raises(DataError, match="stopped, because") as caught:
+            download(table(tmp_path / f"{name}.csv", urls), tmp_path / name, SMALL, fetch=quick)
+        assert sum(server.requests.values()) < 1400
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    def fail(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_AGAIN, "no DNS")
+
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    denied = [f"{server.url}/denied/{i}.jpg" for i in range(1400)]
+    assert "(127.0.0.1) with 'HTTP 403': the server or a proxy refuses this" in error_of(denied)
+    # a host that blocks the program later, and one of a hundred rows that succeeds nevertheless
+    later = [f"{server.url}/{'img' if i < 300 or i % 100 == 0 else 'denied'}/{i}.jpg" for i in range(1400)]
+    assert "'HTTP 403'" in error_of(later)
+    unknown = [f"http://name{i}.invalid/a.jpg" for i in range(300)]
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    message = error_of(unknown)
+    assert "(200 hosts) with 'unknown host': there is no network, or DNS does not work; run" in message
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    assert "DNS does not work (images are downloaded without the proxy of HTTPS_PROXY)" in error_of(
+        unknown[1:]
+    )
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(0.5))
+    impatient = replace(quick, timeout=0.2)
+    with pytest.raises(DataError, match="'no answer from DNS in time': there is no network, or DNS does"):
+        download(table(tmp_path / "t.csv", unknown), tmp_path / "slow", SMALL, fetch=impatient)
+    monkeypatch.undo()
+    closed = [f"http://127.0.0.1:9/{i}.jpg" for i in range(300)]
+    assert "(127.0.0.1) with 'no connection'" in error_of(closed)
+    assert "with 'no URL': the URLs are in another column (--url-column)" in error_of([""] * 300)
+    found = download(
+        table(tmp_path / "t.csv", denied[:300]),
+        tmp_path / "going",
+        SMALL,
+        fetch=replace(quick, keep_going=True),
+    )
+    assert found.failures == {"HTTP 403": 300}
+    # rows that fail again as before are no reason to stop, but rows that fail in another way are
+    server.down = {f"{i}.jpg" for i in range(300)}
+    flaky = table(tmp_path / "flaky.csv", [f"{server.url}/flaky/{i}.jpg" for i in range(300)])
+    download(flaky, tmp_path / "flaky", SMALL, fetch=replace(quick, keep_going=True))
+    found = download(flaky, tmp_path / "flaky", SMALL, fetch=quick, retry_failed=True)
+    assert found.failures == {"HTTP 503": 300}
+    server.down.clear()
+    with pytest.raises(DataError, match=r"200 of the last 200 rows failed, .* with 'more than 0 MiB'; run"):
+        download(flaky, tmp_path / "flaky", SMALL, fetch=replace(quick, max_bytes=1), retry_failed=True)
+    assert download(flaky, tmp_path / "flaky", SMALL, fetch=quick, retry_failed=True).kept == 300
+
+
+def test_download_does_not_stop_if_some_rows_succeed(server: Server, tmp_path: Path) -> None:
+    """Failures are faster than downloads: the first 900 results are failures."""
+    server.delay = 0.3
+    urls = [f"{server.url}/img/{i}.jpg" if i % 10 == 0 else f"ftp://host/{i}.jpg" for i in range(1000)]
+    found = download(table(tmp_path / "t.csv", urls), tmp_path / "out", DownloadOptions(), fetch=QUICK)
+    assert (found.rows, found.kept) == (1000, 100)
 
 
 def test_parts_write_the_same_shards_as_one_download(server: Server, many: Path, tmp_path: Path) -> None:
