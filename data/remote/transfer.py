@@ -574,7 +574,10 @@ def _http_transfer(client: Any, url: str, byte_range: str | None) -> Iterator[Tr
         times = aiohttp.ClientTimeout(
             total=None, sock_connect=PATIENCE.connect_seconds, sock_read=PATIENCE.stall_seconds
         )
-        response = await session.get(target, headers=headers, timeout=times, read_bufsize=_CHUNK)
+        try:
+            response = await session.get(target, headers=headers, timeout=times, read_bufsize=_CHUNK)
+        except ValueError:  # a redirect to something else than a URL
+            raise TransferError("invalid URL", temporary=False) from None
         if response.status not in (200, 206, 416):
             after = response.headers.get("Retry-After", "")
             response.close()

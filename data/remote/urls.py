@@ -40,7 +40,10 @@ async def _encode_redirect(
     request: "aiohttp.ClientRequest", send: "aiohttp.ClientHandlerType"
 ) -> "aiohttp.ClientResponse":
     """Encode the URL of a request, which after a redirect is the text of a ``Location`` header."""
-    request.url = encode_url(str(request.url))
+    url = encode_url(str(request.url))
+    if url.raw_host != request.url.raw_host:  # encoded by IDNA
+        request.headers["Host"] = url.host_port_subcomponent
+    request.url = url
     return await send(request)
 
 

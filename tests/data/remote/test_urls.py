@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -74,6 +75,7 @@ def moved() -> Iterator[tuple[str, dict[str, str], list[str]]]:
         def do_GET(self) -> None:
             requests.append(self.path)
             location = locations.get(self.path)
+            assert self.headers["Host"].isascii()
             self.send_response(302 if location else 200)
             if location:
                 self.send_header("Location", location.encode().decode("latin-1"))
@@ -122,3 +124,20 @@ def test_redirects_are_followed_as_they_are_written(
     locations["/loop%2C"] = "/loop%2C"
     with pytest.raises((FetchError, TransferError)):
         read(f"{url}/loop%2C")
+
+
+def test_redirect_to_an_international_host(
+    moved: tuple[str, dict[str, str], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, locations, requests = moved
+    port = url.rpartition(":")[2]
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *more, **named: resolve("127.0.0.1", *more, **named)
+    )
+    locations["/international"] = f"http://münchen.example:{port}/ä%2C"
+    _fetch(f"{url}/international")
+    assert requests[-1] == "/%C3%A4%2C"
+    # shards are read with the logins of ~/.netrc, which aiohttp looks up by the encoded host
+    with pytest.raises(TransferError, match="invalid URL"):
+        file_facts(f"{url}/international")
