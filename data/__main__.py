@@ -85,7 +85,7 @@ decoding settings.
   python -m data speed pairs --workers 0,2,4,8
   python -m data speed pairs data.crop_scale=0.4 data.color_jitter=0.4
 """
-_PACKED = "a .csv, .tsv, .jsonl or .parquet file, or a folder of images with captions or by class"
+_PACKED = "a .csv, .tsv, .jsonl, .json or .parquet file, or a folder of images with captions or by class"
 TOKENIZER_TEXT = f"""\
 Train a byte-level BPE tokenizer on the captions of shards, for any languages. A
 small vocabulary saves memory and time of a small model.
@@ -105,11 +105,12 @@ Choose a palette by k-means over pixels of the images, for Image GPT.
     model.image_weights=palette.safetensors pixels.weight=1 loss.name=none
 """
 PACK_TEXT = """\
-The first line of the table names its columns. Paths are relative to the
-table's folder. Other columns become fields of each sample's json, for
-data.filters and data.captions in training (--fields selects columns). Rows that
-cannot be used (a missing file, a broken image, an empty caption) are counted
-and listed in OUT/bad_rows.jsonl.
+The first line of the table names its columns, or has the path of an image;
+then columns are called 'column 1' and so on. Paths are relative to the table's
+folder. Other columns become fields of each sample's json, for data.filters and
+data.captions in training (--fields selects columns). Rows that cannot be used
+(a missing file, a broken image, an empty caption) are counted and listed in
+OUT/bad_rows.jsonl.
 
   python -m data pack photos.csv photos
   python -m data pack photos.csv photos --test 0.1
@@ -120,11 +121,12 @@ With --test, train on one split and evaluate on the other:
 """
 
 DOWNLOAD_TEXT = """\
-TABLE is a .csv, .tsv, .jsonl or .parquet file, or a folder of them, with a
-column of URLs. Writes WebDataset shards in img2dataset's layout to OUT, for
-data.train and other programs. Run the same command again to resume an
-interrupted download, with --retry-failed to try failed rows again. Hosts with
-private addresses and images that their server marks as noai are skipped.
+TABLE is a .csv, .tsv, .jsonl, .json or .parquet file with a column of URLs, or
+a folder of them, or a .txt file with a URL per line. Writes WebDataset shards
+in img2dataset's layout to OUT, for data.train and other programs. Run the same
+command again to resume an interrupted download, with --retry-failed to try
+failed rows again. Hosts with private addresses and images that their server
+marks as noai are skipped.
 
   python -m data download table.parquet images --image-size 384
   python -m data download hf://datasets/OWNER/NAME/table.parquet images
@@ -701,7 +703,7 @@ COMMANDS = {
     ),
     "pack": Command(
         summary="pack your own images and captions from a table",
-        description="Pack images and captions from a CSV, TSV, JSONL or Parquet table into shards.",
+        description="Pack images and captions from a CSV, TSV, JSONL, JSON or Parquet table into shards.",
         epilog=PACK_TEXT,
         arguments=_pack_options,
         run=_pack,

@@ -49,6 +49,7 @@ from clipkit.files import (
     files_below,
     find_captions,
     images_below,
+    listed_path,
     pair_captions,
     read_captions,
     read_class_names,
@@ -576,10 +577,8 @@ def _file_of(row: Row, folder: Path) -> bytes:
         raise BadRow("no path")
     if not isinstance(given, str):
         raise BadRow("path is not a string")
-    if given.startswith(("http://", "https://", "s3://", "gs://", "ftp://")):
-        raise BadRow("a web address, not a file: download it first")
     try:
-        path = folder / given.removeprefix("file://")
+        path = listed_path(folder, given)
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):  # reading a pipe or device may never end
             raise BadRow("not a file")
@@ -587,6 +586,8 @@ def _file_of(row: Row, folder: Path) -> bytes:
             raise BadRow(f"file of more than {LARGEST_FILE // 2**20} MiB")
         with path.open("rb") as file:
             data = file.read(LARGEST_FILE)
+    except DataError as error:
+        raise BadRow(str(error)) from None
     except (FileNotFoundError, NotADirectoryError):
         raise BadRow("missing file") from None
     except (OSError, ValueError):  # ValueError: a path with a null byte or unencodable characters

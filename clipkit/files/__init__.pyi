@@ -80,9 +80,12 @@ from .splitmix import (
     mix_array as mix_array,
 )
 from .table import (
+    NAMED_SUFFIXES as NAMED_SUFFIXES,
     SUFFIXES as SUFFIXES,
     Row as Row,
     Table as Table,
+    is_table as is_table,
+    listed_path as listed_path,
     safe_cell as safe_cell,
 )
 from .tar import (

@@ -28,7 +28,6 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO, Literal
-from urllib.parse import unquote
 
 from clipkit.errors import DataError
 from clipkit.files.folders import images_below
@@ -39,7 +38,7 @@ from clipkit.files.patterns import (
     path_order,
     user_path,
 )
-from clipkit.files.table import SUFFIXES, Table
+from clipkit.files.table import Table, is_table, listed_path
 from clipkit.files.tar import sample_name, tar_files
 
 __all__ = [
@@ -193,7 +192,7 @@ class Stream:
             raise DataError(f"{source} is compressed: unpack it first")
         if suffix == ".tar":
             return lambda: _samples(path, kind)
-        if suffix in SUFFIXES:
+        if is_table(path):
             image, caption = self._columns
             table = Table(path, image_column=image, caption_column=caption, need=(kind,))
             return lambda: _rows(table, kind)
@@ -411,15 +410,13 @@ def _rows(table: Table, kind: Kind) -> Iterator[Item]:
                     cause = _EMPTY
                 yield Item(source=source, key=str(number), caption=None if cause else text, cause=cause)
                 continue
-            if "://" in text and not text.startswith("file://"):
-                cause = "web address, not a file: download it first"
+            try:
+                path = listed_path(table.path.parent, text)
+            except DataError as error:
+                cause = cause or str(error)
             if cause:
                 yield Item(source=source, key=readable(text[:4096] or str(number)), cause=cause)
                 continue
-            if text.startswith("file://"):
-                text = unquote(text.removeprefix("file://"), errors="surrogateescape")
-                text = text.removeprefix("localhost") if text.startswith("localhost/") else text
-            path = table.path.parent / text
             caption = row.caption if isinstance(row.caption, str) else None
             yield Item(source=source, key=readable(str(path)), image=path, caption=caption)
     except DataError as error:

@@ -41,6 +41,7 @@ from PIL import ExifTags, Image
 import clipkit
 from clipkit.errors import ConfigError, DataError
 from clipkit.files import (
+    NAMED_SUFFIXES,
     PILLOW_ERRORS,
     SUFFIXES,
     CountProgress,
@@ -62,7 +63,7 @@ from data.shards.images import BadImage, Resize, StoredImage, Storing, store_ima
 
 __all__ = ["URL_COLUMNS", "DownloadOptions", "DownloadReport", "download"]
 
-URL_COLUMNS = ("url", "image_url", "img_url", "image_link", "link", "uri", "src")
+URL_COLUMNS = ("url", "image_url", "img_url", "image_link", "link", "uri", "src", "coco_url")
 _OWN_FIELDS = (
     "key", "status", "error_message", "width", "height", "original_width", "original_height", "exif", "sha256",
     "url", "caption", "captions", "retry_of",
@@ -106,6 +107,7 @@ class DownloadReport:
         kept: rows with an image in a tar.
         downloaded: bytes.
         failures: rows without an image, by the cause of the last attempt.
+        caption_column: column with the captions; "" if the table has none.
     """
 
     shards: int
@@ -114,6 +116,7 @@ class DownloadReport:
     kept: int
     downloaded: int
     failures: Mapping[str, int]
+    caption_column: str
 
 
 @dataclass(slots=True)
@@ -233,6 +236,8 @@ def command(parsed: argparse.Namespace) -> int:
     for cause, count in found.failures.items():
         print(f"  {count:>11,}  {printable(cause)}")
     print(f"  {size_of(found.downloaded)} downloaded")
+    if not found.caption_column:
+        print("  no captions: the table has no caption column (--caption-column names one)")
     if not found.kept and (found.rows or parts == "1"):
         message = f"none of the {counted(found.rows, 'row')} of {shown(parsed.table)} gave an image"
         for cause, count in list(found.failures.items())[:1]:
@@ -255,8 +260,8 @@ def download(
     """Download the images of a table; resume an interrupted download.
 
     Args:
-        tables: .csv, .tsv, .jsonl or .parquet files or folders of them, local or remote, read as one table. Remote
-            tables are downloaded to ``out/.tables`` first.
+        tables: tables (see ``clipkit.files.Table``), .txt files with a URL per line, or folders of tables, local or
+            remote, read as one table. Remote tables are downloaded to ``out/.tables`` first.
         out: the folder of the shards.
         options: what to store; must be the same in all calls for this folder.
         fetch: limits for requests.
@@ -296,8 +301,8 @@ def download(
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Pillow's, for damaged images
-                keep_captions = any(reader.caption_column for reader in readers)
-                samples = _samples_of(readers, out, options, part, keep_captions, retry_failed)
+                caption_column = next((table.caption_column for table in readers if table.caption_column), "")
+                samples = _samples_of(readers, out, options, part, bool(caption_column), retry_failed)
                 if ray_address is not None:
                     written = _download_on_ray(samples, out, options, fetch, part, ray_address, show)
                 else:
@@ -314,10 +319,10 @@ def download(
         if isinstance(first, OSError):
             raise DataError(f"cannot write {out}: {first.strerror or first}") from first
         raise first from None
-    return _report(out, written)
+    return _report(out, written, caption_column)
 
 
-def _report(out: Path, written: int) -> DownloadReport:
+def _report(out: Path, written: int, caption_column: str) -> DownloadReport:
     """Add up the counts of all complete shards in a folder."""
     failures = Counter[str]()
     totals = Counter(shards=0, rows=0, kept=0, downloaded=0)
@@ -333,7 +338,9 @@ def _report(out: Path, written: int) -> DownloadReport:
         failures.update(stats["status_dict"])
         failures.subtract(retried)
     del failures["success"]
-    return DownloadReport(**totals, written=written, failures=dict((+failures).most_common()))
+    return DownloadReport(
+        **totals, written=written, failures=dict((+failures).most_common()), caption_column=caption_column
+    )
 
 
 def _tables(given: Sequence[str | Path], copies: Path) -> list[Path]:
@@ -342,10 +349,11 @@ def _tables(given: Sequence[str | Path], copies: Path) -> list[Path]:
     for table in map(str, given):
         if is_remote(table):
             name = table.partition("?")[0].lower()
-            files = describe([table]) if name.endswith(SUFFIXES) else list_folder(table, SUFFIXES)
+            is_file = name.endswith((*SUFFIXES, *NAMED_SUFFIXES))
+            files = describe([table]) if is_file else list_folder(table, SUFFIXES)
             inside = download_all(files, copies)
         elif (path := Path(table)).is_dir():
-            inside = sorted(one for one in path.iterdir() if one.suffix in SUFFIXES)
+            inside = sorted(one for one in path.iterdir() if one.name.endswith(SUFFIXES))
         else:
             inside = [path]
         if not inside:

@@ -24,6 +24,7 @@ from clipkit.files import (
     expand_braces,
     find_captions,
     images_below,
+    is_table,
     match_wildcards,
     path_order,
 )
@@ -108,10 +109,10 @@ def _local_shards(source: str, split: str) -> list[Path]:
         path = Path(name).expanduser()
         found = [one for one in match_wildcards(path) if one.is_file()]
         tars = [one for one in found if one.suffix == ".tar"]
-        paths += tars or [one for one in found if one.suffix.lower() in SUFFIXES] or [path]
+        paths += tars or [one for one in found if one.name.lower().endswith(SUFFIXES)] or [path]
     missing = [one for one in paths if not one.is_file()]
     if not missing:
-        if all(_kind(path.name) == "table" and not _is_tar(path) for path in paths):
+        if all(is_table(path) and not _is_tar(path) for path in paths):
             return _packed(paths)
         if (hint := next(filter(None, map(_file_hint, paths)), None)) is not None:
             raise DataError(hint)
@@ -321,7 +322,7 @@ def _kind(name: str) -> str | None:
     suffix = Path(name).suffix
     if suffix == ".tgz" or (suffix in _UNPACK and name.endswith(".tar" + suffix)):
         return "compressed"
-    return "table" if suffix in SUFFIXES else "image" if suffix in IMAGE_SUFFIXES else None
+    return "table" if name.endswith(SUFFIXES) else "image" if suffix in IMAGE_SUFFIXES else None
 
 
 def _names(folder: Path) -> list[str]:

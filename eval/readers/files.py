@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from clipkit.errors import DataError
-from clipkit.files import SPLIT_NAMES, counted, is_deep
+from clipkit.files import SPLIT_NAMES, SUFFIXES, counted, is_deep
 from data.remote.store import is_remote
 from eval.datasets.dataset import EvalDataset, some
 
@@ -152,13 +152,9 @@ def undecodable(error: Exception) -> DataError:
 # --------------------------------------------------------------------------------------------------------------
 # Tables of images and captions.
 
-# what ``python -m data pack`` reads
-_TABLES = (".csv", ".tsv", ".tab", ".jsonl", ".ndjson", ".parquet", ".pq")
-
-
 def is_table(path: Path) -> bool:
     """Return whether a file has the extension of a table."""
-    return path.suffix.lower() in _TABLES and path.is_file()
+    return path.name.lower().endswith(SUFFIXES) and path.is_file()
 
 
 def tables_in(folder: Path) -> list[Path]:

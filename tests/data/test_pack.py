@@ -165,7 +165,7 @@ def test_bad_lines_of_json_are_listed(images: Path) -> None:
         (4, "a.jpg", "no caption"),
         (5, None, "path is not a string"),
         (6, "a.jpg", "caption is neither a string nor a list of strings"),
-        (7, None, "a line longer than 1,048,576 bytes"),
+        (7, None, "an object longer than 1,048,576 characters"),
         (8, "a.jpg", "caption is not UTF-8"),
         (9, None, "not JSON"),
     ]
@@ -175,18 +175,78 @@ def test_bad_lines_of_csv_are_listed(images: Path) -> None:
     table = b"path,caption\na.jpg,good\na.jpg\n\na.jpg,caf\xe9\na.jpg,fine,more\n"
     (images / "table.csv").write_bytes(table + b'a.jpg,"' + b"x" * 140_000 + b"\na.jpg,last\n")
     report = pack(images / "table.csv", images / "out", progress=False)
-    assert report.packed == 3
+    assert report.packed == 2
     assert [(row, cause.partition(" (")[0]) for row, _, cause in bad_rows(images / "out")] == [
         (2, "too few columns"),
         (3, "caption is not UTF-8"),
+        (4, "more cells than columns: put cells that contain ',' in quotes"),
         (5, "a field longer than 131,072 characters"),
     ]
 
 
 def test_missing_closing_quote_is_a_bad_row(images: Path) -> None:
-    (images / "t.tsv").write_text('path\tcaption\na.jpg\t"it" they said\nb.png\t"open\na.jpg\tlost\n')
+    (images / "t.tsv").write_text('path\tcaption\na.jpg\t"it" they said\nb.png\t"open\na.jpg\tnot lost\n')
     report = pack(images / "t.tsv", images / "out", progress=False)
-    assert (report.packed, report.bad) == (1, {"a missing closing quote": 1})
+    assert report.packed == 2
+    [(row, _, cause)] = bad_rows(images / "out")
+    assert row == 2 and cause.startswith('a quote (") that is not closed')
+
+
+def test_tables_as_datasets_publish_them_are_packed(images: Path) -> None:
+    for folder in ("images", "more"):
+        (images / folder).mkdir()
+    (images / "images/a b.jpg").write_bytes((images / "a.jpg").read_bytes())
+    (images / "more/100%.png").write_bytes((images / "b.png").read_bytes())
+    turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "one"}]
+    coco = {
+        "images": [{"id": 3, "file_name": "a.jpg"}],
+        "annotations": [{"image_id": 3, "caption": "one"}, {"image_id": 3, "caption": "two"}],
+    }
+    tables: dict[str, tuple[str, list[str], list[str]]] = {
+        "captions.txt": ("image,caption\na.jpg,one\nb.png,two , x\n", ["one"], ["a.jpg"]),
+        "flickr.token.txt": ("a.jpg#0\tone\nb.png#0\ttwo\n", ["one", "two"], ["a.jpg", "b.png"]),
+        "train.tsv": ("one\ta.jpg\ntwo\tb.png\n", ["one", "two"], ["a.jpg", "b.png"]),
+        "windows.csv": ("path,text\nimages\\a b.jpg,one\n", ["one"], ["a.jpg"]),
+        "excel.csv": ("sep=;\npath;text\na.jpg;one, x\n", ["one, x"], ["a.jpg"]),
+        "urls.csv": (
+            f"path,text\nfile://{images}/images/a%20b.jpg,one\nfile://{images}/more/100%25.png,two\n",
+            ["one", "two"],
+            ["a.jpg", "b.png"],
+        ),
+        "captions.json": (json.dumps(coco), ["one"], ["a.jpg"]),
+        "llava.json": (json.dumps([{"image": "a.jpg", "conversations": turns}]), ["one"], ["a.jpg"]),
+    }
+    for number, (name, (content, captions, files)) in enumerate(tables.items()):
+        (images / name).write_text(content)
+        out = images / f"out{number}"
+        report = pack(images / name, out, progress=False)
+        found = samples(out).values()
+        assert [sample["txt"].decode() for sample in found] == captions, name
+        assert [sample.get("jpg", sample.get("png")) for sample in found] == [
+            (images / file).read_bytes() for file in files
+        ]
+        if name == "captions.txt":
+            assert report.bad == {"more cells than columns: put cells that contain ',' in quotes": 1}
+        if name == "captions.json":
+            assert [json.loads(sample["json"])["captions"] for sample in found] == [["one", "two"]]
+        if name == "llava.json":
+            assert report.left_out == {
+                "conversations": "except the first answer of each, which is the caption"
+            }
+
+
+def test_report_counts_the_rows_of_the_file(images: Path) -> None:
+    rows = [f"a.jpg,number {i}" for i in range(12)]
+    rows[2] = 'a.jpg,"the wall'
+    (images / "t.csv").write_text("\n".join(["path,caption", *rows]) + "\n")
+    report = pack(images / "t.csv", images / "out", progress=False)
+    assert (report.packed, sum(report.bad.values())) == (11, 1)
+    assert [row for row, _, _ in bad_rows(images / "out")] == [3]
+    (images / "all.csv").write_text("path,caption\na.jpg,red, parked\nb.png,one black, one white\n")
+    with pytest.raises(
+        DataError, match=r"2 × more cells than columns: put cells that contain ',' in quotes \(row 1\)"
+    ):
+        pack(images / "all.csv", images / "none", progress=False)
 
 
 @pytest.mark.parametrize(
@@ -650,7 +710,7 @@ def test_invalid_settings_raise_error(images: Path, setting: str) -> None:
 
 def test_ctrl_c_leaves_no_files(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = write_table(images / "t.csv", ["path", "caption"], [("a.jpg", "x")] * 50)
-    rows = Table._delimited
+    rows = Table.__iter__
 
     def interrupted(self: Table):  # type: ignore[no-untyped-def]
         for row in rows(self):
@@ -658,7 +718,7 @@ def test_ctrl_c_leaves_no_files(images: Path, monkeypatch: pytest.MonkeyPatch) -
                 raise KeyboardInterrupt
             yield row
 
-    monkeypatch.setattr(Table, "_delimited", interrupted)
+    monkeypatch.setattr(Table, "__iter__", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pack(table, images / "out", progress=False)
     assert not list(images.glob("*out*"))

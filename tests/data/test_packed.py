@@ -1,5 +1,6 @@
 """Tests of tables, image folders and Parquet as training data: they are packed into the cache once."""
 
+import gzip
 import io
 import json
 import os
@@ -74,6 +75,13 @@ def test_all_forms_of_sources_give_the_same_pairs(tmp_path: Path) -> None:
     expected = sorted((text, (folder / name).read_bytes()) for name, text in rows)
     assert samples(table(tmp_path / "pairs.csv", rows, "photos")) == expected
     assert samples(parquet(tmp_path / "plain.parquet", rows, folder, plain=True)) == expected
+    plain = (tmp_path / "pairs.csv").read_bytes()
+    (tmp_path / "pairs.csv.gz").write_bytes(gzip.compress(plain))
+    (tmp_path / "pairs.txt").write_bytes(plain)
+    lines = [json.dumps({"path": f"photos/{name}", "caption": text}) for name, text in rows]
+    (tmp_path / "pairs.json").write_text(f"[{', '.join(lines)}]")
+    for name in ("pairs.csv.gz", "pairs.txt", "pairs.json"):
+        assert samples(tmp_path / name) == expected
     hub = tmp_path / "hub"
     hub.mkdir()
     parquet(hub / "train-00000-of-00002.parquet", rows[:3], folder)

@@ -1,5 +1,6 @@
 """Tests of input streams from every kind of source: deterministic order, each item once, bounded memory."""
 
+import gzip
 import io
 import json
 import os
@@ -333,7 +334,7 @@ def test_tables_of_paths_and_captions(tmp_path: Path) -> None:
     assert [cause(item) for item in items[1:4]] == [
         "missing file",
         "no path",
-        "web address, not a file: download it first",
+        "a web address, not a file: download it first",
     ]
     assert texts(table) == ["one", "<empty caption>", "three", "four", "five"]
     assert [item.key for item in Stream([str(table)], kind="caption")] == ["1", "2", "3", "4", "5"]
@@ -344,6 +345,20 @@ def test_tables_of_paths_and_captions(tmp_path: Path) -> None:
     lone.write_text('{"text": "half a pair \\ud800", "other": "y"}\n{"text": 5}\nno\n')
     assert texts(lone) == ["half a pair \\xed\\xa0\\x80", "<caption is not text>", "<not JSON>"]
     assert texts(lone, caption_column="other") == ["y", "<no caption>", "<not JSON>"]
+
+
+def test_text_files_with_columns_are_tables(tmp_path: Path) -> None:
+    table = tmp_path / "captions.txt"
+    table.write_text('image,caption\na.jpg,one\nimg\\b.jpg,"two, three"\n')
+    assert [Path(item.key) for item in Stream([str(table)])] == [tmp_path / "a.jpg", tmp_path / "img/b.jpg"]
+    assert texts(table) == ["one", "two, three"]
+    table.write_text("an image, a caption\na.jpg,one\n")
+    assert texts(table) == ["an image, a caption", "a.jpg,one"]
+    with pytest.raises(DataError, match="contains texts: add --text"):
+        Stream([str(table)])
+    packed = tmp_path / "t.jsonl.gz"
+    packed.write_bytes(gzip.compress(b'{"file": "a.jpg", "text": "one"}{"file": "b.jpg", "text": "two"}'))
+    assert texts(packed) == ["one", "two"]
 
 
 def test_damaged_parquet_table_yields_the_rows_before_the_damage(tmp_path: Path) -> None:

@@ -240,6 +240,23 @@ def test_every_row_has_an_image_or_a_cause(server: Server, tmp_path: Path) -> No
     assert server.requests["/missing/5.jpg"] == 1 and server.requests["/busy/6.jpg"] == 2
 
 
+def test_urls_one_per_line_have_no_captions(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    urls = [f"{server.url}/img/{i}.jpg?crop=1,2;3&i={i}" for i in range(3)]
+    (tmp_path / "urls.txt").write_text("\n".join(urls) + "\n")
+    out = tmp_path / "out"
+    assert main(["download", str(tmp_path / "urls.txt"), str(out), "--allow-private", "--quiet"]) == 0
+    assert "no captions: the table has no caption column" in capsys.readouterr().out
+    assert [json.loads(sample["json"])["url"] for sample in members(out / "00000.tar").values()] == urls
+    assert not any("txt" in sample for sample in members(out / "00000.tar").values())
+    lines = ["url,caption", f"{urls[0]},a car", f'"{urls[1]}",a car']
+    (tmp_path / "urls.csv").write_text("\n".join(lines))
+    found = download(tmp_path / "urls.csv", tmp_path / "few", DownloadOptions(), fetch=QUICK)
+    assert found.kept == 1 and found.caption_column == "caption"
+    assert found.failures == {"more cells than columns: put cells that contain ',' in quotes": 1}
+
+
 def test_host_that_always_sends_retry_after_is_given_up(server: Server, tmp_path: Path) -> None:
     urls = [f"{server.url}/refused/{i}.jpg" for i in range(60)]
     found = download(

@@ -1,0 +1,255 @@
+"""CSV, TSV and other delimited text, with or without a header.
+
+A quote that is never closed would make all following rows part of one cell. A quoted cell may contain line breaks,
+but if its quote is not closed correctly, or the lines in it are rows of their own, then its first line is a bad row
+and the other lines are read again as rows.
+"""
+
+import csv
+import io
+import re
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+from clipkit.files.patterns import IMAGE_SUFFIXES
+from clipkit.files.table.formats import ColumnRequest, Record
+from clipkit.files.table.text import LONGEST, open_text
+
+# delimiters by suffix; of those with equally many known columns the first is used
+_DELIMITERS = {".csv": ",\t;|", ".tsv": "\t", ".tab": "\t", ".token": "\t", ".txt": "\t,;|"}
+_DETECTED = 2**16  # characters from which delimiter and columns are detected
+_DETECTED_ROWS = 100
+# first columns of the output of ``clipkit classify``, and of that of earlier versions
+_CLASSIFIED = (["image", "source", "label_1"], ["picture", "source", "label_1"])
+_FORMULA = re.compile(r"'*[=+\-@\t\r\n＝＋－＠]")
+_EXCEL_DELIMITER = re.compile(r'"?sep=(.)"?[\r\n]+', re.IGNORECASE)  # a line before the header
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://\S+", re.IGNORECASE)
+_CAPTION_NUMBER = re.compile(r"#[0-9]+$")  # Flickr8k's and Flickr30k's: 1000268201_693b08cb0e.jpg#0
+_OPEN_QUOTE = 'a quote (") that is not closed: close it, or double it if it is part of the text'
+
+
+def safe_cell(text: str) -> str:
+    """Prefix text that a spreadsheet would evaluate as a formula with an apostrophe, as OWASP recommends.
+
+    Text that already has such a prefix gets another apostrophe, so that removing one restores the original.
+    """
+    return f"'{text}" if _FORMULA.match(text) else text
+
+
+class Delimited:
+    """A delimited table.
+
+    The delimiter is the one that yields the most known columns. If a cell of the first line is the path of an image
+    or a URL, there is no header: the columns are named ``column 1``, ``column 2`` and so on.
+    """
+
+    types: Mapping[str, Any] = {}
+    any_column = False
+
+    def __init__(self, path: Path, requests: Sequence[ColumnRequest]) -> None:
+        self._path = path
+        self.names: list[str] = []
+        self.guesses: dict[str, str] = {}
+        self._delimiter, self._skip, self._has_header, self._numbered = ",", 0, True, False
+        suffix = Path(path.name.lower().removesuffix(".gz")).suffix
+        delimiters = _DELIMITERS[suffix]
+        with open_text(path) as (text, _):
+            start = text.read(_DETECTED)
+        if match := _EXCEL_DELIMITER.match(start):
+            delimiters, self._skip = match[1], match.end()
+        most = (-1, -1)
+        for delimiter in delimiters:
+            rows = _first_rows(start[self._skip :], delimiter)
+            names = [name.strip() for name in rows[0]] if rows else []
+            columns = [request.find_column(names) for request in requests]
+            guesses: dict[str, str] = {}
+            if not any(request.name in names for request in requests) and (
+                suffix != ".txt" or delimiter == "\t"
+            ):
+                guesses = _guess_columns(rows, requests, delimiter)
+            if guesses:
+                names = [f"column {i}" for i in range(1, len(names) + 1)]
+                columns = list(guesses.values())
+            score = sum(map(bool, columns)), len(names)
+            if score > most:
+                most = score
+                self.names, self.guesses, self._delimiter = names, guesses, delimiter
+        self._has_header = not self.guesses
+        self._numbered = False
+        if self.guesses:
+            first = _first_rows(start[self._skip :], self._delimiter)[0]
+            self._numbered = any(_CAPTION_NUMBER.search(cell) and _image_like(cell) for cell in first)
+
+    def records(self, required: Sequence[str], others: Sequence[str]) -> Iterator[Record]:
+        """Read all rows in order, see ``Format``."""
+        indices = {name: i for i, name in reversed([*enumerate(self.names)])}  # the first of equal names
+        fewest = 1 + max(indices[name] for name in required)
+        escaped = self.names[:3] in _CLASSIFIED
+        image_column = next((name for what, name in self.guesses.items() if what != "caption"), "")
+        with open_text(self._path) as (text, progress):
+            text.read(self._skip)
+            rows = self._rows(text)
+            if self._has_header:
+                next(rows, None)
+            for fields, cause in rows:
+                if not cause and len(fields) < fewest:
+                    cause = "too few columns"
+                elif not cause and self._has_extra_cells(fields):
+                    delimiter = "a tab" if self._delimiter == "\t" else repr(self._delimiter)
+                    cause = f"more cells than columns: put cells that contain {delimiter} in quotes"
+                if cause:
+                    yield Record(cells={}, cause=cause, progress=progress())
+                    continue
+                if escaped:  # undo safe_cell
+                    fields = [
+                        cell[1:] if cell[:1] == "'" and _FORMULA.match(cell) else cell for cell in fields
+                    ]
+                cells: dict[str, object] = {name: fields[indices[name]] for name in required}
+                if self._numbered:
+                    cells[image_column] = _CAPTION_NUMBER.sub("", fields[indices[image_column]])
+                for name in others:
+                    if indices[name] < len(fields):
+                        cells[name] = fields[indices[name]] or None
+                yield Record(cells=cells, progress=progress())
+
+    def _rows(self, text: TextIO) -> Iterator[tuple[list[str], str]]:
+        """Yield the cells of each row that is not blank, the header included, and why it cannot be read."""
+        unread = deque[str]()  # lines after a quote that is not closed
+        while line := unread.popleft() if unread else _read_line(text):
+            if len(line) > LONGEST:
+                yield [], f"a line longer than {LONGEST:,} characters"
+                continue
+            if self._numbered or '"' not in line:
+                if cells := line.rstrip("\r\n"):
+                    yield cells.split(self._delimiter), ""
+                continue
+            unread.appendleft(line)
+            lines: list[str] = []
+            fields: list[str] = []
+            cause = ""
+            reader = csv.reader(_take_lines(text, unread, lines), delimiter=self._delimiter, strict=True)
+            try:
+                fields = next(reader)
+                if len(lines) > 1 and self._are_rows(lines, fields):
+                    cause = _OPEN_QUOTE
+            except csv.Error as error:
+                if len(lines) == 1 and "end of data" not in str(error):
+                    fields, cause = self._parse_line(line)
+                else:
+                    cause = _OPEN_QUOTE
+            if cause:
+                unread.extendleft(reversed(lines[1:]))
+            yield fields, cause
+
+    def _parse_line(self, line: str) -> tuple[list[str], str]:
+        """Split a line with text after a closing quote, as spreadsheets do, or with a field that is too long."""
+        try:
+            return next(csv.reader([line], delimiter=self._delimiter)), ""
+        except csv.Error:
+            return [], "a field longer than 131,072 characters (a missing closing quote?)"
+
+    def _has_extra_cells(self, fields: Sequence[str]) -> bool:
+        return any(cell.strip() for cell in fields[len(self.names) :])
+
+    def _are_rows(self, lines: Sequence[str], fields: Sequence[str]) -> bool:
+        """Check whether lines that a quote joins are rows of their own.
+
+        Joined, they have too many cells, or two lines have a cell of the same kind, such as the path of an image,
+        in the same column. With tabs, which captions do not contain, a cell with a tab and a line break is enough.
+        """
+        if self._has_extra_cells(fields):
+            return True
+        if self._delimiter == "\t" and any("\n" in cell and "\t" in cell for cell in fields):
+            return True
+        kinds = Counter[tuple[int, str]]()
+        first: set[tuple[int, str]] = set()
+        for line in lines:
+            cells = line.rstrip("\r\n").split(self._delimiter)
+            if line is lines[0]:
+                first = {(i, _kind_of(cell)) for i, cell in enumerate(cells)}
+                kinds.update(first)
+            elif len(cells) >= len(self.names):
+                kinds.update((i, _kind_of(cell)) for i, cell in enumerate(cells))
+        for column, count in kinds.items():
+            kind = column[1]
+            if count > 1 and (kind in ("image", "url") or (kind == "number" and column in first)):
+                return True
+        return False
+
+
+def _take_lines(text: TextIO, unread: deque[str], lines: list[str]) -> Iterator[str]:
+    """Yield unread lines and those of a file, and append them to ``lines``; ends when these are too long."""
+    size = 0
+    while size <= LONGEST:
+        line = unread.popleft() if unread else _read_line(text)
+        if not line:
+            return
+        size += len(line)
+        lines.append(line)
+        yield line
+
+
+def _read_line(text: TextIO) -> str:
+    """Read a line, of which at most one character more than ``LONGEST`` is returned."""
+    line = rest = text.readline(LONGEST + 1)
+    while len(line) > LONGEST and rest and not rest.endswith(("\n", "\r")):
+        rest = text.readline(LONGEST)
+    return line
+
+
+def _first_rows(start: str, delimiter: str) -> list[list[str]]:
+    """Return the first rows of a text that are not blank."""
+    rows: list[list[str]] = []
+    with suppress(csv.Error):
+        for fields in csv.reader(io.StringIO(start, newline=""), delimiter=delimiter):
+            if fields:
+                rows.append(fields)
+            if len(rows) == _DETECTED_ROWS:
+                break
+    return rows
+
+
+def _kind_of(cell: str) -> str:
+    """Return the kind of a cell of which a caption is none: "image", "url", "number", otherwise ""."""
+    if cell.isdecimal():
+        return "number"
+    cell = cell.strip().strip('"')
+    if _URL.fullmatch(cell):
+        return "url"
+    return "image" if _image_like(cell) else ""
+
+
+def _image_like(cell: str) -> bool:
+    """Check whether a cell ends like the name of an image file."""
+    return Path(_CAPTION_NUMBER.sub("", cell.strip().lower())).suffix in IMAGE_SUFFIXES
+
+
+def _guess_columns(
+    rows: Sequence[Sequence[str]], requests: Sequence[ColumnRequest], delimiter: str
+) -> dict[str, str]:
+    """Return the columns of a table without a header by content; {} if its first line may be a header.
+
+    The column of images or URLs is the one with the most of them in the first rows; of two columns, the other one
+    has the captions.
+    """
+
+    def is_location(cell: str) -> bool:
+        cell = cell.strip()
+        is_url = _URL.fullmatch(cell) is not None
+        if is_url and delimiter != "\t":  # a part of a URL that contains the delimiter is none
+            is_url = _image_like(cell)
+        return is_url or (content == "image" and _image_like(cell))
+
+    content = requests[0].content
+    if not rows or not any(map(is_location, rows[0])):
+        return {}
+    counts = Counter(i for fields in rows for i, cell in enumerate(fields) if is_location(cell))
+    width = len(rows[0])
+    image = max(range(width), key=lambda i: counts[i])
+    guesses = {content: f"column {image + 1}"}
+    if width == 2:
+        guesses["caption"] = f"column {2 - image}"
+    return guesses

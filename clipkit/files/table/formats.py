@@ -1,0 +1,84 @@
+"""What a format of tables provides, and how it knows which columns are of interest."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ColumnRequest:
+    """A column that a table is read for.
+
+    Attributes:
+        content: "image", "url" or "caption".
+        name: name of the column; None to find it by common names.
+        common: common names, most specific first, in the form of ``plain_name``.
+    """
+
+    content: str
+    name: str | None
+    common: Sequence[str]
+
+    def find_column(self, names: Sequence[str]) -> str:
+        """Return the requested column, or the first one with the most specific common name; "" if there is none."""
+        if self.name is not None:
+            return self.name if self.name in names else ""
+        by_plain_name = {plain_name(name): name for name in reversed(names)}
+        for name in self.common:
+            if name in by_plain_name:
+                return by_plain_name[name]
+        return ""
+
+
+def plain_name(name: str) -> str:
+    """Return the form in which names of columns are compared with common names."""
+    return name.strip().lower().replace(" ", "_").replace("-", "_")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """A row as its format reads it.
+
+    Attributes:
+        cells: values by column; columns that do not exist in this row are missing or None.
+        cause: why the row cannot be used, otherwise "".
+        progress: fraction of the table read so far, in [0, 1].
+    """
+
+    cells: Mapping[str, object]
+    cause: str = ""
+    progress: float
+
+
+class Format(Protocol):
+    """A table that is open for reading."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the columns in order; a name may occur several times."""
+
+    @property
+    def types(self) -> Mapping[str, Any]:
+        """pyarrow's types by column; {} if cells are text or JSON values."""
+
+    @property
+    def guesses(self) -> Mapping[str, str]:
+        """Columns of a table without a header by their probable content, "image", "url" or "caption"."""
+
+    @property
+    def any_column(self) -> bool:
+        """Whether rows may have columns that are not in ``names``."""
+
+    def records(self, required: Sequence[str], others: Sequence[str]) -> Iterator[Record]:
+        """Read all rows in order, with the cells of these columns.
+
+        A row without a cell for one of the required columns has a cause.
+
+        Raises:
+            DataError: the file is damaged.
+        """
+
+
+# opens a file for the columns of images and captions
+OpenFormat = Callable[[Path, Sequence[ColumnRequest]], Format]

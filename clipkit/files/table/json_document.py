@@ -1,0 +1,101 @@
+"""JSON files that are one document: a list of objects, or the annotations of COCO.
+
+- A list of objects has a row for each. If the document is an object with only one list of objects, as Karpathy's
+  splits (``images``), that list is used.
+- COCO's ``images`` are the rows, with the captions of their ``annotations``.
+
+Documents are read whole, so their size is limited.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from clipkit.errors import DataError
+from clipkit.files.table.formats import ColumnRequest, Format, Record
+from clipkit.files.table.json_lines import NOT_AN_OBJECT, JsonLines, keys_of, record_of
+from clipkit.files.table.text import LONGEST, open_text
+
+LARGEST = 2**29  # characters
+_DETECTED = 100  # objects whose keys are the columns
+
+
+def open_json(path: Path, requests: Sequence[ColumnRequest]) -> Format:
+    """Open a JSON file, which is a document or, if an object is followed by more text, JSON Lines."""
+    with open_text(path) as (text, _):
+        lines = (line for line in iter(lambda: text.readline(LONGEST), "") if line.strip())
+        first, following = next(lines, ""), next(lines, "")
+    try:
+        value, end = json.JSONDecoder().raw_decode(first.lstrip())
+    except (ValueError, RecursionError):
+        return JsonDocument(path, requests)
+    if isinstance(value, dict) and (first.lstrip()[end:] + following).strip():
+        return JsonLines(path, requests)
+    return JsonDocument(path, requests)
+
+
+class JsonDocument:
+    """A JSON file that is one document."""
+
+    types: Mapping[str, Any] = {}
+    guesses: Mapping[str, str] = {}
+    any_column = True
+
+    def __init__(self, path: Path, requests: Sequence[ColumnRequest]) -> None:
+        with open_text(path) as (text, _):
+            content = text.read(LARGEST + 1)
+        if len(content) > LARGEST:
+            raise DataError(
+                f"{path} is larger than {LARGEST >> 20} MiB: write it as .jsonl, an object per line"
+            )
+        try:
+            document = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path} is not JSON: {error}") from error
+        self._values = _select_rows(path, document)
+        self.names = keys_of(iter(self._values[:_DETECTED]))
+        if not self.names:
+            raise DataError(f"{path} has no JSON object in its first {_DETECTED} rows")
+
+    def records(self, required: Sequence[str], others: Sequence[str]) -> Iterator[Record]:
+        """Return all objects in order, see ``Format``."""
+        for number, value in enumerate(self._values, 1):
+            yield record_of(value, number / len(self._values))
+
+
+def _select_rows(path: Path, document: object) -> list[dict[str, object] | str]:
+    """Return the rows of a document: objects, or strings with the cause why there is none."""
+    if isinstance(document, list):
+        return [value if isinstance(value, dict) else NOT_AN_OBJECT for value in document]
+    if isinstance(document, dict):
+        lists = {name: value for name, value in document.items() if _is_list_of_objects(value)}
+        if {"images", "annotations"} <= lists.keys():
+            return _join_captions(path, lists["images"], lists["annotations"])
+        if len(lists) == 1:
+            return _select_rows(path, next(iter(lists.values())))
+    raise DataError(f"{path}: expected a list of objects, or an object with COCO's images and annotations")
+
+
+def _is_list_of_objects(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+
+
+def _join_captions(
+    path: Path, images: Sequence[object], annotations: Sequence[object]
+) -> list[dict[str, object] | str]:
+    """Return COCO's images with the captions of their annotations."""
+    captions: dict[str, list[object]] = {}
+    for annotation in annotations:
+        if isinstance(annotation, dict) and "caption" in annotation:
+            captions.setdefault(str(annotation.get("image_id")), []).append(annotation["caption"])
+    if not captions:
+        raise DataError(f"{path}: its annotations have no captions (COCO's are in captions_*.json)")
+    rows: list[dict[str, object] | str] = []
+    for image in images:
+        if isinstance(image, dict):
+            rows.append({**image, "captions": captions.pop(str(image.get("id")), None)})
+        else:
+            rows.append(NOT_AN_OBJECT)
+    rows += ["captions of an image that is not in the list of images"] * len(captions)
+    return rows
