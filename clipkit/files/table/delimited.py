@@ -95,11 +95,7 @@ class Delimited:
             if self._has_header:
                 next(rows, None)
             for fields, cause in rows:
-                if not cause and len(fields) < fewest:
-                    cause = "too few columns"
-                elif not cause and self._has_extra_cells(fields):
-                    delimiter = "a tab" if self._delimiter == "\t" else repr(self._delimiter)
-                    cause = f"more cells than columns: put cells that contain {delimiter} in quotes"
+                cause = cause or self._check_cells(fields, fewest)
                 if cause:
                     yield Record(cells={}, cause=cause, progress=progress())
                     continue
@@ -128,28 +124,47 @@ class Delimited:
                 continue
             unread.appendleft(line)
             lines: list[str] = []
-            fields: list[str] = []
-            cause = ""
             reader = csv.reader(_take_lines(text, unread, lines), delimiter=self._delimiter, strict=True)
+            is_open = False
             try:
                 fields = next(reader)
-                if len(lines) > 1 and self._are_rows(lines, fields):
-                    cause = _OPEN_QUOTE
+                is_open = len(lines) > 1 and self._are_rows(lines, fields)
             except csv.Error as error:
-                if len(lines) == 1 and "end of data" not in str(error):
-                    fields, cause = self._parse_line(line)
-                else:
-                    cause = _OPEN_QUOTE
-            if cause:
+                fields = []
+                is_open = len(lines) > 1 or "end of data" in str(error)
+            cause = ""
+            if is_open or not fields:
                 unread.extendleft(reversed(lines[1:]))
+                fields, cause = self._parse_line(line, is_open)
             yield fields, cause
 
-    def _parse_line(self, line: str) -> tuple[list[str], str]:
-        """Split a line with text after a closing quote, as spreadsheets do, or with a field that is too long."""
-        try:
+    def _parse_line(self, line: str, is_open: bool) -> tuple[list[str], str]:
+        """Split a line that is not quoted correctly; return its cells or why this is not possible."""
+        if '\\"' in line:  # quotes with backslashes, as Spark and MySQL write them
+            reader = csv.reader(
+                [line], delimiter=self._delimiter, escapechar="\\", doublequote=False, strict=True
+            )
+            try:
+                return next(reader), ""
+            except csv.Error:
+                return [], _OPEN_QUOTE
+        if is_open:
+            return [], _OPEN_QUOTE
+        try:  # text after a closing quote is part of the cell, as in spreadsheets
             return next(csv.reader([line], delimiter=self._delimiter)), ""
         except csv.Error:
             return [], "a field longer than 131,072 characters (a missing closing quote?)"
+
+    def _check_cells(self, fields: Sequence[str], fewest: int) -> str:
+        """Return why a row has too few or too many cells, otherwise ""."""
+        if len(fields) < fewest:
+            return "too few columns"
+        if not self._has_extra_cells(fields):
+            return ""
+        if any(cell.startswith(' "') for cell in fields):
+            return "more cells than columns: remove the space before a quote"
+        delimiter = "a tab" if self._delimiter == "\t" else repr(self._delimiter)
+        return f"more cells than columns: put cells that contain {delimiter} in quotes"
 
     def _has_extra_cells(self, fields: Sequence[str]) -> bool:
         return any(cell.strip() for cell in fields[len(self.names) :])
@@ -166,9 +181,9 @@ class Delimited:
             return True
         kinds = Counter[tuple[int, str]]()
         first: set[tuple[int, str]] = set()
-        for line in lines:
+        for number, line in enumerate(lines):
             cells = line.rstrip("\r\n").split(self._delimiter)
-            if line is lines[0]:
+            if number == 0:
                 first = {(i, _kind_of(cell)) for i, cell in enumerate(cells)}
                 kinds.update(first)
             elif len(cells) >= len(self.names):

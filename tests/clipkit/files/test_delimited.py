@@ -3,6 +3,7 @@
 import csv
 import gzip
 import io
+import tracemalloc
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -100,6 +101,18 @@ def test_open_quotes(tmp_path: Path, name: str, content: str, expected: list[obj
     assert pairs(read(tmp_path / name, content)) == expected
     (tmp_path / name).rename(tmp_path / f"{name}.gz")
     assert pairs(read(tmp_path / f"{name}.gz", gzip.compress(content.encode()))) == expected
+
+
+def test_quotes_with_backslashes(tmp_path: Path) -> None:
+    lines = [r'1.jpg,"a \"red, big\" car"', r'2.jpg,"the \"end\""', r'3.jpg,"C:\dir"', r'4.jpg,"open \" x']
+    rows = read(tmp_path / "t.csv", "\n".join(["path,caption", *lines, "5.jpg,x"]))
+    expected = [("1.jpg", 'a "red, big" car'), ("2.jpg", 'the "end"'), ("3.jpg", r"C:\dir")]
+    assert pairs(rows) == [*expected, OPEN_QUOTE, ("5.jpg", "x")]
+
+
+def test_space_before_a_quote_is_named(tmp_path: Path) -> None:
+    rows = read(tmp_path / "t.csv", 'path, caption\n1.jpg, "a, b"\n2.jpg, c\n')
+    assert pairs(rows) == ["more cells than columns: remove the space before a quote", ("2.jpg", " c")]
 
 
 def test_open_quote_in_captions_with_ids(tmp_path: Path) -> None:
@@ -200,7 +213,11 @@ def test_damaged_gzip_raises_error(tmp_path: Path) -> None:
 
 def test_long_lines_are_bad_rows_in_bounded_memory(tmp_path: Path) -> None:
     bomb = gzip.compress(b"path,caption\na.jpg,x\n" + b"x" * 2**26 + b"\nb.jpg,y\n")
+    tracemalloc.start()
     rows = read(tmp_path / "t.csv.gz", bomb)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**24
     assert pairs(rows) == [("a.jpg", "x"), "a line longer than 1,048,576 characters", ("b.jpg", "y")]
 
 
