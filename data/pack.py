@@ -72,6 +72,7 @@ LARGEST_FILE = 64 * 2**20  # bytes
 LONGEST_CAPTION = 10_000  # characters
 MOST_CAPTIONS = 100  # per image
 LARGEST_JSON = 2**20  # bytes per sample
+_MISSING = "missing file"
 _OWN_FIELDS = ("caption", "captions")  # json fields with a special meaning
 _MAX_REPORTED = 1000  # columns in the report; in JSONL each line may have different ones
 _MOST_FIELDS = 100_000  # columns of a table, to bound memory
@@ -226,7 +227,11 @@ def pack(
                     file.write(json.dumps({"row": None, "path": image[:4096], "cause": cause}) + "\n")
         if not writer.counts:
             causes = "; ".join(f"{count} × {cause} ({firsts[cause]})" for cause, count in bad.most_common())
-            expected = f"; expected {_LAYOUTS}{read.hint}" if isinstance(read, _ImageFolder) else ""
+            expected = ""
+            if isinstance(read, _ImageFolder):
+                expected = f"; expected {_LAYOUTS}{read.hint}"
+            elif _MISSING in bad:
+                expected = f"; paths are relative to the folder of the table, {read.path.parent}"
             raise DataError(f"no row of {read.path} can be packed: {causes or 'it has no rows'}{expected}")
         if not bad:
             listing.unlink()
@@ -365,7 +370,7 @@ def _class_names(folder: Path, subfolders: Sequence[str]) -> dict[str, str]:
     return names
 
 
-_REVISION = 3  # of packed folders in the cache; increased when the same input is packed differently
+_REVISION = 4  # of packed folders in the cache; increased when the same input is packed differently
 
 
 def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
@@ -589,7 +594,7 @@ def _file_of(row: Row, folder: Path) -> bytes:
     except DataError as error:
         raise BadRow(str(error)) from None
     except (FileNotFoundError, NotADirectoryError):
-        raise BadRow("missing file") from None
+        raise BadRow(_MISSING) from None
     except (OSError, ValueError):  # ValueError: a path with a null byte or unencodable characters
         raise BadRow("file cannot be read") from None
     if not data:

@@ -309,7 +309,8 @@ def test_column_of_other_values_raises_error(images: Path) -> None:
 def test_only_bad_rows_raise_error_with_causes(images: Path) -> None:
     rows = [("a.png", "x"), ("b.jpg", "x"), ("a.jpg", "")]
     table = write_table(images / "t.csv", ["path", "caption"], rows)
-    with pytest.raises(DataError, match=r"2 × missing file \(row 1: 'a.png'\); 1 × empty caption"):
+    message = r"2 × missing file \(row 1: 'a.png'\); 1 × empty caption.*; paths are relative to .*images$"
+    with pytest.raises(DataError, match=message):
         pack(table, images / "out", progress=False)
     assert not (images / "out").exists()
     assert not list(images.glob(".out*"))
