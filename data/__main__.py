@@ -703,7 +703,7 @@ COMMANDS = {
     ),
     "pack": Command(
         summary="pack your own images and captions from a table",
-        description="Pack images and captions from a CSV, TSV, JSONL, JSON or Parquet table into shards.",
+        description="Pack images and captions of a CSV, TSV, JSON or Parquet table into shards.",
         epilog=PACK_TEXT,
         arguments=_pack_options,
         run=_pack,

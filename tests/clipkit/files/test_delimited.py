@@ -248,3 +248,27 @@ def test_text_files_are_tables_if_they_have_both_columns(
 ) -> None:
     (tmp_path / name).write_text(content)
     assert is_table(tmp_path / name) is expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.binary(max_size=60)
+    | st.lists(st.sampled_from(list(b'\n\r\t ,;|"\\=#:/.ajpgseht{}[]\0\xff\xfe'))).map(bytes),
+    st.sampled_from([".csv", ".tsv", ".txt", ".token", ".jsonl", ".json", ".csv.gz", ".json.gz"]),
+    st.sampled_from(
+        [b"", b"path,caption\n", b"sep=;\n", b"\x1f\x8b\x08\0", b'[{"image": "a", "caption": "b"},']
+    ),
+    st.booleans(),
+)
+def test_any_content_gives_rows_or_an_error(content: bytes, suffix: str, start: bytes, packed: bool) -> None:
+    data = start + content
+    with TemporaryDirectory() as folder:
+        path = Path(folder, f"t{suffix}")
+        path.write_bytes(gzip.compress(data) if packed else data)
+        is_table(path)
+        try:
+            rows = list(Table(path, image_column=None, caption_column=None, others=None))
+        except DataError as error:
+            assert "\n" not in str(error)
+        else:
+            assert [row.number for row in rows] == list(range(1, len(rows) + 1))
