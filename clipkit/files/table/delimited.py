@@ -53,7 +53,8 @@ class Delimited:
         self._path = path
         self.names: list[str] = []
         self.guesses: dict[str, str] = {}
-        self._delimiter, self._skip, self._has_header, self._numbered = ",", 0, True, False
+        self._delimiter = ","
+        self._skip = 0  # characters before the header
         suffix = Path(path.name.lower().removesuffix(".gz")).suffix
         delimiters = _DELIMITERS[suffix]
         with open_text(path) as (text, _):
@@ -61,14 +62,16 @@ class Delimited:
         if match := _EXCEL_DELIMITER.match(start):
             delimiters, self._skip = match[1], match.end()
         most = (-1, -1)
+        first_row: list[str] = []
         for delimiter in delimiters:
             rows = _first_rows(start[self._skip :], delimiter)
             names = [name.strip() for name in rows[0]] if rows else []
             columns = [request.find_column(names) for request in requests]
             guesses: dict[str, str] = {}
-            if not any(request.name in names for request in requests) and (
+            is_header = any(request.name in names for request in requests)
+            if not is_header and (
                 suffix != ".txt" or delimiter == "\t"
-            ):
+            ):  # a .txt file may be a list of texts
                 guesses = _guess_columns(rows, requests, delimiter)
             if guesses:
                 names = [f"column {i}" for i in range(1, len(names) + 1)]
@@ -76,12 +79,11 @@ class Delimited:
             score = sum(map(bool, columns)), len(names)
             if score > most:
                 most = score
+                first_row = rows[0] if rows else []
                 self.names, self.guesses, self._delimiter = names, guesses, delimiter
         self._has_header = not self.guesses
-        self._numbered = False
-        if self.guesses:
-            first = _first_rows(start[self._skip :], self._delimiter)[0]
-            self._numbered = any(_CAPTION_NUMBER.search(cell) and _image_like(cell) for cell in first)
+        # whether paths have the numbers of their captions; then quotes are text
+        self._numbered = not self._has_header and any(map(_is_numbered, first_row))
 
     def records(self, required: Sequence[str], others: Sequence[str]) -> Iterator[Record]:
         """Read all rows in order, see ``Format``."""
@@ -240,6 +242,10 @@ def _kind_of(cell: str) -> str:
 def _image_like(cell: str) -> bool:
     """Check whether a cell ends like the name of an image file."""
     return Path(_CAPTION_NUMBER.sub("", cell.strip().lower())).suffix in IMAGE_SUFFIXES
+
+
+def _is_numbered(cell: str) -> bool:
+    return _CAPTION_NUMBER.search(cell) is not None and _image_like(cell)
 
 
 def _guess_columns(

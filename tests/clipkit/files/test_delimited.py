@@ -78,10 +78,10 @@ def test_rows_after_an_open_quote_are_read(
         captions = [*captions[:-1], f"x{end}"]
         lines[-1] = delimiter.join((f"img/{len(captions) - 1}.jpg", f"x{end}")[::order]) + "\n"
     with TemporaryDirectory() as folder:
-        found = pairs(read(Path(folder, "t.csv"), "".join(lines)))
+        rows = pairs(read(Path(folder, "t.csv"), "".join(lines)))
     expected: list[tuple[object, object] | str] = [(f"img/{i}.jpg", text) for i, text in enumerate(captions)]
     expected[opened] = OPEN_QUOTE
-    assert found == expected
+    assert rows == expected
 
 
 @pytest.mark.parametrize(
