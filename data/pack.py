@@ -30,6 +30,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -288,7 +289,8 @@ def _unlisted_images(folder: Path, table: Table) -> Iterator[tuple[str, str]]:
     listed = set[str]()
     for row in table:
         if isinstance(row.path, str):
-            listed.add(os.path.normpath(root / row.path.removeprefix("file://")))
+            with suppress(DataError):  # a web address
+                listed.add(os.path.normpath(listed_path(root, row.path)))
     for path, cause in images_below(root):
         if os.path.normpath(path) not in listed:
             yield str(path.relative_to(root)), cause or f"not listed in {table.path.name}"

@@ -75,7 +75,7 @@ class Row:
     """One row: its path and caption (None without such a column), or why it cannot be read."""
 
     number: int  # from 1, not counting the header
-    path: object = None
+    path: object = None  # if there is a cause, only to name the row
     caption: object = None
     cause: str = ""
     progress: float  # fraction of the table read so far, in [0, 1]
@@ -155,14 +155,15 @@ class Table:
     def __iter__(self) -> Iterator[Row]:
         records = self._format.records(self._required, list(self.others))
         for number, record in enumerate(records, 1):
-            if record.cause:
-                yield Row(number=number, cause=record.cause, progress=record.progress)
-                continue
             path = record.cells.get(self.image_column) if self.image_column else None
+            path = path.strip() if isinstance(path, str) else path
+            if record.cause:
+                yield Row(number=number, path=path, cause=record.cause, progress=record.progress)
+                continue
             caption = record.cells.get(self.caption_column) if self.caption_column else None
             yield Row(
                 number=number,
-                path=path.strip() if isinstance(path, str) else path,
+                path=path,
                 caption=_captions_in(caption),
                 progress=record.progress,
                 others=self._other_cells(record.cells),

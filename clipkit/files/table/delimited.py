@@ -96,16 +96,21 @@ class Delimited:
             rows = self._rows(text)
             if self._has_header:
                 next(rows, None)
+            cells: dict[str, object]
             for fields, cause in rows:
                 cause = cause or self._check_cells(fields, fewest)
                 if cause:
-                    yield Record(cells={}, cause=cause, progress=progress())
+                    cells = {}
+                    for name in required:  # reports name the image
+                        if indices[name] < len(fields) and _kind_of(fields[indices[name]]) == "image":
+                            cells[name] = fields[indices[name]]
+                    yield Record(cells=cells, cause=cause, progress=progress())
                     continue
                 if escaped:  # undo safe_cell
                     fields = [
                         cell[1:] if cell[:1] == "'" and _FORMULA.match(cell) else cell for cell in fields
                     ]
-                cells: dict[str, object] = {name: fields[indices[name]] for name in required}
+                cells = {name: fields[indices[name]] for name in required}
                 if self._numbered:
                     cells[image_column] = _CAPTION_NUMBER.sub("", fields[indices[image_column]])
                 for name in others:
@@ -149,9 +154,9 @@ class Delimited:
             try:
                 return next(reader), ""
             except csv.Error:
-                return [], _OPEN_QUOTE
+                is_open = True
         if is_open:
-            return [], _OPEN_QUOTE
+            return line.rstrip("\r\n").split(self._delimiter), _OPEN_QUOTE
         try:  # text after a closing quote is part of the cell, as in spreadsheets
             return next(csv.reader([line], delimiter=self._delimiter)), ""
         except csv.Error:

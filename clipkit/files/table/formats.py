@@ -41,7 +41,8 @@ class Record:
     """A row as its format reads it.
 
     Attributes:
-        cells: values by column; columns that do not exist in this row are missing or None.
+        cells: values by column; columns that do not exist in this row are missing or None. If there is a cause, at
+            most the path of an image.
         cause: why the row cannot be used, otherwise "".
         progress: fraction of the table read so far, in [0, 1].
     """
