@@ -32,6 +32,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ from clipkit.files import (
     files_below,
     find_captions,
     images_below,
+    is_table,
     listed_path,
     pair_captions,
     read_captions,
@@ -230,7 +232,7 @@ def pack(
             causes = "; ".join(f"{count} × {cause} ({firsts[cause]})" for cause, count in bad.most_common())
             expected = ""
             if isinstance(read, _ImageFolder):
-                expected = f"; expected {_LAYOUTS}{read.hint}"
+                expected = f"; expected {_LAYOUTS}{read.hint}{_table_hint(read.path)}"
             elif _MISSING in bad:
                 expected = f"; paths are relative to the folder of the table, {read.path.parent}"
             raise DataError(f"no row of {read.path} can be packed: {causes or 'it has no rows'}{expected}")
@@ -275,6 +277,7 @@ def pack(
 _LONGEST_NAME = 80
 _LAYOUTS = "a .txt file for each image, a table named metadata, or a subfolder for each class"
 _SHOWN = 8  # names of tables in the card
+_LOOKED_AT = 1000  # names in a folder without captions
 
 
 def metadata_of(folder: Path) -> Path | None:
@@ -294,6 +297,14 @@ def _unlisted_images(folder: Path, table: Table) -> Iterator[tuple[str, str]]:
     for path, cause in images_below(root):
         if os.path.normpath(path) not in listed:
             yield str(path.relative_to(root)), cause or f"not listed in {table.path.name}"
+
+
+def _table_hint(folder: Path) -> str:
+    """Name a table directly in a folder of images, such as Flickr8k's ``captions.txt``; "" if there is none."""
+    for path in islice(folder.iterdir(), _LOOKED_AT):
+        if path.suffix.lower() != ".json" and is_table(path):  # many .json files belong to one image
+            return f"; {path} is a table: pack that instead of its folder"
+    return ""
 
 
 class _ImageFolder:

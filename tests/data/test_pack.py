@@ -235,6 +235,15 @@ def test_tables_as_datasets_publish_them_are_packed(images: Path) -> None:
             }
 
 
+def test_table_in_a_folder_without_captions_is_named(images: Path) -> None:
+    (images / "captions.txt").write_text("image,caption\na.jpg,one\n")
+    with pytest.raises(
+        DataError, match=r"no caption.*; .*captions\.txt is a table: pack that instead of its folder$"
+    ):
+        pack(images, images.parent / "out", progress=False)
+    assert pack(images / "captions.txt", images.parent / "out", progress=False).packed == 1
+
+
 def test_report_counts_the_rows_of_the_file(images: Path) -> None:
     rows = [f"a.jpg,number {i}" for i in range(12)]
     rows[2] = 'a.jpg,"the wall'
