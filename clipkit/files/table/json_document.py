@@ -73,7 +73,12 @@ def _select_rows(path: Path, document: object) -> list[dict[str, object] | str]:
         if {"images", "annotations"} <= lists.keys():
             return _join_captions(path, lists["images"], lists["annotations"])
         if len(lists) == 1:
-            return _select_rows(path, next(iter(lists.values())))
+            rows = _select_rows(path, next(iter(lists.values())))
+            for row in rows:
+                # Karpathy's split of COCO has the folder of an image in another field than the name
+                if isinstance(row, dict) and "sentences" in row and "filepath" in row and "filename" in row:
+                    row["filepath"] = f"{row['filepath']}/{row['filename']}"
+            return rows
     raise DataError(f"{path}: expected a list of objects, or an object with COCO's images and annotations")
 
 

@@ -115,10 +115,14 @@ def test_first_answer_of_a_conversation_is_the_caption(tmp_path: Path) -> None:
     [
         ([*ROWS[:1], 7, "text"], [*expected(0), "not a JSON object", "not a JSON object"]),
         ({"data": ROWS[:2], "version": 1}, expected(0, 1)),
-        # Karpathy's splits
+        # Karpathy's splits of Flickr8k and COCO
         (
             {"dataset": "x", "images": [{"filename": "1.jpg", "sentences": [{"raw": "A b"}, {"raw": "c"}]}]},
             [("1.jpg", ["A b", "c"])],
+        ),
+        (
+            {"images": [{"filepath": "val", "filename": "1.jpg", "sentences": [{"raw": "A b"}]}]},
+            [("val/1.jpg", ["A b"])],
         ),
         ([{"image": "1.jpg", "captions": ["x", "y"]}], [("1.jpg", ["x", "y"])]),
     ],
