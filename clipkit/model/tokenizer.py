@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, SupportsIndex
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, SupportsIndex
 
 import numpy as np
 import torch
@@ -344,6 +344,10 @@ _CLASSES = "class names"
 class Tokenizer(Protocol):
     """A tokenizer that can be stored with the weights."""
 
+    @property
+    def vocab_size(self) -> int:
+        """The largest token plus one."""
+
     def __call__(self, texts: Sequence[str]) -> Tensor:
         """Tokenize N texts to (N, L) int64."""
 
@@ -377,6 +381,7 @@ class ClipTokenizer:
 
     context_length: int = 77
     trim: bool = True
+    vocab_size: ClassVar[int] = END_OF_TEXT + 1
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
         return tokenize(texts, self.context_length, trim=self.trim)
@@ -402,6 +407,10 @@ class ClassTokenizer:
     """Maps names of classes to (N, 1) class numbers, for a classification head."""
 
     names: tuple[str, ...]
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.names)
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
         try:
@@ -447,6 +456,10 @@ class LibraryTokenizer:
     trim: bool = False
     _made: Any = None
 
+    @property
+    def vocab_size(self) -> int:
+        return max(self._library().tokenizer.get_vocab().values(), default=0) + 1
+
     def __call__(self, texts: Sequence[str]) -> Tensor:
         if not texts:
             return torch.zeros(0, self.context_length, dtype=torch.int64)
@@ -481,7 +494,13 @@ class LibraryTokenizer:
             from clipkit.files.hub import from_hub
 
             with from_hub(self.source):
-                self._made = make_tokenizer(self.source, self.context_length, **self.options)
+                library = make_tokenizer(self.source, self.context_length, **self.options)
+            if library.tokenizer.pad_token_id is None:
+                raise ConfigError(
+                    f"the tokenizer in {self.source} has no padding token: add pad_token to tokenizer_config.json, "
+                    "the token whose number is pad_token_id in config.json"
+                )
+            self._made = library
         return self._made
 
     def store(self, folder: Path) -> Any:
