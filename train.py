@@ -299,6 +299,7 @@ def main(arguments: Arguments) -> int:
                     transparent=batch.traits.transparent,
                     rotated=batch.traits.rotated,
                     clamped=batch.traits.clamped,
+                    cut_captions=batch.cut_captions,
                 )
                 if ranks["faults"] or ranks["not_finite"]:
                     causes = distributed.gather_objects(str(fault or ""))
@@ -397,6 +398,9 @@ def main(arguments: Arguments) -> int:
         if state.bad_samples:
             progress.say(guards.bad_fraction(state.bad_samples, drawn, config.data.max_bad))
         trait_lines.say("drawn in all, repeats counted", state.trait_counts(drawn))
+        captions = drawn * shards.selection.captions.count
+        if line := metrics.cut_captions_line(state.cut_captions, captions, length):
+            progress.say(line)
         if stopped:
             progress.say(f"stopped and saved at step {step} of {config.steps}; the same command resumes")
         elif rank0:

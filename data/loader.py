@@ -386,6 +386,7 @@ class Batch:
         first_row: index of the first sample in the global batch.
         bad: the samples that were replaced.
         traits: how many images are transparent or have an EXIF orientation.
+        cut_captions: how many captions are longer than the context length; not counted in a smaller stage.
         undecoded: JPEGs for ``Loader.on_device`` to decode, None if there are none.
         teacher: stored features of the samples, None without a teacher.
         read_seconds: time to read the samples.
@@ -400,6 +401,7 @@ class Batch:
     first_row: int = 0
     bad: tuple[BadSample, ...] = ()
     traits: TraitCounts = field(default_factory=TraitCounts)
+    cut_captions: int = 0
     undecoded: Undecoded | None = None
     teacher: TeacherFeatures | None = None
     more: Tensor | None = None
@@ -511,7 +513,8 @@ class Loader:
         shards: the samples.
         order: their order.
         image_size: S.
-        tokenize: captions → (B, L) int64; with stages it must have ``of_length``, like the tokenizers of models.
+        tokenize: captions → (B, L) int64; with stages it must have ``of_length``, and to count captions that
+            are cut, ``count_cut``, like the tokenizers of models.
         augmentation: random crops and colors.
         decoding: handling of depth, transparency and orientation.
         rank: of this process.
@@ -609,6 +612,8 @@ class Loader:
         texts = captions + part.negatives
         tokens = (self._tokenizers[stage.context_length] if stage else self.tokenize)(texts)
         lengths = token_lengths(tokens)
+        count_cut = getattr(self.tokenize, "count_cut", None)
+        cut = count_cut(captions, tokens[: len(captions)]) if count_cut and not stage else 0
         rows = len(draw.ids)
         tokens, more, negatives = tokens.split([rows, len(captions) - rows, len(part.negatives)])
         ids, identities = ids_and_identities(draw.ids, part.numbers * count, captions)
@@ -621,6 +626,7 @@ class Loader:
             first_row=draw.first_row,
             bad=tuple(part.bad),
             traits=part.traits,
+            cut_captions=cut,
             undecoded=Undecoded.of(part.undecoded) if part.undecoded else None,
             teacher=None if self.teacher is None else self.teacher.read(part.features),
             more=more if count > 1 else None,

@@ -246,6 +246,11 @@ class TextArchitecture(TowerArchitecture):
             """Maximum number of tokens in a text."""
             raise NotImplementedError
 
+        @property
+        def vocab_size(self) -> int:
+            """Number of tokens that have an embedding; 0 if that is unknown."""
+            raise NotImplementedError
+
     @property
     def plain(self) -> "TextTower | None":
         """The tower itself if it is the plain transformer, a part of ``CLIP`` itself; otherwise None."""
@@ -787,6 +792,10 @@ class ClassTable(_Table):
     def context_length(self) -> int:
         """A class is one token."""
         return 1
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.names)
 
     @property
     def classes(self) -> tuple[str, ...]:

@@ -282,6 +282,10 @@ class OpenClipText(TextArchitecture):
         return _keep_layers(text)
 
     @property
+    def vocab_size(self) -> int:
+        return int(self.config.get("vocab_size", 49408))
+
+    @property
     def token_width(self) -> int:
         return int(self.config.get("width", 512))
 
@@ -324,6 +328,10 @@ class TransformersText(TextArchitecture):
     @property
     def description(self) -> str:
         return f"transformers' `{self.config.get('model_type', 'encoder')}`"
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.get("vocab_size") or 0)
 
     def tokenizer(self) -> "Tokenizer":
         from clipkit.model.tokenizer import LibraryTokenizer

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, SupportsIndex
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, SupportsIndex
 
 import numpy as np
 import torch
@@ -344,8 +344,18 @@ _CLASSES = "class names"
 class Tokenizer(Protocol):
     """A tokenizer that can be stored with the weights."""
 
+    @property
+    def vocab_size(self) -> int:
+        """The largest token plus one."""
+
     def __call__(self, texts: Sequence[str]) -> Tensor:
         """Tokenize N texts to (N, L) int64."""
+
+    def count_cut(self, texts: Sequence[str], tokens: Tensor) -> int:
+        """Count texts that were cut at the context length, given their tokens (N, L).
+
+        Only texts whose tokens have no room for padding are tokenized again.
+        """
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, without the start and the end of text."""
@@ -357,15 +367,28 @@ class Tokenizer(Protocol):
         """Return the tokenizer with another maximum number of tokens."""
 
 
+def _filling(texts: Sequence[str], tokens: Tensor, length: int, *, padding: int = 0) -> list[str]:
+    """Return the texts whose tokens (N, L) have no padding at the end of the context length."""
+    if tokens.shape[1] < length:
+        return []
+    is_full = (tokens[:, length - 1] != padding).tolist()
+    return [text for text, full in zip(texts, is_full, strict=True) if full]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClipTokenizer:
     """CLIP's tokenizer, see ``clipkit.tokenize``. Its vocabulary is part of open_clip_torch."""
 
     context_length: int = 77
     trim: bool = True
+    vocab_size: ClassVar[int] = END_OF_TEXT + 1
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
         return tokenize(texts, self.context_length, trim=self.trim)
+
+    def count_cut(self, texts: Sequence[str], tokens: Tensor) -> int:
+        longer = tokenize(_filling(texts, tokens, self.context_length), self.context_length + 1)
+        return int(longer[:, -1].count_nonzero())
 
     def decode(self, ids: Sequence[int]) -> str:
         symbols, bytes_ = _symbols_by_id(), {symbol: byte for byte, symbol in byte_symbols().items()}
@@ -385,6 +408,10 @@ class ClassTokenizer:
 
     names: tuple[str, ...]
 
+    @property
+    def vocab_size(self) -> int:
+        return len(self.names)
+
     def __call__(self, texts: Sequence[str]) -> Tensor:
         try:
             return torch.tensor([self._numbers[" ".join(text.split())] for text in texts]).view(-1, 1).long()
@@ -394,6 +421,9 @@ class ClassTokenizer:
                 f"{name[:80]!r} is not one of the model's {len(self.names)} classes: {nearest(name, self.names)} "
                 "(its classification head encodes only class names)"
             ) from error
+
+    def count_cut(self, texts: Sequence[str], tokens: Tensor) -> int:
+        return 0
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.names[ids[0]]
@@ -426,6 +456,10 @@ class LibraryTokenizer:
     trim: bool = False
     _made: Any = None
 
+    @property
+    def vocab_size(self) -> int:
+        return max(self._library().tokenizer.get_vocab().values(), default=0) + 1
+
     def __call__(self, texts: Sequence[str]) -> Tensor:
         if not texts:
             return torch.zeros(0, self.context_length, dtype=torch.int64)
@@ -437,6 +471,20 @@ class LibraryTokenizer:
             ids = ids[:, : int(used[-1]) + 1 if len(used) else 1]
         return ids
 
+    def count_cut(self, texts: Sequence[str], tokens: Tensor) -> int:
+        library = self._library()
+        tokenizer, length = library.tokenizer, self.context_length
+        special = True
+        if library.tokenizer_mode == "clips":
+            length, special = length - 3, False
+        elif tokenizer.padding_side == "right" and tokenizer.pad_token_id != tokenizer.eos_token_id:
+            texts = _filling(texts, tokens, length, padding=tokenizer.pad_token_id)
+        if not texts:
+            return 0
+        cleaned = [library.clean_fn(text) for text in texts]
+        longer = tokenizer(cleaned, truncation=True, max_length=length + 1, add_special_tokens=special)
+        return sum(len(row) > length for row in longer["input_ids"])
+
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._library().tokenizer.decode(list(ids), skip_special_tokens=True))
 
@@ -446,7 +494,13 @@ class LibraryTokenizer:
             from clipkit.files.hub import from_hub
 
             with from_hub(self.source):
-                self._made = make_tokenizer(self.source, self.context_length, **self.options)
+                library = make_tokenizer(self.source, self.context_length, **self.options)
+            if library.tokenizer.pad_token_id is None:
+                raise ConfigError(
+                    f"the tokenizer in {self.source} has no padding token: add pad_token to tokenizer_config.json, "
+                    "the token whose number is pad_token_id in config.json"
+                )
+            self._made = library
         return self._made
 
     def store(self, folder: Path) -> Any:
@@ -480,13 +534,22 @@ class TransformersTokenizer:
         longest = max(1, *map(len, rows))
         return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
 
+    def count_cut(self, texts: Sequence[str], tokens: Tensor) -> int:
+        if not texts or tokens.shape[1] < self.context_length:
+            return 0
+        longer = self.rows(texts, self.context_length + 1)
+        return sum(len(row) > self.context_length for row in longer)
+
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.library().decode(list(ids), skip_special_tokens=True))
 
-    def rows(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text, cut, without padding."""
+    def rows(self, texts: Sequence[str], length: int = 0) -> list[list[int]]:
+        """Return the ids of each text without padding, cut at ``length``, by default the context length."""
         rows: list[list[int]] = self.library()(
-            list(texts), truncation=True, max_length=self.context_length, return_attention_mask=False
+            list(texts),
+            truncation=True,
+            max_length=length or self.context_length,
+            return_attention_mask=False,
         )["input_ids"]
         return rows
 

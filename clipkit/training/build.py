@@ -46,8 +46,8 @@ from clipkit.training.ema import AveragedWeights, RunningStatistics
 from clipkit.training.parallel import gathered
 
 __all__ = [
-    "Place", "Unfreezing", "adapters_of", "check_split", "first_model", "lock", "patch_counts", "places",
-    "scored_weights", "shape_of", "still_statistics", "tower_of",
+    "Place", "Unfreezing", "adapters_of", "check_split", "check_texts", "first_model", "lock", "patch_counts",
+    "places", "scored_weights", "shape_of", "still_statistics", "tower_of",
 ]  # fmt: skip
 
 
@@ -134,6 +134,7 @@ def shape_of(
     return replace(shape, logit_bias=True) if has_bias else shape
 
 
+_SAME_FEATURES = 1e-3  # difference of unit-norm features that is rounding
 _MODEL_SIZES = {name: f"model.{name}" for name in ("image_size", "context_length")}
 
 
@@ -309,7 +310,55 @@ def first_model(
         add_adapters(first, adapters, seed=seed)
     if first.logit_bias is not None:
         first.logit_bias.requires_grad_(objective.initial_bias is not None)
+    name = next(name for name in ("text", "weights", "name") if getattr(model, name))
+    check_texts(first, called=f"model.{name} = {getattr(model, name)!r}")
     return first.train()
+
+
+def check_texts(model: CLIP, *, called: str) -> None:
+    """Encode a text of the context length and a short one, together and alone, if a library made the text tower.
+
+    Tokenizer and encoder may not belong together, which would be noticed only in training, or not at all.
+
+    Args:
+        model: the model on the CPU.
+        called: the setting of the text tower, for error messages.
+
+    Raises:
+        ConfigError: the text tower cannot encode what the tokenizer returns, or features depend on padding.
+    """
+    text, tokenizer = model.architecture.text, model.tokenizer
+    if text.vocab_size and tokenizer.vocab_size > text.vocab_size:
+        raise ConfigError(
+            f"{called}: the tokenizer has {tokenizer.vocab_size:,} tokens and the text tower embeddings of only "
+            f"{text.vocab_size:,}: use the tokenizer with which the tower was trained, or enlarge the embeddings"
+        )
+    if text.own:
+        return
+    training = model.training
+    model.eval()
+    tokens = tokenizer(["a " * text.context_length, "a"])
+    what = "a short text"
+    try:
+        with torch.no_grad():
+            alone = model.encode_text(tokenizer(["a"]))
+            what = f"a text of {tokens.shape[1]} tokens, model.context_length"
+            together = model.encode_text(tokens)
+    except (RuntimeError, AssertionError, LookupError, TypeError, ValueError) as error:
+        cause = " ".join(str(error).split())[:200]
+        advice = ": set a smaller one" if "context_length" in what else ""
+        raise ConfigError(f"{called} cannot encode {what}{advice} ({cause})") from error
+    finally:
+        model.train(training)
+    if not (alone.isfinite().all() and together.isfinite().all()):
+        raise ConfigError(
+            f"{called}: the features of a text are NaN or infinity, alone or beside a longer one"
+        )
+    if (together[1] - alone[0]).abs().max() > _SAME_FEATURES:
+        raise ConfigError(
+            f"{called}: the features of a text depend on the padding to the length of other texts: set "
+            "pad_token_id in config.json to the token with which the tokenizer pads"
+        )
 
 
 def adapters_of(lora: LoraConfig, *, source: str = "", weights: str = "") -> Adapters:

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from clipkit.config import DataConfig, LogConfig, OptimConfig
 from clipkit.errors import ConfigError, DataError, let_go_if_broken
 from clipkit.files.atomic import write_atomic
-from clipkit.files.terminal import printable, without_secrets
+from clipkit.files.terminal import counted, printable, without_secrets
 from clipkit.files.traits import Decoding, TraitCounts
 from clipkit.model import ARCHITECTURES
 from clipkit.model.clip import CLIP
@@ -176,6 +176,16 @@ class TraitLines:
             if (images, trait) not in self._printed:
                 self._printed.add((images, trait))
                 self._progress.say(f"note: {images}: {line}")
+
+
+def cut_captions_line(cut: int, captions: int, context_length: int) -> str:
+    """Return a note on captions that were cut; "" if there are none."""
+    if not cut:
+        return ""
+    return (
+        f"note: {cut:,} of {counted(captions, 'caption')} drawn in all, repeats counted, had more than "
+        f"{context_length} tokens and were cut; a larger model.context_length reads them whole"
+    )
 
 
 class _Output:

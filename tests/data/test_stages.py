@@ -3,6 +3,7 @@
 import io
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,20 @@ def test_batches_have_the_sizes_of_their_step(workers: int, shards: Shards) -> N
             smaller = F.interpolate(full[step].images.float(), batch.images.shape[2:], mode="area")
             assert (smaller - batch.images.float()).abs().mean() < 4  # the same crops and flips
             assert same(batch, make_loader(shards, stages=STAGES).batch(step))
+
+
+def test_captions_cut_at_the_full_length_are_counted(shards: Shards) -> None:
+    """Not those cut at the context length of a stage, which the user chose for it."""
+    short = ClipTokenizer(context_length=9)
+    loader, staged = (
+        replace(make_loader(shards), tokenize=short, stages=stages)
+        for stages in ((), (Stage(until_step=3, image_size=16, context_length=5),))
+    )
+    for step in range(STEPS):
+        batch = loader.batch(step)
+        words = [len((shards.read(number).caption or "").split()) for number in batch.ids.tolist()]
+        assert batch.cut_captions == sum(count > 7 for count in words)
+        assert staged.batch(step).cut_captions == (0 if step < 3 else batch.cut_captions)
 
 
 def test_batches_after_all_stages_equal_those_without(shards: Shards) -> None:

@@ -1,5 +1,6 @@
 """Tests of the tokenizer: ids equal open_clip's for all texts, with and without its cache."""
 
+import json
 import random
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import unicodedata
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import ftfy
@@ -16,7 +18,16 @@ from hypothesis import given, settings, strategies as st
 
 from clipkit.errors import ConfigError, DataError
 from clipkit.model import tokenizer
-from clipkit.model.tokenizer import END_OF_TEXT, START_OF_TEXT, tokenize
+from clipkit.model.tokenizer import (
+    END_OF_TEXT,
+    START_OF_TEXT,
+    ClassTokenizer,
+    ClipTokenizer,
+    LibraryTokenizer,
+    TransformersTokenizer,
+    tokenize,
+)
+from tests.clipkit.stored_models import write_word_tokenizer
 
 # Unicode classes with special treatment in cleaning or splitting
 AWKWARD = [
@@ -319,3 +330,43 @@ def test_threads_share_the_cache(forgetful: None, monkeypatch: pytest.MonkeyPatc
 def test_invalid_argument_types_raise_one_line_error(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises((ConfigError, DataError), match=f"^{message}"):
         tokenize(*arguments)
+
+
+@given(
+    st.lists(st.lists(st.sampled_from(["a", "red", "hat", "Dogs!"]), max_size=9), max_size=6), st.booleans()
+)
+@settings(max_examples=50)
+def test_cut_texts_of_clips_tokenizer_are_counted(words: list[list[str]], trim: bool) -> None:
+    texts = [" ".join(row) for row in words]
+    clips = ClipTokenizer(context_length=7, trim=trim)
+    expected = sum(int(row.count_nonzero()) > 7 for row in tokenize(texts, 77))
+    assert clips.count_cut(texts, clips(texts)) == expected
+
+
+@pytest.mark.parametrize(
+    "kind", ["open_clip", "trimmed", "transformers", "padded with the end", "left", "clips"]
+)
+def test_cut_texts_of_library_tokenizers_are_counted(kind: str, tmp_path: Path) -> None:
+    write_word_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config |= {"pad_token": "</s>"} if kind == "padded with the end" else {}
+    config |= {"padding_side": "left"} if kind == "left" else {}
+    config |= {"cls_token": "<s>"} if kind == "clips" else {}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    library = LibraryTokenizer(
+        source=str(tmp_path),
+        context_length=8,
+        trim=kind != "open_clip",
+        options={"tokenizer_mode": "clips"} if kind == "clips" else {},
+    )
+    plain = TransformersTokenizer(source=str(tmp_path), context_length=8)
+    own = plain if kind == "transformers" else library
+    longest = 5 if kind == "clips" else 6  # words
+    for lengths in ([1, longest], [longest + 1], [longest, longest + 1, 2, 30], [], [1, 2]):
+        texts = ["dog " * count for count in lengths]
+        assert own.count_cut(texts, own(texts)) == sum(count > longest for count in lengths)
+
+
+def test_class_names_are_not_cut() -> None:
+    names = ClassTokenizer(names=("a", "b"))
+    assert names.count_cut(["a"], names(["a"])) == 0

@@ -1,0 +1,97 @@
+"""Tests of the check before training that a library's tokenizer and text tower belong together."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clipkit.config import LossConfig, ModelConfig, SmallConfig
+from clipkit.errors import ConfigError
+from clipkit.model.architectures import TextTower
+from clipkit.model.clip import CLIP, create
+from clipkit.model.names import from_open_clip
+from clipkit.model.tokenizer import ClipTokenizer
+from clipkit.training.build import check_texts, first_model, shape_of
+from tests.clipkit.stored_models import TEXT, VIT, write_word_tokenizer
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+
+
+def write_encoder(folder: Path, kind: str = "Bert", tokenizer: Any = None, **config: Any) -> None:
+    """Write a tokenizer of 13 words and the configuration of an encoder that fits it, with changes to both."""
+    import transformers
+
+    write_word_tokenizer(folder)
+    file = folder / "tokenizer_config.json"
+    values = json.loads(file.read_text()) | (tokenizer or {})
+    file.write_text(json.dumps({name: value for name, value in values.items() if value is not None}))
+    sizes = {"vocab_size": 13, "pad_token_id": 0, "max_position_embeddings": 24, **SIZES}
+    getattr(transformers, f"{kind}Config")(**{**sizes, **config}).save_pretrained(folder)
+
+
+def make_model(folder: Path, context_length: int = 16) -> CLIP:
+    config = ModelConfig(name="ViT-Ti-4-16", text=f"transformers:{folder}", context_length=context_length)
+    return first_model(
+        config, LossConfig(), shape_of(config, LossConfig(), SmallConfig()), seed=0, small=SmallConfig()
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokenizer", "config"),
+    [
+        ("Bert", {}, {}),
+        ("Bert", {"pad_token": "</s>"}, {"pad_token_id": 2}),  # the end of text
+        ("Bert", {}, {"vocab_size": 99, "max_position_embeddings": 16}),
+        ("Bert", {}, {"hidden_dropout_prob": 0.5}),
+        ("Bert", {"padding_side": "left"}, {"max_position_embeddings": 16, "position_embedding_type": "x"}),
+        ("Roberta", {}, {"max_position_embeddings": 17}),
+        ("XLMRoberta", {"pad_token": "<unk>"}, {"pad_token_id": 3}),
+    ],
+)
+def test_fitting_encoders_are_accepted(kind: str, tokenizer: Any, config: Any, tmp_path: Path) -> None:
+    write_encoder(tmp_path, kind, tokenizer, **config)
+    state = torch.get_rng_state()
+    model = make_model(tmp_path)
+    assert model.training and torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokenizer", "config", "message"),
+    [
+        ("Bert", {"pad_token": None}, {}, "the tokenizer in {folder} has no padding token: add pad_token"),
+        ("Bert", {}, {"vocab_size": 10}, "{called}: the tokenizer has 13 tokens and the text tower .* only 10: "),
+        (
+            "Bert", {"extra_special_tokens": ["<new>"]}, {},
+            "{called}: the tokenizer has 14 tokens and the text tower .* only 13: ",
+        ),
+        ("Bert", {}, {"max_position_embeddings": 15}, "{called} cannot encode a text of 16 tokens"),
+        ("Roberta", {}, {"max_position_embeddings": 16}, "{called} cannot encode a text of 16 tokens"),
+        ("Bert", {}, {"pad_token_id": 9}, "{called}: the features of a text depend on the padding"),
+        ("Bert", {}, {"pad_token_id": None}, "{called}: the features of a text depend on the padding"),
+        ("Bert", {"pad_token": "</s>"}, {}, "{called}: the features of a text depend on the padding"),
+        ("Bert", {"pad_token": "a", "bos_token": "a", "eos_token": "a"}, {"pad_token_id": 4}, ""),
+    ],
+)  # fmt: skip
+def test_encoders_that_do_not_fit_are_refused(
+    kind: str, tokenizer: Any, config: Any, message: str, tmp_path: Path
+) -> None:
+    write_encoder(tmp_path, kind, tokenizer, **config)
+    if not message:  # all tokens of the text are padding
+        file = tmp_path / "tokenizer.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "post_processor": None}))
+        message = "{called}: the features of a text are NaN"
+    pattern = message.format(folder=tmp_path, called=f"model.text = 'transformers:{tmp_path}'")
+    with pytest.raises(ConfigError, match=f"^{pattern}") as caught:
+        make_model(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_clips_tokenizer_needs_its_vocabulary() -> None:
+    """An open_clip configuration may have a smaller one."""
+    text = {**TEXT, "vocab_size": 300}
+    model = create(from_open_clip({"embed_dim": 32, "vision_cfg": VIT, "text_cfg": text}), seed=0)
+    assert isinstance(model.architecture.text, TextTower) and isinstance(model.tokenizer, ClipTokenizer)
+    with pytest.raises(ConfigError, match=r"the tokenizer has 49,408 tokens and the text tower .* only 300"):
+        check_texts(model, called="model.weights = 'x'")
