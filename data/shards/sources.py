@@ -20,6 +20,7 @@ from clipkit.errors import DataError
 from clipkit.files import (
     IMAGE_SUFFIXES,
     SUFFIXES,
+    Table,
     counted,
     expand_braces,
     find_captions,
@@ -145,10 +146,15 @@ def _folder_shards(folder: Path, split: str) -> list[Path]:
         for place in () if known else (inside, folder, folder / "data"):  # data: in downloads from the hub
             if not place.is_dir():
                 continue
+            tables = _tables_in(place, split)
             # below the folder are other splits too; tables beside pairs may list URLs, as in img2dataset's output
-            if (place == inside or not by_split) and _has_pairs(place):
+            if (
+                (place == inside or not by_split)
+                and _has_pairs(place)
+                and not any(map(_lists_images, tables))
+            ):
                 return _packed([place])
-            if tables := _tables_in(place, split):
+            if tables:
                 return _packed(tables)
         raise DataError(_folder_hint(inside) or known or _folder_hint(folder) or _empty(folder, split))
     stated = here / "nshards.txt"
@@ -187,6 +193,17 @@ def _of_split(tables: list[_File], split: str) -> list[_File]:
 
     named = any(is_of(one, name) for one in tables for name in (split, *SPLITS))
     return [one for one in tables if is_of(one, split)] if named else tables
+
+
+def _lists_images(table: Path) -> bool:
+    """Whether a table has columns of images and captions, and is not the table of images in its folder."""
+    from data.pack import metadata_of
+
+    try:
+        Table(table, image_column=None, caption_column=None, encoded=True)
+    except DataError:
+        return False
+    return metadata_of(table.parent) != table
 
 
 def _has_pairs(folder: Path) -> bool:

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files import printable
-from eval.datasets.card import Card, MetricKind, Prompts
+from clipkit.files import are_ids, printable
+from eval.datasets.card import Card, MetricKind, Prompts, imagenet_names
 from eval.datasets.dataset import SPLITS, TEST, EvalDataset, NoSplit, some
 from eval.datasets.targets import OWN_CARD
 from eval.readers import open_dataset
@@ -66,8 +66,8 @@ def run(options: argparse.Namespace) -> int:
     except OSError as error:
         raise DataError(f"cannot write {path}: {error.strerror}") from error
     print(f"wrote {path}: check its metric and prompts, then")
-    if card.keys and card.keys == tuple(map(str, range(len(card.keys)))):
-        print("  add class names under [prompts.own.names], since the folder has none, then")
+    if are_ids(card.keys) and not all(key in imagenet_names() for key in card.keys):
+        print("  add class names under [prompts.own.names], since the folder has only numbers or ids, then")
     print(f"  python -m eval run --data {where} --model MODEL")
     return 0
 
@@ -149,7 +149,10 @@ def new_card(title: str, folder: Path) -> Card:
     elif dataset.choices is not None and dataset.items is not None:  # Winoground
         metric = "group"
     fitting = MetricKind(multilabel=multilabel, classes=len(keys) or None).fitting(tasks)
-    own = Prompts(names={key: (key,) for key in keys}, templates=dataset.templates, source=title)
+    names = imagenet_names()
+    own = Prompts(
+        names={key: (names.get(key, key),) for key in keys}, templates=dataset.templates, source=title
+    )
     return Card(
         name=dataset.name,
         title=title,

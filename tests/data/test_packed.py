@@ -98,8 +98,19 @@ def test_all_forms_of_sources_give_the_same_pairs(tmp_path: Path) -> None:
     for name, text in rows:
         (folder / name).with_suffix(".txt").unlink()
         (folder / name).with_suffix(".json").write_text(json.dumps({"caption": text, "url": "http://host/"}))
-    table(folder / "00000.csv", [("http://host/", text) for _, text in rows], "")  # as img2dataset lists URLs
+    # as img2dataset lists URLs
+    (folder / "00000.csv").write_text(
+        "url,caption,key\n" + "".join(f"http://host/,{text},0\n" for _, text in rows)
+    )
     assert samples(folder) == expected
+    table(folder / "00000.csv", rows[:2], ".")  # a table of files is preferred
+    assert samples(folder) == sorted((text, (folder / name).read_bytes()) for name, text in rows[:2])
+    (folder / "00000.csv").rename(folder / "metadata.csv")
+    assert len(samples(folder)) == 2
+    shutil.copy(folder / rows[0][0], folder / "new.png")
+    assert len(samples(folder)) == 2
+    listings = cache_folder().glob("packed/photos-*/bad_rows.jsonl")
+    assert sorted(listing.read_text().count("not listed in metadata.csv") for listing in listings) == [4, 5]
 
 
 def test_splits_have_separate_pairs(tmp_path: Path) -> None:

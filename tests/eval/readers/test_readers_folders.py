@@ -151,6 +151,8 @@ def test_wordnet_ids_get_names(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         "dataset places: the names of classes are those of the card imagenet1k: n01440764 is 'tench', n02085620 is "
         "'Chihuahua'"
     )
+    names = new_card("Places", places).prompt_sets["own"].names
+    assert names == {"n01440764": ("tench",), "n02085620": ("Chihuahua",)}
     (places / "classnames.txt").write_text("a fish\na dog\n")
     (target,) = find_targets([str(places)])
     assert target.dataset.class_names == ("a fish", "a dog")
