@@ -18,6 +18,7 @@ from clipkit.errors import ClipkitError, ConfigError, DataError
 from clipkit.files import TraitCounts
 from clipkit.formats import is_complete, model_hash
 from clipkit.model import ClassTokenizer, counted_flops, image_flops
+from data.corpora.builtin import BUILTIN
 from eval.datasets.dataset import EvalDataset, Lacks, NoSplit, by_class_names
 from eval.datasets.targets import Target
 from eval.features.encoder import ONE_RANK, Encoder, Ranks
@@ -29,6 +30,8 @@ from eval.tasks import TASKS, Options, Task, task_of
 from eval.tasks.subject import Outcome, Subject
 
 __all__ = ["Scored", "Scorer", "check_tasks", "evaluate", "run_model"]
+
+_LABELED = "of the built-in datasets, emoji and cues have a train split with labels"
 
 
 def check_tasks(
@@ -352,14 +355,20 @@ def _inputs(subject: Subject, task: str, options: Options) -> str:
     """
     known = [subject.metrics, subject.dataset.superclasses, options.text_of(task)]
     digest = hashlib.sha256(json.dumps(known).encode())
-    splits = [subject.dataset]
+    splits, name = [subject.dataset], subject.dataset.name
     if TASKS[task].learns:
         splits += [one for one in (subject.split("train"), subject.split("val")) if one is not None]
         if len(splits) == 1 or splits[1].split != "train":
-            raise NoSplit(
-                f"dataset {subject.dataset.name} has no train split, which {task} learns from: put its images "
-                "into FOLDER/train/CLASS and FOLDER/test/CLASS, or pack a train split next to its test shards"
+            hint = (
+                "put its images into FOLDER/train/CLASS and FOLDER/test/CLASS, or pack a train split next to its "
+                "test shards"
             )
+            if name in BUILTIN:
+                hint = _LABELED
+            raise NoSplit(f"dataset {name} has no train split, which {task} learns from: {hint}")
+        if splits[1].labels is None:
+            hint = _LABELED if name in BUILTIN else "add a label to each sample"
+            raise Lacks(f"split train of dataset {name} has no labels, which {task} learns from: {hint}")
     for dataset in splits:
         digest.update(json.dumps([dataset.split, dataset.stamp]).encode())
         for values in (dataset.labels, dataset.items, *dataset.metadata.values()):

@@ -211,8 +211,13 @@ def checked_set(dataset: EvalDataset) -> EvalDataset:
             labels.sum(dim=0) if labels.ndim == 2 else torch.bincount(labels, minlength=len(names))
         )  # (C,)
         if empty := [repr(names[i]) for i in (counts == 0).nonzero().flatten().tolist()]:
-            count = f"{len(empty):,} of {len(names):,} classes"
-            _log.warning("dataset %s: %s have no images: %s", name, count, some(empty))
+            count = f"{len(names) - len(empty):,} of {len(names):,} classes"
+            _log.warning(
+                "dataset %s: its images show %s; the names of the others remain possible answers: %s",
+                name,
+                count,
+                some(empty),
+            )
     choices = dataset.choices or ()
     for number, own in enumerate(choices):
         if len(own) < 2:

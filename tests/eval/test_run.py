@@ -384,6 +384,29 @@ def test_task_without_train_split_does_not_stop_other_tasks(
     assert main([*arguments, "--task", "knn"]) == 1
 
 
+@pytest.mark.parametrize("task", ["knn", "linear-probe"])
+def test_digits_have_no_split_to_learn_from(
+    task: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([task, "--model", str(run), "--data", "digits", "--out", str(tmp_path / "r.jsonl")]) == 1
+    assert (
+        f"not scored: dataset digits has no train split, which {task} learns from: of the built-in datasets, emoji "
+        "and cues have a train split with labels\n"
+    ) in capsys.readouterr().err
+
+
+def test_train_split_without_labels_is_refused_before_its_images_are_encoded(
+    run: Path, write_dataset: WriteDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_dataset()
+    unlabeled = write_dataset("more", labels=[None] * 4, captions=["a"] * 4, split="train")
+    shutil.copytree(unlabeled / "train", folder / "train")
+    arguments = ["knn", "--model", str(run), "--data", str(folder), "--out", str(tmp_path / "r.jsonl")]
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert "split train of dataset colours has no labels, which knn learns from: add a label to each" in error
+
+
 def test_class_head_is_scored_on_datasets_of_its_classes(
     model: CLIP, write_dataset: WriteDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,7 +73,7 @@ def test_duplicate_and_empty_classes_are_reported(
         assert open_dataset(folder).class_names == ("missile", "cat", "missile", "dog")
     assert [record.getMessage() for record in caplog.records] == [
         "dataset colours: class names shared by several classes: 'missile'",
-        "dataset colours: 1 of 4 classes have no images: 'dog'",
+        "dataset colours: its images show 3 of 4 classes; the names of the others remain possible answers: 'dog'",
     ]
 
 
@@ -189,7 +189,7 @@ def test_classes_of_folders_are_collected_from_all_splits(
     train, test = open_dataset(tmp_path / "pets", split="train"), open_dataset(tmp_path / "pets")
     assert train.class_names == test.class_names == ("cat", "dog", "emu")
     assert test.labels is not None and test.labels.tolist() == [0, 2]
-    assert "have no images: 'dog'" in caplog.text
+    assert "the names of the others remain possible answers: 'dog'" in caplog.text
     with pytest.raises(NoSplit, match="has no split 'val'"):
         open_dataset(tmp_path / "pets", split="val")
     stamp = test.stamp

@@ -216,7 +216,10 @@ def test_invalid_multi_hot_labels_are_rejected(tmp_path: Path, caplog: pytest.Lo
     assert "has no npy with the labels of a multilabel dataset" in refusal(lost)
     with caplog.at_level(logging.WARNING, "eval"):
         open_dataset(publish(tmp_path / "empty", multi([sound]), kind="multilabel"))
-    told = ["class names shared by several classes: ''", "3 of 5 classes have no images: '', 'ball', 'cone'"]
+    told = [
+        "class names shared by several classes: ''",
+        "its images show 2 of 5 classes; the names of the others remain possible answers: '', 'ball', 'cone'",
+    ]
     assert [record.getMessage().partition("empty: ")[2] for record in caplog.records] == told
 
 
