@@ -463,7 +463,8 @@ def _image_notes(found: Findings) -> Iterator[Note]:
         have = "has" if images.deep.count == 1 else "have"
         yield Note(
             f"{images.deep.count:,} of {counted(images.read, 'image')} {have} more than 8 bits of gray, at which "
-            f"training stops: set data.pixel_range={images.deep.pixel_range}, or other values of black and white",
+            f"training stops: set data.pixel_range={images.deep.pixel_range}, or for the values of these images "
+            f"{format_pixel_range((images.deep.low, images.deep.high))}",
             grave=True,
         )
     lines = counts.lines(found.decoding, background="data.background=white", upright="data.upright=true")

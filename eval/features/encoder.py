@@ -25,7 +25,7 @@ from torch import Tensor
 
 from clipkit import CLIP
 from clipkit.errors import ConfigError, DataError
-from clipkit.files import NO_TRAITS, FileLock, TraitCounts, Traits
+from clipkit.files import NO_TRAITS, FileLock, PixelRangeError, TraitCounts, Traits
 from clipkit.formats import model_hash
 from clipkit.model import (
     encode_prompts,
@@ -373,6 +373,8 @@ class _ImagePass:
             where = self.dataset.where(min(broken))
             try:
                 eval_pixels(self.dataset.images.read(min(broken)), self.model.preprocess)
+            except PixelRangeError as error:
+                raise DataError(f"{where}: {error}") from error
             except DataError as error:
                 raise DataError(f"{where}: {error}; fix or remove it (images are never skipped)") from error
             raise DataError(f"{where} could be read only at the second attempt: check the disk")

@@ -48,6 +48,7 @@ def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def options(**given: Any) -> Namespace:
     values = {"model": "model", "name": "", "dim": 0, "device": "cpu", "background": None, "upright": None}
+    values |= {"pixel_range": None}
     return Namespace(**{**values, "batch_size": 4, "precision": "fp32", "workers": 1, **given})
 
 
