@@ -49,9 +49,7 @@ def read_class_names(folder: Path, subfolders: Sequence[str]) -> tuple[list[str]
         return names, {name: lines[_plain(name)] for name in subfolders}
     if not are_ids(subfolders):
         unknown = next(name for name in subfolders if _plain(name) not in lines)
-        raise DataError(
-            f"{file} does not contain {unknown!r}, which is a folder of images: add it, or remove the file"
-        )
+        raise DataError(f"{file} does not contain {unknown!r}, which is a folder: add it, or remove the file")
     numbered = all(map(_NUMBER.fullmatch, subfolders))
     if numbered and "0" in {name.lstrip("0") or "0" for name in subfolders}:
         labels = {name: int(name) for name in subfolders}

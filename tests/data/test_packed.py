@@ -113,6 +113,19 @@ def test_all_forms_of_sources_give_the_same_pairs(tmp_path: Path) -> None:
     assert sorted(listing.read_text().count("not listed in metadata.csv") for listing in listings) == [4, 5]
 
 
+@pytest.mark.parametrize("column", ["filename", "image", "data"])
+def test_column_of_bytes_has_the_images(tmp_path: Path, column: str) -> None:
+    """Also beside a column of the names of the files, which are not on this disk."""
+    pyarrow, library = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = images(tmp_path / "photos")
+    content = [{"bytes": (tmp_path / "photos" / name).read_bytes(), "path": name} for name, _ in rows]
+    names = {"id" if column != "image" else "filename": [name for name, _ in rows]}
+    captions = [text for _, text in rows]
+    columns = pyarrow.table({**names, column: content, "text": captions})
+    library.write_table(columns, tmp_path / "set.parquet")
+    assert [text for text, _ in samples(tmp_path / "set.parquet")] == sorted(captions)
+
+
 def test_splits_have_separate_pairs(tmp_path: Path) -> None:
     rows = images(tmp_path / "photos")
     expected = sorted(text for text, _ in samples(table(tmp_path / "pairs.csv", rows, "photos")))

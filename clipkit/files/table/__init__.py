@@ -185,7 +185,11 @@ class Table:
             raise DataError(
                 f"{self.path} has no column {request.name!r} ({nearest(request.name, names[:30])})"
             )
-        name = request.find_column(names) or self._format.guesses.get(content, "")
+        with_images = [name for name in names if encoded and _is_image_type(self._format.types.get(name))]
+        name = request.find_column(with_images)  # before a column of the names of files
+        name = name or request.find_column(names) or self._format.guesses.get(content, "")
+        if not name and len(with_images) == 1:
+            name = with_images[0]
         if not name and required:
             shown = ", ".join(" ".join(name.split())[:40] for name in names[:30]) or "none"
             raise DataError(
@@ -198,7 +202,7 @@ class Table:
             return name
         if content == "caption" and _is_list_of_text(kind):
             return name
-        if encoded and kind.startswith(("binary", "large_binary", "struct<bytes: binary")):
+        if encoded and _is_image_type(kind):
             return name
         if request.name is None and not required:
             return ""
@@ -206,6 +210,11 @@ class Table:
         raise DataError(
             f"{self.path}: column {name!r} contains {kind[:60]}, not text; choose a column of text"
         )
+
+
+def _is_image_type(kind: object) -> bool:
+    """Whether values of a type of pyarrow may be encoded images: bytes, or the hub's structs with bytes."""
+    return str(kind).startswith(("binary", "large_binary", "struct<bytes: binary"))
 
 
 def is_table(path: Path) -> bool:

@@ -68,9 +68,7 @@ def test_lines_may_be_the_names_of_folders(tmp_path: Path) -> None:
         ["bird", "big dog", "cat"],
         {"Big_Dog": 1, "cat": 2},
     )
-    with pytest.raises(
-        DataError, match=r"classnames.txt does not contain 'fish', which is a folder of images"
-    ):
+    with pytest.raises(DataError, match=r"classnames.txt does not contain 'fish', which is a folder: add it"):
         read_class_names(tmp_path, ["cat", "fish"])
     (tmp_path / "classnames.txt").write_bytes(b"\xff\xff")
     with pytest.raises(DataError, match=r"classnames.txt cannot be read as UTF-8 text"):
