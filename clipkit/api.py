@@ -53,7 +53,8 @@ def load(
         source: a clipkit run or checkpoint; a weights file or training folder of open_clip, or OpenAI's weights;
             a folder in the hub layout of open_clip or transformers; ``open_clip:NAME/TAG`` or
             ``hf-hub:OWNER/REPOSITORY``.
-        name: the architecture, for weights that are stored without it, such as "ViT-B-32-quickgelu".
+        name: the architecture, for weights that are stored without it, such as "ViT-B-32-quickgelu". Images are
+            preprocessed as by its published weights, or by those of a tag, ``open_clip:NAME/TAG``.
         image_size: side of the images in pixels, by default the stored one; position embeddings are resampled.
         context_length: maximum length of texts in tokens, at least 2, by default the stored one.
         dim: size of the embeddings, at least 1: their first elements, scaled to unit norm; by default all. For
@@ -66,6 +67,10 @@ def load(
         pixel_range: the values of deep grayscale images (16-bit, 32-bit or float) that become black and white:
             two numbers, or "dtype" for the full range of 16-bit integers. With "auto", such images raise an error,
             because their range is not known. None: as in the model's training.
+
+    Warns:
+        UserWarning: the published weights of the architecture have several preprocessings or there are none, and
+            CLIP's is used.
 
     Raises:
         CheckpointError: the source does not exist, is damaged, would require running code, or does not match the

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.files.depth import format_pixel_range
+from clipkit.files.terminal import counted
 from clipkit.files.traits import Decoding
 from clipkit.model.architectures import ARCHITECTURES, Architecture
 from clipkit.model.clip import CLIP, build
@@ -350,7 +351,7 @@ def check_weights(model: CLIP, tensors: Mapping[str, Tensor], *, origin: Path) -
     prefix = "" if own.keys() & tensors.keys() else _common_prefix(missing, unexpected)
     if prefix:
         others = sorted(name for name in tensors if not name.startswith(prefix))
-        without = f" and without {len(others)} other tensors ({_first(others)})" if others else ""
+        without = f" and without {counted(len(others), 'other tensor')} ({_first(others)})" if others else ""
         raise CheckpointError(
             f"{origin}: the names of the model's tensors start with {prefix!r}: store them without it{without}"
         )

@@ -237,16 +237,16 @@ def _sentence_model(folder: Path) -> Path:
         further = [str(module["type"]).rpartition(".")[2] for module in modules[1:]]
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{kind} with an invalid modules.json: {error!r}") from error
-    if further not in ([], ["Normalize"]):
-        raise CheckpointError(
-            f"{kind} whose model is followed by {', '.join(further)}, which clipkit does not apply"
-        )
     if name and name not in {path.name for path in folder.iterdir()}:
         raise CheckpointError(f"{kind} that does not contain the model's folder {name[:120]!r}")
     model = folder / name
     model_type = read_json(model / "config.json").get("model_type")
     if model_type != "clip":
         raise CheckpointError(f"{kind} with a {model_type!r} model, not a CLIPModel")
+    if further not in ([], ["Normalize"]):
+        raise CheckpointError(
+            f"{kind} whose model is followed by {', '.join(further)}, which clipkit does not apply"
+        )
     return model
 
 
