@@ -211,7 +211,9 @@ def add_decoding_options(parser: argparse.ArgumentParser, *, default: str) -> No
 
 def add_name(parser: argparse.ArgumentParser) -> None:
     """Add ``--name``."""
-    help_text = "architecture, for weights stored without one; open_clip:NAME/TAG also selects a preprocessing"
+    help_text = (
+        "architecture, for weights stored without one; open_clip:NAME/TAG also selects a preprocessing"
+    )
     parser.add_argument("--name", metavar="NAME", default="", help=help_text)
 
 
