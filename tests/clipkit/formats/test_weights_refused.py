@@ -73,7 +73,8 @@ def test_paths_other_than_files_are_rejected(tmp_path: Path) -> None:
 
 def test_files_that_need_conversion_name_the_command(tmp_path: Path) -> None:
     """The commands are those of open_clip's own converters."""
-    np.savez(tmp_path / "siglip.npz", **{"params/img/embedding/kernel": np.ones(3), "params/t": np.ones(1)})
+    arrays: dict[str, Any] = {"params/img/embedding/kernel": np.ones(3), "params/t": np.ones(1)}
+    np.savez(tmp_path / "siglip.npz", **arrays)
     message = refused(tmp_path / "siglip.npz")
     assert "big_vision" in message
     assert f"create_model('ViT-B-16-SigLIP', pretrained='{tmp_path / 'siglip.npz'}')" in message
