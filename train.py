@@ -36,7 +36,7 @@ from clipkit.objectives import OBJECTIVES, TERMS
 from clipkit.training import build, checkpoint, costs, ema, guards, metrics, optim, parallel, sam
 from clipkit.training.step import Teacher, TrainingStep, check_rows
 from data import augment, loader, order
-from eval import Ranks, check_tasks, open_datasets
+from eval import Ranks, check_image, check_tasks, open_datasets
 from eval.report import build_report
 from eval.run import Scorer
 
@@ -108,6 +108,8 @@ def main(arguments: Arguments) -> int:
             model.preprocess = loader.trained_preprocess(model.preprocess, config.data, packed)
         else:
             model.preprocess = loader.resumed_preprocess(model.preprocess, config.data)
+        for dataset in datasets:
+            check_image(dataset, 0, model.preprocess)
         terms = {name: getattr(config, name) for name in TERMS if getattr(config, name).weight}
         build.lock(model, image=config.lock.image, text=config.lock.text, terms=terms)
         check_rows(model, batch_size=config.batch_size, world=world, parts=config.accumulate)

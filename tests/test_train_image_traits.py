@@ -280,3 +280,14 @@ def test_resumed_runs_keep_their_range() -> None:
         resumed_preprocess(ranged, DataConfig(pixel_range="dtype"))
     assert trained_preprocess(ranged, DataConfig(), Packed()) == ranged
     assert trained_preprocess(ranged, DataConfig(pixel_range="dtype"), Packed()).pixel_range == "dtype"
+
+
+def test_deep_images_of_an_evaluation_stop_a_training_before_the_first_step(
+    train: Train, tmp_path: Path
+) -> None:
+    for number in range(2):
+        (tmp_path / f"deep/class{number}").mkdir(parents=True)
+        Image.new("I;16", (8, 8), 999).save(tmp_path / f"deep/class{number}/{number}.png")
+    error = error_of(train("run", f"eval.data=[{json.dumps(str(tmp_path / 'deep'))}]", status=1))
+    assert "0.png of" in error and "16-bit grayscale image with values from 999 to 999" in error
+    assert not (tmp_path / "run").exists()

@@ -36,9 +36,9 @@ from .depth import (
     format_pixel_range as format_pixel_range,
     gray_values as gray_values,
     is_deep as is_deep,
-    is_white_zero as is_white_zero,
     parse_pixel_range as parse_pixel_range,
     suggest_pixel_range as suggest_pixel_range,
+    to_16_bit as to_16_bit,
     value_extrema as value_extrema,
 )
 from .folders import (

@@ -31,6 +31,7 @@ __all__ = [
     "parse_pixel_range",
     "scale_to_8_bits",
     "suggest_pixel_range",
+    "to_16_bit",
     "value_extrema",
 ]
 
@@ -109,6 +110,17 @@ def gray_values(image: "Image") -> "npt.NDArray[Any]":
         return values.astype(np.uint16)
     bits, sample_format = _tiff_tag(image, _BITS, default=0), _tiff_tag(image, _SAMPLE_FORMAT, default=1)
     return values.astype(_TIFF_TYPES.get((bits, sample_format), values.dtype))
+
+
+def to_16_bit(image: "Image") -> "Image | None":
+    """Convert a loaded deep image to mode I;16, which PNG can store; None if that would change its values."""
+    import numpy as np
+    from PIL import Image
+
+    values = gray_values(image)
+    if values.dtype.str[1:] != "u2" or is_white_zero(image):
+        return None
+    return Image.fromarray(values.astype(np.uint16))
 
 
 def is_white_zero(image: "Image") -> bool:

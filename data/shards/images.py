@@ -21,13 +21,12 @@ from clipkit.files import (
     decode_jpeg,
     describe_unreadable,
     flattened,
-    gray_values,
     is_deep,
     is_transparent,
-    is_white_zero,
     jpeg_orientation,
     jpeg_size,
     orientation_of,
+    to_16_bit,
     upright_array,
     upright_image,
 )
@@ -207,7 +206,7 @@ def _stored(image: Image.Image, data: bytes, how: Storing) -> StoredImage:
     elif target is not None:
         image.draft("RGB", (2 * max(target), 2 * max(target)))
     image.load()
-    if deep and target is None and image.format == "TIFF" and not _fits_png(image):
+    if deep and target is None and image.format == "TIFF" and to_16_bit(image) is None:
         extension, as_is, original = "tif", True, image.size
     transparent = is_transparent(image)
     size = original
@@ -227,27 +226,24 @@ def _stored(image: Image.Image, data: bytes, how: Storing) -> StoredImage:
     )
 
 
-def _fits_png(image: Image.Image) -> bool:
-    """Check whether PNG can store the values of a loaded deep image: it has 16 bits, unsigned."""
-    return gray_values(image).dtype.str[1:] == "u2" and not is_white_zero(image)
-
-
 def _changed(
     image: Image.Image, how: Storing, *, orientation: int, target: tuple[int, int] | None, transparent: bool
 ) -> Image.Image:
     """Return the image rotated, blended onto the background and resized, with only its color profile and tags."""
     deep = is_deep(image)
-    if deep and not _fits_png(image):
+    result = to_16_bit(image) if deep else image
+    if result is None:
         raise BadImage(
             "32-bit, signed or float grayscale: convert it to 16 bits, or to TIFF without resizing"
         )
-    if deep and transparent and how.background is not None:
-        raise BadImage("16-bit grayscale with a transparent color: --background needs 8 bits")
+    if deep and transparent and (target is not None or how.background is not None):
+        raise BadImage(
+            "16-bit grayscale with a transparent color cannot be resized or blended: convert it first"
+        )
     if deep and target is not None and how.resize is not None and how.resize.mode == "border":
         raise BadImage("16-bit grayscale has no white for a border: choose another resize mode")
     profile = image.info.get("icc_profile") if image.mode in ("L", "LA", "P", "RGB", "RGBA") else None
     tags = Image.Exif()
-    result = Image.fromarray(gray_values(image).astype(np.uint16)) if deep else image
     if deep and "transparency" in image.info:
         result.info["transparency"] = image.info["transparency"]
     if orientation != 1 and how.keep_orientation:

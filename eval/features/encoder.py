@@ -28,6 +28,7 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.files import NO_TRAITS, FileLock, PixelRangeError, TraitCounts, Traits
 from clipkit.formats import model_hash
 from clipkit.model import (
+    Preprocess,
     encode_prompts,
     eval_pixels,
     evaluating,
@@ -40,7 +41,7 @@ from eval.datasets.dataset import EvalDataset
 from eval.features.image_models import ImageModel, no_text_tower
 from eval.features.store import DIGEST_BYTES, FeatureTable, digest_of
 
-__all__ = ["ONE_RANK", "Encoder", "ImageFeatures", "Ranks", "dtype_name"]
+__all__ = ["ONE_RANK", "Encoder", "ImageFeatures", "Ranks", "check_image", "dtype_name"]
 
 _FORMAT = 4  # of stored features; increased when the same model and image give other features
 _TEXT_PIECE = 8192
@@ -370,13 +371,8 @@ class _ImagePass:
         # ranks that succeeded must not wait for features that will never come
         broken = [number - 1 for number in self.ranks.gather(failed).tolist() if number]
         if broken:  # perhaps on another rank: read the image again for the cause
+            check_image(self.dataset, min(broken), self.model.preprocess)
             where = self.dataset.where(min(broken))
-            try:
-                eval_pixels(self.dataset.images.read(min(broken)), self.model.preprocess)
-            except PixelRangeError as error:
-                raise DataError(f"{where}: {error}") from error
-            except DataError as error:
-                raise DataError(f"{where}: {error}; fix or remove it (images are never skipped)") from error
             raise DataError(f"{where} could be read only at the second attempt: check the disk")
         if self.ranks.world > 1:
             digests, fresh = self._of_all(numbers, own, digests, fresh)
@@ -488,6 +484,18 @@ def images_per_pass(pixels: Tensor) -> int:
         return len(pixels)
     share = -(-len(pixels) // torch.get_num_threads())
     return max(share, _LEAST_SHARE)
+
+
+def check_image(dataset: EvalDataset, number: int, preprocess: Preprocess) -> None:
+    """Raise DataError if an image of a dataset cannot be read, decoded or mapped to 8 bits."""
+    try:
+        eval_pixels(dataset.images.read(number), preprocess)
+    except PixelRangeError as error:
+        raise DataError(f"{dataset.where(number)}: {error}") from error
+    except DataError as error:
+        raise DataError(
+            f"{dataset.where(number)}: {error}; fix or remove it (images are never skipped)"
+        ) from error
 
 
 def _check_finite(features: Tensor, description: str) -> None:

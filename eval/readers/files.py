@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from clipkit.errors import DataError
-from clipkit.files import SPLIT_NAMES, SUFFIXES, counted, is_deep
+from clipkit.files import SPLIT_NAMES, SUFFIXES, counted, is_deep, to_16_bit
 from data.remote.store import is_remote
 from eval.datasets.dataset import EvalDataset, some
 
@@ -99,10 +99,11 @@ class FileImages:
                     raise DataError(
                         f"its box {list(box)} is outside its {image.width} x {image.height} pixels"
                     )
-                cropped = image.crop((left, top, left + width, top + height))
-                if is_deep(image) and not cropped.mode.startswith("I;16"):
+                image.load()
+                source = to_16_bit(image) if is_deep(image) else image.convert("RGB")
+                if source is None:
                     raise DataError("a box cannot be cropped from 32-bit, signed or float grayscale")
-                return png_of(cropped if is_deep(image) else cropped.convert("RGB"))
+                return png_of(source.crop((left, top, left + width, top + height)))
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise undecodable(error) from error
 

@@ -233,8 +233,9 @@ def test_deep_grayscale_that_would_change_is_refused() -> None:
     assert store(white_zero).data == white_zero
     transparent = encoded(Image.new("I;16", (8, 8), 7), "PNG", transparency=7)
     assert store(transparent).data == transparent
-    with pytest.raises(BadImage, match="transparent color: --background needs 8 bits"):
-        store(transparent, background=WHITE)
+    for change in ({"background": WHITE}, {"max_side": 4}):
+        with pytest.raises(BadImage, match="transparent color cannot be resized or blended"):
+            store(transparent, **change)
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow], deadline=None)

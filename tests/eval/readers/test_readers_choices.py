@@ -12,6 +12,8 @@ from PIL import Image
 from clipkit.errors import DataError
 from eval.datasets.dataset import NoSplit
 from eval.readers import open_dataset
+from eval.readers.files import FileImages
+from tests.clipkit.deep_images import tiff_of
 from tests.eval.conftest import png
 
 PAIRS = {
@@ -121,3 +123,14 @@ def test_invalid_files_raise_one_line_errors(tmp_path: Path, content: Any, said:
     (tmp_path / "images").mkdir()
     (tmp_path / "images/1.jpg").write_bytes(png(1))
     assert said in refusal(write(tmp_path / "x.json", content))
+
+
+def test_box_of_a_deep_image_keeps_its_values(tmp_path: Path) -> None:
+    values = np.arange(64, dtype="<u2").reshape(8, 8) * 1000
+    (tmp_path / "a.tif").write_bytes(tiff_of(values))
+    (tmp_path / "b.tif").write_bytes(tiff_of(values, photometric=0))
+    images = FileImages(tmp_path, [tmp_path / "a.tif", tmp_path / "b.tif"], [(1, 2, 4, 3)] * 2)
+    with Image.open(BytesIO(images.read(0))) as cropped:
+        assert cropped.format == "PNG" and np.array_equal(np.asarray(cropped), values[2:5, 1:5])
+    with pytest.raises(DataError, match="a box cannot be cropped from"):
+        images.read(1)
