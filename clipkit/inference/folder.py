@@ -20,11 +20,10 @@ times or inodes differ, as after a copy to another disk, the content is read (no
 time, the folder contains the embeddings described by the manifest, or some of them.
 
 If an item is added or removed, all later items move by one row, and their parts are written again. The rows of
-outdated parts of images are therefore kept until all parts are complete: if the content of an image is the same, the
-image is read, and its row is copied instead of computed.
+outdated parts of images are therefore kept until all parts are complete. If the content of an image is unchanged,
+its row is copied.
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -42,7 +41,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.atomic import FileLock, replacing, sync, temporary_path, write_atomic
+from clipkit.files.atomic import lock_output, replacing, sync, temporary_path, write_atomic
 from clipkit.files.patterns import user_path
 from clipkit.inference.inputs import Item, Kind
 from clipkit.inference.storage import STORAGE, ReusableRows, storage_of
@@ -138,7 +137,6 @@ def _difference(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
 
 _CONTENT = ("sources", "items", "digest", "captions")  # fields that may change
 _NUMBERED = re.compile(r"[a-z_]*?_?([0-9]+)\.(?:npy|parquet|jsonl)")
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,21 +223,8 @@ def only_writer(out: Path, process: int) -> Iterator[None]:
         ConfigError: another process holds the lock.
     """
     out.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(out / f".lock-{process}")
-    try:
-        if not lock.try_acquire():
-            who = f" ({lock.holder})" if lock.holder else ""
-            raise ConfigError(
-                f"another clipkit encode{who} is writing to {out}: wait for it, or use another --out"
-            )
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:  # without locks, processes still use different temporary names
-            raise
-    try:
+    with lock_output(out, "clipkit encode", lock=out / f".lock-{process}"):
         yield
-    finally:
-        with suppress(OSError):
-            lock.release()
 
 
 class EmbeddingFolder:
