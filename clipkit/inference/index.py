@@ -43,6 +43,7 @@ class ApproximateIndex:
 
     Attributes:
         covers: the embedding files that are covered, by number.
+        path: the mapped file.
 
     Raises:
         DataError: it is damaged.
@@ -63,7 +64,7 @@ class ApproximateIndex:
                 int(number): (int(rows), int(size), int(time))
                 for number, (rows, size, time) in stored["covers"].items()
             }
-            path = described.with_name(Path(str(stored["file"])).name)
+            self.path = path = described.with_name(Path(str(stored["file"])).name)
             with path.open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != stored["sha256"]:
                     raise ValueError(f"the content of {path.name} has changed")
