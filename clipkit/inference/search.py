@@ -50,7 +50,7 @@ from clipkit.files.traits import Decoding
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.index import ApproximateIndex, Stamp, write_index
 from clipkit.inference.inputs import Item, Member, Stream, read_image
-from clipkit.inference.storage import Storage, storage_of, unpacked
+from clipkit.inference.storage import Storage, content_digest, storage_of, unpacked
 from clipkit.inference.stream import pick_device
 from clipkit.model.clip import CLIP
 from clipkit.model.preprocess import ImageLike
@@ -104,8 +104,13 @@ class Hit:
     is_image: bool = True
 
     @property
+    def digest(self) -> str:
+        """Digest of the content, see ``content_digest``; "" for folders of earlier versions and clip-retrieval."""
+        return str(self.metadata.get("digest") or "")
+
+    @property
     def identity(self) -> tuple[str, ...]:
-        """What the row is of, in any folder of embeddings: an image file, an image in a shard, or a text.
+        """What the row is of, if digests of the content are missing: an image file, an image in a shard, or a text.
 
         Keys of shards repeat in other shards, and relative paths in other directories.
         """
@@ -444,11 +449,11 @@ class Embeddings:
         """Return the embedding of another folder's image or text in this folder, (O,) float32, unit norm.
 
         Raises:
-            DataError: it has none here, or the key of its shard occurs several times.
+            DataError: it has none here; or several with the key of its shard, and no digests.
         """
         matches = [(part, row) for part in self._parts for row in self._rows_like(part, hit)]
         is_sample = hit.identity[0] == "sample"
-        if not matches or (len(matches) > 1 and is_sample):
+        if not matches or (len(matches) > 1 and is_sample and not (hit.digest and "digest" in self.columns)):
             count = "several embeddings" if matches else "no embedding"
             source = f" in {printable(hit.source, 200)}" if is_sample else ""
             raise DataError(f"{self.folder} has {count} of {printable(hit.path, 200)}{source}")
@@ -459,6 +464,9 @@ class Embeddings:
     def _rows_like(self, part: _Part, hit: Hit) -> list[int]:
         """Return the rows of a part that are of the same image or text as another folder's hit."""
         table = self._table(part)
+        if hit.digest and "digest" in table.column_names:
+            equal = pyarrow.compute.equal(table["digest"].cast(pyarrow.string()), hit.digest)
+            return list(pyarrow.compute.indices_nonzero(equal.fill_null(False)).to_pylist())
         column = self._path_column(table)
         if column not in table.column_names:
             return []
@@ -654,20 +662,24 @@ def thumbnail(hit: Hit, side: int) -> bytes:
     """Return the image of a hit as a JPEG of at most ``side`` pixels along each side.
 
     Raises:
-        DataError: it cannot be read or decoded.
+        DataError: it cannot be read or decoded, or has changed since it was encoded.
     """
     source, image = (_located(one, hit.directory) for one in (hit.source, hit.path))
-    content: Path | Member = image
+    images: Sequence[Path | Member] = [image]
     try:
         if _is_shard(hit.source) and source.is_file():
             state = source.stat()
             images = _images_of(source, (state.st_mtime_ns, state.st_size)).get(hit.path, [])
-            if len(images) != 1:
+            if not images or (len(images) > 1 and not hit.digest):
                 raise DataError(f"{hit.source} has {'several images' if images else 'no image'} {hit.path}")
-            content = images[0]
     except OSError as error:
         raise DataError(f"cannot read {source}: {error.strerror}") from error
-    data = read_image(Item(source=hit.source, key=hit.path, image=content))
+    for content in images:
+        data = read_image(Item(source=hit.source, key=hit.path, image=content))
+        if not hit.digest or content_digest(data) == hit.digest:
+            break
+    else:
+        raise DataError(f"{hit.path} has changed since it was encoded")
     decoded = Image.fromarray(decode_file(data, decoding=_AS_SHOWN).pixels)
     decoded.thumbnail((side, side), Image.Resampling.BICUBIC, reducing_gap=2.0)
     file = io.BytesIO()

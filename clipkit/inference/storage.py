@@ -113,8 +113,8 @@ def unpacked(rows: Stored) -> Rows:
 class ReusableRows:
     """Rows of outdated embedding files, by the ``content_digest`` of the images that they were computed from.
 
-    Each file ``NAME.npy`` has the digests of its rows in the column digest of ``NAME.parquet``. ``find`` and ``read``
-    may be called by several threads, also during ``refresh``.
+    Each file ``NAME.npy`` has the digests of its rows in the column digest of ``NAME.parquet``. Several threads may
+    call ``find`` and ``read``, also during ``refresh``.
 
     Args:
         folder: the folder of these files, which need not exist.

@@ -17,8 +17,9 @@ import clipkit
 from clipkit.__main__ import dispatch
 from clipkit.errors import ConfigError, DataError
 from clipkit.formats.checkpoint import save_model
+from clipkit.inference.inputs import Item, Stream, read_image
 from clipkit.inference.search import Embeddings, Hit, Query, stale_note, thumbnail
-from clipkit.inference.storage import STORAGE
+from clipkit.inference.storage import STORAGE, content_digest
 
 pyarrow = pytest.importorskip("pyarrow")
 pytest.importorskip("pyarrow.parquet")
@@ -222,6 +223,20 @@ def test_rows_of_other_folders_are_found_by_source_and_key(tmp_path: Path) -> No
     assert index_of(embeddings, hit_of(str(tmp_path / "photos/1.png"), "t.csv")) == 0
 
 
+def test_digests_identify_rows_of_other_folders(tmp_path: Path) -> None:
+    """Also if keys repeat within a shard, or files have moved."""
+    shard = str(tmp_path / "0.tar")
+    digests = ["a" * 16, "b" * 16, "b" * 16]
+    embeddings = write_table(tmp_path, 3, 0, image_path=["0", "0", "1"], source=[shard] * 3, digest=digests)
+    for row in (0, 1):
+        for source in (shard, "/elsewhere/moved.tar"):
+            assert index_of(embeddings, hit_of("0", source, digest=digests[row])) == row
+    with pytest.raises(DataError, match="no embedding of 1 in"):
+        embeddings.vector_of(hit_of("1", shard, digest="c" * 16))
+    with pytest.raises(DataError, match="several embeddings of 0 in"):  # a folder of an earlier version
+        embeddings.vector_of(hit_of("0", shard))
+
+
 def test_rows_without_a_source_need_equal_metadata(tmp_path: Path) -> None:
     """As written by clip-retrieval from shards of img2dataset, whose keys are the same for all datasets."""
     embeddings = write_table(tmp_path, 2, 0, image_path=["0", "1"], url=["a.example", "b.example"])
@@ -295,9 +310,9 @@ def test_images_in_shards_have_thumbnails(encoded: Path) -> None:
     assert thumbnail(shard["a"], 8).startswith(b"\xff\xd8\xff")
     twice = encoded / "twice.tar"
     with tarfile.open(twice, "w") as tar:
-        for name in ("a.png", "b.jpg", "b.png", "a.png"):
+        members = [("a.png", "blue"), ("b.jpg", "red"), ("b.png", "blue"), ("a.png", "red")]
+        for name, color in members:
             content = io.BytesIO()
-            color = "red" if name == "b.jpg" else "blue"
             Image.new("RGB", (20, 20), color).save(content, "JPEG" if name.endswith("jpg") else "PNG")
             member = tarfile.TarInfo(name)
             member.size = content.tell()
@@ -305,9 +320,13 @@ def test_images_in_shards_have_thumbnails(encoded: Path) -> None:
             tar.addfile(member, content)
     with pytest.raises(DataError, match=r"twice\.tar has several images a"):
         thumbnail(hit_of("a", str(twice)), 8)
-    shown = Image.open(io.BytesIO(thumbnail(hit_of("b", str(twice)), 8)))
-    red, _, blue = np.asarray(shown).mean(axis=(0, 1))
-    assert red > blue  # the image that is encoded
+    duplicates = [item.image for item in Stream([str(twice)]) if item.key == "a" and item.image is not None]
+    second = read_image(Item(source="", key="", image=duplicates[1]))
+    for hit in (hit_of("b", str(twice)), hit_of("a", str(twice), digest=content_digest(second))):
+        red, _, blue = np.asarray(Image.open(io.BytesIO(thumbnail(hit, 8)))).mean(axis=(0, 1))
+        assert red > blue
+    with pytest.raises(DataError, match="a has changed since it was encoded"):
+        thumbnail(hit_of("a", str(twice), digest=content_digest(b"other")), 8)
     missing = Hit(id="", similarity=1, path="c", source=shard["a"].source, metadata={})
     with pytest.raises(DataError, match="has no image c"):
         thumbnail(missing, 8)
