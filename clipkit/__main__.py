@@ -351,8 +351,8 @@ signs of the elements, packed by numpy.packbits (1 is positive). Both are
 scored with queries in float32; their recall against float32 is printed.
 
 Running the same command again resumes it, with the same --batch-size, --device
-and --precision, which affect rounding. If inputs were added or changed, the
-affected embedding files are encoded again. To use several processes:
+and --precision, which affect rounding. If inputs were added, removed or
+changed, only images with new content are encoded. To use several processes:
   torchrun --nproc-per-node 8 -m clipkit encode ...
 or a Ray cluster whose nodes see the sources and the model at the same paths:
   clipkit encode ... --ray 10.0.0.1:6379 --rows-per-file 1000""",

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -29,6 +30,7 @@ from clipkit.errors import CheckpointError, ConfigError, nearest
 from clipkit.export import EXPORTS
 from clipkit.export.checks import draw_samples
 from clipkit.export.model_card import Source, by_caller, model_card, source_of
+from clipkit.files.atomic import lock_output
 from clipkit.files.hub import HUB, check_push, push_folder
 from clipkit.files.patterns import output_folder
 from clipkit.formats.checkpoint import model_hash
@@ -77,7 +79,8 @@ def export(model: CLIP, out: Path, *, to: Sequence[str] = (), source: Source | N
         source: scores and configuration for the model card; None reads them from the run folder.
 
     Raises:
-        ConfigError: the model cannot be exported to a library, or the folder contains other files.
+        ConfigError: the model cannot be exported to a library, the folder contains other files or another model, or
+            another process is writing to it.
         CheckpointError: a library's embeddings differ from clipkit's, or the folder cannot be written.
     """
     wanted = _wanted(model, to)
@@ -88,18 +91,25 @@ def export(model: CLIP, out: Path, *, to: Sequence[str] = (), source: Source | N
         model = deepcopy(model).float().cpu()
         model.reset_constants()
     aside, former = out.with_name(f".{out.name}.partial"), out.with_name(f".{out.name}.former")
-    with evaluating(model), torch.no_grad():
-        tensors: dict[str, Tensor] = {}
-        seen: set[int] = set()
-        for name, value in model.state_dict().items():
-            if name.startswith(tuple(HEADS.values())):  # only the towers are exported
-                continue
-            memory = value.untyped_storage().data_ptr()  # safetensors does not support shared memory
-            copied = value.clone(memory_format=torch.contiguous_format) if memory in seen else value
-            tensors[name] = copied.contiguous()
-            seen.add(memory)
-        weights = model_hash(model)
-        try:
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, value in model.state_dict().items():
+        if name.startswith(tuple(HEADS.values())):  # only the towers are exported
+            continue
+        memory = value.untyped_storage().data_ptr()  # safetensors does not support shared memory
+        copied = value.clone(memory_format=torch.contiguous_format) if memory in seen else value
+        tensors[name] = copied.contiguous()
+        seen.add(memory)
+    weights = model_hash(model)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            evaluating(model),
+            torch.no_grad(),
+            lock_output(out, "clipkit export"),
+            ExitStack() as cleanup,
+        ):
+            cleanup.callback(shutil.rmtree, aside, ignore_errors=True)
             if former.exists() and not out.exists():  # an export was killed between the two renames
                 former.rename(out)
             shutil.rmtree(former, ignore_errors=True)
@@ -125,10 +135,8 @@ def export(model: CLIP, out: Path, *, to: Sequence[str] = (), source: Source | N
                 out.rename(former)
             inner.rename(out)
             shutil.rmtree(former, ignore_errors=True)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"cannot write {out}: {error}") from error
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write {out}: {error}") from error
     return done
 
 
@@ -218,7 +226,7 @@ def _earlier_export(out: Path, wanted: Sequence[str], weights: str) -> _Earlier:
     """Read the manifest of ``out``, if it exists.
 
     Raises:
-        ConfigError: the folder contains other files, or exports of another model that would be kept.
+        ConfigError: the folder contains other files, or exports of another model.
     """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return _Earlier()
@@ -233,9 +241,11 @@ def _earlier_export(out: Path, wanted: Sequence[str], weights: str) -> _Earlier:
         ours = False
     if not ours:
         raise ConfigError(f"{out} is not empty and not an earlier export: use another folder")
+    if targets and known != weights:
+        raise ConfigError(
+            f"{out} contains another model for {', '.join(targets)}: use another folder, or remove this one first"
+        )
     kept = {name: record for name, record in targets.items() if name not in wanted}
-    if kept and known != weights:
-        raise ConfigError(f"{out} contains another model for {', '.join(kept)}: use another folder")
     staying = frozenset().union(*(files[name] for name in kept))
     return _Earlier(kept=kept, stale=frozenset().union(*files.values()) - staying, card=card)
 

@@ -1,5 +1,6 @@
 from .atomic import (
     FileLock as FileLock,
+    lock_output as lock_output,
     replacing as replacing,
     sync as sync,
     write_atomic as write_atomic,

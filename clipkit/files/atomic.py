@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["FileLock", "replacing", "sync", "temporary_path", "write_atomic"]
+from clipkit.errors import ConfigError
+
+__all__ = ["FileLock", "lock_output", "replacing", "sync", "temporary_path", "write_atomic"]
 
 
 @contextmanager
@@ -60,6 +62,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # of file systems without locks
 _held: set[str] = set()  # locks held by threads of this process, which record locks do not distinguish
 _guard = threading.Lock()
 
@@ -170,3 +173,33 @@ class FileLock:
             self._descriptor = -1
             with _guard:
                 _held.discard(self._path)
+
+
+@contextmanager
+def lock_output(out: Path, command: str, *, lock: Path | None = None) -> Iterator[None]:
+    """Lock a file or folder while a command writes it. On file systems without locks, nothing is locked.
+
+    Args:
+        out: the file or folder.
+        command: name of the command.
+        lock: the lock file, in an existing folder; by default a hidden file beside ``out``.
+
+    Raises:
+        ConfigError: another process is writing to ``out``.
+        OSError: the lock file cannot be created.
+    """
+    file_lock = FileLock(lock or out.with_name(f".{out.name[:200]}.lock"))
+    try:
+        if not file_lock.try_acquire():
+            holder = f" ({file_lock.holder})" if file_lock.holder else ""
+            raise ConfigError(
+                f"another {command}{holder} is writing to {out}: wait for it, or use another output"
+            )
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            file_lock.release()

@@ -26,6 +26,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
@@ -38,6 +39,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from clipkit.errors import CheckpointError, ConfigError
+from clipkit.files.atomic import lock_output
 from clipkit.files.depth import format_pixel_range
 from clipkit.files.terminal import counted
 from clipkit.files.traits import Decoding
@@ -487,27 +489,30 @@ def save_model(model: CLIP, out: Path, *, made_from: Mapping[str, Any] | None = 
         made_from: the model's origin, stored in model.json.
 
     Raises:
-        ConfigError: the folder is not empty.
+        ConfigError: the folder is not empty, or another process is writing to it.
         CheckpointError: writing fails.
     """
     check_free(out)
     aside = out.with_name(f".{out.name}.partial")
     try:
-        shutil.rmtree(aside, ignore_errors=True)  # left by a killed process
-        aside.mkdir(parents=True)
-        tensors = {name: value.cpu() for name, value in weights_of(model).items()}
-        save_file(tensors, aside / "model.safetensors")
-        card = model_card(model, aside) | ({"made_from": dict(made_from)} if made_from else {})
-        (aside / "model.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
-        mode = (aside / "model.json").stat().st_mode & 0o777
-        (aside / "model.safetensors").chmod(mode)  # safetensors creates files readable only by their owner
-        if out.is_dir():
-            out.rmdir()
-        aside.rename(out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with lock_output(out, "process"), ExitStack() as cleanup:
+            cleanup.callback(shutil.rmtree, aside, ignore_errors=True)
+            shutil.rmtree(aside, ignore_errors=True)  # left by a killed process
+            aside.mkdir()
+            tensors = {name: value.cpu() for name, value in weights_of(model).items()}
+            save_file(tensors, aside / "model.safetensors")
+            card = model_card(model, aside) | ({"made_from": dict(made_from)} if made_from else {})
+            (aside / "model.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+            mode = (aside / "model.json").stat().st_mode & 0o777
+            (aside / "model.safetensors").chmod(
+                mode
+            )  # safetensors creates files readable only by their owner
+            if out.is_dir():
+                out.rmdir()
+            aside.rename(out)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {out}: {error}") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def check_free(out: Path) -> None:

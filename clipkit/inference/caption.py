@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.atomic import FileLock, replacing
+from clipkit.files.atomic import lock_output, replacing
 from clipkit.files.table import safe_cell
 from clipkit.files.terminal import CountProgress, counted, printable
 from clipkit.formats.checkpoint import model_hash
@@ -140,10 +140,7 @@ def _print_failure(one: dict[str, str]) -> bool:
 def _write(out: Path, stream: Stream, features: FeatureStream, generation: dict[str, Any]) -> tuple[int, int]:
     """Append results to the partial file from where it ends, then write ``out``."""
     partial = _partial(out)
-    lock = FileLock(out.with_name(f".{out.name}.lock"))
-    if not lock.try_acquire():
-        raise ConfigError(f"{out} is being written by {lock.holder or 'another process'}")
-    try:
+    with lock_output(out, "clipkit caption"):
         settings = json.dumps(
             {
                 "model": model_hash(features.model),
@@ -175,8 +172,6 @@ def _write(out: Path, stream: Stream, features: FeatureStream, generation: dict[
         done, failed = _convert(partial, out)
         partial.unlink()
         return done, failed
-    finally:
-        lock.release()
 
 
 def _partial(out: Path) -> Path:

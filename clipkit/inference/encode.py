@@ -2,12 +2,13 @@
 
 The items of all sources are numbered. Part p contains items p·n to (p + 1)·n - 1 and is encoded by process p modulo
 the number of processes, always from the start, so its file is bit-identical regardless of which process writes it
-and how often the run is interrupted. A part is encoded again if the names or content of its items have changed.
+and how often the run is interrupted. A part is written again if the names or content of its items have changed.
 Content is read again only if the size, a time stamp or the inode of a file has changed; see
-``clipkit.inference.folder``.
+``clipkit.inference.folder``. Rows of images whose content is unchanged are reused. Batches of images are padded to
+one size, so that these rows equal those of a new folder.
 
 On a Ray cluster each part is encoded by a task, whose result the calling process writes. A part that is lost with
-its worker or node is encoded again.
+its worker or node is encoded again. Tasks do not reuse rows.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -44,7 +46,7 @@ from clipkit.inference.folder import (
     only_writer,
 )
 from clipkit.inference.inputs import Item, Member, Stream
-from clipkit.inference.storage import STORAGE, recall, unpacked
+from clipkit.inference.storage import STORAGE, ReusableRows, recall, unpacked
 from clipkit.inference.stream import Failure, FeatureStream
 
 __all__ = ["EncodeParts", "Encoded", "RayEncoder", "encode", "run"]
@@ -73,6 +75,7 @@ class Encoded:
             differ.
         empty_lines: number of empty lines in lists of texts; they are encoded like any other.
         done: number of items processed by this process.
+        reused: number of those whose rows were taken from outdated files.
         failed: number of those that could not be encoded.
         seconds: duration.
         totals: totals over all files; None if some are incomplete.
@@ -92,6 +95,7 @@ class Encoded:
     failed: int
     seconds: float
     totals: Totals | None
+    reused: int = 0
     sampled: int = 0
     recall: float | None = None
 
@@ -186,16 +190,18 @@ def encode(
         )
         complete = [part for part in range(manifest.files) if folder.is_done(part)]
         own = sorted({*range(process, manifest.files, processes)} - {*complete})
-        done = failed = written = 0
+        done = failed = written = reused = 0
         sample: list[npt.NDArray[np.float32]] = []
         began = time.monotonic()
         with CountProgress("encoding", total=sum(map(manifest.items_of, own)), shown=progress) as bar:
-            todo = _items_of(stream, own, rows_per_file)
-            with closing((encode_parts or _parts_of)(todo, manifest, features, bar.show)) as parts:
+            todo = _refreshing(folder.reusable, _items_of(stream, own, rows_per_file))
+            encode_parts = encode_parts or partial(_parts_of, reusable=folder.reusable)
+            with closing(encode_parts(todo, manifest, features, bar.show)) as parts:
                 for part in parts:
                     folder.write(part)
                     sample += part.sample
                     done, failed, written = done + len(part), failed + len(part.failures), written + 1
+                    reused += part.reused
                     bar.show(done, failed)
         if written < len(own):
             raise DataError(_CHANGED)
@@ -214,6 +220,7 @@ def encode(
             failed=failed,
             seconds=time.monotonic() - began,
             totals=folder.finish(),
+            reused=reused,
             sampled=len(sampled),
             recall=recall(sampled, unpacked(storage.pack(sampled))) if enough else None,
         )
@@ -224,12 +231,17 @@ def _parts_of(
     manifest: Manifest,
     features: FeatureStream,
     show: Callable[[int, int], None] = lambda done, failed: None,
+    *,
+    reusable: ReusableRows | None = None,
 ) -> Parts:
     """Encode items, and yield each part when it is complete; at most two are in memory."""
     parts: dict[int, Part] = {}
     every, pack = max(1, manifest.items // _SAMPLE), STORAGE[manifest.dtype].pack
     done = failed = 0
-    for outcome in features.run(items, kind=manifest.kind, captions=manifest.captions):
+    outcomes = features.run(
+        items, kind=manifest.kind, captions=manifest.captions, pad=True, reusable=reusable
+    )
+    for outcome in outcomes:
         part = parts.setdefault(outcome.part, Part(outcome.part, dtype=manifest.dtype, every=every))
         part.add(outcome)
         if isinstance(outcome, Failure):
@@ -328,6 +340,13 @@ def _a_file_of(items: Sequence[tuple[int, Item]]) -> Path | None:
                 if isinstance(path, Path) and path.exists():
                     return path
     return None
+
+
+def _refreshing(reusable: ReusableRows, items: Iterator[tuple[int, Item]]) -> Iterator[tuple[int, Item]]:
+    """Yield items; before each part, open the files that other processes have made reusable since."""
+    for _, part in groupby(items, key=itemgetter(0)):
+        reusable.refresh()
+        yield from part
 
 
 def _items_of(stream: Stream, parts: Iterable[int], length: int) -> Iterator[tuple[int, Item]]:
@@ -453,8 +472,9 @@ def _report(encoded: Encoded, options: argparse.Namespace, who: str) -> None:
     if encoded.unknown:
         why = " because an earlier version wrote them without recording the content of their sources"
     stale = f"; {encoded.stale:,} of them replaced{why}" if encoded.stale else ""
+    reused = f", {encoded.reused:,} of them unchanged and not encoded again" if encoded.reused else ""
     print(
-        f"{who}{what} in {encoded.seconds:,.1f} s ({rate}), "
+        f"{who}{what}{reused} in {encoded.seconds:,.1f} s ({rate}), "
         f"wrote {encoded.written:,} of {counted(encoded.files, 'file')}{stale}{found}{compared}"
     )
     if encoded.recall is not None and options.dtype != "float32":

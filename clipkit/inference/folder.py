@@ -7,6 +7,7 @@
     OUT/failures.jsonl                   items that could not be encoded: source, key, cause, digest; absent if none
     OUT/manifest.json                    the sources, model and settings of all files
     OUT/.parts/0.jsonl                   marks file 0 as complete; digests of its items, counts, failures
+    OUT/.former                          outdated files of images until all files are complete
     OUT/.lock-0                          held by process 0 while it writes
 
 Items are split into parts of equal length. Each part is written to one file, with a row for each item that did not
@@ -17,13 +18,18 @@ Sources may change after a folder was started: parts whose items changed are fir
 part is unchanged if its items have the same names and their files have the same sizes, times and inodes. If only
 times or inodes differ, as after a copy to another disk, the content is read (not encoded) and compared. At any
 time, the folder contains the embeddings described by the manifest, or some of them.
+
+If an item is added or removed, all later items move by one row, and their parts are written again. The rows of
+outdated parts of images are therefore kept until all parts are complete. If the content of an image is unchanged,
+its row is copied.
 """
 
-import errno
 import hashlib
 import json
 import os
 import re
+import secrets
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -35,10 +41,10 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.atomic import FileLock, replacing, sync, temporary_path, write_atomic
+from clipkit.files.atomic import lock_output, replacing, sync, temporary_path, write_atomic
 from clipkit.files.patterns import user_path
 from clipkit.inference.inputs import Item, Kind
-from clipkit.inference.storage import STORAGE, storage_of
+from clipkit.inference.storage import STORAGE, ReusableRows, storage_of
 from clipkit.inference.stream import Failure, Features
 
 __all__ = [
@@ -131,7 +137,6 @@ def _difference(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
 
 _CONTENT = ("sources", "items", "digest", "captions")  # fields that may change
 _NUMBERED = re.compile(r"[a-z_]*?_?([0-9]+)\.(?:npy|parquet|jsonl)")
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,7 +174,7 @@ class Part:
     Args:
         number: of the part.
         dtype: how rows are stored, a key of ``clipkit.inference.storage.STORAGE``.
-        every: distance of the rows in ``sample``, which are kept in float32.
+        every: distance of the rows in ``sample``, which are kept in float32, except reused ones.
     """
 
     def __init__(self, number: int, *, dtype: str, every: int) -> None:
@@ -180,6 +185,7 @@ class Part:
         self.metadata: list[tuple[str, str | None, str, str]] = []  # key, caption, source, digest
         self.failures: list[Failure] = []
         self.content = ContentDigest()
+        self.reused = 0
 
     def __len__(self) -> int:
         return len(self.metadata) + len(self.failures)
@@ -191,7 +197,9 @@ class Part:
             self.content.add(outcome.item, outcome.content)
             return
         self.rows.append(STORAGE[self._dtype].pack(outcome.rows))
-        self.sample.append(outcome.rows[-len(self.metadata) % self._every :: self._every].copy())
+        sampled = slice(-len(self.metadata) % self._every, None, self._every)
+        self.sample.append(outcome.rows[sampled][~outcome.reused[sampled]])
+        self.reused += int(outcome.reused.sum())
         for item, caption, digest in zip(outcome.items, outcome.captions, outcome.digests, strict=True):
             self.metadata.append((item.key, caption, item.source, digest))
         for item, content in zip(outcome.items, outcome.contents, strict=True):
@@ -215,21 +223,8 @@ def only_writer(out: Path, process: int) -> Iterator[None]:
         ConfigError: another process holds the lock.
     """
     out.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(out / f".lock-{process}")
-    try:
-        if not lock.try_acquire():
-            who = f" ({lock.holder})" if lock.holder else ""
-            raise ConfigError(
-                f"another clipkit encode{who} is writing to {out}: wait for it, or use another --out"
-            )
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:  # without locks, processes still use different temporary names
-            raise
-    try:
+    with lock_output(out, "clipkit encode", lock=out / f".lock-{process}"):
         yield
-    finally:
-        with suppress(OSError):
-            lock.release()
 
 
 class EmbeddingFolder:
@@ -249,6 +244,7 @@ class EmbeddingFolder:
         stale: number of this process's parts that existed but must be encoded again.
         unknown: number of stale parts written by an earlier version, which did not record content digests.
         compared: number of parts kept because their content is unchanged.
+        reusable: rows of outdated parts, of all processes.
 
     Raises:
         ConfigError: the folder contains embeddings of other sources, another model or other settings.
@@ -272,6 +268,7 @@ class EmbeddingFolder:
         self.embeddings = "img_emb" if manifest.kind == "image" else "text_emb"
         self._records = out / ".parts"
         self._folders = (out / self.embeddings, out / "metadata", self._records)
+        self.reusable = ReusableRows(out / ".former")
         self._settle_manifest()
         for folder in self._folders:
             folder.mkdir(exist_ok=True)
@@ -366,6 +363,7 @@ class EmbeddingFolder:
         for folder in (self.out, *self._folders):
             for leftover in folder.glob(".*.partial"):  # of killed processes
                 leftover.unlink(missing_ok=True)
+        shutil.rmtree(self.out / ".former", ignore_errors=True)
         sync(self.out)
         first = np.load(self._files(0)[0], mmap_mode="r")
         width = first.shape[1] * storage_of(first).packed
@@ -421,8 +419,12 @@ class EmbeddingFolder:
         if retry_failed:
             current = {part for part in current if not _counts(records[part])["failures"]}
         stale = records.keys() - current
+        embeddings, metadata = (dict(self._own(folder)) for folder in self._folders[:2])
         for part in stale:
             records[part].unlink()
+            # rows of texts are not reused: they depend on the other texts of their batch
+            if self.manifest.kind == "image" and part in embeddings and part in metadata:
+                self._set_aside(embeddings[part], metadata[part])
         for folder in self._folders[:2]:
             for part, path in self._own(folder):
                 wanted = path.with_name(f"{folder.name}_{self._number(part)}{path.suffix}")
@@ -433,6 +435,14 @@ class EmbeddingFolder:
         if stale:
             (self.out / "failures.jsonl").unlink(missing_ok=True)
         self.stale = sum(part < self.manifest.files for part in stale)
+
+    def _set_aside(self, embeddings: Path, metadata: Path) -> None:
+        """Move the rows and metadata of an outdated part to the reusable ones."""
+        former = self.out / ".former"
+        former.mkdir(exist_ok=True)
+        name = secrets.token_hex(8)
+        embeddings.replace(former / f"{name}.npy")
+        metadata.replace(former / f"{name}.parquet")
 
     def _own(self, folder: Path) -> list[tuple[int, Path]]:
         """List the files of this process's parts in a folder, with the parts' numbers."""

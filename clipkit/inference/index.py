@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.atomic import FileLock, replacing, write_atomic
+from clipkit.files.atomic import lock_output, replacing, write_atomic
 from clipkit.inference.storage import STORAGE, unpacked
 
 __all__ = ["ApproximateIndex", "Stamp", "write_index"]
@@ -43,6 +43,7 @@ class ApproximateIndex:
 
     Attributes:
         covers: the embedding files that are covered, by number.
+        path: the mapped file.
 
     Raises:
         DataError: it is damaged.
@@ -63,7 +64,7 @@ class ApproximateIndex:
                 int(number): (int(rows), int(size), int(time))
                 for number, (rows, size, time) in stored["covers"].items()
             }
-            path = described.with_name(Path(str(stored["file"])).name)
+            self.path = path = described.with_name(Path(str(stored["file"])).name)
             with path.open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != stored["sha256"]:
                     raise ValueError(f"the content of {path.name} has changed")
@@ -108,17 +109,14 @@ def write_index(
         The number of rows added, without those that are zero or not finite, and the bytes of the index.
 
     Raises:
-        DataError: another process is writing it.
-        ConfigError: usearch is missing.
+        DataError: the disk is full.
+        ConfigError: usearch is missing, or another process is writing the index.
         OSError: it cannot be written.
     """
     usearch, given = _usearch(folder), {number: (stamp, rows) for number, stamp, rows in parts}
     own = folder / "index"
     own.mkdir(exist_ok=True)
-    lock = FileLock(own / ".lock")
-    if not lock.try_acquire():
-        raise DataError(f"another clipkit index ({lock.holder}) is writing to {own}: wait for it")
-    try:
+    with lock_output(own, "clipkit index", lock=own / ".lock"):
         engine, covers = None, dict[int, Stamp]()
         try:
             earlier = ApproximateIndex(folder, view=False)
@@ -169,8 +167,6 @@ def write_index(
             if other != path:
                 other.unlink(missing_ok=True)
         return done, path.stat().st_size
-    finally:
-        lock.release()
 
 
 def _usearch(folder: Path) -> Any:

@@ -21,6 +21,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -43,13 +44,13 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.files.decode import decode_file
 from clipkit.files.depth import STRETCH
 from clipkit.files.pages import check_page, templates, write_page
-from clipkit.files.patterns import IMAGE_EXTENSIONS, user_path
+from clipkit.files.patterns import user_path
 from clipkit.files.terminal import CountProgress, counted, printable, size_of
 from clipkit.files.traits import Decoding
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.index import ApproximateIndex, Stamp, write_index
-from clipkit.inference.inputs import Item, Member, members, read_image
-from clipkit.inference.storage import Storage, storage_of, unpacked
+from clipkit.inference.inputs import Item, Member, Stream, read_image
+from clipkit.inference.storage import Storage, content_digest, storage_of, unpacked
 from clipkit.inference.stream import pick_device
 from clipkit.model.clip import CLIP
 from clipkit.model.preprocess import ImageLike
@@ -91,6 +92,7 @@ class Hit:
         source: the folder, file, shard or table that contains it.
         metadata: its other columns.
         directory: the folder that relative paths were given in; "" for the current one.
+        is_image: whether the row is of an image rather than a text.
     """
 
     id: str
@@ -99,6 +101,33 @@ class Hit:
     source: str
     metadata: Mapping[str, Any]
     directory: str = ""
+    is_image: bool = True
+
+    @property
+    def digest(self) -> str:
+        """Digest of the content, see ``content_digest``; "" for folders of earlier versions and clip-retrieval."""
+        return str(self.metadata.get("digest") or "")
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """What the row is of, if digests of the content are missing: an image file, an image in a shard, or a text.
+
+        Keys of shards repeat in other shards, and relative paths in other directories.
+        """
+        if not self.is_image:
+            return ("text", self.path)
+        if _is_shard(self.source):
+            return ("sample", os.path.abspath(Path(self.directory, self.source)), self.path)  # noqa: PTH100
+        return ("file", os.path.abspath(Path(self.directory, self.path)))  # noqa: PTH100 (Path keeps "..")
+
+    def is_of_same(self, other: "Hit") -> bool:
+        """Whether two rows are of the same image or text. Without a source, all common metadata must be equal."""
+        if self.identity != other.identity:
+            return False
+        common = self.metadata.keys() & other.metadata.keys()
+        if not self.is_image or self.source or other.source or Path(self.path).is_absolute():
+            return True
+        return bool(common) and all(self.metadata[name] == other.metadata[name] for name in common)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,10 +136,24 @@ class _Part:
 
     number: int
     digits: str  # change with the files
+    path: Path
     rows: npt.NDArray[Any]  # (N, O), as they are stored
     storage: Storage
     table: Path
     stamp: Stamp
+
+    def check(self) -> None:
+        """Check that the mapped file is unchanged: reading beyond its new end would end the process.
+
+        Raises:
+            DataError: it has changed.
+        """
+        try:
+            status = self.path.stat()
+        except OSError as error:
+            raise DataError(f"cannot read {self.path}: {error.strerror}") from error
+        if (status.st_size, status.st_mtime_ns) != self.stamp[1:]:
+            raise DataError(f"{self.path} has changed: search again")
 
     @property
     def width(self) -> int:
@@ -170,11 +213,13 @@ class Embeddings:
             if not isinstance(self.manifest, dict):
                 raise DataError(f"cannot read {folder / 'manifest.json'}: it is not a manifest")
         self._parts: tuple[_Part, ...] = ()
+        self._complete: set[int] | None = None  # numbers of the files that were opened
         self.left_out: list[Path] = []
         self._tables: OrderedDict[str, pyarrow.Table] = OrderedDict()
         self._lock = Lock()
         self._exact = exact
-        self._index: tuple[tuple[int, int, int], ApproximateIndex] | None = None
+        # with the stamps of its files
+        self._index: tuple[list[tuple[int, int, int]], ApproximateIndex] | None = None
         self.refresh()
 
     def __len__(self) -> int:
@@ -206,23 +251,29 @@ class Embeddings:
     @property
     def missing(self) -> int:
         """Number of embedding files that ``clipkit encode`` has not completed yet; 0 if it is unknown."""
+        complete = sum(1 for _ in _files(self.folder)) - len(self.left_out)
+        return max(0, self._file_count - complete)
+
+    @property
+    def _file_count(self) -> int:
+        """Number of embedding files when ``clipkit encode`` is complete; 0 if it is unknown."""
         items, length = self.manifest.get("items"), self.manifest.get("rows_per_file")
         if not (isinstance(items, int) and isinstance(length, int) and length > 0):
             return 0
-        complete = sum(1 for _ in _files(self.folder)) - len(self.left_out)
-        return max(0, math.ceil(items / length) - complete)
+        return math.ceil(items / length)
 
     def refresh(self) -> None:
         """Open files that are new or have changed since; incomplete ones are left out until they are complete.
 
         Raises:
-            DataError: a file or the index is damaged, or no complete file is left.
+            DataError: a file or the index is damaged, a complete file is missing, or no complete file is left.
         """
         with self._lock:
             if not self._exact:
                 self._refresh_index()
             known = {part.digits: part for part in self._parts}
             found, self.left_out = [], []
+            complete = set[int]()
             for number, rows, table in _files(self.folder):
                 part = None
                 try:
@@ -234,8 +285,13 @@ class Embeddings:
                     pass
                 if part is None:
                     self.left_out.append(rows)
-                elif len(part.rows):
+                    continue
+                complete.add(number)
+                if len(part.rows):
                     found.append(part)
+            if complete != self._complete:
+                self._check_complete(complete)
+                self._complete = complete
             if self.left_out and not found:
                 raise DataError(
                     f"{self.left_out[0]} lacks its metadata: expected as many rows in {self.folder / 'metadata'}"
@@ -266,11 +322,38 @@ class Embeddings:
     def _refresh_index(self) -> None:
         path = self.folder / "index" / "index.json"
         try:
-            stamp = _stamp_of(path.stat())
-            if self._index is None or self._index[0] != stamp:
-                self._index = stamp, ApproximateIndex(self.folder)
+            stamps = [_stamp_of(path.stat())]
+            if self._index is not None:  # the graph is mapped: reading beyond a new end would end the process
+                with suppress(FileNotFoundError):
+                    stamps.append(_stamp_of(self._index[1].path.stat()))
+            if self._index is None or self._index[0] != stamps:
+                self._index = None
+                index = ApproximateIndex(self.folder)
+                self._index = [stamps[0], _stamp_of(index.path.stat())], index
         except (FileNotFoundError, NotADirectoryError):
             self._index = None
+
+    def _check_complete(self, complete: set[int]) -> None:
+        """Raise DataError if a file that ``clipkit encode`` completed is missing.
+
+        Args:
+            complete: numbers of the files that were opened.
+        """
+        for record in sorted((self.folder / ".parts").glob("*.jsonl")):
+            if not record.stem.isdecimal() or int(record.stem) in complete:
+                continue
+            number = record.stem.zfill(len(str(self._file_count)))
+            kind = "img_emb" if self.has_images else "text_emb"
+            missing = [f"{kind}/{kind}_{number}.npy", f"metadata/metadata_{number}.parquet"]
+            for file_number, _, table in _files(self.folder):
+                if file_number == int(number):
+                    missing = missing[1:] if not table.is_file() else []
+            # the record is written after the files and removed before them
+            if missing and record.is_file():
+                raise DataError(
+                    f"{self.folder} lacks {missing[0]}, which was complete: run its clipkit encode command again, "
+                    "which writes it"
+                )
 
     def search(self, query: Tensor, k: int, *, filters: Sequence[tuple[str, str]] = ()) -> list[Hit]:
         """Return the k most similar rows, the best first; equal ones in the order of the files.
@@ -359,27 +442,51 @@ class Embeddings:
         if match is None or part is None or part.number != int(match[1]) or int(match[2]) >= len(part.rows):
             raise DataError(f"no row {printable(name, 40)}: the embeddings may have changed, search again")
         row = int(match[2])
+        part.check()
         return self._hit(part, row, 1.0), F.normalize(part.floats(np.array([row]))[0], dim=0)
 
-    def vector_of(self, path: str) -> Tensor:
-        """Return the embedding of an image or text by its path, (O,) float32, unit norm.
+    def vector_of(self, hit: Hit) -> Tensor:
+        """Return the embedding of another folder's image or text in this folder, (O,) float32, unit norm.
 
         Raises:
-            DataError: it has none here.
+            DataError: it has none here; or several with the key of its shard, and no digests.
         """
-        for part in self._parts:
-            table = self._table(part)
-            column = next((name for name in ("image_path", "caption") if name in table.column_names), None)
-            if column is None:
-                continue
-            row = pyarrow.compute.index(table[column].cast(pyarrow.string()), path).as_py()
-            if row >= 0:
-                return F.normalize(part.floats(np.array([row]))[0], dim=0)
-        raise DataError(f"{self.folder} has no embedding of {printable(path, 200)}")
+        matches = [(part, row) for part in self._parts for row in self._rows_like(part, hit)]
+        is_sample = hit.identity[0] == "sample"
+        if not matches or (len(matches) > 1 and is_sample and not (hit.digest and "digest" in self.columns)):
+            count = "several embeddings" if matches else "no embedding"
+            source = f" in {printable(hit.source, 200)}" if is_sample else ""
+            raise DataError(f"{self.folder} has {count} of {printable(hit.path, 200)}{source}")
+        part, row = matches[0]
+        part.check()
+        return F.normalize(part.floats(np.array([row]))[0], dim=0)
+
+    def _rows_like(self, part: _Part, hit: Hit) -> list[int]:
+        """Return the rows of a part that are of the same image or text as another folder's hit."""
+        table = self._table(part)
+        if hit.digest and "digest" in table.column_names:
+            equal = pyarrow.compute.equal(table["digest"].cast(pyarrow.string()), hit.digest)
+            return list(pyarrow.compute.indices_nonzero(equal.fill_null(False)).to_pylist())
+        column = self._path_column(table)
+        if column not in table.column_names:
+            return []
+        paths = table[column].cast(pyarrow.string())
+        candidates = pyarrow.compute.equal(paths, hit.path)
+        if hit.identity[0] == "file":  # may be given relative to another directory
+            name = f"/{Path(hit.path).name}"
+            candidates = pyarrow.compute.or_(
+                pyarrow.compute.ends_with(paths, name), pyarrow.compute.equal(paths, name[1:])
+            )
+        rows = pyarrow.compute.indices_nonzero(candidates.fill_null(False)).to_pylist()
+        return [row for row in rows if self._hit(part, row, 1.0).is_of_same(hit)]
+
+    def _path_column(self, table: pyarrow.Table) -> str:
+        return "image_path" if self.has_images and "image_path" in table.column_names else "caption"
 
     def _hit(self, part: _Part, row: int, similarity: float) -> Hit:
         values: dict[str, Any] = self._table(part).slice(row, 1).to_pylist()[0]
-        path = values.pop("image_path" if self.has_images and "image_path" in values else "caption", "")
+        column = self._path_column(self._table(part))
+        path = values.pop(column, "")
         return Hit(
             id=f"{part.number}-{row}-{part.digits}",
             similarity=similarity,
@@ -390,6 +497,7 @@ class Embeddings:
                 for name, one in values.items()
             },
             directory=str(self.manifest.get("directory", "")),
+            is_image=column == "image_path",
         )
 
     def _table(self, part: _Part) -> pyarrow.Table:
@@ -454,7 +562,9 @@ def _opened(number: int, digits: str, rows: Path, table: Path, stamp: tuple[int,
     if len(array) != count:
         return None
     covered = (count, stamp[1], stamp[0])
-    return _Part(number=number, digits=digits, rows=array, storage=storage, table=table, stamp=covered)
+    return _Part(
+        number=number, digits=digits, path=rows, rows=array, storage=storage, table=table, stamp=covered
+    )
 
 
 @dataclass(kw_only=True)
@@ -529,9 +639,17 @@ def load_model(embeddings: Embeddings, options: argparse.Namespace, name: str = 
 
 
 @lru_cache(_SHARDS)
-def _members_of(shard: Path, _changed: tuple[int, int]) -> dict[str, Member]:
-    """Return the image of each sample of a shard."""
-    return {key: member for key, member in members(shard) if member.extension in IMAGE_EXTENSIONS}
+def _images_of(shard: Path, _changed: tuple[int, int]) -> dict[str, list[Path | Member]]:
+    """Return the images of each key of a shard: several if samples have the same key."""
+    images: dict[str, list[Path | Member]] = {}
+    for item in Stream([str(shard)]):
+        if item.image is not None:
+            images.setdefault(item.key, []).append(item.image)
+    return images
+
+
+def _is_shard(source: str) -> bool:
+    return source.lower().endswith(".tar")
 
 
 def _located(path: str, directory: str) -> Path:
@@ -544,20 +662,24 @@ def thumbnail(hit: Hit, side: int) -> bytes:
     """Return the image of a hit as a JPEG of at most ``side`` pixels along each side.
 
     Raises:
-        DataError: it cannot be read or decoded.
+        DataError: it cannot be read or decoded, or has changed since it was encoded.
     """
     source, image = (_located(one, hit.directory) for one in (hit.source, hit.path))
-    content: Path | Member = image
+    images: Sequence[Path | Member] = [image]
     try:
-        if source.suffix.lower() == ".tar" and source.is_file():
+        if _is_shard(hit.source) and source.is_file():
             state = source.stat()
-            of_shard = _members_of(source, (state.st_mtime_ns, state.st_size))
-            if hit.path not in of_shard:
-                raise DataError(f"{hit.source} has no image {hit.path}")
-            content = of_shard[hit.path]
+            images = _images_of(source, (state.st_mtime_ns, state.st_size)).get(hit.path, [])
+            if not images or (len(images) > 1 and not hit.digest):
+                raise DataError(f"{hit.source} has {'several images' if images else 'no image'} {hit.path}")
     except OSError as error:
         raise DataError(f"cannot read {source}: {error.strerror}") from error
-    data = read_image(Item(source=hit.source, key=hit.path, image=content))
+    for content in images:
+        data = read_image(Item(source=hit.source, key=hit.path, image=content))
+        if not hit.digest or content_digest(data) == hit.digest:
+            break
+    else:
+        raise DataError(f"{hit.path} has changed since it was encoded")
     decoded = Image.fromarray(decode_file(data, decoding=_AS_SHOWN).pixels)
     decoded.thumbnail((side, side), Image.Resampling.BICUBIC, reducing_gap=2.0)
     file = io.BytesIO()

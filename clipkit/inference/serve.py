@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch import Tensor
 
-from clipkit.errors import ClipkitError, ConfigError, nearest
+from clipkit.errors import ClipkitError, ConfigError, DataError, nearest
 from clipkit.files.patterns import user_path
 from clipkit.files.terminal import counted, printable
 from clipkit.inference.search import TEMPLATES, Embeddings, Query, load_model, stale_note, thumbnail
@@ -126,7 +126,7 @@ def application(collections: Sequence[Collection], *, token: str = "", hosts: Se
         """Return the embedding of a result, in another collection that of the same image."""
         own, row = of_result(name)
         hit, vector = own.embeddings.row(row)
-        return vector if own is of else of.embeddings.vector_of(hit.path)
+        return vector if own is of else of.embeddings.vector_of(hit)
 
     def found(parts: Parts, images: Sequence[bytes] = ()) -> Results:
         for name in (parts.model_extra or {}).keys() - {"token"}:
@@ -136,7 +136,10 @@ def application(collections: Sequence[Collection], *, token: str = "", hosts: Se
         if not (any(text.strip() for text in parts.text) or parts.like or images):
             raise ConfigError("nothing to search for: give text, like or a file")
         with computing:
-            one.embeddings.refresh()
+            try:
+                one.embeddings.refresh()
+            except DataError as error:  # files of the server, not the query
+                raise HTTPException(503, str(error)) from error
             query.add(one.model, texts=[text for text in parts.text if text.strip()], images=images)
             query.add_unwanted(one.model, texts=parts.unwanted)
             query.wanted += [embedding(name, one) for name in parts.like]

@@ -11,8 +11,10 @@ Dimensions: N rows, O embedding dimension, S sampled rows, Q queries.
 """
 
 import hashlib
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ import numpy.typing as npt
 
 from clipkit.errors import ConfigError, DataError
 
-__all__ = ["STORAGE", "Storage", "content_digest", "recall", "storage_of", "unpacked"]
+__all__ = ["STORAGE", "ReusableRows", "Storage", "content_digest", "recall", "storage_of", "unpacked"]
 
 Rows = npt.NDArray[np.float32]
 Stored = npt.NDArray[Any]
@@ -106,6 +108,64 @@ def unpacked(rows: Stored) -> Rows:
     found = storage.numbers(rows)
     with np.errstate(invalid="ignore"):
         return found if storage.unit else found / np.linalg.norm(found, axis=1, keepdims=True)
+
+
+class ReusableRows:
+    """Rows of outdated embedding files, by the ``content_digest`` of the images that they were computed from.
+
+    Each file ``NAME.npy`` has the digests of its rows in the column digest of ``NAME.parquet``. Several threads may
+    call ``find`` and ``read``, also during ``refresh``.
+
+    Args:
+        folder: the folder of these files, which need not exist.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._names = set[str]()
+        self._arrays: list[Stored] = []
+        self._ends: list[int] = []  # number of rows up to the end of each array
+        self._digests: list[npt.NDArray[np.uint64]] = []
+        self._sorted = np.zeros(0, np.uint64), np.zeros(0, np.int64)  # digests and their rows
+
+    def refresh(self) -> None:
+        """Open files that were added since. Files without as many digests as rows are left out."""
+        import pyarrow.parquet
+
+        names = {path.stem for path in self._folder.glob("*.parquet")} - self._names
+        for name in sorted(names):
+            try:
+                array = np.load(self._folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+                table = pyarrow.parquet.read_table(self._folder / f"{name}.parquet", columns=["digest"])
+                texts = table["digest"].to_pylist()
+                digests = np.array([int(text, 16) for text in texts], np.uint64)
+            except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException):
+                continue
+            if len(array) == len(digests):
+                self._arrays.append(array)
+                self._ends.append(len(array) + (self._ends[-1] if self._ends else 0))
+                self._digests.append(digests)
+        if names:
+            self._names |= names
+            digests = np.concatenate([np.zeros(0, np.uint64), *self._digests])
+            order = np.argsort(digests, kind="stable")
+            self._sorted = digests[order], order
+
+    def find(self, digest: str) -> int | None:
+        """Return the number of a row that was computed from this content; None if there is none."""
+        digests, rows = self._sorted
+        wanted = np.uint64(int(digest, 16))
+        index = int(digests.searchsorted(wanted))
+        return int(rows[index]) if index < len(digests) and digests[index] == wanted else None
+
+    def read(self, numbers: Sequence[int]) -> Rows:
+        """Return rows by their numbers, (N, O) float32; ``Storage.pack`` turns them into the stored rows."""
+        stored = []
+        for number in numbers:
+            file = bisect_right(self._ends, number)
+            stored.append(self._arrays[file][number - self._ends[file]])
+        rows = np.stack(stored)
+        return storage_of(rows).numbers(rows)
 
 
 def recall(rows: Rows, stored: Rows, *, k: int = 10, queries: int = 500) -> float:

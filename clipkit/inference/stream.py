@@ -5,6 +5,9 @@ only on the items, and on a CPU each batch is computed by one core, with several
 therefore bit-identical for any number of cores, threads and processes. (If several cores share a matrix product,
 rounding depends on their number.)
 
+Rounding also depends on the size of a batch. If batches of images are padded to one size, the features of an image
+do not depend on the others, and can be taken from an earlier run whose batches were composed differently.
+
 A SHA-256 digest of the bytes read is returned with each item, so that a later run can detect whether a file with a
 new time or inode has new content.
 
@@ -33,7 +36,7 @@ from clipkit.distributed import own_device
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.traits import NO_TRAITS, TraitCounts, Traits
 from clipkit.inference.inputs import Item, Kind, read_caption, read_image
-from clipkit.inference.storage import content_digest
+from clipkit.inference.storage import ReusableRows, content_digest
 from clipkit.model.clip import CLIP
 from clipkit.model.cpu import PackedWeights, keep_memory, one_core_each
 from clipkit.model.preprocess import pixels_and_traits
@@ -84,6 +87,7 @@ class Features:
         digests: B values of ``content_digest``, of each image or text.
         rows: (B, O) float32, unit norm.
         thumbnails: (B, T) uint8 of images, if requested; see ``THUMBNAIL``.
+        reused: (B,) whether a row is from ``ReusableRows``, whose norm may differ from 1.
     """
 
     part: int
@@ -92,6 +96,7 @@ class Features:
     contents: list[bytes]
     digests: list[str]
     rows: npt.NDArray[np.float32]
+    reused: npt.NDArray[np.bool_]
     thumbnails: npt.NDArray[np.uint8] | None = None
 
 
@@ -107,6 +112,7 @@ class _Ready:
     digest: str = ""
     traits: Traits = NO_TRAITS
     thumbnail: npt.NDArray[np.uint8] | None = None
+    reusable: int | None = None  # number of a row of ``ReusableRows``, instead of pixels
 
 
 class FeatureStream:
@@ -174,6 +180,8 @@ class FeatureStream:
         kind: Kind,
         captions: bool = False,
         thumbnails: bool = False,
+        pad: bool = False,
+        reusable: ReusableRows | None = None,
     ) -> Iterator[Features | Failure]:
         """Encode the images or captions of items.
 
@@ -182,6 +190,8 @@ class FeatureStream:
             kind: whether to encode images or captions.
             captions: also return the captions of images.
             thumbnails: also return thumbnails of images.
+            pad: compute incomplete batches of images at the full size, so that rows do not depend on other images.
+            reusable: rows that are not computed again.
 
         Raises:
             ConfigError: a batch does not fit in memory.
@@ -200,19 +210,20 @@ class FeatureStream:
                 contents=[one.content for one in batch],
                 digests=[one.digest for one in batch],
                 rows=rows.result(),
+                reused=np.array([one.reusable is not None for one in batch]),
                 thumbnails=np.stack([one.thumbnail for one in batch if one.thumbnail is not None])
                 if thumbnails
                 else None,
             )
 
-        ready = partial(self._ready, kind=kind, captions=captions, thumbnails=thumbnails)
+        ready = partial(self._ready, kind=kind, captions=captions, thumbnails=thumbnails, reusable=reusable)
         with evaluating(self.model), one_core_each(self._lanes) as pool:
             for outcome in _batches(self._read_ahead(ready, items), self.batch_size):
                 if isinstance(outcome, Failure):
                     yield outcome
                     continue
                 self.counts.add(*(one.traits for one in outcome))
-                computing.append((outcome, pool.submit(self._rows, outcome, kind)))
+                computing.append((outcome, pool.submit(self._all_rows, outcome, kind, pad, reusable)))
                 if len(computing) > self._lanes:
                     yield first_computed()
             while computing:
@@ -278,12 +289,24 @@ class FeatureStream:
                 yield waiting.popleft().result()
 
     def _ready(
-        self, given: tuple[int, Item], *, kind: Kind, captions: bool, thumbnails: bool
+        self,
+        given: tuple[int, Item],
+        *,
+        kind: Kind,
+        captions: bool,
+        thumbnails: bool,
+        reusable: ReusableRows | None = None,
     ) -> _Ready | Failure:
         """Read and decode an item."""
         part, item = given
         image, caption, cause, content = _read(item, kind, captions=captions)
         digest = content_digest(image if kind == "image" else (caption or "").encode())
+        if reusable is not None and not cause:
+            row = reusable.find(digest)
+            if row is not None:
+                return _Ready(
+                    part=part, item=item, caption=caption, content=content, digest=digest, reusable=row
+                )
         pixels, traits = None, NO_TRAITS
         if kind == "image" and not cause:
             try:
@@ -309,7 +332,22 @@ class FeatureStream:
             thumbnail=thumbnail,
         )
 
-    def _rows(self, batch: Sequence[_Ready], kind: Kind) -> npt.NDArray[np.float32]:
+    def _all_rows(
+        self, batch: Sequence[_Ready], kind: Kind, pad: bool, reusable: ReusableRows | None
+    ) -> npt.NDArray[np.float32]:
+        """Encode the items of a batch that have no reusable row → (B, O) of all."""
+        numbers = [ready.reusable for ready in batch if ready.reusable is not None]
+        if reusable is None or not numbers:
+            return self._rows(batch, kind, pad=pad)
+        reused = reusable.read(numbers)
+        rows = np.empty((len(batch), reused.shape[1]), np.float32)
+        is_reused = np.array([ready.reusable is not None for ready in batch])
+        rows[is_reused] = reused
+        if len(numbers) < len(batch):
+            rows[~is_reused] = self._rows([ready for ready in batch if ready.reusable is None], kind, pad=pad)
+        return rows
+
+    def _rows(self, batch: Sequence[_Ready], kind: Kind, *, pad: bool = False) -> npt.NDArray[np.float32]:
         """Encode B items → (B, O)."""
         dtype = PRECISIONS[self.precision]
         autocast = torch.autocast(self.device.type, dtype or torch.bfloat16, enabled=dtype is not None)
@@ -323,10 +361,13 @@ class FeatureStream:
                     pixels = torch.stack(
                         [one.pixels for one in batch if one.pixels is not None]
                     )  # (B, 3, S, S)
+                    if pad and len(pixels) < self.batch_size:
+                        copies = pixels[-1:].expand(self.batch_size - len(pixels), -1, -1, -1)
+                        pixels = torch.cat([pixels, copies])
                     if self.device.type == "cuda":
                         pixels = pixels.pin_memory().to(self.device, non_blocking=True)
                     encoded = self.model.encode_image(pixels.to(self.device))
-                rows: npt.NDArray[np.float32] = encoded.float().cpu().numpy()
+                rows: npt.NDArray[np.float32] = encoded[: len(batch)].float().cpu().numpy()
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"out of memory with --batch-size {self.batch_size}: use a smaller batch size"
@@ -340,19 +381,24 @@ class FeatureStream:
 
 
 def _batches(outcomes: Iterable[_Ready | Failure], batch_size: int) -> Iterator[list[_Ready] | Failure]:
-    """Group items of one part until a batch is full or the part ends; failures are yielded immediately."""
+    """Group items of one part until a batch is full or the part ends; failures are yielded immediately.
+
+    Reusable rows do not count, so the other items form full batches.
+    """
     batch: list[_Ready] = []
+    computed = 0
     for outcome in outcomes:
         if isinstance(outcome, Failure):
             yield outcome
             continue
         if batch and outcome.part != batch[0].part:
             yield batch
-            batch = []
+            batch, computed = [], 0
         batch.append(outcome)
-        if len(batch) == batch_size:
+        computed += outcome.reusable is None
+        if computed == batch_size:
             yield batch
-            batch = []
+            batch, computed = [], 0
     if batch:
         yield batch
 

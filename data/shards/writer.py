@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +25,7 @@ import numpy as np
 import webdataset
 
 from clipkit.errors import DataError
-from clipkit.files import IMAGE_EXTENSIONS, sync
+from clipkit.files import IMAGE_EXTENSIONS, lock_output, sync
 
 __all__ = ["DatasetWriter", "Record"]
 
@@ -76,6 +76,7 @@ class DatasetWriter:
 
     Raises:
         DataError: ``out`` is not empty, or, on leaving the context, the disk is full.
+        ConfigError: another process is writing to ``out``.
     """
 
     def __init__(self, out: Path, *, samples_per_shard: int = 10_000) -> None:
@@ -87,8 +88,13 @@ class DatasetWriter:
         self._last_keys: dict[str, str] = {}
         self._writers: dict[str, Any] = {}
         self._aside = out.with_name(f".{out.name}.partial-{os.getpid()}")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = ExitStack()
+        # another name than that of the cache, which holds its lock while it writes a dataset
+        lock = out.with_name(f".{out.name[:200]}.writing")
+        self._lock.enter_context(lock_output(out, "process", lock=lock))
         shutil.rmtree(self._aside, ignore_errors=True)
-        self._aside.mkdir(parents=True)
+        self._aside.mkdir()
 
     def __enter__(self) -> "DatasetWriter":
         return self
@@ -100,6 +106,7 @@ class DatasetWriter:
             with suppress(OSError):  # closing fails, too, on a full disk
                 self._writers.popitem()[1].close()
         shutil.rmtree(self._aside, ignore_errors=True)
+        self._lock.close()
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise DataError(f"cannot write {self.out}: {error.strerror}") from error
 

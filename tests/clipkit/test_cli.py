@@ -149,7 +149,7 @@ def test_encode_reports_existing_embeddings(
     said = capsys.readouterr()
     again = "1 of them replaced because their sources changed; 1 already complete"
     assert [re.sub(r"[\d.]+(?= s|/s)", "_", line) for line in said.out.splitlines()] == [
-        f"2 images in _ s (_/s), wrote 1 of 2 files; {again}",
+        f"2 images, 1 of them unchanged and not encoded again in _ s (_/s), wrote 1 of 2 files; {again}",
         "4 embeddings of dimension 128 in 2 files in out/img_emb",
     ]
     assert not Path("out/failures.jsonl").exists()

@@ -6,6 +6,8 @@ import json
 import math
 import os
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from datetime import UTC, date, datetime, timedelta
@@ -864,3 +866,29 @@ def test_folder_is_packed_again_after_a_change(tmp_path: Path, monkeypatch: pyte
     second = packed([tmp_path / "photos"])
     (tmp_path / "photos/dog/2.txt").write_text("a dog")
     assert len({first, second, packed([tmp_path / "photos"])}) == 3
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from data.shards.writer import DatasetWriter
+with DatasetWriter(Path(sys.argv[1])):
+    print("writing", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_second_command_is_refused_while_the_first_packs(images: Path, tmp_path: Path) -> None:
+    table = write_table(images / "pairs.csv", ["path", "caption"], [["a.jpg", "a"], ["b.png", "b"]])
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "out")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None and first.stdout.readline() == "writing\n"
+        expected = (
+            rf"another process \(process {first.pid} on \S+\) is writing to {tmp_path}/out: wait for it"
+        )
+        with pytest.raises(ConfigError, match=expected):
+            pack(table, tmp_path / "out", progress=False)
+        first.kill()
+        first.wait()
+    assert pack(table, tmp_path / "out", progress=False).splits["train"] > 0
+    assert not (tmp_path / ".out.writing").exists()

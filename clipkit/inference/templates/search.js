@@ -91,6 +91,9 @@ async function refresh() {
   say("Searching …");
   const outcomes = await Promise.allSettled(sections.map((one) => search(one, mine)));
   if (mine !== latest) return;
+  outcomes.forEach((one, i) => {
+    if (one.status === "rejected") sections[i].querySelector(".hits").replaceChildren(); // of an earlier query
+  });
   const failed = outcomes.find((one) => one.status === "rejected");
   if (failed) say(failed.reason.message, true);
   else if (at("status").textContent === "Searching …") say("");

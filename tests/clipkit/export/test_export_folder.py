@@ -3,6 +3,9 @@
 import json
 import math
 import os
+import re
+import subprocess
+import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -87,12 +90,73 @@ def test_changed_model_card_is_kept(model: CLIP, tmp_path: Path) -> None:
 def test_two_models_are_not_mixed(model: CLIP, tmp_path: Path) -> None:
     out, other = tmp_path / "out", create(SHAPE, seed=1)
     export(model, out, to=["open_clip"])
-    with pytest.raises(ConfigError, match="contains another model for open_clip: use another folder"):
-        export(other, out, to=["timm"])
-    export(other, out, to=["open_clip", "timm"])  # replacing all targets is allowed
-    again = clipkit.load(out)
-    assert torch.equal(again.logit_scale, other.logit_scale)
-    assert all(torch.equal(again.state_dict()[name], t) for name, t in other.state_dict().items())
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    for targets in (["timm"], ["open_clip"], ["open_clip", "timm"], []):
+        with pytest.raises(
+            ConfigError, match="contains another model for open_clip: use another folder, or remove this one"
+        ):
+            export(other, out, to=targets)
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
+    assert list(tmp_path.iterdir()) == [out]
+    export(model, out, to=["open_clip"])  # the same model may be exported again
+
+
+HELD = """
+import os, sys, time
+from pathlib import Path
+from clipkit.__main__ import dispatch
+from clipkit.export import write
+from clipkit.formats import checkpoint
+
+def held(*arguments, **more):
+    print("writing", flush=True)
+    sys.stdin.read()
+    return original(*arguments, **more)
+
+module, name = (write, "_write") if sys.argv[1] == "export" else (checkpoint, "save_file")
+original = getattr(module, name)
+setattr(module, name, held)
+sys.exit(dispatch(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("kill", [False, True])
+@pytest.mark.parametrize("command", ["export", "interpolate"])
+def test_second_command_is_refused_while_the_first_writes(
+    command: str, kill: bool, model: CLIP, tmp_path: Path
+) -> None:
+    save_model(model, tmp_path / "a")
+    save_model(create(SHAPE, seed=1), tmp_path / "b")
+    out = tmp_path / "out"
+    if command == "export":
+        arguments = ["export", str(tmp_path / "a"), str(out), "--to", "open_clip"]
+    else:
+        arguments = ["interpolate", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(out)]
+    with subprocess.Popen(
+        [sys.executable, "-c", HELD, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as first:
+        assert first.stdin is not None and first.stdout is not None
+        while first.stdout.readline() != "writing\n":
+            assert first.poll() is None
+        with pytest.raises(ConfigError) as refused:
+            dispatch(arguments)
+        what = "clipkit export" if command == "export" else "process"
+        assert re.fullmatch(
+            rf"another {what} \(process {first.pid} on \S+\) is writing to {out}: wait for it, or use another "
+            "output",
+            str(refused.value),
+        )
+        if kill:
+            first.kill()
+        first.stdin.close()
+        assert first.wait(60) == (-9 if kill else 0)
+    if kill:  # the system releases the lock, and the next command removes what the first left
+        assert dispatch(arguments) == 0
+    assert clipkit.load(out).logit_scale is not None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "out"]
 
 
 def test_targets_with_equal_file_names_are_rejected(model: CLIP, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -163,6 +164,161 @@ def test_changed_parts_are_encoded_again_and_equal_a_fresh_run(
     assert tree(tmp_path / "out") == tree(tmp_path / "straight")
 
 
+def counting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Record the number of images of each batch that a model encodes."""
+    sizes: list[int] = []
+    encode_image = CLIP.encode_image
+
+    def watched(self: CLIP, images: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(images))
+        return encode_image(self, images)
+
+    monkeypatch.setattr(CLIP, "encode_image", watched)
+    return sizes
+
+
+def insert_first(photos: Path) -> None:
+    (photos / "0.png").write_bytes(png(99))
+
+
+def remove_first(photos: Path) -> None:
+    (photos / "00.png").unlink()
+
+
+def rename_one(photos: Path) -> None:
+    (photos / "00.png").rename(photos / "11a.png")
+
+
+def insert_copy(photos: Path) -> None:
+    (photos / "0.png").write_bytes((photos / "05.png").read_bytes())
+
+
+def insert_three_and_change_one(photos: Path) -> None:
+    for number in range(3):
+        (photos / f"05{number}.png").write_bytes(png(50 + number))
+    (photos / "10.png").write_bytes(png(60))
+
+
+def insert_broken(photos: Path) -> None:
+    (photos / "0.png").write_bytes(b"broken")
+
+
+@pytest.mark.parametrize(
+    ("change", "encoded"),
+    [
+        (insert_first, 1),
+        (remove_first, 0),
+        (rename_one, 0),
+        (insert_copy, 0),
+        (insert_three_and_change_one, 4),
+        (insert_broken, 0),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "binary"])
+def test_only_new_images_are_encoded_and_all_files_equal_a_fresh_run(
+    photos: Path,
+    model: CLIP,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Path], None],
+    encoded: int,
+    dtype: str,
+) -> None:
+    run(photos, tmp_path / "out", model, dtype=dtype)
+    change(photos)
+    sizes = counting(monkeypatch)
+    done = run(photos, tmp_path / "out", model, dtype=dtype)
+    assert done.done - done.failed - done.reused == encoded
+    # each part with new images has a padded batch for every two of them
+    assert set(sizes) <= {2} and encoded <= sum(sizes) <= 2 * encoded
+    run(photos, tmp_path / "straight", model, dtype=dtype)
+    assert tree(tmp_path / "out") == tree(tmp_path / "straight")
+    assert not (tmp_path / "out/.former").exists()
+
+
+def test_changed_captions_of_reused_rows_are_written(photos: Path, model: CLIP, tmp_path: Path) -> None:
+    table = tmp_path / "t.jsonl"
+    lines = [{"path": f"photos/{number:02d}.png", "caption": f"caption {number}"} for number in range(4)]
+    table.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run(table, tmp_path / "out", model)
+    lines.insert(0, {"path": "photos/05.png", "caption": "five"})
+    lines[1]["caption"] = "changed"
+    table.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert run(table, tmp_path / "out", model).reused == 4
+    run(table, tmp_path / "straight", model)
+    assert tree(tmp_path / "out") == tree(tmp_path / "straight")
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import clipkit
+from clipkit.inference import folder
+from clipkit.inference.encode import encode
+from clipkit.inference.inputs import Stream
+from clipkit.inference.stream import FeatureStream
+photos, out, written = sys.argv[1:]
+write = folder.EmbeddingFolder.write
+remaining = int(written)
+
+def killing(self, part):
+    global remaining
+    if remaining == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    remaining -= 1
+    write(self, part)
+
+folder.EmbeddingFolder.write = killing
+features = FeatureStream(clipkit.create("ViT-Ti-4-16", seed=0).eval(), batch_size=2, workers=0)
+encode(Stream([photos]), Path(out), features, sources=[photos], rows_per_file=3, progress=False)
+"""
+
+
+@pytest.mark.parametrize("written", [0, 2])
+def test_update_that_was_killed_encodes_no_image_twice(
+    photos: Path, model: CLIP, tmp_path: Path, written: int
+) -> None:
+    run(photos, tmp_path / "out", model)
+    insert_first(photos)
+    command = [sys.executable, "-c", KILLED, str(photos), str(tmp_path / "out"), str(written)]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    done = run(photos, tmp_path / "out", model)
+    assert (done.found, done.written) == (written, 5 - written)
+    assert done.done - done.failed - done.reused == (1 if written == 0 else 0)
+    run(photos, tmp_path / "straight", model)
+    assert tree(tmp_path / "out") == tree(tmp_path / "straight")
+
+
+def test_rows_of_other_processes_are_reused(photos: Path, model: CLIP, tmp_path: Path) -> None:
+    run(photos, tmp_path / "out", model, rows_per_file=2)
+    insert_first(photos)
+    settings: dict[str, Any] = {"rows_per_file": 2, "processes": 2}
+    done = [run(photos, tmp_path / "out", model, process=number, **settings) for number in (1, 0)]
+    # process 1 comes first and lacks the rows of the parts of process 0
+    assert [one.reused for one in done] == [3, 5]
+    run(photos, tmp_path / "straight", model, rows_per_file=2)
+    assert tree(tmp_path / "out") == tree(tmp_path / "straight")
+
+
+def test_incomplete_set_of_reusable_rows_is_ignored(photos: Path, model: CLIP, tmp_path: Path) -> None:
+    """As after a kill between two renames, or a power failure."""
+    run(photos, tmp_path / "out", model)
+    former = tmp_path / "out/.former"
+    former.mkdir()
+    metadata = tmp_path / "out/metadata/metadata_0.parquet"
+    shutil.copy(metadata, former / "a.parquet")  # without rows
+    for name, rows in (("b", 2), ("c", 3), ("d", 3)):
+        np.save(former / f"{name}.npy", np.zeros((rows, 128), np.float16))
+    shutil.copy(metadata, former / "b.parquet")
+    (former / "c.parquet").write_bytes(b"damaged")
+    parquet.write_table(parquet.read_table(metadata).drop_columns("digest"), former / "e.parquet")
+    (former / "e.npy").write_bytes(b"damaged")
+    insert_first(photos)
+    assert run(photos, tmp_path / "out", model).reused == 11
+    run(photos, tmp_path / "straight", model)
+    assert tree(tmp_path / "out") == tree(tmp_path / "straight")
+
+
 def test_file_numbers_are_padded_for_more_files(photos: Path, model: CLIP, tmp_path: Path) -> None:
     for number in range(4):
         (photos / f"{number:02d}.png").rename(tmp_path / f"{number:02d}.png")
@@ -258,6 +414,8 @@ def exchange(first: Path, second: Path) -> None:
 def test_folder_of_an_earlier_version_is_encoded_again(photos: Path, model: CLIP, tmp_path: Path) -> None:
     """Its records have only one digest, of names, sizes and modification times."""
     run(photos, tmp_path / "out", model)
+    for path in (tmp_path / "out/metadata").iterdir():
+        parquet.write_table(parquet.read_table(path).drop_columns("digest"), path)
     for path in (tmp_path / "out/.parts").iterdir():
         first, *failures = path.read_text().splitlines(keepends=True)
         stored = json.loads(first)

@@ -149,7 +149,7 @@ def test_damaged_indexes_are_rejected(folder: Path, tmp_path: Path, monkeypatch:
     assert Embeddings(folder).unindexed == 0
     lock = FileLock(folder / "index" / ".lock")
     assert lock.try_acquire()
-    with pytest.raises(DataError, match="another clipkit index"):
+    with pytest.raises(ConfigError, match="another clipkit index"):
         index(folder)
     lock.release()
     for missing in ("usearch.index", "usearch"):

@@ -1,8 +1,11 @@
 """Tests of exact search over embeddings, including growing folders."""
 
+import io
 import json
 import shutil
+import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +17,9 @@ import clipkit
 from clipkit.__main__ import dispatch
 from clipkit.errors import ConfigError, DataError
 from clipkit.formats.checkpoint import save_model
+from clipkit.inference.inputs import Item, Stream, read_image
 from clipkit.inference.search import Embeddings, Hit, Query, stale_note, thumbnail
-from clipkit.inference.storage import STORAGE
+from clipkit.inference.storage import STORAGE, content_digest
 
 pyarrow = pytest.importorskip("pyarrow")
 pytest.importorskip("pyarrow.parquet")
@@ -107,7 +111,7 @@ def test_new_rows_are_found_and_replaced_ones_are_rejected(tmp_path: Path) -> No
     again, vector = embeddings.row(hit.id)
     assert again.path == hit.path
     torch.testing.assert_close(vector, query, atol=1e-3, rtol=0)
-    torch.testing.assert_close(embeddings.vector_of("1/3.png"), vector)
+    torch.testing.assert_close(embeddings.vector_of(hit), vector)
     (tmp_path / "metadata" / "metadata_0.parquet").unlink()  # as while it is rewritten
     write(tmp_path, unit(rng, 5).astype(np.float16), first=1)
     embeddings.refresh()
@@ -150,23 +154,104 @@ def test_files_without_their_metadata_are_noted(tmp_path: Path) -> None:
     assert len(embeddings) == 4 and embeddings.width == 16  # as before
 
 
+def write_table(folder: Path, rows: int, seed: int, **columns: Any) -> Embeddings:
+    """Write rows with the given metadata columns."""
+    write(folder, unit(np.random.default_rng(seed), rows).astype(np.float16))
+    pyarrow.parquet.write_table(pyarrow.table(columns), folder / "metadata" / "metadata_0.parquet")
+    return Embeddings(folder)
+
+
+def hit_of(
+    path: str, source: str = "", *, directory: str = "", is_image: bool = True, **metadata: Any
+) -> Hit:
+    return Hit(
+        id="",
+        similarity=1,
+        path=path,
+        source=source,
+        metadata=metadata,
+        directory=directory,
+        is_image=is_image,
+    )
+
+
+def index_of(embeddings: Embeddings, hit: Hit) -> int:
+    """Number of the row that a hit of another folder is of."""
+    rows = np.load(embeddings.folder / "img_emb" / "img_emb_0.npy").astype(np.float32)
+    return int((torch.from_numpy(rows) @ embeddings.vector_of(hit)).argmax())
+
+
 def test_rows_are_found_by_paths_of_any_type(tmp_path: Path) -> None:
-    rows = unit(np.random.default_rng(0), 3).astype(np.float16)
-    write(tmp_path, rows)
-    place = tmp_path / "metadata" / "metadata_0.parquet"
-    for table, message in (
-        (pyarrow.table({"image_path": [7, 8, 9]}), "no embedding of x"),
-        (pyarrow.table({"url": ["a", "b", "c"]}), "no embedding of 8"),
-    ):
-        pyarrow.parquet.write_table(table, place)
-        embeddings = Embeddings(tmp_path)
-        with pytest.raises(DataError, match=message):
-            embeddings.vector_of(message.rpartition(" ")[2])
-        assert all(hit.path in ("7", "8", "9", "") for hit in embeddings.search(torch.ones(16) / 4, 3))
-        if "image_path" in table.column_names:
-            torch.testing.assert_close(
-                embeddings.vector_of("8"), torch.from_numpy(rows[1]).float(), atol=1e-3, rtol=0
-            )
+    embeddings = write_table(tmp_path, 3, 0, image_path=[7, 8, 9], url=["a", "b", "c"])
+    assert all(hit.path in ("7", "8", "9") for hit in embeddings.search(torch.ones(16) / 4, 3))
+    assert index_of(embeddings, hit_of("8", url="b")) == 1
+    with pytest.raises(DataError, match="no embedding of x"):
+        embeddings.vector_of(hit_of("x", url="b"))
+    embeddings = write_table(tmp_path, 3, 0, url=["a", "b", "c"])
+    assert all(hit.path == "" for hit in embeddings.search(torch.ones(16) / 4, 3))
+    with pytest.raises(DataError, match="no embedding of 8"):
+        embeddings.vector_of(hit_of("8", url="b"))
+
+
+def test_rows_of_other_folders_are_found_by_source_and_key(tmp_path: Path) -> None:
+    """Keys repeat across shards, and relative paths across directories."""
+    sources = ["a/0.tar", "b/0.tar", "a/0.tar", "c/0.tar", "c/0.tar"]
+    embeddings = write_table(tmp_path, 5, 0, image_path=["0", "0", "1", "2", "2"], source=sources)
+    embeddings.manifest = {"directory": str(tmp_path)}
+    for row, (key, source) in enumerate([("0", "a/0.tar"), ("0", "b/0.tar"), ("1", "a/0.tar")]):
+        for spelled in (tmp_path / source, tmp_path / "x" / ".." / source):
+            assert index_of(embeddings, hit_of(key, str(spelled))) == row
+        assert index_of(embeddings, hit_of(key, source, directory=str(tmp_path))) == row
+        with pytest.raises(DataError, match=rf"no embedding of {key} in {source}$"):
+            embeddings.vector_of(hit_of(key, source, directory="/elsewhere"))
+    with pytest.raises(DataError, match=r"several embeddings of 2 in .*c/0\.tar$"):
+        embeddings.vector_of(hit_of("2", str(tmp_path / "c/0.tar")))
+    with pytest.raises(DataError, match="no embedding of 0"):  # a text
+        embeddings.vector_of(hit_of("0", is_image=False))
+
+    paths = ["photos/1.png", "photos/11.png", str(tmp_path / "more/1.png")]
+    embeddings = write_table(tmp_path, 3, 0, image_path=paths, source=["photos", "photos", "table.csv"])
+    embeddings.manifest = {"directory": str(tmp_path)}
+    assert index_of(embeddings, hit_of(str(tmp_path / "photos/1.png"), "t.csv")) == 0
+    assert index_of(embeddings, hit_of("1.png", ".", directory=str(tmp_path / "photos"))) == 0
+    assert index_of(embeddings, hit_of("more/1.png", "more", directory=str(tmp_path))) == 2
+    with pytest.raises(DataError, match=r"no embedding of photos/1\.png"):
+        embeddings.vector_of(hit_of("photos/1.png", "photos", directory="/elsewhere"))
+    paths = ["photos/1.png", "photos/1.png"]
+    embeddings = write_table(tmp_path / "twice", 2, 0, image_path=paths, source=["photos", "table.csv"])
+    embeddings.manifest = {"directory": str(tmp_path)}
+    assert index_of(embeddings, hit_of(str(tmp_path / "photos/1.png"), "t.csv")) == 0
+
+
+def test_digests_identify_rows_of_other_folders(tmp_path: Path) -> None:
+    """Also if keys repeat within a shard, or files have moved."""
+    shard = str(tmp_path / "0.tar")
+    digests = ["a" * 16, "b" * 16, "b" * 16]
+    embeddings = write_table(tmp_path, 3, 0, image_path=["0", "0", "1"], source=[shard] * 3, digest=digests)
+    for row in (0, 1):
+        for source in (shard, "/elsewhere/moved.tar"):
+            assert index_of(embeddings, hit_of("0", source, digest=digests[row])) == row
+    with pytest.raises(DataError, match="no embedding of 1 in"):
+        embeddings.vector_of(hit_of("1", shard, digest="c" * 16))
+    with pytest.raises(DataError, match="several embeddings of 0 in"):  # a folder of an earlier version
+        embeddings.vector_of(hit_of("0", shard))
+
+
+def test_rows_without_a_source_need_equal_metadata(tmp_path: Path) -> None:
+    """As written by clip-retrieval from shards of img2dataset, whose keys are the same for all datasets."""
+    embeddings = write_table(tmp_path, 2, 0, image_path=["0", "1"], url=["a.example", "b.example"])
+    assert index_of(embeddings, hit_of("1", url="b.example", width=3)) == 1
+    for metadata in ({"url": "c.example"}, {"width": 3}):
+        with pytest.raises(DataError, match="no embedding of 1"):
+            embeddings.vector_of(hit_of("1", **metadata))
+
+
+def test_equal_texts_of_other_folders_are_found(tmp_path: Path) -> None:
+    embeddings = write_table(tmp_path, 3, 0, caption=["a cat", "a dog", "a dog"], source=["x.txt"] * 3)
+    embeddings.manifest = {"kind": "caption"}
+    assert index_of(embeddings, hit_of("a dog", "y.txt", is_image=False)) == 1
+    with pytest.raises(DataError, match="no embedding of a dog"):
+        embeddings.vector_of(hit_of("a dog", "x.txt"))  # an image of this name
 
 
 def test_query_that_cancels_out_is_rejected() -> None:
@@ -223,6 +308,25 @@ def test_images_in_shards_have_thumbnails(encoded: Path) -> None:
     shard = {hit.path: hit for hit in hits if hit.source.endswith(".tar")}
     assert shard["a"].metadata["caption"] == "caption a"
     assert thumbnail(shard["a"], 8).startswith(b"\xff\xd8\xff")
+    twice = encoded / "twice.tar"
+    with tarfile.open(twice, "w") as tar:
+        members = [("a.png", "blue"), ("b.jpg", "red"), ("b.png", "blue"), ("a.png", "red")]
+        for name, color in members:
+            content = io.BytesIO()
+            Image.new("RGB", (20, 20), color).save(content, "JPEG" if name.endswith("jpg") else "PNG")
+            member = tarfile.TarInfo(name)
+            member.size = content.tell()
+            content.seek(0)
+            tar.addfile(member, content)
+    with pytest.raises(DataError, match=r"twice\.tar has several images a"):
+        thumbnail(hit_of("a", str(twice)), 8)
+    duplicates = [item.image for item in Stream([str(twice)]) if item.key == "a" and item.image is not None]
+    second = read_image(Item(source="", key="", image=duplicates[1]))
+    for hit in (hit_of("b", str(twice)), hit_of("a", str(twice), digest=content_digest(second))):
+        red, _, blue = np.asarray(Image.open(io.BytesIO(thumbnail(hit, 8)))).mean(axis=(0, 1))
+        assert red > blue
+    with pytest.raises(DataError, match="a has changed since it was encoded"):
+        thumbnail(hit_of("a", str(twice), digest=content_digest(b"other")), 8)
     missing = Hit(id="", similarity=1, path="c", source=shard["a"].source, metadata={})
     with pytest.raises(DataError, match="has no image c"):
         thumbnail(missing, 8)
@@ -287,6 +391,40 @@ def test_nonfinite_rows_are_never_found(tmp_path: Path) -> None:
     assert {hit.path for hit in Embeddings(tmp_path).search(query, 20)} == {
         f"0/{row}.png" for row in range(10) if row != 3
     }
+
+
+@pytest.mark.parametrize("name", ["img_emb/img_emb_1.npy", "metadata/metadata_1.parquet"])
+def test_missing_file_of_a_complete_folder_is_an_error(
+    encoded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    out = tmp_path / "out"
+    encoding = [
+        "encode",
+        str(encoded / "images"),
+        "--model",
+        str(encoded / "model"),
+        "--out",
+        str(out),
+        "--quiet",
+    ]
+    encoding += ["--rows-per-file", "5"]
+    assert dispatch(encoding) == 0
+    embeddings = Embeddings(out)
+    (out / name).unlink()
+    message = rf"{out} lacks {name}, which was complete: run its clipkit encode command again"
+    for command in (["search", str(out), "noise"], ["index", str(out)]):
+        with pytest.raises(DataError, match=message):
+            dispatch(command)
+    for _ in range(2):
+        with pytest.raises(DataError, match=message):
+            embeddings.refresh()
+    assert dispatch(encoding) == 0
+    assert dispatch(["search", str(out), "noise"]) == 0
+    assert capsys.readouterr().err == ""
+    (out / ".parts" / "1.jsonl").unlink()  # as while encode runs
+    (out / name).unlink()
+    assert dispatch(["search", str(out), "noise"]) == 0
+    assert "note: " in capsys.readouterr().err
 
 
 def test_incomplete_folder_is_reported(tmp_path: Path) -> None:

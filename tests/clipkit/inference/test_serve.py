@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 import urllib.error
@@ -346,6 +347,65 @@ def test_new_images_are_found_without_a_restart(made: Path, tmp_path: Path, inde
         (images / "50.png").write_bytes((images / "56.png").read_bytes())  # replaced
         add()
         assert set(nearest(56)[:2]) == {"50.png", "56.png"}
+
+
+def test_results_like_those_of_another_collection_are_of_the_same_image(made: Path, tmp_path: Path) -> None:
+    """The keys of two shards are equal."""
+    for number, shard in enumerate(("a", "b")):
+        (tmp_path / shard).mkdir()
+        with tarfile.open(tmp_path / shard / "0.tar", "w") as tar:
+            for key in range(3):
+                noise(100 + 10 * number + key).save(tmp_path / "image.png")
+                tar.add(tmp_path / "image.png", f"{key:09d}.png")
+    outs = [tmp_path / name for name in ("one", "two")]
+    for out in outs:
+        sources = [tmp_path / shard / "0.tar" for shard in (("b", "a") if out.name == "one" else ("a", "b"))]
+        encode(made, out.name, *sources, out=out)
+    with serving(*map(str, outs)) as address:
+        for hit in get(f"{address}api/search?text=noise&k=6")["results"]:
+            for collection in (0, 1):
+                query = f"api/search?like={hit['id']}&collection={collection}&k=1"
+                (best,) = get(f"{address}{query}")["results"]
+                assert (best["path"], best["source"]) == (hit["path"], hit["source"])
+                assert best["similarity"] == pytest.approx(1, abs=1e-3)
+                images = [get(f"{address}{one['thumbnail'][1:]}") for one in (best, hit)]
+                assert images[0] == images[1]
+
+
+def test_server_survives_files_that_change_in_place(made: Path, tmp_path: Path) -> None:
+    """Files are mapped: reading beyond a new end would end the process with a bus error."""
+    pytest.importorskip("usearch")
+    out = tmp_path / "embeddings"
+    encode(made, "one", made / "pairs.tsv", out=out)
+    assert dispatch(["index", str(out), "--quiet"]) == 0
+    with serving(str(out), str(made / "two")) as address:
+        for pattern in ("img_emb/*.npy", "metadata/*.parquet", "index/*.usearch", "index/index.json"):
+            (file,) = out.glob(pattern)
+            content = file.read_bytes()
+            for damage in ("truncate", "empty", "remove", "overwrite"):
+                (best,) = get(f"{address}api/search?text=a&k=1")["results"]
+                if damage == "remove":
+                    file.unlink()
+                elif damage == "overwrite":
+                    file.write_bytes(np.random.default_rng(0).bytes(len(content)))
+                else:
+                    os.truncate(file, 0 if damage == "empty" else len(content) // 3)
+                for query, expected in (
+                    ("api/search?text=a&k=3", {503}),
+                    (f"api/search?like={best['id']}", {503}),
+                    (f"api/search?unlike={best['id']}&text=a&k=3", {503}),
+                    (f"api/search?like={best['id']}&collection=1", {200, 400}),
+                    (best["thumbnail"][1:], {200, 400}),
+                    ("api/search?text=a&collection=1", {200}),
+                ):
+                    code, text = status(f"{address}{query}")
+                    if file.name == "index.json" and damage == "remove":  # the same as without an index
+                        expected = {200}
+                    assert code in expected, (file, damage, query, text)
+                    if code != 200:
+                        detail = json.loads(text)["detail"]
+                        assert "\n" not in detail and str(out) in detail
+                file.write_bytes(content)
 
 
 def test_invalid_options_busy_port_and_missing_fastapi_are_rejected(
