@@ -409,7 +409,10 @@ def _download_options(parser: argparse.ArgumentParser) -> None:
         parser, "--samples-per-shard", "N", 1, 10_000_000, 10_000, "table rows per shard (default: 10000)"
     )
     parser.add_argument(
-        "--keep-duplicates", action="store_true", help="keep images whose URL or bytes are in an earlier row"
+        "--keep-duplicates",
+        action="store_true",
+        help="keep an image for each row, even if its URL or bytes are in an earlier row (default: rows with the "
+        "same URL become one image with several captions)",
     )
     parser.add_argument(
         "--part",

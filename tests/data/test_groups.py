@@ -322,5 +322,5 @@ def test_cached_packs_of_earlier_versions_are_not_used(
     monkeypatch.setenv("CLIPKIT_CACHE", str(tmp_path / "cache"))
     table = json_lines(folder / "t.jsonl", [{"image": "a.png", "caption": "x"}])
     now = packed([table])
-    monkeypatch.setattr("data.pack._REVISION", 3)
+    monkeypatch.setattr("data.pack._REVISION", 4)
     assert packed([table]) != now
