@@ -200,8 +200,20 @@ def test_group_by_another_column(folder: Path, tmp_path: Path, capsys: pytest.Ca
         ("five", {"id": None}),  # without a value, a row is alone
         ("six", {"id": None}),
     ]
+    table.write_text("image,caption,id\ngone.png,one,7\na.png,two,7\ngone.png,three,7\nb.png,four,8\n")
+    pack(table, tmp_path / "gone", group_by="id", progress=False)
+    assert bad_rows(tmp_path / "gone") == [
+        (1, "gone.png", "missing file"),
+        (2, "a.png", "missing file in the first row of the group"),
+        (3, "gone.png", "missing file"),
+    ]
+
+
+def test_group_by_the_image_column(folder: Path, tmp_path: Path) -> None:
+    rows = [{"image": name, "caption": f"{i}"} for i, name in enumerate(["a.png", "b.png", "./a.png"])]
+    table = json_lines(folder / "t.jsonl", rows)
     same = pack(table, tmp_path / "image", group_by="image", progress=False)
-    assert same.summary == "6 rows, 4 images with 1 to 2 captions"
+    assert same.summary == "3 rows, 2 images with 1 to 2 captions"
 
 
 @pytest.mark.parametrize(
