@@ -186,7 +186,7 @@ def test_bad_lines_of_csv_are_listed(images: Path) -> None:
 
 def test_missing_closing_quote_is_a_bad_row(images: Path) -> None:
     (images / "t.tsv").write_text('path\tcaption\na.jpg\t"it" they said\nb.png\t"open\na.jpg\tnot lost\n')
-    report = pack(images / "t.tsv", images / "out", progress=False)
+    report = pack(images / "t.tsv", images / "out", group=False, progress=False)
     assert report.packed == 2
     [(row, _, cause)] = bad_rows(images / "out")
     assert row == 2 and cause.startswith('a quote (") that is not closed')
@@ -249,7 +249,7 @@ def test_report_counts_the_rows_of_the_file(images: Path) -> None:
     rows[2] = 'a.jpg,"the wall'
     (images / "t.csv").write_text("\n".join(["path,caption", *rows]) + "\n")
     report = pack(images / "t.csv", images / "out", progress=False)
-    assert (report.packed, sum(report.bad.values())) == (11, 1)
+    assert (report.rows, sum(report.bad.values())) == (11, 1)
     assert [(row, path) for row, path, _ in bad_rows(images / "out")] == [(3, "a.jpg")]
     (images / "all.csv").write_text("path,caption\na.jpg,red, parked\nb.png,one black, one white\n")
     with pytest.raises(
