@@ -65,9 +65,9 @@ from clipkit.files import (
     size_of,
 )
 from data.captions import field_name, json_value
+from data.groups import MOST_ROWS, TOO_MANY_ROWS, RowsByKey, digest_key, merge_rows
 from data.remote.cache import cache_folder, created_once
 from data.remote.store import ShardFile, download_all
-from data.row_groups import MOST_ROWS, TOO_MANY_ROWS, RowGroups, digest_key, merge_rows
 from data.shards.images import BadImage, Resize, Storing, store_image
 from data.shards.sources import SPLITS
 from data.shards.writer import DatasetWriter, Record
@@ -244,7 +244,7 @@ def pack(
     firsts, kept = dict[str, str](), dict[str, str]()
     with (
         DatasetWriter(out, samples_per_shard=samples_per_shard) as writer,
-        RowGroups() as groups,
+        RowsByKey() as groups,
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # Pillow's, on broken images, which are listed as bad rows
@@ -525,7 +525,7 @@ def _check_group_by(tables: Sequence[Table], column: str) -> None:
         raise DataError(f"{table.path} has no column {column!r} ({nearest(column, list(table.others)[:30])})")
 
 
-def _add_rows(tables: Sequence[Table], groups: RowGroups, group_by: str | None) -> Iterator[Row]:
+def _add_rows(tables: Sequence[Table], groups: RowsByKey, group_by: str | None) -> Iterator[Row]:
     """Add the usable rows of tables to groups, and yield every thousandth row of them."""
     for row, folder in _rows_of(tables):
         if row.number % 1000 == 0:
@@ -558,7 +558,7 @@ def _image_key(row: Row, folder: Path) -> bytes:
 
 
 def _in_order(
-    sources: Sequence["Table | _ImageFolder"], groups: RowGroups, how: Storing, test: float
+    sources: Sequence["Table | _ImageFolder"], groups: RowsByKey, how: Storing, test: float
 ) -> Iterator[tuple[list[Row], _Packed | str]]:
     """Yield the rows of each group with their sample or the cause of failure, in the order of their first rows."""
     Image.init()

@@ -58,10 +58,10 @@ from clipkit.files import (
     write_atomic,
 )
 from data.captions import DRAW_CAPTIONS
+from data.groups import MOST_ROWS, RowsByKey, digest_key, merge_rows
 from data.pack import BadRow, FieldNames, captions_of, fields_of
 from data.remote.store import describe, download_all, is_remote, list_folder
 from data.remote.web import Fetcher, FetchError, FetchOptions, probable_cause
-from data.row_groups import MOST_ROWS, RowGroups, digest_key, merge_rows
 from data.shards.images import BadImage, Resize, StoredImage, Storing, store_image
 
 __all__ = ["URL_COLUMNS", "DownloadOptions", "DownloadReport", "download"]
@@ -307,7 +307,7 @@ def download(
         if not lock.try_acquire():
             raise DataError(f"{out}: {lock.holder or 'another process'} is downloading this part")
         try:
-            with RowGroups() as groups, warnings.catch_warnings():
+            with RowsByKey() as groups, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Pillow's, for damaged images
                 caption_column = next((table.caption_column for table in readers if table.caption_column), "")
                 samples = _samples_of(readers, out, options, part, bool(caption_column), retry_failed, groups)
@@ -465,7 +465,7 @@ def _samples_of(
     part: tuple[int, int],
     keep_captions: bool,
     retry_failed: bool,
-    groups: RowGroups,
+    groups: RowsByKey,
 ) -> Iterator[tuple[int, _Sample] | None]:
     """Yield the samples of incomplete shards of a part: shard number and sample.
 
@@ -520,7 +520,7 @@ def _samples_of(
             retried += 1
 
 
-def _add_rows(tables: Sequence[Table], groups: RowGroups, keep_captions: bool) -> Iterator[None]:
+def _add_rows(tables: Sequence[Table], groups: RowsByKey, keep_captions: bool) -> Iterator[None]:
     """Group the usable rows of tables by URL; yield after each thousand rows."""
     for at, row in enumerate(chain.from_iterable(tables)):
         if at % 1000 == 0:
@@ -535,7 +535,7 @@ def _add_rows(tables: Sequence[Table], groups: RowGroups, keep_captions: bool) -
         groups.add(at, row, digest_key(row.path.strip().encode("utf-8", "surrogatepass")))
 
 
-def _merge_groups(tables: Sequence[Table], groups: RowGroups) -> Iterator[Row]:
+def _merge_groups(tables: Sequence[Table], groups: RowsByKey) -> Iterator[Row]:
     """Yield the rows of tables, the first row of a group with the captions of all its rows."""
     for at, row in enumerate(chain.from_iterable(tables)):
         yield row if groups.position(at) else merge_rows([row, *groups.later_rows(at)])

@@ -17,9 +17,9 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.files import Row
 from data.__main__ import main
 from data.captions import CaptionRule, Selection
+from data.groups import RowsByKey, digest_key, merge_rows
 from data.loader import packed_images
 from data.pack import pack, packed
-from data.row_groups import RowGroups, digest_key, merge_rows
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
 from data.shards.sources import find_shards
@@ -305,7 +305,7 @@ def test_groups_are_stored_outside_of_memory() -> None:
     numbers = [random_order.randrange(3000) for _ in range(20_000)]
     first: dict[int, int] = {}
     later: dict[int, list[int]] = {}
-    with RowGroups() as groups:
+    with RowsByKey() as groups:
         for number, image in enumerate(numbers, 1):
             row = Row(number=number, path="x", caption=str(number), progress=0)
             groups.add(number, row, digest_key(str(image).encode()))
@@ -321,7 +321,7 @@ def test_values_nested_too_deeply_do_not_end_a_merge() -> None:
     for _ in range(100_000):
         deep = [deep]
     rows = [Row(number=i, path="x", caption="c", progress=0, others={"deep": deep}) for i in (1, 2)]
-    with RowGroups() as groups:
+    with RowsByKey() as groups:
         for row in rows:
             groups.add(row.number, row, digest_key(b"x"))
         assert groups.position(2) == 0  # used by itself, where it becomes a bad row

@@ -16,7 +16,7 @@ from clipkit.errors import DataError
 from clipkit.files import Row
 from data.captions import json_value
 
-__all__ = ["MOST_ROWS", "TOO_MANY_ROWS", "RowGroups", "digest_key", "merge_rows"]
+__all__ = ["MOST_ROWS", "TOO_MANY_ROWS", "RowsByKey", "digest_key", "merge_rows"]
 
 MOST_ROWS = 100  # of one image; further ones are bad rows
 TOO_MANY_ROWS = f"more than {MOST_ROWS} rows of one image (--no-group makes a sample of each)"
@@ -28,7 +28,7 @@ def digest_key(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
-class RowGroups:
+class RowsByKey:
     """The rows of a table by key.
 
     Call ``add`` for each row that can be used, then ``position`` and ``later_rows`` while the table is read again.
@@ -52,7 +52,7 @@ class RowGroups:
         self._data.execute("CREATE INDEX by_first ON later (first, row)")
         self._data.execute("BEGIN")  # never committed
 
-    def __enter__(self) -> "RowGroups":
+    def __enter__(self) -> "RowsByKey":
         return self
 
     def __exit__(self, *_: object) -> None:
