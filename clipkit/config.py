@@ -175,7 +175,9 @@ class DataConfig(Section):
         (), "Fraction of each batch drawn from each source; empty: sources are concatenated."
     )
     captions: tuple[str, ...] = setting(
-        ("txt",), 'Sources of captions: "txt" for the caption file, or names of JSON fields.'
+        ("txt",),
+        'Sources of captions: "txt" for the caption file, or names of JSON fields; "captions" alone: all captions '
+        "of an image.",
     )
     caption_choice: str = setting(
         "first",

@@ -108,9 +108,11 @@ PACK_TEXT = """\
 The first line of the table names its columns, or has the path of an image;
 then columns are called 'column 1' and so on. Paths are relative to the table's
 folder. Other columns become fields of each sample's json, for data.filters and
-data.captions in training (--fields selects columns). Rows that cannot be used
-(a missing file, a broken image, an empty caption) are counted and listed in
-OUT/bad_rows.jsonl.
+data.captions in training (--fields selects columns). Rows of the same image
+become one sample with a list of captions (see --group-by and --no-group);
+training uses the first, or draws one with data.captions=captions
+data.caption_choice=random. Rows that cannot be used (a missing file, a broken
+image, an empty caption) are counted and listed in OUT/bad_rows.jsonl.
 
   python -m data pack photos.csv photos
   python -m data pack photos.csv photos --test 0.1
@@ -369,6 +371,13 @@ def _pack_options(parser: argparse.ArgumentParser) -> None:
         metavar="COLOR",
         help="blend transparent images onto this color, such as white (default: keep transparency)",
     )
+    parser.add_argument(
+        "--group-by",
+        metavar="C",
+        help="column that is the same in all rows of an image, which become one sample with several captions "
+        "(default: the image column)",
+    )
+    parser.add_argument("--no-group", action="store_true", help="make a sample of each row")
     parser.add_argument("--quiet", action="store_true", help="print no progress")
 
 
@@ -400,7 +409,10 @@ def _download_options(parser: argparse.ArgumentParser) -> None:
         parser, "--samples-per-shard", "N", 1, 10_000_000, 10_000, "table rows per shard (default: 10000)"
     )
     parser.add_argument(
-        "--keep-duplicates", action="store_true", help="keep images whose URL or bytes are in an earlier row"
+        "--keep-duplicates",
+        action="store_true",
+        help="keep an image for each row, even if its URL or bytes are in an earlier row (default: rows with the "
+        "same URL become one image with several captions)",
     )
     parser.add_argument(
         "--part",
@@ -633,6 +645,8 @@ def _pack(parsed: argparse.Namespace) -> int:
         max_side=parsed.max_side,
         keep_orientation=parsed.keep_orientation,
         background=parsed.background,
+        group=not parsed.no_group,
+        group_by=parsed.group_by,
         progress=not parsed.quiet,
     )
     print(f"created {parsed.out} in {time.monotonic() - start:.1f} s")
@@ -648,18 +662,22 @@ def _pack(parsed: argparse.Namespace) -> int:
     few = ": too few images for that fraction" if parsed.test and not held_out else ""
     if parsed.test and not report.splits.get("train"):
         few = ": warning: nothing is left to train on"
-    print(f"packed {counted(report.splits.get('train', 0), 'pair')} into train{test}{few}")
+    pairs = report.summary == counted(report.packed, "pair")
+    if not pairs:
+        print(report.summary)
+    noun = "pair" if pairs else "image"
+    print(f"packed {counted(report.splits.get('train', 0), noun)} into train{test}{few}")
     if bad:
-        mostly = "warning: " if bad >= report.packed else ""
+        mostly = "warning: " if bad >= report.rows else ""
         print(
-            f"{mostly}{bad:,} bad of {counted(bad + report.packed, 'row')}: see {report.bad_rows}{report.hint}"
+            f"{mostly}{bad:,} bad of {counted(bad + report.rows, 'row')}: see {report.bad_rows}{report.hint}"
         )
     return 0
 
 
 def _remarks(report: "PackReport", *, kept: bool, background: str | None) -> Iterator[str]:
     """Yield remarks about other columns and about images, with the options that apply."""
-    from data.captions import listed
+    from data.captions import DRAW_CAPTIONS, listed
 
     def have(images: int) -> str:
         return "1 image has" if images == 1 else f"{images:,} images have"
@@ -676,7 +694,17 @@ def _remarks(report: "PackReport", *, kept: bool, background: str | None) -> Ite
         left_out = [f"{name!r} ({why})" for name, why in report.left_out.items()]
         yield f"columns left out: {', '.join(left_out[:8])}{', …' if len(left_out) > 8 else ''}"
     if count := report.several_captions:
-        yield f"{have(count)} several captions: training uses the first, evaluation uses all"
+        yield (
+            f"{have(count)} several captions: training uses the first, or draws one with {DRAW_CAPTIONS}; "
+            "evaluation uses all"
+        )
+    if count := report.equal_captions:
+        yield f"{counted(count, 'caption')} left out: equal to another caption of the same image"
+    if count := report.other_images:
+        yield (
+            f"{counted(count, 'row')} with another image than the first row of the group: only the first row's "
+            "image is stored"
+        )
     if count := report.not_upright:
         stored = "unchanged, and CLIP ignores it" if kept else "upright (unless --keep-orientation is given)"
         yield f"{have(count)} an EXIF orientation: stored {stored}"

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from data.scores.table import Scores
 
 __all__ = [
+    "CAPTIONS",
     "CHOICES",
+    "DRAW_CAPTIONS",
     "NOT_UTF8",
     "OUTSIDE",
     "TEXT",
@@ -135,6 +137,8 @@ def listed(names: Iterable[str]) -> str:
 CHOICES = ("first", "random", "weighted", "all")
 NOT_UTF8 = "caption is not UTF-8"
 TEXT = "txt"  # the caption file or, without one, the json field "caption"
+CAPTIONS = "captions"  # the json field with all captions of an image that has several
+DRAW_CAPTIONS = "data.captions=captions data.caption_choice=random"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +147,8 @@ class CaptionRule:
 
     Attributes:
         fields: where captions are: ``txt``, or json fields (``a.b`` is field b of the object in field a) that
-            contain a string or a list of strings.
+            contain a string or a list of strings. ``captions`` alone also stands for ``txt`` in samples
+            without this field: ``pack`` writes it only for images with several captions.
         choice: "first" takes the first caption of the first field that has one; "random" draws from all;
             "weighted" draws a field by ``weights``, then one of its captions; "all" treats each pair of image
             and caption as a sample.
@@ -164,7 +169,12 @@ class CaptionRule:
 
     def which(self) -> str:
         """Return a string that identifies the settings on which the number of captions per sample depends."""
-        return json.dumps({"fields": self.fields, "choice": self.choice})
+        settings: dict[str, object] = {"fields": self.fields, "choice": self.choice}
+        if (
+            CAPTIONS in self.fields and TEXT not in self.fields
+        ):  # earlier versions did not use samples without it
+            settings["captions"] = TEXT
+        return json.dumps(settings)
 
     @property
     def draws(self) -> bool:
@@ -189,6 +199,8 @@ class CaptionRule:
         found = []
         for name in self.fields:
             value = text if name == TEXT else value_at(meta, name)
+            if name == CAPTIONS and value is None and TEXT not in self.fields:
+                value = text
             values = value if isinstance(value, list) else [value]
             found.append([one for one in values if isinstance(one, str) and one.strip()])
         return found
@@ -437,7 +449,8 @@ class Selection:
         for member in self.need:
             present = has[:, _COLUMN[member]]
             if member == "caption":  # the json may contain one
-                present = has[:, META] | present if TEXT in self.captions.fields else has[:, META]
+                in_file = {TEXT, CAPTIONS}.intersection(self.captions.fields)
+                present = has[:, META] | present if in_file else has[:, META]
             dropped[f"without {member}"] += int((usable & ~present).sum())
             usable &= present
         rows = np.flatnonzero(usable).astype(np.uint32)

@@ -55,7 +55,7 @@ from data.augment import (
     random_of,
     training_pixels,
 )
-from data.captions import CaptionRule, Selection
+from data.captions import DRAW_CAPTIONS, TEXT, CaptionRule, Selection
 from data.corpora.builtin import BUILTIN, end_with_parent
 from data.order import Order
 from data.remote.cache import shard_cache
@@ -195,7 +195,7 @@ class Packed:
     Attributes:
         background: color behind transparent images.
         upright: whether EXIF orientations were applied.
-        notes: differences between sources, and the settings that resolve them.
+        notes: differences between sources and captions that are not used, with the settings that change this.
     """
 
     background: Color | None = None
@@ -216,7 +216,7 @@ def packed_images(
         rank0: whether this is rank 0, which reads the records.
         broadcast: returns the bytes of rank 0 on every rank.
     """
-    found: list[tuple[Color | None, bool]] = []
+    found: list[tuple[Color | None, bool, int]] = []
     if rank0:
         folders: dict[str, None] = {}  # in order, each once
         ends = accumulate(manifest.sources)
@@ -226,8 +226,9 @@ def packed_images(
                 folders["" if is_stream else shard.rpartition("/")[0]] = None
         found = [_packed(folder) for folder in folders]
     stated = json.loads(broadcast(json.dumps(found).encode()))
-    backgrounds = {None if color is None else (color[0], color[1], color[2]) for color, _ in stated}
-    uprights = {upright for _, upright in stated}
+    backgrounds = {None if color is None else (color[0], color[1], color[2]) for color, _, _ in stated}
+    uprights = {upright for _, upright, _ in stated}
+    most_captions = max((captions for _, _, captions in stated), default=1)
     notes = []
     if len(backgrounds) > 1 and not settings.background:
         notes.append(
@@ -239,6 +240,11 @@ def packed_images(
             "note: some sources of data.train were packed upright and others not: the EXIF orientation of the "
             "others is not applied; data.upright=true applies it"
         )
+    if most_captions > 1 and settings.captions == (TEXT,):
+        notes.append(
+            f"note: images of data.train have up to {most_captions} captions, and training uses only the first of "
+            f"each; {DRAW_CAPTIONS} draws one"
+        )
     return Packed(
         background=backgrounds.pop() if len(backgrounds) == 1 else None,
         upright=uprights.pop() if len(uprights) == 1 else False,
@@ -246,22 +252,24 @@ def packed_images(
     )
 
 
-def _packed(folder: str) -> tuple[Color | None, bool]:
-    """Return background and orientation that ``data pack`` or ``download`` recorded for a folder of shards.
+def _packed(folder: str) -> tuple[Color | None, bool, int]:
+    """Return background, orientation and most captions of an image that ``data pack`` or ``download`` recorded.
 
-    Without a record they are None and False.
+    Without a record of a folder of shards they are None, False and 1.
     """
     dataset, _, split = folder.rpartition("/")
     record = _read_record(f"{folder}/download.json") if folder else {}
     if not record and split in ("train", "test"):
         record = _read_record(f"{dataset}/card.json")
         if record.get("made_by") != "python -m data pack":
-            return None, False
+            return None, False, 1
     try:
         background = record.get("background")
-        return color_of(str(background)) if background else None, record.get("keep_orientation") is False
-    except ConfigError:
-        return None, False
+        color = color_of(str(background)) if background else None
+        most_captions = int(record.get("captions_per_image", [1])[-1])
+        return color, record.get("keep_orientation") is False, most_captions
+    except (ConfigError, ValueError, TypeError, LookupError):
+        return None, False, 1
 
 
 def _read_record(path: str) -> dict[str, Any]:

@@ -11,7 +11,13 @@ WebP as it was encoded). Other formats become PNG. Every image is decoded once, 
 Splits: the hash of an image's bytes decides between train and test, so that equal images are in one split and the
 splits are the same on all machines. A larger test fraction is a superset of a smaller one.
 
-Captions: a row of JSONL may have a list of captions. Training uses the first; evaluation reads all from the json.
+Captions: a row may have a list of captions, and rows of the same image become one sample with the captions of all.
+Equal captions of an image are stored once. By default training uses the first; ``data.captions=captions`` with
+``data.caption_choice=random`` draws one of them. Evaluation reads all from the json.
+
+Rows have the same image if their paths are equal, except for "./", "//", "\\" and "file://", or if their encoded
+images have the same bytes. The sample has the key and the image of the first of these rows. Columns with different
+values become lists with the value of each row.
 
 Other columns become fields of the json, for ``data.filters`` and ``data.captions``. Values of JSONL and Parquet
 keep their types (see ``data.captions.json_value``); cells of CSV and TSV are strings, empty ones null. Names that
@@ -40,7 +46,7 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from clipkit.errors import ConfigError, DataError
+from clipkit.errors import ConfigError, DataError, nearest
 from clipkit.files import (
     CLASS_NAMES,
     SUFFIXES,
@@ -59,6 +65,7 @@ from clipkit.files import (
     size_of,
 )
 from data.captions import field_name, json_value
+from data.groups import MOST_ROWS, TOO_MANY_ROWS, RowsByKey, digest_key, merge_rows
 from data.remote.cache import cache_folder, created_once
 from data.remote.store import ShardFile, download_all
 from data.shards.images import BadImage, Resize, Storing, store_image
@@ -86,13 +93,17 @@ class PackReport:
     """The result of packing a table.
 
     Attributes:
-        splits: number of packed rows per split.
+        splits: number of packed images per split.
+        rows: number of rows that they come from.
         bad: number of bad rows per cause.
         bad_rows: file that lists the bad rows; None if there are none.
         not_upright: packed images with an EXIF orientation.
         deep: packed grayscale images with more than 8 bits.
         transparent: packed images that are partly transparent, or were before blending onto a background.
         several_captions: packed images with more than one caption.
+        captions: the fewest and the most captions of a packed image.
+        equal_captions: captions that were left out because their image has the same one already.
+        other_images: rows whose image was not used because the first row of their group has another.
         fields: other columns that were stored, with their json field names.
         left_out: columns that were left out, with the reason.
         classes: names of classes that are the captions, if the images are in a folder per class.
@@ -100,6 +111,7 @@ class PackReport:
     """
 
     splits: Mapping[str, int]
+    rows: int
     bad: Mapping[str, int]
     image_column: str
     caption_column: str
@@ -108,6 +120,9 @@ class PackReport:
     deep: int
     transparent: int
     several_captions: int
+    captions: tuple[int, int]
+    equal_captions: int
+    other_images: int
     fields: Mapping[str, str]
     left_out: Mapping[str, str]
     classes: Sequence[str]
@@ -115,8 +130,20 @@ class PackReport:
 
     @property
     def packed(self) -> int:
-        """Number of packed rows."""
+        """Number of packed images."""
         return sum(self.splits.values())
+
+    @property
+    def summary(self) -> str:
+        """The numbers of rows, images and captions, in words."""
+        fewest, most = self.captions
+        if most == 1 and self.rows == self.packed:
+            return counted(self.packed, "pair")
+        if fewest == most:
+            captions = counted(most, "caption") + (" each" if self.packed > 1 else "")
+        else:
+            captions = f"{fewest} to {most} captions"
+        return f"{counted(self.rows, 'row')}, {counted(self.packed, 'image')} with {captions}"
 
 
 class BadRow(Exception):
@@ -127,7 +154,8 @@ class BadRow(Exception):
 class _Packed:
     split: str
     record: Record
-    marks: tuple[str, ...]  # counters of the report
+    captions: int
+    marks: Mapping[str, int]  # counters of the report
     fields: Mapping[str, str]  # json field names of the table's other columns
 
 
@@ -143,13 +171,15 @@ def pack(
     max_side: int | None = None,
     keep_orientation: bool = False,
     background: str | None = None,
+    group: bool = True,
+    group_by: str | None = None,
     progress: bool = True,
 ) -> PackReport:
     """Write the images and captions of ``source`` as a new dataset folder ``out``.
 
-    A sample's key is its row number in nine digits, counted from 1 without the header. Bad rows are listed in
-    ``bad_rows.jsonl`` of the folder, and so are images of a folder that a table named metadata in it does not list.
-    Memory does not grow with the table.
+    A sample's key is the number of its first row in nine digits, counted from 1 without the header. Bad rows are
+    listed in ``bad_rows.jsonl`` of the folder, and so are images of a folder that a table named metadata in it does
+    not list. Memory does not grow with the table.
 
     Args:
         source: a .csv, .tsv, .tab, .jsonl, .ndjson, .parquet or .pq file, several with the same columns, or a
@@ -164,10 +194,14 @@ def pack(
         max_side: largest side in pixels; larger images are shrunk (JPEG and WebP at quality 95, others as PNG).
         keep_orientation: do not rotate images upright according to their EXIF orientation.
         background: color behind partly transparent images, by name or as "#rrggbb".
+        group: make one sample of the rows of an image; False makes a sample of each row.
+        group_by: column whose value is the same in the rows of an image; by default these have the same path or the
+            same encoded image. It also becomes a field of the json.
         progress: show a progress bar on stderr.
 
     Raises:
-        ConfigError: ``samples_per_shard``, ``max_side`` or ``test`` is out of range, or ``background`` is invalid.
+        ConfigError: ``samples_per_shard``, ``max_side`` or ``test`` is out of range, or ``background`` or
+            ``group_by`` is invalid.
         DataError: a table cannot be read, lacks a column, or there is no usable row.
     """
     for name, value in (("samples_per_shard", samples_per_shard), ("max_side", max_side)):
@@ -175,6 +209,8 @@ def pack(
             raise ConfigError(f"{name} = {value}: expected at least 1")
     if not 0 <= test <= 1:
         raise ConfigError(f"test = {test}: expected a fraction from 0 to 1, such as 0.1")
+    if group_by is not None and not group:
+        raise ConfigError("--group-by and --no-group exclude each other")
     how = Storing(
         resize=Resize(mode="keep_ratio_largest", size=max_side) if max_side else None,
         keep_orientation=keep_orientation,
@@ -185,20 +221,35 @@ def pack(
     unlisted_in: Path | None = None  # a folder whose table should list all images in it
     if paths[0].is_dir() and (listed := metadata_of(paths[0])) is None:
         read, tables = _ImageFolder(paths[0]), []
+        if group_by is not None:
+            raise ConfigError(f"--group-by {group_by}: {paths[0]} is a folder of images, not a table")
     else:
         if paths[0].is_dir() and listed is not None:
             unlisted_in, paths = paths[0], [listed]
+        others = fields
+        if fields is not None and group_by is not None:
+            others = [*fields, group_by]  # Table reads a column once
         tables = [
-            Table(path, image_column=image_column, caption_column=caption_column, encoded=True, others=fields)
+            Table(path, image_column=image_column, caption_column=caption_column, encoded=True, others=others)
             for path in paths
         ]
         read = tables[0]
+    if group_by == read.image_column:
+        group_by = None
+    if group_by is not None:
+        _check_group_by(tables, group_by)
     bad, marks = Counter[str](), Counter[str]()
+    caption_counts = Counter[int]()
+    packed_rows = 0
     firsts, kept = dict[str, str](), dict[str, str]()
-    with DatasetWriter(out, samples_per_shard=samples_per_shard) as writer, warnings.catch_warnings():
+    with (
+        DatasetWriter(out, samples_per_shard=samples_per_shard) as writer,
+        RowsByKey() as groups,
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")  # Pillow's, on broken images, which are listed as bad rows
         bar = Progress(
-            TextColumn("packing"),
+            TextColumn("{task.description}"),
             BarColumn(bar_width=None),
             TaskProgressColumn(),
             TextColumn("{task.fields[rows]:,} rows, {task.fields[bad]:,} bad"),
@@ -207,22 +258,33 @@ def pack(
             disable=not progress,
             expand=True,
         )
-        task = bar.add_task("", total=1.0, rows=0, bad=0)
+        task = bar.add_task("reading", total=1.0, rows=0, bad=0)
         listing = writer.extra_file("bad_rows.jsonl")
         with listing.open("w", encoding="utf-8") as file, bar:
-            for row, outcome in _in_order(tables or [read], how, test):
+            if group:
+                for row in _add_rows(tables, groups, group_by):
+                    bar.update(task, completed=row.progress, rows=row.number)
+            bar.update(task, description="packing")
+            for rows, outcome in _in_order(tables or [read], groups, how, test):
                 if isinstance(outcome, _Packed):
                     writer.write(outcome.split, outcome.record)
+                    packed_rows += len(rows)
+                    caption_counts[outcome.captions] += 1
                     marks.update(outcome.marks)
                     if len(kept) < _MAX_REPORTED:
                         kept.update(outcome.fields)
                 else:
-                    path = row.path if isinstance(row.path, str) else None
-                    bad[outcome] += 1
-                    firsts.setdefault(outcome, f"row {row.number}" + (f": {path[:80]!r}" if path else ""))
-                    line = {"row": row.number, "path": path and path[:4096], "cause": outcome}
-                    file.write(json.dumps(line) + "\n")  # ASCII, because a path may not be UTF-8
-                bar.update(task, completed=row.progress, rows=row.number, bad=bad.total())
+                    for row in rows:
+                        path = row.path if isinstance(row.path, str) else None
+                        cause = outcome
+                        if group_by is not None and row.path != rows[0].path:
+                            cause = f"{outcome} in the first row of the group"
+                        bad[cause] += 1
+                        firsts.setdefault(cause, f"row {row.number}" + (f": {path[:80]!r}" if path else ""))
+                        line = {"row": row.number, "path": path and path[:4096], "cause": cause}
+                        file.write(json.dumps(line) + "\n")  # ASCII, because a path may not be UTF-8
+                used = packed_rows + bad.total()
+                bar.update(task, completed=rows[0].progress, rows=used, bad=bad.total())
             if unlisted_in is not None:
                 for image, cause in _unlisted_images(unlisted_in, tables[0]):
                     bad[cause] += 1
@@ -239,6 +301,7 @@ def pack(
         if not bad:
             listing.unlink()
         splits = dict(writer.counts)
+        captions = (min(caption_counts), max(caption_counts))
         card = {
             "name": read.path.stem,
             "description": "images and captions from a table or folder",
@@ -250,6 +313,7 @@ def pack(
             "max_side": max_side,
             "keep_orientation": keep_orientation,
             "background": background,
+            **({"captions_per_image": captions} if captions[1] > 1 else {}),
             "bad_rows": dict(bad.most_common()),
             "license": "unknown: that of the images",
         }
@@ -259,6 +323,7 @@ def pack(
         writer.finish(card | ({"tasks": ["retrieval"]} if "test" in splits else {}))
     return PackReport(
         splits=splits,
+        rows=packed_rows,
         bad=dict(bad.most_common()),
         image_column=read.image_column,
         caption_column=read.caption_column,
@@ -266,7 +331,10 @@ def pack(
         not_upright=marks["not upright"],
         deep=marks["deep"],
         transparent=marks["transparent"],
-        several_captions=marks["several captions"],
+        several_captions=sum(count for size, count in caption_counts.items() if size > 1),
+        captions=captions,
+        equal_captions=marks["equal captions"],
+        other_images=groups.other_images,
         fields=kept,
         left_out=read.left_out,
         classes=read.classes if isinstance(read, _ImageFolder) else (),
@@ -383,7 +451,7 @@ def _class_names(folder: Path, subfolders: Sequence[str]) -> dict[str, str]:
     return names
 
 
-_REVISION = 4  # of packed folders in the cache; increased when the same input is packed differently
+_REVISION = 5  # of packed folders in the cache; increased when the same input is packed differently
 
 
 def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
@@ -424,7 +492,7 @@ def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
         bad = sum(report.bad.values())
         left_out = f"; {counted(bad, 'bad row')} left out, see bad_rows.jsonl there" if bad else ""
         print(
-            f"packed {counted(report.packed, 'pair')} of {shown} into {out} ({size_of(size)}){left_out}; "
+            f"packed {report.summary} of {shown} into {out} ({size_of(size)}){left_out}; "
             "`python -m data pack` writes them to another folder",
             file=sys.stderr,
         )
@@ -442,17 +510,69 @@ def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
     return folder
 
 
+def _check_group_by(tables: Sequence[Table], column: str) -> None:
+    """Check that rows can be grouped by a column of tables."""
+    for table in tables:
+        if column == table.caption_column:
+            raise ConfigError(
+                f"--group-by {column}: this is the column with the captions; name one that has the same value in "
+                "all rows of an image"
+            )
+        if column in table.others:
+            continue
+        if column in table.left_out:
+            raise ConfigError(f"--group-by {column}: {table.left_out[column]}")
+        raise DataError(f"{table.path} has no column {column!r} ({nearest(column, list(table.others)[:30])})")
+
+
+def _add_rows(tables: Sequence[Table], groups: RowsByKey, group_by: str | None) -> Iterator[Row]:
+    """Add the usable rows of tables to groups, and yield every thousandth row of them."""
+    for row, folder in _rows_of(tables):
+        if row.number % 1000 == 0:
+            yield row
+        try:
+            captions_of(row)
+        except BadRow:
+            continue
+        image = _image_key(row, folder)
+        key = image
+        if group_by is not None:
+            value = json_value(row.others.get(group_by))
+            key = b"" if value in (None, "") else digest_key(json.dumps(value, sort_keys=True).encode())
+        if key:
+            groups.add(row.number, row, key, image=image)
+
+
+def _image_key(row: Row, folder: Path) -> bytes:
+    """Return what rows with the same image have in common; empty if a row has no image."""
+    content = _image_of(row)
+    if isinstance(content, bytes):
+        return digest_key(b"bytes" + content)
+    if not isinstance(content, str) or not content:
+        return b""
+    try:
+        path = listed_path(folder.absolute(), content)
+    except (DataError, ValueError):  # not a file, which the reader of the image reports
+        return b""
+    return digest_key(b"path" + str(path).encode("utf-8", "surrogatepass"))
+
+
 def _in_order(
-    sources: Sequence["Table | _ImageFolder"], how: Storing, test: float
-) -> Iterator[tuple[Row, _Packed | str]]:
-    """Yield each row with its sample or the cause of failure, in the order of the tables."""
+    sources: Sequence["Table | _ImageFolder"], groups: RowsByKey, how: Storing, test: float
+) -> Iterator[tuple[list[Row], _Packed | str]]:
+    """Yield the rows of each group with their sample or the cause of failure, in the order of their first rows."""
     Image.init()
     workers = min(8, os.cpu_count() or 1)  # threads, because reading and decoding release the GIL
-    waiting: deque[tuple[Row, Future[_Packed | str]]] = deque()
+    waiting: deque[tuple[list[Row], Future[_Packed | str]]] = deque()
     names = FieldNames(sources[0].others)
     with ThreadPoolExecutor(workers) as pool:
         for row, folder in _rows_of(sources):
-            waiting.append((row, pool.submit(_sample, row, names.of(row.others), folder, how, test)))
+            position = groups.position(row.number)
+            if 0 < position < MOST_ROWS:
+                continue
+            rows = [row] if position else [row, *groups.later_rows(row.number)]
+            merged = replace(row, cause=TOO_MANY_ROWS) if position else merge_rows(rows)
+            waiting.append((rows, pool.submit(_sample, merged, names.of(merged.others), folder, how, test)))
             if len(waiting) > 2 * workers:
                 first, future = waiting.popleft()
                 yield first, future.result()
@@ -481,11 +601,13 @@ def _sample(row: Row, names: Mapping[str, str], folder: Path, how: Storing, test
         meta = fields_of(row.others, names, captions)
     except (BadRow, BadImage) as cause:
         return str(cause)
+    texts = row.caption if isinstance(row.caption, list) else [row.caption]
+    texts = [text for text in texts if isinstance(text, str) and text.strip()]
     marks = {
-        "not upright": not image.upright,
-        "deep": image.deep,
-        "transparent": image.transparent,
-        "several captions": len(captions) > 1,
+        "not upright": int(not image.upright),
+        "deep": int(image.deep),
+        "transparent": int(image.transparent),
+        "equal captions": len(texts) - len(captions),
     }
     return _Packed(
         split=_split(data, test),
@@ -496,7 +618,8 @@ def _sample(row: Row, names: Mapping[str, str], folder: Path, how: Storing, test
             caption=captions[0],
             meta=meta,
         ),
-        marks=tuple(name for name, there in marks.items() if there),
+        captions=len(captions),
+        marks=marks,
         fields={json_value(column): name for column, name in names.items()},
     )
 
@@ -558,7 +681,7 @@ def _split(data: bytes, test: float) -> str:
 
 
 def captions_of(row: Row) -> list[str]:
-    """Return the non-blank captions of a row, at least one.
+    """Return the non-blank captions of a row, each once, at least one.
 
     Raises:
         BadRow: the row or one of its captions cannot be used.
@@ -569,7 +692,7 @@ def captions_of(row: Row) -> list[str]:
     texts = [one for one in given if isinstance(one, str)]
     if len(texts) + given.count(None) < len(given):
         raise BadRow("caption is neither a string nor a list of strings")
-    captions = [text.strip() for text in texts if text.strip()]
+    captions = list(dict.fromkeys(text.strip() for text in texts if text.strip()))
     if not captions:
         raise BadRow("empty caption" if texts else "no caption")
     if len(captions) > MOST_CAPTIONS:
@@ -582,11 +705,16 @@ def captions_of(row: Row) -> list[str]:
     return captions
 
 
+def _image_of(row: Row) -> object:
+    """Return the path or the encoded image of a row."""
+    if isinstance(row.path, dict):  # an image as the Hugging Face hub stores it
+        return row.path.get("bytes") or row.path.get("path")
+    return row.path
+
+
 def _file_of(row: Row, folder: Path) -> bytes:
     """Return the encoded image of a row."""
-    given = row.path
-    if isinstance(given, dict):  # an image as the Hugging Face hub stores it
-        given = given.get("bytes") or given.get("path")
+    given = _image_of(row)
     if isinstance(given, bytes):
         if len(given) > LARGEST_FILE:
             raise BadRow(f"image of more than {LARGEST_FILE // 2**20} MiB")

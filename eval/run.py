@@ -277,7 +277,9 @@ def _run_tasks(
                 facts["train_overlap"] = work.subject.overlap["train"]
         seconds = round(time.monotonic() - begun, 3)
         for own, outcome in outcomes:
-            append_results(out, outcome.scores, step=step, provenance={**facts, **own}, seconds=seconds)
+            append_results(
+                out, outcome.scores, step=step, provenance={**facts, **own, **outcome.facts}, seconds=seconds
+            )
             for details in outcome.details:
                 write_details(out, details, weights=str(work.facts["weights"]))
 
@@ -305,7 +307,7 @@ def _run_task(work: _Work, options: Options) -> _Outcomes:
                 replace(one, setting=f"dim {dim}{', ' * bool(one.setting)}{one.setting}")
                 for one in outcome.scores
             ]
-            outcomes.append(({**facts, "dim": dim}, Outcome(scores=scores)))
+            outcomes.append(({**facts, "dim": dim}, replace(outcome, scores=scores)))
     return outcomes
 
 
@@ -321,7 +323,7 @@ def _in_languages(task: Task, whole: Subject, options: Options) -> _Outcomes:
         details = [replace(one, setting=language) for one in outcome.details]
         facts = provenance(subject.encoder.model, subject.dataset, weights="")
         facts = {key: facts[key] for key in ("prompts", "prompt_count", "captions")}
-        outcomes.append(({"language": language, **facts}, Outcome(scores=outcome.scores, details=details)))
+        outcomes.append(({"language": language, **facts}, replace(outcome, details=details)))
     if len(languages) > 1:
         by_metric: dict[str, list[Score]] = {}
         for score in (score for _, outcome in outcomes for score in outcome.scores):

@@ -5,9 +5,10 @@
     OUT/00000_stats.json    counts of the shard; written last, so a shard with this file is complete
     OUT/download.json       the table and the options
 
-Shard i contains rows i · N to (i + 1) · N - 1 of the table. Of identical images, the one in the earliest row is
-kept. Shards therefore do not depend on the order of responses, and an interrupted download resumes at its first
-incomplete shard.
+Shard i contains rows i · N to (i + 1) · N - 1 of the table. Of rows with the same URL, the first has the captions
+of all; the table is read once before the first request to find them. Of identical images with different URLs, the
+one in the earliest row is kept. Shards therefore do not depend on the order of responses, and an interrupted
+download resumes at its first incomplete shard.
 
 Complete shards are never changed. Rows that are tried again are in additional shards, whose rows have the key of
 the first attempt as ``retry_of``. The last attempt of a row is valid.
@@ -56,6 +57,8 @@ from clipkit.files import (
     size_of,
     write_atomic,
 )
+from data.captions import DRAW_CAPTIONS
+from data.groups import MOST_ROWS, RowsByKey, digest_key, merge_rows
 from data.pack import BadRow, FieldNames, captions_of, fields_of
 from data.remote.store import describe, download_all, is_remote, list_folder
 from data.remote.web import Fetcher, FetchError, FetchOptions, probable_cause
@@ -68,6 +71,8 @@ _OWN_FIELDS = (
     "key", "status", "error_message", "width", "height", "original_width", "original_height", "exif", "sha256",
     "url", "caption", "captions", "retry_of",
 )  # fmt: skip
+_ADDED = "URL of an earlier row, which has the caption"
+_NOT_ADDED = f"URL of more than {MOST_ROWS} rows: the caption is left out"
 _OPEN_SHARDS = 8  # shards in progress; bounds memory while one waits for its slowest response
 _MOST_FAILED = 0.99  # fraction of the last rows from which a download stops
 _LEAST_WATCHED, _MOST_WATCHED = 200, 1000  # rows of which this fraction is computed
@@ -82,7 +87,8 @@ class DownloadOptions:
         caption_column: None to detect it; a table may have none.
         fields: other columns that become fields of each sample's json; None for all.
         samples_per_shard: rows of each shard.
-        deduplicate: skip a row whose URL or image is in an earlier row.
+        deduplicate: add the caption of a row to an earlier row with the same URL; skip a row whose image is in an
+            earlier row.
         exif: store the EXIF tags in the json.
         image: how images are resized and stored.
     """
@@ -153,7 +159,7 @@ class _Shard:
 
 
 class _FirstRows:
-    """The row in which each URL or image occurred first, in a temporary file."""
+    """The row in which each image occurred first, in a temporary file."""
 
     def __init__(self, complete: Sequence[Path] = ()) -> None:
         """Begin with the images in these listings (Parquet) of complete shards."""
@@ -238,6 +244,8 @@ def command(parsed: argparse.Namespace) -> int:
     print(f"  {size_of(found.downloaded)} downloaded")
     if not found.caption_column:
         print("  no captions: the table has no caption column (--caption-column names one)")
+    if _ADDED in found.failures:
+        print(f"  images with several captions: training uses the first, or draws one with {DRAW_CAPTIONS}")
     if not found.kept and (found.rows or parts == "1"):
         message = f"none of the {counted(found.rows, 'row')} of {shown(parsed.table)} gave an image"
         for cause, count in list(found.failures.items())[:1]:
@@ -299,10 +307,10 @@ def download(
         if not lock.try_acquire():
             raise DataError(f"{out}: {lock.holder or 'another process'} is downloading this part")
         try:
-            with warnings.catch_warnings():
+            with RowsByKey() as groups, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Pillow's, for damaged images
                 caption_column = next((table.caption_column for table in readers if table.caption_column), "")
-                samples = _samples_of(readers, out, options, part, bool(caption_column), retry_failed)
+                samples = _samples_of(readers, out, options, part, bool(caption_column), retry_failed, groups)
                 if ray_address is not None:
                     written = _download_on_ray(samples, out, options, fetch, part, ray_address, show)
                 else:
@@ -457,33 +465,33 @@ def _samples_of(
     part: tuple[int, int],
     keep_captions: bool,
     retry_failed: bool,
+    groups: RowsByKey,
 ) -> Iterator[tuple[int, _Sample] | None]:
     """Yield the samples of incomplete shards of a part: shard number and sample.
 
     With ``retry_failed``, the failed rows of complete shards follow, in new shards. After each thousand rows that
-    are skipped, yield None, so that responses can be read meanwhile.
+    are skipped, yield None, so that responses can be read meanwhile. ``groups`` is empty at first.
     """
+    if options.deduplicate:
+        yield from _add_rows(tables, groups, keep_captions)
     complete_before = _complete_shards(out)
     at = 0
-    first_urls = _FirstRows()
     names = FieldNames(chain.from_iterable(table.others for table in tables), taken=_OWN_FIELDS)
     place, parts = part
     number, complete = -1, False
-    rows = _check_rows(chain.from_iterable(tables), out, options.samples_per_shard)
+    rows = _check_rows(_merge_groups(tables, groups), out, options.samples_per_shard)
     for at, row in enumerate(rows):
         shard = at // options.samples_per_shard
         known = names.of(row.others)
-        is_first = True
-        if options.deduplicate and isinstance(row.path, str) and row.path:
-            digest = hashlib.sha256(row.path.encode("utf-8", "surrogatepass")).hexdigest()
-            [is_first] = first_urls.claim([(digest, at)])
         own = shard % parts == place - 1
         if own and shard != number:
             number, complete = shard, _stats_path(out, shard).exists()
         if own and not complete:
             sample = _make_sample(row, known, keep_captions)
-            if not is_first:
+            if position := groups.position(at):
                 sample.status, sample.cause = "duplicate", "URL of an earlier row"
+                if keep_captions:
+                    sample.cause = _ADDED if position < MOST_ROWS else _NOT_ADDED
             yield shard, sample
         elif at % 1000 == 0:
             yield None
@@ -495,7 +503,7 @@ def _samples_of(
     last_attempts = _read_retries(out, complete_before)
     attempts: list[dict[str, str]] = []
     retried = 0
-    for at, row in enumerate(chain.from_iterable(tables)):
+    for at, row in enumerate(_merge_groups(tables, groups)):
         if at % 1000 == 0:
             yield None
         shard, i = divmod(at, options.samples_per_shard)
@@ -510,6 +518,27 @@ def _samples_of(
             sample.retry_of, sample.earlier_cause = key, last["error_message"]
             yield new_shard + retried // options.samples_per_shard * parts, sample
             retried += 1
+
+
+def _add_rows(tables: Sequence[Table], groups: RowsByKey, keep_captions: bool) -> Iterator[None]:
+    """Group the usable rows of tables by URL; yield after each thousand rows."""
+    for at, row in enumerate(chain.from_iterable(tables)):
+        if at % 1000 == 0:
+            yield
+        if row.cause or not isinstance(row.path, str) or not row.path.strip():
+            continue
+        try:
+            if keep_captions:
+                captions_of(row)
+        except BadRow:
+            continue
+        groups.add(at, row, digest_key(row.path.strip().encode("utf-8", "surrogatepass")))
+
+
+def _merge_groups(tables: Sequence[Table], groups: RowsByKey) -> Iterator[Row]:
+    """Yield the rows of tables, the first row of a group with the captions of all its rows."""
+    for at, row in enumerate(chain.from_iterable(tables)):
+        yield row if groups.position(at) else merge_rows([row, *groups.later_rows(at)])
 
 
 def _read_attempts(out: Path, shard: int, *more_columns: str) -> list[dict[str, str]]:

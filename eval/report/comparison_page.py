@@ -74,7 +74,7 @@ _RESOLUTION = re.compile(r"[-_](?=[2-9]\d\d)\d+")
 _MARKS = re.compile(r"[()']|,(?=\))")
 _OTHER_COLUMNS = (  # shown elsewhere, different by dataset, or for recognizing results scored already
     "model", "weights", "architecture", "dim", "gflops", "prompts", "prompt_count", "data_revision", "captions",
-    "choices", "time", "options", "train_overlap", "model_hash", "inputs", "lines",
+    "choices", "time", "options", "train_overlap", "equal_images", "model_hash", "inputs", "lines",
 )  # fmt: skip
 
 TEMPLATES.filters["pieces"] = lambda name: re.findall(r"[^-/_: @]*[-/_: @]|[^-/_: @]+", name)

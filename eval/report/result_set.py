@@ -173,6 +173,7 @@ def read_result_set(results: Sequence[Path]) -> ResultSet:
     last: dict[tuple[int, tuple[str, ...]], Record] = {}
     replaced: dict[str, None] = {}
     overlaps: dict[str, int | None] = {}
+    equal_images: dict[str, int | None] = {}
     for origin, record in lines:
         column = columns[numbers[origin]]
         before = last.get((column, record.what))
@@ -185,12 +186,20 @@ def read_result_set(results: Sequence[Path]) -> ResultSet:
         last[column, record.what] = replace(record, model=column)
         if "train_overlap" in record.line:  # of tasks that learn
             overlaps[record.dataset] = whole(record.line["train_overlap"])
+        if "equal_images" in record.line:  # of retrieval
+            equal_images[record.dataset] = whole(record.line["equal_images"])
     rows = tuple(last.values())
     notes += _different_data(rows)
     notes += [
         f"{name}: {counted(count, 'scored image')} also in train (identical files), so scores of tasks that learn "
         "are too high."
         for name, count in overlaps.items()
+        if count
+    ]
+    notes += [
+        f"{name}: {counted(count, 'image')} equal to another with other captions (identical files), so recall is "
+        "too low."
+        for name, count in equal_images.items()
         if count
     ]
     if replaced:

@@ -9,7 +9,7 @@ table 13) puts "a photo of" before each.
 Dimensions: N images, T distinct captions, D embedding dimension, P pairs, Q queries.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 import torch
 
@@ -71,8 +71,9 @@ def retrieval(subject: Subject, options: Options) -> Outcome:
     ]
     prompt_set = dataset.caption_prompt_set
     scores = metric_scores(dataset, names, directions, task="retrieval", prompt_set=prompt_set)
+    facts = {"equal_images": _count_equal_images(subject)}
     if not options.details:
-        return Outcome(scores=scores)
+        return Outcome(scores=scores, facts=facts)
     ranks = {way: one.ranks.repeat_interleave(one.weight) for way, one in directions.items()}  # (Q,) from 0
     details = retrieval_details(
         dataset,
@@ -84,4 +85,22 @@ def retrieval(subject: Subject, options: Options) -> Outcome:
         values={f"{way}_mean_rank": (own + 1).float() for way, own in ranks.items()},
         seed=options.seed,
     )
-    return Outcome(scores=scores, details=[details])
+    return Outcome(scores=scores, details=[details], facts=facts)
+
+
+def _count_equal_images(subject: Subject) -> int:
+    """Count the images whose files are also those of images with other captions, and log a warning."""
+    captions = captions_of(subject.dataset)
+    images = Counter[bytes]()
+    texts = defaultdict[bytes, set[tuple[str, ...]]](set)
+    for digest, own in zip(subject.images().digests(), captions, strict=False):  # features may have none
+        images[digest] += 1
+        texts[digest].add(own)
+    equal = sum(count for digest, count in images.items() if len(texts[digest]) > 1)
+    if equal:
+        subject.warn(
+            f"{equal:,} of {len(captions):,} {subject.dataset.split} images are equal to another (identical files) "
+            "with other captions, which count as wrong: recall is too low. `python -m data pack` makes one image "
+            "of a table's rows with the same image"
+        )
+    return equal

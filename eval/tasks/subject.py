@@ -4,11 +4,11 @@ Dimensions: N images or texts, D embedding dimension, W width before the project
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,10 +26,11 @@ _log = logging.getLogger("eval")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Outcome:
-    """The scores of a task, and the details that a page shows besides them."""
+    """The scores of a task, the details that a page shows besides them, and further fields of the results."""
 
     scores: list[Score]
     details: Sequence[Details] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 def metric_scores(

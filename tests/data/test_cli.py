@@ -56,10 +56,13 @@ def test_pack_reports_packed_and_bad_rows(table: Path, tmp_path: Path) -> None:
     assert lines.pop(0).startswith(f"created {tmp_path / 'out'} in ")
     assert lines == [
         "  columns  path (image), caption (caption)",
+        "  1 image has several captions: training uses the first, or draws one with",
+        "    data.captions=captions data.caption_choice=random; evaluation uses all",
         "  bad rows, by cause:",
         "          1  missing file",
         "          1  empty caption",
-        "packed 2 pairs into train",
+        "2 rows, 1 image with 2 captions",
+        "packed 1 image into train",
         f"warning: 2 bad of 4 rows: see {tmp_path / 'out/bad_rows.jsonl'}",
     ]
     assert "4 rows, 2 bad" in done.stderr  # the progress bar
@@ -83,21 +86,26 @@ def test_pack_suggests_options_for_images(
     Path("t.jsonl").write_text("".join(lines))
 
     def said(*options: str) -> str:
-        assert main(["pack", "t.jsonl", f"out{len(list(tmp_path.iterdir()))}", "--quiet", *options]) == 0
+        assert (
+            main(
+                ["pack", "t.jsonl", f"out{len(list(tmp_path.iterdir()))}", "--quiet", "--no-group", *options]
+            )
+            == 0
+        )
         output = capsys.readouterr().out
         assert max(map(len, output.splitlines())) <= 80
         return " ".join(output.split())
 
     output = said("--test", "1")
-    assert "1 image has several captions: training uses the first, evaluation uses all" in output
+    assert "1 image has several captions: training uses the first, or draws one with" in output
     assert "1 image has an EXIF orientation: stored upright (unless --keep-orientation is given)" in output
     assert "2 images have transparent parts" in output and "--background white blends them" in output
-    assert "packed 0 pairs into train and 3 into test: warning: nothing is left to train on" in output
+    assert "packed 0 images into train and 3 into test: warning: nothing is left to train on" in output
     assert "1 bad of 4 rows: see" in output
     output = said("--test", "1e-9", "--keep-orientation", "--background", "white")
     assert "1 image has an EXIF orientation: stored unchanged, and CLIP ignores it" in output
     assert "2 images have transparent parts: blended onto white" in output
-    assert "packed 3 pairs into train and 0 into test: too few images for that fraction" in output
+    assert "packed 3 images into train and 0 into test: too few images for that fraction" in output
 
 
 @pytest.mark.parametrize(
@@ -109,7 +117,16 @@ def test_pack_on_full_disk_prints_one_line_and_leaves_no_files(tmp_path: Path, s
     (tmp_path / "table.csv").write_text("path,caption\n" + rows)
     before = sorted(tmp_path.iterdir())
     done = subprocess.run(
-        [sys.executable, "-m", "data", "pack", "--quiet", tmp_path / "table.csv", tmp_path / "out"],
+        [
+            sys.executable,
+            "-m",
+            "data",
+            "pack",
+            "--quiet",
+            "--no-group",
+            tmp_path / "table.csv",
+            tmp_path / "out",
+        ],
         capture_output=True,
         text=True,
         cwd=REPOSITORY,
@@ -124,6 +141,7 @@ def test_pack_on_full_disk_prints_one_line_and_leaves_no_files(tmp_path: Path, s
 
 def test_options_reach_pack(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--image-column", "path", "--caption-column", "caption", "--samples-per-shard", "1"]
+    options += ["--no-group"]
     assert main(["pack", str(table), str(tmp_path / "out"), *options, "--max-side", "4", "--quiet"]) == 0
     assert capsys.readouterr().err == ""
     assert sorted(path.name for path in (tmp_path / "out/train").glob("*.tar")) == ["0.tar", "1.tar"]

@@ -2,10 +2,12 @@
 
 import copy
 import io
+import json
 import math
 import tarfile
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,10 +19,13 @@ import eval as evaluation
 from clipkit import CLIP
 from clipkit.errors import ConfigError, DataError
 from clipkit.model.zero_shot import with_class_head
+from data.pack import pack
+from data.shards.writer import DatasetWriter, Record
 from eval import Encoder, Ranks, Subject
 from eval.features.encoder import dtype_name
 from eval.report.result_set import read_result_set
-from eval.results.scores import Score
+from eval.results.scores import Score, read_results
+from tests.eval.conftest import png
 
 WriteDataset = Callable[..., Path]
 
@@ -93,6 +98,46 @@ def test_models_in_memory_are_distinguished_by_weights(
 def test_acc5_is_omitted_for_five_classes(model: CLIP, write_dataset: WriteDataset) -> None:
     folder = write_dataset(labels=[0, 1, 2, 3, 4], class_names=list("abcde"))
     assert list(by_metric(evaluation.evaluate(model, folder))) == ["acc1", "mean_per_class_recall"]
+
+
+def test_retrieval_of_a_table_with_a_row_per_caption(
+    model: CLIP, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lists = []
+    for i in range(8):
+        (tmp_path / f"{i}.png").write_bytes(png(i))
+        lists.append({"image": f"{i}.png", "caption": [f"thing {i} {j}" for j in range(1 + i % 5)]})
+    rows = [{"image": one["image"], "caption": text} for one in lists for text in one["caption"]]
+    rows.sort(key=lambda row: row["caption"][-1])  # rows of an image are not adjacent
+    scores = {}
+    for name, table, group in (("lists", lists, True), ("rows", rows, True), ("apart", rows, False)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
+        pack(tmp_path / f"{name}.jsonl", tmp_path / name, test=1, group=group, progress=False)
+        out = tmp_path / f"{name}-results.jsonl"
+        found = evaluation.evaluate(model, tmp_path / name, tasks=["retrieval"], out=out)
+        scores[name] = [replace(score, dataset="") for score in found]
+        equal_images = {line["equal_images"] for line in read_results(out)}
+        notes = "".join(read_result_set([out]).notes)
+        if group:
+            assert (equal_images, notes, caplog.text) == ({0}, "", "")
+    assert scores["rows"] == scores["lists"]
+    assert (len(rows), equal_images) == (21, {19})  # two images have a single caption
+    assert "dataset apart: 19 of 21 test images are equal to another" in caplog.text
+    assert "apart: 19 images equal to another" in notes
+
+
+def test_equal_images_with_equal_captions_are_not_noted(
+    model: CLIP, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with DatasetWriter(tmp_path / "set") as writer:
+        for i in range(4):
+            writer.write(
+                "test", Record(key=f"{i}", image=png(i // 2), extension="png", caption=f"c {i // 2}")
+            )
+        writer.finish({"tasks": ["retrieval"]})
+    evaluation.evaluate(model, tmp_path / "set", tasks=["retrieval"], out=tmp_path / "out.jsonl")
+    assert {line["equal_images"] for line in read_results(tmp_path / "out.jsonl")} == {0}
+    assert not caplog.text
 
 
 def test_retrieval_equals_plain_loop(model: CLIP, write_dataset: WriteDataset) -> None:

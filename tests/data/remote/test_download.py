@@ -215,7 +215,7 @@ def test_every_row_has_an_image_or_a_cause(server: Server, tmp_path: Path) -> No
     out = tmp_path / "out"
     found = download(table(tmp_path / "t.csv", rows), out, DownloadOptions(), fetch=QUICK)
 
-    causes = [*urls.values(), "URL of an earlier row"]
+    causes = [*urls.values(), "URL of an earlier row, which has the caption"]
     assert (found.rows, found.kept, found.shards) == (len(rows), 4, 1)
     assert found.failures == Counter(cause for cause in causes if cause)
     listing = parquet.read_table(out / "00000.parquet").to_pylist()
@@ -289,6 +289,65 @@ def test_shards_do_not_depend_on_the_order_of_responses(server: Server, many: Pa
     assert reports[0] == reports[1] == reports[2]
     images = [sample["jpg"] for tar in (tmp_path / "one").glob("*.tar") for sample in members(tar).values()]
     assert len(images) == len(set(images)) == reports[0].kept
+
+
+def test_rows_with_the_same_url_become_one_image(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pairs = [
+        ("/img/1.jpg", ""), ("/img/1.jpg", "first"), ("/img/2.jpg", "only"), ("/img/1.jpg ", "second"),
+        ("/missing/3.jpg", "one"), ("/img/1.jpg", "first"), ("/missing/3.jpg", "two"), ("/img/1.jpg", "third"),
+    ]  # fmt: skip
+    lines = [f'"{server.url}{path}",{caption},{i}\n' for i, (path, caption) in enumerate(pairs)]
+    table = tmp_path / "t.csv"
+    table.write_text("url,caption,n\n" + "".join(lines))
+    out = tmp_path / "out"
+    arguments = ["--samples-per-shard", "3", "--resize", "no", "--allow-private", "--quiet"]
+    assert main(["download", str(table), str(out), *arguments]) == 0
+    output = capsys.readouterr().out
+    added = "URL of an earlier row, which has the caption"
+    assert "2  of 8 rows kept" in output and f"4  {added}" in output
+    assert "training uses the first, or draws one with data.captions=captions" in output
+    found = {key: sample for tar in sorted(out.glob("*.tar")) for key, sample in members(tar).items()}
+    assert list(found) == ["000001", "000002"]  # the first rows that can be used
+    several, single = (json.loads(sample["json"]) for sample in found.values())
+    assert (found["000001"]["txt"], found["000002"]["txt"]) == (b"first", b"only")
+    assert several["captions"] == ["first", "second", "third"] and "captions" not in single
+    assert several["n"] == ["1", "3", "5", "7"] and single["n"] == "2"
+    listing = [row for path in sorted(out.glob("*.parquet")) for row in parquet.read_table(path).to_pylist()]
+    assert [row["error_message"] for row in listing] == [
+        "empty caption", None, None, added, "HTTP 404", added, added, added
+    ]  # fmt: skip
+    assert server.requests["/img/1.jpg"] == server.requests["/missing/3.jpg"] == 1
+
+    (out / "00002_stats.json").unlink()
+    table.write_text("url,caption,n\n" + "".join(lines).replace("third", "other"))
+    with pytest.raises(ConfigError, match=r"00000\.tar was made of other rows of the table"):
+        main(["download", str(table), str(out), *arguments])  # the first shard has a caption of the last row
+
+
+def test_retried_row_has_the_captions_of_all_rows(server: Server, tmp_path: Path) -> None:
+    paths = [f"/flaky/{name}.jpg" for name in ("1", "2", "1", "2", "1")]
+    rows = table(tmp_path / "t.csv", [server.url + path for path in paths])
+    server.down = {"1.jpg"}
+    options = DownloadOptions(samples_per_shard=2)
+    assert download(rows, tmp_path / "out", options, fetch=QUICK).kept == 1
+    server.down = set()
+    found = download(rows, tmp_path / "out", options, fetch=QUICK, retry_failed=True)
+    assert (found.kept, found.rows, list(found.failures.values())) == (2, 5, [3])
+    [sample] = members(tmp_path / "out/00003.tar").values()
+    assert json.loads(sample["json"])["captions"] == ["caption 0", "caption 2", "caption 4"]
+
+
+def test_url_of_more_rows_than_an_image_may_have(server: Server, tmp_path: Path) -> None:
+    rows = table(tmp_path / "t.csv", [f"{server.url}/img/1.jpg"] * 103)
+    found = download(rows, tmp_path / "out", DownloadOptions(), fetch=QUICK)
+    assert found.failures == {
+        "URL of an earlier row, which has the caption": 99,
+        "URL of more than 100 rows: the caption is left out": 3,
+    }
+    [sample] = members(tmp_path / "out/00000.tar").values()
+    assert json.loads(sample["json"])["captions"] == [f"caption {i}" for i in range(100)]
 
 
 @pytest.mark.long
