@@ -27,8 +27,8 @@ def fit_positions(tensors: dict[str, Tensor], wanted: dict[str, torch.Size]) -> 
     """Resample the position embeddings to the wanted shapes; others of another shape are kept.
 
     Image positions: the class token's is kept, the square grid is resized by antialiased bicubic interpolation
-    (Dosovitskiy et al. 2021, section 3.2). Text positions: a shorter length keeps the first ones. A longer one keeps
-    the first 20, the best trained ones, and stretches the others linearly (Long-CLIP, Zhang et al. 2024,
+    (Dosovitskiy et al. 2021, section 3.2). Text positions: a shorter length keeps the first ones. A longer one
+    keeps the first 20, the best trained ones, and stretches the others linearly (Long-CLIP, Zhang et al. 2024,
     https://arxiv.org/abs/2403.15378). In both cases short texts keep their features.
 
     Raises:

@@ -153,6 +153,7 @@ def undecodable(error: Exception) -> DataError:
 # --------------------------------------------------------------------------------------------------------------
 # Tables of images and captions.
 
+
 def is_table(path: Path) -> bool:
     """Return whether a file has the extension of a table."""
     return path.name.lower().endswith(SUFFIXES) and path.is_file()
