@@ -142,7 +142,7 @@ def test_training_stores_and_exports_the_tokenizer(pairs: Path, folder: Path, tm
 
 def test_model_uses_tokenizer_and_rejects_invalid_ones(folder: Path, tmp_path: Path) -> None:
     def shape(**given: Any) -> int:
-        return shape_of(ModelConfig(name="ViT-Ti-4-16", **given), LossConfig(), SmallConfig()).text.vocab_size  # type: ignore[attr-defined, no-any-return]
+        return shape_of(ModelConfig(name="ViT-Ti-4-16", **given), LossConfig(), SmallConfig()).text.vocab_size
 
     assert shape(tokenizer=str(folder)) == 300 and shape() == 49408
     with pytest.raises(ConfigError, match="no tokenizer there; python -m data tokenizer"):
