@@ -180,24 +180,21 @@ class Delimited:
         """Check whether lines that a quote joins are rows of their own.
 
         Joined, they have too many cells, or two lines have a cell of the same kind, such as the path of an image,
-        in the same column. With tabs, which captions do not contain, a cell with a tab and a line break is enough.
+        in the same column. Numbers count only before the quote, because a caption may contain them. With tabs,
+        which captions do not contain, a cell with a tab and a line break is enough.
         """
         if self._has_extra_cells(fields):
             return True
         if self._delimiter == "\t" and any("\n" in cell and "\t" in cell for cell in fields):
             return True
         kinds = Counter[tuple[int, str]]()
-        first: set[tuple[int, str]] = set()
+        before_quote = lines[0].partition('"')[0].count(self._delimiter)
         for number, line in enumerate(lines):
             cells = line.rstrip("\r\n").split(self._delimiter)
-            if number == 0:
-                first = {(i, _kind_of(cell)) for i, cell in enumerate(cells)}
-                kinds.update(first)
-            elif len(cells) >= len(self.names):
+            if number == 0 or len(cells) >= len(self.names):
                 kinds.update((i, _kind_of(cell)) for i, cell in enumerate(cells))
-        for column, count in kinds.items():
-            kind = column[1]
-            if count > 1 and (kind in ("image", "url") or (kind == "number" and column in first)):
+        for (column, kind), count in kinds.items():
+            if count > 1 and (kind in ("image", "url") or (kind == "number" and column < before_quote)):
                 return True
         return False
 

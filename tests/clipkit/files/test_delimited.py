@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from clipkit.errors import DataError
 from clipkit.files import Row, Table, is_table
@@ -44,6 +44,7 @@ def write_rows(delimiter: str, order: int, captions: list[str], quoting: Any = 0
 
 
 @settings(max_examples=200, deadline=None)
+@example([",1\n,1,"], ",", -1, csv.QUOTE_MINIMAL)
 @given(
     st.lists(st.text('ab1 ,;|\n"', min_size=1, max_size=12), min_size=1, max_size=5),
     st.sampled_from(",;|\t"),
