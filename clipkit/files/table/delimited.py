@@ -188,13 +188,14 @@ class Delimited:
         if self._delimiter == "\t" and any("\n" in cell and "\t" in cell for cell in fields):
             return True
         kinds = Counter[tuple[int, str]]()
-        before_quote = lines[0].partition('"')[0].count(self._delimiter)
         for number, line in enumerate(lines):
             cells = line.rstrip("\r\n").split(self._delimiter)
             if number == 0 or len(cells) >= len(self.names):
                 kinds.update((i, _kind_of(cell)) for i, cell in enumerate(cells))
-        for (column, kind), count in kinds.items():
-            if count > 1 and (kind in ("image", "url") or (kind == "number" and column < before_quote)):
+        before_quote = lines[0].partition('"')[0].split(self._delimiter)[:-1]
+        for (i, kind), count in kinds.items():
+            is_number = kind == "number" and i < len(before_quote) and before_quote[i].isdecimal()
+            if count > 1 and (kind in ("image", "url") or is_number):
                 return True
         return False
 
