@@ -108,6 +108,8 @@ def run(options: argparse.Namespace) -> int:
             raise DataError(f"cannot write {out}: {error.strerror or error}") from error
     for line in features.lines(options):
         print(line, file=sys.stderr)
+    if stream.note:
+        print(stream.note, file=sys.stderr)
     if failed:
         print(f"{failed:,} of {counted(done + failed, 'image')} failed", file=sys.stderr)
     if out is not None:

@@ -247,6 +247,8 @@ def run(options: argparse.Namespace) -> int:
                 bar.show(done + failed, failed)
     for line in features.lines(options):
         print(line, file=sys.stderr)
+    if stream.note:
+        print(stream.note, file=sys.stderr)
     if failed:
         print(f"{failed:,} of {counted(done + failed, 'image')} failed", file=sys.stderr)
     if cut:

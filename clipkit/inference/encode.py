@@ -445,6 +445,8 @@ def run(options: argparse.Namespace) -> int:
         raise DataError(f"cannot write {options.out}: {error.strerror or error}") from error
     who = f"process {process + 1} of {processes}: " if processes > 1 else ""
     _report(encoded, options, who)
+    if stream.note:
+        print(f"{who}{stream.note}")
     for line in features.lines(options):
         print(f"{who}{line}", file=sys.stderr)
     return 1 if encoded.totals and not encoded.totals.rows else 0

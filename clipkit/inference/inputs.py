@@ -6,7 +6,7 @@
     pairs.tar                      a WebDataset shard, an uncompressed tar
     shards/{00000..00331}.tar      all paths of a brace pattern
     shards/*.tar                   all matching paths, 9.tar before 10.tar
-    table.csv                      a table of paths, captions or both, see ``clipkit.files.table``
+    table.csv                      a table of paths, captions or both, see ``clipkit.files.table``; each image once
     lines.txt, -                   texts, one per line; "-" is standard input
 
 Memory does not grow with the number of images: a stream yields one item at a time. It can be iterated again in the
@@ -15,13 +15,16 @@ thread.
 """
 
 import glob
+import hashlib
 import json
 import os
 import shutil
+import sqlite3
 import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from io import TextIOWrapper
 from itertools import groupby
@@ -140,6 +143,9 @@ class Stream:
 
     Raises:
         DataError: a source is missing or, when iterating, contains no items of this kind.
+
+    Attributes:
+        repeated: number of rows of tables, in the last iteration, whose image is that of an earlier row.
     """
 
     def __init__(
@@ -151,13 +157,23 @@ class Stream:
         caption_column: str | None = None,
     ) -> None:
         self.kind: Kind = kind
+        self.repeated = 0
         self._columns = image_column, caption_column
         self._parts: list[tuple[str, Callable[[], Iterator[Item]]]] = []
         for source in sources:
             for path in _paths_of(source):
                 self._parts.append((path, self._opened(path)))
 
+    @property
+    def note(self) -> str:
+        """What to print about rows with the same image; "" if there are none."""
+        if not self.repeated:
+            return ""
+        rows = "row has" if self.repeated == 1 else "rows have"
+        return f"{self.repeated:,} {rows} the image of an earlier row: each image is read once"
+
     def __iter__(self) -> Iterator[Item]:
+        self.repeated = 0
         for source, items in self._parts:
             nothing = True
             for item in items():
@@ -195,7 +211,7 @@ class Stream:
         if is_table(path):
             image, caption = self._columns
             table = Table(path, image_column=image, caption_column=caption, need=(kind,))
-            return lambda: _rows(table, kind)
+            return lambda: self._images_in(table) if kind == "image" else _captions_in(table)
         if kind == "caption":
             if suffix != ".txt":
                 raise DataError(
@@ -205,6 +221,37 @@ class Stream:
         if suffix == ".txt":
             raise DataError(f"{source} contains texts: add --text")
         return lambda: iter((Item(source=readable(source), key=readable(source), image=path),))
+
+    def _images_in(self, table: Table) -> Iterator[Item]:
+        """Yield each image of a table once, with the caption of its first row; unusable rows have a cause."""
+        source, number = readable(str(table.path)), 0
+        with closing(sqlite3.connect("", check_same_thread=False)) as paths:  # a temporary file
+            paths.execute("CREATE TABLE paths (digest BLOB PRIMARY KEY) WITHOUT ROWID")
+            try:
+                for row in table:
+                    number = row.number
+                    text = row.path if isinstance(row.path, str) else ""
+                    path, cause = Path(), row.cause
+                    if not cause and row.path in (None, ""):
+                        cause = "no path"
+                    elif not cause and not isinstance(row.path, str):
+                        cause = "path is not text"
+                    try:
+                        path = listed_path(table.path.parent, text)
+                    except DataError as error:
+                        cause = cause or str(error)
+                    if cause:
+                        yield Item(source=source, key=readable(text[:4096] or str(number)), cause=cause)
+                        continue
+                    normalized = os.path.normpath(path).encode("utf-8", "surrogatepass")
+                    digest = hashlib.blake2b(normalized, digest_size=16).digest()
+                    if not paths.execute("INSERT OR IGNORE INTO paths VALUES (?)", (digest,)).rowcount:
+                        self.repeated += 1
+                        continue
+                    caption = row.caption if isinstance(row.caption, str) else None
+                    yield Item(source=source, key=readable(str(path)), image=path, caption=caption)
+            except DataError as error:
+                yield Item(source=source, key=str(number + 1), cause=str(error))
 
     def _folder(self, folder: Path) -> Callable[[], Iterator[Item]]:
         kind = self.kind
@@ -392,33 +439,21 @@ def _samples(shard: Path, kind: Kind) -> Iterator[Item]:
         yield Item(source=source, key="", cause=cause)
 
 
-def _rows(table: Table, kind: Kind) -> Iterator[Item]:
-    """Yield the rows of a table; unusable rows have a cause."""
+def _captions_in(table: Table) -> Iterator[Item]:
+    """Yield the caption of each row of a table; unusable rows have a cause."""
     source, number = readable(str(table.path)), 0
     try:
         for row in table:
             number = row.number
-            given, what = (row.path, "path") if kind == "image" else (row.caption, "caption")
             cause = row.cause
-            if not cause and (given is None or (kind == "image" and given == "")):
-                cause = f"no {what}"
-            elif not cause and not isinstance(given, str):
-                cause = f"{what} is not text"
-            text = given if isinstance(given, str) else ""
-            if kind == "caption":
-                if not cause and not text.strip():
-                    cause = _EMPTY
-                yield Item(source=source, key=str(number), caption=None if cause else text, cause=cause)
-                continue
-            try:
-                path = listed_path(table.path.parent, text)
-            except DataError as error:
-                cause = cause or str(error)
-            if cause:
-                yield Item(source=source, key=readable(text[:4096] or str(number)), cause=cause)
-                continue
-            caption = row.caption if isinstance(row.caption, str) else None
-            yield Item(source=source, key=readable(str(path)), image=path, caption=caption)
+            if not cause and row.caption is None:
+                cause = "no caption"
+            elif not cause and not isinstance(row.caption, str):
+                cause = "caption is not text"
+            text = row.caption if isinstance(row.caption, str) else ""
+            if not cause and not text.strip():
+                cause = _EMPTY
+            yield Item(source=source, key=str(number), caption=None if cause else text, cause=cause)
     except DataError as error:
         yield Item(source=source, key=str(number + 1), cause=str(error))
 

@@ -321,16 +321,17 @@ def test_damaged_shard_raises_only_data_errors_and_is_not_read_beyond_its_end(
 
 def test_tables_of_paths_and_captions(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_bytes(b"a")
+    (tmp_path / "b.jpg").write_bytes(b"b")
     table = tmp_path / "t.csv"
-    rows = ["a.jpg,one", "gone.jpg,", ",three", "https://x/a.jpg,four", "file://a.jpg,five"]
+    rows = ["a.jpg,one", "gone.jpg,", ",three", "https://x/a.jpg,four", "file://b.jpg,five"]
     table.write_text("\n".join(["file,text", *rows]) + "\n")
     items = list(Stream([str(table)]))
     assert [(Path(item.key).name, item.caption) for item in items if not item.cause] == [
         ("a.jpg", "one"),
         ("gone.jpg", ""),
-        ("a.jpg", "five"),
+        ("b.jpg", "five"),
     ]
-    assert [read_image(items[0]), read_image(items[4])] == [b"a", b"a"]
+    assert [read_image(items[0]), read_image(items[4])] == [b"a", b"b"]
     assert [cause(item) for item in items[1:4]] == [
         "missing file",
         "no path",
@@ -453,3 +454,21 @@ def test_existing_path_with_braces_is_not_expanded(tmp_path: Path) -> None:
 def test_keys_are_json_serializable(tmp_path: Path) -> None:
     shard = write_tar(tmp_path / "0.tar", [("caf\udce9.jpg", b"x")])
     assert [json.loads(json.dumps(key)) for key, _ in found(shard)] == ["caf\\xe9"]
+
+
+def test_image_in_several_rows_is_read_once(tmp_path: Path) -> None:
+    """Spellings of a path are the same image; rows of captions are all read."""
+    table = tmp_path / "captions.csv"
+    table.write_text("image,caption\na.png,first\n./a.png,second\nb.png,third\nsub/../a.png,fourth\n,fifth\n")
+    stream = Stream([str(table)])
+    assert [(item.image, item.caption, item.cause) for item in stream] == [
+        (tmp_path / "a.png", "first", ""),
+        (tmp_path / "b.png", "third", ""),
+        (None, None, "no path"),
+    ]
+    assert stream.repeated == 2
+    assert stream.note == "2 rows have the image of an earlier row: each image is read once"
+    assert len(list(stream)) == 3 and stream.repeated == 2  # again
+    texts = Stream([str(table)], kind="caption")
+    assert [item.caption for item in texts] == ["first", "second", "third", "fourth", "fifth"]
+    assert texts.note == ""
