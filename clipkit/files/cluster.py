@@ -36,7 +36,7 @@ def ray_cluster(address: str, packages: Iterable[Path]) -> Iterator[Any]:
     try:
         import ray
     except ImportError:
-        raise ConfigError("--ray needs ray: pip install 'clipkit[ray]'") from None
+        raise ConfigError("--ray needs ray: pip install -e '.[ray]'") from None
     try:
         host, _, port = address.rpartition("/")[2].rpartition(":")
         if host:  # ray.init waits forever for a server that does not exist, even after Ctrl-C

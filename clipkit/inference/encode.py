@@ -14,6 +14,7 @@ its worker or node is encoded again. Tasks do not reuse rows.
 import argparse
 import errno
 import hashlib
+import json
 import os
 import sys
 import time
@@ -33,7 +34,7 @@ from clipkit.distributed import rank_and_world
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.cluster import ray_cluster, ray_tasks
 from clipkit.files.depth import format_pixel_range
-from clipkit.files.terminal import CountProgress, counted
+from clipkit.files.terminal import CountProgress, counted, printable
 from clipkit.files.traits import TraitCounts, hex_of
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.folder import (
@@ -490,8 +491,15 @@ def _report(encoded: Encoded, options: argparse.Namespace, who: str) -> None:
     if encoded.empty_lines:
         print(f"{counted(encoded.empty_lines, 'empty line')} encoded like any other text")
     if totals.failures:
-        print(f"{totals.failures:,} failed, listed in {listing}")
+        print(f"{totals.failures:,} failed, listed in {listing}{_first_cause(listing)}")
     print(
         f"{counted(totals.rows, 'embedding')} of dimension {totals.width} "
         f"in {counted(encoded.files, 'file')} in {encoded.folder}"
     )
+
+
+def _first_cause(listing: Path) -> str:
+    """Return why the first item of a list of failures failed, as the end of a sentence."""
+    with listing.open(encoding="utf-8") as file:
+        failure = json.loads(file.readline())
+    return f"; the first: {printable(failure['key'])}: {failure['cause']}"

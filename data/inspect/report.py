@@ -434,7 +434,7 @@ def _sample_notes(found: Findings) -> Iterator[Note]:
         yield Note(f"data.captions: {printable(unknown, 1000)}")
     if captions.repeated > _COMMON * captions.read:
         yield Note(
-            f"{_percent(captions.repeated, captions.read)} of the captions read repeat that of another image: "
+            f"{_percent(captions.repeated, captions.read)} of the captions read repeat an earlier one: "
             "within a batch such pairs count as negatives, unless loss.same=positives (or ignored)"
         )
 

@@ -109,7 +109,7 @@ def score(options: argparse.Namespace) -> int:
         import py3langid  # noqa: F401
         import pyarrow  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"score needs {error.name}: pip install 'clipkit[score]'") from error
+        raise ConfigError(f"score needs {error.name}: pip install -e '.[score]'") from error
     shards = [one for source in options.sources for one in find_shards(source, split=options.split)]
     against = [one for source in options.against for one in find_shards(source, split="test")]
     cache = shard_cache([*options.sources, *options.against], options.cache_gb)

@@ -128,7 +128,7 @@ def test_encode_as_a_program(program: list[str], checkpoint: Path, photos: Path)
     assert (done.returncode, done.stderr) == (0, "")
     assert [re.sub(r"[\d.]+(?= s|/s)", "_", line) for line in done.stdout.splitlines()] == [
         "4 images in _ s (_/s), wrote 1 of 1 file",
-        "1 failed, listed in out/failures.jsonl",
+        "1 failed, listed in out/failures.jsonl; the first: photos/x.png: not an image in a known format",
         "3 embeddings of dimension 128 in 1 file in out/img_emb",
     ]
 
