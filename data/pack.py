@@ -1,8 +1,9 @@
 """Pack images and captions of a table or a folder into a dataset folder.
 
 A table lists paths of images, or holds encoded images (Parquet). In a folder, each image has its captions in a file
-of the same name (see ``clipkit.files.caption_files``); or a table named metadata lists them, as on the Hugging Face
-hub; or there are no captions and a subfolder for each class, whose name is the caption.
+of the same name (see ``clipkit.files.caption_files``); or a table directly in the folder lists them, such as
+``metadata.csv`` of the Hugging Face hub; or there are no captions and a subfolder for each class, whose
+name is the caption.
 
 Images: JPEG, PNG and WebP files are stored byte for byte, except those with an EXIF orientation, which CLIP's
 preprocessing ignores; they are stored upright (JPEG at quality 95 without chroma subsampling, PNG without loss,
@@ -49,6 +50,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from clipkit.errors import ConfigError, DataError, nearest
 from clipkit.files import (
     CLASS_NAMES,
+    NAMED_SUFFIXES,
     SUFFIXES,
     Row,
     Table,
@@ -59,6 +61,7 @@ from clipkit.files import (
     images_below,
     is_table,
     listed_path,
+    open_caption_tables,
     pair_captions,
     read_captions,
     read_class_names,
@@ -178,13 +181,13 @@ def pack(
     """Write the images and captions of ``source`` as a new dataset folder ``out``.
 
     A sample's key is the number of its first row in nine digits, counted from 1 without the header. Bad rows are
-    listed in ``bad_rows.jsonl`` of the folder, and so are images of a folder that a table named metadata in it does
-    not list. Memory does not grow with the table.
+    listed in ``bad_rows.jsonl`` of the folder, and so are images of a folder that the table in it does not
+    list. Memory does not grow with the table.
 
     Args:
         source: a .csv, .tsv, .tab, .jsonl, .ndjson, .parquet or .pq file, several with the same columns, or a
-            folder of images, whose captions are in files beside them or are the names of its subfolders; these
-            names are written to ``classes.txt``.
+            folder of images, whose captions are in a table in the folder, in files beside the images, or are the
+            names of its subfolders; these names are written to ``classes.txt``.
         out: the folder to create; it must not exist, or be empty.
         image_column: column with the paths, relative to the table's folder; guessed from usual names by default.
         caption_column: column with the captions; guessed likewise.
@@ -219,7 +222,10 @@ def pack(
     paths = [source] if isinstance(source, Path) else list(source)
     read: Table | _ImageFolder
     unlisted_in: Path | None = None  # a folder whose table should list all images in it
-    if paths[0].is_dir() and (listed := metadata_of(paths[0])) is None:
+    listed: Path | None = None
+    if paths[0].is_dir():
+        listed = caption_table_of(paths[0], image_column=image_column, caption_column=caption_column)
+    if paths[0].is_dir() and listed is None:
         read, tables = _ImageFolder(paths[0]), []
         if group_by is not None:
             raise ConfigError(f"--group-by {group_by}: {paths[0]} is a folder of images, not a table")
@@ -349,9 +355,63 @@ _LOOKED_AT = 1000  # names in a folder without captions
 
 
 def metadata_of(folder: Path) -> Path | None:
-    """Return the table of a folder of images in the layout of the Hugging Face hub, None if there is none."""
-    tables = (folder / f"metadata{suffix}" for suffix in SUFFIXES)
-    return next((table for table in tables if table.is_file()), None)
+    """Return the table of a folder of images in the layout of the Hugging Face hub, None if there is none.
+
+    Raises:
+        DataError: there are several, such as ``metadata.csv`` and ``metadata.jsonl``.
+    """
+    tables = [folder / f"metadata{suffix}" for suffix in SUFFIXES]
+    tables = [table for table in tables if table.is_file()]
+    if len(tables) > 1:
+        raise DataError(f"{folder} contains {_names_of(tables, folder)}: remove all of them but one")
+    return tables[0] if tables else None
+
+
+def caption_table_of(folder: Path, *, image_column: str | None, caption_column: str | None) -> Path | None:
+    """Return the table in a folder that lists images and captions, None if there is none.
+
+    A table named metadata is preferred.
+
+    Raises:
+        DataError: there are several.
+    """
+    if (metadata := metadata_of(folder)) is not None:
+        return metadata
+    opened = open_caption_tables(
+        sorted(folder.iterdir()), SUFFIXES, image_column=image_column, caption_column=caption_column
+    )
+    tables = [table.path for table in opened]
+    if len(tables) > 1:
+        raise DataError(
+            f"{folder} contains several tables of images and captions, {_names_of(tables, folder)}: name one of "
+            "them instead of the folder"
+        )
+    return tables[0] if tables else None
+
+
+def _names_of(tables: Sequence[Path], folder: Path) -> str:
+    """Return the paths of tables in a folder for a message."""
+    names = [str(table.relative_to(folder)) for table in tables[:_SHOWN]]
+    if len(tables) > _SHOWN:
+        return f"{', '.join(names)} and {len(tables) - _SHOWN} more"
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def _check_no_caption_tables(folder: Path) -> None:
+    """Check that names of subfolders do not replace the captions of a table.
+
+    Raises:
+        DataError: the folder contains a table that has no usual suffix, or a subfolder contains a table.
+    """
+    opened = open_caption_tables(sorted(folder.iterdir()), NAMED_SUFFIXES)
+    opened += open_caption_tables((path for path, _ in files_below(folder)), SUFFIXES)
+    if opened:
+        tables = [table.path for table in opened]
+        raise DataError(
+            f"{folder}: the names of its subfolders are not read as captions, because it contains tables of images "
+            f"and captions ({_names_of(tables, folder)}): pack a table instead of the folder, or write the names "
+            f"of classes into {folder / CLASS_NAMES}"
+        )
 
 
 def _unlisted_images(folder: Path, table: Table) -> Iterator[tuple[str, str]]:
@@ -404,6 +464,8 @@ class _ImageFolder:
         elif splits := sorted({*subfolders} & {*SPLITS}):
             why = f"{splits[0]!r} is the name of a split: pack the splits one by one, or rename it"
         self._class_names = _class_names(folder, subfolders) if len(subfolders) > 1 and not why else {}
+        if self._class_names and not (folder / CLASS_NAMES).is_file():
+            _check_no_caption_tables(folder)
         self.classes = sorted(self._class_names.values())
         self.hint = ""
         if len(subfolders) > 1 and why:

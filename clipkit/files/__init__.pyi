@@ -7,6 +7,7 @@ from .atomic import (
 )
 from .caption_files import (
     find_captions as find_captions,
+    open_caption_tables as open_caption_tables,
     pair_captions as pair_captions,
     read_captions as read_captions,
 )

@@ -7,7 +7,16 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
-__all__ = ["CAPTION_SUFFIXES", "find_captions", "pair_captions", "read_captions"]
+from clipkit.errors import DataError
+from clipkit.files.table import Table
+
+__all__ = [
+    "CAPTION_SUFFIXES",
+    "find_captions",
+    "open_caption_tables",
+    "pair_captions",
+    "read_captions",
+]
 
 # In any case; if an image has several files, the first of these is used.
 CAPTION_SUFFIXES = (".txt", ".caption", ".captions", ".cap", ".text", ".tags", ".json")
@@ -35,6 +44,26 @@ def find_captions(images: Iterable[Path]) -> Path | None:
         if file is not None and (file.suffix.lower() != ".json" or read_captions(file)):
             return file
     return None
+
+
+def open_caption_tables(
+    files: Iterable[Path],
+    suffixes: tuple[str, ...],
+    *,
+    image_column: str | None = None,
+    caption_column: str | None = None,
+) -> list[Table]:
+    """Open the files with these suffixes, in any case, that are tables with columns of images and captions."""
+    tables = []
+    for file in files:
+        if not file.name.lower().endswith(suffixes):
+            continue
+        try:
+            table = Table(file, image_column=image_column, caption_column=caption_column, encoded=True)
+        except (DataError, OSError):
+            continue
+        tables.append(table)
+    return tables
 
 
 def read_captions(file: Path) -> list[str]:

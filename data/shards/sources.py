@@ -20,13 +20,13 @@ from clipkit.errors import DataError
 from clipkit.files import (
     IMAGE_SUFFIXES,
     SUFFIXES,
-    Table,
     counted,
     expand_braces,
     find_captions,
     images_below,
     is_table,
     match_wildcards,
+    open_caption_tables,
     path_order,
 )
 from data.corpora.builtin import BUILTIN, built_in
@@ -199,11 +199,7 @@ def _lists_images(table: Path) -> bool:
     """Whether a table has columns of images and captions, and is not the table of images in its folder."""
     from data.pack import metadata_of
 
-    try:
-        Table(table, image_column=None, caption_column=None, encoded=True)
-    except DataError:
-        return False
-    return metadata_of(table.parent) != table
+    return bool(open_caption_tables([table], SUFFIXES)) and metadata_of(table.parent) != table
 
 
 def _has_pairs(folder: Path) -> bool:

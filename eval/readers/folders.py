@@ -14,10 +14,13 @@ from clipkit.files import (
     CLASS_NAMES,
     SPLIT_NAMES,
     SPLIT_WORDS,
+    SUFFIXES,
     check_image,
+    files_below,
     find_captions,
     images_below,
     is_hidden,
+    open_caption_tables,
     read_class_names,
 )
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit, some
@@ -65,6 +68,11 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
         raise DataError(
             f"{captions} may contain captions of an image, so the names of folders are not read as classes: "
             f"{how_to_pack(inside)}; or write the names of classes into {folder / CLASS_NAMES}"
+        )
+    if listed is None and (tables_below := _caption_tables(inside)):
+        raise DataError(
+            f"{tables_below[0]} is a table of images and captions, so the names of folders are not read as "
+            f"classes: {how_to_pack(tables_below[0])}; or write the names of classes into {folder / CLASS_NAMES}"
         )
     if renamed := [f"{one} is {classes[i]!r}" for one, i in labels_of.items() if one != classes[i]]:
         _log.warning("dataset %s: the names of classes are those of %s: %s", name, CLASS_NAMES, some(renamed))
@@ -202,6 +210,12 @@ def _images_by_class(folder: Path) -> Iterator[tuple[str, Path]]:
             raise DataError(f"{path}: {cause}")
         if len(parts) > 1:
             yield parts[0], path
+
+
+def _caption_tables(folder: Path) -> list[Path]:
+    """Return the tables below a folder that list images with captions rather than labels."""
+    tables = open_caption_tables((path for path, _ in files_below(folder)), SUFFIXES)
+    return [table.path for table in tables if table.caption_column.lower() not in ("label", "labels")]
 
 
 def utf8_name(name: str) -> str:

@@ -894,3 +894,75 @@ def test_second_command_is_refused_while_the_first_packs(images: Path, tmp_path:
         first.wait()
     assert pack(table, tmp_path / "out", progress=False).splits["train"] > 0
     assert not (tmp_path / ".out.writing").exists()
+
+
+def write_parts(folder: Path) -> list[list[str]]:
+    """Write images in two subfolders; return rows of a table that lists them with captions."""
+    rows = [["x/1.png", "a red car"], ["y/2.png", "a blue car"]]
+    for name, _ in rows:
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_bytes(encoded("PNG"))
+    return rows
+
+
+@pytest.mark.parametrize("name", ["captions.csv", "B.TSV", "c.jsonl", "d.parquet"])
+def test_packing_and_training_read_the_same_table_of_a_folder(tmp_path: Path, name: str) -> None:
+    rows = write_parts(tmp_path / "f")
+    (tmp_path / "f/y/3.png").write_bytes(encoded("PNG"))
+    table = write_table(tmp_path / "f" / name.lower(), ["path", "text"], rows)
+    table.rename(tmp_path / "f" / name)
+    report = pack(tmp_path / "f", tmp_path / "out", progress=False)
+    captions = [row[1] for row in rows]
+    assert [sample["txt"].decode() for sample in samples(tmp_path / "out").values()] == captions
+    assert report.bad == {f"not listed in {name}": 1}
+    trained = Path(find_shards(str(tmp_path / "f"))[0].url).parents[1]
+    assert [sample["txt"].decode() for sample in samples(trained).values()] == captions
+
+
+def test_table_of_a_folder_precedes_files_of_captions(tmp_path: Path) -> None:
+    write_table(tmp_path / "f.csv", ["photo", "words"], write_parts(tmp_path / "f"))
+    (tmp_path / "f.csv").rename(tmp_path / "f/a.csv")
+    (tmp_path / "f/x/1.txt").write_text("other")
+    assert pack(tmp_path / "f", tmp_path / "out", progress=False).bad == {"no caption": 1}  # no such column
+    pack(tmp_path / "f", tmp_path / "named", caption_column="words", progress=False)
+    captions = [sample["txt"].decode() for sample in samples(tmp_path / "named").values()]
+    assert captions == ["a red car", "a blue car"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["a.csv", "b.csv"],
+        ["x/metadata.csv", "y/metadata.jsonl"],
+        ["y/LIST.CSV"],
+        ["captions.txt"],
+        ["a.JSON"],
+    ],
+)
+def test_names_of_folders_do_not_replace_captions_of_tables(tmp_path: Path, names: list[str]) -> None:
+    rows = write_parts(tmp_path / "f")
+    for name in names:
+        table = tmp_path / "f" / name
+        if name == "a.JSON":
+            table.write_text(json.dumps([{"image": path, "caption": text} for path, text in rows]))
+        else:
+            write_table(table, ["image", "caption"], rows)
+    with pytest.raises(DataError, match=r"contains (several )?tables") as error:
+        pack(tmp_path / "f", tmp_path / "out", progress=False)
+    assert all(name in str(error.value) for name in names) and "\n" not in str(error.value)
+    if names != ["a.csv", "b.csv"]:
+        (tmp_path / "f/classnames.txt").write_text("x\ny\n")
+        pack(tmp_path / "f", tmp_path / "out", progress=False)
+        captions = [sample["txt"].decode() for sample in samples(tmp_path / "out").values()]
+        assert captions == ["x", "y"]
+
+
+def test_several_tables_named_metadata_are_an_error(tmp_path: Path) -> None:
+    rows = write_parts(tmp_path / "f")
+    for name in ("metadata.csv", "metadata.jsonl"):
+        write_table(tmp_path / "f" / name, ["file_name", "text"], rows)
+    message = r"f contains metadata\.csv and metadata\.jsonl: remove all of them but one"
+    with pytest.raises(DataError, match=message):
+        pack(tmp_path / "f", tmp_path / "out", progress=False)
+    with pytest.raises(DataError, match=message):
+        find_shards(str(tmp_path / "f"))

@@ -121,6 +121,19 @@ def test_names_of_folders_are_not_classes_if_images_have_captions(tmp_path: Path
     assert open_dataset(pets).class_names == ("cat", "dog")
 
 
+@pytest.mark.parametrize("name", ["captions.csv", "cat/metadata.csv", "dog/in/A.CSV"])
+def test_names_of_folders_are_not_classes_if_a_table_has_captions(tmp_path: Path, name: str) -> None:
+    pets = fill(tmp_path / "pets", "cat/1.png", "dog/2.png", "dog/in/3.png")
+    (pets / name).write_text("filename,label\n1.png,cat\n")
+    assert len(open_dataset(pets)) == 3  # labels are no captions
+    (pets / name).write_text("filename,caption\n1.png,a cat\n")
+    assert refusal(pets).startswith(
+        f"{pets / name} is a table of images and captions, so the names of folders"
+    )
+    (pets / "classnames.txt").write_text("cat\ndog\n")
+    assert open_dataset(pets).class_names == ("cat", "dog")
+
+
 def test_class_names_file_names_numbered_folders(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     digits = fill(tmp_path / "digits", *(f"test/{number}/1.png" for number in range(11)), "train/2/2.png")
     (digits / "classnames.txt").write_text("".join(f"digit_{number}\n" for number in range(11)))
