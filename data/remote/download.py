@@ -11,7 +11,8 @@ one in the earliest row is kept. Shards therefore do not depend on the order of 
 download resumes at its first incomplete shard.
 
 Complete shards are never changed. Rows that are tried again are in additional shards, whose rows have the key of
-the first attempt as ``retry_of``. The last attempt of a row is valid.
+the first attempt as ``retry_of``. The last attempt of a row is valid. ``00003-retry2.tar`` is the second one that
+begins with a row of ``00003.tar``.
 """
 
 import argparse
@@ -50,6 +51,7 @@ from clipkit.files import (
     Row,
     Table,
     counted,
+    name_order,
     printable,
     ray_cluster,
     replacing,
@@ -73,6 +75,7 @@ _OWN_FIELDS = (
 )  # fmt: skip
 _ADDED = "URL of an earlier row, which has the caption"
 _NOT_ADDED = f"URL of more than {MOST_ROWS} rows: the caption is left out"
+_RETRY = "-retry"  # in the names of shards of failed rows
 _OPEN_SHARDS = 8  # shards in progress; bounds memory while one waits for its slowest response
 _MOST_FAILED = 0.99  # fraction of the last rows from which a download stops
 _LEAST_WATCHED, _MOST_WATCHED = 200, 1000  # rows of which this fraction is computed
@@ -141,11 +144,12 @@ class _Sample:
     facts: Mapping[str, object] = field(default_factory=dict)
     retry_of: str = ""  # key of the first attempt
     earlier_cause: str = ""  # of the attempt before this one
+    row_digest: bytes = b""
 
 
 @dataclass
 class _Shard:
-    number: int
+    name: str
     spool: BinaryIO
     samples: list[_Sample] = field(default_factory=list)
     waiting: int = 0
@@ -159,29 +163,29 @@ class _Shard:
 
 
 class _FirstRows:
-    """The row in which each image occurred first, in a temporary file."""
+    """The key of the row in which each image occurred first, in a temporary file."""
 
     def __init__(self, complete: Sequence[Path] = ()) -> None:
         """Begin with the images in these listings (Parquet) of complete shards."""
         self._data = sqlite3.connect("", isolation_level=None, check_same_thread=False)
-        self._data.execute("CREATE TABLE first (digest BLOB PRIMARY KEY, row INTEGER) WITHOUT ROWID")
+        self._data.execute("CREATE TABLE first (digest BLOB PRIMARY KEY, key TEXT) WITHOUT ROWID")
         self._data.execute("BEGIN")  # never committed
         if complete:
             from pyarrow import parquet
         for path in complete:
             rows = parquet.read_table(path, columns=["status", "sha256", "key"]).to_pylist()
-            self.claim([(row["sha256"], int(row["key"])) for row in rows if row["status"] == "success"])
+            self.claim([(row["sha256"], row["key"]) for row in rows if row["status"] == "success"])
 
-    def claim(self, rows: Iterable[tuple[str, int]]) -> list[bool]:
-        """Record digests with their rows; return for each whether no other row has it."""
+    def claim(self, rows: Iterable[tuple[str, str]]) -> list[bool]:
+        """Record digests with the keys of their rows; return for each whether no other row has it."""
         found: list[bool] = []
-        for sha256, row in rows:
+        for sha256, key in rows:
             digest = bytes.fromhex(sha256)[:16]
-            if self._data.execute("INSERT OR IGNORE INTO first VALUES (?, ?)", (digest, row)).rowcount:
+            if self._data.execute("INSERT OR IGNORE INTO first VALUES (?, ?)", (digest, key)).rowcount:
                 found.append(True)
             else:
-                (first,) = self._data.execute("SELECT row FROM first WHERE digest = ?", (digest,)).fetchone()
-                found.append(first == row)
+                (first,) = self._data.execute("SELECT key FROM first WHERE digest = ?", (digest,)).fetchone()
+                found.append(first == key)
         return found
 
 
@@ -402,17 +406,25 @@ def _shown_value(value: object) -> str:
     return {"None": "(default)", "True": "on", "False": "off"}.get(str(value), str(value))
 
 
-def _stats_path(out: Path, shard: int) -> Path:
-    return out / f"{shard:05d}_stats.json"
+def _shard_name(number: int) -> str:
+    return f"{number:05d}"
 
 
-def _listing_path(out: Path, shard: int) -> Path:
-    return out / f"{shard:05d}.parquet"
+def _stats_path(out: Path, shard: str) -> Path:
+    return out / f"{shard}_stats.json"
 
 
-def _update_digest(digest: "hashlib._Hash", row: Row) -> None:
-    """Add the URL and the caption of a row to the digest of the rows of a shard."""
-    digest.update(json.dumps([row.path, row.caption], default=str).encode() + b"\n")
+def _listing_path(out: Path, shard: str) -> Path:
+    return out / f"{shard}.parquet"
+
+
+def _digest_row(row: Row) -> bytes:
+    """Return a digest of the URL, the caption and the columns of a row that become fields."""
+    try:
+        text = json.dumps([row.path, row.caption, row.others], default=str)
+    except RecursionError:  # such a row is a bad row
+        text = json.dumps([row.path])
+    return hashlib.sha256(text.encode()).digest()
 
 
 def _check_rows(rows: Iterable[Row], out: Path, samples_per_shard: int) -> Iterator[Row]:
@@ -423,39 +435,46 @@ def _check_rows(rows: Iterable[Row], out: Path, samples_per_shard: int) -> Itera
     """
     shard = -1
     for shard, shard_rows in groupby(enumerate(rows), key=lambda item: item[0] // samples_per_shard):
-        path = _stats_path(out, shard)
+        path = _stats_path(out, _shard_name(shard))
         stats = json.loads(path.read_bytes()) if path.exists() else {}
         digest = hashlib.sha256()
         for _, row in shard_rows:
             if stats:
-                _update_digest(digest, row)
+                digest.update(_digest_row(row))
             yield row
-        if stats.get("rows_sha256", digest.hexdigest()) != digest.hexdigest():
-            raise _other_table(out, shard)
+        if stats.get("table_sha256", digest.hexdigest()) != digest.hexdigest():
+            raise _other_table(out, _shard_name(shard))
     for stored in _complete_shards(out):
-        if stored > shard and not _is_retry(out, stored):
+        if not _is_retry(stored) and int(stored) > shard:
             raise _other_table(out, stored)
 
 
-def _other_table(out: Path, shard: int) -> ConfigError:
+def _other_table(out: Path, shard: str) -> ConfigError:
     return ConfigError(
-        f"{out / f'{shard:05d}.tar'} was made of other rows of the table (number, order, URLs or captions of the "
-        "rows have changed): use the table that the download began with, or a new folder"
+        f"{out / f'{shard}.tar'} was made of other rows of the table (number, order or values of the rows have "
+        "changed): use the table that the download began with, or a new folder"
     )
 
 
-def _complete_shards(out: Path) -> list[int]:
-    return sorted(int(path.name.partition("_")[0]) for path in out.glob("*_stats.json"))
+def _complete_shards(out: Path) -> list[str]:
+    """Return the names of complete shards, those of retries last."""
+    return sorted(
+        (path.name.removesuffix("_stats.json") for path in out.glob("*_stats.json")), key=name_order
+    )
 
 
-def _is_retry(out: Path, shard: int) -> bool:
-    """Return whether a complete shard contains rows that had failed in other shards."""
-    return "retried" in json.loads(_stats_path(out, shard).read_bytes())
+def _is_retry(shard: str) -> bool:
+    """Return whether a shard contains rows that had failed in other shards."""
+    return _RETRY in shard
+
+
+def _is_in_part(shard: str, part: tuple[int, int]) -> bool:
+    return int(shard.partition(_RETRY)[0]) % part[1] == part[0] - 1
 
 
 def _listings(out: Path, part: tuple[int, int]) -> list[Path]:
     """Return the listings of the complete shards of a part."""
-    return [_listing_path(out, shard) for shard in _complete_shards(out) if shard % part[1] == part[0] - 1]
+    return [_listing_path(out, shard) for shard in _complete_shards(out) if _is_in_part(shard, part)]
 
 
 def _samples_of(
@@ -466,8 +485,8 @@ def _samples_of(
     keep_captions: bool,
     retry_failed: bool,
     groups: RowsByKey,
-) -> Iterator[tuple[int, _Sample] | None]:
-    """Yield the samples of incomplete shards of a part: shard number and sample.
+) -> Iterator[tuple[str, _Sample] | None]:
+    """Yield the samples of incomplete shards of a part: name of the shard and sample.
 
     With ``retry_failed``, the failed rows of complete shards follow, in new shards. After each thousand rows that
     are skipped, yield None, so that responses can be read meanwhile. ``groups`` is empty at first.
@@ -475,7 +494,6 @@ def _samples_of(
     if options.deduplicate:
         yield from _add_rows(tables, groups, keep_captions)
     complete_before = _complete_shards(out)
-    at = 0
     names = FieldNames(chain.from_iterable(table.others for table in tables), taken=_OWN_FIELDS)
     place, parts = part
     number, complete = -1, False
@@ -485,30 +503,33 @@ def _samples_of(
         known = names.of(row.others)
         own = shard % parts == place - 1
         if own and shard != number:
-            number, complete = shard, _stats_path(out, shard).exists()
+            number, complete = shard, _stats_path(out, _shard_name(shard)).exists()
         if own and not complete:
             sample = _make_sample(row, known, keep_captions)
             if position := groups.position(at):
                 sample.status, sample.cause = "duplicate", "URL of an earlier row"
                 if keep_captions:
                     sample.cause = _ADDED if position < MOST_ROWS else _NOT_ADDED
-            yield shard, sample
+            yield _shard_name(shard), sample
         elif at % 1000 == 0:
             yield None
     if not (retry_failed and complete_before):
         return
-    new_shard = 1 + max(complete_before[-1], at // options.samples_per_shard)
-    new_shard += (place - 1 - new_shard) % parts
-    in_part = {shard for shard in complete_before if shard % parts == place - 1}
-    last_attempts = _read_retries(out, complete_before)
+    in_part = {shard for shard in complete_before if _is_in_part(shard, part)}
+    for path in out.glob(f"*{_RETRY}*.tar"):  # of a killed process; the same rows may be in another shard now
+        if path.stem not in in_part and _is_in_part(path.stem, part):
+            path.unlink()
+    last_attempts = _read_retries(out, filter(_is_retry, in_part))
     attempts: list[dict[str, str]] = []
+    retry_shard = ""
     retried = 0
     for at, row in enumerate(_merge_groups(tables, groups)):
         if at % 1000 == 0:
             yield None
-        shard, i = divmod(at, options.samples_per_shard)
+        i = at % options.samples_per_shard
         if i == 0:
-            attempts = _read_attempts(out, shard) if shard in in_part else []
+            table_shard = _shard_name(at // options.samples_per_shard)
+            attempts = _read_attempts(out, table_shard) if table_shard in in_part else []
         if not attempts:
             continue
         key = attempts[i]["key"]
@@ -516,7 +537,11 @@ def _samples_of(
         if last["status"].startswith("failed"):
             sample = _make_sample(row, names.of(row.others), keep_captions)
             sample.retry_of, sample.earlier_cause = key, last["error_message"]
-            yield new_shard + retried // options.samples_per_shard * parts, sample
+            if retried % options.samples_per_shard == 0:
+                turn = 1
+                while (retry_shard := f"{table_shard}{_RETRY}{turn}") in in_part:
+                    turn += 1
+            yield retry_shard, sample
             retried += 1
 
 
@@ -541,7 +566,7 @@ def _merge_groups(tables: Sequence[Table], groups: RowsByKey) -> Iterator[Row]:
         yield row if groups.position(at) else merge_rows([row, *groups.later_rows(at)])
 
 
-def _read_attempts(out: Path, shard: int, *more_columns: str) -> list[dict[str, str]]:
+def _read_attempts(out: Path, shard: str, *more_columns: str) -> list[dict[str, str]]:
     from pyarrow import parquet
 
     columns = ["key", "status", "error_message", *more_columns]
@@ -549,13 +574,16 @@ def _read_attempts(out: Path, shard: int, *more_columns: str) -> list[dict[str, 
     return rows
 
 
-def _read_retries(out: Path, shards: Sequence[int]) -> dict[str, dict[str, str]]:
-    """Return the last attempts of all rows that were tried again, by the key of the first attempt."""
+def _read_retries(out: Path, shards: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return the last attempts of the rows of retry shards, by the key of the first attempt."""
+
+    def end_time(shard: str) -> float:
+        return float(json.loads(_stats_path(out, shard).read_bytes())["end_time"])
+
     retries: dict[str, dict[str, str]] = {}
-    for shard in shards:
-        if _is_retry(out, shard):
-            for attempt in _read_attempts(out, shard, "retry_of"):
-                retries[attempt["retry_of"]] = attempt
+    for shard in sorted(shards, key=end_time):
+        for attempt in _read_attempts(out, shard, "retry_of"):
+            retries[attempt["retry_of"]] = attempt
     return retries
 
 
@@ -573,7 +601,7 @@ def _explained(cause: str) -> str:
 
 
 def _make_sample(row: Row, names: Mapping[str, str], keep_captions: bool) -> _Sample:
-    sample = _Sample(replace(row, others={}))
+    sample = _Sample(replace(row, others={}), row_digest=_digest_row(row))
     try:
         if keep_captions or row.cause:
             sample.captions = captions_of(row)
@@ -587,7 +615,7 @@ class _Download:
     """Downloads samples into shards, in one event loop.
 
     Args:
-        claim: called with the digests and rows of a shard's images, in the order of shards; returns for each
+        claim: called with the digests and keys of a shard's images, in the order of shards; returns for each
             whether it is the first.
         threads: for decoding.
     """
@@ -597,7 +625,7 @@ class _Download:
         out: Path,
         options: DownloadOptions,
         fetch: FetchOptions,
-        claim: Callable[[Sequence[tuple[str, int]]], Sequence[bool]],
+        claim: Callable[[Sequence[tuple[str, str]]], Sequence[bool]],
         show: Callable[[int, int], None],
         threads: int = os.cpu_count() or 1,
     ) -> None:
@@ -608,8 +636,8 @@ class _Download:
         self._digits = max(1, math.ceil(math.log10(options.samples_per_shard)))
         self.rows = self.failed = self._written = 0
 
-    async def run(self, samples: Iterable[tuple[int, _Sample] | None]) -> int:
-        """Download samples with the numbers of their shards, in order; return the number of shards."""
+    async def run(self, samples: Iterable[tuple[str, _Sample] | None]) -> int:
+        """Download samples with the names of their shards, in order; return the number of shards."""
         Image.init()  # not thread-safe
         connections = self._fetch.connections
         window = asyncio.Semaphore(4 * connections)  # rows in progress, most of them waiting for their host
@@ -632,13 +660,13 @@ class _Download:
                     if found is None:
                         await asyncio.sleep(0)
                         continue
-                    number, sample = found
-                    if shard is None or shard.number != number:
+                    name, sample = found
+                    if shard is None or shard.name != name:
                         if shard is not None:
                             shard.last = True
                             shard.check()
                         await places.acquire()
-                        shard = _Shard(number, tempfile.TemporaryFile(dir=self._out))  # noqa: SIM115
+                        shard = _Shard(name, tempfile.TemporaryFile(dir=self._out))  # noqa: SIM115
                         spools.enter_context(shard.spool)
                         shards.put_nowait(shard)
                     shard.samples.append(sample)
@@ -655,8 +683,8 @@ class _Download:
                 shards.put_nowait(None)
         return self._written
 
-    def _path(self, number: int, ending: str) -> Path:
-        return self._out / f"{number:05d}{ending}"
+    def _key(self, shard: str, i: int) -> str:
+        return f"{shard}{i:0{self._digits}d}"
 
     async def _sample(
         self, sample: _Sample, shard: _Shard, fetcher: Fetcher, pool: ThreadPoolExecutor
@@ -741,7 +769,7 @@ class _Download:
             await shard.complete.wait()
             if self._options.deduplicate:
                 images = [
-                    (sample, (sample.sha256, shard.number * 10**self._digits + i))
+                    (sample, (sample.sha256, self._key(shard.name, i)))
                     for i, sample in enumerate(shard.samples)
                     if sample.status == "success"
                 ]
@@ -756,17 +784,17 @@ class _Download:
             places.release()
 
     def _write(self, shard: _Shard) -> None:
-        for path in self._out.glob(f".{shard.number:05d}[._]*.partial"):  # of a killed process
+        for path in self._out.glob(f".{shard.name}[._]*.partial"):  # of a killed process
             path.unlink(missing_ok=True)
         listing: list[dict[str, object]] = []
         causes, digest = Counter[str](), hashlib.sha256()
         with (
-            replacing(self._path(shard.number, ".tar"), durable=True) as temporary,
+            replacing(self._out / f"{shard.name}.tar", durable=True) as temporary,
             # a whole-number mtime makes equal shards equal on all machines
             webdataset.TarWriter(str(temporary), mtime=0, user="", group="", encoder=False) as writer,
         ):
             for i, sample in enumerate(shard.samples):
-                key = f"{shard.number:05d}{i:0{self._digits}d}"
+                key = self._key(shard.name, i)
                 meta = self._meta(sample, key)
                 if sample.status == "success":
                     shard.spool.seek(sample.place[0])
@@ -779,9 +807,9 @@ class _Download:
                         members["txt"] = sample.captions[0].encode()
                     writer.write(members)
                 causes[sample.cause or "success"] += 1
-                _update_digest(digest, sample.row)
+                digest.update(sample.row_digest)
                 listing.append(meta)
-        with replacing(self._path(shard.number, ".parquet"), durable=True) as temporary:
+        with replacing(_listing_path(self._out, shard.name), durable=True) as temporary:
             _write_parquet(temporary, listing)
         statuses = Counter(sample.status for sample in shard.samples)
         ended = time.time()
@@ -791,7 +819,7 @@ class _Download:
             "failed_to_download": statuses["failed_to_download"],
             "failed_to_resize": statuses["failed_to_resize"],
             "duplicates": statuses["duplicate"],
-            "rows_sha256": digest.hexdigest(),
+            "table_sha256": digest.hexdigest(),
             "duration": ended - shard.began,
             "bytes_downloaded": sum(sample.downloaded for sample in shard.samples),
             "start_time": shard.began,
@@ -800,7 +828,7 @@ class _Download:
         }
         if retried := Counter(sample.earlier_cause for sample in shard.samples if sample.retry_of):
             stats["retried"] = dict(retried)
-        write_atomic(_stats_path(self._out, shard.number), json.dumps(stats, indent=2) + "\n", durable=True)
+        write_atomic(_stats_path(self._out, shard.name), json.dumps(stats, indent=2) + "\n", durable=True)
 
     def _meta(self, sample: _Sample, key: str) -> dict[str, Any]:
         """Return the json of a sample, which is also its row in the Parquet file."""
@@ -823,7 +851,7 @@ class _Download:
 
 
 def _download_on_ray(
-    samples: Iterable[tuple[int, _Sample] | None],
+    samples: Iterable[tuple[str, _Sample] | None],
     out: Path,
     options: DownloadOptions,
     fetch: FetchOptions,
@@ -836,32 +864,32 @@ def _download_on_ray(
     with ray_cluster(address, packages) as ray:
         claims = ray.remote(num_cpus=0)(_Claims).remote(_listings(out, part))
         task = ray.remote(num_cpus=1, max_retries=3)(_download_shard)
-        pending: dict[Any, int] = {}
+        pending: dict[Any, str] = {}
         written = rows = failed = 0
 
         def wait() -> None:
             nonlocal written, rows, failed
             [done], _ = ray.wait(list(pending), num_returns=1)
-            number = pending.pop(done)
+            shard = pending.pop(done)
             try:
                 counts = ray.get(done)
             except ray.exceptions.RayTaskError as error:  # whose text contains a traceback
                 if isinstance(error.cause, DataError):
                     raise DataError(str(error.cause)) from None
                 raise
-            if counts[0] > counts[1] and not _stats_path(out, number).exists():
+            if counts[0] > counts[1] and not _stats_path(out, shard).exists():
                 raise DataError(f"{out} is not on a file system that the machines of the Ray cluster share")
             written, rows, failed = written + 1, rows + counts[0], failed + counts[1]
             show(rows, failed)
 
-        for turn, (number, group) in enumerate(groupby(filter(None, samples), key=itemgetter(0))):
+        for turn, (name, group) in enumerate(groupby(filter(None, samples), key=itemgetter(0))):
             tasks = max(1, int(ray.cluster_resources().get("CPU", 1)))
             while len(pending) >= 2 * tasks:
                 wait()
             limits = replace(fetch, per_host=max(1, fetch.per_host // tasks))
             pending[
-                task.remote([sample for _, sample in group], number, turn, out, options, limits, claims)
-            ] = number
+                task.remote([sample for _, sample in group], name, turn, out, options, limits, claims)
+            ] = name
         while pending:
             wait()
     return written
@@ -875,7 +903,7 @@ class _Claims:
         self._turn = 0
         self._changed = asyncio.Condition()
 
-    async def claim(self, turn: int, rows: Sequence[tuple[str, int]]) -> list[bool]:
+    async def claim(self, turn: int, rows: Sequence[tuple[str, str]]) -> list[bool]:
         async with self._changed:
             await self._changed.wait_for(lambda: turn <= self._turn)  # less in a task that runs again
             found = self._first_images.claim(rows)
@@ -886,7 +914,7 @@ class _Claims:
 
 def _download_shard(
     samples: Sequence[_Sample],
-    number: int,
+    name: str,
     turn: int,
     out: Path,
     options: DownloadOptions,
@@ -905,7 +933,7 @@ def _download_shard(
         lambda rows, failed: None,
         threads=1,
     )
-    asyncio.run(shard.run((number, sample) for sample in samples))
+    asyncio.run(shard.run((name, sample) for sample in samples))
     return shard.rows, shard.failed
 
 

@@ -30,6 +30,7 @@ from clipkit.config import DataConfig
 from clipkit.errors import ConfigError, DataError
 from data.__main__ import main
 from data.captions import Selection
+from data.inspect.shards import missing_numbers
 from data.loader import packed_images
 from data.pack import pack
 from data.remote import web
@@ -335,7 +336,7 @@ def test_retried_row_has_the_captions_of_all_rows(server: Server, tmp_path: Path
     server.down = set()
     found = download(rows, tmp_path / "out", options, fetch=QUICK, retry_failed=True)
     assert (found.kept, found.rows, list(found.failures.values())) == (2, 5, [3])
-    [sample] = members(tmp_path / "out/00003.tar").values()
+    [sample] = members(tmp_path / "out/00000-retry1.tar").values()
     assert json.loads(sample["json"])["captions"] == ["caption 0", "caption 2", "caption 4"]
 
 
@@ -440,7 +441,7 @@ def listed(out: Path) -> dict[str, str]:
     """Return the cause of the last attempt of each URL."""
     causes: dict[str, str] = {}
     keys: dict[str, str] = {}
-    for path in sorted(out.glob("*.parquet")):
+    for path in sorted(out.glob("*.parquet"), key=lambda path: path.stat().st_mtime_ns):
         for row in parquet.read_table(path).to_pylist():
             first = row.get("retry_of") or row["key"]
             assert keys.setdefault(row["url"], first) == first
@@ -493,6 +494,60 @@ def test_retry_adds_only_what_had_failed(server: Server, tmp_path: Path, parts: 
     assert sum(make_manifest([find_shards(str(out))], Selection()).counts) == 90
     run(retry_failed=True)
     assert not server.requests
+
+
+def test_table_with_appended_rows_is_accepted_after_retries(server: Server, tmp_path: Path) -> None:
+    names = [f"{i}.jpg" for i in range(80)]
+    server.down = {"3.jpg", *names[21:30], *names[62:64]}
+    fetch = replace(QUICK, retries=0, keep_going=True)
+    out = tmp_path / "out"
+
+    def run(rows: int, *, retry_failed: bool) -> DownloadReport:
+        path = table(tmp_path / "t.csv", [f"{server.url}/flaky/{name}" for name in names[:rows]])
+        return download(path, out, SMALL, fetch=fetch, retry_failed=retry_failed)
+
+    run(40, retry_failed=False)
+    for recovered in ("22.jpg", "3.jpg", "23.jpg"):
+        server.down.remove(recovered)
+        run(40, retry_failed=True)
+    report = run(80, retry_failed=True)
+    assert (report.rows, report.kept) == (80, 80 - len(server.down))
+    server.down.clear()
+    assert run(80, retry_failed=True).kept == 80
+    retries = {path.name for path in out.glob("*-retry*.tar")}
+    assert retries == {f"0000{shard}-retry{turn}.tar" for shard in (0, 1) for turn in (1, 2)}
+    assert missing_numbers([str(path) for path in out.glob("*.tar")]) == ([], 0)
+    images = [sample["jpg"] for tar in out.glob("*.tar") for sample in members(tar).values()]
+    assert len(images) == len(set(images)) == 80
+
+
+def test_shard_of_a_killed_retry_is_removed(server: Server, tmp_path: Path) -> None:
+    server.down = {"1.jpg", "2.jpg"}
+    path = table(tmp_path / "t.csv", [f"{server.url}/flaky/{i}.jpg" for i in range(40)])
+    out = tmp_path / "out"
+    fetch = replace(QUICK, retries=0)
+    download(path, out, SMALL, fetch=fetch)
+    shutil.copy(out / "00001.tar", out / "00001-retry1.tar")
+    download(path, out, SMALL, fetch=fetch, part=(1, 2), retry_failed=True)
+    assert (out / "00001-retry1.tar").exists()  # of another part
+    download(path, out, SMALL, fetch=fetch, retry_failed=True)
+    assert sorted(path.name for path in out.glob("*.tar")) == ["00000.tar", "00001.tar"]
+
+
+def test_a_download_does_not_resume_with_other_fields(server: Server, tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    rows = [f"{server.url}/img/{i}.jpg,caption {i},{i}" for i in range(40)]
+    for options, refused in ((SMALL, True), (replace(SMALL, fields=[]), False)):
+        out = tmp_path / f"out {refused}"
+        path.write_text("\n".join(["url,caption,score", *rows]) + "\n")
+        download(path, out, options, fetch=QUICK)
+        (out / "00001_stats.json").unlink()
+        path.write_text("\n".join(["url,caption,score", *rows[:5], rows[5] + "7", *rows[6:]]) + "\n")
+        if refused:
+            with pytest.raises(ConfigError, match=r"00000\.tar was made of other rows"):
+                download(path, out, options, fetch=QUICK)
+        else:
+            assert download(path, out, options, fetch=QUICK).written == 1
 
 
 @pytest.mark.long
