@@ -542,6 +542,7 @@ def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
                 facts.append(f"{file}\0{status.st_size} {status.st_mtime_ns} {status.st_mode}")
     digest.update("".join(f"{one}\n" for one in facts).encode("utf-8", "surrogateescape"))
     shown = remote[0].shown if remote else str(sources[0])
+    what = shown if len(sources) == 1 else f"{len(sources)} tables such as {shown}"
     name = field_name(Path(sources[0].name).stem)[:_LONGEST_NAME]
     folder = cache_folder() / "packed" / f"{name}-{digest.hexdigest()[:16]}"
     copies = folder.with_name(f".{folder.name}.tables")  # kept after an interruption, to resume
@@ -554,7 +555,7 @@ def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
         bad = sum(report.bad.values())
         left_out = f"; {counted(bad, 'bad row')} left out, see bad_rows.jsonl there" if bad else ""
         print(
-            f"packed {report.summary} of {shown} into {out} ({size_of(size)}){left_out}; "
+            f"packed {report.summary} of {what} into {out} ({size_of(size)}){left_out}; "
             "`python -m data pack` writes them to another folder",
             file=sys.stderr,
         )

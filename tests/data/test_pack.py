@@ -966,3 +966,13 @@ def test_several_tables_named_metadata_are_an_error(tmp_path: Path) -> None:
         pack(tmp_path / "f", tmp_path / "out", progress=False)
     with pytest.raises(DataError, match=message):
         find_shards(str(tmp_path / "f"))
+
+
+def test_message_counts_packed_tables(
+    images: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CLIPKIT_CACHE", str(images.parent / "cache"))
+    for name, file in (("t1.csv", "a.jpg"), ("t2.csv", "b.png")):
+        write_table(images / name, ["path", "text"], [[file, f"caption of {file}"]])
+    find_shards(f"{images}/t*.csv")
+    assert f"packed 2 pairs of 2 tables such as {images}/t1.csv into" in capsys.readouterr().err
