@@ -23,6 +23,7 @@ import json
 import math
 import os
 import sqlite3
+import sys
 import tempfile
 import time
 import warnings
@@ -51,6 +52,7 @@ from clipkit.files import (
     Row,
     Table,
     counted,
+    files_below,
     name_order,
     printable,
     ray_cluster,
@@ -76,6 +78,7 @@ _OWN_FIELDS = (
 _ADDED = "URL of an earlier row, which has the caption"
 _NOT_ADDED = f"URL of more than {MOST_ROWS} rows: the caption is left out"
 _RETRY = "-retry"  # in the names of shards of failed rows
+_SHOWN = 8  # names of files in a message
 _OPEN_SHARDS = 8  # shards in progress; bounds memory while one waits for its slowest response
 _MOST_FAILED = 0.99  # fraction of the last rows from which a download stops
 _LEAST_WATCHED, _MOST_WATCHED = 200, 1000  # rows of which this fraction is computed
@@ -273,7 +276,8 @@ def download(
 
     Args:
         tables: tables (see ``clipkit.files.Table``), .txt files with a URL per line, or folders of tables, local or
-            remote, read as one table. Remote tables are downloaded to ``out/.tables`` first.
+            remote, read as one table. Remote tables are downloaded to ``out/.tables`` first, and again when they
+            have changed.
         out: the folder of the shards.
         options: what to store; must be the same in all calls for this folder.
         fetch: limits for requests.
@@ -311,6 +315,7 @@ def download(
         if not lock.try_acquire():
             raise DataError(f"{out}: {lock.holder or 'another process'} is downloading this part")
         try:
+            _check_other_parts(out, part[1])
             with RowsByKey() as groups, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Pillow's, for damaged images
                 caption_column = next((table.caption_column for table in readers if table.caption_column), "")
@@ -362,16 +367,39 @@ def _tables(given: Sequence[str | Path], copies: Path) -> list[Path]:
         if is_remote(table):
             name = table.partition("?")[0].lower()
             is_file = name.endswith((*SUFFIXES, *NAMED_SUFFIXES))
-            files = describe([table]) if is_file else list_folder(table, SUFFIXES)
+            in_any_case = (*SUFFIXES, *map(str.upper, SUFFIXES))
+            files = describe([table]) if is_file else list_folder(table, in_any_case)
             inside = download_all(files, copies)
         elif (path := Path(table)).is_dir():
-            inside = sorted(one for one in path.iterdir() if one.name.endswith(SUFFIXES))
+            inside = _tables_in(path, copies.parent)
         else:
             inside = [path]
         if not inside:
             raise DataError(f"{shown(table)} contains no table ({', '.join(SUFFIXES)})")
         found += inside
     return found
+
+
+def _tables_in(folder: Path, out: Path) -> list[Path]:
+    """Return the tables directly in a folder, and print the names of others that are not read."""
+    tables: list[Path] = []
+    not_read: list[str] = []
+    for path, cause in files_below(folder):
+        name = path.name.lower()
+        if cause or out in path.absolute().parents:
+            continue
+        if path.parent == folder and name.endswith(SUFFIXES):
+            tables.append(path)
+        elif name.endswith((*SUFFIXES, *NAMED_SUFFIXES)):
+            not_read.append(str(path.relative_to(folder)))
+    if not_read:
+        more = f" and {len(not_read) - _SHOWN} more" if len(not_read) > _SHOWN else ""
+        print(
+            f"{folder}: reads {counted(len(tables), 'table')}, but not {', '.join(not_read[:_SHOWN])}{more} "
+            f"(only {', '.join(SUFFIXES)} directly in the folder; others can be named one at a time)",
+            file=sys.stderr,
+        )
+    return tables
 
 
 def _check_options(out: Path, paths: Sequence[Path], options: DownloadOptions, fetch: FetchOptions) -> None:
@@ -398,6 +426,25 @@ def _check_options(out: Path, paths: Sequence[Path], options: DownloadOptions, f
         raise ConfigError(
             f"{out} was started with other options ({', '.join(changed)}): use the same options, or a new folder"
         )
+
+
+def _check_other_parts(out: Path, parts: int) -> None:
+    """Check that no process downloads into a folder with another number of parts.
+
+    Raises:
+        ConfigError: one does.
+    """
+    for path in out.glob(".part-*-of-*.lock"):
+        place, _, others = path.stem.removeprefix(".part-").partition("-of-")
+        if others == str(parts):
+            continue
+        lock = FileLock(path)
+        if not lock.try_acquire():
+            raise ConfigError(
+                f"{out}: {lock.holder or 'another process'} is downloading part {place}/{others}: use the same "
+                "number of parts, or wait for the end"
+            )
+        lock.release()
 
 
 def _shown_value(value: object) -> str:

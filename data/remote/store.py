@@ -1,6 +1,7 @@
 """Local and remote shards: size and version, listings, byte ranges, downloads, and scans of tar headers."""
 
 import hashlib
+import json
 import os
 import stat
 import threading
@@ -15,7 +16,7 @@ from typing import TypeVar
 from urllib.parse import urljoin, urlsplit
 
 from clipkit.errors import DataError
-from clipkit.files import name_order, replacing, shown
+from clipkit.files import name_order, replacing, shown, write_atomic
 from data.remote.transfer import (
     HUB_FORM,
     STREAMS,
@@ -365,6 +366,8 @@ def download(shard: ShardFile, path: Path, *, reserve: Callable[[int], None] | N
 def download_all(files: Sequence[ShardFile], folder: Path) -> list[Path]:
     """Download files into a folder under their own names, except those that it has; return their paths.
 
+    A file is downloaded again if its size or version differs from that of the copy.
+
     Raises:
         DataError: two files have the same name, one cannot be downloaded, or the folder cannot be written.
     """
@@ -374,9 +377,13 @@ def download_all(files: Sequence[ShardFile], folder: Path) -> list[Path]:
         raise DataError(f"several files are called {repeated}: use one at a time")
     folder.mkdir(parents=True, exist_ok=True)
     for file, path in zip(files, paths, strict=True):
-        if not path.exists():
-            with replacing(path, durable=True) as temporary:
-                download(file, temporary)
+        source_path = path.with_name(f".{file.name}.source")
+        source = json.dumps({"url": file.shown, "size": file.size, "version": file.version})
+        if path.exists() and source_path.exists() and source_path.read_text() == source:
+            continue
+        with replacing(path, durable=True) as temporary:
+            download(file, temporary)
+        write_atomic(source_path, source, durable=True)
     return paths
 
 

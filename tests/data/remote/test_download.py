@@ -28,6 +28,7 @@ from PIL import Image
 
 from clipkit.config import DataConfig
 from clipkit.errors import ConfigError, DataError
+from clipkit.files import FileLock
 from data.__main__ import main
 from data.captions import Selection
 from data.inspect.shards import missing_numbers
@@ -665,13 +666,54 @@ def test_table_is_read_from_a_web_server(server: Server, tmp_path: Path, nginx: 
     out = tmp_path / "out"
     found = download(f"{folder}/{name}", out, SMALL, fetch=QUICK)
     assert (found.kept, found.rows) == (3, 3 if name else 6)
-    nginx.put("tables/t.csv", b"url\n")  # the download continues with the stored table
-    (out / "00000_stats.json").unlink()
-    assert download(f"{folder}/{name}", out, SMALL, fetch=QUICK).kept == 3
+    copied = (out / ".tables/t.csv").stat().st_ino
+    assert download(f"{folder}/{name}", out, SMALL, fetch=QUICK).written == 0
+    assert (out / ".tables/t.csv").stat().st_ino == copied
     with pytest.raises(DataError, match="there is no such file"):
         download(f"{folder}/other.csv", tmp_path / "other", SMALL, fetch=QUICK)
     with pytest.raises(DataError, match="contains no table"):
         download(nginx.url(""), tmp_path / "none", SMALL, fetch=QUICK)
+
+
+def test_changed_remote_table_is_copied_again(server: Server, tmp_path: Path, nginx: Nginx) -> None:
+    rows = [f"{server.url}/img/{i}.jpg,caption {i}\n" for i in range(60)]
+    out = tmp_path / "out"
+    seconds = 0
+
+    def run(rows: list[str]) -> int:
+        nonlocal seconds
+        seconds += 1  # nginx makes ETags from size and modification time in seconds
+        url = nginx.put("tables/t.csv", "".join(["url,caption\n", *rows]).encode())
+        os.utime(nginx.html / "tables/t.csv", (seconds, seconds))
+        return download(url, out, SMALL, fetch=QUICK).kept
+
+    assert run(rows[:40]) == 40
+    assert run(rows) == 60  # appended
+    with pytest.raises(ConfigError, match=r"00002\.tar was made of other rows"):
+        run([*rows[:-1], rows[-1].replace("caption", "CAPTION")])  # of equal size
+    assert run(rows) == 60
+    (out / ".tables/.t.csv.source").unlink()  # as after a kill
+    (out / ".tables/t.csv").write_text("url\n")
+    assert run(rows) == 60
+
+
+def test_files_of_a_folder_that_are_not_read_are_named(
+    server: Server, tmp_path: Path, nginx: Nginx, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "tables"
+    for number, name in enumerate(("a.csv", "B.CSV", "c.Csv", "sub/d.csv", "e.txt")):
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        table(folder / name, [f"{server.url}/img/{number}.jpg"])
+    (folder / "f.JSON").write_text("[]")
+    (folder / "readme.md").write_text("x")
+    (folder / ".hidden.csv").write_text("x")
+    assert download(folder, folder / "out", SMALL, fetch=QUICK).kept == 3
+    assert download(folder, folder / "out", SMALL, fetch=QUICK).rows == 3
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == second and f"{folder}: reads 3 tables, but not e.txt, f.JSON, sub/d.csv (only" in first
+    for name in ("a.csv", "B.CSV"):
+        nginx.put(f"tables/{name}", (folder / name).read_bytes())
+    assert download(nginx.url("tables"), tmp_path / "out", SMALL, fetch=QUICK).kept == 2
 
 
 def test_missing_ray_cluster_raises_error(tmp_path: Path) -> None:
@@ -728,6 +770,14 @@ def test_second_process_and_changed_options_are_rejected(server: Server, many: P
     for thread in threads:
         thread.join()
     assert len(errors) == 1 and "is downloading this part" in str(errors[0])
+    part = FileLock(out / ".part-2-of-3.lock")  # without a lock, the file is of a killed process
+    (out / ".part-1-of-4.lock").touch()
+    assert part.try_acquire()
+    with pytest.raises(ConfigError, match="is downloading part 2/3: use the same number of parts"):
+        download(many, out, SMALL, fetch=QUICK)
+    download(many, out, SMALL, fetch=QUICK, part=(1, 3))
+    part.release()
+    download(many, out, SMALL, fetch=QUICK)
     assert len(list(out.glob("*.tar"))) == 8
     border = Storing(resize=Resize(mode="border", size=32))
     for changed, message in (
