@@ -402,6 +402,10 @@ def _tables_in(folder: Path, out: Path) -> list[Path]:
     return tables
 
 
+# options that decide only which rows fail; --retry-failed tries these rows again
+_MAY_CHANGE = ("allow_private", "ignore_robots")
+
+
 def _check_options(out: Path, paths: Sequence[Path], options: DownloadOptions, fetch: FetchOptions) -> None:
     """Store the options in a new folder; for an existing one, check that they are the same."""
     stored = asdict(options)
@@ -420,7 +424,7 @@ def _check_options(out: Path, paths: Sequence[Path], options: DownloadOptions, f
     changed = [
         f"--{name.replace('_', '-')} {_shown_value(before.get(name))} → {_shown_value(value)}"
         for name, value in now.items()
-        if before.get(name) != value
+        if before.get(name) != value and name not in _MAY_CHANGE
     ]
     if changed:
         raise ConfigError(

@@ -753,6 +753,15 @@ def _is_ray_task(process: Path) -> bool:
         return False
 
 
+def test_retry_may_allow_hosts_that_were_refused(server: Server, tmp_path: Path) -> None:
+    path = table(tmp_path / "t.csv", [f"{server.url}/{i}.jpg" for i in range(3)])
+    out = tmp_path / "out"
+    refused = download(path, out, SMALL, fetch=replace(QUICK, allow_private=False))
+    assert refused.failures == {"host with a private address (--allow-private downloads from it)": 3}
+    assert not server.requests
+    assert download(path, out, SMALL, fetch=QUICK, retry_failed=True).kept == 3
+
+
 def test_second_process_and_changed_options_are_rejected(server: Server, many: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     server.delay = 0.2
