@@ -123,7 +123,6 @@ def decode_file(data: bytes, *, reduce: int = 1, decoding: Decoding = _AS_OPEN_C
             pixels = upright_array(pixels, orientation)
         return Decoded(pixels, Traits(rotated=orientation != 1))
     with pillow_errors(), open_image(data) as opened:
-        opened.load()
         image, traits = apply_decoding(opened, decoding)
         return Decoded(np.asarray(image if image.mode == "RGB" else image.convert("RGB")), traits)
 

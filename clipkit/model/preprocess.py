@@ -192,7 +192,6 @@ def pixels_and_traits(source: ImageLike, preprocess: Preprocess) -> tuple[Tensor
             content, clamped = scale_to_8_bits(content, preprocess.pixel_range)
         with pillow_errors():
             image = open_image(content) if not isinstance(content, np.ndarray) else _from_array(content)
-            image.load()
             image, traits = apply_decoding(image, preprocess.decoding)
             rgb = np.array(_resized(image, preprocess).convert("RGB"))  # (S, S, 3)
     except DataError as error:

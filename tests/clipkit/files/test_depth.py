@@ -178,7 +178,7 @@ def test_other_images_do_not_depend_on_the_range() -> None:
     files += [encoded(gray.convert(mode), "PNG") for mode in ("1", "LA", "RGB", "RGBA", "P")]
     files += [encoded(gray, "JPEG2000"), encoded(gray, "JPEG")]
     random = np.random.default_rng(0)
-    files += [color_png(random.integers(0, 65536, (SIDE, SIDE, bands))) for bands in (2, 3, 4)]
+    files += [color_png(random.integers(0, 65536, (SIDE, SIDE, bands))) for bands in (3, 4)]
     for data in files:
         plain = Preprocess(image_size=SIDE)
         for pixel_range in ("dtype", (0.0, 1.0)):
@@ -186,6 +186,60 @@ def test_other_images_do_not_depend_on_the_range() -> None:
             assert np.array_equal(decoded.pixels, decode_file(data).pixels) and not decoded.traits.clamped
             windowed = replace(plain, pixel_range=pixel_range)
             assert torch.equal(eval_pixels(data, windowed), eval_pixels(data, plain))
+
+
+@pytest.mark.parametrize("pixel_range", ["auto", "dtype", (0, 4095)])
+def test_16_bit_gray_with_alpha_is_refused(pixel_range: PixelRange) -> None:
+    data = color_png(np.random.default_rng(0).integers(0, 4096, (SIDE, SIDE, 2)))
+    preprocess = Preprocess(image_size=SIDE, pixel_range=pixel_range)
+    for source in (data, Image.open(io.BytesIO(data))):
+        with pytest.raises(PixelRangeError, match="convert it to 16-bit grayscale without alpha"):
+            eval_pixels(source, preprocess)
+    with pytest.raises(PixelRangeError, match="convert it to 16-bit grayscale without alpha"):
+        decode_file(data, decoding=preprocess.decoding)
+
+
+def test_deep_colors_are_counted() -> None:
+    values = np.random.default_rng(0).integers(0, 65536, (SIDE, SIDE, 4))
+    colors = values[..., :3]
+    ppm = b"P6 8 8 %d\n" + colors.astype(">u2").tobytes()
+    plain_ppm = b"P3 8 8 65535\n" + b" ".join(b"%d" % value for value in colors.flat) + b"\n"
+    deep = [
+        color_png(values),
+        color_png(colors),
+        tiff_of(colors.astype("<u2")),
+        tiff_of(colors.astype(">u2")),
+    ]
+    deep += [ppm % 65535, plain_ppm]
+    image = Image.fromarray((colors >> 8).astype(np.uint8))
+    shallow = [
+        encoded(image, container) for container in ("PNG", "TIFF", "PPM", "BMP", "WEBP", "JPEG", "GIF")
+    ]
+    shallow += [encoded(image.convert("L"), "TIFF"), encode_deep(values[..., 0].astype("u2"), "PNG")]
+    decoding = Decoding(pixel_range="dtype")
+    preprocess = Preprocess(image_size=SIDE, pixel_range="dtype")
+    for files, expected in ((deep, True), (shallow, False)):
+        for data in files:
+            for source in (data, Image.open(io.BytesIO(data))):
+                assert pixels_and_traits(source, preprocess)[1].deep_colors == expected
+            decoded = decode_file(data, decoding=decoding)
+            assert decoded.traits.deep_colors == expected
+            if expected:
+                assert np.array_equal(decoded.pixels, colors >> 8) or data in (ppm % 65535, plain_ppm)
+
+
+@pytest.mark.parametrize("pixel_range", [(-128, 127), (-100, 50)])
+def test_signed_8_bit_tiff_is_deep(pixel_range: tuple[int, int]) -> None:
+    values = np.random.default_rng(0).integers(-128, 128, (SIDE, SIDE), dtype=np.int8)
+    data = tiff_of(values)
+    with pytest.raises(
+        PixelRangeError, match=r"signed 8-bit grayscale image with values from -1\d\d to 1\d\d"
+    ):
+        decode_file(data)
+    expected = formula(values, *pixel_range)
+    assert np.array_equal(training_gray(data, pixel_range), expected)
+    assert np.array_equal(eval_gray(data, pixel_range), expected)
+    assert np.array_equal(eval_gray(values, pixel_range), expected)
 
 
 def test_arrays_and_tensors_of_deep_values() -> None:
