@@ -82,7 +82,7 @@ def parse_pixel_range(value: object, *, setting: str = "pixel_range") -> PixelRa
 def is_pixel_range(value: object) -> TypeGuard[PixelRange]:
     """Check whether a value is "auto", "dtype", or two finite numbers in ascending order."""
     if not isinstance(value, tuple):
-        return value in ("auto", "dtype")
+        return isinstance(value, str) and value in ("auto", "dtype")
     if len(value) != 2 or not all(type(number) in (int, float) for number in value):
         return False
     low, high = value

@@ -250,18 +250,33 @@ def test_arrays_and_tensors_of_deep_values() -> None:
         assert np.array_equal(eval_gray(array, (0.0, 3780.0)), expected), dtype
         with pytest.raises(PixelRangeError):
             eval_pixels(array, Preprocess(image_size=SIDE))
-        if dtype not in ("int64", "float16"):
-            assert np.array_equal(eval_gray(torch.from_numpy(array), (0.0, 3780.0)), expected), dtype
+        assert np.array_equal(eval_gray(torch.from_numpy(array), (0.0, 3780.0)), expected), dtype
+    rounded = torch.from_numpy(values).bfloat16()
+    expected_of_rounded = formula(rounded.float().numpy(), 0, 3780)
+    assert np.array_equal(eval_gray(rounded, (0.0, 3780.0)), expected_of_rounded)
     for mode in ("I", "F", "I;16", "I;16B"):
         image = Image.fromarray(values.astype(np.int32)).convert("I")
         if mode != "I":
             image = image.convert(mode)
         assert np.array_equal(eval_gray(image, (0.0, 3780.0)), expected), mode
-    for source in (values.astype(bool), values.astype(complex), np.zeros((3, 4, 4), np.float32)):
-        with pytest.raises(DataError, match=r"must be uint8"):
+    for source, description in (
+        (values.astype(bool), r"bool \(8, 8\)"),
+        (torch.from_numpy(values.astype(bool)), r"bool \(8, 8\)"),
+        (values.astype(complex), r"complex128 \(8, 8\)"),
+        (np.zeros((3, 4, 4), np.float32), r"float32 \(3, 4, 4\)"),
+        (torch.zeros(3, 4, 5), r"float32 \(3, 4, 5\)"),
+        (torch.zeros(0, 5), r"float32 \(0, 5\)"),
+    ):
+        accepted = r"uint8 (\(3, H, W\) or )?\(H, W, 3\), or \(H, W\) of integers or floats"
+        with pytest.raises(DataError, match=f"must be {accepted}; this one is {description}"):
             eval_gray(source, (0.0, 1.0))
-    with pytest.raises(DataError, match="dense uint8 tensor"):
-        eval_gray(torch.zeros(3, 4, 4), (0.0, 1.0))
+    for tensor in (
+        torch.zeros(8, 8).to_sparse(),
+        torch.zeros(8, 8, device="meta"),
+        torch.zeros(8, 8).cfloat(),
+    ):
+        with pytest.raises(DataError, match="must be a dense tensor, uint8"):
+            eval_gray(tensor, (0.0, 1.0))
 
 
 @given(st.floats(-1e9, 1e9), st.floats(-1e9, 1e9))
@@ -275,7 +290,24 @@ def test_pixel_ranges_are_parsed_as_formatted(low: float, high: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["", "Auto", "0", "0,", "1,0", "0,0", "0,nan", "0,inf", "a,b", "0,1,2", 7, None, [], [1]]
+    "value",
+    [
+        "",
+        "Auto",
+        "0",
+        "0,",
+        "1,0",
+        "0,0",
+        "0,nan",
+        "0,inf",
+        "a,b",
+        "0,1,2",
+        7,
+        None,
+        [],
+        [1],
+        np.array([0, 4095]),
+    ],
 )
 def test_invalid_pixel_ranges_are_refused(value: object) -> None:
     with pytest.raises(ConfigError, match=r"data\.pixel_range = .* is invalid: expected auto, dtype, or"):
