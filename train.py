@@ -301,6 +301,7 @@ def main(arguments: Arguments) -> int:
                     transparent=batch.traits.transparent,
                     rotated=batch.traits.rotated,
                     clamped=batch.traits.clamped,
+                    deep_colors=batch.traits.deep_colors,
                     cut_captions=batch.cut_captions,
                 )
                 if ranks["faults"] or ranks["not_finite"]:

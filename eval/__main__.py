@@ -260,6 +260,7 @@ def _internals_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of images, evenly spaced in the dataset (default: 128)",
     )
+    add_decoding_options(parser, default="as in the model's training")
     add("--device", default="cpu", help="auto, cpu, cuda, cuda:1, mps, xpu (default: cpu)")
     add("--out", type=user_path, required=True, metavar="FILE", help="the page to write, a .html file")
 

@@ -28,6 +28,7 @@ from .decode import (
     open_image as open_image,
     pillow_errors as pillow_errors,
     plain_jpeg_size as plain_jpeg_size,
+    readable_formats as readable_formats,
     upright_array as upright_array,
 )
 from .depth import (
@@ -38,7 +39,9 @@ from .depth import (
     format_pixel_range as format_pixel_range,
     gray_values as gray_values,
     is_deep as is_deep,
+    is_white_zero as is_white_zero,
     parse_pixel_range as parse_pixel_range,
+    refuse_deep_alpha as refuse_deep_alpha,
     suggest_pixel_range as suggest_pixel_range,
     to_16_bit as to_16_bit,
     value_extrema as value_extrema,

@@ -53,6 +53,7 @@ __all__ = [
     "open_image",
     "pillow_errors",
     "plain_jpeg_size",
+    "readable_formats",
     "upright_array",
 ]
 
@@ -123,7 +124,6 @@ def decode_file(data: bytes, *, reduce: int = 1, decoding: Decoding = _AS_OPEN_C
             pixels = upright_array(pixels, orientation)
         return Decoded(pixels, Traits(rotated=orientation != 1))
     with pillow_errors(), open_image(data) as opened:
-        opened.load()
         image, traits = apply_decoding(opened, decoding)
         return Decoded(np.asarray(image if image.mode == "RGB" else image.convert("RGB")), traits)
 
@@ -262,7 +262,8 @@ def _may_rotate(segment: bytes) -> bool:
 
 
 @cache
-def _formats() -> tuple[str, ...]:
+def readable_formats() -> tuple[str, ...]:
+    """Return Pillow's names of the formats that are read, for ``PIL.Image.open``."""
     from PIL import Image
 
     Image.init()
@@ -286,7 +287,7 @@ def open_image(content: "bytes | Image") -> "Image":
     if content.startswith(_TEXT) and content.count(b"#") > _MAX_COMMENTS:
         raise DataError("file with too many comments, which are slow to read")
     try:
-        image = Image.open(io.BytesIO(content), formats=_formats())
+        image = Image.open(io.BytesIO(content), formats=readable_formats())
     except UnidentifiedImageError as error:
         raise DataError(describe_unreadable(content)) from error
     _refuse_too_large(image.height, image.width)

@@ -1,4 +1,4 @@
-"""Deep grayscale images (16-bit, 32-bit or float): map their values to 8 bits.
+"""Deep grayscale images (16-bit, 32-bit, signed or float): map their values to 8 bits.
 
 A file does not say which values are black and white: a 12-bit X-ray is stored in 16 bits and is nearly black if the
 full range of 16 bits is mapped. So the range is a setting, ``pixel_range``, for which there is no safe default.
@@ -25,10 +25,12 @@ __all__ = [
     "eight_bit",
     "format_pixel_range",
     "gray_values",
+    "has_deep_colors",
     "is_deep",
     "is_pixel_range",
     "is_white_zero",
     "parse_pixel_range",
+    "refuse_deep_alpha",
     "scale_to_8_bits",
     "suggest_pixel_range",
     "to_16_bit",
@@ -80,7 +82,7 @@ def parse_pixel_range(value: object, *, setting: str = "pixel_range") -> PixelRa
 def is_pixel_range(value: object) -> TypeGuard[PixelRange]:
     """Check whether a value is "auto", "dtype", or two finite numbers in ascending order."""
     if not isinstance(value, tuple):
-        return value in ("auto", "dtype")
+        return isinstance(value, str) and value in ("auto", "dtype")
     if len(value) != 2 or not all(type(number) in (int, float) for number in value):
         return False
     low, high = value
@@ -95,8 +97,48 @@ def format_pixel_range(pixel_range: PixelRange) -> str:
 
 
 def is_deep(image: "Image") -> bool:
-    """Check whether an image is grayscale with more than 8 bits (Pillow reduces deep colors to 8 bits itself)."""
-    return image.mode.startswith(("I", "F"))
+    """Check whether an image is grayscale with more than 8 bits or signed values."""
+    return image.mode.startswith(("I", "F")) or _is_signed_byte(image)
+
+
+def _is_signed_byte(image: "Image") -> bool:
+    """Check for a TIFF with values from -128 to 127, which Pillow decodes to their bytes."""
+    return image.mode == "L" and _tiff_tag(image, _SAMPLE_FORMAT, default=1) == 2
+
+
+def has_deep_colors(image: "Image") -> bool:
+    """Check whether an image, opened but not yet loaded, has 16 bits per color, which Pillow reduces to 8."""
+    if is_deep(image):
+        return False
+    if image.format == "TIFF":
+        return _tiff_tag(image, _BITS, default=0) > 8
+    raw_mode, largest = _png_or_ppm_values(image)
+    return raw_mode.endswith(";16B") or largest > 255
+
+
+def refuse_deep_alpha(image: "Image") -> None:
+    """Refuse 16-bit grayscale with an alpha channel, opened but not yet loaded, which Pillow reduces to 8 bits.
+
+    Raises:
+        PixelRangeError: the image is of this kind.
+    """
+    raw_mode, _ = _png_or_ppm_values(image)
+    if raw_mode == "LA;16B":
+        raise PixelRangeError(
+            "16-bit grayscale image with an alpha channel, which cannot be read with all bits: convert it to "
+            "16-bit grayscale without alpha"
+        )
+
+
+def _png_or_ppm_values(image: "Image") -> tuple[str, int]:
+    """Return Pillow's name for how a PNG stores pixels, and the largest value of a PPM; "" and 0 if unknown."""
+    tile = getattr(image, "tile", None)  # empty once the image is loaded
+    if not tile or image.format not in ("PNG", "PPM"):
+        return "", 0
+    arguments = tile[0][3]
+    if isinstance(arguments, str):
+        return arguments, 0
+    return "", int(arguments[1])
 
 
 def gray_values(image: "Image") -> "npt.NDArray[Any]":
@@ -104,6 +146,8 @@ def gray_values(image: "Image") -> "npt.NDArray[Any]":
     import numpy as np
 
     values = np.asarray(image)
+    if _is_signed_byte(image):
+        return values.view(np.int8)
     if image.mode != "I":
         return values
     if image.format == "PPM":
@@ -208,7 +252,7 @@ def describe_depth(values: "npt.NDArray[Any]") -> str:
     bits = 8 * values.dtype.itemsize
     if values.dtype.kind == "f":
         return f"{bits}-bit float"
-    return f"signed {bits}-bit" if values.dtype.kind == "i" and bits == 16 else f"{bits}-bit"
+    return f"signed {bits}-bit" if values.dtype.kind == "i" and bits < 32 else f"{bits}-bit"
 
 
 def value_extrema(values: "npt.NDArray[Any]") -> tuple[float, float]:

@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from clipkit.errors import ConfigError
-from clipkit.files.depth import PixelRange, eight_bit, format_pixel_range, is_deep
+from clipkit.files.depth import (
+    PixelRange,
+    eight_bit,
+    format_pixel_range,
+    has_deep_colors,
+    is_deep,
+    refuse_deep_alpha,
+)
 from clipkit.files.terminal import counted
 
 if TYPE_CHECKING:
@@ -57,11 +64,13 @@ class Traits(NamedTuple):
         transparent: whether any pixel is not opaque.
         rotated: whether the EXIF orientation is not upright.
         clamped: whether values of a deep grayscale image are outside the pixel range.
+        deep_colors: whether it has 16 bits per color, which Pillow reduces to 8.
     """
 
     transparent: bool = False
     rotated: bool = False
     clamped: bool = False
+    deep_colors: bool = False
 
 
 NO_TRAITS = Traits()
@@ -114,6 +123,7 @@ class TraitCounts:
     transparent: int = 0
     rotated: int = 0
     clamped: int = 0
+    deep_colors: int = 0
 
     def add(self, *images: Traits) -> None:
         """Count images."""
@@ -122,6 +132,7 @@ class TraitCounts:
             self.transparent += traits.transparent
             self.rotated += traits.rotated
             self.clamped += traits.clamped
+            self.deep_colors += traits.deep_colors
 
     def lines(self, decoding: Decoding, *, background: str, upright: str) -> dict[str, str]:
         """Return a warning, by the trait's name, for each trait that was present and lost information.
@@ -151,6 +162,12 @@ class TraitCounts:
             lines["clamped"] = (
                 f"{self.clamped:,} of {counted(self.images, 'image')} {have} values outside the pixel range "
                 f"{format_pixel_range(decoding.pixel_range)}, which become black or white"
+            )
+        if self.deep_colors:
+            have = "has" if self.deep_colors == 1 else "have"
+            lines["deep_colors"] = (
+                f"{self.deep_colors:,} of {counted(self.images, 'image')} {have} 16 bits per color, of which the "
+                "upper 8 are used"
             )
         return lines
 
@@ -246,11 +263,17 @@ def align_transparent_color(image: "Image") -> None:
 
 
 def apply_decoding(image: "Image", decoding: Decoding) -> tuple["Image", Traits]:
-    """Return a loaded image with 8 bits, on the background and upright, as ``decoding`` says, and its traits.
+    """Load an opened image, and return it with 8 bits, on the background and upright, as ``decoding`` says.
+
+    Returns:
+        The image and its traits; deep colors are not recognized in an image that was loaded before, except a TIFF.
 
     Raises:
-        PixelRangeError: the image is deep and the pixel range does not fit.
+        PixelRangeError: the image is deep and the pixel range does not fit, or it has an alpha channel.
     """
+    refuse_deep_alpha(image)
+    deep_colors = has_deep_colors(image)
+    image.load()
     transparent, orientation, clamped = is_transparent(image), orientation_of(image), False
     blended = transparent and decoding.background is not None
     if is_deep(image):
@@ -263,7 +286,10 @@ def apply_decoding(image: "Image", decoding: Decoding) -> tuple["Image", Traits]
         image = flattened(image, decoding.background)
     if decoding.upright:
         image = upright_image(image, orientation)
-    return image, Traits(transparent=transparent, rotated=orientation != 1, clamped=clamped)
+    traits = Traits(
+        transparent=transparent, rotated=orientation != 1, clamped=clamped, deep_colors=deep_colors
+    )
+    return image, traits
 
 
 def flattened(image: "Image", background: Color) -> "Image":

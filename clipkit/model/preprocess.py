@@ -38,8 +38,11 @@ OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
 MAX_IMAGE_SIZE = 4096  # of a model's input
 INTERPOLATIONS = ("bicubic", "bilinear")
 _RESIZE_MODES = ("shortest", "longest", "squash")
-# of (H, W) tensors besides uint8
-_GRAY_DTYPES = (torch.int16, torch.uint16, torch.int32, torch.uint32, torch.float32, torch.float64)
+_NUMPY_FLOATS = (
+    torch.float16,
+    torch.float32,
+    torch.float64,
+)  # tensors of these become arrays of the same type
 _MAX_RESIZED = 2**24  # pixels; of larger images only the part that the crop keeps is resized
 
 ImageLike: TypeAlias = Union[
@@ -192,7 +195,6 @@ def pixels_and_traits(source: ImageLike, preprocess: Preprocess) -> tuple[Tensor
             content, clamped = scale_to_8_bits(content, preprocess.pixel_range)
         with pillow_errors():
             image = open_image(content) if not isinstance(content, np.ndarray) else _from_array(content)
-            image.load()
             image, traits = apply_decoding(image, preprocess.decoding)
             rgb = np.array(_resized(image, preprocess).convert("RGB"))  # (S, S, 3)
     except DataError as error:
@@ -229,31 +231,36 @@ def _content(source: ImageLike) -> Union[bytes, npt.NDArray[Any], "Image"]:
             return Path(source).read_bytes()
         except (OSError, ValueError) as error:
             raise DataError(getattr(error, "strerror", None) or str(error)) from error
+    is_tensor = isinstance(source, Tensor)
     if isinstance(source, Tensor):
-        is_gray = source.ndim == 2 and source.dtype in _GRAY_DTYPES
-        if not (source.dtype == torch.uint8 or is_gray) or source.layout != torch.strided or source.is_meta:
+        is_dense = source.layout == torch.strided and not source.is_meta and not source.is_quantized
+        if not is_dense or source.dtype.is_complex:
             raise DataError(
-                "an image must be a dense uint8 tensor (3, H, W), (H, W, 3) or (H, W), this one is "
-                f"{source.dtype} {tuple(source.shape)}, {source.layout}, on {source.device}"
+                "an image must be a dense tensor, uint8 (3, H, W) or (H, W, 3), or (H, W) of integers or floats; "
+                f"this one is {source.dtype} {tuple(source.shape)}, {source.layout}, on {source.device}"
             )
-        source = source.detach().cpu().numpy()
-        if source.ndim == 3 and source.shape[0] == 3:
-            source = source.transpose(1, 2, 0)
+        tensor = source.detach().cpu()
+        if tensor.dtype.is_floating_point and tensor.dtype not in _NUMPY_FLOATS:
+            tensor = tensor.float()
+        source = tensor.numpy()
     if not isinstance(source, np.ndarray):
         raise DataError(
             f"an image must be a path, bytes, PIL image, array or tensor, not {type(source).__name__}"
         )
     if source.dtype.kind in "USO":
         raise DataError("an array of paths or objects is not an image: convert it to a list by tolist()")
-    if source.ndim == 2 and source.dtype.kind in "iuf" and source.dtype != np.uint8 and source.size:
-        return source
-    if source.ndim == 2:
-        source = np.repeat(source[..., None], 3, axis=2)
-    if source.dtype != np.uint8 or source.ndim != 3 or source.shape[2] != 3 or 0 in source.shape:
+    array = source.transpose(1, 2, 0) if is_tensor and source.ndim == 3 and source.shape[0] == 3 else source
+    is_gray = array.ndim == 2 and array.dtype.kind in "iuf"
+    is_color = array.ndim == 3 and array.shape[2] == 3 and array.dtype == np.uint8
+    if not (is_gray or is_color) or 0 in array.shape:
+        channels_first = "(3, H, W) or " if is_tensor else ""
         raise DataError(
-            f"an image must be uint8 (H, W, 3) or (H, W), this one is {source.dtype} {source.shape}"
+            f"an image must be uint8 {channels_first}(H, W, 3), or (H, W) of integers or floats; this one is "
+            f"{source.dtype} {source.shape}"
         )
-    return source
+    if is_gray and array.dtype == np.uint8:
+        array = np.repeat(array[..., None], 3, axis=2)
+    return array
 
 
 def _resized(image: "Image", preprocess: Preprocess) -> "Image":

@@ -193,6 +193,7 @@ class LoopState:
     transparent: int = 0  # transparent images drawn
     rotated: int = 0  # images drawn with an EXIF orientation other than upright
     clamped: int = 0  # deep images drawn with values outside the pixel range
+    deep_colors: int = 0  # images drawn with 16 bits per color
     cut_captions: int = 0  # captions drawn that were longer than the context length
     skipped: int = 0  # updates skipped because the gradient was a spike
     usual_norm: float = 0.0  # of gradients, see clipkit/training/guards.py
@@ -207,6 +208,7 @@ class LoopState:
             transparent=self.transparent + counts["transparent"],
             rotated=self.rotated + counts["rotated"],
             clamped=self.clamped + counts["clamped"],
+            deep_colors=self.deep_colors + counts["deep_colors"],
             cut_captions=self.cut_captions + counts["cut_captions"],
             skipped=self.skipped + (counts["spikes"] > 0),
             usual_norm=usual_norm,
@@ -214,13 +216,19 @@ class LoopState:
 
     def figures(self) -> dict[str, float]:
         """Return what is recorded with the metrics."""
-        names = ("bad_samples", "transparent", "rotated", "clamped", "cut_captions", "skipped", "seconds")
+        names = (
+            "bad_samples", "transparent", "rotated", "clamped", "deep_colors", "cut_captions", "skipped", "seconds",
+        )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
     def trait_counts(self, images: int) -> TraitCounts:
         """Return how many of the images drawn so far have each trait."""
         return TraitCounts(
-            images=images, transparent=self.transparent, rotated=self.rotated, clamped=self.clamped
+            images=images,
+            transparent=self.transparent,
+            rotated=self.rotated,
+            clamped=self.clamped,
+            deep_colors=self.deep_colors,
         )
 
 

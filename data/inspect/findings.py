@@ -310,6 +310,7 @@ class Images:
     transparent: WithTrait
     rotated: WithTrait
     clamped: WithTrait
+    deep_colors: WithTrait
     deep: DeepImages | None
     same_bytes: Duplicates
     same_look: Duplicates

@@ -458,6 +458,7 @@ def _image_notes(found: Findings) -> Iterator[Note]:
         transparent=images.transparent.count,
         rotated=images.rotated.count,
         clamped=images.clamped.count,
+        deep_colors=images.deep_colors.count,
     )
     if images.deep is not None and found.decoding.pixel_range == STRETCH:
         have = "has" if images.deep.count == 1 else "have"

@@ -519,6 +519,7 @@ def summarize_images(
         transparent=with_trait("transparent"),
         rotated=with_trait("rotated"),
         clamped=with_trait("clamped"),
+        deep_colors=with_trait("deep_colors"),
         deep=_summarize_deep(deep) if deep else None,
         same_bytes=same_bytes,
         same_look=same_look,

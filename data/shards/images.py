@@ -18,14 +18,18 @@ from clipkit.files import (
     ORIENTATION_TAG,
     PILLOW_ERRORS,
     Color,
+    PixelRangeError,
     decode_jpeg,
     describe_unreadable,
     flattened,
     is_deep,
     is_transparent,
+    is_white_zero,
     jpeg_orientation,
     jpeg_size,
     orientation_of,
+    readable_formats,
+    refuse_deep_alpha,
     to_16_bit,
     upright_array,
     upright_image,
@@ -36,7 +40,6 @@ __all__ = ["RESIZE_MODES", "BadImage", "Resize", "StoredImage", "Storing", "stor
 MAX_PIXELS = 100_000_000
 _QUALITY = 95  # of JPEG and WebP
 _AS_IS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
-_READ = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")  # none of them runs a program
 ResizeMode = Literal["keep_ratio", "keep_ratio_largest", "center_crop", "border"]
 RESIZE_MODES: tuple[ResizeMode, ...] = get_args(ResizeMode)
 
@@ -133,10 +136,10 @@ def store_image(data: bytes, how: Storing) -> StoredImage:
     try:
         if how.resize is not None and (stored := _resized_jpeg(data, how)) is not None:
             return stored
-        with Image.open(
-            io.BytesIO(data), formats=tuple(name for name in _READ if name in Image.OPEN)
-        ) as image:
+        with Image.open(io.BytesIO(data), formats=readable_formats()) as image:
             return _stored(image, data, how)
+    except PixelRangeError as error:
+        raise BadImage(str(error)) from None
     except (Image.DecompressionBombError, DataError):
         raise BadImage(f"image of more than {MAX_PIXELS:,} pixels") from None
     except UnidentifiedImageError:
@@ -193,6 +196,7 @@ def _resized_jpeg(data: bytes, how: Storing) -> StoredImage | None:
 def _stored(image: Image.Image, data: bytes, how: Storing) -> StoredImage:
     if image.width * image.height > MAX_PIXELS:
         raise BadImage(f"image of more than {MAX_PIXELS:,} pixels")
+    refuse_deep_alpha(image)
     deep = is_deep(image)
     extension = _AS_IS.get(image.format or "")
     orientation = orientation_of(image)
@@ -232,6 +236,12 @@ def _changed(
     """Return the image rotated, blended onto the background and resized, with only its color profile and tags."""
     deep = is_deep(image)
     result = to_16_bit(image) if deep else image
+    if result is None and is_white_zero(image):
+        # inverted values would not fit the pixel range of the original ones
+        raise BadImage(
+            "grayscale whose zero is white, which PNG cannot store: convert it to zero as black, or pack it "
+            "without resizing"
+        )
     if result is None:
         raise BadImage(
             "32-bit, signed or float grayscale: convert it to 16 bits, or to TIFF without resizing"

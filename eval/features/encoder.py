@@ -43,7 +43,7 @@ from eval.features.store import DIGEST_BYTES, FeatureTable, digest_of
 
 __all__ = ["ONE_RANK", "Encoder", "ImageFeatures", "Ranks", "check_image", "dtype_name"]
 
-_FORMAT = 4  # of stored features; increased when the same model and image give other features
+_FORMAT = 5  # of stored features; increased when the same model and image give other features
 _TEXT_PIECE = 8192
 _MAX_THREADS = 8
 _BATCHES_AHEAD = 3
@@ -166,9 +166,9 @@ class Encoder:
         }
         table = self._table("images", widths)
         rows = self._rows(dataset, table, layers=())
-        transparent, rotated, clamped = table.column("traits", rows).sum(dim=0).int().tolist()
+        totals = table.column("traits", rows).sum(dim=0).int().tolist()
         self.counts[dataset.name, dataset.split] = TraitCounts(
-            images=len(rows), transparent=transparent, rotated=rotated, clamped=clamped
+            images=len(rows), **dict(zip(Traits._fields, totals, strict=True))
         )
 
         def column(name: str) -> Tensor:
@@ -408,7 +408,7 @@ class _ImagePass:
             represent = partial(image_representations, self.model, layers=self.layers)
             pieces = in_parallel(self.model, represent, pixels.split(images_per_pass(pixels)))
             columns: defaultdict[str, list[Tensor]] = defaultdict(list)
-            columns["traits"] = [torch.tensor([one.traits for one in waiting.values()])]  # (B, 3)
+            columns["traits"] = [torch.tensor([one.traits for one in waiting.values()])]  # (B, traits)
             for out in pieces:
                 columns["projected"].append(out.projected)
                 columns["before_projection"].append(out.before_projection)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from clipkit.errors import DataError
-from clipkit.files import SPLIT_NAMES, SUFFIXES, counted, is_deep, to_16_bit
+from clipkit.files import SPLIT_NAMES, SUFFIXES, counted, is_deep, refuse_deep_alpha, to_16_bit
 from data.remote.store import is_remote
 from eval.datasets.dataset import EvalDataset, some
 
@@ -99,6 +99,7 @@ class FileImages:
                     raise DataError(
                         f"its box {list(box)} is outside its {image.width} x {image.height} pixels"
                     )
+                refuse_deep_alpha(image)
                 image.load()
                 source = to_16_bit(image) if is_deep(image) else image.convert("RGB")
                 if source is None:

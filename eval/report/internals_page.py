@@ -57,6 +57,10 @@ def run(options: argparse.Namespace) -> int:
             models.append(load_image_model(source, device=device))
         else:
             models.append(clipkit.load(source, name=options.name, device=device))
+    for model in models:
+        model.preprocess = model.preprocess.with_decoding(
+            background=options.background, upright=options.upright, pixel_range=options.pixel_range
+        )
     page = build_internals(models, options.model, target.dataset, options.images)
     print(f"wrote {write_page(out, page)}")
     return 0

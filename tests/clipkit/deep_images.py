@@ -38,7 +38,7 @@ def tiff_of(values: Values, *, photometric: int = 1, bits: int = 0, content: byt
     """Encode values as an uncompressed TIFF, in their byte order.
 
     Args:
-        values: (H, W).
+        values: (H, W), or (H, W, 3) for colors.
         photometric: 0 if white is zero, 1 if black is zero.
         bits: of each value, by default those of their type.
         content: the packed values, by default those of the array.
@@ -46,16 +46,24 @@ def tiff_of(values: Values, *, photometric: int = 1, bits: int = 0, content: byt
     order = ">" if values.dtype.str[0] == ">" else "<"
     sample_format = {"u": 1, "i": 2, "f": 3}[values.dtype.kind]
     content = content or values.tobytes()
-    height, width = values.shape
+    height, width = values.shape[:2]
+    bands = values.size // (height * width)
     tags = {
-        256: width, 257: height, 258: bits or 8 * values.dtype.itemsize, 259: 1, 262: photometric, 273: 8, 277: 1,
-        278: height, 279: len(content), 339: sample_format,
+        256: width, 257: height, 258: bits or 8 * values.dtype.itemsize, 259: 1,
+        262: photometric if bands == 1 else 2, 273: 8, 277: bands, 278: height, 279: len(content),
+        339: sample_format,
     }  # fmt: skip
     directory = struct.pack(order + "H", len(tags))
+    numbers = b""
+    numbers_start = 8 + len(content) + 2 + 12 * len(tags) + 4
     for tag, value in tags.items():
-        directory += struct.pack(order + "HHII", tag, 4, 1, value)
+        if tag in (258, 339) and bands > 1:  # one number for each color, after the directory
+            directory += struct.pack(order + "HHII", tag, 4, bands, numbers_start + len(numbers))
+            numbers += struct.pack(order + f"{bands}I", *[value] * bands)
+        else:
+            directory += struct.pack(order + "HHII", tag, 4, 1, value)
     header = (b"II" if order == "<" else b"MM") + struct.pack(order + "HI", 42, 8 + len(content))
-    return header + content + directory + bytes(4)
+    return header + content + directory + bytes(4) + numbers
 
 
 def color_png(values: Values) -> bytes:

@@ -24,6 +24,7 @@ from data.order import Order
 from data.shards.samples import Shards
 from data.shards.sources import find_shards
 from data.shards.writer import DatasetWriter, Record
+from tests.clipkit.deep_images import color_png
 
 CPU = torch.device("cpu")
 SAMPLES, BATCH = 40, 8  # five batches per epoch
@@ -347,6 +348,17 @@ def test_deep_images_without_a_range_stop_instead_of_being_replaced(tmp_path: Pa
     batches = list(ranged.batches(0, 5))
     assert not any(batch.bad for batch in batches)
     assert sum(batch.traits.clamped for batch in batches) == 1
+
+
+def test_deep_colors_are_counted(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).integers(0, 65536, (20, 20, 3))
+    with DatasetWriter(tmp_path / "set") as writer:
+        for number in range(SAMPLES):
+            image = color_png(values) if number == 5 else encoded(2 * number)
+            writer.write("train", Record(key=f"{number:04d}", image=image, extension="png", caption="x"))
+        writer.finish({})
+    batches = make_loader(Shards.of(find_shards(str(tmp_path / "set")))).batches(0, 5)
+    assert sum(batch.traits.deep_colors for batch in batches) == 1
 
 
 def file_of(image: Image.Image, kind: str, **options: Any) -> bytes:

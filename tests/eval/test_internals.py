@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from PIL import Image
 
-from clipkit.errors import ConfigError
+from clipkit.errors import ConfigError, DataError
 from clipkit.formats.checkpoint import save_model
 from clipkit.model.attention import attention_maps, encode_all_tokens
 from clipkit.model.clip import CLIP, create
@@ -182,6 +183,20 @@ def test_page_of_two_models_shows_available_parts(kind: str, tmp_path: Path) -> 
     assert text.count('title="layer ') == 3 * 3 + heads
     assert text.count('alt="heat of') == (12 if kind == "resnet" else 24)
     assert "similarity of the layers of both models" in text
+
+
+def test_internals_of_deep_images_take_a_pixel_range(tmp_path: Path) -> None:
+    save_model(create("ViT-Ti-4-16", seed=0), tmp_path / "m")
+    random = np.random.default_rng(0)
+    for number in range(4):
+        folder = tmp_path / "data" / f"class {number % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(0, 4096, (16, 16), dtype=np.uint16)).save(folder / f"{number}.png")
+    command = ["internals", "--data", str(tmp_path / "data"), "--model", str(tmp_path / "m")]
+    command += ["--out", str(tmp_path / "page.html")]
+    with pytest.raises(DataError, match="16-bit grayscale image .* --pixel-range"):
+        main(command)
+    assert main([*command, "--pixel-range", "0,4095"]) == 0
 
 
 def test_invalid_arguments_raise_one_line_errors(tmp_path: Path) -> None:

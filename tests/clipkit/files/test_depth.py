@@ -178,7 +178,7 @@ def test_other_images_do_not_depend_on_the_range() -> None:
     files += [encoded(gray.convert(mode), "PNG") for mode in ("1", "LA", "RGB", "RGBA", "P")]
     files += [encoded(gray, "JPEG2000"), encoded(gray, "JPEG")]
     random = np.random.default_rng(0)
-    files += [color_png(random.integers(0, 65536, (SIDE, SIDE, bands))) for bands in (2, 3, 4)]
+    files += [color_png(random.integers(0, 65536, (SIDE, SIDE, bands))) for bands in (3, 4)]
     for data in files:
         plain = Preprocess(image_size=SIDE)
         for pixel_range in ("dtype", (0.0, 1.0)):
@@ -186,6 +186,60 @@ def test_other_images_do_not_depend_on_the_range() -> None:
             assert np.array_equal(decoded.pixels, decode_file(data).pixels) and not decoded.traits.clamped
             windowed = replace(plain, pixel_range=pixel_range)
             assert torch.equal(eval_pixels(data, windowed), eval_pixels(data, plain))
+
+
+@pytest.mark.parametrize("pixel_range", ["auto", "dtype", (0, 4095)])
+def test_16_bit_gray_with_alpha_is_refused(pixel_range: PixelRange) -> None:
+    data = color_png(np.random.default_rng(0).integers(0, 4096, (SIDE, SIDE, 2)))
+    preprocess = Preprocess(image_size=SIDE, pixel_range=pixel_range)
+    for source in (data, Image.open(io.BytesIO(data))):
+        with pytest.raises(PixelRangeError, match="convert it to 16-bit grayscale without alpha"):
+            eval_pixels(source, preprocess)
+    with pytest.raises(PixelRangeError, match="convert it to 16-bit grayscale without alpha"):
+        decode_file(data, decoding=preprocess.decoding)
+
+
+def test_deep_colors_are_counted() -> None:
+    values = np.random.default_rng(0).integers(0, 65536, (SIDE, SIDE, 4))
+    colors = values[..., :3]
+    ppm = b"P6 8 8 %d\n" + colors.astype(">u2").tobytes()
+    plain_ppm = b"P3 8 8 65535\n" + b" ".join(b"%d" % value for value in colors.flat) + b"\n"
+    deep = [
+        color_png(values),
+        color_png(colors),
+        tiff_of(colors.astype("<u2")),
+        tiff_of(colors.astype(">u2")),
+    ]
+    deep += [ppm % 65535, plain_ppm]
+    image = Image.fromarray((colors >> 8).astype(np.uint8))
+    shallow = [
+        encoded(image, container) for container in ("PNG", "TIFF", "PPM", "BMP", "WEBP", "JPEG", "GIF")
+    ]
+    shallow += [encoded(image.convert("L"), "TIFF"), encode_deep(values[..., 0].astype("u2"), "PNG")]
+    decoding = Decoding(pixel_range="dtype")
+    preprocess = Preprocess(image_size=SIDE, pixel_range="dtype")
+    for files, expected in ((deep, True), (shallow, False)):
+        for data in files:
+            for source in (data, Image.open(io.BytesIO(data))):
+                assert pixels_and_traits(source, preprocess)[1].deep_colors == expected
+            decoded = decode_file(data, decoding=decoding)
+            assert decoded.traits.deep_colors == expected
+            if expected:
+                assert np.array_equal(decoded.pixels, colors >> 8) or data in (ppm % 65535, plain_ppm)
+
+
+@pytest.mark.parametrize("pixel_range", [(-128, 127), (-100, 50)])
+def test_signed_8_bit_tiff_is_deep(pixel_range: tuple[int, int]) -> None:
+    values = np.random.default_rng(0).integers(-128, 128, (SIDE, SIDE), dtype=np.int8)
+    data = tiff_of(values)
+    with pytest.raises(
+        PixelRangeError, match=r"signed 8-bit grayscale image with values from -1\d\d to 1\d\d"
+    ):
+        decode_file(data)
+    expected = formula(values, *pixel_range)
+    assert np.array_equal(training_gray(data, pixel_range), expected)
+    assert np.array_equal(eval_gray(data, pixel_range), expected)
+    assert np.array_equal(eval_gray(values, pixel_range), expected)
 
 
 def test_arrays_and_tensors_of_deep_values() -> None:
@@ -196,18 +250,33 @@ def test_arrays_and_tensors_of_deep_values() -> None:
         assert np.array_equal(eval_gray(array, (0.0, 3780.0)), expected), dtype
         with pytest.raises(PixelRangeError):
             eval_pixels(array, Preprocess(image_size=SIDE))
-        if dtype not in ("int64", "float16"):
-            assert np.array_equal(eval_gray(torch.from_numpy(array), (0.0, 3780.0)), expected), dtype
+        assert np.array_equal(eval_gray(torch.from_numpy(array), (0.0, 3780.0)), expected), dtype
+    rounded = torch.from_numpy(values).bfloat16()
+    expected_of_rounded = formula(rounded.float().numpy(), 0, 3780)
+    assert np.array_equal(eval_gray(rounded, (0.0, 3780.0)), expected_of_rounded)
     for mode in ("I", "F", "I;16", "I;16B"):
         image = Image.fromarray(values.astype(np.int32)).convert("I")
         if mode != "I":
             image = image.convert(mode)
         assert np.array_equal(eval_gray(image, (0.0, 3780.0)), expected), mode
-    for source in (values.astype(bool), values.astype(complex), np.zeros((3, 4, 4), np.float32)):
-        with pytest.raises(DataError, match=r"must be uint8"):
+    for source, description in (
+        (values.astype(bool), r"bool \(8, 8\)"),
+        (torch.from_numpy(values.astype(bool)), r"bool \(8, 8\)"),
+        (values.astype(complex), r"complex128 \(8, 8\)"),
+        (np.zeros((3, 4, 4), np.float32), r"float32 \(3, 4, 4\)"),
+        (torch.zeros(3, 4, 5), r"float32 \(3, 4, 5\)"),
+        (torch.zeros(0, 5), r"float32 \(0, 5\)"),
+    ):
+        accepted = r"uint8 (\(3, H, W\) or )?\(H, W, 3\), or \(H, W\) of integers or floats"
+        with pytest.raises(DataError, match=f"must be {accepted}; this one is {description}"):
             eval_gray(source, (0.0, 1.0))
-    with pytest.raises(DataError, match="dense uint8 tensor"):
-        eval_gray(torch.zeros(3, 4, 4), (0.0, 1.0))
+    for tensor in (
+        torch.zeros(8, 8).to_sparse(),
+        torch.zeros(8, 8, device="meta"),
+        torch.zeros(8, 8).cfloat(),
+    ):
+        with pytest.raises(DataError, match="must be a dense tensor, uint8"):
+            eval_gray(tensor, (0.0, 1.0))
 
 
 @given(st.floats(-1e9, 1e9), st.floats(-1e9, 1e9))
@@ -221,7 +290,24 @@ def test_pixel_ranges_are_parsed_as_formatted(low: float, high: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["", "Auto", "0", "0,", "1,0", "0,0", "0,nan", "0,inf", "a,b", "0,1,2", 7, None, [], [1]]
+    "value",
+    [
+        "",
+        "Auto",
+        "0",
+        "0,",
+        "1,0",
+        "0,0",
+        "0,nan",
+        "0,inf",
+        "a,b",
+        "0,1,2",
+        7,
+        None,
+        [],
+        [1],
+        np.array([0, 4095]),
+    ],
 )
 def test_invalid_pixel_ranges_are_refused(value: object) -> None:
     with pytest.raises(ConfigError, match=r"data\.pixel_range = .* is invalid: expected auto, dtype, or"):

@@ -170,11 +170,14 @@ def test_all_image_types_give_equal_pixels(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (np.zeros((4, 4, 3)), "uint8 (H, W, 3) or (H, W), this one is float64 (4, 4, 3)"),
+        (
+            np.zeros((4, 4, 3)),
+            "uint8 (H, W, 3), or (H, W) of integers or floats; this one is float64 (4, 4, 3)",
+        ),
         (np.zeros((4, 4, 4), np.uint8), "this one is uint8 (4, 4, 4)"),
         (np.zeros((0, 4, 3), np.uint8), "this one is uint8 (0, 4, 3)"),
         (np.zeros((3, 4, 4), np.uint8), "this one is uint8 (3, 4, 4)"),
-        (torch.zeros(3, 4, 4), "this one is torch.float32 (3, 4, 4)"),
+        (torch.zeros(3, 4, 4), "this one is float32 (3, 4, 4)"),
         (torch.zeros(2, 3, 4, 4, dtype=torch.uint8), "this one is uint8 (2, 3, 4, 4)"),
         (5, "not int"),
         (None, "not NoneType"),

@@ -25,6 +25,7 @@ from data.inspect.report import notes, page_of
 from data.inspect.samples import token_counts
 from data.shards.samples import Shards
 from data.shards.sources import find_shards
+from tests.clipkit.deep_images import color_png
 from tests.data.inspected_tars import Members, image_file, look, pairs, row, told, write_tar
 from tests.data.remote import servers
 
@@ -237,12 +238,22 @@ def test_values_of_deep_images_and_the_setting_to_write(tmp_path: Path) -> None:
     ), line
     note = "2 of 8 images have more than 8 bits of gray, at which training stops: set data.pixel_range=0,4095"
     assert f"{note}, or for the values of these images " in told(found)
+    assert "16 bits per color" not in told(found)
     found = look([str(tmp_path)], decoding=Decoding(pixel_range=(0.0, 2000.0)))
     assert "at which training stops" not in told(found)
     assert "2 of 8 images have values outside the pixel range 0,2000, which become black or white" in told(
         found
     )
     assert "2 16-bit; data.pixel_range=0,2000" in row(found, "images", "deep grayscale")
+
+
+def test_16_bits_per_color_and_deep_gray_with_alpha_are_told(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).integers(0, 65536, (40, 40, 3))
+    deep = {1: color_png(values), 3: color_png(values[..., :2])}
+    write_tar(tmp_path / "0.tar", pairs(0, 8, images=deep))
+    found = look([str(tmp_path)])
+    assert "1 of 7 images has 16 bits per color, of which the upper 8 are used" in told(found)
+    assert [one.cause for one in found.sampled.causes if "without alpha" in one.cause] != []
 
 
 def test_repeated_files_in_a_sample(tmp_path: Path) -> None:

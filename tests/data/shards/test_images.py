@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from PIL import Image, ImageCms, ImageOps, JpegImagePlugin
 
 from clipkit.errors import ConfigError
-from clipkit.files import gray_values
+from clipkit.files import decode_image, gray_values, readable_formats
 from data.shards.images import RESIZE_MODES, BadImage, Resize, StoredImage, Storing, store_image
-from tests.clipkit.deep_images import KINDS, encode_deep, tiff_of
+from tests.clipkit.deep_images import KINDS, color_png, encode_deep, tiff_of
 
 ORIENTATION = 0x0112
 WHITE = (255, 255, 255)
@@ -228,9 +228,30 @@ def test_deep_grayscale_keeps_its_values(name: str) -> None:
             store(source, max_side=6)
 
 
+@pytest.mark.parametrize("kind", readable_formats())
+def test_every_format_that_is_decoded_is_stored(kind: str) -> None:
+    source = encoded(noise("RGB", side=(32, 32)), kind)
+    stored = store(source)
+    assert stored.extension == {"JPEG": "jpg", "WEBP": "webp"}.get(kind, "png")
+    assert np.array_equal(decode_image(stored.data), decode_image(source))
+
+
+def test_16_bit_gray_with_alpha_is_refused() -> None:
+    source = color_png(np.random.default_rng(0).integers(0, 4096, (8, 8, 2)))
+    for options in ({}, {"max_side": 4}):
+        with pytest.raises(BadImage, match="convert it to 16-bit grayscale without alpha"):
+            store(source, **options)
+
+
 def test_deep_grayscale_that_would_change_is_refused() -> None:
     white_zero = tiff_of(np.arange(64, dtype="<u2").reshape(8, 8) * 1000, photometric=0)
     assert store(white_zero).data == white_zero
+    with pytest.raises(BadImage, match="zero is white, which PNG cannot store: convert it to zero as black"):
+        store(white_zero, max_side=4)
+    signed = tiff_of(np.arange(-32, 32, dtype=np.int8).reshape(8, 8))
+    assert store(signed).data == signed
+    with pytest.raises(BadImage, match="32-bit, signed or float grayscale"):
+        store(signed, max_side=4)
     transparent = encoded(Image.new("I;16", (8, 8), 7), "PNG", transparency=7)
     assert store(transparent).data == transparent
     for change in ({"background": WHITE}, {"max_side": 4}):

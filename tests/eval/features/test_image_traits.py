@@ -17,6 +17,7 @@ from clipkit.errors import DataError
 from clipkit.files.traits import TraitCounts
 from clipkit.training.checkpoint import LoopState, save_checkpoint
 from eval import Encoder, Ranks, evaluate, open_dataset
+from tests.clipkit.deep_images import color_png
 from tests.forked import Forked
 
 CLEAR = (
@@ -133,6 +134,23 @@ def test_deep_images_stop_an_evaluation_without_a_range(model: CLIP, tmp_path: P
     ranged.preprocess = model.preprocess.with_decoding(pixel_range="8000,9000")
     with pytest.warns(UserWarning, match="4 of 4 images have values outside the pixel range 8000,9000"):
         evaluate(ranged, tmp_path / "deep")
+
+
+def test_deep_colors_are_told_also_from_stored_features(model: CLIP, tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    for number in range(4):
+        folder = tmp_path / "data" / f"class {number % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{number}.png").write_bytes(color_png(random.integers(0, 65536, (20, 30, 3))))
+    with pytest.warns(
+        UserWarning, match="4 of 4 images have 16 bits per color, of which the upper 8 are used"
+    ):
+        evaluate(model, tmp_path / "data")
+    for _ in range(2):
+        encoder = Encoder(model, store=tmp_path / "features")
+        encoder.images(open_dataset(tmp_path / "data"))
+        (counts,) = encoder.counts.values()
+        assert (counts.images, counts.deep_colors, counts.clamped) == (4, 4, 0)
 
 
 def test_evaluate_warns_about_traits(model: CLIP, folder: Path) -> None:
