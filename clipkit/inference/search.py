@@ -227,13 +227,6 @@ class Embeddings:
     def __init__(self, folder: Path, *, exact: bool = False) -> None:
         self.folder = folder
         self.manifest: dict[str, Any] = {}
-        if (folder / "manifest.json").is_file():
-            try:
-                self.manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise DataError(f"cannot read {folder / 'manifest.json'}: {error}") from error
-            if not isinstance(self.manifest, dict):
-                raise DataError(f"cannot read {folder / 'manifest.json'}: it is not a manifest")
         self._parts: tuple[_Part, ...] = ()
         self._complete: set[int] | None = None  # numbers of the files that were opened
         self.left_out: list[Path] = []
@@ -288,7 +281,8 @@ class Embeddings:
         """Open files that are new or have changed since; incomplete ones are left out until they are complete.
 
         Raises:
-            DataError: a file or the index is damaged, a complete file is missing, or no complete file is left.
+            DataError: a file or the index is damaged, a complete file is missing, no complete file is left, or the
+                embeddings are now of another model.
         """
         with self._lock:
             if not self._exact:
@@ -311,9 +305,16 @@ class Embeddings:
                 complete.add(number)
                 if len(part.rows):
                     found.append(part)
+            # after the files, which are written later
+            self._refresh_manifest(has_rows=bool(found))
             if complete != self._complete:
                 self._check_complete(complete)
                 self._complete = complete
+            if not found and len(complete) < self._file_count:
+                raise DataError(
+                    f"{self.folder} has no complete embedding file: if clipkit encode is running, wait for it; if it "
+                    "was interrupted, run its command again"
+                )
             if self.left_out and not found:
                 raise DataError(
                     f"{self.left_out[0]} lacks its metadata: expected as many rows in {self.folder / 'metadata'}"
@@ -340,6 +341,27 @@ class Embeddings:
         """Write or extend the index of the folder; see ``clipkit.inference.index.write_index``."""
         given = ((part.number, part.stamp, part.rows) for part in self._parts)
         return write_index(self.folder, given, self.width, show)
+
+    def _refresh_manifest(self, *, has_rows: bool) -> None:
+        path = self.folder / "manifest.json"
+        manifest: dict[str, Any] = {}
+        try:
+            manifest = json.loads(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
+            if not has_rows:  # the folder was removed
+                return
+        except (OSError, ValueError) as error:
+            raise DataError(f"cannot read {path}: {error}") from error
+        if not isinstance(manifest, dict):
+            raise DataError(f"cannot read {path}: it is not a manifest")
+        # the weights are a digest of the preprocessing and the dimension, too
+        is_same = all(manifest.get(name) == self.manifest.get(name) for name in ("weights", "kind"))
+        if self._parts and not is_same:
+            raise DataError(
+                f"{self.folder} was encoded with another model or of another kind since it was opened: restart "
+                "clipkit serve, or search again"
+            )
+        self.manifest = manifest
 
     def _refresh_index(self) -> None:
         path = self.folder / "index" / "index.json"

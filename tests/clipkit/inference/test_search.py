@@ -530,3 +530,50 @@ def test_search_finds_files_that_were_replaced_while_the_model_was_loaded(
     monkeypatch.setattr(Query, "add", add_and_update)
     assert dispatch(["search", out, "--image", str(images / "7.png"), "-k", "1"]) == 0
     assert capsys.readouterr().out.splitlines()[1].endswith("7.png")
+
+
+def test_folder_of_another_model_is_an_error_until_it_is_opened_again(tmp_path: Path) -> None:
+    rows = unit(np.random.default_rng(0), 4)
+    path, manifest = tmp_path / "manifest.json", {"weights": "a", "kind": "image", "items": 4}
+    write(tmp_path, rows)
+    path.write_text(json.dumps(manifest), encoding="utf-8")
+    embeddings = Embeddings(tmp_path)
+    for other in (manifest | {"weights": "b"}, manifest | {"kind": "caption"}, {}, None):
+        path.unlink()
+        if other is not None:
+            path.write_text(json.dumps(other), encoding="utf-8")
+        for _ in range(2):
+            with pytest.raises(DataError, match="was encoded with another model or of another kind since"):
+                embeddings.refresh()
+        Embeddings(tmp_path).refresh()
+        path.write_text(json.dumps(manifest), encoding="utf-8")
+        embeddings.refresh()
+    # what does not change the query is taken over
+    write(tmp_path, STORAGE["int8"].pack(rows))
+    path.write_text(json.dumps(manifest | {"dtype": "int8", "directory": "/photos"}), encoding="utf-8")
+    embeddings.refresh()
+    (hit,) = embeddings.search(torch.from_numpy(rows[2]), 1)
+    assert (hit.path, hit.directory) == ("0/2.png", "/photos")
+
+
+def test_folder_without_a_complete_file_says_that_encode_runs(encoded: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ["--model", str(encoded / "model"), "--out", str(out), "--quiet", "--rows-per-file", "5"]
+    assert dispatch(["encode", str(encoded / "images"), *arguments]) == 0
+    embeddings = Embeddings(out)
+    shutil.rmtree(out / ".parts")
+    message = "has no complete embedding file: if clipkit encode is running, wait for it; if it was interrupted, run"
+    for folder in ("metadata", "img_emb"):  # as while they are written
+        for file in (out / folder).iterdir():
+            file.unlink()
+        with pytest.raises(DataError, match=message):
+            dispatch(["search", str(out), "noise"])
+        with pytest.raises(DataError, match=message):
+            embeddings.refresh()
+    shutil.rmtree(out)
+    with pytest.raises(DataError, match=message):
+        embeddings.refresh()
+    with pytest.raises(
+        DataError, match="contains no embeddings: expected a folder written by clipkit encode"
+    ):
+        dispatch(["search", str(out), "noise"])

@@ -383,6 +383,22 @@ def test_update_during_a_search_gives_no_other_image(
     assert result["path"].endswith("/7.png")
 
 
+def test_folder_of_another_model_is_refused_until_a_restart(made: Path, tmp_path: Path) -> None:
+    """Both models have the same dimension."""
+    out = shutil.copytree(made / "one", tmp_path / "out")
+    with serving(str(out), str(made / "two")) as address:
+        assert status(f"{address}api/search?text=a")[0] == 200
+        shutil.rmtree(out)
+        shutil.copytree(made / "two", out)
+        for _ in range(2):
+            code, text = status(f"{address}api/search?text=a")
+            assert code == 503
+            assert json.loads(text)["detail"].startswith(f"{out} was encoded with another model")
+        assert status(f"{address}api/search?text=a&collection=1")[0] == 200
+    with serving(str(out)) as address:
+        assert status(f"{address}api/search?text=a")[0] == 200
+
+
 def test_results_like_those_of_another_collection_are_of_the_same_image(made: Path, tmp_path: Path) -> None:
     """The keys of two shards are equal."""
     for number, shard in enumerate(("a", "b")):
