@@ -176,13 +176,14 @@ class FileLock:
 
 
 @contextmanager
-def lock_output(out: Path, command: str, *, lock: Path | None = None) -> Iterator[None]:
+def lock_output(out: Path, command: str, *, lock: Path | None = None, timeout: float = 0.0) -> Iterator[None]:
     """Lock a file or folder while a command writes it. On file systems without locks, nothing is locked.
 
     Args:
         out: the file or folder.
         command: name of the command.
         lock: the lock file, in an existing folder; by default a hidden file beside ``out``.
+        timeout: seconds to wait for another process.
 
     Raises:
         ConfigError: another process is writing to ``out``.
@@ -190,7 +191,7 @@ def lock_output(out: Path, command: str, *, lock: Path | None = None) -> Iterato
     """
     file_lock = FileLock(lock or out.with_name(f".{out.name[:200]}.lock"))
     try:
-        if not file_lock.try_acquire():
+        if not file_lock.acquire(lambda: None, timeout=timeout):
             holder = f" ({file_lock.holder})" if file_lock.holder else ""
             raise ConfigError(
                 f"another {command}{holder} is writing to {out}: wait for it, or use another output"

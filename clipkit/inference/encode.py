@@ -179,7 +179,7 @@ def encode(
                 bar.show(done)
         return {part: digest.hexdigest() for part, digest in found.items()}
 
-    with only_writer(out, process):
+    with only_writer(out, process, processes):
         folder = EmbeddingFolder(
             out,
             manifest,

@@ -8,7 +8,7 @@
     OUT/manifest.json                    the sources, model and settings of all files
     OUT/.parts/0.jsonl                   marks file 0 as complete; digests of its items, counts, failures
     OUT/.former                          outdated files of images until all files are complete
-    OUT/.lock-0                          held by process 0 while it writes
+    OUT/.lock-0-of-2                     held by process 0 of 2 while it writes
 
 Items are split into parts of equal length. Each part is written to one file, with a row for each item that did not
 fail. As in clip-retrieval, file numbers are zero-padded to the same length, because its readers sort names. A part
@@ -59,6 +59,7 @@ __all__ = [
 
 
 _FORMAT = 2
+_CHECK_SECONDS = 1.0
 # settings that must not change when a run is resumed, and their names in error messages
 _SETTINGS = {
     "format": "the format", "kind": "the kind (images or texts)", "background": "the background (--background)",
@@ -216,14 +217,22 @@ class Totals:
 
 
 @contextmanager
-def only_writer(out: Path, process: int) -> Iterator[None]:
-    """Create the folder if needed, and lock it against other processes with the same index.
+def only_writer(out: Path, process: int, processes: int) -> Iterator[None]:
+    """Create the folder if needed, and lock it.
+
+    Other processes with the same index are excluded, and all processes of runs with another number of processes,
+    since their parts overlap.
 
     Raises:
-        ConfigError: another process holds the lock.
+        ConfigError: such a process is writing to the folder.
     """
     out.mkdir(parents=True, exist_ok=True)
-    with lock_output(out, "clipkit encode", lock=out / f".lock-{process}"):
+    with lock_output(out, "clipkit encode", lock=out / f".lock-{process}-of-{processes}"):
+        for lock in sorted(out.glob(".lock-*")):
+            if not lock.name.endswith(f"-of-{processes}"):
+                # a process of this run may be checking the lock of a killed process at the same time
+                with lock_output(out, "clipkit encode", lock=lock, timeout=_CHECK_SECONDS):
+                    pass
         yield
 
 

@@ -57,6 +57,7 @@ from clipkit.model.preprocess import ImageLike
 
 __all__ = [
     "Embeddings",
+    "EmbeddingsChanged",
     "Hit",
     "Query",
     "embedded",
@@ -130,6 +131,13 @@ class Hit:
         return bool(common) and all(self.metadata[name] == other.metadata[name] for name in common)
 
 
+class EmbeddingsChanged(DataError):
+    """An embedding file or its metadata changed while it was open."""
+
+
+FileStamp = tuple[int, int, int]  # modification time in ns, bytes and inode
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Part:
     """One embedding file, memory-mapped, with its metadata."""
@@ -140,20 +148,34 @@ class _Part:
     rows: npt.NDArray[Any]  # (N, O), as they are stored
     storage: Storage
     table: Path
-    stamp: Stamp
+    columns: Sequence[str]  # of the table
+    stamps: Sequence[FileStamp]  # of both files
 
     def check(self) -> None:
-        """Check that the mapped file is unchanged: reading beyond its new end would end the process.
+        """Check that both files are unchanged.
+
+        The rows of a new table are of other images, and reading beyond the new end of a mapped file would end the
+        process.
 
         Raises:
-            DataError: it has changed.
+            EmbeddingsChanged: one of them was changed, replaced or removed.
+            DataError: one of them cannot be read.
         """
-        try:
-            status = self.path.stat()
-        except OSError as error:
-            raise DataError(f"cannot read {self.path}: {error.strerror}") from error
-        if (status.st_size, status.st_mtime_ns) != self.stamp[1:]:
-            raise DataError(f"{self.path} has changed: search again")
+        for path, stamp in zip((self.path, self.table), self.stamps, strict=True):
+            try:
+                is_same = _stamp_of(path.stat()) == stamp
+            except FileNotFoundError:
+                is_same = False
+            except OSError as error:
+                raise DataError(f"cannot read {path}: {error.strerror}") from error
+            if not is_same:
+                raise EmbeddingsChanged(f"{path} changed while it was read: search again")
+
+    @property
+    def stamp(self) -> Stamp:
+        """Identifies the embedding file in an index."""
+        time, size, _ = self.stamps[0]
+        return len(self.rows), size, time
 
     @property
     def width(self) -> int:
@@ -205,13 +227,6 @@ class Embeddings:
     def __init__(self, folder: Path, *, exact: bool = False) -> None:
         self.folder = folder
         self.manifest: dict[str, Any] = {}
-        if (folder / "manifest.json").is_file():
-            try:
-                self.manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise DataError(f"cannot read {folder / 'manifest.json'}: {error}") from error
-            if not isinstance(self.manifest, dict):
-                raise DataError(f"cannot read {folder / 'manifest.json'}: it is not a manifest")
         self._parts: tuple[_Part, ...] = ()
         self._complete: set[int] | None = None  # numbers of the files that were opened
         self.left_out: list[Path] = []
@@ -238,7 +253,7 @@ class Embeddings:
     @property
     def columns(self) -> list[str]:
         """Names of the metadata columns."""
-        return list(self._table(self._parts[0]).column_names)
+        return list(self._parts[0].columns)
 
     @property
     def unindexed(self) -> int:
@@ -266,7 +281,8 @@ class Embeddings:
         """Open files that are new or have changed since; incomplete ones are left out until they are complete.
 
         Raises:
-            DataError: a file or the index is damaged, a complete file is missing, or no complete file is left.
+            DataError: a file or the index is damaged, a complete file is missing, no complete file is left, or the
+                embeddings are now of another model.
         """
         with self._lock:
             if not self._exact:
@@ -280,8 +296,8 @@ class Embeddings:
                     stats = [path.stat() for path in (rows, table)]
                     stamps = [_stamp_of(one) for one in stats]
                     digits = hashlib.sha256(repr((number, stamps)).encode()).hexdigest()[:8]
-                    part = known.get(digits) or _opened(number, digits, rows, table, stamps[0])
-                except FileNotFoundError:  # being replaced
+                    part = known.get(digits) or _opened(number, digits, rows, table, stamps)
+                except (FileNotFoundError, EmbeddingsChanged):  # being replaced
                     pass
                 if part is None:
                     self.left_out.append(rows)
@@ -289,9 +305,16 @@ class Embeddings:
                 complete.add(number)
                 if len(part.rows):
                     found.append(part)
+            # after the files, which are written later
+            self._refresh_manifest(has_rows=bool(found))
             if complete != self._complete:
                 self._check_complete(complete)
                 self._complete = complete
+            if not found and len(complete) < self._file_count:
+                raise DataError(
+                    f"{self.folder} has no complete embedding file: if clipkit encode is running, wait for it; if it "
+                    "was interrupted, run its command again"
+                )
             if self.left_out and not found:
                 raise DataError(
                     f"{self.left_out[0]} lacks its metadata: expected as many rows in {self.folder / 'metadata'}"
@@ -318,6 +341,27 @@ class Embeddings:
         """Write or extend the index of the folder; see ``clipkit.inference.index.write_index``."""
         given = ((part.number, part.stamp, part.rows) for part in self._parts)
         return write_index(self.folder, given, self.width, show)
+
+    def _refresh_manifest(self, *, has_rows: bool) -> None:
+        path = self.folder / "manifest.json"
+        manifest: dict[str, Any] = {}
+        try:
+            manifest = json.loads(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
+            if not has_rows:  # the folder was removed
+                return
+        except (OSError, ValueError) as error:
+            raise DataError(f"cannot read {path}: {error}") from error
+        if not isinstance(manifest, dict):
+            raise DataError(f"cannot read {path}: it is not a manifest")
+        # the weights are a digest of the preprocessing and the dimension, too
+        is_same = all(manifest.get(name) == self.manifest.get(name) for name in ("weights", "kind"))
+        if self._parts and not is_same:
+            raise DataError(
+                f"{self.folder} was encoded with another model or of another kind since it was opened: restart "
+                "clipkit serve, or search again"
+            )
+        self.manifest = manifest
 
     def _refresh_index(self) -> None:
         path = self.folder / "index" / "index.json"
@@ -366,11 +410,15 @@ class Embeddings:
             filters: pairs of a column and a text that its value must contain, ignoring case; all must match.
 
         Raises:
+            EmbeddingsChanged: a file has changed since ``refresh``. A file that is truncated in place during the
+                search ends the process; ``clipkit encode`` only replaces files.
             DataError: the query has another dimension, or there is no such column.
         """
         parts = self._parts
         if query.shape != (self.width,):
             raise DataError(f"the query has dimension {query.numel()}, the embeddings have {self.width}")
+        for part in parts:
+            part.check()
         masks = [self._mask(part, filters) for part in parts]
         ranked = None
         if (index := self._index) is not None and not filters and k <= _MOST_FROM_INDEX:
@@ -508,7 +556,9 @@ class Embeddings:
         try:
             table = pyarrow.parquet.read_table(part.table)
         except (OSError, pyarrow.ArrowException) as error:
+            part.check()
             raise DataError(f"cannot read {part.table}: {error}") from error
+        part.check()
         with self._lock:
             self._tables[part.digits] = table
             while len(self._tables) > 1 and sum(one.nbytes for one in self._tables.values()) > _TABLES:
@@ -545,26 +595,41 @@ def _files(folder: Path) -> Iterator[tuple[int, Path, Path]]:
     yield from sorted(found)
 
 
-def _stamp_of(found: os.stat_result) -> tuple[int, int, int]:
+def _stamp_of(found: os.stat_result) -> FileStamp:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-def _opened(number: int, digits: str, rows: Path, table: Path, stamp: tuple[int, int, int]) -> _Part | None:
-    """Open a part; None if the numbers of rows differ because it is being replaced."""
+def _opened(number: int, digits: str, rows: Path, table: Path, stamps: Sequence[FileStamp]) -> _Part | None:
+    """Open a part; None if the numbers of rows differ because it is being replaced.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        EmbeddingsChanged: a file was replaced since the stamps were taken.
+        DataError: a file is damaged.
+    """
     try:
         array = np.lib.format.open_memmap(rows, mode="c")  # never written
-        count = pyarrow.parquet.read_metadata(table).num_rows
+        metadata = pyarrow.parquet.read_metadata(table)
+        columns = metadata.schema.to_arrow_schema().names
         storage = storage_of(array)
     except FileNotFoundError:
         raise
     except (OSError, ValueError, pyarrow.ArrowException, DataError) as error:
         raise DataError(f"cannot read {rows} and {table}: {error}") from error
-    if len(array) != count:
+    if len(array) != metadata.num_rows:
         return None
-    covered = (count, stamp[1], stamp[0])
-    return _Part(
-        number=number, digits=digits, path=rows, rows=array, storage=storage, table=table, stamp=covered
+    part = _Part(
+        number=number,
+        digits=digits,
+        path=rows,
+        rows=array,
+        storage=storage,
+        table=table,
+        columns=columns,
+        stamps=stamps,
     )
+    part.check()
+    return part
 
 
 @dataclass(kw_only=True)
@@ -698,11 +763,12 @@ def run(options: argparse.Namespace) -> int:
     if not texts and not options.image:
         raise ConfigError("nothing to search for: give a text or --image FILE")
     embeddings = Embeddings(user_path(options.embeddings), exact=options.exact)
-    if note := stale_note(embeddings):
-        print(note, file=sys.stderr)
     model, query = load_model(embeddings, options, options.model or ""), Query()
     query.add(model, texts=texts, images=options.image)
     query.add_unwanted(model, texts=options.unwanted)
+    embeddings.refresh()  # loading the model took time, in which files may have been replaced
+    if note := stale_note(embeddings):
+        print(note, file=sys.stderr)
     hits = embeddings.search(query.vector(), options.k)
     if options.html is not None:
         title = printable(options.text or ", ".join(path.name for path in options.image), 80)

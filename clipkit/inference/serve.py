@@ -28,7 +28,15 @@ from torch import Tensor
 from clipkit.errors import ClipkitError, ConfigError, DataError, nearest
 from clipkit.files.patterns import user_path
 from clipkit.files.terminal import counted, printable
-from clipkit.inference.search import TEMPLATES, Embeddings, Query, load_model, stale_note, thumbnail
+from clipkit.inference.search import (
+    TEMPLATES,
+    Embeddings,
+    EmbeddingsChanged,
+    Query,
+    load_model,
+    stale_note,
+    thumbnail,
+)
 from clipkit.model.clip import CLIP
 
 __all__ = ["Collection", "application", "run"]
@@ -145,7 +153,10 @@ def application(collections: Sequence[Collection], *, token: str = "", hosts: Se
             query.wanted += [embedding(name, one) for name in parts.like]
             query.unwanted += [embedding(name, one) for name in parts.unlike]
             filters = [(column, text) for column, _, text in (part.partition(":") for part in parts.where)]
-            hits = one.embeddings.search(query.vector(), parts.k, filters=filters)
+            try:
+                hits = one.embeddings.search(query.vector(), parts.k, filters=filters)
+            except EmbeddingsChanged as error:  # since they were refreshed
+                raise HTTPException(503, str(error)) from error
         results = []
         for rank, hit in enumerate(hits, start=1):
             name = f"{parts.collection}-{hit.id}"

@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -500,26 +502,45 @@ HOLD = """
 import sys
 from pathlib import Path
 from clipkit.inference.folder import only_writer
-with only_writer(Path(sys.argv[1]), int(sys.argv[2])):
+with only_writer(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])):
     print("held", flush=True)
     sys.stdin.read()
 """
 
 
 def test_only_one_process_of_each_number_writes_to_a_folder(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", HOLD, str(tmp_path / "out"), "1"]
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "out"), "1", "2"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
-        with only_writer(tmp_path / "out", 0):
+        with only_writer(tmp_path / "out", 0, 2):
             pass
         said = rf"another clipkit encode \(process {other.pid} on \S+\) is writing to {tmp_path}/out: wait for it"
-        with pytest.raises(ConfigError, match=said), only_writer(tmp_path / "out", 1):
-            pass
+        # processes of another number of processes would write the same parts
+        for process, processes in ((1, 2), (0, 1), (0, 3), (1, 3), (2, 3), (11, 12)):
+            with pytest.raises(ConfigError, match=said), only_writer(tmp_path / "out", process, processes):
+                pass
         other.kill()
         other.wait()
-    with only_writer(tmp_path / "out", 1):  # the lock of a killed process is released
-        pass
+    for process, processes in ((1, 2), (0, 1)):  # the lock of a killed process is released
+        with only_writer(tmp_path / "out", process, processes):
+            pass
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_processes_that_start_at_the_same_time_pass_the_lock_of_a_killed_one(tmp_path: Path) -> None:
+    barrier = threading.Barrier(4)
+
+    def start(process: int) -> None:
+        barrier.wait()
+        with only_writer(tmp_path, process, 4):
+            barrier.wait()
+
+    for _ in range(20):
+        (tmp_path / ".lock-0-of-1").touch()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(start, range(4)))
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_full_disk_raises_an_error_and_leaves_no_partial_files(

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import tarfile
 from pathlib import Path
@@ -18,7 +19,14 @@ from clipkit.__main__ import dispatch
 from clipkit.errors import ConfigError, DataError
 from clipkit.formats.checkpoint import save_model
 from clipkit.inference.inputs import Item, Stream, read_image
-from clipkit.inference.search import Embeddings, Hit, Query, stale_note, thumbnail
+from clipkit.inference.search import (
+    Embeddings,
+    EmbeddingsChanged,
+    Hit,
+    Query,
+    stale_note,
+    thumbnail,
+)
 from clipkit.inference.storage import STORAGE, content_digest
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -436,3 +444,136 @@ def test_incomplete_folder_is_reported(tmp_path: Path) -> None:
         embeddings = Embeddings(tmp_path)
         assert embeddings.missing == missing
         assert ("is running or was interrupted" in stale_note(embeddings)) == bool(missing)
+
+
+@pytest.mark.parametrize("fewer", [False, True])
+def test_rows_are_never_reported_with_the_metadata_of_a_later_file(tmp_path: Path, fewer: bool) -> None:
+    """``clipkit encode`` replaces files while they are open."""
+    rows = unit(np.random.default_rng(0), 10)
+    write(tmp_path, rows.astype(np.float16))
+    embeddings, query = Embeddings(tmp_path), torch.from_numpy(rows[9])
+    later = np.delete(rows, 0, axis=0) if fewer else rows[::-1]
+    shutil.rmtree(tmp_path / "metadata")
+    with pytest.raises(
+        EmbeddingsChanged, match=r"metadata_0\.parquet changed while it was read: search again"
+    ):
+        embeddings.search(query, 1)
+    write(tmp_path, later.astype(np.float16))
+    with pytest.raises(EmbeddingsChanged, match=r"img_emb_0\.npy changed while it was read: search again"):
+        embeddings.search(query, 1)
+    assert embeddings.columns == ["image_path", "group", "source", "raw"]
+    embeddings.refresh()
+    (hit,) = embeddings.search(query, 1)
+    assert hit.path == ("0/8.png" if fewer else "0/0.png")
+
+
+def test_file_replaced_during_a_search_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = unit(np.random.default_rng(0), 10)
+    write(tmp_path, rows.astype(np.float16))
+    embeddings, compared = Embeddings(tmp_path), Embeddings._compared
+
+    def compared_then_replaced(*arguments: Any) -> Any:
+        ranked = compared(*arguments)
+        write(tmp_path, rows[::-1].astype(np.float16))
+        return ranked
+
+    monkeypatch.setattr(Embeddings, "_compared", staticmethod(compared_then_replaced))
+    with pytest.raises(EmbeddingsChanged, match="changed while it was read: search again"):
+        embeddings.search(torch.from_numpy(rows[9]), 1)
+
+
+def test_file_replaced_while_it_is_opened_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = unit(np.random.default_rng(0), 10)
+    write(tmp_path, rows[:5].astype(np.float16), rows[5:].astype(np.float16))
+    opened = np.lib.format.open_memmap
+
+    def opened_then_replaced(path: Path, **options: Any) -> Any:
+        array = opened(path, **options)
+        if path.name == "img_emb_1.npy":
+            write(tmp_path, rows[5:][::-1].astype(np.float16), first=1)
+        return array
+
+    monkeypatch.setattr(np.lib.format, "open_memmap", opened_then_replaced)
+    embeddings = Embeddings(tmp_path)
+    assert len(embeddings) == 5 and embeddings.left_out == [tmp_path / "img_emb" / "img_emb_1.npy"]
+    monkeypatch.undo()
+    embeddings.refresh()
+    assert embeddings.search(torch.from_numpy(rows[9]), 1)[0].path == "1/0.png"
+
+
+def test_truncated_file_does_not_end_the_process(tmp_path: Path) -> None:
+    rows = unit(np.random.default_rng(0), 5000)
+    write(tmp_path, rows)
+    embeddings = Embeddings(tmp_path)
+    os.truncate(tmp_path / "img_emb" / "img_emb_0.npy", 128)
+    with pytest.raises(EmbeddingsChanged, match=r"img_emb_0\.npy changed while it was read: search again"):
+        embeddings.search(torch.from_numpy(rows[9]), 1)
+
+
+def test_search_finds_files_that_were_replaced_while_the_model_was_loaded(
+    encoded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images, out = tmp_path / "images", str(tmp_path / "out")
+    shutil.copytree(encoded / "images", images)
+    encoding = ["encode", str(images), "--model", str(encoded / "model"), "--out", out, "--quiet"]
+    assert dispatch(encoding) == 0
+    add = Query.add
+
+    def add_and_update(*arguments: Any, **options: Any) -> None:
+        add(*arguments, **options)
+        (images / "0.png").unlink()
+        assert dispatch(encoding) == 0
+        capsys.readouterr()
+
+    monkeypatch.setattr(Query, "add", add_and_update)
+    assert dispatch(["search", out, "--image", str(images / "7.png"), "-k", "1"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].endswith("7.png")
+
+
+def test_folder_of_another_model_is_an_error_until_it_is_opened_again(tmp_path: Path) -> None:
+    rows = unit(np.random.default_rng(0), 4)
+    path, manifest = tmp_path / "manifest.json", {"weights": "a", "kind": "image", "items": 4}
+    write(tmp_path, rows)
+    path.write_text(json.dumps(manifest), encoding="utf-8")
+    embeddings = Embeddings(tmp_path)
+    for other in (manifest | {"weights": "b"}, manifest | {"kind": "caption"}, {}, None):
+        path.unlink()
+        if other is not None:
+            path.write_text(json.dumps(other), encoding="utf-8")
+        for _ in range(2):
+            with pytest.raises(DataError, match="was encoded with another model or of another kind since"):
+                embeddings.refresh()
+        Embeddings(tmp_path).refresh()
+        path.write_text(json.dumps(manifest), encoding="utf-8")
+        embeddings.refresh()
+    # what does not change the query is taken over
+    write(tmp_path, STORAGE["int8"].pack(rows))
+    path.write_text(json.dumps(manifest | {"dtype": "int8", "directory": "/photos"}), encoding="utf-8")
+    embeddings.refresh()
+    (hit,) = embeddings.search(torch.from_numpy(rows[2]), 1)
+    assert (hit.path, hit.directory) == ("0/2.png", "/photos")
+
+
+def test_folder_without_a_complete_file_says_that_encode_runs(encoded: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ["--model", str(encoded / "model"), "--out", str(out), "--quiet", "--rows-per-file", "5"]
+    assert dispatch(["encode", str(encoded / "images"), *arguments]) == 0
+    embeddings = Embeddings(out)
+    shutil.rmtree(out / ".parts")
+    message = "has no complete embedding file: if clipkit encode is running, wait for it; if it was interrupted, run"
+    for folder in ("metadata", "img_emb"):  # as while they are written
+        for file in (out / folder).iterdir():
+            file.unlink()
+        with pytest.raises(DataError, match=message):
+            dispatch(["search", str(out), "noise"])
+        with pytest.raises(DataError, match=message):
+            embeddings.refresh()
+    shutil.rmtree(out)
+    with pytest.raises(DataError, match=message):
+        embeddings.refresh()
+    with pytest.raises(
+        DataError, match="contains no embeddings: expected a folder written by clipkit encode"
+    ):
+        dispatch(["search", str(out), "noise"])

@@ -349,6 +349,56 @@ def test_new_images_are_found_without_a_restart(made: Path, tmp_path: Path, inde
         assert set(nearest(56)[:2]) == {"50.png", "56.png"}
 
 
+def test_update_during_a_search_gives_no_other_image(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastapi.testclient import TestClient
+
+    from clipkit.inference import search, serve
+
+    out, updated, images = tmp_path / "embeddings", tmp_path / "updated", tmp_path / "images"
+    shutil.copytree(made / "images", images)
+    encode(made, "one", images, out=out)
+    (images / "0.png").unlink()
+    encode(made, "one", images, out=updated)
+    collection = serve.Collection(
+        name="one", embeddings=search.Embeddings(out), model=clipkit.load(made / "model_one")
+    )
+    refresh = search.Embeddings.refresh
+
+    def refresh_and_update(embeddings: search.Embeddings) -> None:
+        refresh(embeddings)
+        monkeypatch.undo()
+        shutil.rmtree(out)
+        updated.rename(out)
+
+    monkeypatch.setattr(search.Embeddings, "refresh", refresh_and_update)
+    client = TestClient(serve.application([collection]))
+    files = {"file": (images / "7.png").read_bytes()}
+    answer = client.post("/api/search?k=1", files=files)
+    assert answer.status_code == 503
+    assert answer.json()["detail"].endswith(" changed while it was read: search again")
+    assert client.get("/").status_code == 200
+    (result,) = client.post("/api/search?k=1", files=files).json()["results"]
+    assert result["path"].endswith("/7.png")
+
+
+def test_folder_of_another_model_is_refused_until_a_restart(made: Path, tmp_path: Path) -> None:
+    """Both models have the same dimension."""
+    out = shutil.copytree(made / "one", tmp_path / "out")
+    with serving(str(out), str(made / "two")) as address:
+        assert status(f"{address}api/search?text=a")[0] == 200
+        shutil.rmtree(out)
+        shutil.copytree(made / "two", out)
+        for _ in range(2):
+            code, text = status(f"{address}api/search?text=a")
+            assert code == 503
+            assert json.loads(text)["detail"].startswith(f"{out} was encoded with another model")
+        assert status(f"{address}api/search?text=a&collection=1")[0] == 200
+    with serving(str(out)) as address:
+        assert status(f"{address}api/search?text=a")[0] == 200
+
+
 def test_results_like_those_of_another_collection_are_of_the_same_image(made: Path, tmp_path: Path) -> None:
     """The keys of two shards are equal."""
     for number, shard in enumerate(("a", "b")):
