@@ -28,7 +28,13 @@ from torch import Tensor
 from clipkit.errors import CheckpointError, ClipkitError, ConfigError
 from clipkit.files.hub import HUB, fetch_published, fetch_repository
 from clipkit.files.open_clip import published_tags, published_weights
-from clipkit.formats.checkpoint import load_model, read_json, resolve_checkpoint, with_weights
+from clipkit.formats.checkpoint import (
+    load_model,
+    read_json,
+    resolve_checkpoint,
+    warn_of_padding,
+    with_weights,
+)
 from clipkit.formats.onnx import ONNX_CONFIG, load_onnx
 from clipkit.formats.open_clip import (
     OPENAI_MARKS,
@@ -328,6 +334,7 @@ def _built(
     tokenizer: Tokenizer | None = None,
 ) -> CLIP:
     original, shape = shape, shape.resized(**wanted.sizes)
+    warn_of_padding(original, shape, origin=origin)
     known = {one.name for one in fields(Preprocess)}
     given = {key: value for key, value in (preprocess or {}).items() if key in known and value is not None}
     with _naming(origin):
