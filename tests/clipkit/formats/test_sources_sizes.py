@@ -36,7 +36,10 @@ from tests.clipkit.stored_models import (
 )
 
 # most tests use small architectures
-pytestmark = pytest.mark.filterwarnings("ignore:.*no published weights of")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*no published weights of"),
+    pytest.mark.filterwarnings("ignore:.*has no preprocessor_config.json"),
+]
 SHORT, LONG = ["a red hat"], ["a red hat on a grey cat, two dogs and a very long train in the snow"]
 
 
