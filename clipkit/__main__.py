@@ -4,7 +4,6 @@ Each sub-command is an entry of ``COMMANDS``; its module is imported only when t
 """
 
 import argparse
-import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -46,7 +45,6 @@ and with --text
 
 def main() -> NoReturn:
     """Run the sub-command given on the command line."""
-    warnings.formatwarning = lambda message, *_, **__: f"note: {message}\n"
     run_command(dispatch)
 
 

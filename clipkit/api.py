@@ -69,8 +69,8 @@ def load(
             because their range is not known. None: as in the model's training.
 
     Warns:
-        UserWarning: the published weights of the architecture have several preprocessings or there are none, and
-            CLIP's is used.
+        UserWarning: the preprocessing is not stored, the published weights of the architecture have several or
+            there are none, and CLIP's is used; or ``context_length`` changes the features of all texts.
 
     Raises:
         CheckpointError: the source does not exist, is damaged, would require running code, or does not match the

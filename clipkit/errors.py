@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
@@ -102,7 +103,11 @@ def report_errors() -> Iterator[None]:
 
 
 def run_command(command: Callable[[], int | None]) -> NoReturn:
-    """Run a program's main function, report its errors (see ``report_errors``), and exit with its status."""
+    """Run a program's main function, report its errors (see ``report_errors``), and exit with its status.
+
+    Each warning is one line.
+    """
+    warnings.formatwarning = lambda message, *_, **__: f"note: {message}\n"
     status = 0
     with report_errors():
         status = command() or 0

@@ -1,7 +1,6 @@
 """``python -m eval``: score models on datasets and build pages of the results. Imports torch only after parsing."""
 
 import argparse
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -49,7 +48,6 @@ def _parser() -> Parser:
 
 def _program() -> int:
     """Run the command, together with all ranks that torchrun started."""
-    warnings.formatwarning = lambda message, *_, **__: f"note: {message}\n"
     command = chosen_command(COMMANDS, _parser().parse_args())
     from clipkit import distributed
 

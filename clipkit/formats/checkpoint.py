@@ -22,6 +22,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -226,7 +227,8 @@ def load_model(folder: Path, *, image_size: int = 0, context_length: int = 0) ->
         merge_adapters(base)
         tensors = base.state_dict()
     if resized := bool(image_size or context_length):
-        shape = shape.resized(image_size=image_size, context_length=context_length)
+        stored, shape = shape, shape.resized(image_size=image_size, context_length=context_length)
+        warn_of_padding(stored, shape, origin=folder)
         preprocess = replace(preprocess, image_size=shape.vision.image_size)
         if context_length:
             tokenizer = tokenizer.of_length(context_length)
@@ -334,6 +336,17 @@ def with_weights(
         raise CheckpointError(f"{origin}: {error}") from error
     model.load_state_dict(fitting(model))
     return model.eval()
+
+
+def warn_of_padding(stored: Architecture, resized: Architecture, *, origin: Path) -> None:
+    """Warn if another context length changes the features of all texts."""
+    length, stored_length = resized.text.context_length, stored.text.context_length
+    if length != stored_length and stored.text.reads_padding:
+        warnings.warn(
+            f"{origin}: context_length = {length} changes the features of all texts, because this text tower reads "
+            f"the padding up to {stored_length} tokens: fine-tune the model before use",
+            stacklevel=7,  # the caller of clipkit.load
+        )
 
 
 def check_weights(model: CLIP, tensors: Mapping[str, Tensor], *, origin: Path) -> None:

@@ -28,9 +28,16 @@ from torch import Tensor
 from clipkit.errors import CheckpointError, ClipkitError, ConfigError
 from clipkit.files.hub import HUB, fetch_published, fetch_repository
 from clipkit.files.open_clip import published_tags, published_weights
-from clipkit.formats.checkpoint import load_model, read_json, resolve_checkpoint, with_weights
+from clipkit.formats.checkpoint import (
+    load_model,
+    read_json,
+    resolve_checkpoint,
+    warn_of_padding,
+    with_weights,
+)
 from clipkit.formats.onnx import ONNX_CONFIG, load_onnx
 from clipkit.formats.open_clip import (
+    ASSUMED_PREPROCESS,
     OPENAI_MARKS,
     TrainingRecord,
     check_claims,
@@ -218,6 +225,9 @@ def _transformers_folder(folder: Path, wanted: _Wanted, file: Path | None = None
         preprocess = preprocess_from_transformers(processor or {}, shape.vision.image_size)
     _agree(wanted, shape, folder)
     model = _built(shape, tensors, file, wanted, preprocess=preprocess.to_dict(), tokenizer=tokenizer)
+    if processor is None:
+        note = f"{folder} has no preprocessor_config.json: {ASSUMED_PREPROCESS}"
+        warnings.warn(note, stacklevel=5)  # the caller of clipkit.load
     model.origin = f"transformers folder {folder}"
     if not has_tokenizer(folder):
         model.origin += " without a tokenizer (using CLIP's)"
@@ -236,10 +246,16 @@ def _sentence_model(folder: Path) -> Path:
         name = str(modules[0]["path"])
         further = [str(module["type"]).rpartition(".")[2] for module in modules[1:]]
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{kind} with an invalid modules.json: {error!r}") from error
+        raise CheckpointError(
+            f"{kind} with an invalid modules.json: expected a list of modules, each with path and type"
+        ) from error
     if name and name not in {path.name for path in folder.iterdir()}:
         raise CheckpointError(f"{kind} that does not contain the model's folder {name[:120]!r}")
     model = folder / name
+    if not (model / "config.json").is_file():
+        raise CheckpointError(
+            f"{kind} without a config.json in {model}, the folder of the model according to modules.json"
+        )
     model_type = read_json(model / "config.json").get("model_type")
     if model_type != "clip":
         raise CheckpointError(f"{kind} with a {model_type!r} model, not a CLIPModel")
@@ -277,8 +293,8 @@ def _file(path: Path, wanted: _Wanted) -> CLIP:
         names = list(dict.fromkeys(one.removesuffix(QUICKGELU) for one in fitting_names(stored.tensors)))
         examples = f", such as {' or '.join(map(repr, names))}" if names else ""
         raise CheckpointError(
-            f"{path}: {record.lacking}: specify the architecture by --name on the command line or "
-            f"clipkit.load(…, name=…){examples}, with QuickGELU {(names or ['NAME'])[0] + QUICKGELU!r}"
+            f"{path}: {record.lacking}: specify the architecture by --name NAME on the command line or "
+            f"clipkit.load(…, name=NAME){examples}; add {QUICKGELU} to the name if the model has QuickGELU"
         )
     preprocess, assumption = record.preprocess, ""
     if preprocess is None and wanted.tag:
@@ -328,6 +344,7 @@ def _built(
     tokenizer: Tokenizer | None = None,
 ) -> CLIP:
     original, shape = shape, shape.resized(**wanted.sizes)
+    warn_of_padding(original, shape, origin=origin)
     known = {one.name for one in fields(Preprocess)}
     given = {key: value for key, value in (preprocess or {}).items() if key in known and value is not None}
     with _naming(origin):

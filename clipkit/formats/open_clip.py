@@ -31,12 +31,13 @@ from clipkit.model.preprocess import Preprocess
 from clipkit.model.resample import fit_positions
 
 __all__ = [
-    "OPENAI_MARKS", "TrainingRecord", "check_claims", "common_preprocess", "fitting_names", "folder_config",
-    "inferred", "mlp_ratio", "newest_epoch", "own_names", "training_record",
+    "ASSUMED_PREPROCESS", "OPENAI_MARKS", "TrainingRecord", "check_claims", "common_preprocess", "fitting_names",
+    "folder_config", "inferred", "mlp_ratio", "newest_epoch", "own_names", "training_record",
 ]  # fmt: skip
 
 # extra entries that occur only in OpenAI's state dicts
 OPENAI_MARKS = ("input_resolution", "context_length", "vocab_size")
+ASSUMED_PREPROCESS = "assuming CLIP's mean, std, bicubic interpolation and center crop"
 _MAX_LAYERS = 256
 _MAX_POSITIONS = (
     2**26
@@ -335,16 +336,15 @@ def common_preprocess(name: str) -> tuple[dict[str, Any], str]:
             others.append(tag)
     if len(kinds) == 1:
         return settings, ""
-    assumed = "assuming CLIP's mean, std, bicubic interpolation and center crop"
     if not tags:
         return {}, (
-            f"{assumed}, because there are no published weights of {registered}; a folder with "
+            f"{ASSUMED_PREPROCESS}, because there are no published weights of {registered}; a folder with "
             "open_clip_config.json can record others"
         )
     names = " or ".join(f"{OPEN_CLIP}{registered}/{tag}" for tag in others)
     return {}, (
-        f"{assumed}, as {len(tags) - len(others)} of {len(tags)} published weights of {registered} have; for the "
-        f"others, give the name {names}"
+        f"{ASSUMED_PREPROCESS}, as {len(tags) - len(others)} of {len(tags)} published weights of {registered} "
+        f"have; for the others, give the name {names}"
     )
 
 

@@ -262,6 +262,11 @@ class TextArchitecture(TowerArchitecture):
         return ()
 
     @property
+    def reads_padding(self) -> bool:
+        """Whether features depend on the padding, so that another context length changes those of all texts."""
+        return False
+
+    @property
     def words(self) -> int:
         """Number of words that can be predicted from images, see ``WordTable``; 0 for other towers."""
         return 0

@@ -289,6 +289,12 @@ class OpenClipText(TextArchitecture):
     def token_width(self) -> int:
         return int(self.config.get("width", 512))
 
+    @property
+    def reads_padding(self) -> bool:
+        if self.config.get("embed_cls"):  # a class token, with a mask of the padding
+            return False
+        return bool(self.config.get("no_causal_mask")) or self.config.get("pool_type") == "last"
+
     def with_tokens(self, module: "nn.Module", tokens: "Tensor") -> "tuple[Tensor, Tensor]":
         return _with_output_tokens(module, tokens)
 

@@ -29,7 +29,8 @@ def fit_positions(tensors: dict[str, Tensor], wanted: dict[str, torch.Size]) -> 
     Image positions: the class token's is kept, the square grid is resized by antialiased bicubic interpolation
     (Dosovitskiy et al. 2021, section 3.2). Text positions: a shorter length keeps the first ones. A longer one
     keeps the first 20, the best trained ones, and stretches the others linearly (Long-CLIP, Zhang et al. 2024,
-    https://arxiv.org/abs/2403.15378). In both cases short texts keep their features.
+    https://arxiv.org/abs/2403.15378). In both cases short texts keep their features, unless the text tower reads
+    padding (see ``TextArchitecture.reads_padding``).
 
     Raises:
         CheckpointError: the stored grid is not square.

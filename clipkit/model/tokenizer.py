@@ -339,6 +339,7 @@ _words = _Cache(lambda: _model().words, _ids_of_word)
 _FOLDER = "tokenizer"  # in a checkpoint
 _UNCLEANED = "transformers without cleaning"
 _CLASSES = "class names"
+_PROBED_WORDS = 200  # of a vocabulary
 
 
 class Tokenizer(Protocol):
@@ -493,8 +494,14 @@ class LibraryTokenizer:
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # loader processes are forked
             from clipkit.files.hub import from_hub
 
+            if Path(self.source).is_dir() and not has_tokenizer(Path(self.source)):
+                raise ConfigError(
+                    f"{self.source} has no tokenizer: copy tokenizer.json and tokenizer_config.json of the model "
+                    "into this folder"
+                )
             with from_hub(self.source):
                 library = make_tokenizer(self.source, self.context_length, **self.options)
+            _check_words(library.tokenizer, self.source)
             if library.tokenizer.pad_token_id is None:
                 raise ConfigError(
                     f"the tokenizer in {self.source} has no padding token: add pad_token to tokenizer_config.json, "
@@ -568,6 +575,7 @@ class TransformersTokenizer:
                 raise ConfigError(
                     f"transformers cannot read the tokenizer in {self.source}: {cause}"
                 ) from error
+            _check_words(made, self.source)
             made.model_max_length = (
                 self.context_length
             )  # with which other libraries cut texts after an export
@@ -587,6 +595,23 @@ class TransformersTokenizer:
 
     def of_length(self, context_length: int) -> "TransformersTokenizer":
         return replace(self, context_length=context_length, _made=None)
+
+
+def _check_words(library: Any, source: str) -> None:
+    """Raise ConfigError if a tokenizer of transformers encodes all words of its vocabulary alike.
+
+    transformers builds a tokenizer without words if files are missing.
+    """
+    ids = list(library.get_vocab().values())
+    step = 1 + len(ids) // _PROBED_WORDS
+    words = {library.decode([i], skip_special_tokens=True).strip() for i in ids[::step]} - {""}
+    rows = {tuple(row) for row in library(sorted(words))["input_ids"]} if words else set()
+    are_alike = len(words) > 1 and len(rows) == 1
+    if not words or are_alike:
+        raise ConfigError(
+            f"the tokenizer in {source} encodes all words alike ({len(ids)} tokens, {len(words)} of them words): "
+            "use the folder with all files of the model's tokenizer"
+        )
 
 
 def trained_tokenizer(folder: str, context_length: int) -> TransformersTokenizer:

@@ -34,6 +34,11 @@ def test_user_error_prints_one_line() -> None:
     assert (done.returncode, done.stderr) == (1, "error (rank 3): steps = 0\n")
 
 
+def test_warning_prints_one_line() -> None:
+    done = run("import warnings; warnings.warn('no tokenizer')")
+    assert (done.returncode, done.stderr) == (0, "note: no tokenizer\n")
+
+
 def test_internal_error_prints_its_traceback() -> None:
     done = run("assert False, 'ours'")
     assert done.returncode == 1

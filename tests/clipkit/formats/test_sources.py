@@ -144,13 +144,17 @@ def test_weights_without_params_txt_need_a_name(tmp_path: Path) -> None:
     theirs = their_model("ViT with QuickGELU")
     run = train(tmp_path, theirs, "--model", "ViT-tiny")
     (run / "params.txt").unlink()
-    how = r"by --name on the command line or clipkit.load\(…, name=…\)"
-    names = "such as 'open_clip:ViT-tiny', with QuickGELU 'open_clip:ViT-tiny-quickgelu'"
+    how = r"by --name NAME on the command line or clipkit.load\(…, name=NAME\)"
+    names = "such as 'open_clip:ViT-tiny'; add -quickgelu to the name if the model has QuickGELU$"
     with pytest.raises(
         CheckpointError, match=f"and whether it uses QuickGELU: specify the architecture {how}, {names}"
     ):
         clipkit.load(run)
     same(clipkit.load(run, name="open_clip:ViT-tiny-quickgelu"), theirs)
+    unknown = tmp_path / "unknown.pt"  # no architecture has these shapes
+    torch.save({"visual.proj": torch.zeros(3, 3)}, unknown)
+    with pytest.raises(CheckpointError, match=f"^{unknown}: .* {how}; add -quickgelu to the name if"):
+        clipkit.load(unknown)
     file = tmp_path / "weights.pt"
     torch.save(theirs.state_dict(), file)
     ours = clipkit.load(file, name="open_clip:ViT-tiny-quickgelu")

@@ -1,5 +1,7 @@
 """Tests of loading with another image size or text length: position embeddings from every kind of source."""
 
+import json
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,15 +19,27 @@ from clipkit.config import Config
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.formats.checkpoint import save_model
 from clipkit.formats.transformers import to_transformers, transformers_configs
-from clipkit.model.names import architecture
+from clipkit.model.clip import create
+from clipkit.model.names import architecture, from_open_clip
 from clipkit.model.preprocess import batch_of
 from clipkit.model.resample import fit_positions
 from clipkit.training.checkpoint import LoopState, save_checkpoint
 from clipkit.training.optim import adamw
-from tests.clipkit.stored_models import CONFIGS, random_images, register, their_model, write_hub_folder
+from tests.clipkit.stored_models import (
+    CONFIGS,
+    TEXT,
+    VIT,
+    random_images,
+    register,
+    their_model,
+    write_hub_folder,
+)
 
 # most tests use small architectures
-pytestmark = pytest.mark.filterwarnings("ignore:.*no published weights of")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*no published weights of"),
+    pytest.mark.filterwarnings("ignore:.*has no preprocessor_config.json"),
+]
 SHORT, LONG = ["a red hat"], ["a red hat on a grey cat, two dogs and a very long train in the snow"]
 
 
@@ -225,6 +239,54 @@ def test_short_captions_keep_their_features_in_a_longer_context(tmp_path: Path) 
         ]
         assert all(same[:19]) and not any(same[20:])
         assert longer.tokenizer(["hat " * 300]).shape == (1, length)
+
+
+def short_features(model: clipkit.CLIP) -> Tensor:
+    """Features of four tokens and padding."""
+    tokens = torch.zeros(1, model.architecture.text.context_length, dtype=torch.int64)
+    tokens[0, :4] = torch.tensor([200, 210, 220, 299])
+    with torch.no_grad():
+        return model.encode_text(tokens)
+
+
+@pytest.mark.parametrize(
+    ("text", "warns"),
+    [
+        ({"no_causal_mask": True}, True),
+        ({"pool_type": "last"}, True),
+        ({"no_causal_mask": True, "pool_type": "last", "proj_bias": True}, True),  # SigLIP
+        ({"pool_type": "first"}, False),
+        ({"embed_cls": True, "no_causal_mask": True}, False),
+        ({"embed_cls": True}, False),
+        ({"proj_bias": True}, False),
+        ({}, False),
+    ],
+)
+@pytest.mark.parametrize("length", [9, 16, 40])
+@pytest.mark.parametrize("stored", ["hub", "checkpoint"])
+def test_another_context_length_of_towers_that_read_padding_warns(
+    text: dict[str, Any], warns: bool, length: int, stored: str, tmp_path: Path
+) -> None:
+    config = {"embed_dim": 32, "vision_cfg": VIT, "text_cfg": {**TEXT, "layers": 2, **text}}
+    first = create(from_open_clip(config), seed=0)
+    folder = tmp_path / "model"
+    if stored == "checkpoint":
+        save_model(first, folder)
+    else:
+        folder.mkdir()
+        (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": config, "preprocess_cfg": {}}))
+        torch.save(first.state_dict(), folder / "open_clip_pytorch_model.bin")
+    expected = short_features(clipkit.load(folder))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        features = short_features(clipkit.load(folder, context_length=length))
+    messages = [str(one.message) for one in caught]
+    if not warns or length == 16:
+        assert messages == [] and (features - expected).abs().max() <= 1e-5
+        return
+    assert (features - expected).abs().max() > 1e-5
+    assert len(messages) == 1 and str(folder) in messages[0] and "\n" not in messages[0]
+    assert f"context_length = {length} changes the features of all texts" in messages[0]
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,10 @@ SIZES: dict[str, tuple[str, tuple[int, int, int, int], tuple[int, int, int, int]
 }
 
 
+# most tests store no preprocessing
+pytestmark = pytest.mark.filterwarnings("ignore:.*has no preprocessor_config.json")
+
+
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -104,6 +108,21 @@ def test_transformers_folders_load(size: str, form: str, tmp_path: Path) -> None
         assert named.origin == ours.origin
 
 
+@pytest.mark.filterwarnings("default:.*has no preprocessor_config.json")
+@pytest.mark.parametrize("files", [(), ("preprocessor_config.json",), ("processor_config.json",)])
+def test_assumed_preprocessing_is_named(files: tuple[str, ...], tmp_path: Path) -> None:
+    make("tiny").save_pretrained(tmp_path)
+    for name in files:
+        (tmp_path / name).write_text("{}")
+    if files == ("preprocessor_config.json",):  # with CLIP's defaults
+        clipkit.load(tmp_path)
+        return
+    message = f"^{tmp_path} has no preprocessor_config.json: assuming CLIP's mean, std, bicubic interpolation"
+    with pytest.warns(UserWarning, match=message) as caught:
+        clipkit.load(tmp_path)
+    assert len(caught) == 1 and caught[0].filename == __file__
+
+
 def write_sentence_folder(folder: Path, *further: str) -> Any:
     """Write a CLIPModel as sentence-transformers stores it, with further modules; return the model."""
     theirs = make("tiny")
@@ -144,10 +163,18 @@ def test_other_sentence_transformers_folders_are_refused(tmp_path: Path) -> None
     file, listing = tmp_path / "modules.json", [{"path": "0_CLIPModel", "type": "x"}]
     for content in ("{", "[]", "{}", '[{"type": "x"}]', "[5]", "5"):
         file.write_text(content)
-        assert "invalid modules.json" in message()
+        expected = "expected a list of modules, each with path and type"
+        assert message() == f"{kind} with an invalid modules.json: {expected}"
     for path in ("..", "../other", "missing", str(tmp_path / "0_CLIPModel")):
         file.write_text(json.dumps([{**listing[0], "path": path}]))
         assert message() == f"{kind} that does not contain the model's folder {path!r}"
+    (tmp_path / "empty").mkdir()
+    for path in ("", "empty"):
+        file.write_text(json.dumps([{**listing[0], "path": path}]))
+        missing = (
+            f"without a config.json in {tmp_path / path}, the folder of the model according to modules.json"
+        )
+        assert message() == f"{kind} {missing}"
     file.write_text(json.dumps(listing))
     (tmp_path / "0_CLIPModel" / "config.json").write_text('{"model_type": "distilbert"}')
     assert message() == f"{kind} with a 'distilbert' model, not a CLIPModel"

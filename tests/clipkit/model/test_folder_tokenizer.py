@@ -19,6 +19,8 @@ from clipkit.model.tokenizer import ClipTokenizer, TransformersTokenizer, tokeni
 TEXTS = ["a photo of a cat", "a photo of a quite unknown Cat &amp; “dog”", "of " * 100, ""]
 END = "<|endoftext|>"
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*has no preprocessor_config.json")
+
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:

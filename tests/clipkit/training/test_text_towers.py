@@ -88,6 +88,46 @@ def test_encoders_that_do_not_fit_are_refused(
     assert "\n" not in str(caught.value)
 
 
+def test_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    """transformers would build a tokenizer without words from config.json."""
+    write_encoder(tmp_path)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / file).unlink()
+    with pytest.raises(ConfigError, match=f"^{tmp_path} has no tokenizer: copy tokenizer.json") as caught:
+        make_model(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "counts"),
+    [
+        (None, "5 tokens, 0 of them words"),
+        (SPECIAL, "5 tokens, 0 of them words"),
+        ([*SPECIAL, "RED", "HAT"], "7 tokens, 2 of them words"),  # Bert's tokenizer makes texts lower case
+        ([*SPECIAL, "red", "hat"], ""),
+    ],
+)
+def test_tokenizer_that_encodes_all_words_alike_is_refused(
+    vocabulary: list[str] | None, counts: str, tmp_path: Path
+) -> None:
+    write_encoder(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    settings = {"tokenizer_class": "BertTokenizer", "do_lower_case": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    if vocabulary is not None:
+        (tmp_path / "vocab.txt").write_text("\n".join(vocabulary))
+    if not counts:
+        assert make_model(tmp_path).tokenizer.vocab_size == 7
+        return
+    pattern = rf"^the tokenizer in {tmp_path} encodes all words alike \({counts}\): use"
+    with pytest.raises(ConfigError, match=pattern) as caught:
+        make_model(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
 def test_clips_tokenizer_needs_its_vocabulary() -> None:
     """An open_clip configuration may have a smaller one."""
     text = {**TEXT, "vocab_size": 300}
