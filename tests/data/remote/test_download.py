@@ -754,7 +754,7 @@ def _is_ray_task(process: Path) -> bool:
 
 
 def test_retry_may_allow_hosts_that_were_refused(server: Server, tmp_path: Path) -> None:
-    path = table(tmp_path / "t.csv", [f"{server.url}/{i}.jpg" for i in range(3)])
+    path = table(tmp_path / "t.csv", [f"{server.url}/flaky/{i}.jpg" for i in range(3)])
     out = tmp_path / "out"
     refused = download(path, out, SMALL, fetch=replace(QUICK, allow_private=False))
     assert refused.failures == {"host with a private address (--allow-private downloads from it)": 3}
