@@ -186,8 +186,9 @@ class Table:
                 f"{self.path} has no column {request.name!r} ({nearest(request.name, names[:30])})"
             )
         with_images = [name for name in names if encoded and _is_image_type(self._format.types.get(name))]
-        name = request.find_column(with_images)  # before a column of the names of files
-        name = name or request.find_column(names) or self._format.guesses.get(content, "")
+        name = request.name or self._format.guesses.get(content, "")
+        name = name or request.find_column(with_images)  # before a column of the names of files
+        name = name or request.find_column(names)
         if not name and len(with_images) == 1:
             name = with_images[0]
         if not name and required:
