@@ -82,8 +82,12 @@ class Delimited:
                 first_row = rows[0] if rows else []
                 self.names, self.guesses, self._delimiter = names, guesses, delimiter
         self._has_header = not self.guesses
-        # whether paths have the numbers of their captions; then quotes are text
+        # columns up to the last one with a name
+        self._width = max((i for i, name in enumerate(self.names, 1) if name), default=0)
+        # whether paths have the numbers of their captions
         self._numbered = not self._has_header and any(map(_is_numbered, first_row))
+        is_quoted = start[self._skip :].lstrip().startswith('"')
+        self._quotes_are_text = self._numbered and self._delimiter == "\t" and not is_quoted
 
     def records(self, required: Sequence[str], others: Sequence[str]) -> Iterator[Record]:
         """Read all rows in order, see ``Format``."""
@@ -125,7 +129,7 @@ class Delimited:
             if len(line) > LONGEST:
                 yield [], f"a line longer than {LONGEST:,} characters"
                 continue
-            if self._numbered or '"' not in line:
+            if self._quotes_are_text or '"' not in line:
                 if cells := line.rstrip("\r\n"):
                     yield cells.split(self._delimiter), ""
                 continue
@@ -170,32 +174,36 @@ class Delimited:
             return ""
         if any(cell.startswith(' "') for cell in fields):
             return "more cells than columns: remove the space before a quote"
+        if len(fields) <= len(self.names):
+            return "a cell in a column without a name: name the column, or put cells with the delimiter in quotes"
         delimiter = "a tab" if self._delimiter == "\t" else repr(self._delimiter)
         return f"more cells than columns: put cells that contain {delimiter} in quotes"
 
     def _has_extra_cells(self, fields: Sequence[str]) -> bool:
-        return any(cell.strip() for cell in fields[len(self.names) :])
+        return any(cell.strip() for cell in fields[self._width :])
 
     def _are_rows(self, lines: Sequence[str], fields: Sequence[str]) -> bool:
         """Check whether lines that a quote joins are rows of their own.
 
         Joined, they have too many cells, or two lines have a cell of the same kind, such as the path of an image,
-        in the same column. Numbers count only before the quote, because a caption may contain them. With tabs,
-        which captions do not contain, a cell with a tab and a line break is enough.
+        in the same column. Numbers count only before the quote, because a caption may contain them, and only if
+        the row has no image or URL. With tabs, which captions do not contain, a cell with a tab and a line break is
+        enough.
         """
         if self._has_extra_cells(fields):
             return True
         if self._delimiter == "\t" and any("\n" in cell and "\t" in cell for cell in fields):
             return True
+        has_location = any(_kind_of(cell) in ("image", "url") for cell in fields)
         kinds = Counter[tuple[int, str]]()
         for number, line in enumerate(lines):
             cells = line.rstrip("\r\n").split(self._delimiter)
-            if number == 0 or len(cells) >= len(self.names):
+            if number == 0 or len(cells) >= self._width:
                 kinds.update((i, _kind_of(cell)) for i, cell in enumerate(cells))
         before_quote = lines[0].partition('"')[0].split(self._delimiter)[:-1]
         for (i, kind), count in kinds.items():
             is_number = kind == "number" and i < len(before_quote) and before_quote[i].isdecimal()
-            if count > 1 and (kind in ("image", "url") or is_number):
+            if count > 1 and (kind in ("image", "url") or (is_number and not has_location)):
                 return True
         return False
 

@@ -138,6 +138,58 @@ def test_more_cells_than_columns_are_a_bad_row(tmp_path: Path, delimiter: str) -
     assert pairs(rows) == [cause, ("2.jpg", "a dog"), ("3.jpg", "a cat"), cause]
 
 
+def test_cells_in_unnamed_columns_after_the_last_name_are_a_bad_row(tmp_path: Path) -> None:
+    cause = "a cell in a column without a name: name the column, or put cells with the delimiter in quotes"
+    lines = "0.png,a cat, big,\n1.png,a dog,\n2.png,a dog\n"
+    assert pairs(read(tmp_path / "t.csv", f"image,caption,\n{lines}")) == [
+        EXTRA.format("','"), ("1.png", "a dog"), ("2.png", "a dog"),
+    ]  # fmt: skip
+    assert pairs(read(tmp_path / "t.csv", "image,caption,,\n0.png,a red, round, ball\n1.png,x,,\n")) == [
+        cause, ("1.png", "x"),
+    ]  # fmt: skip
+    assert pairs(read(tmp_path / "t.csv", "image,caption, \n0.png,a, b, c\n")) == [EXTRA.format("','")]
+    # columns before the last name: an index, as pandas writes it
+    assert pairs(read(tmp_path / "t.csv", ",image,,caption\n0,0.png,x,a cat\n")) == [("0.png", "a cat")]
+
+
+def test_captions_of_several_lines_that_start_with_numbers(tmp_path: Path) -> None:
+    captions = ["Steps:\n2, mix, bake", "ok", "one\n1,\n2, x, y\n3"]
+    for order in ([0, 1, 2], [0, 2, 1], [2, 0, 1]):
+        text = io.StringIO()
+        rows = [["id", "image", "caption"], *([i, f"{i}.png", caption] for i, caption in enumerate(captions))]
+        csv.writer(text).writerows([[fields[i] for i in order] for fields in rows])
+        assert pairs(read(tmp_path / "t.csv", text.getvalue())) == [
+            (f"{i}.png", caption) for i, caption in enumerate(captions)
+        ]
+    rows_read = read(tmp_path / "t.csv", 'id,image,caption\n1,0.png,"the wall\n2,1.png,b\n3,2.png,"c"\n')
+    assert pairs(rows_read) == [OPEN_QUOTE, ("1.png", "b"), ("2.png", "c")]
+
+
+@pytest.mark.parametrize(
+    ("delimiter", "name"), [(",", "t.csv"), (";", "t.csv"), ("\t", "t.tsv"), ("\t", "t.txt")]
+)
+def test_quoted_cells_with_numbers_of_captions(tmp_path: Path, delimiter: str, name: str) -> None:
+    captions = ["a cat, big", 'a "hot" dog', "x; y\tz"]
+    for quoting in (csv.QUOTE_ALL, csv.QUOTE_MINIMAL):
+        if quoting == csv.QUOTE_MINIMAL and delimiter == "\t":
+            continue  # quotes are text
+        text = io.StringIO()
+        rows = [[f"{i}.png#0", caption] for i, caption in enumerate(captions)]
+        csv.writer(text, delimiter=delimiter, quoting=quoting).writerows(rows)
+        expected = [(f"{i}.png", caption) for i, caption in enumerate(captions)]
+        assert pairs(read(tmp_path / name, text.getvalue())) == expected
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize("name", ["t.csv", "t.csv.gz", "t.jsonl", "t.json"])
+def test_other_encodings_are_named(tmp_path: Path, encoding: str, name: str) -> None:
+    content = "图,path,caption\n1,a.png,x\n".encode(encoding)
+    with pytest.raises(
+        DataError, match=r"is neither UTF-8 nor UTF-16 with a byte order mark: save it as UTF-8$"
+    ):
+        read(tmp_path / name, gzip.compress(content) if name.endswith(".gz") else content)
+
+
 def test_urls_with_delimiters_are_not_cut(tmp_path: Path) -> None:
     url = "http://h/q.jpg?crop=2669,1999&w=80"
     cause = EXTRA.format("','")
