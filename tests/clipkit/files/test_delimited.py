@@ -3,6 +3,7 @@
 import csv
 import gzip
 import io
+import json
 import tracemalloc
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -275,11 +276,50 @@ def test_long_lines_are_bad_rows_in_bounded_memory(tmp_path: Path) -> None:
 
 
 def test_cells_with_lists_are_several_captions(tmp_path: Path) -> None:
-    cells = [str(["a cat", "it's"]), '["x", "y"]', "['a' 'b']", "[untitled]", '["x", 7]', "['']"]
+    cells: dict[str, object] = {
+        str(["a cat", "it's", "a\nb\\"]): ["a cat", "it's", "a\nb\\"],
+        '["x", "y"]': ["x", "y"],
+        '["caf\\u00e9 \\/"]': ["café /"],
+        "['']": [""],
+        "[]": [],
+        " [ ] ": [],
+        "[None, 'a']": [None, "a"],
+        '["e", null]': ["e", None],
+        "[nan 'a']": [None, "a"],
+        "[None]": [None],
+        '["x", 7]': ["x", 7],
+        "['x', 7]": ["x", 7],
+        "['a cat' 'a pet']": ["a cat", "a pet"],
+        "['a cat'\n \"it's\"]": ["a cat", "it's"],
+    }
+    unreadable = ["['a dog's bone', 'x']", "['a' 'b' ... 'y' 'z']", '["a", "b" x "c"]', r"['\d']", r"['\x1']"]
+    texts = ["[untitled]", "[2020]", "[1, 2]", "['a'] cat", "[", "[]x", "x ['a', 'b']", '["Hello" sign]']
     text = io.StringIO()
-    csv.writer(text).writerows([["path", "caption"], *(["a.jpg", cell] for cell in cells)])
-    captions = [row.caption for row in read(tmp_path / "t.csv", text.getvalue())]
-    assert captions == [["a cat", "it's"], ["x", "y"], *cells[2:5], [""]]
+    cell_rows = [["a.jpg", cell] for cell in [*cells, *unreadable, *texts]]
+    csv.writer(text).writerows([["path", "caption"], *cell_rows])
+    rows = read(tmp_path / "t.csv", text.getvalue())
+    cause = 'a list that cannot be read: write it as JSON, ["a cat", "a pet"]'
+    assert [row.cause or row.caption for row in rows] == [*cells.values(), *[cause] * len(unreadable), *texts]
+
+
+@given(st.lists(st.none() | st.text(), max_size=4))
+def test_lists_that_python_writes_as_text_are_read(captions: list[str | None]) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "t.jsonl")
+        for text in (str(captions), json.dumps(captions), str(captions).replace(", ", " ")):
+            rows = read(path, json.dumps({"path": "a.jpg", "caption": text}))
+            if not any(caption and ", " in caption for caption in captions):
+                assert rows[0].caption == captions
+
+
+def test_other_columns_that_are_not_utf8_are_bad_rows(tmp_path: Path) -> None:
+    content = "path,caption,author\na.jpg,x,André\nb.jpg,y,Ann\n".encode("latin-1")
+    rows = read(tmp_path / "t.csv", content, others=None)
+    assert pairs(rows) == ["not UTF-8: column 'author'", ("b.jpg", "y")] and rows[0].path == "a.jpg"
+    assert pairs(read(tmp_path / "t.csv", content)) == [("a.jpg", "x"), ("b.jpg", "y")]  # not requested
+    content = '[{"path": "a.jpg", "caption": "x", "by": {"name": ["é"]}}]'.encode("latin-1")
+    for name, text in (("t.json", content), ("t.jsonl", content[1:-1])):
+        assert pairs(read(tmp_path / name, text, others=None)) == ["not UTF-8: column 'by'"]
 
 
 @pytest.mark.parametrize(
