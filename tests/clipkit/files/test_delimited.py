@@ -226,6 +226,54 @@ def test_tables_without_a_header(tmp_path: Path, name: str, content: str, expect
     assert pairs(read(tmp_path / name, content)) == expected
 
 
+@pytest.mark.parametrize("delimiter", [",", ";", "|", "\t"])
+def test_urls_without_a_suffix_are_split_from_captions(tmp_path: Path, delimiter: str) -> None:
+    url = "http://h/sig/x1?sig=1"
+    for content, expected in [
+        ("{url},a cat\n{url},cat\n", [(url, "a cat"), (url, "cat")]),
+        ("{url},cat\n{url},a cat\n", [(url, "cat"), (url, "a cat")]),
+        ("{url},a cat\n", [(url, "a cat")]),
+        ("a cat,{url}\ncat,{url}\n", [(url, "a cat"), (url, "cat")]),
+        ('{url},"a cat, big; old| x\t"\n{url},a\n', [(url, "a cat, big; old| x\t"), (url, "a")]),
+        ("{url},a cat\n{url}\n{url},b c\n", [(url, "a cat"), "too few columns", (url, "b c")]),
+    ]:
+        if delimiter != ",":
+            content = content.replace(",", delimiter).replace(f"cat{delimiter} big", "cat, big")
+        rows = read_urls(tmp_path / "t.csv", content.replace("{url}", url))
+        assert pairs(rows) == expected, content
+
+
+def test_ambiguous_urls_raise_an_error(tmp_path: Path) -> None:
+    for content in ("http://h/x?s=1,cat\nhttp://h/y?s=2,dog\n", "http://h/1,2\nhttp://h/3,4\nhttp://h/5\n"):
+        message = (
+            r"',' may separate columns or be a part of the URLs: add a header line such as url,caption, or"
+        )
+        with pytest.raises(DataError, match=message):
+            read_urls(tmp_path / "t.csv", content)
+        assert [row.path for row in read_urls(tmp_path / "t.txt", content)] == content.split()
+        header = read_urls(tmp_path / "t.csv", f"url,caption\n{content}")
+        assert header[0].caption == content.split("\n")[0].split(",")[1]
+    with pytest.raises(DataError, match=r"'\|' may separate columns or be"):
+        read_urls(tmp_path / "t.csv", "http://h/1,2|a cat\nhttp://h/1,3|a dog\n")
+    urls = [f"http://h/q.jpg?crop={i},{i}&w=80" for i in range(3)]
+    assert [row.path for row in read_urls(tmp_path / "t.csv", "\n".join(urls))] == urls
+    rows = read_urls(tmp_path / "t.csv", "http://h/c=1,2\ta cat\nhttp://h/c=1,3\ta dog\n")
+    assert pairs(rows) == [("http://h/c=1,2", "a cat"), ("http://h/c=1,3", "a dog")]
+
+
+@pytest.mark.parametrize("delimiter", [";", "|", "\t"])
+@pytest.mark.parametrize(
+    "captions", [["a cat, big", "b dog"], ["b", "a, b"], ["a, b", "c, d"], ["a, b, c", ", d"]]
+)
+def test_delimiter_without_a_header_is_that_of_all_rows(
+    tmp_path: Path, delimiter: str, captions: list[str]
+) -> None:
+    for order in (1, -1):
+        lines = [delimiter.join([f"{i}.png", caption][::order]) for i, caption in enumerate(captions)]
+        expected = [(f"{i}.png", caption) for i, caption in enumerate(captions)]
+        assert pairs(read(tmp_path / "t.csv", "\n".join(lines))) == expected
+
+
 def test_columns_without_a_header_have_numbers(tmp_path: Path) -> None:
     content = "7,img/0.jpg,a cat\n8,img/1.jpg,a dog\n"
     with pytest.raises(DataError, match=r"which column is the caption.* column 1, column 2, column 3"):
