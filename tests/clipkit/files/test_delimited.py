@@ -157,7 +157,8 @@ def test_captions_of_several_lines_that_start_with_numbers(tmp_path: Path) -> No
     captions = ["Steps:\n2, mix, bake", "ok", "one\n1,\n2, x, y\n3"]
     for order in ([0, 1, 2], [0, 2, 1], [2, 0, 1]):
         text = io.StringIO()
-        rows = [["id", "image", "caption"], *([i, f"{i}.png", caption] for i, caption in enumerate(captions))]
+        rows: list[list[object]] = [["id", "image", "caption"]]
+        rows += [[i, f"{i}.png", caption] for i, caption in enumerate(captions)]
         csv.writer(text).writerows([[fields[i] for i in order] for fields in rows])
         assert pairs(read(tmp_path / "t.csv", text.getvalue())) == [
             (f"{i}.png", caption) for i, caption in enumerate(captions)
