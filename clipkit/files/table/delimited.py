@@ -308,9 +308,13 @@ def _guess_columns(
     if not rows:
         return None
     width = len(rows[0])
+    if (
+        width == 1 and delimiter != "\t" and "\t" in delimiters
+    ):  # later lines of a list may contain the delimiter
+        return None
     if not any(map(is_location, rows[0])):
         certain = False
-        if width == 1 or not any(map(is_location, rows[0])):
+        if not any(map(is_location, rows[0])):
             return None
     counts = Counter(i for fields in rows for i, cell in enumerate(fields) if is_location(cell))
     image = max(range(width), key=lambda i: counts[i])

@@ -258,6 +258,8 @@ def test_ambiguous_urls_raise_an_error(tmp_path: Path) -> None:
         read_urls(tmp_path / "t.csv", "http://h/1,2|a cat\nhttp://h/1,3|a dog\n")
     urls = [f"http://h/q.jpg?crop={i},{i}&w=80" for i in range(3)]
     assert [row.path for row in read_urls(tmp_path / "t.csv", "\n".join(urls))] == urls
+    urls = ["http://h/0.jpg", "http://h/1.jpg?c=1,2", "http://h/2?a;b|c"]
+    assert [row.path for row in read_urls(tmp_path / "t.csv", "\n".join(urls))] == urls
     rows = read_urls(tmp_path / "t.csv", "http://h/c=1,2\ta cat\nhttp://h/c=1,3\ta dog\n")
     assert pairs(rows) == [("http://h/c=1,2", "a cat"), ("http://h/c=1,3", "a dog")]
 
