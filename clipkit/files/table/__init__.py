@@ -3,7 +3,8 @@
 Text is UTF-8, with or without a byte order mark, or UTF-16 with one, and may be compressed with gzip. A row that
 cannot be read has a cause; it is not an error. Each format is one class, see ``Format``.
 
-Captions: a caption may be a list of strings, also one written as text (``["a cat", "a pet"]``). Of a conversation
+Captions: a caption may be a list of strings, also one written as text by JSON, Python or NumPy
+(``["a cat", "a pet"]``). Of a conversation
 (LLaVA's list of objects with ``from`` and ``value``), the first answer is the caption. Of a list of objects with
 ``raw`` or ``caption`` (Karpathy's ``sentences``), these are the captions.
 
@@ -14,8 +15,10 @@ unchanged (``007`` is not converted), or None if empty.
 import ast
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,6 +70,13 @@ _GZIP = ".gz"
 SUFFIXES = (*_TEXT_FORMATS, *(suffix + _GZIP for suffix in _TEXT_FORMATS), ".parquet", ".pq")
 NAMED_SUFFIXES = (*_NAMED_FORMATS, *(suffix + _GZIP for suffix in _NAMED_FORMATS))
 _EXPECTED = "a .csv, .tsv, .jsonl, .json or .parquet table, or a .txt list"
+_REPLACEMENT = "\ufffd"  # of bytes that are not text in the encoding of the file
+# elements of lists that are written as text: strings with the escapes of ``repr``, and None or numbers
+_ELEMENT = re.compile(
+    r"""'(?:[^'\\]|\\[\\'"nrtxuU])*'|"(?:[^"\\]|\\[\\'"nrtxuU])*"|None|null|nan|-?[0-9]+(?:\.[0-9]+)?"""
+)
+_LIST = re.compile(rf"\[\s*(?:{_ELEMENT.pattern})(?:[\s,]+(?:{_ELEMENT.pattern}))*[\s,]*\]")
+_QUOTED_LIST = re.compile(r"""\[\s*(['"]).*\1\s*\]""", re.DOTALL)
 _ANSWERING = ("gpt", "assistant", "model")  # who answers in conversations
 
 
@@ -161,13 +171,21 @@ class Table:
                 yield Row(number=number, path=path, cause=record.cause, progress=record.progress)
                 continue
             caption = record.cells.get(self.caption_column) if self.caption_column else None
-            yield Row(
-                number=number,
-                path=path,
-                caption=_captions_in(caption),
-                progress=record.progress,
-                others=self._other_cells(record.cells),
-            )
+            others = self._other_cells(record.cells)
+            try:
+                self._check_encoding(others)
+                captions = _captions_in(caption)
+            except DataError as error:
+                yield Row(number=number, path=path, cause=str(error), progress=record.progress)
+                continue
+            yield Row(number=number, path=path, caption=captions, progress=record.progress, others=others)
+
+    def _check_encoding(self, others: Mapping[str, object]) -> None:
+        if self._format.types:  # Parquet, whose text is not decoded here
+            return
+        for name, value in others.items():
+            if _REPLACEMENT in f"{name}{value}":
+                raise DataError(f"not UTF-8: column {name!r}")
 
     def _other_cells(self, cells: Mapping[str, object]) -> dict[str, object]:
         if self._every_column:
@@ -186,8 +204,9 @@ class Table:
                 f"{self.path} has no column {request.name!r} ({nearest(request.name, names[:30])})"
             )
         with_images = [name for name in names if encoded and _is_image_type(self._format.types.get(name))]
-        name = request.find_column(with_images)  # before a column of the names of files
-        name = name or request.find_column(names) or self._format.guesses.get(content, "")
+        name = request.name or self._format.guesses.get(content, "")
+        name = name or request.find_column(with_images)  # before a column of the names of files
+        name = name or request.find_column(names)
         if not name and len(with_images) == 1:
             name = with_images[0]
         if not name and required:
@@ -260,9 +279,13 @@ def _suffix_of(name: str) -> str:
 
 
 def _captions_in(value: object) -> object:
-    """Return the captions in a list that is written as text, or that contains objects; other values unchanged."""
-    if isinstance(value, str) and value[:2] in ('["', "['"):
-        return _list_in(value) or value
+    """Return the captions in a list that is written as text, or that contains objects; other values unchanged.
+
+    Raises:
+        DataError: a list that is written as text cannot be read.
+    """
+    if isinstance(value, str):
+        return _read_list(value) if value.lstrip()[:1] == "[" else value
     if not isinstance(value, list) or not all(isinstance(element, dict) for element in value):
         return value
     for element in value:
@@ -271,16 +294,27 @@ def _captions_in(value: object) -> object:
     return [element.get("raw", element.get("caption")) for element in value]
 
 
-def _list_in(text: str) -> list[str] | None:
-    """Return a list of strings that is written as JSON or by Python's ``str``, None if the text is none."""
+def _read_list(text: str) -> object:
+    """Return the list that a text is, as JSON, Python or NumPy write it; the text itself if it is another one.
+
+    Elements are strings or None, or also numbers if there are strings.
+    """
+    stripped = text.strip()
+    elements: object = None
     try:
-        value = json.loads(text) if text[1] == '"' and text.endswith('"]') else ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return None
-    # Python would join strings without a comma between them
-    if isinstance(value, list) and all(isinstance(element, str) for element in value):
-        return value if text[1] == '"' or str(value) == text else None
-    return None
+        elements = json.loads(stripped)
+    except (ValueError, RecursionError):
+        if _LIST.fullmatch(stripped):
+            words = [match[0] for match in _ELEMENT.finditer(stripped, 1)]
+            with suppress(ValueError, SyntaxError):
+                # each by itself, because Python joins strings without a comma between them
+                elements = [None if word in ("null", "nan") else ast.literal_eval(word) for word in words]
+    if isinstance(elements, list):
+        has_text = any(isinstance(element, str) for element in elements)
+        return elements if has_text or all(element is None for element in elements) else text
+    if _QUOTED_LIST.fullmatch(stripped):
+        raise DataError('a list that cannot be read: write it as JSON, ["a cat", "a pet"]')
+    return text
 
 
 def _is_list_of_text(kind: str) -> bool:

@@ -11,9 +11,11 @@ import re
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from clipkit.errors import DataError
 from clipkit.files.patterns import IMAGE_SUFFIXES
 from clipkit.files.table.formats import ColumnRequest, Record
 from clipkit.files.table.text import LONGEST, open_text
@@ -27,6 +29,7 @@ _CLASSIFIED = (["image", "source", "label_1"], ["picture", "source", "label_1"])
 _FORMULA = re.compile(r"'*[=+\-@\t\r\n＝＋－＠]")
 _EXCEL_DELIMITER = re.compile(r'"?sep=(.)"?[\r\n]+', re.IGNORECASE)  # a line before the header
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://\S+", re.IGNORECASE)
+_URL_PART = re.compile(r"[^\s:]*[=&][^\s:]*")  # such as 1999&w=80 of http://h/q.jpg?crop=2669,1999&w=80
 _CAPTION_NUMBER = re.compile(r"#[0-9]+$")  # Flickr8k's and Flickr30k's: 1000268201_693b08cb0e.jpg#0
 _OPEN_QUOTE = 'a quote (") that is not closed: close it, or double it if it is part of the text'
 
@@ -43,7 +46,8 @@ class Delimited:
     """A delimited table.
 
     The delimiter is the one that yields the most known columns. If a cell of the first line is the path of an image
-    or a URL, there is no header: the columns are named ``column 1``, ``column 2`` and so on.
+    or a URL, there is no header: the columns are named ``column 1``, ``column 2`` and so on. The delimiter is then
+    the one with the most rows that have an image or URL in its column.
     """
 
     types: Mapping[str, Any] = {}
@@ -61,29 +65,41 @@ class Delimited:
             start = text.read(_DETECTED)
         if match := _EXCEL_DELIMITER.match(start):
             delimiters, self._skip = match[1], match.end()
-        most = (-1, -1)
+        most = (-1, False, -1, -1)
         first_row: list[str] = []
         for delimiter in delimiters:
             rows = _first_rows(start[self._skip :], delimiter)
             names = [name.strip() for name in rows[0]] if rows else []
             columns = [request.find_column(names) for request in requests]
-            guesses: dict[str, str] = {}
+            guess = None
             is_header = any(request.name in names for request in requests)
             if not is_header and (
                 suffix != ".txt" or delimiter == "\t"
             ):  # a .txt file may be a list of texts
-                guesses = _guess_columns(rows, requests, delimiter)
-            if guesses:
+                guess = _guess_columns(rows, requests[0].content, delimiter, delimiters)
+            if guess is not None:
                 names = [f"column {i}" for i in range(1, len(names) + 1)]
-                columns = list(guesses.values())
-            score = sum(map(bool, columns)), len(names)
+                columns = list(guess.columns.values())
+            certain = guess is None or guess.certain
+            score = sum(map(bool, columns)), certain, guess.fits if guess else 0, len(names)
+            if guess is not None and (guess.is_list or (not certain and score[:3] == most[:3])):
+                content = requests[0].content
+                raise DataError(
+                    f"{path}: {delimiter!r} may separate columns or be a part of the URLs: add a header line such "
+                    f"as {content}{delimiter}caption, or rename a list of URLs to .txt"
+                )
             if score > most:
                 most = score
                 first_row = rows[0] if rows else []
-                self.names, self.guesses, self._delimiter = names, guesses, delimiter
+                self.names, self._delimiter = names, delimiter
+                self.guesses = guess.columns if guess else {}
         self._has_header = not self.guesses
-        # whether paths have the numbers of their captions; then quotes are text
+        # columns up to the last one with a name
+        self._width = max((i for i, name in enumerate(self.names, 1) if name), default=0)
+        # whether paths have the numbers of their captions
         self._numbered = not self._has_header and any(map(_is_numbered, first_row))
+        is_quoted = start[self._skip :].lstrip().startswith('"')
+        self._quotes_are_text = self._numbered and self._delimiter == "\t" and not is_quoted
 
     def records(self, required: Sequence[str], others: Sequence[str]) -> Iterator[Record]:
         """Read all rows in order, see ``Format``."""
@@ -125,7 +141,7 @@ class Delimited:
             if len(line) > LONGEST:
                 yield [], f"a line longer than {LONGEST:,} characters"
                 continue
-            if self._numbered or '"' not in line:
+            if self._quotes_are_text or '"' not in line:
                 if cells := line.rstrip("\r\n"):
                     yield cells.split(self._delimiter), ""
                 continue
@@ -170,32 +186,36 @@ class Delimited:
             return ""
         if any(cell.startswith(' "') for cell in fields):
             return "more cells than columns: remove the space before a quote"
+        if len(fields) <= len(self.names):
+            return "a cell in a column without a name: name the column, or put cells with the delimiter in quotes"
         delimiter = "a tab" if self._delimiter == "\t" else repr(self._delimiter)
         return f"more cells than columns: put cells that contain {delimiter} in quotes"
 
     def _has_extra_cells(self, fields: Sequence[str]) -> bool:
-        return any(cell.strip() for cell in fields[len(self.names) :])
+        return any(cell.strip() for cell in fields[self._width :])
 
     def _are_rows(self, lines: Sequence[str], fields: Sequence[str]) -> bool:
         """Check whether lines that a quote joins are rows of their own.
 
         Joined, they have too many cells, or two lines have a cell of the same kind, such as the path of an image,
-        in the same column. Numbers count only before the quote, because a caption may contain them. With tabs,
-        which captions do not contain, a cell with a tab and a line break is enough.
+        in the same column. Numbers count only before the quote, because a caption may contain them, and only if
+        the row has no image or URL. With tabs, which captions do not contain, a cell with a tab and a line break is
+        enough.
         """
         if self._has_extra_cells(fields):
             return True
         if self._delimiter == "\t" and any("\n" in cell and "\t" in cell for cell in fields):
             return True
+        has_location = any(_kind_of(cell) in ("image", "url") for cell in fields)
         kinds = Counter[tuple[int, str]]()
         for number, line in enumerate(lines):
             cells = line.rstrip("\r\n").split(self._delimiter)
-            if number == 0 or len(cells) >= len(self.names):
+            if number == 0 or len(cells) >= self._width:
                 kinds.update((i, _kind_of(cell)) for i, cell in enumerate(cells))
         before_quote = lines[0].partition('"')[0].split(self._delimiter)[:-1]
         for (i, kind), count in kinds.items():
             is_number = kind == "number" and i < len(before_quote) and before_quote[i].isdecimal()
-            if count > 1 and (kind in ("image", "url") or is_number):
+            if count > 1 and (kind in ("image", "url") or (is_number and not has_location)):
                 return True
         return False
 
@@ -251,29 +271,66 @@ def _is_numbered(cell: str) -> bool:
     return _CAPTION_NUMBER.search(cell) is not None and _image_like(cell)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Guess:
+    """Probable columns of a table without a header.
+
+    Attributes:
+        columns: names by content.
+        certain: whether the delimiter is no part of the URLs.
+        fits: number of rows with an image or URL in its column.
+        is_list: whether the rows may as well be URLs that contain the delimiter.
+    """
+
+    columns: dict[str, str]
+    certain: bool
+    fits: int
+    is_list: bool = False
+
+
 def _guess_columns(
-    rows: Sequence[Sequence[str]], requests: Sequence[ColumnRequest], delimiter: str
-) -> dict[str, str]:
-    """Return the columns of a table without a header by content; {} if its first line may be a header.
+    rows: Sequence[Sequence[str]], content: str, delimiter: str, delimiters: str
+) -> _Guess | None:
+    """Guess the columns of a table without a header; None if its first line may be a header.
 
     The column of images or URLs is the one with the most of them in the first rows; of two columns, the other one
     has the captions.
     """
 
     def is_location(cell: str) -> bool:
-        cell = cell.strip()
+        cell = cell.strip(" ")  # not line ends, which another delimiter may have put into the cell
         is_url = _URL.fullmatch(cell) is not None
-        if is_url and delimiter != "\t":  # a part of a URL that contains the delimiter is none
+        if is_url and certain and delimiter != "\t":  # it may go on after the delimiter
             is_url = _image_like(cell)
-        return is_url or (content == "image" and _image_like(cell))
+        return is_url or (content == "image" and "\n" not in cell and _image_like(cell))
 
-    content = requests[0].content
-    if not rows or not any(map(is_location, rows[0])):
-        return {}
-    counts = Counter(i for fields in rows for i, cell in enumerate(fields) if is_location(cell))
+    certain = True
+    if not rows:
+        return None
     width = len(rows[0])
+    if (
+        width == 1 and delimiter != "\t" and "\t" in delimiters
+    ):  # later lines of a list may contain the delimiter
+        return None
+    if not any(map(is_location, rows[0])):
+        certain = False
+        if not any(map(is_location, rows[0])):
+            return None
+    counts = Counter(i for fields in rows for i, cell in enumerate(fields) if is_location(cell))
     image = max(range(width), key=lambda i: counts[i])
-    guesses = {content: f"column {image + 1}"}
+    columns = {content: f"column {image + 1}"}
     if width == 2:
-        guesses["caption"] = f"column {2 - image}"
-    return guesses
+        columns["caption"] = f"column {2 - image}"
+    fitting = [fields for fields in rows if len(fields) >= width and is_location(fields[image])]
+    if certain:
+        fits = sum(not _contains_any(fields[image], delimiters) for fields in fitting)
+        return _Guess(columns=columns, certain=True, fits=fits)
+    fits = sum(not any(map(_URL_PART.fullmatch, fields[image + 1 :])) for fields in fitting)
+    urls = sum(_URL.fullmatch(delimiter.join(fields).strip()) is not None for fields in rows)
+    if 2 * fits <= urls:
+        return None
+    return _Guess(columns=columns, certain=False, fits=fits, is_list=urls == len(rows))
+
+
+def _contains_any(text: str, characters: str) -> bool:
+    return any(character in text for character in characters)

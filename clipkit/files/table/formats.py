@@ -65,7 +65,10 @@ class Format(Protocol):
 
     @property
     def guesses(self) -> Mapping[str, str]:
-        """Columns of a table without a header by their probable content, "image", "url" or "caption"."""
+        """Columns by their content, "image", "url" or "caption", where their names do not tell it.
+
+        These are the probable columns of a table without a header, and the joined captions of COCO.
+        """
 
     @property
     def any_column(self) -> bool:

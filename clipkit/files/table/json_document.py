@@ -9,6 +9,7 @@ Documents are read whole, so their size is limited.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,20 @@ from clipkit.files.table.text import LONGEST, open_text
 
 LARGEST = 2**29  # characters
 _DETECTED = 100  # objects whose keys are the columns
+_JOINED = "captions"  # column of the captions of COCO's annotations
+_NOT_LISTED = "captions of an image that is not in the list of images"
+
+
+@dataclass(frozen=True, slots=True)
+class _MissingImage:
+    """An image that COCO's annotations have captions of, but that is not in the list of images."""
+
+    image_id: str
+    captions: int
+
+
+# an object, or why there is none
+_Value = dict[str, object] | str | _MissingImage
 
 
 def open_json(path: Path, requests: Sequence[ColumnRequest]) -> Format:
@@ -39,7 +54,6 @@ class JsonDocument:
     """A JSON file that is one document."""
 
     types: Mapping[str, Any] = {}
-    guesses: Mapping[str, str] = {}
     any_column = True
 
     def __init__(self, path: Path, requests: Sequence[ColumnRequest]) -> None:
@@ -54,6 +68,8 @@ class JsonDocument:
         except (ValueError, RecursionError) as error:
             raise DataError(f"{path} is not JSON: {error}") from error
         self._values = _select_rows(path, document)
+        # joined captions, although images may have a column with a more specific name, such as "title"
+        self.guesses: Mapping[str, str] = {"caption": _JOINED} if _is_coco(document) else {}
         self.names = keys_of(iter(self._values[:_DETECTED]))
         if not self.names:
             raise DataError(f"{path} has no JSON object in its first {_DETECTED} rows")
@@ -61,16 +77,21 @@ class JsonDocument:
     def records(self, required: Sequence[str], others: Sequence[str]) -> Iterator[Record]:
         """Return all objects in order, see ``Format``."""
         for number, value in enumerate(self._values, 1):
-            yield record_of(value, number / len(self._values))
+            progress = number / len(self._values)
+            if isinstance(value, _MissingImage):
+                name = f"image_id {value.image_id} (captions: {value.captions})"
+                yield Record(cells={required[0]: name}, cause=_NOT_LISTED, progress=progress)
+            else:
+                yield record_of(value, progress)
 
 
-def _select_rows(path: Path, document: object) -> list[dict[str, object] | str]:
+def _select_rows(path: Path, document: object) -> list[_Value]:
     """Return the rows of a document: objects, or strings with the cause why there is none."""
     if isinstance(document, list):
         return [value if isinstance(value, dict) else NOT_AN_OBJECT for value in document]
     if isinstance(document, dict):
         lists = {name: value for name, value in document.items() if _is_list_of_objects(value)}
-        if {"images", "annotations"} <= lists.keys():
+        if _is_coco(document):
             return _join_captions(path, lists["images"], lists["annotations"])
         if len(lists) == 1:
             rows = _select_rows(path, next(iter(lists.values())))
@@ -86,9 +107,13 @@ def _is_list_of_objects(value: object) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
-def _join_captions(
-    path: Path, images: Sequence[object], annotations: Sequence[object]
-) -> list[dict[str, object] | str]:
+def _is_coco(document: object) -> bool:
+    return isinstance(document, dict) and all(
+        _is_list_of_objects(document.get(name)) for name in ("images", "annotations")
+    )
+
+
+def _join_captions(path: Path, images: Sequence[object], annotations: Sequence[object]) -> list[_Value]:
     """Return COCO's images with the captions of their annotations."""
     captions: dict[str, list[object]] = {}
     for annotation in annotations:
@@ -96,11 +121,11 @@ def _join_captions(
             captions.setdefault(str(annotation.get("image_id")), []).append(annotation["caption"])
     if not captions:
         raise DataError(f"{path}: its annotations have no captions (COCO's are in captions_*.json)")
-    rows: list[dict[str, object] | str] = []
+    rows: list[_Value] = []
     for image in images:
         if isinstance(image, dict):
-            rows.append({**image, "captions": captions.pop(str(image.get("id")), None)})
+            rows.append({**image, _JOINED: captions.pop(str(image.get("id")), None)})
         else:
             rows.append(NOT_AN_OBJECT)
-    rows += ["captions of an image that is not in the list of images"] * len(captions)
+    rows += [_MissingImage(image_id, len(texts)) for image_id, texts in captions.items()]
     return rows

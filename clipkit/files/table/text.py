@@ -1,5 +1,6 @@
 """Text of tables: compression, encoding, and the size of one value."""
 
+import codecs
 import gzip
 import io
 import zlib
@@ -12,6 +13,7 @@ from clipkit.errors import DataError
 
 LONGEST = 2**20  # characters of a line of a delimited table, or of a JSON object
 _BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")  # of UTF-16
+_START = 64  # bytes from which the encoding is detected
 
 
 @contextmanager
@@ -25,7 +27,7 @@ def open_text(path: Path, newline: str = "") -> Iterator[tuple[TextIO, Callable[
         newline: as for ``open``: by default, lines keep their ends.
 
     Raises:
-        DataError: while reading, if the compressed content is damaged.
+        DataError: the encoding is another one, or, while reading, the compressed content is damaged.
     """
     size = max(1, path.stat().st_size)
     with path.open("rb") as raw:
@@ -33,7 +35,12 @@ def open_text(path: Path, newline: str = "") -> Iterator[tuple[TextIO, Callable[
         if raw.peek(2)[:2] == b"\x1f\x8b":
             file = gzip.GzipFile(fileobj=raw)
         try:
-            encoding = "utf-16" if file.peek(2)[:2] in _BYTE_ORDER_MARKS else "utf-8-sig"
+            start = file.peek(_START)[:_START]
+            encoding = "utf-16" if start[:2] in _BYTE_ORDER_MARKS else "utf-8-sig"
+            if start.startswith(codecs.BOM_UTF32_LE) or (encoding != "utf-16" and b"\0" in start):
+                raise DataError(
+                    f"{path} is neither UTF-8 nor UTF-16 with a byte order mark: save it as UTF-8"
+                )
             text = io.TextIOWrapper(file, encoding=encoding, errors="replace", newline=newline)
             yield text, lambda: min(1.0, raw.tell() / size)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import io
+import json
 import tracemalloc
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -138,6 +139,59 @@ def test_more_cells_than_columns_are_a_bad_row(tmp_path: Path, delimiter: str) -
     assert pairs(rows) == [cause, ("2.jpg", "a dog"), ("3.jpg", "a cat"), cause]
 
 
+def test_cells_in_unnamed_columns_after_the_last_name_are_a_bad_row(tmp_path: Path) -> None:
+    cause = "a cell in a column without a name: name the column, or put cells with the delimiter in quotes"
+    lines = "0.png,a cat, big,\n1.png,a dog,\n2.png,a dog\n"
+    assert pairs(read(tmp_path / "t.csv", f"image,caption,\n{lines}")) == [
+        EXTRA.format("','"), ("1.png", "a dog"), ("2.png", "a dog"),
+    ]  # fmt: skip
+    assert pairs(read(tmp_path / "t.csv", "image,caption,,\n0.png,a red, round, ball\n1.png,x,,\n")) == [
+        cause, ("1.png", "x"),
+    ]  # fmt: skip
+    assert pairs(read(tmp_path / "t.csv", "image,caption, \n0.png,a, b, c\n")) == [EXTRA.format("','")]
+    # columns before the last name: an index, as pandas writes it
+    assert pairs(read(tmp_path / "t.csv", ",image,,caption\n0,0.png,x,a cat\n")) == [("0.png", "a cat")]
+
+
+def test_captions_of_several_lines_that_start_with_numbers(tmp_path: Path) -> None:
+    captions = ["Steps:\n2, mix, bake", "ok", "one\n1,\n2, x, y\n3"]
+    for order in ([0, 1, 2], [0, 2, 1], [2, 0, 1]):
+        text = io.StringIO()
+        rows: list[list[object]] = [["id", "image", "caption"]]
+        rows += [[i, f"{i}.png", caption] for i, caption in enumerate(captions)]
+        csv.writer(text).writerows([[fields[i] for i in order] for fields in rows])
+        assert pairs(read(tmp_path / "t.csv", text.getvalue())) == [
+            (f"{i}.png", caption) for i, caption in enumerate(captions)
+        ]
+    rows_read = read(tmp_path / "t.csv", 'id,image,caption\n1,0.png,"the wall\n2,1.png,b\n3,2.png,"c"\n')
+    assert pairs(rows_read) == [OPEN_QUOTE, ("1.png", "b"), ("2.png", "c")]
+
+
+@pytest.mark.parametrize(
+    ("delimiter", "name"), [(",", "t.csv"), (";", "t.csv"), ("\t", "t.tsv"), ("\t", "t.txt")]
+)
+def test_quoted_cells_with_numbers_of_captions(tmp_path: Path, delimiter: str, name: str) -> None:
+    captions = ["a cat, big", 'a "hot" dog', "x; y\tz"]
+    for quoting in (csv.QUOTE_ALL, csv.QUOTE_MINIMAL):
+        if quoting == csv.QUOTE_MINIMAL and delimiter == "\t":
+            continue  # quotes are text
+        text = io.StringIO()
+        rows = [[f"{i}.png#0", caption] for i, caption in enumerate(captions)]
+        csv.writer(text, delimiter=delimiter, quoting=quoting).writerows(rows)
+        expected = [(f"{i}.png", caption) for i, caption in enumerate(captions)]
+        assert pairs(read(tmp_path / name, text.getvalue())) == expected
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize("name", ["t.csv", "t.csv.gz", "t.jsonl", "t.json"])
+def test_other_encodings_are_named(tmp_path: Path, encoding: str, name: str) -> None:
+    content = "图,path,caption\n1,a.png,x\n".encode(encoding)
+    with pytest.raises(
+        DataError, match=r"is neither UTF-8 nor UTF-16 with a byte order mark: save it as UTF-8$"
+    ):
+        read(tmp_path / name, gzip.compress(content) if name.endswith(".gz") else content)
+
+
 def test_urls_with_delimiters_are_not_cut(tmp_path: Path) -> None:
     url = "http://h/q.jpg?crop=2669,1999&w=80"
     cause = EXTRA.format("','")
@@ -171,6 +225,56 @@ def test_urls_with_delimiters_are_not_cut(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_tables_without_a_header(tmp_path: Path, name: str, content: str, expected: list[object]) -> None:
     assert pairs(read(tmp_path / name, content)) == expected
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "|", "\t"])
+def test_urls_without_a_suffix_are_split_from_captions(tmp_path: Path, delimiter: str) -> None:
+    url = "http://h/sig/x1?sig=1"
+    for content, expected in [
+        ("{url},a cat\n{url},cat\n", [(url, "a cat"), (url, "cat")]),
+        ("{url},cat\n{url},a cat\n", [(url, "cat"), (url, "a cat")]),
+        ("{url},a cat\n", [(url, "a cat")]),
+        ("a cat,{url}\ncat,{url}\n", [(url, "a cat"), (url, "cat")]),
+        ('{url},"a cat, big; old| x\t"\n{url},a\n', [(url, "a cat, big; old| x\t"), (url, "a")]),
+        ("{url},a cat\n{url}\n{url},b c\n", [(url, "a cat"), "too few columns", (url, "b c")]),
+    ]:
+        if delimiter != ",":
+            content = content.replace(",", delimiter).replace(f"cat{delimiter} big", "cat, big")
+        rows = read_urls(tmp_path / "t.csv", content.replace("{url}", url))
+        assert pairs(rows) == expected, content
+
+
+def test_ambiguous_urls_raise_an_error(tmp_path: Path) -> None:
+    for content in ("http://h/x?s=1,cat\nhttp://h/y?s=2,dog\n", "http://h/1,2\nhttp://h/3,4\nhttp://h/5\n"):
+        message = (
+            r"',' may separate columns or be a part of the URLs: add a header line such as url,caption, or"
+        )
+        with pytest.raises(DataError, match=message):
+            read_urls(tmp_path / "t.csv", content)
+        assert [row.path for row in read_urls(tmp_path / "t.txt", content)] == content.split()
+        header = read_urls(tmp_path / "t.csv", f"url,caption\n{content}")
+        assert header[0].caption == content.split("\n")[0].split(",")[1]
+    with pytest.raises(DataError, match=r"'\|' may separate columns or be"):
+        read_urls(tmp_path / "t.csv", "http://h/1,2|a cat\nhttp://h/1,3|a dog\n")
+    urls = [f"http://h/q.jpg?crop={i},{i}&w=80" for i in range(3)]
+    assert [row.path for row in read_urls(tmp_path / "t.csv", "\n".join(urls))] == urls
+    urls = ["http://h/0.jpg", "http://h/1.jpg?c=1,2", "http://h/2?a;b|c"]
+    assert [row.path for row in read_urls(tmp_path / "t.csv", "\n".join(urls))] == urls
+    rows = read_urls(tmp_path / "t.csv", "http://h/c=1,2\ta cat\nhttp://h/c=1,3\ta dog\n")
+    assert pairs(rows) == [("http://h/c=1,2", "a cat"), ("http://h/c=1,3", "a dog")]
+
+
+@pytest.mark.parametrize("delimiter", [";", "|", "\t"])
+@pytest.mark.parametrize(
+    "captions", [["a cat, big", "b dog"], ["b", "a, b"], ["a, b", "c, d"], ["a, b, c", ", d"]]
+)
+def test_delimiter_without_a_header_is_that_of_all_rows(
+    tmp_path: Path, delimiter: str, captions: list[str]
+) -> None:
+    for order in (1, -1):
+        lines = [delimiter.join([f"{i}.png", caption][::order]) for i, caption in enumerate(captions)]
+        expected = [(f"{i}.png", caption) for i, caption in enumerate(captions)]
+        assert pairs(read(tmp_path / "t.csv", "\n".join(lines))) == expected
 
 
 def test_columns_without_a_header_have_numbers(tmp_path: Path) -> None:
@@ -223,11 +327,50 @@ def test_long_lines_are_bad_rows_in_bounded_memory(tmp_path: Path) -> None:
 
 
 def test_cells_with_lists_are_several_captions(tmp_path: Path) -> None:
-    cells = [str(["a cat", "it's"]), '["x", "y"]', "['a' 'b']", "[untitled]", '["x", 7]', "['']"]
+    cells: dict[str, object] = {
+        str(["a cat", "it's", "a\nb\\"]): ["a cat", "it's", "a\nb\\"],
+        '["x", "y"]': ["x", "y"],
+        '["caf\\u00e9 \\/"]': ["café /"],
+        "['']": [""],
+        "[]": [],
+        " [ ] ": [],
+        "[None, 'a']": [None, "a"],
+        '["e", null]': ["e", None],
+        "[nan 'a']": [None, "a"],
+        "[None]": [None],
+        '["x", 7]': ["x", 7],
+        "['x', 7]": ["x", 7],
+        "['a cat' 'a pet']": ["a cat", "a pet"],
+        "['a cat'\n \"it's\"]": ["a cat", "it's"],
+    }
+    unreadable = ["['a dog's bone', 'x']", "['a' 'b' ... 'y' 'z']", '["a", "b" x "c"]', r"['\d']", r"['\x1']"]
+    texts = ["[untitled]", "[2020]", "[1, 2]", "['a'] cat", "[", "[]x", "x ['a', 'b']", '["Hello" sign]']
     text = io.StringIO()
-    csv.writer(text).writerows([["path", "caption"], *(["a.jpg", cell] for cell in cells)])
-    captions = [row.caption for row in read(tmp_path / "t.csv", text.getvalue())]
-    assert captions == [["a cat", "it's"], ["x", "y"], *cells[2:5], [""]]
+    cell_rows = [["a.jpg", cell] for cell in [*cells, *unreadable, *texts]]
+    csv.writer(text).writerows([["path", "caption"], *cell_rows])
+    rows = read(tmp_path / "t.csv", text.getvalue())
+    cause = 'a list that cannot be read: write it as JSON, ["a cat", "a pet"]'
+    assert [row.cause or row.caption for row in rows] == [*cells.values(), *[cause] * len(unreadable), *texts]
+
+
+@given(st.lists(st.none() | st.text(), max_size=4))
+def test_lists_that_python_writes_as_text_are_read(captions: list[str | None]) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "t.jsonl")
+        for text in (str(captions), json.dumps(captions), str(captions).replace(", ", " ")):
+            rows = read(path, json.dumps({"path": "a.jpg", "caption": text}))
+            if not any(caption and ", " in caption for caption in captions):
+                assert rows[0].caption == captions
+
+
+def test_other_columns_that_are_not_utf8_are_bad_rows(tmp_path: Path) -> None:
+    content = "path,caption,author\na.jpg,x,André\nb.jpg,y,Ann\n".encode("latin-1")
+    rows = read(tmp_path / "t.csv", content, others=None)
+    assert pairs(rows) == ["not UTF-8: column 'author'", ("b.jpg", "y")] and rows[0].path == "a.jpg"
+    assert pairs(read(tmp_path / "t.csv", content)) == [("a.jpg", "x"), ("b.jpg", "y")]  # not requested
+    content = '[{"path": "a.jpg", "caption": "x", "by": {"name": ["é"]}}]'.encode("latin-1")
+    for name, text in (("t.json", content), ("t.jsonl", content[1:-1])):
+        assert pairs(read(tmp_path / name, text, others=None)) == ["not UTF-8: column 'by'"]
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,29 @@ def test_captions_of_coco_are_joined_with_their_images(tmp_path: Path) -> None:
         read(tmp_path / "instances.json", document)
 
 
+@pytest.mark.parametrize("name", ["title", "caption", "text", "alt", "Description"])
+def test_captions_of_coco_are_used_whatever_fields_images_have(tmp_path: Path, name: str) -> None:
+    document = {
+        "images": [{"id": 1, "file_name": "0.jpg", name: "DSC_1"}, {"id": 2, "file_name": "1.jpg"}],
+        "annotations": [{"image_id": 1, "caption": "a cat"}],
+    }
+    assert read(tmp_path / "t.json", document) == [("0.jpg", ["a cat"]), ("1.jpg", None)]
+    assert read(tmp_path / "t.json", document, caption_column=name)[0] == ("0.jpg", "DSC_1")
+    table = Table(tmp_path / "t.json", image_column=None, caption_column=None, others=None)
+    assert next(iter(table)).others == {"id": 1, name: "DSC_1"}
+
+
+def test_captions_of_coco_without_an_image_name_its_id(tmp_path: Path) -> None:
+    document = {
+        "images": [{"id": 1, "file_name": "0.jpg"}],
+        "annotations": [{"image_id": i, "caption": "a cat"} for i in (1, 7, 7, "x")],
+    }
+    (tmp_path / "t.json").write_text(json.dumps(document))
+    rows = list(Table(tmp_path / "t.json", image_column=None, caption_column=None))
+    assert [row.path for row in rows] == ["0.jpg", "image_id 7 (captions: 2)", "image_id x (captions: 1)"]
+    assert rows[1].cause == rows[2].cause == "captions of an image that is not in the list of images"
+
+
 def test_first_answer_of_a_conversation_is_the_caption(tmp_path: Path) -> None:
     def turns(*texts: str) -> list[dict[str, str]]:
         return [{"from": ("human", "gpt")[i % 2], "value": text} for i, text in enumerate(texts)]
