@@ -101,8 +101,8 @@ def evaluate(
     Args:
         model: a model, or a subject with its dataset and encoded features. Under autocast the towers run in its
             dtype, similarities in float32.
-        data: a dataset; or the name or folder of one, with the class names, prompts and metrics that ``python -m eval``
-            uses; None for a subject's own.
+        data: a dataset; or the name or folder of one, scored with the class names, prompts and metrics that
+            ``python -m eval`` uses; None for a subject's own.
         tasks: names in ``TASKS``; None for the dataset's own.
         dims: sizes of prefixes of the embedding that are scored too, see ``loss.dims``.
         batch_size: images encoded at a time.

@@ -384,8 +384,8 @@ def test_folder_is_scored_as_by_the_command(model: CLIP, tmp_path: Path, own_car
         file.write_bytes(png(i))
     if own_card:
         (places / "card.toml").write_text(
-            'title = "Places"\ntasks = ["zero-shot"]\nmetric = "mean_per_class_recall"\nkeys = ["n01440764", "n02085620"]\n'
-            '[prompts.own]\nsource = "us"\ntemplates = ["a drawing of {c}"]\n'
+            'title = "Places"\ntasks = ["zero-shot"]\nmetric = "mean_per_class_recall"\n'
+            'keys = ["n01440764", "n02085620"]\n[prompts.own]\nsource = "us"\ntemplates = ["a drawing of {c}"]\n'
             'names = { n01440764 = "a fish", n02085620 = "a dog" }\n'
         )
     (target,) = evaluation.find_targets([str(places)])
