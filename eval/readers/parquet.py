@@ -16,6 +16,7 @@ Letters in shape comments: N images, C classes.
 
 import hashlib
 import json
+import logging
 import os
 import re
 from bisect import bisect_right
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ASSOCIATION", "ParquetImages", "has_parquet", "open_hugging_face"]
 
+_log = logging.getLogger("eval")
 ASSOCIATION = "association"  # metadata of WinoGAViL: 1 where an image belongs to the cue
 
 # columns of special datasets
@@ -118,6 +120,7 @@ def open_hugging_face(
             f"dataset {name}: its columns are {_listed(files.schema.names)}; none is called image, and not exactly "
             f"one contains bytes (pack a table of paths first: {packed})"
         )
+    files.check_single(image)
     images = ParquetImages(files, [image])
     for right, pattern in _RIGHT_AND_WRONG:
         wrong = sorted(filter(pattern.fullmatch, columns))
@@ -131,7 +134,7 @@ def open_hugging_face(
     label = table.column_of("ClassLabel", _LABEL)
     caption = caption or next((one for one in _CAPTION if one in columns), "")
     if label is not None:
-        labels, names = _labels(table, label)
+        labels, names = _labels(table, label, place)
         captions = table.captions(caption) if caption and labels.ndim == 1 else None
         return table.dataset(images, "zero-shot", class_names=names, labels=labels, captions=captions)
     if caption:
@@ -219,7 +222,30 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(name[:40] for name in names[:20])
 
 
-def _labels(table: _Table, column: str) -> tuple[Tensor, tuple[str, ...]]:
+def _texts_in_splits(table: _Table, column: str, place: Path | str) -> set[str]:
+    """Return the different texts of a column in all splits; splits in a store are not fetched for this."""
+    texts = set(table.files.columns(column)[0])
+    for split in SPLIT_NAMES:
+        if split == table.split:
+            continue
+        if not isinstance(place, Path):
+            _log.warning(
+                "dataset %s: its classes are the texts in column %s of split %s; classes that only other splits "
+                "have are no possible answers",
+                table.name,
+                column,
+                table.split,
+            )
+            break
+        try:
+            files = _open_files(table.name, place, split, CACHE_GB)
+            texts.update(text for text in files.columns(column)[0] if isinstance(text, str))
+        except NoSplit:
+            continue
+    return texts
+
+
+def _labels(table: _Table, column: str, place: Path | str) -> tuple[Tensor, tuple[str, ...]]:
     """Return labels, (N,) int64 or (N, C) bool, and class names: the schema's, else the sorted labels."""
     (values,) = table.files.columns(column)
     names = table.feature(column).get("names")
@@ -228,7 +254,7 @@ def _labels(table: _Table, column: str) -> tuple[Tensor, tuple[str, ...]]:
         raise table.fault(values.index(None), f"has no {column}")
     multilabel = isinstance(values[0], list)
     if isinstance(values[0], str):
-        names = names or tuple(sorted(set(values)))
+        names = names or tuple(sorted(_texts_in_splits(table, column, place)))
         numbers = {key: i for i, key in enumerate(names)}
         for row, value in enumerate(values):
             if value not in numbers:
@@ -367,6 +393,23 @@ class ParquetFiles:
         """Return the local path of a file, to be opened at once."""
         file = self.files[number]
         return self.cache.fetch(file) if self.cache is not None else Path(file.url)
+
+    def check_single(self, column: str) -> None:
+        """Raise DataError if the column has lists with several images in one row."""
+        from pyarrow import parquet as pq
+
+        for number, file in enumerate(self.files):
+            about = pq.read_metadata(self.path(number))
+            for group in range(about.num_row_groups):
+                rows = about.row_group(group)
+                for i in range(rows.num_columns):
+                    values = rows.column(i)
+                    # an empty list counts as one value
+                    if values.path_in_schema.startswith(f"{column}.") and values.num_values > rows.num_rows:
+                        raise DataError(
+                            f"{file.shown} has several images in one row of column {column!r}: "
+                            "write one row per image"
+                        )
 
     def columns(self, *names: str) -> list[list[Any]]:
         """Return all values of some columns, which should be small."""

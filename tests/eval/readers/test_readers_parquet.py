@@ -294,3 +294,25 @@ def test_files_and_converted_branches_are_read_from_the_hub(
     nginx.put("tree", json.dumps([readme]).encode())
     converted = open_dataset("hf://datasets/who/script")
     assert converted.captions == (("a",), ("b",)) and read(converted) == [b"image 0", b"image 1"]
+
+
+def test_rows_with_several_images_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "data/test-00000-of-00001.parquet"
+    write(file, {"image": [[one] for one in images(5)], "label": [0, 1, 0, 1, 0]})
+    assert len(open_dataset(tmp_path)) == 5
+    pairs = [[one] for one in images(4)] + [images(2)]
+    for values in (pairs, [[one["bytes"] for one in own] for own in pairs]):
+        write(file, {"image": values, "label": [0, 1, 0, 1, 0]})
+        assert refusal(tmp_path) == (
+            f"{file} has several images in one row of column 'image': write one row per image"
+        )
+
+
+def test_text_labels_of_all_splits_are_classes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path / "data/train-00000-of-00001.parquet", {"image": images(3), "label": ["a", "b", "c"]})
+    write(tmp_path / "data/test-00000-of-00001.parquet", {"image": images(2), "label": ["c", "a"]})
+    dataset = open_dataset(tmp_path)
+    assert dataset.labels is not None
+    assert (dataset.class_names, dataset.labels.tolist()) == (("a", "b", "c"), [2, 0])
+    assert "its images show 2 of 3 classes" in caplog.text
+    assert open_dataset(tmp_path, split="train").class_names == ("a", "b", "c")
