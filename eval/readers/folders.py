@@ -15,6 +15,7 @@ from clipkit.files import (
     SPLIT_NAMES,
     SPLIT_WORDS,
     check_image,
+    counted,
     find_captions,
     images_below,
     is_hidden,
@@ -57,6 +58,13 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
     classes, labels_of = listed or (subfolders, {one: label for label, one in enumerate(subfolders)})
     labelled = sorted((labels_of[one], file) for one, file in _images_by_class(inside))
     if not labelled:
+        # a configuration of a dataset at Hugging Face may have its files in a folder data
+        files = (*inside.glob("*/*.parquet"), *inside.glob("*/*/*.parquet"))
+        if below := sorted({inside / file.relative_to(inside).parts[0] for file in files}):
+            raise DataError(
+                f"{inside} has Parquet files in {counted(len(below), 'folder')}; pass one of them: "
+                f"{some(list(map(str, below)))}"
+            )
         tables = tables_in(inside)
         pairs = f"; {tables[0].name} may be a table of captions: {how_to_pack(tables[0])}" if tables else ""
         raise DataError(f"{inside} contains no images in folders by class, such as {inside}/cat/1.jpg{pairs}")
