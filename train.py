@@ -36,7 +36,7 @@ from clipkit.objectives import OBJECTIVES, TERMS
 from clipkit.training import build, checkpoint, costs, ema, guards, metrics, optim, parallel, sam
 from clipkit.training.step import Teacher, TrainingStep, check_rows
 from data import augment, loader, order
-from eval import Ranks, check_image, check_tasks, open_datasets
+from eval import Ranks, check_image, check_tasks, find_targets
 from eval.report import build_report
 from eval.run import Scorer
 
@@ -78,7 +78,7 @@ def main(arguments: Arguments) -> int:
             config.data, recorded, rank0=rank0, resumed=newest is not None, broadcast=broadcast
         )
         packed = loader.packed_images(config.data, shards.manifest, rank0=rank0, broadcast=broadcast)
-        datasets = open_datasets(config.eval.data)
+        datasets = [target.dataset for target in find_targets(config.eval.data)]
         for dataset in datasets:
             check_tasks(dataset, classes=shape.text.classes)
         sample_order = order.Order(

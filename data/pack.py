@@ -513,7 +513,7 @@ def _class_names(folder: Path, subfolders: Sequence[str]) -> dict[str, str]:
     return names
 
 
-_REVISION = 5  # of packed folders in the cache; increased when the same input is packed differently
+_REVISION = 6  # of packed folders in the cache; increased when the same input is packed differently
 
 
 def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:

@@ -13,6 +13,7 @@ import lazy_loader
 
 if TYPE_CHECKING:
     from eval.datasets.dataset import EvalDataset as EvalDataset
+    from eval.datasets.targets import find_targets as find_targets
     from eval.features.encoder import Encoder as Encoder, Ranks as Ranks, check_image as check_image
     from eval.features.mteb import mteb_model as mteb_model
     from eval.readers import open_dataset as open_dataset, open_datasets as open_datasets
@@ -32,6 +33,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
         "datasets.dataset": ["EvalDataset"],
+        "datasets.targets": ["find_targets"],
         "features.encoder": ["Encoder", "Ranks", "check_image"],
         "features.mteb": ["mteb_model"],
         "readers": ["open_dataset", "open_datasets"],

@@ -20,9 +20,8 @@ from clipkit.formats import is_complete, model_hash
 from clipkit.model import ClassTokenizer, counted_flops, image_flops
 from data.corpora.builtin import BUILTIN
 from eval.datasets.dataset import EvalDataset, Lacks, NoSplit, by_class_names
-from eval.datasets.targets import Target
+from eval.datasets.targets import Target, find_targets
 from eval.features.encoder import ONE_RANK, Encoder, Ranks
-from eval.readers import open_dataset
 from eval.results.details import take_snapshot
 from eval.results.records import write_details, write_snapshot
 from eval.results.scores import PREFIX, Score, append_results, provenance, read_results, time_now, weights_id
@@ -102,7 +101,8 @@ def evaluate(
     Args:
         model: a model, or a subject with its dataset and encoded features. Under autocast the towers run in its
             dtype, similarities in float32.
-        data: a dataset, or an argument of ``open_dataset``; None for a subject's own.
+        data: a dataset; or the name or folder of one, scored with the class names, prompts and metrics that
+            ``python -m eval`` uses; None for a subject's own.
         tasks: names in ``TASKS``; None for the dataset's own.
         dims: sizes of prefixes of the embedding that are scored too, see ``loss.dims``.
         batch_size: images encoded at a time.
@@ -130,9 +130,12 @@ def evaluate(
         if data is None:
             raise TypeError("a model needs data: a dataset, its name or its folder")
         encoder = Encoder(model, ranks=ranks, batch_size=batch_size, progress=progress)
-        dataset = data if isinstance(data, EvalDataset) else open_dataset(data)
-        others = None if isinstance(data, EvalDataset) else lambda split: open_dataset(data, split=split)
-        subject = Subject(encoder, dataset, open_split=others)
+        if isinstance(data, EvalDataset):
+            subject = Subject(encoder, data)
+        else:
+            (target,) = find_targets([str(data)])
+            subject = Subject(encoder, target.dataset, metrics=target.metrics, open_split=target.open_split)
+            tasks = target.main_tasks if tasks is None else tasks
     tasks, facts = check_tasks(subject.dataset, tasks), dict[str, Any]()
     encoder = subject.encoder
     if out is not None and encoder.ranks.rank == 0:
@@ -203,8 +206,7 @@ def run_model(
     classes = model.architecture.text.classes
     for target in targets:
         subject = Subject(encoder, target.dataset, metrics=target.metrics, open_split=target.open_split)
-        main = target.dataset.tasks if target.card is None else target.card.tasks[:1]
-        for task in dict.fromkeys(tasks or main):
+        for task in dict.fromkeys(tasks or target.main_tasks):
             try:
                 check_tasks(subject.dataset, [task], classes=classes)
                 TASKS[task].check_model(model)

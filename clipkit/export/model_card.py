@@ -81,7 +81,7 @@ def source_of(model: CLIP) -> Source:
     scores: dict[
         tuple[str, str, str, str], KnownScore
     ] = {}  # the last score for each dataset, task, setting and metric
-    for line in _text(run / "results.jsonl").splitlines():
+    for line in _text(run / "results.jsonl").split("\n"):
         record = _object(line)
         if step is not None and record.get("step") == step:
             with suppress(msgspec.ValidationError):

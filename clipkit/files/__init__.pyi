@@ -85,12 +85,15 @@ from .splitmix import (
     mix_array as mix_array,
 )
 from .table import (
+    CAPTION_COLUMNS as CAPTION_COLUMNS,
+    IMAGE_COLUMNS as IMAGE_COLUMNS,
     NAMED_SUFFIXES as NAMED_SUFFIXES,
     SUFFIXES as SUFFIXES,
     Row as Row,
     Table as Table,
     is_table as is_table,
     listed_path as listed_path,
+    plain_name as plain_name,
     safe_cell as safe_cell,
 )
 from .tar import (

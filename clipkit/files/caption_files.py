@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
@@ -18,21 +19,27 @@ __all__ = [
     "read_captions",
 ]
 
-# In any case; if an image has several files, the first of these is used.
+# In any case; if an image has several files, the first of these with captions is used.
 CAPTION_SUFFIXES = (".txt", ".caption", ".captions", ".cap", ".text", ".tags", ".json")
 _MAX_BYTES = 4 << 20  # per file; the rest is not read
+# str.splitlines would also split at characters that may be within a caption, such as U+2028
+_LINE_END = re.compile(r"\r\n|\n|\r")
 
 
 def pair_captions(images: Iterable[Path]) -> Iterator[tuple[Path, Path | None]]:
     """Yield each image with the file that may contain captions of the image, None if there is none.
 
-    A folder is listed once for consecutive images in the folder.
+    Of several files, the first with captions is used, else the first. A folder is listed once for consecutive
+    images in the folder.
     """
     list_texts = lru_cache(maxsize=8)(_list_texts)
     for image in images:
         texts = list_texts(image.parent)
-        name = texts.get(image.stem) or texts.get(image.name)
-        yield image, image.with_name(name) if name else None
+        names = [*texts.get(image.stem, []), *texts.get(image.name, [])]
+        files = [image.with_name(name) for name in names]
+        if len(files) > 1:
+            files = [file for file in files if any(map(str.strip, read_captions(file)))] or files
+        yield image, files[0] if files else None
 
 
 def find_captions(images: Iterable[Path]) -> Path | None:
@@ -79,7 +86,7 @@ def read_captions(file: Path) -> list[str]:
     encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
     text = data.decode(encoding, errors="replace")
     if file.suffix.lower() != ".json":
-        return text.splitlines()
+        return _LINE_END.split(text.removesuffix("\n").removesuffix("\r")) if text else []
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):
@@ -92,13 +99,15 @@ def read_captions(file: Path) -> list[str]:
     return [text for text in captions if isinstance(text, str)] if isinstance(captions, list) else []
 
 
-def _list_texts(folder: Path) -> dict[str, str]:
-    """Return the names of files with a suffix of captions, by their names without the suffix."""
+def _list_texts(folder: Path) -> dict[str, list[str]]:
+    """Return the names of files with a suffix of captions, by their names without the suffix, in order of use."""
     names: list[tuple[int, bool, str, str]] = []
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             stem, suffix = os.path.splitext(entry.name)  # noqa: PTH122 - fast for many names
             if suffix.lower() in CAPTION_SUFFIXES:
                 names.append((CAPTION_SUFFIXES.index(suffix.lower()), not suffix.islower(), stem, entry.name))
-    # the most preferred file is last and replaces the others
-    return {stem: name for _, _, stem, name in sorted(names, reverse=True)}
+    texts: dict[str, list[str]] = {}
+    for _, _, stem, name in sorted(names):
+        texts.setdefault(stem, []).append(name)
+    return texts

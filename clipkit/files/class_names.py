@@ -45,6 +45,13 @@ def read_class_names(folder: Path, subfolders: Sequence[str]) -> tuple[list[str]
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file} cannot be read as UTF-8 text: {error}") from error
     lines = {_plain(name): line for line, name in reversed([*enumerate(names)])}
+    folders: dict[str, str] = {}
+    for name in subfolders:
+        if (other := folders.setdefault(_plain(name), name)) != name and _plain(name) in lines:
+            raise DataError(
+                f"the folders {other!r} and {name!r} in {folder} have the same name in {CLASS_NAMES}: rename one, "
+                "or move the images into one folder"
+            )
     if all(_plain(name) in lines for name in subfolders):
         return names, {name: lines[_plain(name)] for name in subfolders}
     if not are_ids(subfolders):

@@ -789,7 +789,8 @@ class ClassTable(_Table):
         try:
             if file.stat().st_size > 64 * 2**20:
                 raise ConfigError(f"model.text: {file} is too large for a file of class names")
-            return cls(names=tuple(file.read_text(encoding="utf-8").splitlines()))
+            lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+            return cls(names=tuple(lines))
         except (OSError, ValueError) as error:
             raise ConfigError(f"model.text: cannot read class names from {file}: {error}") from error
 

@@ -759,7 +759,7 @@ def _is_clips(folder: Path) -> bool:
         if (folder / "tokenizer.json").is_file():
             return _is_clips_json(text_of("tokenizer.json"))
         if (folder / "vocab.json").is_file() or (folder / "merges.txt").is_file():
-            merges = [line for line in text_of("merges.txt").splitlines() if line.strip()]
+            merges = [line for line in text_of("merges.txt").split("\n") if line.strip()]
             merges = merges[1:] if merges[:1] and merges[0].startswith("#version") else merges
             return _is_clips_vocabulary(mapping_of("vocab.json"), merges)
         return not any(any(folder.glob(name)) for name in ("vocab.txt", "*.model"))

@@ -61,6 +61,11 @@ class Target:
     own_card: bool = False
     folder: str = ""
 
+    @property
+    def main_tasks(self) -> tuple[str, ...]:
+        """The tasks that are run if the user names none."""
+        return self.dataset.tasks if self.card is None else self.card.tasks[:1]
+
     def open_split(self, split: str) -> EvalDataset:
         """Open another split, with the same class names and prompts.
 

@@ -16,6 +16,7 @@ from clipkit.files import (
     SPLIT_WORDS,
     SUFFIXES,
     check_image,
+    counted,
     files_below,
     find_captions,
     images_below,
@@ -60,6 +61,13 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
     classes, labels_of = listed or (subfolders, {one: label for label, one in enumerate(subfolders)})
     labelled = sorted((labels_of[one], file) for one, file in _images_by_class(inside))
     if not labelled:
+        # a configuration of a dataset at Hugging Face may have its files in a folder data
+        files = (*inside.glob("*/*.parquet"), *inside.glob("*/*/*.parquet"))
+        if below := sorted({inside / file.relative_to(inside).parts[0] for file in files}):
+            raise DataError(
+                f"{inside} has Parquet files in {counted(len(below), 'folder')}; pass one of them: "
+                f"{some(list(map(str, below)))}"
+            )
         tables = tables_in(inside)
         pairs = f"; {tables[0].name} may be a table of captions: {how_to_pack(tables[0])}" if tables else ""
         raise DataError(f"{inside} contains no images in folders by class, such as {inside}/cat/1.jpg{pairs}")
@@ -96,9 +104,24 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
             f"images in a folder per class, such as {folder / classes[0] / 'cat'}; "
             f"for images with captions {how_to_pack(None)}"
         )
+    if inside == folder and all(map(_LIKE_A_SPLIT.match, subfolders)):
+        _log.warning(
+            "dataset %s: scores the folders %s as classes, but their names look like splits: rename the folder of "
+            "the test split to test",
+            name,
+            some(subfolders),
+        )
     files = [path for path in inside.iterdir() if not is_hidden(path.name) and path.is_file()]
     if beside := sorted(path.name for path in files if check_image(path) is not None):
         _log.warning("dataset %s: skips images outside the class folders: %s", name, some(beside))
+    others = [path for path in folders if inside != folder and path not in (inside, *splits.values())]
+    if skipped := [path.name for path in others if next(images_below(path), None) is not None]:
+        _log.warning(
+            "dataset %s: scores the images in %s, and skips those in other folders beside it: %s",
+            name,
+            inside,
+            some(skipped),
+        )
     return checked_set(
         EvalDataset(
             name=name,
@@ -114,6 +137,7 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
     )
 
 
+_LIKE_A_SPLIT = re.compile(rf"(?:{'|'.join(SPLIT_WORDS)})(?![a-z])", re.IGNORECASE)
 _REAL = "real.json"
 _VALIDATION = re.compile(r"ILSVRC2012_val_(\d{8})")
 
@@ -175,6 +199,13 @@ def _folder_of_split(folder: Path, split: str, splits: dict[str, Path]) -> Path:
             f"folders {ACCEPTED}"
         )
     if "train" in splits:
+        entries = visible_folders(folder)
+        flat = folder_of_split(entries, TEST) or folder_of_split(entries, "val")
+        if flat is not None:
+            raise NoSplit(
+                f"{flat} has no folders by class: put the images to score on into a folder per class, such as "
+                f"{flat / 'cat'}"
+            )
         raise NoSplit(
             f"{folder} has only the split 'train': pass the folder with the images to score on, or put them next "
             f"to it; splits are folders {ACCEPTED}"

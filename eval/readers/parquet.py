@@ -16,6 +16,7 @@ Letters in shape comments: N images, C classes.
 
 import hashlib
 import json
+import logging
 import os
 import re
 from bisect import bisect_right
@@ -34,7 +35,16 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from clipkit.files import IMAGE_EXTENSIONS, SPLIT_NAMES, SPLIT_WORDS, name_order, shown
+from clipkit.files import (
+    CAPTION_COLUMNS,
+    IMAGE_COLUMNS,
+    IMAGE_EXTENSIONS,
+    SPLIT_NAMES,
+    SPLIT_WORDS,
+    name_order,
+    plain_name,
+    shown,
+)
 from data.remote.cache import shard_cache
 from data.remote.store import ShardFile, Unreachable
 from eval.datasets.dataset import TEST, EvalDataset, Images, NoSplit, some
@@ -48,6 +58,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ASSOCIATION", "ParquetImages", "has_parquet", "open_hugging_face"]
 
+_log = logging.getLogger("eval")
 ASSOCIATION = "association"  # metadata of WinoGAViL: 1 where an image belongs to the cue
 
 # columns of special datasets
@@ -60,10 +71,10 @@ _RIGHT_AND_WRONG = (
     ("correct_caption", re.compile(r"hard_text_\d+")),
     ("caption", re.compile(r"negative_caption")),
 )
-# common column names
-_IMAGE = ("image", "img", "images", "picture", "jpg", "png", "webp")
+# common column names, compared in the form of ``plain_name``
+_IMAGE = ("image", "img", "images", "picture", "jpg", "png", "webp", *IMAGE_COLUMNS)
 _LABEL = ("label", "labels", "fine_label", "cls", "class")
-_CAPTION = ("caption", "captions", "text", "txt", "sentences", "raw")
+_CAPTION = ("caption", "captions", "text", "txt", "sentences", "raw", *CAPTION_COLUMNS)
 
 _MAX_LABEL = 10**7  # larger numbers are not labels
 _MAX_CELLS = 10**10  # of a multi-hot label
@@ -118,6 +129,7 @@ def open_hugging_face(
             f"dataset {name}: its columns are {_listed(files.schema.names)}; none is called image, and not exactly "
             f"one contains bytes (pack a table of paths first: {packed})"
         )
+    files.check_single(image)
     images = ParquetImages(files, [image])
     for right, pattern in _RIGHT_AND_WRONG:
         wrong = sorted(filter(pattern.fullmatch, columns))
@@ -129,16 +141,44 @@ def open_hugging_face(
                 choices.append(tuple(text.strip() for text in own))
             return table.dataset(images, "compositional", choices=tuple(choices))
     label = table.column_of("ClassLabel", _LABEL)
-    caption = caption or next((one for one in _CAPTION if one in columns), "")
+    if not caption:
+        others = [name for name in files.schema.names if plain_name(name) not in _LABEL and name != label]
+        caption = _first_of(_CAPTION, others) or ""
+        if label is not None and not _is_text(files.schema, caption):
+            caption = ""
     if label is not None:
-        labels, names = _labels(table, label)
-        captions = table.captions(caption) if caption and labels.ndim == 1 else None
-        return table.dataset(images, "zero-shot", class_names=names, labels=labels, captions=captions)
+        labels, names = _labels(table, label, place)
+        captions, task = None, "zero-shot"
+        if caption and labels.ndim == 1:
+            try:
+                captions = table.captions(caption)
+            except DataError as error:  # the column may be a description of some images
+                _log.warning("%s: the column is not used", error)
+            if captions and not names:
+                _log.warning(
+                    "dataset %s: the classes of column %s have no names, so the task is retrieval of column %s",
+                    name,
+                    label,
+                    caption,
+                )
+                task = "retrieval"
+        return table.dataset(images, task, class_names=names, labels=labels, captions=captions)
     if caption:
         return table.dataset(images, "retrieval", captions=table.captions(caption))
     raise DataError(
         f"dataset {name}: its columns are {_listed(files.schema.names)}; none is a label or a caption"
     )
+
+
+def _first_of(common: Sequence[str], names: Sequence[str]) -> str | None:
+    """Return the column with the first of the common names."""
+    by_plain_name = {plain_name(name): name for name in reversed(names)}
+    return next((by_plain_name[name] for name in common if name in by_plain_name), None)
+
+
+def _is_text(schema: "pa.Schema", column: str) -> bool:
+    """Whether the values of a column are texts or lists of texts."""
+    return column in schema.names and "string" in str(schema.field(column).type)
 
 
 class _Table:
@@ -180,15 +220,15 @@ class _Table:
         typed = [name for name in names if self.feature(name).get("_type") == kind]
         if len(typed) == 1:
             return typed[0]
-        return next((name for name in usual if name in (typed or names)), None)
+        return _first_of(usual, typed or names)
 
     def image_column(self) -> str:
         """Return the column of images by the schema or a usual name, or the only column of bytes, or ""."""
         schema = self.files.schema
-        encoded = [field.name for field in schema if _has_bytes(field.type)]
+        encoded: list[str] = [field.name for field in schema if _has_bytes(field.type)]
         column = self.column_of("Image", _IMAGE) or ""
         if column not in encoded:  # a usual name may be that of a column of paths
-            usual = [name for name in _IMAGE if name in encoded] or encoded
+            usual = [name for name in encoded if plain_name(name) in _IMAGE] or encoded
             if len(usual) == 1:
                 return usual[0]
         return column
@@ -219,7 +259,30 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(name[:40] for name in names[:20])
 
 
-def _labels(table: _Table, column: str) -> tuple[Tensor, tuple[str, ...]]:
+def _texts_in_splits(table: _Table, column: str, place: Path | str) -> set[str]:
+    """Return the different texts of a column in all splits; splits in a store are not fetched for this."""
+    texts = set(table.files.columns(column)[0])
+    for split in SPLIT_NAMES:
+        if split == table.split:
+            continue
+        if not isinstance(place, Path):
+            _log.warning(
+                "dataset %s: its classes are the texts in column %s of split %s; classes that only other splits "
+                "have are no possible answers",
+                table.name,
+                column,
+                table.split,
+            )
+            break
+        try:
+            files = _open_files(table.name, place, split, CACHE_GB)
+            texts.update(text for text in files.columns(column)[0] if isinstance(text, str))
+        except NoSplit:
+            continue
+    return texts
+
+
+def _labels(table: _Table, column: str, place: Path | str) -> tuple[Tensor, tuple[str, ...]]:
     """Return labels, (N,) int64 or (N, C) bool, and class names: the schema's, else the sorted labels."""
     (values,) = table.files.columns(column)
     names = table.feature(column).get("names")
@@ -228,7 +291,7 @@ def _labels(table: _Table, column: str) -> tuple[Tensor, tuple[str, ...]]:
         raise table.fault(values.index(None), f"has no {column}")
     multilabel = isinstance(values[0], list)
     if isinstance(values[0], str):
-        names = names or tuple(sorted(set(values)))
+        names = names or tuple(sorted(_texts_in_splits(table, column, place)))
         numbers = {key: i for i, key in enumerate(names)}
         for row, value in enumerate(values):
             if value not in numbers:
@@ -367,6 +430,23 @@ class ParquetFiles:
         """Return the local path of a file, to be opened at once."""
         file = self.files[number]
         return self.cache.fetch(file) if self.cache is not None else Path(file.url)
+
+    def check_single(self, column: str) -> None:
+        """Raise DataError if the column has lists with several images in one row."""
+        from pyarrow import parquet as pq
+
+        for number, file in enumerate(self.files):
+            about = pq.read_metadata(self.path(number))
+            for group in range(about.num_row_groups):
+                rows = about.row_group(group)
+                for i in range(rows.num_columns):
+                    values = rows.column(i)
+                    # an empty list counts as one value
+                    if values.path_in_schema.startswith(f"{column}.") and values.num_values > rows.num_rows:
+                        raise DataError(
+                            f"{file.shown} has several images in one row of column {column!r}: "
+                            "write one row per image"
+                        )
 
     def columns(self, *names: str) -> list[list[Any]]:
         """Return all values of some columns, which should be small."""

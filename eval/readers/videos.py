@@ -13,6 +13,7 @@ it (pm-10). Files, as the authors publish them:
 """
 
 import csv
+import io
 from pathlib import Path, PurePosixPath
 from typing import Annotated, TypeVar
 
@@ -147,7 +148,7 @@ def _of_reviews(folder: Path) -> tuple[list[str], Frames]:
     path, text = _text(folder, _TABLE)
     first = {}
     try:
-        for row in csv.DictReader(text.splitlines()):
+        for row in csv.DictReader(io.StringIO(text, newline="")):
             # the table numbers its last two classes in the other order than the list of names
             label = {22: 23, 23: 22}.get(int(row["label"]), int(row["label"]))
             first[f"{row['ytid']}_{row['time_ms']}"] = original[label]

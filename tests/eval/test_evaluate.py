@@ -373,3 +373,27 @@ def test_class_head_uses_names_without_prompts(model: CLIP, write_dataset: Write
     evaluation.check_tasks(dataset, classes=names)
     with pytest.raises(DataError, match="cannot be scored by zero-shot: 'red' is not one of the"):
         evaluation.check_tasks(dataset, classes=["blue", "green"])
+
+
+@pytest.mark.parametrize("own_card", [False, True])
+def test_folder_is_scored_as_by_the_command(model: CLIP, tmp_path: Path, own_card: bool) -> None:
+    places = tmp_path / "places"
+    for i in range(6):
+        file = places / ("n01440764", "n02085620")[i % 2] / f"{i}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(png(i))
+    if own_card:
+        (places / "card.toml").write_text(
+            'title = "Places"\ntasks = ["zero-shot"]\nmetric = "mean_per_class_recall"\n'
+            'keys = ["n01440764", "n02085620"]\n[prompts.own]\nsource = "us"\ntemplates = ["a drawing of {c}"]\n'
+            'names = { n01440764 = "a fish", n02085620 = "a dog" }\n'
+        )
+    (target,) = evaluation.find_targets([str(places)])
+    expected = ("a fish", "a dog") if own_card else ("tench", "Chihuahua")
+    assert target.dataset.class_names == expected
+    out = tmp_path / "results.jsonl"
+    scores = evaluation.evaluate(model, places, out=out)
+    if own_card:
+        assert [score.metric for score in scores] == ["mean_per_class_recall"]
+    prompts = evaluation.provenance(model, target.dataset, weights="")["prompts"]
+    assert {line["prompts"] for line in read_results(out)} == {prompts}

@@ -26,7 +26,7 @@ from urllib.parse import unquote
 
 from clipkit.errors import DataError, nearest
 from clipkit.files.table.delimited import Delimited, safe_cell
-from clipkit.files.table.formats import ColumnRequest, OpenFormat
+from clipkit.files.table.formats import ColumnRequest, OpenFormat, plain_name
 from clipkit.files.table.json_document import open_json
 from clipkit.files.table.json_lines import JsonLines
 from clipkit.files.table.parquet import Parquet
@@ -40,6 +40,7 @@ __all__ = [
     "Table",
     "is_table",
     "listed_path",
+    "plain_name",
     "safe_cell",
 ]
 

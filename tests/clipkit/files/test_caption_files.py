@@ -64,3 +64,27 @@ def test_json_without_captions(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.json").write_text(text)
     assert read_captions(tmp_path / "a.json") == []
     assert read_captions(tmp_path / "missing.txt") == []
+
+
+def test_lines_end_only_at_line_feeds_and_carriage_returns(tmp_path: Path) -> None:
+    file = tmp_path / "1.txt"
+    lines = ["a cat\u2028sits", "a\x0bdog\x0cruns", "a\x85bird\x1cflies", "", "last"]
+    file.write_bytes("\r\n".join([*lines, ""]).encode())
+    assert read_captions(file) == lines
+    file.write_bytes("\r".join(lines).encode())
+    assert read_captions(file) == lines
+    file.write_bytes(b"")
+    assert read_captions(file) == []
+
+
+@pytest.mark.parametrize("blank", ["", " \n\n"])
+def test_files_without_captions_do_not_hide_others(tmp_path: Path, blank: str) -> None:
+    image = tmp_path / "1.png"
+    (tmp_path / "1.txt").write_text(blank)
+    assert [*pair_captions([image])] == [(image, tmp_path / "1.txt")]
+    (tmp_path / "1.json").write_text('{"caption": ""}')
+    assert [*pair_captions([image])] == [(image, tmp_path / "1.txt")]
+    (tmp_path / "1.png.json").write_text('{"caption": "a cat"}')
+    assert [*pair_captions([image])] == [(image, tmp_path / "1.png.json")]
+    (tmp_path / "1.txt").write_text("a dog")
+    assert [*pair_captions([image])] == [(image, tmp_path / "1.txt")]

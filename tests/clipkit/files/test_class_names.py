@@ -79,3 +79,10 @@ def test_lines_name_ids_in_their_order(tmp_path: Path) -> None:
     (tmp_path / "classnames.txt").write_text("tench\nChihuahua\n")
     names, labels = read_class_names(tmp_path, ["n02085620", "n01440764"]) or ([], {})
     assert (names, labels) == (["tench", "Chihuahua"], {"n01440764": 0, "n02085620": 1})
+
+
+@pytest.mark.parametrize("folders", [["Seven", "one", "seven"], ["one", "sea_gull", "sea gull"]])
+def test_folders_of_the_same_class_are_refused(tmp_path: Path, folders: list[str]) -> None:
+    (tmp_path / "classnames.txt").write_text("one\nseven\nsea gull\n")
+    with pytest.raises(DataError, match=r"have the same name in classnames\.txt: rename one"):
+        read_class_names(tmp_path, folders)

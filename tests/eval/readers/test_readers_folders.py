@@ -346,3 +346,49 @@ def test_reassessed_labels_of_imagenet_are_read(tmp_path: Path) -> None:
     for text in ("[[0], [], [1]]", "[[0], [], [7], [1]]", "[1, 2, 3, 4]", '[["a"], [], [], []]', "{"):
         (tmp_path / "real.json").write_text(text)
         assert "real.json" in refusal(tmp_path)
+
+
+def test_images_beside_the_scored_split_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pets = fill(tmp_path / "pets", "test/cat/1.png", "test/dog/2.png", "train/cat/3.png", "cat/4.png")
+    fill(pets, "extra/dog/5.png")
+    (pets / "notes").mkdir()
+    (pets / "notes" / "1.md").write_text("x")
+    assert len(open_dataset(pets)) == 2
+    (message,) = caplog.messages
+    assert message == (
+        f"dataset pets: scores the images in {pets / 'test'}, and skips those in other folders beside it: "
+        "cat, extra"
+    )
+    caplog.clear()
+    open_dataset(pets / "test")
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("names", [("train_set", "test_set"), ("Train-images", "val"), ("train1", "test 1")])
+def test_names_like_splits_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, names: tuple[str, str]
+) -> None:
+    folder = fill(tmp_path / "pets", *(f"{name}/cat/1.png" for name in names))
+    if names[1] == "val":
+        fill(folder, "val/1.png")
+        (folder / "val" / "cat" / "1.png").unlink()
+        (folder / "val" / "cat").rmdir()
+    assert len(open_dataset(folder)) == 2
+    assert "as classes, but their names look like splits: rename the folder of the test split" in caplog.text
+
+
+def test_classes_that_begin_like_splits_are_not_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    open_dataset(fill(tmp_path / "places", "test_tube/1.png", "trainer/2.png"))
+    assert caplog.messages == []
+
+
+def test_test_folder_without_class_folders_is_named(tmp_path: Path) -> None:
+    pets = fill(tmp_path / "pets", "train/cat/1.png", "train/dog/2.png", "test/3.png")
+    assert refusal(pets) == (
+        f"{pets / 'test'} has no folders by class: put the images to score on into a folder per class, such as "
+        f"{pets / 'test' / 'cat'}"
+    )

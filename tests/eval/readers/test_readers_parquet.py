@@ -93,7 +93,10 @@ def test_column_of_bytes_with_another_name_has_the_images(tmp_path: Path, column
     assert read(open_dataset(tmp_path / "set")) == content
     write(tmp_path / "set/test.parquet", {**columns, "image": ["a.jpg", "b.jpg", "c.jpg"]})  # paths
     assert read(open_dataset(tmp_path / "set")) == content
-    write(tmp_path / "set/test.parquet", {**columns, "mask": content})
+    write(tmp_path / "set/test.parquet", {**columns, "mask": content[::-1]})
+    if column != "pixels.bytes":
+        assert read(open_dataset(tmp_path / "set")) == content
+        return
     assert "none is called image, and not exactly one contains bytes" in refusal(tmp_path / "set")
     write(tmp_path / "set/test.parquet", {**columns, "mask": content, "img": content})
     assert open_dataset(tmp_path / "set").images.locate(0)[1] == "row 0, img"
@@ -294,3 +297,70 @@ def test_files_and_converted_branches_are_read_from_the_hub(
     nginx.put("tree", json.dumps([readme]).encode())
     converted = open_dataset("hf://datasets/who/script")
     assert converted.captions == (("a",), ("b",)) and read(converted) == [b"image 0", b"image 1"]
+
+
+def test_rows_with_several_images_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "data/test-00000-of-00001.parquet"
+    write(file, {"image": [[one] for one in images(5)], "label": [0, 1, 0, 1, 0]})
+    assert len(open_dataset(tmp_path)) == 5
+    pairs = [[one] for one in images(4)] + [images(2)]
+    for values in (pairs, [[one["bytes"] for one in own] for own in pairs]):
+        write(file, {"image": values, "label": [0, 1, 0, 1, 0]})
+        assert refusal(tmp_path) == (
+            f"{file} has several images in one row of column 'image': write one row per image"
+        )
+
+
+def test_text_labels_of_all_splits_are_classes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path / "data/train-00000-of-00001.parquet", {"image": images(3), "label": ["a", "b", "c"]})
+    write(tmp_path / "data/test-00000-of-00001.parquet", {"image": images(2), "label": ["c", "a"]})
+    dataset = open_dataset(tmp_path)
+    assert dataset.labels is not None
+    assert (dataset.class_names, dataset.labels.tolist()) == (("a", "b", "c"), [2, 0])
+    assert "its images show 2 of 3 classes" in caplog.text
+    assert open_dataset(tmp_path, split="train").class_names == ("a", "b", "c")
+
+
+@pytest.mark.parametrize(
+    ("picture", "caption"),
+    [("Image", "Caption"), ("photo", "title"), ("File Path", "alt-text"), ("image", "prompt")],
+)
+def test_columns_have_the_names_that_pack_knows(tmp_path: Path, picture: str, caption: str) -> None:
+    thumbnails = [b"x", b"y", b"z"]
+    write(tmp_path / "test.parquet", {"thumb": thumbnails, picture: images(3), caption: ["a", "b", "c"]})
+    dataset = open_dataset(tmp_path)
+    assert (dataset.tasks, dataset.captions) == (("retrieval",), (("a",), ("b",), ("c",)))
+    assert read(dataset) == [one["bytes"] for one in images(3)]
+
+
+def test_captions_are_scored_if_classes_have_no_names(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    columns = {"image": images(3), "Label": [0, 1, 2], "text": ["a", "b", "c"]}
+    write(tmp_path / "test.parquet", columns)
+    dataset = open_dataset(tmp_path)
+    assert dataset.tasks == ("retrieval",)
+    assert dataset.labels is not None
+    assert caplog.messages == [
+        (
+            f"dataset {tmp_path.name}: the classes of column Label have no names, so the task is retrieval of column "
+            "text"
+        )
+    ]
+    write(tmp_path / "test.parquet", {**columns, "text": ["a", None, "c"]})
+    dataset = open_dataset(tmp_path)
+    assert (dataset.tasks, dataset.captions) == (("zero-shot",), None)
+    assert caplog.messages[-1].endswith("has no text: the column is not used")
+    write(tmp_path / "test.parquet", {**columns, "text": [1, 2, 3]})
+    assert open_dataset(tmp_path).captions is None
+
+
+def test_folders_with_parquet_files_are_named(tmp_path: Path) -> None:
+    for config in ("a", "b"):
+        write(
+            tmp_path / config / "data/test-00000-of-00001.parquet", {"image": images(2), "text": ["a", "b"]}
+        )
+    assert refusal(tmp_path) == (
+        f"{tmp_path} has Parquet files in 2 folders; pass one of them: {tmp_path / 'a'}, {tmp_path / 'b'}"
+    )
+    assert len(open_dataset(tmp_path / "a")) == 2
