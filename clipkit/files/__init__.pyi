@@ -35,6 +35,7 @@ from .depth import (
     STRETCH as STRETCH,
     PixelRange as PixelRange,
     PixelRangeError as PixelRangeError,
+    are_integers as are_integers,
     describe_depth as describe_depth,
     format_pixel_range as format_pixel_range,
     gray_values as gray_values,

@@ -21,6 +21,7 @@ __all__ = [
     "STRETCH",
     "PixelRange",
     "PixelRangeError",
+    "are_integers",
     "describe_depth",
     "eight_bit",
     "format_pixel_range",
@@ -239,11 +240,14 @@ def _bounds(values: "npt.NDArray[Any]", pixel_range: PixelRange) -> tuple[float,
     if pixel_range == "dtype":
         cause = "which has no pixel range dtype: that is for 16-bit integers"
     extrema = " to ".join(repr(number).removesuffix(".0") for number in (low, high))
-    suggested = suggest_pixel_range(low, high, is_integer=values.dtype.kind in "iu")
+    is_integer = are_integers(values)
+    target = "the values of black and white"
+    if low >= 0 and (is_integer or high <= 1):
+        target = f"values such as {suggest_pixel_range(low, high, is_integer=is_integer)}"
     raise PixelRangeError(
         f"{describe_depth(values)} grayscale image with values from {extrema}, {cause}: set data.pixel_range "
-        "(training), --pixel-range (commands) or pixel_range (clipkit.load) to values such as "
-        f"{suggested}; `python -m data inspect` reports the values of all images"
+        f"(training), --pixel-range (commands) or pixel_range (clipkit.load) to {target}; `python -m data inspect` "
+        "reports the values of all images"
     )
 
 
@@ -253,6 +257,16 @@ def describe_depth(values: "npt.NDArray[Any]") -> str:
     if values.dtype.kind == "f":
         return f"{bits}-bit float"
     return f"signed {bits}-bit" if values.dtype.kind == "i" and bits < 32 else f"{bits}-bit"
+
+
+def are_integers(values: "npt.NDArray[Any]") -> bool:
+    """Check whether all finite values are integers, whatever their type."""
+    import numpy as np
+
+    if values.dtype.kind != "f":
+        return True
+    finite = values[np.isfinite(values)]
+    return bool((finite == np.floor(finite)).all())
 
 
 def value_extrema(values: "npt.NDArray[Any]") -> tuple[float, float]:
@@ -268,11 +282,11 @@ def value_extrema(values: "npt.NDArray[Any]") -> tuple[float, float]:
 def suggest_pixel_range(low: float, high: float, *, is_integer: bool) -> str:
     """Return a pixel range for values from ``low`` to ``high``, as ``parse_pixel_range`` reads it.
 
-    For non-negative integers, the range of the fewest bits that hold them: 0,4095 for values up to 3,000. For
-    others, 0,1 if that contains them, otherwise the values themselves.
+    0,1 if the largest value is 1 or a fraction of it. For other non-negative integers, the range of the fewest bits
+    that hold them: 0,4095 for values up to 3,000. For others, the values themselves.
     """
+    if low >= 0 and 0 < high <= 1:
+        return "0,1"
     if low >= 0 and is_integer:
         return f"0,{2 ** max(8, int(high).bit_length()) - 1}"
-    if low >= 0 and high <= 1:
-        return "0,1"
     return format_pixel_range((low, high if high > low else low + 1))

@@ -62,6 +62,8 @@ def image_format(data: bytes) -> str:
 def describe_unreadable(data: bytes) -> str:
     """Return why an image cannot be read whose format is none that is decoded."""
     name = image_format(data)
+    if name == "TIFF":
+        return "a TIFF that is damaged or of a kind that cannot be read: convert it to 8 or 16 bits"
     return _cannot_read(name) if name in _UNREADABLE else "not an image in a known format"
 
 

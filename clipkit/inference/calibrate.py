@@ -66,6 +66,7 @@ class Calibration:
         thresholds: by label, the probability from which it is accepted; more than 1: never.
         target: the precision that was asked for.
         held_out: what the thresholds do on other images.
+        decoding: how images were decoded, in words; None in files of earlier versions.
     """
 
     weights: str
@@ -77,6 +78,7 @@ class Calibration:
     thresholds: tuple[float, ...]
     target: float
     held_out: HeldOut
+    decoding: str | None = None
 
     def probabilities(self, similarities: Tensor) -> Tensor:
         """Return (N, C) probabilities for similarities (N, C)."""

@@ -27,7 +27,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -42,10 +42,12 @@ from clipkit.files.pages import check_page, write_page
 from clipkit.files.patterns import user_path
 from clipkit.files.table import safe_cell
 from clipkit.files.terminal import CountProgress, counted, printable
+from clipkit.files.traits import TraitCounts
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.calibrate import FOLDS, LEAST, LEAST_SCALE, Calibration, calibrate, read_calibration
 from clipkit.inference.inputs import Stream
 from clipkit.inference.stream import Failure, FeatureStream
+from clipkit.model.clip import CLIP
 from clipkit.model.zero_shot import DEFAULT_TEMPLATES, fill_template, zero_shot_classifier
 
 __all__ = ["Classification", "classify_images", "labels_of", "run", "templates_of"]
@@ -216,8 +218,11 @@ def run(options: argparse.Namespace) -> int:
         weights = zero_shot_classifier(features.model, labels, templates)
         if options.calibrate is not None:
             calibration = _calibrated(options, features, labels, templates, weights)
-        elif calibration is not None and calibration.weights != model_hash(features.model):
-            raise ConfigError(f"{options.calibration} is of another model: run --calibrate again")
+            for line in features.lines(options):
+                print(f"{options.calibrate}: {line}", file=sys.stderr)
+            features.counts = TraitCounts()
+        elif calibration is not None:
+            _check_calibration(calibration, options.calibration, features.model)
         with CountProgress("classifying", total=None, shown=writer is not None) as bar:
             found = classify_images(
                 stream, features, labels, weights, top=top, calibration=calibration, below=below
@@ -327,6 +332,23 @@ def _labels(options: argparse.Namespace) -> tuple[list[str], Calibration | None]
     return labels_of(options.labels), None
 
 
+def _check_calibration(calibration: Calibration, file: str, model: CLIP) -> None:
+    """Check that a calibration is of this model, and of images that were decoded in the same way."""
+    if calibration.weights == model_hash(model):
+        return
+    decoding = str(model.preprocess.decoding)
+    if calibration.decoding is None or calibration.decoding == decoding:
+        raise ConfigError(
+            f"{file} is of another model, or of another background, orientation or pixel range: run --calibrate "
+            "again"
+        )
+    raise ConfigError(
+        f"{file} is of another background, orientation or pixel range ({calibration.decoding or 'the defaults'}; "
+        f"now: {decoding or 'the defaults'}): set the same --background, --upright and --pixel-range, or run "
+        "--calibrate again"
+    )
+
+
 def _calibrated(
     options: argparse.Namespace,
     features: FeatureStream,
@@ -367,6 +389,7 @@ def _calibrated(
         several=options.multi_label,
         target=PRECISION if options.least_precision is None else options.least_precision,
     )
+    found = replace(found, decoding=str(features.model.preprocess.decoding))
     found.write(out)
     held = found.held_out
     accepted = (

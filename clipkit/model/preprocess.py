@@ -231,7 +231,6 @@ def _content(source: ImageLike) -> Union[bytes, npt.NDArray[Any], "Image"]:
             return Path(source).read_bytes()
         except (OSError, ValueError) as error:
             raise DataError(getattr(error, "strerror", None) or str(error)) from error
-    is_tensor = isinstance(source, Tensor)
     if isinstance(source, Tensor):
         is_dense = source.layout == torch.strided and not source.is_meta and not source.is_quantized
         if not is_dense or source.dtype.is_complex:
@@ -242,21 +241,24 @@ def _content(source: ImageLike) -> Union[bytes, npt.NDArray[Any], "Image"]:
         tensor = source.detach().cpu()
         if tensor.dtype.is_floating_point and tensor.dtype not in _NUMPY_FLOATS:
             tensor = tensor.float()
-        source = tensor.numpy()
-    if not isinstance(source, np.ndarray):
+        array = tensor.numpy()
+        if array.ndim == 3 and array.shape[0] == 3:
+            array = array.transpose(1, 2, 0)
+    elif isinstance(source, np.ndarray):
+        array = source
+    else:
         raise DataError(
             f"an image must be a path, bytes, PIL image, array or tensor, not {type(source).__name__}"
         )
-    if source.dtype.kind in "USO":
+    if array.dtype.kind in "USO":
         raise DataError("an array of paths or objects is not an image: convert it to a list by tolist()")
-    array = source.transpose(1, 2, 0) if is_tensor and source.ndim == 3 and source.shape[0] == 3 else source
     is_gray = array.ndim == 2 and array.dtype.kind in "iuf"
     is_color = array.ndim == 3 and array.shape[2] == 3 and array.dtype == np.uint8
     if not (is_gray or is_color) or 0 in array.shape:
-        channels_first = "(3, H, W) or " if is_tensor else ""
+        channels_first = "(3, H, W) or " if isinstance(source, Tensor) else ""
         raise DataError(
             f"an image must be uint8 {channels_first}(H, W, 3), or (H, W) of integers or floats; this one is "
-            f"{source.dtype} {source.shape}"
+            f"{source.dtype} {tuple(source.shape)}"
         )
     if is_gray and array.dtype == np.uint8:
         array = np.repeat(array[..., None], 3, axis=2)

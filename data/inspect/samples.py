@@ -21,6 +21,7 @@ from clipkit.errors import DataError
 from clipkit.files import (
     Decoding,
     Traits,
+    are_integers,
     decode_image,
     describe_depth,
     gray_values,
@@ -96,7 +97,7 @@ class GrayValues:
         sample = values.ravel()[:: max(1, values.size // _GRAY_VALUES)].astype(np.float64)
         return cls(
             kind=describe_depth(values),
-            is_integer=values.dtype.kind != "f",
+            is_integer=are_integers(values),
             low=low,
             high=high,
             sample=sample[np.isfinite(sample)],

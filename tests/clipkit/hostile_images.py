@@ -101,7 +101,7 @@ def end_of_text(kind: bytes, head: bytes) -> bytes:
     return png(8, 8, more=chunk(kind, head + zlib.compress(bytes(40 << 20), 9)))
 
 
-ERROR = "not an image|does not decode"
+ERROR = "not an image|does not decode|a TIFF that is damaged"
 PIXELS = "pixels"  # unusual, but decodes
 LIMIT = "more than 178956970 pixels"
 # name: how it is made, and the expected error, PIXELS, or None where either is accepted

@@ -194,7 +194,7 @@ def test_internals_of_deep_images_take_a_pixel_range(tmp_path: Path) -> None:
         Image.fromarray(random.integers(0, 4096, (16, 16), dtype=np.uint16)).save(folder / f"{number}.png")
     command = ["internals", "--data", str(tmp_path / "data"), "--model", str(tmp_path / "m")]
     command += ["--out", str(tmp_path / "page.html")]
-    with pytest.raises(DataError, match="16-bit grayscale image .* --pixel-range"):
+    with pytest.raises(DataError, match=r"16-bit grayscale image .* --pixel-range"):
         main(command)
     assert main([*command, "--pixel-range", "0,4095"]) == 0
 

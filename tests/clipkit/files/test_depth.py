@@ -94,7 +94,7 @@ def test_without_a_range_the_error_names_depth_values_and_setting(name: str) -> 
     container, dtype = KINDS[name]
     values = np.linspace(0, 3000, SIDE * SIDE).reshape(SIDE, SIDE).astype(dtype)
     depth = {"u2": "16-bit", "i2": "signed 16-bit", "f4": "32-bit float"}.get(values.dtype.str[1:], "32-bit")
-    suggested = "0,3000" if values.dtype.kind == "f" else "0,4095"
+    advice = "the values of black and white" if values.dtype.kind == "f" else "values such as 0,4095"
     data = encode_deep(values, container)
     for decode in (
         decode_file,
@@ -107,7 +107,7 @@ def test_without_a_range_the_error_names_depth_values_and_setting(name: str) -> 
             f"{depth} grayscale image with values from 0 to 3000, and no known black and white"
         )
         assert "set data.pixel_range (training), --pixel-range (commands)" in message
-        assert f"such as {suggested};" in message and "\n" not in message
+        assert f"to {advice};" in message and "\n" not in message
     if values.dtype.itemsize > 2:
         with pytest.raises(PixelRangeError, match="pixel range dtype: that is for 16-bit integers"):
             training_gray(data, "dtype")
@@ -242,6 +242,23 @@ def test_signed_8_bit_tiff_is_deep(pixel_range: tuple[int, int]) -> None:
     assert np.array_equal(eval_gray(values, pixel_range), expected)
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        tiff_of(np.zeros((SIDE, SIDE), dtype="<f8")),
+        tiff_of(np.zeros((SIDE, SIDE), dtype="<f2")),
+        tiff_of(np.zeros((SIDE, SIDE), dtype=">u4")),
+        tiff_of(np.zeros((SIDE, SIDE, 3), dtype="<f4")),
+        tiff_of(np.zeros((SIDE, SIDE), dtype=">u2"), bits=12, content=bytes(SIDE * SIDE * 3 // 2)),
+    ],
+)
+def test_a_tiff_that_pillow_cannot_read_is_named(data: bytes) -> None:
+    with pytest.raises(
+        DataError, match="a TIFF that is damaged or of a kind that cannot be read: convert it to 8"
+    ):
+        decode_file(data)
+
+
 def test_arrays_and_tensors_of_deep_values() -> None:
     values = np.arange(64).reshape(SIDE, SIDE) * 60
     expected = formula(values, 0, 3780)
@@ -261,11 +278,11 @@ def test_arrays_and_tensors_of_deep_values() -> None:
         assert np.array_equal(eval_gray(image, (0.0, 3780.0)), expected), mode
     for source, description in (
         (values.astype(bool), r"bool \(8, 8\)"),
-        (torch.from_numpy(values.astype(bool)), r"bool \(8, 8\)"),
+        (torch.from_numpy(values.astype(bool)), r"torch.bool \(8, 8\)"),
         (values.astype(complex), r"complex128 \(8, 8\)"),
         (np.zeros((3, 4, 4), np.float32), r"float32 \(3, 4, 4\)"),
-        (torch.zeros(3, 4, 5), r"float32 \(3, 4, 5\)"),
-        (torch.zeros(0, 5), r"float32 \(0, 5\)"),
+        (torch.zeros(3, 4, 5).bfloat16(), r"torch.bfloat16 \(3, 4, 5\)"),
+        (torch.zeros(0, 5), r"torch.float32 \(0, 5\)"),
     ):
         accepted = r"uint8 (\(3, H, W\) or )?\(H, W, 3\), or \(H, W\) of integers or floats"
         with pytest.raises(DataError, match=f"must be {accepted}; this one is {description}"):
@@ -273,7 +290,7 @@ def test_arrays_and_tensors_of_deep_values() -> None:
     for tensor in (
         torch.zeros(8, 8).to_sparse(),
         torch.zeros(8, 8, device="meta"),
-        torch.zeros(8, 8).cfloat(),
+        torch.zeros(8, 8).to(torch.complex64),
     ):
         with pytest.raises(DataError, match="must be a dense tensor, uint8"):
             eval_gray(tensor, (0.0, 1.0))
@@ -314,7 +331,25 @@ def test_invalid_pixel_ranges_are_refused(value: object) -> None:
         parse_pixel_range(value, setting="data.pixel_range")
 
 
+@pytest.mark.parametrize(
+    ("values", "advice"),
+    [
+        ([3, 3911], "values such as 0,4095;"),
+        ([0, 1], "values such as 0,1;"),
+        ([0.25, 0.75], "values such as 0,1;"),
+        ([0.5, 3911], "the values of black and white;"),
+        ([-1024, 3071], "the values of black and white;"),
+    ],
+)
+def test_the_range_of_one_float_image_is_not_suggested(values: list[float], advice: str) -> None:
+    with pytest.raises(
+        PixelRangeError, match=rf"to {advice} `python -m data inspect` reports the values of all"
+    ):
+        decode_file(tiff_of(np.array([values], dtype=np.float32)))
+
+
 def test_suggested_ranges() -> None:
+    assert suggest_pixel_range(0, 1, is_integer=True) == "0,1"
     assert suggest_pixel_range(3, 3911, is_integer=True) == "0,4095"
     assert suggest_pixel_range(8000, 59000, is_integer=True) == "0,65535"
     assert suggest_pixel_range(0, 0, is_integer=True) == "0,255"

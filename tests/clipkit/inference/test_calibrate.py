@@ -173,6 +173,16 @@ def test_calibrate_command(
     save_model(clipkit.create("ViT-Ti-4-16", seed=1).eval(), tmp_path / "other")
     with pytest.raises(ConfigError, match="another model"):
         dispatch([*command[:-1], str(tmp_path / "other"), "--calibration", "calibration.json"])
+    with pytest.raises(
+        ConfigError,
+        match=r"another background, orientation or pixel range \(the defaults; now: values from 0 to 4095 of deep "
+        r"grayscale images become 0 to 255\): set the same --background, --upright and --pixel-range",
+    ):
+        dispatch([*again, "--pixel-range", "0,4095"])
+    replace(found, decoding=None).write(tmp_path / "calibration.json")
+    with pytest.raises(ConfigError, match=r"calibration\.json is of another model, or of another background"):
+        dispatch([*again, "--pixel-range", "0,4095"])
+    found.write(tmp_path / "calibration.json")
     for text in (
         "",
         "[]",
@@ -226,3 +236,19 @@ def test_image_in_two_folders_has_both_labels(
     with pytest.raises(DataError, match="a is not in the folder of a label: expected labelled/LABEL/IMAGE"):
         dispatch([*command, "--multi-label"])
     assert found.held_out.images == 16
+
+
+def test_images_of_a_calibration_are_counted_apart(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for label in ("dark", "light"):
+        Path("labelled", label).mkdir(parents=True)
+        for number in range(6):
+            shade = (40 if label == "dark" else 200) + number
+            color = (shade, shade, shade, 100 if number == 0 else 255)
+            Image.new("RGBA", (16, 16), color).save(f"labelled/{label}/{number}.png")
+    command = ["classify", "labelled", "--model", str(folder / "model"), "--calibrate", "labelled"]
+    assert dispatch([*command, "--out", "one.jsonl"]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "transparent" in line]
+    assert [line.split(" are ")[0] for line in lines] == ["labelled: 2 of 12 images", "2 of 12 images"]
