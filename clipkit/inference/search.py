@@ -312,8 +312,8 @@ class Embeddings:
                 self._complete = complete
             if not found and len(complete) < self._file_count:
                 raise DataError(
-                    f"{self.folder} has no complete embedding file: if clipkit encode is running, wait for it; if it "
-                    "was interrupted, run its command again"
+                    f"{self.folder} has no complete embedding file: if clipkit encode is running, wait for it; "
+                    "if it was interrupted, run its command again"
                 )
             if self.left_out and not found:
                 raise DataError(

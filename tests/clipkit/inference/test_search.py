@@ -562,7 +562,9 @@ def test_folder_without_a_complete_file_says_that_encode_runs(encoded: Path, tmp
     assert dispatch(["encode", str(encoded / "images"), *arguments]) == 0
     embeddings = Embeddings(out)
     shutil.rmtree(out / ".parts")
-    message = "has no complete embedding file: if clipkit encode is running, wait for it; if it was interrupted, run"
+    message = (
+        "has no complete embedding file: if clipkit encode is running, wait for it; if it was interrupted"
+    )
     for folder in ("metadata", "img_emb"):  # as while they are written
         for file in (out / folder).iterdir():
             file.unlink()
