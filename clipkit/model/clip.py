@@ -212,6 +212,7 @@ class CLIP(nn.Module):
         These are the normalized tokens of the last block, or those of the library's tower. Tokens behind the end of
         text may be 0. Arguments as for ``encode_text``; only for architectures with a ``text.token_width``.
         """
+        self._check_shape(tokens)
         if self.text is not None:
             features, found = self.architecture.text.with_tokens(self.text, tokens)
             return F.normalize(self._prefix(at_least_float32(features)), dim=-1), found
@@ -282,7 +283,11 @@ class CLIP(nn.Module):
             tokens: see ``forward``.
             normalize: whether to normalize features to unit norm.
             lengths: number of tokens of each text including end of text (its largest token).
+
+        Raises:
+            ConfigError: ``tokens`` has another shape.
         """
+        self._check_shape(tokens)
         if self.text is not None:
             features = self.text(tokens)
             if self.architecture.distilled:
@@ -312,6 +317,14 @@ class CLIP(nn.Module):
 
     def _prefix(self, features: Tensor) -> Tensor:
         return features if self.dim == self.architecture.embed_dim else features[:, : self.dim]
+
+    def _check_shape(self, tokens: Tensor) -> None:
+        length = self.architecture.text.context_length
+        if tokens.ndim != 2 or tokens.shape[1] > length:
+            raise ConfigError(
+                f"tokens must be (B, L) with L at most {length}, the model's context length, not "
+                f"{tuple(tokens.shape)}: tokenize with model.tokenizer"
+            )
 
     def _padded(self, tokens: Tensor) -> Padded:
         plain = self.architecture.text.plain

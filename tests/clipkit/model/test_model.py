@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipkit.errors import ConfigError
 from clipkit.model.architectures import ARCHITECTURES, Architecture, TextTower, VisionTower
 from clipkit.model.clip import CLIP, create
+from clipkit.model.names import from_open_clip
 from clipkit.model.preprocess import OPENAI_MEAN, OPENAI_STD
 from clipkit.model.tokenizer import tokenize
 from clipkit.model.towers import ResidualAttentionBlock, Transformer, VisionTransformer
@@ -32,6 +34,22 @@ def random_images(count: int, size: int, seed: int = 0) -> Tensor:
 def normalized(images: Tensor) -> Tensor:
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (OPENAI_MEAN, OPENAI_STD))
     return (images / 255 - mean) / std
+
+
+@pytest.mark.parametrize("config", [None, "no_causal_mask"])
+@pytest.mark.parametrize("shape", [(2, 12), (1, 9), (8,), (1, 1, 8)])
+def test_tokens_of_another_shape_are_refused(config: str | None, shape: tuple[int, ...]) -> None:
+    text = {"context_length": 8, "width": 32, "heads": 2, "layers": 1}
+    vision = {"image_size": 32, "patch_size": 8, "width": 64, "head_width": 32, "layers": 1}
+    if config is not None:  # a tower of open_clip
+        text[config] = True
+    model = create(from_open_clip({"embed_dim": 32, "vision_cfg": vision, "text_cfg": text}), seed=0)
+    for encode in (model.encode_text, model.text_tokens):
+        with pytest.raises(
+            ConfigError, match=r"tokens must be \(B, L\) with L at most 8, the model's context"
+        ):
+            encode(torch.ones(shape, dtype=torch.int64))
+    assert model.encode_text(torch.ones(2, 8, dtype=torch.int64)).shape == (2, 32)
 
 
 # Reference: all blocks for all tokens, one dense mask over the whole context, one attention head at a time.
