@@ -631,8 +631,9 @@ def _make(parsed: argparse.Namespace) -> int:
 
 
 def _pack(parsed: argparse.Namespace) -> int:
-    from data.pack import pack
+    from data.pack import check_table_parts, pack
 
+    check_table_parts([parsed.table])
     start = time.monotonic()
     report = pack(
         parsed.table,

@@ -72,6 +72,8 @@ from .pages import (
 from .patterns import (
     IMAGE_EXTENSIONS as IMAGE_EXTENSIONS,
     IMAGE_SUFFIXES as IMAGE_SUFFIXES,
+    PARQUET_PART as PARQUET_PART,
+    check_parts as check_parts,
     expand_braces as expand_braces,
     match_wildcards as match_wildcards,
     name_order as name_order,

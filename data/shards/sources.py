@@ -20,6 +20,7 @@ from clipkit.errors import DataError
 from clipkit.files import (
     IMAGE_SUFFIXES,
     SUFFIXES,
+    check_parts,
     counted,
     expand_braces,
     find_captions,
@@ -94,6 +95,7 @@ def _remote_shards(source: str, split: str) -> list[ShardFile]:
             _check_count(shown(folder), len(tars), stated)
             return tars
         if tables := _of_split(found, split):
+            check_parts(table.shown for table in tables)
             return _packed_remote(tables)
         fault = nothing
     if source.startswith(("http://", "https://")):  # many web servers list no folders

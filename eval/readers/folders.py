@@ -62,8 +62,8 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
     labelled = sorted((labels_of[one], file) for one, file in _images_by_class(inside))
     if not labelled:
         # a configuration of a dataset at Hugging Face may have its files in a folder data
-        files = (*inside.glob("*/*.parquet"), *inside.glob("*/*/*.parquet"))
-        if below := sorted({inside / file.relative_to(inside).parts[0] for file in files}):
+        parquet = (*inside.glob("*/*.parquet"), *inside.glob("*/*/*.parquet"))
+        if below := sorted({inside / file.relative_to(inside).parts[0] for file in parquet}):
             raise DataError(
                 f"{inside} has Parquet files in {counted(len(below), 'folder')}; pass one of them: "
                 f"{some(list(map(str, below)))}"

@@ -39,8 +39,10 @@ from clipkit.files import (
     CAPTION_COLUMNS,
     IMAGE_COLUMNS,
     IMAGE_EXTENSIONS,
+    PARQUET_PART,
     SPLIT_NAMES,
     SPLIT_WORDS,
+    check_parts,
     name_order,
     plain_name,
     shown,
@@ -397,7 +399,6 @@ def _names_in(value: Any) -> list[str]:
 # file names a split, all are the test split. For a dataset at Hugging Face without parquet files, such as one made
 # by a script, the files that the hub has converted it to are read.
 
-_PART = re.compile(r"(?:(.*?)[-_.])?(\d{4,5})-of-(\d{4,5})(?:[-_.][0-9a-f]+)?", flags=re.ASCII)
 # folders with a dataset's files; "TEST" is the hub's name for nlphuji's retrieval datasets
 _INSIDE = ("", "data", "default", "TEST")
 _CONVERTED = "@refs/convert/parquet"  # the branch with the files that the hub has converted
@@ -534,17 +535,13 @@ def _files_of_split(name: str, place: Path | str, split: str) -> tuple[ShardFile
             else f"dataset {name}: no parquet file in {where}, nor in its folder data"
         )
     files = sorted(by_split[wanted], key=lambda file: name_order(file.name))
-    parts = [match for file in files if (match := _PART.fullmatch(file.name.removesuffix(".parquet")))]
+    parts = [match for file in files if (match := PARQUET_PART.fullmatch(file.name.removesuffix(".parquet")))]
     if parts:
-        total, numbers = int(parts[0][3]), {int(part[2]) for part in parts}
+        numbers = {int(part[2]) for part in parts}
         totals = {int(part[3]) for part in parts}
         if len(parts) != len(files) or len(totals) > 1 or len(numbers) < len(parts):
             raise DataError(f"dataset {name}: {files[0].shown} and its neighbours belong to several datasets")
-        if missing := sorted(set(range(total)) - numbers):
-            raise DataError(
-                f"dataset {name}: part {missing[0]} of {total} is missing next to {files[0].shown}; "
-                "download it again"
-            )
+        check_parts(file.shown for file in files)
     return tuple(files)
 
 
@@ -568,7 +565,7 @@ def _in_folders(place: str | Path, split: str) -> list[tuple[str, ShardFile]]:
         for file in _parquet_in(folder):
             stem = file.name.removesuffix(".parquet")
             first = re.split(r"[-_.]", stem)[0]
-            part = _PART.fullmatch(stem)
+            part = PARQUET_PART.fullmatch(stem)
             found.append((part[1] or "" if part else first if first in SPLIT_WORDS else "", file))
         for name in SPLIT_NAMES.get(split, (split,)):
             found += [(name, file) for file in _parquet_in(beside(folder, name))]

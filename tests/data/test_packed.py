@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from PIL import Image
 
 from clipkit.errors import DataError
+from data.__main__ import main as pack_command
 from data.captions import Selection
 from data.remote.cache import cache_folder
 from data.shards.manifest import Manifest, make_manifest
@@ -271,3 +273,26 @@ def test_broken_and_empty_images_in_parquet_are_bad_rows(
     write_table(arrow.table({"image": column, "caption": ["a", "b", "c", "d"]}), tmp_path / "t.parquet")
     assert [text for text, _ in samples(tmp_path / "t.parquet")] == ["a"]
     assert "3 bad rows left out" in capsys.readouterr().err
+
+
+def test_missing_part_of_parquet_files_is_an_error(tmp_path: Path) -> None:
+    folder = tmp_path / "images"
+    rows = images(folder)
+    hub = tmp_path / "hub/data"
+    hub.mkdir(parents=True)
+    first = parquet(hub / "train-00000-of-00002.parquet", rows[:3], folder)
+    parquet(hub / "test-00000-of-00001.parquet", rows[:1], folder)
+    expected = f"part 1 of 2 is missing next to {first}; download it again"
+    for source in (hub.parent, hub, f"{hub}/train-*.parquet", first):
+        with pytest.raises(DataError) as caught:
+            find_shards(str(source))
+        assert str(caught.value) == expected
+    with pytest.raises(DataError) as caught:
+        pack_command(["pack", str(first), str(tmp_path / "out")])
+    assert str(caught.value) == expected
+    second = parquet(hub / "train-00001-of-00002.parquet", rows[3:], folder)
+    assert len(samples(hub)) == 6
+    assert len(samples(second)) == 3  # a part that the user names
+    hint = f"it contains Parquet files: pack one of them instead, such as {hub}/test-00000-of-00001.parquet"
+    with pytest.raises(DataError, match=re.escape(hint)):
+        pack_command(["pack", str(hub.parent), str(tmp_path / "out")])

@@ -341,12 +341,8 @@ def test_captions_are_scored_if_classes_have_no_names(
     dataset = open_dataset(tmp_path)
     assert dataset.tasks == ("retrieval",)
     assert dataset.labels is not None
-    assert caplog.messages == [
-        (
-            f"dataset {tmp_path.name}: the classes of column Label have no names, so the task is retrieval of column "
-            "text"
-        )
-    ]
+    message = "the classes of column Label have no names, so the task is retrieval of column text"
+    assert caplog.messages == [f"dataset {tmp_path.name}: {message}"]
     write(tmp_path / "test.parquet", {**columns, "text": ["a", None, "c"]})
     dataset = open_dataset(tmp_path)
     assert (dataset.tasks, dataset.captions) == (("zero-shot",), None)
