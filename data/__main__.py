@@ -631,9 +631,8 @@ def _make(parsed: argparse.Namespace) -> int:
 
 
 def _pack(parsed: argparse.Namespace) -> int:
-    from data.pack import check_table_parts, pack
+    from data.pack import pack
 
-    check_table_parts([parsed.table])
     start = time.monotonic()
     report = pack(
         parsed.table,

@@ -54,7 +54,6 @@ from clipkit.files import (
     SUFFIXES,
     Row,
     Table,
-    check_parts,
     color_of,
     counted,
     files_below,
@@ -428,18 +427,6 @@ def _unlisted_images(folder: Path, table: Table) -> Iterator[tuple[str, str]]:
             yield str(path.relative_to(root)), cause or f"not listed in {table.path.name}"
 
 
-def check_table_parts(tables: Sequence[Path]) -> None:
-    """Check that no part of a dataset in numbered Parquet files is missing in the folders of tables.
-
-    Raises:
-        DataError: a part is missing.
-    """
-    folders = {table.parent for table in tables if table.is_file()}
-    check_parts(
-        map(str, tables), beside=(str(path) for folder in folders for path in folder.glob("*.parquet"))
-    )
-
-
 def _table_hint(folder: Path) -> str:
     """Name a table directly in a folder of images, such as Flickr8k's ``captions.txt``, or a Parquet file."""
     for path in islice(folder.iterdir(), _LOOKED_AT):
@@ -550,7 +537,6 @@ def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
     digest = hashlib.sha256(f"{_REVISION}".encode())
     remote = [one for one in sources if isinstance(one, ShardFile)]
     paths = [one for one in sources if isinstance(one, Path)]
-    check_table_parts(paths)
     facts = [f"{one.url}\0{one.size} {one.version}" for one in remote]
     for path in map(Path.absolute, paths):
         for file, _ in files_below(path) if path.is_dir() else [(path, "")]:

@@ -39,28 +39,25 @@ def name_order(name: str) -> tuple[int, str]:
     return len(name), name
 
 
-def check_parts(files: Iterable[str], *, beside: Iterable[str] = ()) -> None:
+def check_parts(files: Iterable[str]) -> None:
     """Check that no part is missing of datasets in numbered Parquet files, see ``PARQUET_PART``.
 
     Args:
         files: paths or URLs; files with other names are not checked.
-        beside: paths of files that are not read, but are there.
 
     Raises:
         DataError: a part is missing.
     """
     numbers: dict[tuple[str, str, str], set[int]] = {}
     firsts: dict[tuple[str, str, str], str] = {}
-    for read, paths in ((True, files), (False, beside)):
-        for path in paths:
-            folder, _, name = path.rpartition("/")
-            part = PARQUET_PART.fullmatch(name.removesuffix(".parquet"))
-            if part is None:
-                continue
-            dataset = (folder, part[1] or "", part[3])
-            if read:
-                firsts.setdefault(dataset, path)
-            numbers.setdefault(dataset, set()).add(int(part[2]))
+    for path in files:
+        folder, _, name = path.rpartition("/")
+        part = PARQUET_PART.fullmatch(name.removesuffix(".parquet"))
+        if part is None:
+            continue
+        dataset = (folder, part[1] or "", part[3])
+        firsts.setdefault(dataset, path)
+        numbers.setdefault(dataset, set()).add(int(part[2]))
     for dataset, first in firsts.items():
         total = int(dataset[2])
         if missing := sorted(set(range(total)) - numbers[dataset]):

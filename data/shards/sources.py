@@ -116,6 +116,8 @@ def _local_shards(source: str, split: str) -> list[Path]:
     missing = [one for one in paths if not one.is_file()]
     if not missing:
         if all(is_table(path) and not _is_tar(path) for path in paths):
+            if [str(path) for path in paths] != [source]:  # the user may name one part
+                check_parts(map(str, paths))
             return _packed(paths)
         if (hint := next(filter(None, map(_file_hint, paths)), None)) is not None:
             raise DataError(hint)
@@ -157,6 +159,7 @@ def _folder_shards(folder: Path, split: str) -> list[Path]:
             ):
                 return _packed([place])
             if tables:
+                check_parts(map(str, tables))
                 return _packed(tables)
         raise DataError(_folder_hint(inside) or known or _folder_hint(folder) or _empty(folder, split))
     stated = here / "nshards.txt"

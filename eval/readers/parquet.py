@@ -278,9 +278,17 @@ def _texts_in_splits(table: _Table, column: str, place: Path | str) -> set[str]:
             break
         try:
             files = _open_files(table.name, place, split, CACHE_GB)
-            texts.update(text for text in files.columns(column)[0] if isinstance(text, str))
+            if column in files.schema.names:
+                texts.update(text for text in files.columns(column)[0] if isinstance(text, str) and text)
         except NoSplit:
             continue
+        except DataError as error:
+            _log.warning(
+                "dataset %s: classes that only split %s has are no possible answers, because it cannot be read: %s",
+                table.name,
+                split,
+                error,
+            )
     return texts
 
 

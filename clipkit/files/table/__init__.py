@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -30,6 +31,7 @@ from clipkit.files.table.formats import ColumnRequest, OpenFormat, plain_name
 from clipkit.files.table.json_document import open_json
 from clipkit.files.table.json_lines import JsonLines
 from clipkit.files.table.parquet import Parquet
+from clipkit.files.table.text import has_invalid_text
 
 __all__ = [
     "CAPTION_COLUMNS",
@@ -142,6 +144,7 @@ class Table:
         names = self._format.names
         self.image_column = self._find_column(image, required="image" in need, encoded=encoded)
         self.caption_column = self._find_column(caption, required="caption" in need)
+        self._needs_caption = "caption" in need
         self._required = [name for name in (self.image_column, self.caption_column) if name]
         for name in others or ():
             if name not in names:
@@ -173,20 +176,31 @@ class Table:
                 continue
             caption = record.cells.get(self.caption_column) if self.caption_column else None
             others = self._other_cells(record.cells)
+            cause = self._check_encoding(others)
+            captions: object = None
             try:
-                self._check_encoding(others)
                 captions = _captions_in(caption)
             except DataError as error:
-                yield Row(number=number, path=path, cause=str(error), progress=record.progress)
+                if self._needs_caption:
+                    cause = cause or str(error)
+            if cause:
+                yield Row(number=number, path=path, cause=cause, progress=record.progress)
                 continue
             yield Row(number=number, path=path, caption=captions, progress=record.progress, others=others)
 
-    def _check_encoding(self, others: Mapping[str, object]) -> None:
+    def _check_encoding(self, others: Mapping[str, object]) -> str:
+        """Return which column is not UTF-8, otherwise ""."""
         if self._format.types:  # Parquet, whose text is not decoded here
-            return
+            return ""
         for name, value in others.items():
-            if _REPLACEMENT in f"{name}{value}":
-                raise DataError(f"not UTF-8: column {name!r}")
+            if _REPLACEMENT in f"{name}{value}" and self._has_invalid_text:
+                return f"not UTF-8: column {name!r}"
+        return ""
+
+    @cached_property
+    def _has_invalid_text(self) -> bool:
+        # the character may also be in the file itself
+        return has_invalid_text(self.path)
 
     def _other_cells(self, cells: Mapping[str, object]) -> dict[str, object]:
         if self._every_column:

@@ -371,6 +371,19 @@ def test_other_columns_that_are_not_utf8_are_bad_rows(tmp_path: Path) -> None:
     content = '[{"path": "a.jpg", "caption": "x", "by": {"name": ["é"]}}]'.encode("latin-1")
     for name, text in (("t.json", content), ("t.jsonl", content[1:-1])):
         assert pairs(read(tmp_path / name, text, others=None)) == ["not UTF-8: column 'by'"]
+    (row,) = read(tmp_path / "t.csv", "path,caption,title\na.jpg,x,My \ufffd page\n", others=None)
+    assert (row.cause, row.others) == ("", {"title": "My \ufffd page"})  # the character is in the file
+    (row,) = read(
+        tmp_path / "t.jsonl", '{"path": "a.jpg", "caption": "x", "title": "\\ufffd"}\n', others=None
+    )
+    assert (row.cause, row.others) == ("", {"title": "\ufffd"})
+
+
+def test_images_do_not_depend_on_captions_that_are_not_needed(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("path,caption\na.jpg,\"['a dog's bone', 'x']\"\n")
+    (row,) = Table(path, image_column=None, caption_column=None, need=("image",))
+    assert (row.path, row.caption, row.cause) == ("a.jpg", None, "")
 
 
 @pytest.mark.parametrize(

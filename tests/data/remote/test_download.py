@@ -850,8 +850,8 @@ def test_command_resizes_and_prints_report(
     printed = capsys.readouterr().out
     assert main(["download", str(path), str(out), *options]) == 0
     assert "already complete" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="--ignore-robots off → on"):
-        main(["download", str(path), str(out), *options, "--ignore-robots"])
+    with pytest.raises(ConfigError, match="--keep-duplicates off → on"):
+        main(["download", str(path), str(out), *options, "--keep-duplicates"])
     assert "2  of 3 rows kept (66.7%)" in printed and "1  HTTP 404" in printed
     assert max(map(len, printed.splitlines()[1:])) < 80
     for sample in members(out / "00000.tar").values():

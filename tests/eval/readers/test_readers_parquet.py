@@ -333,6 +333,20 @@ def test_columns_have_the_names_that_pack_knows(tmp_path: Path, picture: str, ca
     assert read(dataset) == [one["bytes"] for one in images(3)]
 
 
+def test_splits_that_cannot_be_read_do_not_prevent_scoring(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = tmp_path / "pets/data"
+    write(data / "test-00000-of-00001.parquet", {"image": images(2), "label": ["dog", "cat"]})
+    write(data / "train-00000-of-00002.parquet", {"image": images(1), "label": ["owl"]})  # one of two parts
+    write(data / "validation-00000-of-00001.parquet", {"image": images(2), "label": ["", "fox"]})
+    assert open_dataset(tmp_path / "pets").class_names == ("cat", "dog", "fox")
+    assert "only split train has" in caplog.messages[0]
+    write(data / "validation-00000-of-00001.parquet", {"image": images(2)})  # without labels
+    (data / "train-00000-of-00002.parquet").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    assert open_dataset(tmp_path / "pets").class_names == ("cat", "dog")
+
+
 def test_captions_are_scored_if_classes_have_no_names(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
