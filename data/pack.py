@@ -2,8 +2,8 @@
 
 A table lists paths of images, or holds encoded images (Parquet). In a folder, each image has its captions in a file
 of the same name (see ``clipkit.files.caption_files``); or a table directly in the folder lists them, such as
-``metadata.csv`` of the Hugging Face hub; or there are no captions and a subfolder for each class, whose
-name is the caption.
+``captions.csv``; or there are no captions and a subfolder for each class, whose name is the caption. The table
+``metadata.csv`` of the Hugging Face hub precedes files of captions.
 
 Images: JPEG, PNG and WebP files are stored byte for byte, except those with an EXIF orientation, which CLIP's
 preprocessing ignores; they are stored upright (JPEG at quality 95 without chroma subsampling, PNG without loss,
@@ -368,9 +368,10 @@ def metadata_of(folder: Path) -> Path | None:
 
 
 def caption_table_of(folder: Path, *, image_column: str | None, caption_column: str | None) -> Path | None:
-    """Return the table in a folder that lists images and captions, None if there is none.
+    """Return the table in a folder that lists captions of images in it, None if there is none.
 
-    A table named metadata is preferred.
+    A table named metadata is preferred. Files with captions beside the images precede other tables, unless a column
+    is named.
 
     Raises:
         DataError: there are several.
@@ -381,6 +382,10 @@ def caption_table_of(folder: Path, *, image_column: str | None, caption_column: 
         sorted(folder.iterdir()), SUFFIXES, image_column=image_column, caption_column=caption_column
     )
     tables = [table.path for table in opened]
+    if tables and image_column is None and caption_column is None:
+        images = (path for path, cause in images_below(folder) if not cause)
+        if find_captions(images) is not None:
+            return None
     if len(tables) > 1:
         raise DataError(
             f"{folder} contains several tables of images and captions, {_names_of(tables, folder)}: name one of "

@@ -6,10 +6,13 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 
 from clipkit.errors import DataError
-from clipkit.files.table import Table
+from clipkit.files.folders import is_hidden
+from clipkit.files.image_types import check_image
+from clipkit.files.table import Table, listed_path, plain_name
 
 __all__ = [
     "CAPTION_SUFFIXES",
@@ -21,6 +24,7 @@ __all__ = [
 
 # In any case; if an image has several files, the first of these with captions is used.
 CAPTION_SUFFIXES = (".txt", ".caption", ".captions", ".cap", ".text", ".tags", ".json")
+_CHECKED_ROWS = 1000  # first rows of a table
 _MAX_BYTES = 4 << 20  # per file; the rest is not read
 # str.splitlines would also split at characters that may be within a caption, such as U+2028
 _LINE_END = re.compile(r"\r\n|\n|\r")
@@ -60,17 +64,35 @@ def open_caption_tables(
     image_column: str | None = None,
     caption_column: str | None = None,
 ) -> list[Table]:
-    """Open the files with these suffixes, in any case, that are tables with columns of images and captions."""
+    """Open the files with these suffixes, in any case, that are tables of captions of images in their folders.
+
+    One of the first 1,000 rows must name an image that exists, relative to the table's folder. Hidden files do not
+    count. Tables whose caption column is ``label`` do not count either, unless ``caption_column`` names it.
+    """
     tables = []
     for file in files:
-        if not file.name.lower().endswith(suffixes):
+        if is_hidden(file.name) or not file.name.lower().endswith(suffixes):
             continue
         try:
             table = Table(file, image_column=image_column, caption_column=caption_column, encoded=True)
+            has_labels = caption_column is None and plain_name(table.caption_column) in ("label", "labels")
+            if not has_labels and _lists_an_image(table):
+                tables.append(table)
         except (DataError, OSError):
             continue
-        tables.append(table)
     return tables
+
+
+def _lists_an_image(table: Table) -> bool:
+    """Whether one of the first rows names an image that exists, relative to the table's folder."""
+    for row in islice(table, _CHECKED_ROWS):
+        if not isinstance(row.path, str):
+            continue
+        with suppress(DataError, OSError, ValueError):  # a web address, or not a path
+            path = listed_path(table.path.parent, row.path)
+            if path.is_file() and check_image(path) is not None:
+                return True
+    return False
 
 
 def read_captions(file: Path) -> list[str]:

@@ -20,6 +20,7 @@ from clipkit.errors import DataError
 from clipkit.files import (
     IMAGE_SUFFIXES,
     SUFFIXES,
+    Table,
     check_parts,
     counted,
     expand_braces,
@@ -27,7 +28,6 @@ from clipkit.files import (
     images_below,
     is_table,
     match_wildcards,
-    open_caption_tables,
     path_order,
 )
 from data.corpora.builtin import BUILTIN, built_in
@@ -151,11 +151,11 @@ def _folder_shards(folder: Path, split: str) -> list[Path]:
             if not place.is_dir():
                 continue
             tables = _tables_in(place, split)
-            # below the folder are other splits too; tables beside pairs may list URLs, as in img2dataset's output
+            # below the folder are other splits too; pack chooses between pairs and a table of paths beside them
             if (
                 (place == inside or not by_split)
                 and _has_pairs(place)
-                and not any(map(_lists_images, tables))
+                and not any(map(_holds_images, tables))
             ):
                 return _packed([place])
             if tables:
@@ -200,11 +200,16 @@ def _of_split(tables: list[_File], split: str) -> list[_File]:
     return [one for one in tables if is_of(one, split)] if named else tables
 
 
-def _lists_images(table: Path) -> bool:
-    """Whether a table has columns of images and captions, and is not the table of images in its folder."""
-    from data.pack import metadata_of
-
-    return bool(open_caption_tables([table], SUFFIXES)) and metadata_of(table.parent) != table
+def _holds_images(table: Path) -> bool:
+    """Whether a table is a Parquet file of encoded images with captions."""
+    if table.suffix not in _PARQUET:
+        return False
+    try:
+        rows = Table(table, image_column=None, caption_column=None, encoded=True)
+        row = next(iter(rows), None)
+    except DataError:
+        return False
+    return row is not None and isinstance(row.path, bytes | dict)
 
 
 def _has_pairs(folder: Path) -> bool:

@@ -244,9 +244,9 @@ def _images_by_class(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _caption_tables(folder: Path) -> list[Path]:
-    """Return the tables below a folder that list images with captions rather than labels."""
+    """Return the tables below a folder that list images in their folders with captions rather than labels."""
     tables = open_caption_tables((path for path, _ in files_below(folder)), SUFFIXES)
-    return [table.path for table in tables if table.caption_column.lower() not in ("label", "labels")]
+    return [table.path for table in tables]
 
 
 def utf8_name(name: str) -> str:

@@ -919,7 +919,7 @@ def test_packing_and_training_read_the_same_table_of_a_folder(tmp_path: Path, na
     assert [sample["txt"].decode() for sample in samples(trained).values()] == captions
 
 
-def test_table_of_a_folder_precedes_files_of_captions(tmp_path: Path) -> None:
+def test_named_columns_of_a_table_precede_files_of_captions(tmp_path: Path) -> None:
     write_table(tmp_path / "f.csv", ["photo", "words"], write_parts(tmp_path / "f"))
     (tmp_path / "f.csv").rename(tmp_path / "f/a.csv")
     (tmp_path / "f/x/1.txt").write_text("other")
@@ -946,7 +946,8 @@ def test_names_of_folders_do_not_replace_captions_of_tables(tmp_path: Path, name
         if name == "a.JSON":
             table.write_text(json.dumps([{"image": path, "caption": text} for path, text in rows]))
         else:
-            write_table(table, ["image", "caption"], rows)
+            listed = [[os.path.relpath(tmp_path / "f" / path, table.parent), text] for path, text in rows]
+            write_table(table, ["image", "caption"], listed)
     with pytest.raises(DataError, match=r"contains (several )?tables") as error:
         pack(tmp_path / "f", tmp_path / "out", progress=False)
     assert all(name in str(error.value) for name in names) and "\n" not in str(error.value)
@@ -955,6 +956,54 @@ def test_names_of_folders_do_not_replace_captions_of_tables(tmp_path: Path, name
         pack(tmp_path / "f", tmp_path / "out", progress=False)
         captions = [sample["txt"].decode() for sample in samples(tmp_path / "out").values()]
         assert captions == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("sources.csv", "file,comment\nLICENSE,CC BY\n"),
+        ("README.csv", "file,description\nREADME,text\nhttp://host/1.png,text\n"),
+        (".captions.csv", "path,caption\nx/1.png,a red car\n"),
+        ("labels.csv", "path,label\nx/1.png,x\n"),
+        ("x/labels.csv", "path,Label\n1.png,x\n"),
+        ("y/sources.csv", "file,comment\n9.png,missing\n"),
+        ("y/long.csv", f"file,comment\n{'a' * 5000}.png,long name\n"),
+        ("late.csv", "file,comment\n" + "9.png,missing\n" * 1000 + "x/1.png,too late\n"),
+    ],
+)
+def test_other_tables_in_class_folders_are_ignored(tmp_path: Path, name: str, lines: str) -> None:
+    write_parts(tmp_path / "f")
+    for text in ("LICENSE", "README"):
+        (tmp_path / "f" / text).write_text("text")
+    (tmp_path / "f" / name).write_text(lines)
+    pack(tmp_path / "f", tmp_path / "out", progress=False)
+    assert [sample["txt"].decode() for sample in samples(tmp_path / "out").values()] == ["x", "y"]
+
+
+@pytest.mark.parametrize("names", [["quality.csv"], ["quality.csv", "more.csv"]])
+def test_files_of_captions_precede_tables_in_packing_and_training(tmp_path: Path, names: list[str]) -> None:
+    folder = tmp_path / "b"
+    folder.mkdir()
+    for number in range(3):
+        (folder / f"{number}.jpg").write_bytes(encoded("JPEG"))
+        (folder / f"{number}.txt").write_text(f"caption {number}")
+    for name in names:
+        write_table(folder / name, ["file", "comment"], [["0.jpg", "blurry"]])
+    report = pack(folder, tmp_path / "out", progress=False)
+    assert (report.packed, report.bad) == (3, {})
+    trained = Path(find_shards(str(folder))[0].url).parents[1]
+    for out in (tmp_path / "out", trained):
+        captions = [sample["txt"].decode() for sample in samples(out).values()]
+        assert captions == ["caption 0", "caption 1", "caption 2"]
+
+
+def test_only_tables_that_list_images_conflict(tmp_path: Path) -> None:
+    rows = write_parts(tmp_path / "f")
+    write_table(tmp_path / "f/captions.csv", ["path", "caption"], rows)
+    (tmp_path / "f/sources.csv").write_text("file,comment\nLICENSE,CC BY\n")
+    pack(tmp_path / "f", tmp_path / "out", progress=False)
+    captions = [sample["txt"].decode() for sample in samples(tmp_path / "out").values()]
+    assert captions == ["a red car", "a blue car"]
 
 
 def test_several_tables_named_metadata_are_an_error(tmp_path: Path) -> None:

@@ -105,8 +105,8 @@ def test_all_forms_of_sources_give_the_same_pairs(tmp_path: Path) -> None:
         "url,caption,key\n" + "".join(f"http://host/,{text},0\n" for _, text in rows)
     )
     assert samples(folder) == expected
-    table(folder / "00000.csv", rows[:2], ".")  # a table of files is preferred
-    assert samples(folder) == sorted((text, (folder / name).read_bytes()) for name, text in rows[:2])
+    table(folder / "00000.csv", rows[:2], ".")  # files of captions are preferred, as in pack
+    assert samples(folder) == expected
     (folder / "00000.csv").rename(folder / "metadata.csv")
     assert len(samples(folder)) == 2
     shutil.copy(folder / rows[0][0], folder / "new.png")

@@ -121,12 +121,19 @@ def test_names_of_folders_are_not_classes_if_images_have_captions(tmp_path: Path
     assert open_dataset(pets).class_names == ("cat", "dog")
 
 
-@pytest.mark.parametrize("name", ["captions.csv", "cat/metadata.csv", "dog/in/A.CSV"])
-def test_names_of_folders_are_not_classes_if_a_table_has_captions(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "image"),
+    [("captions.csv", "cat/1.png"), ("cat/metadata.csv", "1.png"), ("dog/in/A.CSV", "3.png")],
+)
+def test_names_of_folders_are_not_classes_if_a_table_has_captions(
+    tmp_path: Path, name: str, image: str
+) -> None:
     pets = fill(tmp_path / "pets", "cat/1.png", "dog/2.png", "dog/in/3.png")
-    (pets / name).write_text("filename,label\n1.png,cat\n")
+    (pets / name).write_text(f"filename,label\n{image},cat\n")
     assert len(open_dataset(pets)) == 3  # labels are no captions
-    (pets / name).write_text("filename,caption\n1.png,a cat\n")
+    (pets / name).write_text("file,comment\nLICENSE,CC BY\n0.png,missing\n")
+    assert len(open_dataset(pets)) == 3  # it lists no image
+    (pets / name).write_text(f"filename,caption\n{image},a cat\n")
     assert refusal(pets).startswith(
         f"{pets / name} is a table of images and captions, so the names of folders"
     )
