@@ -60,7 +60,7 @@ def image_format(data: bytes) -> str:
 
 
 def describe_unreadable(data: bytes) -> str:
-    """Return why an image cannot be read whose format is none that is decoded."""
+    """Return why an image in a format that is not decoded cannot be read."""
     name = image_format(data)
     if name == "TIFF":
         return "a TIFF that is damaged or of a kind that cannot be read: convert it to 8 or 16 bits"
