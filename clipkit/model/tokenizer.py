@@ -484,6 +484,8 @@ class LibraryTokenizer:
             return 0
         cleaned = [library.clean_fn(text) for text in texts]
         longer = tokenizer(cleaned, truncation=True, max_length=length + 1, add_special_tokens=special)
+        # the last length is stored in the tokenizer and in the files that it writes
+        tokenizer("", truncation=True, max_length=self.context_length)
         return sum(len(row) > length for row in longer["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -545,6 +547,7 @@ class TransformersTokenizer:
         if not texts or tokens.shape[1] < self.context_length:
             return 0
         longer = self.rows(texts, self.context_length + 1)
+        self.rows([""])  # the last length is stored in the tokenizer and in the files that it writes
         return sum(len(row) > self.context_length for row in longer)
 
     def decode(self, ids: Sequence[int]) -> str:
