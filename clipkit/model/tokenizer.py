@@ -484,8 +484,6 @@ class LibraryTokenizer:
             return 0
         cleaned = [library.clean_fn(text) for text in texts]
         longer = tokenizer(cleaned, truncation=True, max_length=length + 1, add_special_tokens=special)
-        # the last length is stored in the tokenizer and in the files that it writes
-        tokenizer("", truncation=True, max_length=self.context_length)
         return sum(len(row) > length for row in longer["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -513,7 +511,9 @@ class LibraryTokenizer:
         return self._made
 
     def store(self, folder: Path) -> Any:
-        self._library().tokenizer.save_pretrained(folder / _FOLDER)
+        tokenizer = self._library().tokenizer
+        tokenizer("", truncation=True, max_length=self.context_length)  # the files contain the last length
+        tokenizer.save_pretrained(folder / _FOLDER)
         names = ("context_length", "options", "trim")
         return {"kind": "transformers", **{name: getattr(self, name) for name in names}}
 
@@ -547,7 +547,6 @@ class TransformersTokenizer:
         if not texts or tokens.shape[1] < self.context_length:
             return 0
         longer = self.rows(texts, self.context_length + 1)
-        self.rows([""])  # the last length is stored in the tokenizer and in the files that it writes
         return sum(len(row) > self.context_length for row in longer)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -593,6 +592,7 @@ class TransformersTokenizer:
         return max(self.library().get_vocab().values(), default=0) + 1
 
     def store(self, folder: Path) -> Any:
+        self.rows([""])  # the files contain the length at which texts were cut last
         self.library().save_pretrained(folder / _FOLDER)
         return {"kind": _UNCLEANED, "context_length": self.context_length}
 
