@@ -246,10 +246,10 @@ class TextArchitecture(TowerArchitecture):
             """Maximum number of tokens in a text."""
             raise NotImplementedError
 
-        @property
-        def vocab_size(self) -> int:
-            """Number of tokens that have an embedding; 0 if that is unknown."""
-            raise NotImplementedError
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens that have an embedding; 0 if that is unknown."""
+        return 0
 
     @property
     def plain(self) -> "TextTower | None":
