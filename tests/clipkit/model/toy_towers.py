@@ -80,7 +80,9 @@ class ToyText(TextArchitecture):
         return cls(width=int(value))
 
     def build(self, embed_dim: int, *, quick_gelu: bool) -> nn.Module:
-        return nn.Sequential(nn.EmbeddingBag(49408, self.width, padding_idx=0), nn.Linear(self.width, embed_dim))
+        return nn.Sequential(
+            nn.EmbeddingBag(49408, self.width, padding_idx=0), nn.Linear(self.width, embed_dim)
+        )
 
 
 if __name__ == "__main__":
