@@ -270,7 +270,7 @@ def are_integers(values: "npt.NDArray[Any]") -> bool:
 
 
 def value_extrema(values: "npt.NDArray[Any]") -> tuple[float, float]:
-    """Return the smallest and the largest finite value; 0 and 0 if there is none."""
+    """Return the smallest and the largest finite value, or 0 and 0 without finite values."""
     import numpy as np
 
     finite = values[np.isfinite(values)] if values.dtype.kind == "f" else values
