@@ -53,11 +53,11 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 from torch import Tensor
 
-from clipkit.files.decode import decode_image
+from clipkit.samples import decode_image
+from clipkit.samples.remote import ShardFile
 from data.augment import Augmentation, empty_batch, random_of, training_pixels
 from data.loader import Loader
 from data.order import Order
-from data.remote.store import ShardFile
 from data.shards.samples import Shards
 
 RESULTS = Path(__file__).parent / "results"

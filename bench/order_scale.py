@@ -23,9 +23,9 @@ from pathlib import Path
 
 import numpy as np
 
+from clipkit.samples import Strings
 from data.captions import Selection
 from data.order import Order
-from data.shards.index import Strings
 from data.shards.manifest import Manifest
 
 RESULTS = Path(__file__).parent / "results"

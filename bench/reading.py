@@ -30,9 +30,8 @@ from pathlib import Path
 
 import webdataset
 
-from clipkit.files.tar import tar_files
-from data.remote.store import ShardFile
-from data.shards.index import index_of_members, with_content
+from clipkit.samples import index_of_members, tar_files, with_content
+from clipkit.samples.remote import ShardFile
 from data.shards.samples import Shards
 
 RESULTS = Path(__file__).parent / "results"

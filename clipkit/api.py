@@ -14,8 +14,6 @@ from torch import Tensor
 
 from clipkit.distributed import own_device
 from clipkit.errors import CheckpointError, ConfigError
-from clipkit.files.depth import PixelRange, parse_pixel_range
-from clipkit.files.traits import Color, TraitCounts, color_of
 from clipkit.model.attention import text_heatmaps
 from clipkit.model.clip import CLIP
 from clipkit.model.cpu import in_parallel
@@ -29,6 +27,8 @@ from clipkit.model.zero_shot import (
     evaluating,
     zero_shot_classifier,
 )
+from clipkit.samples.depth import PixelRange, parse_pixel_range
+from clipkit.samples.traits import Color, TraitCounts, color_of
 
 __all__ = ["caption", "classify", "encode_image", "encode_text", "explain", "load"]
 

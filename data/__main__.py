@@ -25,18 +25,9 @@ from clipkit.cli import (
 )
 from clipkit.config import Config
 from clipkit.errors import ConfigError, DataError, nearest, run_command
-from clipkit.files import (
-    CLASS_NAMES,
-    are_ids,
-    color_of,
-    counted,
-    parse_pixel_range,
-    printable,
-    size_of,
-    user_path,
-    write_atomic,
-)
-from data.remote.cache import cache_folder, shard_cache
+from clipkit.files import counted, printable, size_of, user_path, write_atomic
+from clipkit.samples import CLASS_NAMES, are_ids, color_of, parse_pixel_range
+from clipkit.samples.remote import cache_folder, shard_cache
 
 if TYPE_CHECKING:
     from data.inspect import Findings
@@ -498,7 +489,8 @@ def _score_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _index(parsed: argparse.Namespace) -> int:
-    from clipkit.files import CountProgress, TruncatedError
+    from clipkit.files import CountProgress
+    from clipkit.samples import TruncatedError
     from data.captions import Selection
     from data.shards.manifest import make_manifest
     from data.shards.sources import find_shards
@@ -741,7 +733,7 @@ COMMANDS = {
         summary="download images from a table of URLs into shards",
         description="Download images from a table of URLs.\n\n" + DOWNLOAD_TEXT,
         arguments=_download_options,
-        run="data.remote.download:command",
+        run="data.download:command",
         stopped="complete shards are kept; run the same command to resume",
     ),
     "index": Command(

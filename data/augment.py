@@ -14,7 +14,7 @@ from torch import Tensor
 
 from clipkit.config import DataConfig, load_config
 from clipkit.errors import ConfigError, DataError
-from clipkit.files import (
+from clipkit.samples import (
     Decoding,
     Traits,
     color_of,
@@ -167,7 +167,7 @@ def training_pixels(
         The image's traits, which decoding may have ignored.
 
     Raises:
-        DataError: as ``clipkit.files.decode.decode_file``.
+        DataError: as ``clipkit.samples.decode.decode_file``.
     """
     decoding = decoding or Decoding()
     size = jpeg_size(data) if augmentation.scaled_decode else None

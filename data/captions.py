@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from clipkit.errors import ConfigError, DataError, nearest
 from clipkit.files import printable
-from data.shards.index import CAPTION, IMAGE, LABEL, META, ShardIndex
+from clipkit.samples import CAPTION, IMAGE, LABEL, META, ShardIndex
 
 if TYPE_CHECKING:
     from data.scores.table import Scores

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from clipkit.errors import DataError
-from clipkit.files import Row
+from clipkit.samples import Row
 from data.captions import json_value
 
 __all__ = ["MOST_ROWS", "TOO_MANY_ROWS", "RowsByKey", "digest_key", "merge_rows"]

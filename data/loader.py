@@ -29,9 +29,10 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from clipkit.config import DataConfig, DistillConfig, SmallConfig
 from clipkit.errors import CheckpointError, ConfigError, DataError
-from clipkit.files import (
+from clipkit.files import CountProgress
+from clipkit.model import MAX_CHARACTERS, Preprocess
+from clipkit.samples import (
     Color,
-    CountProgress,
     Decoding,
     PixelRangeError,
     TraitCounts,
@@ -43,7 +44,7 @@ from clipkit.files import (
     parse_pixel_range,
     plain_jpeg_size,
 )
-from clipkit.model import MAX_CHARACTERS, Preprocess
+from clipkit.samples.remote import is_remote, read_text, shard_cache
 from data.augment import (
     Augmentation,
     JpegOfRow,
@@ -58,8 +59,6 @@ from data.augment import (
 from data.captions import DRAW_CAPTIONS, TEXT, CaptionRule, Selection
 from data.corpora.builtin import BUILTIN, end_with_parent
 from data.order import Order
-from data.remote.cache import shard_cache
-from data.remote.store import is_remote, read_text
 from data.scores.table import scored_filters
 from data.shards.manifest import Manifest, make_manifest, reject_unknown_negatives
 from data.shards.samples import Shards

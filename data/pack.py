@@ -1,7 +1,7 @@
 """Pack images and captions of a table or a folder into a dataset folder.
 
 A table lists paths of images, or holds encoded images (Parquet). In a folder, each image has its captions in a file
-of the same name (see ``clipkit.files.caption_files``); or a table directly in the folder lists them, such as
+of the same name (see ``clipkit.samples.caption_files``); or a table directly in the folder lists them, such as
 ``captions.csv``; or there are no captions and a subfolder for each class, whose name is the caption. The table
 ``metadata.csv`` of the Hugging Face hub precedes files of captions.
 
@@ -48,14 +48,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from clipkit.errors import ConfigError, DataError, nearest
-from clipkit.files import (
+from clipkit.files import counted, size_of
+from clipkit.samples import (
     CLASS_NAMES,
     NAMED_SUFFIXES,
     SUFFIXES,
     Row,
     Table,
     color_of,
-    counted,
     files_below,
     find_captions,
     images_below,
@@ -65,12 +65,10 @@ from clipkit.files import (
     pair_captions,
     read_captions,
     read_class_names,
-    size_of,
 )
+from clipkit.samples.remote import ShardFile, cache_folder, created_once, download_all
 from data.captions import field_name, json_value
 from data.groups import MOST_ROWS, TOO_MANY_ROWS, RowsByKey, digest_key, merge_rows
-from data.remote.cache import cache_folder, created_once
-from data.remote.store import ShardFile, download_all
 from data.shards.images import BadImage, Resize, Storing, store_image
 from data.shards.sources import SPLITS
 from data.shards.writer import DatasetWriter, Record

@@ -13,10 +13,10 @@ from numpy import typing as npt
 from safetensors.torch import save
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files import CountProgress, decode_image, write_atomic
+from clipkit.files import CountProgress, write_atomic
+from clipkit.samples import IMAGE, decode_image
+from clipkit.samples.remote import shard_cache
 from data.captions import Selection
-from data.remote.cache import shard_cache
-from data.shards.index import IMAGE
 from data.shards.manifest import make_manifest
 from data.shards.samples import OpenShard
 from data.shards.sources import find_shards

@@ -23,9 +23,9 @@ from tokenizers import (
 
 from clipkit.errors import ConfigError, DataError
 from clipkit.files import CountProgress
+from clipkit.samples import CAPTION, META
+from clipkit.samples.remote import shard_cache
 from data.captions import CaptionRule, Filter, Selection
-from data.remote.cache import shard_cache
-from data.shards.index import CAPTION, META
 from data.shards.manifest import make_manifest
 from data.shards.samples import OpenShard, meta_of, text_of
 from data.shards.sources import find_shards

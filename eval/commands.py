@@ -20,8 +20,8 @@ from clipkit.errors import ClipkitError, ConfigError, DataError, nearest
 from clipkit.files import counted, output_folder, printable
 from clipkit.formats import check_free, newest_epoch, resolve_checkpoint, save_model
 from clipkit.model import keep_memory
+from clipkit.samples.remote import cache_folder
 from data.corpora.builtin import Unavailable
-from data.remote.cache import cache_folder
 from eval.compare import (
     Check,
     checks_of,

@@ -15,9 +15,9 @@ import torch
 
 from clipkit import CLIP
 from clipkit.errors import ClipkitError, ConfigError, DataError
-from clipkit.files import TraitCounts
 from clipkit.formats import is_complete, model_hash
 from clipkit.model import ClassTokenizer, counted_flops, image_flops
+from clipkit.samples import TraitCounts
 from data.corpora.builtin import BUILTIN
 from eval.datasets.dataset import EvalDataset, Lacks, NoSplit, by_class_names
 from eval.datasets.targets import Target, find_targets

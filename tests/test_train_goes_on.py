@@ -17,8 +17,8 @@ import pytest
 import simplejpeg
 
 from clipkit.config import load_config
+from clipkit.samples.index import read_arrays, write_arrays
 from clipkit.training import learning_rate
-from data.shards.index import read_arrays, write_arrays
 from data.shards.writer import DatasetWriter, Record
 from tests.forked import Forked
 

@@ -16,8 +16,8 @@ from PIL import Image
 import clipkit
 from clipkit.config import DataConfig
 from clipkit.errors import CheckpointError
-from clipkit.files.traits import Decoding
 from clipkit.model.preprocess import Preprocess
+from clipkit.samples.traits import Decoding
 from clipkit.training.checkpoint import loop_state
 from data.captions import Selection
 from data.loader import Packed, packed_images, resumed_preprocess, trained_preprocess

@@ -1,18 +1,14 @@
-"""Brace patterns, wildcards, the order of file names, and image extensions."""
+"""Brace patterns, wildcards, and the order of file names."""
 
 import glob
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
 from clipkit.errors import ConfigError, DataError
 
 __all__ = [
-    "IMAGE_EXTENSIONS",
-    "IMAGE_SUFFIXES",
-    "PARQUET_PART",
-    "check_parts",
     "expand_braces",
     "match_wildcards",
     "name_order",
@@ -21,15 +17,6 @@ __all__ = [
     "user_path",
 ]
 
-# The order matters for messages. Stored shard indexes depend on this list.
-IMAGE_EXTENSIONS = (
-    "jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "jp2", "avif", "jpe",
-)  # fmt: skip
-IMAGE_SUFFIXES = frozenset(f".{extension}" for extension in IMAGE_EXTENSIONS)
-
-# name without its suffix of a part of a dataset in Parquet files, such as train-00000-of-00002
-PARQUET_PART = re.compile(r"(?:(.*?)[-_.])?(\d{4,5})-of-(\d{4,5})(?:[-_.][0-9a-f]+)?", flags=re.ASCII)
-
 _MAX_NAMES = 1_000_000  # per pattern
 _RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.-?([0-9]+))?")
 
@@ -37,31 +24,6 @@ _RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.-?([0-9]+))?")
 def name_order(name: str) -> tuple[int, str]:
     """Sort key of file names in a folder: shorter ones first, so that 2.tar precedes 10.tar."""
     return len(name), name
-
-
-def check_parts(files: Iterable[str]) -> None:
-    """Check that no part is missing of datasets in numbered Parquet files, see ``PARQUET_PART``.
-
-    Args:
-        files: paths or URLs; files with other names are not checked.
-
-    Raises:
-        DataError: a part is missing.
-    """
-    numbers: dict[tuple[str, str, str], set[int]] = {}
-    firsts: dict[tuple[str, str, str], str] = {}
-    for path in files:
-        folder, _, name = path.rpartition("/")
-        part = PARQUET_PART.fullmatch(name.removesuffix(".parquet"))
-        if part is None:
-            continue
-        dataset = (folder, part[1] or "", part[3])
-        firsts.setdefault(dataset, path)
-        numbers.setdefault(dataset, set()).add(int(part[2]))
-    for dataset, first in firsts.items():
-        total = int(dataset[2])
-        if missing := sorted(set(range(total)) - numbers[dataset]):
-            raise DataError(f"part {missing[0]} of {total} is missing next to {first}; download it again")
 
 
 def path_order(path: Path) -> tuple[str, int, str]:

@@ -41,15 +41,15 @@ from torch import Tensor
 
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.files.atomic import lock_output
-from clipkit.files.depth import format_pixel_range
 from clipkit.files.terminal import counted
-from clipkit.files.traits import Decoding
 from clipkit.model.architectures import ARCHITECTURES, Architecture
 from clipkit.model.clip import CLIP, build
 from clipkit.model.lora import Adapters, add_adapters, merge_adapters
 from clipkit.model.preprocess import Preprocess
 from clipkit.model.resample import fit_positions
 from clipkit.model.tokenizer import Tokenizer, tokenizer_of
+from clipkit.samples.depth import format_pixel_range
+from clipkit.samples.traits import Decoding
 
 __all__ = [
     "COMPLETE", "FORMAT", "LATEST", "SAVED", "STEP_FOLDER", "TRAINED", "check_free", "check_weights",

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import CheckpointError, ConfigError
-from clipkit.files.traits import Decoding
 from clipkit.formats.open_clip import mlp_ratio
 from clipkit.model.architectures import Architecture, TextTower, VisionTower
 from clipkit.model.preprocess import Preprocess
 from clipkit.model.tokenizer import END_OF_TEXT, START_OF_TEXT
+from clipkit.samples.traits import Decoding
 
 __all__ = [
     "end_of_text", "from_transformers", "preprocess_from_transformers", "to_transformers", "transformers_configs",

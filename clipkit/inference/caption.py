@@ -24,12 +24,12 @@ import torch
 
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.atomic import lock_output, replacing
-from clipkit.files.table import safe_cell
 from clipkit.files.terminal import CountProgress, counted, printable
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.inputs import Item, Stream
 from clipkit.inference.stream import PRECISIONS, Failure, FeatureStream
 from clipkit.model.generate import check_generation, generate_captions
+from clipkit.samples.table import safe_cell
 
 __all__ = ["caption_images", "run"]
 

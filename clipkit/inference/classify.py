@@ -37,18 +37,18 @@ from torch import Tensor
 
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.atomic import replacing
-from clipkit.files.folders import SPLIT_WORDS, is_hidden
 from clipkit.files.pages import check_page, write_page
 from clipkit.files.patterns import user_path
-from clipkit.files.table import safe_cell
 from clipkit.files.terminal import CountProgress, counted, printable
-from clipkit.files.traits import TraitCounts
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.calibrate import FOLDS, LEAST, LEAST_SCALE, Calibration, calibrate, read_calibration
 from clipkit.inference.inputs import Stream
 from clipkit.inference.stream import Failure, FeatureStream
 from clipkit.model.clip import CLIP
 from clipkit.model.zero_shot import DEFAULT_TEMPLATES, fill_template, zero_shot_classifier
+from clipkit.samples.folders import SPLIT_WORDS, is_hidden
+from clipkit.samples.table import safe_cell
+from clipkit.samples.traits import TraitCounts
 
 __all__ = ["Classification", "classify_images", "labels_of", "run", "templates_of"]
 

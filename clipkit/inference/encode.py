@@ -33,9 +33,7 @@ import clipkit
 from clipkit.distributed import rank_and_world
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.cluster import ray_cluster, ray_tasks
-from clipkit.files.depth import format_pixel_range
 from clipkit.files.terminal import CountProgress, counted, printable
-from clipkit.files.traits import TraitCounts, hex_of
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.folder import (
     ContentDigest,
@@ -49,6 +47,8 @@ from clipkit.inference.folder import (
 from clipkit.inference.inputs import Item, Member, Stream
 from clipkit.inference.storage import STORAGE, ReusableRows, recall, unpacked
 from clipkit.inference.stream import Failure, FeatureStream
+from clipkit.samples.depth import format_pixel_range
+from clipkit.samples.traits import TraitCounts, hex_of
 
 __all__ = ["EncodeParts", "Encoded", "RayEncoder", "encode", "run"]
 

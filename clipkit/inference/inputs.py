@@ -6,7 +6,7 @@
     pairs.tar                      a WebDataset shard, an uncompressed tar
     shards/{00000..00331}.tar      all paths of a brace pattern
     shards/*.tar                   all matching paths, 9.tar before 10.tar
-    table.csv                      a table of paths, captions or both, see ``clipkit.files.table``; each image once
+    table.csv                      a table of paths, captions or both (``clipkit.samples.table``); each image once
     lines.txt, -                   texts, one per line; "-" is standard input
 
 Memory does not grow with the number of images: a stream yields one item at a time. It can be iterated again in the
@@ -33,16 +33,11 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from clipkit.errors import DataError
-from clipkit.files.folders import images_below
-from clipkit.files.patterns import (
-    IMAGE_EXTENSIONS,
-    expand_braces,
-    match_wildcards,
-    path_order,
-    user_path,
-)
-from clipkit.files.table import Table, is_table, listed_path
-from clipkit.files.tar import sample_name, tar_files
+from clipkit.files.patterns import expand_braces, match_wildcards, path_order, user_path
+from clipkit.samples.folders import images_below
+from clipkit.samples.image_types import IMAGE_EXTENSIONS
+from clipkit.samples.table import Table, is_table, listed_path
+from clipkit.samples.tar import sample_name, tar_files
 
 __all__ = [
     "Item",

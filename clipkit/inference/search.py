@@ -41,12 +41,9 @@ from torch import Tensor
 
 from clipkit.api import encode_image, encode_text, load
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.decode import decode_file
-from clipkit.files.depth import STRETCH
 from clipkit.files.pages import check_page, templates, write_page
 from clipkit.files.patterns import user_path
 from clipkit.files.terminal import CountProgress, counted, printable, size_of
-from clipkit.files.traits import Decoding
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.index import ApproximateIndex, Stamp, write_index
 from clipkit.inference.inputs import Item, Member, Stream, read_image
@@ -54,6 +51,9 @@ from clipkit.inference.storage import Storage, content_digest, storage_of, unpac
 from clipkit.inference.stream import pick_device
 from clipkit.model.clip import CLIP
 from clipkit.model.preprocess import ImageLike
+from clipkit.samples.decode import decode_file
+from clipkit.samples.depth import STRETCH
+from clipkit.samples.traits import Decoding
 
 __all__ = [
     "Embeddings",

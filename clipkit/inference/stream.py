@@ -34,7 +34,6 @@ from torch.nn.functional import adaptive_avg_pool2d
 from clipkit.api import encode_text, load
 from clipkit.distributed import own_device
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.traits import NO_TRAITS, TraitCounts, Traits
 from clipkit.inference.inputs import Item, Kind, read_caption, read_image
 from clipkit.inference.storage import ReusableRows, content_digest
 from clipkit.model.clip import CLIP
@@ -42,6 +41,7 @@ from clipkit.model.cpu import PackedWeights, keep_memory, one_core_each
 from clipkit.model.preprocess import pixels_and_traits
 from clipkit.model.tokenizer import MAX_CHARACTERS, ClassTokenizer
 from clipkit.model.zero_shot import evaluating
+from clipkit.samples.traits import NO_TRAITS, TraitCounts, Traits
 
 __all__ = ["PRECISIONS", "Failure", "FeatureStream", "Features", "pick_device"]
 

@@ -2,9 +2,9 @@
 
 ``eval_pixels`` gives bit for bit what open_clip's evaluation gives: Pillow resizes and crops an image in its
 own mode (palettes by nearest neighbor, colors weighted by alpha) and then converts it to RGB. Training converts to
-RGB first (``clipkit.files.decode``). As in CLIP, EXIF orientation is not applied and alpha channels are dropped,
+RGB first (``clipkit.samples.decode``). As in CLIP, EXIF orientation is not applied and alpha channels are dropped,
 unless the model's preprocessing has ``upright`` or ``background``. Unlike open_clip, which clips them at 255, deep
-grayscale images are mapped to 8 bits before they are resized (``clipkit.files.depth``).
+grayscale images are mapped to 8 bits before they are resized (``clipkit.samples.depth``).
 
 Images stay uint8 until the model normalizes them. Letters: H, W sides of an image, S of the input, N images.
 """
@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import CheckpointError, ConfigError, DataError
-from clipkit.files.decode import open_image, pillow_errors
-from clipkit.files.depth import PixelRange, is_pixel_range, parse_pixel_range, scale_to_8_bits
-from clipkit.files.traits import Color, Decoding, Traits, apply_decoding, color_of, is_rgb
+from clipkit.samples.decode import open_image, pillow_errors
+from clipkit.samples.depth import PixelRange, is_pixel_range, parse_pixel_range, scale_to_8_bits
+from clipkit.samples.traits import Color, Decoding, Traits, apply_decoding, color_of, is_rgb
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -63,7 +63,7 @@ class Preprocess:
         fill_color: value of the padding in all channels, 0–255.
         background: red, green and blue, 0–255, behind transparent images; None drops the alpha channel.
         upright: whether to apply EXIF orientation.
-        pixel_range: the values of deep grayscale images that become black and white, see ``clipkit.files.depth``.
+        pixel_range: the values of deep grayscale images that become black and white, see ``clipkit.samples.depth``.
 
     Raises:
         ConfigError: a value is invalid.

@@ -28,7 +28,6 @@ from clipkit.config import Config, changes, load_config, shown, to_toml
 from clipkit.distributed import background_group, barrier, broadcast_bytes, rank, sum_over_ranks
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.files.atomic import FileLock, sync, write_atomic
-from clipkit.files.traits import TraitCounts
 from clipkit.formats.checkpoint import (
     COMPLETE,
     FORMAT,
@@ -49,6 +48,7 @@ from clipkit.formats.checkpoint import (
 )
 from clipkit.model.clip import CLIP
 from clipkit.model.lora import adapter_tensors
+from clipkit.samples.traits import TraitCounts
 from clipkit.training.ema import AveragedWeights
 from clipkit.training.guards import first_not_finite, weights_error
 from clipkit.training.optim import expected_state

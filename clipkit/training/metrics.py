@@ -22,9 +22,9 @@ from clipkit.config import DataConfig, LogConfig, OptimConfig
 from clipkit.errors import ConfigError, DataError, let_go_if_broken
 from clipkit.files.atomic import write_atomic
 from clipkit.files.terminal import counted, printable, without_secrets
-from clipkit.files.traits import Decoding, TraitCounts
 from clipkit.model import ARCHITECTURES
 from clipkit.model.clip import CLIP
+from clipkit.samples.traits import Decoding, TraitCounts
 from clipkit.training import learning_rate
 
 __all__ = [

@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Thread
 
 from clipkit.errors import DataError, nearest
-from data.remote.cache import cache_folder, created_once
+from clipkit.samples.remote import cache_folder, created_once
 
 __all__ = ["BUILTIN", "BuiltIn", "Unavailable", "built_in", "end_with_parent", "make_digits"]
 

@@ -33,8 +33,8 @@ from rich.progress import track
 
 from clipkit.errors import DataError
 from clipkit.files import counted
+from clipkit.samples.remote import cache_folder
 from data.corpora.builtin import Unavailable
-from data.remote.cache import cache_folder
 from data.shards.writer import DatasetWriter, Record
 
 __all__ = ["HELD_OUT", "LANGUAGES", "NAMES", "PACKAGES", "REVISION", "TEMPLATES", "make"]

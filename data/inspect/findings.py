@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from clipkit.files import Decoding
+from clipkit.samples import Decoding
 
 __all__ = [
     "BadCause", "Broken", "Captions", "Duplicates", "Field", "Fields", "Filtered", "Findings", "HeldOut",

@@ -13,17 +13,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from clipkit.files import (
-    STRETCH,
-    Decoding,
-    TraitCounts,
-    counted,
-    format_pixel_range,
-    hex_of,
-    printable,
-    size_of,
-    templates,
-)
+from clipkit.files import counted, printable, size_of, templates
+from clipkit.samples import STRETCH, Decoding, TraitCounts, format_pixel_range, hex_of
 from data.inspect.findings import DeepImages, Duplicates, Findings, Histogram, Names, Place, WithTrait
 
 __all__ = ["Note", "Part", "Row", "headline", "notes", "page_of", "parts", "print_table"]

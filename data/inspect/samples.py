@@ -18,7 +18,11 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from clipkit.files import (
+from clipkit.model import CONTEXT_LENGTH, END_OF_TEXT, MAX_CHARACTERS, tokenize
+from clipkit.samples import (
+    CAPTION,
+    IMAGE,
+    META,
     Decoding,
     Traits,
     are_integers,
@@ -32,7 +36,6 @@ from clipkit.files import (
     suggest_pixel_range,
     value_extrema,
 )
-from clipkit.model import CONTEXT_LENGTH, END_OF_TEXT, MAX_CHARACTERS, tokenize
 from data.augment import Augmentation, empty_batch, preload, random_of, training_pixels
 from data.captions import TEXT, CaptionRule
 from data.inspect.findings import (
@@ -58,7 +61,6 @@ from data.inspect.shards import (
     ShardSurvey,
     list_extensions,
 )
-from data.shards.index import CAPTION, IMAGE, META
 from data.shards.manifest import no_caption, note_texts
 from data.shards.samples import OpenShard, meta_of, text_of
 

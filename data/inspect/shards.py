@@ -21,37 +21,34 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import DataError
-from clipkit.files import (
+from clipkit.files import expand_braces, path_order
+from clipkit.samples import (
+    CAPTION,
+    IMAGE,
     IMAGE_EXTENSIONS,
+    LABEL,
+    META,
     Content,
+    ShardIndex,
     TruncatedError,
-    expand_braces,
-    path_order,
+    index_of_members,
+    keep_index,
     sample_name,
+    stored_index,
     tar_files,
     tar_files_of,
+    with_content,
 )
+from clipkit.samples.remote import ShardFile, is_remote
 from data.augment import random_of
 from data.captions import CaptionRule, Selection
 from data.inspect.findings import Broken, Names, Place, ShardsFound, Stated
-from data.remote.store import ShardFile, is_remote
-from data.shards.index import (
-    CAPTION,
-    IMAGE,
-    LABEL,
-    META,
-    ShardIndex,
-    index_of_members,
-    keep_index,
-    stored_index,
-    with_content,
-)
 from data.shards.manifest import stated_count
 from data.shards.samples import OpenShard
 from data.shards.sources import find_shards
 
 if TYPE_CHECKING:
-    from data.remote.cache import ShardCache
+    from clipkit.samples.remote import ShardCache
 
 __all__ = [
     "FIRST_PLACES", "OpenBeginning", "Progress", "SampleRef", "ShardScan", "ShardSurvey", "key_pattern",
@@ -176,7 +173,7 @@ class ShardScan:
             return index
         if cache is not None or file.size <= _BEGINNING or stored_index(file) is not None:
             return OpenShard(file, selection, cache).index
-        from data.remote.store import RangedBytes
+        from clipkit.samples.remote import RangedBytes
 
         whole = _whole_samples(tar_files_of(file.shown, _Beginning(RangedBytes(file))))
         self.beginning = index_of_members(file.shown, self._noted(whole, until))
@@ -266,7 +263,7 @@ class OpenBeginning:
         Raises:
             DataError: they cannot be read.
         """
-        from data.remote.store import read_range
+        from clipkit.samples.remote import read_range
 
         spans = [self.index.span(row, column) for column in columns]
         there = [span for span in spans if span[0]]
@@ -290,20 +287,20 @@ def _existing(name: str) -> ShardFile | None:
     if not is_remote(name):
         path = Path(name).expanduser()
         return ShardFile.at(path) if path.is_file() else None
-    from data.remote import store
+    from clipkit.samples import remote
 
     try:
-        return store.describe([name])[0]
+        return remote.describe([name])[0]
     except DataError:
         return None
 
 
 def _shards_of_folder(source: str, split: str) -> list[ShardFile]:
     if is_remote(source):
-        from data.remote import store
+        from clipkit.samples import remote
 
         base = source.rstrip("/")
-        return store.list_folder(f"{base}/{split}") or store.list_folder(base)
+        return remote.list_folder(f"{base}/{split}") or remote.list_folder(base)
     folder = Path(source).expanduser()
     here = folder / split if (folder / split).is_dir() else folder
     return [ShardFile.at(path) for path in sorted(here.glob("*.tar"), key=path_order)]

@@ -13,8 +13,9 @@ import numpy as np
 
 from clipkit.config import Config, DataConfig
 from clipkit.errors import ConfigError, DataError
-from clipkit.files import STRETCH, Decoding, shown
+from clipkit.files import shown
 from clipkit.model import CONTEXT_LENGTH
+from clipkit.samples import STRETCH, Decoding
 from data.augment import Augmentation
 from data.captions import NOT_UTF8, TEXT, Filter, Selection, field_hint, leaf_fields
 from data.inspect.findings import Captions, Field, Fields, Filtered, Findings, HeldOut, Histogram, Place
@@ -30,7 +31,7 @@ from data.inspect.samples import (
 from data.inspect.shards import FIRST_PLACES, Progress, ShardSurvey
 
 if TYPE_CHECKING:
-    from data.remote.cache import ShardCache
+    from clipkit.samples.remote import ShardCache
 
 __all__ = ["CaptionSurvey", "FieldSurvey", "inspect"]
 

@@ -28,20 +28,17 @@ from clipkit.files import (
     FileLock,
     check_page,
     counted,
-    open_image,
-    pillow_errors,
     printable,
     prompt_list,
     replacing,
     write_atomic,
 )
 from clipkit.inference import Item, Member, PairEncoder, closest
+from clipkit.samples import CAPTION, IMAGE, META, open_image, pillow_errors
+from clipkit.samples.remote import ShardCache, ShardFile, shard_cache
 from data.captions import TEXT, CaptionRule, Selection
-from data.remote.cache import ShardCache, shard_cache
-from data.remote.store import ShardFile
 from data.scores.page import check_filters, write_filters
 from data.scores.table import PERMILLE, scores_folder
-from data.shards.index import CAPTION, IMAGE, META
 from data.shards.samples import OpenShard, meta_of, text_of
 from data.shards.sources import find_shards
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files import decode_image, printable, templates, write_page
+from clipkit.files import printable, templates, write_page
+from clipkit.samples import decode_image
 from data.captions import Filter
 from data.scores.table import COLUMNS, PERMILLE, PREFIX, PRESET, PRESETS, parse_filters, scored_filters
 

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 from clipkit.errors import ConfigError, DataError, nearest
 from clipkit.files import printable
+from clipkit.samples import ShardIndex
+from clipkit.samples.remote import cache_folder
 from data.captions import Filter
-from data.remote.cache import cache_folder
-from data.shards.index import ShardIndex
 
 __all__ = [
     "COLUMNS",

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files import (
+from clipkit.samples import (
     ORIENTATION_TAG,
     PILLOW_ERRORS,
     Color,

@@ -26,11 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import DataError
-from data.captions import OUTSIDE, TEXT, CaptionRule, Selection, field_hint, leaf_fields, listed, value_at
-from data.corpora.builtin import end_with_parent
-from data.remote.cache import ShardCache, cache_folder
-from data.remote.store import ShardFile, read_range, read_text
-from data.shards.index import (
+from clipkit.samples import (
     CAPTION,
     META,
     Strings,
@@ -40,6 +36,9 @@ from data.shards.index import (
     unpack_arrays,
     write_arrays,
 )
+from clipkit.samples.remote import ShardCache, ShardFile, cache_folder, read_range, read_text
+from data.captions import OUTSIDE, TEXT, CaptionRule, Selection, field_hint, leaf_fields, listed, value_at
+from data.corpora.builtin import end_with_parent
 from data.shards.samples import OpenShard, meta_of, text_of
 
 __all__ = [

@@ -15,11 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from clipkit.errors import DataError
-from clipkit.files import tar_files, tar_files_of
-from data.captions import CaptionRule, Chosen, Selection
-from data.remote.cache import ShardCache
-from data.remote.store import RangedBytes, ShardFile, read_range
-from data.shards.index import (
+from clipkit.samples import (
     CAPTION,
     IMAGE,
     LABEL,
@@ -31,9 +27,13 @@ from data.shards.index import (
     keep_index,
     read_arrays,
     stored_index,
+    tar_files,
+    tar_files_of,
     with_content,
     write_arrays,
 )
+from clipkit.samples.remote import RangedBytes, ShardCache, ShardFile, read_range
+from data.captions import CaptionRule, Chosen, Selection
 
 if TYPE_CHECKING:
     from data.shards.manifest import Manifest

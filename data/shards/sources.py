@@ -17,22 +17,19 @@ from pathlib import Path
 from typing import TypeVar
 
 from clipkit.errors import DataError
-from clipkit.files import (
+from clipkit.files import counted, expand_braces, match_wildcards, path_order, shown
+from clipkit.samples import (
     IMAGE_SUFFIXES,
     SUFFIXES,
     Table,
     check_parts,
-    counted,
-    expand_braces,
     find_captions,
     images_below,
     is_table,
-    match_wildcards,
-    path_order,
+    remote,
 )
+from clipkit.samples.remote import HUB_FORM, ShardFile, Unreachable, is_remote
 from data.corpora.builtin import BUILTIN, built_in
-from data.remote import store
-from data.remote.store import HUB_FORM, ShardFile, Unreachable, is_remote, shown
 
 __all__ = ["SPLITS", "find_shards", "remote_hint"]
 
@@ -76,7 +73,7 @@ def _remote_shards(source: str, split: str) -> list[ShardFile]:
         raise DataError(hint)
     name = source.partition("?")[0].lower()
     if source.startswith("pipe:") or "{" in source or name.endswith((".tar", *SUFFIXES)):
-        files = store.describe(list(expand_braces(source)))
+        files = remote.describe(list(expand_braces(source)))
         return _packed_remote(files) if name.endswith(SUFFIXES) else files
     form = f"; name the shards as {HUB_FORM}" if source.startswith("hf://") else ""
     fault = nothing = DataError(f"no tar at {shown(source)} or in its folder {split!r}{form}")
@@ -84,14 +81,14 @@ def _remote_shards(source: str, split: str) -> list[ShardFile]:
     places = (f"{base}/{split}", base, f"{base}/data")  # data: in datasets of the hub
     for folder in places:
         try:
-            found = store.list_folder(folder, (".tar", *_PARQUET))
+            found = remote.list_folder(folder, (".tar", *_PARQUET))
         except Unreachable:
             raise
         except DataError as error:
             fault = fault if folder == places[-1] else error
             continue
         if tars := [one for one in found if one.name.endswith(".tar")]:
-            stated = store.read_text(f"{folder}/nshards.txt", limit=100)
+            stated = remote.read_text(f"{folder}/nshards.txt", limit=100)
             _check_count(shown(folder), len(tars), stated)
             return tars
         if tables := _of_split(found, split):

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from clipkit.errors import ConfigError, DataError
 from clipkit.inference import content_digest, storage_of, unpacked
+from clipkit.samples.remote import ShardFile
 from data.captions import TEXT
-from data.remote.store import ShardFile
 from data.shards.samples import Shards
 
 __all__ = ["FoundRow", "StoredFeatures", "StoredRows", "TeacherFeatures"]

@@ -25,7 +25,8 @@ import numpy as np
 import webdataset
 
 from clipkit.errors import DataError
-from clipkit.files import IMAGE_EXTENSIONS, lock_output, sync
+from clipkit.files import lock_output, sync
+from clipkit.samples import IMAGE_EXTENSIONS
 
 __all__ = ["DatasetWriter", "Record"]
 

@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files import are_ids, printable
+from clipkit.files import printable
+from clipkit.samples import are_ids
 from eval.datasets.card import Card, MetricKind, Prompts, imagenet_names
 from eval.datasets.dataset import SPLITS, TEST, EvalDataset, NoSplit, some
 from eval.datasets.targets import OWN_CARD

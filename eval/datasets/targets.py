@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clipkit.errors import ConfigError, DataError, nearest
-from clipkit.files import CLASS_NAMES, are_ids, counted, user_path
+from clipkit.files import counted, shown, user_path
+from clipkit.samples import CLASS_NAMES, are_ids
+from clipkit.samples.remote import Unreachable, is_remote
 from data.corpora.builtin import BUILTIN, built_in
-from data.remote.store import Unreachable, is_remote, shown
 from eval.datasets.card import Card, MetricKind, imagenet_names, read_card
 from eval.datasets.catalog import card_names, load_card, load_suite
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, Lacks, some

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from clipkit import CLIP
 from clipkit.errors import ConfigError, DataError
-from clipkit.files import NO_TRAITS, FileLock, PixelRangeError, TraitCounts, Traits
+from clipkit.files import FileLock
 from clipkit.formats import model_hash
 from clipkit.model import (
     Preprocess,
@@ -37,6 +37,7 @@ from clipkit.model import (
     layer_count,
     pixels_and_traits,
 )
+from clipkit.samples import NO_TRAITS, PixelRangeError, TraitCounts, Traits
 from eval.datasets.dataset import EvalDataset
 from eval.features.image_models import ImageModel, no_text_tower
 from eval.features.store import DIGEST_BYTES, FeatureTable, digest_of

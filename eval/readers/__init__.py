@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from clipkit.errors import DataError, nearest
-from clipkit.files import user_path
+from clipkit.files import shown, user_path
+from clipkit.samples.remote import is_remote
 from data.corpora.builtin import BUILTIN, built_in
-from data.remote.store import is_remote, shown
 from eval.datasets.dataset import TEST, EvalDataset
 from eval.readers.choices import open_caption_choices
 from eval.readers.files import how_to_pack, is_table, read_text_file

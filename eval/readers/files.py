@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from clipkit.errors import DataError
-from clipkit.files import SPLIT_NAMES, SUFFIXES, counted, is_deep, refuse_deep_alpha, to_16_bit
-from data.remote.store import is_remote
+from clipkit.files import counted, shown
+from clipkit.samples import SPLIT_NAMES, SUFFIXES, is_deep, refuse_deep_alpha, to_16_bit
+from clipkit.samples.remote import is_remote
 from eval.datasets.dataset import EvalDataset, some
 
 if TYPE_CHECKING:
@@ -290,11 +291,11 @@ def read_text_file(place: str | Path, *, limit: int = _MAX_TEXT_BYTES) -> str | 
         DataError: the file is larger than ``limit`` bytes or not UTF-8, or its store does not respond.
     """
     if isinstance(place, str) and is_remote(place):
-        from data.remote import store
+        from clipkit.samples import remote
 
-        text = store.read_text(place, limit=limit)
+        text = remote.read_text(place, limit=limit)
         if text is not None and "\ufffd" in text:  # replaces bytes that are not UTF-8
-            raise DataError(f"{store.shown(place)} is not UTF-8 text")
+            raise DataError(f"{shown(place)} is not UTF-8 text")
         return None if text is None else text.removeprefix("\ufeff")
     path = Path(place)
     if not path.is_file():

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 
 from clipkit.errors import DataError
-from clipkit.files import (
+from clipkit.files import counted
+from clipkit.samples import (
     CLASS_NAMES,
     SPLIT_NAMES,
     SPLIT_WORDS,
     SUFFIXES,
     check_image,
-    counted,
     files_below,
     find_captions,
     images_below,

@@ -35,7 +35,8 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from clipkit.files import (
+from clipkit.files import name_order, shown
+from clipkit.samples import (
     CAPTION_COLUMNS,
     IMAGE_COLUMNS,
     IMAGE_EXTENSIONS,
@@ -43,12 +44,9 @@ from clipkit.files import (
     SPLIT_NAMES,
     SPLIT_WORDS,
     check_parts,
-    name_order,
     plain_name,
-    shown,
 )
-from data.remote.cache import shard_cache
-from data.remote.store import ShardFile, Unreachable
+from clipkit.samples.remote import ShardFile, Unreachable, shard_cache
 from eval.datasets.dataset import TEST, EvalDataset, Images, NoSplit, some
 from eval.readers.files import FileImages, beside, checked_set, how_to_pack, short_hash
 from eval.readers.shards import CACHE_GB, files_in, versions_of
@@ -56,7 +54,7 @@ from eval.readers.shards import CACHE_GB, files_in, versions_of
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from data.remote.cache import ShardCache
+    from clipkit.samples.remote import ShardCache
 
 __all__ = ["ASSOCIATION", "ParquetImages", "has_parquet", "open_hugging_face"]
 

@@ -37,19 +37,20 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from clipkit.files import (
+from clipkit.files import counted, name_order, shown
+from clipkit.samples import (
+    CAPTION,
+    IMAGE,
     IMAGE_EXTENSIONS,
+    LABEL,
+    META,
     Content,
     FileContent,
-    counted,
-    name_order,
     sample_name,
     tar_files_of,
 )
+from clipkit.samples.remote import ShardFile, Unreachable, is_remote, shard_cache
 from data.captions import CaptionRule, Selection, is_utf8
-from data.remote.cache import shard_cache
-from data.remote.store import ShardFile, Unreachable, is_remote
-from data.shards.index import CAPTION, IMAGE, LABEL, META
 from data.shards.manifest import make_manifest
 from data.shards.samples import OpenShard, Shards, label_of, meta_of, text_of
 from data.shards.sources import find_shards
@@ -324,7 +325,7 @@ def _annotations(
 
 def _npy_members(name: str, opened: OpenShard, file: ShardFile, shards: Shards) -> dict[int, bytes]:
     """Return the ``npy`` of each row of a shard's index, which does not list these members."""
-    from data.remote.store import RangedBytes
+    from clipkit.samples.remote import RangedBytes
 
     with ExitStack() as stack:
         at_hand = not file.is_remote or shards.cache is not None
@@ -534,7 +535,7 @@ def files_in(folder: str) -> list[ShardFile]:
         DataError: there is no such bucket or dataset.
         Unreachable: the store does not respond, or fails.
     """
-    from data.remote.transfer import Attempts, TransferError, listing
+    from clipkit.samples.remote import Attempts, TransferError, listing
 
     attempts = Attempts(folder)
     while True:
@@ -586,7 +587,7 @@ def _split_folder(folder: Path, name: str, split: str) -> str:
 
 def _remote_shards(name: str, root: str, split: str) -> list[ShardFile]:
     """Return the shards 0.tar … N-1.tar for N in ``nshards.txt``; without that file, all tars in a store."""
-    from data.remote import store
+    from clipkit.samples import remote
 
     folders = [f"{root}/{split}"] + ([root] if split == TEST else [])
     for folder in folders:
@@ -596,16 +597,16 @@ def _remote_shards(name: str, root: str, split: str) -> list[ShardFile]:
         count = stated.strip()
         if not count.isdecimal() or not 0 < int(count) <= _MAX_SHARDS:
             raise DataError(
-                f"dataset {name}: {store.shown(folder)}/nshards.txt says {count[:20]!r}, expected a number of "
+                f"dataset {name}: {shown(folder)}/nshards.txt says {count[:20]!r}, expected a number of "
                 "shards"
             )
-        return store.describe([f"{folder}/{number}.tar" for number in range(int(count))])
+        return remote.describe([f"{folder}/{number}.tar" for number in range(int(count))])
     if root.startswith(("http://", "https://")):
         raise NoSplit(
-            f"dataset {name}: no {store.shown(folders[0])}/nshards.txt with the number of shards: no such "
+            f"dataset {name}: no {shown(folders[0])}/nshards.txt with the number of shards: no such "
             "split, or not a published dataset"
         )
     for folder in folders:
         if tars := [file for file in files_in(folder) if file.name.endswith(".tar")]:
             return sorted(tars, key=lambda file: name_order(file.name))
-    raise NoSplit(f"dataset {name} has no split {split!r}: no tar in {store.shown(folders[0])}")
+    raise NoSplit(f"dataset {name} has no split {split!r}: no tar in {shown(folders[0])}")

@@ -13,8 +13,8 @@ from clipkit.config import load_config
 from clipkit.errors import ConfigError, DataError
 from clipkit.expected import expected_score
 from clipkit.files import without_secrets, write_page
+from clipkit.samples.remote import cache_folder
 from data.corpora.builtin import BUILTIN
-from data.remote.cache import cache_folder
 from eval.datasets.dataset import TEST
 from eval.report.charts import (
     TEMPLATES,

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TypedDict, Unpack
 
-from clipkit.files import safe_cell
+from clipkit.samples import safe_cell
 from eval.datasets import Published as PublishedScores
 from eval.datasets.dataset import TEST
 from eval.metrics import METRICS

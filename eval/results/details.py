@@ -538,7 +538,7 @@ def _thumbnail(dataset: EvalDataset, number: int, alt: str) -> Thumbnail:
     """Return a thumbnail, empty if the image can no longer be read or decoded."""
     from PIL import Image
 
-    from clipkit.files import decode_image
+    from clipkit.samples import decode_image
 
     try:
         image = Image.fromarray(decode_image(dataset.images.read(number)))

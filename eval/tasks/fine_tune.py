@@ -31,7 +31,7 @@ from torch import Tensor
 
 import clipkit
 from clipkit.errors import CheckpointError, ConfigError, DataError
-from clipkit.files import FileLock, decode_image, write_atomic
+from clipkit.files import FileLock, write_atomic
 from clipkit.formats import latest_checkpoint, model_hash, save_model, step_of
 from clipkit.model import (
     ARCHITECTURES,
@@ -42,7 +42,8 @@ from clipkit.model import (
     size_settings,
     with_class_head,
 )
-from data.remote.cache import cache_folder
+from clipkit.samples import decode_image
+from clipkit.samples.remote import cache_folder
 from data.shards.writer import DatasetWriter, Record
 from eval.datasets.dataset import TEST, EvalDataset, distinct_names, labels_of
 from eval.features.encoder import Encoder, dtype_name

@@ -21,11 +21,11 @@ from clipkit.__main__ import COMMANDS, dispatch
 from clipkit.config import Config, OptimConfig
 from clipkit.errors import ConfigError, DataError, run_command
 from clipkit.files import terminal
-from clipkit.files.table import Table
 from clipkit.inference.classify import Classification, classify_images, labels_of, templates_of
 from clipkit.inference.inputs import Item, Stream
 from clipkit.inference.stream import FeatureStream
 from clipkit.model.clip import CLIP
+from clipkit.samples.table import Table
 from clipkit.training.checkpoint import LoopState, save_checkpoint
 from clipkit.training.optim import adamw
 

@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 
 from clipkit.errors import DataError
-from data.remote.store import ShardFile
+from clipkit.samples.remote.store import ShardFile
 from data.shards.samples import Shards
 
 _SECONDS = 30

@@ -7,7 +7,7 @@ from typing import Any
 
 import webdataset
 
-from data.remote.store import ShardFile
+from clipkit.samples.remote.store import ShardFile
 
 
 def shard_of(path: Path, samples: Sequence[dict[str, Any]]) -> ShardFile:

@@ -13,8 +13,8 @@ from PIL import Image, ImageOps
 from torchvision.transforms.v2 import InterpolationMode, functional
 
 from clipkit.errors import DataError
-from clipkit.files.decode import Decoded, decode_file, decode_image
-from clipkit.files.traits import Decoding, Traits
+from clipkit.samples.decode import Decoded, decode_file, decode_image
+from clipkit.samples.traits import Decoding, Traits
 from data.augment import Augmentation, _crop, empty_batch, random_of, training_pixels
 from tests.clipkit.made_images import DEEP, IMAGES, encoded, image_file, scene
 

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 from clipkit.errors import ConfigError
-from clipkit.files.decode import plain_jpeg_size
 from clipkit.model.tokenizer import ClipTokenizer
+from clipkit.samples.decode import plain_jpeg_size
 from data.augment import (
     Augmentation,
     draw_recipe,

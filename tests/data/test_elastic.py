@@ -11,10 +11,10 @@ import webdataset
 from PIL import Image
 
 from clipkit.model.tokenizer import ClipTokenizer
+from clipkit.samples.remote.store import ShardFile
 from data.captions import CaptionRule, Selection
 from data.loader import Batch, Loader
 from data.order import Order
-from data.remote.store import ShardFile
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from clipkit.config import DataConfig
 from clipkit.errors import ConfigError, DataError
-from clipkit.files import Row
+from clipkit.samples import Row
 from data.__main__ import main
 from data.captions import CaptionRule, Selection
 from data.groups import RowsByKey, digest_key, merge_rows

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.tar import tar_files
+from clipkit.samples.remote.store import ShardFile
+from clipkit.samples.tar import tar_files
 from data.captions import CaptionRule, Filter, Selection
-from data.remote.store import ShardFile
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
 from data.shards.sources import find_shards

@@ -15,8 +15,8 @@ from PIL import Image
 
 from clipkit.config import DataConfig
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.traits import Decoding
 from clipkit.model.tokenizer import END_OF_TEXT, ClipTokenizer, tokenize
+from clipkit.samples.traits import Decoding
 from data.augment import Augmentation
 from data.captions import CaptionRule
 from data.loader import BadSample, Batch, Loader, caption_hash, open_training_data

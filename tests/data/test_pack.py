@@ -21,7 +21,7 @@ from PIL import Image
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.table import Table
+from clipkit.samples.table import Table
 from data.__main__ import main
 from data.captions import CaptionRule, Filter, Selection
 from data.pack import LONGEST_CAPTION, _split, pack, packed

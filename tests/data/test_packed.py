@@ -17,13 +17,13 @@ import pytest
 from PIL import Image
 
 from clipkit.errors import DataError
+from clipkit.samples.remote.cache import cache_folder
 from data.__main__ import main as pack_command
 from data.captions import Selection
-from data.remote.cache import cache_folder
 from data.shards.manifest import Manifest, make_manifest
 from data.shards.samples import Shards
 from data.shards.sources import find_shards
-from tests.data.remote import servers
+from tests.clipkit.samples.remote import servers
 
 nginx = servers.nginx
 

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from clipkit.errors import ConfigError, DataError
+from clipkit.samples.remote.store import ShardFile
 from data.captions import CaptionRule, Filter, Selection
 from data.order import Order
-from data.remote.store import ShardFile
 from data.shards import samples as open_shard
 from data.shards.manifest import make_manifest
 from data.shards.samples import OpenShard, Shards

@@ -11,9 +11,9 @@ import pytest
 import webdataset
 from hypothesis import given, settings, strategies as st
 
-import clipkit.files.tar
+import clipkit.samples.tar
 from clipkit.errors import DataError
-from clipkit.files.tar import tar_files_of
+from clipkit.samples.tar import tar_files_of
 from tests.data.hostile_tars import header, pax
 
 BLOCK = 512
@@ -42,8 +42,8 @@ class Short:
 def ours(tar: bytes) -> tuple[Members, str]:
     """Return the members before the end or an error, and the error; check that all scans agree."""
     found = listed(tar, at_hand=False)
-    for window in (BLOCK, 3 * BLOCK, clipkit.files.tar._WINDOW):
-        with patch.multiple(clipkit.files.tar, _WINDOW=window, _WORTH=0):
+    for window in (BLOCK, 3 * BLOCK, clipkit.samples.tar._WINDOW):
+        with patch.multiple(clipkit.samples.tar, _WINDOW=window, _WORTH=0):
             assert listed(tar, at_hand=True) == found
     return found
 
@@ -233,14 +233,14 @@ def test_vectorized_scan_finds_nearly_all_headers(monkeypatch: pytest.MonkeyPatc
         data = inner if number == 1460 else bytes(number)
         members.append((f"{number}.{'日' * 60 if long else 'jpg'}", data, tarfile.REGTYPE, ""))
     walked = []
-    follow = clipkit.files.tar._follow
+    follow = clipkit.samples.tar._follow
 
     def counted(*given: Any, most: int) -> Any:
         walked.append(follow(*given, most=most))
         return walked[-1]
 
-    monkeypatch.setattr(clipkit.files.tar, "_follow", counted)
-    monkeypatch.setattr(clipkit.files.tar, "_WORTH", 200)
+    monkeypatch.setattr(clipkit.samples.tar, "_follow", counted)
+    monkeypatch.setattr(clipkit.samples.tar, "_WORTH", 200)
     for form in FORMATS[:2]:
         walked.clear()
         tar = by_tarfile(members, form)

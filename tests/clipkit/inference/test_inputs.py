@@ -16,7 +16,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from clipkit.errors import DataError
-from clipkit.files import folders
 from clipkit.inference.inputs import (
     MAX_BYTES,
     MAX_LINE,
@@ -30,6 +29,7 @@ from clipkit.inference.inputs import (
     readable,
     shards_in,
 )
+from clipkit.samples import folders
 
 
 def write_tar(path: Path, files: Sequence[tuple[str, bytes]], **how: int) -> Path:

@@ -15,8 +15,8 @@ from hypothesis import given, settings, strategies as st
 from PIL import Image
 
 from clipkit.errors import CheckpointError, ConfigError, DataError
-from clipkit.files.decode import MAX_PIXELS, decode_image
 from clipkit.model.preprocess import Preprocess, batch_of, eval_pixels
+from clipkit.samples.decode import MAX_PIXELS, decode_image
 from tests.clipkit.made_images import DEEP, IMAGES, PHOTO, Pixels, encoded, image_file, scene
 
 SHAPES = [

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from clipkit.errors import DataError
+from clipkit.samples.remote.cache import cache_folder
 from data.corpora import glyphs
 from data.corpora.builtin import BUILTIN, built_in
-from data.remote.cache import cache_folder
 
 ROOT = Path(__file__).parents[3]
 

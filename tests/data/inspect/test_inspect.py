@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from clipkit.errors import ConfigError, DataError, run_command
-from clipkit.files.traits import Decoding
+from clipkit.samples.traits import Decoding
 from data.__main__ import main
 from data.augment import Augmentation
 from data.inspect import inspect
@@ -26,8 +26,8 @@ from data.inspect.samples import token_counts
 from data.shards.samples import Shards
 from data.shards.sources import find_shards
 from tests.clipkit.deep_images import color_png
+from tests.clipkit.samples.remote import servers
 from tests.data.inspected_tars import Members, image_file, look, pairs, row, told, write_tar
-from tests.data.remote import servers
 
 nginx = servers.nginx
 

@@ -19,7 +19,7 @@ from PIL import Image
 
 from clipkit.config import DataConfig
 from clipkit.errors import ConfigError, run_command
-from clipkit.files.traits import Decoding
+from clipkit.samples.traits import Decoding
 from data.__main__ import main, parse
 from data.augment import Augmentation
 from data.inspect.speed import make_loader

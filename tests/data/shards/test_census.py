@@ -15,8 +15,8 @@ import pytest
 import webdataset
 
 from clipkit.errors import DataError
+from clipkit.samples.remote.store import ShardFile
 from data.captions import Selection
-from data.remote.store import ShardFile
 from data.shards import manifest
 from data.shards.manifest import Census, make_manifest, take_census
 from data.shards.samples import OpenShard
@@ -126,7 +126,7 @@ from data.shards import manifest as census
 from data.shards.manifest import make_manifest
 from data.shards.samples import OpenShard
 from data.captions import Selection
-from data.remote.store import ShardFile
+from clipkit.samples.remote.store import ShardFile
 
 program = os.getpid()
 

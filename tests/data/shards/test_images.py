@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from PIL import Image, ImageCms, ImageOps, JpegImagePlugin
 
 from clipkit.errors import ConfigError
-from clipkit.files import decode_image, gray_values, readable_formats
+from clipkit.samples import decode_image, gray_values, readable_formats
 from data.shards.images import RESIZE_MODES, BadImage, Resize, StoredImage, Storing, store_image
 from tests.clipkit.deep_images import KINDS, color_png, encode_deep, tiff_of
 

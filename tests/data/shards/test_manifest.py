@@ -16,10 +16,10 @@ import webdataset
 from hypothesis import given, settings, strategies as st
 
 from clipkit.errors import DataError
+from clipkit.samples.index import ShardIndex, Strings, index_shard, pack_arrays, write_arrays
+from clipkit.samples.remote.store import ShardFile
 from data.captions import CaptionRule, Filter, Selection
-from data.remote.store import ShardFile
 from data.shards import manifest
-from data.shards.index import ShardIndex, Strings, index_shard, pack_arrays, write_arrays
 from data.shards.manifest import Manifest, make_manifest
 from data.shards.samples import OpenShard, Shards
 

@@ -13,7 +13,7 @@ import pytest
 import webdataset
 
 from clipkit.errors import DataError
-from data.remote.store import ShardFile
+from clipkit.samples.remote.store import ShardFile
 from data.shards import samples as open_shard, samples as shards_module
 from data.shards.samples import Sample, Shards
 from data.shards.sources import find_shards

@@ -11,8 +11,8 @@ from hypothesis import assume, given, settings, strategies as st
 
 from clipkit.errors import DataError
 from clipkit.files import patterns
-from data.remote import store
-from data.remote.store import ShardFile, is_remote
+from clipkit.samples.remote import store
+from clipkit.samples.remote.store import ShardFile, is_remote
 from data.shards.sources import find_shards, remote_hint
 from data.shards.writer import DatasetWriter, Record
 

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from clipkit.files.tar import TruncatedError
+from clipkit.samples.index import index_shard, stored_index
+from clipkit.samples.remote.cache import ShardCache
+from clipkit.samples.remote.store import ShardFile
+from clipkit.samples.tar import TruncatedError
 from data.__main__ import main
 from data.captions import Selection
-from data.remote.cache import ShardCache
-from data.remote.store import ShardFile
-from data.shards.index import index_shard, stored_index
 from data.shards.manifest import Manifest, make_manifest
 from data.shards.samples import Shards
 from data.shards.sources import find_shards
-from tests.data.remote import servers
+from tests.clipkit.samples.remote import servers
 
 nginx, impatient = servers.nginx, servers.impatient
 USE = Selection(truncated="use")

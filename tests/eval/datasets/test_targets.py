@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from clipkit.errors import ConfigError, DataError
-from data.remote.transfer import PATIENCE
+from clipkit.samples.remote.transfer import PATIENCE
 from eval.compare import find_known, known_tasks, nothing_checked
 from eval.datasets.new import new_card
 from eval.datasets.targets import Missing, find_named, find_suites, find_targets
@@ -19,7 +19,9 @@ KNOWN = "open_clip:ViT-B-32/openai"
 
 
 def test_unreachable_root_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data.remote.transfer.PATIENCE", replace(PATIENCE, contact_waits=(0.01, 0.02)))
+    monkeypatch.setattr(
+        "clipkit.samples.remote.transfer.PATIENCE", replace(PATIENCE, contact_waits=(0.01, 0.02))
+    )
     with socket.socket() as closed:  # bound, not listening: connections are refused
         closed.bind(("127.0.0.1", 0))
         root = f"http://127.0.0.1:{closed.getsockname()[1]}/sets"

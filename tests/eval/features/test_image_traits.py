@@ -14,7 +14,7 @@ from torch import Tensor
 from clipkit import CLIP
 from clipkit.config import Config
 from clipkit.errors import DataError
-from clipkit.files.traits import TraitCounts
+from clipkit.samples.traits import TraitCounts
 from clipkit.training.checkpoint import LoopState, save_checkpoint
 from eval import Encoder, Ranks, evaluate, open_dataset
 from tests.clipkit.deep_images import color_png

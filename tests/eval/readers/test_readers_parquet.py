@@ -17,9 +17,9 @@ from eval.datasets.dataset import EvalDataset, NoSplit
 from eval.features.encoder import Encoder
 from eval.readers import open_dataset, open_hugging_face
 from eval.readers.parquet import ParquetImages
-from tests.data.remote import servers
-from tests.data.remote.servers import Nginx
-from tests.data.remote.test_hub import use
+from tests.clipkit.samples.remote import servers
+from tests.clipkit.samples.remote.servers import Nginx
+from tests.clipkit.samples.remote.test_hub import use
 from tests.eval.conftest import png
 
 impatient = servers.impatient

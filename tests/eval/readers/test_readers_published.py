@@ -19,16 +19,16 @@ from hypothesis import given, strategies as st
 from PIL import Image
 
 from clipkit.errors import DataError
-from data.remote import transfer
-from data.remote.transfer import Patience, Unreachable
+from clipkit.samples.remote import transfer
+from clipkit.samples.remote.transfer import Patience, Unreachable
 from eval.datasets.dataset import EvalDataset, NoSplit
 from eval.datasets.targets import find_suites
 from eval.readers import find_published, open_dataset, shards as places
 from eval.readers.files import read_text_file
 from eval.readers.shards import address_of, array_of
-from tests.data.remote import servers
-from tests.data.remote.servers import S3, Nginx
-from tests.data.remote.test_hub import use
+from tests.clipkit.samples.remote import servers
+from tests.clipkit.samples.remote.servers import S3, Nginx
+from tests.clipkit.samples.remote.test_hub import use
 
 impatient = servers.impatient
 nginx = servers.nginx

@@ -1,0 +1,107 @@
+from .caption_files import (
+    find_captions as find_captions,
+    open_caption_tables as open_caption_tables,
+    pair_captions as pair_captions,
+    read_captions as read_captions,
+)
+from .class_names import (
+    CLASS_NAMES as CLASS_NAMES,
+    are_ids as are_ids,
+    read_class_names as read_class_names,
+)
+from .decode import (
+    decode_file as decode_file,
+    decode_image as decode_image,
+    decode_jpeg as decode_jpeg,
+    jpeg_orientation as jpeg_orientation,
+    jpeg_size as jpeg_size,
+    open_image as open_image,
+    pillow_errors as pillow_errors,
+    plain_jpeg_size as plain_jpeg_size,
+    readable_formats as readable_formats,
+    upright_array as upright_array,
+)
+from .depth import (
+    STRETCH as STRETCH,
+    PixelRange as PixelRange,
+    PixelRangeError as PixelRangeError,
+    are_integers as are_integers,
+    describe_depth as describe_depth,
+    format_pixel_range as format_pixel_range,
+    gray_values as gray_values,
+    is_deep as is_deep,
+    is_white_zero as is_white_zero,
+    parse_pixel_range as parse_pixel_range,
+    refuse_deep_alpha as refuse_deep_alpha,
+    suggest_pixel_range as suggest_pixel_range,
+    to_16_bit as to_16_bit,
+    value_extrema as value_extrema,
+)
+from .folders import (
+    PARQUET_PART as PARQUET_PART,
+    SPLIT_NAMES as SPLIT_NAMES,
+    SPLIT_WORDS as SPLIT_WORDS,
+    check_parts as check_parts,
+    files_below as files_below,
+    images_below as images_below,
+    is_hidden as is_hidden,
+)
+from .image_types import (
+    IMAGE_EXTENSIONS as IMAGE_EXTENSIONS,
+    IMAGE_SUFFIXES as IMAGE_SUFFIXES,
+    check_image as check_image,
+    describe_unreadable as describe_unreadable,
+)
+from .index import (
+    CAPTION as CAPTION,
+    IMAGE as IMAGE,
+    LABEL as LABEL,
+    META as META,
+    ShardIndex as ShardIndex,
+    Strings as Strings,
+    index_of_members as index_of_members,
+    index_place as index_place,
+    index_shard as index_shard,
+    keep_index as keep_index,
+    pack_arrays as pack_arrays,
+    read_arrays as read_arrays,
+    stored_index as stored_index,
+    unpack_arrays as unpack_arrays,
+    with_content as with_content,
+    write_arrays as write_arrays,
+)
+from .table import (
+    CAPTION_COLUMNS as CAPTION_COLUMNS,
+    IMAGE_COLUMNS as IMAGE_COLUMNS,
+    NAMED_SUFFIXES as NAMED_SUFFIXES,
+    SUFFIXES as SUFFIXES,
+    Row as Row,
+    Table as Table,
+    is_table as is_table,
+    listed_path as listed_path,
+    plain_name as plain_name,
+    safe_cell as safe_cell,
+)
+from .tar import (
+    Content as Content,
+    FileContent as FileContent,
+    TruncatedError as TruncatedError,
+    sample_name as sample_name,
+    tar_files as tar_files,
+    tar_files_of as tar_files_of,
+)
+from .traits import (
+    NO_TRAITS as NO_TRAITS,
+    ORIENTATION_TAG as ORIENTATION_TAG,
+    PILLOW_ERRORS as PILLOW_ERRORS,
+    Color as Color,
+    Decoding as Decoding,
+    TraitCounts as TraitCounts,
+    Traits as Traits,
+    color_of as color_of,
+    flattened as flattened,
+    hex_of as hex_of,
+    is_transparent as is_transparent,
+    orientation_of as orientation_of,
+    upright_image as upright_image,
+)

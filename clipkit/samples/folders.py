@@ -1,0 +1,150 @@
+"""Walks over the files and images below a folder, in the order of their paths; names of splits and of parts."""
+
+import heapq
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+
+from clipkit.errors import DataError
+from clipkit.samples.image_types import check_image
+
+__all__ = [
+    "PARQUET_PART", "SPLIT_NAMES", "SPLIT_WORDS", "check_parts", "files_below", "images_below", "is_hidden",
+]  # fmt: skip
+
+# Common names of the folders and files of splits, case-insensitive.
+SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation", "dev"),
+    "test": ("test", "testing"),
+}
+SPLIT_WORDS = frozenset(word for words in SPLIT_NAMES.values() for word in words)
+
+# name without its suffix of a part of a dataset in Parquet files, such as train-00000-of-00002
+PARQUET_PART = re.compile(r"(?:(.*?)[-_.])?(\d{4,5})-of-(\d{4,5})(?:[-_.][0-9a-f]+)?", flags=re.ASCII)
+
+_MAX_SORTED = 2**17  # maximum number of names sorted in memory
+_SYSTEM_FOLDERS = ("__MACOSX", "@eaDir", "lost+found", "$RECYCLE.BIN", "System Volume Information")
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a name begins with a dot or is that of a system folder, such as ``@eaDir``."""
+    return name.startswith(".") or name in _SYSTEM_FOLDERS
+
+
+def images_below(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the images below a folder, sorted by path, and what cannot be read, with the cause.
+
+    See ``check_image`` for the formats of images, and ``files_below`` for the subfolders that are not read.
+    """
+    for path, cause in files_below(folder):
+        problem = cause or check_image(path)
+        if problem is not None:
+            yield path, problem
+
+
+def files_below(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the files below a folder, sorted by path, and the subfolders that are not read, with the cause.
+
+    Hidden files and folders are skipped. Links to folders are followed, except to a folder that contains the link.
+    Within a linked folder, links to a folder that was already reached through a link are not followed either:
+    folders that link to each other have exponentially many paths.
+
+    Args:
+        folder: where to start; the paths begin with it.
+
+    Yields:
+        The path of a file and "", or the path of a folder and why it is not read.
+    """
+    waiting = [(folder, folder.resolve(), _sorted(_names(folder)))]
+    linked = set[Path]()  # targets of the links followed so far
+    while waiting:
+        here, real, names = waiting[-1]
+        try:
+            name = next(names, None)
+        except OSError as error:
+            waiting.pop()
+            yield here, f"cannot read folder: {error.strerror}"
+            continue
+        if name is None:
+            waiting.pop()
+        elif name.endswith("/"):
+            inner, target = here / name, real / name
+            try:
+                is_link = inner.is_symlink()
+                if is_link:
+                    target = inner.resolve()
+            except OSError as error:  # the path is too long
+                yield inner, f"cannot read folder: {error.strerror}"
+                continue
+            if is_link:
+                if any(above.is_relative_to(target) for _, above, _ in waiting):
+                    yield inner, "link to a folder that contains it"
+                    continue
+                if target in linked and any(one.is_symlink() for one, _, _ in waiting[1:]):
+                    yield inner, "link to a folder that is read through another link"
+                    continue
+                linked.add(target)
+            waiting.append((inner, target, _sorted(_names(inner))))
+        else:
+            yield here / name, ""
+
+
+def _names(folder: Path) -> Iterator[str]:
+    """Yield the names of files and folders; folders end with "/", so that sorting names sorts paths."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            name = entry.name
+            if is_hidden(name):
+                continue
+            try:
+                is_folder = entry.is_dir()
+            except OSError:  # an invalid link; opening it as a file will raise the error
+                is_folder = False
+            yield f"{name}/" if is_folder else name
+
+
+def _sorted(names: Iterable[str]) -> Iterator[str]:
+    """Sort with at most ``_MAX_SORTED`` names in memory; longer lists are merged from temporary files."""
+    rest = iter(names)
+    with ExitStack() as files:
+        runs: list[Iterator[str]] = []
+        while run := sorted(islice(rest, _MAX_SORTED)):
+            if not runs and len(run) < _MAX_SORTED:
+                yield from run
+                return
+            file = files.enter_context(tempfile.TemporaryFile("w+", encoding="ascii"))
+            file.writelines(json.dumps(name) + "\n" for name in run)
+            file.seek(0)
+            runs.append(map(json.loads, file))
+        yield from heapq.merge(*runs)
+
+
+def check_parts(files: Iterable[str]) -> None:
+    """Check that no part is missing of datasets in numbered Parquet files, see ``PARQUET_PART``.
+
+    Args:
+        files: paths or URLs; files with other names are not checked.
+
+    Raises:
+        DataError: a part is missing.
+    """
+    numbers: dict[tuple[str, str, str], set[int]] = {}
+    firsts: dict[tuple[str, str, str], str] = {}
+    for path in files:
+        folder, _, name = path.rpartition("/")
+        part = PARQUET_PART.fullmatch(name.removesuffix(".parquet"))
+        if part is None:
+            continue
+        dataset = (folder, part[1] or "", part[3])
+        firsts.setdefault(dataset, path)
+        numbers.setdefault(dataset, set()).add(int(part[2]))
+    for dataset, first in firsts.items():
+        total = int(dataset[2])
+        if missing := sorted(set(range(total)) - numbers[dataset]):
+            raise DataError(f"part {missing[0]} of {total} is missing next to {first}; download it again")

@@ -1,0 +1,739 @@
+"""Transfers from object stores and web servers: clients, failures and retries.
+
+s3, gs, http(s) and hf are read through fsspec's clients; ``pipe:COMMAND`` and webdataset's other streams are the
+output of programs. Credentials come from the environment or the store's standard configuration only, and
+messages contain only the parts of a URL that ``shown`` keeps. Libraries are imported at first use.
+"""
+
+import errno
+import importlib
+import logging
+import os
+import random
+import select
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
+
+from clipkit.errors import DataError
+from clipkit.files import shown
+from clipkit.samples.remote.urls import CLIENT_OPTIONS, encode_url
+
+__all__ = [
+    "HUB_FORM",
+    "PATIENCE",
+    "STREAMS",
+    "Attempts",
+    "Patience",
+    "Transfer",
+    "TransferError",
+    "Unreachable",
+    "answered",
+    "file_facts",
+    "http_error",
+    "listing",
+    "open_transfer",
+    "protocol_of",
+]
+
+HUB_FORM = "hf://datasets/OWNER/NAME/PATH-{00000..00010}.tar"
+STREAMS = ("pipe", "ais", "htgs", "sftp", "ftps", "scp")  # protocols that can only be read from the start
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Failures and retries.
+#
+# A temporary failure (broken connection, timeout, overloaded server) is retried after a wait that doubles;
+# others fail at once. If a store has never answered, the name is probably wrong, and requests fail within seconds;
+# if it has answered before, it is assumed to be temporarily down.
+
+_log = logging.getLogger(__name__)
+_random = random.SystemRandom()  # differs between forked processes and is independent of any seed
+_QUIET_FAILURES = 2  # in a row, before failures are logged
+_PROGRESS = 1 << 20  # bytes that reset the count of failures
+_TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
+_MEANING = {
+    400: "the server refused the request as invalid",
+    401: "access is denied",
+    403: "access is denied",
+    404: "there is no such file",
+    410: "there is no such file",
+    416: "the file is shorter than the requested range",
+    429: "too many requests",
+    503: "the server is overloaded or under maintenance",
+}
+_answered: set[str] = set()  # stores that have answered this process or its parent
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patience:
+    """How often and how long to retry.
+
+    Attributes:
+        tries: consecutive failures, with less than 1 MiB read between them.
+        first_wait: seconds before the first retry; each further wait is twice as long.
+        longest_wait: seconds.
+        total_seconds: limit for consecutive failures.
+        contact_waits: seconds between attempts to reach a store that has never answered.
+        contact_seconds: limit for these attempts.
+        connect_seconds: timeout for connecting.
+        stall_seconds: timeout for a transfer without progress.
+    """
+
+    tries: int = 8
+    first_wait: float = 0.5
+    longest_wait: float = 30.0
+    total_seconds: float = 600.0
+    contact_waits: tuple[float, ...] = (1.5, 3.0)  # enough for a server that is being started
+    contact_seconds: float = 5.0
+    connect_seconds: float = 20.0
+    stall_seconds: float = 60.0
+
+
+PATIENCE = Patience()  # read at each use; a program may replace it
+
+
+class Unreachable(DataError):
+    """The store did not answer, despite all retries."""
+
+
+class TransferError(Exception):
+    """One failure of a store.
+
+    Args:
+        message: description without the URL and without text from the store or a library.
+        temporary: whether a retry may succeed.
+        status: the HTTP status, if there is one.
+        wait: seconds to wait, requested by the server.
+        unreached: whether nothing answered (unknown host, closed port, failed command).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        temporary: bool,
+        status: int | None = None,
+        wait: float = 0.0,
+        unreached: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.temporary, self.status, self.wait, self.unreached = temporary, status, wait, unreached
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether the file does not exist."""
+        return self.status in (404, 410)
+
+
+def http_error(status: int, *, wait: float = 0.0) -> TransferError:
+    """Return the error for an HTTP status."""
+    meaning = _MEANING.get(status, "the server failed" if status >= 500 else "the server refused the request")
+    message = f"{meaning} (status {status})"
+    if status in (401, 403):
+        message += "; credentials come from the environment or the standard configuration of the store"
+    return TransferError(message, temporary=status in _TEMPORARY or status > 504, status=status, wait=wait)
+
+
+def answered(url: str) -> None:
+    """Record that the store of a URL has answered: later failures to reach it are treated as outages."""
+    _answered.add(_store_of(url))
+
+
+def _store_of(url: str) -> str:
+    """Return the host, bucket, hub, or program of a command."""
+    protocol, _, rest = url.partition(":")
+    if protocol == "pipe":
+        return f"pipe:{next((word for word in rest.split() if '=' not in word), '')}"
+    host = rest.lstrip("/").partition("/")[0].rpartition("@")[2]
+    return "hf" if protocol == "hf" else f"{protocol}:{host.lower()}"
+
+
+class Attempts:
+    """Count the failures of one request and wait between retries.
+
+    Args:
+        url: the file.
+        known: whether another process has read from the store before.
+    """
+
+    def __init__(self, url: str, *, known: bool = False) -> None:
+        self._url = url
+        self._failures = 0
+        self._bytes = 0
+        self._since = time.monotonic()
+        self._unreached: list[float] = []  # times of the failures to reach the store
+        if known:
+            self.answered()
+
+    def received(self, count: int, *, new: bool = True) -> None:
+        """Count bytes; enough of them reset the retries if they are ``new``."""
+        self._bytes += count
+        if enough := self._bytes >= _PROGRESS:
+            self.answered()
+            if new:
+                self._failures = 0
+        if enough or not self._failures:
+            self._since = time.monotonic()
+
+    def answered(self) -> None:
+        """Record that the store has answered."""
+        answered(self._url)
+        self._unreached.clear()
+
+    def failed(self, error: TransferError) -> None:
+        """Wait before the next attempt.
+
+        Raises:
+            DataError: retrying is useless; ``Unreachable`` if nothing answered.
+        """
+        self._failures += 1
+        self._bytes = 0
+        if error.status is not None:
+            self.answered()
+        if not error.temporary:
+            self.give_up(str(error))
+        now = time.monotonic()
+        if error.unreached and _store_of(self._url) not in _answered:
+            self._unreached.append(now)
+            tries, since, limit = len(self._unreached), self._unreached[0], PATIENCE.contact_seconds
+            last = tries > len(PATIENCE.contact_waits)
+            wait = 0.0 if last else PATIENCE.contact_waits[tries - 1] * _random.uniform(0.8, 1.0)
+        else:
+            self._unreached.clear()
+            tries, since, limit = self._failures, self._since, PATIENCE.total_seconds
+            last = tries >= PATIENCE.tries
+            # random, so that readers that failed together do not retry together
+            wait = min(PATIENCE.longest_wait, PATIENCE.first_wait * 2 ** (tries - 1))
+            wait = min(max(wait * _random.uniform(0.5, 1.0), error.wait), PATIENCE.longest_wait)
+        if last or now - since + wait > limit:
+            message = f"{error}; gave up after {tries} tries in {now - since:.0f} s"
+            if error.status is None:
+                raise Unreachable(f"{shown(self._url)}: {message}") from None
+            self.give_up(message)
+        if self._failures > _QUIET_FAILURES:
+            _log.warning("%s: %s; trying again in %.1f s", shown(self._url), error, wait)
+        time.sleep(wait)
+
+    def give_up(self, message: str) -> NoReturn:
+        """Raise a one-line error."""
+        raise DataError(
+            f"{shown(self._url)}: {message}"
+        ) from None  # a library's error may contain the signed URL
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Clients of fsspec and the meaning of their errors.
+
+_MARGIN = 5.0  # seconds beyond a library's own timeout
+_LIBRARIES = (
+    "aiobotocore",
+    "aiohttp",
+    "botocore",
+    "fsspec",
+    "gcsfs",
+    "google",
+    "httpx",
+    "httpx2",
+    "huggingface_hub",
+)
+_TRANSIENT = ("Timeout", "Connect", "Payload", "Disconnected", "Incomplete", "Network", "Protocol", "Stream")
+_NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL)
+
+_clients: dict[tuple[int, str, Patience], Any] = {}  # never emptied, see _client_of
+_clients_lock = threading.Lock()
+os.register_at_fork(
+    before=lambda: _clients_lock.acquire(),
+    after_in_parent=lambda: _clients_lock.release(),
+    after_in_child=lambda: _clients_lock.release(),
+)
+
+
+def _client_of(protocol: str) -> Any:
+    """Return this process's client for a protocol, or for file downloads from Hugging Face ("hub").
+
+    A forked process needs its own client, because threads do not survive a fork. It keeps the parent's client,
+    too: deleting it would close the parent's connection.
+    """
+    key = (os.getpid(), protocol, PATIENCE)
+    with _clients_lock:
+        if key in _clients:
+            return _clients[key]
+        settings: dict[str, Any] = {}
+        if protocol in ("http", "https"):
+            settings["client_kwargs"] = {"trust_env": True, "auto_decompress": False, **CLIENT_OPTIONS}
+        elif protocol == "hub":  # has its own token; an entry of ~/.netrc would contradict it
+            from urllib.request import getproxies
+
+            proxy = getproxies().get("https")
+            settings["client_kwargs"] = {"proxy": proxy, "auto_decompress": False, **CLIENT_OPTIONS}
+        elif protocol in ("s3", "s3a"):
+            times = {"connect_timeout": PATIENCE.connect_seconds, "read_timeout": PATIENCE.stall_seconds}
+            settings["config_kwargs"] = {**times, "retries": {"max_attempts": 0}, "max_pool_connections": 64}
+        try:
+            fsspec = importlib.import_module("fsspec")
+            importlib.import_module("fsspec.asyn")
+            cls = fsspec.get_filesystem_class("https" if protocol == "hub" else protocol)
+            if protocol == "hf":
+                importlib.import_module("aiohttp")
+            with _library_errors():
+                client = cls(skip_instance_cache=True, use_listings_cache=False, **settings)
+        except ImportError as error:
+            extra = "gs" if protocol in ("gs", "gcs") else "remote"
+            raise DataError(f"{protocol}:// needs: pip install -e '.[{extra}]'") from error
+        except (ValueError, TypeError):  # unknown to fsspec, or needs more than a URL, such as ftp
+            raise DataError(f"{protocol}:// is not supported; known: s3, gs, hf, http, https, pipe") from None
+        if protocol in ("s3", "s3a"):
+            client.retries = 1  # Attempts counts them
+        _clients[key] = client
+        return client
+
+
+@contextmanager
+def _library_errors() -> Iterator[None]:
+    """Turn errors of the libraries and the system into ``TransferError``."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] not in _LIBRARIES:
+            raise
+        raise _classified(error) from None  # the library's text may contain the signed URL
+
+
+def _classified(error: Exception) -> TransferError:
+    name = type(error).__name__
+    for one in (error, error.__cause__):  # s3fs keeps the cause
+        response = getattr(one, "response", None)
+        if isinstance(response, dict):  # botocore
+            response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        if isinstance(status := getattr(response, "status_code", response), int):
+            return http_error(status)
+    status = getattr(error, "status" if hasattr(error, "status") else "code", None)
+    if isinstance(status, int) and status >= 300:
+        return http_error(status)
+    if isinstance(error, FileNotFoundError):
+        return http_error(404)
+    if name == "NoCredentialsError":  # botocore
+        message = "no credentials in the environment or in ~/.aws; a public bucket needs FSSPEC_S3_ANON=true"
+        return TransferError(message, temporary=False, status=401)
+    if isinstance(error, PermissionError) or "Credential" in name or name == "ProfileNotFound":
+        return http_error(401)
+    if "Certificate" in name or "SSL" in name:
+        return TransferError(f"no secure connection ({name})", temporary=False)
+    if isinstance(error, TimeoutError) or "Timeout" in name:
+        return TransferError(f"no data for {PATIENCE.stall_seconds:g} s", temporary=True)
+    if name in ("InvalidURL", "InvalidUrlClientError", "NonHttpUrlClientError"):
+        return TransferError("invalid URL", temporary=False)
+    if name == "OfflineModeIsEnabled":  # huggingface_hub
+        return TransferError("HF_HUB_OFFLINE forbids downloads: unset it", temporary=False)
+    if (unreached := _unreached(error)) is not None:
+        return unreached
+    reason = getattr(getattr(error, "os_error", error), "strerror", None) or name
+    names = " ".join(one.__name__ for one in type(error).__mro__)
+    if isinstance(error, OSError) or any(part in names for part in _TRANSIENT):
+        return TransferError(f"the connection failed ({reason})", temporary=True)
+    return TransferError(f"cannot be read ({name})", temporary=False)
+
+
+def _unreached(error: Exception) -> TransferError | None:
+    """Return the error if no server answered: an unknown host, a refused connection, no route."""
+
+    def details(one: BaseException) -> dict[str, Any]:  # where botocore keeps the endpoint and the cause
+        kept = getattr(one, "kwargs", None)
+        return kept if isinstance(kept, dict) else {}
+
+    host = " the proxy" if "Proxy" in type(error).__name__ else ""
+    if not host:  # known for an endpoint of a library's configuration; an http URL contains it
+        with suppress(ValueError, RuntimeError):  # not a URL; an httpx error without a request
+            url = details(error).get("endpoint_url") or getattr(getattr(error, "request", None), "url", "")
+            host = f" {urlsplit(str(url)).hostname or ''}".rstrip()
+    cause: BaseException | None = error
+    for _ in range(8):
+        if isinstance(cause, socket.gaierror):
+            message = f"the host{host} is unknown ({cause.strerror}): a wrong name, or no network"
+        elif isinstance(cause, OSError) and cause.errno == errno.ECONNREFUSED:
+            by = f" by{host}" if host else ""
+            message = f"the connection failed (refused{by}): no server listens at this host and port"
+        elif isinstance(cause, OSError) and cause.errno in _NO_ROUTE:
+            message = f"the connection failed ({os.strerror(cause.errno or 0)}): no route to this host"
+        elif cause is None:
+            return None
+        else:
+            below = (
+                getattr(cause, "os_error", None),
+                details(cause).get("error"),
+                cause.__cause__,
+                cause.__context__,
+            )
+            cause = next((one for one in below if isinstance(one, BaseException)), None)
+            continue
+        return TransferError(message, temporary=True, unreached=True)
+    return None
+
+
+def _call(client: Any, function: Callable[..., Awaitable[Any]], *args: Any, **named: Any) -> Any:
+    """Run a coroutine on the client's event loop, in another thread."""
+    from fsspec.asyn import sync
+
+    seconds = PATIENCE.connect_seconds + PATIENCE.stall_seconds + _MARGIN
+    with _library_errors():
+        return sync(client.loop, function, *args, timeout=seconds, **named)
+
+
+def _ask(client: Any, method: str, *args: Any, **named: Any) -> Any:
+    """Call a method of any fsspec client, with a timeout if it is asynchronous."""
+    if getattr(client, "async_impl", False):
+        return _call(client, getattr(client, f"_{method}"), *args, **named)
+    with _library_errors():
+        return getattr(client, method)(*args, **named)
+
+
+def _hub_path(client: Any, url: str) -> Any:
+    """Resolve a URL of Hugging Face; a wrong name raises a ``TransferError`` that shows the form."""
+    is_dataset = url.partition("://")[2].startswith(("datasets/", "buckets/"))
+    try:
+        with _library_errors():
+            try:
+                return client.resolve_path(url)
+            except FileNotFoundError as error:
+                what = "dataset" if is_dataset else "model"
+                message = (
+                    f"there is no such {what} at Hugging Face, or it is private and HF_TOKEN gives no access"
+                )
+                if "Revision" in type(error.__cause__).__name__:
+                    message = f"the {what} has no such revision"
+                raise TransferError(f"{message}; the form is {HUB_FORM}", temporary=False) from None
+            except (ValueError, NotImplementedError):
+                raise _not_a_hub_file() from None
+    except TransferError as error:
+        if not error.unreached or is_dataset:
+            raise
+        message = f"{error}; the form of a dataset is {HUB_FORM}"  # the name may be wrong, too
+        raise TransferError(message, temporary=True, unreached=True) from None
+
+
+def _not_a_hub_file() -> TransferError:
+    return TransferError(f"not a file of a repository; the form is {HUB_FORM}", temporary=False)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Transfers: http(s), s3 and hf are streamed, which keeps the bytes received before a connection broke; fsspec's
+# other protocols are read in pieces. Every failure is a ``TransferError``.
+
+_CHUNK = 1 << 20
+_CHUNK_SECONDS = 0.5  # a smaller chunk is returned after this time
+_PIECE = 4 << 20  # bytes per request of a protocol without streams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """A transfer that has started.
+
+    Attributes:
+        chunks: yields the bytes.
+        total: size of the whole file, -1 if unknown.
+        version: of the file, as in ``ShardFile``.
+        start: position of the first byte, which may precede the requested one.
+        checksum: a hashlib algorithm and the digest of the whole file, if the store states one.
+        ranged: whether a transfer can start anywhere in the file.
+    """
+
+    chunks: Iterator[bytes]
+    total: int = -1
+    version: str = ""
+    start: int = 0
+    checksum: tuple[str, str] | None = None
+    ranged: bool = False
+
+
+def protocol_of(url: str) -> str:
+    """Return the protocol of a URL in lower case."""
+    return url.partition(":")[0].lower()
+
+
+@contextmanager
+def open_transfer(url: str, start: int = 0, stop: int | None = None) -> Iterator[Transfer]:
+    """Start reading a file from ``start`` to ``stop`` (default: its end).
+
+    Raises:
+        TransferError: the request failed.
+        DataError: a library is missing, or the protocol is unknown.
+    """
+    protocol = protocol_of(url)
+    if protocol in STREAMS:
+        with _command_output(url) as chunks:
+            yield Transfer(chunks=chunks)
+        return
+    client = _client_of(protocol)
+    byte_range = f"bytes={start}-{'' if stop is None else stop - 1}" if start or stop is not None else None
+    if protocol in ("http", "https", "hf"):
+        with _http_transfer(client, url, byte_range) as transfer:
+            yield transfer
+    elif protocol in ("s3", "s3a"):
+        with _s3_transfer(client, url, byte_range) as transfer:
+            yield transfer
+    else:
+        total, version = file_facts(url)
+        end = total if stop is None else stop
+        if total >= 0:
+            end = min(end, total)
+        chunks = (
+            _ask(client, "cat_file", url, start=here, end=min(here + _PIECE, end))
+            for here in range(start, end, _PIECE)
+        )
+        yield Transfer(chunks=chunks, total=total, version=version, start=start, ranged=True)
+
+
+def file_facts(url: str) -> tuple[int, str]:
+    """Return size and version of a file with one short request; raises as ``open_transfer``."""
+    protocol = protocol_of(url)
+    client = _client_of(protocol)
+    if protocol in ("http", "https", "hf"):
+        with _http_transfer(client, url, "bytes=0-0") as transfer:  # signed URLs are not valid for HEAD
+            return transfer.total, transfer.version
+    if protocol in ("s3", "s3a"):
+        found = _call(client, client._call_s3, "head_object", **_s3_name(client, url))
+        return int(found["ContentLength"]), found.get("ETag", "").strip('"')
+    return _facts_of(_ask(client, "info", url))
+
+
+def listing(url: str) -> list[tuple[str, int, str]]:
+    """List the files directly in a folder: full URL, size and version; raises as ``open_transfer``."""
+    protocol = protocol_of(url)
+    client = _client_of(protocol)
+    if protocol == "hf":
+        _hub_path(client, url)
+    entries = _ask(client, "ls", url.rstrip("/"), detail=True, refresh=True)
+    return [
+        (name if "://" in (name := entry["name"]) else f"{protocol}://{name}", *_facts_of(entry))
+        for entry in entries
+        if entry["type"] == "file"
+    ]
+
+
+def _facts_of(entry: Mapping[str, Any]) -> tuple[int, str]:
+    versions = [entry.get(name) for name in ("blob_id", "generation", "ETag", "etag", "mtime")]
+    if lfs := entry.get("lfs"):
+        versions.insert(0, lfs.get("sha256"))
+    size = entry.get("size")
+    version = next((str(one) for one in versions if one), "")
+    return -1 if size is None else int(size), version.strip('"')
+
+
+def _range_start(content_range: str | None, default: int) -> tuple[int, int]:
+    """Return first byte and size of the whole file, from ``bytes 0-9/100``."""
+    if not content_range:
+        return 0, default
+    span, _, total = content_range.removeprefix("bytes").strip().partition("/")
+    first = span.partition("-")[0]
+    return (int(first) if first.isdecimal() else 0), (int(total) if total.isdecimal() else -1)
+
+
+@contextmanager
+def _http_transfer(client: Any, url: str, byte_range: str | None) -> Iterator[Transfer]:
+    import aiohttp
+
+    headers = {"Accept-Encoding": "identity"}
+    if byte_range:
+        headers["Range"] = byte_range
+    if protocol_of(url) == "hf":
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.utils import build_hf_headers
+
+        path = _hub_path(client, url)
+        try:
+            with _library_errors():
+                if hasattr(path, "repo_id"):
+                    place = {
+                        "repo_type": path.repo_type,
+                        "revision": path.revision,
+                        "endpoint": client.endpoint,
+                    }
+                    url = hf_hub_url(path.repo_id, path.path_in_repo, **place)
+                else:  # a bucket
+                    url = client.url(url)
+                headers |= build_hf_headers()
+        except (ValueError, NotImplementedError):
+            raise _not_a_hub_file() from None
+        client = _client_of("hub")
+    try:
+        target = encode_url(url)
+    except ValueError:
+        raise TransferError("invalid URL", temporary=False) from None
+
+    async def get() -> Any:
+        session = await client.set_session()
+        times = aiohttp.ClientTimeout(
+            total=None, sock_connect=PATIENCE.connect_seconds, sock_read=PATIENCE.stall_seconds
+        )
+        try:
+            response = await session.get(target, headers=headers, timeout=times, read_bufsize=_CHUNK)
+        except ValueError:  # a redirect to something else than a URL
+            raise TransferError("invalid URL", temporary=False) from None
+        if response.status not in (200, 206, 416):
+            after = response.headers.get("Retry-After", "")
+            response.close()
+            raise http_error(response.status, wait=float(after) if after.isdecimal() else 0.0)
+        return response
+
+    response = _call(client, get)
+    try:
+        etags = [one.headers.get("X-Linked-ETag") for one in response.history]  # Hugging Face
+        version = next(filter(None, etags), None) or response.headers.get("ETag")
+        version = (version or response.headers.get("Last-Modified", "")).removeprefix("W/").strip('"')
+        length = response.headers.get("Content-Length", "")
+        length = int(length) if length.isdecimal() else -1
+        start, total = _range_start(response.headers.get("Content-Range"), length)
+        chunks = _chunks(client, partial(_any_bytes, response.content))
+        if response.status == 416:  # for an empty file even the first byte is out of range
+            if total != 0 or byte_range is None or not byte_range.startswith("bytes=0-"):
+                raise http_error(416)
+            chunks = iter(())
+        accepts = response.headers.get("Accept-Ranges", "").lower() == "bytes"
+        yield Transfer(
+            chunks=chunks,
+            total=total,
+            version=version,
+            start=start,
+            checksum=("sha256", version) if any(etags) and len(version) == 64 else None,
+            ranged=response.status != 200
+            or accepts,  # a server with ranges may answer 200 for the whole file
+        )
+    finally:
+        with suppress(RuntimeError):  # the loop has ended
+            client.loop.call_soon_threadsafe(response.close)
+
+
+def _s3_name(client: Any, url: str) -> dict[str, str]:
+    bucket, key, version = client.split_path(url)
+    return {"Bucket": bucket, "Key": key, **({"VersionId": version} if version else {})}
+
+
+@contextmanager
+def _s3_transfer(client: Any, url: str, byte_range: str | None) -> Iterator[Transfer]:
+    wanted = _s3_name(client, url) | ({"Range": byte_range} if byte_range else {})
+    answer = _call(client, client._call_s3, "get_object", **wanted)
+    body = answer["Body"]
+    try:
+        version = answer.get("ETag", "").strip('"')
+        # the etag is not the MD5 of a file uploaded in parts or encrypted with a key of its own
+        plain = (
+            answer.get("ServerSideEncryption") in (None, "AES256") and "SSECustomerAlgorithm" not in answer
+        )
+        start, total = _range_start(answer.get("ContentRange"), int(answer["ContentLength"]))
+        content = getattr(getattr(body, "raw_stream", None), "content", None)
+        read = partial(body.read, _CHUNK) if content is None else partial(_any_bytes, content)
+        yield Transfer(
+            chunks=_chunks(client, read),
+            total=total,
+            version=version,
+            start=start,
+            checksum=("md5", version) if plain and len(version) == 32 and version.isalnum() else None,
+            ranged="ContentRange" in answer or answer.get("AcceptRanges", "").lower() == "bytes",
+        )
+    finally:
+        with suppress(RuntimeError):
+            client.loop.call_soon_threadsafe(body.close)
+
+
+async def _any_bytes(content: Any) -> bytes:
+    """Return the buffered bytes of an aiohttp stream, or wait for more.
+
+    aiohttp discards the bytes that arrived before a connection broke. They are fetched here; otherwise a server
+    that breaks every connection would allow no progress.
+    """
+    from aiohttp import ClientError
+
+    try:
+        data: bytes = await content.readany()
+    except (ClientError, OSError) as error:
+        content.set_exception(None)
+        data = content.read_nowait()
+        content.set_exception(error)
+        if not data:
+            raise
+    return data
+
+
+def _chunks(client: Any, read: Callable[[], Awaitable[bytes]]) -> Iterator[bytes]:
+    """Yield the bytes of an asynchronous stream; an error is raised after the bytes received before it."""
+    failures: list[Exception] = []
+
+    async def collect() -> bytes:
+        until, parts, size = time.monotonic() + _CHUNK_SECONDS, list[bytes](), 0
+        try:
+            while size < _CHUNK and time.monotonic() < until and (part := await read()):
+                parts.append(part)
+                size += len(part)
+        except Exception as error:
+            failures.append(error)
+        return b"".join(parts)
+
+    while not failures and (data := _call(client, collect)):
+        yield data
+    with _library_errors():
+        for error in failures:
+            raise error
+
+
+@contextmanager
+def _command_output(url: str) -> Iterator[Iterator[bytes]]:
+    """Run a command; its output is complete only if it exits with status 0."""
+    from webdataset import utils
+    from webdataset.gopen import gopen
+
+    if utils.enforce_security:
+        raise DataError(f"{shown(url)}: commands are forbidden by webdataset's settings")
+    own_group = url.startswith("pipe:")  # so that everything the shell starts can be killed
+    try:
+        if own_group:
+            command = url.removeprefix("pipe:")
+            process = subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, start_new_session=True)
+        else:
+            pipe = gopen(url, "rb", _CHUNK)
+            process = pipe.proc
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or type(error).__name__
+        raise TransferError(f"the command cannot be run ({reason})", temporary=False) from None
+    assert process.stdout is not None
+    try:
+        yield _process_chunks(process, process.stdout.fileno())
+    finally:
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                if own_group:
+                    os.killpg(process.pid, signal.SIGKILL)
+                else:
+                    process.kill()
+            process.wait()
+        process.stdout.close()
+
+
+def _process_chunks(process: "subprocess.Popen[bytes]", descriptor: int) -> Iterator[bytes]:
+    seconds = PATIENCE.stall_seconds
+    readable = select.poll()  # select() is limited to 1,024 descriptors
+    readable.register(descriptor, select.POLLIN)
+    while True:
+        if not readable.poll(seconds * 1000):
+            raise TransferError(f"the command has written nothing for {seconds:g} s", temporary=True)
+        if not (data := os.read(descriptor, _CHUNK)):
+            break
+        yield data
+    try:
+        status = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        raise TransferError("the command does not end", temporary=True) from None
+    if status in (126, 127):  # of a shell
+        what = "cannot be run" if status == 126 else "was not found"
+        raise TransferError(f"the command failed with status {status}: a program {what}", temporary=False)
+    if status:
+        how = f"with status {status}" if status > 0 else f"by signal {-status}"
+        raise TransferError(f"the command failed {how}", temporary=True, unreached=True)

@@ -1,0 +1,348 @@
+"""Read tables of images, captions or both row by row: CSV, TSV, JSONL, JSON or Parquet.
+
+Text is UTF-8, with or without a byte order mark, or UTF-16 with one, and may be compressed with gzip. A row that
+cannot be read has a cause; it is not an error. Each format is one class, see ``Format``.
+
+Captions: a caption may be a list of strings, also one written as text by JSON, Python or NumPy
+(``["a cat", "a pet"]``). Of a conversation
+(LLaVA's list of objects with ``from`` and ``value``), the first answer is the caption. Of a list of objects with
+``raw`` or ``caption`` (Karpathy's ``sentences``), these are the captions.
+
+Other columns are read on request. Values from JSON and Parquet keep their types; cells of CSV and TSV are strings,
+unchanged (``007`` is not converted), or None if empty.
+"""
+
+import ast
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from clipkit.errors import DataError, nearest
+from clipkit.samples.table.delimited import Delimited, safe_cell
+from clipkit.samples.table.formats import ColumnRequest, OpenFormat, plain_name
+from clipkit.samples.table.json_document import open_json
+from clipkit.samples.table.json_lines import JsonLines
+from clipkit.samples.table.parquet import Parquet
+from clipkit.samples.table.text import has_invalid_text
+
+__all__ = [
+    "CAPTION_COLUMNS",
+    "IMAGE_COLUMNS",
+    "NAMED_SUFFIXES",
+    "SUFFIXES",
+    "Row",
+    "Table",
+    "is_table",
+    "listed_path",
+    "plain_name",
+    "safe_cell",
+]
+
+# common names, most specific first; compared in lower case with "_" for spaces and hyphens
+IMAGE_COLUMNS = (
+    "filepath", "file_path", "image_path", "img_path", "path", "filename", "file_name", "image_file",
+    "image_filename", "image_name", "image", "img", "picture", "photo", "file",
+)  # fmt: skip
+CAPTION_COLUMNS = (
+    "caption", "text", "title", "description", "sentence", "alt_text", "alt", "prompt", "comment", "label",
+    "captions", "sentences", "texts", "conversations",
+)  # fmt: skip
+_TEXT_FORMATS: Mapping[str, OpenFormat] = {
+    ".csv": Delimited,
+    ".tsv": Delimited,
+    ".tab": Delimited,
+    ".jsonl": JsonLines,
+    ".ndjson": JsonLines,
+}
+# other files have these suffixes too: they are tables only where a table is expected
+_NAMED_FORMATS: Mapping[str, OpenFormat] = {
+    ".json": open_json,
+    ".txt": Delimited,
+    ".token": Delimited,
+}
+_FORMATS: Mapping[str, OpenFormat] = {**_TEXT_FORMATS, **_NAMED_FORMATS, ".parquet": Parquet, ".pq": Parquet}
+_GZIP = ".gz"
+SUFFIXES = (*_TEXT_FORMATS, *(suffix + _GZIP for suffix in _TEXT_FORMATS), ".parquet", ".pq")
+NAMED_SUFFIXES = (*_NAMED_FORMATS, *(suffix + _GZIP for suffix in _NAMED_FORMATS))
+_EXPECTED = "a .csv, .tsv, .jsonl, .json or .parquet table, or a .txt list"
+_REPLACEMENT = "\ufffd"  # of bytes that are not text in the encoding of the file
+# elements of lists that are written as text: strings with the escapes of ``repr``, and None or numbers
+_ELEMENT = re.compile(
+    r"""'(?:[^'\\]|\\[\\'"nrtxuU])*'|"(?:[^"\\]|\\[\\'"nrtxuU])*"|None|null|nan|-?[0-9]+(?:\.[0-9]+)?"""
+)
+_LIST = re.compile(rf"\[\s*(?:{_ELEMENT.pattern})(?:[\s,]+(?:{_ELEMENT.pattern}))*[\s,]*\]")
+_QUOTED_LIST = re.compile(r"""\[\s*(['"]).*\1\s*\]""", re.DOTALL)
+_ANSWERING = ("gpt", "assistant", "model")  # who answers in conversations
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One row: its path and caption (None without such a column), or why it cannot be read."""
+
+    number: int  # from 1, not counting the header
+    path: object = None  # if there is a cause, only to name the row
+    caption: object = None
+    cause: str = ""
+    progress: float  # fraction of the table read so far, in [0, 1]
+    others: Mapping[str, object] = field(default_factory=dict)  # other columns that were requested
+
+
+class Table:
+    """The rows of a table; iteration reads them from the file in order, with bounded memory (except .json).
+
+    Args:
+        path: a file with one of ``SUFFIXES`` or ``NAMED_SUFFIXES``.
+        image_column: column with the paths; found by common names if not given.
+        caption_column: column with the captions; found by common names if not given.
+        image_columns: common names of the column with the paths.
+        image_name: content of that column, "image" or "url".
+        need: columns that the table must have: "image", "caption" or both.
+        encoded: whether a Parquet table's image column may hold encoded images, as bytes or as a struct with
+            ``bytes`` (the hub's image datasets); paths of such rows are bytes or dicts.
+        others: names of other columns to read; None for all of them.
+
+    Raises:
+        DataError: the file is missing or not a table of a known kind, or a column is missing or cannot be found.
+
+    Attributes:
+        image_column: name of the column with the paths; "" if there is none.
+        caption_column: name of the column with the captions; "" if there is none.
+        others: positions of the other columns to read, by name; later rows of JSON may have more columns.
+        left_out: columns that are not read, or only in part, by name, with the reason.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        image_column: str | None,
+        caption_column: str | None,
+        image_columns: Sequence[str] = IMAGE_COLUMNS,
+        image_name: str = "image",
+        need: Sequence[str] = ("image", "caption"),
+        encoded: bool = False,
+        others: Sequence[str] | None = (),
+    ) -> None:
+        if not path.is_file():
+            raise DataError(f"{path} is not a file: expected {_EXPECTED}")
+        suffix = _suffix_of(path.name)
+        if suffix not in _FORMATS:
+            shown = suffix or "a file without a suffix"
+            raise DataError(f"{path}: expected {_EXPECTED}, not {shown}")
+        self.path = path
+        image = ColumnRequest(content=image_name, name=image_column, common=image_columns)
+        caption = ColumnRequest(content="caption", name=caption_column, common=CAPTION_COLUMNS)
+        self._format = _FORMATS[suffix](path, (image, caption))
+        names = self._format.names
+        self.image_column = self._find_column(image, required="image" in need, encoded=encoded)
+        self.caption_column = self._find_column(caption, required="caption" in need)
+        self._needs_caption = "caption" in need
+        self._required = [name for name in (self.image_column, self.caption_column) if name]
+        for name in others or ():
+            if name not in names:
+                raise DataError(f"{path} has no column {name!r} ({nearest(name, names[:30])})")
+        self._every_column = others is None and self._format.any_column
+        requested = [
+            name for name in dict.fromkeys(names if others is None else others) if name not in self._required
+        ]
+        self.left_out = {name: "it has no name" for name in requested if not name.strip()}
+        for name in requested:
+            kind = self._format.types.get(name)
+            if kind is not None and not _is_plain(kind):
+                self.left_out[name] = f"it contains {str(kind)[:60]}"
+        self.others = {name: names.index(name) for name in requested if name not in self.left_out}
+        counts = Counter(names)
+        for name in (*self._required, *self.others):
+            if counts[name] > 1:
+                self.left_out[name] = f"{counts[name]} columns have this name: only the first is used"
+        if self.caption_column == "conversations":
+            self.left_out[self.caption_column] = "except the first answer of each, which is the caption"
+
+    def __iter__(self) -> Iterator[Row]:
+        records = self._format.records(self._required, list(self.others))
+        for number, record in enumerate(records, 1):
+            path = record.cells.get(self.image_column) if self.image_column else None
+            path = path.strip() if isinstance(path, str) else path
+            if record.cause:
+                yield Row(number=number, path=path, cause=record.cause, progress=record.progress)
+                continue
+            caption = record.cells.get(self.caption_column) if self.caption_column else None
+            others = self._other_cells(record.cells)
+            cause = self._check_encoding(others)
+            captions: object = None
+            try:
+                captions = _captions_in(caption)
+            except DataError as error:
+                if self._needs_caption:
+                    cause = cause or str(error)
+            if cause:
+                yield Row(number=number, path=path, cause=cause, progress=record.progress)
+                continue
+            yield Row(number=number, path=path, caption=captions, progress=record.progress, others=others)
+
+    def _check_encoding(self, others: Mapping[str, object]) -> str:
+        """Return which column is not UTF-8, otherwise ""."""
+        if self._format.types:  # Parquet, whose text is not decoded here
+            return ""
+        for name, value in others.items():
+            if _REPLACEMENT in f"{name}{value}" and self._has_invalid_text:
+                return f"not UTF-8: column {name!r}"
+        return ""
+
+    @cached_property
+    def _has_invalid_text(self) -> bool:
+        # the character may also be in the file itself
+        return has_invalid_text(self.path)
+
+    def _other_cells(self, cells: Mapping[str, object]) -> dict[str, object]:
+        if self._every_column:
+            return {
+                name: value for name, value in cells.items() if name.strip() and name not in self._required
+            }
+        if self._format.any_column:  # an object without the column
+            return {name: value for name, value in cells.items() if name in self.others}
+        return {name: cells.get(name) for name in self.others}
+
+    def _find_column(self, request: ColumnRequest, *, required: bool, encoded: bool = False) -> str:
+        """Return the column of a request; "" if there is none and none is required."""
+        names, content = self._format.names, request.content
+        if request.name is not None and request.name not in names:
+            raise DataError(
+                f"{self.path} has no column {request.name!r} ({nearest(request.name, names[:30])})"
+            )
+        with_images = [name for name in names if encoded and _is_image_type(self._format.types.get(name))]
+        name = request.name or self._format.guesses.get(content, "")
+        name = name or request.find_column(with_images)  # before a column of the names of files
+        name = name or request.find_column(names)
+        if not name and len(with_images) == 1:
+            name = with_images[0]
+        if not name and required:
+            shown = ", ".join(" ".join(name.split())[:40] for name in names[:30]) or "none"
+            raise DataError(
+                f"{self.path}: which column is the {content}? Set --{content}-column; the columns are {shown}"
+            )
+        kind = str(self._format.types.get(name, "string"))
+        if "string" in kind and not kind.startswith(
+            ("struct", "list", "large_list", "fixed_size_list", "map")
+        ):
+            return name
+        if content == "caption" and _is_list_of_text(kind):
+            return name
+        if encoded and _is_image_type(kind):
+            return name
+        if request.name is None and not required:
+            return ""
+        # for example a column of encoded images, whose rows might not fit in memory
+        raise DataError(
+            f"{self.path}: column {name!r} contains {kind[:60]}, not text; choose a column of text"
+        )
+
+
+def _is_image_type(kind: object) -> bool:
+    """Whether values of a type of pyarrow may be encoded images: bytes, or the hub's structs with bytes."""
+    return str(kind).startswith(("binary", "large_binary", "struct<bytes: binary"))
+
+
+def is_table(path: Path) -> bool:
+    """Return whether a file that a user names is a table, rather than a list of texts or another file.
+
+    A .txt file is a table if it has columns of images and captions, as Flickr8k's ``captions.txt``.
+    """
+    if path.name.lower().endswith((*SUFFIXES, ".json", ".json.gz")):
+        return path.is_file()
+    if not path.name.lower().endswith(NAMED_SUFFIXES):
+        return False
+    try:
+        Table(path, image_column=None, caption_column=None)
+    except (DataError, OSError):
+        return False
+    return True
+
+
+def listed_path(folder: Path, text: str) -> Path:
+    """Return the file that a table in ``folder`` lists as ``text``: a path relative to it, or a file:// URL.
+
+    Percent escapes of URLs are decoded. Backslashes separate folders, as on Windows, unless there is a file whose
+    name contains them.
+
+    Raises:
+        DataError: it is a web address.
+    """
+    if text.startswith("file://"):
+        text = unquote(text.removeprefix("file://"), errors="surrogateescape")
+        if text.startswith("localhost/"):
+            text = text.removeprefix("localhost")
+    elif "://" in text:
+        raise DataError("a web address, not a file: download it first")
+    path = folder / text
+    if "\\" in text and not os.path.lexists(path):
+        return folder / text.replace("\\", "/")
+    return path
+
+
+def _suffix_of(name: str) -> str:
+    """Return the suffix of a file in lower case, without that of compression."""
+    return Path(name.lower().removesuffix(_GZIP)).suffix
+
+
+def _captions_in(value: object) -> object:
+    """Return the captions in a list that is written as text, or that contains objects; other values unchanged.
+
+    Raises:
+        DataError: a list that is written as text cannot be read.
+    """
+    if isinstance(value, str):
+        return _read_list(value) if value.lstrip()[:1] == "[" else value
+    if not isinstance(value, list) or not all(isinstance(element, dict) for element in value):
+        return value
+    for element in value:
+        if element.get("from") in _ANSWERING:
+            return element.get("value")
+    return [element.get("raw", element.get("caption")) for element in value]
+
+
+def _read_list(text: str) -> object:
+    """Return the list that a text is, as JSON, Python or NumPy write it; the text itself if it is another one.
+
+    Elements are strings or None, or also numbers if there are strings.
+    """
+    stripped = text.strip()
+    elements: object = None
+    try:
+        elements = json.loads(stripped)
+    except (ValueError, RecursionError):
+        if _LIST.fullmatch(stripped):
+            words = [match[0] for match in _ELEMENT.finditer(stripped, 1)]
+            with suppress(ValueError, SyntaxError):
+                # each by itself, because Python joins strings without a comma between them
+                elements = [None if word in ("null", "nan") else ast.literal_eval(word) for word in words]
+    if isinstance(elements, list):
+        has_text = any(isinstance(element, str) for element in elements)
+        return elements if has_text or all(element is None for element in elements) else text
+    if _QUOTED_LIST.fullmatch(stripped):
+        raise DataError('a list that cannot be read: write it as JSON, ["a cat", "a pet"]')
+    return text
+
+
+def _is_list_of_text(kind: str) -> bool:
+    """Check whether the name of a pyarrow type is that of a list of strings, or of objects with strings."""
+    return (
+        kind.startswith(("list", "large_list", "fixed_size_list"))
+        and "string" in kind
+        and "binary" not in kind
+    )
+
+
+def _is_plain(kind: Any) -> bool:
+    """Check whether a pyarrow type holds numbers, text, times, or lists and objects of these."""
+    if kind.num_fields:
+        return all(_is_plain(kind.field(number).type) for number in range(kind.num_fields))
+    return "binary" not in str(kind) and not str(kind).startswith("extension")

@@ -1,0 +1,336 @@
+"""CSV, TSV and other delimited text, with or without a header.
+
+A quote that is never closed would make all following rows part of one cell. A quoted cell may contain line breaks,
+but if its quote is not closed correctly, or the lines in it are rows of their own, then its first line is a bad row
+and the other lines are read again as rows.
+"""
+
+import csv
+import io
+import re
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from clipkit.errors import DataError
+from clipkit.samples.image_types import IMAGE_SUFFIXES
+from clipkit.samples.table.formats import ColumnRequest, Record
+from clipkit.samples.table.text import LONGEST, open_text
+
+# delimiters by suffix; of those with equally many known columns the first is used
+_DELIMITERS = {".csv": ",\t;|", ".tsv": "\t", ".tab": "\t", ".token": "\t", ".txt": "\t,;|"}
+_DETECTED = 2**16  # characters from which delimiter and columns are detected
+_DETECTED_ROWS = 100
+# first columns of the output of ``clipkit classify``, and of that of earlier versions
+_CLASSIFIED = (["image", "source", "label_1"], ["picture", "source", "label_1"])
+_FORMULA = re.compile(r"'*[=+\-@\t\r\n＝＋－＠]")
+_EXCEL_DELIMITER = re.compile(r'"?sep=(.)"?[\r\n]+', re.IGNORECASE)  # a line before the header
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://\S+", re.IGNORECASE)
+_URL_PART = re.compile(r"[^\s:]*[=&][^\s:]*")  # such as 1999&w=80 of http://h/q.jpg?crop=2669,1999&w=80
+_CAPTION_NUMBER = re.compile(r"#[0-9]+$")  # Flickr8k's and Flickr30k's: 1000268201_693b08cb0e.jpg#0
+_OPEN_QUOTE = 'a quote (") that is not closed: close it, or double it if it is part of the text'
+
+
+def safe_cell(text: str) -> str:
+    """Prefix text that a spreadsheet would evaluate as a formula with an apostrophe, as OWASP recommends.
+
+    Text that already has such a prefix gets another apostrophe, so that removing one restores the original.
+    """
+    return f"'{text}" if _FORMULA.match(text) else text
+
+
+class Delimited:
+    """A delimited table.
+
+    The delimiter is the one that yields the most known columns. If a cell of the first line is the path of an image
+    or a URL, there is no header: the columns are named ``column 1``, ``column 2`` and so on. The delimiter is then
+    the one with the most rows that have an image or URL in its column.
+    """
+
+    types: Mapping[str, Any] = {}
+    any_column = False
+
+    def __init__(self, path: Path, requests: Sequence[ColumnRequest]) -> None:
+        self._path = path
+        self.names: list[str] = []
+        self.guesses: dict[str, str] = {}
+        self._delimiter = ","
+        self._skip = 0  # characters before the header
+        suffix = Path(path.name.lower().removesuffix(".gz")).suffix
+        delimiters = _DELIMITERS[suffix]
+        with open_text(path) as (text, _):
+            start = text.read(_DETECTED)
+        if match := _EXCEL_DELIMITER.match(start):
+            delimiters, self._skip = match[1], match.end()
+        most = (-1, False, -1, -1)
+        first_row: list[str] = []
+        for delimiter in delimiters:
+            rows = _first_rows(start[self._skip :], delimiter)
+            names = [name.strip() for name in rows[0]] if rows else []
+            columns = [request.find_column(names) for request in requests]
+            guess = None
+            is_header = any(request.name in names for request in requests)
+            if not is_header and (
+                suffix != ".txt" or delimiter == "\t"
+            ):  # a .txt file may be a list of texts
+                guess = _guess_columns(rows, requests[0].content, delimiter, delimiters)
+            if guess is not None:
+                names = [f"column {i}" for i in range(1, len(names) + 1)]
+                columns = list(guess.columns.values())
+            certain = guess is None or guess.certain
+            score = sum(map(bool, columns)), certain, guess.fits if guess else 0, len(names)
+            if guess is not None and (guess.is_list or (not certain and score[:3] == most[:3])):
+                content = requests[0].content
+                raise DataError(
+                    f"{path}: {delimiter!r} may separate columns or be a part of the URLs: add a header line such "
+                    f"as {content}{delimiter}caption, or rename a list of URLs to .txt"
+                )
+            if score > most:
+                most = score
+                first_row = rows[0] if rows else []
+                self.names, self._delimiter = names, delimiter
+                self.guesses = guess.columns if guess else {}
+        self._has_header = not self.guesses
+        # columns up to the last one with a name
+        self._width = max((i for i, name in enumerate(self.names, 1) if name), default=0)
+        # whether paths have the numbers of their captions
+        self._numbered = not self._has_header and any(map(_is_numbered, first_row))
+        is_quoted = start[self._skip :].lstrip().startswith('"')
+        self._quotes_are_text = self._numbered and self._delimiter == "\t" and not is_quoted
+
+    def records(self, required: Sequence[str], others: Sequence[str]) -> Iterator[Record]:
+        """Read all rows in order, see ``Format``."""
+        indices = {name: i for i, name in reversed([*enumerate(self.names)])}  # the first of equal names
+        fewest = 1 + max(indices[name] for name in required)
+        escaped = self.names[:3] in _CLASSIFIED
+        image_column = next((name for what, name in self.guesses.items() if what != "caption"), "")
+        with open_text(self._path) as (text, progress):
+            text.read(self._skip)
+            rows = self._rows(text)
+            if self._has_header:
+                next(rows, None)
+            cells: dict[str, object]
+            for fields, cause in rows:
+                cause = cause or self._check_cells(fields, fewest)
+                if cause:
+                    cells = {}
+                    for name in required:  # reports name the image
+                        if indices[name] < len(fields) and _kind_of(fields[indices[name]]) == "image":
+                            cells[name] = fields[indices[name]]
+                    yield Record(cells=cells, cause=cause, progress=progress())
+                    continue
+                if escaped:  # undo safe_cell
+                    fields = [
+                        cell[1:] if cell[:1] == "'" and _FORMULA.match(cell) else cell for cell in fields
+                    ]
+                cells = {name: fields[indices[name]] for name in required}
+                if self._numbered:
+                    cells[image_column] = _CAPTION_NUMBER.sub("", fields[indices[image_column]])
+                for name in others:
+                    if indices[name] < len(fields):
+                        cells[name] = fields[indices[name]] or None
+                yield Record(cells=cells, progress=progress())
+
+    def _rows(self, text: TextIO) -> Iterator[tuple[list[str], str]]:
+        """Yield the cells of each row that is not blank, the header included, and why it cannot be read."""
+        unread = deque[str]()  # lines after a quote that is not closed
+        while line := unread.popleft() if unread else _read_line(text):
+            if len(line) > LONGEST:
+                yield [], f"a line longer than {LONGEST:,} characters"
+                continue
+            if self._quotes_are_text or '"' not in line:
+                if cells := line.rstrip("\r\n"):
+                    yield cells.split(self._delimiter), ""
+                continue
+            unread.appendleft(line)
+            lines: list[str] = []
+            reader = csv.reader(_take_lines(text, unread, lines), delimiter=self._delimiter, strict=True)
+            is_open = False
+            try:
+                fields = next(reader)
+                is_open = len(lines) > 1 and self._are_rows(lines, fields)
+            except csv.Error as error:
+                fields = []
+                is_open = len(lines) > 1 or "end of data" in str(error)
+            cause = ""
+            if is_open or not fields:
+                unread.extendleft(reversed(lines[1:]))
+                fields, cause = self._parse_line(line, is_open)
+            yield fields, cause
+
+    def _parse_line(self, line: str, is_open: bool) -> tuple[list[str], str]:
+        """Split a line that is not quoted correctly; return its cells or why this is not possible."""
+        if '\\"' in line:  # quotes with backslashes, as Spark and MySQL write them
+            reader = csv.reader(
+                [line], delimiter=self._delimiter, escapechar="\\", doublequote=False, strict=True
+            )
+            try:
+                return next(reader), ""
+            except csv.Error:
+                is_open = True
+        if is_open:
+            return line.rstrip("\r\n").split(self._delimiter), _OPEN_QUOTE
+        try:  # text after a closing quote is part of the cell, as in spreadsheets
+            return next(csv.reader([line], delimiter=self._delimiter)), ""
+        except csv.Error:
+            return [], "a field longer than 131,072 characters (a missing closing quote?)"
+
+    def _check_cells(self, fields: Sequence[str], fewest: int) -> str:
+        """Return why a row has too few or too many cells, otherwise ""."""
+        if len(fields) < fewest:
+            return "too few columns"
+        if not self._has_extra_cells(fields):
+            return ""
+        if any(cell.startswith(' "') for cell in fields):
+            return "more cells than columns: remove the space before a quote"
+        if len(fields) <= len(self.names):
+            return "a cell in a column without a name: name the column, or put cells with the delimiter in quotes"
+        delimiter = "a tab" if self._delimiter == "\t" else repr(self._delimiter)
+        return f"more cells than columns: put cells that contain {delimiter} in quotes"
+
+    def _has_extra_cells(self, fields: Sequence[str]) -> bool:
+        return any(cell.strip() for cell in fields[self._width :])
+
+    def _are_rows(self, lines: Sequence[str], fields: Sequence[str]) -> bool:
+        """Check whether lines that a quote joins are rows of their own.
+
+        Joined, they have too many cells, or two lines have a cell of the same kind, such as the path of an image,
+        in the same column. Numbers count only before the quote, because a caption may contain them, and only if
+        the row has no image or URL. With tabs, which captions do not contain, a cell with a tab and a line break is
+        enough.
+        """
+        if self._has_extra_cells(fields):
+            return True
+        if self._delimiter == "\t" and any("\n" in cell and "\t" in cell for cell in fields):
+            return True
+        has_location = any(_kind_of(cell) in ("image", "url") for cell in fields)
+        kinds = Counter[tuple[int, str]]()
+        for number, line in enumerate(lines):
+            cells = line.rstrip("\r\n").split(self._delimiter)
+            if number == 0 or len(cells) >= self._width:
+                kinds.update((i, _kind_of(cell)) for i, cell in enumerate(cells))
+        before_quote = lines[0].partition('"')[0].split(self._delimiter)[:-1]
+        for (i, kind), count in kinds.items():
+            is_number = kind == "number" and i < len(before_quote) and before_quote[i].isdecimal()
+            if count > 1 and (kind in ("image", "url") or (is_number and not has_location)):
+                return True
+        return False
+
+
+def _take_lines(text: TextIO, unread: deque[str], lines: list[str]) -> Iterator[str]:
+    """Yield unread lines and those of a file, and append them to ``lines``; ends when these are too long."""
+    size = 0
+    while size <= LONGEST:
+        line = unread.popleft() if unread else _read_line(text)
+        if not line:
+            return
+        size += len(line)
+        lines.append(line)
+        yield line
+
+
+def _read_line(text: TextIO) -> str:
+    """Read a line, of which at most one character more than ``LONGEST`` is returned."""
+    line = rest = text.readline(LONGEST + 1)
+    while len(line) > LONGEST and rest and not rest.endswith(("\n", "\r")):
+        rest = text.readline(LONGEST)
+    return line
+
+
+def _first_rows(start: str, delimiter: str) -> list[list[str]]:
+    """Return the first rows of a text that are not blank."""
+    rows: list[list[str]] = []
+    with suppress(csv.Error):
+        for fields in csv.reader(io.StringIO(start, newline=""), delimiter=delimiter):
+            if fields:
+                rows.append(fields)
+            if len(rows) == _DETECTED_ROWS:
+                break
+    return rows
+
+
+def _kind_of(cell: str) -> str:
+    """Return the kind of a cell of which a caption is none: "image", "url", "number", otherwise ""."""
+    if cell.isdecimal():
+        return "number"
+    cell = cell.strip().strip('"')
+    if _URL.fullmatch(cell):
+        return "url"
+    return "image" if _image_like(cell) else ""
+
+
+def _image_like(cell: str) -> bool:
+    """Check whether a cell ends like the name of an image file."""
+    return Path(_CAPTION_NUMBER.sub("", cell.strip().lower())).suffix in IMAGE_SUFFIXES
+
+
+def _is_numbered(cell: str) -> bool:
+    return _CAPTION_NUMBER.search(cell) is not None and _image_like(cell)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Guess:
+    """Probable columns of a table without a header.
+
+    Attributes:
+        columns: names by content.
+        certain: whether the delimiter is no part of the URLs.
+        fits: number of rows with an image or URL in its column.
+        is_list: whether the rows may as well be URLs that contain the delimiter.
+    """
+
+    columns: dict[str, str]
+    certain: bool
+    fits: int
+    is_list: bool = False
+
+
+def _guess_columns(
+    rows: Sequence[Sequence[str]], content: str, delimiter: str, delimiters: str
+) -> _Guess | None:
+    """Guess the columns of a table without a header; None if its first line may be a header.
+
+    The column of images or URLs is the one with the most of them in the first rows; of two columns, the other one
+    has the captions.
+    """
+
+    def is_location(cell: str) -> bool:
+        cell = cell.strip(" ")  # not line ends, which another delimiter may have put into the cell
+        is_url = _URL.fullmatch(cell) is not None
+        if is_url and certain and delimiter != "\t":  # it may go on after the delimiter
+            is_url = _image_like(cell)
+        return is_url or (content == "image" and "\n" not in cell and _image_like(cell))
+
+    certain = True
+    if not rows:
+        return None
+    width = len(rows[0])
+    if (
+        width == 1 and delimiter != "\t" and "\t" in delimiters
+    ):  # later lines of a list may contain the delimiter
+        return None
+    if not any(map(is_location, rows[0])):
+        certain = False
+        if not any(map(is_location, rows[0])):
+            return None
+    counts = Counter(i for fields in rows for i, cell in enumerate(fields) if is_location(cell))
+    image = max(range(width), key=lambda i: counts[i])
+    columns = {content: f"column {image + 1}"}
+    if width == 2:
+        columns["caption"] = f"column {2 - image}"
+    fitting = [fields for fields in rows if len(fields) >= width and is_location(fields[image])]
+    if certain:
+        fits = sum(not _contains_any(fields[image], delimiters) for fields in fitting)
+        return _Guess(columns=columns, certain=True, fits=fits)
+    fits = sum(not any(map(_URL_PART.fullmatch, fields[image + 1 :])) for fields in fitting)
+    urls = sum(_URL.fullmatch(delimiter.join(fields).strip()) is not None for fields in rows)
+    if 2 * fits <= urls:
+        return None
+    return _Guess(columns=columns, certain=False, fits=fits, is_list=urls == len(rows))
+
+
+def _contains_any(text: str, characters: str) -> bool:
+    return any(character in text for character in characters)

@@ -1,0 +1,319 @@
+"""Depth, transparency and EXIF orientation of image files: detect them, and apply them on request.
+
+By default clipkit, like open_clip, drops the alpha channel, which reveals the colors of transparent pixels, and
+ignores the EXIF orientation. Images with ignored traits are counted and reported. For deep grayscale images see
+``clipkit.samples.depth``.
+"""
+
+import struct
+import zlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+
+from clipkit.errors import ConfigError
+from clipkit.files.terminal import counted
+from clipkit.samples.depth import (
+    PixelRange,
+    eight_bit,
+    format_pixel_range,
+    has_deep_colors,
+    is_deep,
+    refuse_deep_alpha,
+)
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = [
+    "NO_TRAITS",
+    "ORIENTATION_TAG",
+    "PILLOW_ERRORS",
+    "Color",
+    "Decoding",
+    "TraitCounts",
+    "Traits",
+    "align_transparent_color",
+    "apply_decoding",
+    "color_of",
+    "flattened",
+    "hex_of",
+    "is_rgb",
+    "is_transparent",
+    "orientation_of",
+    "upright_image",
+]
+
+Color = tuple[int, int, int]
+
+# exceptions that Pillow raises for broken files, documented or observed
+PILLOW_ERRORS = (
+    OSError, SyntaxError, ValueError, EOFError, RuntimeError, LookupError, TypeError, ArithmeticError, MemoryError,
+    AssertionError, AttributeError, struct.error, zlib.error,
+)  # fmt: skip
+ORIENTATION_TAG = 0x0112  # EXIF tag
+_TRANSPOSE = {  # Pillow's transposition by EXIF orientation
+    2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
+    8: "ROTATE_90",
+}  # fmt: skip
+
+
+class Traits(NamedTuple):
+    """Properties of an image file that open_clip's preprocessing ignores.
+
+    Attributes:
+        transparent: whether any pixel is not opaque.
+        rotated: whether the EXIF orientation is not upright.
+        clamped: whether values of a deep grayscale image are outside the pixel range.
+        deep_colors: whether it has 16 bits per color, which Pillow reduces to 8.
+    """
+
+    transparent: bool = False
+    rotated: bool = False
+    clamped: bool = False
+    deep_colors: bool = False
+
+
+NO_TRAITS = Traits()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decoding:
+    """Options for decoding images; the defaults are open_clip's.
+
+    Attributes:
+        background: color behind transparent images; None drops the alpha channel.
+        upright: whether to apply the EXIF orientation.
+        pixel_range: the values of deep grayscale images that become black and white.
+    """
+
+    background: Color | None = None
+    upright: bool = False
+    # not in repr if it is the default: models without it keep their hash
+    pixel_range: PixelRange = field(default="auto", repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to plain values, as stored with weights; {} for the defaults."""
+        values: dict[str, Any] = {}
+        if self.background is not None or self.upright:
+            values = {"background": self.background, "upright": self.upright}
+        if self.pixel_range != "auto":
+            values["pixel_range"] = self.pixel_range
+        return values
+
+    def __str__(self) -> str:
+        """Describe the settings; "" for the defaults."""
+        words = []
+        if self.background is not None:
+            words.append(f"transparent images get the background {hex_of(self.background)}")
+        if self.upright:
+            words.append("the EXIF orientation of images is applied")
+        if self.pixel_range == "dtype":
+            words.append("the full range of 16-bit grayscale images becomes 0 to 255")
+        elif isinstance(self.pixel_range, tuple):
+            low, high = format_pixel_range(self.pixel_range).split(",")
+            words.append(f"values from {low} to {high} of deep grayscale images become 0 to 255")
+        return " and ".join(words)
+
+
+@dataclass(kw_only=True, slots=True)
+class TraitCounts:
+    """Number of images with each trait."""
+
+    images: int = 0
+    transparent: int = 0
+    rotated: int = 0
+    clamped: int = 0
+    deep_colors: int = 0
+
+    def add(self, *images: Traits) -> None:
+        """Count images."""
+        for traits in images:
+            self.images += 1
+            self.transparent += traits.transparent
+            self.rotated += traits.rotated
+            self.clamped += traits.clamped
+            self.deep_colors += traits.deep_colors
+
+    def lines(self, decoding: Decoding, *, background: str, upright: str) -> dict[str, str]:
+        """Return a warning, by the trait's name, for each trait that was present and lost information.
+
+        Args:
+            decoding: how the images were decoded.
+            background: how to set a background, such as "--background white"; "" if the user chose not to.
+            upright: how to apply the orientation; "" if the user chose not to.
+        """
+
+        def of_all(count: int) -> str:
+            return f"{count:,} of {counted(self.images, 'image')} {'is' if count == 1 else 'are'}"
+
+        lines = {}
+        if self.transparent and decoding.background is None and background:
+            lines["transparent"] = (
+                f"{of_all(self.transparent)} transparent and without a background: the colors hidden under "
+                f"the transparent parts are used, as open_clip does; set {background}"
+            )
+        if self.rotated and not decoding.upright and upright:
+            lines["rotated"] = (
+                f"{of_all(self.rotated)} rotated by an EXIF tag that is not applied, as in open_clip; set "
+                f"{upright}"
+            )
+        if self.clamped:
+            have = "has" if self.clamped == 1 else "have"
+            lines["clamped"] = (
+                f"{self.clamped:,} of {counted(self.images, 'image')} {have} values outside the pixel range "
+                f"{format_pixel_range(decoding.pixel_range)}, which become black or white"
+            )
+        if self.deep_colors:
+            have = "has" if self.deep_colors == 1 else "have"
+            lines["deep_colors"] = (
+                f"{self.deep_colors:,} of {counted(self.images, 'image')} {have} 16 bits per color, of which the "
+                "upper 8 are used"
+            )
+        return lines
+
+
+def color_of(color: str | Color, *, setting: str = "background") -> Color | None:
+    """Parse a color to red, green and blue, each 0–255; return None for "none".
+
+    Args:
+        color: a name, "#rrggbb", or three numbers.
+        setting: name of the setting in error messages.
+
+    Raises:
+        ConfigError: the color is unknown, or not opaque.
+    """
+    from PIL import ImageColor
+
+    rgb: object = color
+    alpha: tuple[int, ...] = ()
+    if isinstance(color, str):
+        if color.strip().lower() == "none":
+            return None
+        try:
+            parsed: tuple[int, ...] = ImageColor.getrgb(color)
+        except ValueError:
+            parsed = ()
+        rgb, alpha = parsed[:3], parsed[3:]
+    if not is_rgb(rgb):
+        raise ConfigError(f"{setting} = {color!r} is not a color: use a color such as white or #ffffff")
+    if alpha not in ((), (255,)):
+        raise ConfigError(f"{setting} = {color!r} is not opaque: use a color such as white or #ffffff")
+    return rgb
+
+
+def is_rgb(values: object) -> TypeGuard[Color]:
+    """Check whether a value consists of red, green and blue, each 0–255."""
+    return (
+        isinstance(values, tuple)
+        and len(values) == 3
+        and all(type(one) is int and 0 <= one <= 255 for one in values)
+    )
+
+
+def hex_of(color: Color | None) -> str:
+    """Format a color as "#rrggbb", or "none"."""
+    return "none" if color is None else "#{:02x}{:02x}{:02x}".format(*color)
+
+
+def is_transparent(image: "Image") -> bool:
+    """Check whether any pixel of a loaded image is not opaque."""
+    if (image.mode == "P" and image.palette is None) or not image.has_transparency_data:
+        return False
+    try:
+        low, _ = _alpha(image).getextrema()
+    except (
+        TypeError,
+        ValueError,
+    ):  # a transparent color that does not match the mode, which Pillow ignores too
+        return False
+    assert isinstance(low, int | float)
+    return low < 255
+
+
+def _alpha(image: "Image") -> "Image":
+    """Return the opacity of an image, mode L."""
+    import numpy as np
+    from PIL import Image
+
+    if image.mode in ("LA", "La", "PA", "RGBA", "RGBa"):
+        return image.getchannel(image.getbands()[-1])
+    if image.mode.startswith("I;16"):  # Pillow cannot convert this mode to RGBA
+        return Image.fromarray(
+            np.where(np.asarray(image) == image.info["transparency"], 0, 255).astype(np.uint8)
+        )
+    return image.convert("RGBA").getchannel("A")
+
+
+def align_transparent_color(image: "Image") -> None:
+    """Scale the transparent color of a PNG, opened but not yet loaded, in the same way as its pixels.
+
+    Pillow scales pixels to 8 bits but does not change this color. It keeps the upper 8 of 16 bits per channel, so
+    all pixels with these upper bits are treated as transparent.
+    """
+    color = image.info.get("transparency")
+    tile = getattr(image, "tile", None)  # empty once the image is loaded
+    if image.format != "PNG" or color is None or not tile:
+        return
+    raw_mode = tile[0][3]
+    if raw_mode in ("L;2", "L;4"):
+        largest = 2 ** int(raw_mode[-1]) - 1
+        image.info["transparency"] = (color & largest) * (255 // largest)
+    elif raw_mode == "RGB;16B":
+        image.info["transparency"] = tuple(channel >> 8 for channel in color)
+
+
+def apply_decoding(image: "Image", decoding: Decoding) -> tuple["Image", Traits]:
+    """Load an opened image, and return it with 8 bits, on the background and upright, as ``decoding`` says.
+
+    Returns:
+        The image and its traits; deep colors are not recognized in an image that was loaded before, except a TIFF.
+
+    Raises:
+        PixelRangeError: the image is deep and the pixel range does not fit, or it has an alpha channel.
+    """
+    refuse_deep_alpha(image)
+    deep_colors = has_deep_colors(image)
+    image.load()
+    transparent, orientation, clamped = is_transparent(image), orientation_of(image), False
+    blended = transparent and decoding.background is not None
+    if is_deep(image):
+        gray, clamped = eight_bit(image, decoding.pixel_range)
+        if blended:
+            gray.putalpha(_alpha(image))
+        image = gray
+    if blended:
+        assert decoding.background is not None
+        image = flattened(image, decoding.background)
+    if decoding.upright:
+        image = upright_image(image, orientation)
+    traits = Traits(
+        transparent=transparent, rotated=orientation != 1, clamped=clamped, deep_colors=deep_colors
+    )
+    return image, traits
+
+
+def flattened(image: "Image", background: Color) -> "Image":
+    """Composite an image of 8 bits per channel onto a background color; the result has mode RGB."""
+    from PIL import Image
+
+    assert not is_deep(image)
+    ground = Image.new("RGBA", image.size, (*background, 255))
+    return Image.alpha_composite(ground, image.convert("RGBA")).convert("RGB")
+
+
+def orientation_of(image: "Image") -> int:
+    """Return the EXIF orientation, 1 to 8; 1 if upright or the tag is damaged."""
+    if image.format == "TIFF":  # Pillow applies it on loading
+        return 1
+    try:
+        value = image.getexif().get(ORIENTATION_TAG)
+    except PILLOW_ERRORS:
+        return 1
+    return value if type(value) is int and value in _TRANSPOSE else 1
+
+
+def upright_image(image: "Image", orientation: int) -> "Image":
+    """Apply an EXIF orientation to an image."""
+    from PIL.Image import Transpose
+
+    return image.transpose(Transpose[_TRANSPOSE[orientation]]) if orientation != 1 else image

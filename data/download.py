@@ -1,0 +1,998 @@
+"""Download the images of a table of URLs into WebDataset shards with img2dataset's layout.
+
+    OUT/00000.tar           samples in the table's order: KEY.jpg, KEY.txt (caption), KEY.json (fields)
+    OUT/00000.parquet       all rows of the shard with status, cause, sizes and SHA-256
+    OUT/00000_stats.json    counts of the shard; written last, so a shard with this file is complete
+    OUT/download.json       the table and the options
+
+Shard i contains rows i · N to (i + 1) · N - 1 of the table. Of rows with the same URL, the first has the captions
+of all; the table is read once before the first request to find them. Of identical images with different URLs, the
+one in the earliest row is kept. Shards therefore do not depend on the order of responses, and an interrupted
+download resumes at its first incomplete shard.
+
+Complete shards are never changed. Rows that are tried again are in additional shards, whose rows have the key of
+the first attempt as ``retry_of``. The last attempt of a row is valid. ``00003-retry2.tar`` is the second one that
+begins with a row of ``00003.tar``.
+"""
+
+import argparse
+import asyncio
+import hashlib
+import io
+import json
+import math
+import os
+import sqlite3
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, BinaryIO
+from urllib.parse import urlsplit
+
+import webdataset
+from PIL import ExifTags, Image
+
+import clipkit
+from clipkit.errors import ConfigError, DataError
+from clipkit.files import (
+    CountProgress,
+    FileLock,
+    counted,
+    name_order,
+    printable,
+    ray_cluster,
+    replacing,
+    shown,
+    size_of,
+    write_atomic,
+)
+from clipkit.samples import NAMED_SUFFIXES, PILLOW_ERRORS, SUFFIXES, Row, Table, files_below
+from clipkit.samples.remote import describe, download_all, is_remote, list_folder
+from data.captions import DRAW_CAPTIONS
+from data.groups import MOST_ROWS, RowsByKey, digest_key, merge_rows
+from data.pack import BadRow, FieldNames, captions_of, fields_of
+from data.shards.images import BadImage, Resize, StoredImage, Storing, store_image
+from data.web import Fetcher, FetchError, FetchOptions, probable_cause
+
+__all__ = ["URL_COLUMNS", "DownloadOptions", "DownloadReport", "download"]
+
+URL_COLUMNS = ("url", "image_url", "img_url", "image_link", "link", "uri", "src", "coco_url")
+_OWN_FIELDS = (
+    "key", "status", "error_message", "width", "height", "original_width", "original_height", "exif", "sha256",
+    "url", "caption", "captions", "retry_of",
+)  # fmt: skip
+_ADDED = "URL of an earlier row, which has the caption"
+_NOT_ADDED = f"URL of more than {MOST_ROWS} rows: the caption is left out"
+_RETRY = "-retry"  # in the names of shards of failed rows
+_SHOWN = 8  # names of files in a message
+_OPEN_SHARDS = 8  # shards in progress; bounds memory while one waits for its slowest response
+_MOST_FAILED = 0.99  # fraction of the last rows from which a download stops
+_LEAST_WATCHED, _MOST_WATCHED = 200, 1000  # rows of which this fraction is computed
+
+
+@dataclass(frozen=True, kw_only=True)
+class DownloadOptions:
+    """Which columns and images are stored, and how; must be the same for all parts and restarts.
+
+    Attributes:
+        url_column: None to detect it.
+        caption_column: None to detect it; a table may have none.
+        fields: other columns that become fields of each sample's json; None for all.
+        samples_per_shard: rows of each shard.
+        deduplicate: add the caption of a row to an earlier row with the same URL; skip a row whose image is in an
+            earlier row.
+        exif: store the EXIF tags in the json.
+        image: how images are resized and stored.
+    """
+
+    url_column: str | None = None
+    caption_column: str | None = None
+    fields: Sequence[str] | None = None
+    samples_per_shard: int = 10_000
+    deduplicate: bool = True
+    exif: bool = False
+    image: Storing = field(default_factory=Storing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DownloadReport:
+    """Counts over all shards in the folder.
+
+    Attributes:
+        shards: complete shards.
+        written: of these by this call.
+        rows: their rows.
+        kept: rows with an image in a tar.
+        downloaded: bytes.
+        failures: rows without an image, by the cause of the last attempt.
+        caption_column: column with the captions; "" if the table has none.
+    """
+
+    shards: int
+    written: int
+    rows: int
+    kept: int
+    downloaded: int
+    failures: Mapping[str, int]
+    caption_column: str
+
+
+@dataclass(slots=True)
+class _Sample:
+    """A row and the result of its download."""
+
+    row: Row
+    fields: Mapping[str, object] = field(default_factory=dict)  # of the json, from other columns
+    captions: list[str] = field(default_factory=list)
+    cause: str = ""
+    status: str = ""
+    sha256: str = ""
+    downloaded: int = 0
+    place: tuple[int, int] = (0, 0)  # of the stored image in the spool: offset, length
+    extension: str = ""
+    facts: Mapping[str, object] = field(default_factory=dict)
+    retry_of: str = ""  # key of the first attempt
+    earlier_cause: str = ""  # of the attempt before this one
+    row_digest: bytes = b""
+
+
+@dataclass
+class _Shard:
+    name: str
+    spool: BinaryIO
+    samples: list[_Sample] = field(default_factory=list)
+    waiting: int = 0
+    last: bool = False  # no further rows will come
+    complete: asyncio.Event = field(default_factory=asyncio.Event)
+    began: float = field(default_factory=time.time)
+
+    def check(self) -> None:
+        if self.last and not self.waiting:
+            self.complete.set()
+
+
+class _FirstRows:
+    """The key of the row in which each image occurred first, in a temporary file."""
+
+    def __init__(self, complete: Sequence[Path] = ()) -> None:
+        """Begin with the images in these listings (Parquet) of complete shards."""
+        self._data = sqlite3.connect("", isolation_level=None, check_same_thread=False)
+        self._data.execute("CREATE TABLE first (digest BLOB PRIMARY KEY, key TEXT) WITHOUT ROWID")
+        self._data.execute("BEGIN")  # never committed
+        if complete:
+            from pyarrow import parquet
+        for path in complete:
+            rows = parquet.read_table(path, columns=["status", "sha256", "key"]).to_pylist()
+            self.claim([(row["sha256"], row["key"]) for row in rows if row["status"] == "success"])
+
+    def claim(self, rows: Iterable[tuple[str, str]]) -> list[bool]:
+        """Record digests with the keys of their rows; return for each whether no other row has it."""
+        found: list[bool] = []
+        for sha256, key in rows:
+            digest = bytes.fromhex(sha256)[:16]
+            if self._data.execute("INSERT OR IGNORE INTO first VALUES (?, ?)", (digest, key)).rowcount:
+                found.append(True)
+            else:
+                (first,) = self._data.execute("SELECT key FROM first WHERE digest = ?", (digest,)).fetchone()
+                found.append(first == key)
+        return found
+
+
+def command(parsed: argparse.Namespace) -> int:
+    """Run ``python -m data download``."""
+    import torch
+
+    torch.set_num_threads(1)  # images are resized by several threads already
+    place, _, parts = parsed.part.partition("/")
+    if not (place.isdecimal() and parts.isdecimal() and 1 <= int(place) <= int(parts)):
+        raise ConfigError(f"--part {parsed.part}: expected I/N with 1 ≤ I ≤ N, such as 3/16")
+    resize = None
+    if parsed.resize != "no":
+        resize = Resize(mode=parsed.resize, size=parsed.image_size, enlarge=parsed.enlarge)
+    options = DownloadOptions(
+        url_column=parsed.url_column,
+        caption_column=parsed.caption_column,
+        fields=None if parsed.fields is None else [one for one in parsed.fields.split(",") if one],
+        samples_per_shard=parsed.samples_per_shard,
+        deduplicate=not parsed.keep_duplicates,
+        exif=parsed.exif,
+        image=Storing(resize=resize),
+    )
+    fetch = FetchOptions(
+        connections=parsed.connections,
+        per_host=parsed.per_host,
+        timeout=parsed.timeout,
+        retries=parsed.retries,
+        max_bytes=parsed.max_mb * 2**20,
+        allow_private=parsed.allow_private,
+        ignore_robots=parsed.ignore_robots,
+        keep_going=parsed.keep_going,
+    )
+    began = time.monotonic()
+    done = 0
+
+    def show(rows: int, failed: int) -> None:
+        nonlocal done
+        done = rows
+        progress.show(rows, failed)
+
+    with CountProgress("downloading", total=None, shown=not parsed.quiet) as progress:
+        found = download(
+            parsed.table,
+            parsed.out,
+            options,
+            fetch=fetch,
+            part=(int(place), int(parts)),
+            retry_failed=parsed.retry_failed,
+            ray_address=parsed.ray,
+            show=show,
+        )
+    fraction = found.kept / max(1, found.rows)
+    seconds = time.monotonic() - began
+    new = f"{seconds:.1f} s, {done / seconds:,.1f} rows/s" if done else "already complete"
+    print(f"{parsed.out}: {counted(found.shards, 'shard')}, {new}")
+    print(f"  {found.kept:>11,}  of {counted(found.rows, 'row')} kept ({fraction:.1%})")
+    for cause, count in found.failures.items():
+        print(f"  {count:>11,}  {printable(cause)}")
+    print(f"  {size_of(found.downloaded)} downloaded")
+    if not found.caption_column:
+        print("  no captions: the table has no caption column (--caption-column names one)")
+    if _ADDED in found.failures:
+        print(f"  images with several captions: training uses the first, or draws one with {DRAW_CAPTIONS}")
+    if not found.kept and (found.rows or parts == "1"):
+        message = f"none of the {counted(found.rows, 'row')} of {shown(parsed.table)} gave an image"
+        for cause, count in list(found.failures.items())[:1]:
+            message += f", {count} with {_explained(cause)}; --retry-failed tries these rows again"
+        raise DataError(message)
+    return 0
+
+
+def download(
+    tables: str | Path | Sequence[str | Path],
+    out: Path,
+    options: DownloadOptions,
+    *,
+    fetch: FetchOptions,
+    part: tuple[int, int] = (1, 1),
+    retry_failed: bool = False,
+    ray_address: str | None = None,
+    show: Callable[[int, int], None] = lambda rows, failed: None,
+) -> DownloadReport:
+    """Download the images of a table; resume an interrupted download.
+
+    Args:
+        tables: tables (see ``clipkit.files.Table``), .txt files with a URL per line, or folders of tables, local or
+            remote, read as one table. Remote tables are downloaded to ``out/.tables`` first, and again when they
+            have changed.
+        out: the folder of the shards.
+        options: what to store; must be the same in all calls for this folder.
+        fetch: limits for requests.
+        part: ``(i, n)``: download only every n-th shard, starting at the i-th, 1 ≤ i ≤ n.
+        retry_failed: also try the rows again that failed in shards that are complete.
+        ray_address: of a Ray cluster, each of whose tasks downloads a shard. ``out`` must be on a file system that
+            its machines share.
+        show: called with the number of rows so far, and of those without an image.
+
+    Raises:
+        ConfigError: ``out`` was started with other options, or there is no Ray cluster.
+        DataError: a table cannot be read, ``out`` cannot be written, another process downloads this part, or nearly
+            all of the last rows failed.
+    """
+    out = out.absolute()
+    if any(out.glob("[!.]*")) and not (out / "download.json").exists():
+        raise DataError(f"{out} is not empty: use a new folder")
+    paths = _tables([tables] if isinstance(tables, str | Path) else tables, out / ".tables")
+    readers = [
+        Table(
+            path,
+            image_column=options.url_column,
+            caption_column=options.caption_column,
+            image_columns=URL_COLUMNS,
+            image_name="url",
+            need=("image",),
+            others=options.fields,
+        )
+        for path in paths
+    ]
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        _check_options(out, paths, options, fetch)
+        lock = FileLock(out / f".part-{part[0]}-of-{part[1]}.lock")
+        if not lock.try_acquire():
+            raise DataError(f"{out}: {lock.holder or 'another process'} is downloading this part")
+        try:
+            _check_other_parts(out, part[1])
+            with RowsByKey() as groups, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Pillow's, for damaged images
+                caption_column = next((table.caption_column for table in readers if table.caption_column), "")
+                samples = _samples_of(readers, out, options, part, bool(caption_column), retry_failed, groups)
+                if ray_address is not None:
+                    written = _download_on_ray(samples, out, options, fetch, part, ray_address, show)
+                else:
+                    claim = _FirstRows(_listings(out, part)).claim
+                    written = asyncio.run(_Download(out, options, fetch, claim, show).run(samples))
+        finally:
+            lock.release()
+    except OSError as error:
+        raise DataError(f"cannot write {out}: {error.strerror or error}") from error
+    except BaseExceptionGroup as errors:
+        first: BaseException = errors
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        if isinstance(first, OSError):
+            raise DataError(f"cannot write {out}: {first.strerror or first}") from first
+        raise first from None
+    return _report(out, written, caption_column)
+
+
+def _report(out: Path, written: int, caption_column: str) -> DownloadReport:
+    """Add up the counts of all complete shards in a folder."""
+    failures = Counter[str]()
+    totals = Counter(shards=0, rows=0, kept=0, downloaded=0)
+    for path in sorted(out.glob("*_stats.json")):
+        stats = json.loads(path.read_bytes())
+        retried = Counter[str](stats.get("retried", {}))
+        totals.update(
+            shards=1,
+            rows=stats["count"] - retried.total(),
+            kept=stats["successes"],
+            downloaded=stats["bytes_downloaded"],
+        )
+        failures.update(stats["status_dict"])
+        failures.subtract(retried)
+    del failures["success"]
+    return DownloadReport(
+        **totals, written=written, failures=dict((+failures).most_common()), caption_column=caption_column
+    )
+
+
+def _tables(given: Sequence[str | Path], copies: Path) -> list[Path]:
+    """Return the files of tables; those of remote tables are downloaded into the folder ``copies``."""
+    found: list[Path] = []
+    for table in map(str, given):
+        if is_remote(table):
+            name = table.partition("?")[0].lower()
+            is_file = name.endswith((*SUFFIXES, *NAMED_SUFFIXES))
+            in_any_case = (*SUFFIXES, *map(str.upper, SUFFIXES))
+            files = describe([table]) if is_file else list_folder(table, in_any_case)
+            inside = download_all(files, copies)
+        elif (path := Path(table)).is_dir():
+            inside = _tables_in(path, copies.parent)
+        else:
+            inside = [path]
+        if not inside:
+            raise DataError(f"{shown(table)} contains no table ({', '.join(SUFFIXES)})")
+        found += inside
+    return found
+
+
+def _tables_in(folder: Path, out: Path) -> list[Path]:
+    """Return the tables directly in a folder, and print the names of others that are not read."""
+    tables: list[Path] = []
+    not_read: list[str] = []
+    for path, cause in files_below(folder):
+        name = path.name.lower()
+        if cause or out in path.absolute().parents:
+            continue
+        if path.parent == folder and name.endswith(SUFFIXES):
+            tables.append(path)
+        elif name.endswith((*SUFFIXES, *NAMED_SUFFIXES)):
+            not_read.append(str(path.relative_to(folder)))
+    if not_read:
+        more = f" and {len(not_read) - _SHOWN} more" if len(not_read) > _SHOWN else ""
+        print(
+            f"{folder}: reads {counted(len(tables), 'table')}, but not {', '.join(not_read[:_SHOWN])}{more} "
+            f"(only {', '.join(SUFFIXES)} directly in the folder; others can be named one at a time)",
+            file=sys.stderr,
+        )
+    return tables
+
+
+# options that decide only which rows fail; --retry-failed tries these rows again
+_MAY_CHANGE = ("allow_private", "ignore_robots")
+
+
+def _check_options(out: Path, paths: Sequence[Path], options: DownloadOptions, fetch: FetchOptions) -> None:
+    """Store the options in a new folder; for an existing one, check that they are the same."""
+    stored = asdict(options)
+    stored |= stored.pop("image")
+    resize = stored.pop("resize") or {"mode": "no"}
+    stored |= {"resize": resize.pop("mode"), "image_size": resize.pop("size", None), **resize}
+    stored |= {"keep_duplicates": not stored.pop("deduplicate")}
+    stored |= {"allow_private": fetch.allow_private, "ignore_robots": fetch.ignore_robots}
+    now = json.loads(json.dumps(stored))
+    file = out / "download.json"
+    if not file.exists():
+        table = [path.name for path in paths]
+        write_atomic(file, json.dumps({"table": table, **now}, indent=2) + "\n", durable=True)
+        return
+    before = json.loads(file.read_bytes())
+    changed = [
+        f"--{name.replace('_', '-')} {_shown_value(before.get(name))} → {_shown_value(value)}"
+        for name, value in now.items()
+        if before.get(name) != value and name not in _MAY_CHANGE
+    ]
+    if changed:
+        raise ConfigError(
+            f"{out} was started with other options ({', '.join(changed)}): use the same options, or a new folder"
+        )
+
+
+def _check_other_parts(out: Path, parts: int) -> None:
+    """Check that no process downloads into a folder with another number of parts.
+
+    Raises:
+        ConfigError: one does.
+    """
+    for path in out.glob(".part-*-of-*.lock"):
+        place, _, others = path.stem.removeprefix(".part-").partition("-of-")
+        if others == str(parts):
+            continue
+        lock = FileLock(path)
+        if not lock.try_acquire():
+            raise ConfigError(
+                f"{out}: {lock.holder or 'another process'} is downloading part {place}/{others}: use the same "
+                "number of parts, or wait for the end"
+            )
+        lock.release()
+
+
+def _shown_value(value: object) -> str:
+    if isinstance(value, list):
+        return ",".join(map(str, value)) or "''"
+    return {"None": "(default)", "True": "on", "False": "off"}.get(str(value), str(value))
+
+
+def _shard_name(number: int) -> str:
+    return f"{number:05d}"
+
+
+def _stats_path(out: Path, shard: str) -> Path:
+    return out / f"{shard}_stats.json"
+
+
+def _listing_path(out: Path, shard: str) -> Path:
+    return out / f"{shard}.parquet"
+
+
+def _digest_row(row: Row) -> bytes:
+    """Return a digest of the URL, the caption and the columns of a row that become fields."""
+    try:
+        text = json.dumps([row.path, row.caption, row.others], default=str)
+    except RecursionError:  # such a row is a bad row
+        text = json.dumps([row.path])
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _check_rows(rows: Iterable[Row], out: Path, samples_per_shard: int) -> Iterator[Row]:
+    """Yield the rows of a table, and check that those of each complete shard are the rows it was made of.
+
+    Raises:
+        ConfigError: at the end of a shard that was made of other rows, or at the end of a table that has fewer.
+    """
+    shard = -1
+    for shard, shard_rows in groupby(enumerate(rows), key=lambda item: item[0] // samples_per_shard):
+        path = _stats_path(out, _shard_name(shard))
+        stats = json.loads(path.read_bytes()) if path.exists() else {}
+        digest = hashlib.sha256()
+        for _, row in shard_rows:
+            if stats:
+                digest.update(_digest_row(row))
+            yield row
+        if stats.get("table_sha256", digest.hexdigest()) != digest.hexdigest():
+            raise _other_table(out, _shard_name(shard))
+    for stored in _complete_shards(out):
+        if not _is_retry(stored) and int(stored) > shard:
+            raise _other_table(out, stored)
+
+
+def _other_table(out: Path, shard: str) -> ConfigError:
+    return ConfigError(
+        f"{out / f'{shard}.tar'} was made of other rows of the table (number, order or values of the rows have "
+        "changed): use the table that the download began with, or a new folder"
+    )
+
+
+def _complete_shards(out: Path) -> list[str]:
+    """Return the names of complete shards, those of retries last."""
+    return sorted(
+        (path.name.removesuffix("_stats.json") for path in out.glob("*_stats.json")), key=name_order
+    )
+
+
+def _is_retry(shard: str) -> bool:
+    """Return whether a shard contains rows that had failed in other shards."""
+    return _RETRY in shard
+
+
+def _is_in_part(shard: str, part: tuple[int, int]) -> bool:
+    return int(shard.partition(_RETRY)[0]) % part[1] == part[0] - 1
+
+
+def _listings(out: Path, part: tuple[int, int]) -> list[Path]:
+    """Return the listings of the complete shards of a part."""
+    return [_listing_path(out, shard) for shard in _complete_shards(out) if _is_in_part(shard, part)]
+
+
+def _samples_of(
+    tables: Sequence[Table],
+    out: Path,
+    options: DownloadOptions,
+    part: tuple[int, int],
+    keep_captions: bool,
+    retry_failed: bool,
+    groups: RowsByKey,
+) -> Iterator[tuple[str, _Sample] | None]:
+    """Yield the samples of incomplete shards of a part: name of the shard and sample.
+
+    With ``retry_failed``, the failed rows of complete shards follow, in new shards. After each thousand rows that
+    are skipped, yield None, so that responses can be read meanwhile. ``groups`` is empty at first.
+    """
+    if options.deduplicate:
+        yield from _add_rows(tables, groups, keep_captions)
+    complete_before = _complete_shards(out)
+    names = FieldNames(chain.from_iterable(table.others for table in tables), taken=_OWN_FIELDS)
+    place, parts = part
+    number, complete = -1, False
+    rows = _check_rows(_merge_groups(tables, groups), out, options.samples_per_shard)
+    for at, row in enumerate(rows):
+        shard = at // options.samples_per_shard
+        known = names.of(row.others)
+        own = shard % parts == place - 1
+        if own and shard != number:
+            number, complete = shard, _stats_path(out, _shard_name(shard)).exists()
+        if own and not complete:
+            sample = _make_sample(row, known, keep_captions)
+            if position := groups.position(at):
+                sample.status, sample.cause = "duplicate", "URL of an earlier row"
+                if keep_captions:
+                    sample.cause = _ADDED if position < MOST_ROWS else _NOT_ADDED
+            yield _shard_name(shard), sample
+        elif at % 1000 == 0:
+            yield None
+    if not (retry_failed and complete_before):
+        return
+    in_part = {shard for shard in complete_before if _is_in_part(shard, part)}
+    for path in out.glob(f"*{_RETRY}*.tar"):  # of a killed process; the same rows may be in another shard now
+        if path.stem not in in_part and _is_in_part(path.stem, part):
+            path.unlink()
+    last_attempts = _read_retries(out, filter(_is_retry, in_part))
+    attempts: list[dict[str, str]] = []
+    retry_shard = ""
+    retried = 0
+    for at, row in enumerate(_merge_groups(tables, groups)):
+        if at % 1000 == 0:
+            yield None
+        i = at % options.samples_per_shard
+        if i == 0:
+            table_shard = _shard_name(at // options.samples_per_shard)
+            attempts = _read_attempts(out, table_shard) if table_shard in in_part else []
+        if not attempts:
+            continue
+        key = attempts[i]["key"]
+        last = last_attempts.get(key, attempts[i])
+        if last["status"].startswith("failed"):
+            sample = _make_sample(row, names.of(row.others), keep_captions)
+            sample.retry_of, sample.earlier_cause = key, last["error_message"]
+            if retried % options.samples_per_shard == 0:
+                turn = 1
+                while (retry_shard := f"{table_shard}{_RETRY}{turn}") in in_part:
+                    turn += 1
+            yield retry_shard, sample
+            retried += 1
+
+
+def _add_rows(tables: Sequence[Table], groups: RowsByKey, keep_captions: bool) -> Iterator[None]:
+    """Group the usable rows of tables by URL; yield after each thousand rows."""
+    for at, row in enumerate(chain.from_iterable(tables)):
+        if at % 1000 == 0:
+            yield
+        if row.cause or not isinstance(row.path, str) or not row.path.strip():
+            continue
+        try:
+            if keep_captions:
+                captions_of(row)
+        except BadRow:
+            continue
+        groups.add(at, row, digest_key(row.path.strip().encode("utf-8", "surrogatepass")))
+
+
+def _merge_groups(tables: Sequence[Table], groups: RowsByKey) -> Iterator[Row]:
+    """Yield the rows of tables, the first row of a group with the captions of all its rows."""
+    for at, row in enumerate(chain.from_iterable(tables)):
+        yield row if groups.position(at) else merge_rows([row, *groups.later_rows(at)])
+
+
+def _read_attempts(out: Path, shard: str, *more_columns: str) -> list[dict[str, str]]:
+    from pyarrow import parquet
+
+    columns = ["key", "status", "error_message", *more_columns]
+    rows: list[dict[str, str]] = parquet.read_table(_listing_path(out, shard), columns=columns).to_pylist()
+    return rows
+
+
+def _read_retries(out: Path, shards: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return the last attempts of the rows of retry shards, by the key of the first attempt."""
+
+    def end_time(shard: str) -> float:
+        return float(json.loads(_stats_path(out, shard).read_bytes())["end_time"])
+
+    retries: dict[str, dict[str, str]] = {}
+    for shard in sorted(shards, key=end_time):
+        for attempt in _read_attempts(out, shard, "retry_of"):
+            retries[attempt["retry_of"]] = attempt
+    return retries
+
+
+def _host_of(url: object) -> str:
+    try:
+        return urlsplit(str(url)).hostname or "no host"
+    except ValueError:
+        return "no host"
+
+
+def _explained(cause: str) -> str:
+    """Return the cause of failures with what probably led to so many of them."""
+    explanation = probable_cause(cause)
+    return f"{cause!r}: {explanation}" if explanation else repr(cause)
+
+
+def _make_sample(row: Row, names: Mapping[str, str], keep_captions: bool) -> _Sample:
+    sample = _Sample(replace(row, others={}), row_digest=_digest_row(row))
+    try:
+        if keep_captions or row.cause:
+            sample.captions = captions_of(row)
+        sample.fields = fields_of(row.others, names, sample.captions)
+    except BadRow as error:
+        sample.status, sample.cause = "failed_to_download", str(error)
+    return sample
+
+
+class _Download:
+    """Downloads samples into shards, in one event loop.
+
+    Args:
+        claim: called with the digests and keys of a shard's images, in the order of shards; returns for each
+            whether it is the first.
+        threads: for decoding.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        options: DownloadOptions,
+        fetch: FetchOptions,
+        claim: Callable[[Sequence[tuple[str, str]]], Sequence[bool]],
+        show: Callable[[int, int], None],
+        threads: int = os.cpu_count() or 1,
+    ) -> None:
+        self._out, self._options, self._fetch, self._claim, self._show = out, options, fetch, claim, show
+        self._threads = threads
+        self._unfinished: deque[_Sample] = deque()
+        self._outcomes: deque[_Sample] = deque(maxlen=_MOST_WATCHED)
+        self._digits = max(1, math.ceil(math.log10(options.samples_per_shard)))
+        self.rows = self.failed = self._written = 0
+
+    async def run(self, samples: Iterable[tuple[str, _Sample] | None]) -> int:
+        """Download samples with the names of their shards, in order; return the number of shards."""
+        Image.init()  # not thread-safe
+        connections = self._fetch.connections
+        window = asyncio.Semaphore(4 * connections)  # rows in progress, most of them waiting for their host
+        places = asyncio.Semaphore(_OPEN_SHARDS)
+        shards: asyncio.Queue[_Shard | None] = asyncio.Queue()
+        with ExitStack() as spools, ThreadPoolExecutor(self._threads, "decode") as pool:
+            async with Fetcher(self._fetch) as fetcher, asyncio.TaskGroup() as group:
+                group.create_task(self._write_shards(shards, places, pool))
+
+                async def one(sample: _Sample, shard: _Shard) -> None:
+                    try:
+                        await self._sample(sample, shard, fetcher, pool)
+                    finally:
+                        window.release()
+                    shard.waiting -= 1
+                    shard.check()
+
+                shard: _Shard | None = None
+                for found in samples:
+                    if found is None:
+                        await asyncio.sleep(0)
+                        continue
+                    name, sample = found
+                    if shard is None or shard.name != name:
+                        if shard is not None:
+                            shard.last = True
+                            shard.check()
+                        await places.acquire()
+                        shard = _Shard(name, tempfile.TemporaryFile(dir=self._out))  # noqa: SIM115
+                        spools.enter_context(shard.spool)
+                        shards.put_nowait(shard)
+                    shard.samples.append(sample)
+                    self._unfinished.append(sample)
+                    if sample.status:
+                        self._count(sample)
+                        continue
+                    shard.waiting += 1
+                    await window.acquire()
+                    group.create_task(one(sample, shard))
+                if shard is not None:
+                    shard.last = True
+                    shard.check()
+                shards.put_nowait(None)
+        return self._written
+
+    def _key(self, shard: str, i: int) -> str:
+        return f"{shard}{i:0{self._digits}d}"
+
+    async def _sample(
+        self, sample: _Sample, shard: _Shard, fetcher: Fetcher, pool: ThreadPoolExecutor
+    ) -> None:
+        """Download and store the image of one row."""
+
+        async def use(data: bytes) -> None:
+            sample.downloaded = len(data)
+            stored = await asyncio.get_running_loop().run_in_executor(pool, self._stored, data)
+            if isinstance(stored, str):
+                sample.status, sample.cause = "failed_to_resize", stored
+                return
+            image, sample.facts, sample.sha256 = stored
+            sample.place = shard.spool.tell(), len(image.data)
+            shard.spool.write(image.data)
+            sample.extension = image.extension
+            sample.status = "success"
+
+        row = sample.row
+        try:
+            if not isinstance(row.path, str) or not row.path:
+                raise FetchError("no URL")
+            await fetcher.fetch(row.path.strip(), use)
+        except FetchError as error:
+            sample.status, sample.cause = "failed_to_download", str(error)
+        self._count(sample)
+
+    def _count(self, sample: _Sample) -> None:
+        self.rows += 1
+        self.failed += sample.status != "success"
+        self._show(self.rows, self.failed)
+        self._stop_if_nearly_all_fail()
+
+    def _stop_if_nearly_all_fail(self) -> None:
+        # in the order of the table, because failures are faster than downloads
+        while self._unfinished and self._unfinished[0].status:
+            sample = self._unfinished.popleft()
+            # a row that fails again as before is no sign of trouble
+            fails_again = sample.cause != "" and sample.cause == sample.earlier_cause
+            if sample.status != "duplicate" and not fails_again:
+                self._outcomes.append(sample)
+        rows = len(self._outcomes)
+        if self._fetch.keep_going or rows < _LEAST_WATCHED or not self._outcomes[-1].cause:
+            return
+        failed = [sample for sample in self._outcomes if sample.cause]
+        if len(failed) < _MOST_FAILED * rows:
+            return
+        [(cause, count)] = Counter(sample.cause for sample in failed).most_common(1)
+        hosts = {_host_of(sample.row.path) for sample in failed if sample.cause == cause}
+        where = hosts.pop() if len(hosts) == 1 else counted(len(hosts), "host")
+        raise DataError(
+            f"{self._out}: stopped, because {len(failed)} of the last {rows} rows failed, {count} of them "
+            f"({where}) with {_explained(cause)}; run the same command again to continue, with --retry-failed "
+            "to try failed rows again, or with --keep-going not to stop"
+        )
+
+    def _stored(self, data: bytes) -> "tuple[StoredImage, dict[str, object], str] | str":
+        """Decode and resize an image in a thread; return it, its json fields and digest, or a cause of failure."""
+        try:
+            image = store_image(data, self._options.image)
+        except BadImage as error:
+            return str(error)
+        facts: dict[str, object] = {
+            "width": image.size[0],
+            "height": image.size[1],
+            "original_width": image.original_size[0],
+            "original_height": image.original_size[1],
+        }
+        if self._options.exif:
+            with suppress(*PILLOW_ERRORS), Image.open(io.BytesIO(data)) as opened:
+                tags = {
+                    ExifTags.TAGS.get(tag, str(tag)): str(value) for tag, value in opened.getexif().items()
+                }
+                facts["exif"] = json.dumps(tags)
+        return image, facts, hashlib.sha256(data).hexdigest()
+
+    async def _write_shards(
+        self, shards: "asyncio.Queue[_Shard | None]", places: asyncio.Semaphore, pool: ThreadPoolExecutor
+    ) -> None:
+        """Write shards in order, each when it is complete."""
+        while (shard := await shards.get()) is not None:
+            await shard.complete.wait()
+            if self._options.deduplicate:
+                images = [
+                    (sample, (sample.sha256, self._key(shard.name, i)))
+                    for i, sample in enumerate(shard.samples)
+                    if sample.status == "success"
+                ]
+                for (sample, _), first in zip(images, self._claim([row for _, row in images]), strict=True):
+                    if not first:
+                        sample.status, sample.cause = "duplicate", "image of an earlier row"
+            is_retry = bool(shard.samples[0].retry_of)
+            if not is_retry or not all(sample.status.startswith("failed") for sample in shard.samples):
+                await asyncio.get_running_loop().run_in_executor(pool, self._write, shard)
+                self._written += 1
+            shard.spool.close()
+            places.release()
+
+    def _write(self, shard: _Shard) -> None:
+        for path in self._out.glob(f".{shard.name}[._]*.partial"):  # of a killed process
+            path.unlink(missing_ok=True)
+        listing: list[dict[str, object]] = []
+        causes, digest = Counter[str](), hashlib.sha256()
+        with (
+            replacing(self._out / f"{shard.name}.tar", durable=True) as temporary,
+            # a whole-number mtime makes equal shards equal on all machines
+            webdataset.TarWriter(str(temporary), mtime=0, user="", group="", encoder=False) as writer,
+        ):
+            for i, sample in enumerate(shard.samples):
+                key = self._key(shard.name, i)
+                meta = self._meta(sample, key)
+                if sample.status == "success":
+                    shard.spool.seek(sample.place[0])
+                    members = {
+                        "__key__": key,
+                        sample.extension: shard.spool.read(sample.place[1]),
+                        "json": json.dumps(meta, ensure_ascii=False).encode(),
+                    }
+                    if sample.captions:
+                        members["txt"] = sample.captions[0].encode()
+                    writer.write(members)
+                causes[sample.cause or "success"] += 1
+                digest.update(sample.row_digest)
+                listing.append(meta)
+        with replacing(_listing_path(self._out, shard.name), durable=True) as temporary:
+            _write_parquet(temporary, listing)
+        statuses = Counter(sample.status for sample in shard.samples)
+        ended = time.time()
+        stats = {
+            "count": len(shard.samples),
+            "successes": statuses["success"],
+            "failed_to_download": statuses["failed_to_download"],
+            "failed_to_resize": statuses["failed_to_resize"],
+            "duplicates": statuses["duplicate"],
+            "table_sha256": digest.hexdigest(),
+            "duration": ended - shard.began,
+            "bytes_downloaded": sum(sample.downloaded for sample in shard.samples),
+            "start_time": shard.began,
+            "end_time": ended,
+            "status_dict": dict(causes),
+        }
+        if retried := Counter(sample.earlier_cause for sample in shard.samples if sample.retry_of):
+            stats["retried"] = dict(retried)
+        write_atomic(_stats_path(self._out, shard.name), json.dumps(stats, indent=2) + "\n", durable=True)
+
+    def _meta(self, sample: _Sample, key: str) -> dict[str, Any]:
+        """Return the json of a sample, which is also its row in the Parquet file."""
+        meta = dict(sample.fields)
+        if sample.retry_of:
+            meta["retry_of"] = sample.retry_of
+        return meta | {
+            "caption": sample.captions[0] if sample.captions else None,
+            "url": sample.row.path if isinstance(sample.row.path, str) else None,
+            "key": key,
+            "status": sample.status,
+            "error_message": sample.cause or None,
+            "width": None,
+            "height": None,
+            "original_width": None,
+            "original_height": None,
+            **sample.facts,
+            "sha256": sample.sha256 or None,
+        }
+
+
+def _download_on_ray(
+    samples: Iterable[tuple[str, _Sample] | None],
+    out: Path,
+    options: DownloadOptions,
+    fetch: FetchOptions,
+    part: tuple[int, int],
+    address: str,
+    show: Callable[[int, int], None],
+) -> int:
+    """Download each shard in a task of a Ray cluster; return the number of shards."""
+    packages = [Path(__file__).parents[1], Path(clipkit.__file__).parent]
+    with ray_cluster(address, packages) as ray:
+        claims = ray.remote(num_cpus=0)(_Claims).remote(_listings(out, part))
+        task = ray.remote(num_cpus=1, max_retries=3)(_download_shard)
+        pending: dict[Any, str] = {}
+        written = rows = failed = 0
+
+        def wait() -> None:
+            nonlocal written, rows, failed
+            [done], _ = ray.wait(list(pending), num_returns=1)
+            shard = pending.pop(done)
+            try:
+                counts = ray.get(done)
+            except ray.exceptions.RayTaskError as error:  # whose text contains a traceback
+                if isinstance(error.cause, DataError):
+                    raise DataError(str(error.cause)) from None
+                raise
+            if counts[0] > counts[1] and not _stats_path(out, shard).exists():
+                raise DataError(f"{out} is not on a file system that the machines of the Ray cluster share")
+            written, rows, failed = written + 1, rows + counts[0], failed + counts[1]
+            show(rows, failed)
+
+        for turn, (name, group) in enumerate(groupby(filter(None, samples), key=itemgetter(0))):
+            tasks = max(1, int(ray.cluster_resources().get("CPU", 1)))
+            while len(pending) >= 2 * tasks:
+                wait()
+            limits = replace(fetch, per_host=max(1, fetch.per_host // tasks))
+            pending[
+                task.remote([sample for _, sample in group], name, turn, out, options, limits, claims)
+            ] = name
+        while pending:
+            wait()
+    return written
+
+
+class _Claims:
+    """Ray actor that answers the claims of shards in order, because their tasks end in any order."""
+
+    def __init__(self, complete: Sequence[Path]) -> None:
+        self._first_images = _FirstRows(complete)
+        self._turn = 0
+        self._changed = asyncio.Condition()
+
+    async def claim(self, turn: int, rows: Sequence[tuple[str, str]]) -> list[bool]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: turn <= self._turn)  # less in a task that runs again
+            found = self._first_images.claim(rows)
+            self._turn = max(self._turn, turn + 1)
+            self._changed.notify_all()
+        return found
+
+
+def _download_shard(
+    samples: Sequence[_Sample],
+    name: str,
+    turn: int,
+    out: Path,
+    options: DownloadOptions,
+    fetch: FetchOptions,
+    claims: Any,
+) -> tuple[int, int]:
+    """Ray task that downloads a shard; return the numbers of its rows and failures."""
+    import ray
+
+    shard = _Download(
+        out,
+        options,
+        fetch,
+        # waits in the main thread, so that Ray gives this task's core to another
+        lambda rows: ray.get(claims.claim.remote(turn, rows)),
+        lambda rows, failed: None,
+        threads=1,
+    )
+    asyncio.run(shard.run((name, sample) for sample in samples))
+    return shard.rows, shard.failed
+
+
+def _write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows as a table; columns of mixed types become JSON strings."""
+    import pyarrow
+    from pyarrow import parquet
+
+    columns: dict[str, Any] = {}
+    for name in dict.fromkeys(chain.from_iterable(rows)):
+        values = [row.get(name) for row in rows]
+        try:
+            columns[name] = pyarrow.array(values)
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, OverflowError):
+            columns[name] = pyarrow.array([None if value is None else json.dumps(value) for value in values])
+    parquet.write_table(pyarrow.table(columns), path)

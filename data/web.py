@@ -1,0 +1,314 @@
+"""Download many small files from many web servers at once, within limits for each server."""
+
+import asyncio
+import ipaddress
+import random
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from types import TracebackType
+from typing import Any
+from urllib.request import getproxies
+
+import aiohttp
+import yarl
+
+from clipkit.samples.remote import CLIENT_OPTIONS, encode_url
+
+__all__ = ["FetchError", "FetchOptions", "Fetcher", "probable_cause"]
+
+_RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
+_MOST_REDIRECTS = 5
+_LONGEST_PAUSE = 60.0  # seconds; a longer Retry-After is ignored
+_MOST_REFUSED = 8  # downloads, after which a host's other rows fail at once
+_RESOLVERS = 64  # concurrent DNS lookups
+_ENCODINGS = frozenset({"", "identity", "gzip", "deflate", "br", "zstd"})
+_NO_TRAINING = frozenset({"noai", "noimageai", "noindex", "noimageindex"})
+_NOT_REACHED = "there is no network, or a firewall or proxy is in between"
+_NO_DNS = "there is no network, or DNS does not work"
+_PROBABLE_CAUSES = {
+    "unknown host": _NO_DNS,
+    "no answer from DNS in time": _NO_DNS,
+    "no connection": _NOT_REACHED,
+    "no complete response in time": f"{_NOT_REACHED}, or --timeout is too short for --connections",
+    "connection lost or malformed response": _NOT_REACHED,
+    "invalid certificate": "a proxy replaces certificates, or this machine has none (install ca-certificates, or "
+    "set SSL_CERT_FILE)",
+    "HTTP 401": "the links have expired or need a login",
+    "HTTP 403": "the server or a proxy refuses this program or address, or the links have expired",
+    "HTTP 404": "the images were removed, or the URLs are in another column (--url-column)",
+    "HTTP 407": "a proxy requires a login",
+    "HTTP 429": "too many requests: set a lower --per-host",
+    "HTTP 503": "too many requests (set a lower --per-host), or an outage of the server",
+    "host refuses requests (Retry-After)": "too many requests: set a lower --per-host",
+    "not an image in a known format": "servers answer with pages such as a login, or the URLs are of pages",
+    "no URL": "the URLs are in another column (--url-column)",
+    "invalid URL": "the URLs are in another column (--url-column)",
+    "not a URL that begins with http:// or https://": "the URLs are in another column (--url-column)",
+    "no caption": "the captions are in another column (--caption-column)",
+    "empty caption": "the captions are in another column (--caption-column)",
+}
+_WITH_VALUE = frozenset({"unavailable_after", "max-snippet", "max-image-preview", "max-video-preview"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchOptions:
+    """Limits of downloads.
+
+    Attributes:
+        connections: concurrent requests.
+        per_host: concurrent requests to one host.
+        timeout: seconds for one response, from the connection to its last byte.
+        retries: further attempts after temporary errors (timeouts, lost connections, HTTP 429 and 5xx).
+        max_bytes: maximum size of a response.
+        allow_private: allow hosts with addresses that are not public, such as 127.0.0.1 or 10.0.0.1.
+        keep_going: do not stop when nearly all rows fail.
+        ignore_robots: also download images whose ``X-Robots-Tag`` header forbids their use.
+        user_agent: sent to servers; its first word selects directives of ``X-Robots-Tag``.
+    """
+
+    connections: int = 256
+    per_host: int = 16
+    timeout: float = 20.0
+    retries: int = 2
+    max_bytes: int = 64 * 2**20
+    allow_private: bool = False
+    ignore_robots: bool = False
+    keep_going: bool = False
+    user_agent: str = "clipkit (+https://pypi.org/project/clipkit)"
+
+
+class FetchError(Exception):
+    """The cause of a failed download; downloads with the same cause have the same message."""
+
+    def __init__(self, cause: str, *, temporary: bool = False, pause: float = 0.0) -> None:
+        super().__init__(cause)
+        self.temporary, self.pause = temporary, pause
+
+
+def probable_cause(cause: str) -> str:
+    """Return what probably led to many failures with the same cause; "" if that is not known."""
+    probable = _PROBABLE_CAUSES.get(cause, "")
+    if probable.startswith((_NO_DNS, _NOT_REACHED)):
+        proxies = [f"{name.upper()}_PROXY" for name in ("https", "http") if name in getproxies()]
+        if proxies:
+            probable += f" (images are downloaded without the proxy of {' and '.join(proxies)})"
+    return probable
+
+
+class _PrivateAddressError(OSError):
+    """A host has an address that is not public."""
+
+
+@dataclass
+class _Host:
+    slots: asyncio.Semaphore
+    users: int = 0
+    not_before: float = 0.0  # time.monotonic() of the next request
+    refused: int = 0  # downloads in a row that failed although all waits that the host asked for were made
+
+
+class _Resolver(aiohttp.ThreadedResolver):  # type: ignore[misc]
+    """A resolver that lists the hosts whose addresses it is waiting for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: set[str] = set()
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[Any]:
+        self.waiting.add(host)
+        try:
+            addresses: list[Any] = await super().resolve(host, port, family)
+            return addresses
+        finally:
+            self.waiting.discard(host)
+
+
+class Fetcher:
+    """Downloads files by URL; use it as an asynchronous context manager in one event loop."""
+
+    def __init__(self, options: FetchOptions) -> None:
+        self._options = options
+        self._slots = asyncio.Semaphore(options.connections)
+        self._hosts: dict[str, _Host] = {}
+
+    async def __aenter__(self) -> "Fetcher":
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_RESOLVERS, "resolve"))
+        options = self._options
+        self._resolver = _Resolver()
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                limit=0,  # limited by _slots, so that requests waiting for one host do not block others
+                ttl_dns_cache=300,
+                resolver=self._resolver,
+                socket_factory=None if options.allow_private else _public_socket,
+            ),
+            timeout=aiohttp.ClientTimeout(total=options.timeout),
+            headers={"User-Agent": options.user_agent, "Accept": "image/*,*/*;q=0.5"},
+            cookie_jar=aiohttp.DummyCookieJar(),
+            read_bufsize=2**18,
+            **CLIENT_OPTIONS,
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._session.close()
+
+    async def fetch(self, url: str, use: Callable[[bytes], Awaitable[None]]) -> None:
+        """Download a URL and pass its body to ``use``.
+
+        The request ends when ``use`` returns, so at most ``connections`` bodies are in memory.
+
+        Raises:
+            FetchError: the download failed or is not allowed.
+        """
+        try:
+            target = encode_url(url)
+            scheme, host = target.scheme, target.raw_host or ""
+        except ValueError:
+            raise FetchError("invalid URL") from None
+        if scheme not in ("http", "https"):
+            raise FetchError("not a URL that begins with http:// or https://")
+        if not host:
+            raise FetchError("invalid URL")
+        async with self._host(host) as state:
+            if state.refused >= _MOST_REFUSED:
+                raise FetchError("host refuses requests (Retry-After)")
+            for attempt in range(self._options.retries + 1):
+                while (wait := state.not_before - time.monotonic()) > 0:
+                    await asyncio.sleep(wait)
+                try:
+                    async with self._slots:
+                        await use(await self._get(target))
+                    state.refused = 0
+                    return
+                except FetchError as error:
+                    if not error.temporary or attempt == self._options.retries:
+                        state.refused += error.pause > 0
+                        raise
+                    if error.pause:  # applies to the whole host
+                        state.not_before = max(state.not_before, time.monotonic() + error.pause)
+                    else:
+                        await asyncio.sleep(2**attempt * random.uniform(0.5, 1.0))
+
+    @asynccontextmanager
+    async def _host(self, name: str) -> AsyncIterator[_Host]:
+        """Hold one of the request slots of a host."""
+        state = self._hosts.setdefault(name, _Host(asyncio.Semaphore(self._options.per_host)))
+        state.users += 1
+        try:
+            async with state.slots:
+                yield state
+        finally:
+            state.users -= 1
+            if not state.users and not state.refused and state.not_before <= time.monotonic():
+                self._hosts.pop(name, None)
+
+    async def _get(self, url: yarl.URL) -> bytes:
+        options = self._options
+        try:
+            async with self._session.get(url, max_redirects=_MOST_REDIRECTS) as response:
+                if response.status != 200:
+                    raise FetchError(
+                        f"HTTP {response.status}",
+                        temporary=response.status in _RETRIED,
+                        pause=_pause(response.headers.get("Retry-After", "")),
+                    )
+                if not options.ignore_robots and _forbidden(
+                    response.headers.getall("X-Robots-Tag", []), options.user_agent
+                ):
+                    raise FetchError("use forbidden by X-Robots-Tag")
+                if response.headers.get("Content-Encoding", "identity").lower() not in _ENCODINGS:
+                    raise FetchError("unsupported Content-Encoding")
+                if (response.content_length or 0) > options.max_bytes:
+                    raise FetchError(f"more than {options.max_bytes // 2**20} MiB")
+                body = bytearray()
+                async for piece in response.content.iter_any():
+                    body += piece
+                    if len(body) > options.max_bytes:
+                        raise FetchError(f"more than {options.max_bytes // 2**20} MiB")
+                if not body:
+                    raise FetchError("empty response")
+                return bytes(body)
+        except FetchError:
+            raise
+        except TimeoutError:
+            if url.raw_host in self._resolver.waiting:
+                raise FetchError("no answer from DNS in time", temporary=True) from None
+            raise FetchError("no complete response in time", temporary=True) from None
+        except aiohttp.TooManyRedirects:
+            raise FetchError("too many redirects") from None
+        except aiohttp.ClientConnectorCertificateError:
+            raise FetchError("invalid certificate") from None
+        except aiohttp.ClientConnectorDNSError:
+            raise FetchError("unknown host", temporary=True) from None
+        except aiohttp.ClientConnectorError as error:
+            if "is not public" in str(error.os_error):
+                raise FetchError("host with a private address (--allow-private downloads from it)") from None
+            raise FetchError("no connection", temporary=True) from None
+        except (aiohttp.InvalidURL, aiohttp.RedirectClientError):
+            raise FetchError("invalid URL, or redirected to one") from None
+        except aiohttp.ClientPayloadError:
+            raise FetchError("truncated or malformed response", temporary=True) from None
+        except (aiohttp.ClientError, OSError, ValueError, EOFError) as error:
+            if "content-encoding" in str(error):  # needs a library that is not installed
+                raise FetchError("unsupported Content-Encoding") from None
+            raise FetchError("connection lost or malformed response", temporary=True) from None
+
+
+def _public_socket(info: Any) -> socket.socket:
+    """Open a socket for an address that a name was resolved to, if it is public."""
+    family, kind, protocol, _, address = info
+    if not _is_public(ipaddress.ip_address(address[0].partition("%")[0])):
+        raise _PrivateAddressError(f"{address[0]} is not public")
+    return socket.socket(family, kind, protocol)
+
+
+def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """Return whether an address, and any IPv4 address embedded in it, is public."""
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+        if address in ipaddress.ip_network("64:ff9b::/96"):  # NAT64
+            inner.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+        if not all(_is_public(one) for one in inner if one is not None):
+            return False
+        if address.ipv4_mapped is not None:
+            return True
+    return address.is_global and not address.is_multicast
+
+
+def _pause(retry_after: str) -> float:
+    """Return the seconds in a ``Retry-After`` header; 0 if it is invalid or too long."""
+    try:
+        seconds = float(retry_after)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(retry_after).timestamp() - time.time()
+        except (ValueError, TypeError):
+            return 0.0
+    return seconds if 0 < seconds <= _LONGEST_PAUSE else 0.0
+
+
+def _forbidden(tags: list[str], user_agent: str) -> bool:
+    """Return whether ``X-Robots-Tag`` headers forbid training on an image.
+
+    A header is a list of directives; those after ``NAME:`` apply to one crawler only.
+    """
+    own = user_agent.split()[0].lower() if user_agent.split() else ""
+    for tag in tags:
+        addressed = True
+        for directive in tag.lower().split(","):
+            crawler, colon, rest = directive.partition(":")
+            if colon and crawler.strip() not in _WITH_VALUE:
+                addressed = crawler.strip() == own
+            if addressed and (rest if colon else crawler).strip() in _NO_TRAINING:
+                return True
+    return False
