@@ -35,7 +35,8 @@ from clipkit.config import load_config, shown_settings, to_toml
 from clipkit.objectives import OBJECTIVES, TERMS
 from clipkit.training import build, checkpoint, costs, ema, guards, metrics, optim, parallel, sam
 from clipkit.training.step import Teacher, TrainingStep, check_rows
-from data import augment, loader, order
+from data import augment, loader, order, training_data
+from data.batch import small_stages
 from eval import Ranks, check_image, check_tasks, find_targets
 from eval.report import build_report
 from eval.run import Scorer
@@ -74,10 +75,10 @@ def main(arguments: Arguments) -> int:
         # 4. The data for training and evaluation, checked before anything is computed.
         newest = checkpoint.newest_checkpoint(run)
         recorded, broadcast = checkpoint.manifest_file(run), distributed.broadcast_bytes
-        shards = loader.open_training_data(
+        shards = training_data.open_training_data(
             config.data, recorded, rank0=rank0, resumed=newest is not None, broadcast=broadcast
         )
-        packed = loader.packed_images(config.data, shards.manifest, rank0=rank0, broadcast=broadcast)
+        packed = training_data.packed_images(config.data, shards.manifest, rank0=rank0, broadcast=broadcast)
         datasets = [target.dataset for target in find_targets(config.eval.data)]
         for dataset in datasets:
             check_tasks(dataset, classes=shape.text.classes)
@@ -105,9 +106,9 @@ def main(arguments: Arguments) -> int:
             say=first_lines.append,
         )
         if newest is None:  # otherwise the checkpoint's
-            model.preprocess = loader.trained_preprocess(model.preprocess, config.data, packed)
+            model.preprocess = training_data.trained_preprocess(model.preprocess, config.data, packed)
         else:
-            model.preprocess = loader.resumed_preprocess(model.preprocess, config.data)
+            model.preprocess = training_data.resumed_preprocess(model.preprocess, config.data)
         for dataset in datasets:
             check_image(dataset, 0, model.preprocess)
         terms = {name: getattr(config, name) for name in TERMS if getattr(config, name).weight}
@@ -155,8 +156,8 @@ def main(arguments: Arguments) -> int:
             num_workers=config.data.workers,
             pin_memory=device.type == "cuda",
             decode_later=config.data.nvjpeg,
-            stages=loader.small_stages(config.small, image_size=size, context_length=length),
-            teacher=loader.teacher_features(config.distill, shards, rank0=rank0),
+            stages=small_stages(config.small, image_size=size, context_length=length),
+            teacher=training_data.teacher_features(config.distill, shards, rank0=rank0),
         )
         distributed.broadcast_bytes(b"")  # wait for rank 0, which may have read many files
 
@@ -168,9 +169,9 @@ def main(arguments: Arguments) -> int:
         if newest is not None:
             found = checkpoint.load_training(newest, model, optimizer, averaged, partly=unfreezing.wanted)
             if found.data != state.data:
-                raise loader.other_data(run, f"fingerprint {state.data}, it was {found.data}")
+                raise training_data.other_data(run, f"fingerprint {state.data}, it was {found.data}")
             if found.teacher not in ("", fingerprint):
-                raise loader.other_teacher(run, config.distill)
+                raise training_data.other_teacher(run, config.distill)
             drawn = found.step * config.batch_size
             guards.check_bad_samples(found.bad_samples, drawn, config.data.max_bad, run)
             state = replace(found, teacher=fingerprint)

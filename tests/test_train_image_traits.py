@@ -20,12 +20,12 @@ from clipkit.model.preprocess import Preprocess
 from clipkit.samples.traits import Decoding
 from clipkit.training.checkpoint import loop_state
 from data.captions import Selection
-from data.loader import Packed, packed_images, resumed_preprocess, trained_preprocess
 from data.order import Order
 from data.pack import pack
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
 from data.shards.sources import find_shards
+from data.training_data import Packed, packed_images, resumed_preprocess, trained_preprocess
 from tests.forked import Forked
 from tests.small_trainings import (
     BATCH,

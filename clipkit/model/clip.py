@@ -8,7 +8,7 @@ module, as in OpenAI's and open_clip's state dicts.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -42,15 +42,6 @@ MAX_LOGIT_SCALE = 100.0  # published limit of exp(t)
 Head = TypeVar("Head", bound=nn.Module)
 Kind = TypeVar("Kind")
 _NO_DROPOUT = "patch dropout needs clipkit's ViT as the image tower"
-
-
-class LocalTerm(Protocol):
-    """See ``clipkit.objectives.Term``."""
-
-    @property
-    def reads_tokens(self) -> bool: ...
-    @property
-    def total(self) -> Callable[..., Tensor]: ...
 
 
 class CLIP(nn.Module):
@@ -127,7 +118,8 @@ class CLIP(nn.Module):
         tokens: Tensor,
         patches: Tensor | None = None,
         lengths: Sequence[int] | None = None,
-        terms: Mapping[str, tuple[LocalTerm, Mapping[str, Any]]] | None = None,
+        terms: Mapping[str, tuple[Callable[..., Tensor], Mapping[str, Any]]] | None = None,
+        reads_tokens: bool = False,
     ) -> tuple[Tensor, ...]:
         """Encode pairs, and compute local terms of the objective.
 
@@ -136,7 +128,9 @@ class CLIP(nn.Module):
             tokens: (B, L) int64 with L at most the context length; each row ends at its largest id (end of text).
             patches: (B, K) int64, see ``encode_image``.
             lengths: B numbers, see ``encode_text``.
-            terms: entries of ``clipkit.objectives.TERMS`` by name, and the arguments of each.
+            terms: the function ``total`` of each local term by name, and its arguments, see
+                ``clipkit.objectives.Term``.
+            reads_tokens: whether a term reads the images' tokens.
 
         Returns:
             image features (B, O) and text features (B, O), unit norm, the scalar exp(t), and SigLIP's bias if any.
@@ -148,18 +142,18 @@ class CLIP(nn.Module):
             text = self.encode_text(tokens, lengths=lengths)
             return image, text, self.logit_scale.exp(), *bias
         read = None
-        if whole := any(term.reads_tokens for term, _ in terms.values()):
+        if reads_tokens:
             image, image_tokens = self.image_tokens(images, patches=patches)
         else:
             image, image_tokens = self.encode_image(images, patches=patches), None
         decoder = self.architecture.decoder
-        if whole and decoder is not None and decoder.feed == "text":
+        if reads_tokens and decoder is not None and decoder.feed == "text":
             text, found = self.text_tokens(tokens, lengths=lengths)
             read = TextInput(found)
         else:
             text = self.encode_text(tokens, lengths=lengths)
-            read = self.decoder_input(tokens) if whole and decoder is not None else None
-        sums = [term.total(self, images, image_tokens, read, **given) for term, given in terms.values()]
+            read = self.decoder_input(tokens) if reads_tokens and decoder is not None else None
+        sums = [total(self, images, image_tokens, read, **given) for total, given in terms.values()]
         return image, text, self.logit_scale.exp(), *bias, torch.stack(sums)
 
     def decoder_input(

@@ -1,11 +1,12 @@
 """The local terms of captions, masked patches and pixels, see ``TERMS``; and the objective without a comparison."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipkit.batch import Batch
 from clipkit.config import CaptionConfig, MaskedConfig, PixelsConfig
 from clipkit.model.architectures import Architecture, PixelTower
 from clipkit.model.clip import CLIP
@@ -17,28 +18,15 @@ from clipkit.objectives import Targets
 from clipkit.objectives.distill import Teaching
 
 __all__ = [
-    "TermBatch", "caption_inputs", "caption_sum", "masked_inputs", "masked_sum", "no_figures", "no_loss",
+    "caption_inputs", "caption_sum", "masked_inputs", "masked_sum", "no_figures", "no_loss",
     "pixel_inputs", "pixel_sum",
 ]  # fmt: skip
 
 Teach = Callable[[], Teaching]
 
 
-class TermBatch(Protocol):
-    """The attributes of a batch that terms use, see data/loader.py."""
-
-    @property
-    def images(self) -> Tensor: ...
-    @property
-    def tokens(self) -> Tensor: ...
-    @property
-    def lengths(self) -> Sequence[int]: ...
-    @property
-    def rows(self) -> Tensor: ...
-
-
 def caption_inputs(
-    settings: CaptionConfig, batch: TermBatch, seed: int, shape: Architecture, teach: Teach
+    settings: CaptionConfig, batch: Batch, seed: int, shape: Architecture, teach: Teach
 ) -> tuple[dict[str, Any], int]:
     """Return the arguments of ``CaptionDecoder.nll`` and the number of predicted tokens, see ``Term``."""
     given: dict[str, Any] = {"captions": batch.tokens, "lengths": batch.lengths}
@@ -57,7 +45,7 @@ def caption_sum(
 
 
 def masked_inputs(
-    settings: MaskedConfig, batch: TermBatch, seed: int, shape: Architecture, teach: Teach
+    settings: MaskedConfig, batch: Batch, seed: int, shape: Architecture, teach: Teach
 ) -> tuple[dict[str, Tensor], int]:
     """Return the arguments of ``MaskedPatchHead.nll`` and the number of predicted patches, see ``Term``."""
     vision = shape.vision.plain
@@ -87,7 +75,7 @@ def masked_sum(
 
 
 def pixel_inputs(
-    settings: PixelsConfig, batch: TermBatch, seed: int, shape: Architecture, teach: Teach
+    settings: PixelsConfig, batch: Batch, seed: int, shape: Architecture, teach: Teach
 ) -> tuple[dict[str, Tensor], int]:
     """Return the arguments of ``PixelTransformer.nll`` and the number of predicted pixels, see ``Term``."""
     vision = shape.vision

@@ -17,13 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from clipkit.batch import Batch
 from clipkit.config import ViewsConfig
 from clipkit.distributed import counts_of_rows, gather_rows
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
 from clipkit.model.decoder import TextInput
 from clipkit.model.towers import draws
-from clipkit.objectives.terms import Teach, TermBatch
+from clipkit.objectives.terms import Teach
 
 __all__ = ["divergence", "drawn_boxes", "view_inputs", "view_side", "view_sum", "views"]
 
@@ -32,7 +33,7 @@ _LOGITS = 1 << 22  # in memory at a time
 
 
 def view_inputs(
-    settings: ViewsConfig, batch: TermBatch, seed: int, shape: Architecture, teach: Teach
+    settings: ViewsConfig, batch: Batch, seed: int, shape: Architecture, teach: Teach
 ) -> tuple[dict[str, Any], int]:
     """Return the arguments of ``view_sum`` and the number of images, see ``Term``."""
     teaching, images = teach(), batch.images

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clipkit.batch import Batch
 from clipkit.config import load_config
 from clipkit.distributed import gather_objects, world_size
 from clipkit.errors import ClipkitError, ConfigError, DataError, Stopped
@@ -30,7 +31,7 @@ from clipkit.formats.checkpoint import latest_checkpoint, step_of
 from clipkit.model.clip import CLIP
 from clipkit.training.metrics import drop_lines_after
 from clipkit.training.parallel import local_part
-from clipkit.training.step import Features, PairBatch, TrainingStep
+from clipkit.training.step import Features, TrainingStep
 
 __all__ = [
     "Finding", "StopRequest", "append_bad_samples", "bad_fraction", "check_bad_samples", "drop_bad_samples_after",
@@ -204,7 +205,7 @@ class Finding:
 
 
 def replay(
-    model: CLIP, compute: TrainingStep, batch: PairBatch, step: int, names: Sequence[tuple[str, str]]
+    model: CLIP, compute: TrainingStep, batch: Batch, step: int, names: Sequence[tuple[str, str]]
 ) -> list[str]:
     """Repeat a step in its precision and in fp32 without changing weights, and report what is not finite.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from clipkit.api import load
+from clipkit.batch import Batch
 from clipkit.config import DistillConfig, LossConfig
 from clipkit.distributed import rank, sum_over_ranks, world_size
 from clipkit.errors import ConfigError
@@ -32,7 +33,7 @@ from clipkit.training.metrics import Stopwatch
 from clipkit.training.parallel import local_gradients
 
 __all__ = [
-    "Features", "LocalTerms", "PairBatch", "Teacher", "TrainingStep", "averaged_teaching", "backward",
+    "Features", "LocalTerms", "Teacher", "TrainingStep", "averaged_teaching", "backward",
     "check_rows", "seed_of",
     "seeds_of", "with_captions", "with_prefixes",
 ]  # fmt: skip
@@ -139,7 +140,9 @@ def backward(
             for key, value in given.items():
                 cut(key, value, own)
             for number, one in enumerate(own):
-                further[number].setdefault("terms", {})[name] = TERMS[name], one
+                further[number].setdefault("terms", {})[name] = TERMS[name].total, one
+        for arguments in further:
+            arguments["reads_tokens"] = any(TERMS[name].reads_tokens for name in terms.inputs)
         factors = terms.weights / terms.counts
 
     def of_sums(sums: Sequence[Tensor]) -> list[Tensor]:
@@ -351,31 +354,6 @@ def with_captions(loss: Loss) -> Loss:
     return repeated
 
 
-class PairBatch(Protocol):
-    """The attributes of a batch that a step uses, see data/loader.py."""
-
-    @property
-    def images(self) -> Tensor: ...
-    @property
-    def tokens(self) -> Tensor: ...
-    @property
-    def more(self) -> Tensor | None: ...
-    @property
-    def more_lengths(self) -> tuple[int, ...]: ...
-    @property
-    def negatives(self) -> Tensor | None: ...
-    @property
-    def negative_lengths(self) -> tuple[int, ...]: ...
-    @property
-    def lengths(self) -> tuple[int, ...]: ...
-    @property
-    def rows(self) -> Tensor: ...
-    @property
-    def identities(self) -> Tensor: ...
-    @property
-    def teacher(self) -> tuple[Tensor, Tensor | None] | None: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainingStep:
     """Computes a step's gradients as a function of the model, the batch and the number of the step.
@@ -405,7 +383,7 @@ class TrainingStep:
     averaged: AveragedWeights | None = None
 
     def gradients(
-        self, module: nn.Module, batch: PairBatch, step: int, watch: Stopwatch | None = None
+        self, module: nn.Module, batch: Batch, step: int, watch: Stopwatch | None = None
     ) -> Features:
         """Add the gradient of the global batch's loss to the module's parameters, after ``step`` updates."""
         if watch is not None:
@@ -475,7 +453,7 @@ class TrainingStep:
             settings.after <= step and term.averages(settings) for settings, term in terms
         )
 
-    def _local_terms(self, batch: PairBatch, step: int, teach: Callable[[], Teaching]) -> LocalTerms | None:
+    def _local_terms(self, batch: Batch, step: int, teach: Callable[[], Teaching]) -> LocalTerms | None:
         terms = {name: settings for name, settings in self.terms.items() if step >= settings.after}
         if not terms:
             return None
@@ -490,7 +468,7 @@ class TrainingStep:
         whole = sum_over_ranks(counted)
         return LocalTerms(inputs=inputs, weights=weights, counts=whole)
 
-    def figures(self, batch: PairBatch, features: Features) -> dict[str, float]:
+    def figures(self, batch: Batch, features: Features) -> dict[str, float]:
         """Return the objective's metrics, the loss at chance, and its floor if above 0.
 
         All ranks call this together.
@@ -513,7 +491,7 @@ class TrainingStep:
             targets = replace(targets, identities=targets.identities[: len(texts)])
         return {**level, **objective.figures(features.images, texts, targets)}
 
-    def _targets(self, batch: PairBatch) -> Targets:
+    def _targets(self, batch: Batch) -> Targets:
         return Targets(
             identities=batch.identities,
             tokens=batch.tokens,

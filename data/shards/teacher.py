@@ -22,15 +22,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
+from clipkit.batch import TeacherFeatures
 from clipkit.errors import ConfigError, DataError
 from clipkit.inference import content_digest, storage_of, unpacked
 from clipkit.samples.remote import ShardFile
 from data.captions import TEXT
 from data.shards.samples import Shards
 
-__all__ = ["FoundRow", "StoredFeatures", "StoredRows", "TeacherFeatures"]
+__all__ = ["FoundRow", "StoredFeatures", "StoredRows"]
 
 _NUMBER = re.compile(r"([0-9]+)\.(?:npy|parquet|jsonl)$")
 _MAX_BYTES = 64 << 20  # of manifest.json, which lists the sources
@@ -267,13 +267,6 @@ def _manifest(folder: Path, kind: str) -> dict[str, Any]:
 
 
 # --------------------------------------------------------------------------------------------------------------
-
-
-class TeacherFeatures(NamedTuple):
-    """(B, T) float16, unit norm up to rounding, of a batch's images and, if stored, of its texts."""
-
-    images: Tensor
-    texts: Tensor | None = None
 
 
 class FoundRow(NamedTuple):

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from clipkit import distributed
+from clipkit.batch import Batch
 from clipkit.config import CaptionConfig, DistillConfig, MaskedConfig, PixelsConfig, ViewsConfig
 from clipkit.model.architectures import (
     Architecture,
@@ -236,8 +236,14 @@ def compute(way: Way) -> dict[str, Tensor]:
     if way.loss == "self-taught":
         distill = DistillConfig(teacher="average", weight=0.3)
         losses[way.loss] = with_teacher(siglip_loss, batch_divergence, teach(), distill)
-    lengths = (captions.argmax(dim=1) + 1).tolist()
-    batch = SimpleNamespace(images=given["images"], tokens=captions, lengths=lengths, rows=rows)
+    batch = Batch(
+        images=given["images"],
+        tokens=captions,
+        lengths=tuple((captions.argmax(dim=1) + 1).tolist()),
+        ids=rows,
+        identities=identities,
+        first_row=int(rows[0]),
+    )
     wanted: dict[str, tuple[dict[str, Any], int]] = {}
     if way.caption:
         settings = CaptionConfig(weight=0.7, parallel=0.5 * (way.caption == "parallel"), length=20)
@@ -273,7 +279,7 @@ def compute(way: Way) -> dict[str, Tensor]:
     return {**gradients, "loss": done.loss.reshape(1), "norm": norm.reshape(1)}
 
 
-def inputs(way: Way) -> tuple[dict[str, object], Tensor, Tensor, Tensor]:
+def inputs(way: Way) -> tuple[dict[str, Any], Tensor, Tensor, Tensor]:
     """Return this rank's part of the batch: captions of very different lengths, some of them equal."""
     random = torch.Generator().manual_seed(1)
     images = torch.randint(0, 256, (BATCH, 3, 32, 32), dtype=torch.uint8, generator=random)
@@ -286,7 +292,7 @@ def inputs(way: Way) -> tuple[dict[str, object], Tensor, Tensor, Tensor]:
     longest = int(ends[rows].max()) + 1  # each rank trims to its longest caption
     captions = tokens[rows, :longest]
     side = 8 if way.pixels else 32
-    given: dict[str, object] = {"images": images[rows, :, :side, :side], "tokens": captions}
+    given: dict[str, Any] = {"images": images[rows, :, :side, :side], "tokens": captions}
     if way.dropout:
         given["patches"] = kept_patches(seed=5, rows=rows, patches=PATCHES, keep=KEPT)
     if way.loss.endswith("classes"):

@@ -14,9 +14,11 @@ import torch
 from hypothesis import given, strategies as st
 from PIL import Image
 
+from clipkit.batch import Batch
 from clipkit.model.tokenizer import ClipTokenizer
+from data.batch import caption_hash, ids_and_identities, token_lengths
 from data.captions import CaptionRule
-from data.loader import Batch, Loader, caption_hash, ids_and_identities, token_lengths
+from data.loader import Loader
 from data.order import Order
 from data.shards.samples import Shards
 from data.shards.sources import find_shards
@@ -34,7 +36,9 @@ def test_different_captions_have_different_hashes(one: str, other: str) -> None:
 
 
 def test_caption_hashes_are_stable() -> None:
-    code = "from data.loader import caption_hash; print(caption_hash('A  photo\\n of Straße '), caption_hash(''))"
+    code = (
+        "from data.batch import caption_hash; print(caption_hash('A  photo\\n of Straße '), caption_hash(''))"
+    )
     printed = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, timeout=60
     )

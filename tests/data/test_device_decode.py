@@ -24,7 +24,8 @@ from data.augment import (
     require_nvjpeg,
     training_pixels,
 )
-from data.loader import Batch, Loader
+from data.batch import LoaderBatch
+from data.loader import Loader
 from data.order import Order
 from data.shards.samples import Shards
 from data.shards.sources import find_shards
@@ -71,7 +72,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLIPKIT_CACHE", str(tmp_path / "cache"))
 
 
-def both(loader: Loader, steps: int, device: torch.device = CPU) -> list[tuple[Batch, Batch]]:
+def both(loader: Loader, steps: int, device: torch.device = CPU) -> list[tuple[LoaderBatch, LoaderBatch]]:
     """Return each batch decoded by the loader and decoded on the device."""
     later = replace(loader, decode_later=True)
     return [

@@ -34,11 +34,11 @@ from data.__main__ import main
 from data.captions import Selection
 from data.download import DownloadOptions, DownloadReport, download
 from data.inspect.shards import missing_numbers
-from data.loader import packed_images
 from data.pack import pack
 from data.shards.images import Resize, Storing
 from data.shards.manifest import make_manifest
 from data.shards.sources import find_shards
+from data.training_data import packed_images
 from data.web import FetchOptions
 from eval.readers import open_dataset
 from tests.clipkit.samples.remote import servers

@@ -10,10 +10,11 @@ import pytest
 import webdataset
 from PIL import Image
 
+from clipkit.batch import Batch
 from clipkit.model.tokenizer import ClipTokenizer
 from clipkit.samples.remote.store import ShardFile
 from data.captions import CaptionRule, Selection
-from data.loader import Batch, Loader
+from data.loader import Loader
 from data.order import Order
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards

@@ -18,11 +18,11 @@ from clipkit.samples import Row
 from data.__main__ import main
 from data.captions import CaptionRule, Selection
 from data.groups import RowsByKey, digest_key, merge_rows
-from data.loader import packed_images
 from data.pack import pack, packed
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
 from data.shards.sources import find_shards
+from data.training_data import packed_images
 
 NAMES = ("a.png", "b.png", "c.png", "sub/a.png")
 

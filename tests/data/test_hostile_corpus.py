@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from clipkit.batch import BadSample, Batch
 from clipkit.model.tokenizer import ClipTokenizer
 from data.captions import CaptionRule, Selection
-from data.loader import BadSample, Batch, Loader
+from data.loader import Loader
 from data.order import Order
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards

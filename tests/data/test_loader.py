@@ -13,17 +13,20 @@ import pytest
 import torch
 from PIL import Image
 
+from clipkit.batch import BadSample, Batch
 from clipkit.config import DataConfig
 from clipkit.errors import ConfigError, DataError
 from clipkit.model.tokenizer import END_OF_TEXT, ClipTokenizer, tokenize
 from clipkit.samples.traits import Decoding
 from data.augment import Augmentation
+from data.batch import caption_hash
 from data.captions import CaptionRule
-from data.loader import BadSample, Batch, Loader, caption_hash, open_training_data
+from data.loader import Loader
 from data.order import Order
 from data.shards.samples import Shards
 from data.shards.sources import find_shards
 from data.shards.writer import DatasetWriter, Record
+from data.training_data import open_training_data
 from tests.clipkit.deep_images import color_png
 
 CPU = torch.device("cpu")

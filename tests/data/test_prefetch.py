@@ -17,7 +17,8 @@ from PIL import Image
 
 from clipkit.errors import DataError
 from clipkit.model.tokenizer import ClipTokenizer
-from data.loader import Batch, DeviceBatches, InputSeconds, Loader
+from data.batch import LoaderBatch
+from data.loader import DeviceBatches, InputSeconds, Loader
 from data.order import Order
 from data.shards.samples import Shards
 from data.shards.sources import find_shards
@@ -55,7 +56,7 @@ def make_loader(shards: Shards, **more: Any) -> Loader:
     return Loader(shards=shards, order=order, image_size=32, tokenize=ClipTokenizer(), **more)
 
 
-def same(one: Batch, other: Batch) -> bool:
+def same(one: LoaderBatch, other: LoaderBatch) -> bool:
     tensors = zip((*one.tensors(), one.ids), (*other.tensors(), other.ids), strict=True)
     return all(torch.equal(a.cpu(), b) for a, b in tensors) and one.lengths == other.lengths
 
@@ -63,10 +64,10 @@ def same(one: Batch, other: Batch) -> bool:
 class Scripted(Loader):
     """Returns given batches, raises given errors, and records the calls."""
 
-    given: list[Batch | Exception]
+    given: list[LoaderBatch | Exception]
     asked: list[int]
 
-    def batches(self, start: int, stop: int) -> Iterator[Batch]:
+    def batches(self, start: int, stop: int) -> Iterator[LoaderBatch]:
         for number, one in enumerate(self.given):
             self.asked.append(number)
             if isinstance(one, Exception):
@@ -74,7 +75,7 @@ class Scripted(Loader):
             yield one
 
 
-def scripted(shards: Shards, given: list[Batch | Exception]) -> Scripted:
+def scripted(shards: Shards, given: list[LoaderBatch | Exception]) -> Scripted:
     order = Order(shards.counts, seed=1, batch_size=BATCH)
     loader = Scripted(shards=shards, order=order, image_size=32, tokenize=ClipTokenizer())
     object.__setattr__(loader, "given", given)
@@ -128,7 +129,7 @@ def test_waiting_time_is_measured_and_reset(shards: Shards) -> None:
 class Slow(Loader):
     """Takes 50 ms per batch."""
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> LoaderBatch:
         time.sleep(0.05)
         return super().batch(step)
 

@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from clipkit.batch import Batch
 from clipkit.errors import ConfigError
 from clipkit.model.tokenizer import END_OF_TEXT, ClipTokenizer, tokenize
 from data.augment import Augmentation
-from data.loader import Batch, Loader, Stage, stage_at
+from data.batch import Stage, stage_at
+from data.loader import Loader
 from data.order import Order
 from data.shards.samples import Shards
 from data.shards.sources import find_shards

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from data.loader import Batch, Starvation
+from clipkit.batch import Batch
+from data.loader import Starvation
 
 
 def batch(reading: float, making: float) -> Batch:

@@ -18,8 +18,8 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from clipkit.errors import DataError
-from data.loader import Workers, ignore_signals
 from data.shards.writer import DatasetWriter, Record
+from data.workers import Workers, ignore_signals
 
 ROOT = Path(__file__).parents[2]
 

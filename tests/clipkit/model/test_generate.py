@@ -291,7 +291,10 @@ def test_coca_is_loaded_and_exported_with_its_decoder(coca: Path, tmp_path: Path
         for model in (ours, again):
             lengths = (tokens.argmax(dim=-1) + 1).tolist()
             image, text, _, sums = model(
-                shown, tokens, terms={"caption": (TERMS["caption"], {"captions": tokens, "lengths": lengths})}
+                shown,
+                tokens,
+                terms={"caption": (TERMS["caption"].total, {"captions": tokens, "lengths": lengths})},
+                reads_tokens=True,
             )
             torch.testing.assert_close(image, wanted["image_features"], rtol=0, atol=1e-9)
             torch.testing.assert_close(text, wanted["text_features"], rtol=0, atol=1e-9)

@@ -89,7 +89,9 @@ def test_caption_term_is_cross_entropy_up_to_end_of_text(feed: str, parallel: bo
     rows = torch.arange(len(tokens)) % 2 == 0 if parallel else None
     if rows is not None:
         given["parallel"] = rows
-    *features, sums = model(images, tokens, terms={"caption": (TERMS["caption"], given)})
+    *features, sums = model(
+        images, tokens, terms={"caption": (TERMS["caption"].total, given)}, reads_tokens=True
+    )
     for found, plain in zip(features, model(images, tokens), strict=True):
         assert torch.allclose(found, plain, rtol=0, atol=1e-12)
     assert model.text_decoder is not None
@@ -105,7 +107,11 @@ def test_caption_term_is_cross_entropy_up_to_end_of_text(feed: str, parallel: bo
     assert torch.allclose(sums, expected[None], rtol=1e-12)
     lengths = (tokens.argmax(dim=1) + 1).tolist()
     again = model(
-        images, tokens, lengths=lengths, terms={"caption": (TERMS["caption"], {**given, "lengths": lengths})}
+        images,
+        tokens,
+        lengths=lengths,
+        terms={"caption": (TERMS["caption"].total, {**given, "lengths": lengths})},
+        reads_tokens=True,
     )[-1]
     assert torch.allclose(again, sums, rtol=1e-12)
 
@@ -163,7 +169,10 @@ def test_caption_loss_is_independent_of_batch_and_padding() -> None:
     def term(rows: slice, width: int) -> Tensor:
         given = {"captions": tokens[rows, :width], "parallel": parallel[rows]}
         sums: Tensor = model(
-            images[rows], tokens[rows, :width], terms={"caption": (TERMS["caption"], given)}
+            images[rows],
+            tokens[rows, :width],
+            terms={"caption": (TERMS["caption"].total, given)},
+            reads_tokens=True,
         )[-1]
         return sums
 
@@ -304,9 +313,9 @@ def test_caption_flops_equal_torch() -> None:
         images, tokens = (one[:1] for one in batch())
         tokens = torch.cat([torch.full((1, LENGTH), 3), torch.full((1, 1), END)], dim=1)
         found = []
-        for terms in ({}, {"caption": (TERMS["caption"], {"captions": tokens})}):
+        for terms in (None, {"caption": (TERMS["caption"].total, {"captions": tokens})}):
             with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-                model(images, tokens, terms=terms)
+                model(images, tokens, terms=terms, reads_tokens=True)
             found.append(counter.get_total_flops())
         expected = caption_flops(model.architecture, LENGTH + 1)
         assert found[1] - found[0] == expected.forward

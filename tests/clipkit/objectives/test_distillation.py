@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -12,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import clipkit.objectives.tiles
+from clipkit.batch import Batch
 from clipkit.config import DistillConfig, LossConfig, load_config
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import ClassTable
@@ -128,10 +127,9 @@ def test_averaged_weights_teach_the_whole_batch(over_classes: bool) -> None:
     random = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8, generator=random)
     tokens = torch.randint(0, 3, (5, 1), generator=random)
-    batch: Any = SimpleNamespace(
-        images=images, tokens=tokens, lengths=[1] * 5, rows=torch.arange(5), teacher=None, more=None,
-        negatives=None, identities=torch.stack([torch.arange(5), tokens[:, 0]], dim=1),
-    )  # fmt: skip
+    rows = torch.arange(5)
+    identities = torch.stack([rows, tokens[:, 0]], dim=1)
+    batch = Batch(images=images, tokens=tokens, lengths=(1,) * 5, ids=rows, identities=identities)
     settings = DistillConfig(teacher="average", weight=0.3)
     step = TrainingStep(
         shape=shape,

@@ -1,7 +1,6 @@
 """Tests of masked patch prediction: corruption, targets, loss, and rejected combinations of settings."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from clipkit.api import load
+from clipkit.batch import Batch
 from clipkit.config import MaskedConfig, load_config
 from clipkit.errors import ConfigError
 from clipkit.formats.checkpoint import model_hash, save_model
@@ -146,7 +146,9 @@ def test_loss_equals_beit() -> None:
 @pytest.mark.parametrize("target", MASKED)
 def test_masked_term_sums_over_chosen_patches(target: str) -> None:
     model, images = made(target), random_images()
-    batch = SimpleNamespace(images=images, rows=torch.arange(5))
+    rows = torch.arange(5)
+    identities = torch.stack([rows, rows], dim=1)
+    batch = Batch(images=images, tokens=torch.zeros(5, 1), lengths=(1,) * 5, ids=rows, identities=identities)
 
     def teach() -> Teaching:
         image, tokens = model.image_tokens(images.flip(3))
@@ -158,7 +160,7 @@ def test_masked_term_sums_over_chosen_patches(target: str) -> None:
     found, count = masked_inputs(asked, batch, seed=3, shape=model.architecture, teach=teach)
     assert count == found["chosen"].numel() == 40
     assert isinstance(model.visual, VisionTransformer) and model.masked_head is not None
-    outputs = model(images, torch.full((5, 3), 99), terms={"masked": (TERMS["masked"], found)})
+    outputs = model(images, torch.full((5, 3), 99), terms={"masked": (TERMS["masked"].total, found)})
     assert len(outputs) == 4 and outputs[-1].shape == (1,)
     replaced = found["sources"], model.masked_head.mask_embedding
     tokens = model.visual.with_tokens(images, colors=model.colors, replaced=replaced)[1][:, 1:]

@@ -19,8 +19,9 @@ from clipkit.objectives import Targets
 from clipkit.objectives.clip import clip_loss, recall_figures
 from clipkit.objectives.siglip import siglip_loss
 from clipkit.training.step import with_captions
+from data.batch import caption_hash
 from data.captions import CaptionRule
-from data.loader import Loader, caption_hash
+from data.loader import Loader
 from data.order import Order
 from data.shards.samples import Shards
 from data.shards.sources import find_shards

@@ -26,10 +26,10 @@ from clipkit.model.clip import CLIP
 from clipkit.training.checkpoint import LoopState, save_checkpoint
 from clipkit.training.optim import adamw
 from data.__main__ import main
-from data.loader import open_training_data
 from data.scores.table import PRESETS, scored_filters, scores_folder
 from data.shards.samples import Shards
 from data.shards.writer import DatasetWriter, Record
+from data.training_data import open_training_data
 
 CAPTIONS = (
     "a photo of a tabby cat in the garden",

@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 import clipkit
+from clipkit.batch import Batch
 from clipkit.errors import ConfigError, DataError
 from clipkit.inference.encode import encode
 from clipkit.inference.inputs import Stream
@@ -22,7 +23,7 @@ from clipkit.inference.stream import FeatureStream
 from clipkit.model.clip import CLIP
 from clipkit.model.tokenizer import ClipTokenizer
 from data.captions import CaptionRule
-from data.loader import Batch, Loader
+from data.loader import Loader
 from data.order import Order
 from data.shards.samples import Shards
 from data.shards.sources import find_shards

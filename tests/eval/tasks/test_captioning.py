@@ -50,7 +50,12 @@ def trained(feed: str = "tokens") -> tuple[CLIP, CLIP]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     found = []
     for step in range(1, STEPS[-1] + 1):
-        loss = model(images, tokens, terms={"caption": (TERMS["caption"], {"captions": tokens})})[-1].sum()
+        loss = model(
+            images,
+            tokens,
+            terms={"caption": (TERMS["caption"].total, {"captions": tokens})},
+            reads_tokens=True,
+        )[-1].sum()
         optimizer.zero_grad()
         (loss / tokens.numel()).backward()
         optimizer.step()
@@ -83,7 +88,12 @@ def test_model_with_memorized_captions_has_best_scores(dataset: EvalDataset, fee
         tokens = model.tokenizer([caption])
         with torch.no_grad():
             total += float(
-                model(pixels, tokens, terms={"caption": (TERMS["caption"], {"captions": tokens})})[-1]
+                model(
+                    pixels,
+                    tokens,
+                    terms={"caption": (TERMS["caption"].total, {"captions": tokens})},
+                    reads_tokens=True,
+                )[-1]
             )
         count += int(tokens.argmax())
     assert found["perplexity"].value == pytest.approx(math.exp(total / count), rel=1e-5)
@@ -110,9 +120,12 @@ def test_likelihood_of_prompts_equals_plain_loop(
             for prompt in (f"a {word} on top", f"the {word}"):
                 tokens = model.tokenizer([prompt])
                 with torch.no_grad():
-                    sums = model(pixels, tokens, terms={"caption": (TERMS["caption"], {"captions": tokens})})[
-                        -1
-                    ]
+                    sums = model(
+                        pixels,
+                        tokens,
+                        terms={"caption": (TERMS["caption"].total, {"captions": tokens})},
+                        reads_tokens=True,
+                    )[-1]
                 scores[i, j] -= float(sums) / 2
     right = scores.argmax(dim=1) == torch.arange(COUNT)
     found = by_metric(outcome.scores)

@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from clipkit.batch import Batch
 from clipkit.model.tokenizer import ClipTokenizer
 from clipkit.samples.remote.cache import ShardCache
-from data.loader import Batch, Loader
+from data.loader import Loader
 from data.order import Order
 from data.shards.samples import Shards
 from data.shards.sources import find_shards

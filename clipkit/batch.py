@@ -1,0 +1,108 @@
+"""The batches that training uses; the package ``data`` makes them.
+
+Letters: B samples of a rank's part of a batch, S image side in pixels, L tokens of the longest caption.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from clipkit.samples.traits import TraitCounts
+
+__all__ = ["BadSample", "Batch", "TeacherFeatures"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BadSample:
+    """A sample that could not be used, and why."""
+
+    shard: str
+    key: str
+    cause: str
+
+
+class TeacherFeatures(NamedTuple):
+    """(B, T) float16, unit norm up to rounding, of a batch's images and, if stored, of its texts."""
+
+    images: Tensor
+    texts: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """One rank's part of a global batch of image–caption pairs.
+
+    Attributes:
+        images: (B, 3, S, S) uint8, channels last in memory.
+        tokens: (B, L) int64, trimmed to the longest caption of this part.
+        lengths: B token counts, including the end of text.
+        more: ((K - 1) B, L) int64, the second captions of all images, the third, …, with ``data.caption_count`` K;
+            then there are KB ``identities``. ``more_lengths`` are as ``lengths``.
+        negatives: (B, L) int64, a wrong caption of each image, or again the caption of an image that has none; None
+            without ``data.negatives``. ``negative_lengths`` are as ``lengths``.
+        ids: (B,) int64, sample numbers, always on the host; a substitute has the number of the sample it
+            replaces.
+        identities: (B, 2) int64, number of the image and hash of the caption: equal for
+            samples that share one; a substitute has its own.
+        first_row: index of the first sample in the global batch.
+        bad: the samples that were replaced.
+        traits: how many images are transparent or have an EXIF orientation.
+        cut_captions: how many captions are longer than the context length; not counted in a smaller stage.
+        teacher: stored features of the samples, None without a teacher.
+        read_seconds: time to read the samples.
+        make_seconds: time to make the batch, including reading.
+    """
+
+    images: Tensor
+    tokens: Tensor
+    lengths: tuple[int, ...]
+    ids: Tensor
+    identities: Tensor
+    first_row: int = 0
+    bad: tuple[BadSample, ...] = ()
+    traits: TraitCounts = field(default_factory=TraitCounts)
+    cut_captions: int = 0
+    teacher: TeacherFeatures | None = None
+    more: Tensor | None = None
+    more_lengths: tuple[int, ...] = ()
+    negatives: Tensor | None = None
+    negative_lengths: tuple[int, ...] = ()
+    read_seconds: float = 0.0
+    make_seconds: float = 0.0
+
+    @property
+    def rows(self) -> Tensor:
+        """(B,) int64, indices of the samples in the global batch."""
+        return torch.arange(self.first_row, self.first_row + len(self.ids))
+
+    def pin_memory(self) -> Self:
+        """Copy to page-locked memory; torch's loader calls this."""
+        return self._moved(Tensor.pin_memory)
+
+    def to(self, device: torch.device) -> Self:
+        """Copy everything but ``ids`` to a device, asynchronously from page-locked memory."""
+        return self._moved(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors that ``to`` copies."""
+        features = () if self.teacher is None else tuple(one for one in self.teacher if one is not None)
+        further = (one for one in (self.more, self.negatives) if one is not None)
+        return (self.images, self.tokens, self.identities, *further, *features)
+
+    def _moved(self, move: Callable[[Tensor], Tensor]) -> Self:
+        images, tokens, identities, *features = map(move, self.tensors())
+        more = None if self.more is None else features.pop(0)
+        negatives = None if self.negatives is None else features.pop(0)
+        teacher = TeacherFeatures(*features) if features else None
+        return replace(
+            self,
+            images=images,
+            tokens=tokens,
+            identities=identities,
+            more=more,
+            negatives=negatives,
+            teacher=teacher,
+        )

@@ -1,0 +1,279 @@
+"""Open the data of a training run, a teacher's stored features, and what ``python -m data pack`` recorded."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from clipkit.config import DataConfig, DistillConfig
+from clipkit.errors import CheckpointError, ConfigError, DataError
+from clipkit.files import CountProgress
+from clipkit.model import Preprocess
+from clipkit.samples import Color, TruncatedError, color_of, format_pixel_range, parse_pixel_range
+from clipkit.samples.remote import is_remote, read_text, shard_cache
+from data.captions import DRAW_CAPTIONS, TEXT, CaptionRule, Selection
+from data.corpora.builtin import BUILTIN
+from data.scores.table import scored_filters
+from data.shards.manifest import Manifest, make_manifest, reject_unknown_negatives
+from data.shards.samples import Shards
+from data.shards.sources import find_shards
+from data.shards.teacher import StoredFeatures
+
+__all__ = [
+    "Packed",
+    "open_training_data",
+    "other_data",
+    "other_teacher",
+    "packed_images",
+    "resumed_preprocess",
+    "teacher_features",
+    "trained_preprocess",
+]
+
+_CARD_BYTES = 1 << 20
+
+
+def open_training_data(
+    settings: DataConfig,
+    recorded: Path,
+    *,
+    rank0: bool,
+    resumed: bool,
+    broadcast: Callable[[bytes], bytes],
+) -> Shards:
+    """Open the shards of a training run; must be called on all ranks.
+
+    Args:
+        settings: sources and selection of samples.
+        recorded: file in the run folder where rank 0 stores the manifest.
+        rank0: whether this is rank 0, which reads the indexes of the shards.
+        resumed: whether the run has a checkpoint; the data must then equal the recorded data.
+        broadcast: returns the bytes of rank 0 on every rank.
+
+    Raises:
+        DataError: there are no shards, or they cannot be read.
+        CheckpointError: the run was started with other data.
+    """
+    filters, scores = scored_filters(settings.filters, settings.scores)
+    selection = Selection(
+        filters=filters,
+        scores=scores,
+        captions=CaptionRule(
+            fields=settings.captions,
+            choice=settings.caption_choice,
+            weights=settings.caption_weights,
+            templates=settings.caption_templates,
+            prefix=settings.caption_prefix,
+            count=settings.caption_count,
+            negatives=settings.negatives,
+        ),
+        truncated=settings.truncated,
+        fraction=settings.fraction,
+    )
+    cache = shard_cache(settings.sources, settings.cache_gb)
+    content = b""
+    if rank0:
+        run = recorded.parent
+        try:
+            sources = [find_shards(source) for source in settings.sources]
+        except DataError as error:
+            if not resumed:
+                raise
+            raise DataError(
+                f"{error}; if the data of {run} was moved, set data.train to its new location; it is compared with "
+                "the recorded data"
+            ) from error
+        with CountProgress("counting shards", total=sum(map(len, sources)), shown=True) as progress:
+            try:
+                manifest = make_manifest(sources, selection, cache=cache, progress=progress.show)
+            except TruncatedError as error:
+                raise DataError(f"{error}, or set data.truncated=use to train on its intact part") from error
+        reject_unknown_negatives([shard for source in sources for shard in source], selection, cache)
+        earlier = Manifest.load(recorded)
+        if earlier is not None and resumed:
+            if changes := manifest.changes_since(earlier):
+                raise other_data(run, "; ".join(changes))
+            if unknown := manifest.not_compared(earlier):
+                print(
+                    f"note: {unknown:,} of {len(manifest):,} shards have a different or no modification time, "
+                    "inode or etag, and no recorded digest of their content: only keys and sizes of their "
+                    "samples were compared with the recorded data",
+                    file=sys.stderr,
+                )
+            manifest = manifest.with_counts_of(earlier)
+        manifest.save(recorded)
+        content = manifest.to_bytes()
+    shared = Manifest.from_bytes(broadcast(content))
+    assert shared is not None
+    return Shards(shared, selection, cache=cache)
+
+
+def teacher_features(settings: DistillConfig, shards: Shards, *, rank0: bool) -> StoredFeatures | None:
+    """Open a teacher's stored features, if any are configured; rank 0 checks that samples have features.
+
+    Raises:
+        DataError: features are missing, or the files are invalid.
+    """
+    if not settings.features:
+        return None
+    features = StoredFeatures(Path(settings.features), Path(settings.text_features))
+    if rank0:
+        features.check(shards)
+    return features
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """How ``python -m data pack`` or ``download`` processed the images of a training set, if all sources agree.
+
+    Attributes:
+        background: color behind transparent images.
+        upright: whether EXIF orientations were applied.
+        notes: differences between sources and captions that are not used, with the settings that change this.
+    """
+
+    background: Color | None = None
+    upright: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def packed_images(
+    settings: DataConfig, manifest: Manifest, *, rank0: bool, broadcast: Callable[[bytes], bytes]
+) -> Packed:
+    """Read how ``data pack`` or ``download`` stored the images. Must be called on all ranks.
+
+    Built-in datasets are skipped.
+
+    Args:
+        settings: the sources.
+        manifest: their shards.
+        rank0: whether this is rank 0, which reads the records.
+        broadcast: returns the bytes of rank 0 on every rank.
+    """
+    found: list[tuple[Color | None, bool, int]] = []
+    if rank0:
+        folders: dict[str, None] = {}  # in order, each once
+        ends = accumulate(manifest.sources)
+        for source, count, end in zip(settings.sources, manifest.sources, ends, strict=True):
+            for shard in () if source in BUILTIN else map(manifest.urls.__getitem__, range(end - count, end)):
+                is_stream = shard.startswith("pipe:") or "?" in shard
+                folders["" if is_stream else shard.rpartition("/")[0]] = None
+        found = [_packed(folder) for folder in folders]
+    stated = json.loads(broadcast(json.dumps(found).encode()))
+    backgrounds = {None if color is None else (color[0], color[1], color[2]) for color, _, _ in stated}
+    uprights = {upright for _, upright, _ in stated}
+    most_captions = max((captions for _, _, captions in stated), default=1)
+    notes = []
+    if len(backgrounds) > 1 and not settings.background:
+        notes.append(
+            "note: the sources of data.train were packed with different backgrounds: transparent images are used "
+            "unchanged, with their hidden colors; data.background=white blends all of them onto white"
+        )
+    if len(uprights) > 1 and settings.upright == "auto":
+        notes.append(
+            "note: some sources of data.train were packed upright and others not: the EXIF orientation of the "
+            "others is not applied; data.upright=true applies it"
+        )
+    if most_captions > 1 and settings.captions == (TEXT,):
+        notes.append(
+            f"note: images of data.train have up to {most_captions} captions, and training uses only the first of "
+            f"each; {DRAW_CAPTIONS} draws one"
+        )
+    return Packed(
+        background=backgrounds.pop() if len(backgrounds) == 1 else None,
+        upright=uprights.pop() if len(uprights) == 1 else False,
+        notes=tuple(notes),
+    )
+
+
+def _packed(folder: str) -> tuple[Color | None, bool, int]:
+    """Return background, orientation and most captions of an image that ``data pack`` or ``download`` recorded.
+
+    Without a record of a folder of shards they are None, False and 1.
+    """
+    dataset, _, split = folder.rpartition("/")
+    record = _read_record(f"{folder}/download.json") if folder else {}
+    if not record and split in ("train", "test"):
+        record = _read_record(f"{dataset}/card.json")
+        if record.get("made_by") != "python -m data pack":
+            return None, False, 1
+    try:
+        background = record.get("background")
+        color = color_of(str(background)) if background else None
+        most_captions = int(record.get("captions_per_image", [1])[-1])
+        return color, record.get("keep_orientation") is False, most_captions
+    except (ConfigError, ValueError, TypeError, LookupError):
+        return None, False, 1
+
+
+def _read_record(path: str) -> dict[str, Any]:
+    """Read a JSON object; an empty one if that fails."""
+    try:
+        text = (
+            read_text(path, limit=_CARD_BYTES) if is_remote(path) else Path(path).read_text(encoding="utf-8")
+        )
+        record = json.loads(text or "{}")
+    except (OSError, ValueError, RecursionError, DataError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def trained_preprocess(preprocess: Preprocess, settings: DataConfig, packed: Packed) -> Preprocess:
+    """Return the preprocessing that a new run trains with and records.
+
+    Args:
+        preprocess: of the initial weights.
+        settings: background, orientation and pixel range given here take precedence.
+        packed: applied otherwise, so that other images are processed like the training images.
+    """
+    chosen = preprocess.with_decoding(
+        background=settings.background or None,
+        upright=settings.upright if isinstance(settings.upright, bool) else None,
+        pixel_range=None if settings.pixel_range == "auto" else parse_pixel_range(settings.pixel_range),
+    )
+    if not settings.background and packed.background is not None:
+        chosen = replace(chosen, background=packed.background)
+    if settings.upright == "auto" and packed.upright:
+        chosen = replace(chosen, upright=True)
+    return chosen
+
+
+def resumed_preprocess(preprocess: Preprocess, settings: DataConfig) -> Preprocess:
+    """Return the preprocessing of a resumed run, to which a pixel range may be added.
+
+    Args:
+        preprocess: of the checkpoint.
+        settings: the current settings.
+
+    Raises:
+        CheckpointError: the run was trained with another pixel range.
+    """
+    pixel_range = parse_pixel_range(settings.pixel_range, setting="data.pixel_range")
+    if pixel_range in ("auto", preprocess.pixel_range):
+        return preprocess
+    if preprocess.pixel_range != "auto":
+        raise CheckpointError(
+            f"data.pixel_range = {format_pixel_range(pixel_range)}, but the run was trained with "
+            f"{format_pixel_range(preprocess.pixel_range)}: restore it, or set out=… for a new run"
+        )
+    return preprocess.with_decoding(pixel_range=pixel_range)
+
+
+def other_data(run: Path, difference: str) -> CheckpointError:
+    """Return the error for resuming a run with other data."""
+    return CheckpointError(
+        f"{run} was trained on other data: {difference}; restore the data, or set out=… for a new run"
+    )
+
+
+def other_teacher(run: Path, settings: DistillConfig) -> CheckpointError:
+    """Return the error for resuming a run with another teacher."""
+    setting = "teacher" if settings.teacher else "features"
+    source = settings.teacher or settings.features
+    return CheckpointError(
+        f"{run} was trained with another teacher: distill.{setting} = {source!r} has changed since; restore it, or "
+        "set out=… for a new run"
+    )
