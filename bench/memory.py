@@ -30,9 +30,11 @@ import webdataset
 from PIL import Image
 
 from clipkit.model.tokenizer import ClipTokenizer
-from data.captions import CaptionRule, Filter, Selection
+from data.captions import CaptionRule
+from data.filters import Filter
 from data.loader import Loader
 from data.order import Order
+from data.selection import Selection
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
 from data.shards.sources import find_shards

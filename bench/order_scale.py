@@ -24,8 +24,8 @@ from pathlib import Path
 import numpy as np
 
 from clipkit.samples import Strings
-from data.captions import Selection
 from data.order import Order
+from data.selection import Selection
 from data.shards.manifest import Manifest
 
 RESULTS = Path(__file__).parent / "results"

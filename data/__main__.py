@@ -491,7 +491,7 @@ def _score_options(parser: argparse.ArgumentParser) -> None:
 def _index(parsed: argparse.Namespace) -> int:
     from clipkit.files import CountProgress
     from clipkit.samples import TruncatedError
-    from data.captions import Selection
+    from data.selection import Selection
     from data.shards.manifest import make_manifest
     from data.shards.sources import find_shards
 

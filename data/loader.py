@@ -36,6 +36,7 @@ from data.augment import (
     training_pixels,
 )
 from data.batch import BatchError, BatchPart, LoaderBatch, Stage, ids_and_identities, stage_at, token_lengths
+from data.captions import TEXT
 from data.order import Order
 from data.shards.samples import Shards
 from data.shards.teacher import StoredFeatures
@@ -268,15 +269,15 @@ class Loader:
         sample = self.shards.read(number)
         part.read_seconds += time.perf_counter() - began
         rule = self.shards.selection.captions
-        random = random_of(self.order.seed, _CAPTION, epoch, sample.id) if rule.draws else None
+        random = random_of(self.order.seed, _CAPTION, epoch, number) if rule.draws else None
         if rule.count > 1:
-            captions = rule.several(sample.caption, sample.meta, random)
+            captions = rule.several(sample.fields, random)
         else:
-            caption = rule.caption(sample.caption, sample.meta, sample.caption_number, random)
+            caption = rule.caption(sample.fields, sample.caption_number, random)
             captions = [] if caption is None else [caption]
         if not captions:
             raise DataError(
-                f"no caption in {' or '.join(rule.fields)}" if rule.reads_json else "empty caption"
+                f"no caption in {' or '.join(rule.fields)}" if rule.fields != (TEXT,) else "empty caption"
             )
         if (longest := max(map(len, captions))) > MAX_CHARACTERS:
             raise DataError(f"caption of {longest} characters")
@@ -299,8 +300,8 @@ class Loader:
         part.traits.add(traits)
         part.captions += captions
         if self._with_negatives:
-            wrong = rule.wrong_captions(sample.meta) or captions
-            random = random_of(self.order.seed, _NEGATIVE, epoch, sample.id)
+            wrong = rule.wrong_captions(sample.fields) or captions
+            random = random_of(self.order.seed, _NEGATIVE, epoch, number)
             part.negatives.append(wrong[int(random.integers(len(wrong)))][:MAX_CHARACTERS])
         part.numbers.append(number - sample.caption_number)  # of the first sample with this image
         if features is not None:

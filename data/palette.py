@@ -14,11 +14,10 @@ from safetensors.torch import save
 
 from clipkit.errors import ConfigError, DataError
 from clipkit.files import CountProgress, write_atomic
-from clipkit.samples import IMAGE, decode_image
+from clipkit.samples import decode_image
 from clipkit.samples.remote import shard_cache
-from data.captions import Selection
+from data.selection import SelectedShard, Selection
 from data.shards.manifest import make_manifest
-from data.shards.samples import OpenShard
 from data.shards.sources import find_shards
 
 __all__ = ["command", "palette_of"]
@@ -74,9 +73,9 @@ def command(parsed: argparse.Namespace) -> int:
             first += count
             if not numbers:
                 continue
-            shard = OpenShard(file, selection, cache)
+            shard = SelectedShard(file, selection, cache)
             for number in numbers:
-                (data,) = shard.read(shard.row(number), (IMAGE,))
+                (data,) = shard.read(shard.row(number), (selection.image,))
                 try:
                     pixels = decode_image(data or b"").reshape(-1, 3)
                 except DataError:

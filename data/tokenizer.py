@@ -23,11 +23,11 @@ from tokenizers import (
 
 from clipkit.errors import ConfigError, DataError
 from clipkit.files import CountProgress
-from clipkit.samples import CAPTION, META
 from clipkit.samples.remote import shard_cache
-from data.captions import CaptionRule, Filter, Selection
+from data.captions import CaptionRule
+from data.filters import Filter
+from data.selection import SelectedShard, Selection
 from data.shards.manifest import make_manifest
-from data.shards.samples import OpenShard, meta_of, text_of
 from data.shards.sources import find_shards
 
 __all__ = ["LEAST", "command", "train", "write"]
@@ -91,10 +91,11 @@ def command(parsed: argparse.Namespace) -> int:
     def texts() -> Iterator[str]:
         done = 0
         for file in shards:
-            shard = OpenShard(file, selection, cache)
+            shard = SelectedShard(file, selection, cache)
             for number in range(len(shard)):
-                text, meta = shard.read(shard.row(number), (CAPTION, META))
-                flat = [*chain.from_iterable(rule.by_field(text_of(text), meta_of(meta)))]
+                row = shard.row(number)
+                members = shard.read_present(row, rule.members(shard.index.members(row)))
+                flat = [*chain.from_iterable(rule.by_field(rule.parse(members)))]
                 yield flat[shard.caption_number(number)]
                 done += 1
                 progress.show(done, 0)

@@ -14,9 +14,10 @@ from clipkit.files import CountProgress
 from clipkit.model import Preprocess
 from clipkit.samples import Color, TruncatedError, color_of, format_pixel_range, parse_pixel_range
 from clipkit.samples.remote import is_remote, read_text, shard_cache
-from data.captions import DRAW_CAPTIONS, TEXT, CaptionRule, Selection
+from data.captions import DRAW_CAPTIONS, TEXT, CaptionRule
 from data.corpora.builtin import BUILTIN
 from data.scores.table import scored_filters
+from data.selection import Selection
 from data.shards.manifest import Manifest, make_manifest, reject_unknown_negatives
 from data.shards.samples import Shards
 from data.shards.sources import find_shards

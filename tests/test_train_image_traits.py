@@ -19,9 +19,9 @@ from clipkit.errors import CheckpointError
 from clipkit.model.preprocess import Preprocess
 from clipkit.samples.traits import Decoding
 from clipkit.training.checkpoint import loop_state
-from data.captions import Selection
 from data.order import Order
 from data.pack import pack
+from data.selection import Selection
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
 from data.shards.sources import find_shards

@@ -94,7 +94,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "no pair": (
         ("data.train={root}/unpaired",),
-        "shard {root}/unpaired/train/0.tar has no sample with image and caption; extensions seen: png (2)",
+        "shard {root}/unpaired/train/0.tar has no sample with image and caption; members: png (2)",
     ),
     "truncated": (("data.train={root}/truncated",), "shard {root}/truncated/train/1.tar is truncated"),
     "large batch": (

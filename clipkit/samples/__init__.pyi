@@ -1,3 +1,10 @@
+from .base import (
+    Samples as Samples,
+    decode_text as decode_text,
+    find_image as find_image,
+    is_json as is_json,
+    parse_fields as parse_fields,
+)
 from .caption_files import (
     find_captions as find_captions,
     open_caption_tables as open_caption_tables,
@@ -53,10 +60,7 @@ from .image_types import (
     describe_unreadable as describe_unreadable,
 )
 from .index import (
-    CAPTION as CAPTION,
-    IMAGE as IMAGE,
-    LABEL as LABEL,
-    META as META,
+    INDEX_VERSION as INDEX_VERSION,
     ShardIndex as ShardIndex,
     Strings as Strings,
     index_of_members as index_of_members,
@@ -69,6 +73,11 @@ from .index import (
     unpack_arrays as unpack_arrays,
     with_content as with_content,
     write_arrays as write_arrays,
+)
+from .shards import (
+    OpenShards as OpenShards,
+    Shard as Shard,
+    ShardSamples as ShardSamples,
 )
 from .table import (
     CAPTION_COLUMNS as CAPTION_COLUMNS,

@@ -13,7 +13,6 @@ import mmap
 import os
 import zlib
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,17 +24,15 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import DataError
-from clipkit.files import printable, write_atomic
+from clipkit.files import write_atomic
+from clipkit.samples.base import find_image
 from clipkit.samples.image_types import IMAGE_EXTENSIONS
 from clipkit.samples.remote.cache import cache_folder
 from clipkit.samples.remote.store import ShardFile
 from clipkit.samples.tar import TruncatedError, sample_name, tar_files
 
 __all__ = [
-    "CAPTION",
-    "IMAGE",
-    "LABEL",
-    "META",
+    "INDEX_VERSION",
     "ShardIndex",
     "Strings",
     "index_of_members",
@@ -147,42 +144,46 @@ def read_arrays(path: Path) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]
 
 # --------------------------------------------------------------------------------------------------------------
 
-IMAGE, CAPTION, LABEL, META = range(4)  # columns of ShardIndex.blocks and sizes
-_COLUMN = {**dict.fromkeys(IMAGE_EXTENSIONS, IMAGE), "txt": CAPTION, "cls": LABEL, "json": META}
 _BLOCK = 512  # bytes; the data of every member start at a multiple of it
 _MAX_UINT32 = 2**32 - 1
-_MAX_EXTENSIONS = 1000  # counted extensions; with dots in file names there may be as many as members
-_MAX_EXTENSION = 40  # characters
-# bytes at the end of image, caption, label and json that are included in the content digest
-_DIGESTED = np.array((1 << 10, 64 << 10, 64 << 10, 64 << 10), dtype=np.int64)
-# different images may end with the same bytes (uncompressed, or metadata at the end): 512 bytes at each
+# last extensions of texts, and how many bytes at the end of a text or another member are digested
+_TEXTS = {"txt", "json", "cls"}
+_DIGESTED_TEXT, _DIGESTED = 64 << 10, 1 << 10
+# different images and arrays may end with the same bytes (uncompressed, or metadata at the end): 512 bytes at each
 # quarter are also included
-_SIMILAR_ENDS = {"bmp", "ppm", "pgm", "tif", "tiff", "webp"}
-_VERSION = 6  # of the file format; increase it when the scan or the arrays change
+_SIMILAR_ENDS = {"bmp", "ppm", "pgm", "tif", "tiff", "webp", "npy"}
+_ARRAYS = ("member_ends", "member_names", "member_blocks", "member_sizes", "key_ends", "key_bytes")
+INDEX_VERSION = 7  # of the file format; increase it when the scan or the arrays change
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardIndex:
-    """The samples of one shard in file order.
+    """The N samples of one shard in file order, with M members.
+
+    The name of a member is what follows the first dot of its file name, in lower case. Of several members of a
+    sample with the same name, only the first is indexed.
 
     Attributes:
-        blocks: (N, 4) uint32, start of the data of each sample's image, caption, label and json in blocks of 512
-            bytes; 0 if missing.
-        sizes: (N, 4) uint32, their sizes in bytes.
+        names: names of members in order of first occurrence, with the number of members, repeated ones included.
+        member_ends: (N,) uint32, where the members of each sample end in the next three arrays.
+        member_names: (M,) unsigned integers, index of each member's name in ``names``.
+        member_blocks: (M,) uint32, start of its data in blocks of 512 bytes.
+        member_sizes: (M,) uint32, its size in bytes.
         key_ends: (N,) uint32, where each key ends in ``key_bytes``.
         key_bytes: uint8, the concatenated WebDataset keys in UTF-8.
-        extensions: number of members with each of the most frequent extensions.
         digest: 16 hexadecimal digits that change with any of these.
-        content: 16 hexadecimal digits that change with the captions, labels and json (their last 64 KiB) and the
-            images (their last KiB, and three more pieces of some formats); empty if the shard was not read.
+        content: 16 hexadecimal digits that change with the texts, labels and json (their last 64 KiB) and other
+            members (their last KiB, and three more pieces of some formats); empty if the shard was not read.
         truncated: why the shard is truncated, so that only its intact part is indexed; empty for a complete shard.
     """
 
-    blocks: npt.NDArray[np.uint32]
-    sizes: npt.NDArray[np.uint32]
+    names: dict[str, int]
+    member_ends: npt.NDArray[np.uint32]
+    member_names: npt.NDArray[np.unsignedinteger[Any]]
+    member_blocks: npt.NDArray[np.uint32]
+    member_sizes: npt.NDArray[np.uint32]
     key_ends: npt.NDArray[np.uint32]
     key_bytes: npt.NDArray[np.uint8]
-    extensions: dict[str, int]
     digest: str
     content: str = ""
     truncated: str = ""
@@ -192,34 +193,66 @@ class ShardIndex:
 
     def key(self, row: int) -> str:
         """Return the key of a sample."""
-        _, _, key_ends, key_bytes = self._views
-        start = key_ends[row - 1] if row else 0
-        return str(key_bytes[start : key_ends[row]], "utf-8", "replace")
+        ends, content = self._key_views
+        start = ends[row - 1] if row else 0
+        return str(content[start : ends[row]], "utf-8", "replace")
 
     def is_same(self, other: "ShardIndex") -> bool:
         """Whether both have the same samples, as far as their content is known."""
         known = bool(self.content and other.content)
         return self.digest == other.digest and (not known or self.content == other.content)
 
-    def has(self) -> npt.NDArray[np.bool_]:
-        """Return which members each sample has, (N, 4)."""
-        has: npt.NDArray[np.bool_] = self.blocks > 0
+    def members(self, row: int) -> tuple[str, ...]:
+        """Return the names of a sample's members in file order."""
+        ends, names, _, _ = self._member_views
+        layout = bytes(names[ends[row - 1] if row else 0 : ends[row]])
+        members = self._layouts.get(layout)
+        if members is None:
+            texts = [*self.names]
+            numbers = np.frombuffer(layout, self.member_names.dtype).tolist()
+            members = self._layouts[layout] = tuple(texts[number] for number in numbers)
+        return members
+
+    def span(self, row: int, name: str) -> tuple[int, int]:
+        """Return byte offset and size of a sample's member; (0, 0) if it is missing.
+
+        The name "" stands for the image, see ``find_image``.
+        """
+        members = self.members(row)
+        name = name or find_image(members)
+        if name not in members:
+            return 0, 0
+        ends, _, blocks, sizes = self._member_views
+        position = (ends[row - 1] if row else 0) + members.index(name)
+        return blocks[position] * _BLOCK, sizes[position]
+
+    def has_any(self, names: Iterable[str]) -> npt.NDArray[np.bool_]:
+        """Return which samples have at least one of these members, (N,)."""
+        wanted = set(names)
+        numbers = [number for number, name in enumerate(self.names) if name in wanted]
+        counts = np.concatenate([[0], np.cumsum(np.isin(self.member_names, numbers))])  # (M + 1,)
+        ends = counts[self.member_ends]
+        has: npt.NDArray[np.bool_] = np.diff(ends, prepend=0) > 0
         return has
 
-    def span(self, row: int, column: int) -> tuple[int, int]:
-        """Return byte offset and size of a sample's image, caption, label or json; (0, 0) if missing."""
-        blocks, sizes, _, _ = self._views
-        return blocks[row, column] * _BLOCK, sizes[row, column]
+    # Single numbers are read ten times faster from memory views than from arrays.
 
     @cached_property
-    def _views(self) -> tuple[memoryview, memoryview, memoryview, memoryview]:
-        # single numbers are read ten times faster from memory views than from arrays
-        return self.blocks.data, self.sizes.data, self.key_ends.data, self.key_bytes.data
+    def _key_views(self) -> tuple[memoryview, memoryview]:
+        return self.key_ends.data, self.key_bytes.data
+
+    @cached_property
+    def _member_views(self) -> tuple[memoryview, memoryview, memoryview, memoryview]:
+        return self.member_ends.data, self.member_names.data, self.member_blocks.data, self.member_sizes.data
+
+    @cached_property
+    def _layouts(self) -> dict[bytes, tuple[str, ...]]:
+        return {}  # names of the members by a piece of ``member_names``
 
 
 def index_place(shard: ShardFile) -> Path:
     """Return the path of a shard's stored index; that of a truncated shard has the suffix ``.truncated``."""
-    identity = f"{_VERSION}\n{shard.shown}\n{shard.size}\n{shard.version}"
+    identity = f"{INDEX_VERSION}\n{shard.shown}\n{shard.size}\n{shard.version}"
     digest = hashlib.sha256(os.fsencode(identity)).hexdigest()[:32]
     return cache_folder() / "index" / digest[:2] / f"{digest}.index"
 
@@ -245,8 +278,8 @@ def keep_index(shard: ShardFile, index: ShardIndex) -> None:
     if index.truncated and shard.size < 0:
         return  # a pipe: neither size nor version would change when it is repaired
     place = index_place(shard)
-    about = {name: getattr(index, name) for name in ("extensions", "digest", "content", "truncated")}
-    arrays = {name: getattr(index, name) for name in ("blocks", "sizes", "key_ends", "key_bytes")}
+    about = {name: getattr(index, name) for name in ("names", "digest", "content", "truncated")}
+    arrays = {name: getattr(index, name) for name in _ARRAYS}
     with suppress(OSError):
         write_arrays(place.with_suffix(".truncated") if index.truncated else place, about, arrays)
 
@@ -292,58 +325,67 @@ def index_of_members(
         DataError: the shard is larger than 2 TiB.
     """
     keys: list[str] = []
-    # (N, 4) each, flat: lists per sample would slow down the garbage collector
-    offsets, sizes = array("q"), array("q")
-    seen: dict[str, int] = {}
-    first = 0  # of the four entries of the current sample
+    # arrays, because lists per sample would slow down the garbage collector
+    starts, numbers, offsets, sizes = array("q"), array("q"), array("q"), array("q")
+    number_of: dict[str, int] = {}  # by name
+    counts: list[int] = []  # members of each name
+    latest: list[int] = []  # start of the last sample with each name
+    start = 0  # of the members of the current sample
     last = None  # its key
     fault = ""
     try:
         for name, offset, size in members:
             key, _, extension = name.partition(".")
-            if key != last or extension not in _COLUMN:  # fast path: otherwise the split above is correct
-                if (found := sample_name(name)) is None:
+            if key != last or extension not in number_of:  # fast path: otherwise the split above is correct
+                if (parts := sample_name(name)) is None:
                     continue
-                key, extension = found
+                key, extension = parts
                 if key != last:
                     last = key
                     keys.append(key)
-                    first = len(offsets)
-                    offsets.extend((0, 0, 0, 0))
-                    sizes.extend((0, 0, 0, 0))
-            seen[extension] = seen.get(extension, 0) + 1
-            column = _COLUMN.get(extension)
-            if column is not None and not offsets[first + column]:
-                offsets[first + column] = offset
-                sizes[first + column] = size
+                    start = len(offsets)
+                    starts.append(start)
+                if extension not in number_of:
+                    number_of[extension] = len(counts)
+                    counts.append(0)
+                    latest.append(-1)
+            number = number_of[extension]
+            counts[number] += 1
+            if latest[number] != start:
+                latest[number] = start
+                numbers.append(number)
+                offsets.append(offset)
+                sizes.append(size)
     except TruncatedError as error:
         if truncated == "error":
             raise
         fault = str(error)
-        pairs = zip(offsets[-8:-4], offsets[-4:], strict=True) if len(keys) > 1 else ()
-        if any(before and not now for before, now in pairs):
-            del keys[-1], offsets[-4:], sizes[-4:]
+        texts = [*number_of]
+        if len(keys) > 1:
+            previous = {texts[number] for number in numbers[starts[-2] : start]}
+            names = {texts[number] for number in numbers[start:]}
+            if find_image([*previous]) and find_image([*names]):
+                previous -= {*IMAGE_EXTENSIONS}
+            if not previous <= names:
+                del keys[-1], starts[-1], numbers[start:], offsets[start:], sizes[start:]
 
-    extensions: Counter[str] = Counter()
-    for extension, count in Counter(seen).most_common(_MAX_EXTENSIONS):
-        extensions[printable(extension, _MAX_EXTENSION)] += count
     encoded = [key.encode("utf-8", "replace") for key in keys]
-    blocks = np.array(offsets, dtype=np.int64).reshape(len(keys), 4) // _BLOCK
-    if len(keys) and blocks.max() > _MAX_UINT32:
+    blocks = np.array(offsets, dtype=np.int64) // _BLOCK
+    if len(blocks) and blocks.max() > _MAX_UINT32:
         raise DataError(f"shard {shard} is larger than 2 TiB: write smaller shards")
     arrays: dict[str, Any] = {
-        "blocks": blocks.astype(np.uint32),
-        "sizes": np.array(sizes, dtype=np.int64)
-        .reshape(len(keys), 4)
-        .clip(max=_MAX_UINT32)
-        .astype(np.uint32),
+        "member_ends": np.array([*starts[1:], len(offsets)][: len(keys)], dtype=np.uint32),
+        "member_names": np.array(numbers, dtype=np.min_scalar_type(len(counts))),
+        "member_blocks": blocks.astype(np.uint32),
+        "member_sizes": np.array(sizes, dtype=np.int64).clip(max=_MAX_UINT32).astype(np.uint32),
         "key_ends": np.cumsum([len(key) for key in encoded], dtype=np.uint32),
         "key_bytes": np.frombuffer(b"".join(encoded), dtype=np.uint8),
     }
-    digest = hashlib.sha256()
+    found = dict(zip(number_of, counts, strict=True))
+    digest = hashlib.sha256(json.dumps([*found]).encode())
     for content in arrays.values():
         digest.update(content.tobytes())
-    return ShardIndex(**arrays, extensions=dict(extensions), digest=digest.hexdigest()[:16], truncated=fault)
+    return ShardIndex(**arrays, names=found, digest=digest.hexdigest()[:16], truncated=fault)
 
 
 def with_content(index: ShardIndex, path: Path) -> ShardIndex:
@@ -355,18 +397,18 @@ def with_content(index: ShardIndex, path: Path) -> ShardIndex:
     Raises:
         OSError: the shard cannot be read.
     """
-    there = index.blocks > 0
-    starts = index.blocks.astype(np.int64) * _BLOCK
-    sizes = index.sizes.astype(np.int64)
-    lengths = np.minimum(sizes, _DIGESTED)[there]  # (M,) of the members in order
-    pieces = [((starts + sizes)[there] - lengths, lengths)]
-    if _SIMILAR_ENDS & index.extensions.keys():
-        images = there[:, IMAGE]
+    extensions = [name.rpartition(".")[2] for name in index.names]
+    starts = index.member_blocks.astype(np.int64) * _BLOCK
+    sizes = index.member_sizes.astype(np.int64)
+    limits = [_DIGESTED_TEXT if extension in _TEXTS else _DIGESTED for extension in extensions]
+    lengths = np.minimum(sizes, np.array(limits, dtype=np.int64)[index.member_names])
+    pieces = [(starts + sizes - lengths, lengths)]
+    similar = [extension in _SIMILAR_ENDS for extension in extensions]
+    if any(similar):
+        images = np.array(similar)[index.member_names]
         for quarter in (1, 2, 3):
-            skipped = quarter * sizes[images, IMAGE] // 4
-            pieces.append(
-                (starts[images, IMAGE] + skipped, np.minimum(sizes[images, IMAGE] - skipped, _BLOCK))
-            )
+            skipped = quarter * sizes[images] // 4
+            pieces.append((starts[images] + skipped, np.minimum(sizes[images] - skipped, _BLOCK)))
     digest = hashlib.sha256()
     with path.open("rb") as file:
         for begin, length in pieces:

@@ -63,8 +63,8 @@ def sample_name(name: str) -> tuple[str, str] | None:
     Return None for hidden files and names without an extension, which are not part of a sample.
     """
     folder, slash, file_name = name.rpartition("/") if "/" in name else ("", "", name)
-    stem, dot, extension = file_name.partition(".")
-    if not dot or not stem:
+    stem, _, extension = file_name.partition(".")
+    if not extension or not stem:
         return None
     return folder + slash + stem if folder else stem, extension.lower()
 

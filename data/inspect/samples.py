@@ -20,18 +20,19 @@ from torch import Tensor
 from clipkit.errors import DataError
 from clipkit.model import CONTEXT_LENGTH, END_OF_TEXT, MAX_CHARACTERS, tokenize
 from clipkit.samples import (
-    CAPTION,
-    IMAGE,
-    META,
     Decoding,
+    Shard,
     Traits,
     are_integers,
     decode_image,
     describe_depth,
+    find_image,
     gray_values,
     is_deep,
+    is_json,
     jpeg_size,
     open_image,
+    parse_fields,
     pillow_errors,
     suggest_pixel_range,
     value_extrema,
@@ -55,14 +56,12 @@ from data.inspect.findings import (
 )
 from data.inspect.shards import (
     FIRST_PLACES,
-    OpenBeginning,
     Progress,
     SampleRef,
     ShardSurvey,
     list_extensions,
 )
 from data.shards.manifest import no_caption, note_texts
-from data.shards.samples import OpenShard, meta_of, text_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -149,23 +148,26 @@ class Sample:
 
 
 def read_sample(
-    shard: OpenShard | OpenBeginning, ref: SampleRef, rule: CaptionRule, *, image: bool = False
+    shard: Shard, ref: SampleRef, rule: CaptionRule, *, image: bool = False
 ) -> tuple[Sample, bytes]:
     """Read a sample's caption and json, and with ``image`` its image file; errors are recorded in ``cause``."""
     sample = Sample(ref=ref, place=Place(shard=shard.file.shown, key=shard.index.key(ref.row)))
+    names = shard.index.members(ref.row)
+    texts = [*dict.fromkeys([*rule.members(names), *filter(is_json, names)])]
     try:
-        text, meta, *data = shard.read(ref.row, (CAPTION, META, IMAGE) if image else (CAPTION, META))
+        data, *contents = shard.read(ref.row, ["" if image else TEXT, *texts])
     except DataError as error:
         sample.cause = str(error)
         return sample, b""
-    sample.caption, sample.has_text = "", text is not None
-    if meta is not None:
-        with suppress(DataError):
-            sample.meta = meta_of(meta)
+    members = {name: content for name, content in zip(texts, contents, strict=True) if content is not None}
+    sample.caption, sample.has_text = "", TEXT in names
+    with suppress(DataError):
+        if any(map(is_json, members)):
+            sample.meta = parse_fields(members)
     begin = time.thread_time()
     try:
-        fields = meta_of(meta) if sample.meta is None and (rule.reads_json or text is None) else sample.meta
-        caption = rule.caption(text_of(text), fields or {}, 0, None)
+        needed = rule.members(names)
+        caption = rule.caption(rule.parse({name: members[name] for name in needed}), 0, None)
         if caption is None:
             raise DataError(_EMPTY_CAPTION)
         if len(caption) > MAX_CHARACTERS:
@@ -174,7 +176,7 @@ def read_sample(
     except DataError as error:
         sample.cause = str(error)
     sample.text = time.thread_time() - begin
-    return sample, b"".join(one or b"" for one in data)
+    return sample, data or b""
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -256,7 +258,7 @@ class SampleChecker:
         for number in range(most):
             ref = self._refs[number * len(self._refs) // most]
             with suppress(DataError):
-                members = self._survey.opened(ref.scan).read(ref.row, (IMAGE, CAPTION, META))
+                members = self._survey.opened(ref.scan).read(ref.row, ("", TEXT, "json"))
                 self._bytes_read += sum(len(one or b"") for one in members)
             self._read += 1
             if time.monotonic() > until:
@@ -278,7 +280,7 @@ class SampleChecker:
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _check(self, shard: OpenShard | OpenBeginning, ref: SampleRef) -> Sample:
+    def _check(self, shard: Shard, ref: SampleRef) -> Sample:
         sample, data = read_sample(shard, ref, self._rule, image=True)
         if sample.cause:
             return sample
@@ -299,7 +301,7 @@ class SampleChecker:
                     decoding=self._decoding,
                 )
             sample.make = time.thread_time() - begin
-            extension = ref.scan.extension_at(int(shard.index.blocks[ref.row][0]))
+            extension = find_image(shard.index.members(ref.row))
             sample.image, sample.crop = _describe(data, extension, traits), crop
         except DataError as error:
             sample.cause = str(error)

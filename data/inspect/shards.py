@@ -6,8 +6,6 @@ Errors for which training would reject the shards are recorded, and the inspecti
 import os
 import re
 import time
-from array import array
-from bisect import bisect_left
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,12 +21,9 @@ import numpy.typing as npt
 from clipkit.errors import DataError
 from clipkit.files import expand_braces, path_order
 from clipkit.samples import (
-    CAPTION,
-    IMAGE,
     IMAGE_EXTENSIONS,
-    LABEL,
-    META,
     Content,
+    Shard,
     ShardIndex,
     TruncatedError,
     index_of_members,
@@ -41,28 +36,24 @@ from clipkit.samples import (
 )
 from clipkit.samples.remote import ShardFile, is_remote
 from data.augment import random_of
-from data.captions import CaptionRule, Selection
+from data.captions import CaptionRule
 from data.inspect.findings import Broken, Names, Place, ShardsFound, Stated
+from data.selection import Selection
 from data.shards.manifest import stated_count
-from data.shards.samples import OpenShard
 from data.shards.sources import find_shards
 
 if TYPE_CHECKING:
     from clipkit.samples.remote import ShardCache
 
 __all__ = [
-    "FIRST_PLACES", "OpenBeginning", "Progress", "SampleRef", "ShardScan", "ShardSurvey", "key_pattern",
+    "FIRST_PLACES", "Progress", "SampleRef", "ShardScan", "ShardSurvey", "key_pattern",
     "list_extensions", "missing_numbers",
 ]  # fmt: skip
 
 FIRST_PLACES = 3  # examples of a finding
 _BEGINNING = 8 << 20  # bytes read of a remote shard without an index
 _BLOCK = 512
-_KINDS = (
-    ("picture", IMAGE_EXTENSIONS, IMAGE), ("txt", ("txt",), CAPTION), ("cls", ("cls",), LABEL),
-    ("json", ("json",), META),
-)  # fmt: skip
-_CODES = {extension: code for code, extension in enumerate(IMAGE_EXTENSIONS)}
+_KINDS = {"picture": IMAGE_EXTENSIONS, "txt": ("txt",), "cls": ("cls",), "json": ("json",)}
 _SEED = 0
 
 Progress = Callable[
@@ -74,7 +65,6 @@ Progress = Callable[
 # One shard
 
 _CLOCK_INTERVAL = 16_384  # members
-_MOST_NOTED = 200_000  # images per shard whose extension is kept
 _MOST_HASHES = 50_000  # key hashes per shard
 
 
@@ -89,8 +79,6 @@ class ShardScan:
         groups: samples, usable or not.
         extensions: members by extension; known for a truncated shard, too.
         repeated: surplus members by kind, see ``Names``.
-        image_blocks: ascending 512-byte blocks at which the first images begin.
-        image_codes: the extension of each, as an index into ``IMAGE_EXTENSIONS``.
         key_hashes: (K,) int64, the lowest hashes of the keys, ascending.
         keys: some of the keys.
         beginning: the index, if only the first samples were scanned.
@@ -111,8 +99,6 @@ class ShardScan:
     hidden: int = 0
     repeated: Counter[str] = field(default_factory=Counter)
     repeated_keys: list[str] = field(default_factory=list)
-    image_blocks: "array[int]" = field(default_factory=lambda: array("Q"))
-    image_codes: "array[int]" = field(default_factory=lambda: array("B"))
     key_hashes: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     keys: list[str] = field(default_factory=list)
     apart: int = 0
@@ -135,33 +121,26 @@ class ShardScan:
         except DataError as error:
             self.cause, self.truncated = str(error), isinstance(error, TruncatedError)
             return
-        has = index.has()
-        self.rows = selection.choose(index, lambda row: (None, {}), shard=self.file.name).rows
+        self.rows = selection.choose(index, lambda row: {}, shard=self.file.name).rows
         self.groups = len(index)
-        ends = index.blocks.astype(np.int64) * _BLOCK + index.sizes
+        ends = index.member_blocks.astype(np.int64) * _BLOCK + index.member_sizes
         self.bytes_seen = self.file.size if self.beginning is None else int(ends.max(initial=0))
         usable = np.zeros(len(index), dtype=np.bool_)
         usable[self.rows] = True
-        self.without_caption = int((has[:, IMAGE] & ~usable).sum())
-        self.without_image = int((~has[:, IMAGE] & has[:, 1:].any(axis=1)).sum())
-        if not self.extensions:  # the index has counts, but no names
-            self.extensions = Counter(index.extensions)
-            for kind, extensions, column in _KINDS:
-                members = sum(index.extensions.get(one, 0) for one in extensions)
-                if (surplus := members - int(has[:, column].sum())) > 0:
+        images = index.has_any((selection.image,) if selection.image else IMAGE_EXTENSIONS)
+        captions = index.has_any(("txt", "cls", "json", *selection.captions.members(index.names)))
+        self.without_caption = int((images & ~usable).sum())
+        self.without_image = int((~images & captions).sum())
+        if not self.extensions:  # the index was stored
+            self.extensions = Counter(index.names)
+            for kind, names in _KINDS.items():
+                members = sum(index.names.get(name, 0) for name in names)
+                if (surplus := members - int(index.has_any(names).sum())) > 0:
                     self.repeated[kind] = surplus
         self._note_keys(index, keys)
 
-    def extension_at(self, block: int) -> str:
-        """Return the extension of the image that begins at a block; empty if unknown."""
-        at = bisect_left(self.image_blocks, block)
-        if at < len(self.image_blocks) and self.image_blocks[at] == block:
-            return IMAGE_EXTENSIONS[self.image_codes[at]]
-        kinds = [one for one in self.extensions if one in _CODES]
-        return kinds[0] if len(kinds) == 1 else ""
-
     def _read_index(self, selection: Selection, cache: "ShardCache | None", until: float) -> ShardIndex:
-        """Index the shard; a local one is always scanned, because a stored index lacks the member names."""
+        """Index the shard; a local one is always scanned, because a stored index lacks the names of files."""
         file = self.file
         if not file.is_remote:
             try:
@@ -172,7 +151,7 @@ class ShardScan:
             keep_index(file, index)
             return index
         if cache is not None or file.size <= _BEGINNING or stored_index(file) is not None:
-            return OpenShard(file, selection, cache).index
+            return Shard(file, cache).index
         from clipkit.samples.remote import RangedBytes
 
         whole = _whole_samples(tar_files_of(file.shown, _Beginning(RangedBytes(file))))
@@ -192,15 +171,11 @@ class ShardScan:
                 key, kinds = found[0], set()
             extension = found[1]
             self.extensions[extension] += 1
-            code = _CODES.get(extension)
-            kind = extension if code is None else "picture"
+            kind = "picture" if extension in IMAGE_EXTENSIONS else extension
             if kind in kinds:
                 self.repeated[kind] += 1
                 if len(self.repeated_keys) < FIRST_PLACES and key not in self.repeated_keys:
                     self.repeated_keys.append(key)
-            elif code is not None and len(self.image_blocks) < _MOST_NOTED:
-                self.image_blocks.append(member[1] // _BLOCK)
-                self.image_codes.append(code)
             kinds.add(kind)
             if not member[0].endswith(extension):
                 self.upper_case[member[0][-len(extension) :]] += 1
@@ -249,28 +224,6 @@ def _whole_samples(members: Iterable[tuple[str, int, int]]) -> Iterator[tuple[st
                 yield from held
                 held, key = [], found[0]
             held.append(member)
-
-
-class OpenBeginning:
-    """Read samples from the beginning of a remote shard; same interface as ``OpenShard``."""
-
-    def __init__(self, file: ShardFile, index: ShardIndex) -> None:
-        self.file, self.index = file, index
-
-    def read(self, row: int, columns: tuple[int, ...]) -> list[bytes | None]:
-        """Return the members of a row with one request; None for a missing member.
-
-        Raises:
-            DataError: they cannot be read.
-        """
-        from clipkit.samples.remote import read_range
-
-        spans = [self.index.span(row, column) for column in columns]
-        there = [span for span in spans if span[0]]
-        first = min((offset for offset, _ in there), default=0)
-        last = max((offset + size for offset, size in there), default=0)
-        content = read_range(self.file, first, last) if there else b""
-        return [content[at - first : at - first + size] if at else None for at, size in spans]
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -420,7 +373,7 @@ class ShardSurvey:
         self.scans: list[ShardScan] = []
         self._counts: npt.NDArray[np.int64] = np.full(len(self._files), -1, dtype=np.int64)
         self._ends_checked = self._suspicious = 0
-        self._open: OrderedDict[int, OpenShard] = OrderedDict()
+        self._open: OrderedDict[int, Shard] = OrderedDict()
 
     def scan(self, most: int = 0, progress: Progress | None = None) -> None:
         """Scan ``most`` evenly spread shards and those that seem broken; DataError if there is no pair."""
@@ -456,7 +409,7 @@ class ShardSurvey:
                 break
             file = files[unknown[at]]
             if (index := stored_index(file)) is not None:
-                rows = self.selection.choose(index, lambda row: (None, {}), shard=file.name).rows
+                rows = self.selection.choose(index, lambda row: {}, shard=file.name).rows
                 self._counts[unknown[at]] = len(rows)
             elif not file.is_remote and (stated := stated_count(file)) is not None:
                 self._counts[unknown[at]] = stated
@@ -502,7 +455,9 @@ class ShardSurvey:
             )
         elif other := next((one for one in others if one in extensions), ""):
             hint = f": rename the .{other} files to .txt"
-        elif not extensions.keys().isdisjoint(_CODES) and not extensions.keys().isdisjoint(("txt", "json")):
+        elif not extensions.keys().isdisjoint(IMAGE_EXTENSIONS) and not extensions.keys().isdisjoint(
+            ("txt", "json")
+        ):
             hint = ": an image and its caption must have the same name up to the dot and be consecutive"
         return (
             f"{where} no pair of image and caption; extensions found: {list_extensions(extensions)}{nameless}; "
@@ -531,13 +486,11 @@ class ShardSurvey:
             chosen.append(SampleRef(scan=scan, row=int(scan.rows[place - int(ends[at])])))
         return chosen
 
-    def opened(self, scan: ShardScan) -> OpenShard | OpenBeginning:
+    def opened(self, scan: ShardScan) -> Shard:
         """Open a scanned shard; the last few stay open."""
-        if scan.beginning is not None:
-            return OpenBeginning(scan.file, scan.beginning)
         opened = self._open.get(scan.number)
         if opened is None:
-            opened = self._open[scan.number] = OpenShard(scan.file, self.selection, self._cache)
+            opened = self._open[scan.number] = Shard(scan.file, self._cache, index=scan.beginning)
             while len(self._open) > _OPEN:
                 self._open.popitem(last=False)
         return opened

@@ -17,9 +17,9 @@ from clipkit.files import CountProgress, counted, shown
 from clipkit.model import ClipTokenizer
 from clipkit.samples.remote import shard_cache
 from data.augment import image_settings
-from data.captions import Selection
 from data.loader import Loader
 from data.order import Order
+from data.selection import Selection
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
 from data.shards.sources import find_shards

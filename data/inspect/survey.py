@@ -17,7 +17,8 @@ from clipkit.files import shown
 from clipkit.model import CONTEXT_LENGTH
 from clipkit.samples import STRETCH, Decoding
 from data.augment import Augmentation
-from data.captions import NOT_UTF8, TEXT, Filter, Selection, field_hint, leaf_fields
+from data.captions import NOT_UTF8, TEXT, field_hint, leaf_fields
+from data.filters import Filter
 from data.inspect.findings import Captions, Field, Fields, Filtered, Findings, HeldOut, Histogram, Place
 from data.inspect.samples import (
     Sample,
@@ -29,6 +30,7 @@ from data.inspect.samples import (
     token_counts,
 )
 from data.inspect.shards import FIRST_PLACES, Progress, ShardSurvey
+from data.selection import Selection
 
 if TYPE_CHECKING:
     from clipkit.samples.remote import ShardCache

@@ -34,12 +34,11 @@ from clipkit.files import (
     write_atomic,
 )
 from clipkit.inference import Item, Member, PairEncoder, closest
-from clipkit.samples import CAPTION, IMAGE, META, open_image, pillow_errors
+from clipkit.samples import Shard, is_json, open_image, pillow_errors
 from clipkit.samples.remote import ShardCache, ShardFile, shard_cache
-from data.captions import TEXT, CaptionRule, Selection
+from data.captions import TEXT, CaptionRule
 from data.scores.page import check_filters, write_filters
 from data.scores.table import PERMILLE, scores_folder
-from data.shards.samples import OpenShard, meta_of, text_of
 from data.shards.sources import find_shards
 
 __all__ = ["score"]
@@ -149,9 +148,9 @@ def score(options: argparse.Namespace) -> int:
         files = [*trained.values()]
 
         def read(number: int, row: int) -> tuple[str, bytes]:
-            shard = OpenShard(files[number].file, Selection(need=()), cache)
-            image, text, meta = shard.read(row, (IMAGE, CAPTION, META))
-            caption = rule.caption(text_of(text), meta_of(meta), 0, None) or ""
+            shard = Shard(files[number].file, cache)
+            (image,) = shard.read(row, ("",))
+            caption = rule.caption(_fields(shard, row, rule), 0, None) or ""
             return f"{caption} ({shard.index.key(row)})", image or b""
 
         tables = [scores_folder() / name / one.table.name for one in files]
@@ -199,7 +198,7 @@ def _encode(
 
     if file.is_remote and cache is None:
         raise ConfigError("remote shards are scored in the cache: set --cache-gb above 0")
-    shard = OpenShard(file, Selection(need=()), cache)
+    shard = Shard(file, cache)
     table = folder / f"{shard.index.digest}-{shard.index.content}.parquet"
     rows = len(shard.index)
     encoded = _Shard(file=file, table=table, rows=rows)
@@ -227,14 +226,13 @@ def _encode(
     return encoded
 
 
-def _facts(shard: OpenShard, row: int, rule: CaptionRule) -> tuple[Item, dict[str, Any]]:
+def _facts(shard: Shard, row: int, rule: CaptionRule) -> tuple[Item, dict[str, Any]]:
     """Return a sample to encode, and what is known about it without a model."""
     facts: dict[str, Any] = {"key": shard.index.key(row)}
-    caption, image, meta = None, None, dict[str, Any]()
+    caption, image, fields = None, None, dict[str, Any]()
     try:
-        text, content = shard.read(row, (CAPTION, META))
-        meta = meta_of(content)
-        caption = rule.caption(text_of(text), meta, 0, None)
+        fields = _fields(shard, row, rule)
+        caption = rule.caption(fields, 0, None)
     except DataError as error:
         facts["cause"] = str(error)
     if caption is not None:
@@ -242,14 +240,14 @@ def _facts(shard: OpenShard, row: int, rule: CaptionRule) -> tuple[Item, dict[st
         facts |= {"characters": len(caption), "words": len(caption.split()), "language": language}
         facts |= {"language_probability": probability, "imagenet": _names_class(caption)}
     try:
-        (data,) = shard.read(row, (IMAGE,))
+        (data,) = shard.read(row, ("",))
         if data is None:
             raise DataError("no image")
-        offset, length = shard.index.span(row, IMAGE)
+        offset, length = shard.index.span(row, "")
         image = Member(shard=shard.path, offset=offset, size=length, extension="")
         with pillow_errors():
             size = open_image(data).size
-        original = [meta.get("original_width"), meta.get("original_height")]
+        original = [fields.get("original_width"), fields.get("original_height")]
         sides = [one for one in original if type(one) is int and 0 < one < 2**31]
         width, height = sides if len(sides) == 2 else size
         facts |= {"width": width, "height": height, "shorter_side": min(width, height)}
@@ -257,6 +255,11 @@ def _facts(shard: OpenShard, row: int, rule: CaptionRule) -> tuple[Item, dict[st
     except DataError as error:
         facts["cause"] = str(error)
     return Item(source="", key="", image=image, caption=caption, cause="" if image else "no image"), facts
+
+
+def _fields(shard: Shard, row: int, rule: CaptionRule) -> dict[str, Any]:
+    names = shard.index.members(row)
+    return rule.parse(shard.read_present(row, [*rule.members(names), *filter(is_json, names)]))
 
 
 @cache

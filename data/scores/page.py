@@ -13,7 +13,7 @@ import numpy as np
 from clipkit.errors import ConfigError, DataError
 from clipkit.files import printable, templates, write_page
 from clipkit.samples import decode_image
-from data.captions import Filter
+from data.filters import Filter
 from data.scores.table import COLUMNS, PERMILLE, PREFIX, PRESET, PRESETS, parse_filters, scored_filters
 
 __all__ = ["check_filters", "write_filters"]

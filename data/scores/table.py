@@ -23,7 +23,7 @@ from clipkit.errors import ConfigError, DataError, nearest
 from clipkit.files import printable
 from clipkit.samples import ShardIndex
 from clipkit.samples.remote import cache_folder
-from data.captions import Filter
+from data.filters import Filter
 
 __all__ = [
     "COLUMNS",

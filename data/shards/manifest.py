@@ -26,10 +26,11 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import DataError
+from clipkit.files import printable
 from clipkit.samples import (
-    CAPTION,
-    META,
+    INDEX_VERSION,
     Strings,
+    is_json,
     pack_arrays,
     read_arrays,
     stored_index,
@@ -37,9 +38,9 @@ from clipkit.samples import (
     write_arrays,
 )
 from clipkit.samples.remote import ShardCache, ShardFile, cache_folder, read_range, read_text
-from data.captions import OUTSIDE, TEXT, CaptionRule, Selection, field_hint, leaf_fields, listed, value_at
+from data.captions import TEXT, CaptionRule, field_hint, leaf_fields, listed, value_at
 from data.corpora.builtin import end_with_parent
-from data.shards.samples import OpenShard, meta_of, text_of
+from data.selection import OUTSIDE, SelectedShard, Selection
 
 __all__ = [
     "Census",
@@ -70,15 +71,15 @@ def _reject_unknown_fields(
     by_json = "caption" in selection.need and TEXT not in selection.captions.fields
     if not (selection.reads_json or by_json):
         return
-    plain = Selection(need=selection.need)
     looked = 0
     known: Counter[str] = Counter()
     missing = {one.name for one in selection.json_filters}
+    plain = Selection(need=selection.need, image=selection.image)
     for opened in _some_opened(shards, plain, cache):
-        for _, meta in _contents(opened, cache):
+        for names, fields in _contents(opened, selection.captions, cache):
             looked += 1
-            known.update(name for name, _ in leaf_fields(meta))
-            missing = {name for name in missing if value_at(meta, name) is None}
+            known.update(name for name, _ in leaf_fields(fields) if name not in names)
+            missing = {name for name in missing if value_at(fields, name) is None}
     if looked and missing:
         name = min(missing)
         raise DataError(
@@ -89,17 +90,19 @@ def _reject_unknown_fields(
         _reject_unknown_caption(_some_opened(shards, plain, cache), selection.captions, cache)
 
 
-def _reject_unknown_caption(opened: Iterable[OpenShard], rule: CaptionRule, cache: ShardCache | None) -> None:
+def _reject_unknown_caption(
+    opened: Iterable[SelectedShard], rule: CaptionRule, cache: ShardCache | None
+) -> None:
     """Raise DataError if none of the first samples has a caption in the fields of the rule."""
     known: dict[str, bool] = {}
     looked = files = 0
-    for one in opened:
-        for text, meta in _contents(one, cache):
+    for shard in opened:
+        for names, fields in _contents(shard, rule, cache):
             # an empty caption file is a bad sample, but not a wrong name
-            if (TEXT in rule.fields and text is not None) or any(rule.by_field(text, meta)):
+            if any(name.lower() in names for name in rule.fields) or any(rule.by_field(fields)):
                 return
-            looked, files = looked + 1, files + (text is not None)
-            note_texts(known, meta)
+            looked, files = looked + 1, files + (TEXT in names)
+            note_texts(known, fields)
     if looked:
         raise DataError(no_caption(rule, looked, files, known))
 
@@ -117,11 +120,11 @@ def reject_unknown_negatives(
     known: dict[str, bool] = {}
     most = _LOOKED_REMOTE + 1 if any(one.is_remote for one in shards) else _LOOKED_SHARDS
     for opened in _some_opened(shards, selection, cache, most=most):
-        for _, meta in _contents(opened, cache):
-            if rule.wrong_captions(meta):
+        for _, fields in _contents(opened, rule, cache):
+            if rule.wrong_captions(fields):
                 return
             looked += 1
-            note_texts(known, meta)
+            note_texts(known, fields)
     if looked:
         texts = [name for name, has_text in known.items() if has_text]
         raise DataError(
@@ -136,28 +139,31 @@ def _some_opened(
     cache: ShardCache | None,
     *,
     most: int = _LOOKED_SHARDS,
-) -> Iterator[OpenShard]:
+) -> Iterator[SelectedShard]:
     """Open a few shards, spread over all: other sources may have other fields."""
     most = min(most, len(shards))
     for number in range(most):
-        yield OpenShard(shards[number * len(shards) // most], selection, cache)
+        yield SelectedShard(shards[number * len(shards) // most], selection, cache)
 
 
-def _contents(opened: OpenShard, cache: ShardCache | None) -> Iterator[tuple[str | None, dict[str, Any]]]:
-    """Yield caption file and json of a shard's first used samples, except unreadable ones."""
+def _contents(
+    opened: SelectedShard, rule: CaptionRule, cache: ShardCache | None
+) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """Yield members and fields of a shard's first used samples, except unreadable ones."""
     most = _LOOKED_REQUESTS if opened.file.is_remote and cache is None else _LOOKED_SAMPLES
     for row in opened.chosen.rows[:most].tolist():
+        names = opened.index.members(row)
         try:
-            text, meta = opened.read(row, (CAPTION, META))
-            content = text_of(text), meta_of(meta)
+            jsons = filter(is_json, names)
+            fields = rule.parse(opened.read_present(row, [*rule.members(names), *jsons]))
         except DataError:
             continue
-        yield content
+        yield names, fields
 
 
-def note_texts(known: dict[str, bool], meta: dict[str, Any]) -> None:
-    """Add the fields of a json to ``known``, each with whether any sample has text there."""
-    for name, value in leaf_fields(meta):
+def note_texts(known: dict[str, bool], fields: dict[str, Any]) -> None:
+    """Add the fields of a sample to ``known``, each with whether any sample has text there."""
+    for name, value in leaf_fields(fields):
         values = value if isinstance(value, list) else [value]
         known[name] = known.get(name, False) or any(isinstance(one, str) for one in values)
 
@@ -194,6 +200,8 @@ _MAX_STATED = 1 << 31  # samples; an index cannot contain more
 _FIRST = 8  # shards of which one must have a sample with the needed members
 _ALONE = 4  # up to this many shards are counted in this process
 _MAX_PROCESSES = 32
+_MAX_NAMES = 1000  # of members counted per shard; with dots in file names there may be as many as members
+_MAX_NAME = 40  # characters of a name in a message
 _UNDER_WAY = 4  # shards submitted per process
 
 
@@ -206,7 +214,7 @@ class Census:
         digest: digest of the index; empty if the shard was not indexed.
         content: digest of the content, see ``ShardIndex``; empty if it was not read.
         dropped: unused samples by reason.
-        extensions: members by extension.
+        members: number of the most frequent members by name.
         truncated: whether the shard is truncated and only its intact part counted.
     """
 
@@ -214,7 +222,7 @@ class Census:
     digest: str
     content: str
     dropped: dict[str, int]
-    extensions: dict[str, int]
+    members: dict[str, int]
     truncated: bool = False
 
 
@@ -245,7 +253,7 @@ def _counted(
     shards: Sequence[ShardFile], selection: Selection, cache: ShardCache | None, stats: bool
 ) -> Iterator[tuple[int, Census]]:
     # The first shard is always opened, so that a problem of all shards is found at once.
-    first = OpenShard(shards[0], selection, cache)
+    first = SelectedShard(shards[0], selection, cache)
     if (
         "caption" in selection.need and selection.captions.choice != "all"
     ):  # "all" drops samples without captions
@@ -285,23 +293,21 @@ def _initialize_process() -> None:
 
 
 def _count(shard: ShardFile, selection: Selection, cache: ShardCache | None, stats: bool) -> Census:
-    plain = (
-        not selection.reads_json and selection.fraction == 1 and set(selection.need) <= {"image", "caption"}
-    )
+    plain = not selection.reads_json and selection.fraction == 1
     if selection.truncated == "use" and not shard.is_remote:
         stats = False  # it includes the samples that are cut off
     if stats and plain and stored_index(shard) is None and (stated := stated_count(shard)) is not None:
-        return Census(count=stated, digest="", content="", dropped={}, extensions={})
-    return _census_of(OpenShard(shard, selection, cache))
+        return Census(count=stated, digest="", content="", dropped={}, members={})
+    return _census_of(SelectedShard(shard, selection, cache))
 
 
-def _census_of(opened: OpenShard) -> Census:
+def _census_of(opened: SelectedShard) -> Census:
     return Census(
         count=len(opened),
         digest=opened.index.digest,
         content=opened.index.content,
         dropped=opened.chosen.dropped,
-        extensions=opened.index.extensions,
+        members=dict(Counter(opened.index.names).most_common(_MAX_NAMES)),
         truncated=bool(opened.index.truncated),
     )
 
@@ -330,7 +336,7 @@ def stated_count(shard: ShardFile) -> int | None:
 
 # --------------------------------------------------------------------------------------------------------------
 
-_VERSION = 2
+_VERSION = 3
 _SHOWN = 3  # changes in a message
 
 _STRINGS = ("urls", "versions", "digests", "contents")
@@ -351,6 +357,7 @@ class Manifest:
         selection: ``Selection.identity``.
         dropped: unused samples by reason.
         truncated: numbers of truncated shards, each with the number of used samples in its intact part.
+        index_version: of the indexes whose digests these are; digests of other versions cannot be compared.
     """
 
     urls: Strings
@@ -363,6 +370,7 @@ class Manifest:
     selection: str
     dropped: dict[str, int]
     truncated: tuple[tuple[int, int], ...] = ()
+    index_version: int = INDEX_VERSION
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -414,7 +422,8 @@ class Manifest:
         write_arrays(path, *self._stored())
 
     def _stored(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-        about = {name: getattr(self, name) for name in ("sources", "selection", "dropped", "truncated")}
+        names = ("sources", "selection", "dropped", "truncated", "index_version")
+        about = {name: getattr(self, name) for name in names}
         arrays: dict[str, npt.NDArray[Any]] = {"sizes": self.sizes, "counts": self.counts}
         for name in _STRINGS:
             strings: Strings = getattr(self, name)
@@ -452,6 +461,7 @@ class Manifest:
                 selection=about["selection"],
                 dropped=about["dropped"],
                 truncated=tuple((number, kept) for number, kept in about.get("truncated", ())),
+                index_version=about.get("index_version", 0),
             )
         except (KeyError, TypeError):
             return None
@@ -477,6 +487,7 @@ class Manifest:
         def pairs(column: str) -> Iterator[tuple[Any, Any]]:
             return zip(getattr(earlier, column), getattr(self, column), strict=True)
 
+        comparable = self.index_version == earlier.index_version
         columns = map(pairs, ("sizes", "counts", "digests", "contents"))
         for name, size, count, digest, content in zip(now, *columns, strict=True):
             if size[0] != size[1]:
@@ -485,6 +496,8 @@ class Manifest:
                 continue
             elif count[0] != count[1]:
                 changes.append(f"{name} has {count[1]} used samples instead of {count[0]}")
+            elif not comparable:
+                continue
             elif digest[0] != digest[1]:
                 changes.append(f"{name} has other samples")
             elif all(content) and content[0] != content[1]:
@@ -493,18 +506,28 @@ class Manifest:
 
     def with_counts_of(self, earlier: "Manifest") -> "Manifest":
         """Return this manifest with an earlier one's counts, which define the sample numbers of a started run."""
-        contents = [then or now for then, now in zip(earlier.contents, self.contents, strict=True)]
-        return replace(self, counts=earlier.counts, digests=earlier.digests, contents=Strings.of(contents))
+        if self.index_version == earlier.index_version:
+            contents = [then or now for then, now in zip(earlier.contents, self.contents, strict=True)]
+        else:
+            contents = [""] * len(self)
+        return replace(
+            self,
+            counts=earlier.counts,
+            digests=earlier.digests,
+            contents=Strings.of(contents),
+            index_version=earlier.index_version,
+        )
 
     def not_compared(self, earlier: "Manifest") -> int:
         """Return how many shards may differ from an earlier manifest in captions or images of the same sizes.
 
         Their versions differ or are unknown, and there is no digest of their content then or now.
         """
+        comparable = self.index_version == earlier.index_version
         versions = zip(earlier.versions, self.versions, strict=True)
         contents = zip(earlier.contents, self.contents, strict=True)
         return sum(
-            not now or (then != now and not all(both))
+            not now or (then != now and not (comparable and all(both)))
             for (then, now), both in zip(versions, contents, strict=True)
         )
 
@@ -589,16 +612,16 @@ def make_manifest(
 
 
 def _nothing_usable(found: Sequence[Census], first: ShardFile, selection: Selection) -> str:
-    extensions: Counter[str] = Counter()
+    members: Counter[str] = Counter()
     dropped: Counter[str] = Counter()
     for census in found:
-        extensions.update(census.extensions)
+        members.update(census.members)
         dropped.update(census.dropped)
-    seen = ", ".join(f"{name} ({count})" for name, count in extensions.most_common(8)) or "none"
+    shown = [f"{printable(name, _MAX_NAME)} ({count})" for name, count in members.most_common(8)]
     where = f"shard {first.shown} has" if len(found) == 1 else f"the first {len(found)} shards have"
     lacking = {f"without {member}" for member in selection.need}
     if any(reason not in lacking for reason in dropped) and (selection.filters or OUTSIDE in dropped):
         because = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common(4))
         which = "passes data.filters" if selection.filters else "is used"
         return f"{where} no sample that {which}: {because}"
-    return f"{where} no sample with {' and '.join(selection.need)}; extensions seen: {seen}"
+    return f"{where} no sample with {' and '.join(selection.need)}; members: {', '.join(shown) or 'none'}"

@@ -338,7 +338,7 @@ class StoredFeatures:
                 sample = shards.read(number)
                 caption = ""
                 if self._texts is not None:
-                    caption = rule.caption(sample.caption, sample.meta, 0, None) or ""
+                    caption = rule.caption(sample.fields, 0, None) or ""
             except DataError:  # in training a bad sample
                 continue
             examined += 1

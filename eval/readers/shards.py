@@ -24,7 +24,6 @@ import re
 import time
 import warnings
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
@@ -38,21 +37,9 @@ from torch import Tensor
 
 from clipkit.errors import DataError
 from clipkit.files import counted, name_order, shown
-from clipkit.samples import (
-    CAPTION,
-    IMAGE,
-    IMAGE_EXTENSIONS,
-    LABEL,
-    META,
-    Content,
-    FileContent,
-    sample_name,
-    tar_files_of,
-)
+from clipkit.samples import IMAGE_EXTENSIONS, ShardSamples, decode_text
 from clipkit.samples.remote import ShardFile, Unreachable, is_remote, shard_cache
-from data.captions import CaptionRule, Selection, is_utf8
-from data.shards.manifest import make_manifest
-from data.shards.samples import OpenShard, Shards, label_of, meta_of, text_of
+from data.captions import CaptionRule, is_utf8
 from data.shards.sources import find_shards
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit, some
 from eval.readers.files import (
@@ -134,28 +121,28 @@ def open_published(
     cache = shard_cache([file.url for file in files], cache_gb)
     if cache is not None:
         cache.prefetch([file for file in files if file.is_remote], threads=_FETCHING)
-    selection = Selection(need=("image",), captions=CaptionRule())
-    # counted again, since statistics next to the shards may be those of other shards
-    shards = Shards(make_manifest([files], selection, cache=cache, stats=False), selection, cache=cache)
-    samples = card.get("samples")
-    stated = samples.get(own_split) if isinstance(samples, dict) else None
-    if shards.skipped or stated not in (None, len(shards)):
+    samples = ShardSamples(files, cache)
+    counts = card.get("samples")
+    stated = counts.get(own_split) if isinstance(counts, dict) else None
+    shards = map(samples.open_shard, range(len(files)))
+    complete = sum(int(shard.index.has_any(IMAGE_EXTENSIONS).sum()) for shard in shards)
+    if complete < len(samples) or stated not in (None, complete):
         expected = f", its card says {str(stated)[:_SHOWN]}" if stated is not None else ""
         raise DataError(
-            f"dataset {name}: split {own_split!r} has {counted(len(shards), 'sample')} with an image and "
-            f"{shards.skipped} without{expected}; fetch or write it again"
+            f"dataset {name}: split {own_split!r} has {counted(complete, 'sample')} with an image and "
+            f"{len(samples) - complete} without{expected}; fetch or write it again"
         )
     class_names = tuple(lines_of(beside(root, "classnames.txt")))
     multilabel = kind == "multilabel"
     if multilabel and metadata_names:
         raise DataError(f"dataset {name} is multilabel, so its npy is the label and has no metadata")
-    numbers, all_captions, arrays = _annotations(name, shards, arrays=multilabel or bool(metadata_names))
+    numbers, all_captions, arrays = _annotations(name, samples, arrays=multilabel or bool(metadata_names))
     if cache is not None:
         cache.close()  # everything is fetched; otherwise a suite would keep the threads of every dataset
 
-    images, labels, captions = ShardImages(shards), None, None
+    images, labels, captions = ShardImages(samples), None, None
     if multilabel:
-        labels = _multi_hot(name, arrays, shards, classes=len(class_names))
+        labels = _multi_hot(name, arrays, samples, classes=len(class_names))
     else:
         marks = (*_SET_MARKS, "nshards.txt")
         crawled = not any(
@@ -169,17 +156,17 @@ def open_published(
             _log.warning(
                 "dataset %s: %d of %d samples have no caption and are skipped",
                 name,
-                len(shards) - len(kept),
-                len(shards),
+                len(samples) - len(kept),
+                len(samples),
             )
-            images, all_captions = ShardImages(shards, kept), [all_captions[number] for number in kept]
+            images, all_captions = ShardImages(samples, kept), [all_captions[number] for number in kept]
             numbers = [None] * len(kept)
         for what, present in (
             ("label", [one is not None for one in numbers]),
             ("caption", list(map(bool, all_captions))),
         ):
             if any(present) and not all(present):
-                raise _at(name, shards, present.index(False), f"has no {what}, others have one")
+                raise _at(name, samples, present.index(False), f"has no {what}, others have one")
         labels = torch.tensor(known) if known else None
         captions = tuple(all_captions) if any(all_captions) else None
 
@@ -220,7 +207,7 @@ def open_published(
             labels=labels,
             captions=None if choices else captions,
             choices=choices,
-            metadata=_columns(name, arrays, shards, metadata_names) if metadata_names else {},
+            metadata=_columns(name, arrays, samples, metadata_names) if metadata_names else {},
         )
     )
 
@@ -229,36 +216,35 @@ class ShardImages:
     """The images of some samples of shards.
 
     Args:
-        shards: the samples.
+        samples: the samples.
         numbers: which of them; all by default.
     """
 
-    def __init__(self, shards: Shards, numbers: Sequence[int] | None = None) -> None:
-        self.shards, self.all = shards, numbers is None
-        self.numbers = range(len(shards)) if numbers is None else numbers
+    def __init__(self, samples: ShardSamples, numbers: Sequence[int] | None = None) -> None:
+        self.samples, self.all = samples, numbers is None
+        self.numbers = range(len(samples)) if numbers is None else numbers
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def read(self, number: int) -> bytes:
         """Return an encoded image; raise DataError if it cannot be read."""
-        return self.shards.read(self.numbers[number]).image
+        return self.samples.read(self.numbers[number], "")
 
     def locate(self, number: int) -> tuple[str, str]:
         """Return the shard and key of an image."""
-        return self.shards.locate(self.numbers[number])
+        return self.samples.locate(self.numbers[number])
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits that depend on the set of samples."""
-        digest = self.shards.fingerprint()
+        digest = self.samples.content_id
         if self.all:
             return digest
         return hashlib.sha256(f"{digest}{','.join(map(str, self.numbers))}".encode()).hexdigest()[:16]
 
     def stamp(self) -> str:
         """Return a fingerprint that also depends on the versions of the shards."""
-        files = map(self.shards.manifest.shard, range(len(self.shards.counts)))
-        return short_hash(self.fingerprint(), versions_of(files))
+        return short_hash(self.fingerprint(), versions_of(self.samples.files))
 
 
 def versions_of(files: Iterable[ShardFile]) -> list[tuple[int | str, ...]]:
@@ -282,78 +268,48 @@ def versions_of(files: Iterable[ShardFile]) -> list[tuple[int | str, ...]]:
 
 
 def _annotations(
-    name: str, shards: Shards, *, arrays: bool
+    name: str, samples: ShardSamples, *, arrays: bool
 ) -> tuple[list[int | None], list[tuple[str, ...]], list[Array | None]]:
     """Return the ``cls``, the captions and, if requested, the ``npy`` of each sample.
 
     Captions are those that a sample's json lists if the first one is its caption, otherwise the caption's lines.
     """
+    wanted = ("txt", "cls", "json", "npy") if arrays else ("txt", "cls", "json")
+    for number in range(len(samples.files)):
+        shard = samples.open_shard(number)
+        for what, names in (("images", IMAGE_EXTENSIONS), *((f"{one} members", (one,)) for one in wanted)):
+            count = sum(shard.index.names.get(member, 0) for member in names)
+            if count > (rows := int(shard.index.has_any(names).sum())):
+                raise DataError(
+                    f"dataset {name}: {shard.shown} has {count:,} {what} in {counted(rows, 'sample')}: "
+                    "neighbouring files with the same name up to the first dot are one sample"
+                )
     labels: list[int | None] = []
     captions: list[tuple[str, ...]] = []
     found: list[Array | None] = []
-    for number in range(len(shards.counts)):
-        file = shards.manifest.shard(number)
-        opened = OpenShard(file, shards.selection, shards.cache)
-        index = opened.index
-        for what, column, extensions in (("images", IMAGE, IMAGE_EXTENSIONS), ("labels", LABEL, ("cls",))):
-            members = sum(index.extensions.get(one, 0) for one in extensions)
-            if members > (samples := int(index.has()[:, column].sum())):
-                raise DataError(
-                    f"dataset {name}: {opened.shown} has {members:,} {what} in {counted(samples, 'sample')}: "
-                    "neighbouring files with the same name up to the first dot are one sample"
-                )
-        npys = _npy_members(name, opened, file, shards) if arrays and index.extensions.get("npy") else {}
-        for within in range(len(opened)):
-            row = opened.row(within)
-            try:
-                text, label, json = opened.read(row, (CAPTION, LABEL, META))
-                caption, meta = text_of(text), meta_of(json)
-                if caption is None and isinstance(meta.get("caption"), str):
-                    caption = meta["caption"]
-                listed = meta.get("captions")
-                if not isinstance(listed, list) or listed[:1] != [caption]:
-                    listed = (caption or "").split("\n")
-                labels.append(label_of(label))
-                captions.append(tuple(one.strip() for one in listed if isinstance(one, str) and one.strip()))
-                found.append(array_of(npys[row]) if row in npys else None)
-            except DataError as error:
-                raise DataError(
-                    f"dataset {name}: sample {index.key(row)} of {opened.shown}: {error}"
-                ) from error
+    rule = CaptionRule()
+    for i in range(len(samples)):
+        shard, row = samples.find(i)
+        try:
+            members = shard.read_present(row, wanted)
+            fields = rule.parse(members)
+            caption = "".join(rule.by_field(fields)[0])
+            listed = fields.get("captions")
+            if not isinstance(listed, list) or listed[:1] != [caption]:
+                listed = caption.split("\n")
+            labels.append(_label_of(members["cls"]) if "cls" in members else None)
+            captions.append(tuple(one.strip() for one in listed if isinstance(one, str) and one.strip()))
+            found.append(array_of(members["npy"]) if "npy" in members else None)
+        except DataError as error:
+            raise _at(name, samples, i, str(error), separator=": ") from error
     return labels, captions, found
 
 
-def _npy_members(name: str, opened: OpenShard, file: ShardFile, shards: Shards) -> dict[int, bytes]:
-    """Return the ``npy`` of each row of a shard's index, which does not list these members."""
-    from clipkit.samples.remote import RangedBytes
-
-    with ExitStack() as stack:
-        at_hand = not file.is_remote or shards.cache is not None
-        try:
-            if at_hand:
-                path = shards.cache.fetch(file) if file.is_remote and shards.cache else Path(file.url)
-                content: Content = FileContent(stack.enter_context(path.open("rb")).fileno())
-            else:
-                content = RangedBytes(file)
-        except OSError as error:
-            raise DataError(f"shard {file.shown}: {error.strerror}") from error
-        spans: dict[int, tuple[int, int]] = {}
-        row, last = -1, None
-        for member, offset, size in tar_files_of(opened.shown, content, at_hand=at_hand):
-            if (parts := sample_name(member)) is None:
-                continue
-            key, extension = parts
-            if key != last:  # a row begins where the key changes
-                row, last = row + 1, key
-            if extension != "npy":
-                continue
-            sample = f"dataset {name}: sample {key} of {opened.shown}"
-            if row in spans:
-                raise DataError(f"{sample} has two npy files")
-            if size > _MAX_NPY_BYTES:
-                raise DataError(f"{sample}: its npy of {size} bytes is over the limit of {_MAX_NPY_BYTES}")
-            spans[row] = (offset, size)
-        return {row: content[start : start + size] for row, (start, size) in spans.items()}
+def _label_of(data: bytes) -> int:
+    text = decode_text(data).strip()
+    if not (text.isdecimal() and len(text) < 19):
+        raise DataError(f"label {text[:40]!r} is not a whole number")
+    return int(text)
 
 
 def array_of(data: bytes) -> Array:
@@ -362,6 +318,8 @@ def array_of(data: bytes) -> Array:
     Raises:
         DataError: it is not such a file, incomplete, or has another dtype (objects, text, records).
     """
+    if len(data) > _MAX_NPY_BYTES:
+        raise DataError(f"its npy of {len(data)} bytes is over the limit of {_MAX_NPY_BYTES}")
     if data[:6] != b"\x93NUMPY" or len(data) < 12 or data[6] not in (1, 2):
         raise DataError("its npy is not a numpy array")
     start = 12 if data[6] == 2 else 10
@@ -393,38 +351,38 @@ def _npy_header(header: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
     return dtype, shape, fortran
 
 
-def _multi_hot(name: str, arrays: Sequence[Array | None], shards: Shards, *, classes: int) -> Tensor:
+def _multi_hot(name: str, arrays: Sequence[Array | None], samples: ShardSamples, *, classes: int) -> Tensor:
     """Return multi-hot labels, (N, C) bool, from (C,) zeros and ones; ``classes`` is 0 without class names."""
     width = classes or next((array.size for array in arrays if array is not None), 0)
     rows = np.zeros((len(arrays), width), dtype=np.bool_)
     for number, array in enumerate(arrays):
         if array is None:
-            raise _at(name, shards, number, "has no npy with the labels of a multilabel dataset")
+            raise _at(name, samples, number, "has no npy with the labels of a multilabel dataset")
         if array.size != width or array.ndim > 2 or (array.ndim == 2 and 1 not in array.shape):
             other = f"others have {width}"
             if classes:
                 other = f"classnames.txt has {counted(width, 'line')}; blank lines in it count"
-            raise _at(name, shards, number, f"has a multi-hot label of shape {array.shape}, {other}")
+            raise _at(name, samples, number, f"has a multi-hot label of shape {array.shape}, {other}")
         if not ((array == 0) | (array == 1)).all():
-            raise _at(name, shards, number, "has a multi-hot label with values other than 0 and 1")
+            raise _at(name, samples, number, "has a multi-hot label with values other than 0 and 1")
         rows[number] = array.reshape(-1) == 1
     return torch.from_numpy(rows)  # (N, C)
 
 
 def _columns(
-    name: str, arrays: Sequence[Array | None], shards: Shards, names: Sequence[str]
+    name: str, arrays: Sequence[Array | None], samples: ShardSamples, names: Sequence[str]
 ) -> dict[str, Tensor]:
     """Return the columns of each ``npy`` by name: (N,) int64, or float64 if some value is not an integer."""
     rows = np.zeros((len(arrays), len(names)))  # float64 is exact for integers up to 2^53
     for number, array in enumerate(arrays):
         if array is None:
-            raise _at(name, shards, number, f"has no npy, expected the columns {', '.join(names)}")
+            raise _at(name, samples, number, f"has no npy, expected the columns {', '.join(names)}")
         if array.size != len(names):
             stated = f"expected {len(names)} ({', '.join(names)})"
-            raise _at(name, shards, number, f"has {counted(array.size, 'value')} in its npy, {stated}")
+            raise _at(name, samples, number, f"has {counted(array.size, 'value')} in its npy, {stated}")
         rows[number] = array.reshape(-1)
         if not np.isfinite(rows[number]).all():
-            raise _at(name, shards, number, "has a value in its npy that is not finite")
+            raise _at(name, samples, number, "has a value in its npy that is not finite")
     found = {}
     for column, key in enumerate(names):
         values = torch.from_numpy(rows[:, column].copy())  # (N,)
@@ -433,9 +391,9 @@ def _columns(
     return found
 
 
-def _at(name: str, shards: Shards, number: int, what: str) -> DataError:
-    shard, key = shards.locate(number)
-    return DataError(f"dataset {name}: sample {key} of {shard} {what}")
+def _at(name: str, samples: ShardSamples, number: int, what: str, *, separator: str = " ") -> DataError:
+    shard, key = samples.locate(number)
+    return DataError(f"dataset {name}: sample {key} of {shard}{separator}{what}")
 
 
 # --------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from clipkit.errors import DataError
 from data.captions import CHOICES, CaptionRule
 
 META = {
@@ -39,10 +40,15 @@ def chance(seed: int = 0) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
+def merged(text: str | None, meta: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a sample with a caption file and a json."""
+    return meta if text is None else {**meta, "txt": text}
+
+
 def drawn(rule: CaptionRule, text: str | None, meta: dict[str, Any], times: int = 400) -> Counter[str | None]:
     """Count how often each caption was drawn."""
     random = chance()
-    return Counter(rule.caption(text, meta, 0, random) for _ in range(times))
+    return Counter(rule.caption(merged(text, meta), 0, random) for _ in range(times))
 
 
 @pytest.mark.parametrize(
@@ -68,8 +74,8 @@ def drawn(rule: CaptionRule, text: str | None, meta: dict[str, Any], times: int 
     ],
 )
 def test_captions_by_field(field: str, expected: list[str]) -> None:
-    assert CaptionRule(fields=(field,)).by_field("the text", META) == [expected]
-    first = CaptionRule(fields=(field,)).caption("the text", META, 0, None)
+    assert CaptionRule(fields=(field,)).by_field(merged("the text", META)) == [expected]
+    first = CaptionRule(fields=(field,)).caption(merged("the text", META), 0, None)
     assert first == (expected[0] if expected else None)
 
 
@@ -88,16 +94,16 @@ def test_captions_by_field(field: str, expected: list[str]) -> None:
 def test_json_caption_is_used_without_a_caption_file(
     text: str | None, meta: dict[str, Any], expected: str | None
 ) -> None:
-    assert CaptionRule().caption(text, meta, 0, None) == expected
-    count = len(CaptionRule(choice="all").by_field(text, meta)[0])
+    assert CaptionRule().caption(merged(text, meta), 0, None) == expected
+    count = len(CaptionRule(choice="all").by_field(merged(text, meta))[0])
     assert count == (expected is not None)
 
 
 def test_first_caption_is_of_the_first_field_with_captions() -> None:
     rule = CaptionRule(fields=("missing", "blank", "all", "txt"))
-    assert rule.caption("text", META, 0, None) == "one"
-    assert rule.caption("text", {}, 0, None) == "text"
-    assert rule.caption(None, {}, 0, None) is None
+    assert rule.caption(merged("text", META), 0, None) == "one"
+    assert rule.caption({"txt": "text"}, 0, None) == "text"
+    assert rule.caption({}, 0, None) is None
 
 
 def test_random_choice_is_uniform() -> None:
@@ -119,7 +125,7 @@ def test_weighted_choice_draws_a_field_and_then_a_caption() -> None:
 
 def test_captions_by_number() -> None:
     rule = CaptionRule(fields=("all", "txt", "deep.er.list"), choice="all")
-    found = [rule.caption("text", META, number, None) for number in range(6)]
+    found = [rule.caption(merged("text", META), number, None) for number in range(6)]
     assert found == ["one", "two", "text", "x", "y", None]
 
 
@@ -131,15 +137,16 @@ def test_templates_and_prefix() -> None:
         "<en> no place",
     }
     one = CaptionRule(templates=("[{}]",))
-    assert one.caption("x", {}, 0, None) == "[x]" and not one.draws
-    assert CaptionRule(prefix="p: ").caption("x", {}, 0, None) == "p: x"
-    assert CaptionRule(prefix="p: ", templates=("{}",)).caption(" ", {}, 0, None) is None
+    assert one.caption({"txt": "x"}, 0, None) == "[x]" and not one.draws
+    assert CaptionRule(prefix="p: ").caption({"txt": "x"}, 0, None) == "p: x"
+    assert CaptionRule(prefix="p: ", templates=("{}",)).caption({"txt": " "}, 0, None) is None
     assert (
-        CaptionRule(templates=(r"\1 \g<0> {} {0} {{}}",)).caption("x", {}, 0, None) == r"\1 \g<0> x {0} {x}"
+        CaptionRule(templates=(r"\1 \g<0> {} {0} {{}}",)).caption({"txt": "x"}, 0, None)
+        == r"\1 \g<0> x {0} {x}"
     )
 
 
-def test_rules_that_draw_and_rules_that_read_json() -> None:
+def test_rules_that_draw() -> None:
     assert [CaptionRule(choice=choice, weights=(1,)).draws for choice in CHOICES] == [
         False,
         True,
@@ -147,8 +154,43 @@ def test_rules_that_draw_and_rules_that_read_json() -> None:
         False,
     ]
     assert CaptionRule(templates=("{}", "a {}")).draws
-    assert not CaptionRule().reads_json
-    assert CaptionRule(fields=("caption",)).reads_json and CaptionRule(fields=("txt", "a")).reads_json
+
+
+@pytest.mark.parametrize(
+    ("fields", "names", "expected"),
+    [
+        (("txt",), ("jpg", "txt", "json"), ["txt"]),
+        (("txt",), ("jpg", "json"), ["json"]),
+        (("txt", "a"), ("jpg", "txt", "json"), ["txt", "json"]),
+        (("caption",), ("jpg", "txt", "json"), ["json"]),
+        (("caption",), ("jpg", "caption", "json"), ["caption"]),
+        (("captions",), ("jpg", "txt", "json"), ["txt", "json"]),
+        (("Sci.txt", "com.txt"), ("jpg", "sci.txt", "json"), ["sci.txt", "json"]),
+        (("Sci.txt", "com.txt"), ("jpg", "sci.txt", "com.txt", "json"), ["sci.txt", "com.txt"]),
+        (("syn.text", "txt"), ("jpg", "txt", "syn.json", "paug.json", "json"), ["txt", "syn.json"]),
+        (("syn.json",), ("jpg", "syn.json"), ["syn.json"]),
+    ],
+)
+def test_only_members_that_may_contain_captions_are_read(
+    fields: tuple[str, ...], names: tuple[str, ...], expected: list[str]
+) -> None:
+    assert CaptionRule(fields=fields).members(names) == expected
+
+
+def test_texts_and_json_members_become_fields() -> None:
+    rule = CaptionRule(fields=("Sci.txt", "syn.text", "names.de"), choice="all")
+    members = {
+        "jpg": b"\xff\xd8",
+        "sci.txt": "Turdus merula ü".encode(),
+        "syn.json": b'{"text": ["a bird", "", "a thrush"]}',
+        "json": b'{"names": {"de": "Amsel"}, "syn": 1}',
+        "txt": b"caf\xe9",
+    }
+    fields = rule.parse(members)
+    assert fields["txt"] == "caf\udce9" and fields["syn"] == {"text": ["a bird", "", "a thrush"]}
+    assert rule.by_field(fields) == [["Turdus merula ü"], ["a bird", "a thrush"], ["Amsel"]]
+    with pytest.raises(DataError, match=r"^its syn\.json does not parse: "):
+        rule.parse({"syn.json": b"{"})
 
 
 def test_which_depends_on_fields_and_choice() -> None:
@@ -180,10 +222,10 @@ def test_drawn_caption_is_one_of_the_sample_or_none(
     rule = CaptionRule(
         fields=tuple(of), choice=choice, weights=weights, templates=tuple(templates), prefix="> "
     )
-    there = [caption for captions in rule.by_field(text, meta) for caption in captions]
+    there = [caption for captions in rule.by_field(merged(text, meta)) for caption in captions]
     assert all(isinstance(caption, str) and caption.strip() for caption in there)
-    found = rule.caption(text, meta, 0, chance(seed))
-    assert found == rule.caption(text, meta, 0, chance(seed))
+    found = rule.caption(merged(text, meta), 0, chance(seed))
+    assert found == rule.caption(merged(text, meta), 0, chance(seed))
     if found is None:
         assert not there
     else:

@@ -31,10 +31,10 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.files import FileLock
 from data import web
 from data.__main__ import main
-from data.captions import Selection
 from data.download import DownloadOptions, DownloadReport, download
 from data.inspect.shards import missing_numbers
 from data.pack import pack
+from data.selection import Selection
 from data.shards.images import Resize, Storing
 from data.shards.manifest import make_manifest
 from data.shards.sources import find_shards

@@ -13,9 +13,10 @@ from PIL import Image
 from clipkit.batch import Batch
 from clipkit.model.tokenizer import ClipTokenizer
 from clipkit.samples.remote.store import ShardFile
-from data.captions import CaptionRule, Selection
+from data.captions import CaptionRule
 from data.loader import Loader
 from data.order import Order
+from data.selection import Selection
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
 

@@ -16,9 +16,10 @@ from clipkit.config import DataConfig
 from clipkit.errors import ConfigError, DataError
 from clipkit.samples import Row
 from data.__main__ import main
-from data.captions import CaptionRule, Selection
+from data.captions import CaptionRule
 from data.groups import RowsByKey, digest_key, merge_rows
 from data.pack import pack, packed
+from data.selection import Selection
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
 from data.shards.sources import find_shards
@@ -50,11 +51,12 @@ def json_lines(path: Path, rows: Sequence[Mapping[str, object]]) -> Path:
 
 def read(out: Path, split: str = "train") -> dict[str, tuple[bytes, str | None, dict[str, Any]]]:
     """Return image, caption and json of the samples of a packed folder, by key."""
-    shards = Shards.of(find_shards(str(out), split=split), need=("image",))
+    shards = Shards.of(find_shards(str(out), split=split), captions=CaptionRule(fields=("txt", "captions")))
     found = {}
     for number in range(len(shards)):
         sample = shards.read(number)
-        found[sample.key] = sample.image, sample.caption, sample.meta
+        text = sample.fields.pop("txt", None)
+        found[sample.key] = sample.image, text, sample.fields
     return found
 
 
@@ -288,7 +290,7 @@ def test_training_draws_from_all_captions(
     drawn = []
     for number in range(len(samples)):
         sample = samples.read(number)
-        drawn.append({rule.caption(sample.caption, sample.meta, 0, generator) for _ in range(50)})
+        drawn.append({rule.caption(sample.fields, 0, generator) for _ in range(50)})
     assert drawn == [{"caption 0", "caption 1", "caption 2"}, {"only"}]
     every = Shards.of(shards, captions=CaptionRule(fields=("captions",), choice="all"))
     assert len(every) == 4

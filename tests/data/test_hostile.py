@@ -14,7 +14,9 @@ import pytest
 from clipkit.errors import ConfigError, DataError
 from clipkit.samples.remote.store import ShardFile
 from clipkit.samples.tar import tar_files
-from data.captions import CaptionRule, Filter, Selection
+from data.captions import CaptionRule
+from data.filters import Filter
+from data.selection import Selection
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
 from data.shards.sources import find_shards

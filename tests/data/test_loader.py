@@ -100,7 +100,7 @@ def test_batch_content(shards: Shards) -> None:
     batch = loader.batch(7)
     assert batch.ids.tolist() == loader.order.batch(7).ids.tolist()
     assert batch.images.shape == (BATCH, 3, 16, 16) and batch.bad == ()
-    captions = [shards.read(number).caption or "" for number in batch.ids.tolist()]
+    captions = [shards.read(number).fields.get("txt", "") for number in batch.ids.tolist()]
     full = tokenize(captions, 20)
     longest = int((full != 0).sum(1).max())
     assert batch.tokens.shape == (BATCH, longest)
@@ -171,7 +171,7 @@ def test_token_lengths_and_identities(workers: int, damaged: Shards) -> None:
             assert (image == number) == (
                 number not in (4, 17, 30, 9, 22)
             )  # replacements have their own identity
-            text = damaged.read(image).caption or ""
+            text = damaged.read(image).fields.get("txt", "")
             assert caption == caption_hash(text)
             assert torch.equal(tokenize([text], 20, trim=True)[0], tokens[tokens != 0])
 

@@ -23,8 +23,10 @@ from webdataset.tariterators import group_by_keys, tar_file_expander
 from clipkit.errors import ConfigError, DataError
 from clipkit.samples.table import Table
 from data.__main__ import main
-from data.captions import CaptionRule, Filter, Selection
+from data.captions import CaptionRule
+from data.filters import Filter
 from data.pack import LONGEST_CAPTION, _split, pack, packed
+from data.selection import Selection
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
 from data.shards.sources import find_shards
@@ -473,7 +475,7 @@ def test_other_columns_become_fields(images: Path, tmp_path: Path, suffix: str) 
     )
     data = Shards(make_manifest([find_shards(str(tmp_path / "out"))], selection), selection)
     assert len(data) == 1 and data.read(0).key == "000000003"
-    assert selection.captions.caption(None, data.read(0).meta, 0, None) == "third"
+    assert selection.captions.caption(data.read(0).fields, 0, None) == "third"
     some = pack(table, tmp_path / "some", fields=["language"], progress=False)
     assert some.fields == {"language": "language"} and fields_of(tmp_path / "some")[1] == {"language": "de"}
     assert pack(table, tmp_path / "none", fields=[], progress=False).fields == {}

@@ -19,7 +19,7 @@ from PIL import Image
 from clipkit.errors import DataError
 from clipkit.samples.remote.cache import cache_folder
 from data.__main__ import main as pack_command
-from data.captions import Selection
+from data.selection import Selection
 from data.shards.manifest import Manifest, make_manifest
 from data.shards.samples import Shards
 from data.shards.sources import find_shards
@@ -68,7 +68,7 @@ def samples(source: object, split: str = "train") -> list[tuple[str, bytes]]:
     """Return caption and image of each sample, in order of the captions."""
     shards = Shards(make_manifest([find_shards(str(source), split=split)], Selection()), Selection())
     read = [shards.read(place) for place in range(len(shards))]
-    return sorted((str(one.caption), bytes(one.image)) for one in read)
+    return sorted((str(one.fields.get("txt")), bytes(one.image)) for one in read)
 
 
 def test_all_forms_of_sources_give_the_same_pairs(tmp_path: Path) -> None:

@@ -16,11 +16,12 @@ from hypothesis import given, settings, strategies as st
 
 from clipkit.errors import ConfigError, DataError
 from clipkit.samples.remote.store import ShardFile
-from data.captions import CaptionRule, Filter, Selection
+from data.captions import CaptionRule
+from data.filters import Filter
 from data.order import Order
-from data.shards import samples as open_shard
+from data.selection import SelectedShard, Selection
 from data.shards.manifest import make_manifest
-from data.shards.samples import OpenShard, Shards
+from data.shards.samples import Shards
 from tests.data.json_shards import of_json, shard_of
 
 
@@ -125,7 +126,7 @@ def test_filters_count_excluded_samples_by_cause(tmp_path: Path) -> None:
     samples += [{"txt": "text", "json": "{"}, {"txt": "text"}, {"json": "{}", "cls": "1"}, {"cls": "2"}]
     samples += [{"txt": "text", "json": b"\xff"}, {"txt": "text", "json": "[" * 200_000}]
     filters = (Filter.of("width >= 256"), Filter.of("language = en"))
-    opened = OpenShard(shard_of(tmp_path / "0.tar", samples), Selection(filters=filters), None)
+    opened = SelectedShard(shard_of(tmp_path / "0.tar", samples), Selection(filters=filters), None)
     assert opened.chosen.rows.tolist() == [0, 1] and opened.chosen.captions is None
     assert opened.chosen.dropped == {
         "without caption": 1,
@@ -142,7 +143,6 @@ def test_filters_count_excluded_samples_by_cause(tmp_path: Path) -> None:
     [
         (Selection(), ["t", "tj", "j"]),
         (Selection(need=("image",)), ["t", "tj", "j", "c", ""]),
-        (Selection(need=("image", "label")), ["c"]),
         (Selection(captions=CaptionRule(fields=("a",))), ["tj", "j"]),
         (Selection(captions=CaptionRule(fields=("txt", "a"))), ["t", "tj", "j"]),
     ],
@@ -155,7 +155,7 @@ def test_required_members(selection: Selection, expected: list[str], tmp_path: P
         "c": {"cls": "1"},
         "": {},
     }
-    opened = OpenShard(shard_of(tmp_path / "0.tar", list(kinds.values())), selection, None)
+    opened = SelectedShard(shard_of(tmp_path / "0.tar", list(kinds.values())), selection, None)
     assert [list(kinds)[row] for row in opened.chosen.rows.tolist()] == expected
     assert sum(opened.chosen.dropped.values()) == 5 - len(expected)
 
@@ -238,22 +238,20 @@ def test_all_captions_are_drawn_once_per_epoch(
     order = Order(shards.counts, seed=1, batch_size=1, window=2)
     epoch = np.concatenate([order.batch(step).ids for step in range(len(shards))])
     read = [shards.read(number) for number in epoch.tolist()]
-    got = [
-        (one.shard, one.key, rule.caption(one.caption, one.meta, one.caption_number, None)) for one in read
-    ]
+    got = [(one.shard, one.key, rule.caption(one.fields, one.caption_number, None)) for one in read]
     assert sorted(got, key=repr) == sorted(expected, key=repr)
 
 
 def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the rows that are read from shards."""
     rows: list[int] = []
-    read = OpenShard.read
+    read = SelectedShard.read
 
-    def counted(self: OpenShard, row: int, columns: tuple[int, ...]) -> list[bytes | None]:
+    def counted(self: SelectedShard, row: int, names: Sequence[str]) -> list[bytes | None]:
         rows.append(row)
-        return read(self, row, columns)
+        return read(self, row, names)
 
-    monkeypatch.setattr(open_shard.OpenShard, "read", counted)
+    monkeypatch.setattr(SelectedShard, "read", counted)
     return rows
 
 
@@ -266,9 +264,9 @@ def test_stored_selection_is_used_and_rebuilt_if_damaged(
     rule = CaptionRule(fields=("captions",), choice=choice)
     selection = Selection(filters=(Filter.of("width >= 10"),), captions=rule)
     rows = count_reads(monkeypatch)
-    first = OpenShard(file, selection, None).chosen
+    first = SelectedShard(file, selection, None).chosen
     assert len(rows) == 30
-    again = OpenShard(file, selection, None).chosen
+    again = SelectedShard(file, selection, None).chosen
     assert len(rows) == 30
     kept = [path for path in (own_cache / "index").rglob("*") if selection.identity in path.name]
     assert len(kept) == 1
@@ -278,25 +276,25 @@ def test_stored_selection_is_used_and_rebuilt_if_damaged(
     for number, content in enumerate(damaged, 2):
         kept[0].unlink()  # the previous content is still mapped
         kept[0].write_bytes(content)
-        found.append(OpenShard(file, selection, None).chosen)
+        found.append(SelectedShard(file, selection, None).chosen)
         assert len(rows) == 30 * number and kept[0].read_bytes() == whole
     for one in found:
         assert np.array_equal(one.rows, first.rows) and one.dropped == first.dropped
         assert (one.captions is None) == (choice == "first")
         if one.captions is not None and first.captions is not None:
             assert np.array_equal(one.captions, first.captions)
-    OpenShard(file, Selection(filters=(Filter.of("width >= 11"),), captions=rule), None)
+    SelectedShard(file, Selection(filters=(Filter.of("width >= 11"),), captions=rule), None)
     assert len(rows) == 180  # other rules select again
 
 
 def test_changed_shard_is_selected_again(tmp_path: Path) -> None:
     selection = Selection(filters=(Filter.of("width >= 10"),))
     path = tmp_path / "0.tar"
-    before = OpenShard(shard_of(path, of_json({"width": 10}, {"width": 1})), selection, None)
+    before = SelectedShard(shard_of(path, of_json({"width": 10}, {"width": 1})), selection, None)
     assert before.chosen.rows.tolist() == [0]
     file = shard_of(path, of_json({"width": 1}, {"width": 20}))
     os.utime(path, ns=(1, 1))
-    assert OpenShard(ShardFile.at(path), selection, None).chosen.rows.tolist() == [1]
+    assert SelectedShard(ShardFile.at(path), selection, None).chosen.rows.tolist() == [1]
     assert file.size == before.file.size
 
 
@@ -305,7 +303,7 @@ def test_unwritable_cache_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("CLIPKIT_CACHE", str(tmp_path / "file"))
     selection = Selection(filters=(Filter.of("width >= 10"),))
     file = shard_of(tmp_path / "0.tar", of_json({"width": 10}, {"width": 1}))
-    assert [OpenShard(file, selection, None).chosen.rows.tolist() for _ in range(2)] == [[0], [0]]
+    assert [SelectedShard(file, selection, None).chosen.rows.tolist() for _ in range(2)] == [[0], [0]]
 
 
 @given(fractions=st.tuples(st.floats(0.001, 1), st.floats(0.001, 1)))
@@ -317,7 +315,7 @@ def test_fraction_is_a_subset_of_larger_fractions(
     if not file.exists():
         shard_of(file, [{"txt": "a"}] * 2000)
     less, more = sorted(fractions)
-    opened = [OpenShard(ShardFile.at(file), Selection(fraction=one), None) for one in (less, more)]
+    opened = [SelectedShard(ShardFile.at(file), Selection(fraction=one), None) for one in (less, more)]
     rows = [set(one.chosen.rows.tolist()) for one in opened]
     assert rows[0] <= rows[1]
     assert sum(opened[0].chosen.dropped.values()) == 2000 - len(rows[0])
@@ -339,7 +337,7 @@ def names_of(shards: Sequence[ShardFile], selection: Selection) -> set[str]:
 
 def test_fraction_of_keys_that_repeat_across_shards(tmp_path: Path) -> None:
     shards = one_sample_shards(tmp_path / "set", 200)
-    assert len({OpenShard(shard, Selection(), None).key(0) for shard in shards}) == 1
+    assert len({SelectedShard(shard, Selection(), None).index.key(0) for shard in shards}) == 1
     tenth, half = (names_of(shards, Selection(fraction=fraction)) for fraction in (0.1, 0.5))
     assert tenth < half and 5 <= len(tenth) <= 38 and 65 <= len(half) <= 135
     # the same samples in a copy, in another order, and with fewer shards
@@ -356,7 +354,7 @@ def test_fraction_of_keys_that_repeat_within_a_shard(tmp_path: Path) -> None:
                 info.size = 1
                 tar.addfile(info, io.BytesIO(b"a"))
     shard = ShardFile.at(tmp_path / "0.tar")
-    chosen = OpenShard(shard, Selection(fraction=0.5), None).chosen
+    chosen = SelectedShard(shard, Selection(fraction=0.5), None).chosen
     assert 150 <= len(chosen) <= 250
 
 
@@ -409,7 +407,7 @@ def test_unknown_caption_field_raises_error(tmp_path: Path) -> None:
 
 def test_number_of_captions_is_limited_to_65535(tmp_path: Path) -> None:
     file = shard_of(tmp_path / "0.tar", of_json({"c": ["x"] * 70_000}))
-    opened = OpenShard(file, Selection(captions=CaptionRule(fields=("c",), choice="all")), None)
+    opened = SelectedShard(file, Selection(captions=CaptionRule(fields=("c",), choice="all")), None)
     assert len(opened) == 65_535 and opened.caption_number(65_534) == 65_534
 
 

@@ -82,7 +82,7 @@ def test_batches_have_the_sizes_of_their_step(workers: int, shards: Shards) -> N
             assert batch.images.shape == (BATCH, 3, SIZES[step], SIZES[step])
             assert torch.equal(batch.ids, full[step].ids)
             assert torch.equal(batch.identities, full[step].identities)  # of the untruncated captions
-            captions = [shards.read(number).caption or "" for number in batch.ids.tolist()]
+            captions = [shards.read(number).fields.get("txt", "") for number in batch.ids.tolist()]
             assert torch.equal(batch.tokens, tokenize(captions, LONGEST[step], trim=True))
             assert max(batch.lengths) <= LONGEST[step]
             ends = batch.tokens[torch.arange(BATCH), torch.tensor(batch.lengths) - 1]
@@ -101,7 +101,7 @@ def test_captions_cut_at_the_full_length_are_counted(shards: Shards) -> None:
     )
     for step in range(STEPS):
         batch = loader.batch(step)
-        words = [len((shards.read(number).caption or "").split()) for number in batch.ids.tolist()]
+        words = [len((shards.read(number).fields.get("txt", "")).split()) for number in batch.ids.tolist()]
         assert batch.cut_captions == sum(count > 7 for count in words)
         assert staged.batch(step).cut_captions == (0 if step < 3 else batch.cut_captions)
 

@@ -276,7 +276,7 @@ def test_repeated_files_in_a_sample(tmp_path: Path) -> None:
     ) in told(found)
     assert {entry.caption for entry in found.sheet} == {"first"}  # as in training
     data = Shards.of(find_shards(str(tmp_path)))
-    assert {data.read(number).caption for number in range(8)} == {"first"}
+    assert {data.read(number).fields["txt"] for number in range(8)} == {"first"}
     assert data.read(5).image[:2] == b"\xff\xd8"
 
 

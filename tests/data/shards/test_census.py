@@ -16,10 +16,9 @@ import webdataset
 
 from clipkit.errors import DataError
 from clipkit.samples.remote.store import ShardFile
-from data.captions import Selection
+from data.selection import SelectedShard, Selection
 from data.shards import manifest
 from data.shards.manifest import Census, make_manifest, take_census
-from data.shards.samples import OpenShard
 
 ROOT = Path(__file__).parents[3]
 SHARDS = 20
@@ -46,13 +45,13 @@ def test_each_shard_is_counted_once_starting_with_the_first(shards: list[ShardFi
     found = list(take_census(shards, Selection()))
     assert found[0][0] == 0 and sorted(number for number, _ in found) == list(range(SHARDS))
     for number, one in found:
-        extensions = {"jpg": number, "txt": number + 1} if number else {"txt": 1}
+        members = {"jpg": number, "txt": number + 1} if number else {"txt": 1}
         expected = Census(
             count=number,
             digest=one.digest,
             content=one.content,
             dropped={"without image": 1},
-            extensions=extensions,
+            members=members,
         )
         assert one == expected and len(one.digest) == 16
     assert active_children() == []
@@ -96,14 +95,14 @@ def test_abandoned_census_leaves_no_process(shards: list[ShardFile]) -> None:
     assert active_children() == []
 
 
-def kill_this_process(shard: ShardFile, *rest: object) -> OpenShard:
+def kill_this_process(shard: ShardFile, *rest: object) -> SelectedShard:
     if shard.name == "7.tar":
         os.kill(os.getpid(), signal.SIGKILL)
-    return OpenShard(shard, *rest)  # type: ignore[arg-type]
+    return SelectedShard(shard, *rest)  # type: ignore[arg-type]
 
 
 def test_killed_process_raises_one_line(shards: list[ShardFile], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest, "OpenShard", kill_this_process)
+    monkeypatch.setattr(manifest, "SelectedShard", kill_this_process)
     with pytest.raises(DataError, match="a process that counts shards was killed, probably out of memory"):
         list(take_census(shards, Selection()))
     assert active_children() == []
@@ -124,8 +123,7 @@ from pathlib import Path
 from clipkit.errors import run_command
 from data.shards import manifest as census
 from data.shards.manifest import make_manifest
-from data.shards.samples import OpenShard
-from data.captions import Selection
+from data.selection import SelectedShard, Selection
 from clipkit.samples.remote.store import ShardFile
 
 program = os.getpid()
@@ -134,9 +132,9 @@ def slow(shard, *rest):
     if os.getpid() != program:
         os.write(1, b"%d\\n" % os.getpid())  # in one piece, as several write
         time.sleep(60)
-    return OpenShard(shard, *rest)
+    return SelectedShard(shard, *rest)
 
-census.OpenShard = slow
+census.SelectedShard = slow
 shards = [ShardFile.at(Path(name)) for name in sys.argv[1:]]
 run_command(lambda: print(make_manifest([shards], Selection())))
 """

@@ -18,10 +18,12 @@ from hypothesis import given, settings, strategies as st
 from clipkit.errors import DataError
 from clipkit.samples.index import ShardIndex, Strings, index_shard, pack_arrays, write_arrays
 from clipkit.samples.remote.store import ShardFile
-from data.captions import CaptionRule, Filter, Selection
+from data.captions import CaptionRule
+from data.filters import Filter
+from data.selection import SelectedShard, Selection
 from data.shards import manifest
 from data.shards.manifest import Manifest, make_manifest
-from data.shards.samples import OpenShard, Shards
+from data.shards.samples import Shards
 
 
 @pytest.fixture(autouse=True)
@@ -63,11 +65,11 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Record the shards that this process opens."""
     names: list[str] = []
 
-    def noted(file: ShardFile, *rest: Any) -> OpenShard:
+    def noted(file: ShardFile, *rest: Any) -> SelectedShard:
         names.append(file.name)
-        return OpenShard(file, *rest)
+        return SelectedShard(file, *rest)
 
-    monkeypatch.setattr(manifest, "OpenShard", noted)
+    monkeypatch.setattr(manifest, "SelectedShard", noted)
     return names
 
 
@@ -262,7 +264,7 @@ def test_changed_captions_of_the_same_size_are_detected(tmp_path: Path) -> None:
         )  # unchanged from earlier versions, which stored it in checkpoints
         said = ["1.tar has other captions or images of the same names and sizes"]
         assert now.changes_since(first) == said and now.not_compared(first) == 0
-    assert Shards(now, Selection()).read(3).caption == "last"
+    assert Shards(now, Selection()).read(3).fields["txt"] == "last"
 
 
 def test_repacked_data_are_unchanged(tmp_path: Path) -> None:
@@ -364,7 +366,6 @@ def test_stated_counts_are_used_except_for_the_first_shard(tmp_path: Path, opene
     [
         Selection(filters=(Filter.of("width > 1"),)),
         Selection(captions=CaptionRule(choice="all", fields=("txt", "caption"))),
-        Selection(need=("image", "label")),
     ],
 )
 def test_stated_counts_are_ignored_with_filters_or_other_rules(
@@ -397,7 +398,7 @@ def test_unreadable_stats_are_ignored(content: bytes, tmp_path: Path) -> None:
 
 def test_stored_index_takes_precedence_over_stats(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "a", 3, 4)
-    OpenShard(shards[1], Selection(), None)
+    SelectedShard(shards[1], Selection(), None)
     state_stats(shards[1], 1000)
     assert make_manifest([shards], Selection()).counts.tolist() == [3, 4]
 
@@ -426,7 +427,7 @@ def test_shards_without_pairs_are_reported_after_a_few(tmp_path: Path, opened: l
         make_manifest([shards], Selection())
     assert time.perf_counter() - began < 10
     assert str(caught.value) == (
-        "the first 8 shards have no sample with image and caption; extensions seen: npy (8), txt (8)"
+        "the first 8 shards have no sample with image and caption; members: npy (8), txt (8)"
     )
     indexed = list((Path(os.environ["CLIPKIT_CACHE"]) / "index").rglob("*.index"))
     processes = len(os.sched_getaffinity(0))

@@ -4,7 +4,7 @@ import json
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ import pytest
 import webdataset
 
 from clipkit.errors import DataError
+from clipkit.samples import ShardSamples, shards as shards_module
 from clipkit.samples.remote.store import ShardFile
-from data.shards import samples as open_shard, samples as shards_module
 from data.shards.samples import Sample, Shards
 from data.shards.sources import find_shards
 from data.shards.writer import DatasetWriter, Record
@@ -54,9 +54,14 @@ def write_tar(path: Path, *samples: dict[str, Any]) -> Path:
     return path
 
 
-def shards_of(*paths: Path, need: Sequence[str] = ("image", "caption")) -> Shards:
+def shards_of(*paths: Path) -> Shards:
     """Open local shards."""
-    return Shards.of([ShardFile.at(path) for path in paths], need=need)
+    return Shards.of([ShardFile.at(path) for path in paths])
+
+
+def samples_of(*paths: Path) -> ShardSamples:
+    """Open all samples of local shards."""
+    return ShardSamples([ShardFile.at(path) for path in paths])
 
 
 def paths_of(source: str, split: str = "train") -> list[Path]:
@@ -69,25 +74,25 @@ def test_samples_round_trip(folder: Path) -> None:
     assert [path.name for path in paths] == [
         f"{number}.tar" for number in range(12)
     ]  # numeric order: 10 after 9
-    shards = shards_of(*paths, need=("image",))
-    assert len(shards) == 23 and shards.skipped == 0
+    shards, samples = shards_of(*paths), samples_of(*paths)
+    assert len(shards) == len(samples) == 23
     assert shards.counts.tolist() == [2] * 11 + [1]
     for number in range(23):
         wrote, shard = record(number), str(paths[number // 2])
-        assert shards.locate(number) == (shard, wrote.key)
+        assert shards.locate(number) == samples.locate(number) == (shard, wrote.key)
         assert shards.read(number) == Sample(
-            id=number,
-            shard=shard,
-            key=wrote.key,
-            image=wrote.image,
-            caption=wrote.caption,
-            label=wrote.label,
-            meta=dict(wrote.meta),
-            caption_number=0,
+            shard=shard, key=wrote.key, image=wrote.image, fields={"txt": wrote.caption}, caption_number=0
         )
+        members = wrote.members()
+        assert samples.key(number) == members.pop("__key__")
+        assert {name: samples.read(number, name) for name in samples.members(number)} == members
+        assert samples.read(number, "") == wrote.image
+        assert samples.fields(number) == wrote.meta
     for number in (-1, 23):
         with pytest.raises(IndexError):
             shards.read(number)
+        with pytest.raises(IndexError):
+            samples.read(number, "")
 
 
 def test_only_samples_with_the_needed_members_count(tmp_path: Path) -> None:
@@ -101,59 +106,43 @@ def test_only_samples_with_the_needed_members_count(tmp_path: Path) -> None:
     )
     pairs = shards_of(path)
     assert [pairs.read(number).key for number in range(len(pairs))] == ["a", "c", "e"]
-    assert [pairs.read(number).caption for number in range(3)] == ["text", "from json", "text"]
-    assert pairs.skipped == 2
-    labelled = shards_of(path, need=("image", "label"))
-    assert [(labelled.read(number).key, labelled.read(number).label) for number in range(2)] == [
-        ("b", 12),
-        ("e", 0),
-    ]
+    captions = [pairs.selection.captions.caption(pairs.read(number).fields, 0, None) for number in range(3)]
+    assert captions == ["text", "from json", "text"]
+    assert pairs.manifest.dropped == {"without image": 1, "without caption": 1}
+    samples = samples_of(path)
+    assert [samples.key(i) for i in range(len(samples))] == ["a", "b", "c", "d", "e"]
+    with pytest.raises(DataError, match=r"^no image, only txt$"):
+        samples.read(3, "")
+    with pytest.raises(DataError, match=r"^no cls, only jpg, txt$"):
+        samples.read(0, "cls")
 
 
-@pytest.mark.parametrize(
-    ("members", "cause"),
-    [
-        ({"cls": b"cat"}, "label 'cat' is not a whole number"),
-        ({"cls": b"-1"}, "label '-1' is not a whole number"),
-        ({"cls": b"9" * 5000}, "label '9{40}' is not a whole number"),
-        ({"json": b"{"}, "its json does not parse"),
-        ({"json": b"[" * 200_000}, "its json does not parse"),
-        ({"json": b"1" * 5000}, "its json does not parse"),
-        ({"json": b"\xff{}"}, "its json does not parse"),
-    ],
-)
-def test_bad_sample_raises_data_error(members: dict[str, bytes], cause: str, tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "0.tar", {"__key__": "a", "jpg": b"A", "txt": b"text", **members})
-    with pytest.raises(DataError, match=cause):
-        shards_of(path, need=("image",)).read(0)
-
-
-@pytest.mark.parametrize(
-    "members",
-    [{"cls": b"tench"}, {"cls": b"-1"}, {"json": b"{"}, {"json": b"[" * 200_000}, {"json": b"1" * 5000}],
-)
-def test_invalid_members_that_are_not_needed_are_ignored(members: dict[str, bytes], tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "0.tar", {"__key__": "a", "jpg": b"A", "txt": b"text", **members})
-    sample = shards_of(path).read(0)
-    assert (sample.image, sample.caption, sample.label, sample.meta) == (b"A", "text", None, {})
-
-
-def test_caption_from_invalid_json_raises_data_error(tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "0.tar", {"__key__": "a", "jpg": b"A", "json": b"{"})
-    with pytest.raises(DataError, match="its json does not parse"):
-        shards_of(path).read(0)
+@pytest.mark.parametrize("json", [b"{", b"[" * 200_000, b"1" * 5000, b"\xff{}"])
+def test_invalid_json_is_an_error_only_if_it_is_needed(json: bytes, tmp_path: Path) -> None:
+    path = write_tar(
+        tmp_path / "0.tar",
+        {"__key__": "a", "jpg": b"A", "txt": b"text", "json": json},
+        {"__key__": "b", "jpg": b"B", "json": json},
+    )
+    shards, samples = shards_of(path), samples_of(path)
+    assert shards.read(0)[2:4] == (b"A", {"txt": "text"})
+    assert samples.read(0, "json") == json
+    for read in (lambda: shards.read(1), lambda: samples.fields(0)):
+        with pytest.raises(DataError, match=r"^its json does not parse"):
+            read()
 
 
 def test_invalid_utf8_and_json_lists_are_read(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "0.tar", {"__key__": "a", "jpg": b"A", "txt": b"caf\xe9", "json": b"[1]"})
-    sample = shards_of(path, need=("image",)).read(0)
-    assert (sample.caption, sample.meta) == ("caf\udce9", {})  # a bad sample if the caption is needed
+    assert shards_of(path).read(0).fields == {"txt": "caf\udce9"}  # a bad sample in training
+    assert samples_of(path).fields(0) == {}
 
 
 def test_member_over_the_size_limit_raises_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_shard, "_MAX_BYTES", (20, 20, 20, 20))
+    monkeypatch.setattr(shards_module, "_LIMITS", {"json": 20})
+    monkeypatch.setattr(shards_module, "_LIMIT", 20)
     shards = Shards.of(find_shards(str(folder)))
-    assert shards.read(0).id == 0
+    assert shards.read(0).key == "part/000000"
     with pytest.raises(DataError, match="over the limit"):
         shards.read(4)
 
@@ -281,10 +270,10 @@ def test_error_without_pairs_lists_extensions(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         shards_of(path)
     assert str(caught.value) == (
-        f"shard {path} has no sample with image and caption; extensions seen: caption (3), npy (3), jpg (1)"
+        f"shard {path} has no sample with image and caption; members: caption (3), npy (3), jpg (1)"
     )
-    with pytest.raises(DataError, match="no sample with image and label; extensions seen: none"):
-        shards_of(write_tar(tmp_path / "1.tar"), need=("image", "label"))
+    with pytest.raises(DataError, match="no sample with image and caption; members: none"):
+        shards_of(write_tar(tmp_path / "1.tar"))
     with pytest.raises(DataError, match="no shards"):
         Shards.of([])
 
@@ -292,7 +281,7 @@ def test_error_without_pairs_lists_extensions(tmp_path: Path) -> None:
 def test_folder_name_that_is_not_utf8(folder: Path) -> None:
     moved = folder.rename(os.fsdecode(os.fsencode(folder) + b"\xff"))
     shards = Shards.of(find_shards(str(moved)))
-    assert len(shards) == 23 and shards.read(3).caption == "caption 3 ü"
+    assert len(shards) == 23 and shards.read(3).fields["txt"] == "caption 3 ü"
     assert len(shards.fingerprint()) == 16
 
 
@@ -310,4 +299,4 @@ def nothing_stays_open() -> Iterator[None]:
 def test_meta_round_trips_through_json(tmp_path: Path) -> None:
     meta = {"nested": {"list": [1, 2.5, None, "ü"]}}
     sample = {"__key__": "a", "jpg": b"A", "txt": b"t", "json": json.dumps(meta).encode()}
-    assert shards_of(write_tar(tmp_path / "0.tar", sample), need=("image",)).read(0).meta == meta
+    assert samples_of(write_tar(tmp_path / "0.tar", sample)).fields(0) == meta

@@ -100,7 +100,7 @@ def expected(teacher: CLIP, folder: Path) -> dict[int, tuple[torch.Tensor, torch
     for number in set(range(len(shards))) - {BROKEN}:
         sample = shards.read(number)
         image = Image.open(io.BytesIO(sample.image)).convert("RGB")
-        text = clipkit.encode_text([sample.caption or ""], teacher)
+        text = clipkit.encode_text([sample.fields["txt"]], teacher)
         found[number] = (clipkit.encode_image([image], teacher)[0], text[0])
     return found
 
@@ -157,7 +157,7 @@ def test_features_match_moved_data(
 
 def read_features(features: StoredFeatures, shards: Shards, number: int) -> torch.Tensor:
     sample = shards.read(number)
-    return features.read([features.find(sample.image, sample.caption or "")]).images[0].float()
+    return features.read([features.find(sample.image, sample.fields["txt"])]).images[0].float()
 
 
 def test_datasets_with_equal_shard_names_are_distinguished(teacher: CLIP, tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_changed_caption_has_no_feature(pairs: Path, stored: tuple[Path, Path], 
         shards = Shards.of(find_shards(str(pairs)))
         for number in range(SAMPLES):
             sample = shards.read(number)
-            caption = "changed" if number == 3 else sample.caption
+            caption = "changed" if number == 3 else sample.fields["txt"]
             record = Record(key=sample.key, image=sample.image, extension="png", caption=caption)
             writer.write("train", record)
         writer.finish({})
@@ -289,7 +289,9 @@ def test_features_follow_repacked_reordered_and_renamed_samples(
     with DatasetWriter(tmp_path / "set", samples_per_shard=samples_per_shard) as writer:
         for number in reversed(range(6, SAMPLES)):  # the first shard is deleted
             sample = old.read(number)
-            record = Record(key=f"new-{number}", image=sample.image, extension="png", caption=sample.caption)
+            record = Record(
+                key=f"new-{number}", image=sample.image, extension="png", caption=sample.fields["txt"]
+            )
             writer.write("train", record)
         writer.finish({})
     features, shards = StoredFeatures(*stored), Shards.of(find_shards(str(tmp_path / "set")))

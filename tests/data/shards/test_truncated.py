@@ -12,7 +12,7 @@ from clipkit.samples.remote.cache import ShardCache
 from clipkit.samples.remote.store import ShardFile
 from clipkit.samples.tar import TruncatedError
 from data.__main__ import main
-from data.captions import Selection
+from data.selection import Selection
 from data.shards.manifest import Manifest, make_manifest
 from data.shards.samples import Shards
 from data.shards.sources import find_shards
@@ -67,7 +67,7 @@ def test_complete_samples_before_any_cut_are_kept(tmp_path: Path) -> None:
             index_shard(file)
         index = index_shard(file, truncated="use")
         whole = sum(end <= cut for end in ends)
-        rows = [row for row in range(len(index)) if index.has()[row, [0, 1, 3]].all()]
+        rows = [row for row in range(len(index)) if {"jpg", "txt", "json"} <= {*index.members(row)}]
         assert len(rows) == whole, cut
         assert len(index) == whole or (
             whole == 0 and len(index) == 1
@@ -104,7 +104,7 @@ def check(manifest: Manifest, cache: ShardCache | None = None) -> None:
     read = [shards.read(number) for number in range(len(shards))]
     assert [one.key for one in read] == [*map(str, range(5)), "0", "1", *map(str, range(5))]
     for one in read:
-        assert one.image == sample(int(one.key))["jpg"] and one.caption == f"caption {one.key}"
+        assert one.image == sample(int(one.key))["jpg"] and one.fields["txt"] == f"caption {one.key}"
 
 
 def test_truncated_local_shard(folder: Path) -> None:

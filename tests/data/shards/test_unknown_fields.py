@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from clipkit.errors import DataError
-from data.captions import CaptionRule, Filter, Selection, leaf_fields, value_at
-from data.shards import samples as shard
+from data.captions import CaptionRule, leaf_fields, value_at
+from data.filters import Filter
+from data.selection import SelectedShard, Selection
 from data.shards.manifest import make_manifest
-from data.shards.samples import OpenShard
 from tests.data.json_shards import of_json, shard_of
 
 
@@ -27,13 +27,13 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the rows that are read from shards."""
     rows: list[int] = []
-    read = OpenShard.read
+    read = SelectedShard.read
 
-    def counted(self: OpenShard, row: int, columns: tuple[int, ...]) -> list[bytes | None]:
+    def counted(self: SelectedShard, row: int, names: Sequence[str]) -> list[bytes | None]:
         rows.append(row)
-        return read(self, row, columns)
+        return read(self, row, names)
 
-    monkeypatch.setattr(shard.OpenShard, "read", counted)
+    monkeypatch.setattr(SelectedShard, "read", counted)
     return rows
 
 

@@ -103,9 +103,9 @@ def test_plain_shards_skip_samples_without_captions(
     assert [dataset.images.locate(number)[1] for number in range(3)] == ["s0000000", "s0000002", "s0000004"]
     assert "image s0000002 of" in dataset.where(1)
     assert isinstance(dataset.images, ShardImages)
-    shards = dataset.images.shards
-    assert [dataset.images.read(number) for number in range(3)] == [shards.read(i).image for i in (0, 2, 4)]
-    every = shards.fingerprint()
+    samples = dataset.images.samples
+    assert [dataset.images.read(number) for number in range(3)] == [samples.read(i, "") for i in (0, 2, 4)]
+    every = samples.content_id
     assert dataset.revision == open_dataset(folder).revision != every
     assert "has no caption" in refusal(folder / "test")  # it has nshards.txt, so it must be complete
     (folder / "dataset_type.txt").write_text("retrieval\n")  # a published dataset must be complete

@@ -1,0 +1,236 @@
+"""The selection of a shard's samples: required members, filters, a fraction, one or all captions."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from clipkit.errors import DataError
+from clipkit.samples import IMAGE_EXTENSIONS, Shard, ShardIndex, index_place, read_arrays, write_arrays
+from clipkit.samples.remote import ShardCache, ShardFile
+from data.captions import TEXT, CaptionRule, Fields, json_members
+from data.filters import Filter, parse_number
+from data.scores.table import Scores
+
+__all__ = ["OUTSIDE", "Chosen", "SelectedShard", "Selection"]
+
+OUTSIDE = "outside data.fraction"  # why a sample is not used
+_MAX_CAPTIONS = 2**16 - 1  # of one sample
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Chosen:
+    """The samples of a shard that are used.
+
+    Attributes:
+        rows: (M,) uint32, rows of the shard's index.
+        captions: (M,) uint16, index of each sample's caption; None unless each caption is a sample.
+        dropped: number of unused samples by reason.
+    """
+
+    rows: npt.NDArray[np.uint32]
+    captions: npt.NDArray[np.uint16] | None
+    dropped: dict[str, int]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def _draw(shard: str, key: str, occurrence: int) -> float:
+    """Return a number from 0 to 1 for the n-th sample with a key in a shard."""
+    sample = f"{shard}\0{key}\0{occurrence}".encode("utf-8", "surrogatepass")
+    digest = hashlib.blake2b(sample, digest_size=8).digest()
+    return int.from_bytes(digest) / 2**64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Which samples are used.
+
+    Attributes:
+        need: members that a sample must have: "image", "caption" or both.
+        filters: conditions that must all hold.
+        captions: where captions are, and whether each is a sample.
+        truncated: "error", or "use" to use the samples of the intact part of truncated shards.
+        scores: the scores that filters refer to as ``score.COLUMN``.
+        fraction: of the samples with the members in ``need``, those used, by a hash of shard and key: keys may
+            repeat between shards. The shard counts by its name without the folder, so data may be moved.
+        image: the member with the image; "" for the first one with the extension of an image.
+    """
+
+    need: tuple[str, ...] = ("image", "caption")
+    filters: tuple[Filter, ...] = ()
+    captions: CaptionRule = field(default_factory=CaptionRule)
+    truncated: str = "error"
+    scores: Scores | None = None
+    fraction: float = 1.0
+    image: str = ""
+
+    @property
+    def reads_json(self) -> bool:
+        """Whether the samples' json or scores decide which are used."""
+        return bool(self.filters) or ("caption" in self.need and self.captions.choice == "all")
+
+    @property
+    def json_filters(self) -> tuple[Filter, ...]:
+        """The filters on the json rather than on scores."""
+        return tuple(one for one in self.filters if self.scores is None or not one.name.startswith("score."))
+
+    @property
+    def needs_content(self) -> bool:
+        """Whether scores are not enough to decide which samples are used."""
+        return bool(self.json_filters) or self.captions.choice == "all"
+
+    def members(self, names: Collection[str]) -> list[str]:
+        """Return those of a sample's members that decide whether it is used."""
+        filtered = json_members([one.name for one in self.json_filters], names)
+        return [*dict.fromkeys([*self.captions.members(names), *filtered])]
+
+    @property
+    def identity(self) -> str:
+        """16 hexadecimal digits that change when the selection from a complete shard may change."""
+        identity = [sorted(self.need), sorted(map(str, self.filters)), self.captions.which()]
+        # Earlier versions compared these integers as floats; do not use the selections that they stored.
+        large = [
+            one for one in self.filters if isinstance(n := parse_number(one.value), int) and abs(n) >= 2**53
+        ]
+        if large:
+            identity.append(sorted(map(str, large)))
+        if self.scores is not None:
+            identity.append(self.scores.digest)
+        if self.fraction < 1:
+            identity.append([f"fraction {self.fraction} by shard and key"])  # earlier versions: by key
+        if self.image:
+            identity.append([f"image {self.image}"])
+        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+
+    def choose(self, index: ShardIndex, content: Callable[[int], Fields], *, shard: str) -> Chosen:
+        """Choose the samples of one shard.
+
+        Args:
+            index: index of the shard.
+            shard: its ``ShardFile.name``.
+            content: returns the fields of a row that filters and captions need; may raise DataError.
+        """
+        images = (self.image,) if self.image else IMAGE_EXTENSIONS
+        captions = self.captions.members(index.names)
+        if TEXT in self.captions.fields:  # in samples without a caption file
+            captions.append("json")
+        members = {"image": images, "caption": captions}
+        usable = np.ones(len(index), dtype=np.bool_)
+        dropped: Counter[str] = Counter()
+        for member in self.need:
+            present = index.has_any(members[member])
+            dropped[f"without {member}"] += int((usable & ~present).sum())
+            usable &= present
+        rows = np.flatnonzero(usable).astype(np.uint32)
+        if self.fraction < 1:
+            drawn: list[bool] = []
+            occurrences: Counter[str] = Counter()
+            for row in rows.tolist():
+                key = index.key(row)
+                occurrences[key] += 1
+                drawn.append(_draw(shard, key, occurrences[key]) < self.fraction)
+            dropped[OUTSIDE] += drawn.count(False)
+            rows = rows[np.array(drawn, dtype=np.bool_)]
+        if not self.reads_json:
+            return Chosen(rows=rows, captions=None, dropped=dict(+dropped))
+        kept: list[int] = []
+        caption_numbers: list[int] = []
+        for row in rows.tolist():
+            try:
+                fields = content(row)
+            except DataError:
+                dropped["unreadable"] += 1
+                continue
+            if reason := self.refuses(fields):
+                dropped[reason] += 1
+                continue
+            numbers: Sequence[int] = (0,)
+            if self.captions.choice == "all":
+                count = sum(map(len, self.captions.by_field(fields)))
+                if not count:
+                    dropped["without caption"] += 1
+                numbers = range(min(count, _MAX_CAPTIONS))
+            kept += [row] * len(numbers)
+            caption_numbers += numbers
+        separate = np.array(caption_numbers, dtype=np.uint16) if self.captions.choice == "all" else None
+        return Chosen(rows=np.array(kept, dtype=np.uint32), captions=separate, dropped=dict(+dropped))
+
+    def refuses(self, fields: Fields) -> str:
+        """Return why a sample with these fields fails the filters; empty if it passes."""
+        for one in self.filters:
+            if not (passes := one.passes(fields)):
+                return f"without {one.name}" if passes is None else f"not {one}"
+        return ""
+
+
+class SelectedShard(Shard):
+    """An open shard with a selection of its samples.
+
+    Args:
+        file: the shard.
+        selection: which samples are used.
+        cache: cache of remote shards; None reads their members over the network.
+
+    Raises:
+        TruncatedError: the shard is truncated, and the selection does not accept that.
+        DataError: the shard is missing or not a tar, or cannot be downloaded.
+
+    Attributes:
+        chosen: the used samples.
+    """
+
+    def __init__(self, file: ShardFile, selection: Selection, cache: ShardCache | None) -> None:
+        super().__init__(file, cache, truncated=selection.truncated)
+        self.chosen = self._choose(selection)
+        self._rows = self.chosen.rows.data
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def row(self, number: int) -> int:
+        """Return the index row of the ``number``-th used sample.
+
+        Raises:
+            DataError: the shard has fewer samples than stated.
+        """
+        if number >= len(self._rows):
+            raise DataError(f"its shard has only {len(self._rows)} samples, fewer than stated")
+        row: int = self._rows[number]
+        return row
+
+    def caption_number(self, number: int) -> int:
+        """Return the index of the caption of the ``number``-th used sample."""
+        return 0 if self.chosen.captions is None else int(self.chosen.captions[number])
+
+    def _choose(self, selection: Selection) -> Chosen:
+        if not selection.reads_json:
+            return selection.choose(self.index, lambda row: {}, shard=self.file.name)
+        place = index_place(self.file).with_suffix(f".{self.index.digest}.{selection.identity}")
+        with suppress(KeyError, TypeError):
+            if (stored := read_arrays(place)) is not None:
+                about, arrays = stored
+                return Chosen(rows=arrays["rows"], captions=arrays.get("captions"), dropped=about["dropped"])
+        scores: list[dict[str, Any]] = []
+        if selection.scores is not None:
+            scores = selection.scores.rows(self.index, self.shown, selection.filters)
+
+        def content(row: int) -> dict[str, Any]:
+            fields = {}
+            if selection.needs_content:
+                members = self.read_present(row, selection.members(self.index.members(row)))
+                fields = selection.captions.parse(members)
+            return {**fields, "score": scores[row]} if scores else fields
+
+        chosen = selection.choose(self.index, content, shard=self.file.name)
+        arrays = {"rows": chosen.rows} | ({} if chosen.captions is None else {"captions": chosen.captions})
+        with suppress(OSError):
+            write_arrays(place, {"dropped": chosen.dropped}, arrays)
+        return chosen
