@@ -19,7 +19,7 @@ from clipkit.samples.remote import shard_cache
 from data.captions import Selection
 from data.shards.manifest import make_manifest
 from data.shards.samples import OpenShard
-from data.shards.sources import find_shards
+from data.sources import find_shards
 
 __all__ = ["command", "palette_of"]
 

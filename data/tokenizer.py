@@ -28,7 +28,7 @@ from clipkit.samples.remote import shard_cache
 from data.captions import CaptionRule, Filter, Selection
 from data.shards.manifest import make_manifest
 from data.shards.samples import OpenShard, meta_of, text_of
-from data.shards.sources import find_shards
+from data.sources import find_shards
 
 __all__ = ["LEAST", "command", "train", "write"]
 

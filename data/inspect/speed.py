@@ -22,7 +22,7 @@ from data.loader import Loader
 from data.order import Order
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
-from data.shards.sources import find_shards
+from data.sources import find_shards
 
 __all__ = ["Measured", "make_loader", "measure", "speed"]
 

@@ -40,7 +40,7 @@ from data.captions import TEXT, CaptionRule, Selection
 from data.scores.page import check_filters, write_filters
 from data.scores.table import PERMILLE, scores_folder
 from data.shards.samples import OpenShard, meta_of, text_of
-from data.shards.sources import find_shards
+from data.sources import find_shards
 
 __all__ = ["score"]
 

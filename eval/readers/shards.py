@@ -53,7 +53,7 @@ from clipkit.samples.remote import ShardFile, Unreachable, is_remote, shard_cach
 from data.captions import CaptionRule, Selection, is_utf8
 from data.shards.manifest import make_manifest
 from data.shards.samples import OpenShard, Shards, label_of, meta_of, text_of
-from data.shards.sources import find_shards
+from data.sources import find_shards
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit, some
 from eval.readers.files import (
     beside,

@@ -21,7 +21,7 @@ from data.groups import RowsByKey, digest_key, merge_rows
 from data.pack import pack, packed
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
-from data.shards.sources import find_shards
+from data.sources import find_shards
 from data.training_data import packed_images
 
 NAMES = ("a.png", "b.png", "c.png", "sub/a.png")

@@ -27,7 +27,7 @@ from data.captions import CaptionRule, Filter, Selection
 from data.pack import LONGEST_CAPTION, _split, pack, packed
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
-from data.shards.sources import find_shards
+from data.sources import find_shards
 
 
 def encoded(kind: str, side: tuple[int, int] = (40, 30), mode: str = "RGB") -> bytes:

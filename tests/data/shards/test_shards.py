@@ -16,8 +16,8 @@ from clipkit.errors import DataError
 from clipkit.samples.remote.store import ShardFile
 from data.shards import samples as open_shard, samples as shards_module
 from data.shards.samples import Sample, Shards
-from data.shards.sources import find_shards
 from data.shards.writer import DatasetWriter, Record
+from data.sources import find_shards
 
 
 @pytest.fixture(autouse=True)
