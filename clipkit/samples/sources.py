@@ -17,6 +17,7 @@ import glob
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -57,7 +58,7 @@ _INSIDE = ("", "data", "default", "TEST")
 _CONVERTED = "@refs/convert/parquet"  # the branch of the hub with the Parquet files that the hub has made
 _HUB_DATASET = re.compile(r"hf://datasets/[\w.-]+/[\w.-]+", flags=re.ASCII)
 _SPLIT_WORD = re.compile(rf"({'|'.join(SPLIT_WORDS)})(?![a-z])", flags=re.IGNORECASE)
-_EXAMINED = 1000  # images of a folder that may have captions
+_EXAMINED = 1000  # files of a folder
 _SHOWN = 8  # names in a message
 _MAX_COUNT = 100  # bytes of nshards.txt
 _MAX_DIGITS = 6  # of a number of shards
@@ -329,7 +330,7 @@ def find_split(
             return split, matches
         splits |= by_split.keys()
         if isinstance(place, Path):
-            splits |= {inner.name for inner in _folders_in(place) if list_files(inner, (".tar",))}
+            splits |= {inner.name for inner in _folders_in(place) if _has_tars(inner)}
         unnamed = by_split.get("", [])
         # tables beside the folders of splits list other things, such as bad rows
         if unnamed and (splits == {""} or unnamed[0].name.endswith(".tar")):
@@ -454,6 +455,12 @@ def _folders_in(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if not is_hidden(path.name) and path.is_dir())
+
+
+def _has_tars(folder: Path) -> bool:
+    with suppress(OSError), os.scandir(folder) as entries:  # it may be unreadable
+        return any(entry.name.endswith(".tar") for entry in islice(entries, _EXAMINED))
+    return False
 
 
 def _describe_missing(folder: Path | str, split: str, splits: set[str]) -> str:
