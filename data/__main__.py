@@ -493,7 +493,7 @@ def _index(parsed: argparse.Namespace) -> int:
     from clipkit.samples import TruncatedError
     from data.selection import Selection
     from data.shards.manifest import make_manifest
-    from data.shards.sources import find_shards
+    from data.sources import find_shards
 
     began = time.monotonic()
     folder = cache_folder()

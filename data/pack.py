@@ -52,6 +52,7 @@ from clipkit.files import counted, size_of
 from clipkit.samples import (
     CLASS_NAMES,
     NAMED_SUFFIXES,
+    SPLIT_WORDS,
     SUFFIXES,
     Row,
     Table,
@@ -70,7 +71,6 @@ from clipkit.samples.remote import ShardFile, cache_folder, created_once, downlo
 from data.captions import field_name, json_value
 from data.groups import MOST_ROWS, TOO_MANY_ROWS, RowsByKey, digest_key, merge_rows
 from data.shards.images import BadImage, Resize, Storing, store_image
-from data.shards.sources import SPLITS
 from data.shards.writer import DatasetWriter, Record
 
 __all__ = [
@@ -470,7 +470,7 @@ class _ImageFolder:
             why = f"{outside.name} is outside them"
         elif captioned and not (folder / CLASS_NAMES).is_file():
             why = f"{captioned.relative_to(folder)} may contain captions"
-        elif splits := sorted({*subfolders} & {*SPLITS}):
+        elif splits := sorted({*subfolders} & SPLIT_WORDS):
             why = f"{splits[0]!r} is the name of a split: pack the splits one by one, or rename it"
         self._class_names = _class_names(folder, subfolders) if len(subfolders) > 1 and not why else {}
         if self._class_names and not (folder / CLASS_NAMES).is_file():

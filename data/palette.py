@@ -18,7 +18,7 @@ from clipkit.samples import decode_image
 from clipkit.samples.remote import shard_cache
 from data.selection import SelectedShard, Selection
 from data.shards.manifest import make_manifest
-from data.shards.sources import find_shards
+from data.sources import find_shards
 
 __all__ = ["command", "palette_of"]
 

@@ -28,7 +28,7 @@ from data.captions import CaptionRule
 from data.filters import Filter
 from data.selection import SelectedShard, Selection
 from data.shards.manifest import make_manifest
-from data.shards.sources import find_shards
+from data.sources import find_shards
 
 __all__ = ["LEAST", "command", "train", "write"]
 

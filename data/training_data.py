@@ -20,8 +20,8 @@ from data.scores.table import scored_filters
 from data.selection import Selection
 from data.shards.manifest import Manifest, make_manifest, reject_unknown_negatives
 from data.shards.samples import Shards
-from data.shards.sources import find_shards
 from data.shards.teacher import StoredFeatures
+from data.sources import find_shards
 
 __all__ = [
     "Packed",

@@ -79,6 +79,17 @@ from .shards import (
     Shard as Shard,
     ShardSamples as ShardSamples,
 )
+from .sources import (
+    FORMATS as FORMATS,
+    MissingSplit as MissingSplit,
+    Source as Source,
+    find_source as find_source,
+    find_split as find_split,
+    folder_of_split as folder_of_split,
+    has_captions as has_captions,
+    join_place as join_place,
+    list_files as list_files,
+)
 from .table import (
     CAPTION_COLUMNS as CAPTION_COLUMNS,
     IMAGE_COLUMNS as IMAGE_COLUMNS,

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import DataError
-from clipkit.files import expand_braces, path_order
+from clipkit.files import expand_braces, user_path
 from clipkit.samples import (
     IMAGE_EXTENSIONS,
     Content,
@@ -27,20 +27,22 @@ from clipkit.samples import (
     ShardIndex,
     TruncatedError,
     index_of_members,
+    join_place,
     keep_index,
+    list_files,
     sample_name,
     stored_index,
     tar_files,
     tar_files_of,
     with_content,
 )
-from clipkit.samples.remote import ShardFile, is_remote
+from clipkit.samples.remote import ShardFile, describe, is_remote
 from data.augment import random_of
 from data.captions import CaptionRule
 from data.inspect.findings import Broken, Names, Place, ShardsFound, Stated
 from data.selection import Selection
 from data.shards.manifest import stated_count
-from data.shards.sources import find_shards
+from data.sources import find_shards
 
 if TYPE_CHECKING:
     from clipkit.samples.remote import ShardCache
@@ -237,26 +239,10 @@ _NO_TAR = (b"\x1f\x8b", b"BZ", b"\xfd7", b"(\xb5", b"<", b"PK")  # compressed, a
 
 
 def _existing(name: str) -> ShardFile | None:
-    if not is_remote(name):
-        path = Path(name).expanduser()
-        return ShardFile.at(path) if path.is_file() else None
-    from clipkit.samples import remote
-
     try:
-        return remote.describe([name])[0]
+        return describe([name if is_remote(name) else str(user_path(name))])[0]
     except DataError:
         return None
-
-
-def _shards_of_folder(source: str, split: str) -> list[ShardFile]:
-    if is_remote(source):
-        from clipkit.samples import remote
-
-        base = source.rstrip("/")
-        return remote.list_folder(f"{base}/{split}") or remote.list_folder(base)
-    folder = Path(source).expanduser()
-    here = folder / split if (folder / split).is_dir() else folder
-    return [ShardFile.at(path) for path in sorted(here.glob("*.tar"), key=path_order)]
 
 
 def missing_numbers(urls: Iterable[str], absent: Iterable[str] = ()) -> tuple[list[str], int]:
@@ -355,14 +341,15 @@ class ShardSurvey:
                 self._files += find_shards(source, split=split)
             except DataError as error:
                 there: list[ShardFile] = []
-                if "shards are missing" in str(error):
+                if "are missing, the first is" in str(error):
                     names = list(expand_braces(source))
                     with ThreadPoolExecutor(_REQUESTS) as pool:
                         found = list(pool.map(_existing, names))
                     there = [file for file in found if file is not None]
                     absent += [name for name, file in zip(names, found, strict=True) if file is None]
                 elif "nshards.txt says" in str(error):
-                    there = _shards_of_folder(source, split)
+                    folder = source if is_remote(source) else user_path(source)
+                    there = list_files(join_place(folder, split), (".tar",)) or list_files(folder, (".tar",))
                 if not there:
                     raise
                 self._files += there

@@ -22,7 +22,7 @@ from data.order import Order
 from data.selection import Selection
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
-from data.shards.sources import find_shards
+from data.sources import find_shards
 
 __all__ = ["Measured", "make_loader", "measure", "speed"]
 

@@ -39,7 +39,7 @@ from clipkit.samples.remote import ShardCache, ShardFile, shard_cache
 from data.captions import TEXT, CaptionRule
 from data.scores.page import check_filters, write_filters
 from data.scores.table import PERMILLE, scores_folder
-from data.shards.sources import find_shards
+from data.sources import find_shards
 
 __all__ = ["score"]
 

@@ -6,7 +6,7 @@ import os
 import shlex
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 
 from clipkit.errors import DataError
 from clipkit.files import counted, shown
-from clipkit.samples import SPLIT_NAMES, SUFFIXES, is_deep, refuse_deep_alpha, to_16_bit
+from clipkit.samples import SUFFIXES, is_deep, join_place, refuse_deep_alpha, to_16_bit
 from clipkit.samples.remote import is_remote
 from eval.datasets.dataset import EvalDataset, some
 
@@ -27,9 +27,7 @@ __all__ = [
     "ACCEPTED",
     "Box",
     "FileImages",
-    "beside",
     "checked_set",
-    "folder_of_split",
     "how_to_pack",
     "is_table",
     "lines_of",
@@ -244,33 +242,10 @@ def checked_set(dataset: EvalDataset) -> EvalDataset:
 ACCEPTED = "train (or training), val (valid, validation, dev) and test (testing)"  # for messages
 
 
-def folder_of_split(
-    folders: Iterable[Path], split: str, holds: Callable[[Path], object] = lambda _: True
-) -> Path | None:
-    """Return the folder that is named like a split and satisfies ``holds``, if there is one.
-
-    Raises:
-        DataError: there are two.
-    """
-    names = SPLIT_NAMES.get(split, (split,))
-    called = [one for one in folders if one.name == split or one.name.lower() in names]
-    found = list(filter(holds, called))
-    if len(found) > 1:
-        raise DataError(f"{found[0]} and {found[1]} would both be the split {split!r}: rename or move one")
-    return found[0] if found else None
-
-
 # --------------------------------------------------------------------------------------------------------------
 # Small text files next to the images, local or in a store.
 
 _MAX_TEXT_BYTES = 16 << 20
-
-
-def beside(root: str | Path, *names: str) -> str | Path:
-    """Join names to a local folder or to the URL of one."""
-    if isinstance(root, Path) or not is_remote(root):
-        return Path(root, *names)
-    return "/".join([root.rstrip("/"), *names])
 
 
 def lines_of(place: str | Path) -> list[str]:
@@ -281,7 +256,7 @@ def lines_of(place: str | Path) -> list[str]:
 
 def templates_in(root: str | Path) -> tuple[str, ...]:
     """Return the prompt templates next to a dataset's images."""
-    return tuple(filter(None, lines_of(beside(root, "zeroshot_classification_templates.txt"))))
+    return tuple(filter(None, lines_of(join_place(root, "zeroshot_classification_templates.txt"))))
 
 
 def read_text_file(place: str | Path, *, limit: int = _MAX_TEXT_BYTES) -> str | None:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from clipkit.errors import DataError
+from clipkit.samples import join_place
 from eval.datasets.dataset import TEST, EvalDataset, Language, NoSplit
-from eval.readers.files import FileImages, beside, checked_set, lines_of, read_text_file
+from eval.readers.files import FileImages, checked_set, lines_of, read_text_file
 from eval.results.records import parse_json
 
 __all__ = ["babel_languages", "is_multilingual", "named_languages", "open_multilingual"]
@@ -140,7 +141,7 @@ def named_languages(folder: Path | str, dataset: EvalDataset) -> Mapping[str, La
     Raises:
         DataError: a language does not have one name per class.
     """
-    place = beside(folder, "names.json")
+    place = join_place(folder, "names.json")
     found = {}
     for language, names in (_table(place) or {}).items():
         if not _are_texts(names) or len(names) != len(dataset.class_names):
@@ -159,8 +160,8 @@ def babel_languages(folder: Path | str, labels: Sequence[int]) -> Mapping[str, L
     Raises:
         DataError: a file is missing or damaged.
     """
-    names_file = beside(folder, "babel_imagenet.json")
-    names, prompts = _table(names_file), _table(beside(folder, "nllb_dist13b_prompts.json"))
+    names_file = join_place(folder, "babel_imagenet.json")
+    names, prompts = _table(names_file), _table(join_place(folder, "nllb_dist13b_prompts.json"))
     if names is None or prompts is None:
         raise DataError(f"{folder}: expected babel_imagenet.json and nllb_dist13b_prompts.json")
     found = {}

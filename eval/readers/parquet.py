@@ -22,7 +22,7 @@ import re
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -35,21 +35,20 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from clipkit.files import name_order, shown
 from clipkit.samples import (
     CAPTION_COLUMNS,
     IMAGE_COLUMNS,
     IMAGE_EXTENSIONS,
     PARQUET_PART,
     SPLIT_NAMES,
-    SPLIT_WORDS,
-    check_parts,
+    MissingSplit,
+    find_split,
     plain_name,
 )
-from clipkit.samples.remote import ShardFile, Unreachable, shard_cache
-from eval.datasets.dataset import TEST, EvalDataset, Images, NoSplit, some
-from eval.readers.files import FileImages, beside, checked_set, how_to_pack, short_hash
-from eval.readers.shards import CACHE_GB, files_in, versions_of
+from clipkit.samples.remote import ShardFile, shard_cache
+from eval.datasets.dataset import TEST, EvalDataset, Images, NoSplit
+from eval.readers.files import FileImages, checked_set, how_to_pack, short_hash
+from eval.readers.shards import CACHE_GB, files_of_split, versions_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -400,15 +399,8 @@ def _names_in(value: Any) -> list[str]:
 
 # --------------------------------------------------------------------------------------------------------------
 # The parquet files of a split.
-#
-# Files are named ``data/SPLIT-00000-of-00002.parquet``, ``SPLIT/0000.parquet``, ``SPLIT.parquet`` or similar; if no
-# file names a split, all are the test split. For a dataset at Hugging Face without parquet files, such as one made
-# by a script, the files that the hub has converted it to are read.
 
-# folders with a dataset's files; "TEST" is the hub's name for nlphuji's retrieval datasets
-_INSIDE = ("", "data", "default", "TEST")
-_CONVERTED = "@refs/convert/parquet"  # the branch with the files that the hub has converted
-_HUB_DATASET = re.compile(r"hf://datasets/[\w.-]+/[\w.-]+", flags=re.ASCII)
+_SUFFIXES = (".parquet",)
 _FETCHING = 2  # files fetched at a time
 
 
@@ -486,8 +478,11 @@ def _reading(shown: str) -> Iterator[None]:
 
 def has_parquet(place: str | Path, split: str) -> bool:
     """Return whether there are parquet files of a split or, locally, of any split."""
-    splits = (split, *(SPLIT_NAMES if isinstance(place, Path) else ()))
-    return any(_candidates(place, one) for one in splits)
+    for name in (split, *(SPLIT_NAMES if isinstance(place, Path) else ())):
+        with suppress(MissingSplit):
+            find_split(place, name, _SUFFIXES)
+            return True
+    return False
 
 
 def _open_files(name: str, place: Path | str, split: str, cache_gb: float) -> ParquetFiles:
@@ -526,65 +521,13 @@ def _open_files(name: str, place: Path | str, split: str, cache_gb: float) -> Pa
 
 
 def _files_of_split(name: str, place: Path | str, split: str) -> tuple[ShardFile, ...]:
-    found = _candidates(place, split)
-    by_split: dict[str, list[ShardFile]] = {}
-    for own, file in found:
-        by_split.setdefault(own, []).append(file)
-    unnamed = [""] if split == TEST and set(by_split) <= {""} else []
-    wanted = next((one for one in (*SPLIT_NAMES.get(split, (split,)), *unnamed) if one in by_split), None)
-    if wanted is None:
-        there = some(sorted(filter(None, by_split))) or "files that name no split"
-        where = shown(str(place))
-        raise NoSplit(
-            f"dataset {name} has no split {split!r}: {where} has {there}"
-            if found
-            else f"dataset {name}: no parquet file in {where}, nor in its folder data"
-        )
-    files = sorted(by_split[wanted], key=lambda file: name_order(file.name))
+    files = files_of_split(name, place, split, _SUFFIXES)
     parts = [match for file in files if (match := PARQUET_PART.fullmatch(file.name.removesuffix(".parquet")))]
-    if parts:
-        numbers = {int(part[2]) for part in parts}
-        totals = {int(part[3]) for part in parts}
-        if len(parts) != len(files) or len(totals) > 1 or len(numbers) < len(parts):
-            raise DataError(f"dataset {name}: {files[0].shown} and its neighbours belong to several datasets")
-        check_parts(file.shown for file in files)
+    numbers = {part[2] for part in parts}
+    totals = {part[3] for part in parts}
+    if parts and (len(parts) != len(files) or len(totals) > 1 or len(numbers) < len(parts)):
+        raise DataError(f"dataset {name}: {files[0].shown} and its neighbours belong to several datasets")
     return tuple(files)
-
-
-def _candidates(place: str | Path, split: str) -> list[tuple[str, ShardFile]]:
-    """Return all parquet files with the name of their split, "" if they name none."""
-    found = _in_folders(place, split)
-    if not found and isinstance(place, str) and _HUB_DATASET.fullmatch(place):
-        try:
-            return _in_folders(f"{place}{_CONVERTED}", split)
-        except Unreachable:
-            raise
-        except DataError:  # there is no such branch
-            return []
-    return found
-
-
-def _in_folders(place: str | Path, split: str) -> list[tuple[str, ShardFile]]:
-    found = []
-    for inside in _INSIDE:
-        folder = beside(place, inside) if inside else place
-        for file in _parquet_in(folder):
-            stem = file.name.removesuffix(".parquet")
-            first = re.split(r"[-_.]", stem)[0]
-            part = PARQUET_PART.fullmatch(stem)
-            found.append((part[1] or "" if part else first if first in SPLIT_WORDS else "", file))
-        for name in SPLIT_NAMES.get(split, (split,)):
-            found += [(name, file) for file in _parquet_in(beside(folder, name))]
-        if found:
-            break  # each folder costs a request to the store
-    return found
-
-
-def _parquet_in(folder: str | Path) -> list[ShardFile]:
-    if isinstance(folder, Path):
-        return [ShardFile.at(path) for path in sorted(folder.glob("*.parquet"))] if folder.is_dir() else []
-    files = [file for file in files_in(folder) if file.name.endswith(".parquet")]
-    return sorted(files, key=lambda file: file.url)
 
 
 # --------------------------------------------------------------------------------------------------------------

@@ -36,23 +36,26 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from clipkit.files import counted, name_order, shown
-from clipkit.samples import IMAGE_EXTENSIONS, ShardSamples, decode_text
-from clipkit.samples.remote import ShardFile, Unreachable, is_remote, shard_cache
+from clipkit.files import counted, shown
+from clipkit.samples import (
+    IMAGE_EXTENSIONS,
+    MissingSplit,
+    ShardSamples,
+    decode_text,
+    find_split,
+    join_place,
+)
+from clipkit.samples.remote import ShardFile, Unreachable, is_remote, list_folder, shard_cache
 from data.captions import CaptionRule, is_utf8
-from data.shards.sources import find_shards
-from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit, some
+from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit
 from eval.readers.files import (
-    beside,
     checked_set,
-    folder_of_split,
     lines_of,
     read_text_file,
     short_hash,
     templates_in,
     written,
 )
-from eval.readers.folders import visible_folders
 from eval.results.records import parse_json
 from eval.tasks import TASKS
 
@@ -61,7 +64,7 @@ __all__ = [
     "ShardImages",
     "address_of",
     "array_of",
-    "files_in",
+    "files_of_split",
     "find_published",
     "open_published",
     "versions_of",
@@ -106,14 +109,14 @@ def open_published(
         described = [any((one / mark).is_file() for mark in marks) for one in (own, own.parent)]
         if described == [False, True]:
             root, own_split = own.parent, own.name
-    card_file = beside(root, "card.json")
+    card_file = join_place(root, "card.json")
     try:
         card = parse_json(read_text_file(card_file) or "{}")
     except ValueError as error:
         raise DataError(f"{card_file} does not parse: {error}") from error
     if not isinstance(card, dict):
         raise DataError(f"{card_file} is not a JSON object")
-    kind = (*lines_of(beside(root, "dataset_type.txt")), "")[0].lower()
+    kind = (*lines_of(join_place(root, "dataset_type.txt")), "")[0].lower()
     if kind not in ("", *_TYPES):
         raise DataError(f"dataset {name} is of type {kind[:40]!r}; known: {', '.join(_TYPES)}")
 
@@ -132,7 +135,7 @@ def open_published(
             f"dataset {name}: split {own_split!r} has {counted(complete, 'sample')} with an image and "
             f"{len(samples) - complete} without{expected}; fetch or write it again"
         )
-    class_names = tuple(lines_of(beside(root, "classnames.txt")))
+    class_names = tuple(lines_of(join_place(root, "classnames.txt")))
     multilabel = kind == "multilabel"
     if multilabel and metadata_names:
         raise DataError(f"dataset {name} is multilabel, so its npy is the label and has no metadata")
@@ -146,7 +149,7 @@ def open_published(
     else:
         marks = (*_SET_MARKS, "nshards.txt")
         crawled = not any(
-            read_text_file(beside(one, mark)) is not None
+            read_text_file(join_place(one, mark)) is not None
             for one in dict.fromkeys((place, root))
             for mark in marks
         )
@@ -407,8 +410,6 @@ _HUB_PAGE = re.compile(
 _PROBES = (f"{TEST}/nshards.txt", "classnames.txt", "dataset_type.txt")
 _REMEMBERED = 60.0  # seconds
 _unreachable: dict[str, tuple[float, str]] = {}  # by root: when it did not respond, and the message
-_MAX_COUNT = 100  # bytes of nshards.txt
-_MAX_SHARDS = 1_000_000
 
 
 def address_of(source: str) -> str:
@@ -452,7 +453,7 @@ def find_published(root: str | Path, names: Sequence[str]) -> str | None:
             flat = name.replace("/", "-")
             published = flat if flat.startswith("wds_") else f"wds_{flat}"
             for candidate in dict.fromkeys((published, f"{published}_test", flat, name)):
-                place = beside(root, candidate)
+                place = join_place(root, candidate)
                 if isinstance(place, Path):
                     if place.expanduser().is_dir():
                         return str(place.expanduser())
@@ -460,7 +461,7 @@ def find_published(root: str | Path, names: Sequence[str]) -> str | None:
                     return place
             family, _, own = flat.partition("-")
             for inside in (f"{own}.json", f"data/{own}.json", f"visual_genome_{own}.json"):
-                file = beside(root, family, inside)
+                file = join_place(root, family, inside)
                 if own and isinstance(file, Path) and file.expanduser().is_file():
                     return str(file.expanduser())
     except Unreachable as error:
@@ -473,7 +474,7 @@ def _is_dataset(address: str) -> bool:
     """Return whether there is a dataset; a web server, which may not list folders, is asked for typical files."""
     try:
         if not address.startswith(("http://", "https://")):
-            return any(files_in(f"{address}{inside}") for inside in ("", f"/{TEST}", "/data"))
+            return any(list_folder(f"{address}{inside}", ("",)) for inside in ("", f"/{TEST}", "/data"))
     except Unreachable:
         raise
     except DataError:  # there is no such bucket, dataset or revision, or no permission to read it
@@ -486,36 +487,9 @@ def _is_dataset(address: str) -> bool:
         raise Unreachable(str(error)) from error
 
 
-def files_in(folder: str) -> list[ShardFile]:
-    """Return the files directly in a folder of a store that lists folders; [] if there is no such folder.
-
-    Raises:
-        DataError: there is no such bucket or dataset.
-        Unreachable: the store does not respond, or fails.
-    """
-    from clipkit.samples.remote import Attempts, TransferError, listing
-
-    attempts = Attempts(folder)
-    while True:
-        try:
-            return [ShardFile(url=url, size=size, version=version) for url, size, version in listing(folder)]
-        except TransferError as error:
-            if error.is_missing:
-                return []
-            try:
-                attempts.failed(error)
-            except DataError as fault:
-                if error.temporary:  # every other dataset would wait for the same failure
-                    raise Unreachable(str(fault)) from None
-                raise
-
-
 def _shards_of_split(name: str, root: str | Path, split: str) -> list[ShardFile]:
     """Return all shards of one split; raise DataError if one is missing, and NoSplit if there is no such split."""
-    if isinstance(root, Path):
-        shards = find_shards(str(root), split=_split_folder(root, name, split))
-    else:
-        shards = _remote_shards(name, root, split)
+    shards = files_of_split(name, root, split, (".tar",))
     stems = [shard.name.removesuffix(".tar") for shard in shards]
     numbers = {int(stem) for stem in stems if stem.isdecimal()}
     missing = sorted(set(range(len(shards))) - numbers)
@@ -525,46 +499,22 @@ def _shards_of_split(name: str, root: str | Path, split: str) -> list[ShardFile]
     return shards
 
 
-def _split_folder(folder: Path, name: str, split: str) -> str:
-    """Return the name of a split's folder; shards in the dataset's own folder are the test split."""
-    folders = [inside for inside in visible_folders(folder) if any(inside.glob("*.tar"))]
-    own, splits = folder_of_split(folders, split), [inside.name for inside in folders]
-    if own is not None:
-        return own.name
-    if split == TEST and (not splits or any(folder.glob("*.tar"))):
-        return split
-    if split != TEST or not splits:
-        there = f"only {some(splits)}" if splits else "and no other"
-        raise NoSplit(f"dataset {name} has no split {split!r}, {there}")
-    advised = next((own for own in splits if own != "train"), splits[0])
-    raise NoSplit(
-        f"dataset {name} has no split {split!r} to score on, only {some(splits)}: pack it with held-out pairs "
-        f"(python -m data pack TABLE OUT --test 0.1), or name a split's own folder, {folder / advised}"
-    )
+def files_of_split(name: str, place: str | Path, split: str, suffixes: tuple[str, ...]) -> list[ShardFile]:
+    """Return the files of a split of a dataset; files whose names state no split are the test split.
 
-
-def _remote_shards(name: str, root: str, split: str) -> list[ShardFile]:
-    """Return the shards 0.tar … N-1.tar for N in ``nshards.txt``; without that file, all tars in a store."""
-    from clipkit.samples import remote
-
-    folders = [f"{root}/{split}"] + ([root] if split == TEST else [])
-    for folder in folders:
-        stated = read_text_file(f"{folder}/nshards.txt", limit=_MAX_COUNT)
-        if stated is None:
-            continue
-        count = stated.strip()
-        if not count.isdecimal() or not 0 < int(count) <= _MAX_SHARDS:
-            raise DataError(
-                f"dataset {name}: {shown(folder)}/nshards.txt says {count[:20]!r}, expected a number of "
-                "shards"
+    Raises:
+        NoSplit: there are none.
+    """
+    try:
+        stated, files = find_split(place, split, suffixes)
+    except MissingSplit as error:
+        advice = ""
+        if split == TEST:
+            advice = (
+                "; pack it with held-out pairs (python -m data pack TABLE OUT --test 0.1), or name the folder of a "
+                "split"
             )
-        return remote.describe([f"{folder}/{number}.tar" for number in range(int(count))])
-    if root.startswith(("http://", "https://")):
-        raise NoSplit(
-            f"dataset {name}: no {shown(folders[0])}/nshards.txt with the number of shards: no such "
-            "split, or not a published dataset"
-        )
-    for folder in folders:
-        if tars := [file for file in files_in(folder) if file.name.endswith(".tar")]:
-            return sorted(tars, key=lambda file: name_order(file.name))
-    raise NoSplit(f"dataset {name} has no split {split!r}: no tar in {shown(folders[0])}")
+        raise NoSplit(f"dataset {name}: {error}{advice}") from error
+    if not stated and split != TEST:
+        raise NoSplit(f"dataset {name} has no split {split!r}: all of {shown(str(place))} is for testing")
+    return files

@@ -37,7 +37,7 @@ from data.pack import pack
 from data.selection import Selection
 from data.shards.images import Resize, Storing
 from data.shards.manifest import make_manifest
-from data.shards.sources import find_shards
+from data.sources import find_shards
 from data.training_data import packed_images
 from data.web import FetchOptions
 from eval.readers import open_dataset

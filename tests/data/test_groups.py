@@ -22,7 +22,7 @@ from data.pack import pack, packed
 from data.selection import Selection
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
-from data.shards.sources import find_shards
+from data.sources import find_shards
 from data.training_data import packed_images
 
 NAMES = ("a.png", "b.png", "c.png", "sub/a.png")

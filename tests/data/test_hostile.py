@@ -19,7 +19,7 @@ from data.filters import Filter
 from data.selection import Selection
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
-from data.shards.sources import find_shards
+from data.sources import find_shards
 from tests.data.hostile_tars import GOOD, HOSTILE, PAIRS, header, tar_of
 
 ROOT = Path(__file__).parents[2]

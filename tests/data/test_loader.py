@@ -24,8 +24,8 @@ from data.captions import CaptionRule
 from data.loader import Loader
 from data.order import Order
 from data.shards.samples import Shards
-from data.shards.sources import find_shards
 from data.shards.writer import DatasetWriter, Record
+from data.sources import find_shards
 from data.training_data import open_training_data
 from tests.clipkit.deep_images import color_png
 

@@ -29,7 +29,7 @@ from data.pack import LONGEST_CAPTION, _split, pack, packed
 from data.selection import Selection
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
-from data.shards.sources import find_shards
+from data.sources import find_shards
 
 
 def encoded(kind: str, side: tuple[int, int] = (40, 30), mode: str = "RGB") -> bytes:

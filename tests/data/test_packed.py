@@ -22,12 +22,12 @@ from data.__main__ import main as pack_command
 from data.selection import Selection
 from data.shards.manifest import Manifest, make_manifest
 from data.shards.samples import Shards
-from data.shards.sources import find_shards
+from data.sources import find_shards
 from tests.clipkit.samples.remote import servers
 
 nginx = servers.nginx
 
-FIND = "import sys; from data.shards.sources import find_shards; print(find_shards(sys.argv[1])[0].url)"
+FIND = "import sys; from data.sources import find_shards; print(find_shards(sys.argv[1])[0].url)"
 
 
 @pytest.fixture(autouse=True)
@@ -148,7 +148,7 @@ def test_splits_have_separate_pairs(tmp_path: Path) -> None:
         one.unlink()
     (hub / "train-00001-of-00002.parquet").unlink()  # one table is left, of the other split
     for folder in (hub, hub.parent, tmp_path / "splits"):
-        with pytest.raises(DataError, match=r"of this split|of split 'test'|has images, not tars"):
+        with pytest.raises(DataError, match=r"no split 'test', only train|of split 'test'"):
             find_shards(str(folder), split="test")
 
 
@@ -227,7 +227,7 @@ def test_remote_parquet_is_downloaded_once_and_again_when_it_changes(
     nginx.put(f"set/{place}{changed.name}", changed.read_bytes())
     assert samples(folder) == [*wanted[:2], *wanted[3:]]
     assert not list((cache / "packed").glob(".*.tables"))
-    with pytest.raises(DataError, match=r"no tar at http.*/set or in its folder 'test'"):
+    with pytest.raises(DataError, match=r"/set has no split 'test', only train"):
         find_shards(folder, split="test")
 
 
@@ -248,7 +248,7 @@ def test_invalid_sources_raise_one_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no row of .* can be packed: it has no rows"):
         find_shards(str(odd))
     images(tmp_path / "photos")
-    with pytest.raises(DataError, match="has images, not tars"):
+    with pytest.raises(DataError, match="has images without captions"):
         find_shards(str(tmp_path / "photos"))
     (tmp_path / "photos" / "0000.txt").write_bytes(b"\xff")
     with pytest.raises(

@@ -21,8 +21,8 @@ from data.batch import LoaderBatch
 from data.loader import DeviceBatches, InputSeconds, Loader
 from data.order import Order
 from data.shards.samples import Shards
-from data.shards.sources import find_shards
 from data.shards.writer import DatasetWriter, Record
+from data.sources import find_shards
 
 CPU = torch.device("cpu")
 BATCH, STEPS = 4, 8

@@ -21,8 +21,8 @@ from data.batch import Stage, stage_at
 from data.loader import Loader
 from data.order import Order
 from data.shards.samples import Shards
-from data.shards.sources import find_shards
 from data.shards.writer import DatasetWriter, Record
+from data.sources import find_shards
 
 BATCH, STEPS, FULL = 4, 7, 64
 STAGES = (

@@ -114,7 +114,7 @@ class ShardFile:
 
 
 def list_folder(url: str, suffixes: tuple[str, ...] = (".tar",)) -> list[ShardFile]:
-    """List the files with these suffixes directly in a folder, sorted by (length of name, name).
+    """List the files with these suffixes directly in a folder, sorted by ``name_order``; [] if there is no folder.
 
     On a web server, the folder's page of links is read; only links into the same folder are used.
 
@@ -126,7 +126,7 @@ def list_folder(url: str, suffixes: tuple[str, ...] = (".tar",)) -> list[ShardFi
     if protocol_of(url) in ("http", "https"):
         shards = describe(_links(url.partition("#")[0].partition("?")[0].rstrip("/") + "/", suffixes))
     else:
-        found = _retried(url, lambda: listing(url)) or []
+        found = _retried(url, lambda: listing(url), none_for=(404, 410)) or []
         shards = [
             ShardFile(url=name, size=size, version=version)
             for name, size, version in found
@@ -139,7 +139,7 @@ def _links(folder: str, suffixes: tuple[str, ...]) -> list[str]:
     """Return the files of a folder that its page links to."""
     text = read_text(folder, limit=_MAX_PAGE_BYTES)
     if text is None:
-        raise DataError(f"{shown(folder)}: no such folder, or it cannot be listed; name the shards")
+        return []
     links: list[str] = []
 
     class Links(HTMLParser):

@@ -102,7 +102,7 @@ PATIENCE = Patience()  # read at each use; a program may replace it
 
 
 class Unreachable(DataError):
-    """The store did not answer, despite all retries."""
+    """The store did not answer, or failed, despite all retries."""
 
 
 class TransferError(Exception):
@@ -193,7 +193,7 @@ class Attempts:
         """Wait before the next attempt.
 
         Raises:
-            DataError: retrying is useless; ``Unreachable`` if nothing answered.
+            DataError: retrying is useless; ``Unreachable`` if retries did not help.
         """
         self._failures += 1
         self._bytes = 0
@@ -216,9 +216,7 @@ class Attempts:
             wait = min(max(wait * _random.uniform(0.5, 1.0), error.wait), PATIENCE.longest_wait)
         if last or now - since + wait > limit:
             message = f"{error}; gave up after {tries} tries in {now - since:.0f} s"
-            if error.status is None:
-                raise Unreachable(f"{shown(self._url)}: {message}") from None
-            self.give_up(message)
+            raise Unreachable(f"{shown(self._url)}: {message}") from None
         if self._failures > _QUIET_FAILURES:
             _log.warning("%s: %s; trying again in %.1f s", shown(self._url), error, wait)
         time.sleep(wait)

@@ -24,8 +24,8 @@ from data.captions import CaptionRule
 from data.loader import Loader
 from data.order import Order
 from data.shards.samples import Shards
-from data.shards.sources import find_shards
 from data.shards.writer import DatasetWriter, Record
+from data.sources import find_shards
 from tests.small_trainings import Trainings, error_of, metrics, pairs, trainings
 
 __all__ = ["pairs", "trainings"]

@@ -24,7 +24,7 @@ from data.inspect import inspect
 from data.inspect.report import notes, page_of
 from data.inspect.samples import token_counts
 from data.shards.samples import Shards
-from data.shards.sources import find_shards
+from data.sources import find_shards
 from tests.clipkit.deep_images import color_png
 from tests.clipkit.samples.remote import servers
 from tests.data.inspected_tars import Members, image_file, look, pairs, row, told, write_tar
@@ -109,7 +109,7 @@ def test_missing_and_broken_shards_are_reported_and_the_rest_is_inspected(tmp_pa
         assert found.names.without_picture == 2
         assert "3 of 7 scanned shards are unreadable" in told(found)
         assert "2 truncated shards: data.truncated=use trains on the intact part" in told(found)
-    assert "3 of 10 shards are missing" in told(found)
+    assert "3 of 10 files are missing" in told(found)
 
 
 def test_error_of_only_truncated_shards_names_the_setting(tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ def test_unreadable_shards_and_invalid_settings_raise_error(tmp_path: Path) -> N
         (tmp_path / f"{name}.tar").write_bytes(b"junk" * 1000)
     with pytest.raises(DataError, match=r"is not a tar file.*and 1 more"):
         look([str(tmp_path)])
-    with pytest.raises(DataError, match="no tar of split"):
+    with pytest.raises(DataError, match="no tar, table or Parquet file of split"):
         (tmp_path / "empty").mkdir()
         look([str(tmp_path / "empty")])
     for name in ("samples", "shards", "image_size", "rate"):

@@ -16,8 +16,8 @@ from clipkit.errors import DataError
 from clipkit.samples import ShardSamples, shards as shards_module
 from clipkit.samples.remote.store import ShardFile
 from data.shards.samples import Sample, Shards
-from data.shards.sources import find_shards
 from data.shards.writer import DatasetWriter, Record
+from data.sources import find_shards
 
 
 @pytest.fixture(autouse=True)

@@ -265,7 +265,8 @@ def test_dataset_is_read_over_http(tmp_path: Path, nginx: Nginx, monkeypatch: py
     assert find_published(owner, ["few", "many"]) == f"{owner}/wds_many"
     assert open_dataset("many", root=owner).revision == there.revision
 
-    assert "/val/nshards.txt with the number of shards" in refusal(page, split="val")
+    with pytest.raises(NoSplit, match=r"file of split 'val' in http.*; name the shards as"):
+        open_dataset(page, split="val")
     nginx.put("datasets/who/wds_many/resolve/main/test/nshards.txt", b"3\n")
     assert "test/2.tar: there is no such file" in refusal(page) or "the first is" in refusal(page)
     nginx.put("datasets/who/wds_many/resolve/main/test/nshards.txt", b"many")
@@ -281,18 +282,26 @@ def test_dataset_is_read_from_the_hub(tmp_path: Path, nginx: Nginx, monkeypatch:
     serve(nginx, root, "datasets/who/wds_pets/resolve/main")
     nginx.put("about", b'{"id": "who/wds_pets", "_id": "1", "sha": "1", "siblings": [], "tags": []}')
     nginx.put("tree", b'[{"type": "file", "path": "README.md", "size": 3, "oid": "3"}]')
+    shards = []
+    for shard in sorted((root / "test").glob("*.tar")):
+        status = (nginx.html / "datasets/who/wds_pets/resolve/main/test" / shard.name).stat()
+        etag = f"{int(status.st_mtime):x}-{status.st_size:x}"  # in nginx's format
+        entry = {"type": "file", "path": f"test/{shard.name}", "size": status.st_size, "oid": etag}
+        shards.append(entry)
+    nginx.put("test", json.dumps(shards).encode())
     api = "/api/datasets/who/wds_pets"
     nginx.add(f"""
         location /api/ {{ add_header X-Error-Code EntryNotFound always; return 404; }}
         location = {api} {{ default_type application/json; try_files /about =404; }}
         location = {api}/revision/main {{ default_type application/json; try_files /about =404; }}
         location = {api}/tree/main {{ default_type application/json; try_files /tree =404; }}
+        location = {api}/tree/main/test {{ default_type application/json; try_files /test =404; }}
     """)
     use(nginx.url("").rstrip("/"), monkeypatch)
     dataset = open_dataset("pets", root="hf://datasets/who")
     assert dataset.labels is not None and dataset.labels.tolist() == [0, 1, 4]
     assert pixels(dataset) == pixels(open_dataset(root)) and dataset.name == "pets"
-    with pytest.raises(NoSplit, match="has no split 'train': no tar in hf://datasets/who/wds_pets/train"):
+    with pytest.raises(NoSplit, match="of split 'train' in hf://datasets/who/wds_pets;"):
         open_dataset("hf://datasets/who/wds_pets", split="train")
 
 
@@ -320,10 +329,10 @@ def test_dataset_is_read_from_a_bucket(tmp_path: Path, s3: S3) -> None:
     assert dataset.labels is not None and dataset.labels.tolist() == [4, 0, 1]
     assert pixels(dataset) == pixels(open_dataset(root))
     s3.client.delete_object(Bucket="pairs", Key="sets/wds_in_bucket/test/0.tar")
-    assert "0.tar" in refusal("s3://pairs/sets/wds_in_bucket")
+    assert "has 1 shard, but nshards.txt says '2'" in refusal("s3://pairs/sets/wds_in_bucket")
     s3.client.delete_object(Bucket="pairs", Key="sets/wds_in_bucket/test/nshards.txt")
     assert "shard 0.tar is missing" in refusal("s3://pairs/sets/wds_in_bucket")
-    with pytest.raises(NoSplit, match="has no split 'train': no tar in s3://pairs/sets/wds_in_bucket/train"):
+    with pytest.raises(NoSplit, match="of split 'train' in s3://pairs/sets/wds_in_bucket"):
         open_dataset("s3://pairs/sets/wds_in_bucket", split="train")
 
 

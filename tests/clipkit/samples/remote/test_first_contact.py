@@ -17,11 +17,11 @@ from clipkit.samples.remote import transfer
 from clipkit.samples.remote.cache import ShardCache
 from clipkit.samples.remote.store import ShardFile, describe, download, read_range
 from clipkit.samples.remote.transfer import Patience
-from data.shards.sources import find_shards
+from data.sources import find_shards
 from tests.clipkit.samples.remote import servers
 from tests.clipkit.samples.remote.servers import S3, Nginx, error_of, whole
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 impatient = servers.impatient
 nginx = servers.nginx
@@ -178,4 +178,4 @@ def test_forked_process_inherits_known_stores(nginx: Nginx) -> None:
 
 def test_unreachable_folder_is_not_searched_for_elsewhere(closed_port: int) -> None:
     message = error_of(lambda: find_shards(f"http://127.0.0.1:{closed_port}/set"))
-    assert message.startswith(f"http://127.0.0.1:{closed_port}/set/train/: ")
+    assert message.startswith(f"http://127.0.0.1:{closed_port}/set/train/nshards.txt: ")

@@ -7,7 +7,7 @@ import pytest
 
 from clipkit.samples.remote import transfer
 from clipkit.samples.remote.store import HUB_FORM, describe, list_folder
-from data.shards.sources import find_shards
+from data.sources import find_shards
 from tests.clipkit.samples.remote import servers
 from tests.clipkit.samples.remote.servers import Nginx, error_of
 
@@ -63,10 +63,10 @@ def use(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             "hf://datasets/who/what",
-            "no tar at hf://datasets/who/what or in its folder 'train'; name the shards",
+            "no tar, table or Parquet file of split 'train' in hf://datasets/who/what; name the shards",
         ),
-        ("hf://what", "not a file of a repository"),
-        ("hf://datasets/what", "not a file of a repository"),
+        ("hf://what", "there is no such model"),
+        ("hf://datasets/what", "there is no such dataset"),
     ],
 )
 def test_wrong_names_raise_error_with_the_expected_form(source: str, said: str, hub: Nginx) -> None:

@@ -21,12 +21,12 @@ from clipkit.samples.remote import transfer
 from clipkit.samples.remote.cache import ShardCache
 from clipkit.samples.remote.store import ShardFile, describe, download, list_folder, read_range, shown
 from data.shards.samples import Shards
-from data.shards.sources import find_shards
 from data.shards.writer import DatasetWriter, Record
+from data.sources import find_shards
 from tests.clipkit.samples.remote import servers
 from tests.clipkit.samples.remote.servers import S3, SECRETS, Nginx, Unruly, error_of, whole
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 impatient = servers.impatient
 nginx = servers.nginx

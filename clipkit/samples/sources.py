@@ -1,0 +1,535 @@
+"""Find out what a source is: its format, and the files of a split.
+
+    pairs/                        a dataset: a folder per split, such as pairs/train, or files named after splits
+    pairs/{00000..00041}.tar      WebDataset shards, by a brace pattern or, on this machine, by wildcards
+    captions.csv                  a table of paths and captions, see ``clipkit.samples.table``
+    train-*.parquet               tables, or Parquet files with encoded images
+    photos/                       a folder of images
+    s3://bucket/pairs             the same in a store: s3://, gs://, https://, hf://
+    pipe:COMMAND                  a command that writes a tar
+
+The files of a split are in a folder with the name of the split, or have names that begin with it; see
+``clipkit.samples.folders.SPLIT_NAMES`` for other names. If no name states a split, files belong to every split. The
+files may also be in a folder ``data`` of the dataset, as in downloads from the Hugging Face hub.
+"""
+
+import glob
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+from clipkit.errors import DataError
+from clipkit.files.patterns import expand_braces, match_wildcards, name_order, user_path
+from clipkit.files.terminal import counted, shown
+from clipkit.samples.caption_files import find_captions
+from clipkit.samples.folders import (
+    PARQUET_PART,
+    SPLIT_NAMES,
+    SPLIT_WORDS,
+    check_parts,
+    images_below,
+    is_hidden,
+)
+from clipkit.samples.remote import (
+    HUB_FORM,
+    ShardFile,
+    Unreachable,
+    describe,
+    is_remote,
+    list_folder,
+    read_text,
+)
+from clipkit.samples.table import SUFFIXES, Table, is_table
+
+__all__ = [
+    "FORMATS", "Format", "MissingSplit", "Source", "find_source", "find_sources", "find_split", "folder_of_split",
+    "has_captions", "join_place", "list_files",
+]  # fmt: skip
+
+PARQUET_SUFFIXES = (".parquet", ".pq")
+_SUFFIXES = (".tar", *SUFFIXES)
+_COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".zip")
+# folders with the files of a dataset; "TEST" is the hub's name for nlphuji's retrieval datasets
+_INSIDE = ("", "data", "default", "TEST")
+_CONVERTED = "@refs/convert/parquet"  # the branch of the hub with the Parquet files that the hub has made
+_HUB_DATASET = re.compile(r"hf://datasets/[\w.-]+/[\w.-]+", flags=re.ASCII)
+_SPLIT_WORD = re.compile(rf"({'|'.join(SPLIT_WORDS)})(?![a-z])", flags=re.IGNORECASE)
+_EXAMINED = 1000  # files of a folder
+_SHOWN = 8  # names in a message
+_MAX_COUNT = 100  # bytes of nshards.txt
+_MAX_DIGITS = 6  # of a number of shards
+
+
+class MissingSplit(DataError):
+    """A source has no files of a split."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Files of one format.
+
+    Attributes:
+        format: a key of ``FORMATS``.
+        files: tars, tables or images in order; none for a folder of images.
+        folder: a folder of images, otherwise None.
+        split: the split that the names of the files or their folders state, "" if they state none.
+    """
+
+    format: str
+    files: tuple[ShardFile, ...] = ()
+    folder: Path | None = None
+    split: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A format of sources, an entry of ``FORMATS``.
+
+    Attributes:
+        name: of its files, for messages.
+        recognize: returns which of some files have this format.
+    """
+
+    name: str
+    recognize: Callable[[Sequence[ShardFile]], Sequence[ShardFile]]
+
+
+def _recognize_shards(files: Sequence[ShardFile]) -> Sequence[ShardFile]:
+    tars = [file for file in files if file.name.endswith(".tar") or file.url.startswith("pipe:")]
+    if not tars and _is_tar(files[0]):
+        return files
+    return tars
+
+
+def _is_tar(file: ShardFile) -> bool:
+    """Whether a local file is a tar whatever its name, such as one that a browser unpacked."""
+    if file.is_remote:
+        return False
+    with Path(file.url).open("rb") as content:
+        return content.read(262)[257:] == b"ustar"
+
+
+def _recognize_parquet(files: Sequence[ShardFile]) -> Sequence[ShardFile]:
+    tables = [file for file in files if file.name.endswith(PARQUET_SUFFIXES)]
+    # the rows of a remote file cannot be read before it is downloaded
+    if tables and (tables[0].is_remote or _holds_images(Path(tables[0].url))):
+        return tables
+    return []
+
+
+def _holds_images(table: Path) -> bool:
+    """Whether the first row of a Parquet file has an encoded image."""
+    try:
+        rows = Table(table, image_column=None, caption_column=None, need=("image",), encoded=True)
+        row = next(iter(rows), None)
+    except DataError:
+        return False
+    return row is not None and isinstance(row.path, bytes | dict)
+
+
+def _recognize_tables(files: Sequence[ShardFile]) -> Sequence[ShardFile]:
+    tables = [file for file in files if file.name.lower().endswith(SUFFIXES)]
+    return tables or [file for file in files if not file.is_remote and is_table(Path(file.url))]
+
+
+# a file has the first format that recognizes it; files that no other format recognizes are taken for images
+FORMATS: Mapping[str, Format] = {
+    "shards": Format(name="tars", recognize=_recognize_shards),
+    "parquet": Format(name="Parquet files", recognize=_recognize_parquet),
+    "table": Format(name="tables", recognize=_recognize_tables),
+    "images": Format(name="images", recognize=lambda files: files),
+}
+
+
+def find_source(source: str, *, split: str = "train") -> Source:
+    """Return the format of a source and the files of one of its splits.
+
+    Raises:
+        MissingSplit: a folder has no files of the split.
+        DataError: there is no such source, files are missing, or they have different formats.
+    """
+    sources: list[Source] = []
+    for files in _list_source(source):
+        if isinstance(files, str):
+            name, files = find_split(files, split)
+            return replace(_group_by_format(files)[0], split=name)
+        if not isinstance(files, Path):
+            sources.append(_group_by_format(files)[0])
+        elif files == user_path(source):
+            return _find_in_folder(files, split)
+    if not sources:
+        raise DataError(f"{source[:200]!r} matches folders: append /*.tar")
+    first = sources[0]
+    for other in sources:
+        if other.format != first.format:
+            names = f"{FORMATS[first.format].name} and {FORMATS[other.format].name}"
+            raise DataError(f"{source[:200]!r} has {names}: name them as separate sources")
+    return _merge(sources, source)
+
+
+def find_sources(source: str) -> list[Source]:
+    """Return all files of a source, whatever their split and format.
+
+    A folder on this machine has the shards directly in it, or in subfolders with ``nshards.txt``, and all images
+    below it; without either, it has the tables of all splits.
+
+    Raises:
+        DataError: there is no such source, or files are missing.
+    """
+    sources: list[Source] = []
+    for files in _list_source(source):
+        if isinstance(files, Path):
+            sources += _find_all_in_folder(files)
+        elif isinstance(files, str):
+            sources += _find_all_splits(files)
+        else:
+            sources += _group_by_format(files)
+    merged: list[Source] = []
+    for format in FORMATS:
+        same = [each for each in sources if each.format == format and each.files]
+        if same:
+            merged.append(_merge(same, source))
+    return merged + [each for each in sources if each.folder is not None]
+
+
+def _merge(sources: Sequence[Source], pattern: str) -> Source:
+    files = tuple(file for source in sources for file in source.files)
+    if not pattern.endswith(files[0].name):  # the user may name one part of a dataset
+        check_parts(file.shown for file in files)
+    return replace(sources[0], files=files)
+
+
+def _group_by_format(files: Sequence[ShardFile]) -> list[Source]:
+    sources = []
+    rest = list(files)
+    for name, format in FORMATS.items():
+        chosen = dict.fromkeys(format.recognize(rest) if rest else ())
+        if chosen:
+            sources.append(Source(format=name, files=tuple(chosen)))
+            rest = [file for file in rest if file not in chosen]
+    compressed = [file for file in sources[0].files if file.name.lower().endswith(_COMPRESSED)]
+    if compressed and sources[0].format == "images":
+        raise DataError(f"{compressed[0].shown} is compressed: unpack it first")
+    return sources
+
+
+# --------------------------------------------------------------------------------------------------------------
+# What a source names: a folder, or files.
+
+# "a::b", as in webdataset, or "a,b"; in URLs and commands only before another URL
+_SEPARATOR = re.compile(r"::|[,;\s]")
+_URL_SEPARATOR = re.compile(r"(?:::|[,;\s])\s*(?=[a-z][a-z0-9]*://|pipe:)")
+
+
+def _list_source(source: str) -> Iterator[Path | str | list[ShardFile]]:
+    """Yield the folders that a source names, paths or URLs, and the files that each name of a pattern matches."""
+    if not source:
+        raise DataError("no data: the source is empty")
+    if not is_remote(source):
+        try:
+            yield from _list_paths(source)
+        except OSError as error:  # the name is too long, or a folder cannot be read
+            raise DataError(f"cannot look for data at {source[:200]!r}: {error.strerror}") from error
+        return
+    _check_url(source)
+    path = source.partition("?")[0]
+    if source.startswith("pipe:") or "{" in source or path.lower().endswith(_SUFFIXES):
+        yield describe(list(expand_braces(source)))
+    else:
+        yield (path if source.startswith("http") else source).rstrip("/")
+
+
+def _check_url(source: str) -> None:
+    is_pipe = source.startswith("pipe:")  # the shell interprets spaces and wildcards
+    separator = "::pipe:" in source if is_pipe else _URL_SEPARATOR.search(source)
+    if separator:
+        raise _several_sources(shown(source))
+    if not is_pipe and "*" in source.partition("?")[0]:
+        raise DataError(
+            f"{shown(source)}: stores do not support wildcards; name the folder, or the shards with braces, as "
+            "{00000..00010}.tar"
+        )
+
+
+def _several_sources(source: str) -> DataError:
+    return DataError(
+        f'{source[:200]!r}: give several sources as a list, data.train=\'["a.tar","b.tar"]\', or to a command as '
+        "separate arguments"
+    )
+
+
+def _list_paths(source: str) -> Iterator[Path | list[ShardFile]]:
+    names = [source]
+    if "{" in source and not os.path.lexists(user_path(source)):
+        names = list(expand_braces(source))
+    missing = []
+    for name in names:
+        paths = [path for path in match_wildcards(user_path(name)) if os.path.lexists(path)]
+        if not paths:
+            missing.append(name)
+            continue
+        yield from (path for path in paths if path.is_dir())
+        files = [ShardFile.at(path) for path in paths if not path.is_dir()]
+        if files:
+            yield files
+    if not missing:
+        return
+    if _SEPARATOR.search(re.sub(r"\{.*?\}", "", source)):
+        raise _several_sources(source)
+    if len(names) > 1:
+        raise DataError(f"{len(missing)} of {len(names)} files are missing, the first is {missing[0][:200]}")
+    if glob.has_magic(source):
+        raise DataError(f"no local file or folder matches {source[:200]!r}")
+    raise DataError(f"no data at {source[:200]!r}: there is no such file or folder")
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The files of a split in a folder, local or in a store.
+
+
+def join_place(folder: str | Path, *names: str) -> str | Path:
+    """Join names to a local folder or to the URL of one."""
+    if isinstance(folder, Path) or not is_remote(folder):
+        return Path(folder, *names)
+    return "/".join([folder.rstrip("/"), *names])
+
+
+def find_split(
+    folder: Path | str, split: str, suffixes: tuple[str, ...] = _SUFFIXES
+) -> tuple[str, list[ShardFile]]:
+    """Return the tars of a split of a dataset, otherwise its Parquet files, otherwise its only table.
+
+    Args:
+        folder: a path, or a URL.
+        split: its name.
+        suffixes: of the files.
+
+    Returns:
+        The split, or "" if no name of a file or folder states a split; and the files, at least one.
+
+    Raises:
+        MissingSplit: there are none.
+        DataError: a file is missing, or there are several tables.
+    """
+    splits = set[str]()
+    for inside in _INSIDE:
+        place = join_place(folder, inside) if inside else folder
+        matches: list[ShardFile] = []
+        for inner in _folders_of_split(place, split):
+            for files in _list_by_split(inner, suffixes).values():
+                matches = matches or files
+        by_split = {} if matches else _list_by_split(place, suffixes)
+        for name in _names_of(split):
+            matches = matches or by_split.get(name, [])
+        if matches:
+            check_parts(file.shown for file in matches)
+            return split, matches
+        splits |= by_split.keys()
+        if isinstance(place, Path):
+            splits |= {inner.name for inner in _folders_in(place) if _has_tars(inner)}
+        unnamed = by_split.get("", [])
+        # tables beside the folders of splits list other things, such as bad rows
+        if unnamed and (splits == {""} or unnamed[0].name.endswith(".tar")):
+            check_parts(file.shown for file in unnamed)
+            return "", unnamed
+        if splits:
+            break
+    if isinstance(folder, str) and _HUB_DATASET.fullmatch(folder):
+        try:
+            return find_split(f"{folder}{_CONVERTED}", split, suffixes)
+        except Unreachable:
+            raise
+        except DataError:  # there is no such branch, or no such split in it
+            pass
+    raise MissingSplit(_describe_missing(folder, split, splits))
+
+
+def list_files(folder: Path | str, suffixes: tuple[str, ...] = _SUFFIXES) -> list[ShardFile]:
+    """List the files with these suffixes directly in a folder, 2.tar before 10.tar; [] if there is no folder.
+
+    Many web servers do not list folders: if there is an ``nshards.txt``, the files are 0.tar to N-1.tar.
+
+    Raises:
+        DataError: the folder cannot be listed, or ``nshards.txt`` is not a number.
+    """
+    if isinstance(folder, str):
+        if folder.startswith(("http://", "https://")) and ".tar" in suffixes:
+            count = _stated_count(folder)
+            if count is not None:
+                return describe([f"{folder}/{i}.tar" for i in range(count)])
+        return list_folder(folder, suffixes)
+    if not folder.is_dir():
+        return []
+    with os.scandir(folder) as entries:  # glob would build a list of all files in the folder
+        names = [
+            entry.name
+            for entry in entries
+            if entry.name.lower().endswith(suffixes) and not is_hidden(entry.name) and not entry.is_dir()
+        ]
+    return [ShardFile.at(folder / name) for name in sorted(names, key=name_order)]
+
+
+def _list_by_split(folder: Path | str, suffixes: tuple[str, ...]) -> dict[str, list[ShardFile]]:
+    """Return the files of a folder by the split that their names state, "" if they state none."""
+    files = list_files(folder, suffixes)
+    tars = [file for file in files if file.name.endswith(".tar")]
+    if tars:
+        count = _stated_count(folder)
+        if count not in (None, len(tars)):
+            raise DataError(
+                f"{shown(str(folder))} has {counted(len(tars), 'shard')}, but nshards.txt says '{count}'"
+            )
+        return {"": tars}
+    by_split: dict[str, list[ShardFile]] = {}
+    parquet = [file for file in files if file.name.lower().endswith(PARQUET_SUFFIXES)]
+    for file in parquet or files:
+        stem = file.name.partition(".")[0]
+        part = PARQUET_PART.fullmatch(stem)
+        word = _SPLIT_WORD.match(stem)
+        name = ""
+        if part is not None:
+            name = part[1] or ""
+        elif word is not None:
+            name = word[1].lower()
+        by_split.setdefault(name, []).append(file)
+    for tables in by_split.values():
+        if len(tables) > 1 and not parquet:
+            raise DataError(
+                f"{folder} has several tables, {tables[0].name} and {tables[1].name}: name one of them"
+            )
+    return by_split
+
+
+def _stated_count(folder: Path | str) -> int | None:
+    """Return the number of shards in ``nshards.txt``, None if there is no such file."""
+    if isinstance(folder, str):
+        text = read_text(f"{folder}/nshards.txt", limit=_MAX_COUNT)
+    else:
+        path = folder / "nshards.txt"
+        text = path.read_text(errors="replace")[: _MAX_COUNT + 1] if path.is_file() else None
+    if text is None:
+        return None
+    count = text.strip()
+    if not count.isdecimal() or len(count) > _MAX_DIGITS:
+        raise DataError(f"{shown(str(folder))}: nshards.txt says {count[:20]!r}, expected a number of shards")
+    return int(count)
+
+
+def _names_of(split: str) -> tuple[str, ...]:
+    """Return a split's name and its other names."""
+    return tuple(dict.fromkeys((split, *SPLIT_NAMES.get(split, ()))))
+
+
+def _folders_of_split(folder: Path | str, split: str) -> Iterator[Path | str]:
+    if isinstance(folder, str):
+        yield from (f"{folder}/{name}" for name in _names_of(split))
+        return
+    inner = folder_of_split(_folders_in(folder), split)
+    if inner is not None:
+        yield inner
+
+
+def folder_of_split(
+    folders: Iterable[Path], split: str, holds: Callable[[Path], object] = lambda _: True
+) -> Path | None:
+    """Return the folder that is named like a split and satisfies ``holds``, if there is one.
+
+    Raises:
+        DataError: there are two.
+    """
+    names = SPLIT_NAMES.get(split, (split,))
+    called = [folder for folder in folders if folder.name == split or folder.name.lower() in names]
+    matches = list(filter(holds, called))
+    if len(matches) > 1:
+        raise DataError(
+            f"{matches[0]} and {matches[1]} would both be the split {split!r}: rename or move one"
+        )
+    return matches[0] if matches else None
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if not is_hidden(path.name) and path.is_dir())
+
+
+def _has_tars(folder: Path) -> bool:
+    with suppress(OSError), os.scandir(folder) as entries:  # it may be unreadable
+        return any(entry.name.endswith(".tar") for entry in islice(entries, _EXAMINED))
+    return False
+
+
+def _describe_missing(folder: Path | str, split: str, splits: set[str]) -> str:
+    place = shown(str(folder))
+    names = sorted(filter(None, splits))
+    if names:
+        return f"{place} has no split {split!r}, only {', '.join(names[:_SHOWN])}"
+    message = f"no tar, table or Parquet file of split {split!r} in {place}"
+    if isinstance(folder, Path):
+        contents = sorted(path.name for path in islice(folder.iterdir(), _EXAMINED))
+        return f"{message}, which contains {', '.join(contents[:_SHOWN]) or 'nothing'}"
+    if folder.startswith("hf://"):
+        return f"{message}; name the shards as {HUB_FORM}"
+    if folder.startswith(("http://", "https://")):  # many web servers list no folders
+        return f"{message}; name the shards as '{place}/{{00000..00331}}.tar'"
+    return message
+
+
+def _find_in_folder(folder: Path, split: str) -> Source:
+    inner = folder_of_split(_folders_in(folder), split)
+    places = [folder] if inner is None else [inner]
+    if inner is None and any(path.name.lower() in SPLIT_WORDS for path in _folders_in(folder)):
+        places = []
+    try:
+        name, files = find_split(folder, split)
+    except MissingSplit:
+        for place in places:
+            if next(images_below(place), None) is not None:
+                return Source(format="images", folder=place)
+        raise
+    source = replace(_group_by_format(files)[0], split=name)
+    if source.format == "table":
+        for place in places:
+            if has_captions(place):
+                return Source(format="images", folder=place)
+    return source
+
+
+def has_captions(folder: Path) -> bool:
+    """Whether a folder has images with captions in files beside them, or a table of them named metadata."""
+    if any((folder / f"metadata{suffix}").is_file() for suffix in SUFFIXES):
+        return True
+    return find_captions(path for path, _ in islice(images_below(folder), _EXAMINED)) is not None
+
+
+def _find_all_in_folder(folder: Path) -> list[Source]:
+    tars = list_files(folder, (".tar",))
+    if not tars:
+        for inner in _folders_in(folder):
+            if (inner / "nshards.txt").is_file():
+                tars += list_files(inner, (".tar",))
+    sources = [Source(format="shards", files=tuple(tars))] if tars else []
+    if next(images_below(folder), None) is not None:
+        sources.append(Source(format="images", folder=folder))
+    return sources or _find_all_splits(folder)
+
+
+def _find_all_splits(folder: Path | str) -> list[Source]:
+    sources: list[Source] = []
+    missing = None
+    for split in sorted(SPLIT_NAMES):
+        try:
+            name, files = find_split(folder, split)
+        except MissingSplit as error:
+            missing = error
+            continue
+        sources += _group_by_format(files)
+        if not name:
+            break
+    if missing is not None and not sources:
+        raise missing
+    return sources

@@ -1,0 +1,45 @@
+"""The shards of a source to train on; sources that are no shards are packed into shards in the cache first."""
+
+from pathlib import Path
+
+from clipkit.errors import DataError
+from clipkit.samples import find_source, has_captions
+from clipkit.samples.remote import ShardFile
+from data.corpora.builtin import BUILTIN, built_in
+from data.pack import packed
+
+__all__ = ["find_shards"]
+
+
+def find_shards(source: str, *, split: str = "train") -> list[ShardFile]:
+    """Return the tars of a source in order; a built-in dataset is created on first use.
+
+    Args:
+        source: see ``clipkit.samples.sources``, or the name of a built-in dataset.
+        split: which files of a dataset to use.
+
+    Raises:
+        DataError: the source does not exist, or has no images with captions.
+    """
+    if source in BUILTIN and not Path(source).exists():
+        source = str(built_in(source))
+    try:
+        files = find_source(source, split=split)
+    except DataError as error:
+        if source.isalnum() and "no such file" in str(error):
+            raise DataError(f"{error}, nor a built-in dataset ({', '.join(sorted(BUILTIN))})") from error
+        raise
+    if files.format == "shards":
+        return list(files.files)
+    if files.format == "images" and (files.folder is None or not has_captions(files.folder)):
+        raise DataError(
+            f"{source} has images without captions: write the captions into .txt files of the same names, or paths "
+            "and captions into a table; `python -m data pack` packs images in one folder per class"
+        )
+    if files.folder is not None:
+        folder = packed([files.folder])
+    elif files.files[0].is_remote:
+        folder = packed(list(files.files))
+    else:
+        folder = packed([Path(file.url) for file in files.files])
+    return list(find_source(str(folder)).files)
