@@ -1,12 +1,9 @@
 """Captions of training samples, and the fields of their json."""
 
 import json
-import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import date, datetime, time, timedelta
-from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -26,7 +23,6 @@ __all__ = [
     "field_name",
     "is_utf8",
     "json_members",
-    "json_value",
     "leaf_fields",
     "listed",
     "value_at",
@@ -47,29 +43,6 @@ _MAX_NAME = 40  # characters of a name in a message
 def field_name(text: str) -> str:
     """Return a field name for filters and ``data.captions``; characters except letters, digits and - become _."""
     return re.sub(r"[^\w-]", "_", text.strip())
-
-
-def json_value(value: object) -> Any:
-    """Convert a value to standard JSON.
-
-    Non-finite numbers become None, dates and times ISO 8601 strings, durations seconds, and decimals floats.
-    Characters that UTF-8 cannot encode become question marks. Other types become ``str(value)``.
-    """
-    if value is None or isinstance(value, bool | int):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {json_value(str(name)): json_value(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_value(one) for one in value]
-    if isinstance(value, datetime | date | time):
-        return value.isoformat()
-    if isinstance(value, timedelta):
-        return value.total_seconds()
-    if isinstance(value, Decimal):
-        return json_value(float(value))
-    return str(value).encode("utf-8", "replace").decode()
 
 
 def value_at(fields: Fields, name: str) -> Any:

@@ -55,11 +55,22 @@ from clipkit.files import (
     size_of,
     write_atomic,
 )
-from clipkit.samples import NAMED_SUFFIXES, PILLOW_ERRORS, SUFFIXES, Row, Table, files_below
+from clipkit.samples import (
+    MOST_ROWS,
+    NAMED_SUFFIXES,
+    PILLOW_ERRORS,
+    SUFFIXES,
+    Row,
+    RowsByKey,
+    Table,
+    check_captions,
+    digest_key,
+    files_below,
+    merge_rows,
+)
 from clipkit.samples.remote import describe, download_all, is_remote, list_folder
 from data.captions import DRAW_CAPTIONS
-from data.groups import MOST_ROWS, RowsByKey, digest_key, merge_rows
-from data.pack import BadRow, FieldNames, captions_of, fields_of
+from data.pack import FieldNames, fields_of
 from data.shards.images import BadImage, Resize, StoredImage, Storing, store_image
 from data.web import Fetcher, FetchError, FetchOptions, probable_cause
 
@@ -600,8 +611,8 @@ def _add_rows(tables: Sequence[Table], groups: RowsByKey, keep_captions: bool) -
             continue
         try:
             if keep_captions:
-                captions_of(row)
-        except BadRow:
+                check_captions(row.caption)
+        except DataError:
             continue
         groups.add(at, row, digest_key(row.path.strip().encode("utf-8", "surrogatepass")))
 
@@ -609,7 +620,7 @@ def _add_rows(tables: Sequence[Table], groups: RowsByKey, keep_captions: bool) -
 def _merge_groups(tables: Sequence[Table], groups: RowsByKey) -> Iterator[Row]:
     """Yield the rows of tables, the first row of a group with the captions of all its rows."""
     for at, row in enumerate(chain.from_iterable(tables)):
-        yield row if groups.position(at) else merge_rows([row, *groups.later_rows(at)])
+        yield row if groups.position(at) else merge_rows([row, *groups.stored_rows(at)])
 
 
 def _read_attempts(out: Path, shard: str, *more_columns: str) -> list[dict[str, str]]:
@@ -649,10 +660,12 @@ def _explained(cause: str) -> str:
 def _make_sample(row: Row, names: Mapping[str, str], keep_captions: bool) -> _Sample:
     sample = _Sample(replace(row, others={}), row_digest=_digest_row(row))
     try:
-        if keep_captions or row.cause:
-            sample.captions = captions_of(row)
+        if row.cause:
+            raise DataError(row.cause)
+        if keep_captions:
+            sample.captions = list(dict.fromkeys(check_captions(row.caption)))
         sample.fields = fields_of(row.others, names, sample.captions)
-    except BadRow as error:
+    except DataError as error:
         sample.status, sample.cause = "failed_to_download", str(error)
     return sample
 

@@ -31,14 +31,13 @@ import json
 import os
 import shlex
 import shutil
-import stat
 import sys
 import warnings
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -47,46 +46,37 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from clipkit.errors import ConfigError, DataError, nearest
+from clipkit.errors import ConfigError, DataError
 from clipkit.files import counted, size_of
 from clipkit.samples import (
-    CLASS_NAMES,
-    NAMED_SUFFIXES,
-    SPLIT_WORDS,
-    SUFFIXES,
-    Row,
+    FolderSamples,
     Table,
+    TableSamples,
+    caption_table_of,
+    check_captions,
     color_of,
     files_below,
-    find_captions,
     images_below,
     is_table,
+    json_value,
     listed_path,
-    open_caption_tables,
-    pair_captions,
-    read_captions,
-    read_class_names,
 )
 from clipkit.samples.remote import ShardFile, cache_folder, created_once, download_all
-from data.captions import field_name, json_value
-from data.groups import MOST_ROWS, TOO_MANY_ROWS, RowsByKey, digest_key, merge_rows
+from data.captions import field_name
 from data.shards.images import BadImage, Resize, Storing, store_image
 from data.shards.writer import DatasetWriter, Record
 
-__all__ = [
-    "BadRow", "FieldNames", "PackReport", "captions_of", "fields_of", "metadata_of", "pack",
-    "packed",
-]  # fmt: skip
-
+__all__ = ["FieldNames", "PackReport", "fields_of", "pack", "packed"]
 
 LARGEST_FILE = 64 * 2**20  # bytes
-LONGEST_CAPTION = 10_000  # characters
-MOST_CAPTIONS = 100  # per image
 LARGEST_JSON = 2**20  # bytes per sample
-_MISSING = "missing file"
 _OWN_FIELDS = ("caption", "captions")  # json fields with a special meaning
 _MAX_REPORTED = 1000  # columns in the report; in JSONL each line may have different ones
 _MOST_FIELDS = 100_000  # columns of a table, to bound memory
+_LAYOUTS = "a .txt file for each image, a table named metadata, or a subfolder for each class"
+_SHOWN = 8  # names of tables in the card
+_LOOKED_AT = 1000  # names in a folder without captions
+_LONGEST_NAME = 80
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,10 +135,6 @@ class PackReport:
         else:
             captions = f"{fewest} to {most} captions"
         return f"{counted(self.rows, 'row')}, {counted(self.packed, 'image')} with {captions}"
-
-
-class BadRow(Exception):
-    """The reason why a row cannot be used; rows with the same cause have the same message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,39 +204,31 @@ def pack(
         background=None if background is None else color_of(background),
     )
     paths = [source] if isinstance(source, Path) else list(source)
-    read: Table | _ImageFolder
-    unlisted_in: Path | None = None  # a folder whose table should list all images in it
-    listed: Path | None = None
+    folder: FolderSamples | None = None
+    root: Path | None = None  # a folder whose table should list all images in it
     if paths[0].is_dir():
-        listed = caption_table_of(paths[0], image_column=image_column, caption_column=caption_column)
-    if paths[0].is_dir() and listed is None:
-        read, tables = _ImageFolder(paths[0]), []
-        if group_by is not None:
+        table = caption_table_of(paths[0], image_column=image_column, caption_column=caption_column)
+        if table is not None:
+            root, paths = paths[0], [table]
+        elif group_by is not None:
             raise ConfigError(f"--group-by {group_by}: {paths[0]} is a folder of images, not a table")
-    else:
-        if paths[0].is_dir() and listed is not None:
-            unlisted_in, paths = paths[0], [listed]
-        others = fields
-        if fields is not None and group_by is not None:
-            others = [*fields, group_by]  # Table reads a column once
-        tables = [
-            Table(path, image_column=image_column, caption_column=caption_column, encoded=True, others=others)
-            for path in paths
-        ]
-        read = tables[0]
-    if group_by == read.image_column:
+        else:
+            folder = FolderSamples(paths[0])
+    others = fields
+    if fields is not None and group_by is not None:
+        others = [*fields, group_by]  # Table reads a column once
+    tables = [
+        Table(path, image_column=image_column, caption_column=caption_column, encoded=True, others=others)
+        for path in paths
+        if folder is None
+    ]
+    if tables and group_by == tables[0].image_column:
         group_by = None
-    if group_by is not None:
-        _check_group_by(tables, group_by)
     bad, marks = Counter[str](), Counter[str]()
     caption_counts = Counter[int]()
     packed_rows = 0
     firsts, kept = dict[str, str](), dict[str, str]()
-    with (
-        DatasetWriter(out, samples_per_shard=samples_per_shard) as writer,
-        RowsByKey() as groups,
-        warnings.catch_warnings(),
-    ):
+    with DatasetWriter(out, samples_per_shard=samples_per_shard) as writer, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, on broken images, which are listed as bad rows
         bar = Progress(
             TextColumn("{task.description}"),
@@ -265,11 +243,21 @@ def pack(
         task = bar.add_task("reading", total=1.0, rows=0, bad=0)
         listing = writer.extra_file("bad_rows.jsonl")
         with listing.open("w", encoding="utf-8") as file, bar:
-            if group:
-                for row in _add_rows(tables, groups, group_by):
-                    bar.update(task, completed=row.progress, rows=row.number)
+            samples: TableSamples | FolderSamples
+            if folder is not None:
+                samples = folder
+            else:
+                samples = TableSamples(
+                    tables,
+                    group=group,
+                    group_by=group_by,
+                    progress=lambda row: bar.update(task, completed=row.progress, rows=row.number),
+                )
+            if samples.damage:
+                raise DataError(samples.damage)
             bar.update(task, description="packing")
-            for rows, outcome in _in_order(tables or [read], groups, how, test):
+            for i, outcome in _pack_in_order(samples, how, test):
+                rows = samples.rows(i)
                 if isinstance(outcome, _Packed):
                     writer.write(outcome.split, outcome.record)
                     packed_rows += len(rows)
@@ -288,30 +276,34 @@ def pack(
                         line = {"row": row.number, "path": path and path[:4096], "cause": cause}
                         file.write(json.dumps(line) + "\n")  # ASCII, because a path may not be UTF-8
                 used = packed_rows + bad.total()
-                bar.update(task, completed=rows[0].progress, rows=used, bad=bad.total())
-            if unlisted_in is not None:
-                for image, cause in _unlisted_images(unlisted_in, tables[0]):
+                bar.update(task, completed=(i + 1) / len(samples), rows=used, bad=bad.total())
+            if root is not None:
+                for image, cause in _unlisted_images(root, tables[0]):
                     bad[cause] += 1
                     firsts.setdefault(cause, repr(image[:80]))
                     file.write(json.dumps({"row": None, "path": image[:4096], "cause": cause}) + "\n")
         if not writer.counts:
             causes = "; ".join(f"{count} × {cause} ({firsts[cause]})" for cause, count in bad.most_common())
             expected = ""
-            if isinstance(read, _ImageFolder):
-                expected = f"; expected {_LAYOUTS}{read.hint}{_table_hint(read.path)}"
-            elif _MISSING in bad:
-                expected = f"; paths are relative to the folder of the table, {read.path.parent}"
-            raise DataError(f"no row of {read.path} can be packed: {causes or 'it has no rows'}{expected}")
+            if folder is not None:
+                expected = f"; expected {_LAYOUTS}{folder.hint}{_table_hint(folder.folder)}"
+            elif "missing file" in bad:
+                expected = f"; paths are relative to the folder of the table, {paths[0].parent}"
+            raise DataError(f"no row of {paths[0]} can be packed: {causes or 'it has no rows'}{expected}")
         if not bad:
             listing.unlink()
         splits = dict(writer.counts)
         captions = (min(caption_counts), max(caption_counts))
+        classes: list[str] = []
+        caption_source = samples.caption_column
+        if folder is not None:
+            classes, caption_source = sorted(folder.class_names.values()), folder.captions_from
         card = {
-            "name": read.path.stem,
+            "name": paths[0].stem,
             "description": "images and captions from a table or folder",
             "made_by": "python -m data pack",
             "source": ", ".join(path.name for path in paths[:_SHOWN]),
-            "columns": {"image": read.image_column, "caption": read.caption_column},
+            "columns": {"image": samples.image_column, "caption": caption_source},
             "fields": kept,
             "test": test,
             "max_side": max_side,
@@ -321,16 +313,16 @@ def pack(
             "bad_rows": dict(bad.most_common()),
             "license": "unknown: that of the images",
         }
-        if isinstance(read, _ImageFolder) and read.classes:
-            lines = "".join(f"{name}\n" for name in read.classes)
+        if classes:
+            lines = "".join(f"{name}\n" for name in classes)
             writer.extra_file("classes.txt").write_text(lines, "utf-8", "replace")
         writer.finish(card | ({"tasks": ["retrieval"]} if "test" in splits else {}))
     return PackReport(
         splits=splits,
         rows=packed_rows,
         bad=dict(bad.most_common()),
-        image_column=read.image_column,
-        caption_column=read.caption_column,
+        image_column=samples.image_column,
+        caption_column=caption_source,
         bad_rows=writer.out / listing.name if bad else None,
         not_upright=marks["not upright"],
         deep=marks["deep"],
@@ -338,83 +330,82 @@ def pack(
         several_captions=sum(count for size, count in caption_counts.items() if size > 1),
         captions=captions,
         equal_captions=marks["equal captions"],
-        other_images=groups.other_images,
+        other_images=samples.other_images,
         fields=kept,
-        left_out=read.left_out,
-        classes=read.classes if isinstance(read, _ImageFolder) else (),
-        hint=read.hint if isinstance(read, _ImageFolder) and bad["no caption"] > sum(splits.values()) else "",
+        left_out=tables[0].left_out if tables else {},
+        classes=classes,
+        hint=folder.hint if folder is not None and bad["no caption"] > sum(splits.values()) else "",
     )
 
 
-_LONGEST_NAME = 80
-_LAYOUTS = "a .txt file for each image, a table named metadata, or a subfolder for each class"
-_SHOWN = 8  # names of tables in the card
-_LOOKED_AT = 1000  # names in a folder without captions
+def _pack_in_order(
+    samples: TableSamples | FolderSamples, how: Storing, test: float
+) -> Iterator[tuple[int, _Packed | str]]:
+    """Yield each sample, or the cause why it cannot be packed."""
+    Image.init()
+    workers = min(8, os.cpu_count() or 1)  # threads, because reading and decoding release the GIL
+    waiting: deque[tuple[int, Future[_Packed | str]]] = deque()
+    names = FieldNames(samples.others)
+    with ThreadPoolExecutor(workers) as pool:
+        for i in range(len(samples)):
+            try:
+                fields = samples.fields(i)
+                texts = check_captions(fields.pop(samples.caption_column))
+            except DataError as error:
+                waiting.append((i, pool.submit(str, error)))
+            else:
+                waiting.append(
+                    (i, pool.submit(_pack_sample, samples, i, texts, fields, names.of(fields), how, test))
+                )
+            if len(waiting) > 2 * workers:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        for first, future in waiting:
+            yield first, future.result()
 
 
-def metadata_of(folder: Path) -> Path | None:
-    """Return the table of a folder of images in the layout of the Hugging Face hub, None if there is none.
-
-    Raises:
-        DataError: there are several, such as ``metadata.csv`` and ``metadata.jsonl``.
-    """
-    tables = [folder / f"metadata{suffix}" for suffix in SUFFIXES]
-    tables = [table for table in tables if table.is_file()]
-    if len(tables) > 1:
-        raise DataError(f"{folder} contains {_names_of(tables, folder)}: remove all of them but one")
-    return tables[0] if tables else None
-
-
-def caption_table_of(folder: Path, *, image_column: str | None, caption_column: str | None) -> Path | None:
-    """Return the table in a folder that lists captions of images in it, None if there is none.
-
-    A table named metadata is preferred. Files with captions beside the images precede other tables, unless a column
-    is named.
-
-    Raises:
-        DataError: there are several.
-    """
-    if (metadata := metadata_of(folder)) is not None:
-        return metadata
-    opened = open_caption_tables(
-        sorted(folder.iterdir()), SUFFIXES, image_column=image_column, caption_column=caption_column
+def _pack_sample(
+    samples: TableSamples | FolderSamples,
+    i: int,
+    texts: Sequence[str],
+    fields: Mapping[str, Any],
+    names: Mapping[str, str],
+    how: Storing,
+    test: float,
+) -> _Packed | str:
+    captions = list(dict.fromkeys(texts))
+    try:
+        data = samples.read(i, samples.members(i)[0])
+        if len(data) > LARGEST_FILE:
+            raise DataError(f"file of more than {LARGEST_FILE // 2**20} MiB")
+        image = store_image(data, how)
+        meta = fields_of(fields, names, captions)
+    except (DataError, BadImage) as cause:
+        return str(cause)
+    marks = {
+        "not upright": int(not image.upright),
+        "deep": int(image.deep),
+        "transparent": int(image.transparent),
+        "equal captions": len(texts) - len(captions),
+    }
+    return _Packed(
+        split=_split(data, test),
+        record=Record(
+            key=f"{samples.rows(i)[0].number:09d}",
+            image=image.data,
+            extension=image.extension,
+            caption=captions[0],
+            meta=meta,
+        ),
+        captions=len(captions),
+        marks=marks,
+        fields={json_value(column): name for column, name in names.items()},
     )
-    tables = [table.path for table in opened]
-    if tables and image_column is None and caption_column is None:
-        images = (path for path, cause in images_below(folder) if not cause)
-        if find_captions(images) is not None:
-            return None
-    if len(tables) > 1:
-        raise DataError(
-            f"{folder} contains several tables of images and captions, {_names_of(tables, folder)}: name one of "
-            "them instead of the folder"
-        )
-    return tables[0] if tables else None
 
 
-def _names_of(tables: Sequence[Path], folder: Path) -> str:
-    """Return the paths of tables in a folder for a message."""
-    names = [str(table.relative_to(folder)) for table in tables[:_SHOWN]]
-    if len(tables) > _SHOWN:
-        return f"{', '.join(names)} and {len(tables) - _SHOWN} more"
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-
-
-def _check_no_caption_tables(folder: Path) -> None:
-    """Check that names of subfolders do not replace the captions of a table.
-
-    Raises:
-        DataError: the folder contains a table that has no usual suffix, or a subfolder contains a table.
-    """
-    opened = open_caption_tables(sorted(folder.iterdir()), NAMED_SUFFIXES)
-    opened += open_caption_tables((path for path, _ in files_below(folder)), SUFFIXES)
-    if opened:
-        tables = [table.path for table in opened]
-        raise DataError(
-            f"{folder}: the names of its subfolders are not read as captions, because it contains tables of images "
-            f"and captions ({_names_of(tables, folder)}): pack a table instead of the folder, or write the names "
-            f"of classes into {folder / CLASS_NAMES}"
-        )
+def _split(data: bytes, test: float) -> str:
+    number = int.from_bytes(hashlib.sha256(data).digest()[:8], "big")
+    return "test" if test and number < test * 2**64 else "train"
 
 
 def _unlisted_images(folder: Path, table: Table) -> Iterator[tuple[str, str]]:
@@ -424,7 +415,7 @@ def _unlisted_images(folder: Path, table: Table) -> Iterator[tuple[str, str]]:
     for row in table:
         if isinstance(row.path, str):
             with suppress(DataError):  # a web address
-                listed.add(os.path.normpath(listed_path(root, row.path)))
+                listed.add(os.path.normpath(listed_path(table.image_folder.absolute(), row.path)))
     for path, cause in images_below(root):
         if os.path.normpath(path) not in listed:
             yield str(path.relative_to(root)), cause or f"not listed in {table.path.name}"
@@ -444,82 +435,57 @@ def _table_hint(folder: Path) -> str:
     return ""
 
 
-class _ImageFolder:
-    """The images below a folder as rows of a table, with the captions in files beside them.
+class FieldNames:
+    """Assign json field names to the columns of a table, the same in all rows.
 
-    If there are no files that may contain captions and all images are in subfolders, these are classes. Their names
-    or, if there is a file ``classnames.txt``, the names in it are the captions.
-
-    Attributes:
-        classes: names of the classes, if there are any.
-        hint: why several subfolders are not read as classes, otherwise "".
+    Names are unique and differ from fields with a special meaning. Among columns that first occur together, those
+    with a valid name keep it. At most ``_MOST_FIELDS`` columns get a name.
     """
 
-    image_column = "files"
+    def __init__(self, columns: Iterable[str], *, taken: Iterable[str] = ()) -> None:
+        self._names: dict[str, str] = {}
+        self._own = {*_OWN_FIELDS, *taken}
+        self._taken = set(self._own)
+        self.of(columns)
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder
-        self.others: dict[str, int] = {}
-        self.left_out: dict[str, str] = {}
-        self._images = list(images_below(folder))
-        found = [path for path, cause in self._images if not cause]
-        subfolders = sorted({path.relative_to(folder).parts[0] for path in found if path.parent != folder})
-        captioned = find_captions(found)
-        why = ""
-        if outside := next((path for path in found if path.parent == folder), None):
-            why = f"{outside.name} is outside them"
-        elif captioned and not (folder / CLASS_NAMES).is_file():
-            why = f"{captioned.relative_to(folder)} may contain captions"
-        elif splits := sorted({*subfolders} & SPLIT_WORDS):
-            why = f"{splits[0]!r} is the name of a split: pack the splits one by one, or rename it"
-        self._class_names = _class_names(folder, subfolders) if len(subfolders) > 1 and not why else {}
-        if self._class_names and not (folder / CLASS_NAMES).is_file():
-            _check_no_caption_tables(folder)
-        self.classes = sorted(self._class_names.values())
-        self.hint = ""
-        if len(subfolders) > 1 and why:
-            self.hint = f"; subfolders are not read as classes because {why}"
-        suffix = captioned.suffix.lower() if captioned else ".txt"
-        self.caption_column = f"{suffix} files"
-        if self.classes:
-            self.caption_column = CLASS_NAMES if (folder / CLASS_NAMES).is_file() else "names of folders"
-
-    def __iter__(self) -> Iterator[Row]:
-        pairs = pair_captions(path for path, _ in self._images)
-        for number, ((path, cause), (_, file)) in enumerate(zip(self._images, pairs, strict=True), 1):
-            captions: list[str] = []
-            if self.classes and not cause:
-                captions = [self._class_names[path.relative_to(self.path).parts[0]]]
-            elif file is not None:
-                captions = read_captions(file)
-            yield Row(
-                number=number,
-                path=str(path.relative_to(self.path)),
-                caption=captions,
-                cause=cause,
-                progress=number / len(self._images),
-            )
+    def of(self, columns: Iterable[str]) -> dict[str, str]:
+        """Return the field names of columns; must be called in the order of the table."""
+        columns = list(columns)
+        new = [column for column in columns if column not in self._names]
+        for column in sorted(new, key=lambda column: field_name(column) != column or column in self._own):
+            if len(self._names) == _MOST_FIELDS:
+                break
+            name = field_name(column)
+            while name in self._taken:
+                name += "_"
+            self._taken.add(name)
+            self._names[column] = name
+        return {column: self._names[column] for column in columns if column in self._names}
 
 
-def _class_names(folder: Path, subfolders: Sequence[str]) -> dict[str, str]:
-    """Return the names of classes by subfolder: from ``classnames.txt`` if there is one.
+def fields_of(
+    others: Mapping[str, object], names: Mapping[str, str], captions: Sequence[str]
+) -> dict[str, Any]:
+    """Return a sample's json.
 
     Raises:
-        DataError: ``classnames.txt`` does not match the subfolders, or two of them have the same name.
+        DataError: it is too large, nested too deeply, or has columns without a name.
     """
-    names = {subfolder: " ".join(subfolder.split()) for subfolder in subfolders}
-    if (listed := read_class_names(folder, subfolders)) is not None:
-        lines, labels = listed
-        names = {subfolder: " ".join(lines[label].split()) for subfolder, label in labels.items()}
-    subfolder_of: dict[str, str] = {}
-    for subfolder, name in names.items():
-        if name in subfolder_of:
-            raise DataError(
-                f"{folder}: the classes {subfolder_of[name]!r} and {subfolder!r} would have the same name without "
-                f"additional spaces, {name!r}: rename one of them"
-            )
-        subfolder_of[name] = subfolder
-    return names
+    if len(names) < len(others):
+        raise DataError(
+            f"more than {_MOST_FIELDS:,} different columns in the table (select some with --fields)"
+        )
+    try:
+        meta = {names[column]: json_value(value) for column, value in others.items()}
+        size = len(json.dumps(meta, ensure_ascii=False).encode())
+    except RecursionError:
+        raise DataError("other columns are nested too deeply") from None
+    if size > LARGEST_JSON:
+        raise DataError(f"other columns of more than {LARGEST_JSON // 2**20} MiB (select some with --fields)")
+    # a caption file with a line break would be read as several captions
+    if len(captions) > 1 or any("\n" in caption for caption in captions):
+        meta["captions"] = list(captions)
+    return meta
 
 
 _REVISION = 6  # of packed folders in the cache; increased when the same input is packed differently
@@ -580,236 +546,3 @@ def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
             f"`python -m data download {table} OUT`"
         ) from error
     return folder
-
-
-def _check_group_by(tables: Sequence[Table], column: str) -> None:
-    """Check that rows can be grouped by a column of tables."""
-    for table in tables:
-        if column == table.caption_column:
-            raise ConfigError(
-                f"--group-by {column}: this is the column with the captions; name one that has the same value in "
-                "all rows of an image"
-            )
-        if column in table.others:
-            continue
-        if column in table.left_out:
-            raise ConfigError(f"--group-by {column}: {table.left_out[column]}")
-        raise DataError(f"{table.path} has no column {column!r} ({nearest(column, list(table.others)[:30])})")
-
-
-def _add_rows(tables: Sequence[Table], groups: RowsByKey, group_by: str | None) -> Iterator[Row]:
-    """Add the usable rows of tables to groups, and yield every thousandth row of them."""
-    for row, folder in _rows_of(tables):
-        if row.number % 1000 == 0:
-            yield row
-        try:
-            captions_of(row)
-        except BadRow:
-            continue
-        image = _image_key(row, folder)
-        key = image
-        if group_by is not None:
-            value = json_value(row.others.get(group_by))
-            key = b"" if value in (None, "") else digest_key(json.dumps(value, sort_keys=True).encode())
-        if key:
-            groups.add(row.number, row, key, image=image)
-
-
-def _image_key(row: Row, folder: Path) -> bytes:
-    """Return what rows with the same image have in common; empty if a row has no image."""
-    content = _image_of(row)
-    if isinstance(content, bytes):
-        return digest_key(b"bytes" + content)
-    if not isinstance(content, str) or not content:
-        return b""
-    try:
-        path = listed_path(folder.absolute(), content)
-    except (DataError, ValueError):  # not a file, which the reader of the image reports
-        return b""
-    return digest_key(b"path" + str(path).encode("utf-8", "surrogatepass"))
-
-
-def _in_order(
-    sources: Sequence["Table | _ImageFolder"], groups: RowsByKey, how: Storing, test: float
-) -> Iterator[tuple[list[Row], _Packed | str]]:
-    """Yield the rows of each group with their sample or the cause of failure, in the order of their first rows."""
-    Image.init()
-    workers = min(8, os.cpu_count() or 1)  # threads, because reading and decoding release the GIL
-    waiting: deque[tuple[list[Row], Future[_Packed | str]]] = deque()
-    names = FieldNames(sources[0].others)
-    with ThreadPoolExecutor(workers) as pool:
-        for row, folder in _rows_of(sources):
-            position = groups.position(row.number)
-            if 0 < position < MOST_ROWS:
-                continue
-            rows = [row] if position else [row, *groups.later_rows(row.number)]
-            merged = replace(row, cause=TOO_MANY_ROWS) if position else merge_rows(rows)
-            waiting.append((rows, pool.submit(_sample, merged, names.of(merged.others), folder, how, test)))
-            if len(waiting) > 2 * workers:
-                first, future = waiting.popleft()
-                yield first, future.result()
-        for first, future in waiting:
-            yield first, future.result()
-
-
-def _rows_of(sources: Sequence["Table | _ImageFolder"]) -> Iterator[tuple[Row, Path]]:
-    """Yield rows, numbered across all tables, with the folder that their paths are relative to."""
-    before = 0
-    for part, source in enumerate(sources):
-        folder = source.path if isinstance(source, _ImageFolder) else source.path.parent
-        number = 0
-        for row in source:
-            number = row.number
-            progress = (part + row.progress) / len(sources)
-            yield replace(row, number=before + number, progress=progress), folder
-        before += number
-
-
-def _sample(row: Row, names: Mapping[str, str], folder: Path, how: Storing, test: float) -> _Packed | str:
-    try:
-        captions = captions_of(row)
-        data = _file_of(row, folder)
-        image = store_image(data, how)
-        meta = fields_of(row.others, names, captions)
-    except (BadRow, BadImage) as cause:
-        return str(cause)
-    texts = row.caption if isinstance(row.caption, list) else [row.caption]
-    texts = [text for text in texts if isinstance(text, str) and text.strip()]
-    marks = {
-        "not upright": int(not image.upright),
-        "deep": int(image.deep),
-        "transparent": int(image.transparent),
-        "equal captions": len(texts) - len(captions),
-    }
-    return _Packed(
-        split=_split(data, test),
-        record=Record(
-            key=f"{row.number:09d}",
-            image=image.data,
-            extension=image.extension,
-            caption=captions[0],
-            meta=meta,
-        ),
-        captions=len(captions),
-        marks=marks,
-        fields={json_value(column): name for column, name in names.items()},
-    )
-
-
-class FieldNames:
-    """Assign json field names to the columns of a table, the same in all rows.
-
-    Names are unique and differ from fields with a special meaning. Among columns that first occur together, those
-    with a valid name keep it. At most ``_MOST_FIELDS`` columns get a name.
-    """
-
-    def __init__(self, columns: Iterable[str], *, taken: Iterable[str] = ()) -> None:
-        self._names: dict[str, str] = {}
-        self._own = {*_OWN_FIELDS, *taken}
-        self._taken = set(self._own)
-        self.of(columns)
-
-    def of(self, columns: Iterable[str]) -> dict[str, str]:
-        """Return the field names of columns; must be called in the order of the table."""
-        columns = list(columns)
-        new = [column for column in columns if column not in self._names]
-        for column in sorted(new, key=lambda column: field_name(column) != column or column in self._own):
-            if len(self._names) == _MOST_FIELDS:
-                break
-            name = field_name(column)
-            while name in self._taken:
-                name += "_"
-            self._taken.add(name)
-            self._names[column] = name
-        return {column: self._names[column] for column in columns if column in self._names}
-
-
-def fields_of(
-    others: Mapping[str, object], names: Mapping[str, str], captions: Sequence[str]
-) -> dict[str, Any]:
-    """Return a sample's json.
-
-    Raises:
-        BadRow: it is too large, nested too deeply, or has columns without a name.
-    """
-    if len(names) < len(others):
-        raise BadRow(f"more than {_MOST_FIELDS:,} different columns in the table (select some with --fields)")
-    try:
-        meta = {names[column]: json_value(value) for column, value in others.items()}
-        size = len(json.dumps(meta, ensure_ascii=False).encode())
-    except RecursionError:
-        raise BadRow("other columns are nested too deeply") from None
-    if size > LARGEST_JSON:
-        raise BadRow(f"other columns of more than {LARGEST_JSON // 2**20} MiB (select some with --fields)")
-    # a caption file with a line break would be read as several captions
-    if len(captions) > 1 or any("\n" in caption for caption in captions):
-        meta["captions"] = list(captions)
-    return meta
-
-
-def _split(data: bytes, test: float) -> str:
-    number = int.from_bytes(hashlib.sha256(data).digest()[:8], "big")
-    return "test" if test and number < test * 2**64 else "train"
-
-
-def captions_of(row: Row) -> list[str]:
-    """Return the non-blank captions of a row, each once, at least one.
-
-    Raises:
-        BadRow: the row or one of its captions cannot be used.
-    """
-    if row.cause:
-        raise BadRow(row.cause)
-    given = row.caption if isinstance(row.caption, list) else [row.caption]
-    texts = [one for one in given if isinstance(one, str)]
-    if len(texts) + given.count(None) < len(given):
-        raise BadRow("caption is neither a string nor a list of strings")
-    captions = list(dict.fromkeys(text.strip() for text in texts if text.strip()))
-    if not captions:
-        raise BadRow("empty caption" if texts else "no caption")
-    if len(captions) > MOST_CAPTIONS:
-        raise BadRow(f"more than {MOST_CAPTIONS} captions")
-    for one in captions:
-        if len(one) > LONGEST_CAPTION:
-            raise BadRow(f"caption of more than {LONGEST_CAPTION:,} characters")
-        if any(mark == "\ufffd" or "\ud800" <= mark <= "\udfff" for mark in one):
-            raise BadRow("caption is not UTF-8")
-    return captions
-
-
-def _image_of(row: Row) -> object:
-    """Return the path or the encoded image of a row."""
-    if isinstance(row.path, dict):  # an image as the Hugging Face hub stores it
-        return row.path.get("bytes") or row.path.get("path")
-    return row.path
-
-
-def _file_of(row: Row, folder: Path) -> bytes:
-    """Return the encoded image of a row."""
-    given = _image_of(row)
-    if isinstance(given, bytes):
-        if len(given) > LARGEST_FILE:
-            raise BadRow(f"image of more than {LARGEST_FILE // 2**20} MiB")
-        return given
-    if given is None or given == "":
-        raise BadRow("no path")
-    if not isinstance(given, str):
-        raise BadRow("path is not a string")
-    try:
-        path = listed_path(folder, given)
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):  # reading a pipe or device may never end
-            raise BadRow("not a file")
-        if status.st_size > LARGEST_FILE:
-            raise BadRow(f"file of more than {LARGEST_FILE // 2**20} MiB")
-        with path.open("rb") as file:
-            data = file.read(LARGEST_FILE)
-    except DataError as error:
-        raise BadRow(str(error)) from None
-    except (FileNotFoundError, NotADirectoryError):
-        raise BadRow(_MISSING) from None
-    except (OSError, ValueError):  # ValueError: a path with a null byte or unencodable characters
-        raise BadRow("file cannot be read") from None
-    if not data:
-        raise BadRow("empty file")
-    return data

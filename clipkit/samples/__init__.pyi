@@ -6,7 +6,9 @@ from .base import (
     parse_fields as parse_fields,
 )
 from .caption_files import (
+    caption_table_of as caption_table_of,
     find_captions as find_captions,
+    metadata_of as metadata_of,
     open_caption_tables as open_caption_tables,
     pair_captions as pair_captions,
     read_captions as read_captions,
@@ -52,6 +54,10 @@ from .folders import (
     files_below as files_below,
     images_below as images_below,
     is_hidden as is_hidden,
+    read_file as read_file,
+)
+from .image_folder import (
+    FolderSamples as FolderSamples,
 )
 from .image_types import (
     IMAGE_EXTENSIONS as IMAGE_EXTENSIONS,
@@ -101,6 +107,24 @@ from .table import (
     listed_path as listed_path,
     plain_name as plain_name,
     safe_cell as safe_cell,
+)
+from .table.captions import (
+    check_captions as check_captions,
+)
+from .table.groups import (
+    MOST_ROWS as MOST_ROWS,
+    RowsByKey as RowsByKey,
+    digest_key as digest_key,
+    merge_rows as merge_rows,
+)
+from .table.parquet import (
+    ParquetSamples as ParquetSamples,
+)
+from .table.values import (
+    json_value as json_value,
+)
+from .tables import (
+    TableSamples as TableSamples,
 )
 from .tar import (
     Content as Content,

@@ -3,20 +3,23 @@
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
 from clipkit.errors import DataError
-from clipkit.samples.folders import is_hidden
+from clipkit.samples.folders import images_below, is_hidden
 from clipkit.samples.image_types import check_image
-from clipkit.samples.table import Table, listed_path, plain_name
+from clipkit.samples.table import SUFFIXES, Table, listed_path, plain_name
 
 __all__ = [
     "CAPTION_SUFFIXES",
+    "caption_table_of",
     "find_captions",
+    "metadata_of",
+    "names_of_tables",
     "open_caption_tables",
     "pair_captions",
     "read_captions",
@@ -24,6 +27,7 @@ __all__ = [
 
 # In any case; if an image has several files, the first of these with captions is used.
 CAPTION_SUFFIXES = (".txt", ".caption", ".captions", ".cap", ".text", ".tags", ".json")
+_SHOWN = 8  # names of tables in a message
 _CHECKED_ROWS = 1000  # first rows of a table
 _MAX_BYTES = 4 << 20  # per file; the rest is not read
 # str.splitlines would also split at characters that may be within a caption, such as U+2028
@@ -36,14 +40,24 @@ def pair_captions(images: Iterable[Path]) -> Iterator[tuple[Path, Path | None]]:
     Of several files, the first with captions is used, else the first. A folder is listed once for consecutive
     images in the folder.
     """
-    list_texts = lru_cache(maxsize=8)(_list_texts)
+    cached = lru_cache(maxsize=8)(list_texts)
     for image in images:
-        texts = list_texts(image.parent)
-        names = [*texts.get(image.stem, []), *texts.get(image.name, [])]
-        files = [image.with_name(name) for name in names]
-        if len(files) > 1:
-            files = [file for file in files if any(map(str.strip, read_captions(file)))] or files
-        yield image, files[0] if files else None
+        yield image, caption_file_of(image, cached)
+
+
+def caption_file_of(image: Path, texts_in: Callable[[Path], Mapping[str, Sequence[str]]]) -> Path | None:
+    """Return the file that may contain the captions of an image, see ``pair_captions``.
+
+    Args:
+        image: the image.
+        texts_in: ``list_texts``, or a function that caches its results.
+    """
+    texts = texts_in(image.parent)
+    names = [*texts.get(image.stem, []), *texts.get(image.name, [])]
+    files = [image.with_name(name) for name in names]
+    if len(files) > 1:
+        files = [file for file in files if any(map(str.strip, read_captions(file)))] or files
+    return files[0] if files else None
 
 
 def find_captions(images: Iterable[Path]) -> Path | None:
@@ -66,7 +80,7 @@ def open_caption_tables(
 ) -> list[Table]:
     """Open the files with these suffixes, in any case, that are tables of captions of images in their folders.
 
-    One of the first 1,000 rows must name an image that exists, relative to the table's folder. Hidden files do not
+    One of the first 1,000 rows must name an image that exists, see ``Table.image_folder``. Hidden files do not
     count. Tables whose caption column is ``label`` do not count either, unless ``caption_column`` names it.
     """
     tables = []
@@ -83,13 +97,61 @@ def open_caption_tables(
     return tables
 
 
+def metadata_of(folder: Path) -> Path | None:
+    """Return the table of a folder of images in the layout of the Hugging Face hub, None if there is none.
+
+    Raises:
+        DataError: there are several, such as ``metadata.csv`` and ``metadata.jsonl``.
+    """
+    tables = [folder / f"metadata{suffix}" for suffix in SUFFIXES]
+    tables = [table for table in tables if table.is_file()]
+    if len(tables) > 1:
+        raise DataError(f"{folder} contains {names_of_tables(tables, folder)}: remove all of them but one")
+    return tables[0] if tables else None
+
+
+def caption_table_of(folder: Path, *, image_column: str | None, caption_column: str | None) -> Path | None:
+    """Return the table in a folder that lists captions of images in it, None if there is none.
+
+    A table named metadata is preferred. Files with captions beside the images precede other tables, unless a column
+    is named.
+
+    Raises:
+        DataError: there are several.
+    """
+    if (metadata := metadata_of(folder)) is not None:
+        return metadata
+    opened = open_caption_tables(
+        sorted(folder.iterdir()), SUFFIXES, image_column=image_column, caption_column=caption_column
+    )
+    tables = [table.path for table in opened]
+    if tables and image_column is None and caption_column is None:
+        images = (path for path, cause in images_below(folder) if not cause)
+        if find_captions(images) is not None:
+            return None
+    if len(tables) > 1:
+        raise DataError(
+            f"{folder} contains several tables of images and captions, {names_of_tables(tables, folder)}: name one "
+            "of them instead of the folder"
+        )
+    return tables[0] if tables else None
+
+
+def names_of_tables(tables: Sequence[Path], folder: Path) -> str:
+    """Return the paths of tables in a folder for a message."""
+    names = [str(table.relative_to(folder)) for table in tables[:_SHOWN]]
+    if len(tables) > _SHOWN:
+        return f"{', '.join(names)} and {len(tables) - _SHOWN} more"
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
 def _lists_an_image(table: Table) -> bool:
-    """Whether one of the first rows names an image that exists, relative to the table's folder."""
+    """Whether one of the first rows names an image that exists."""
     for row in islice(table, _CHECKED_ROWS):
         if not isinstance(row.path, str):
             continue
         with suppress(DataError, OSError, ValueError):  # a web address, or not a path
-            path = listed_path(table.path.parent, row.path)
+            path = listed_path(table.image_folder, row.path)
             if path.is_file() and check_image(path) is not None:
                 return True
     return False
@@ -121,7 +183,7 @@ def read_captions(file: Path) -> list[str]:
     return [text for text in captions if isinstance(text, str)] if isinstance(captions, list) else []
 
 
-def _list_texts(folder: Path) -> dict[str, list[str]]:
+def list_texts(folder: Path) -> dict[str, list[str]]:
     """Return the names of files with a suffix of captions, by their names without the suffix, in order of use."""
     names: list[tuple[int, bool, str, str]] = []
     with suppress(OSError), os.scandir(folder) as entries:

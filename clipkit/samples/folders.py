@@ -4,6 +4,7 @@ import heapq
 import json
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from clipkit.samples.image_types import check_image
 
 __all__ = [
     "PARQUET_PART", "SPLIT_NAMES", "SPLIT_WORDS", "check_parts", "files_below", "images_below", "is_hidden",
+    "read_file",
 ]  # fmt: skip
 
 # Common names of the folders and files of splits, case-insensitive.
@@ -28,6 +30,7 @@ SPLIT_WORDS = frozenset(word for words in SPLIT_NAMES.values() for word in words
 # name without its suffix of a part of a dataset in Parquet files, such as train-00000-of-00002
 PARQUET_PART = re.compile(r"(?:(.*?)[-_.])?(\d{4,5})-of-(\d{4,5})(?:[-_.][0-9a-f]+)?", flags=re.ASCII)
 
+MAX_BYTES = 256 << 20  # of an image file
 _MAX_SORTED = 2**17  # maximum number of names sorted in memory
 _SYSTEM_FOLDERS = ("__MACOSX", "@eaDir", "lost+found", "$RECYCLE.BIN", "System Volume Information")
 
@@ -46,6 +49,31 @@ def images_below(folder: Path) -> Iterator[tuple[Path, str]]:
         problem = cause or check_image(path)
         if problem is not None:
             yield path, problem
+
+
+def read_file(path: Path) -> bytes:
+    """Read an image file.
+
+    Raises:
+        DataError: it cannot be read; the message is a short cause without the path.
+    """
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # reading a pipe or device might block
+            raise DataError("not a file")
+        if status.st_size > MAX_BYTES:
+            raise DataError(f"file of more than {MAX_BYTES >> 20} MiB")
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError("missing file") from None
+    except OSError as error:
+        raise DataError(f"cannot read file: {error.strerror}") from error
+    except ValueError:  # a path with a null byte or with characters that cannot be encoded
+        raise DataError("cannot read file") from None
+    if not data:
+        raise DataError("empty file")
+    return data
 
 
 def files_below(folder: Path) -> Iterator[tuple[Path, str]]:

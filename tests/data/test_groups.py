@@ -14,10 +14,9 @@ from PIL import Image
 
 from clipkit.config import DataConfig
 from clipkit.errors import ConfigError, DataError
-from clipkit.samples import Row
+from clipkit.samples import Row, RowsByKey, digest_key, merge_rows
 from data.__main__ import main
 from data.captions import CaptionRule
-from data.groups import RowsByKey, digest_key, merge_rows
 from data.pack import pack, packed
 from data.selection import Selection
 from data.shards.manifest import make_manifest
@@ -315,7 +314,7 @@ def test_groups_are_stored_outside_of_memory() -> None:
             later.setdefault(begin, []).append(number)
         for rows in later.values():
             assert [groups.position(number) for number in rows] == list(range(len(rows)))
-            assert [row.number for row in groups.later_rows(rows[0])] == rows[1:]
+            assert [row.number for row in groups.stored_rows(rows[0])] == rows[1:]
 
 
 def test_values_nested_too_deeply_do_not_end_a_merge() -> None:

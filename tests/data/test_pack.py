@@ -22,10 +22,11 @@ from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from clipkit.errors import ConfigError, DataError
 from clipkit.samples.table import Table
+from clipkit.samples.table.captions import LONGEST_CAPTION
 from data.__main__ import main
 from data.captions import CaptionRule
 from data.filters import Filter
-from data.pack import LONGEST_CAPTION, _split, pack, packed
+from data.pack import _split, pack, packed
 from data.selection import Selection
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
@@ -127,7 +128,7 @@ def test_bad_rows_are_counted_and_listed(images: Path, tmp_path: Path) -> None:
         ("large.jpg", "x", "file of more than 64 MiB"),
         ("pipe.jpg", "x", "not a file"),
         (".", "x", "not a file"),
-        ("nul\0.jpg", "x", "file cannot be read"),
+        ("nul\0.jpg", "x", "cannot read file"),
         ("https://example.org/a.jpg", "x", "a web address, not a file: download it first"),
         ("", "x", "no path"),
         ("b.png", " ", "empty caption"),
@@ -167,7 +168,7 @@ def test_bad_lines_of_json_are_listed(images: Path) -> None:
         (2, None, "not JSON"),
         (3, None, "not a JSON object"),
         (4, "a.jpg", "no caption"),
-        (5, None, "path is not a string"),
+        (5, None, "path is not text"),
         (6, "a.jpg", "caption is neither a string nor a list of strings"),
         (7, None, "an object longer than 1,048,576 characters"),
         (8, "a.jpg", "caption is not UTF-8"),

@@ -12,20 +12,21 @@ Other columns are read on request. Values from JSON and Parquet keep their types
 unchanged (``007`` is not converted), or None if empty.
 """
 
-import ast
-import json
+import hashlib
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 from clipkit.errors import DataError, nearest
+from clipkit.samples.folders import is_hidden
+from clipkit.samples.table.captions import find_texts
 from clipkit.samples.table.delimited import Delimited, safe_cell
 from clipkit.samples.table.formats import ColumnRequest, OpenFormat, plain_name
 from clipkit.samples.table.json_document import open_json
@@ -73,14 +74,8 @@ _GZIP = ".gz"
 SUFFIXES = (*_TEXT_FORMATS, *(suffix + _GZIP for suffix in _TEXT_FORMATS), ".parquet", ".pq")
 NAMED_SUFFIXES = (*_NAMED_FORMATS, *(suffix + _GZIP for suffix in _NAMED_FORMATS))
 _EXPECTED = "a .csv, .tsv, .jsonl, .json or .parquet table, or a .txt list"
+_FIRST_ROWS = 20  # whose images are looked for
 _REPLACEMENT = "\ufffd"  # of bytes that are not text in the encoding of the file
-# elements of lists that are written as text: strings with the escapes of ``repr``, and None or numbers
-_ELEMENT = re.compile(
-    r"""'(?:[^'\\]|\\[\\'"nrtxuU])*'|"(?:[^"\\]|\\[\\'"nrtxuU])*"|None|null|nan|-?[0-9]+(?:\.[0-9]+)?"""
-)
-_LIST = re.compile(rf"\[\s*(?:{_ELEMENT.pattern})(?:[\s,]+(?:{_ELEMENT.pattern}))*[\s,]*\]")
-_QUOTED_LIST = re.compile(r"""\[\s*(['"]).*\1\s*\]""", re.DOTALL)
-_ANSWERING = ("gpt", "assistant", "model")  # who answers in conversations
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +88,13 @@ class Row:
     cause: str = ""
     progress: float  # fraction of the table read so far, in [0, 1]
     others: Mapping[str, object] = field(default_factory=dict)  # other columns that were requested
+
+    @property
+    def content(self) -> object:
+        """The path of the image, or the encoded image, also of an image as the Hugging Face hub stores it."""
+        if isinstance(self.path, dict):
+            return self.path.get("bytes") or self.path.get("path")
+        return self.path
 
 
 class Table:
@@ -117,6 +119,7 @@ class Table:
         caption_column: name of the column with the captions; "" if there is none.
         others: positions of the other columns to read, by name; later rows of JSON may have more columns.
         left_out: columns that are not read, or only in part, by name, with the reason.
+        needs_caption: whether a row without a caption cannot be used.
     """
 
     def __init__(
@@ -144,7 +147,7 @@ class Table:
         names = self._format.names
         self.image_column = self._find_column(image, required="image" in need, encoded=encoded)
         self.caption_column = self._find_column(caption, required="caption" in need)
-        self._needs_caption = "caption" in need
+        self.needs_caption = "caption" in need
         self._required = [name for name in (self.image_column, self.caption_column) if name]
         for name in others or ():
             if name not in names:
@@ -166,6 +169,39 @@ class Table:
         if self.caption_column == "conversations":
             self.left_out[self.caption_column] = "except the first answer of each, which is the caption"
 
+    @property
+    def content_id(self) -> str:
+        """16 hexadecimal digits that depend on the content and the columns of images and captions."""
+        return hashlib.sha256(repr((self._format.content_id, self._required)).encode()).hexdigest()[:16]
+
+    @cached_property
+    def image_folder(self) -> Path:
+        """The folder that paths are relative to.
+
+        That is the table's; or, if none of the first images is in it, the folder beside the table that contains one
+        of them, such as ``Images`` of Flickr8k.
+        """
+        folder = self.path.parent
+        paths: list[str] = []
+        for row in islice(self, _FIRST_ROWS):
+            content = row.content
+            if isinstance(content, str) and content:
+                paths.append(content)
+        for inner in chain([folder], _subfolders(folder) if paths else ()):
+            for path in paths:
+                with suppress(DataError, OSError, ValueError):  # a web address, or not a path
+                    if listed_path(inner, path).is_file():
+                        return inner
+        return folder
+
+    def read_image(self, row: int) -> bytes:
+        """Return the encoded image of a row, counted from 0, of a table whose images are in it.
+
+        Raises:
+            DataError: it cannot be read.
+        """
+        return self._format.read_image(row, self.image_column)
+
     def __iter__(self) -> Iterator[Row]:
         records = self._format.records(self._required, list(self.others))
         for number, record in enumerate(records, 1):
@@ -179,9 +215,9 @@ class Table:
             cause = self._check_encoding(others)
             captions: object = None
             try:
-                captions = _captions_in(caption)
+                captions = find_texts(caption)
             except DataError as error:
-                if self._needs_caption:
+                if self.needs_caption:
                     cause = cause or str(error)
             if cause:
                 yield Row(number=number, path=path, cause=cause, progress=record.progress)
@@ -288,48 +324,15 @@ def listed_path(folder: Path, text: str) -> Path:
     return path
 
 
+def _subfolders(folder: Path) -> list[Path]:
+    with suppress(OSError), os.scandir(folder) as entries:
+        return sorted(Path(entry.path) for entry in entries if entry.is_dir() and not is_hidden(entry.name))
+    return []
+
+
 def _suffix_of(name: str) -> str:
     """Return the suffix of a file in lower case, without that of compression."""
     return Path(name.lower().removesuffix(_GZIP)).suffix
-
-
-def _captions_in(value: object) -> object:
-    """Return the captions in a list that is written as text, or that contains objects; other values unchanged.
-
-    Raises:
-        DataError: a list that is written as text cannot be read.
-    """
-    if isinstance(value, str):
-        return _read_list(value) if value.lstrip()[:1] == "[" else value
-    if not isinstance(value, list) or not all(isinstance(element, dict) for element in value):
-        return value
-    for element in value:
-        if element.get("from") in _ANSWERING:
-            return element.get("value")
-    return [element.get("raw", element.get("caption")) for element in value]
-
-
-def _read_list(text: str) -> object:
-    """Return the list that a text is, as JSON, Python or NumPy write it; the text itself if it is another one.
-
-    Elements are strings or None, or also numbers if there are strings.
-    """
-    stripped = text.strip()
-    elements: object = None
-    try:
-        elements = json.loads(stripped)
-    except (ValueError, RecursionError):
-        if _LIST.fullmatch(stripped):
-            words = [match[0] for match in _ELEMENT.finditer(stripped, 1)]
-            with suppress(ValueError, SyntaxError):
-                # each by itself, because Python joins strings without a comma between them
-                elements = [None if word in ("null", "nan") else ast.literal_eval(word) for word in words]
-    if isinstance(elements, list):
-        has_text = any(isinstance(element, str) for element in elements)
-        return elements if has_text or all(element is None for element in elements) else text
-    if _QUOTED_LIST.fullmatch(stripped):
-        raise DataError('a list that cannot be read: write it as JSON, ["a cat", "a pet"]')
-    return text
 
 
 def _is_list_of_text(kind: str) -> bool:

@@ -9,15 +9,15 @@ import csv
 import io
 import re
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from clipkit.errors import DataError
 from clipkit.samples.image_types import IMAGE_SUFFIXES
-from clipkit.samples.table.formats import ColumnRequest, Record
+from clipkit.samples.table.formats import ColumnRequest, Record, TextFormat
 from clipkit.samples.table.text import LONGEST, open_text
 
 # delimiters by suffix; of those with equally many known columns the first is used
@@ -42,7 +42,7 @@ def safe_cell(text: str) -> str:
     return f"'{text}" if _FORMULA.match(text) else text
 
 
-class Delimited:
+class Delimited(TextFormat):
     """A delimited table.
 
     The delimiter is the one that yields the most known columns. If a cell of the first line is the path of an image
@@ -50,11 +50,10 @@ class Delimited:
     the one with the most rows that have an image or URL in its column.
     """
 
-    types: Mapping[str, Any] = {}
     any_column = False
 
     def __init__(self, path: Path, requests: Sequence[ColumnRequest]) -> None:
-        self._path = path
+        super().__init__(path)
         self.names: list[str] = []
         self.guesses: dict[str, str] = {}
         self._delimiter = ","
@@ -107,7 +106,7 @@ class Delimited:
         fewest = 1 + max(indices[name] for name in required)
         escaped = self.names[:3] in _CLASSIFIED
         image_column = next((name for what, name in self.guesses.items() if what != "caption"), "")
-        with open_text(self._path) as (text, progress):
+        with open_text(self.path) as (text, progress):
             text.read(self._skip)
             rows = self._rows(text)
             if self._has_header:

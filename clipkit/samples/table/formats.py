@@ -1,9 +1,12 @@
 """What a format of tables provides, and how it knows which columns are of interest."""
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from clipkit.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +77,17 @@ class Format(Protocol):
     def any_column(self) -> bool:
         """Whether rows may have columns that are not in ``names``."""
 
+    @property
+    def content_id(self) -> str:
+        """16 hexadecimal digits that depend on the content of the table."""
+
+    def read_image(self, row: int, column: str) -> bytes:
+        """Return an encoded image in the table; rows are counted from 0.
+
+        Raises:
+            DataError: there is none.
+        """
+
     def records(self, required: Sequence[str], others: Sequence[str]) -> Iterator[Record]:
         """Read all rows in order, with the cells of these columns.
 
@@ -82,6 +96,25 @@ class Format(Protocol):
         Raises:
             DataError: the file is damaged.
         """
+
+
+class TextFormat:
+    """What the formats of text have in common."""
+
+    types: Mapping[str, Any] = {}
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def content_id(self) -> str:
+        """A hash of the file."""
+        with self.path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+    def read_image(self, row: int, column: str) -> bytes:
+        """Raise DataError: images in text are not read."""
+        raise DataError("it holds text, not an encoded image")
 
 
 # opens a file for the columns of images and captions

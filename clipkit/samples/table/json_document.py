@@ -11,10 +11,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from clipkit.errors import DataError
-from clipkit.samples.table.formats import ColumnRequest, Format, Record
+from clipkit.samples.table.formats import ColumnRequest, Format, Record, TextFormat
 from clipkit.samples.table.json_lines import NOT_AN_OBJECT, JsonLines, keys_of, record_of
 from clipkit.samples.table.text import LONGEST, open_text
 
@@ -50,13 +49,13 @@ def open_json(path: Path, requests: Sequence[ColumnRequest]) -> Format:
     return JsonDocument(path, requests)
 
 
-class JsonDocument:
+class JsonDocument(TextFormat):
     """A JSON file that is one document."""
 
-    types: Mapping[str, Any] = {}
     any_column = True
 
     def __init__(self, path: Path, requests: Sequence[ColumnRequest]) -> None:
+        super().__init__(path)
         with open_text(path) as (text, _):
             content = text.read(LARGEST + 1)
         if len(content) > LARGEST:

@@ -5,10 +5,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from clipkit.errors import DataError
-from clipkit.samples.table.formats import ColumnRequest, Record
+from clipkit.samples.table.formats import ColumnRequest, Record, TextFormat
 from clipkit.samples.table.text import LONGEST, open_text
 
 _SEPARATORS = re.compile(r"[\s,]*")
@@ -17,15 +17,14 @@ _TOO_LONG = f"an object longer than {LONGEST:,} characters"
 _DETECTED = 100  # objects whose keys are the columns
 
 
-class JsonLines:
+class JsonLines(TextFormat):
     """A file of JSON objects; later ones may have other keys than the first ones."""
 
-    types: Mapping[str, Any] = {}
     guesses: Mapping[str, str] = {}
     any_column = True
 
     def __init__(self, path: Path, requests: Sequence[ColumnRequest]) -> None:
-        self._path = path
+        super().__init__(path)
         with open_text(path, newline="\n") as (text, _):
             self.names = keys_of(islice(_read_objects(text), _DETECTED))
         if not self.names:
@@ -33,7 +32,7 @@ class JsonLines:
 
     def records(self, required: Sequence[str], others: Sequence[str]) -> Iterator[Record]:
         """Read all objects in order, see ``Format``."""
-        with open_text(self._path, newline="\n") as (text, progress):
+        with open_text(self.path, newline="\n") as (text, progress):
             for value in _read_objects(text):
                 yield record_of(value, progress())
 

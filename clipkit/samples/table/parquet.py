@@ -1,65 +1,313 @@
-"""Parquet tables."""
+"""Parquet files, as tables and with random access to encoded images; pyarrow is in the extra ``pack``."""
 
+import hashlib
+import os
+import re
+from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import TYPE_CHECKING, Any
 
 from clipkit.errors import DataError
+from clipkit.samples.remote import ShardCache, ShardFile
 from clipkit.samples.table.formats import ColumnRequest, Record
+from clipkit.samples.table.values import json_value
 
-_BATCH, _BATCH_WITH_BYTES = 1024, 16  # rows that are read at a time, and rows with images
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_BATCH, _BATCH_WITH_BYTES = 1024, 16  # rows that are converted at a time, and rows with images
+_KEPT_BYTES = 256 << 20  # of row groups in memory; the last two are kept whatever their size
+_MAX_GROUP_BYTES = 16 << 30
+_MAX_IMAGE_BYTES = 256 << 20
+_IMAGE = ("image", "img", "images", "picture", "jpg", "png", "webp")  # common names of columns
+_LISTED = re.compile(r"(.+)\[(\d+)\]")
+
+
+class ParquetSamples:
+    """The rows of Parquet files, see ``clipkit.samples.Samples``; reading is thread-safe, also after a fork.
+
+    Members are the columns of bytes, of structs with ``bytes`` (the hub's image datasets), and of lists of one of
+    these, whose elements are ``NAME[0]``, ``NAME[1]`` and so on. The first one is probably the image.
+
+    Args:
+        files: files with the same columns, in order.
+        cache: the cache of remote files.
+
+    Raises:
+        DataError: a file cannot be read or has other columns than the first, or pyarrow is missing.
+
+    Attributes:
+        files: the files.
+        schema: pyarrow's schema of all files.
+        group_reads: number of row groups that this process has read.
+    """
+
+    def __init__(self, files: Sequence[ShardFile], cache: ShardCache | None = None) -> None:
+        self.files, self.cache = tuple(files), cache
+        schema: pa.Schema | None = None
+        self._groups: list[tuple[int, int]] = []  # index of the file, and of the row group in the file
+        self._sizes: list[int] = []  # rows of each group
+        self._marks: list[
+            str
+        ] = []  # by file, a hash of its footer, which holds sizes and positions of its content
+        for index, file in enumerate(self.files):
+            with _open_parquet(file, self.path(index)) as opened:
+                about = opened.metadata
+                for group in range(about.num_row_groups):
+                    self._groups.append((index, group))
+                    self._sizes.append(about.row_group(group).num_rows)
+                columns = opened.schema_arrow
+            if schema is not None and columns.remove_metadata() != schema.remove_metadata():
+                raise DataError(f"{file.shown} has other columns than {self.files[0].shown}")
+            schema = schema or columns
+            with self.path(index).open("rb") as content:
+                size = content.seek(-8, 2)
+                length = int.from_bytes(content.read(4), "little")
+                content.seek(max(0, size - length))
+                self._marks.append(hashlib.sha256(content.read(length)).hexdigest()[:16])
+        assert schema is not None
+        self.schema = schema
+        self._starts = [0, *accumulate(self._sizes)]
+        with_images = [field.name for field in schema if has_bytes(field.type)]
+        first = ColumnRequest(content="image", name=None, common=_IMAGE).find_column(with_images)
+        self._members = sorted(with_images, key=lambda name: name != first)
+        self._others = [name for name in schema.names if name not in with_images]
+        self._forget()
+
+    def _forget(self) -> None:
+        self._kept: OrderedDict[tuple[int, str], Any] = OrderedDict()  # by group and column
+        self._lock = Lock()
+        self._reading = [Lock() for _ in self.files]
+        self._process = os.getpid()
+        self.group_reads = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        left_out = ("_kept", "_lock", "_reading")
+        return {name: value for name, value in vars(self).items() if name not in left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._forget()
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    @property
+    def content_id(self) -> str:
+        """16 hexadecimal digits that depend on the files' footers."""
+        return hashlib.sha256(repr(self._marks).encode()).hexdigest()[:16]
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """By file, a hash of its footer."""
+        return tuple(self._marks)
+
+    def path(self, index: int) -> Path:
+        """Return the local path of a file, to be opened at once."""
+        file = self.files[index]
+        return self.cache.fetch(file) if self.cache is not None else Path(file.url)
+
+    def key(self, i: int) -> str:
+        """Return the row of a sample in all files, counted from 0."""
+        return f"row {i}"
+
+    def locate(self, i: int) -> tuple[str, str]:
+        """Return the file of a sample, and its key."""
+        return self.files[self._groups[self._group_of(i)][0]].shown, self.key(i)
+
+    def members(self, i: int) -> Sequence[str]:
+        """Return the names of the columns with encoded images."""
+        return self._members
+
+    def fields(self, i: int) -> dict[str, Any]:
+        """Return the other columns of a row."""
+        group = self._group_of(i)
+        row = i - self._starts[group]
+        return {name: json_value(python_value(self._values(group, name)[row])) for name in self._others}
+
+    def read(self, i: int, member: str) -> bytes:
+        """Return an encoded image; raise DataError if its file cannot be read, or if there is no image."""
+        place = 0
+        if member not in self.schema.names and (match := _LISTED.fullmatch(member)):
+            member, place = match[1], int(match[2])
+        group = self._group_of(i)
+        return _image_in(self._values(group, member)[i - self._starts[group]], place)
+
+    def columns(self, *names: str) -> list[list[Any]]:
+        """Return all values of some columns, which should be small."""
+        values: list[list[Any]] = [[] for _ in names]
+        for table in self.row_groups(names):
+            for column, name in zip(values, names, strict=True):
+                column += table.column(name).to_pylist()
+        return values
+
+    def row_groups(self, names: Sequence[str]) -> "Iterator[pa.Table]":
+        """Yield each row group with some of the columns."""
+        for index, file in enumerate(self.files):
+            groups = [i for i, (own, _) in enumerate(self._groups) if own == index]
+            with _open_parquet(file, self.path(index)) as opened:
+                for group in groups:
+                    yield self._read_group(opened, group, names)
+
+    def check_single(self, column: str) -> None:
+        """Raise DataError if the column has lists with several images in one row."""
+        for index, file in enumerate(self.files):
+            with _open_parquet(file, self.path(index)) as opened:
+                about = opened.metadata
+            for group in range(about.num_row_groups):
+                rows = about.row_group(group)
+                for i in range(rows.num_columns):
+                    values = rows.column(i)
+                    # an empty list counts as one value
+                    if values.path_in_schema.startswith(f"{column}.") and values.num_values > rows.num_rows:
+                        raise DataError(
+                            f"{file.shown} has several images in one row of column {column!r}: "
+                            "write one row per image"
+                        )
+
+    def _group_of(self, i: int) -> int:
+        return bisect_right(self._starts, i) - 1
+
+    def _values(self, group: int, column: str) -> Any:
+        """Return a column of a row group, which one thread reads while others wait for it."""
+        if self._process != os.getpid():  # locks may have been held during the fork
+            self._forget()
+        key = (group, column)
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        index = self._groups[group][0]
+        with self._reading[index]:
+            with self._lock:
+                if key in self._kept:
+                    return self._kept[key]
+            file = self.files[index]
+            with _open_parquet(file, self.path(index)) as opened:
+                values = self._read_group(opened, group, [column]).column(column)
+            with self._lock:
+                self._kept[key] = values
+                self.group_reads += 1
+                while len(self._kept) > 2 and sum(one.nbytes for one in self._kept.values()) > _KEPT_BYTES:
+                    self._kept.popitem(last=False)
+        return values
+
+    def _read_group(self, opened: Any, group: int, names: Sequence[str]) -> "pa.Table":
+        index, within = self._groups[group]
+        shown = self.files[index].shown
+        size = opened.metadata.row_group(within).total_byte_size
+        if size > _MAX_GROUP_BYTES:
+            raise DataError(f"{shown} has a row group of {size} bytes: write smaller row groups")
+        table = opened.read_row_group(within, columns=list(names), use_threads=False)
+        if len(table) != self._sizes[group]:
+            raise DataError(f"{shown} has {len(table)} rows, which does not match its footer")
+        return table
 
 
 class Parquet:
-    """A Parquet table; pyarrow is installed by the extra ``pack``."""
+    """A Parquet table.
+
+    Attributes:
+        samples: random access to its rows.
+    """
 
     guesses: Mapping[str, str] = {}
     any_column = False
 
     def __init__(self, path: Path, requests: Sequence[ColumnRequest]) -> None:
-        self._path = path
-        schema = self._open().schema_arrow
+        self.samples = ParquetSamples([ShardFile.at(path)])
+        schema = self.samples.schema
         self.names = list(schema.names)
         self.types: dict[str, Any] = {name: schema.field(self.names.index(name)).type for name in self.names}
 
-    def _open(self) -> Any:
-        try:
-            import pyarrow
-            import pyarrow.parquet
-        except ImportError as error:
-            raise DataError("Parquet tables need pyarrow: pip install 'pyarrow>=18'") from error
-        try:
-            return pyarrow.parquet.ParquetFile(self._path)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(f"{self._path} cannot be read as Parquet: {error}") from error
+    @property
+    def content_id(self) -> str:
+        """A hash of the footer."""
+        return self.samples.content_id
+
+    def read_image(self, row: int, column: str) -> bytes:
+        """Return an encoded image, see ``Format``."""
+        return self.samples.read(row, column)
 
     def records(self, required: Sequence[str], others: Sequence[str]) -> Iterator[Record]:
         """Read all rows in order, see ``Format``."""
-        import pyarrow
-
-        file = self._open()
-        total = max(1, file.metadata.num_rows)
+        total = max(1, len(self.samples))
         has_bytes = any("binary" in str(self.types[name]) for name in required)
-        number = 0
+        batch_size = _BATCH_WITH_BYTES if has_bytes else _BATCH
+        row = 0
         try:
-            for batch in file.iter_batches(
-                batch_size=_BATCH_WITH_BYTES if has_bytes else _BATCH, columns=[*required, *others]
-            ):
-                # by position, because batch.column(name) fails for duplicate names
-                columns = {name: batch.column(i) for i, name in reversed([*enumerate(batch.schema.names)])}
-                values = {name: columns[name].to_pylist() for name in required}
-                for i in range(batch.num_rows):
-                    number += 1
-                    cells = {name: values[name][i] for name in required}
-                    for name in others:
-                        cells[name] = _python(columns[name][i])
-                    yield Record(cells=cells, progress=number / total)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(f"{self._path} is damaged after row {number}: {error}") from error
+            for table in self.samples.row_groups([*required, *others]):
+                for batch in table.to_batches(max_chunksize=batch_size):
+                    # by position, because batch.column(name) fails for duplicate names
+                    columns = {
+                        name: batch.column(i) for i, name in reversed([*enumerate(batch.schema.names)])
+                    }
+                    values = {name: columns[name].to_pylist() for name in required}
+                    for i in range(batch.num_rows):
+                        row += 1
+                        cells = {name: values[name][i] for name in required}
+                        for name in others:
+                            cells[name] = python_value(columns[name][i])
+                        yield Record(cells=cells, progress=row / total)
+        except DataError as error:
+            raise DataError(f"{self.samples.files[0].shown} is damaged after row {row}: {error}") from error
 
 
-def _python(scalar: Any) -> Any:
+@contextmanager
+def _open_parquet(file: ShardFile, path: Path) -> Iterator[Any]:
+    """Open a file, and turn pyarrow's errors into DataError; some damaged footers crash the process anyway."""
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise DataError("Parquet tables need pyarrow: pip install 'pyarrow>=18'") from error
+    try:
+        with ParquetFile(path) as opened:
+            yield opened
+    except (ArrowException, OSError, ValueError, LookupError, MemoryError, OverflowError) as error:
+        message = " ".join(str(error).split())[:200]
+        raise DataError(f"{file.shown} cannot be read as Parquet: {message}") from error
+
+
+def has_bytes(kind: "pa.DataType") -> bool:
+    """Whether values of a type may be encoded images, or lists of such; see ``ParquetSamples``."""
+    from pyarrow import types
+
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        kind = kind.value_type
+    if types.is_struct(kind):
+        return int(kind.get_field_index("bytes")) >= 0
+    return bool(types.is_binary(kind) or types.is_large_binary(kind))
+
+
+def _image_in(value: Any, place: int) -> bytes:
+    """Return the image in pyarrow's scalar of bytes, of a struct with bytes, or of a list of either."""
+    from pyarrow import types
+
+    if not value.is_valid:
+        raise DataError("there is no image")
+    if types.is_list(value.type) or types.is_large_list(value.type) or types.is_fixed_size_list(value.type):
+        if not 0 <= place < len(value.values):
+            raise DataError(f"there are {len(value.values)} images, no number {place}")
+        value = value.values[place]
+    if types.is_struct(value.type):
+        names = [field.name for field in value.type]
+        if "bytes" not in names or not value["bytes"].is_valid:
+            raise DataError("it contains only the path of an image: write the dataset with embedded images")
+        value = value["bytes"]
+    if not value.is_valid or not (types.is_binary(value.type) or types.is_large_binary(value.type)):
+        raise DataError(f"it holds {value.type if value.is_valid else 'nothing'}, not the bytes of an image")
+    if value.as_buffer().size > _MAX_IMAGE_BYTES:
+        raise DataError(f"an image of {value.as_buffer().size} bytes is over the limit of {_MAX_IMAGE_BYTES}")
+    return bytes(value.as_py())
+
+
+def python_value(scalar: Any) -> Any:
     """Convert a pyarrow value: times in microseconds (None if out of Python's range), maps as a dict.
 
     Maps with keys other than strings become lists of pairs.
@@ -70,15 +318,15 @@ def _python(scalar: Any) -> Any:
     if not scalar.is_valid:
         return None
     if types.is_map(kind):
-        pairs = [(_python(one["key"]), _python(one["value"])) for one in scalar.values]
+        pairs = [(python_value(one["key"]), python_value(one["value"])) for one in scalar.values]
         return dict(pairs) if str(kind.key_type) in ("string", "large_string", "string_view") else pairs
     if "map<" not in str(kind) and "[ns" not in str(kind):  # with pandas, nanoseconds would be its types
         with suppress(ValueError, OverflowError):  # years beyond 9999
             return scalar.as_py()
     if types.is_struct(kind):
-        return {name: _python(value) for name, value in scalar.items()}
+        return {name: python_value(value) for name, value in scalar.items()}
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return list(map(_python, scalar.values))
+        return list(map(python_value, scalar.values))
     coarser = (
         timestamp("us", kind.tz) if types.is_timestamp(kind)
         else time64("us") if types.is_time(kind)

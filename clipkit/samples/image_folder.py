@@ -1,0 +1,197 @@
+"""Folders of images as samples: with captions in files beside them, or by class."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from clipkit.errors import DataError
+from clipkit.samples.caption_files import (
+    caption_file_of,
+    find_captions,
+    list_texts,
+    names_of_tables,
+    open_caption_tables,
+    read_captions,
+)
+from clipkit.samples.class_names import CLASS_NAMES, read_class_names
+from clipkit.samples.folders import SPLIT_WORDS, files_below, images_below, read_file
+from clipkit.samples.index import Strings
+from clipkit.samples.table import NAMED_SUFFIXES, SUFFIXES, Row
+
+__all__ = ["FolderSamples"]
+
+
+class FolderSamples:
+    """The images below a folder in the order of their paths, see ``clipkit.samples.Samples``.
+
+    The only member of a sample is the image, named by the extension of the file. An image, or a folder, that cannot
+    be read is a bad sample. If there are no files that may contain captions and all images are in subfolders, these
+    are classes: the field ``class`` of a sample is the name of its subfolder, or the name in ``classnames.txt``.
+    Otherwise the field ``captions`` lists the captions in the file beside the image.
+
+    Attributes:
+        folder: the folder.
+    """
+
+    # as of ``TableSamples``
+    image_column = "files"
+    others: Sequence[str] = ()
+    damage = ""
+    other_images = 0
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        names: list[str] = []
+        self._causes: dict[int, str] = {}
+        for path, cause in images_below(folder):
+            if cause:
+                self._causes[len(names)] = cause
+            names.append(str(path.relative_to(folder)))
+        self._names = Strings.of(names)
+        self._list_texts = lru_cache(maxsize=8)(list_texts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FolderSamples, (self.folder,)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def rows(self, i: int) -> list[Row]:
+        """Return a sample as the row of a table, with the path in the folder."""
+        return [Row(number=i + 1, path=self._names[i], cause=self.cause(i), progress=(i + 1) / len(self))]
+
+    def path(self, i: int) -> Path:
+        """Return the path of an image."""
+        return self.folder / self._names[i]
+
+    def cause(self, i: int) -> str:
+        """Return why an image cannot be used, "" if no reason is known before it is read."""
+        return self._causes.get(i, "")
+
+    def key(self, i: int) -> str:
+        """Return the path of an image."""
+        return str(self.path(i))
+
+    def locate(self, i: int) -> tuple[str, str]:
+        """Return the folder, and the path of an image in it."""
+        return str(self.folder), self._names[i]
+
+    def members(self, i: int) -> Sequence[str]:
+        """Return the extension of the image."""
+        return [self.path(i).suffix.lower().removeprefix(".")]
+
+    def fields(self, i: int) -> dict[str, Any]:
+        """Return the class, or the captions that are not blank; raise DataError if the image cannot be read."""
+        if cause := self.cause(i):
+            raise DataError(cause)
+        if self.class_names:
+            return {"class": self.class_names.get(self._names[i].partition("/")[0], "")}
+        file = caption_file_of(self.path(i), self._list_texts)
+        texts = read_captions(file) if file is not None else []
+        return {"captions": [text.strip() for text in texts if text.strip()]}
+
+    def read(self, i: int, member: str) -> bytes:
+        """Return an encoded image; raise DataError with the cause if it cannot be read."""
+        if i in self._causes:
+            raise DataError(self._causes[i])
+        return read_file(self.path(i))
+
+    @property
+    def content_id(self) -> str:
+        """16 hexadecimal digits that depend on the paths and sizes of the images, relative to the folder."""
+        digest = hashlib.sha256()
+        for i in range(len(self)):
+            try:
+                size = self.path(i).stat().st_size
+            except OSError:
+                size = -1
+            digest.update(f"{self._names[i]}\0{size}\n".encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()[:16]
+
+    @property
+    def caption_column(self) -> str:
+        """The field with the captions."""
+        return "class" if self.class_names else "captions"
+
+    @property
+    def captions_from(self) -> str:
+        """What the captions are read from."""
+        if self.class_names:
+            return CLASS_NAMES if self._has_class_names else "names of folders"
+        suffix = self._captioned.suffix.lower() if self._captioned else ".txt"
+        return f"{suffix} files"
+
+    @cached_property
+    def class_names(self) -> dict[str, str]:
+        """Names of classes by subfolder; {} if subfolders are not classes.
+
+        Raises:
+            DataError: the folder contains tables that may list the captions, or ``classnames.txt`` does not match
+                the subfolders, or two of them have the same name.
+        """
+        if len(self._subfolders) < 2 or self._why_not:
+            return {}
+        names = {subfolder: " ".join(subfolder.split()) for subfolder in self._subfolders}
+        if (listed := read_class_names(self.folder, self._subfolders)) is not None:
+            lines, labels = listed
+            names = {subfolder: " ".join(lines[label].split()) for subfolder, label in labels.items()}
+        subfolder_of: dict[str, str] = {}
+        for subfolder, name in names.items():
+            if name in subfolder_of:
+                raise DataError(
+                    f"{self.folder}: the classes {subfolder_of[name]!r} and {subfolder!r} would have the same name "
+                    f"without additional spaces, {name!r}: rename one of them"
+                )
+            subfolder_of[name] = subfolder
+        if not self._has_class_names:
+            self._check_no_caption_tables()
+        return names
+
+    @property
+    def hint(self) -> str:
+        """Why several subfolders are not read as classes, otherwise ""."""
+        if len(self._subfolders) < 2 or not self._why_not:
+            return ""
+        return f"; subfolders are not read as classes because {self._why_not}"
+
+    def _images(self) -> Iterator[Path]:
+        return (self.path(i) for i in range(len(self)) if i not in self._causes)
+
+    @property
+    def _has_class_names(self) -> bool:
+        return (self.folder / CLASS_NAMES).is_file()
+
+    @cached_property
+    def _subfolders(self) -> list[str]:
+        names = (path.relative_to(self.folder).parts for path in self._images())
+        return sorted({parts[0] for parts in names if len(parts) > 1})
+
+    @cached_property
+    def _captioned(self) -> Path | None:
+        return find_captions(self._images())
+
+    @cached_property
+    def _why_not(self) -> str:
+        """Why subfolders are not classes, "" if they may be."""
+        outside = next((path for path in self._images() if path.parent == self.folder), None)
+        if outside is not None:
+            return f"{outside.name} is outside them"
+        if self._captioned and not self._has_class_names:
+            return f"{self._captioned.relative_to(self.folder)} may contain captions"
+        if splits := sorted(SPLIT_WORDS.intersection(self._subfolders)):
+            return f"{splits[0]!r} is the name of a split: pack the splits one by one, or rename it"
+        return ""
+
+    def _check_no_caption_tables(self) -> None:
+        """Check that names of subfolders do not replace the captions of a table."""
+        opened = open_caption_tables(sorted(self.folder.iterdir()), NAMED_SUFFIXES)
+        opened += open_caption_tables((path for path, _ in files_below(self.folder)), SUFFIXES)
+        if opened:
+            tables = names_of_tables([table.path for table in opened], self.folder)
+            raise DataError(
+                f"{self.folder}: the names of its subfolders are not read as captions, because it contains tables "
+                f"of images and captions ({tables}): pack a table instead of the folder, or write the names of "
+                f"classes into {self.folder / CLASS_NAMES}"
+            )

@@ -1,0 +1,230 @@
+"""Tables as samples: the rows of one image are one sample, and a row that cannot be used is a bad sample."""
+
+import hashlib
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from clipkit.errors import ConfigError, DataError, nearest
+from clipkit.samples.folders import read_file
+from clipkit.samples.table import Row, Table, listed_path
+from clipkit.samples.table.captions import check_captions, usable_texts
+from clipkit.samples.table.groups import NESTED, RowsByKey, digest_key, merge_rows
+from clipkit.samples.table.values import json_value
+
+__all__ = ["TableSamples"]
+
+_EVERY = 1000  # rows between two calls of ``progress``
+_CONTENT = b""  # path of a row whose image is in the table
+
+
+class TableSamples:
+    """The images and captions of tables, see ``clipkit.samples.Samples``; they are read once, when it is made.
+
+    Rows have the same image if their paths are equal after normalization (``./``, ``//``, ``\\``, ``file://``), or
+    if their encoded images have the same bytes. They are one sample, at the position of the first of them, with the
+    captions of all. Another column keeps its value if that is the same in all rows; otherwise it is a list of the
+    rows' values. A row without a usable caption, if captions are needed, is a bad sample, and so is a row after
+    ``MOST_ROWS`` of an image. The only member of a sample is the column of images.
+
+    Args:
+        tables: tables with the same columns, opened with ``encoded`` if their images may be in them.
+        group: make one sample of the rows of an image; False makes a sample of each row.
+        group_by: column whose value is the same in the rows of an image; rows without a value are not grouped.
+        progress: called with a row now and then while the tables are read.
+
+    Raises:
+        DataError: the temporary file of rows cannot be written, or there is no column ``group_by``.
+        ConfigError: rows cannot be grouped by this column.
+
+    Attributes:
+        tables: the tables.
+        image_column: column of the images; "" if there is none.
+        caption_column: column of the captions; "" if there is none.
+        others: names of the other columns of the first table; rows of JSON may have more.
+        damage: why a table cannot be read to the end, otherwise "". The last sample has it as its cause.
+        repeated: number of rows that are not the first of their image.
+        other_images: number of these rows whose image is not that of the first, with ``group_by``.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        *,
+        group: bool = True,
+        group_by: str | None = None,
+        progress: Callable[[Row], object] | None = None,
+    ) -> None:
+        self.tables = tuple(tables)
+        self.image_column, self.caption_column = tables[0].image_column, tables[0].caption_column
+        self.others = list(tables[0].others)
+        self.damage = ""
+        self._options = {"group": group, "group_by": group_by}
+        if group_by is not None:
+            for table in tables:
+                _check_group_by(table, group_by)
+        self._rows = RowsByKey(every_row=True)
+        self._starts: list[int] = []  # by table, the number of rows before it
+        number = 0
+        for part, table in enumerate(self.tables):
+            self._starts.append(number)
+            try:
+                for row in table:
+                    number += 1
+                    row = replace(row, number=number, progress=(part + row.progress) / len(tables))
+                    if progress is not None and number % _EVERY == 0:
+                        progress(row)
+                    self._add(row, table, group, group_by)
+            except DataError as error:
+                self.damage = str(error)
+                self._rows.add(number + 1, Row(number=number + 1, cause=self.damage, progress=1.0), b"")
+                break
+        self._count = self._rows.number_groups()
+        self.repeated, self.other_images = self._rows.repeated, self._rows.other_images
+
+    def _add(self, row: Row, table: Table, group: bool, group_by: str | None) -> None:
+        """Store a row with its key, which is empty if it belongs to no group."""
+        content = row.content
+        image = b""
+        if isinstance(content, bytes):
+            image = digest_key(b"bytes" + content) if group else b""
+            content = _CONTENT
+        elif group and isinstance(content, str) and content:
+            try:
+                path = os.path.normpath(listed_path(table.image_folder.absolute(), content))
+                image = digest_key(b"path" + path.encode("utf-8", "surrogatepass"))
+            except (DataError, ValueError):  # not a file, which is the cause of a bad sample
+                image = b""
+        row = replace(row, path=content)
+        if not row.cause and table.needs_caption:
+            try:
+                check_captions(row.caption)
+            except DataError as error:
+                row = replace(row, caption=None, others={}, cause=str(error))
+        key = image
+        if group_by is not None:
+            value = json_value(row.others.get(group_by))
+            key = b"" if value in (None, "") else digest_key(json.dumps(value, sort_keys=True).encode())
+        self._rows.add(row.number, row, b"" if row.cause else key, image=image)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _open_again, (self.tables, self._options)
+
+    def __enter__(self) -> "TableSamples":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._rows.__exit__()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def rows(self, i: int) -> list[Row]:
+        """Return the rows of a sample, numbered from 1 in all tables; paths of images in a table are bytes."""
+        return self._rows.group(i + 1)
+
+    def row(self, i: int) -> Row:
+        """Return the rows of a sample as one row, whose cause is why the sample cannot be used."""
+        row = merge_rows(self.rows(i))
+        cause = row.cause
+        table = self._table_of(row)
+        if not cause and table.needs_caption:
+            try:
+                check_captions(row.caption)
+            except DataError as error:
+                cause = str(error)
+        if not cause and self.image_column and row.path in (None, ""):
+            cause = "no path"
+        elif not cause and self.image_column and not isinstance(row.path, str | bytes):
+            cause = "path is not text"
+        return replace(row, cause=cause)
+
+    def cause(self, i: int) -> str:
+        """Return why a sample cannot be used, "" if no reason is known before its image is read."""
+        return self.row(i).cause
+
+    def path(self, i: int) -> Path | None:
+        """Return the file of an image; None if it is in the table, or if the sample cannot be used.
+
+        Raises:
+            DataError: it is a web address.
+        """
+        row = self.row(i)
+        if row.cause or not isinstance(row.path, str):
+            return None
+        return listed_path(self._table_of(row).image_folder, row.path)
+
+    def key(self, i: int) -> str:
+        """Return the path of the image, or the number of the row if it has none."""
+        row = self.rows(i)[0]
+        if not isinstance(row.path, str) or not row.path:
+            return str(row.number)
+        try:
+            return str(listed_path(self._table_of(row).image_folder, row.path))
+        except DataError:
+            return row.path
+
+    def locate(self, i: int) -> tuple[str, str]:
+        """Return the table, and the key."""
+        return str(self._table_of(self.rows(i)[0]).path), self.key(i)
+
+    def members(self, i: int) -> Sequence[str]:
+        """Return the name of the column of images."""
+        return [self.image_column] if self.image_column else []
+
+    def fields(self, i: int) -> dict[str, Any]:
+        """Return the other columns, and the captions that are not blank as a list.
+
+        Raises:
+            DataError: the sample cannot be used; or a value is nested too deeply.
+        """
+        row = self.row(i)
+        if row.cause:
+            raise DataError(row.cause)
+        fields: dict[str, Any] = {}
+        if self.caption_column:
+            fields[self.caption_column] = usable_texts(row.caption)
+        try:
+            fields |= {name: json_value(value) for name, value in row.others.items()}
+        except RecursionError:
+            raise DataError(NESTED) from None
+        return fields
+
+    def read(self, i: int, member: str) -> bytes:
+        """Return an encoded image; raise DataError with the cause if it cannot be read."""
+        row = self.row(i)
+        if row.cause:
+            raise DataError(row.cause)
+        table = self._table_of(row)
+        if isinstance(row.path, bytes):
+            return table.read_image(row.number - 1 - self._starts[self.tables.index(table)])
+        return read_file(listed_path(table.image_folder, str(row.path)))
+
+    @property
+    def content_id(self) -> str:
+        """16 hexadecimal digits that depend on the tables and on how rows are grouped, not on image files."""
+        marks = [table.content_id for table in self.tables]
+        return hashlib.sha256(repr((marks, self._options)).encode()).hexdigest()[:16]
+
+    def _table_of(self, row: Row) -> Table:
+        return self.tables[bisect_right(self._starts, row.number - 1) - 1]
+
+
+def _open_again(tables: Sequence[Table], options: dict[str, Any]) -> TableSamples:
+    return TableSamples(tables, **options)
+
+
+def _check_group_by(table: Table, column: str) -> None:
+    if column == table.caption_column:
+        raise ConfigError(
+            f"--group-by {column}: this is the column with the captions; name one that has the same value in "
+            "all rows of an image"
+        )
+    if column in table.left_out and column not in table.others:
+        raise ConfigError(f"--group-by {column}: {table.left_out[column]}")
+    if column not in table.others:
+        raise DataError(f"{table.path} has no column {column!r} ({nearest(column, list(table.others)[:30])})")

@@ -1,0 +1,61 @@
+"""Tests of random access to the rows of Parquet files."""
+
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clipkit.errors import DataError
+from clipkit.samples import ParquetSamples
+from clipkit.samples.remote import ShardFile
+
+arrow = pytest.importorskip("pyarrow")
+
+
+def open_parquet(path: Path, columns: dict[str, Any], group: int = 3) -> ParquetSamples:
+    from pyarrow.parquet import write_table
+
+    half = len(next(iter(columns.values()))) // 2
+    files = []
+    for part, rows in enumerate((slice(None, half), slice(half, None))):
+        file = path / f"{part}.parquet"
+        table = arrow.table({name: values[rows] for name, values in columns.items()})
+        write_table(table, file, row_group_size=group)
+        files.append(ShardFile.at(file))
+    return ParquetSamples(files)
+
+
+def test_rows_are_read_in_any_order(tmp_path: Path) -> None:
+    images = [{"bytes": b"image %d" % i, "path": None} for i in range(20)]
+    lists = [[b"first %d" % i, b"second %d" % i] for i in range(20)]
+    columns = {
+        "day": [date(2020, 1, 1 + i) for i in range(20)],
+        "thumbs": lists,
+        "image": images,
+        "n": [*range(20)],
+    }
+    samples = open_parquet(tmp_path, columns)
+    assert len(samples) == 20 and samples.members(0) == ["image", "thumbs"]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda i: samples.read(i, "image"), range(20))) == [
+            b"image %d" % i for i in range(20)
+        ]
+    assert samples.group_reads == 8  # 4 of each file
+    again = pickle.loads(pickle.dumps(samples))
+    assert again.read(13, "thumbs") == b"first 13" and again.read(13, "thumbs[1]") == b"second 13"
+    assert again.fields(13) == {"day": "2020-01-14", "n": 13}
+    assert again.locate(13) == (str(tmp_path / "1.parquet"), "row 13")
+    assert again.content_id == samples.content_id
+    with pytest.raises(DataError, match="there are 2 images, no number 2"):
+        samples.read(0, "thumbs[2]")
+
+
+def test_files_have_the_same_columns(tmp_path: Path) -> None:
+    open_parquet(tmp_path, {"image": [b"1", b"2"]})
+    (tmp_path / "0.parquet").rename(tmp_path / "2.parquet")
+    open_parquet(tmp_path, {"image": [b"1", b"2"], "more": [1, 2]})
+    with pytest.raises(DataError, match=r"2\.parquet has other columns than .*1\.parquet"):
+        ParquetSamples([ShardFile.at(tmp_path / "1.parquet"), ShardFile.at(tmp_path / "2.parquet")])
