@@ -17,16 +17,10 @@ Letters in shape comments: N images, C classes.
 import hashlib
 import json
 import logging
-import os
 import re
-from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,6 +36,7 @@ from clipkit.samples import (
     PARQUET_PART,
     SPLIT_NAMES,
     MissingSplit,
+    ParquetSamples,
     find_split,
     plain_name,
 )
@@ -52,8 +47,6 @@ from eval.readers.shards import CACHE_GB, files_of_split, versions_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-    from clipkit.samples.remote import ShardCache
 
 __all__ = ["ASSOCIATION", "ParquetImages", "has_parquet", "open_hugging_face"]
 
@@ -183,7 +176,7 @@ def _is_text(schema: "pa.Schema", column: str) -> bool:
 class _Table:
     """The rows of one split, and what the schema's own metadata says about columns."""
 
-    def __init__(self, files: "ParquetFiles", name: str, split: str) -> None:
+    def __init__(self, files: ParquetSamples, name: str, split: str) -> None:
         self.files, self.name, self.split = files, name, split
         try:
             about = json.loads((files.schema.metadata or {}).get(b"huggingface", b"{}"))
@@ -223,8 +216,7 @@ class _Table:
 
     def image_column(self) -> str:
         """Return the column of images by the schema or a usual name, or the only column of bytes, or ""."""
-        schema = self.files.schema
-        encoded: list[str] = [field.name for field in schema if _has_bytes(field.type)]
+        encoded = list(self.files.members(0))
         column = self.column_of("Image", _IMAGE) or ""
         if column not in encoded:  # a usual name may be that of a column of paths
             usual = [name for name in encoded if plain_name(name) in _IMAGE] or encoded
@@ -241,17 +233,6 @@ class _Table:
                 raise self.fault(row, f"has no {column}")
             found.append(own)
         return tuple(found)
-
-
-def _has_bytes(kind: "pa.DataType") -> bool:
-    """Whether values of a type may be encoded images, or lists of such; see ``ParquetImages``."""
-    from pyarrow import types
-
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        kind = kind.value_type
-    if types.is_struct(kind):
-        return int(kind.get_field_index("bytes")) >= 0
-    return bool(types.is_binary(kind) or types.is_large_binary(kind))
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -404,78 +385,6 @@ _SUFFIXES = (".parquet",)
 _FETCHING = 2  # files fetched at a time
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ParquetFiles:
-    """The files of one split, in order.
-
-    Attributes:
-        files: the files.
-        groups: by file, the number of rows in each row group.
-        marks: by file, a hash of its footer, which holds the sizes and positions of its content.
-        schema: the schema of all files.
-        cache: the cache of remote files.
-    """
-
-    files: tuple[ShardFile, ...]
-    groups: tuple[tuple[int, ...], ...]
-    marks: tuple[str, ...]
-    schema: "pa.Schema"
-    cache: "ShardCache | None"
-
-    def __len__(self) -> int:
-        return sum(map(sum, self.groups))
-
-    def path(self, number: int) -> Path:
-        """Return the local path of a file, to be opened at once."""
-        file = self.files[number]
-        return self.cache.fetch(file) if self.cache is not None else Path(file.url)
-
-    def check_single(self, column: str) -> None:
-        """Raise DataError if the column has lists with several images in one row."""
-        from pyarrow import parquet as pq
-
-        for number, file in enumerate(self.files):
-            about = pq.read_metadata(self.path(number))
-            for group in range(about.num_row_groups):
-                rows = about.row_group(group)
-                for i in range(rows.num_columns):
-                    values = rows.column(i)
-                    # an empty list counts as one value
-                    if values.path_in_schema.startswith(f"{column}.") and values.num_values > rows.num_rows:
-                        raise DataError(
-                            f"{file.shown} has several images in one row of column {column!r}: "
-                            "write one row per image"
-                        )
-
-    def columns(self, *names: str) -> list[list[Any]]:
-        """Return all values of some columns, which should be small."""
-        from pyarrow import parquet as pq
-
-        found: list[list[Any]] = [[] for _ in names]
-        for number, file in enumerate(self.files):
-            with _reading(file.shown), pq.ParquetFile(self.path(number)) as opened:
-                for group in range(opened.num_row_groups):
-                    table = opened.read_row_group(group, columns=list(names), use_threads=False)
-                    if len(table) != self.groups[number][group]:
-                        raise DataError(
-                            f"{file.shown} has {len(table)} rows, which does not match its footer"
-                        )
-                    for values, name in zip(found, names, strict=True):
-                        values += table.column(name).to_pylist()
-        return found
-
-
-@contextmanager
-def _reading(shown: str) -> Iterator[None]:
-    """Turn pyarrow's errors about damaged files into DataError; some damaged footers crash the process anyway."""
-    from pyarrow import ArrowException
-
-    try:
-        yield
-    except (ArrowException, OSError, ValueError, LookupError, MemoryError, OverflowError) as error:
-        raise DataError(f"{shown} cannot be read: {' '.join(str(error).split())[:200]}") from error
-
-
 def has_parquet(place: str | Path, split: str) -> bool:
     """Return whether there are parquet files of a split or, locally, of any split."""
     for name in (split, *(SPLIT_NAMES if isinstance(place, Path) else ())):
@@ -485,39 +394,24 @@ def has_parquet(place: str | Path, split: str) -> bool:
     return False
 
 
-def _open_files(name: str, place: Path | str, split: str, cache_gb: float) -> ParquetFiles:
+def _open_files(name: str, place: Path | str, split: str, cache_gb: float) -> ParquetSamples:
     """Fetch and open the files of a split.
 
     Raises:
         NoSplit: there are no files of this split.
         DataError: a file is missing, cannot be read, or has other columns than the first; pyarrow is missing.
     """
-    try:
-        from pyarrow import parquet as pq
-    except ImportError as error:
-        raise DataError("parquet files need: pip install -e '.[eval]'") from error
     files = _files_of_split(name, place, split)
     cache = shard_cache([file.url for file in files], cache_gb or 1e-9)
     if cache is not None:
         cache.prefetch(files, threads=_FETCHING)
-    groups, marks, schema = [], [], None
-    for file in files:
-        path = cache.fetch(file) if cache is not None else Path(file.url)
-        with _reading(f"dataset {name}: {file.shown}"):
-            about = pq.read_metadata(path)
-            own = about.schema.to_arrow_schema()
-            groups.append(tuple(about.row_group(number).num_rows for number in range(about.num_row_groups)))
-        if schema is not None and own.remove_metadata() != schema.remove_metadata():
-            raise DataError(f"dataset {name}: {file.shown} has other columns than {files[0].shown}")
-        schema = schema or own
-        with path.open("rb") as opened:
-            size = opened.seek(-8, 2)
-            length = int.from_bytes(opened.read(4), "little")
-            opened.seek(max(0, size - length))
-            marks.append(hashlib.sha256(opened.read(length)).hexdigest()[:16])
-    if cache is not None:
-        cache.close()  # everything is fetched
-    return ParquetFiles(files=files, groups=tuple(groups), marks=tuple(marks), schema=schema, cache=cache)
+    try:
+        return ParquetSamples(files, cache)
+    except DataError as error:
+        raise DataError(f"dataset {name}: {error}") from error
+    finally:
+        if cache is not None:
+            cache.close()  # everything is fetched
 
 
 def _files_of_split(name: str, place: Path | str, split: str) -> tuple[ShardFile, ...]:
@@ -532,135 +426,50 @@ def _files_of_split(name: str, place: Path | str, split: str) -> tuple[ShardFile
 
 # --------------------------------------------------------------------------------------------------------------
 
-_KEPT_BYTES = 256 << 20  # of row groups in memory; the last one is kept whatever its size
-_MAX_GROUP_BYTES = 4 << 30
-_MAX_IMAGE_BYTES = 256 << 20
-
 
 class ParquetImages:
-    """Random access to the images in columns of parquet files, one row group at a time.
-
-    Reading is thread-safe, also after a fork.
+    """The images in columns of parquet files.
 
     Args:
-        files: the parquet files.
+        samples: the rows of the files.
         columns: columns of images: bytes, structs with ``bytes``, or lists of one of these.
         cells: (N, 3) int64, by image its row, the index of its column, and its index in a list, 0 if there is no
             list; by default, all columns of each row in turn.
-
-    Attributes:
-        group_reads: number of row groups that this process has read.
     """
 
     def __init__(
-        self, files: ParquetFiles, columns: Sequence[str], cells: npt.NDArray[np.int64] | None = None
+        self, samples: ParquetSamples, columns: Sequence[str], cells: npt.NDArray[np.int64] | None = None
     ) -> None:
         if cells is None:
-            rows = np.repeat(np.arange(len(files)), len(columns))
+            rows = np.repeat(np.arange(len(samples)), len(columns))
             cells = np.stack(
-                [rows, np.tile(np.arange(len(columns)), len(files)), np.zeros_like(rows)], axis=1
+                [rows, np.tile(np.arange(len(columns)), len(samples)), np.zeros_like(rows)], axis=1
             )
-        self._files, self._columns, self._cells = files, tuple(columns), cells
-        self._groups = [(file, group) for file, own in enumerate(files.groups) for group in range(len(own))]
-        self._starts = [0, *accumulate(count for own in files.groups for count in own)]
-        self._forget()
-
-    def _forget(self) -> None:
-        self._kept: OrderedDict[tuple[int, int], Any] = OrderedDict()  # by group and column
-        self._lock, self._reading = Lock(), [Lock() for _ in self._files.files]
-        self._process = os.getpid()
-        self.group_reads = 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        left = ("_kept", "_lock", "_reading")
-        return {name: value for name, value in vars(self).items() if name not in left}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._forget()
+        self.samples, self._columns, self._cells = samples, tuple(columns), cells
 
     def __len__(self) -> int:
         return len(self._cells)
 
     def locate(self, number: int) -> tuple[str, str]:
         """Return the file, and the image's row and column."""
-        row, column, place = self._cells[number].tolist()
-        file = self._groups[self._group_of(row)][0]
-        inside = f"[{place}]" if place else ""
-        return self._files.files[file].shown, f"row {row}, {self._columns[column]}{inside}"
+        row, member = self._cell(number)
+        file, key = self.samples.locate(row)
+        return file, f"{key}, {member}"
 
     def read(self, number: int) -> bytes:
         """Return an encoded image; raise DataError if its file cannot be read, or if there is no image."""
+        return self.samples.read(*self._cell(number))
+
+    def _cell(self, number: int) -> tuple[int, str]:
         row, column, place = self._cells[number].tolist()
-        group = self._group_of(row)
-        return _bytes_of(self._values(group, column)[row - self._starts[group]], place)
+        return row, self._columns[column] + (f"[{place}]" if place else "")
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits that depend on the files' footers and the cells."""
-        digest = hashlib.sha256(repr((self._files.marks, self._columns)).encode())
+        digest = hashlib.sha256(repr((self.samples.marks, self._columns)).encode())
         digest.update(np.ascontiguousarray(self._cells).tobytes())
         return digest.hexdigest()[:16]
 
     def stamp(self) -> str:
         """Return a fingerprint that also depends on the versions of the files."""
-        return short_hash(self.fingerprint(), versions_of(self._files.files))
-
-    def _group_of(self, row: int) -> int:
-        return bisect_right(self._starts, row) - 1
-
-    def _values(self, group: int, column: int) -> Any:
-        """Return a column of a row group, which one thread reads while others wait for it."""
-        if self._process != os.getpid():  # locks may have been held during the fork
-            self._forget()
-        key = (group, column)
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
-        file, within = self._groups[group]
-        with self._reading[file]:
-            with self._lock:
-                if key in self._kept:
-                    return self._kept[key]
-            values = self._read(file, within, self._columns[column])
-            with self._lock:
-                self._kept[key] = values
-                self.group_reads += 1
-                while len(self._kept) > 1 and sum(one.nbytes for one in self._kept.values()) > _KEPT_BYTES:
-                    self._kept.popitem(last=False)
-        return values
-
-    def _read(self, file: int, group: int, column: str) -> Any:
-        from pyarrow import parquet as pq
-
-        shown = self._files.files[file].shown
-        with _reading(shown), pq.ParquetFile(self._files.path(file)) as opened:
-            size = opened.metadata.row_group(group).total_byte_size
-            if size > _MAX_GROUP_BYTES:
-                raise DataError(f"{shown} has a row group of {size} bytes: write smaller row groups")
-            values = opened.read_row_group(group, columns=[column], use_threads=False).column(column)
-            if len(values) != self._files.groups[file][group]:
-                raise DataError(f"{shown} has {len(values)} rows, which does not match its footer")
-            return values
-
-
-def _bytes_of(value: Any, place: int) -> bytes:
-    """Return the image in pyarrow's scalar of bytes, of a struct with bytes, or of a list of either."""
-    from pyarrow import types
-
-    if not value.is_valid:
-        raise DataError("there is no image")
-    if types.is_list(value.type) or types.is_large_list(value.type) or types.is_fixed_size_list(value.type):
-        if not 0 <= place < len(value.values):
-            raise DataError(f"there are {len(value.values)} images, no number {place}")
-        value = value.values[place]
-    if types.is_struct(value.type):
-        names = [field.name for field in value.type]
-        if "bytes" not in names or not value["bytes"].is_valid:
-            raise DataError("it contains only the path of an image: write the dataset with embedded images")
-        value = value["bytes"]
-    if not value.is_valid or not (types.is_binary(value.type) or types.is_large_binary(value.type)):
-        raise DataError(f"it holds {value.type if value.is_valid else 'nothing'}, not the bytes of an image")
-    if value.as_buffer().size > _MAX_IMAGE_BYTES:
-        raise DataError(f"an image of {value.as_buffer().size} bytes is over the limit of {_MAX_IMAGE_BYTES}")
-    return bytes(value.as_py())
+        return short_hash(self.fingerprint(), versions_of(self.samples.files))

@@ -1,9 +1,7 @@
 """Tests of Hugging Face's datasets as parquet files: kinds of columns, and reading by row groups."""
 
 import json
-import pickle
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from clipkit.errors import DataError
 from eval.datasets.dataset import EvalDataset, NoSplit
 from eval.features.encoder import Encoder
 from eval.readers import open_dataset, open_hugging_face
-from eval.readers.parquet import ParquetImages
 from tests.clipkit.samples.remote import servers
 from tests.clipkit.samples.remote.servers import Nginx
 from tests.clipkit.samples.remote.test_hub import use
@@ -200,25 +197,6 @@ def test_winogavil_is_read(tmp_path: Path, kind: str) -> None:
             open_dataset(tmp_path / "w").images.read(1)
     write(tmp_path / "w/test.parquet", {**columns, "associations": [["owl"], ["cat"]]})
     assert "row 1 has no cue, repeated candidates, or associations" in refusal(tmp_path / "w")
-
-
-def test_few_row_groups_are_in_memory_and_each_is_read_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = write(tmp_path / "x/test.parquet", {"image": images(60), "label": [0] * 60}, group=5)
-    dataset = open_dataset(file.parent)
-    stored = dataset.images
-    assert isinstance(stored, ParquetImages) and stored.group_reads == 0
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda number: stored.read(number), range(60)))
-    assert found == [b"image %d" % seed for seed in range(60)]
-    assert stored.group_reads == 12
-    again = pickle.loads(pickle.dumps(stored))
-    monkeypatch.setattr("eval.readers.parquet._KEPT_BYTES", 1)
-    assert [again.read(number) for number in (0, 1, 7, 8, 0)] == [
-        b"image %d" % seed for seed in (0, 1, 7, 8, 0)
-    ]
-    assert again.group_reads == 3 and again.fingerprint() == stored.fingerprint()
 
 
 def test_invalid_files_raise_one_line_errors(tmp_path: Path) -> None:
