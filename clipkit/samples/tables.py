@@ -147,15 +147,17 @@ class TableSamples:
         """Return why a sample cannot be used, "" if no reason is known before its image is read."""
         return self.row(i).cause
 
-    def path(self, i: int) -> Path | None:
-        """Return the file of an image; None if it is in the table, or if the sample cannot be used.
+    def path(self, i: int) -> Path:
+        """Return the file of an image.
 
         Raises:
-            DataError: it is a web address.
+            DataError: the sample cannot be used, its path is a web address, or the image is in the table.
         """
         row = self.row(i)
-        if row.cause or not isinstance(row.path, str):
-            return None
+        if row.cause:
+            raise DataError(row.cause)
+        if not isinstance(row.path, str):
+            raise DataError("the image is in the table")
         return listed_path(self._table_of(row).image_folder, row.path)
 
     def key(self, i: int) -> str:
@@ -196,13 +198,11 @@ class TableSamples:
 
     def read(self, i: int, member: str) -> bytes:
         """Return an encoded image; raise DataError with the cause if it cannot be read."""
-        row = self.row(i)
-        if row.cause:
-            raise DataError(row.cause)
-        table = self._table_of(row)
-        if isinstance(row.path, bytes):
-            return table.read_image(row.number - 1 - self._starts[self.tables.index(table)])
-        return read_file(listed_path(table.image_folder, str(row.path)))
+        row = self.rows(i)[0]
+        if isinstance(row.path, bytes) and not self.cause(i):
+            part = self._part_of(row)
+            return self.tables[part].read_image(row.number - 1 - self._starts[part])
+        return read_file(self.path(i))
 
     @property
     def content_id(self) -> str:
@@ -210,8 +210,11 @@ class TableSamples:
         marks = [table.content_id for table in self.tables]
         return hashlib.sha256(repr((marks, self._options)).encode()).hexdigest()[:16]
 
+    def _part_of(self, row: Row) -> int:
+        return bisect_right(self._starts, row.number - 1) - 1
+
     def _table_of(self, row: Row) -> Table:
-        return self.tables[bisect_right(self._starts, row.number - 1) - 1]
+        return self.tables[self._part_of(row)]
 
 
 def _open_again(tables: Sequence[Table], options: dict[str, Any]) -> TableSamples:

@@ -19,7 +19,6 @@ from eval.datasets.card import Card, MetricKind, Prompts, imagenet_names
 from eval.datasets.dataset import SPLITS, TEST, EvalDataset, NoSplit, some
 from eval.datasets.targets import OWN_CARD
 from eval.readers import open_dataset
-from eval.readers.files import how_to_pack, is_table
 from eval.tasks import TASKS
 
 __all__ = ["card_toml", "new_card", "run"]
@@ -39,8 +38,6 @@ def run(options: argparse.Namespace) -> int:
     except (OSError, RuntimeError):  # a name too long; no such user
         folder, is_folder = Path(options.data[:_SHOWN]), False
     if not is_folder:
-        if is_table(folder):
-            raise ConfigError(f"{options.data} is a table: {how_to_pack(folder)}; {takes}")
         if folder.is_file():
             raise ConfigError(
                 f"{options.data} is a file, which --data of run may accept without a card; {takes}"

@@ -1,9 +1,9 @@
 """Open datasets to evaluate models on.
 
-A source is a built-in dataset's name; a folder of shards, of parquet files, or of images by class; the URL of a
-folder of the first two kinds; a ``.json`` file of SugarCrepe or ARO; ``torchvision:CIFAR10``; or, with a root, the
-name of a published dataset below it. ``READERS`` holds the readers; the first one that recognizes a source opens
-it.
+A source is a built-in dataset's name; a folder of shards, of parquet files, or of images by class or with captions;
+the URL of a folder of the first two kinds; a table of images and captions; a ``.json`` file of SugarCrepe or ARO;
+``torchvision:CIFAR10``; or, with a root, the name of a published dataset below it. ``READERS`` holds the readers;
+the first one that recognizes a source opens it.
 """
 
 from collections import Counter
@@ -14,13 +14,15 @@ from typing import Any
 
 from clipkit.errors import DataError, nearest
 from clipkit.files import shown, user_path
+from clipkit.samples import is_table
 from clipkit.samples.remote import is_remote
 from data.corpora.builtin import BUILTIN, built_in
 from eval.datasets.dataset import TEST, EvalDataset
 from eval.readers.choices import open_caption_choices
-from eval.readers.files import how_to_pack, is_table, read_text_file
+from eval.readers.files import read_text_file
 from eval.readers.folders import open_image_folder, utf8_name
 from eval.readers.languages import is_multilingual, open_multilingual
+from eval.readers.pairs import lists_captions, open_table
 from eval.readers.parquet import has_parquet, open_hugging_face
 from eval.readers.shards import CACHE_GB, address_of, find_published, open_published
 from eval.readers.torchvision import check_known, open_torchvision
@@ -99,6 +101,10 @@ READERS: Mapping[str, Reader] = {
         open=lambda name, shown_as, options: open_published(
             built_in(name), shown_as, split=options.split, metadata_names=options.metadata_names
         ),
+    ),
+    "table": Reader(
+        recognizes=lambda place, _: isinstance(place, Path) and lists_captions(place),
+        open=lambda file, name, options: open_table(file, name, split=options.split),
     ),
     "choices": Reader(
         recognizes=lambda place, _: isinstance(place, Path) and place.is_file(),
@@ -238,14 +244,12 @@ def _locate(source: str, root: Path | str | None) -> _Located:
         return _Located(source=source, place=source, parts=(source,))
     path = user_path(source)
     try:
-        if path.is_dir() or (path.suffix == ".json" and path.is_file()):
+        if path.is_dir() or is_table(path):
             place = path.resolve()
             parts = [part for part in place.parts if part != place.anchor]
-            if not place.is_dir():
+            if path.is_file():
                 parts[-1] = place.stem
             return _Located(source=source, place=place, parts=tuple(parts))
-        if is_table(path):
-            raise DataError(f"{shortened} is a table: {how_to_pack(path)}")
         found = None
         if root is not None:
             local = isinstance(root, Path) or not is_remote(root)

@@ -3,7 +3,6 @@
 import hashlib
 import logging
 import os
-import shlex
 import stat
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ import torch
 
 from clipkit.errors import DataError
 from clipkit.files import counted, shown
-from clipkit.samples import SUFFIXES, is_deep, join_place, refuse_deep_alpha, to_16_bit
+from clipkit.samples import is_deep, join_place, read_file, refuse_deep_alpha, to_16_bit
 from clipkit.samples.remote import is_remote
 from eval.datasets.dataset import EvalDataset, some
 
@@ -28,13 +27,10 @@ __all__ = [
     "Box",
     "FileImages",
     "checked_set",
-    "how_to_pack",
-    "is_table",
     "lines_of",
     "png_of",
     "read_text_file",
     "short_hash",
-    "tables_in",
     "templates_in",
     "undecodable",
     "written",
@@ -85,10 +81,7 @@ class FileImages:
         from PIL import Image
 
         file, box = self.files[number], self._boxes[number]
-        try:
-            content = file.read_bytes()
-        except OSError as error:
-            raise DataError(str(error.strerror)) from error
+        content = read_file(file)
         if box is None:
             return content
         left, top, width, height = box
@@ -148,26 +141,6 @@ def png_of(image: "Image.Image") -> bytes:
 def undecodable(error: Exception) -> DataError:
     """Return the error for an image that Pillow cannot decode."""
     return DataError(f"it does not decode: {' '.join(str(error).split())[:200]}")
-
-
-# --------------------------------------------------------------------------------------------------------------
-# Tables of images and captions.
-
-
-def is_table(path: Path) -> bool:
-    """Return whether a file has the extension of a table."""
-    return path.name.lower().endswith(SUFFIXES) and path.is_file()
-
-
-def tables_in(folder: Path) -> list[Path]:
-    """Return the tables directly in a folder, sorted by name."""
-    return sorted(filter(is_table, folder.iterdir())) if folder.is_dir() else []
-
-
-def how_to_pack(source: Path | None) -> str:
-    """Return the command that creates a dataset from a table or a folder."""
-    named = "TABLE" if source is None else shlex.quote(str(source))
-    return f"python -m data pack {named} OUT --test 1.0, then --data OUT"
 
 
 # --------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,9 @@ import json
 import logging
 import os
 import re
+import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,6 +18,7 @@ from clipkit.samples import (
     SPLIT_NAMES,
     SPLIT_WORDS,
     SUFFIXES,
+    caption_table_of,
     check_image,
     files_below,
     find_captions,
@@ -30,10 +33,9 @@ from eval.readers.files import (
     ACCEPTED,
     FileImages,
     checked_set,
-    how_to_pack,
-    tables_in,
     templates_in,
 )
+from eval.readers.pairs import open_captioned_folder, open_table
 
 __all__ = ["open_image_folder", "utf8_name", "visible_folders"]
 
@@ -60,6 +62,11 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
     listed = read_class_names(folder, subfolders) or read_class_names(inside, subfolders)
     classes, labels_of = listed or (subfolders, {one: label for label, one in enumerate(subfolders)})
     labelled = sorted((labels_of[one], file) for one, file in _images_by_class(inside))
+    if len(subfolders) < 2 and listed is None:
+        if (table := caption_table_of(inside, image_column=None, caption_column=None)) is not None:
+            return replace(open_table(table, name), split=split)
+        if find_captions(path for path, cause in images_below(inside) if not cause) is not None:
+            return replace(open_captioned_folder(inside, name), split=split)
     if not labelled:
         # a configuration of a dataset at Hugging Face may have its files in a folder data
         parquet = (*inside.glob("*/*.parquet"), *inside.glob("*/*/*.parquet"))
@@ -68,19 +75,20 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
                 f"{inside} has Parquet files in {counted(len(below), 'folder')}; pass one of them: "
                 f"{some(list(map(str, below)))}"
             )
-        tables = tables_in(inside)
-        pairs = f"; {tables[0].name} may be a table of captions: {how_to_pack(tables[0])}" if tables else ""
-        raise DataError(f"{inside} contains no images in folders by class, such as {inside}/cat/1.jpg{pairs}")
+        raise DataError(
+            f"{inside} contains no images in folders by class, such as {inside}/cat/1.jpg, nor images with captions"
+        )
     captions = find_captions(file for _, file in labelled)
     if captions and listed is None:
         raise DataError(
-            f"{captions} may contain captions of an image, so the names of folders are not read as classes: "
-            f"{how_to_pack(inside)}; or write the names of classes into {folder / CLASS_NAMES}"
+            f"{captions} may contain captions of an image, so the names of folders are not read as classes: write "
+            f"the names of classes into {folder / CLASS_NAMES}, or score the captions of a packed dataset "
+            f"(python -m data pack {shlex.quote(str(inside))} OUT --test 1.0, then --data OUT)"
         )
     if listed is None and (tables_below := _caption_tables(inside)):
         raise DataError(
             f"{tables_below[0]} is a table of images and captions, so the names of folders are not read as "
-            f"classes: {how_to_pack(tables_below[0])}; or write the names of classes into {folder / CLASS_NAMES}"
+            f"classes: name the table instead, or write the names of classes into {folder / CLASS_NAMES}"
         )
     if renamed := [f"{one} is {classes[i]!r}" for one, i in labels_of.items() if one != classes[i]]:
         _log.warning("dataset %s: the names of classes are those of %s: %s", name, CLASS_NAMES, some(renamed))
@@ -89,20 +97,14 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
     if real.is_file():
         labels = _real_labels(real, [file for _, file in labelled], len(classes))
     if len(classes) == 1:
-        if tables := tables_in(folder) or tables_in(folder / classes[0]):
-            raise DataError(
-                f"{folder} contains images in one folder, {classes[0]}, and {tables[0].name}, which may be a table "
-                f"of their captions: {how_to_pack(tables[0])}; images by class need at least two folders"
-            )
         raise DataError(
             f"{folder} contains images of only one class, {classes[0]!r}: images by class need at least two "
-            f"folders, such as {folder / 'cat'} and {folder / 'dog'}; for images with captions {how_to_pack(None)}"
+            f"folders, such as {folder / 'cat'} and {folder / 'dog'}; for captions, name a table of them"
         )
     if inside == folder and all(one.lower() in SPLIT_WORDS for one in classes):
         raise DataError(
             f"{folder} contains images in {some(classes)}, which are names of splits, not of classes: put the "
-            f"images in a folder per class, such as {folder / classes[0] / 'cat'}; "
-            f"for images with captions {how_to_pack(None)}"
+            f"images in a folder per class, such as {folder / classes[0] / 'cat'}"
         )
     if inside == folder and all(map(_LIKE_A_SPLIT.match, subfolders)):
         _log.warning(

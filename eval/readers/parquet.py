@@ -42,7 +42,7 @@ from clipkit.samples import (
 )
 from clipkit.samples.remote import ShardFile, shard_cache
 from eval.datasets.dataset import TEST, EvalDataset, Images, NoSplit
-from eval.readers.files import FileImages, checked_set, how_to_pack, short_hash
+from eval.readers.files import FileImages, checked_set, short_hash
 from eval.readers.shards import CACHE_GB, files_of_split, versions_of
 
 if TYPE_CHECKING:
@@ -116,10 +116,9 @@ def open_hugging_face(
             raise DataError(f"dataset {name} has no column {column!r}, only {_listed(files.schema.names)}")
     image = image or table.image_column()
     if not image:
-        packed = how_to_pack(None if files.files[0].is_remote else Path(files.files[0].url))
         raise DataError(
             f"dataset {name}: its columns are {_listed(files.schema.names)}; none is called image, and not exactly "
-            f"one contains bytes (pack a table of paths first: {packed})"
+            "one contains bytes (name a table of paths itself, not its folder)"
         )
     files.check_single(image)
     images = ParquetImages(files, [image])

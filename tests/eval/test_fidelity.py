@@ -22,6 +22,7 @@ from torch import Tensor
 
 from clipkit import CLIP
 from clipkit.model.architectures import Architecture, TextTower, VisionTower
+from data.pack import pack
 from eval import Encoder, Subject, evaluate, open_dataset
 from tests.eval.conftest import CLASSES
 
@@ -157,6 +158,40 @@ def test_retrieval_recall_equals_clip_benchmark(
             {k: theirs[f"{there}{k}"] for k in (1, 5, 10)}, abs=CLOSE
         )
         assert 0 < ours[f"{here}10"] < 1
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"), [("captions.txt", "Images"), ("Flickr8k.token.txt", "Flicker8k_Dataset")]
+)
+def test_recall_of_flickr8k_equals_clip_benchmark(
+    twins: Twins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, folder: str
+) -> None:
+    """Its two usual tables with five rows per image are scored as they are, and packed."""
+    words = ["red", "green", "old", "wet", "tall", "sad", "dog", "boat", "tree", "cup"]
+    captions = [[f"{words[(i + n) % 10]} {words[i % 7]}, {i} {n}" for n in range(5)] for i in range(60)]
+    published = publish(tmp_path / "set", [{"txt": "\n".join(texts)} for texts in captions], "retrieval")
+    (tmp_path / folder).mkdir()
+    lines = ["image,caption"] if name == "captions.txt" else []
+    for i, texts in enumerate(captions):
+        file = f"{i}_{'jpg' if i % 2 else 'png'}.{'jpg' if i % 2 else 'png'}"
+        (tmp_path / folder / file).write_bytes(image_file(i))
+        for n, text in enumerate(texts):
+            lines.append(f'{file},"{text}"' if name == "captions.txt" else f"{file}#{n}\t{text}")
+    table = tmp_path / name
+    table.write_text("\n".join(lines) + "\n")
+    packed = pack(table, tmp_path / "packed", test=1, progress=False)
+    assert packed.summary == "300 rows, 60 images with 5 captions each"
+    theirs = twins.theirs_says(published, "zeroshot_retrieval", monkeypatch)
+    for source in (table, tmp_path / "packed"):
+        ours = twins.scores(source, "retrieval")
+        for k in (1, 5, 10):
+            assert ours[f"text_to_image_R@{k}"] == pytest.approx(
+                theirs[f"image_retrieval_recall@{k}"], abs=CLOSE
+            )
+            assert ours[f"image_to_text_R@{k}"] == pytest.approx(
+                theirs[f"text_retrieval_recall@{k}"], abs=CLOSE
+            )
+        assert 0 < ours["text_to_image_R@10"] < 1
 
 
 @pytest.mark.parametrize("per_item", [1, 2])

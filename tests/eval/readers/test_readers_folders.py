@@ -113,9 +113,9 @@ def test_names_of_folders_are_not_classes_if_images_have_captions(tmp_path: Path
     assert len(open_dataset(pets)) == 2
     (pets / name).write_text('{"caption": "a cat"}')
     assert refusal(pets) == (
-        f"{pets / name} may contain captions of an image, so the names of folders are not read as classes: "
-        f"python -m data pack {pets} OUT --test 1.0, then --data OUT; or write the names of classes into "
-        f"{pets / 'classnames.txt'}"
+        f"{pets / name} may contain captions of an image, so the names of folders are not read as classes: write "
+        f"the names of classes into {pets / 'classnames.txt'}, or score the captions of a packed dataset "
+        f"(python -m data pack {pets} OUT --test 1.0, then --data OUT)"
     )
     (pets / "classnames.txt").write_text("cat\ndog\n")
     assert open_dataset(pets).class_names == ("cat", "dog")

@@ -1,0 +1,120 @@
+"""Reader of images with captions: a table of paths, or a folder with captions in files beside the images.
+
+The rows of an image are one image with all their captions, see ``clipkit.samples.TableSamples``. If the table has a
+column ``split``, as Karpathy's splits have, its rows belong to the splits that it names; otherwise all of them are
+the test split. If the captions are a column ``label``, they are the classes of the images.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clipkit.errors import DataError
+from clipkit.files import counted
+from clipkit.samples import SPLIT_NAMES, FolderSamples, Table, TableSamples, is_table, plain_name
+from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit, some
+from eval.readers.files import FileImages, checked_set, templates_in
+
+__all__ = ["lists_captions", "open_captioned_folder", "open_table"]
+
+_log = logging.getLogger("eval")
+
+
+def lists_captions(file: Path) -> bool:
+    """Return whether a file is a table of images with captions; SugarCrepe's and ARO's also have wrong captions."""
+    if file.suffix != ".json":
+        return is_table(file)
+    try:
+        table = Table(file, image_column=None, caption_column=None, others=None)
+    except DataError:
+        return False
+    return "negative_caption" not in table.others
+
+
+def open_table(file: Path, name: str, *, split: str = TEST) -> EvalDataset:
+    """Open a table of paths of images with captions or labels.
+
+    Raises:
+        NoSplit: there is no such split.
+        DataError: the table cannot be read, or none of its images can be used.
+    """
+    table = Table(file, image_column=None, caption_column=None, others=None)
+    with TableSamples([table]) as samples:
+        if samples.damage:
+            raise DataError(f"dataset {name}: {samples.damage}")
+        return _open_pairs(samples, table.image_folder, file, name, split)
+
+
+def open_captioned_folder(folder: Path, name: str, *, split: str = TEST) -> EvalDataset:
+    """Open a folder of images with captions in files beside them, which are a test split; see ``open_table``."""
+    return _open_pairs(FolderSamples(folder), folder, folder, name, split)
+
+
+def _open_pairs(
+    samples: TableSamples | FolderSamples, root: Path, source: Path, name: str, split: str
+) -> EvalDataset:
+    """Bind captions, or labels; images without them, and missing files, are counted in the log."""
+    files: list[Path] = []
+    captions: list[tuple[str, ...]] = []
+    splits, bad = Counter[str](), Counter[str]()
+    for i in range(len(samples)):
+        try:
+            fields = samples.fields(i)
+            texts = tuple(dict.fromkeys(fields[samples.caption_column]))
+            path = samples.path(i)
+            if not texts:
+                raise DataError("no caption")
+            if not path.is_file():
+                raise DataError("missing file")
+            stated = _split_of(fields)
+        except DataError as error:
+            bad[str(error)] += 1
+            continue
+        splits[stated or TEST] += 1
+        if (stated or TEST) == split:
+            files.append(path)
+            captions.append(texts)
+    causes = some([f"{count:,} × {cause}" for cause, count in bad.most_common()])
+    if not splits:
+        raise DataError(f"dataset {name}: no image of {source} can be used: {causes or 'it has no rows'}")
+    if not files:
+        raise NoSplit(f"dataset {name} has no split {split!r}: {source} has {some(sorted(splits))}")
+    if bad:
+        _log.warning("dataset %s: %s cannot be used: %s", name, counted(bad.total(), "image"), causes)
+    labels: torch.Tensor | None = None
+    class_names: tuple[str, ...] = ()
+    if plain_name(samples.caption_column) in ("label", "labels"):
+        class_names = tuple(sorted({text for texts in captions for text in texts}))
+        if several := [path for path, texts in zip(files, captions, strict=True) if len(texts) > 1]:
+            raise DataError(f"dataset {name}: {several[0]} has several labels in {source}")
+        labels = torch.tensor([class_names.index(texts[0]) for texts in captions])
+    images = FileImages(root, files)
+    return checked_set(
+        EvalDataset(
+            name=name,
+            split=split,
+            images=images,
+            revision=images.fingerprint(),
+            tasks=("retrieval",) if labels is None else ("zero-shot",),
+            class_names=class_names,
+            templates=templates_in(source.parent) or DEFAULT_TEMPLATES,
+            labels=labels,
+            captions=tuple(captions) if labels is None else None,
+        )
+    )
+
+
+def _split_of(fields: Mapping[str, Any]) -> str:
+    """Return the split that a row states, "" if there is no column ``split``."""
+    value = next((value for column, value in fields.items() if plain_name(column) == "split"), None)
+    if isinstance(value, list):
+        raise DataError("its rows are in several splits")
+    word = str(value or "").strip().lower()
+    for split, names in SPLIT_NAMES.items():
+        if word in names:
+            return split
+    return word
