@@ -322,10 +322,10 @@ def download(
             raise DataError(f"{out}: {lock.holder or 'another process'} is downloading this part")
         try:
             _check_other_parts(out, part[1])
-            with RowsByKey() as groups, warnings.catch_warnings():
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Pillow's, for damaged images
                 caption_column = next((table.caption_column for table in readers if table.caption_column), "")
-                samples = _samples_of(readers, out, options, part, bool(caption_column), retry_failed, groups)
+                samples = _samples_of(readers, out, options, part, bool(caption_column), retry_failed)
                 if ray_address is not None:
                     written = _download_on_ray(samples, out, options, fetch, part, ray_address, show)
                 else:
@@ -541,13 +541,13 @@ def _samples_of(
     part: tuple[int, int],
     keep_captions: bool,
     retry_failed: bool,
-    groups: RowsByKey,
 ) -> Iterator[tuple[str, _Sample] | None]:
     """Yield the samples of incomplete shards of a part: name of the shard and sample.
 
     With ``retry_failed``, the failed rows of complete shards follow, in new shards. After each thousand rows that
-    are skipped, yield None, so that responses can be read meanwhile. ``groups`` is empty at first.
+    are skipped, yield None, so that responses can be read meanwhile.
     """
+    groups = RowsByKey()
     if options.deduplicate:
         yield from _add_rows(tables, groups, keep_captions)
     complete_before = _complete_shards(out)

@@ -251,7 +251,7 @@ def pack(
                     tables,
                     group=group,
                     group_by=group_by,
-                    progress=lambda row: bar.update(task, completed=row.progress, rows=row.number),
+                    progress=lambda fraction, rows: bar.update(task, completed=fraction, rows=rows),
                 )
             if samples.damage:
                 raise DataError(samples.damage)
@@ -375,7 +375,7 @@ def _pack_sample(
 ) -> _Packed | str:
     captions = list(dict.fromkeys(texts))
     try:
-        data = samples.read(i, samples.members(i)[0])
+        data = samples.read(i, "")
         if len(data) > LARGEST_FILE:
             raise DataError(f"file of more than {LARGEST_FILE // 2**20} MiB")
         image = store_image(data, how)

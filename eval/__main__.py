@@ -62,7 +62,7 @@ def _scoring_options(parser: argparse.ArgumentParser, *, several: bool) -> None:
         action="append",
         default=[],
         metavar="NAME|FOLDER",
-        help="dataset name, dataset folder or URL, or folder of images by class; may be repeated",
+        help="dataset name, folder or URL, table of images and captions, or folder of images; may be repeated",
     )
     add(
         "--suite",

@@ -93,7 +93,7 @@ class FolderSamples:
         return {"captions": [text.strip() for text in texts if text.strip()]}
 
     def read(self, i: int, member: str) -> bytes:
-        """Return an encoded image; raise DataError with the cause if it cannot be read."""
+        """Return an encoded image, whatever the member; raise DataError with the cause if it cannot be read."""
         if i in self._causes:
             raise DataError(self._causes[i])
         return read_file(self.path(i))

@@ -35,7 +35,7 @@ class TableSamples:
         tables: tables with the same columns, opened with ``encoded`` if their images may be in them.
         group: make one sample of the rows of an image; False makes a sample of each row.
         group_by: column whose value is the same in the rows of an image; rows without a value are not grouped.
-        progress: called with a row now and then while the tables are read.
+        progress: called now and then while the tables are read, with the fraction and the number of rows read.
 
     Raises:
         DataError: the temporary file of rows cannot be written, or there is no column ``group_by``.
@@ -57,7 +57,7 @@ class TableSamples:
         *,
         group: bool = True,
         group_by: str | None = None,
-        progress: Callable[[Row], object] | None = None,
+        progress: Callable[[float, int], object] | None = None,
     ) -> None:
         self.tables = tuple(tables)
         self.image_column, self.caption_column = tables[0].image_column, tables[0].caption_column
@@ -75,10 +75,9 @@ class TableSamples:
             try:
                 for row in table:
                     number += 1
-                    row = replace(row, number=number, progress=(part + row.progress) / len(tables))
                     if progress is not None and number % _EVERY == 0:
-                        progress(row)
-                    self._add(row, table, group, group_by)
+                        progress((part + row.progress) / len(tables), number)
+                    self._add(row, number, table, group, group_by)
             except DataError as error:
                 self.damage = str(error)
                 self._rows.add(number + 1, Row(number=number + 1, cause=self.damage, progress=1.0), b"")
@@ -86,7 +85,7 @@ class TableSamples:
         self._count = self._rows.number_groups()
         self.repeated, self.other_images = self._rows.repeated, self._rows.other_images
 
-    def _add(self, row: Row, table: Table, group: bool, group_by: str | None) -> None:
+    def _add(self, row: Row, number: int, table: Table, group: bool, group_by: str | None) -> None:
         """Store a row with its key, which is empty if it belongs to no group."""
         content = row.content
         image = b""
@@ -99,7 +98,7 @@ class TableSamples:
                 image = digest_key(b"path" + path.encode("utf-8", "surrogatepass"))
             except (DataError, ValueError):  # not a file, which is the cause of a bad sample
                 image = b""
-        row = replace(row, path=content)
+        row = replace(row, number=number, path=content)
         if not row.cause and table.needs_caption:
             try:
                 check_captions(row.caption)
@@ -109,16 +108,10 @@ class TableSamples:
         if group_by is not None:
             value = json_value(row.others.get(group_by))
             key = b"" if value in (None, "") else digest_key(json.dumps(value, sort_keys=True).encode())
-        self._rows.add(row.number, row, b"" if row.cause else key, image=image)
+        self._rows.add(number, row, b"" if row.cause else key, image=image)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _open_again, (self.tables, self._options)
-
-    def __enter__(self) -> "TableSamples":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._rows.__exit__()
 
     def __len__(self) -> int:
         return self._count
@@ -197,7 +190,7 @@ class TableSamples:
         return fields
 
     def read(self, i: int, member: str) -> bytes:
-        """Return an encoded image; raise DataError with the cause if it cannot be read."""
+        """Return an encoded image, whatever the member; raise DataError with the cause if it cannot be read."""
         row = self.rows(i)[0]
         if isinstance(row.path, bytes) and not self.cause(i):
             part = self._part_of(row)

@@ -43,10 +43,10 @@ def open_table(file: Path, name: str, *, split: str = TEST) -> EvalDataset:
         DataError: the table cannot be read, or none of its images can be used.
     """
     table = Table(file, image_column=None, caption_column=None, others=None)
-    with TableSamples([table]) as samples:
-        if samples.damage:
-            raise DataError(f"dataset {name}: {samples.damage}")
-        return _open_pairs(samples, table.image_folder, file, name, split)
+    samples = TableSamples([table])
+    if samples.damage:
+        raise DataError(f"dataset {name}: {samples.damage}")
+    return _open_pairs(samples, table.image_folder, file, name, split)
 
 
 def open_captioned_folder(folder: Path, name: str, *, split: str = TEST) -> EvalDataset:

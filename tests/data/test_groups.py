@@ -306,15 +306,15 @@ def test_groups_are_stored_outside_of_memory() -> None:
     numbers = [random_order.randrange(3000) for _ in range(20_000)]
     first: dict[int, int] = {}
     later: dict[int, list[int]] = {}
-    with RowsByKey() as groups:
-        for number, image in enumerate(numbers, 1):
-            row = Row(number=number, path="x", caption=str(number), progress=0)
-            groups.add(number, row, digest_key(str(image).encode()))
-            begin = first.setdefault(image, number)
-            later.setdefault(begin, []).append(number)
-        for rows in later.values():
-            assert [groups.position(number) for number in rows] == list(range(len(rows)))
-            assert [row.number for row in groups.stored_rows(rows[0])] == rows[1:]
+    groups = RowsByKey()
+    for number, image in enumerate(numbers, 1):
+        row = Row(number=number, path="x", caption=str(number), progress=0)
+        groups.add(number, row, digest_key(str(image).encode()))
+        begin = first.setdefault(image, number)
+        later.setdefault(begin, []).append(number)
+    for rows in later.values():
+        assert [groups.position(number) for number in rows] == list(range(len(rows)))
+        assert [row.number for row in groups.stored_rows(rows[0])] == rows[1:]
 
 
 def test_values_nested_too_deeply_do_not_end_a_merge() -> None:
@@ -322,10 +322,10 @@ def test_values_nested_too_deeply_do_not_end_a_merge() -> None:
     for _ in range(100_000):
         deep = [deep]
     rows = [Row(number=i, path="x", caption="c", progress=0, others={"deep": deep}) for i in (1, 2)]
-    with RowsByKey() as groups:
-        for row in rows:
-            groups.add(row.number, row, digest_key(b"x"))
-        assert groups.position(2) == 0  # used by itself, where it becomes a bad row
+    groups = RowsByKey()
+    for row in rows:
+        groups.add(row.number, row, digest_key(b"x"))
+    assert groups.position(2) == 0  # used by itself, where it becomes a bad row
     assert merge_rows(rows).others["deep"] == [deep, deep]
 
 

@@ -15,6 +15,7 @@ _ELEMENT = re.compile(
 )
 _LIST = re.compile(rf"\[\s*(?:{_ELEMENT.pattern})(?:[\s,]+(?:{_ELEMENT.pattern}))*[\s,]*\]")
 _QUOTED_LIST = re.compile(r"""\[\s*(['"]).*\1\s*\]""", re.DOTALL)
+_INVALID = re.compile("[\ufffd\ud800-\udfff]")  # where text is not UTF-8
 _ANSWERING = ("gpt", "assistant", "model")  # who answers in conversations
 
 
@@ -81,6 +82,6 @@ def check_captions(value: object) -> list[str]:
     for caption in captions:
         if len(caption) > LONGEST_CAPTION:
             raise DataError(f"caption of more than {LONGEST_CAPTION:,} characters")
-        if any(character == "\ufffd" or "\ud800" <= character <= "\udfff" for character in caption):
+        if _INVALID.search(caption):
             raise DataError("caption is not UTF-8")
     return captions

@@ -31,7 +31,7 @@ def digest_key(content: bytes) -> bytes:
 
 
 class RowsByKey:
-    """The rows of a table by key. Use as a context manager, which deletes the temporary file.
+    """The rows of a table by key.
 
     Args:
         every_row: store all rows; by default, the first row of a group is not stored, so that the file stays small
@@ -57,10 +57,7 @@ class RowsByKey:
         self._data.execute("CREATE INDEX by_first ON rows (first, row)")
         self._data.execute("BEGIN")  # never committed
 
-    def __enter__(self) -> "RowsByKey":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def __del__(self) -> None:
         self._data.close()
 
     def add(self, number: int, row: Row, key: bytes, *, image: bytes = b"") -> None:

@@ -131,7 +131,8 @@ class ParquetSamples:
         return {name: json_value(python_value(self._values(group, name)[row])) for name in self._others}
 
     def read(self, i: int, member: str) -> bytes:
-        """Return an encoded image; raise DataError if its file cannot be read, or if there is no image."""
+        """Return an encoded image, with "" the first member; raise DataError if it cannot be read."""
+        member = member or self._members[0]
         place = 0
         if member not in self.schema.names and (match := _LISTED.fullmatch(member)):
             member, place = match[1], int(match[2])

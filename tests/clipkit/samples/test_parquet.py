@@ -59,3 +59,14 @@ def test_files_have_the_same_columns(tmp_path: Path) -> None:
     open_parquet(tmp_path, {"image": [b"1", b"2"], "more": [1, 2]})
     with pytest.raises(DataError, match=r"2\.parquet has other columns than .*1\.parquet"):
         ParquetSamples([ShardFile.at(tmp_path / "1.parquet"), ShardFile.at(tmp_path / "2.parquet")])
+
+
+def test_few_row_groups_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = open_parquet(tmp_path, {"image": [b"image %d" % i for i in range(60)]}, group=5)
+    assert [samples.read(i, "") for i in range(60)] == [b"image %d" % i for i in range(60)]
+    assert samples.group_reads == 12
+    monkeypatch.setattr("clipkit.samples.table.parquet._KEPT_BYTES", 1)
+    again = pickle.loads(pickle.dumps(samples))
+    for i in (0, 1, 7, 12, 8, 0):  # groups 0, 0, 1, 2, 1, 0: the last two are kept
+        assert again.read(i, "image") == b"image %d" % i
+    assert again.group_reads == 4
