@@ -21,7 +21,7 @@ images have the same bytes. The sample has the key and the image of the first of
 values become lists with the value of each row.
 
 Other columns become fields of the json, for ``data.filters`` and ``data.captions``. Values of JSONL and Parquet
-keep their types (see ``data.captions.json_value``); cells of CSV and TSV are strings, empty ones null. Names that
+keep their types (see ``clipkit.samples.json_value``); cells of CSV and TSV are strings, empty ones null. Names that
 are invalid in filters are changed (``alt text`` to ``alt_text``), and reserved names get a ``_`` (``captions_``).
 Binary columns are left out.
 """
@@ -488,7 +488,7 @@ def fields_of(
     return meta
 
 
-_REVISION = 6  # of packed folders in the cache; increased when the same input is packed differently
+_REVISION = 7  # of packed folders in the cache; increased when the same input is packed differently
 
 
 def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:

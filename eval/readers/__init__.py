@@ -107,7 +107,7 @@ READERS: Mapping[str, Reader] = {
         open=lambda file, name, options: open_table(file, name, split=options.split),
     ),
     "choices": Reader(
-        recognizes=lambda place, _: isinstance(place, Path) and place.is_file(),
+        recognizes=lambda place, _: isinstance(place, Path) and place.suffix == ".json" and place.is_file(),
         open=lambda file, name, options: open_caption_choices(
             file, name, split=options.split, images=options.images
         ),

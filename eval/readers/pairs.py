@@ -25,8 +25,11 @@ _log = logging.getLogger("eval")
 
 
 def lists_captions(file: Path) -> bool:
-    """Return whether a file is a table of images with captions; SugarCrepe's and ARO's also have wrong captions."""
-    if file.suffix != ".json":
+    """Return whether a file is a table of paths of images with captions.
+
+    SugarCrepe's and ARO's files also have wrong captions, and Parquet files may contain the images.
+    """
+    if file.suffix not in (".json", ".parquet", ".pq"):
         return is_table(file)
     try:
         table = Table(file, image_column=None, caption_column=None, others=None)

@@ -84,7 +84,7 @@ def open_hugging_face(
     """Open one split of a dataset in parquet files.
 
     Args:
-        place: the folder, local or in a store; ``hf://datasets/OWNER/NAME`` at Hugging Face.
+        place: a file, or the folder, local or in a store; ``hf://datasets/OWNER/NAME`` at Hugging Face.
         name: the dataset's name.
         split: the split's name.
         image: the column of images, if it cannot be guessed.
@@ -380,12 +380,14 @@ def _names_in(value: Any) -> list[str]:
 # --------------------------------------------------------------------------------------------------------------
 # The parquet files of a split.
 
-_SUFFIXES = (".parquet",)
+_SUFFIXES = (".parquet", ".pq")
 _FETCHING = 2  # files fetched at a time
 
 
 def has_parquet(place: str | Path, split: str) -> bool:
-    """Return whether there are parquet files of a split or, locally, of any split."""
+    """Return whether there are parquet files of a split or, locally, of any split; or a place is such a file."""
+    if isinstance(place, Path) and place.is_file():
+        return place.suffix in _SUFFIXES
     for name in (split, *(SPLIT_NAMES if isinstance(place, Path) else ())):
         with suppress(MissingSplit):
             find_split(place, name, _SUFFIXES)
@@ -414,6 +416,10 @@ def _open_files(name: str, place: Path | str, split: str, cache_gb: float) -> Pa
 
 
 def _files_of_split(name: str, place: Path | str, split: str) -> tuple[ShardFile, ...]:
+    if isinstance(place, Path) and place.is_file():
+        if split != TEST:
+            raise NoSplit(f"dataset {name} has no split {split!r}: all of {place} is for testing")
+        return (ShardFile.at(place),)
     files = files_of_split(name, place, split, _SUFFIXES)
     parts = [match for file in files if (match := PARQUET_PART.fullmatch(file.name.removesuffix(".parquet")))]
     numbers = {part[2] for part in parts}

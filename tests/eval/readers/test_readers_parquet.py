@@ -277,6 +277,15 @@ def test_files_and_converted_branches_are_read_from_the_hub(
     assert converted.captions == (("a",), ("b",)) and read(converted) == [b"image 0", b"image 1"]
 
 
+def test_single_file_is_read(tmp_path: Path) -> None:
+    file = write(tmp_path / "set.parquet", {"image": images(3), "caption": [["a", "b"], ["c"], ["d"]]})
+    dataset = open_dataset(file)
+    assert (dataset.name, dataset.captions) == ("set", (("a", "b"), ("c",), ("d",)))
+    assert read(dataset) == [b"image 0", b"image 1", b"image 2"]
+    with pytest.raises(NoSplit, match="has no split 'train'"):
+        open_dataset(file, split="train")
+
+
 def test_rows_with_several_images_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "data/test-00000-of-00001.parquet"
     write(file, {"image": [[one] for one in images(5)], "label": [0, 1, 0, 1, 0]})
