@@ -47,9 +47,9 @@ all cores.
 INSPECT_TEXT = f"""\
 {SOURCES}
 
-Shards that training would reject are reported and skipped. If there are many
-shards, an evenly spread subset is inspected. Augmentation and decoding settings
-change the crops and the measured speed.
+Shards that cannot be read are reported and skipped. If there are many shards,
+an evenly spread subset is inspected. Augmentation and decoding settings change
+the crops.
 
   python -m data inspect pairs --html pairs.html
   python -m data inspect pairs data.crop_scale=0.4 data.color_jitter=0.4
@@ -234,11 +234,10 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
     )
     add_decoding_options(parser, default="as in open_clip")
     parser.add_argument(
-        "--rate",
-        metavar="R",
-        type=number(1e-3, 1e9),
-        default=1000.0,
-        help="samples/s that one GPU processes, to compute the number of workers (default: 1000)",
+        "--image",
+        metavar="NAME",
+        default="",
+        help="the member with the image as in data.image, such as img_content (default: the first image)",
     )
     _caption_option(parser)
     parser.add_argument(
@@ -260,8 +259,7 @@ def _speed_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers",
         metavar="N,…",
-        nargs="+",  # for a helpful message about numbers separated by spaces
-        default=["0,1,2"],
+        default="0,1,2",
         help="numbers of workers to compare (default: 0,1,2)",
     )
     parser.add_argument(
@@ -560,7 +558,7 @@ def _inspect(parsed: argparse.Namespace) -> int:
             image_size=parsed.image_size,
             decoding=decoding,
             augmentation=augmentation,
-            rate=parsed.rate,
+            image=parsed.image,
             captions=[one.strip() for one in parsed.captions.split(",") if one.strip()] or ["txt"],
             filters=_filters(parsed.filters),
             batch_size=parsed.batch_size,
@@ -576,7 +574,7 @@ def _inspect(parsed: argparse.Namespace) -> int:
             raise DataError(f"cannot write {out}: {error.strerror}") from error
     if parsed.html is not None:
         print(f"\nwrote {printable(str(parsed.html))}")
-    elif found.bad_shown or found.same or found.alike:
+    elif found.bad_shown or found.same:
         print("\nto see bad and duplicate images, add --html PAGE.html")
     return 0
 

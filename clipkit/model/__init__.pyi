@@ -25,6 +25,7 @@ from .clip import (
 from .cpu import (
     in_parallel as in_parallel,
     keep_memory as keep_memory,
+    one_core_each as one_core_each,
 )
 from .flops import (
     counted_flops as counted_flops,

@@ -64,6 +64,7 @@ from .image_types import (
     IMAGE_SUFFIXES as IMAGE_SUFFIXES,
     check_image as check_image,
     describe_unreadable as describe_unreadable,
+    image_format as image_format,
 )
 from .index import (
     INDEX_VERSION as INDEX_VERSION,

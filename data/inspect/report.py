@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from clipkit.files import counted, printable, size_of, templates
-from clipkit.samples import STRETCH, Decoding, TraitCounts, format_pixel_range, hex_of
-from data.inspect.findings import DeepImages, Duplicates, Findings, Histogram, Names, Place, WithTrait
+from clipkit.samples import STRETCH, Decoding, format_pixel_range
+from data.inspect.findings import DeepImages, Findings, Histogram, Names, Place
 
 __all__ = ["Note", "Part", "Row", "headline", "notes", "page_of", "parts", "print_table"]
 
@@ -73,14 +73,6 @@ def _places(places: Sequence[Place]) -> str:
     return "; ".join(map(_place, places))
 
 
-def _repeated(names: Names) -> str:
-    counts = ", ".join(
-        f"{count:,} more {'image' if kind == 'picture' else printable(kind, 30)}"
-        for kind, count in list(names.repeated.items())[:5]
-    )
-    return f"{counts} (such as {_places(names.repeated_at)})" if names.repeated_at else counts
-
-
 def _bins(chart: Histogram) -> list[tuple[str, int]]:
     """Label and count of the bins from the first to the last that is not empty."""
     filled = [number for number, count in enumerate(chart.counts) if count]
@@ -108,8 +100,11 @@ def parts(found: Findings) -> list[Part]:
         Part("bad", "Bad samples", list(_bad(found))),
         Part("captions", "Captions", list(_captions(found)), (captions.tokens,)),
         Part("images", "Images", list(_images(found)), (images.width, images.height)),
-        Part("speed", "Speed", list(_speed(found))),
     ]
+
+
+_MEMBERS_SHOWN, _GROUPS_SHOWN = 20, 3
+_TRAITS = {"rotated": "rotated by EXIF", "clamped": "outside the range", "deep_colors": "16 bits per color"}
 
 
 def _row(label: str, *lines: str) -> Row:
@@ -117,13 +112,12 @@ def _row(label: str, *lines: str) -> Row:
 
 
 def _shards(found: Findings) -> Iterator[Row]:
-    shards, filtered, stated = found.shards, found.filtered, found.shards.stated
+    shards, filtered = found.shards, found.filtered
     yield _row("shards", f"{counted(shards.count, 'tar file')}, {size_of(shards.bytes)}")
     if shards.samples_known:
         yield _row("samples", f"{shards.samples:,} pairs of image and caption")
     else:
-        known = f"{shards.counted:,} of {shards.count:,} shards are counted"
-        yield _row("samples", f"{_about(shards.samples)}; {known}")
+        yield _row("samples", f"{_about(shards.samples)}; python -m data index counts all")
     if filtered is not None:
         left = f"{found.left:,}" if found.all_read else _about(found.left)
         passed = _percent(filtered.passed, filtered.read)
@@ -132,27 +126,12 @@ def _shards(found: Findings) -> Iterator[Row]:
     exact = shards.samples_known and (filtered is None or found.all_read)
     count = counted(steps, "step") if exact else f"{_about(steps)} steps"
     yield _row("one epoch", f"{count} of {found.batch_size:,} samples (--batch-size sets the batch)")
-    if shards.counted:
-        spread = f"{shards.least:,} to {shards.greatest:,} samples, median {shards.median:,.0f}"
-        if shards.least == shards.greatest:
-            spread = counted(shards.least, "sample")
-        yield _row("samples per shard", spread)
-    if stated.shards:
-        lines = [f"{_name(name)}: {says:,}, found {there:,}" for name, says, there in stated.differ[:5]]
-        if len(stated.differ) > 5:
-            lines.append(f"{len(stated.differ) - 5:,} more differ")
-        total = f"{stated.stated:,} samples stated, {stated.found:,} with an image found"
-        yield _row("_stats.json files", total, *lines)
     if shards.looked_into < shards.count or shards.beginnings:
         first = f"; only the first samples of {shards.beginnings:,}" if shards.beginnings else ""
         yield _row("scanned", f"{shards.looked_into:,} of {shards.count:,}, spread evenly{first}")
-    if shards.ends_checked:
-        whole = f"{shards.ends_checked - shards.suspicious:,} of {shards.ends_checked:,}"
-        yield _row("complete", f"{whole} end with a valid tar trailer")
     missing = ", ".join(shards.missing[:10]) + (", …" if len(shards.missing) > 10 else "")
     gaps = f"{shards.missing_count:,}: {missing}" if missing else "none: the shard numbers have no gaps"
     yield _row("missing", gaps)
-    yield _row("without pairs", ", ".join(map(_name, shards.empty[:8])) or "none")
     broken = [f"{_name(one.shard)}: {printable(one.cause, 160)}" for one in shards.broken[:10]] or ["none"]
     if len(shards.broken) > 10:
         broken.append(f"{len(shards.broken) - 10:,} more")
@@ -162,26 +141,17 @@ def _shards(found: Findings) -> Iterator[Row]:
 def _names(names: Names) -> Iterator[Row]:
     forms = [f"{printable(form, 60)}  ({count:,})" for form, count in names.patterns.items()]
     yield _row("key patterns", *forms, *(["# is a digit"] if any("#" in form for form in forms) else []))
-    extensions = [f"{printable(one, 30)} {count:,}" for one, count in list(names.extensions.items())[:10]]
-    yield _row("files by extension", ", ".join(extensions))
-    if names.upper_case:
-        capitals = ", ".join(f"{printable(one, 30)} {n:,}" for one, n in names.upper_case.items())
-        yield _row("in uppercase", capitals)
+    for member in names.members[:_MEMBERS_SHOWN]:
+        line = f"{member.count:,}: {member.used_as or 'not used'}"
+        if member.setting:
+            line += f"; {printable(member.setting, 80)} uses them"
+        if member.repeated:
+            line += f"; {counted(member.repeated, 'repetition')} in a sample, ignored"
+        yield _row(printable(member.name, 60), line)
+    if len(names.members) > _MEMBERS_SHOWN:
+        yield _row("other members", f"{len(names.members) - _MEMBERS_SHOWN:,} names")
     yield _row("without image", _of_all(names.without_picture, names.groups))
     yield _row("without caption", _of_all(names.without_caption, names.groups))
-    if names.second_dot:
-        yield _row("second dot in name", f"{counted(names.second_dot, 'file')}, ignored by training")
-    if names.hidden:
-        yield _row("in no sample", f"{counted(names.hidden, 'file')}, hidden or without an extension")
-    if names.repeated:
-        yield _row("twice in a sample", f"{_repeated(names)}; the first one is used")
-    if names.apart:
-        yield _row(
-            "twice in a shard", f"{counted(names.apart, 'key')}, such as {_place(names.apart_example)}"
-        )
-    if names.across:
-        example = f", such as {printable(names.across_example, 60)}" if names.across_example else ""
-        yield _row("in several shards", f"{counted(names.across, 'key')}{example}; harmless in training")
 
 
 def _fields(found: Findings) -> Iterator[Row]:
@@ -197,18 +167,13 @@ def _fields(found: Findings) -> Iterator[Row]:
         left_out = [f"{count:,} left out: {printable(why, 80)}" for why, count in filtered.left_out.items()]
         yield _row("filters", *(printable(one, 80) for one in filtered.filters))
         yield _row("after filters", f"{_of_all(filtered.passed, filtered.read)} pass", *left_out[:8])
-    elif fields.fields:
-        yield _row("to filter", "--filters 'FIELD >= VALUE' here, data.filters in training")
 
 
 def _bad(found: Findings) -> Iterator[Row]:
     sampled = found.sampled
-    interval = f"; of all samples {100 * sampled.low:.2g}–{100 * sampled.high:.2g}% (95% interval)"
-    every = found.all_decoded
-    tried = f"all {sampled.tried:,} samples" if every else f"{sampled.tried:,} samples, spread evenly"
-    yield _row("decoded", tried)
-    yield _row("bad", f"{sampled.bad:,} ({_percent(sampled.bad, sampled.tried)}){'' if every else interval}")
-    yield _row("limit", f"training stops above {100 * found.max_bad:g}% (data.max_bad)")
+    spread = "all" if found.all_decoded else "spread evenly"
+    yield _row("decoded", f"{counted(sampled.tried, 'sample')}, {spread}")
+    yield _row("bad", f"{sampled.bad:,} ({_percent(sampled.bad, sampled.tried)})")
     for one in sampled.causes[:10]:
         yield _row(counted(one.count, "sample"), printable(one.cause, 160), f"in {_places(one.first)}")
 
@@ -218,13 +183,9 @@ def _captions(found: Findings) -> Iterator[Row]:
     yield _row("read", f"{captions.read:,} captions" + ("" if found.all_read else ", spread evenly"))
     longest = f"{captions.longest:,}" if captions.longest < 1024 else "1,024 or more"
     yield _row("length", f"median {captions.median:,.0f} tokens, longest {longest}")
-    if captions.longest_at and captions.cut:
-        yield _row("longest", _place(captions.longest_at))
     cut = _of_all(captions.cut, captions.read)
     yield _row("too long", f"{cut} are truncated to {found.context_length} tokens")
     yield _row("empty", f"{captions.empty:,}")
-    if captions.not_utf8:
-        yield _row("not UTF-8", f"{captions.not_utf8:,}: {_places(captions.not_utf8_at)}")
     yield _row("repeated", f"{_of_all(captions.repeated, captions.read)} repeat another sample's caption")
     if captions.frequent:
         yield _row("most frequent", *(f"{n:,} × {printable(text, 100)}" for text, n in captions.frequent))
@@ -233,93 +194,49 @@ def _captions(found: Findings) -> Iterator[Row]:
 def _images(found: Findings) -> Iterator[Row]:
     images = found.pictures
     formats = ", ".join(f"{printable(kind, 20)} {count:,}" for kind, count in images.formats.items())
-    misnamed = ", ".join(f"{printable(what, 40)} ({count:,})" for what, count in images.misnamed.items())
-    marks = ", ".join(f"{mark} {_percent(count, images.read)}" for mark, count in images.marks.items())
-    wide = f"{images.widest:.3g} times as wide as high: {_place(images.widest_at)}"
-    high = f"{images.tallest:.3g} times as high as wide: {_place(images.tallest_at)}"
+    depths = ", ".join(f"{printable(depth, 40)} ({count:,})" for depth, count in images.depths.items())
     yield _row("decoded", f"{images.read:,}, median file {size_of(images.median_bytes)}")
     yield _row("formats", formats or "none")
-    yield _row("wrong extension", misnamed or "none")
+    yield _row("depth and channels", depths or "none")
     yield _row(
         f"below {found.image_size} pixels",
         f"{_of_all(images.small, images.read)} on their shorter side; they are enlarged",
     )
-    yield _row("widest", wide if images.widest > 1 else "none is wider than high")
-    yield _row("tallest", high if images.tallest > 1 else "none is higher than wide")
-    yield _row("unusual", marks.replace("grey", "grayscale") or "none is grayscale, CMYK or 16-bit")
-    background = found.decoding.background
-    yield _trait(
-        "transparent",
-        images.transparent,
-        images.read,
-        f"blended onto {hex_of(background)}"
-        if background
-        else "their hidden colors are used, as in open_clip; set data.background=white",
-    )
-    yield _trait(
-        "rotated by EXIF",
-        images.rotated,
-        images.read,
-        "rotated upright"
-        if found.decoding.upright
-        else "not applied, as in open_clip; set data.upright=true",
-    )
-    if images.deep is not None:
-        yield _deep(images.deep, found.decoding)
-    yield _row("identical files", *_duplicates(images.same_bytes))
-    yield _row("similar images", *_duplicates(images.same_look))
+    for trait, places in images.traits_at.items():
+        if places:
+            count = getattr(images.traits, trait)
+            more = "; …" if count > len(places) else ""
+            label = _TRAITS.get(trait, trait)
+            yield _row(label, f"{_of_all(count, images.read)}, in {_places(places)}{more}")
+    for deep in images.deep:
+        yield _deep(deep, found.decoding)
+    yield _row("identical files", *_duplicates(found))
 
 
 def _deep(deep: DeepImages, decoding: Decoding) -> Row:
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in deep.kinds.items())
-    percentiles = ", ".join(f"{value:g}" for value in deep.percentiles)
     setting = f"set data.pixel_range={deep.pixel_range}"
     if decoding.pixel_range != STRETCH:
         setting = f"data.pixel_range={format_pixel_range(decoding.pixel_range)}"
-    return _row(
-        "deep grayscale",
-        f"{kinds}; {setting}",
-        f"values from {deep.low:.10g} to {deep.high:.10g}; percentiles 1, 50 and 99: {percentiles}",
-    )
+    several = len(deep.channels) > 1
+    lines = [f"{kinds}; {setting}"]
+    for number, channel in enumerate(deep.channels, start=1):
+        prefix = f"channel {number}: " if several else ""
+        percentiles = ", ".join(f"{value:g}" for value in channel.percentiles)
+        lines.append(
+            f"{prefix}values from {channel.low:.10g} to {channel.high:.10g}; "
+            f"percentiles 1, 50 and 99: {percentiles}"
+        )
+    return _row(f"deep, {len(deep.channels)} channels" if several else "deep grayscale", *lines)
 
 
-def _trait(label: str, found: WithTrait, read: int, what: str) -> Row:
-    if not found.count:
-        return _row(label, "none")
-    more = "; …" if found.count > len(found.first) else ""
-    return _row(label, f"{_of_all(found.count, read)}; {what}", f"in {_places(found.first)}{more}")
-
-
-def _duplicates(found: Duplicates) -> Sequence[str]:
-    if not found.groups:
-        return ["none among the decoded images"]
-    shown = [" = ".join(map(_place, group)) for group in found.shown[:3]]
-    more = ["…"] if found.groups > len(shown) else []
-    return [f"{found.pictures:,} images in {counted(found.groups, 'group')}:", *shown, *more]
-
-
-def _speed(found: Findings) -> Iterator[Row]:
-    speed = found.speed
-    network = ", over the network, without a copy on disk" if speed.remote else ""
-    yield _row(
-        "one CPU core",
-        f"prepares {speed.per_core:,.0f} samples/s at {found.image_size} pixels: {speed.make:.2f} ms per image, "
-        f"{speed.text:.2f} ms per caption",
-    )
-    yield _row("reading only", f"{speed.read:,.0f} samples/s, {size_of(speed.read_bytes)}/s{network}")
-    yield _row(
-        "workers needed",
-        f"{counted(speed.workers, 'worker')} (data.workers) for a GPU that processes {speed.rate:,.0f} samples/s "
-        "(--rate)",
-    )
-    rates = (500, 1000, 2000, 5000)
-    yield _row("at other rates", ", ".join(f"{rate:,}/s: {speed.workers_for(rate)}" for rate in rates))
-    yield _row("this machine", f"{speed.cores} cores: at most {speed.cores * speed.per_core:,.0f} samples/s")
-    yield _row(
-        "typical rates",
-        "For open_clip's LAION-400M models, an A100 processed 773 samples/s of ViT-B/32, 332 of ViT-B/16 and 70 of "
-        "ViT-L/14. The metrics of a training run show the rate of your GPU.",
-    )
+def _duplicates(found: Findings) -> Iterator[str]:
+    if not found.pictures.same_groups:
+        yield "none among the decoded images"
+        return
+    yield f"{found.pictures.same:,} images in {counted(found.pictures.same_groups, 'group')}:"
+    for group in found.same[:_GROUPS_SHOWN]:
+        yield " = ".join(_place(thumbnail.place) for thumbnail in group)
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -335,9 +252,7 @@ def notes(found: Findings) -> list[Note]:
 
 
 def _shard_notes(found: Findings) -> Iterator[Note]:
-    shards, names, stated, filtered = found.shards, found.names, found.shards.stated, found.filtered
-    for refusal in shards.refused:
-        yield Note(f"training rejects this list of shards: {printable(refusal, 300)}", grave=True)
+    shards, names, filtered = found.shards, found.names, found.filtered
     if shards.broken:
         yield Note(
             f"{len(shards.broken):,} of {counted(shards.looked_into, 'scanned shard')} are unreadable; training "
@@ -349,36 +264,14 @@ def _shard_notes(found: Findings) -> Iterator[Note]:
                 f"{counted(truncated, 'truncated shard')}: data.truncated=use trains on the intact part",
                 grave=True,
             )
-    if shards.suspicious > len(shards.broken):
-        suspicious = counted(shards.suspicious, "shard")
-        yield Note(f"{suspicious} without a tar trailer: probably truncated", grave=True)
     if shards.missing_count:
         numbers = ", ".join(shards.missing[:6])
         yield Note(f"{counted(shards.missing_count, 'missing shard')}: {numbers}")
-    if shards.empty:
-        yield Note(f"{counted(len(shards.empty), 'shard')} without a pair, such as {_name(shards.empty[0])}")
     if names.apart:
         yield Note(
             f"{counted(names.apart, 'key')} repeated later in the shard ({_place(names.apart_example)}): the files "
             "of a sample must be consecutive",
             grave=True,
-        )
-    if names.repeated:
-        yield Note(
-            f"samples with several files of a kind: {_repeated(names)}; training uses the first one of each sample "
-            "and ignores the others"
-        )
-    if names.second_dot:
-        yield Note(
-            f"{counted(names.second_dot, 'file')} with a second dot in the name; everything after the first dot is "
-            "the extension, so they are ignored: use keys without dots",
-            grave=True,
-        )
-    if stated.found != stated.stated:
-        less = "fewer" if stated.found < stated.stated else "more"
-        yield Note(
-            f"{stated.found:,} samples with an image found, {less} than the {stated.stated:,} stated in "
-            "_stats.json files: were shards truncated or rewritten?"
         )
     if filtered is not None:
         for unknown in filtered.unknown:
@@ -401,14 +294,8 @@ def _sample_notes(found: Findings) -> Iterator[Note]:
         yield Note(f"{_of_all(left_out, names.groups)} samples lack an image or a caption and are left out")
     bad = f"{_percent(sampled.bad, sampled.tried)} of the samples are bad"
     limit = f"training stops above {100 * found.max_bad:g}% (data.max_bad)"
-    if sampled.bad_fraction > found.max_bad:
+    if sampled.bad > found.max_bad * sampled.tried:
         yield Note(f"{bad}; {limit}", grave=True)
-    elif sampled.bad and sampled.bad_fraction == found.max_bad:
-        yield Note(f"{bad}; {limit}, which can happen by chance", grave=True)
-    elif sampled.bad and sampled.high > found.max_bad and not found.all_decoded:
-        yield Note(
-            f"{bad}; {limit}, and it may be up to {100 * sampled.high:.1f}%: decode more with --samples"
-        )
     if captions.cut > _COMMON * captions.read:
         yield Note(
             f"{_percent(captions.cut, captions.read)} of the captions have more than {found.context_length} "
@@ -431,7 +318,7 @@ def _sample_notes(found: Findings) -> Iterator[Note]:
 
 
 def _image_notes(found: Findings) -> Iterator[Note]:
-    images, speed, held_out = found.pictures, found.speed, found.held_out
+    images, held_out = found.pictures, found.held_out
     if held_out is not None and held_out.trained_on:
         among = "the train split" if found.all_decoded else "the part of the train split that was read"
         yield Note(
@@ -444,28 +331,18 @@ def _image_notes(found: Findings) -> Iterator[Note]:
             f"{_percent(images.small, images.read)} of the images are smaller than {found.image_size} pixels "
             "(--image-size) and are enlarged"
         )
-    counts = TraitCounts(
-        images=images.read,
-        transparent=images.transparent.count,
-        rotated=images.rotated.count,
-        clamped=images.clamped.count,
-        deep_colors=images.deep_colors.count,
-    )
-    if images.deep is not None and found.decoding.pixel_range == STRETCH:
-        have = "has" if images.deep.count == 1 else "have"
+    for deep in images.deep if found.decoding.pixel_range == STRETCH else ():
+        have = "has" if deep.count == 1 else "have"
+        extrema = ";".join(format_pixel_range((channel.low, channel.high)) for channel in deep.channels)
         yield Note(
-            f"{images.deep.count:,} of {counted(images.read, 'image')} {have} more than 8 bits of gray, at which "
-            f"training stops: set data.pixel_range={images.deep.pixel_range}, or for the values of these images "
-            f"{format_pixel_range((images.deep.low, images.deep.high))}",
+            f"{deep.count:,} of {counted(images.read, 'image')} {have} more than 8 bits per channel, at which "
+            f"training stops: set data.pixel_range={deep.pixel_range}, or for the values of these images {extrema}",
             grave=True,
         )
-    lines = counts.lines(found.decoding, background="data.background=white", upright="data.upright=true")
+    lines = images.traits.lines(
+        found.decoding, background="data.background=white", upright="data.upright=true"
+    )
     yield from map(Note, lines.values())
-    if speed.workers > speed.cores:
-        yield Note(
-            f"{speed.rate:,.0f} samples/s need {counted(speed.workers, 'worker')}; "
-            f"this machine has {counted(speed.cores, 'core')}"
-        )
 
 
 # --------------------------------------------------------------------------------------------------------------

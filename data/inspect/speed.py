@@ -57,16 +57,11 @@ class Measured:
 
 def speed(parsed: argparse.Namespace) -> int:
     """Run the command."""
-    first, *more = parsed.workers
-    numbers = [word for word in more if word.replace(",", "").isdecimal() and not Path(word).exists()]
-    if numbers:
-        given = [first, *numbers]
-        raise ConfigError(f"workers = {' '.join(given)}: separate by commas: --workers {','.join(given)}")
-    parsed.sources += more  # sources after --workers
-    parts = [part.strip() for part in first.split(",")]
+    parts = [part.strip() for part in parsed.workers.split(",")]
     if not all(part.isdecimal() and len(part) < 5 and int(part) <= MOST_WORKERS for part in parts):
         raise ConfigError(
-            f"workers = {first!r} is invalid: expected numbers from 0 to {MOST_WORKERS}, separated by commas"
+            f"workers = {parsed.workers!r} is invalid: expected numbers from 0 to {MOST_WORKERS}, "
+            "separated by commas"
         )
     if not parsed.sources:
         raise ConfigError("SOURCE is missing: python -m data speed SOURCE")

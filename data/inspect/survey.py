@@ -7,22 +7,24 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from clipkit.config import Config, DataConfig
-from clipkit.errors import ConfigError, DataError
+from clipkit.errors import DataError
 from clipkit.files import shown
 from clipkit.model import CONTEXT_LENGTH
 from clipkit.samples import STRETCH, Decoding
+from clipkit.samples.remote import ShardCache
 from data.augment import Augmentation
-from data.captions import NOT_UTF8, TEXT, field_hint, leaf_fields
+from data.captions import NOT_UTF8, TEXT, CaptionRule, field_hint, leaf_fields
 from data.filters import Filter
 from data.inspect.findings import Captions, Field, Fields, Filtered, Findings, HeldOut, Histogram, Place
 from data.inspect.samples import (
     Sample,
     SampleChecker,
+    image_digest,
     read_sample,
     sheet_entry,
     summarize_images,
@@ -31,9 +33,6 @@ from data.inspect.samples import (
 )
 from data.inspect.shards import FIRST_PLACES, Progress, ShardSurvey
 from data.selection import Selection
-
-if TYPE_CHECKING:
-    from clipkit.samples.remote import ShardCache
 
 __all__ = ["CaptionSurvey", "FieldSurvey", "inspect"]
 
@@ -49,7 +48,6 @@ class CaptionSurvey:
 
     def __init__(self) -> None:
         self._captions: list[str] = []
-        self._places: list[Place] = []
         self._empty = 0
         self._not_utf8: list[Place] = []
 
@@ -63,7 +61,6 @@ class CaptionSurvey:
             self._empty += 1
         else:
             self._captions.append(sample.caption)
-            self._places.append(sample.place)
 
     def found(self) -> Captions:
         """Summarize the captions."""
@@ -72,7 +69,6 @@ class CaptionSurvey:
         counts = [count for at in starts for count in token_counts(captions[at : at + self._BATCH])]
         by_text = Counter(captions)
         frequent = [(text, count) for text, count in by_text.most_common(self._FREQUENT) if count > 1]
-        longest = max(range(len(counts)), key=lambda at: (counts[at], len(captions[at])), default=None)
         return Captions(
             read=len(counts),
             tokens=Histogram.of("tokens per caption", counts, self._TOKEN_EDGES),
@@ -81,8 +77,7 @@ class CaptionSurvey:
             empty=self._empty,
             not_utf8=len(self._not_utf8),
             not_utf8_at=tuple(self._not_utf8[:FIRST_PLACES]),
-            longest=0 if longest is None else counts[longest],
-            longest_at=None if longest is None else self._places[longest],
+            longest=max(counts, default=0),
             repeated=len(captions) - len(by_text),
             frequent=tuple((text[: self._CHARACTERS], count) for text, count in frequent),
         )
@@ -99,69 +94,44 @@ _MOST_NUMBERS = 4096  # numbers sampled per field for the median
 _KINDS = {bool: "true or false", int: "number", float: "number", str: "text", list: "list"}
 
 
-class _Numbers:
-    """The range of numbers, and an evenly spread sample of them."""
-
-    def __init__(self) -> None:
-        self.low, self.high = math.inf, -math.inf
-        self.some = array("d")
-        self._count, self._every = 0, 1
-
-    def add(self, number: float) -> None:
-        self.low, self.high = min(self.low, number), max(self.high, number)
-        if self._count % self._every == 0:
-            self.some.append(number)
-            if len(self.some) >= _MOST_NUMBERS:
-                self.some, self._every = self.some[::2], 2 * self._every
-        self._count += 1
-
-
 class _FieldValues:
-    """The values of one field."""
+    """The kinds of values of one field, the range of numbers with some of them, and some texts."""
 
     def __init__(self) -> None:
         self.kinds: Counter[str] = Counter()
-        self._numbers, self._lengths = _Numbers(), _Numbers()
+        self._low, self._high = math.inf, -math.inf
+        self._numbers = array("d")
         self._texts: Counter[str] = Counter()
-        self._more = 0  # values beyond the distinct ones that are counted
 
     def add(self, value: Any) -> None:
         self.kinds[_KINDS.get(type(value), "text")] += 1
         if isinstance(value, list):
-            self._lengths.add(len(value))
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            if abs(value) < 1e300:  # Python's json also parses NaN, Infinity and integers of any length
-                self._numbers.add(value)
-        else:
+            return
+        if isinstance(value, bool) or not isinstance(value, int | float):
             text = str(value).lower() if isinstance(value, bool) else str(value)[: _VALUE_LENGTH + 1]
             if text in self._texts or len(self._texts) < _MOST_VALUES:
                 self._texts[text] += 1
-            else:
-                self._more += 1
+        elif abs(value) < 1e300:  # Python's json also parses NaN, Infinity and integers of any length
+            self._low, self._high = min(self._low, value), max(self._high, value)
+            if len(self._numbers) < _MOST_NUMBERS:
+                self._numbers.append(value)
 
     def summary(self) -> str:
         """Describe the values in words."""
         parts = []
-        numbers, lengths = self._numbers, self._lengths
-        if numbers.some:
-            low, high, middle = numbers.low, numbers.high, float(np.median(numbers.some))
-            parts.append(f"{low:,.6g} to {high:,.6g}, median {middle:,.6g}" if low < high else f"{low:,.6g}")
-        if self._texts:
-            total = self._texts.total() + self._more
-            texts = [
-                (f'"{text[:_VALUE_LENGTH]}{"…" * (len(text) > _VALUE_LENGTH)}"', count)
-                for text, count in self._texts.most_common()
-            ]
-            if len(texts) == 1 and not self._more:
-                parts.append(f"always {texts[0][0]}" if total > 1 else texts[0][0])
-            elif len(texts) <= _FEW_VALUES and not self._more and total > len(texts):
-                parts.append(", ".join(f"{text} {100 * count / total:.0f}%" for text, count in texts))
-            else:
-                some = ", ".join(text for text, _ in texts[:_VALUES_SHOWN])
-                parts.append(some if total <= _VALUES_SHOWN else f"such as {some}")
-        if lengths.some:
-            least, most = int(lengths.low), int(lengths.high)
-            parts.append(f"{least} to {most} items" if least < most else f"{least} items")
+        if self._numbers:
+            span = f"{self._low:,.6g}"
+            if self._low < self._high:
+                span += f" to {self._high:,.6g}, median {float(np.median(self._numbers)):,.6g}"
+            parts.append(span)
+        texts = []
+        total = self._texts.total()
+        are_few = len(self._texts) <= _FEW_VALUES and total > len(self._texts)
+        for text, count in self._texts.most_common(_FEW_VALUES if are_few else _VALUES_SHOWN):
+            shown = f'"{text[:_VALUE_LENGTH]}{"…" * (len(text) > _VALUE_LENGTH)}"'
+            texts.append(f"{shown} {100 * count / total:.0f}%" if are_few else shown)
+        if texts:
+            parts.append(("" if are_few else "such as ") + ", ".join(texts))
         return "; ".join(parts)
 
 
@@ -175,7 +145,7 @@ class FieldSurvey:
         self._left_out: Counter[str] = Counter()
 
     def add(self, meta: dict[str, Any] | None) -> None:
-        """Add a sample's json; None for a sample without a readable one."""
+        """Add the fields of a sample's json; None for a sample without a readable one."""
         self._read += 1
         self._with_json += meta is not None
         if reason := self._selection.refuses(meta or {}):
@@ -235,12 +205,12 @@ def inspect(
     image_size: int = 224,
     decoding: Decoding | None = None,
     augmentation: Augmentation | None = None,
-    rate: float = 1000.0,
+    image: str = "",
     captions: Sequence[str] = ("txt",),
     filters: Sequence[str] = (),
     batch_size: int = Config.batch_size,
     max_bad: float = DataConfig.max_bad,
-    cache: "ShardCache | None" = None,
+    cache: ShardCache | None = None,
     progress: Progress | None = None,
 ) -> Findings:
     """Inspect shards as training would read them; errors that would stop training are recorded.
@@ -255,7 +225,7 @@ def inspect(
         image_size: of the model, in pixels.
         decoding: handling of depth, transparency and orientation; None for the defaults.
         augmentation: for the contact sheet and the measured speed; None for the defaults.
-        rate: samples per second that one GPU processes.
+        image: as in ``data.image``.
         captions: as in ``data.captions``.
         filters: as in ``data.filters``; only the number of samples that pass is reported.
         batch_size: pairs per step over all GPUs.
@@ -264,36 +234,31 @@ def inspect(
         progress: called with the task, items done, items failed, and all items.
 
     Raises:
-        ConfigError: a number is out of range, or a filter is invalid.
+        ConfigError: a filter is invalid.
         DataError: there are no shards, or the first of them contain no pair of image and caption.
     """
-    for name, value, least, most in (
-        ("samples", samples, 1, 1_000_000), ("shards", shards, 0, 1_000_000), ("image_size", image_size, 1, 10_000),
-        ("rate", rate, 1e-3, 1e9), ("batch_size", batch_size, 1, 1 << 30),
-    ):  # fmt: skip
-        if not least <= value <= most:
-            raise ConfigError(f"{name} = {value} is out of range: expected {least:g} to {most:,.0f}")
     began = time.monotonic()
     decoding, augmentation = decoding or Decoding(), augmentation or Augmentation()
     if decoding.pixel_range == "auto":  # deep images are shown and measured, although training would stop
         decoding = replace(decoding, pixel_range=STRETCH)
     texts, fields = CaptionSurvey(), FieldSurvey([Filter.of(one) for one in filters])
-    survey = ShardSurvey(sources, split=split, captions=captions, cache=cache)
-    survey.scan(shards, progress)
+    selection = Selection(captions=CaptionRule(fields=tuple(captions)), image=image)
+    survey = ShardSurvey(
+        sources, split=split, selection=selection, cache=cache, shards=shards, progress=progress
+    )
     chosen = survey.spread(samples)
     checker = SampleChecker(
         survey, chosen, image_size=image_size, decoding=decoding, augmentation=augmentation
     )
     for sample in checker.run(progress):
         texts.add(sample)
-        fields.add(sample.meta)
-    known = {(ref.scan.number, ref.row) for ref in chosen}
-    for ref in [] if survey.remote else survey.spread(_MORE_TEXTS):
-        if (ref.scan.number, ref.row) not in known:
-            sample, _ = read_sample(survey.opened(ref.scan), ref, survey.selection.captions)
-            texts.add(sample)
-            fields.add(sample.meta)
-    images, same, alike = summarize_images(checker.good, image_size)
+        fields.add(sample.fields)
+    more = [] if survey.remote else survey.spread(_MORE_TEXTS)
+    for i in sorted({*more} - {*chosen}):
+        sample, _ = read_sample(survey, i)
+        texts.add(sample)
+        fields.add(sample.fields)
+    images, same = summarize_images(checker.good, image_size)
     digests = {sample.image.digest for sample in checker.good if sample.image is not None}
     return Findings(
         sources=tuple(map(shown, sources)),
@@ -309,34 +274,27 @@ def inspect(
         fields=fields.found(),
         filtered=fields.filtered(),
         pictures=images,
-        held_out=_held_out(sources, captions, digests, samples, image_size) if split == "train" else None,
-        speed=checker.speed(rate),
+        held_out=_held_out(sources, selection, digests, samples) if split == "train" else None,
         sheet=tuple(map(sheet_entry, checker.sheet)),
         bad_shown=tuple(thumbnail(survey, sample) for sample in checker.bad_shown()),
         same=tuple(tuple(thumbnail(survey, sample) for sample in group) for group in same),
-        alike=tuple(tuple(thumbnail(survey, sample) for sample in group) for group in alike),
         seconds=time.monotonic() - began,
     )
 
 
 def _held_out(
-    sources: Sequence[str], captions: Sequence[str], trained: set[bytes], samples: int, image_size: int
+    sources: Sequence[str], selection: Selection, trained: set[bytes], samples: int
 ) -> HeldOut | None:
     """Compare the test split of dataset folders with images of the training split."""
     folders = [source for source in sources if (Path(source) / "test").is_dir()]
     if not folders:
         return None
     try:
-        survey = ShardSurvey(folders, split="test", captions=captions, cache=None)
-        survey.scan()
-        checker = SampleChecker(
-            survey,
-            survey.spread(samples),
-            image_size=image_size,
-            decoding=Decoding(pixel_range=STRETCH),
-            augmentation=Augmentation(),
-        )
-        digests = [sample.image.digest for sample in checker.run() if sample.image is not None]
+        survey = ShardSurvey(folders, split="test", selection=selection, cache=None)
     except DataError:  # an unreadable test split is not an error of the training split
         return None
+    digests = []
+    for i in survey.spread(samples):
+        _, data = read_sample(survey, i, image=True)
+        digests.append(image_digest(data))
     return HeldOut(read=len(digests), trained_on=sum(digest in trained for digest in digests))

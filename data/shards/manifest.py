@@ -48,6 +48,7 @@ __all__ = [
     "make_manifest",
     "no_caption",
     "note_texts",
+    "nothing_usable",
     "reject_unknown_negatives",
     "stated_count",
     "take_census",
@@ -587,7 +588,7 @@ def make_manifest(
         samples += census.count
         complete += sum(count for reason, count in census.dropped.items() if reason not in lacking)
         if not samples and (len(found) == len(shards) or (len(found) >= _FIRST and not complete)):
-            raise DataError(_nothing_usable([found[one] for one in sorted(found)], shards[0], selection))
+            raise DataError(nothing_usable([found[one] for one in sorted(found)], shards[0], selection))
         if progress is not None:
             progress(len(found))
     every = [found[number] for number in range(len(shards))]
@@ -611,7 +612,8 @@ def make_manifest(
     return manifest
 
 
-def _nothing_usable(found: Sequence[Census], first: ShardFile, selection: Selection) -> str:
+def nothing_usable(found: Sequence[Census], first: ShardFile, selection: Selection) -> str:
+    """Return the error message for shards without a used sample, the first of which is ``first``."""
     members: Counter[str] = Counter()
     dropped: Counter[str] = Counter()
     for census in found:

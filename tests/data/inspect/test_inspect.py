@@ -10,17 +10,15 @@ import time
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from clipkit.errors import ConfigError, DataError, run_command
+from clipkit.errors import DataError, run_command
 from clipkit.samples.traits import Decoding
 from data.__main__ import main
 from data.augment import Augmentation
-from data.inspect import inspect
 from data.inspect.report import notes, page_of
 from data.inspect.samples import token_counts
 from data.shards.samples import Shards
@@ -53,24 +51,27 @@ def test_good_shards(good: Path) -> None:
     found = look([str(good)])
     shards, names, sampled = found.shards, found.names, found.sampled
     assert (shards.count, shards.looked_into, shards.samples, shards.samples_known) == (3, 3, 36, True)
-    assert (shards.least, shards.median, shards.greatest) == (12, 12, 12)
     assert shards.bytes == sum(path.stat().st_size for path in good.iterdir())
-    assert (shards.missing, shards.broken, shards.empty, shards.suspicious) == ((), (), (), 0)
-    assert names.patterns == {"######": 36} and names.extensions == {"jpg": 36, "txt": 36}
-    assert (sampled.tried, sampled.bad, sampled.low) == (36, 0, 0.0) and 0.05 < sampled.high < 0.15
+    assert (shards.missing, shards.broken) == ((), ())
+    assert names.patterns == {"######": 36}
+    assert [(one.name, one.count, one.used_as) for one in names.members] == [
+        ("jpg", 36, "image"),
+        ("txt", 36, "caption"),
+    ]
+    assert (sampled.tried, sampled.bad) == (36, 0)
     assert found.captions.read == 36 and found.captions.repeated == 0
     assert sum(found.captions.tokens.counts) == 36
-    assert found.pictures.formats == {"JPEG": 36} and not found.pictures.misnamed
-    assert found.pictures.same_bytes.groups == found.pictures.same_look.groups == 0
+    assert found.pictures.formats == {"JPEG": 36}
+    assert found.pictures.depths == {"8-bit, 3 channels": 36}
+    assert found.pictures.same == found.pictures.same_groups == 0
     assert len(found.sheet) == 24 and all(entry.picture[8:12] == b"WEBP" for entry in found.sheet)
-    assert found.speed.per_core > 0 and found.speed.workers >= 1 and found.speed.read > 0
     assert not any(note.grave for note in notes(found))
 
 
 def test_repeated_inspection_gives_the_same_result(good: Path) -> None:
     first, second = (look([str(good)], samples=10).to_dict() for _ in range(2))
     for one in (first, second):
-        del one["speed"], one["seconds"]
+        del one["seconds"]
     assert first == second
     assert first["sampled"]["tried"] == 10 and len(first["sheet"]) == 10
     shards = {entry["place"]["shard"] for entry in first["sheet"]}
@@ -81,7 +82,7 @@ def test_repeated_inspection_gives_the_same_result(good: Path) -> None:
 def test_samples_are_drawn_without_repetition(good: Path, samples: int) -> None:
     found = look([str(good)], samples=samples)
     assert found.sampled.tried == found.pictures.read == min(samples, 36)
-    assert found.pictures.same_bytes.groups == 0
+    assert found.pictures.same_groups == 0
     assert (found.captions.read, found.captions.repeated) == (
         36,
         0,
@@ -97,19 +98,17 @@ def test_missing_and_broken_shards_are_reported_and_the_rest_is_inspected(tmp_pa
     (tmp_path / "00002.tar").write_bytes(b"")
     (tmp_path / "00005.tar").write_bytes(b"<html>not found</html>" * 100)
     write_tar(tmp_path / "00008.tar", [("a.txt", b"alone"), ("b.txt", b"too")])
-    pattern = f"{tmp_path}/{{00000..00009}}.tar"
-    for source, missing in ((str(tmp_path), ("00003", "00006")), (pattern, ("00003", "00006", "00009"))):
-        found = look([source])
-        assert found.shards.missing == missing and found.shards.missing_count == len(missing)
-        assert found.shards.samples == 15
-        broken = {Path(one.shard).name: one.cause for one in found.shards.broken}
-        assert set(broken) == {"00001.tar", "00002.tar", "00005.tar"}
-        assert "truncated" in broken["00001.tar"] and "empty" in broken["00002.tar"]
-        assert [Path(one).name for one in found.shards.empty] == ["00008.tar"]
-        assert found.names.without_picture == 2
-        assert "3 of 7 scanned shards are unreadable" in told(found)
-        assert "2 truncated shards: data.truncated=use trains on the intact part" in told(found)
-    assert "3 of 10 files are missing" in told(found)
+    found = look([str(tmp_path)])
+    assert found.shards.missing == ("00003", "00006") and found.shards.missing_count == 2
+    assert found.shards.samples == 15
+    broken = {Path(one.shard).name: one.cause for one in found.shards.broken}
+    assert set(broken) == {"00001.tar", "00002.tar", "00005.tar"}
+    assert "truncated" in broken["00001.tar"] and "empty" in broken["00002.tar"]
+    assert found.names.without_picture == 2
+    assert "3 of 7 scanned shards are unreadable" in told(found)
+    assert "2 truncated shards: data.truncated=use trains on the intact part" in told(found)
+    with pytest.raises(DataError, match="3 of 10 files are missing"):
+        look([f"{tmp_path}/{{00000..00009}}.tar"])
 
 
 def test_error_of_only_truncated_shards_names_the_setting(tmp_path: Path) -> None:
@@ -119,13 +118,6 @@ def test_error_of_only_truncated_shards_names_the_setting(tmp_path: Path) -> Non
         DataError, match=r"0\.tar is truncated: .*; data\.truncated=use trains on the intact part"
     ):
         look([str(tmp_path)])
-
-
-def test_wrong_number_of_shards_is_reported(tmp_path: Path) -> None:
-    write_tar(tmp_path / "train/0.tar", pairs(0, 3))
-    (tmp_path / "train/nshards.txt").write_text("4\n")
-    found = look([str(tmp_path)])
-    assert "nshards.txt says '4'" in told(found) and found.shards.samples == 3
 
 
 def test_bad_samples_by_cause(tmp_path: Path) -> None:
@@ -154,7 +146,6 @@ def test_captions_that_are_not_utf8(samples: int, tmp_path: Path) -> None:
     assert len(places) == 3 and set(places) <= {"000003", "000005", "000009", "000011", "000012"}
     (note,) = (note for note in notes(found) if "UTF-8" in note.text)
     assert note.grave and note.text.startswith("5 of 20 (25.0%) captions are not UTF-8, such as 0.tar: 0000")
-    assert row(found, "captions", "not UTF-8").startswith("5: 0.tar: 0000")
     if samples == 100:
         (cause,) = found.sampled.causes
         assert (cause.cause, cause.count) == ("caption is not UTF-8", 5)
@@ -176,8 +167,7 @@ def test_captions(tmp_path: Path) -> None:
     assert found.captions.repeated == 6
     assert found.captions.frequent[0] == ("the same", 6) and found.captions.frequent[1][1] == 2
     assert found.captions.cut == 2 and found.captions.longest == token_counts([long])[0] == 142
-    cut = next(entry for entry in found.sheet if entry.rest)
-    assert long.startswith(cut.caption + cut.rest[:20]) and token_counts([cut.caption])[0] == 77
+    assert sum(entry.tokens == 142 for entry in found.sheet) == 2
 
 
 def test_captions_in_json(tmp_path: Path) -> None:
@@ -195,28 +185,32 @@ def test_properties_of_images(tmp_path: Path) -> None:
     turned[0x0112] = 6
     grey = io.BytesIO()
     Image.fromarray(np.arange(1600, dtype=np.uint16).reshape(40, 40) * 40).save(grey, "png")
-    cmyk, clear = io.BytesIO(), io.BytesIO()
+    cmyk, clear, moving = io.BytesIO(), io.BytesIO(), io.BytesIO()
     Image.new("CMYK", (40, 40), (9, 99, 0, 0)).save(cmyk, "jpeg")
     Image.new("RGBA", (40, 40), (9, 99, 0, 0)).save(clear, "png")
-    again = io.BytesIO()
-    Image.open(io.BytesIO(image_file(9, (200, 200)))).resize((128, 128)).save(again, "jpeg", quality=70)
+    frames = [Image.new("RGB", (40, 40), (number, 99, 0)) for number in range(3)]
+    frames[0].save(moving, "gif", save_all=True, append_images=frames[1:])
     contents = [
         image_file(0, exif=turned), grey.getvalue(), cmyk.getvalue(), clear.getvalue(),
         image_file(4, (300, 20)), image_file(5, (20, 240)), image_file(6, form="webp"), image_file(6, form="webp"),
-        image_file(9, (200, 200)), again.getvalue(),
+        moving.getvalue(),
     ]  # fmt: skip
-    write_tar(tmp_path / "0.tar", pairs(0, 10, images=dict(enumerate(contents))))
-    images = look([str(tmp_path)]).pictures
-    assert images.read == 10
-    assert images.marks == {"grey": 1, "16 bits": 1, "CMYK": 1}
-    assert (images.transparent.count, [one.key for one in images.transparent.first]) == (1, ["000003"])
-    assert (images.rotated.count, [one.key for one in images.rotated.first]) == (1, ["000000"])
-    assert images.misnamed == {".jpg is PNG": 2, ".jpg is WEBP": 2}
-    assert (images.widest, images.tallest) == (15.0, 12.0)
-    assert images.widest_at is not None and images.widest_at.key == "000004"
+    write_tar(tmp_path / "0.tar", pairs(0, 9, images=dict(enumerate(contents))))
+    found = look([str(tmp_path)])
+    images = found.pictures
+    assert images.read == 9 and images.formats == {"JPEG": 4, "PNG": 2, "WEBP": 2, "GIF": 1}
+    assert images.depths == {
+        "8-bit, 3 channels": 5,
+        "8-bit, 4 channels": 2,
+        "16-bit, 1 channel": 1,
+        "8-bit, 1 channel": 1,
+    }
+    places = {name: [place.key for place in found] for name, found in images.traits_at.items() if found}
+    assert (places["transparent"], places["rotated"]) == (["000003"], ["000000"])
+    assert (images.traits.images, images.traits.transparent, images.traits.rotated) == (9, 1, 1)
     assert images.small == 2
-    assert [[place.key for place in group] for group in images.same_bytes.shown] == [["000006", "000007"]]
-    assert [[place.key for place in group] for group in images.same_look.shown] == [["000008", "000009"]]
+    assert (images.same, images.same_groups) == (2, 1)
+    assert [[entry.place.key for entry in group] for group in found.same] == [["000006", "000007"]]
 
 
 def test_values_of_deep_images_and_the_setting_to_write(tmp_path: Path) -> None:
@@ -236,7 +230,7 @@ def test_values_of_deep_images_and_the_setting_to_write(tmp_path: Path) -> None:
         r"\d\d, 1[45]\d\d, 29\d\d(\.\d+)?",
         line,
     ), line
-    note = "2 of 8 images have more than 8 bits of gray, at which training stops: set data.pixel_range=0,4095"
+    note = "2 of 8 images have more than 8 bits per channel, at which training stops: set data.pixel_range=0,4095"
     assert f"{note}, or for the values of these images " in told(found)
     assert "16 bits per color" not in told(found)
     found = look([str(tmp_path)], decoding=Decoding(pixel_range=(0.0, 2000.0)))
@@ -266,18 +260,38 @@ def test_repeated_files_in_a_sample(tmp_path: Path) -> None:
         members += [(f"{key}.png", image_file(9, form="png")), (f"{key}.json", b"[]")] * (number == 5)
     write_tar(tmp_path / "0.tar", members)
     found = look([str(tmp_path)])
-    assert found.names.repeated == {"txt": 4, "picture": 1, "json": 1}
-    assert [place.key for place in found.names.repeated_at] == ["000002", "000003", "000005"]
-    counts = "4 more txt, 1 more image, 1 more json (such as 0.tar: 000002; 0.tar: 000003; 0.tar: 000005)"
-    assert row(found, "samples", "twice in a sample") == f"{counts}; the first one is used"
-    assert (
-        f"samples with several files of a kind: {counts}; training uses the first one of each sample and ignores "
-        "the others"
-    ) in told(found)
+    assert {one.name: (one.count, one.repeated) for one in found.names.members} == {
+        "txt": (12, 4),
+        "json": (9, 1),
+        "jpg": (8, 0),
+        "png": (1, 0),
+    }
+    assert row(found, "samples", "txt") == "12: caption; 4 repetitions in a sample, ignored"
     assert {entry.caption for entry in found.sheet} == {"first"}  # as in training
     data = Shards.of(find_shards(str(tmp_path)))
     assert {data.read(number).fields["txt"] for number in range(8)} == {"first"}
     assert data.read(5).image[:2] == b"\xff\xd8"
+
+
+def test_members_by_name_and_the_settings_that_use_them(tmp_path: Path) -> None:
+    members: list[tuple[str, bytes]] = []
+    for number in range(6):
+        key = f"{number:06d}"
+        members += [(f"{key}.jpg", image_file(number)), (f"{key}.txt", b"plain"), (f"{key}.cls", b"3")]
+        members += [(f"{key}.sci.txt", b"Corvus corax"), (f"{key}.img_content", image_file(9 + number))]
+        members += [(f"{key}.npz", b"PK\x03\x04\xff\xfe")] * (number < 2)
+    write_tar(tmp_path / "0.tar", members)
+    found = look([str(tmp_path)])
+    assert row(found, "samples", "sci.txt") == "6: not used; data.captions=sci.txt uses them"
+    assert row(found, "samples", "img_content") == "6: not used; data.image=img_content uses them"
+    assert row(found, "samples", "npz") == "2: not used"
+    chosen = look([str(tmp_path)], image="img_content", captions=["sci.txt"])
+    assert row(chosen, "samples", "img_content") == "6: image"
+    assert row(chosen, "samples", "jpg") == "6: not used; data.image=jpg uses them"
+    assert row(chosen, "samples", "sci.txt") == "6: caption"
+    assert row(chosen, "samples", "txt") == "6: not used; data.captions=txt uses them"
+    assert {entry.caption for entry in chosen.sheet} == {"Corvus corax"}
+    assert chosen.pictures.same == 0 and chosen.sampled.bad == 0
 
 
 def test_keys_and_members(tmp_path: Path) -> None:
@@ -288,37 +302,37 @@ def test_keys_and_members(tmp_path: Path) -> None:
         ("a/four.jpeg", image_file(4)), ("a/four.txt", b"four"),
     ]  # fmt: skip
     write_tar(tmp_path / "0.tar", members)
-    write_tar(tmp_path / "1.tar", [("a/one.jpg", image_file(7)), ("a/one.txt", b"another")])
     found = look([str(tmp_path)])
     names = found.names
-    assert names.upper_case == {"JPG": 1} and names.repeated == {"picture": 1}
-    assert names.extensions == {"jpg": 4, "txt": 5, "1.jpg": 1, "1.txt": 1, "jpeg": 1}
-    assert (names.second_dot, names.hidden, names.apart, names.across) == (2, 2, 1, 1)
+    assert {one.name: (one.count, one.repeated, one.setting) for one in names.members} == {
+        "txt": (4, 0, ""),
+        "jpg": (3, 1, ""),
+        "1.jpg": (1, 0, "data.image=1.jpg"),
+        "1.txt": (1, 0, "data.captions=1.txt"),
+        "jpeg": (1, 0, ""),
+    }
+    assert names.apart == 1
     assert names.apart_example is not None and names.apart_example.key == "a/two"
-    assert names.across_example == "a/one"
-    assert (names.without_picture, names.without_caption) == (2, 1)
-    assert found.shards.samples == 3
-    assert "2 files with a second dot" in told(found) and "1 key repeated later" in told(found)
+    assert (names.without_picture, names.without_caption) == (3, 1)
+    assert found.shards.samples == 2
+    assert "1 key repeated later" in told(found)
 
 
 @pytest.mark.parametrize(
-    ("members", "seen", "hint"),
+    ("members", "seen"),
     [
-        ([("a.jpg", b""), ("a.caption", b"")], "'caption' (1)", "rename the .caption files to .txt"),
-        ([("a.jpg", b""), ("a.text", b"")], "'text' (1)", "rename the .text files to .txt"),
-        ([("a.JPG.txt", b""), ("a.JPG", b"")], "'jpg.txt' (1)", "use no other dots in names"),
-        ([("0.jpg", b""), ("1.txt", b"")], "'jpg' (1)", "be consecutive"),
-        ([("README", b""), (".x.jpg", b"")], "none; 2 files have no extension", "expected: KEY.jpg/"),
-        ([], "none", "expected: KEY.jpg/jpeg/png/webp/… with KEY.txt"),
+        ([("a.jpg", b""), ("a.caption", b"")], "jpg (1), caption (1)"),
+        ([("a.JPG.txt", b""), ("a.JPG", b"")], "jpg.txt (1), jpg (1)"),
+        ([("0.jpg", b""), ("1.txt", b"")], "jpg (1), txt (1)"),
+        ([("README", b""), (".x.jpg", b"")], "members: none"),
+        ([], "members: none"),
     ],
 )
-def test_error_without_pairs_lists_found_and_expected_extensions(
-    members: Members, seen: str, hint: str, tmp_path: Path
-) -> None:
+def test_error_without_pairs_lists_the_members(members: Members, seen: str, tmp_path: Path) -> None:
     write_tar(tmp_path / "0.tar", members)
     with pytest.raises(DataError) as error:
         look([str(tmp_path)])
-    assert seen in str(error.value) and hint in str(error.value)
+    assert "no sample with image and caption" in str(error.value) and seen in str(error.value)
 
 
 def test_ten_thousand_unsuitable_shards_fail_quickly(tmp_path: Path) -> None:
@@ -326,7 +340,7 @@ def test_ten_thousand_unsuitable_shards_fail_quickly(tmp_path: Path) -> None:
     for number in range(1, 10_000):
         os.link(tmp_path / "00000.tar", tmp_path / f"{number:05d}.tar")
     begin = time.monotonic()
-    with pytest.raises(DataError, match=r"the first 8 scanned shards contain no pair .*'caption' \(8\)"):
+    with pytest.raises(DataError, match=r"the first 8 shards have no sample .*caption \(8\)"):
         look([str(tmp_path)])
     assert time.monotonic() - begin < 10
 
@@ -335,29 +349,22 @@ def test_many_shards_are_sampled(tmp_path: Path) -> None:
     write_tar(tmp_path / "00000.tar", pairs(0, 3))
     for number in range(1, 300):
         os.link(tmp_path / "00000.tar", tmp_path / f"{number:05d}.tar")
-    for number in range(0, 300, 2):
-        (tmp_path / f"{number:05d}_stats.json").write_text('{"successes": 3}')
-    write_tar(tmp_path / "00299.tar.new", pairs(0, 3))
-    (tmp_path / "00299.tar.new").replace(
-        tmp_path / "00299.tar"
-    )  # replaced, as writing would change all hard links
     cut = (tmp_path / "00000.tar").read_bytes()[:-3000]
-    (tmp_path / "00151.tar").unlink()
-    (tmp_path / "00151.tar").write_bytes(cut)
+    (tmp_path / "00150.tar").unlink()
+    (tmp_path / "00150.tar").write_bytes(cut)
     found = look([str(tmp_path)], shards=4, samples=6)
-    assert (found.shards.count, found.shards.looked_into, found.shards.suspicious) == (300, 5, 1)
-    assert [Path(one.shard).name for one in found.shards.broken] == ["00151.tar"]
-    assert not found.shards.samples_known and found.shards.counted >= 150
-    assert abs(found.shards.samples - 3 * 299) <= 3
+    assert (found.shards.count, found.shards.looked_into) == (300, 4)
+    assert [Path(one.shard).name for one in found.shards.broken] == ["00150.tar"]
+    assert not found.shards.samples_known and abs(found.shards.samples - 3 * 299) <= 3
     assert found.sampled.tried == 6
-    assert "5 of 300, spread evenly" in row(found, "shards", "scanned")
+    assert "4 of 300, spread evenly" in row(found, "shards", "scanned")
     assert "about" in row(found, "shards", "samples")
 
 
 def test_only_broken_images_raise_error(tmp_path: Path) -> None:
     write_tar(tmp_path / "0.tar", pairs(0, 70, images=dict.fromkeys(range(70), b"no")))
     with pytest.raises(
-        DataError, match=r"none of the first 64 samples can be used: not an image.*'jpg' \(70\)"
+        DataError, match=r"none of the first 64 samples can be used: not an image in a known format \(64\)"
     ):
         look([str(tmp_path)])
 
@@ -370,12 +377,6 @@ def test_unreadable_shards_and_invalid_settings_raise_error(tmp_path: Path) -> N
     with pytest.raises(DataError, match="no tar, table or Parquet file of split"):
         (tmp_path / "empty").mkdir()
         look([str(tmp_path / "empty")])
-    for name in ("samples", "shards", "image_size", "rate"):
-        with pytest.raises(ConfigError, match=f"{name} = -1"):
-            wrong: dict[str, Any] = {name: -1}
-            inspect([str(tmp_path)], **wrong)
-    with pytest.raises(ConfigError, match="rate = nan"):
-        inspect([str(tmp_path)], rate=float("nan"))
 
 
 HOSTILE = "<script>alert(1)</script>\x1b[2J\u202e&\"'\x00]]>[bold]\ud800"
@@ -428,7 +429,6 @@ def test_command_output_and_exit_status(
     assert max(map(len, output.out.splitlines())) <= 80 and "\x1b" not in output.out
     assert not any(line.endswith(" ") for line in output.out.splitlines())
     assert "3 shards, 36 samples" in output.out
-    assert re.search(r"workers needed +\d+ workers? \(data.workers\) for a GPU", output.out)
     for wrong, message in (("none/page.html", "in an existing folder"), ("photo.png", "ending in .html")):
         with pytest.raises(SystemExit) as stop:
             run_command(partial(main, ["inspect", str(good), "--html", str(tmp_path / wrong)]))
@@ -455,12 +455,10 @@ def test_several_sources(good: Path, tmp_path: Path) -> None:
 
 
 def test_repeated_files_in_a_remote_shard(nginx: servers.Nginx, tmp_path: Path) -> None:
-    """The index has counts but no names."""
     write_tar(tmp_path / "0.tar", [*pairs(0, 5), ("000004.txt", b"another"), ("000004.png", image_file(7))])
     nginx.put("twice/0.tar", (tmp_path / "0.tar").read_bytes())
     found = look([nginx.url("twice/0.tar")])
-    assert found.names.repeated == {"picture": 1, "txt": 1} and found.names.repeated_at == ()
-    assert row(found, "samples", "twice in a sample") == "1 more image, 1 more txt; the first one is used"
+    assert row(found, "samples", "txt") == "6: caption; 1 repetition in a sample, ignored"
 
 
 def test_remote_shards_are_read_in_parts_and_their_secrets_are_not_shown(
@@ -469,8 +467,7 @@ def test_remote_shards_are_read_in_parts_and_their_secrets_are_not_shown(
     for number in (0, 1, 3):
         write_tar(tmp_path / "one.tar", pairs(100 * number, 4))
         nginx.put(f"set/{number:05d}.tar", (tmp_path / "one.tar").read_bytes())
-    pattern = nginx.url("set/{00000..00003}.tar?token=s3cret")
-    found = look([pattern])
+    found = look([nginx.url(f"set/{number:05d}.tar?token=s3cret") for number in (0, 1, 3)])
     assert (found.shards.samples, found.shards.missing, found.sampled.bad) == (12, ("00002",), 0)
     assert found.sampled.tried == 12 and len(found.sheet) == 12
     assert found.shards.beginnings == 0  # because they are small
@@ -487,14 +484,10 @@ def test_only_the_first_samples_of_large_remote_shards_are_read(
         write_tar(tmp_path / "one.tar", pairs(100 * number, 60))
         nginx.put(f"large/{number:05d}.tar", (tmp_path / "one.tar").read_bytes())
     found = look([nginx.url("large")])
-    assert (found.shards.beginnings, found.shards.counted, found.sampled.bad) == (3, 0, 0)
+    assert (found.shards.beginnings, found.sampled.bad) == (3, 0)
     assert 15 <= found.sampled.tried < 60 and found.names.without_caption == 0
     assert not found.shards.samples_known and 150 < found.shards.samples < 210
     assert "only the first samples of 3" in row(found, "shards", "scanned")
-    for number in range(3):
-        nginx.put(f"large/{number:05d}_stats.json", b'{"successes": 61}')
-    found = look([nginx.url("large")])
-    assert (found.shards.samples, found.shards.samples_known, found.shards.counted) == (183, True, 3)
 
 
 def test_transparent_and_rotated_images_are_reported_with_the_setting(tmp_path: Path) -> None:
@@ -507,21 +500,15 @@ def test_transparent_and_rotated_images_are_reported_with_the_setting(tmp_path: 
     contents = {1: clear.getvalue(), 2: opaque.getvalue(), **dict.fromkeys(range(4, 9), turned)}
     write_tar(tmp_path / "0.tar", pairs(0, 10, images=contents))
     found = look([str(tmp_path)])
-    assert row(found, "images", "transparent") == (
-        "1 of 10 (10.0%); their hidden colors are used, as in open_clip; set data.background=white | "
-        "in 0.tar: 000001"
-    )
-    assert row(found, "images", "rotated by EXIF").startswith(
-        "5 of 10 (50.0%); not applied, as in open_clip; set data.upright=true | in 0.tar: 000004; "
-    )
+    assert row(found, "images", "transparent") == "1 of 10 (10.0%), in 0.tar: 000001"
+    assert row(found, "images", "rotated by EXIF").startswith("5 of 10 (50.0%), in 0.tar: 000004; ")
     assert "1 of 10 images is transparent" in told(found) and "5 of 10 images are rotated" in told(found)
     chosen = look([str(tmp_path)], decoding=Decoding(background=(255, 255, 255), upright=True))
-    assert row(chosen, "images", "transparent").startswith("1 of 10 (10.0%); blended onto #ffffff")
-    assert row(chosen, "images", "rotated by EXIF").startswith("5 of 10 (50.0%); rotated upright")
+    assert row(chosen, "images", "transparent") == row(found, "images", "transparent")
     assert "transparent" not in told(chosen) and "rotated" not in told(chosen)
     write_tar(tmp_path / "plain/0.tar", pairs(0, 10))
     none = look([str(tmp_path / "plain")])
-    assert row(none, "images", "transparent") == row(none, "images", "rotated by EXIF") == "none"
+    assert row(none, "images", "transparent") == row(none, "images", "rotated by EXIF") == ""
     json.dumps(chosen.to_dict())
 
 

@@ -1,12 +1,12 @@
-"""Tests of the functions of ``inspect``: missing numbers, key patterns, intervals, similar images."""
+"""Tests of the functions of ``inspect``: missing numbers, key patterns, identical files."""
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from clipkit.files.terminal import printable
-from data.inspect.findings import Histogram, Speed, wilson
-from data.inspect.samples import group_equal, group_similar, similarity_code, token_counts
+from data.inspect.findings import PERCENTILES, Histogram
+from data.inspect.samples import DeepValues, group_equal, summarize_deep, token_counts
 from data.inspect.shards import key_pattern, missing_numbers
 
 
@@ -29,17 +29,6 @@ def test_missing_numbers_of_several_folders_and_names() -> None:
     urls = ["/a/0.tar", "/a/2.tar", "/b/0.tar", "s3://b/t-08.tar?v=1", "s3://b/t-10.tar?v=1", "/c/only.tar"]
     assert missing_numbers(urls) == (["1", "09"], 2)
     assert missing_numbers(["/a/1700000000.tar", "/a/1800000000.tar"]) == ([], 0)
-
-
-@given(st.integers(0, 500), st.integers(0, 500))
-def test_wilson_interval_contains_the_fraction(part: int, more: int) -> None:
-    low, high = wilson(part, part + more)
-    assert 0 <= low <= (part / (part + more) if part + more else 0.5) <= high <= 1
-    if part + more:
-        assert wilson(2 * part, 2 * (part + more))[1] - wilson(2 * part, 2 * (part + more))[0] <= high - low
-    assert wilson(3, 100) == pytest.approx(
-        (0.010254, 0.084515), abs=1e-5
-    )  # computed by hand from the formula
 
 
 @given(st.text(st.characters(codec=None), max_size=300))
@@ -67,19 +56,11 @@ def test_key_pattern(key: str, words: bool, form: str) -> None:
 
 @settings(suppress_health_check=[HealthCheck.too_slow], max_examples=30)
 @given(st.lists(st.integers(0, 12), max_size=30))
-def test_equal_and_similar_items_are_grouped(kinds: list[int]) -> None:
+def test_equal_items_are_grouped(kinds: list[int]) -> None:
     expected = sorted(
         [n for n, one in enumerate(kinds) if one == kind] for kind in set(kinds) if kinds.count(kind) > 1
     )
     assert sorted(group_equal([bytes([kind]) for kind in kinds])) == expected
-    codes = [np.random.default_rng(kind).integers(-1, 2, 256).astype(np.int8) for kind in kinds]
-    assert sorted(group_similar(codes)) == expected
-
-
-def test_uniform_images_are_not_similar() -> None:
-    codes = [similarity_code(np.full((50, 50, 3), value, dtype=np.uint8)) for value in (0, 100, 255)]
-    assert group_similar(codes) == []
-    assert similarity_code(np.zeros((1, 1, 3), dtype=np.uint8)).shape == (256,)
 
 
 @given(st.lists(st.integers(0, 400), max_size=40))
@@ -93,9 +74,19 @@ def test_token_counts_include_special_tokens_in_the_text() -> None:
     assert token_counts(["", "!", "a cat !!!", "<end_of_text> a"]) == [2, 3, 5, 4]
 
 
-def test_number_of_workers_for_a_rate() -> None:
-    figures = {"per_core": 500.0, "make": 1.9, "text": 0.1, "read_bytes": 1e6, "workers": 0, "cores": 2}
-    here = Speed(**figures, read=1000.0, remote=False, rate=1000.0)  # type: ignore[arg-type]
-    there = Speed(**figures, read=1000.0, remote=True, rate=1000.0)  # type: ignore[arg-type]
-    assert [here.workers_for(rate) for rate in (1, 300, 1000, 2000)] == [1, 1, 3, 6]
-    assert [there.workers_for(rate) for rate in (1, 500, 501, 2000)] == [1, 1, 2, 4]
+@given(st.lists(st.integers(1, 5000), min_size=3, max_size=3), st.integers(1, 3))
+def test_values_of_each_channel_of_deep_images(largest: list[int], images: int) -> None:
+    random = np.random.default_rng(sum(largest))
+    arrays = []
+    for _ in range(images):
+        values = (random.random((8, 9, 3)) * np.array(largest)).astype(np.uint16)
+        values[0, 0] = largest
+        arrays.append(values)
+    deep = summarize_deep([DeepValues.of(values) for values in arrays])
+    assert (deep.count, deep.kinds) == (images, {"16-bit": images})
+    pairs = deep.pixel_range.split(";")
+    whole = np.stack(arrays).reshape(-1, 3)
+    for channel, pair, most, values in zip(deep.channels, pairs, largest, whole.T, strict=True):
+        assert (channel.low, channel.high) == (values.min(), most)
+        assert channel.percentiles == tuple(np.percentile(values, PERCENTILES))
+        assert pair == ("0,1" if most == 1 else f"0,{2 ** max(8, most.bit_length()) - 1}")

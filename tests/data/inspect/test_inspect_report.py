@@ -55,16 +55,15 @@ def test_json_fields_are_reported(tmp_path: Path) -> None:
     assert fields == {
         "width": ("number", 12, "100 to 111, median 105.5"),
         "lang": ("text", 12, '"en" 67%, "de" 33%'),
-        "ok": ("true or false", 12, 'always "true"'),
+        "ok": ("true or false", 12, '"true" 100%'),
         "a.b": ("number", 12, "0 to 2.75, median 1.375"),
-        "tags": ("list", 2, "1 to 2 items"),
-        "url": ("text", 2, f'"v", "{"u" * 40}…"'),
-        "mixed": ("text or number", 2, '1; "one"'),
+        "tags": ("list", 2, ""),
+        "url": ("text", 2, f'such as "v", "{"u" * 40}…"'),
+        "mixed": ("text or number", 2, '1; such as "one"'),
     }
     assert (found.fields.read, found.fields.with_json, found.fields.more) == (14, 12, 0)
     assert row(found, "fields", "samples with json") == "12 of 14 (85.7%)"
     assert row(found, "fields", "width") == "number, in 85.7%: 100 to 111, median 105.5"
-    assert "--filters 'FIELD >= VALUE'" in row(found, "fields", "to filter")
 
 
 def test_any_json_is_accepted() -> None:
@@ -172,22 +171,6 @@ def test_steps_of_an_epoch_are_reported(tmp_path: Path) -> None:
     )
 
 
-def test_stats_files_are_compared_with_the_shards(tmp_path: Path) -> None:
-    for number, successes in enumerate((5, 9, 3)):
-        write_tar(tmp_path / f"{number}.tar", pairs(100 * number, 5))
-        (tmp_path / f"{number}_stats.json").write_text(json.dumps({"successes": successes}))
-    write_tar(tmp_path / "3.tar", pairs(300, 5))
-    found = look([str(tmp_path)])
-    stated = found.shards.stated
-    assert (stated.shards, stated.stated, stated.found) == (3, 17, 15)
-    assert [(Path(name).name, says, there) for name, says, there in stated.differ] == [
-        ("1.tar", 9, 5),
-        ("2.tar", 3, 5),
-    ]
-    assert "15 samples with an image found, fewer than the 17 stated in _stats.json files" in told(found)
-    assert row(found, "shards", "_stats.json files").endswith("1.tar: 9, found 5 | 2.tar: 3, found 5")
-
-
 def test_bad_samples_and_duplicates_are_shown(tmp_path: Path) -> None:
     large = image_file(8, (400, 300), quality=95)
     images = {
@@ -195,7 +178,6 @@ def test_bad_samples_and_duplicates_are_shown(tmp_path: Path) -> None:
         1: b"",
         2: large[: len(large) // 2],
         5: image_file(4),
-        9: image_file(4, quality=60),
     }
     captions = {3: b" "} | dict.fromkeys(range(12, 30), b"")
     write_tar(tmp_path / "0.tar", pairs(0, 30, images=images, captions=captions))
@@ -205,22 +187,21 @@ def test_bad_samples_and_duplicates_are_shown(tmp_path: Path) -> None:
     assert [entry.cause for entry in found.bad_shown[:4]] == ["empty caption"] * 4  # the most frequent cause
     assert (shown["000000"].picture, shown["000000"].beginning) == (b"", "<p>gone</p>")
     assert (shown["000001"].size, shown["000002"].size) == (0, len(large) // 2)
-    assert shown["000002"].picture[8:12] == shown["000003"].picture[8:12] == b"WEBP"
+    assert shown["000002"].picture == b"" and shown["000003"].picture[8:12] == b"WEBP"
     assert shown["000002"].caption == "an image of thing 2"
     assert [[entry.place.key for entry in group] for group in found.same] == [["000004", "000005"]]
-    assert [[entry.place.key for entry in group] for group in found.alike] == [["000004", "000005", "000009"]]
     page = page_of(found)
     assert "&lt;p&gt;gone&lt;/p&gt;" in page and "<p>gone" not in page and ">no bytes<" in page
-    images_shown = len(found.sheet) + 5 + 2 + 3
+    images_shown = len(found.sheet) + 4 + 2
     assert page.count("<img ") == images_shown
-    assert "Identical files<" in page and "Similar images<" in page
+    assert "Identical files<" in page
 
 
 def test_only_a_few_duplicates_are_shown(tmp_path: Path) -> None:
     images = {number: image_file(number // 5) for number in range(40)}
     write_tar(tmp_path / "0.tar", pairs(0, 40, images=images))
     found = look([str(tmp_path)])
-    assert [len(group) for group in found.same] == [4] * 6 and found.alike == ()
+    assert [len(group) for group in found.same] == [4] * 6
     assert "Identical files: 6 of 8 groups" in page_of(found)
 
 

@@ -95,14 +95,13 @@ def test_user_errors_print_one_line(shards: str, tmp_path: Path, capsys: pytest.
         ([shards, "--workers", "two"], "workers = 'two' is invalid"),
         ([shards, "--workers", "1,,2"], "is invalid"),
         ([shards, "--workers", "9999"], "from 0 to 512"),
-        ([shards, "--workers", "0", "2"], "workers = 0 2: separate by commas: --workers 0,2"),
-        (["--workers", "0,1", "2", shards], "workers = 0,1 2: separate by commas: --workers 0,1,2"),
+        ([shards, "--workers", "0", "2"], "no data at '2'"),
         (["--workers", "0", "no-such-folder"], "no data at 'no-such-folder'"),
         (["--workers", "0"], "SOURCE is missing"),
         ([shards, "--batch-size", "0"], "--batch-size: '0' is not a whole number from 1 to 65,536"),
         ([shards, "--image-size", "-1"], "--image-size: '-1' is not a whole number from 1"),
         ([shards, "--seconds", "nan"], "--seconds: 'nan' is not a number above 0"),
-        ([str(tmp_path)], "no tar of split"),
+        ([str(tmp_path)], "no tar, table or Parquet file of split"),
     ]:
         with pytest.raises(SystemExit) as stop:
             run_command(partial(main, ["speed", *arguments]))
