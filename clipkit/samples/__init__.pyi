@@ -10,7 +10,6 @@ from .caption_files import (
     find_captions as find_captions,
     metadata_of as metadata_of,
     open_caption_tables as open_caption_tables,
-    pair_captions as pair_captions,
     read_captions as read_captions,
 )
 from .class_names import (

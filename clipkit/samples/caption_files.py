@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
@@ -21,7 +21,6 @@ __all__ = [
     "metadata_of",
     "names_of_tables",
     "open_caption_tables",
-    "pair_captions",
     "read_captions",
 ]
 
@@ -34,19 +33,10 @@ _MAX_BYTES = 4 << 20  # per file; the rest is not read
 _LINE_END = re.compile(r"\r\n|\n|\r")
 
 
-def pair_captions(images: Iterable[Path]) -> Iterator[tuple[Path, Path | None]]:
-    """Yield each image with the file that may contain captions of the image, None if there is none.
-
-    Of several files, the first with captions is used, else the first. A folder is listed once for consecutive
-    images in the folder.
-    """
-    cached = lru_cache(maxsize=8)(list_texts)
-    for image in images:
-        yield image, caption_file_of(image, cached)
-
-
 def caption_file_of(image: Path, texts_in: Callable[[Path], Mapping[str, Sequence[str]]]) -> Path | None:
-    """Return the file that may contain the captions of an image, see ``pair_captions``.
+    """Return the file that may contain the captions of an image, None if there is none.
+
+    Of several files, the first with captions is used, else the first.
 
     Args:
         image: the image.
@@ -65,7 +55,9 @@ def find_captions(images: Iterable[Path]) -> Path | None:
 
     A .json file is one only if it has captions; other .json files have metadata or annotations.
     """
-    for _, file in pair_captions(images):
+    texts_in = lru_cache(maxsize=8)(list_texts)
+    for image in images:
+        file = caption_file_of(image, texts_in)
         if file is not None and (file.suffix.lower() != ".json" or read_captions(file)):
             return file
     return None

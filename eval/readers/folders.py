@@ -85,9 +85,10 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
             f"the names of classes into {folder / CLASS_NAMES}, or score the captions of a packed dataset "
             f"(python -m data pack {shlex.quote(str(inside))} OUT --test 1.0, then --data OUT)"
         )
-    if listed is None and (tables_below := _caption_tables(inside)):
+    paths_below = (path for path, _ in files_below(inside))
+    if listed is None and (tables_below := open_caption_tables(paths_below, SUFFIXES)):
         raise DataError(
-            f"{tables_below[0]} is a table of images and captions, so the names of folders are not read as "
+            f"{tables_below[0].path} is a table of images and captions, so the names of folders are not read as "
             f"classes: name the table instead, or write the names of classes into {folder / CLASS_NAMES}"
         )
     if renamed := [f"{one} is {classes[i]!r}" for one, i in labels_of.items() if one != classes[i]]:
@@ -243,12 +244,6 @@ def _images_by_class(folder: Path) -> Iterator[tuple[str, Path]]:
             raise DataError(f"{path}: {cause}")
         if len(parts) > 1:
             yield parts[0], path
-
-
-def _caption_tables(folder: Path) -> list[Path]:
-    """Return the tables below a folder that list images in their folders with captions rather than labels."""
-    tables = open_caption_tables((path for path, _ in files_below(folder)), SUFFIXES)
-    return [table.path for table in tables]
 
 
 def utf8_name(name: str) -> str:

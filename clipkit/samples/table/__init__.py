@@ -74,7 +74,7 @@ _GZIP = ".gz"
 SUFFIXES = (*_TEXT_FORMATS, *(suffix + _GZIP for suffix in _TEXT_FORMATS), ".parquet", ".pq")
 NAMED_SUFFIXES = (*_NAMED_FORMATS, *(suffix + _GZIP for suffix in _NAMED_FORMATS))
 _EXPECTED = "a .csv, .tsv, .jsonl, .json or .parquet table, or a .txt list"
-_FIRST_ROWS = 20  # whose images are looked for
+_FIRST_ROWS, _MOST_FOLDERS = 20, 100  # images that are looked for, and folders in which they may be
 _REPLACEMENT = "\ufffd"  # of bytes that are not text in the encoding of the file
 
 
@@ -326,7 +326,10 @@ def listed_path(folder: Path, text: str) -> Path:
 
 def _subfolders(folder: Path) -> list[Path]:
     with suppress(OSError), os.scandir(folder) as entries:
-        return sorted(Path(entry.path) for entry in entries if entry.is_dir() and not is_hidden(entry.name))
+        folders = sorted(
+            Path(entry.path) for entry in entries if entry.is_dir() and not is_hidden(entry.name)
+        )
+        return folders[:_MOST_FOLDERS]
     return []
 
 

@@ -20,7 +20,7 @@ from clipkit.samples.table.values import json_value
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_BATCH, _BATCH_WITH_BYTES = 1024, 16  # rows that are converted at a time, and rows with images
+_BATCH, _BATCH_WITH_BYTES = 1024, 16  # rows that are read at a time, and rows with images
 _KEPT_BYTES = 256 << 20  # of row groups in memory; the last two are kept whatever their size
 _MAX_GROUP_BYTES = 16 << 30
 _MAX_IMAGE_BYTES = 256 << 20
@@ -142,18 +142,18 @@ class ParquetSamples:
     def columns(self, *names: str) -> list[list[Any]]:
         """Return all values of some columns, which should be small."""
         values: list[list[Any]] = [[] for _ in names]
-        for table in self.row_groups(names):
+        for batch in self.batches(names):
             for column, name in zip(values, names, strict=True):
-                column += table.column(name).to_pylist()
+                column += batch.column(name).to_pylist()
+        if any(len(column) != len(self) for column in values):
+            raise DataError(f"{self.files[0].shown}: the number of rows does not match its footer")
         return values
 
-    def row_groups(self, names: Sequence[str]) -> "Iterator[pa.Table]":
-        """Yield each row group with some of the columns."""
+    def batches(self, names: Sequence[str], rows: int = _BATCH) -> "Iterator[pa.RecordBatch]":
+        """Yield some of the columns of all rows, a few rows at a time."""
         for index, file in enumerate(self.files):
-            groups = [i for i, (own, _) in enumerate(self._groups) if own == index]
             with _open_parquet(file, self.path(index)) as opened:
-                for group in groups:
-                    yield self._read_group(opened, group, names)
+                yield from opened.iter_batches(batch_size=rows, columns=list(names))
 
     def check_single(self, column: str) -> None:
         """Raise DataError if the column has lists with several images in one row."""
@@ -242,19 +242,16 @@ class Parquet:
         batch_size = _BATCH_WITH_BYTES if has_bytes else _BATCH
         row = 0
         try:
-            for table in self.samples.row_groups([*required, *others]):
-                for batch in table.to_batches(max_chunksize=batch_size):
-                    # by position, because batch.column(name) fails for duplicate names
-                    columns = {
-                        name: batch.column(i) for i, name in reversed([*enumerate(batch.schema.names)])
-                    }
-                    values = {name: columns[name].to_pylist() for name in required}
-                    for i in range(batch.num_rows):
-                        row += 1
-                        cells = {name: values[name][i] for name in required}
-                        for name in others:
-                            cells[name] = python_value(columns[name][i])
-                        yield Record(cells=cells, progress=row / total)
+            for batch in self.samples.batches([*required, *others], batch_size):
+                # by position, because batch.column(name) fails for duplicate names
+                columns = {name: batch.column(i) for i, name in reversed([*enumerate(batch.schema.names)])}
+                values = {name: columns[name].to_pylist() for name in required}
+                for i in range(batch.num_rows):
+                    row += 1
+                    cells = {name: values[name][i] for name in required}
+                    for name in others:
+                        cells[name] = python_value(columns[name][i])
+                    yield Record(cells=cells, progress=row / total)
         except DataError as error:
             raise DataError(f"{self.samples.files[0].shown} is damaged after row {row}: {error}") from error
 
