@@ -103,6 +103,7 @@ from .table import (
     SUFFIXES as SUFFIXES,
     Row as Row,
     Table as Table,
+    find_column as find_column,
     is_table as is_table,
     listed_path as listed_path,
     plain_name as plain_name,

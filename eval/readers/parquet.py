@@ -37,6 +37,7 @@ from clipkit.samples import (
     SPLIT_NAMES,
     MissingSplit,
     ParquetSamples,
+    find_column,
     find_split,
     plain_name,
 )
@@ -134,10 +135,10 @@ def open_hugging_face(
     label = table.column_of("ClassLabel", _LABEL)
     if not caption:
         others = [name for name in files.schema.names if plain_name(name) not in _LABEL and name != label]
-        caption = _first_of(_CAPTION, others) or ""
-        if label is not None and not _is_text(files.schema, caption):
+        caption = find_column(_CAPTION, others)
+        if label and not _is_text(files.schema, caption):
             caption = ""
-    if label is not None:
+    if label:
         labels, names = _labels(table, label, place)
         captions, task = None, "zero-shot"
         if caption and labels.ndim == 1:
@@ -159,12 +160,6 @@ def open_hugging_face(
     raise DataError(
         f"dataset {name}: its columns are {_listed(files.schema.names)}; none is a label or a caption"
     )
-
-
-def _first_of(common: Sequence[str], names: Sequence[str]) -> str | None:
-    """Return the column with the first of the common names."""
-    by_plain_name = {plain_name(name): name for name in reversed(names)}
-    return next((by_plain_name[name] for name in common if name in by_plain_name), None)
 
 
 def _is_text(schema: "pa.Schema", column: str) -> bool:
@@ -205,18 +200,18 @@ class _Table:
             feature = feature["feature"]
         return feature if isinstance(feature, dict) else {}
 
-    def column_of(self, kind: str, usual: Sequence[str]) -> str | None:
-        """Return the only column of a type in the schema, or the one with the most usual name."""
+    def column_of(self, kind: str, usual: Sequence[str]) -> str:
+        """Return the only column of a type in the schema, or the one with the most usual name, or ""."""
         names: list[str] = self.files.schema.names
         typed = [name for name in names if self.feature(name).get("_type") == kind]
         if len(typed) == 1:
             return typed[0]
-        return _first_of(usual, typed or names)
+        return find_column(usual, typed or names)
 
     def image_column(self) -> str:
         """Return the column of images by the schema or a usual name, or the only column of bytes, or ""."""
         encoded = list(self.files.members(0))
-        column = self.column_of("Image", _IMAGE) or ""
+        column = self.column_of("Image", _IMAGE)
         if column not in encoded:  # a usual name may be that of a column of paths
             usual = [name for name in encoded if plain_name(name) in _IMAGE] or encoded
             if len(usual) == 1:

@@ -28,7 +28,7 @@ from clipkit.errors import DataError, nearest
 from clipkit.samples.folders import is_hidden
 from clipkit.samples.table.captions import find_texts
 from clipkit.samples.table.delimited import Delimited, safe_cell
-from clipkit.samples.table.formats import ColumnRequest, OpenFormat, plain_name
+from clipkit.samples.table.formats import ColumnRequest, OpenFormat, find_column, plain_name
 from clipkit.samples.table.json_document import open_json
 from clipkit.samples.table.json_lines import JsonLines
 from clipkit.samples.table.parquet import Parquet
@@ -41,6 +41,7 @@ __all__ = [
     "SUFFIXES",
     "Row",
     "Table",
+    "find_column",
     "is_table",
     "listed_path",
     "plain_name",

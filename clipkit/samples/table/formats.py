@@ -27,11 +27,16 @@ class ColumnRequest:
         """Return the requested column, or the first one with the most specific common name; "" if there is none."""
         if self.name is not None:
             return self.name if self.name in names else ""
-        by_plain_name = {plain_name(name): name for name in reversed(names)}
-        for name in self.common:
-            if name in by_plain_name:
-                return by_plain_name[name]
-        return ""
+        return find_column(self.common, names)
+
+
+def find_column(common: Sequence[str], names: Sequence[str]) -> str:
+    """Return the first column with the most specific common name, in the form of ``plain_name``; "" without one."""
+    by_plain_name = {plain_name(name): name for name in reversed(names)}
+    for name in common:
+        if name in by_plain_name:
+            return by_plain_name[name]
+    return ""
 
 
 def plain_name(name: str) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from clipkit.errors import DataError
 from clipkit.samples.remote import ShardCache, ShardFile
-from clipkit.samples.table.formats import ColumnRequest, Record
+from clipkit.samples.table.formats import ColumnRequest, Record, find_column
 from clipkit.samples.table.values import json_value
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class ParquetSamples:
     Attributes:
         files: the files.
         schema: pyarrow's schema of all files.
+        marks: by file, a hash of its footer, which holds the sizes and positions of its content.
         group_reads: number of row groups that this process has read.
     """
 
@@ -52,9 +53,7 @@ class ParquetSamples:
         schema: pa.Schema | None = None
         self._groups: list[tuple[int, int]] = []  # index of the file, and of the row group in the file
         self._sizes: list[int] = []  # rows of each group
-        self._marks: list[
-            str
-        ] = []  # by file, a hash of its footer, which holds sizes and positions of its content
+        marks: list[str] = []
         for index, file in enumerate(self.files):
             with _open_parquet(file, self.path(index)) as opened:
                 about = opened.metadata
@@ -69,12 +68,12 @@ class ParquetSamples:
                 size = content.seek(-8, 2)
                 length = int.from_bytes(content.read(4), "little")
                 content.seek(max(0, size - length))
-                self._marks.append(hashlib.sha256(content.read(length)).hexdigest()[:16])
+                marks.append(hashlib.sha256(content.read(length)).hexdigest()[:16])
         assert schema is not None
-        self.schema = schema
+        self.schema, self.marks = schema, tuple(marks)
         self._starts = [0, *accumulate(self._sizes)]
         with_images = [field.name for field in schema if has_bytes(field.type)]
-        first = ColumnRequest(content="image", name=None, common=_IMAGE).find_column(with_images)
+        first = find_column(_IMAGE, with_images)
         self._members = sorted(with_images, key=lambda name: name != first)
         self._others = [name for name in schema.names if name not in with_images]
         self._forget()
@@ -100,12 +99,7 @@ class ParquetSamples:
     @property
     def content_id(self) -> str:
         """16 hexadecimal digits that depend on the files' footers."""
-        return hashlib.sha256(repr(self._marks).encode()).hexdigest()[:16]
-
-    @property
-    def marks(self) -> tuple[str, ...]:
-        """By file, a hash of its footer."""
-        return tuple(self._marks)
+        return hashlib.sha256(repr(self.marks).encode()).hexdigest()[:16]
 
     def path(self, index: int) -> Path:
         """Return the local path of a file, to be opened at once."""
