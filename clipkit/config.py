@@ -174,10 +174,14 @@ class DataConfig(Section):
     weights: tuple[float, ...] = setting(
         (), "Fraction of each batch drawn from each source; empty: sources are concatenated."
     )
+    image: str = setting(
+        "",
+        'Member of each sample with the image, such as "img_content"; empty: the first with an image\'s extension.',
+    )
     captions: tuple[str, ...] = setting(
         ("txt",),
-        'Sources of captions: "txt" for the caption file, or names of JSON fields; "captions" alone: all captions '
-        "of an image.",
+        'Sources of captions: "txt" for the caption file, other members such as "sci.txt", or JSON fields, such as '
+        '"syn.text" of KEY.syn.json; "captions" alone: all captions of an image.',
     )
     caption_choice: str = setting(
         "first",
@@ -290,6 +294,11 @@ class DataConfig(Section):
             require(len(weights) in (0, count), name, weights, f"expected one for each of {of}: {count}")
             require(all(weight > 0 for weight in weights), name, weights, "expected numbers above 0")
         require(bool(captions) and all(captions), "data.captions", captions, "expected at least one name")
+        for name in captions:
+            field = f"{name.removesuffix('.json')}.FIELD"
+            require(
+                not name.endswith(".json"), "data.captions", name, f"expected a field of it, such as {field}"
+            )
         weighted, name = self.caption_choice == "weighted", "data.caption_weights"
         if weighted:
             require(bool(self.caption_weights), name, (), "expected one for each of data.captions")

@@ -233,13 +233,7 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
         f"pairs per step, to compute the steps per epoch (default: {Config.batch_size})",
     )
     add_decoding_options(parser, default="as in open_clip")
-    parser.add_argument(
-        "--image",
-        metavar="NAME",
-        default="",
-        help="the member with the image as in data.image, such as img_content (default: the first image)",
-    )
-    _caption_option(parser)
+    _member_options(parser)
     parser.add_argument(
         "--filters",
         metavar="FILTER",
@@ -278,13 +272,24 @@ def _speed_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead of a table")
 
 
-def _caption_option(parser: argparse.ArgumentParser) -> None:
+def _caption_option(parser: argparse.ArgumentParser, more: str = "") -> None:
     parser.add_argument(
         "--captions",
         metavar="NAMES",
         default="txt",
-        help="sources of captions as in data.captions: txt, or json fields, separated by commas (default: txt)",
+        help="sources of captions as in data.captions: txt, other members or json fields, separated by commas"
+        f"{more} (default: txt)",
     )
+
+
+def _member_options(parser: argparse.ArgumentParser, more: str = "") -> None:
+    parser.add_argument(
+        "--image",
+        metavar="MEMBER",
+        default="",
+        help="member with the image, as data.image (default: the first image)",
+    )
+    _caption_option(parser, more)
 
 
 def _tokenizer_options(parser: argparse.ArgumentParser) -> None:
@@ -445,12 +450,7 @@ def _download_options(parser: argparse.ArgumentParser) -> None:
 def _score_options(parser: argparse.ArgumentParser) -> None:
     _source_options(parser)
     add_model_options(parser)
-    parser.add_argument(
-        "--captions",
-        metavar="NAMES",
-        default="txt",
-        help="sources of captions as in data.captions; the first caption is scored (default: txt)",
-    )
+    _member_options(parser, "; the first caption is scored")
     parser.add_argument(
         "--against",
         metavar="SOURCE",
@@ -558,7 +558,7 @@ def _inspect(parsed: argparse.Namespace) -> int:
             image_size=parsed.image_size,
             decoding=decoding,
             augmentation=augmentation,
-            image=parsed.image,
+            image=parsed.image.lower(),
             captions=[one.strip() for one in parsed.captions.split(",") if one.strip()] or ["txt"],
             filters=_filters(parsed.filters),
             batch_size=parsed.batch_size,

@@ -73,6 +73,7 @@ def open_training_data(
         ),
         truncated=settings.truncated,
         fraction=settings.fraction,
+        image=settings.image.lower(),
     )
     cache = shard_cache(settings.sources, settings.cache_gb)
     content = b""

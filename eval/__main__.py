@@ -111,6 +111,18 @@ def _scoring_options(parser: argparse.ArgumentParser, *, several: bool) -> None:
 def _task_arguments(tasks: Mapping[str, Task], parser: argparse.ArgumentParser) -> None:
     """Declare the options of a command that runs one task, or any of several."""
     _scoring_options(parser, several=True)
+    parser.add_argument(
+        "--image",
+        default="",
+        metavar="MEMBER",
+        help="member of shards with the image (default: by extension)",
+    )
+    parser.add_argument(
+        "--captions",
+        default="txt",
+        metavar="NAMES",
+        help="texts or json fields of shards with the captions, separated by commas (default: txt)",
+    )
     if len(tasks) == 1:
         parser.set_defaults(prompts="", task=[*tasks])
     else:

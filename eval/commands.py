@@ -21,6 +21,7 @@ from clipkit.files import counted, output_folder, printable
 from clipkit.formats import check_free, newest_epoch, resolve_checkpoint, save_model
 from clipkit.model import keep_memory
 from clipkit.samples.remote import cache_folder
+from data.captions import TEXT
 from data.corpora.builtin import Unavailable
 from eval.compare import (
     Check,
@@ -45,6 +46,7 @@ from eval.datasets.dataset import EvalDataset, Lacks
 from eval.datasets.targets import Missing, Target, find_named, find_suites, with_languages
 from eval.features.encoder import Ranks
 from eval.features.image_models import TIMM, load_image_model, no_text_tower
+from eval.readers import Members
 from eval.report.terminal import score_table
 from eval.results.scores import check_appendable, read_results, weights_id
 from eval.run import Scored, check_tasks, run_model
@@ -208,7 +210,11 @@ def score(options: argparse.Namespace) -> int:
         if not options.data and not options.suite:
             raise ConfigError("no dataset given: use --data or --suite")
         _check_towers(options.model, tasks)
-        named, broken = find_named(options.data, root=options.data_root, prompts=options.prompts)
+        captions = tuple(name.strip() for name in options.captions.split(",") if name.strip())
+        members = Members(image=options.image, captions=captions or (TEXT,))
+        named, broken = find_named(
+            options.data, root=options.data_root, prompts=options.prompts, members=members
+        )
         if not named and not options.suite:
             _print_trouble(broken[1:])
             raise broken[0]

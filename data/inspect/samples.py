@@ -35,7 +35,6 @@ from clipkit.samples import (
     value_extrema,
 )
 from data.augment import Augmentation, empty_batch, preload, random_of, training_pixels
-from data.captions import TEXT
 from data.inspect.findings import (
     PERCENTILES,
     BadCause,
@@ -49,7 +48,7 @@ from data.inspect.findings import (
     Thumbnail,
 )
 from data.inspect.shards import FIRST_PLACES, Progress, ShardSurvey
-from data.shards.manifest import no_caption, note_texts
+from data.shards.manifest import no_caption, note_texts, suggest_members
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -113,7 +112,7 @@ class Sample:
         cause: why it is bad; empty for a good one.
         caption: "" if there is no usable one; None if it was not read.
         fields: the fields of its json; None if there is no readable one.
-        has_text: whether it has a caption file.
+        members: names of its members.
         image: None if it was not decoded.
         crop: (3, S, S) uint8, as the model sees it.
     """
@@ -123,7 +122,7 @@ class Sample:
     cause: str = ""
     caption: str | None = None
     fields: dict[str, Any] | None = None
-    has_text: bool = False
+    members: tuple[str, ...] = ()
     image: ImageInfo | None = None
     crop: Tensor | None = None
 
@@ -132,15 +131,15 @@ def read_sample(samples: ShardSurvey, i: int, *, image: bool = False) -> tuple[S
     """Read a sample's caption and json, and with ``image`` its image file; errors are recorded in ``cause``."""
     selection, rule = samples.selection, samples.selection.captions
     shard, row = samples.find(i)
-    sample = Sample(i=i, place=Place(shard=shard.shown, key=shard.index.key(row)))
     names = shard.index.members(row)
+    sample = Sample(i=i, place=Place(shard=shard.shown, key=shard.index.key(row)), members=names)
     texts = [*dict.fromkeys([*rule.members(names), *filter(is_json, names)])]
     try:
         contents = shard.read(row, [*texts, selection.image] if image else texts)
     except DataError as error:
         sample.cause = str(error)
         return sample, b""
-    sample.caption, sample.has_text = "", TEXT in names
+    sample.caption = ""
     data = contents.pop() if image else None
     members = {name: content for name, content in zip(texts, contents, strict=True) if content is not None}
     if any(map(is_json, members)):
@@ -249,9 +248,10 @@ class SampleChecker:
     def _all_bad(self) -> str:
         rule = self._samples.selection.captions
         if all(sample.cause == _EMPTY_CAPTION for sample in self.bad):
-            files = sum(sample.has_text for sample in self.bad)
-            if not files or TEXT not in rule.fields:
-                return no_caption(rule, self.tried, files, self._known)
+            members = Counter(name for sample in self.bad for name in sample.members)
+            if not any(field.lower() in members for field in rule.fields):
+                shard, _ = self._samples.find(self.bad[0].i)
+                return no_caption(rule, self.tried, members, self._known, suggest_members(shard, rule))
         causes = Counter(sample.cause for sample in self.bad).most_common(2)
         counts = "; ".join(f"{cause} ({count})" for cause, count in causes)
         return f"none of the first {self.tried} samples can be used: {counts}"

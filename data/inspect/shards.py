@@ -21,8 +21,6 @@ from clipkit.samples import (
     ShardIndex,
     Strings,
     TruncatedError,
-    decode_text,
-    image_format,
     index_of_members,
     is_json,
     stored_index,
@@ -30,10 +28,9 @@ from clipkit.samples import (
 )
 from clipkit.samples.remote import ShardCache, ShardFile, read_range
 from data.augment import random_of
-from data.captions import is_utf8
 from data.inspect.findings import Broken, Member, Names, Place, ShardsFound
 from data.selection import Selection
-from data.shards.manifest import Census, nothing_usable
+from data.shards.manifest import Census, nothing_usable, suggest_setting
 from data.sources import find_shards
 
 __all__ = ["FIRST_PLACES", "Progress", "ShardScan", "ShardSurvey", "key_pattern", "missing_numbers"]
@@ -179,7 +176,7 @@ class ShardSurvey(OpenShards[Shard]):
         first, sound = self.scans[0], [scan for scan in self.scans if scan.census is not None]
         if sound:
             counts = [scan.census for scan in sound if scan.census is not None]
-            return nothing_usable(counts, sound[0].file, self.selection)
+            return nothing_usable(counts, sound[0].file, self.selection, self._cache)
         more = f" (and {len(self.scans) - 1} more are unreadable)" if len(self.scans) > 1 else ""
         hint = "; data.truncated=use trains on the intact part" if first.truncated else ""
         return f"{first.cause}{more}{hint}"
@@ -247,11 +244,8 @@ class ShardSurvey(OpenShards[Shard]):
         elif name in self.selection.captions.members([name]):
             used_as = "caption"
         else:
-            content = self._first_content(name)
-            if image_format(content):
-                setting = f"data.image={name}"
-            elif content and is_utf8(decode_text(content)):
-                setting = f"data.captions={name}"
+            kind = suggest_setting(self._first_content(name))
+            setting = f"data.{kind}={name}" if kind else ""
         return Member(name=name, count=count, repeated=self._repeated[name], used_as=used_as, setting=setting)
 
     def _first_content(self, name: str) -> bytes:

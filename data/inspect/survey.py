@@ -258,6 +258,8 @@ def inspect(
         sample, _ = read_sample(survey, i)
         texts.add(sample)
         fields.add(sample.fields)
+    members = {TEXT, *(member.name for member in survey.names().members)}
+    named = [name for name in captions if name.lower() not in members]
     images, same = summarize_images(checker.good, image_size)
     digests = {sample.image.digest for sample in checker.good if sample.image is not None}
     return Findings(
@@ -270,7 +272,7 @@ def inspect(
         shards=survey.found(),
         names=survey.names(),
         sampled=checker.sampled(),
-        captions=replace(texts.found(), unknown=fields.unknown([one for one in captions if one != TEXT])),
+        captions=replace(texts.found(), unknown=fields.unknown(named)),
         fields=fields.found(),
         filtered=fields.filtered(),
         pictures=images,

@@ -122,22 +122,24 @@ def score(options: argparse.Namespace) -> int:
     if options.html is not None and (not options.html.parent.is_dir() or options.html.is_dir()):
         raise DataError(f"cannot write {options.html}: choose a file in an existing folder")
     encoder = PairEncoder(options)
-    identity = hashlib.sha256(f"{_VERSION} {encoder.identity} {rule.which()}".encode()).hexdigest()[:16]
+    image = options.image.lower()
+    settings = f"{_VERSION} {encoder.identity} {rule.which()}{image}"
+    identity = hashlib.sha256(settings.encode()).hexdigest()[:16]
     folder = scores_folder() / "features" / identity
     with _only_writer(folder):
         encoded: list[_Shard] = []
         with CountProgress("scoring samples", total=None, shown=not options.quiet) as progress:
             for file in [*shards, *against]:
                 done = sum(one.rows for one in encoded)
-                encoded.append(_encode(file, folder, encoder, rule, cache, progress, done))
+                encoded.append(_encode(file, folder, encoder, rule, image, cache, progress, done))
         for line in encoder.notes():
             print(line, file=sys.stderr)
         trained = {one.table: one for one in encoded[: len(shards)]}  # of equal shards the last
         evaluated = {one.table: one for one in encoded[len(shards) :]}
         if same := len(shards) - len(trained):
             print(f"note: {same:,} of {len(shards):,} shards have the content of others; remove them")
-        settings = [[one.name for one in part] for part in (trained, evaluated)]
-        which = f"{identity} {settings} {options.threshold} {options.duplicates}"
+        compared = [[one.name for one in part] for part in (trained, evaluated)]
+        which = f"{identity} {compared} {options.threshold} {options.duplicates}"
         slug = (
             re.sub(r"[^\w-]+", "-", options.model.rstrip("/").rpartition("/")[2])[:40].strip("-") or "model"
         )
@@ -149,9 +151,9 @@ def score(options: argparse.Namespace) -> int:
 
         def read(number: int, row: int) -> tuple[str, bytes]:
             shard = Shard(files[number].file, cache)
-            (image,) = shard.read(row, ("",))
+            (data,) = shard.read(row, (image,))
             caption = rule.caption(_fields(shard, row, rule), 0, None) or ""
-            return f"{caption} ({shard.index.key(row)})", image or b""
+            return f"{caption} ({shard.index.key(row)})", data or b""
 
         tables = [scores_folder() / name / one.table.name for one in files]
         write_filters(options.html, name, tables, options.filters, read)
@@ -188,6 +190,7 @@ def _encode(
     folder: Path,
     encoder: PairEncoder,
     rule: CaptionRule,
+    image: str,
     cache: ShardCache | None,
     progress: CountProgress,
     done: int,
@@ -215,7 +218,7 @@ def _encode(
         np.lib.format.write_array_header_1_0(out, header)
         for start in range(0, rows, _ROWS):
             numbers = range(start, min(start + _ROWS, rows))
-            items, facts = zip(*(_facts(shard, row, rule) for row in numbers), strict=True)
+            items, facts = zip(*(_facts(shard, row, rule, image) for row in numbers), strict=True)
             pairs = encoder.encode(items)
             out.write(pairs.images.tobytes())
             for fact, value, cause in zip(facts, pairs.scores.tolist(), pairs.causes, strict=True):
@@ -226,7 +229,7 @@ def _encode(
     return encoded
 
 
-def _facts(shard: Shard, row: int, rule: CaptionRule) -> tuple[Item, dict[str, Any]]:
+def _facts(shard: Shard, row: int, rule: CaptionRule, member: str) -> tuple[Item, dict[str, Any]]:
     """Return a sample to encode, and what is known about it without a model."""
     facts: dict[str, Any] = {"key": shard.index.key(row)}
     caption, image, fields = None, None, dict[str, Any]()
@@ -240,10 +243,10 @@ def _facts(shard: Shard, row: int, rule: CaptionRule) -> tuple[Item, dict[str, A
         facts |= {"characters": len(caption), "words": len(caption.split()), "language": language}
         facts |= {"language_probability": probability, "imagenet": _names_class(caption)}
     try:
-        (data,) = shard.read(row, ("",))
+        (data,) = shard.read(row, (member,))
         if data is None:
             raise DataError("no image")
-        offset, length = shard.index.span(row, "")
+        offset, length = shard.index.span(row, member)
         image = Member(shard=shard.path, offset=offset, size=length, extension="")
         with pillow_errors():
             size = open_image(data).size

@@ -10,7 +10,7 @@ import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -28,8 +28,13 @@ import numpy.typing as npt
 from clipkit.errors import DataError
 from clipkit.files import printable
 from clipkit.samples import (
+    IMAGE_EXTENSIONS,
     INDEX_VERSION,
+    Shard,
     Strings,
+    decode_text,
+    find_image,
+    image_format,
     is_json,
     pack_arrays,
     read_arrays,
@@ -38,20 +43,24 @@ from clipkit.samples import (
     write_arrays,
 )
 from clipkit.samples.remote import ShardCache, ShardFile, cache_folder, read_range, read_text
-from data.captions import TEXT, CaptionRule, field_hint, leaf_fields, listed, value_at
+from data.captions import TEXT, CaptionRule, field_hint, is_utf8, leaf_fields, listed, value_at
 from data.corpora.builtin import end_with_parent
 from data.selection import OUTSIDE, SelectedShard, Selection
 
 __all__ = [
     "Census",
     "Manifest",
+    "list_members",
     "make_manifest",
     "no_caption",
     "note_texts",
     "nothing_usable",
     "reject_unknown_negatives",
     "stated_count",
+    "suggest_members",
+    "suggest_setting",
     "take_census",
+    "write_settings",
 ]
 
 
@@ -62,6 +71,9 @@ __all__ = [
 
 _LOOKED_SHARDS = 8
 _LOOKED_REMOTE = 2  # besides the first, since each may take minutes to download
+_SHOWN_MEMBERS, _MAX_NAME = 8, 40  # members in a message, characters of their names
+_MANY_NAMES = 50  # of members
+_SUGGESTED = 4  # samples of which all members are read to find image and text
 _LOOKED_SAMPLES, _LOOKED_REQUESTS = 1000, 32  # per shard; the latter if each is a request over the network
 
 
@@ -96,16 +108,19 @@ def _reject_unknown_caption(
 ) -> None:
     """Raise DataError if none of the first samples has a caption in the fields of the rule."""
     known: dict[str, bool] = {}
-    looked = files = 0
+    members: Counter[str] = Counter()
+    looked, settings = 0, dict[str, str]()
     for shard in opened:
         for names, fields in _contents(shard, rule, cache):
             # an empty caption file is a bad sample, but not a wrong name
             if any(name.lower() in names for name in rule.fields) or any(rule.by_field(fields)):
                 return
-            looked, files = looked + 1, files + (TEXT in names)
+            looked += 1
+            members.update(names)
             note_texts(known, fields)
+        settings = settings or suggest_members(shard, rule)
     if looked:
-        raise DataError(no_caption(rule, looked, files, known))
+        raise DataError(no_caption(rule, looked, members, known, settings))
 
 
 def reject_unknown_negatives(
@@ -169,14 +184,75 @@ def note_texts(known: dict[str, bool], fields: dict[str, Any]) -> None:
         known[name] = known.get(name, False) or any(isinstance(one, str) for one in values)
 
 
-def no_caption(rule: CaptionRule, looked: int, files: int, known: dict[str, bool]) -> str:
+def list_members(members: Mapping[str, int]) -> str:
+    """List the most frequent members of samples with their numbers."""
+    frequent = Counter(members).most_common(_SHOWN_MEMBERS)
+    listed = [f"{printable(name, _MAX_NAME)} ({count:,})" for name, count in frequent]
+    rest = len(members) - len(frequent)
+    return ", ".join(listed + [f"{rest:,} more"] * (rest > 0)) or "none"
+
+
+def suggest_setting(data: bytes) -> str:
+    """Return the setting that a member with this content fits: "image", "captions", or "" for neither."""
+    if image_format(data):
+        return "image"
+    text = decode_text(data)
+    return "captions" if is_utf8(text) and any(map(str.isalpha, text)) else ""
+
+
+def suggest_members(shard: Shard, rule: CaptionRule, image: str = "") -> dict[str, str]:
+    """Find image and text in the first samples of a shard by their content, by setting: "image" and "captions".
+
+    Args:
+        shard: the shard.
+        rule: where captions were expected; captions are suggested if no sample has one of its members.
+        image: where the image was expected, as in ``Selection``.
+    """
+    if len(shard.index.names) > _MANY_NAMES:
+        return {}  # dots in keys
+    found = image
+    longest: dict[str, int] = {}  # text by member
+    for row in range(min(_SUGGESTED, len(shard.index))):
+        members = shard.index.members(row)
+        found = found if found in members else find_image(members)
+        for name in members:
+            if name in IMAGE_EXTENSIONS or name == "cls":
+                continue
+            with suppress(DataError):
+                data = shard.read_present(row, [name])[name]
+                kind = suggest_setting(data)
+                if kind == "image":
+                    found = found or name
+                elif kind == "captions" and not is_json(name):
+                    longest[name] = max(longest.get(name, 0), len(data))
+    settings = {"image": found} if found not in ("", image, *IMAGE_EXTENSIONS) else {}
+    if longest and not any(field.lower() in shard.index.names for field in (TEXT, *rule.fields)):
+        settings["captions"] = max(longest, key=lambda name: longest[name])
+    return settings
+
+
+def write_settings(settings: Mapping[str, str]) -> str:
+    """Return what to write for the settings that ``suggest_members`` returns; "" for none."""
+    return (
+        f": set {' '.join(f'data.{name}={member}' for name, member in settings.items())}" if settings else ""
+    )
+
+
+def no_caption(
+    rule: CaptionRule,
+    looked: int,
+    members: Mapping[str, int],
+    known: dict[str, bool],
+    settings: Mapping[str, str],
+) -> str:
     """Return the error message for samples without captions, with a hint where captions may be.
 
     Args:
         rule: where captions were expected.
         looked: samples without a caption.
-        files: how many of them have a caption file.
+        members: numbers of their members.
         known: the fields of their json, from ``note_texts``.
+        settings: from ``suggest_members``.
     """
     names = [name for name in rule.fields if name != TEXT] or ["caption"]
     none = f"none of {looked:,} samples examined has"
@@ -189,7 +265,11 @@ def no_caption(rule: CaptionRule, looked: int, files: int, known: dict[str, bool
         problem = f"{none} a caption file (.txt) or the json field {names[0]!r}"
     else:
         problem = f"data.captions names the json field {names[0]!r}, which {none}"
-    instead = f"; {files:,} of them have a caption file: use data.captions=txt" if files else ""
+    instead = ""
+    if files := members.get(TEXT):
+        instead = f"; {files:,} of them have a caption file: use data.captions=txt"
+    elif settings:
+        instead = f"; members: {list_members(members)}{write_settings(settings)}"
     return f"{problem}: {field_hint(names[0], texts or known)}{instead}"
 
 
@@ -202,7 +282,6 @@ _FIRST = 8  # shards of which one must have a sample with the needed members
 _ALONE = 4  # up to this many shards are counted in this process
 _MAX_PROCESSES = 32
 _MAX_NAMES = 1000  # of members counted per shard; with dots in file names there may be as many as members
-_MAX_NAME = 40  # characters of a name in a message
 _UNDER_WAY = 4  # shards submitted per process
 
 
@@ -588,7 +667,8 @@ def make_manifest(
         samples += census.count
         complete += sum(count for reason, count in census.dropped.items() if reason not in lacking)
         if not samples and (len(found) == len(shards) or (len(found) >= _FIRST and not complete)):
-            raise DataError(nothing_usable([found[one] for one in sorted(found)], shards[0], selection))
+            censuses = [found[one] for one in sorted(found)]
+            raise DataError(nothing_usable(censuses, shards[0], selection, cache))
         if progress is not None:
             progress(len(found))
     every = [found[number] for number in range(len(shards))]
@@ -612,18 +692,21 @@ def make_manifest(
     return manifest
 
 
-def nothing_usable(found: Sequence[Census], first: ShardFile, selection: Selection) -> str:
+def nothing_usable(
+    found: Sequence[Census], first: ShardFile, selection: Selection, cache: ShardCache | None
+) -> str:
     """Return the error message for shards without a used sample, the first of which is ``first``."""
     members: Counter[str] = Counter()
     dropped: Counter[str] = Counter()
     for census in found:
         members.update(census.members)
         dropped.update(census.dropped)
-    shown = [f"{printable(name, _MAX_NAME)} ({count})" for name, count in members.most_common(8)]
     where = f"shard {first.shown} has" if len(found) == 1 else f"the first {len(found)} shards have"
     lacking = {f"without {member}" for member in selection.need}
     if any(reason not in lacking for reason in dropped) and (selection.filters or OUTSIDE in dropped):
         because = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common(4))
         which = "passes data.filters" if selection.filters else "is used"
         return f"{where} no sample that {which}: {because}"
-    return f"{where} no sample with {' and '.join(selection.need)}; members: {', '.join(shown) or 'none'}"
+    shard = Shard(first, cache, truncated=selection.truncated)
+    hint = write_settings(suggest_members(shard, selection.captions, selection.image))
+    return f"{where} no sample with {' and '.join(selection.need)}; members: {list_members(members)}{hint}"

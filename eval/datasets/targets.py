@@ -13,7 +13,7 @@ from data.corpora.builtin import BUILTIN, built_in
 from eval.datasets.card import Card, MetricKind, imagenet_names, read_card
 from eval.datasets.catalog import card_names, load_card, load_suite
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, Lacks, some
-from eval.readers import find_published, open_dataset, open_datasets
+from eval.readers import Members, find_published, open_dataset, open_datasets
 from eval.readers.languages import babel_languages, named_languages
 from eval.readers.parquet import open_hugging_face
 from eval.readers.torchvision import NotFetched, open_torchvision
@@ -99,7 +99,7 @@ def find_targets(names: Sequence[str], *, root: Root = None, prompts: str = "") 
 
 
 def find_named(
-    names: Sequence[str], *, root: Root = None, prompts: str = ""
+    names: Sequence[str], *, root: Root = None, prompts: str = "", members: Members | None = None
 ) -> tuple[list[Target], list[DataError]]:
     """Open the datasets that a user names, and skip those that are missing or damaged.
 
@@ -107,6 +107,7 @@ def find_named(
         names: names of cards, folders, URLs, and anything else that ``open_dataset`` accepts.
         root: the folder to search for datasets by card name.
         prompts: the prompt set to use where a card has it; "" for the card's own choice.
+        members: where images and captions of shards are, for datasets that clipkit has no card of.
 
     Returns:
         The datasets, and why others cannot be used.
@@ -131,22 +132,22 @@ def find_named(
             targets[name] = _of_card(load_card(name), root, prompts=prompts, captions=prompts)
         except DataError as error:
             trouble.append(error)
-    for source, dataset in _open_plain(plain, root, trouble):
+    for source, dataset in _open_plain(plain, root, members, trouble):
         if dataset.name in {*targets, *cards}:
             raise DataError(f"two datasets would both be named {dataset.name}: rename the folder {source}")
         try:
-            targets[dataset.name] = _of_folder(source, dataset, root, prompts)
+            targets[dataset.name] = _of_folder(source, dataset, root, prompts, members)
         except DataError as error:
             trouble.append(error)
     return list(targets.values()), trouble
 
 
 def _open_plain(
-    sources: Sequence[str], root: Root, trouble: list[DataError]
+    sources: Sequence[str], root: Root, members: Members | None, trouble: list[DataError]
 ) -> list[tuple[str, EvalDataset]]:
     """Return datasets with their sources; append errors of the others to ``trouble``."""
     try:
-        return list(zip(sources, open_datasets(sources, root=root), strict=True))
+        return list(zip(sources, open_datasets(sources, root=root, members=members), strict=True))
     except DataError as error:
         if len(sources) == 1:
             trouble.append(error)
@@ -154,7 +155,7 @@ def _open_plain(
         good = []
         for source in sources:
             try:
-                open_dataset(source, root=root)
+                open_dataset(source, root=root, members=members)
             except DataError as own:
                 if root is None and ":" not in source and not _exists(source):  # misspelled
                     raise
@@ -163,7 +164,7 @@ def _open_plain(
                 good.append(source)
         if len(good) == len(sources):  # the error is about their names
             raise
-        return _open_plain(good, root, trouble)
+        return _open_plain(good, root, members, trouble)
 
 
 def _exists(path: str) -> bool:
@@ -310,7 +311,9 @@ def with_languages(target: Target, languages: Sequence[str], *, root: Root = Non
     return replace(target, dataset=dataset)
 
 
-def _of_folder(source: str, dataset: EvalDataset, root: Root, prompts: str) -> Target:
+def _of_folder(
+    source: str, dataset: EvalDataset, root: Root, prompts: str, members: Members | None
+) -> Target:
     """Return a dataset that has no card, or its own card next to the images.
 
     Raises:
@@ -320,7 +323,8 @@ def _of_folder(source: str, dataset: EvalDataset, root: Root, prompts: str) -> T
     card = read_card(file, name=dataset.name) if file.is_file() else None
 
     def opener(split: str) -> EvalDataset:
-        return open_dataset(source, split=split, root=root, metadata_names=card.metadata if card else ())
+        names = card.metadata if card else ()
+        return open_dataset(source, split=split, root=root, metadata_names=names, members=members)
 
     if card is None:
         _warn_of_default_prompts(dataset)

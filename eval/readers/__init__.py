@@ -24,12 +24,13 @@ from eval.readers.folders import open_image_folder, utf8_name
 from eval.readers.languages import is_multilingual, open_multilingual
 from eval.readers.pairs import lists_captions, open_table
 from eval.readers.parquet import has_parquet, open_hugging_face
-from eval.readers.shards import CACHE_GB, address_of, find_published, open_published
+from eval.readers.shards import CACHE_GB, Members, address_of, find_published, open_published
 from eval.readers.torchvision import check_known, open_torchvision
 from eval.readers.videos import is_video_frames, open_video_frames
 
 __all__ = [
     "READERS",
+    "Members",
     "OpenOptions",
     "Reader",
     "find_published",
@@ -54,6 +55,7 @@ class OpenOptions:
     images: Path | str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     cache_gb: float = CACHE_GB
+    members: Members = field(default_factory=Members)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +130,7 @@ READERS: Mapping[str, Reader] = {
             split=options.split,
             metadata_names=options.metadata_names,
             cache_gb=options.cache_gb,
+            members=options.members,
         ),
     ),
     "parquet": Reader(
@@ -152,6 +155,7 @@ def open_dataset(
     images: Path | str | None = None,
     arguments: Mapping[str, Any] | None = None,
     cache_gb: float = CACHE_GB,
+    members: Members | None = None,
 ) -> EvalDataset:
     """Open a dataset; a built-in one is generated on first use.
 
@@ -166,6 +170,7 @@ def open_dataset(
         images: the image folder of a ``.json`` file, by default ``images`` or ``val2017`` next to it.
         arguments: arguments of torchvision's class besides the split.
         cache_gb: size of the local cache of remote shards.
+        members: where images and captions of shards are; None for the usual names.
 
     Raises:
         DataError: there is no such dataset, or it is incomplete or inconsistent. Images are decoded later; one that
@@ -178,12 +183,17 @@ def open_dataset(
         images=images,
         arguments=arguments or {},
         cache_gb=cache_gb,
+        members=members or Members(),
     )
     return _open_all([source], options)[0]
 
 
 def open_datasets(
-    sources: Sequence[str | Path], *, split: str = TEST, root: Path | str | None = None
+    sources: Sequence[str | Path],
+    *,
+    split: str = TEST,
+    root: Path | str | None = None,
+    members: Members | None = None,
 ) -> tuple[EvalDataset, ...]:
     """Open several datasets under unique names.
 
@@ -193,7 +203,7 @@ def open_datasets(
     Raises:
         DataError: as for ``open_dataset``; or a dataset is given twice.
     """
-    return _open_all(sources, OpenOptions(split=split, root=root))
+    return _open_all(sources, OpenOptions(split=split, root=root, members=members or Members()))
 
 
 @dataclass(frozen=True, kw_only=True)

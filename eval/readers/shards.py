@@ -24,6 +24,7 @@ import re
 import time
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
@@ -46,7 +47,8 @@ from clipkit.samples import (
     join_place,
 )
 from clipkit.samples.remote import ShardFile, Unreachable, is_remote, list_folder, shard_cache
-from data.captions import CaptionRule, is_utf8
+from data.captions import TEXT, CaptionRule, is_utf8
+from data.shards.manifest import list_members, suggest_members
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit
 from eval.readers.files import (
     checked_set,
@@ -61,6 +63,7 @@ from eval.tasks import TASKS
 
 __all__ = [
     "CACHE_GB",
+    "Members",
     "ShardImages",
     "address_of",
     "array_of",
@@ -81,6 +84,14 @@ _log = logging.getLogger("eval")
 Array = npt.NDArray[Any]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Members:
+    """Where the images and captions of shards are, as ``data.image`` and ``data.captions`` of a training."""
+
+    image: str = ""
+    captions: tuple[str, ...] = (TEXT,)
+
+
 def open_published(
     folder: Path | str,
     name: str,
@@ -88,6 +99,7 @@ def open_published(
     split: str = TEST,
     metadata_names: Sequence[str] = (),
     cache_gb: float = CACHE_GB,
+    members: Members | None = None,
 ) -> EvalDataset:
     """Open one split of a published dataset; remote shards are downloaded now and cached.
 
@@ -98,6 +110,7 @@ def open_published(
         split: the split's name.
         metadata_names: names of all columns of each sample's ``npy``.
         cache_gb: size of the local cache of remote shards; 0 reads samples over the network.
+        members: where images and captions are; None for the usual names.
 
     Raises:
         DataError: there is no such split, or it is incomplete or inconsistent.
@@ -124,11 +137,15 @@ def open_published(
     cache = shard_cache([file.url for file in files], cache_gb)
     if cache is not None:
         cache.prefetch([file for file in files if file.is_remote], threads=_FETCHING)
+    members = members or Members()
+    images_in = (members.image.lower(),) if members.image else IMAGE_EXTENSIONS
     samples = ShardSamples(files, cache)
     counts = card.get("samples")
     stated = counts.get(own_split) if isinstance(counts, dict) else None
     shards = map(samples.open_shard, range(len(files)))
-    complete = sum(int(shard.index.has_any(IMAGE_EXTENSIONS).sum()) for shard in shards)
+    complete = sum(int(shard.index.has_any(images_in).sum()) for shard in shards)
+    if not complete and len(samples):
+        raise _nothing_usable(name, samples, members, "an image")
     if complete < len(samples) or stated not in (None, complete):
         expected = f", its card says {str(stated)[:_SHOWN]}" if stated is not None else ""
         raise DataError(
@@ -139,11 +156,13 @@ def open_published(
     multilabel = kind == "multilabel"
     if multilabel and metadata_names:
         raise DataError(f"dataset {name} is multilabel, so its npy is the label and has no metadata")
-    numbers, all_captions, arrays = _annotations(name, samples, arrays=multilabel or bool(metadata_names))
+    numbers, all_captions, arrays = _annotations(
+        name, samples, members, arrays=multilabel or bool(metadata_names)
+    )
     if cache is not None:
         cache.close()  # everything is fetched; otherwise a suite would keep the threads of every dataset
 
-    images, labels, captions = ShardImages(samples), None, None
+    images, labels, captions = ShardImages(samples, members.image), None, None
     if multilabel:
         labels = _multi_hot(name, arrays, samples, classes=len(class_names))
     else:
@@ -162,7 +181,10 @@ def open_published(
                 len(samples) - len(kept),
                 len(samples),
             )
-            images, all_captions = ShardImages(samples, kept), [all_captions[number] for number in kept]
+            images, all_captions = (
+                ShardImages(samples, members.image, kept),
+                [all_captions[number] for number in kept],
+            )
             numbers = [None] * len(kept)
         for what, present in (
             ("label", [one is not None for one in numbers]),
@@ -170,6 +192,8 @@ def open_published(
         ):
             if any(present) and not all(present):
                 raise _at(name, samples, present.index(False), f"has no {what}, others have one")
+        if not known and not any(all_captions) and len(samples):
+            raise _nothing_usable(name, samples, members, "a label (.cls) or a caption")
         labels = torch.tensor(known) if known else None
         captions = tuple(all_captions) if any(all_captions) else None
 
@@ -197,13 +221,16 @@ def open_published(
             )
         _log.warning("dataset %s: %s: captions are ignored", name, what)
         captions = None
+    revision = images.fingerprint()
+    if members.captions != (TEXT,):
+        revision = short_hash(revision, members.captions)
     choices = captions if kind == "image_caption_selection" else None
     return checked_set(
         EvalDataset(
             name=name,
             split=split,
             images=images,
-            revision=images.fingerprint(),
+            revision=revision,
             tasks=tasks,
             class_names=class_names,
             templates=templates_in(root) or DEFAULT_TEMPLATES,
@@ -220,11 +247,12 @@ class ShardImages:
 
     Args:
         samples: the samples.
+        member: the member with the image; "" for the first one with the extension of an image.
         numbers: which of them; all by default.
     """
 
-    def __init__(self, samples: ShardSamples, numbers: Sequence[int] | None = None) -> None:
-        self.samples, self.all = samples, numbers is None
+    def __init__(self, samples: ShardSamples, member: str = "", numbers: Sequence[int] | None = None) -> None:
+        self.samples, self.member, self.all = samples, member.lower(), numbers is None
         self.numbers = range(len(samples)) if numbers is None else numbers
 
     def __len__(self) -> int:
@@ -232,7 +260,7 @@ class ShardImages:
 
     def read(self, number: int) -> bytes:
         """Return an encoded image; raise DataError if it cannot be read."""
-        return self.samples.read(self.numbers[number], "")
+        return self.samples.read(self.numbers[number], self.member)
 
     def locate(self, number: int) -> tuple[str, str]:
         """Return the shard and key of an image."""
@@ -241,9 +269,10 @@ class ShardImages:
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits that depend on the set of samples."""
         digest = self.samples.content_id
-        if self.all:
+        if self.all and not self.member:
             return digest
-        return hashlib.sha256(f"{digest}{','.join(map(str, self.numbers))}".encode()).hexdigest()[:16]
+        chosen = "" if self.all else ",".join(map(str, self.numbers))
+        return hashlib.sha256(f"{digest}{self.member}{chosen}".encode()).hexdigest()[:16]
 
     def stamp(self) -> str:
         """Return a fingerprint that also depends on the versions of the shards."""
@@ -271,11 +300,12 @@ def versions_of(files: Iterable[ShardFile]) -> list[tuple[int | str, ...]]:
 
 
 def _annotations(
-    name: str, samples: ShardSamples, *, arrays: bool
+    name: str, samples: ShardSamples, where: Members, *, arrays: bool
 ) -> tuple[list[int | None], list[tuple[str, ...]], list[Array | None]]:
     """Return the ``cls``, the captions and, if requested, the ``npy`` of each sample.
 
-    Captions are those that a sample's json lists if the first one is its caption, otherwise the caption's lines.
+    Captions are the lines of all texts that ``where`` names; with the usual names, those that a sample's json lists
+    if the first one is its caption.
     """
     wanted = ("txt", "cls", "json", "npy") if arrays else ("txt", "cls", "json")
     for number in range(len(samples.files)):
@@ -290,16 +320,16 @@ def _annotations(
     labels: list[int | None] = []
     captions: list[tuple[str, ...]] = []
     found: list[Array | None] = []
-    rule = CaptionRule()
+    rule = CaptionRule(fields=where.captions)
     for i in range(len(samples)):
         shard, row = samples.find(i)
         try:
-            members = shard.read_present(row, wanted)
+            members = shard.read_present(row, {*wanted, *rule.members(shard.index.members(row))})
             fields = rule.parse(members)
-            caption = "".join(rule.by_field(fields)[0])
+            texts = [text for texts in rule.by_field(fields) for text in texts]
             listed = fields.get("captions")
-            if not isinstance(listed, list) or listed[:1] != [caption]:
-                listed = caption.split("\n")
+            if where.captions != (TEXT,) or not isinstance(listed, list) or listed[:1] != texts[:1]:
+                listed = [line for text in texts for line in text.split("\n")]
             labels.append(_label_of(members["cls"]) if "cls" in members else None)
             captions.append(tuple(one.strip() for one in listed if isinstance(one, str) and one.strip()))
             found.append(array_of(members["npy"]) if "npy" in members else None)
@@ -392,6 +422,15 @@ def _columns(
         whole = bool((values == values.round()).all()) and bool((values.abs() < 2**53).all())
         found[key] = values.to(torch.int64) if whole else values
     return found
+
+
+def _nothing_usable(name: str, samples: ShardSamples, members: Members, what: str) -> DataError:
+    shard = samples.open_shard(0)
+    found = suggest_members(shard, CaptionRule(fields=members.captions), members.image)
+    hint = f": add {' '.join(f'--{option} {member}' for option, member in found.items())}" if found else ""
+    return DataError(
+        f"dataset {name}: no sample has {what}; members: {list_members(shard.index.names)}{hint}"
+    )
 
 
 def _at(name: str, samples: ShardSamples, number: int, what: str, *, separator: str = " ") -> DataError:

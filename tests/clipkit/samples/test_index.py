@@ -118,6 +118,8 @@ def test_index_equals_tarfile(
     samples, extensions = grouped(seen)
     assert samples_of(found, tar) == samples
     assert found.names == extensions
+    for some in (["jpg"], ["png", "json"], ["npy", "seg.png", "none"]):
+        assert found.has_any(some).tolist() == [not parts.keys().isdisjoint(some) for _, parts in samples]
     assert samples_of(index_shard(path), tar) == samples  # from the cache
 
 

@@ -30,6 +30,7 @@ from data.scores.table import PRESETS, scored_filters, scores_folder
 from data.shards.samples import Shards
 from data.shards.writer import DatasetWriter, Record
 from data.training_data import open_training_data
+from tests.data.published_tars import sample_of, write_published
 
 CAPTIONS = (
     "a photo of a tabby cat in the garden",
@@ -187,6 +188,15 @@ def test_resume_rejects_other_scores(pairs: Path, checkpoint: Path, name: str, t
         opened(pairs, run, resumed=True, scores=other, **select)
     assert scored(pairs, checkpoint) == name  # stored scores are reused
     opened(pairs, run, resumed=True, scores=name, **select)
+
+
+def test_members_are_scored_by_name(checkpoint: Path, tmp_path: Path) -> None:
+    write_published("rs5m", tmp_path / "pairs" / "0.tar", 6)
+    members = ("--image", "img_content", "--captions", "caption")
+    rows = rows_of(scored(tmp_path / "pairs", checkpoint, *members))
+    assert [row["cause"] for row in rows] == [None] * 6
+    assert [row["characters"] for row in rows] == [len(sample_of("rs5m", i)["caption"]) for i in range(6)]
+    assert all(row["clip"] is not None and (row["width"], row["height"]) == (24, 20) for row in rows)
 
 
 def test_shards_without_scores_are_reported(checkpoint: Path, name: str, tmp_path: Path) -> None:

@@ -113,6 +113,22 @@ def test_shards_are_counted_once(tmp_path: Path, opened: list[str]) -> None:
     assert len(opened) == 12
 
 
+def test_digests_of_other_versions_of_the_index_are_not_compared() -> None:
+    lines = [("0.tar", 100, 3, "d" * 16), ("1.tar", 100, 4, "e" * 16)]
+    other = [(*line[:3], "f" * 16) for line in lines]
+    now = made_of(other, contents=["x", "y"], versions=["v", "w"])
+    about, arrays = made_of(lines)._stored()
+    del about["index_version"]  # as earlier versions stored it
+    earlier = Manifest.from_bytes(pack_arrays(about, arrays))
+    assert earlier is not None and earlier.fingerprint == made_of(lines).fingerprint
+    assert now.changes_since(earlier) == [] and now.changes_since(made_of(lines)) != []
+    assert now.not_compared(earlier) == 1  # with another modification time
+    resumed = now.with_counts_of(earlier)
+    assert resumed.fingerprint == earlier.fingerprint and now.changes_since(resumed) == []
+    fewer = made_of([other[0], ("1.tar", 100, 5, "f" * 16)])
+    assert fewer.changes_since(earlier) == ["1.tar has 5 used samples instead of 4"]
+
+
 def test_damaged_manifest_is_rebuilt(own_cache: Path, tmp_path: Path, opened: list[str]) -> None:
     shards = write_shards(tmp_path / "a", 3, 4)
     first = make_manifest([shards], Selection())

@@ -270,7 +270,8 @@ def test_error_without_pairs_lists_extensions(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         shards_of(path)
     assert str(caught.value) == (
-        f"shard {path} has no sample with image and caption; members: caption (3), npy (3), jpg (1)"
+        f"shard {path} has no sample with image and caption; members: caption (3), npy (3), jpg (1): "
+        "set data.captions=caption"
     )
     with pytest.raises(DataError, match="no sample with image and caption; members: none"):
         shards_of(write_tar(tmp_path / "1.tar"))
