@@ -319,6 +319,13 @@ def _shared_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sources", metavar="SOURCE", nargs="+", help="input; see below")
     add_model_options(parser)
     parser.add_argument("--image-column", metavar="C", help="column of tables (default: guessed)")
+    parser.add_argument(
+        "--cache-gb",
+        metavar="GB",
+        type=number(0, 1e6),
+        default=100.0,  # as ``data.cache_gb``
+        help="size of the cache of files in stores (default: %(default)g; 0 reads shards over the network)",
+    )
 
 
 COMMANDS = {

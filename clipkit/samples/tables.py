@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from clipkit.errors import ConfigError, DataError, nearest
+from clipkit.samples.base import Samples
 from clipkit.samples.folders import read_file
 from clipkit.samples.table import Row, Table, listed_path
 from clipkit.samples.table.captions import check_captions, usable_texts
@@ -22,7 +23,7 @@ _EVERY = 1000  # rows between two calls of ``progress``
 _CONTENT = b""  # path of a row whose image is in the table
 
 
-class TableSamples:
+class TableSamples(Samples):
     """The images and captions of tables, see ``clipkit.samples.Samples``; they are read once, when it is made.
 
     Rows have the same image if their paths are equal after normalization (``./``, ``//``, ``\\``, ``file://``), or
