@@ -34,6 +34,9 @@ SOURCE is
   shards          WebDataset tars: one, a folder or dataset, or a pattern
                   'pairs/{00000..00041}.tar'
   a table         .csv, .tsv, .jsonl or .parquet with a column of paths
+  Parquet files   with encoded images, as on the Hugging Face hub
+Shards and Parquet files may be in a store: s3://, gs://, https://, hf://; or
+'pipe:COMMAND' writes a tar.
 """
 TEXTS = """\
 and with --text

@@ -172,6 +172,10 @@ def _recognize_tables(files: Sequence[ShardFile]) -> Sequence[ShardFile]:
 
 
 def _open_tables(source: Source, options: OpenOptions) -> Samples:
+    if source.files[0].is_remote:
+        raise DataError(
+            f"{source.files[0].shown} is a table in a store: download it, and the images that it lists"
+        )
     tables = [
         Table(
             Path(file.url),
@@ -252,7 +256,7 @@ def find_source(source: str, *, split: str = "train") -> Source:
 def find_sources(source: str) -> list[Source]:
     """Return all files of a source, whatever their split and format.
 
-    A folder on this machine has the shards directly in it, or in subfolders with ``nshards.txt``, and all images
+    A folder on this machine has the shards directly in it, or else those in the folders of splits, and all images
     below it; without either, it has the tables of all splits.
 
     Raises:

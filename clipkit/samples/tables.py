@@ -84,6 +84,7 @@ class TableSamples(Samples):
                 self._rows.add(number + 1, Row(number=number + 1, cause=self.damage, progress=1.0), b"")
                 break
         self._count = self._rows.number_groups()
+        self._last: tuple[int, list[Row]] | None = None  # the sample that was looked at last
         self.repeated, self.other_images = self._rows.repeated, self._rows.other_images
 
     def _add(self, row: Row, number: int, table: Table, group: bool, group_by: str | None) -> None:
@@ -119,7 +120,10 @@ class TableSamples(Samples):
 
     def rows(self, i: int) -> list[Row]:
         """Return the rows of a sample, numbered from 1 in all tables; paths of images in a table are bytes."""
-        return self._rows.group(i + 1)
+        last = self._last
+        if last is None or last[0] != i:
+            last = self._last = (i, self._rows.group(i + 1))
+        return last[1]
 
     def row(self, i: int) -> Row:
         """Return the rows of a sample as one row, whose cause is why the sample cannot be used."""
