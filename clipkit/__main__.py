@@ -34,6 +34,9 @@ SOURCE is
   shards          WebDataset tars: one, a folder or dataset, or a pattern
                   'pairs/{00000..00041}.tar'
   a table         .csv, .tsv, .jsonl or .parquet with a column of paths
+  Parquet files   with encoded images, as on the Hugging Face hub
+Shards and Parquet files may be in a store: s3://, gs://, https://, hf://; or
+'pipe:COMMAND' writes a tar.
 """
 TEXTS = """\
 and with --text
@@ -319,6 +322,13 @@ def _shared_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sources", metavar="SOURCE", nargs="+", help="input; see below")
     add_model_options(parser)
     parser.add_argument("--image-column", metavar="C", help="column of tables (default: guessed)")
+    parser.add_argument(
+        "--cache-gb",
+        metavar="GB",
+        type=number(0, 1e6),
+        default=100.0,  # as ``data.cache_gb``
+        help="size of the cache of files in stores (default: %(default)g; 0 reads shards over the network)",
+    )
 
 
 COMMANDS = {

@@ -4,7 +4,7 @@ from .explain import (
 )
 from .inputs import (
     Item as Item,
-    Member as Member,
+    Sample as Sample,
 )
 from .pairs import (
     PairEncoder as PairEncoder,

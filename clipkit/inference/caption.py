@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
     """
     if options.seed is not None and not options.top_p:
         raise ConfigError("--seed has no effect without --top-p")
-    stream = Stream(options.sources, image_column=options.image_column)
+    stream = Stream(options.sources, image_column=options.image_column, cache_gb=options.cache_gb)
     generation = {name: getattr(options, name) for name in _GENERATION} | {"seed": options.seed or 0}
     out: Path | None = options.out
     if out is not None and (out.suffix.lower() not in (".csv", ".jsonl") or out.is_dir()):

@@ -44,7 +44,7 @@ from clipkit.inference.folder import (
     Totals,
     only_writer,
 )
-from clipkit.inference.inputs import Item, Member, Stream
+from clipkit.inference.inputs import Item, Sample, Stream
 from clipkit.inference.storage import STORAGE, ReusableRows, recall, unpacked
 from clipkit.inference.stream import Failure, FeatureStream
 from clipkit.samples.depth import format_pixel_range
@@ -333,13 +333,12 @@ def _encode_part(
 
 
 def _a_file_of(items: Sequence[tuple[int, Item]]) -> Path | None:
-    """Return the first image or shard of some items that exists."""
+    """Return the first image, shard or table of some items that exists."""
     for _, item in items:
-        for held in (item.image, item.caption):
-            path = held.shard if isinstance(held, Member) else held
-            with suppress(OSError, ValueError):
-                if isinstance(path, Path) and path.exists():
-                    return path
+        path = Path(item.source) if isinstance(item.image, Sample) else item.image
+        with suppress(OSError, ValueError):
+            if path is not None and path.exists():
+                return path
     return None
 
 
@@ -375,22 +374,17 @@ def _survey(
     """
     digests: list[tuple[str, str]] = []
     names, files, count, captions, empty = hashlib.sha256(), hashlib.sha256(), 0, False, 0
-    last: tuple[Path | None, str] = (None, "")  # the previous item's file and its stamp
     for count, item in enumerate(stream, 1):
         text = item.caption if isinstance(item.caption, str) else ""
         for part in (item.source, item.key, text):
             names.update(part.encode("utf-8", "surrogatepass") + b"\0")
-        held = item.image if stream.kind == "image" else item.caption
-        path = held.shard if isinstance(held, Member) else held
-        if isinstance(path, Path) and path != last[0]:
-            try:
-                found = path.stat()
+        stamp = item.stamp
+        if stream.kind == "image" and isinstance(item.image, Path):
+            with suppress(OSError, ValueError):
+                found = item.image.stat()
                 # with ctime and inode, because renaming and unpacking can preserve size and modification time
-                stamp = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
-                last = path, " ".join(map(str, stamp))
-            except (OSError, ValueError):
-                last = path, ""
-        files.update((last[1] if isinstance(path, Path) else "").encode() + b"\0")
+                stamp = f"{found.st_size} {found.st_mtime_ns} {found.st_ctime_ns} {found.st_ino}"
+        files.update(stamp.encode() + b"\0")
         captions = captions or item.caption is not None
         empty += isinstance(item.caption, str) and not text.strip()
         if count % length == 0:
@@ -421,6 +415,7 @@ def run(options: argparse.Namespace) -> int:
         kind="caption" if options.text else "image",
         image_column=options.image_column,
         caption_column=options.caption_column,
+        cache_gb=options.cache_gb,
     )
     features = FeatureStream.from_options(options)
     try:

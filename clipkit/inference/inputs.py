@@ -1,111 +1,55 @@
-"""Streams of images and texts from folders, files, shards, tables and lists of texts.
+"""Streams of images and texts from sources of samples, and from lists of texts.
 
-    photos/                        the shards directly in it, and all images below it, sorted by path
-    pairs/                         a dataset: the shards of all splits, such as pairs/train and pairs/test
-    cat.jpg                        one image
-    pairs.tar                      a WebDataset shard, an uncompressed tar
-    shards/{00000..00331}.tar      all paths of a brace pattern
-    shards/*.tar                   all matching paths, 9.tar before 10.tar
-    table.csv                      a table of paths, captions or both (``clipkit.samples.table``); each image once
-    lines.txt, -                   texts, one per line; "-" is standard input
+    photos/, pairs.tar, s3://bucket/pairs, …   see ``clipkit.samples.sources``; a dataset with all its splits
+    cat.jpg                                    one image
+    lines.txt, -                               texts, one per line; "-" is standard input
 
-Memory does not grow with the number of images: a stream yields one item at a time. It can be iterated again in the
-same order as long as its sources do not change. Reading an item's bytes is a separate step, which may run in any
-thread.
+A stream yields one item at a time. It can be iterated again in the same order as long as its sources do not change.
+Reading an item's bytes is a separate step, which may run in any thread.
 """
 
-import glob
-import hashlib
-import json
 import os
 import shutil
-import sqlite3
-import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from io import TextIOWrapper
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 from clipkit.errors import DataError
-from clipkit.files.patterns import expand_braces, match_wildcards, path_order, user_path
-from clipkit.samples.folders import images_below
-from clipkit.samples.image_types import IMAGE_EXTENSIONS
-from clipkit.samples.table import Table, is_table, listed_path
-from clipkit.samples.tar import sample_name, tar_files
+from clipkit.files.patterns import user_path
+from clipkit.samples.base import Samples
+from clipkit.samples.folders import read_file
+from clipkit.samples.remote import ShardFile, shard_cache
+from clipkit.samples.sources import CACHE_GB, FORMATS, OpenOptions, Source, find_sources
+from clipkit.samples.table import CAPTION_COLUMNS, is_table, plain_name
+from clipkit.samples.table.captions import usable_texts
 
-__all__ = [
-    "Item",
-    "Kind",
-    "Member",
-    "Stream",
-    "members",
-    "read_caption",
-    "read_image",
-    "readable",
-    "shards_in",
-]
+__all__ = ["Item", "Kind", "Sample", "Stream", "read_caption", "read_image", "readable"]
 
-MAX_BYTES = 256 << 20  # limit for one image or caption
 MAX_LINE = 2**20  # limit for a line of a list of texts, in characters
-_SHOWN = 8  # folders listed in a message
-_CAPTIONS = ("txt", "json")  # extensions of captions; the first one present is used
-_EMPTY = "empty caption"
-_COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".zip")
+_AHEAD = 4  # remote files downloaded at a time
 
 Kind = Literal["image", "caption"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Member:
-    """Location of one member of a sample in a WebDataset shard."""
+class Sample:
+    """A sample whose content is read from an opened source.
 
-    shard: Path
-    offset: int
-    size: int
-    extension: str  # in lower case, without the dot
-
-    def read(self, limit: int) -> bytes:
-        """Read the bytes; safe to call from any thread.
-
-        Raises:
-            DataError: there are more than ``limit`` bytes, or the file cannot be read or has been truncated.
-        """
-        if self.size > limit:
-            raise DataError(f"member of more than {limit >> 20} MiB")
-        try:
-            descriptor = os.open(self.shard, os.O_RDONLY)
-            try:
-                data = os.pread(descriptor, self.size, self.offset)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            raise DataError(f"cannot read the shard: {error.strerror}") from error
-        if len(data) != self.size:
-            raise DataError("the shard was truncated after it was listed")
-        return data
-
-
-def members(shard: Path) -> Iterator[tuple[str, Member]]:
-    """Yield the key and location of each member of a sample, in the order of the tar.
-
-    Consecutive members with the same key (the path up to the first dot of the file name) form a sample.
-
-    Raises:
-        DataError: as for ``tar_files``, or the file cannot be read.
+    Attributes:
+        samples: the source.
+        i: index of the sample.
+        image: name of the image among its members; "" for the one that is an image by its name.
+        caption: name of the field with the caption; "" for the text member or a field with a common name.
     """
-    try:
-        for name, offset, size in tar_files(shard):
-            if (found := sample_name(name)) is not None:
-                key, extension = found
-                yield key, Member(shard=shard, offset=offset, size=size, extension=extension)
-    except OSError as error:
-        raise DataError(f"shard {shard}: {error.strerror}") from error
+
+    samples: Samples
+    i: int
+    image: str = ""
+    caption: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,32 +59,35 @@ class Item:
     Attributes:
         source: the folder, file, shard or table that contains it.
         key: the image's path; in a shard the sample's key; in a list of texts the number of the line or row.
-        image: location of the image.
-        caption: the text, or its location.
+        image: where the image is read from.
+        caption: the text, or where it is read from.
         cause: why the item cannot be used; "" if no problem is known.
+        stamp: size and version of the file that contains a ``Sample``.
     """
 
     source: str
     key: str
-    image: Path | Member | None = None
-    caption: str | Member | None = None
+    image: Path | Sample | None = None
+    caption: str | Sample | None = None
     cause: str = ""
+    stamp: str = ""
 
 
 class Stream:
     """All items of some sources, in order; can be iterated any number of times.
 
     Args:
-        sources: paths and patterns, see the module's documentation.
+        sources: paths, patterns and URLs, see the module's documentation.
         kind: whether to stream images or captions.
-        image_column: column of tables with image paths; found by common names if not given.
+        image_column: column of tables with images or their paths; found by common names if not given.
         caption_column: column of tables with captions; found by common names if not given.
+        cache_gb: size of the cache of remote files.
 
     Raises:
         DataError: a source is missing or, when iterating, contains no items of this kind.
 
     Attributes:
-        repeated: number of rows of tables, in the last iteration, whose image is that of an earlier row.
+        repeated: number of rows of tables whose image is that of an earlier row.
     """
 
     def __init__(
@@ -150,14 +97,29 @@ class Stream:
         kind: Kind = "image",
         image_column: str | None = None,
         caption_column: str | None = None,
+        cache_gb: float = CACHE_GB,
     ) -> None:
         self.kind: Kind = kind
         self.repeated = 0
-        self._columns = image_column, caption_column
+        self._options = OpenOptions(
+            cache=shard_cache(sources, cache_gb),
+            image_column=image_column,
+            caption_column=caption_column,
+            need=(kind,),
+            others=(),
+            group=kind == "image",
+            truncated="use",
+        )
         self._parts: list[tuple[str, Callable[[], Iterator[Item]]]] = []
         for source in sources:
-            for path in _paths_of(source):
-                self._parts.append((path, self._opened(path)))
+            lines = self._open_lines(source)
+            if lines is not None:
+                self._parts.append((source, lines))
+                continue
+            formats = find_sources(source)
+            if kind == "caption" and len(formats) > 1:
+                formats = [part for part in formats if part.format != "images"]
+            self._parts += [(source, self._open(part, source)) for part in formats]
 
     @property
     def note(self) -> str:
@@ -168,107 +130,122 @@ class Stream:
         return f"{self.repeated:,} {rows} the image of an earlier row: each image is read once"
 
     def __iter__(self) -> Iterator[Item]:
-        self.repeated = 0
+        empty = {source for source, _ in self._parts}
         for source, items in self._parts:
-            nothing = True
             for item in items():
-                nothing = False
+                empty.discard(source)
                 yield item
-            if nothing:
-                raise DataError(
-                    f"{source} contains no {'image' if self.kind == 'image' else 'text'}{_hint(source)}"
-                )
+        if empty:
+            raise DataError(f"{min(empty)} contains no {'image' if self.kind == 'image' else 'text'}")
 
-    def _opened(self, source: str) -> Callable[[], Iterator[Item]]:
-        """Determine the type of one source; return a function that iterates over it."""
-        kind, suffix = self.kind, Path(source).suffix.lower()
-        if source == "-":
-            if kind == "image":
-                raise DataError("standard input contains texts: add --text")
-            # standard input can be read only once: copy it to a file that can be read again
-            spool: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the stream)
-            shutil.copyfileobj(sys.stdin.buffer, spool)
-            spool.flush()
-            return lambda: _lines(spool, "-")
-        if "://" in source:
-            raise DataError(f"{source} is a web address: only local files can be read")
+    def _open_lines(self, source: str) -> Callable[[], Iterator[Item]] | None:
+        """Return a function that iterates over a list of texts, None for other sources."""
         path = user_path(source)
-        if path.is_dir():
-            return self._folder(path)
-        if not path.is_file():
-            if path.exists():
-                raise DataError(f"{source} is a pipe or a device: save its content to a file")
-            raise DataError(f"{source}: no such file or folder")
-        if source.lower().endswith(_COMPRESSED):
-            raise DataError(f"{source} is compressed: unpack it first")
-        if suffix == ".tar":
-            return lambda: _samples(path, kind)
-        if is_table(path):
-            image, caption = self._columns
-            table = Table(path, image_column=image, caption_column=caption, need=(kind,))
-            return lambda: self._images_in(table) if kind == "image" else _captions_in(table)
-        if kind == "caption":
-            if suffix != ".txt":
-                raise DataError(
-                    f"{source}: texts are read from a .txt file, a table, shards or - (standard input)"
-                )
-            return lambda: _lines(path, readable(source))
-        if suffix == ".txt":
+        if source != "-" and not (path.suffix.lower() == ".txt" and path.is_file() and not is_table(path)):
+            return None
+        if self.kind == "image":
             raise DataError(f"{source} contains texts: add --text")
-        return lambda: iter((Item(source=readable(source), key=readable(source), image=path),))
+        if source != "-":
+            return lambda: _lines(path, readable(source))
+        # standard input can be read only once: copy it to a file that can be read again
+        spool: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the stream)
+        shutil.copyfileobj(sys.stdin.buffer, spool)
+        spool.flush()
+        return lambda: _lines(spool, "-")
 
-    def _images_in(self, table: Table) -> Iterator[Item]:
-        """Yield each image of a table once, with the caption of its first row; unusable rows have a cause."""
-        source, number = readable(str(table.path)), 0
-        with closing(sqlite3.connect("", check_same_thread=False)) as paths:  # a temporary file
-            paths.execute("CREATE TABLE paths (digest BLOB PRIMARY KEY) WITHOUT ROWID")
+    def _open(self, source: Source, text: str) -> Callable[[], Iterator[Item]]:
+        """Return a function that iterates over the samples of a source; tables and folders are read now."""
+        if self.kind == "caption" and source.format == "images":
+            raise DataError(f"{text}: texts are read from a .txt file, a table, shards or - (standard input)")
+        files = source.files
+        if not user_path(text).is_absolute():  # in names of items, a path is as the user wrote it
+            files = tuple(map(_relative, files))
+        if source.format == "images" and source.folder is None:
+            return lambda: map(_image_file, files)
+        format = FORMATS[source.format]
+        parts = [replace(source, files=(file,)) for file in files] or [source]
+        if format.many_files:
+            return lambda: self._items_in_files(parts)
+        opened = [format.open(part, self._options) for part in parts]
+        if self.kind == "image":
+            self.repeated += sum(getattr(samples, "repeated", 0) for samples in opened)
+        has_captions = source.format != "images"
+        return lambda: (
+            item for samples in opened for item in self._items(samples, has_captions=has_captions)
+        )
+
+    def _items_in_files(self, parts: Sequence[Source]) -> Iterator[Item]:
+        """Yield the samples of shards or Parquet files, and an item for each fault of a file."""
+        cache = self._options.cache
+        if cache is not None:
+            cache.prefetch([part.files[0] for part in parts], threads=_AHEAD)
+        for part in parts:
+            file = part.files[0]
+            source = readable(file.shown)
             try:
-                for row in table:
-                    number = row.number
-                    text = row.path if isinstance(row.path, str) else ""
-                    path, cause = Path(), row.cause
-                    if not cause and row.path in (None, ""):
-                        cause = "no path"
-                    elif not cause and not isinstance(row.path, str):
-                        cause = "path is not text"
-                    try:
-                        path = listed_path(table.path.parent, text)
-                    except DataError as error:
-                        cause = cause or str(error)
-                    if cause:
-                        yield Item(source=source, key=readable(text[:4096] or str(number)), cause=cause)
-                        continue
-                    normalized = os.path.normpath(path).encode("utf-8", "surrogatepass")
-                    digest = hashlib.blake2b(normalized, digest_size=16).digest()
-                    if not paths.execute("INSERT OR IGNORE INTO paths VALUES (?)", (digest,)).rowcount:
-                        self.repeated += 1
-                        continue
-                    caption = row.caption if isinstance(row.caption, str) else None
-                    yield Item(source=source, key=readable(str(path)), image=path, caption=caption)
+                samples = FORMATS[part.format].open(part, self._options)
             except DataError as error:
-                yield Item(source=source, key=str(number + 1), cause=str(error))
+                yield Item(source=source, key="", cause=str(error))
+                continue
+            yield from self._samples_in_file(samples, f"{file.size} {file.version}")
+            for fault in samples.faults:
+                yield Item(source=source, key="", cause=fault)
 
-    def _folder(self, folder: Path) -> Callable[[], Iterator[Item]]:
-        kind = self.kind
-        shards = shards_in(folder)
-        if not shards:  # a dataset with a folder per split
+    def _samples_in_file(self, samples: Samples, stamp: str) -> Iterator[Item]:
+        image, caption = self._options.image_column or "", self._options.caption_column or ""
+        has_field = False
+        for i in range(len(samples)):
+            members = samples.members(i)
+            if i == 0 and "json" not in members:  # a column is in all rows
+                has_field = bool(_find_caption(samples.fields(i), caption))
+            sample = Sample(samples=samples, i=i, image=image, caption=caption)
+            has_caption = has_field or "txt" in members or "json" in members
+            yield Item(
+                source=readable(samples.locate(i)[0]),
+                key=readable(samples.key(i)),
+                image=sample,
+                caption=sample if has_caption else None,
+                stamp=stamp,
+            )
+
+    def _items(self, samples: Samples, *, has_captions: bool) -> Iterator[Item]:
+        """Yield the images of a table or folder, or the captions of a table."""
+        for i in range(len(samples)):
+            source, key = readable(samples.locate(i)[0]), readable(samples.key(i))
+            cause = samples.cause(i)
+            path = None
+            captions: list[str] = []
             try:
-                splits = sorted(filter(_is_split, folder.iterdir()))
-            except OSError as error:
-                raise DataError(f"{folder}: {error.strerror}") from error
-            shards = [shard for split in splits for shard in shards_in(split)]
-        if kind == "caption" and not shards:
-            raise DataError(f"{folder} contains no shards with captions{_hint(str(folder))}")
+                if not cause and self.kind == "image":
+                    path = samples.path(i)
+                if not cause and has_captions:
+                    captions = usable_texts(
+                        _find_caption(samples.fields(i), self._options.caption_column or "")
+                    )
+            except DataError as error:
+                cause = str(error)
+            if cause or self.kind == "image":
+                caption = captions[0] if captions else None
+                yield Item(source=source, key=key, image=path, caption=caption, cause=cause)
+                continue
+            for caption in captions:
+                yield Item(source=source, key=key, caption=caption)
 
-        def items() -> Iterator[Item]:
-            for shard in shards:
-                yield from _samples(shard, kind)
-            if kind == "image":
-                source = readable(str(folder))
-                for path, cause in images_below(folder):
-                    yield Item(source=source, key=readable(str(path)), image=path, cause=cause)
 
-        return items
+def _relative(file: ShardFile) -> ShardFile:
+    return file if file.is_remote else replace(file, url=os.path.relpath(file.url))
+
+
+def _image_file(file: ShardFile) -> Item:
+    return Item(source=readable(file.url), key=readable(file.url), image=Path(file.url))
+
+
+def _find_caption(fields: Mapping[str, Any], name: str) -> Any:
+    """Return the field with a name, or the first one with a common name of captions."""
+    if name:
+        return fields.get(name)
+    by_plain_name = {plain_name(field): value for field, value in fields.items()}
+    return next((by_plain_name[name] for name in CAPTION_COLUMNS if name in by_plain_name), None)
 
 
 def read_image(item: Item) -> bytes:
@@ -280,23 +257,9 @@ def read_image(item: Item) -> bytes:
     if item.cause:
         raise DataError(item.cause)
     assert item.image is not None
-    if isinstance(item.image, Member):
-        data = item.image.read(MAX_BYTES)
-    else:
-        try:
-            status = item.image.stat()
-            if not stat.S_ISREG(status.st_mode):  # reading a pipe or device might block
-                raise DataError("not a file")
-            if status.st_size > MAX_BYTES:
-                raise DataError(f"file of more than {MAX_BYTES >> 20} MiB")
-            with item.image.open("rb") as file:
-                data = file.read(MAX_BYTES)
-        except (FileNotFoundError, NotADirectoryError):
-            raise DataError("missing file") from None
-        except OSError as error:
-            raise DataError(f"cannot read file: {error.strerror}") from error
-        except ValueError:  # a path with a null byte or with characters that cannot be encoded
-            raise DataError("cannot read file") from None
+    if isinstance(item.image, Path):
+        return read_file(item.image)
+    data = item.image.samples.read(item.image.i, item.image.image)
     if not data:
         raise DataError("empty file")
     return data
@@ -313,23 +276,24 @@ def read_caption(item: Item) -> str:
     """
     if item.cause:
         raise DataError(item.cause)
-    caption = item.caption
-    if isinstance(caption, Member):
+    if item.caption is None:
+        raise DataError("no caption")
+    if isinstance(item.caption, str):
+        return readable(item.caption)
+    samples, i = item.caption.samples, item.caption.i
+    if "txt" in samples.members(i) and not item.caption.caption:
         try:
-            text: object = caption.read(MAX_BYTES).decode()
-            if caption.extension == "json":
-                value = json.loads(str(text))
-                text = value.get("caption") if isinstance(value, dict) else None
+            value: Any = samples.read(i, "txt").decode()
         except UnicodeDecodeError as error:
             raise DataError("caption is not UTF-8") from error
-        except (ValueError, RecursionError) as error:
-            raise DataError("invalid JSON") from error
-        caption = text if isinstance(text, str) else None
-        if caption is not None and not caption.strip():
-            raise DataError(_EMPTY)
-    if caption is None:
+    else:
+        value = _find_caption(samples.fields(i), item.caption.caption)
+    texts = [value] if isinstance(value, str) else usable_texts(value)
+    if not texts:
         raise DataError("no caption")
-    return readable(caption)
+    if not texts[0].strip():
+        raise DataError("empty caption")
+    return readable(texts[0])
 
 
 def readable(text: str) -> str:
@@ -339,118 +303,6 @@ def readable(text: str) -> str:
     except UnicodeEncodeError:  # an unpaired surrogate, from JSON
         content = text.encode("utf-8", "surrogatepass")
     return content.decode("utf-8", "backslashreplace")
-
-
-def _paths_of(source: str) -> list[str]:
-    """Expand the braces and wildcards of a source, in order; return other sources and existing paths unchanged.
-
-    Raises:
-        DataError: a pattern matches nothing or more than a million paths, or a path named by braces is missing.
-    """
-    patterns = [source]
-    if "{" in source and not os.path.lexists(source):
-        patterns = list(expand_braces(source))
-        missing = [path for path in patterns if not user_path(path).exists() and not glob.has_magic(path)]
-        if missing:
-            raise DataError(
-                f"{len(missing)} of the {len(patterns)} paths of {source!r} do not exist: {missing[0]}, …"
-            )
-    paths: list[str] = []
-    for pattern in patterns:
-        if not glob.has_magic(pattern) or "://" in pattern or os.path.lexists(user_path(pattern)):
-            paths.append(pattern)
-        elif matches := list(map(str, match_wildcards(user_path(pattern)))):
-            paths += matches
-        else:
-            raise DataError(f"no file or folder on this disk matches {pattern!r}")
-    return paths
-
-
-def shards_in(folder: Path) -> list[Path]:
-    """List the tars directly in a folder, 2.tar before 10.tar.
-
-    Raises:
-        DataError: the folder cannot be read.
-    """
-    try:
-        with os.scandir(folder) as entries:  # glob would build a list of all files in the folder
-            shards = [Path(entry) for entry in entries if entry.name.endswith(".tar") and entry.is_file()]
-    except OSError as error:
-        raise DataError(f"{folder}: {error.strerror}") from error
-    return sorted(shards, key=path_order)
-
-
-def _is_split(folder: Path) -> bool:
-    try:
-        return (folder / "nshards.txt").is_file()
-    except OSError:  # reported when its images are read
-        return False
-
-
-def _hint(source: str) -> str:
-    """Suggest subfolders that contain shards."""
-    path = user_path(source)
-    if not path.is_dir():
-        return ""
-    found = [inner for inner in sorted(path.iterdir()) if inner.is_dir() and shards_in(inner)]
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return f"; found shards in {', '.join(map(str, found[:_SHOWN]))}{more}" if found else ""
-
-
-def _samples(shard: Path, kind: Kind) -> Iterator[Item]:
-    """Yield the samples of a shard, followed by an item with the cause if it cannot be read to the end.
-
-    A duplicate image or caption in a sample is yielded as a failed item.
-    """
-    source, causes = readable(str(shard)), list[str]()
-
-    def located() -> Iterator[tuple[str, Member]]:
-        try:
-            yield from members(shard)
-        except DataError as error:
-            causes.append(str(error))
-
-    for key, group in groupby(located(), itemgetter(0)):
-        found: dict[str, Member] = {}
-        twice: list[str] = []
-        for _, member in group:
-            if member.extension in found:
-                twice.append(member.extension)
-            else:
-                found[member.extension] = member
-        image = next((one for extension, one in found.items() if extension in IMAGE_EXTENSIONS), None)
-        caption = next((found[extension] for extension in _CAPTIONS if extension in found), None)
-        cause = ""
-        if kind == "image" and image is None:
-            cause = f"no image, only {', '.join(sorted(found))[:100]}"
-        elif kind == "caption" and caption is None:
-            cause = "no caption"
-        yield Item(source=source, key=key, image=image, caption=caption, cause=cause)
-        for extension in twice:
-            if extension in (IMAGE_EXTENSIONS if kind == "image" else _CAPTIONS):
-                cause = f"{key}.{extension} occurs twice in a row: used only the first"
-                yield Item(source=source, key=key, cause=cause)
-    for cause in causes:
-        yield Item(source=source, key="", cause=cause)
-
-
-def _captions_in(table: Table) -> Iterator[Item]:
-    """Yield the caption of each row of a table; unusable rows have a cause."""
-    source, number = readable(str(table.path)), 0
-    try:
-        for row in table:
-            number = row.number
-            cause = row.cause
-            if not cause and row.caption is None:
-                cause = "no caption"
-            elif not cause and not isinstance(row.caption, str):
-                cause = "caption is not text"
-            text = row.caption if isinstance(row.caption, str) else ""
-            if not cause and not text.strip():
-                cause = _EMPTY
-            yield Item(source=source, key=str(number), caption=None if cause else text, cause=cause)
-    except DataError as error:
-        yield Item(source=source, key=str(number + 1), cause=str(error))
 
 
 def _lines(origin: Path | BinaryIO, source: str) -> Iterator[Item]:

@@ -46,13 +46,14 @@ from clipkit.files.patterns import user_path
 from clipkit.files.terminal import CountProgress, counted, printable, size_of
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.index import ApproximateIndex, Stamp, write_index
-from clipkit.inference.inputs import Item, Member, Stream, read_image
+from clipkit.inference.inputs import Item, Sample, Stream, read_image
 from clipkit.inference.storage import Storage, content_digest, storage_of, unpacked
 from clipkit.inference.stream import pick_device
 from clipkit.model.clip import CLIP
 from clipkit.model.preprocess import ImageLike
 from clipkit.samples.decode import decode_file
 from clipkit.samples.depth import STRETCH
+from clipkit.samples.sources import PARQUET_SUFFIXES
 from clipkit.samples.traits import Decoding
 
 __all__ = [
@@ -117,7 +118,7 @@ class Hit:
         """
         if not self.is_image:
             return ("text", self.path)
-        if _is_shard(self.source):
+        if _contains_images(self.source):
             return ("sample", os.path.abspath(Path(self.directory, self.source)), self.path)  # noqa: PTH100
         return ("file", os.path.abspath(Path(self.directory, self.path)))  # noqa: PTH100 (Path keeps "..")
 
@@ -704,17 +705,17 @@ def load_model(embeddings: Embeddings, options: argparse.Namespace, name: str = 
 
 
 @lru_cache(_SHARDS)
-def _images_of(shard: Path, _changed: tuple[int, int]) -> dict[str, list[Path | Member]]:
-    """Return the images of each key of a shard: several if samples have the same key."""
-    images: dict[str, list[Path | Member]] = {}
-    for item in Stream([str(shard)]):
-        if item.image is not None:
+def _images_of(source: Path, _changed: tuple[int, int]) -> dict[str, list[Sample]]:
+    """Return the images of each key of a shard or Parquet file: several if samples have the same key."""
+    images: dict[str, list[Sample]] = {}
+    for item in Stream([str(source)]):
+        if isinstance(item.image, Sample):
             images.setdefault(item.key, []).append(item.image)
     return images
 
 
-def _is_shard(source: str) -> bool:
-    return source.lower().endswith(".tar")
+def _contains_images(source: str) -> bool:
+    return source.lower().endswith((".tar", *PARQUET_SUFFIXES))
 
 
 def _located(path: str, directory: str) -> Path:
@@ -730,11 +731,13 @@ def thumbnail(hit: Hit, side: int) -> bytes:
         DataError: it cannot be read or decoded, or has changed since it was encoded.
     """
     source, image = (_located(one, hit.directory) for one in (hit.source, hit.path))
-    images: Sequence[Path | Member] = [image]
+    images: Sequence[Path | Sample] = [image]
     try:
-        if _is_shard(hit.source) and source.is_file():
+        if _contains_images(hit.source) and source.is_file():
             state = source.stat()
             images = _images_of(source, (state.st_mtime_ns, state.st_size)).get(hit.path, [])
+            if not images and image.is_file():
+                images = [image]  # a table of paths
             if not images or (len(images) > 1 and not hit.digest):
                 raise DataError(f"{hit.source} has {'several images' if images else 'no image'} {hit.path}")
     except OSError as error:

@@ -88,6 +88,7 @@ from .shards import (
 from .sources import (
     FORMATS as FORMATS,
     MissingSplit as MissingSplit,
+    OpenOptions as OpenOptions,
     Source as Source,
     find_source as find_source,
     find_split as find_split,
@@ -95,6 +96,7 @@ from .sources import (
     has_captions as has_captions,
     join_place as join_place,
     list_files as list_files,
+    open_samples as open_samples,
 )
 from .table import (
     CAPTION_COLUMNS as CAPTION_COLUMNS,

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from clipkit.errors import DataError
@@ -19,6 +20,23 @@ class Samples(Protocol):
     """
 
     def __len__(self) -> int: ...
+
+    @property
+    def faults(self) -> Sequence[str]:
+        """Why samples are missing at the end of a file, or members from a sample."""
+        return ()
+
+    def cause(self, i: int) -> str:
+        """Return why a sample cannot be used, "" if no reason is known before it is read."""
+        return ""
+
+    def path(self, i: int) -> Path | None:
+        """Return the file of the image; None if it is in a file with other images.
+
+        Raises:
+            DataError: the path is that of no file; the message is a short cause without the sample's name.
+        """
+        return None
 
     def key(self, i: int) -> str:
         """Return the name of a sample: its WebDataset key, the path of its image, or its row."""
@@ -41,7 +59,7 @@ class Samples(Protocol):
         ...
 
     def read(self, i: int, member: str) -> bytes:
-        """Return the content of a member.
+        """Return the content of a member; "" stands for the image.
 
         Raises:
             DataError: it is missing or cannot be read; the message is a short cause without the sample's name.

@@ -1,12 +1,17 @@
 """Folders of images as samples: with captions in files beside them, or by class."""
 
 import hashlib
+import os
+import tempfile
+import weakref
+from array import array
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from clipkit.errors import DataError
+from clipkit.samples.base import Samples
 from clipkit.samples.caption_files import (
     caption_file_of,
     find_captions,
@@ -17,18 +22,18 @@ from clipkit.samples.caption_files import (
 )
 from clipkit.samples.class_names import CLASS_NAMES, read_class_names
 from clipkit.samples.folders import SPLIT_WORDS, files_below, images_below, read_file
-from clipkit.samples.index import Strings
 from clipkit.samples.table import NAMED_SUFFIXES, SUFFIXES, Row
 
 __all__ = ["FolderSamples"]
 
 
-class FolderSamples:
+class FolderSamples(Samples):
     """The images below a folder in the order of their paths, see ``clipkit.samples.Samples``.
 
-    The only member of a sample is the image, named by the extension of the file. An image, or a folder, that cannot
-    be read is a bad sample. If there are no files that may contain captions and all images are in subfolders, these
-    are classes: the field ``class`` of a sample is the name of its subfolder, or the name in ``classnames.txt``.
+    Paths are kept on disk. The only member of a sample is the image, named by the extension of the file. An image,
+    or a folder, that cannot be read is a bad sample. If there are no files that may contain captions and all images
+    are in subfolders, these are classes: the field ``class`` of a sample is the name of its subfolder, or the name
+    in ``classnames.txt``.
     Otherwise the field ``captions`` lists the captions in the file beside the image.
 
     Attributes:
@@ -43,28 +48,36 @@ class FolderSamples:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        names: list[str] = []
+        self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the samples)
+        weakref.finalize(self, self._file.close)
+        self._ends = array("q")  # where the name of each image ends in the file
         self._causes: dict[int, str] = {}
+        end = 0
         for path, cause in images_below(folder):
             if cause:
-                self._causes[len(names)] = cause
-            names.append(str(path.relative_to(folder)))
-        self._names = Strings.of(names)
+                self._causes[len(self._ends)] = cause
+            end += self._file.write(os.fsencode(path.relative_to(folder)))
+            self._ends.append(end)
+        self._file.flush()
         self._list_texts = lru_cache(maxsize=8)(list_texts)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FolderSamples, (self.folder,)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._ends)
+
+    def _name(self, i: int) -> str:
+        start = self._ends[i - 1] if i else 0
+        return os.fsdecode(os.pread(self._file.fileno(), self._ends[i] - start, start))
 
     def rows(self, i: int) -> list[Row]:
         """Return a sample as the row of a table, with the path in the folder."""
-        return [Row(number=i + 1, path=self._names[i], cause=self.cause(i), progress=(i + 1) / len(self))]
+        return [Row(number=i + 1, path=self._name(i), cause=self.cause(i), progress=(i + 1) / len(self))]
 
     def path(self, i: int) -> Path:
         """Return the path of an image."""
-        return self.folder / self._names[i]
+        return self.folder / self._name(i)
 
     def cause(self, i: int) -> str:
         """Return why an image cannot be used, "" if no reason is known before it is read."""
@@ -76,7 +89,7 @@ class FolderSamples:
 
     def locate(self, i: int) -> tuple[str, str]:
         """Return the folder, and the path of an image in it."""
-        return str(self.folder), self._names[i]
+        return str(self.folder), self._name(i)
 
     def members(self, i: int) -> Sequence[str]:
         """Return the extension of the image."""
@@ -87,7 +100,7 @@ class FolderSamples:
         if cause := self.cause(i):
             raise DataError(cause)
         if self.class_names:
-            return {"class": self.class_names.get(self._names[i].partition("/")[0], "")}
+            return {"class": self.class_names.get(self._name(i).partition("/")[0], "")}
         file = caption_file_of(self.path(i), self._list_texts)
         texts = read_captions(file) if file is not None else []
         return {"captions": [text.strip() for text in texts if text.strip()]}
@@ -107,7 +120,7 @@ class FolderSamples:
                 size = self.path(i).stat().st_size
             except OSError:
                 size = -1
-            digest.update(f"{self._names[i]}\0{size}\n".encode("utf-8", "surrogateescape"))
+            digest.update(f"{self._name(i)}\0{size}\n".encode("utf-8", "surrogateescape"))
         return digest.hexdigest()[:16]
 
     @property

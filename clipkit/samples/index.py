@@ -235,6 +235,15 @@ class ShardIndex:
         has: npt.NDArray[np.bool_] = np.diff(ends, prepend=0) > 0
         return has
 
+    @property
+    def repeated(self) -> str:
+        """Which members are not used because their sample has one of this name already; "" if there are none."""
+        indexed = np.bincount(self.member_names, minlength=len(self.names)).tolist()
+        extra = {name: count - used for (name, count), used in zip(self.names.items(), indexed, strict=True)}
+        return ", ".join(
+            f"{count} more {name} in samples that have one already" for name, count in extra.items() if count
+        )
+
     # Single numbers are read ten times faster from memory views than from arrays.
 
     @cached_property

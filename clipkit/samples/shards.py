@@ -15,7 +15,7 @@ from threading import Lock
 from typing import Any, Generic, TypeVar
 
 from clipkit.errors import DataError
-from clipkit.samples.base import is_json, parse_fields
+from clipkit.samples.base import Samples, is_json, parse_fields
 from clipkit.samples.index import (
     ShardIndex,
     index_of_members,
@@ -243,7 +243,7 @@ class OpenShards(ABC, Generic[S]):
         return opened
 
 
-class ShardSamples(OpenShards[Shard]):
+class ShardSamples(OpenShards[Shard], Samples):
     """All samples of some shards, see ``Samples``; their indexes are read or made now.
 
     Args:
@@ -263,15 +263,24 @@ class ShardSamples(OpenShards[Shard]):
         self._cache, self._truncated = cache, truncated
         digest = hashlib.sha256()
         counts = []
+        self._faults: list[str] = []
         for number, file in enumerate(self.files):
             index = self._new_shard(number).index
             counts.append(len(index))
+            if index.truncated:
+                self._faults.append(index.truncated)
+            if index.repeated:
+                self._faults.append(f"{file.shown}: {index.repeated}")
             digest.update(json.dumps([file.name, file.size, index.digest]).encode())
         self._content_id = digest.hexdigest()[:16]
         super().__init__(counts)
 
     def _new_shard(self, number: int) -> Shard:
         return Shard(self.files[number], self._cache, truncated=self._truncated)
+
+    @property
+    def faults(self) -> list[str]:
+        return self._faults
 
     def find(self, i: int) -> tuple[Shard, int]:
         """Return the open shard of a sample, and its row in the shard's index."""

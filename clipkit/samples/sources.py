@@ -17,7 +17,7 @@ import glob
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -25,7 +25,8 @@ from pathlib import Path
 from clipkit.errors import DataError
 from clipkit.files.patterns import expand_braces, match_wildcards, name_order, user_path
 from clipkit.files.terminal import counted, shown
-from clipkit.samples.caption_files import find_captions
+from clipkit.samples.base import Samples
+from clipkit.samples.caption_files import find_captions, metadata_of
 from clipkit.samples.folders import (
     PARQUET_PART,
     SPLIT_NAMES,
@@ -34,8 +35,10 @@ from clipkit.samples.folders import (
     images_below,
     is_hidden,
 )
+from clipkit.samples.image_folder import FolderSamples
 from clipkit.samples.remote import (
     HUB_FORM,
+    ShardCache,
     ShardFile,
     Unreachable,
     describe,
@@ -43,11 +46,15 @@ from clipkit.samples.remote import (
     list_folder,
     read_text,
 )
-from clipkit.samples.table import SUFFIXES, Table, is_table
+from clipkit.samples.shards import ShardSamples
+from clipkit.samples.table import IMAGE_COLUMNS, SUFFIXES, Table, is_table
+from clipkit.samples.table.parquet import ParquetSamples
+from clipkit.samples.tables import TableSamples
 
 __all__ = [
-    "FORMATS", "Format", "MissingSplit", "Source", "find_source", "find_sources", "find_split", "folder_of_split",
-    "has_captions", "join_place", "list_files",
+    "CACHE_GB", "FORMATS", "Format", "MissingSplit", "OpenOptions", "Source", "find_source", "find_sources",
+    "find_split", "folder_of_split",
+    "has_captions", "join_place", "list_files", "open_samples",
 ]  # fmt: skip
 
 PARQUET_SUFFIXES = (".parquet", ".pq")
@@ -62,6 +69,7 @@ _EXAMINED = 1000  # files of a folder
 _SHOWN = 8  # names in a message
 _MAX_COUNT = 100  # bytes of nshards.txt
 _MAX_DIGITS = 6  # of a number of shards
+CACHE_GB = 100.0  # default size of the cache of remote files
 
 
 class MissingSplit(DataError):
@@ -86,16 +94,43 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OpenOptions:
+    """How sources are opened; each format uses some of the options.
+
+    Attributes:
+        cache: cache of remote files.
+        image_column: column of tables with images or their paths; found by common names by default.
+        caption_column: column of tables with captions, likewise.
+        need: columns that tables must have, "image", "caption" or both; without "image", images are not looked for.
+        others: other columns of tables that become fields; None for all.
+        group: whether the rows of an image are one sample.
+        truncated: "error", or "use" to use the intact part of truncated shards.
+    """
+
+    cache: ShardCache | None = None
+    image_column: str | None = None
+    caption_column: str | None = None
+    need: Sequence[str] = ("image",)
+    others: Sequence[str] | None = None
+    group: bool = True
+    truncated: str = "error"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Format:
     """A format of sources, an entry of ``FORMATS``.
 
     Attributes:
         name: of its files, for messages.
         recognize: returns which of some files have this format.
+        open: opens the files.
+        many_files: whether a dataset usually has many files, so that a damaged one is no reason to stop.
     """
 
     name: str
     recognize: Callable[[Sequence[ShardFile]], Sequence[ShardFile]]
+    open: Callable[[Source, OpenOptions], Samples]
+    many_files: bool = False
 
 
 def _recognize_shards(files: Sequence[ShardFile]) -> Sequence[ShardFile]:
@@ -136,13 +171,59 @@ def _recognize_tables(files: Sequence[ShardFile]) -> Sequence[ShardFile]:
     return tables or [file for file in files if not file.is_remote and is_table(Path(file.url))]
 
 
+def _open_tables(source: Source, options: OpenOptions) -> Samples:
+    if source.files[0].is_remote:
+        raise DataError(
+            f"{source.files[0].shown} is a table in a store: download it, and the images that it lists"
+        )
+    tables = [
+        Table(
+            Path(file.url),
+            image_column=options.image_column,
+            caption_column=options.caption_column,
+            image_columns=IMAGE_COLUMNS if "image" in options.need else (),
+            need=options.need,
+            encoded=True,
+            others=options.others,
+        )
+        for file in source.files
+    ]
+    return TableSamples(tables, group=options.group)
+
+
+def _open_folder(source: Source, options: OpenOptions) -> Samples:
+    if source.folder is None:
+        raise DataError(f"{source.files[0].shown} is an image: name its folder")
+    return FolderSamples(source.folder)
+
+
 # a file has the first format that recognizes it; files that no other format recognizes are taken for images
 FORMATS: Mapping[str, Format] = {
-    "shards": Format(name="tars", recognize=_recognize_shards),
-    "parquet": Format(name="Parquet files", recognize=_recognize_parquet),
-    "table": Format(name="tables", recognize=_recognize_tables),
-    "images": Format(name="images", recognize=lambda files: files),
+    "shards": Format(
+        name="tars",
+        recognize=_recognize_shards,
+        open=lambda source, options: ShardSamples(source.files, options.cache, truncated=options.truncated),
+        many_files=True,
+    ),
+    "parquet": Format(
+        name="Parquet files",
+        recognize=_recognize_parquet,
+        open=lambda source, options: ParquetSamples(source.files, options.cache),
+        many_files=True,
+    ),
+    "table": Format(name="tables", recognize=_recognize_tables, open=_open_tables),
+    "images": Format(name="images", recognize=lambda files: files, open=_open_folder),
 }
+
+
+def open_samples(source: str, *, split: str = "train", options: OpenOptions = OpenOptions()) -> Samples:
+    """Open one split of a source as a random-access list of samples.
+
+    Raises:
+        DataError: as for ``find_source``, or a file cannot be read.
+    """
+    files = find_source(source, split=split)
+    return FORMATS[files.format].open(files, options)
 
 
 def find_source(source: str, *, split: str = "train") -> Source:
@@ -153,14 +234,15 @@ def find_source(source: str, *, split: str = "train") -> Source:
         DataError: there is no such source, files are missing, or they have different formats.
     """
     sources: list[Source] = []
-    for files in _list_source(source):
-        if isinstance(files, str):
-            name, files = find_split(files, split)
-            return replace(_group_by_format(files)[0], split=name)
-        if not isinstance(files, Path):
-            sources.append(_group_by_format(files)[0])
-        elif files == user_path(source):
-            return _find_in_folder(files, split)
+    with _folder_errors(source):
+        for files in _list_source(source):
+            if isinstance(files, str):
+                name, files = find_split(files, split)
+                return replace(_group_by_format(files)[0], split=name)
+            if not isinstance(files, Path):
+                sources.append(_group_by_format(files)[0])
+            elif files == user_path(source):
+                return _find_in_folder(files, split)
     if not sources:
         raise DataError(f"{source[:200]!r} matches folders: append /*.tar")
     first = sources[0]
@@ -174,20 +256,21 @@ def find_source(source: str, *, split: str = "train") -> Source:
 def find_sources(source: str) -> list[Source]:
     """Return all files of a source, whatever their split and format.
 
-    A folder on this machine has the shards directly in it, or in subfolders with ``nshards.txt``, and all images
+    A folder on this machine has the shards directly in it, or else those in the folders of splits, and all images
     below it; without either, it has the tables of all splits.
 
     Raises:
         DataError: there is no such source, or files are missing.
     """
     sources: list[Source] = []
-    for files in _list_source(source):
-        if isinstance(files, Path):
-            sources += _find_all_in_folder(files)
-        elif isinstance(files, str):
-            sources += _find_all_splits(files)
-        else:
-            sources += _group_by_format(files)
+    with _folder_errors(source):
+        for files in _list_source(source):
+            if isinstance(files, Path):
+                sources += _find_all_in_folder(files)
+            elif isinstance(files, str):
+                sources += _find_all_splits(files)
+            else:
+                sources += _group_by_format(files)
     merged: list[Source] = []
     for format in FORMATS:
         same = [each for each in sources if each.format == format and each.files]
@@ -225,15 +308,20 @@ _SEPARATOR = re.compile(r"::|[,;\s]")
 _URL_SEPARATOR = re.compile(r"(?:::|[,;\s])\s*(?=[a-z][a-z0-9]*://|pipe:)")
 
 
+@contextmanager
+def _folder_errors(source: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:  # a folder cannot be read
+        raise DataError(f"cannot look for data at {source[:200]!r}: {error.strerror}") from error
+
+
 def _list_source(source: str) -> Iterator[Path | str | list[ShardFile]]:
     """Yield the folders that a source names, paths or URLs, and the files that each name of a pattern matches."""
     if not source:
         raise DataError("no data: the source is empty")
     if not is_remote(source):
-        try:
-            yield from _list_paths(source)
-        except OSError as error:  # the name is too long, or a folder cannot be read
-            raise DataError(f"cannot look for data at {source[:200]!r}: {error.strerror}") from error
+        yield from _list_paths(source)
         return
     _check_url(source)
     path = source.partition("?")[0]
@@ -398,7 +486,7 @@ def _list_by_split(folder: Path | str, suffixes: tuple[str, ...]) -> dict[str, l
         by_split.setdefault(name, []).append(file)
     for tables in by_split.values():
         if len(tables) > 1 and not parquet:
-            raise DataError(
+            raise MissingSplit(
                 f"{folder} has several tables, {tables[0].name} and {tables[1].name}: name one of them"
             )
     return by_split
@@ -501,17 +589,17 @@ def _find_in_folder(folder: Path, split: str) -> Source:
 
 def has_captions(folder: Path) -> bool:
     """Whether a folder has images with captions in files beside them, or a table of them named metadata."""
-    if any((folder / f"metadata{suffix}").is_file() for suffix in SUFFIXES):
-        return True
-    return find_captions(path for path, _ in islice(images_below(folder), _EXAMINED)) is not None
+    images = (path for path, _ in islice(images_below(folder), _EXAMINED))
+    return metadata_of(folder) is not None or find_captions(images) is not None
 
 
 def _find_all_in_folder(folder: Path) -> list[Source]:
     tars = list_files(folder, (".tar",))
     if not tars:
         for inner in _folders_in(folder):
-            if (inner / "nshards.txt").is_file():
-                tars += list_files(inner, (".tar",))
+            with suppress(OSError):  # it may be unreadable, which is an error when its images are read
+                if inner.name.lower() in SPLIT_WORDS or (inner / "nshards.txt").is_file():
+                    tars += list_files(inner, (".tar",))
     sources = [Source(format="shards", files=tuple(tars))] if tars else []
     if next(images_below(folder), None) is not None:
         sources.append(Source(format="images", folder=folder))

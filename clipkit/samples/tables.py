@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from clipkit.errors import ConfigError, DataError, nearest
+from clipkit.samples.base import Samples
 from clipkit.samples.folders import read_file
 from clipkit.samples.table import Row, Table, listed_path
 from clipkit.samples.table.captions import check_captions, usable_texts
@@ -22,7 +23,7 @@ _EVERY = 1000  # rows between two calls of ``progress``
 _CONTENT = b""  # path of a row whose image is in the table
 
 
-class TableSamples:
+class TableSamples(Samples):
     """The images and captions of tables, see ``clipkit.samples.Samples``; they are read once, when it is made.
 
     Rows have the same image if their paths are equal after normalization (``./``, ``//``, ``\\``, ``file://``), or
@@ -83,6 +84,7 @@ class TableSamples:
                 self._rows.add(number + 1, Row(number=number + 1, cause=self.damage, progress=1.0), b"")
                 break
         self._count = self._rows.number_groups()
+        self._last: tuple[int, list[Row]] | None = None  # the sample that was looked at last
         self.repeated, self.other_images = self._rows.repeated, self._rows.other_images
 
     def _add(self, row: Row, number: int, table: Table, group: bool, group_by: str | None) -> None:
@@ -118,7 +120,10 @@ class TableSamples:
 
     def rows(self, i: int) -> list[Row]:
         """Return the rows of a sample, numbered from 1 in all tables; paths of images in a table are bytes."""
-        return self._rows.group(i + 1)
+        last = self._last
+        if last is None or last[0] != i:
+            last = self._last = (i, self._rows.group(i + 1))
+        return last[1]
 
     def row(self, i: int) -> Row:
         """Return the rows of a sample as one row, whose cause is why the sample cannot be used."""

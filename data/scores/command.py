@@ -33,8 +33,8 @@ from clipkit.files import (
     replacing,
     write_atomic,
 )
-from clipkit.inference import Item, Member, PairEncoder, closest
-from clipkit.samples import Shard, is_json, open_image, pillow_errors
+from clipkit.inference import Item, PairEncoder, Sample, closest
+from clipkit.samples import Shard, ShardSamples, is_json, open_image, pillow_errors
 from clipkit.samples.remote import ShardCache, ShardFile, shard_cache
 from data.captions import TEXT, CaptionRule
 from data.scores.page import check_filters, write_filters
@@ -201,7 +201,8 @@ def _encode(
 
     if file.is_remote and cache is None:
         raise ConfigError("remote shards are scored in the cache: set --cache-gb above 0")
-    shard = Shard(file, cache)
+    samples = ShardSamples([file], cache)
+    shard = samples.open_shard(0)
     table = folder / f"{shard.index.digest}-{shard.index.content}.parquet"
     rows = len(shard.index)
     encoded = _Shard(file=file, table=table, rows=rows)
@@ -218,7 +219,7 @@ def _encode(
         np.lib.format.write_array_header_1_0(out, header)
         for start in range(0, rows, _ROWS):
             numbers = range(start, min(start + _ROWS, rows))
-            items, facts = zip(*(_facts(shard, row, rule, image) for row in numbers), strict=True)
+            items, facts = zip(*(_facts(samples, row, rule, image) for row in numbers), strict=True)
             pairs = encoder.encode(items)
             out.write(pairs.images.tobytes())
             for fact, value, cause in zip(facts, pairs.scores.tolist(), pairs.causes, strict=True):
@@ -229,8 +230,9 @@ def _encode(
     return encoded
 
 
-def _facts(shard: Shard, row: int, rule: CaptionRule, member: str) -> tuple[Item, dict[str, Any]]:
-    """Return a sample to encode, and what is known about it without a model."""
+def _facts(samples: ShardSamples, row: int, rule: CaptionRule, member: str) -> tuple[Item, dict[str, Any]]:
+    """Return a sample of a shard to encode, and what is known about it without a model."""
+    shard = samples.open_shard(0)
     facts: dict[str, Any] = {"key": shard.index.key(row)}
     caption, image, fields = None, None, dict[str, Any]()
     try:
@@ -246,8 +248,7 @@ def _facts(shard: Shard, row: int, rule: CaptionRule, member: str) -> tuple[Item
         (data,) = shard.read(row, (member,))
         if data is None:
             raise DataError("no image")
-        offset, length = shard.index.span(row, member)
-        image = Member(shard=shard.path, offset=offset, size=length, extension="")
+        image = Sample(samples=samples, i=row, image=member)
         with pillow_errors():
             size = open_image(data).size
         original = [fields.get("original_width"), fields.get("original_height")]

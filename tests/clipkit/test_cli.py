@@ -373,15 +373,21 @@ def mistakes(checkpoint: Path) -> list[tuple[Sequence[str], str]]:
     model = ["--model", str(checkpoint)]
     labels = ["--labels", "cat,dog"]
     return [
-        (["encode", "nowhere", "--out", "out", *model], "nowhere: no such file or folder"),
+        (
+            ["encode", "nowhere", "--out", "out", *model],
+            "no data at 'nowhere': there is no such file or folder",
+        ),
         (["encode", "photos", "--out", "out", "--model", "nowhere"], "nowhere"),
         (["encode", "photos", "--out", "out", "--device", "tpu9", *model], "Unknown device 'tpu9'"),
         (
             ["encode", "photos", "--out", "out", "--device", "meta", *model],
             "device = 'meta' stores no values",
         ),
-        (["encode", "~nobodyhere/x", "--out", "out", *model], "~nobodyhere/x: no such file or folder"),
-        (["encode", "/dev/zero", "--out", "out", *model], "/dev/zero is a pipe or a device"),
+        (
+            ["encode", "~nobodyhere/x", "--out", "out", *model],
+            "no data at '~nobodyhere/x': there is no such file",
+        ),
+        (["encode", "/dev/zero", "--out", "out", *model], "/dev/zero is not a regular file"),
         (
             ["encode", "photos", "--out", "out", "--batch-size", "0", *model],
             "'0' is not a whole number from 1 to 65,536",

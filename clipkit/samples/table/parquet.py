@@ -13,6 +13,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from clipkit.errors import DataError
+from clipkit.samples.base import Samples
 from clipkit.samples.remote import ShardCache, ShardFile
 from clipkit.samples.table.formats import ColumnRequest, Record, find_column
 from clipkit.samples.table.values import json_value
@@ -28,7 +29,7 @@ _IMAGE = ("image", "img", "images", "picture", "jpg", "png", "webp")  # common n
 _LISTED = re.compile(r"(.+)\[(\d+)\]")
 
 
-class ParquetSamples:
+class ParquetSamples(Samples):
     """The rows of Parquet files, see ``clipkit.samples.Samples``; reading is thread-safe, also after a fork.
 
     Members are the columns of bytes, of structs with ``bytes`` (the hub's image datasets), and of lists of one of
@@ -55,7 +56,7 @@ class ParquetSamples:
         self._sizes: list[int] = []  # rows of each group
         marks: list[str] = []
         for index, file in enumerate(self.files):
-            with _open_parquet(file, self.path(index)) as opened:
+            with _open_parquet(file, self.local_path(index)) as opened:
                 about = opened.metadata
                 for group in range(about.num_row_groups):
                     self._groups.append((index, group))
@@ -64,7 +65,7 @@ class ParquetSamples:
             if schema is not None and columns.remove_metadata() != schema.remove_metadata():
                 raise DataError(f"{file.shown} has other columns than {self.files[0].shown}")
             schema = schema or columns
-            with self.path(index).open("rb") as content:
+            with self.local_path(index).open("rb") as content:
                 size = content.seek(-8, 2)
                 length = int.from_bytes(content.read(4), "little")
                 content.seek(max(0, size - length))
@@ -101,7 +102,7 @@ class ParquetSamples:
         """16 hexadecimal digits that depend on the files' footers."""
         return hashlib.sha256(repr(self.marks).encode()).hexdigest()[:16]
 
-    def path(self, index: int) -> Path:
+    def local_path(self, index: int) -> Path:
         """Return the local path of a file, to be opened at once."""
         file = self.files[index]
         return self.cache.fetch(file) if self.cache is not None else Path(file.url)
@@ -126,6 +127,8 @@ class ParquetSamples:
 
     def read(self, i: int, member: str) -> bytes:
         """Return an encoded image, with "" the first member; raise DataError if it cannot be read."""
+        if not member and not self._members:
+            raise DataError("no column with images")
         member = member or self._members[0]
         place = 0
         if member not in self.schema.names and (match := _LISTED.fullmatch(member)):
@@ -146,13 +149,13 @@ class ParquetSamples:
     def batches(self, names: Sequence[str], rows: int = _BATCH) -> "Iterator[pa.RecordBatch]":
         """Yield some of the columns of all rows, a few rows at a time."""
         for index, file in enumerate(self.files):
-            with _open_parquet(file, self.path(index)) as opened:
+            with _open_parquet(file, self.local_path(index)) as opened:
                 yield from opened.iter_batches(batch_size=rows, columns=list(names))
 
     def check_single(self, column: str) -> None:
         """Raise DataError if the column has lists with several images in one row."""
         for index, file in enumerate(self.files):
-            with _open_parquet(file, self.path(index)) as opened:
+            with _open_parquet(file, self.local_path(index)) as opened:
                 about = opened.metadata
             for group in range(about.num_row_groups):
                 rows = about.row_group(group)
@@ -183,7 +186,7 @@ class ParquetSamples:
                 if key in self._kept:
                     return self._kept[key]
             file = self.files[index]
-            with _open_parquet(file, self.path(index)) as opened:
+            with _open_parquet(file, self.local_path(index)) as opened:
                 values = self._read_group(opened, group, [column]).column(column)
             with self._lock:
                 self._kept[key] = values
