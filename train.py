@@ -299,11 +299,8 @@ def main(arguments: Arguments) -> int:
                     faults=fault is not None,
                     not_finite=not (math.isfinite(loss) and math.isfinite(norm)),
                     spikes=guards.is_spike(norm, state.usual_norm, factor=factor, updates=updates),
-                    transparent=batch.traits.transparent,
-                    rotated=batch.traits.rotated,
-                    clamped=batch.traits.clamped,
-                    deep_colors=batch.traits.deep_colors,
                     cut_captions=batch.cut_captions,
+                    **batch.traits.by_trait,
                 )
                 if ranks["faults"] or ranks["not_finite"]:
                     causes = distributed.gather_objects(str(fault or ""))

@@ -18,7 +18,7 @@ from clipkit.samples import (
     Decoding,
     Traits,
     color_of,
-    decode_file,
+    decode_pixels,
     jpeg_orientation,
     jpeg_size,
     parse_pixel_range,
@@ -129,10 +129,10 @@ def preload(augmentation: Augmentation) -> None:
         from torchvision.transforms.v2 import functional  # noqa: F401
 
 
-def empty_batch(count: int, image_size: int) -> Tensor:
-    """Return an uninitialized (B, 3, S, S) uint8 tensor in channels-last memory format."""
+def empty_batch(count: int, image_size: int, channels: int = 3) -> Tensor:
+    """Return an uninitialized (B, C, S, S) uint8 tensor in channels-last memory format."""
     return torch.empty(
-        (count, 3, image_size, image_size), dtype=torch.uint8, memory_format=torch.channels_last
+        (count, channels, image_size, image_size), dtype=torch.uint8, memory_format=torch.channels_last
     )
 
 
@@ -150,7 +150,7 @@ def training_pixels(
     out: Tensor,
     decoding: Decoding | None = None,
 ) -> Traits:
-    """Decode an image into ``out``, (3, S, S) uint8: random crop, antialiased bicubic resizing, flip, colors.
+    """Decode an image into ``out``, (C, S, S) uint8: random crop, antialiased bicubic resizing, flip, colors.
 
     The crop has a fraction of the area between ``crop_scale`` and 1 and an aspect ratio between 3:4 and 4:3
     (Szegedy et al. 2015); a ``crop_scale`` of 1 takes the largest center square.
@@ -167,13 +167,13 @@ def training_pixels(
         The image's traits, which decoding may have ignored.
 
     Raises:
-        DataError: as ``clipkit.samples.decode.decode_file``.
+        DataError: as ``clipkit.samples.decode.decode_pixels``.
     """
     decoding = decoding or Decoding()
     size = jpeg_size(data) if augmentation.scaled_decode else None
     if size is None:
-        image, traits = decode_file(data, decoding=decoding)
-        recipe = draw_recipe(image.shape[0], image.shape[1], augmentation, random)
+        image, traits = decode_pixels(data, decoding)
+        recipe = draw_recipe(image.shape[1], image.shape[2], augmentation, random)
         box = recipe.box
     else:  # draw the crop before decoding, so that it is the same at every scale
         if decoding.upright and jpeg_orientation(data) >= 5:  # these swap height and width
@@ -181,16 +181,17 @@ def training_pixels(
         recipe = draw_recipe(*size, augmentation, random)
         box = recipe.box
         by = next((by for by in _REDUCTIONS if min(box[2:]) >= by * _MARGIN * image_size), 1)
-        image, traits = decode_file(data, reduce=by, decoding=decoding)
-        if image.shape[:2] != size:  # Pillow decodes some files at full size
-            if image.shape[:2] != tuple(-(-side // by) for side in size):
+        image, traits = decode_pixels(data, decoding, reduce=by)
+        if image.shape[1:] != size:  # Pillow decodes some files at full size
+            if image.shape[1:] != tuple(-(-side // by) for side in size):
                 raise DataError("image does not decode: its size differs from its header")
             top, left = round(box[0] / by), round(box[1] / by)
             bottom, right = round((box[0] + box[2]) / by), round((box[1] + box[3]) / by)
             box = top, left, bottom - top, right - left
     top, left, height, width = box
     # torch's fast path for bytes needs contiguous pixels; it would copy them more slowly
-    cut = np.require(image[top : top + height, left : left + width], requirements=("C", "W"))
+    cut = image.transpose(1, 2, 0)[top : top + height, left : left + width]
+    cut = np.require(cut, requirements=("C", "W"))
     # a batch with channels last; torch would not recognize pixels[None] as such and copy the result
     _finish(torch.from_numpy(cut[None]).permute(0, 3, 1, 2), recipe, out)
     return traits
@@ -219,7 +220,7 @@ def follow_recipe(pixels: Tensor, recipe: Recipe, out: Tensor) -> None:
 
 
 def _finish(crop: Tensor, recipe: Recipe, out: Tensor) -> None:
-    """Resize, flip and recolor a crop, (1, 3, H, W) uint8 → (3, S, S) uint8."""
+    """Resize, flip and recolor a crop, (1, C, H, W) uint8 → (C, S, S) uint8."""
     if crop.shape[1:] != out.shape:
         given = crop if crop.device.type == "cpu" else crop.float()  # other devices resize floats only
         resized = torch.nn.functional.interpolate(
