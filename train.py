@@ -78,7 +78,9 @@ def main(arguments: Arguments) -> int:
         shards = training_data.open_training_data(
             config.data, recorded, rank0=rank0, resumed=newest is not None, broadcast=broadcast
         )
-        packed = training_data.packed_images(config.data, shards.manifest, rank0=rank0, broadcast=broadcast)
+        packed = training_data.packed_images(
+            config.data, config.pixels, shards.manifest, rank0=rank0, broadcast=broadcast
+        )
         datasets = [target.dataset for target in find_targets(config.eval.data)]
         for dataset in datasets:
             check_tasks(dataset, classes=shape.text.classes)
@@ -106,9 +108,10 @@ def main(arguments: Arguments) -> int:
             say=first_lines.append,
         )
         if newest is None:  # otherwise the checkpoint's
-            model.preprocess = training_data.trained_preprocess(model.preprocess, config.data, packed)
+            model.preprocess = training_data.trained_preprocess(model.preprocess, config.pixels, packed)
         else:
-            model.preprocess = training_data.resumed_preprocess(model.preprocess, config.data)
+            model.preprocess = training_data.resumed_preprocess(model.preprocess, config.pixels)
+        model.reset_constants()
         for dataset in datasets:
             check_image(dataset, 0, model.preprocess)
         terms = {name: getattr(config, name) for name in TERMS if getattr(config, name).weight}
@@ -208,7 +211,7 @@ def main(arguments: Arguments) -> int:
         for line in filter(None, lines):
             progress.say(line)
         log = metrics.MetricsLog(run, config.log, settings, step=state.step, kept=rank0)
-        trait_lines = metrics.TraitLines(progress, train_loader.decoding, config.data)
+        trait_lines = metrics.TraitLines(progress, train_loader.decoding, config.pixels)
         scorer = Scorer(
             model=model,
             datasets=datasets,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clipkit.config import DataConfig, load_config
+from clipkit.config import RENAMED, DataConfig, load_config
 from clipkit.errors import ConfigError, DataError
 from clipkit.samples import (
     Decoding,
@@ -77,7 +77,7 @@ class Augmentation:
 
 
 def image_settings(words: Sequence[str]) -> tuple[Augmentation, Decoding, list[str]]:
-    """Separate augmentation and decoding settings (``data.NAME=VALUE``) from a command's other arguments.
+    """Separate settings of images (``data.NAME=VALUE``, ``pixels.NAME=VALUE``) from a command's other arguments.
 
     Returns:
         The augmentation, the decoding, and the other arguments.
@@ -85,18 +85,21 @@ def image_settings(words: Sequence[str]) -> tuple[Augmentation, Decoding, list[s
     Raises:
         ConfigError: a setting is unknown, invalid, or has no effect on images.
     """
-    overrides = [word for word in words if re.match(r"data\.\w+=", word)]
-    known = [f"data.{field.name}" for field in (*fields(Augmentation), *fields(Decoding))]
-    settings = load_config(Path(os.devnull), overrides).data
+    overrides = [word for word in words if re.match(r"(data|pixels)\.\w+=", word)]
+    known = [f"data.{field.name}" for field in fields(Augmentation)]
+    known += [f"pixels.{name}" for name in ("background", "channels", "range", "upright")]
+    config = load_config(Path(os.devnull), overrides)
     for name in (word.partition("=")[0] for word in overrides):
-        if name not in known:
+        if RENAMED.get(name, name) not in known:
             raise ConfigError(f"{name} has no effect here; settings with an effect: {', '.join(known)}")
+    pixels = config.pixels
     decoding = Decoding(
-        background=color_of(settings.background) if settings.background else None,
-        upright=settings.upright is True,
-        pixel_range=parse_pixel_range(settings.pixel_range),
+        background=color_of(pixels.background) if pixels.background else None,
+        upright=pixels.upright is True,
+        pixel_range=parse_pixel_range(pixels.range),
+        channels=pixels.channels,
     )
-    return Augmentation.of(settings), decoding, [word for word in words if word not in overrides]
+    return Augmentation.of(config.data), decoding, [word for word in words if word not in overrides]
 
 
 _Box = tuple[int, int, int, int]  # top, left, height, width

@@ -31,7 +31,7 @@ _BEFORE_BLOCKS = (
     "conv1.", "class_embedding", "distillation_embedding", "positional_embedding", "ln_pre.", "token_embedding.",
 )  # fmt: skip
 # heads of local terms, which only training and captioning use: how the names of their parameters begin
-HEADS = {"caption": "text_decoder.", "masked": "masked_head.", "pixels": "visual.proj_colors."}
+HEADS = {"caption": "text_decoder.", "masked": "masked_head.", "image_gpt": "visual.proj_colors."}
 _UNKNOWN = "the FLOPs by formula are known only for clipkit's own towers"
 
 
