@@ -63,7 +63,14 @@ def main(arguments: Arguments) -> int:
     if arguments.replay:
         config = replace(config, accumulate=guards.replay_parts(run, config.accumulate, config.batch_size))
     shape = build.shape_of(
-        config.model, config.loss, config.small, config.caption, config.masked, config.views, config.shape
+        config.model,
+        config.loss,
+        config.small,
+        config.caption,
+        config.masked,
+        config.views,
+        config.shape,
+        config.pixels,
     )
     build.check_split(config.batch_size, world=world, parts=config.accumulate)
     if config.data.nvjpeg:
@@ -104,6 +111,7 @@ def main(arguments: Arguments) -> int:
             seed=config.seed,
             small=config.small,
             lora=config.lora,
+            extend=config.pixels.extend,
             checkpoint=newest,
             say=first_lines.append,
         )

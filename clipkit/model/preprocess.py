@@ -147,6 +147,14 @@ class Preprocess:
             changed = replace(changed, pixel_range=parse_pixel_range(pixel_range))
         return changed if upright is None else replace(changed, upright=upright)
 
+    def with_channels(self, channels: int) -> Self:
+        """Return the preprocessing for more channels, which get the averages of all three, or for fewer."""
+
+        def extended(values: tuple[float, ...]) -> tuple[float, ...]:
+            return (*values, *(sum(values) / len(values),) * channels)[:channels]
+
+        return replace(self, mean=extended(self.mean), std=extended(self.std))
+
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Preprocess":
         """Invert ``to_dict``, and convert the same fields of other libraries.

@@ -70,6 +70,7 @@ __all__ = [
     "open_image",
     "pillow_errors",
     "plain_jpeg_size",
+    "read_channels",
     "read_values",
     "readable_formats",
     "to_array",
@@ -183,12 +184,8 @@ def load_image(
         traits = _load(image)
         orientation = orientation_of(image) if rule.upright else 1
         background = rule.background if traits.transparent else None
-        if is_deep(image):
-            bands = Bands(gray_values(image)[..., None], white_zero=is_white_zero(image))
-        elif rule.channels != 3:
-            bands = Bands(_values_of(image))
-        if bands is not None:
-            pixels, clamped = bands.to_8_bits(rule.pixel_range, channels=rule.channels)
+        if is_deep(image) or rule.channels != 3:
+            pixels, clamped = _bands_of(image).to_8_bits(rule.pixel_range, channels=rule.channels)
             traits = traits._replace(clamped=clamped)
             if rule.channels != 3:
                 return upright_array(pixels, orientation), traits
@@ -248,11 +245,28 @@ def _load(image: "Image") -> Traits:
     )
 
 
-def _values_of(image: "Image") -> npt.NDArray[np.uint8]:
-    """Return the channels of a loaded image as they are stored, (H, W, B); colors of a palette become RGB."""
+def _bands_of(image: "Image") -> Bands:
+    """Return the channels of a loaded image as they are stored; colors of a palette become RGB."""
+    if is_deep(image):
+        return Bands(gray_values(image)[..., None], white_zero=is_white_zero(image))
     mode = {"1": "L", "P": "RGB", "PA": "RGBA", "LA": "L", "La": "L"}.get(image.mode, image.mode)
     values = np.asarray(image if image.mode == mode else image.convert(mode))
-    return values if values.ndim == 3 else values[..., None]
+    return Bands(values if values.ndim == 3 else values[..., None])
+
+
+def read_channels(data: bytes) -> Bands:
+    """Read the values of an image as they are stored, with all channels and bits that can be read, for statistics.
+
+    Raises:
+        DataError: as for ``decode_pixels``.
+    """
+    with pillow_errors():
+        bands = read_values(data, Decoding(pixel_range="dtype"))
+        if bands is not None:
+            return bands
+        image = open_image(data)
+        image.load()
+        return _bands_of(image)
 
 
 def to_array(image: "Image | npt.NDArray[np.uint8]") -> npt.NDArray[np.uint8]:

@@ -26,6 +26,7 @@ __all__ = [
     "PixelRange",
     "PixelRangeError",
     "are_integers",
+    "channel_percentiles",
     "describe_depth",
     "format_pixel_range",
     "gray_values",
@@ -243,13 +244,16 @@ class Bands(NamedTuple):
         bands = values.shape[2]
         if pixel_range == STRETCH and bands not in (1, channels):
             values = values[..., : 3 if bands > 2 else 1]
-        if values.dtype != np.uint8:
-            values, clamped = _scale(values, pixel_range)
-        if values.shape[2] != channels and (values.shape[2], channels) != (1, 3):
+        result = values.shape[2]
+        if bands == 1 and values.dtype != np.uint8 and isinstance(pixel_range[0], tuple):
+            result = len(pixel_range)
+        if result != channels and (result, channels) != (1, 3):
             raise PixelRangeError(
                 f"image with {counted(bands, 'channel')}, and the model has {channels}: set pixels.channels = "
                 f"{bands} for a new model; `python -m data inspect` reports the channels of all images"
             )
+        if values.dtype != np.uint8:
+            values, clamped = _scale(values, pixel_range)
         return 255 - values if self.white_zero else values, clamped
 
 
@@ -334,6 +338,20 @@ def value_extrema(values: "npt.NDArray[Any]") -> tuple[float, float]:
     if not finite.size:
         return 0.0, 0.0
     return float(finite.min()), float(finite.max())
+
+
+def channel_percentiles(
+    values: "npt.NDArray[Any]", percentiles: Sequence[float]
+) -> "npt.NDArray[np.float64]":
+    """Return percentiles of the finite values of each channel: (H, W, B) → (B, percentiles); 0 without any."""
+    import numpy as np
+
+    result = np.zeros((values.shape[2], len(percentiles)))
+    for channel, row in zip(np.moveaxis(values, 2, 0), result, strict=True):
+        finite = channel[np.isfinite(channel)]
+        if finite.size:
+            row[:] = np.percentile(finite, percentiles)
+    return result
 
 
 def suggest_pixel_range(low: float, high: float, *, is_integer: bool) -> str:

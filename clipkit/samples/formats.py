@@ -138,7 +138,9 @@ def _read_array(file: Any, channels: int) -> Bands:
 def _has_channels_first(shape: tuple[int, ...], channels: int) -> bool:
     if channels in (shape[0], shape[2]):
         return shape[2] != channels
-    return shape[0] < shape[2]
+    if shape[0] == shape[1]:  # a square image
+        return False
+    return shape[1] == shape[2] or shape[0] < shape[2]
 
 
 def _read_tiff(data: bytes, channels: int) -> Bands:

@@ -501,7 +501,7 @@ def memory_of(work: Workload) -> Memory:
         activations=activations,
         loss=_FLOAT * (2 * text_rows * shape.embed_dim + 4 * rows * shape.embed_dim + 3 * logits),
         # this step's and the next one's as they are stored, and a part as the tower's input
-        images=3 * shape.vision.image_size**2 * (2 * rows * _BYTE + part * _FLOAT),
+        images=shape.vision.channels * shape.vision.image_size**2 * (2 * rows * _BYTE + part * _FLOAT),
         decoder=decoder,
         masked=masked,
         views=views,
@@ -765,7 +765,14 @@ def dry_run(config: Config, device: torch.device, target: Target) -> list[str]:
         ConfigError: the GPU is unknown, or the batch cannot be split over so many.
     """
     shape = shape_of(
-        config.model, config.loss, config.small, config.caption, config.masked, config.views, config.shape
+        config.model,
+        config.loss,
+        config.small,
+        config.caption,
+        config.masked,
+        config.views,
+        config.shape,
+        config.pixels,
     )
     world = target.gpus or world_size()
     check_split(config.batch_size, world=world, parts=config.accumulate)

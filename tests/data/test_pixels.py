@@ -12,7 +12,14 @@ from torch import Tensor
 
 from clipkit.errors import DataError
 from clipkit.model.preprocess import Preprocess, pixels_and_traits
-from clipkit.samples import Decoding, PixelRangeError, TraitCounts, Traits
+from clipkit.samples import (
+    Decoding,
+    PixelRangeError,
+    TraitCounts,
+    Traits,
+    channel_percentiles,
+    read_channels,
+)
 from data.augment import Augmentation, empty_batch, random_of, training_pixels
 from tests.clipkit.deep_images import color_png, encode_deep, tiff_of
 from tests.clipkit.format_images import bands_of, dicom_of, npy_of, npz_of
@@ -213,6 +220,22 @@ def test_other_numbers_of_channels_of_common_formats(mode: str, channels: int) -
     assert np.array_equal(
         pixels.numpy(), np.asarray(expected).reshape(SIDE, SIDE, channels).transpose(2, 0, 1)
     )
+
+
+def test_values_of_channels_are_read_with_all_bits() -> None:
+    values = np.random.default_rng(0).integers(0, 4096, (SIDE, SIDE, 12)).astype(np.uint16)
+    gray, colors = values[..., 0], values[..., :3]
+    for data, expected in (
+        (bands_of(values), values), (npy_of(values), values), (encode_deep(gray, "PNG"), gray[..., None]),
+        (dicom_of(gray), gray[..., None]), (bands_of(colors, photometric="rgb"), colors),
+    ):  # fmt: skip
+        read = read_channels(data).values
+        assert np.array_equal(read, expected)
+        found = channel_percentiles(read, (1, 50, 99))
+        assert np.allclose(found, np.percentile(expected, (1, 50, 99), axis=(0, 1)).T)
+    floats = np.full((2, 2, 2), np.nan)
+    floats[0, 0, 0] = 3
+    assert channel_percentiles(floats, (0, 100)).tolist() == [[3, 3], [0, 0]]
 
 
 def test_dicom() -> None:
