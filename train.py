@@ -63,7 +63,14 @@ def main(arguments: Arguments) -> int:
     if arguments.replay:
         config = replace(config, accumulate=guards.replay_parts(run, config.accumulate, config.batch_size))
     shape = build.shape_of(
-        config.model, config.loss, config.small, config.caption, config.masked, config.views, config.shape
+        config.model,
+        config.loss,
+        config.small,
+        config.caption,
+        config.masked,
+        config.views,
+        config.shape,
+        config.pixels,
     )
     build.check_split(config.batch_size, world=world, parts=config.accumulate)
     if config.data.nvjpeg:
@@ -78,7 +85,9 @@ def main(arguments: Arguments) -> int:
         shards = training_data.open_training_data(
             config.data, recorded, rank0=rank0, resumed=newest is not None, broadcast=broadcast
         )
-        packed = training_data.packed_images(config.data, shards.manifest, rank0=rank0, broadcast=broadcast)
+        packed = training_data.packed_images(
+            config.data, config.pixels, shards.manifest, rank0=rank0, broadcast=broadcast
+        )
         datasets = [target.dataset for target in find_targets(config.eval.data)]
         for dataset in datasets:
             check_tasks(dataset, classes=shape.text.classes)
@@ -102,13 +111,15 @@ def main(arguments: Arguments) -> int:
             seed=config.seed,
             small=config.small,
             lora=config.lora,
+            extend=config.pixels.extend,
             checkpoint=newest,
             say=first_lines.append,
         )
         if newest is None:  # otherwise the checkpoint's
-            model.preprocess = training_data.trained_preprocess(model.preprocess, config.data, packed)
+            model.preprocess = training_data.trained_preprocess(model.preprocess, config.pixels, packed)
         else:
-            model.preprocess = training_data.resumed_preprocess(model.preprocess, config.data)
+            model.preprocess = training_data.resumed_preprocess(model.preprocess, config.pixels)
+        model.reset_constants()
         for dataset in datasets:
             check_image(dataset, 0, model.preprocess)
         terms = {name: getattr(config, name) for name in TERMS if getattr(config, name).weight}
@@ -208,7 +219,7 @@ def main(arguments: Arguments) -> int:
         for line in filter(None, lines):
             progress.say(line)
         log = metrics.MetricsLog(run, config.log, settings, step=state.step, kept=rank0)
-        trait_lines = metrics.TraitLines(progress, train_loader.decoding, config.data)
+        trait_lines = metrics.TraitLines(progress, train_loader.decoding, config.pixels)
         scorer = Scorer(
             model=model,
             datasets=datasets,
@@ -299,11 +310,8 @@ def main(arguments: Arguments) -> int:
                     faults=fault is not None,
                     not_finite=not (math.isfinite(loss) and math.isfinite(norm)),
                     spikes=guards.is_spike(norm, state.usual_norm, factor=factor, updates=updates),
-                    transparent=batch.traits.transparent,
-                    rotated=batch.traits.rotated,
-                    clamped=batch.traits.clamped,
-                    deep_colors=batch.traits.deep_colors,
                     cut_captions=batch.cut_captions,
+                    **batch.traits.by_trait,
                 )
                 if ranks["faults"] or ranks["not_finite"]:
                     causes = distributed.gather_objects(str(fault or ""))

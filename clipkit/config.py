@@ -26,10 +26,10 @@ from clipkit.samples.depth import parse_pixel_range
 from clipkit.samples.traits import color_of
 
 __all__ = [
-    "MOST", "CaptionConfig", "CheckpointConfig", "Config", "DataConfig", "DistillConfig", "EvalConfig",
-    "LockConfig", "LogConfig", "LossConfig", "MaskedConfig", "ModelConfig", "OptimConfig", "Section",
-    "SmallConfig", "ViewsConfig", "Within", "changes", "fits", "imported", "late", "load_config", "require",
-    "setting", "settings_reference", "shown", "shown_settings", "text_of", "to_toml",
+    "MOST", "RENAMED", "CaptionConfig", "CheckpointConfig", "Config", "DataConfig", "DistillConfig", "EvalConfig",
+    "ImageGptConfig", "LockConfig", "LogConfig", "LossConfig", "MaskedConfig", "ModelConfig", "OptimConfig",
+    "PixelsConfig", "Section", "SmallConfig", "ViewsConfig", "Within", "changes", "fits", "imported", "late",
+    "load_config", "require", "setting", "settings_reference", "shown", "shown_settings", "text_of", "to_toml",
 ]  # fmt: skip
 
 
@@ -250,22 +250,6 @@ class DataConfig(Section):
         _between(0, 2),
     )
     grayscale: float = setting(0.0, "Probability of converting an image to grayscale.", _between(0, 1))
-    background: str = setting(
-        "",
-        "Color behind transparent images, such as white or #ffffff; none drops the alpha channel. Empty: as the "
-        "data was packed, else as in model.weights, else none.",
-    )
-    upright: bool | str = setting(
-        "auto",
-        "Apply the EXIF orientation of images. auto: as the data was packed, else as in model.weights, else "
-        "false.",
-        Within(words="auto, true or false", holds=lambda value: value in (True, False, "auto")),
-    )
-    pixel_range: str | tuple[float, ...] = setting(
-        "auto",
-        "Values of 16-bit, 32-bit and float grayscale images that become black and white, such as 0,4095; dtype: "
-        "the full range of 16 bits. auto: as in model.weights, else training stops at such an image.",
-    )
     scaled_decode: bool = setting(
         False, "Decode large JPEGs at reduced size: faster; pixel values change by about 0.7 of 255."
     )
@@ -316,9 +300,6 @@ class DataConfig(Section):
             not changed, "data.caption_templates", self.caption_templates, "expected none with data.negatives"
         )
         super().__post_init__()
-        if self.background:
-            color_of(self.background, setting="data.background")
-        parse_pixel_range(self.pixel_range, setting="data.pixel_range")
         both = self.nvjpeg and self.scaled_decode
         require(not both, "data.nvjpeg", True, "cannot be combined with data.scaled_decode")
 
@@ -331,6 +312,65 @@ class DataConfig(Section):
     def shown_sources(self) -> tuple[str, ...]:
         """``sources`` without secrets in URLs."""
         return tuple(map(shown_url, self.sources))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PixelsConfig(Section):
+    """From image files to pixels: recorded with the model, and applied by everything that loads it."""
+
+    section = "pixels."
+    range: str | tuple[float, ...] | tuple[tuple[float, ...], ...] = setting(
+        "auto",
+        "Values of 16-bit, 32-bit and float images that become black and white, such as 0,4095, or a list of such "
+        "pairs, one for each channel; dtype: the full range of 16 bits. auto: as in model.weights, else training "
+        "stops at such an image. `python -m data inspect` reports the values.",
+    )
+    channels: int = setting(
+        3,
+        "Channels of images: 3 for RGB, other numbers for multispectral images. With RGB weights, the first three "
+        "channels must be red, green and blue.",
+        _between(1, 1024),
+    )
+    background: str = setting(
+        "",
+        "Color behind transparent images, such as white or #ffffff; none drops the alpha channel. Empty: as the "
+        "data was packed, else as in model.weights, else none.",
+    )
+    upright: bool | str = setting(
+        "auto",
+        "Apply the EXIF orientation of images. auto: as the data was packed, else as in model.weights, else "
+        "false.",
+        Within(words="auto, true or false", holds=lambda value: value in (True, False, "auto")),
+    )
+    mean: tuple[float, ...] = setting(
+        (),
+        "Mean of each channel, from 0 to 1. Empty: that of model.weights, else CLIP's; further channels have the "
+        "mean of these.",
+    )
+    std: tuple[float, ...] = setting((), "Standard deviation of each channel, as pixels.mean.", _WEIGHTS)
+    extend: str = setting(
+        "zeros",
+        "With RGB weights, initial weights of further channels: zeros, so that the embeddings are those of RGB, or "
+        "the mean of the weights of red, green and blue.",
+        _one_of("zeros", "mean"),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.background:
+            color_of(self.background, setting="pixels.background")
+        pixel_range = parse_pixel_range(self.range, setting="pixels.range")
+        count, each = self.channels, f"expected one for each of pixels.channels: {self.channels}"
+        is_list = isinstance(pixel_range, tuple) and isinstance(pixel_range[0], tuple)
+        require(not is_list or len(pixel_range) == count, "pixels.range", self.range, each)
+        for name in ("mean", "std"):
+            values = getattr(self, name)
+            require(len(values) in (0, count), f"pixels.{name}", values, each)
+        if count != 3:
+            rgb = "expected none, because pixels.channels is not 3"
+            require(self.background in ("", "none"), "pixels.background", self.background, rgb)
+        if not self._is_default("extend"):
+            _require_use("pixels.extend", self.extend, "pixels.channels", count != 3)
 
 
 def _json_object(name: str, text: str) -> dict[str, Any]:
@@ -599,13 +639,13 @@ class MaskedConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PixelsConfig(Section):
+class ImageGptConfig(Section):
     """Predict pixels, in addition to ``loss.name``, with ``model.image=pixels:SIZE``; see clipkit/model/pixels.py.
 
     The term is the mean over the predicted pixels of −log p.
     """
 
-    section = "pixels."
+    section = "image_gpt."
     weight: float = setting(0.0, "Weight of the term, which is added to the loss; 0: none.", _at_least(0))
     fraction: float = setting(
         0.15,
@@ -620,7 +660,7 @@ class PixelsConfig(Section):
         super().__post_init__()
         for name in ("fraction", "after"):
             if not self._is_default(name):
-                _require_use(f"pixels.{name}", getattr(self, name), "pixels.weight", bool(self.weight))
+                _require_use(f"image_gpt.{name}", getattr(self, name), "image_gpt.weight", bool(self.weight))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -956,10 +996,11 @@ class Config(Section):
     )
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    pixels: PixelsConfig = field(default_factory=PixelsConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     caption: CaptionConfig = field(default_factory=CaptionConfig)
     masked: MaskedConfig = field(default_factory=MaskedConfig)
-    pixels: PixelsConfig = field(default_factory=PixelsConfig)
+    image_gpt: ImageGptConfig = field(default_factory=ImageGptConfig)
     views: ViewsConfig = field(default_factory=ViewsConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
     lock: LockConfig = field(default_factory=LockConfig)
@@ -1042,15 +1083,24 @@ class Config(Section):
             require(not self.loss.dims, "loss.dims", self.loss.dims, whole)
         for term, settings in terms.items():
             alone = f"expected 0 with loss.name={name}"
-            refused = objective.over_classes and term != "pixels"
+            refused = objective.over_classes and term != "image_gpt"
             require(not refused, f"{term}.weight", settings.weight, alone)
         target = self.masked.target if self.masked.weight else ""
         if target == "features":
             _require_use("masked.target", target, "optim.average", bool(self.optim.average))
-        if self.pixels.weight:
+        if self.image_gpt.weight:
             image = self.model.image.startswith("pixels:")
-            _require_use("pixels.weight", self.pixels.weight, "model.image=pixels:SIZE", image)
-        for term in ("pixels", "views"):
+            _require_use("image_gpt.weight", self.image_gpt.weight, "model.image=pixels:SIZE", image)
+        if self.pixels.channels != 3:
+            of_colors: dict[str, object] = {
+                "data.color_jitter": self.data.color_jitter,
+                "data.grayscale": self.data.grayscale,
+                "data.nvjpeg": self.data.nvjpeg,
+                "masked.target": target if target in ("color", "small") else "",
+            }
+            for setting, choice in of_colors.items():
+                require(not choice, setting, choice, "requires RGB images: pixels.channels = 3")
+        for term in ("image_gpt", "views"):
             locked = f"cannot be combined with {term}.weight, which trains the image tower"
             require(
                 not (getattr(self, term).weight and self.lock.image == "all"), "lock.image", "all", locked
@@ -1118,7 +1168,7 @@ class Config(Section):
 
 # Settings that may differ when a run is resumed. They affect neither the order of the data nor the result, except
 # ``steps``, which extends a run; train.py then reports the learning rates. Sources may change because checkpoints
-# contain all weights and the manifest identifies the data. ``data.pixel_range`` may be set later because without it
+# contain all weights and the manifest identifies the data. ``pixels.range`` may be set later because without it
 # training stops at the first image that it affects.
 RESUMABLE = {
     "out", "steps", "accumulate", "sharding", "reshard", "recompute", "compile", "model.weights", "data.train",
@@ -1140,9 +1190,25 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     except (ValueError, RecursionError) as error:  # invalid TOML or UTF-8, or numbers with too many digits
         raise ConfigError(f"config {path} is not TOML: {error}") from error
     _apply(values, overrides)
+    _rename(values)
     config = _build(Config, values, "")
     assert isinstance(config, Config)
     return config if config.out else replace(config, out=str(Path("runs") / path.stem))
+
+
+# former names of settings, in the configurations of earlier runs
+RENAMED = {
+    "data.background": "pixels.background", "data.upright": "pixels.upright", "data.pixel_range": "pixels.range",
+    "pixels.weight": "image_gpt.weight", "pixels.fraction": "image_gpt.fraction", "pixels.after": "image_gpt.after",
+}  # fmt: skip
+
+
+def _rename(values: dict[str, Any]) -> None:
+    for former, name in RENAMED.items():
+        (section, key), (new_section, new_key) = former.split("."), name.split(".")
+        settings = values.get(section)
+        if isinstance(settings, dict) and key in settings:
+            values.setdefault(new_section, {}).setdefault(new_key, settings.pop(key))
 
 
 def to_toml(config: Config, *, differing_from: Config | None = None) -> str:
@@ -1174,7 +1240,7 @@ def changes(before: Config, after: Config) -> list[str]:
         if old[key] != new[key]
         and key not in RESUMABLE
         and key.split(".")[0] not in RESUMABLE
-        and (key, old[key]) != ("data.pixel_range", "auto")
+        and (key, old[key]) != ("pixels.range", "auto")
     ]
 
 
@@ -1312,6 +1378,12 @@ def _fit(hint: Any, value: Any, key: str) -> Any:
             raise ConfigError(
                 f"{key} = {shown(value)} is invalid: write several as {_list_form(key, several)}"
             )
+        if (
+            tuple[tuple[float, ...], ...] in kinds
+            and many
+            and all(isinstance(one, list | tuple) for one in many)
+        ):
+            return tuple(_fit(tuple[float, ...], one, key) for one in many)
         if all(isinstance(one, str) for one in many) and of is str:
             return tuple(_text(one, key) for one in many)
         if of is not str and not any(isinstance(one, str | Mapping | list | tuple) for one in many):
@@ -1319,7 +1391,7 @@ def _fit(hint: Any, value: Any, key: str) -> Any:
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
     lists = {
         tuple[str, ...]: "a list of strings", tuple[float, ...]: "a list of numbers",
-        tuple[int, ...]: "a list of whole numbers",
+        tuple[int, ...]: "a list of whole numbers", tuple[tuple[float, ...], ...]: "a list of pairs of numbers",
     }  # fmt: skip
     wanted = " or ".join((names | lists)[kind] for kind in kinds)
     raise ConfigError(f"{key} = {shown(value)} is invalid: expected {wanted}")

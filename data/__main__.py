@@ -93,7 +93,7 @@ Choose a palette by k-means over pixels of the images, for Image GPT.
 
   python -m data palette glyphs --colors 16 --out palette.safetensors
   python train.py CONFIG model.image=pixels:Ti model.image_options='{{"colors": 16}}' \\
-    model.image_weights=palette.safetensors pixels.weight=1 loss.name=none
+    model.image_weights=palette.safetensors image_gpt.weight=1 loss.name=none
 """
 PACK_TEXT = """\
 The first line of the table names its columns, or has the path of an image;
@@ -700,7 +700,7 @@ def _remarks(report: "PackReport", *, kept: bool, background: str | None) -> Ite
         yield f"{have(count)} an EXIF orientation: stored {stored}"
     if count := report.deep:
         yield (
-            f"{have(count)} more than 8 bits of gray: stored with all bits; training needs data.pixel_range, for "
+            f"{have(count)} more than 8 bits of gray: stored with all bits; training needs pixels.range, for "
             f"which `python -m data inspect` suggests a value"
         )
     if count := report.transparent:

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clipkit.config import DataConfig, load_config
+from clipkit.config import RENAMED, DataConfig, load_config
 from clipkit.errors import ConfigError, DataError
 from clipkit.samples import (
     Decoding,
     Traits,
     color_of,
-    decode_file,
+    decode_pixels,
     jpeg_orientation,
     jpeg_size,
     parse_pixel_range,
@@ -77,7 +77,7 @@ class Augmentation:
 
 
 def image_settings(words: Sequence[str]) -> tuple[Augmentation, Decoding, list[str]]:
-    """Separate augmentation and decoding settings (``data.NAME=VALUE``) from a command's other arguments.
+    """Separate settings of images (``data.NAME=VALUE``, ``pixels.NAME=VALUE``) from a command's other arguments.
 
     Returns:
         The augmentation, the decoding, and the other arguments.
@@ -85,18 +85,21 @@ def image_settings(words: Sequence[str]) -> tuple[Augmentation, Decoding, list[s
     Raises:
         ConfigError: a setting is unknown, invalid, or has no effect on images.
     """
-    overrides = [word for word in words if re.match(r"data\.\w+=", word)]
-    known = [f"data.{field.name}" for field in (*fields(Augmentation), *fields(Decoding))]
-    settings = load_config(Path(os.devnull), overrides).data
+    overrides = [word for word in words if re.match(r"(data|pixels)\.\w+=", word)]
+    known = [f"data.{field.name}" for field in fields(Augmentation)]
+    known += [f"pixels.{name}" for name in ("background", "channels", "range", "upright")]
+    config = load_config(Path(os.devnull), overrides)
     for name in (word.partition("=")[0] for word in overrides):
-        if name not in known:
+        if RENAMED.get(name, name) not in known:
             raise ConfigError(f"{name} has no effect here; settings with an effect: {', '.join(known)}")
+    pixels = config.pixels
     decoding = Decoding(
-        background=color_of(settings.background) if settings.background else None,
-        upright=settings.upright is True,
-        pixel_range=parse_pixel_range(settings.pixel_range),
+        background=color_of(pixels.background) if pixels.background else None,
+        upright=pixels.upright is True,
+        pixel_range=parse_pixel_range(pixels.range),
+        channels=pixels.channels,
     )
-    return Augmentation.of(settings), decoding, [word for word in words if word not in overrides]
+    return Augmentation.of(config.data), decoding, [word for word in words if word not in overrides]
 
 
 _Box = tuple[int, int, int, int]  # top, left, height, width
@@ -129,10 +132,10 @@ def preload(augmentation: Augmentation) -> None:
         from torchvision.transforms.v2 import functional  # noqa: F401
 
 
-def empty_batch(count: int, image_size: int) -> Tensor:
-    """Return an uninitialized (B, 3, S, S) uint8 tensor in channels-last memory format."""
+def empty_batch(count: int, image_size: int, channels: int = 3) -> Tensor:
+    """Return an uninitialized (B, C, S, S) uint8 tensor in channels-last memory format."""
     return torch.empty(
-        (count, 3, image_size, image_size), dtype=torch.uint8, memory_format=torch.channels_last
+        (count, channels, image_size, image_size), dtype=torch.uint8, memory_format=torch.channels_last
     )
 
 
@@ -150,7 +153,7 @@ def training_pixels(
     out: Tensor,
     decoding: Decoding | None = None,
 ) -> Traits:
-    """Decode an image into ``out``, (3, S, S) uint8: random crop, antialiased bicubic resizing, flip, colors.
+    """Decode an image into ``out``, (C, S, S) uint8: random crop, antialiased bicubic resizing, flip, colors.
 
     The crop has a fraction of the area between ``crop_scale`` and 1 and an aspect ratio between 3:4 and 4:3
     (Szegedy et al. 2015); a ``crop_scale`` of 1 takes the largest center square.
@@ -167,13 +170,13 @@ def training_pixels(
         The image's traits, which decoding may have ignored.
 
     Raises:
-        DataError: as ``clipkit.samples.decode.decode_file``.
+        DataError: as ``clipkit.samples.decode.decode_pixels``.
     """
     decoding = decoding or Decoding()
     size = jpeg_size(data) if augmentation.scaled_decode else None
     if size is None:
-        image, traits = decode_file(data, decoding=decoding)
-        recipe = draw_recipe(image.shape[0], image.shape[1], augmentation, random)
+        image, traits = decode_pixels(data, decoding)
+        recipe = draw_recipe(image.shape[1], image.shape[2], augmentation, random)
         box = recipe.box
     else:  # draw the crop before decoding, so that it is the same at every scale
         if decoding.upright and jpeg_orientation(data) >= 5:  # these swap height and width
@@ -181,16 +184,17 @@ def training_pixels(
         recipe = draw_recipe(*size, augmentation, random)
         box = recipe.box
         by = next((by for by in _REDUCTIONS if min(box[2:]) >= by * _MARGIN * image_size), 1)
-        image, traits = decode_file(data, reduce=by, decoding=decoding)
-        if image.shape[:2] != size:  # Pillow decodes some files at full size
-            if image.shape[:2] != tuple(-(-side // by) for side in size):
+        image, traits = decode_pixels(data, decoding, reduce=by)
+        if image.shape[1:] != size:  # Pillow decodes some files at full size
+            if image.shape[1:] != tuple(-(-side // by) for side in size):
                 raise DataError("image does not decode: its size differs from its header")
             top, left = round(box[0] / by), round(box[1] / by)
             bottom, right = round((box[0] + box[2]) / by), round((box[1] + box[3]) / by)
             box = top, left, bottom - top, right - left
     top, left, height, width = box
     # torch's fast path for bytes needs contiguous pixels; it would copy them more slowly
-    cut = np.require(image[top : top + height, left : left + width], requirements=("C", "W"))
+    cut = image.transpose(1, 2, 0)[top : top + height, left : left + width]
+    cut = np.require(cut, requirements=("C", "W"))
     # a batch with channels last; torch would not recognize pixels[None] as such and copy the result
     _finish(torch.from_numpy(cut[None]).permute(0, 3, 1, 2), recipe, out)
     return traits
@@ -219,7 +223,7 @@ def follow_recipe(pixels: Tensor, recipe: Recipe, out: Tensor) -> None:
 
 
 def _finish(crop: Tensor, recipe: Recipe, out: Tensor) -> None:
-    """Resize, flip and recolor a crop, (1, 3, H, W) uint8 → (3, S, S) uint8."""
+    """Resize, flip and recolor a crop, (1, C, H, W) uint8 → (C, S, S) uint8."""
     if crop.shape[1:] != out.shape:
         given = crop if crop.device.type == "cpu" else crop.float()  # other devices resize floats only
         resized = torch.nn.functional.interpolate(

@@ -145,7 +145,7 @@ class Loader:
         began = time.perf_counter()
         stage = stage_at(self.stages, step)
         draw = self.order.batch(step, rank=self.rank, world_size=self.world_size)
-        part = BatchPart(images=empty_batch(len(draw.ids), stage.image_size if stage else self.image_size))
+        part = BatchPart(images=self._empty_batch(len(draw.ids), stage))
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # waking all cores for each image takes longer than resizing it
         try:
@@ -198,7 +198,7 @@ class Loader:
         count, ids = len(draw.ids), torch.from_numpy(draw.ids)
         more = self.shards.selection.captions.count - 1
         return LoaderBatch(
-            images=empty_batch(count, stage.image_size if stage else self.image_size).zero_(),
+            images=self._empty_batch(count, stage).zero_(),
             tokens=torch.zeros(count, 1, dtype=torch.int64),
             lengths=(1,) * count,
             ids=ids,
@@ -211,6 +211,9 @@ class Loader:
             negatives=torch.zeros(count, 1, dtype=torch.int64) if self._with_negatives else None,
             negative_lengths=(1,) * count if self._with_negatives else (),
         )
+
+    def _empty_batch(self, count: int, stage: Stage | None) -> Tensor:
+        return empty_batch(count, stage.image_size if stage else self.image_size, self.decoding.channels)
 
     @property
     def _with_negatives(self) -> bool:

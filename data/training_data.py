@@ -8,7 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from clipkit.config import DataConfig, DistillConfig
+from clipkit.config import DataConfig, DistillConfig, PixelsConfig
 from clipkit.errors import CheckpointError, ConfigError, DataError
 from clipkit.files import CountProgress
 from clipkit.model import Preprocess
@@ -143,7 +143,12 @@ class Packed:
 
 
 def packed_images(
-    settings: DataConfig, manifest: Manifest, *, rank0: bool, broadcast: Callable[[bytes], bytes]
+    settings: DataConfig,
+    pixels: PixelsConfig,
+    manifest: Manifest,
+    *,
+    rank0: bool,
+    broadcast: Callable[[bytes], bytes],
 ) -> Packed:
     """Read how ``data pack`` or ``download`` stored the images. Must be called on all ranks.
 
@@ -151,6 +156,7 @@ def packed_images(
 
     Args:
         settings: the sources.
+        pixels: settings that take precedence.
         manifest: their shards.
         rank0: whether this is rank 0, which reads the records.
         broadcast: returns the bytes of rank 0 on every rank.
@@ -169,15 +175,15 @@ def packed_images(
     uprights = {upright for _, upright, _ in stated}
     most_captions = max((captions for _, _, captions in stated), default=1)
     notes = []
-    if len(backgrounds) > 1 and not settings.background:
+    if len(backgrounds) > 1 and not pixels.background:
         notes.append(
             "note: the sources of data.train were packed with different backgrounds: transparent images are used "
-            "unchanged, with their hidden colors; data.background=white blends all of them onto white"
+            "unchanged, with their hidden colors; pixels.background=white blends all of them onto white"
         )
-    if len(uprights) > 1 and settings.upright == "auto":
+    if len(uprights) > 1 and pixels.upright == "auto":
         notes.append(
             "note: some sources of data.train were packed upright and others not: the EXIF orientation of the "
-            "others is not applied; data.upright=true applies it"
+            "others is not applied; pixels.upright=true applies it"
         )
     if most_captions > 1 and settings.captions == (TEXT,):
         notes.append(
@@ -223,19 +229,20 @@ def _read_record(path: str) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def trained_preprocess(preprocess: Preprocess, settings: DataConfig, packed: Packed) -> Preprocess:
+def trained_preprocess(preprocess: Preprocess, settings: PixelsConfig, packed: Packed) -> Preprocess:
     """Return the preprocessing that a new run trains with and records.
 
     Args:
         preprocess: of the initial weights.
-        settings: background, orientation and pixel range given here take precedence.
+        settings: values given here take precedence.
         packed: applied otherwise, so that other images are processed like the training images.
     """
     chosen = preprocess.with_decoding(
         background=settings.background or None,
         upright=settings.upright if isinstance(settings.upright, bool) else None,
-        pixel_range=None if settings.pixel_range == "auto" else parse_pixel_range(settings.pixel_range),
+        pixel_range=None if settings.range == "auto" else parse_pixel_range(settings.range),
     )
+    chosen = replace(chosen, mean=settings.mean or chosen.mean, std=settings.std or chosen.std)
     if not settings.background and packed.background is not None:
         chosen = replace(chosen, background=packed.background)
     if settings.upright == "auto" and packed.upright:
@@ -243,7 +250,7 @@ def trained_preprocess(preprocess: Preprocess, settings: DataConfig, packed: Pac
     return chosen
 
 
-def resumed_preprocess(preprocess: Preprocess, settings: DataConfig) -> Preprocess:
+def resumed_preprocess(preprocess: Preprocess, settings: PixelsConfig) -> Preprocess:
     """Return the preprocessing of a resumed run, to which a pixel range may be added.
 
     Args:
@@ -253,12 +260,12 @@ def resumed_preprocess(preprocess: Preprocess, settings: DataConfig) -> Preproce
     Raises:
         CheckpointError: the run was trained with another pixel range.
     """
-    pixel_range = parse_pixel_range(settings.pixel_range, setting="data.pixel_range")
+    pixel_range = parse_pixel_range(settings.range, setting="pixels.range")
     if pixel_range in ("auto", preprocess.pixel_range):
         return preprocess
     if preprocess.pixel_range != "auto":
         raise CheckpointError(
-            f"data.pixel_range = {format_pixel_range(pixel_range)}, but the run was trained with "
+            f"pixels.range = {format_pixel_range(pixel_range)}, but the run was trained with "
             f"{format_pixel_range(preprocess.pixel_range)}: restore it, or set out=… for a new run"
         )
     return preprocess.with_decoding(pixel_range=pixel_range)

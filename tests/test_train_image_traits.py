@@ -6,7 +6,6 @@ Most tests run a real ``train.py``.
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ import pytest
 from PIL import Image
 
 import clipkit
-from clipkit.config import DataConfig
+from clipkit.config import DataConfig, PixelsConfig
 from clipkit.errors import CheckpointError
 from clipkit.model.preprocess import Preprocess
 from clipkit.samples.traits import Decoding
@@ -102,8 +101,8 @@ def test_image_traits_are_counted_and_printed_at_first_and_at_the_end(train: Tra
     last = metrics(tmp_path / "run")[-1]
     assert (last["transparent"], last["rotated"]) == (state["transparent"], state["rotated"])
     for count, what, option in (
-        (state["transparent"], CLEAR, "data.background=white"),
-        (state["rotated"], TURNED, "data.upright=true"),
+        (state["transparent"], CLEAR, "pixels.background=white"),
+        (state["rotated"], TURNED, "pixels.upright=true"),
     ):
         first, final = (line for line in lines if what in line)
         assert re.fullmatch(
@@ -116,7 +115,7 @@ def test_image_traits_are_counted_and_printed_at_first_and_at_the_end(train: Tra
 
 @pytest.mark.long
 def test_resume_restores_counts_and_weights(train: Train, tmp_path: Path) -> None:
-    out, options = tmp_path / "run", ("data.background=white", "checkpoint.every_steps=2")
+    out, options = tmp_path / "run", ("pixels.background=white", "checkpoint.every_steps=2")
     assert [TURNED in line for line in about_images(train("run", *options))] == [True, True]
     whole, weights = json.loads((checkpoint(out, STEPS) / "state.json").read_text()), digests(out, STEPS)
     go_back(out, 2)
@@ -126,7 +125,7 @@ def test_resume_restores_counts_and_weights(train: Train, tmp_path: Path) -> Non
     assert digests(out, STEPS) == weights
     assert decoding(out) == Decoding(background=(255, 255, 255))
     refused = error_of(train("run", "checkpoint.every_steps=2", status=1))
-    assert 'data.background: "white" → ""' in refused
+    assert 'pixels.background: "white" → ""' in refused
     del state["transparent"], state["rotated"], state["format"]  # absent in checkpoints of earlier versions
     assert loop_state(state, origin=out).transparent == loop_state(state, origin=out).rotated == 0
 
@@ -134,17 +133,17 @@ def test_resume_restores_counts_and_weights(train: Train, tmp_path: Path) -> Non
 @pytest.mark.long
 def test_options_change_training_and_are_stored(train: Train, tmp_path: Path) -> None:
     plain, chosen = tmp_path / "plain", tmp_path / "chosen"
-    assert about_images(train("plain", "data.background=none", "data.upright=false")) == []
-    assert about_images(train("chosen", "data.background=#fff", "data.upright=true")) == []
+    assert about_images(train("plain", "pixels.background=none", "pixels.upright=false")) == []
+    assert about_images(train("chosen", "pixels.background=#fff", "pixels.upright=true")) == []
     assert digests(plain, STEPS)["model.safetensors"] != digests(chosen, STEPS)["model.safetensors"]
     assert decoding(plain) == Decoding()
     assert decoding(chosen) == Decoding(background=(255, 255, 255), upright=True)
     assert about_images(train("next", f"model.weights={chosen}")) == []  # from the initial weights
     assert decoding(tmp_path / "next") == decoding(chosen)
-    wrong = error_of(train("wrong", "data.background=wite", status=1))
-    assert wrong == "error: data.background = 'wite' is not a color: use a color such as white or #ffffff"
-    wrong = error_of(train("wrong", "data.upright=yes", status=1))
-    assert wrong.endswith("data.upright = 'yes' is invalid: expected auto, true or false")
+    wrong = error_of(train("wrong", "pixels.background=wite", status=1))
+    assert wrong == "error: pixels.background = 'wite' is not a color: use a color such as white or #ffffff"
+    wrong = error_of(train("wrong", "pixels.upright=yes", status=1))
+    assert wrong.endswith("pixels.upright = 'yes' is invalid: expected auto, true or false")
 
 
 @pytest.mark.long
@@ -199,21 +198,21 @@ def test_settings_follow_packed_sets_that_agree(
     # built-in sets need no setting; generating one is slow, so other shards replace it
     found = [find_shards("plain" if name == "glyphs" else name) for name in names]
     manifest = make_manifest(found, Selection())
-    settings = DataConfig(train=names)
-    packed = packed_images(settings, manifest, rank0=True, broadcast=bytes)
-    assert trained_preprocess(Preprocess(image_size=8), settings, packed).decoding == wanted
+    settings, pixels = DataConfig(train=names), PixelsConfig()
+    packed = packed_images(settings, pixels, manifest, rank0=True, broadcast=bytes)
+    assert trained_preprocess(Preprocess(image_size=8), pixels, packed).decoding == wanted
     assert [note in one for one in packed.notes] == [True] * bool(note)
-    settings = replace(settings, background="none", upright=False)
-    packed = packed_images(settings, manifest, rank0=True, broadcast=bytes)
-    assert trained_preprocess(Preprocess(image_size=8), settings, packed).decoding == Decoding()
+    pixels = PixelsConfig(background="none", upright=False)
+    packed = packed_images(settings, pixels, manifest, rank0=True, broadcast=bytes)
+    assert trained_preprocess(Preprocess(image_size=8), pixels, packed).decoding == Decoding()
     assert not packed.notes
 
 
 def test_evaluation_during_training_prints_image_traits_once(train: Train, photos: Path) -> None:
     data = f"eval.data=[{json.dumps(str(photos / 'raw'))}]"
-    lines = about_images(train("run", data, "eval.every_steps=2", "data.background=white"))
+    lines = about_images(train("run", data, "eval.every_steps=2", "pixels.background=white"))
     assert [line for line in lines if "dataset raw" in line] == [
-        f"note: dataset raw, split test: 4 of 16 images are {TURNED}, as in open_clip; set data.upright=true"
+        f"note: dataset raw, split test: 4 of 16 images are {TURNED}, as in open_clip; set pixels.upright=true"
     ]
 
 
@@ -254,32 +253,32 @@ def test_training_stops_at_deep_images_until_a_range_is_given(forked: Forked, tm
     error = error_of(train(stopped, status=1))
     assert re.fullmatch(
         r"error: 0000000\d\d in .*: 16-bit grayscale image with values from \d+ to \d+, and no known .*"
-        r"set data\.pixel_range \(training\).* such as 0,4095; .*; step 2 is saved; the same command resumes.*",
+        r"set pixels\.range \(training\).* such as 0,4095; .*; step 2 is saved; the same command resumes.*",
         error,
     )
-    train(whole, "data.pixel_range=0,4000")
+    train(whole, "data.pixel_range=0,4000")  # the former name
     # the range may be added to the run, which gives the same weights, and may not change afterwards
-    said = train(stopped, "data.pixel_range=0,4000")
-    assert "values from 0 to 4000 of deep grayscale images become 0 to 255" in said
+    said = train(stopped, "pixels.range=0,4000")
+    assert "values from 0 to 4000 of deep images become 0 to 255" in said
     assert "1 of 24 images has values outside the pixel range 0,4000" in said or "2 of 24" in said
     assert decoding(stopped).pixel_range == (0.0, 4000.0)
     assert digests(stopped, STEPS)["model.safetensors"] == digests(whole, STEPS)["model.safetensors"]
-    error = error_of(train(stopped, "data.pixel_range=0,4095", status=1))
-    assert 'data.pixel_range: "0,4000" → "0,4095"' in error
-    error = error_of(train(tmp_path / "wrong", "data.pixel_range=4095", status=1))
-    assert error.startswith("error: data.pixel_range = ") and "expected auto, dtype, or" in error
+    error = error_of(train(stopped, "pixels.range=0,4095", status=1))
+    assert 'pixels.range: "0,4000" → "0,4095"' in error
+    error = error_of(train(tmp_path / "wrong", "pixels.range=4095", status=1))
+    assert error.startswith("error: pixels.range = ") and "expected auto, dtype, or" in error
 
 
 def test_resumed_runs_keep_their_range() -> None:
     plain = Preprocess(image_size=8)
     ranged = plain.with_decoding(pixel_range="0,4095")
-    assert resumed_preprocess(plain, DataConfig()) == plain
-    assert resumed_preprocess(ranged, DataConfig()) == ranged  # from model.weights
-    assert resumed_preprocess(plain, DataConfig(pixel_range=(0, 4095))) == ranged
+    assert resumed_preprocess(plain, PixelsConfig()) == plain
+    assert resumed_preprocess(ranged, PixelsConfig()) == ranged  # from model.weights
+    assert resumed_preprocess(plain, PixelsConfig(range=(0, 4095))) == ranged
     with pytest.raises(CheckpointError, match="but the run was trained with 0,4095: restore it"):
-        resumed_preprocess(ranged, DataConfig(pixel_range="dtype"))
-    assert trained_preprocess(ranged, DataConfig(), Packed()) == ranged
-    assert trained_preprocess(ranged, DataConfig(pixel_range="dtype"), Packed()).pixel_range == "dtype"
+        resumed_preprocess(ranged, PixelsConfig(range="dtype"))
+    assert trained_preprocess(ranged, PixelsConfig(), Packed()) == ranged
+    assert trained_preprocess(ranged, PixelsConfig(range="dtype"), Packed()).pixel_range == "dtype"
 
 
 def test_deep_images_of_an_evaluation_stop_a_training_before_the_first_step(

@@ -17,7 +17,7 @@ STEPS, BATCH, SIDE, COLORS, LAYERS = 200, 16, 16, 16, 6
 _COMMON = (f"steps={STEPS}", f"batch_size={BATCH}", f"model.image_size={SIDE}", f"optim.warmup={STEPS // 4}")
 _PIXELS = (
     *_COMMON, "model.image=pixels:Ti", "loss.name=none", "model.text=", "lock.text=all",
-    "pixels.weight=1",
+    "image_gpt.weight=1",
 )  # fmt: skip
 VARIANTS: dict[str, tuple[str, ...]] = {
     "next pixel": (*_PIXELS, f'model.image_options={{"colors":{COLORS}}}'),

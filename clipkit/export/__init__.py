@@ -39,7 +39,7 @@ class ExportTarget:
         display: name in the model card.
         package: import name of the package that loads the export.
         distribution: name of that package on PyPI.
-        obstacle: returns why a model cannot be exported, or "".
+        obstacle: returns why a model of RGB images cannot be exported, or "".
         write: writes a model with float32 weights on the CPU to a folder; returns the names of the files.
         check: loads that folder with the library; returns the largest difference of embeddings, or 1 − their lowest
             cosine similarity if ``approximate``.
@@ -51,6 +51,7 @@ class ExportTarget:
         texts: whether it includes the text tower.
         loads: whether ``clipkit.load`` can read the folder.
         resizes: whether the library resizes images differently and does not repair texts.
+        channels: whether it can represent models of other than RGB images.
         approximate: whether embeddings differ by more than rounding, because weights are quantized.
     """
 
@@ -68,7 +69,15 @@ class ExportTarget:
     loads: bool = False
     resizes: bool = False
     approximate: bool = False
+    channels: bool = False
     compare: "Callable[[CLIP, Path, Samples], str] | None" = None
+
+    def refusal(self, model: "CLIP") -> str:
+        """Return why a model cannot be exported, or ""."""
+        channels = model.preprocess.channels
+        if channels != 3 and not self.channels:
+            return f"{self.display} supports images of 3 channels, and those of this model have {channels}"
+        return self.obstacle(model)
 
     def verdict(self, difference: float) -> str:
         """Describe the result of the check."""
@@ -102,7 +111,13 @@ def _target(
 EXPORTS: dict[str, ExportTarget] = {
     "open_clip": _target("open_clip", "open_clip", distribution="open_clip_torch", default=True, loads=True),
     "transformers": _target(
-        "transformers", "transformers", apart=frozenset({"timm"}), default=True, loads=True, resizes=True
+        "transformers",
+        "transformers",
+        apart=frozenset({"timm"}),
+        default=True,
+        loads=True,
+        resizes=True,
+        channels=True,
     ),
     "sentence-transformers": _target(
         "transformers",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -38,14 +39,14 @@ class Samples:
     """Inputs and the model's outputs for them.
 
     Attributes:
-        images: N images of S x S pixels.
+        images: N images of S x S pixels; arrays (S, S, C) if C is not 3.
         texts: N texts, one longer than any context length; for a class head, class names.
-        pixels: (N, 3, S, S) float32, the preprocessed and normalized images.
+        pixels: (N, C, S, S) float32, the preprocessed and normalized images.
         image_features: (N, O) float32, not normalized.
         text_features: (N, O) float32, not normalized.
     """
 
-    images: tuple["Image", ...]
+    images: tuple["Image | npt.NDArray[np.uint8]", ...]
     texts: tuple[str, ...]
     pixels: Tensor
     image_features: Tensor
@@ -68,20 +69,21 @@ def draw_samples(model: CLIP) -> Samples:
     from PIL import Image
 
     texts = texts_of(model)
-    size = model.preprocess.image_size
-    images = []
+    size, channels = model.preprocess.image_size, model.preprocess.channels
+    images: list[Image.Image | npt.NDArray[np.uint8]] = []
     for number in range(len(TEXTS)):  # a gradient with a rectangle and noise
         random = np.random.default_rng(number)
-        ends = random.uniform(0, 255, (2, 3))
+        ends = random.uniform(0, 255, (2, channels))
         slope = np.linspace(0, 1, size)[:, None, None] * random.uniform(0.2, 1, (1, size, 1))
-        canvas = ends[0] + (ends[1] - ends[0]) * slope  # (S, S, 3)
+        canvas = ends[0] + (ends[1] - ends[0]) * slope  # (S, S, C)
         (top, left), (high, wide) = (
             random.integers(0, max(1, size // 2), 2),
             random.integers(1, size // 2 + 2, 2),
         )
-        canvas[top : top + high, left : left + wide] = random.uniform(0, 255, 3)
+        canvas[top : top + high, left : left + wide] = random.uniform(0, 255, channels)
         canvas += random.normal(0, 12, canvas.shape)
-        images.append(Image.fromarray(canvas.clip(0, 255).astype(np.uint8)))
+        values = canvas.clip(0, 255).astype(np.uint8)
+        images.append(Image.fromarray(values) if channels == 3 else values)
     pixels = normalized(batch_of(images, model.preprocess), model)
     return Samples(
         images=tuple(images),
@@ -101,8 +103,8 @@ def texts_of(model: CLIP) -> tuple[str, ...]:
 
 
 def normalized(pixels: Tensor, model: CLIP) -> Tensor:
-    """Normalize pixels with the model's mean and standard deviation: (N, 3, S, S) uint8 → float32."""
-    mean, std = (torch.tensor(one).view(3, 1, 1) for one in (model.preprocess.mean, model.preprocess.std))
+    """Normalize pixels with the model's mean and standard deviation: (N, C, S, S) uint8 → float32."""
+    mean, std = (torch.tensor(one).view(-1, 1, 1) for one in (model.preprocess.mean, model.preprocess.std))
     return (pixels.float() / 255 - mean) / std
 
 

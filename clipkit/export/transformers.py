@@ -171,11 +171,12 @@ def check(model: CLIP, folder: Path, samples: Samples) -> float:
     processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
     inputs = processor(
         text=list(samples.texts),
-        images=list(samples.images),
+        images=list(samples.images) if model.preprocess.channels == 3 else None,
         return_tensors="pt",
         padding=True,
         truncation=True,
     )
+    inputs.setdefault("pixel_values", samples.pixels)  # the processor reads RGB images
     out = theirs.eval()(**inputs)
     images = difference(out.image_embeds, samples.image_embeddings)
     return max(images, difference(out.text_embeds, samples.text_embeddings))

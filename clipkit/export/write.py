@@ -150,14 +150,14 @@ def _wanted(model: CLIP, to: Sequence[str]) -> list[str]:
         chosen, needed = list(dict.fromkeys(to)), list(to)
     else:
         default = [name for name, target in EXPORTS.items() if target.default]
-        chosen = [name for name in default if not EXPORTS[name].obstacle(model)]
+        chosen = [name for name in default if not EXPORTS[name].refusal(model)]
         needed = chosen or default[:1]
     for name in needed:
         target = EXPORTS[name]
         if missing := [package for package in target.needs if importlib.util.find_spec(package) is None]:
             raise ConfigError(f"export to {name} needs {', '.join(missing)}: pip install -e '.[export]'")
-        if obstacle := target.obstacle(model):
-            able = [other for other, target in EXPORTS.items() if not target.obstacle(model)]
+        if obstacle := target.refusal(model):
+            able = [other for other, target in EXPORTS.items() if not target.refusal(model)]
             what = f"supports --to {', '.join(able)}" if able else "cannot be exported: use its source"
             raise ConfigError(f"{obstacle}: this model {what}")
     return chosen
@@ -315,7 +315,7 @@ def run(options: argparse.Namespace) -> int:
         print(todo)
     if not options.to:
         for name, target in EXPORTS.items():
-            if target.default and (obstacle := target.obstacle(model)):
+            if target.default and (obstacle := target.refusal(model)):
                 print(f"{name}: not written: {obstacle}")
     out = output_folder(options.out)
     card = NEW_CARD if (out / NEW_CARD).is_file() else CARD

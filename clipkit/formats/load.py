@@ -222,7 +222,9 @@ def _transformers_folder(folder: Path, wanted: _Wanted, file: Path | None = None
         shape, tensors = from_transformers(config, read_weights(file).tensors)
         _, text = shape.own_towers()
         tokenizer = folder_tokenizer(folder, text, end_of_text(config))
-        preprocess = preprocess_from_transformers(processor or {}, shape.vision.image_size)
+        preprocess = preprocess_from_transformers(
+            processor or {}, shape.vision.image_size, shape.vision.channels
+        )
     _agree(wanted, shape, folder)
     model = _built(shape, tensors, file, wanted, preprocess=preprocess.to_dict(), tokenizer=tokenizer)
     if processor is None:
@@ -401,7 +403,7 @@ def _try_sizes(model: CLIP) -> None:
     what = f"images of {size} pixels"
     try:
         with torch.no_grad():
-            model.encode_image(torch.zeros(1, 3, size, size))
+            model.encode_image(torch.zeros(1, model.preprocess.channels, size, size))
             what = f"texts of {length} tokens"
             model.encode_text(torch.full((1, length), token))
     except (RuntimeError, AssertionError, LookupError, TypeError, ValueError) as error:

@@ -87,6 +87,7 @@ def from_transformers(
         shape = Architecture(
             embed_dim=config.get("projection_dim", 512),
             vision=VisionTower(
+                channels=vision["num_channels"],
                 image_size=vision["image_size"],
                 patch_size=vision["patch_size"],
                 width=vision["hidden_size"],
@@ -142,9 +143,8 @@ def _tower(config: Mapping[str, Any], kind: str, defaults: dict[str, Any]) -> di
     """Return the settings of one tower; as in transformers, ``*_config_dict`` in old files takes precedence."""
     plain, old = config.get(f"{kind}_config") or {}, config.get(f"{kind}_config_dict")
     tower = {**defaults, **(plain if old is None else old)}
-    for name, needed in (("layer_norm_eps", 1e-5), ("num_channels", 3)):
-        if tower.get(name, needed) != needed:
-            raise ConfigError(f"{kind}: {name} = {tower[name]!r} is not supported, only {needed}")
+    if tower.get("layer_norm_eps", 1e-5) != 1e-5:
+        raise ConfigError(f"{kind}: layer_norm_eps = {tower['layer_norm_eps']!r} is not supported, only 1e-5")
     return tower
 
 
@@ -195,6 +195,7 @@ def transformers_configs(shape: Architecture, preprocess: Preprocess) -> dict[st
                 "intermediate_size": int(vision.mlp_ratio * vision.width),
                 "num_hidden_layers": vision.layers,
                 "num_attention_heads": vision.heads,
+                "num_channels": vision.channels,
                 "image_size": vision.image_size,
                 "patch_size": vision.patch_size,
             },
@@ -214,7 +215,7 @@ def transformers_configs(shape: Architecture, preprocess: Preprocess) -> dict[st
         },
         "preprocessor_config.json": {
             "image_processor_type": "CLIPImageProcessor",
-            "do_convert_rgb": True,
+            "do_convert_rgb": vision.channels == 3,
             "do_resize": True,
             "size": {"shortest_edge": size},
             "resample": 3,  # bicubic
@@ -230,8 +231,8 @@ def transformers_configs(shape: Architecture, preprocess: Preprocess) -> dict[st
     }
 
 
-def preprocess_from_transformers(config: Mapping[str, Any], image_size: int) -> Preprocess:
-    """Convert preprocessor_config.json for a model with the given image size; {} means CLIP's preprocessing.
+def preprocess_from_transformers(config: Mapping[str, Any], image_size: int, channels: int = 3) -> Preprocess:
+    """Convert preprocessor_config.json for a model of the given image size; {} means CLIP's preprocessing.
 
     Raises:
         CheckpointError: the preprocessing differs from CLIP's in kind.
@@ -269,8 +270,9 @@ def preprocess_from_transformers(config: Mapping[str, Any], image_size: int) -> 
         if config.get(theirs) is not None:
             values[ours] = config[theirs]
     own = config.get(_OWN, {})
-    known = [field.name for field in fields(Decoding)]
+    known = [field.name for field in fields(Decoding) if field.name != "channels"]
     if not isinstance(own, Mapping) or own.keys() - set(known):
         raise CheckpointError(f"{where}: {_OWN} = {own!r} has keys other than {', '.join(known)}")
     values.update(own)
-    return Preprocess.from_dict({**Preprocess(image_size=image_size).to_dict(), **values})
+    clips = Preprocess(image_size=image_size).with_channels(channels)
+    return Preprocess.from_dict({**clips.to_dict(), **values})

@@ -1,4 +1,5 @@
 from .explain import (
+    enlarged as enlarged,
     heat_colors as heat_colors,
     overlay as overlay,
 )

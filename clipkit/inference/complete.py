@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     if not isinstance(visual, PixelTransformer) or not visual.causal:
         raise ConfigError(
             f"{options.model} does not predict the next pixel: train one with model.image=pixels:SIZE and "
-            "pixels.weight=1"
+            "image_gpt.weight=1"
         )
     pixels = eval_pixels(options.image, model.preprocess)[None].to(visual.palette.device)  # (1, 3, S, S)
     with torch.inference_mode():

@@ -296,8 +296,7 @@ class RayEncoder:
             for part, counts in ray_tasks(
                 ray, _encode_part, arguments(), resource="GPU" if on_gpu else "CPU"
             ):
-                for name in ("images", "transparent", "rotated", "clamped", "deep_colors"):
-                    setattr(features.counts, name, getattr(features.counts, name) + getattr(counts, name))
+                features.counts.merge(counts)
                 yield part
 
 

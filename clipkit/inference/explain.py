@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
 
 from clipkit.api import explain, load
 from clipkit.errors import ConfigError, DataError
@@ -15,7 +16,7 @@ from clipkit.files.terminal import printable
 from clipkit.inference.stream import pick_device
 from clipkit.model.preprocess import Preprocess, eval_pixels
 
-__all__ = ["SIDE", "check_files", "heat_colors", "overlay", "run", "sheet", "write_png"]
+__all__ = ["SIDE", "check_files", "enlarged", "heat_colors", "overlay", "run", "sheet", "write_png"]
 
 SIDE, _MARGIN, _LINE = 320, 8, 20  # of an image and its label, in pixels
 # colors of heat 0, 1/4, … 1 (Matplotlib's "inferno", every quarter)
@@ -85,8 +86,13 @@ def write_png(image: Image.Image, out: Path) -> None:
 
 def _seen(file: Path, preprocess: Preprocess) -> Image.Image:
     """Return the preprocessed part of an image, enlarged."""
-    pixels = eval_pixels(file, preprocess)  # (3, S, S)
-    return Image.fromarray(pixels.permute(1, 2, 0).numpy()).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
+    return enlarged(eval_pixels(file, preprocess), SIDE)
+
+
+def enlarged(pixels: Tensor, side: int) -> Image.Image:
+    """Return pixels (C, S, S) uint8 as an RGB image: the first three channels, or the first of fewer."""
+    shown = pixels[:3] if len(pixels) >= 3 else pixels[:1].expand(3, -1, -1)
+    return Image.fromarray(shown.permute(1, 2, 0).numpy()).resize((side, side), Image.Resampling.BICUBIC)
 
 
 def sheet(images: Sequence[Image.Image], labels: Sequence[str]) -> Image.Image:

@@ -51,7 +51,7 @@ from clipkit.inference.storage import Storage, content_digest, storage_of, unpac
 from clipkit.inference.stream import pick_device
 from clipkit.model.clip import CLIP
 from clipkit.model.preprocess import ImageLike
-from clipkit.samples.decode import decode_file
+from clipkit.samples.decode import decode_pixels
 from clipkit.samples.depth import STRETCH
 from clipkit.samples.sources import PARQUET_SUFFIXES
 from clipkit.samples.traits import Decoding
@@ -748,7 +748,7 @@ def thumbnail(hit: Hit, side: int) -> bytes:
             break
     else:
         raise DataError(f"{hit.path} has changed since it was encoded")
-    decoded = Image.fromarray(decode_file(data, decoding=_AS_SHOWN).pixels)
+    decoded = Image.fromarray(decode_pixels(data, _AS_SHOWN).pixels.transpose(1, 2, 0))
     decoded.thumbnail((side, side), Image.Resampling.BICUBIC, reducing_gap=2.0)
     file = io.BytesIO()
     decoded.save(file, "JPEG", quality=85)

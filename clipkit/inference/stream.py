@@ -270,7 +270,7 @@ class FeatureStream:
         """Return an empty array of features, (0, O); encodes a dummy item to determine O."""
         size, tokenizer = self.model.preprocess.image_size, self.model.tokenizer
         text = tokenizer.names[0] if isinstance(tokenizer, ClassTokenizer) else ""
-        pixels = torch.zeros(3, size, size, dtype=torch.uint8)
+        pixels = torch.zeros(self.model.preprocess.channels, size, size, dtype=torch.uint8)
         with evaluating(self.model):
             return self._rows([_Ready(item=Item(source="", key=""), pixels=pixels, caption=text)], kind)[:0]
 

@@ -127,7 +127,13 @@ class TowerArchitecture:
 
 @dataclass(frozen=True)
 class ImageArchitecture(TowerArchitecture):
-    """Base of image towers: normalized float images (B, 3, S, S) → features (B, O)."""
+    """Base of image towers: normalized float images (B, C, S, S) → features (B, O).
+
+    Attributes:
+        channels: C, 3 for RGB.
+    """
+
+    channels: int = field(default=3, repr=False, kw_only=True)  # not in the hash of models of RGB images
 
     if TYPE_CHECKING:
 
@@ -169,6 +175,14 @@ class ImageArchitecture(TowerArchitecture):
         if options:
             raise ConfigError(f"a tower like this one ({self.description}) takes no options")
         return self
+
+    def with_channels(self, channels: int) -> Self:
+        """Return the tower for images of another number of channels; ConfigError if it encodes only RGB."""
+        if channels == self.channels:
+            return self
+        raise ConfigError(
+            f"pixels.channels = {channels} requires another image tower than {self.description}"
+        )
 
     @property
     def color_range(self) -> tuple[float, float] | None:
@@ -452,8 +466,11 @@ class VisionTower(_TransformerTower, ImageArchitecture):
         return VisionTransformer(
             image_size=self.image_size, patch_size=self.patch_size, width=self.width, layers=self.layers,
             heads=self.heads, mlp_ratio=self.mlp_ratio, output_dim=embed_dim, quick_gelu=quick_gelu,
-            pool=self.pool, positions=self.positions,
+            pool=self.pool, positions=self.positions, channels=self.channels,
         )  # fmt: skip
+
+    def with_channels(self, channels: int) -> Self:
+        return replace(self, channels=channels)
 
     def initialize(self, module: "nn.Module", *, small_data: bool) -> None:
         from clipkit.model.towers import VisionTransformer
@@ -473,7 +490,7 @@ class VisionTower(_TransformerTower, ImageArchitecture):
 
     def flops(self, embed_dim: int, *, patches: int | None = None, blocks: int | None = None) -> Flops:
         count = self.patches if patches is None else patches
-        embedding = 2 * count * 3 * self.patch_size**2 * self.width
+        embedding = 2 * count * self.channels * self.patch_size**2 * self.width
         length = self._length(count)
         read = self._flops(length, embed_dim, blocks=blocks, embedding=embedding)
         if self.pool == "class":
@@ -497,7 +514,7 @@ class VisionTower(_TransformerTower, ImageArchitecture):
         if blocks is not None:
             return kept
         # with the patches, and the norm before the blocks
-        return kept + count * 3 * self.patch_size**2 * (_HALF if bf16 else _FLOAT) + before
+        return kept + count * self.channels * self.patch_size**2 * (_HALF if bf16 else _FLOAT) + before
 
     def open_clip_config(self) -> dict[str, Any]:
         if self.pool in ("map", "distilled"):
@@ -891,7 +908,7 @@ COLORS = 512  # classes of a color, three bits a channel
 MASKED: dict[str, Callable[[VisionTower], int]] = {
     "color": lambda tower: COLORS,
     "small": lambda tower: 16 * COLORS,
-    "pixels": lambda tower: 3 * tower.patch_size**2,
+    "pixels": lambda tower: tower.channels * tower.patch_size**2,
     "features": lambda tower: tower.width,
 }
 

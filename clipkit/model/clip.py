@@ -1,8 +1,8 @@
 """CLIP (Radford et al. 2021, https://arxiv.org/abs/2103.00020): image and text encoders with a shared space.
 
-Letters in shape comments: B batch, L tokens of a row, T tokens of a packed batch, K patches, D text width, O
-embedding dimension, S image side in pixels. The text transformer's parameters are at the top level of the
-module, as in OpenAI's and open_clip's state dicts.
+Letters in shape comments: B batch, C channels of an image, L tokens of a row, T tokens of a packed batch, K
+patches, D text width, O embedding dimension, S image side in pixels. The text transformer's parameters are at the
+top level of the module, as in OpenAI's and open_clip's state dicts.
 """
 
 import math
@@ -52,7 +52,7 @@ class CLIP(nn.Module):
         name: name of the architecture, or "".
         preprocess: preprocessing of images.
         tokenizer: the tokenizer.
-        visual: the image tower, normalized float images (B, 3, S, S) → (B, O).
+        visual: the image tower, normalized float images (B, C, S, S) → (B, O).
         text: the text tower, tokens (B, L) → (B, O); None for the plain transformer, see above.
         origin: description of the source it was loaded from; "" for fresh weights.
         dim: O of the features that are returned: the first ones of the embedding, see ``clipkit.load``.
@@ -73,6 +73,11 @@ class CLIP(nn.Module):
         super().__init__()
         self.architecture, self.name, self.origin, self.dim = shape, name, "", shape.embed_dim
         self.preprocess = preprocess or _preprocess(shape)
+        if self.preprocess.channels != shape.vision.channels:
+            raise ConfigError(
+                f"mean and std are of {self.preprocess.channels} channels, and the image tower of "
+                f"{shape.vision.channels}"
+            )
         self.tokenizer = tokenizer or tokenizer_of(shape)
         self.visual = shape.vision.build(shape.embed_dim, quick_gelu=shape.quick_gelu)
         self.text: nn.Module | None = None
@@ -93,14 +98,14 @@ class CLIP(nn.Module):
         self.masked_head = None if shape.masked is None else _masked_head(shape, shape.masked)
         self.logit_scale = nn.Parameter(torch.empty(()))
         self.logit_bias = nn.Parameter(torch.empty(()), requires_grad=False) if shape.logit_bias else None
-        self.register_buffer("_mean", torch.empty(3, 1, 1), persistent=False)
-        self.register_buffer("_std", torch.empty(3, 1, 1), persistent=False)
+        for constant in ("_mean", "_std"):
+            self.register_buffer(constant, torch.empty(shape.vision.channels, 1, 1), persistent=False)
         self.reset_constants()
 
     def reset_constants(self) -> None:
         """Set the buffers that are not stored: mean and standard deviation of images."""
         for name, values in (("_mean", self.preprocess.mean), ("_std", self.preprocess.std)):
-            self.get_buffer(name).copy_(torch.tensor(values, device="cpu").view(3, 1, 1))
+            self.get_buffer(name).copy_(torch.tensor(values, device="cpu").view(-1, 1, 1))
 
     @property
     def transformers(self) -> dict[str, Transformer]:
@@ -124,7 +129,7 @@ class CLIP(nn.Module):
         """Encode pairs, and compute local terms of the objective.
 
         Args:
-            images: (B, 3, S, S), uint8, or normalized float.
+            images: (B, C, S, S), uint8, or normalized float.
             tokens: (B, L) int64 with L at most the context length; each row ends at its largest id (end of text).
             patches: (B, K) int64, see ``encode_image``.
             lengths: B numbers, see ``encode_text``.
@@ -247,7 +252,7 @@ class CLIP(nn.Module):
         """Encode images to (B, O), in float32 for all dtypes of the tower (float64 for a float64 model).
 
         Args:
-            images: (B, 3, S, S) uint8, or normalized float.
+            images: (B, C, S, S) uint8, or normalized float.
             normalize: whether to normalize features to unit norm.
             patches: (B, K) int64, the patches of each image to compute, see ``kept_patches``; None for all.
 
@@ -299,7 +304,7 @@ class CLIP(nn.Module):
 
     @property
     def colors(self) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of images, (3, 1, 1) each."""
+        """Mean and standard deviation of images, (C, 1, 1) each."""
         return self.get_buffer("_mean"), self.get_buffer("_std")
 
     def _normalized(self, images: Tensor) -> Tensor:
@@ -399,6 +404,41 @@ class CLIP(nn.Module):
         if self.masked_head is not None:
             self.masked_head.initialize()
         return self
+
+    @torch.no_grad()
+    def extend_channels(self, channels: int, *, extend: str) -> None:
+        """Give a model of RGB images on the CPU further channels, with the average mean and standard deviation.
+
+        Args:
+            channels: C, above 3; the first three remain red, green and blue.
+            extend: initial weights of further channels: "zeros", with which embeddings are those of the first three
+                channels, or the "mean" of the weights of red, green and blue.
+
+        Raises:
+            ConfigError: the tower encodes only RGB, or C is below 3.
+        """
+        vision = self.architecture.vision.with_channels(channels)
+        if channels < 3:
+            raise ConfigError(f"pixels.channels = {channels}: weights of RGB images have three channels")
+        visual = vision.build(self.architecture.embed_dim, quick_gelu=self.architecture.quick_gelu)
+        weights = self.visual.state_dict()
+        for name, value in visual.state_dict().items():
+            former = weights[name]
+            if former.shape == value.shape:
+                continue
+            if former.shape[1] != 3:
+                raise ConfigError(
+                    f"pixels.channels = {channels}: {vision.description} has no weights of three channels"
+                )
+            added = former.mean(dim=1, keepdim=True) if extend == "mean" else torch.zeros_like(former[:, :1])
+            weights[name] = torch.cat([former, added.expand(-1, channels - 3, *former.shape[2:])], dim=1)
+        visual.load_state_dict(weights)
+        self.visual = visual.train(self.training)
+        self.architecture = replace(self.architecture, vision=vision)
+        self.preprocess = self.preprocess.with_channels(channels)
+        for name in ("_mean", "_std"):
+            self.register_buffer(name, torch.empty(channels, 1, 1), persistent=False)
+        self.reset_constants()
 
     @torch.no_grad()
     def set_decoder(self, decoder: Decoder | None, *, seed: int = 0) -> bool:
@@ -510,10 +550,11 @@ def create(shape: str | Architecture, *, name: str = "", seed: int | None = None
 
 def _preprocess(shape: Architecture) -> Preprocess:
     vision = shape.vision
-    if vision.color_range is None:
-        return Preprocess(image_size=vision.image_size)
-    mean, std = ((one,) * 3 for one in vision.color_range)
-    return Preprocess(image_size=vision.image_size, mean=mean, std=std)
+    rgb = Preprocess(image_size=vision.image_size)
+    if vision.color_range is not None:
+        mean, std = ((one,) * 3 for one in vision.color_range)
+        rgb = replace(rgb, mean=mean, std=std)
+    return rgb.with_channels(vision.channels)
 
 
 def build(

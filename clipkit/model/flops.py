@@ -31,7 +31,7 @@ _BEFORE_BLOCKS = (
     "conv1.", "class_embedding", "distillation_embedding", "positional_embedding", "ln_pre.", "token_embedding.",
 )  # fmt: skip
 # heads of local terms, which only training and captioning use: how the names of their parameters begin
-HEADS = {"caption": "text_decoder.", "masked": "masked_head.", "pixels": "visual.proj_colors."}
+HEADS = {"caption": "text_decoder.", "masked": "masked_head.", "image_gpt": "visual.proj_colors."}
 _UNKNOWN = "the FLOPs by formula are known only for clipkit's own towers"
 
 
@@ -234,7 +234,9 @@ def counted_flops(model: "CLIP") -> dict[str, Flops] | None:
     size, length = shape.vision.image_size, shape.text.context_length
     try:
         if shape.vision.flops(shape.embed_dim) is None:
-            found["image"] = _counted(model.visual, torch.empty(1, 3, size, size, device="meta"))
+            found["image"] = _counted(
+                model.visual, torch.empty(1, shape.vision.channels, size, size, device="meta")
+            )
         if model.text is not None and shape.text.flops(shape.embed_dim, length) is None:
             tokens = torch.ones(1, length, dtype=torch.int64, device="meta")
             found["text"] = _counted(model.text, tokens)

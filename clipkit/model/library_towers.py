@@ -76,6 +76,8 @@ class OpenClipVision(ImageArchitecture):
         return 0
 
     def build(self, embed_dim: int, *, quick_gelu: bool) -> "nn.Module":
+        from torch import nn
+
         if self.backbone:
             _check_timm(self.backbone)
         config = {**self.config, "image_size": self.image_size}
@@ -84,6 +86,10 @@ class OpenClipVision(ImageArchitecture):
         except _REFUSALS as error:
             raise ConfigError(f"open_clip rejects the tower's configuration: {error!r}") from error
         if not self.backbone:
+            if self.channels != 3:
+                first: Any = visual.conv1
+                options = {name: getattr(first, name) for name in ("kernel_size", "stride", "padding")}
+                visual.conv1 = nn.Conv2d(self.channels, first.out_channels, bias=False, **options)
             return visual
         # open_clip builds timm's towers for their default size, and some accept no other
         trunk, size = visual.get_submodule("trunk"), (self.image_size, self.image_size)
@@ -98,6 +104,9 @@ class OpenClipVision(ImageArchitecture):
                     f"the tower does not accept images of {self.image_size} pixels: {error!r}"
                 ) from error
         return visual
+
+    def with_channels(self, channels: int) -> Self:
+        return super().with_channels(channels) if self.backbone else replace(self, channels=channels)
 
     def tokens(self, embed_dim: int) -> tuple[int, int] | None:
         patch, layers = self.config.get("patch_size", 16), self.config.get("layers", 12)
@@ -177,6 +186,9 @@ class TimmVision(ImageArchitecture):
         head = nn.Sequential(OrderedDict(proj=nn.Linear(width, embed_dim, bias=False)))
         return nn.Sequential(OrderedDict(trunk=trunk, head=head))
 
+    def with_channels(self, channels: int) -> Self:
+        return replace(self, channels=channels)
+
     @property
     def published(self) -> str:
         import timm
@@ -230,7 +242,10 @@ class TimmVision(ImageArchitecture):
 
         known = timm.get_pretrained_cfg(self.name)
         fixed = known is not None and known.fixed_input_size  # others accept any size
-        return self.name, {**self.options, **({"img_size": self.image_size} if fixed else {})}
+        sizes = {"img_size": self.image_size} if fixed else {}
+        if self.channels != 3:
+            sizes["in_chans"] = self.channels
+        return self.name, {**self.options, **sizes}
 
 
 @dataclass(frozen=True, kw_only=True)

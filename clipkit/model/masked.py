@@ -27,7 +27,7 @@ class Target:
     """A quantity that is predicted for patches.
 
     Attributes:
-        labels: uint8 patches (B, K, 3, p, p) → labels (B, K, …); None if they are not made of pixels.
+        labels: uint8 patches (B, K, C, p, p) → labels (B, K, …); None if they are not made of pixels.
         loss: outputs (N, outputs) and labels (N, …) of N patches → a scalar, the sum over patches.
     """
 

@@ -245,6 +245,8 @@ def _is_plain(
 
 def to_open_clip(shape: Architecture) -> dict[str, Any]:
     """Invert ``from_open_clip``; ConfigError if open_clip has no such tower."""
+    if shape.vision.channels != 3:
+        raise ConfigError(f"open_clip has no image towers of {shape.vision.channels} channels")
     config: dict[str, Any] = {
         "embed_dim": shape.embed_dim,
         "vision_cfg": shape.vision.open_clip_config(),

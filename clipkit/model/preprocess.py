@@ -2,11 +2,13 @@
 
 ``eval_pixels`` gives bit for bit what open_clip's evaluation gives: Pillow resizes and crops an image in its
 own mode (palettes by nearest neighbor, colors weighted by alpha) and then converts it to RGB. Training converts to
-RGB first (``clipkit.samples.decode``). As in CLIP, EXIF orientation is not applied and alpha channels are dropped,
-unless the model's preprocessing has ``upright`` or ``background``. Unlike open_clip, which clips them at 255, deep
-grayscale images are mapped to 8 bits before they are resized (``clipkit.samples.depth``).
+RGB first. Everything else is decided for both by ``clipkit.samples.decode.load_image``: as in CLIP, EXIF
+orientation is not applied and alpha channels are dropped, unless there is ``upright`` or ``background``.
+Unlike open_clip, which clips them at 255, deep images are mapped to 8 bits before they are resized
+(``clipkit.samples.depth``). Channels of multispectral images are resized one by one.
 
-Images stay uint8 until the model normalizes them. Letters: H, W sides of an image, S of the input, N images.
+Images stay uint8 until the model normalizes them.
+Letters: H, W sides of an image, S of the input, C channels, N images.
 """
 
 import math
@@ -22,9 +24,9 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import CheckpointError, ConfigError, DataError
-from clipkit.samples.decode import open_image, pillow_errors
-from clipkit.samples.depth import PixelRange, is_pixel_range, parse_pixel_range, scale_to_8_bits
-from clipkit.samples.traits import Color, Decoding, Traits, apply_decoding, color_of, is_rgb
+from clipkit.samples.decode import load_image, pillow_errors, to_array
+from clipkit.samples.depth import Bands, PixelRange, is_pixel_range, parse_pixel_range
+from clipkit.samples.traits import Color, Decoding, Traits, color_of, is_rgb
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -56,22 +58,22 @@ class Preprocess:
 
     Attributes:
         image_size: S, the side of the model's input.
-        mean: mean per channel (red, green, blue) of values in 0–1; likewise ``std``.
+        mean: mean per channel (red, green, blue, …) of values in 0–1; likewise ``std``.
         interpolation: "bicubic" or "bilinear", both antialiased.
         resize_mode: "shortest" resizes the shorter side to S and crops the center; "longest" resizes the longer
             side to S and pads; "squash" resizes both sides to S.
         fill_color: value of the padding in all channels, 0–255.
         background: red, green and blue, 0–255, behind transparent images; None drops the alpha channel.
         upright: whether to apply EXIF orientation.
-        pixel_range: the values of deep grayscale images that become black and white, see ``clipkit.samples.depth``.
+        pixel_range: the values of deep images that become black and white, see ``clipkit.samples.depth``.
 
     Raises:
         ConfigError: a value is invalid.
     """
 
     image_size: int
-    mean: tuple[float, float, float] = OPENAI_MEAN
-    std: tuple[float, float, float] = OPENAI_STD
+    mean: tuple[float, ...] = OPENAI_MEAN
+    std: tuple[float, ...] = OPENAI_STD
     interpolation: str = "bicubic"
     resize_mode: str = "shortest"
     fill_color: int = 0
@@ -82,13 +84,13 @@ class Preprocess:
 
     def __post_init__(self) -> None:
         def is_finite(values: tuple[float, ...]) -> bool:
-            return len(values) == 3 and all(map(math.isfinite, values))
+            return len(values) == max(1, self.channels) and all(map(math.isfinite, values))
 
         size, fill, ground = self.image_size, self.fill_color, self.background
         for name, right, want in (
             ("image_size", type(size) is int and 0 < size <= MAX_IMAGE_SIZE, f"from 1 to {MAX_IMAGE_SIZE}"),
-            ("mean", is_finite(self.mean), "three numbers"),
-            ("std", is_finite(self.std) and min(self.std) > 0, "three numbers above 0"),
+            ("mean", is_finite(self.mean), "numbers, one for each channel"),
+            ("std", is_finite(self.std) and min(self.std) > 0, "numbers above 0, as many as mean has"),
             ("interpolation", self.interpolation in INTERPOLATIONS, " or ".join(INTERPOLATIONS)),
             ("resize_mode", self.resize_mode in _RESIZE_MODES, " or ".join(_RESIZE_MODES)),
             ("fill_color", type(fill) is int and 0 <= fill <= 255, "from 0 to 255"),
@@ -107,9 +109,19 @@ class Preprocess:
         return values | self.decoding.to_dict()
 
     @property
+    def channels(self) -> int:
+        """Number of channels of images, 3 for RGB."""
+        return len(self.mean)
+
+    @property
     def decoding(self) -> Decoding:
-        """Handling of depth, transparency and orientation."""
-        return Decoding(background=self.background, upright=self.upright, pixel_range=self.pixel_range)
+        """Handling of depth, channels, transparency and orientation."""
+        return Decoding(
+            background=self.background,
+            upright=self.upright,
+            pixel_range=self.pixel_range,
+            channels=self.channels,
+        )
 
     def with_decoding(
         self,
@@ -134,6 +146,14 @@ class Preprocess:
         if pixel_range is not None:
             changed = replace(changed, pixel_range=parse_pixel_range(pixel_range))
         return changed if upright is None else replace(changed, upright=upright)
+
+    def with_channels(self, channels: int) -> Self:
+        """Return the preprocessing for more channels, which get the averages of all three, or for fewer."""
+
+        def extended(values: tuple[float, ...]) -> tuple[float, ...]:
+            return (*values, *(sum(values) / len(values),) * channels)[:channels]
+
+        return replace(self, mean=extended(self.mean), std=extended(self.std))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Preprocess":
@@ -168,41 +188,41 @@ class Preprocess:
 
 
 def eval_pixels(source: ImageLike, preprocess: Preprocess) -> Tensor:
-    """Convert an image to the model's input, (3, S, S) uint8, bit for bit as open_clip's evaluation.
+    """Convert an image to the model's input, (C, S, S) uint8, bit for bit as open_clip's evaluation.
 
     The exception are images so long that they would have more than 2**24 pixels after resizing (for 224 pixels, an
     aspect ratio above 334): only the part that the crop keeps is resized, and values may differ by rounding.
 
     Args:
-        source: a path, the bytes of an encoded image, a PIL image, an array (H, W, 3) or (H, W) uint8, or a tensor
-            (3, H, W), (H, W, 3) or (H, W) uint8. Arrays and tensors (H, W) may have other integer types or floats,
-            like deep grayscale images.
+        source: a path, the bytes of an encoded image, a PIL image, an array (H, W, C) or (H, W), or a tensor
+            (C, H, W), (H, W, C) or (H, W). Arrays and tensors may have other integer types than uint8, or floats,
+            like deep images.
         preprocess: the model's preprocessing.
 
     Raises:
         DataError: the file cannot be read or decoded, or the array has another shape or dtype.
-        PixelRangeError: the image is deep and the model's pixel range does not fit.
+        PixelRangeError: the image is deep and the model's pixel range does not fit, or it has other channels.
     """
     return pixels_and_traits(source, preprocess)[0]
 
 
 def pixels_and_traits(source: ImageLike, preprocess: Preprocess) -> tuple[Tensor, Traits]:
     """Convert an image like ``eval_pixels``, and return its traits, which preprocessing may have ignored."""
+    from PIL import Image
+
     try:
-        content = _content(source)
-        clamped = False
-        if isinstance(content, np.ndarray) and content.dtype != np.uint8:
-            content, clamped = scale_to_8_bits(content, preprocess.pixel_range)
         with pillow_errors():
-            image = open_image(content) if not isinstance(content, np.ndarray) else _from_array(content)
-            image, traits = apply_decoding(image, preprocess.decoding)
-            rgb = np.array(_resized(image, preprocess).convert("RGB"))  # (S, S, 3)
+            image, traits = load_image(_content(source, preprocess.channels), preprocess.decoding)
+            if isinstance(image, np.ndarray):
+                channels = [Image.fromarray(channel) for channel in np.moveaxis(image, 2, 0)]
+                pixels = np.stack([np.asarray(_resized(channel, preprocess)) for channel in channels])
+            else:
+                pixels = to_array(_resized(image, preprocess)).transpose(2, 0, 1)
     except DataError as error:
         if isinstance(source, str | PathLike):
             raise type(error)(f"image {Path(source)}: {error}") from error
         raise
-    pixels = torch.from_numpy(rgb).permute(2, 0, 1).contiguous()
-    return pixels, traits._replace(clamped=clamped or traits.clamped)
+    return torch.from_numpy(pixels.copy()), traits  # (C, S, S)
 
 
 def batch_of(images: Sequence[ImageLike], preprocess: Preprocess) -> Tensor:
@@ -210,14 +230,8 @@ def batch_of(images: Sequence[ImageLike], preprocess: Preprocess) -> Tensor:
     return torch.stack([eval_pixels(image, preprocess) for image in images])
 
 
-def _from_array(array: npt.NDArray[np.uint8]) -> "Image":
-    from PIL import Image
-
-    return Image.fromarray(array)
-
-
-def _content(source: ImageLike) -> Union[bytes, npt.NDArray[Any], "Image"]:
-    """Read an image without decoding it: encoded bytes, (H, W, 3) uint8, (H, W) of deep values, or a PIL image."""
+def _content(source: ImageLike, channels: int) -> Union[bytes, Bands, "Image"]:
+    """Read an image without decoding it: encoded bytes, values, or a PIL image."""
     from PIL import Image
 
     if isinstance(source, bytearray | memoryview):
@@ -235,14 +249,14 @@ def _content(source: ImageLike) -> Union[bytes, npt.NDArray[Any], "Image"]:
         is_dense = source.layout == torch.strided and not source.is_meta and not source.is_quantized
         if not is_dense or source.dtype.is_complex:
             raise DataError(
-                "an image must be a dense tensor, uint8 (3, H, W) or (H, W, 3), or (H, W) of integers or floats; "
-                f"this one is {source.dtype} {tuple(source.shape)}, {source.layout}, on {source.device}"
+                f"an image must be a dense tensor of integers or floats, ({channels}, H, W), (H, W, {channels}) or "
+                f"(H, W); this one is {source.dtype} {tuple(source.shape)}, {source.layout}, on {source.device}"
             )
         tensor = source.detach().cpu()
         if tensor.dtype.is_floating_point and tensor.dtype not in _NUMPY_FLOATS:
             tensor = tensor.float()
         array = tensor.numpy()
-        if array.ndim == 3 and array.shape[0] == 3:
+        if array.ndim == 3 and array.shape[0] == channels:
             array = array.transpose(1, 2, 0)
     elif isinstance(source, np.ndarray):
         array = source
@@ -252,17 +266,16 @@ def _content(source: ImageLike) -> Union[bytes, npt.NDArray[Any], "Image"]:
         )
     if array.dtype.kind in "USO":
         raise DataError("an array of paths or objects is not an image: convert it to a list by tolist()")
-    is_gray = array.ndim == 2 and array.dtype.kind in "iuf"
-    is_color = array.ndim == 3 and array.shape[2] == 3 and array.dtype == np.uint8
-    if not (is_gray or is_color) or 0 in array.shape:
-        channels_first = "(3, H, W) or " if isinstance(source, Tensor) else ""
+    if array.ndim == 2:
+        array = array[..., None]
+    is_image = array.ndim == 3 and array.shape[2] in (1, channels) and array.dtype.kind in "iuf"
+    if not is_image or 0 in array.shape:
+        channels_first = f"({channels}, H, W), " if isinstance(source, Tensor) else ""
         raise DataError(
-            f"an image must be uint8 {channels_first}(H, W, 3), or (H, W) of integers or floats; this one is "
+            f"an image must be {channels_first}(H, W, {channels}) or (H, W) of integers or floats; this one is "
             f"{source.dtype} {tuple(source.shape)}"
         )
-    if is_gray and array.dtype == np.uint8:
-        array = np.repeat(array[..., None], 3, axis=2)
-    return array
+    return Bands(array)
 
 
 def _resized(image: "Image", preprocess: Preprocess) -> "Image":

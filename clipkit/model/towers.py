@@ -440,13 +440,14 @@ class VisionTransformer(nn.Module):
         quick_gelu: bool,
         pool: str = "class",
         positions: str = "learned",
+        channels: int = 3,
     ) -> None:
         super().__init__()
         self.image_size, self.patch_size = image_size, patch_size
         self.pool, self.positions = pool, positions
         patches = (image_size // patch_size) ** 2
         # a convolution for the parameter's name and shape; applied as a matrix product
-        self.conv1 = nn.Conv2d(3, width, kernel_size=patch_size, stride=patch_size, bias=False)
+        self.conv1 = nn.Conv2d(channels, width, kernel_size=patch_size, stride=patch_size, bias=False)
         self.class_embedding = nn.Parameter(torch.empty(width))
         if pool == "distilled":  # includes the token's position
             self.distillation_embedding = nn.Parameter(torch.empty(width))
@@ -504,16 +505,18 @@ class VisionTransformer(nn.Module):
         """Compute the tokens (B, 1 + K, D) before the blocks.
 
         Args:
-            images: (B, 3, S, S), normalized float, or uint8 with ``colors``. S must be a multiple of the patch
+            images: (B, C, S, S), normalized float, or uint8 with ``colors``. S must be a multiple of the patch
                 size; position embeddings are resized to it.
             patches: (B, K) int64, ascending, the patches of each image to compute, numbered along rows; None
                 for all.
-            colors: mean and standard deviation, (3, 1, 1) each, with which images / 255 are normalized.
+            colors: mean and standard deviation, (C, 1, 1) each, with which images / 255 are normalized.
             replaced: (B, K) int64, the number of the patch to be used in place of each patch, and the embedding
                 (D,) of patch K.
         """
         side = images.shape[-1]
-        assert images.shape[1:] == (3, side, side) and side % self.patch_size == 0, tuple(images.shape)
+        assert images.shape[1:] == (self.conv1.in_channels, side, side) and side % self.patch_size == 0, (
+            tuple(images.shape)
+        )
         grid, cut = side // self.patch_size, cut_patches(images, self.patch_size)
         if patches is None:
             cut = cut.flatten(1, 2)
@@ -521,10 +524,10 @@ class VisionTransformer(nn.Module):
             cut = cut[
                 torch.arange(len(images), device=images.device)[:, None], patches // grid, patches % grid
             ]
-        if colors is not None:  # cut is (B, K, 3, p, p) here, with fewer pixels than the images
+        if colors is not None:  # cut is (B, K, C, p, p) here, with fewer pixels than the images
             mean, std = colors
             cut = cut.to(mean.dtype, copy=True).div_(255).sub_(mean).div_(std)
-        weight = self.conv1.weight.flatten(1)  # (D, 3pp)
+        weight = self.conv1.weight.flatten(1)  # (D, Cpp)
         x = F.linear(cut.flatten(2).to(weight.dtype), weight)  # (B, K, D)
         if replaced is not None:
             sources, further = replaced
@@ -619,7 +622,7 @@ def sincos_grid(side: int, width: int) -> Tensor:
 
 
 def cut_patches(images: Tensor, side: int) -> Tensor:
-    """Cut images (B, 3, S, S) into a grid of patches (B, S / side, S / side, 3, side, side)."""
+    """Cut images (B, C, S, S) into a grid of patches (B, S / side, S / side, C, side, side)."""
     cut: Tensor = images.unflatten(3, (-1, side)).unflatten(2, (-1, side)).permute(0, 2, 4, 1, 3, 5)
     return cut
 

@@ -195,7 +195,7 @@ TERMS: dict[str, Term] = {
         stream=2,
         averages=lambda settings: bool(settings.target == "features"),
     ),
-    "pixels": Term(
+    "image_gpt": Term(
         inputs=late("clipkit.objectives.terms:pixel_inputs"),
         total=late("clipkit.objectives.terms:pixel_sum"),
         stream=4,

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipkit.batch import Batch
-from clipkit.config import CaptionConfig, MaskedConfig, PixelsConfig
+from clipkit.config import CaptionConfig, ImageGptConfig, MaskedConfig
 from clipkit.model.architectures import Architecture, PixelTower
 from clipkit.model.clip import CLIP
 from clipkit.model.decoder import TextInput
@@ -75,7 +75,7 @@ def masked_sum(
 
 
 def pixel_inputs(
-    settings: PixelsConfig, batch: Batch, seed: int, shape: Architecture, teach: Teach
+    settings: ImageGptConfig, batch: Batch, seed: int, shape: Architecture, teach: Teach
 ) -> tuple[dict[str, Tensor], int]:
     """Return the arguments of ``PixelTransformer.nll`` and the number of predicted pixels, see ``Term``."""
     vision = shape.vision

@@ -18,22 +18,25 @@ from .class_names import (
     read_class_names as read_class_names,
 )
 from .decode import (
-    decode_file as decode_file,
     decode_image as decode_image,
     decode_jpeg as decode_jpeg,
+    decode_pixels as decode_pixels,
     jpeg_orientation as jpeg_orientation,
     jpeg_size as jpeg_size,
     open_image as open_image,
     pillow_errors as pillow_errors,
     plain_jpeg_size as plain_jpeg_size,
+    read_channels as read_channels,
+    read_values as read_values,
     readable_formats as readable_formats,
-    upright_array as upright_array,
 )
 from .depth import (
     STRETCH as STRETCH,
+    Bands as Bands,
     PixelRange as PixelRange,
     PixelRangeError as PixelRangeError,
     are_integers as are_integers,
+    channel_percentiles as channel_percentiles,
     describe_depth as describe_depth,
     format_pixel_range as format_pixel_range,
     gray_values as gray_values,
@@ -59,6 +62,7 @@ from .image_folder import (
     FolderSamples as FolderSamples,
 )
 from .image_types import (
+    ARRAY_EXTENSIONS as ARRAY_EXTENSIONS,
     IMAGE_EXTENSIONS as IMAGE_EXTENSIONS,
     IMAGE_SUFFIXES as IMAGE_SUFFIXES,
     check_image as check_image,
@@ -150,5 +154,6 @@ from .traits import (
     hex_of as hex_of,
     is_transparent as is_transparent,
     orientation_of as orientation_of,
+    upright_array as upright_array,
     upright_image as upright_image,
 )

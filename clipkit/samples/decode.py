@@ -1,16 +1,18 @@
-"""Decode image files, and reject files that would take too much time or memory.
+"""Decode image files to pixels, and reject files that would take too much time or memory.
 
-JPEGs are decoded with simplejpeg, which is faster than Pillow; other formats, CMYK JPEGs and files that simplejpeg
-rejects are decoded with Pillow. As in CLIP, by default the EXIF orientation is ignored and the alpha channel
-dropped (clipkit/samples/traits.py). Deep grayscale images are mapped to 8 bits (clipkit/samples/depth.py). Only the
-first frame of an animation is used.
+``load_image`` decides depth, channels, colors, transparency and orientation. Training (``decode_pixels``) and
+evaluation (``clipkit.model.preprocess``) call it and differ only in how they resize. JPEGs for training are decoded
+with simplejpeg, which is faster than Pillow and gives the same pixels. Other formats, CMYK JPEGs and files that
+simplejpeg rejects are decoded with Pillow, further ones by ``clipkit.samples.formats``. As in CLIP, by default the
+EXIF orientation is ignored and the alpha channel dropped (clipkit/samples/traits.py). Deep images are mapped to 8
+bits (clipkit/samples/depth.py). Only the first frame of an animation is used.
 
 Malicious files from the web may take minutes to decode or exhaust memory. The following are rejected before
 decoding: images with more pixels than Pillow allows, very large files, JPEGs with many scans (each scan passes over
 all pixels; 125 kB took 20 s), TIFFs with tiles far larger than the image, and large files in formats that Pillow
 decodes in Python.
 
-Letters: H height, W width.
+Letters: C channels, H height, W width.
 """
 
 import io
@@ -27,15 +29,29 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import DataError
-from clipkit.samples.depth import STRETCH
-from clipkit.samples.image_types import describe_unreadable
+from clipkit.samples.depth import (
+    STRETCH,
+    Bands,
+    gray_values,
+    has_deep_colors,
+    is_deep,
+    is_white_zero,
+    refuse_deep_alpha,
+    samples_per_pixel,
+)
+from clipkit.samples.formats import MAX_PIXELS, MAX_TILE, read_bands, refuse_too_large, register_heif
+from clipkit.samples.image_types import describe_unreadable, image_format
 from clipkit.samples.traits import (
     PILLOW_ERRORS,
     Decoding,
     Traits,
     align_transparent_color,
-    apply_decoding,
+    alpha_of,
+    flattened,
+    is_transparent,
     orientation_of,
+    upright_array,
+    upright_image,
 )
 
 if TYPE_CHECKING:
@@ -45,19 +61,21 @@ __all__ = [
     "MAX_BYTES",
     "MAX_PIXELS",
     "Decoded",
-    "decode_file",
     "decode_image",
     "decode_jpeg",
+    "decode_pixels",
     "jpeg_orientation",
     "jpeg_size",
+    "load_image",
     "open_image",
     "pillow_errors",
     "plain_jpeg_size",
+    "read_channels",
+    "read_values",
     "readable_formats",
-    "upright_array",
+    "to_array",
 ]
 
-MAX_PIXELS = 178_956_970  # Pillow's limit against decompression bombs
 MAX_BYTES = 64 << 20  # size limit of files decoded for training
 _MAX_SCANS = 500  # per JPEG; progressive JPEGs have about ten
 _MAX_SCANNED = 16 * MAX_PIXELS  # pixels times scans
@@ -69,29 +87,29 @@ _UPRIGHT_TAGS = {
     b"II*\0": ("<", b"\x12\x01\x03\x00\x01\x00\x00\x00\x01\x00"),
     b"MM\0*": (">", b"\x01\x12\x00\x03\x00\x00\x00\x01\x00\x01"),
 }
-_MAX_TILE = 2**24  # pixels per TIFF tile, unless the image has at least a quarter as many
 _MAX_SLOW = 1 << 20  # size limit of files that Pillow decodes in Python, in bytes
 _MAX_COMMENTS = 1000  # in a plain-text PPM; Pillow copies up to a MiB for each
 # Pillow reads further formats, including EPS, which it passes to another program
 _FORMATS = (
     "PNG", "JPEG", "WEBP", "GIF", "AVIF", "TIFF", "BMP", "DIB", "ICO", "JPEG2000", "PCX", "PPM", "QOI", "TGA",
 )  # fmt: skip
+_ANIMATED = ("GIF", "PNG", "WEBP", "AVIF")  # further pages of a TIFF are often smaller copies
 _REFUSED_BY_SIMPLEJPEG = (ValueError, KeyError)  # KeyError for an unknown chroma subsampling
 _TEXT = (b"P1", b"P2", b"P3")  # plain-text PPM
 
 
 class Decoded(NamedTuple):
-    """An image's pixels, (H, W, 3) uint8 RGB, and the file's traits."""
+    """An image's pixels, (C, H, W) uint8 with channels last in memory, and the file's traits."""
 
     pixels: npt.NDArray[np.uint8]
     traits: Traits
 
 
 def decode_image(data: bytes, *, reduce: int = 1) -> npt.NDArray[np.uint8]:
-    """Decode a JPEG, PNG, WebP, GIF (first frame), TIFF, BMP, AVIF, JPEG 2000 or similar to (H, W, 3) uint8 RGB.
+    """Decode an image for display or to compare it with others: (H, W, 3) uint8 RGB.
 
-    For display and to compare images: deep grayscale images are stretched from their own minimum to their own
-    maximum. For the pixels of a model, use ``decode_file`` or ``clipkit.model.preprocess.eval_pixels``.
+    Deep images are stretched from their own minimum to their own maximum; of more than three channels, the first
+    three are shown. For the pixels of a model, use ``decode_pixels`` or ``clipkit.model.preprocess.eval_pixels``.
 
     Args:
         data: the file's bytes.
@@ -99,33 +117,163 @@ def decode_image(data: bytes, *, reduce: int = 1) -> npt.NDArray[np.uint8]:
             rounded up, which is faster; other images keep their size.
 
     Raises:
-        DataError: the image cannot be decoded, is truncated, exceeds ``MAX_PIXELS`` or ``MAX_BYTES``, or would take
-            too much time or memory.
+        DataError: as for ``decode_pixels``.
     """
-    return decode_file(data, reduce=reduce, decoding=_FOR_DISPLAY).pixels
+    return decode_pixels(data, _FOR_DISPLAY, reduce=reduce).pixels.transpose(1, 2, 0)
 
 
 _FOR_DISPLAY = Decoding(pixel_range=STRETCH)
 _AS_OPEN_CLIP = Decoding()
 
 
-def decode_file(data: bytes, *, reduce: int = 1, decoding: Decoding = _AS_OPEN_CLIP) -> Decoded:
-    """Decode like ``decode_image``, with depth, transparency and orientation handled according to ``decoding``.
+def decode_pixels(data: bytes, rule: Decoding = _AS_OPEN_CLIP, *, reduce: int = 1) -> Decoded:
+    """Decode an image file to the channels of ``rule``, with depth, transparency and orientation as it says.
+
+    Args:
+        data: the file's bytes: a JPEG, PNG, WebP, GIF (first frame), TIFF, BMP, AVIF, JPEG 2000 or similar, or a
+            format of ``clipkit.samples.formats``.
+        rule: how to decode it; by default as open_clip.
+        reduce: see ``decode_image``.
 
     Raises:
-        DataError: as for ``decode_image``.
-        PixelRangeError: the image is deep and the pixel range does not fit.
+        DataError: the image cannot be decoded, is truncated, exceeds ``MAX_PIXELS`` or ``MAX_BYTES``, or would take
+            too much time or memory.
+        PixelRangeError: the image is deep and the pixel range does not fit, or it has other channels.
     """
     if len(data) > MAX_BYTES:
         raise DataError(f"file of more than {MAX_BYTES >> 20} MiB")
-    if (pixels := decode_jpeg(data, reduce=reduce)) is not None:
+    pixels = decode_jpeg(data, reduce=reduce) if rule.channels == 3 else None
+    if pixels is not None:
         orientation = jpeg_orientation(data)
-        if decoding.upright:
+        if rule.upright:
             pixels = upright_array(pixels, orientation)
-        return Decoded(pixels, Traits(rotated=orientation != 1))
-    with pillow_errors(), open_image(data) as opened:
-        image, traits = apply_decoding(opened, decoding)
-        return Decoded(np.asarray(image if image.mode == "RGB" else image.convert("RGB")), traits)
+        traits = Traits(rotated=orientation != 1)
+    else:
+        image, traits = load_image(data, rule)
+        with pillow_errors():
+            pixels = to_array(image)
+    return Decoded(pixels.transpose(2, 0, 1), traits)
+
+
+def load_image(
+    content: "bytes | Image | Bands", rule: Decoding
+) -> tuple["Image | npt.NDArray[np.uint8]", Traits]:
+    """Load an image in its size, with 8 bits and the channels, background and orientation that ``rule`` says.
+
+    Args:
+        content: a file's bytes, an image that Pillow opened, or values.
+        rule: how to load it.
+
+    Returns:
+        For three channels, a Pillow image in the mode of the file, which evaluation resizes in this mode like
+        open_clip; otherwise (H, W, C). And the file's traits.
+
+    Raises:
+        DataError: as for ``decode_pixels``, except for ``MAX_BYTES``.
+        PixelRangeError: as for ``decode_pixels``, or the image is 16-bit grayscale with an alpha channel.
+    """
+
+    with pillow_errors():
+        bands = read_values(content, rule)
+        if bands is not None:
+            pixels, clamped = bands.to_8_bits(rule.pixel_range, channels=rule.channels)
+            traits = Traits(clamped=clamped, frames=bands.several)
+            return (_from_array(pixels) if rule.channels == 3 else pixels), traits
+        assert not isinstance(content, Bands)
+        image = open_image(content)
+        traits = _load(image)
+        orientation = orientation_of(image) if rule.upright else 1
+        background = rule.background if traits.transparent else None
+        if is_deep(image) or rule.channels != 3:
+            pixels, clamped = _bands_of(image).to_8_bits(rule.pixel_range, channels=rule.channels)
+            traits = traits._replace(clamped=clamped)
+            if rule.channels != 3:
+                return upright_array(pixels, orientation), traits
+            alpha, image = image, _from_array(pixels)
+            if background is not None:
+                image.putalpha(alpha_of(alpha))
+        if background is not None:
+            image = flattened(image, background)
+        return upright_image(image, orientation), traits
+
+
+def _from_array(pixels: npt.NDArray[np.uint8]) -> "Image":
+    from PIL import Image
+
+    return Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels)
+
+
+def read_values(content: "bytes | Image | Bands", rule: Decoding) -> Bands | None:
+    """Return the values of an image that Pillow does not read, or only with fewer bits or channels; else None.
+
+    Raises:
+        DataError: as for ``decode_pixels``.
+    """
+    if not isinstance(content, bytes):
+        return content if isinstance(content, Bands) else None
+    name = image_format(content)
+    if name == "TIFF" and rule.channels == 3 and not _is_beyond_pillow(content, rule):
+        return None
+    return read_bands(content, name, channels=rule.channels)
+
+
+def _is_beyond_pillow(tiff: bytes, rule: Decoding) -> bool:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        image = Image.open(io.BytesIO(tiff), formats=("TIFF",))
+    except UnidentifiedImageError:
+        return True
+    if len(image.getbands()) == 1 and samples_per_pixel(image) > 1:  # Pillow would read the first band
+        return True
+    return image.mode == "RGB" and has_deep_colors(image) and rule.pixel_range not in ("auto", STRETCH)
+
+
+def _load(image: "Image") -> Traits:
+    """Decode an opened image; deep colors are not recognized in one that was loaded before, except a TIFF."""
+    refuse_deep_alpha(image)
+    deep_colors = has_deep_colors(image)
+    several = image.format in _ANIMATED and getattr(image, "is_animated", False)
+    cmyk = image.mode == "CMYK"
+    image.load()
+    return Traits(
+        transparent=is_transparent(image),
+        rotated=orientation_of(image) != 1,
+        deep_colors=deep_colors,
+        frames=several,
+        cmyk=cmyk,
+    )
+
+
+def _bands_of(image: "Image") -> Bands:
+    """Return the channels of a loaded image as they are stored; colors of a palette become RGB."""
+    if is_deep(image):
+        return Bands(gray_values(image)[..., None], white_zero=is_white_zero(image))
+    mode = {"1": "L", "P": "RGB", "PA": "RGBA", "LA": "L", "La": "L"}.get(image.mode, image.mode)
+    values = np.asarray(image if image.mode == mode else image.convert(mode))
+    return Bands(values if values.ndim == 3 else values[..., None])
+
+
+def read_channels(data: bytes) -> Bands:
+    """Read the values of an image as they are stored, with all channels and bits that can be read, for statistics.
+
+    Raises:
+        DataError: as for ``decode_pixels``.
+    """
+    with pillow_errors():
+        bands = read_values(data, Decoding(pixel_range="dtype"))
+        if bands is not None:
+            return bands
+        image = open_image(data)
+        image.load()
+        return _bands_of(image)
+
+
+def to_array(image: "Image | npt.NDArray[np.uint8]") -> npt.NDArray[np.uint8]:
+    """Return the pixels of a result of ``load_image``: (H, W, C) uint8."""
+    if isinstance(image, np.ndarray):
+        return image
+    return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
 
 
 def decode_jpeg(data: bytes, *, reduce: int = 1) -> npt.NDArray[np.uint8] | None:
@@ -149,19 +297,6 @@ def decode_jpeg(data: bytes, *, reduce: int = 1) -> npt.NDArray[np.uint8] | None
     return decoded
 
 
-def upright_array(pixels: npt.NDArray[np.uint8], orientation: int) -> npt.NDArray[np.uint8]:
-    """Apply an EXIF orientation to (H, W, 3) pixels; the result is contiguous."""
-    if orientation == 1:
-        return pixels
-    if orientation >= 5:
-        pixels = pixels.swapaxes(0, 1)
-    if orientation in (3, 4, 7, 8):
-        pixels = pixels[::-1]
-    if orientation in (2, 3, 6, 7):
-        pixels = pixels[:, ::-1]
-    return np.ascontiguousarray(pixels)
-
-
 def jpeg_size(data: bytes) -> tuple[int, int] | None:
     """Read height and width from the header of a JPEG that simplejpeg can decode; None for other images.
 
@@ -178,7 +313,7 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
         return None
     if color_space in ("CMYK", "YCCK"):
         return None
-    _refuse_too_large(height, width)
+    refuse_too_large(height, width)
     _refuse_many_scans(data, height * width)
     return height, width
 
@@ -187,11 +322,6 @@ def plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
     """Return ``jpeg_size`` of a complete sequential JPEG, which every decoder can read; None for other images."""
     whole = data.endswith(b"\xff\xd9") and len(data) <= MAX_BYTES
     return jpeg_size(data) if whole and _has_one_scan(data) else None
-
-
-def _refuse_too_large(height: int, width: int) -> None:
-    if height * width > MAX_PIXELS:
-        raise DataError(f"image has more than {MAX_PIXELS} pixels")
 
 
 def _refuse_many_scans(data: bytes, pixels: int) -> None:
@@ -261,9 +391,20 @@ def _may_rotate(segment: bytes) -> bool:
     return any(tag[:2] == upright[:2] and tag != upright for tag in tags)
 
 
+def readable_formats(data: bytes = b"") -> tuple[str, ...]:
+    """Return Pillow's names of the formats in which an image is read, for ``PIL.Image.open``.
+
+    Raises:
+        DataError: the image is HEIC, and the extra ``formats`` is missing.
+    """
+    if image_format(data) == "HEIC":
+        register_heif()
+        return ("HEIF",)
+    return _pillow_formats()
+
+
 @cache
-def readable_formats() -> tuple[str, ...]:
-    """Return Pillow's names of the formats that are read, for ``PIL.Image.open``."""
+def _pillow_formats() -> tuple[str, ...]:
     from PIL import Image
 
     Image.init()
@@ -279,7 +420,7 @@ def open_image(content: "bytes | Image") -> "Image":
     from PIL import Image, UnidentifiedImageError
 
     if not isinstance(content, bytes):
-        _refuse_too_large(content.height, content.width)
+        refuse_too_large(content.height, content.width)
         align_transparent_color(content)
         return content
     if content.startswith((b"qoif", *_TEXT)) and len(content) > _MAX_SLOW:
@@ -287,10 +428,10 @@ def open_image(content: "bytes | Image") -> "Image":
     if content.startswith(_TEXT) and content.count(b"#") > _MAX_COMMENTS:
         raise DataError("file with too many comments, which are slow to read")
     try:
-        image = Image.open(io.BytesIO(content), formats=readable_formats())
+        image = Image.open(io.BytesIO(content), formats=readable_formats(content))
     except UnidentifiedImageError as error:
         raise DataError(describe_unreadable(content)) from error
-    _refuse_too_large(image.height, image.width)
+    refuse_too_large(image.height, image.width)
     if content.startswith(b"\xff\xd8\xff"):
         _refuse_many_scans(content, image.height * image.width)
     if image.format == "TIFF":  # Pillow unpacks whole tiles, even if the image covers only a small part
@@ -298,7 +439,7 @@ def open_image(content: "bytes | Image") -> "Image":
         wide, high = tags.get(322, 0), tags.get(323, 0)
         if not isinstance(wide, int) or not isinstance(high, int):
             raise DataError("image does not decode: the size of its tiles is not a number")
-        if wide * high > max(_MAX_TILE, 4 * image.width * image.height):
+        if wide * high > max(MAX_TILE, 4 * image.width * image.height):
             raise DataError(f"tiles of {wide} x {high} pixels are larger than the image")
     align_transparent_color(image)
     return image
@@ -319,7 +460,7 @@ def pillow_errors() -> Iterator[None]:
 
 
 class _Silence:
-    """Suppress Pillow's warnings; concurrent threads share one change of Python's warning filters."""
+    """Suppress the libraries' warnings; concurrent threads share one change of Python's warning filters."""
 
     def __init__(self) -> None:
         self._lock, self._inside = Lock(), 0
@@ -329,7 +470,7 @@ class _Silence:
             if self._inside == 0:
                 self._filters = warnings.catch_warnings()
                 self._filters.__enter__()
-                warnings.filterwarnings("ignore", module="PIL")
+                warnings.filterwarnings("ignore", module="PIL|pydicom|tifffile")
             self._inside += 1
 
     def __exit__(self, *error: object) -> None:

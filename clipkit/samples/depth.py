@@ -1,16 +1,19 @@
-"""Deep grayscale images (16-bit, 32-bit, signed or float): map their values to 8 bits.
+"""Deep images (16-bit, 32-bit, signed or float): map their values to 8 bits.
 
 A file does not say which values are black and white: a 12-bit X-ray is stored in 16 bits and is nearly black if the
-full range of 16 bits is mapped. So the range is a setting, ``pixel_range``, for which there is no safe default.
-Training, evaluation and inference call ``eight_bit`` before anything else is done with an image.
+full range of 16 bits is mapped. So the range is a setting, ``pixels.range``, for which there is no safe default.
+Training, evaluation and inference call ``Bands.to_8_bits`` before anything else is done with an image.
 
-Values are those that Pillow decodes: PPM and JPEG 2000 files with fewer than 16 bits are scaled to 16 bits.
+Values are those of the file; of PPM and JPEG 2000 files with fewer than 16 bits, Pillow scales them to 16 bits.
+Letters: H height, W width, B bands of the file, C channels of the result.
 """
 
 import math
-from typing import TYPE_CHECKING, Any, TypeGuard
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from clipkit.errors import ConfigError, DataError
+from clipkit.files.terminal import counted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,11 +22,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "STRETCH",
+    "Bands",
     "PixelRange",
     "PixelRangeError",
     "are_integers",
+    "channel_percentiles",
     "describe_depth",
-    "eight_bit",
     "format_pixel_range",
     "gray_values",
     "has_deep_colors",
@@ -32,37 +36,40 @@ __all__ = [
     "is_white_zero",
     "parse_pixel_range",
     "refuse_deep_alpha",
-    "scale_to_8_bits",
+    "samples_per_pixel",
     "suggest_pixel_range",
     "to_16_bit",
     "value_extrema",
 ]
 
 # "auto": deep images raise PixelRangeError; "dtype": the full range of 16-bit integers; or the values of black and
-# white. ``STRETCH`` is not a setting.
-PixelRange = str | tuple[float, float]
+# white, for all channels or for each. ``STRETCH`` is not a setting.
+PixelRange = str | tuple[float, float] | tuple[tuple[float, float], ...]
 
 # From the minimum to the maximum of each image. For display and to compare images only: the same gray stands for
 # different values in different images.
 STRETCH = "stretch"
 
-_EXPECTED = "expected auto, dtype, or the values of black and white in ascending order, such as 0,4095"
+_EXPECTED = (
+    "expected auto, dtype, or the values of black and white in ascending order, such as 0,4095, or such a pair for "
+    "each channel"
+)
 # TIFF tags
-_BITS, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339
+_BITS, _PHOTOMETRIC, _SAMPLES, _SAMPLE_FORMAT = 258, 262, 277, 339
 # numpy type of integers that Pillow decodes to int32, by bits and TIFF sample format (1 unsigned, 2 signed)
 _TIFF_TYPES = {(16, 2): "int16", (32, 1): "uint32"}
 _BLOCK = 1 << 20  # values converted at a time, because the conversion takes 40 times their memory
 
 
 class PixelRangeError(DataError):
-    """A deep image cannot be mapped to 8 bits because the pixel range is missing or does not fit.
+    """An image does not fit the settings ``pixels``: its range is missing or does not fit, or its channels differ.
 
     All images of the same kind have this error, so commands stop instead of replacing the image.
     """
 
 
 def parse_pixel_range(value: object, *, setting: str = "pixel_range") -> PixelRange:
-    """Parse "auto", "dtype", "LOW,HIGH" or two numbers.
+    """Parse "auto", "dtype", "LOW,HIGH", "LOW,HIGH;LOW,HIGH;…", two numbers, or a list of pairs.
 
     Raises:
         ConfigError: the value is none of these; ``setting`` is its name in the message.
@@ -70,9 +77,12 @@ def parse_pixel_range(value: object, *, setting: str = "pixel_range") -> PixelRa
     parsed: object = value
     try:
         if isinstance(value, str) and "," in value:
-            parsed = tuple(float(number) for number in value.split(","))
+            pairs = [_parse_pair(pair.split(",")) for pair in value.split(";")]
+            parsed = tuple(pairs) if ";" in value else pairs[0]
+        elif isinstance(value, list | tuple) and all(isinstance(pair, list | tuple) for pair in value):
+            parsed = tuple(_parse_pair(pair) for pair in value)
         elif isinstance(value, list | tuple):
-            parsed = tuple(float(number) for number in value)
+            parsed = _parse_pair(value)
     except (ValueError, TypeError, OverflowError):
         parsed = None
     if not is_pixel_range(parsed):
@@ -80,10 +90,20 @@ def parse_pixel_range(value: object, *, setting: str = "pixel_range") -> PixelRa
     return parsed
 
 
+def _parse_pair(numbers: Sequence[Any]) -> tuple[float, ...]:
+    return tuple(float(number) for number in numbers)
+
+
 def is_pixel_range(value: object) -> TypeGuard[PixelRange]:
-    """Check whether a value is "auto", "dtype", or two finite numbers in ascending order."""
+    """Check whether a value is "auto", "dtype", two finite numbers in ascending order, or a tuple of such pairs."""
     if not isinstance(value, tuple):
         return isinstance(value, str) and value in ("auto", "dtype")
+    if value and all(isinstance(pair, tuple) for pair in value):
+        return all(_is_pair(pair) for pair in value)
+    return _is_pair(value)
+
+
+def _is_pair(value: tuple[Any, ...]) -> bool:
     if len(value) != 2 or not all(type(number) in (int, float) for number in value):
         return False
     low, high = value
@@ -94,7 +114,12 @@ def format_pixel_range(pixel_range: PixelRange) -> str:
     """Format as ``parse_pixel_range`` reads it."""
     if isinstance(pixel_range, str):
         return pixel_range
-    return ",".join(repr(number).removesuffix(".0") for number in pixel_range)
+    pairs = [pixel_range] if isinstance(pixel_range[0], int | float) else pixel_range
+    return ";".join(",".join(_format_number(number) for number in pair) for pair in pairs)
+
+
+def _format_number(number: Any) -> str:
+    return repr(number).removesuffix(".0")
 
 
 def is_deep(image: "Image") -> bool:
@@ -113,6 +138,8 @@ def has_deep_colors(image: "Image") -> bool:
         return False
     if image.format == "TIFF":
         return _tiff_tag(image, _BITS, default=0) > 8
+    if image.format == "HEIF":
+        return int(image.info.get("bit_depth", 8)) > 8
     raw_mode, largest = _png_or_ppm_values(image)
     return raw_mode.endswith(";16B") or largest > 255
 
@@ -173,64 +200,97 @@ def is_white_zero(image: "Image") -> bool:
     return _tiff_tag(image, _PHOTOMETRIC, default=1) == 0
 
 
+def samples_per_pixel(image: "Image") -> int:
+    """Return the number of channels of a TIFF, of which Pillow may read only some."""
+    return _tiff_tag(image, _SAMPLES, default=1)
+
+
 def _tiff_tag(image: "Image", tag: int, *, default: int) -> int:
     value = getattr(image, "tag_v2", {}).get(tag, default)
     return int(value[0] if isinstance(value, tuple) else value)
 
 
-def eight_bit(image: "Image", pixel_range: PixelRange) -> tuple["Image", bool]:
-    """Convert a loaded deep image to mode L.
+class Bands(NamedTuple):
+    """An image in the type of its file.
 
-    Returns:
-        The image, and whether values were outside the range.
-
-    Raises:
-        PixelRangeError: the range is "auto", or "dtype" for other values than 16-bit integers.
+    Attributes:
+        values: (H, W, B); values of uint8 are 8-bit channels already.
+        white_zero: whether small values are white.
+        several: whether the file has further frames, which are not used.
     """
-    from PIL import Image
 
-    gray, clamped = scale_to_8_bits(gray_values(image), pixel_range)
-    return Image.fromarray(255 - gray if is_white_zero(image) else gray), clamped
+    values: "npt.NDArray[Any]"
+    white_zero: bool = False
+    several: bool = False
+
+    def to_8_bits(self, pixel_range: PixelRange, *, channels: int) -> tuple["npt.NDArray[np.uint8]", bool]:
+        """Map values linearly from the pixel range to 0–255.
+
+        A value v becomes ``rint((clip(v, low, high) - low) * 255 / (high - low))`` in float64, which rounds halves
+        to even numbers. NaN becomes 0. Values of uint8 are unchanged. A range for each of ``channels`` maps one
+        band to as many channels.
+
+        Returns:
+            (H, W, C) uint8, where C is ``channels``, or 1 for grayscale if ``channels`` is 3; and whether values
+            were outside the range.
+
+        Raises:
+            PixelRangeError: the range is "auto", or "dtype" for other values than 16-bit integers, or the image has
+                another number of channels.
+        """
+        import numpy as np
+
+        values, clamped = self.values, False
+        bands = values.shape[2]
+        if pixel_range == STRETCH and bands not in (1, channels):
+            values = values[..., : 3 if bands > 2 else 1]
+        result = values.shape[2]
+        if bands == 1 and values.dtype != np.uint8 and isinstance(pixel_range[0], tuple):
+            result = len(pixel_range)
+        if result != channels and (result, channels) != (1, 3):
+            raise PixelRangeError(
+                f"image with {counted(bands, 'channel')}, and the model has {channels}: set pixels.channels = "
+                f"{bands} for a new model; `python -m data inspect` reports the channels of all images"
+            )
+        if values.dtype != np.uint8:
+            values, clamped = _scale(values, pixel_range)
+        return 255 - values if self.white_zero else values, clamped
 
 
-def scale_to_8_bits(
-    values: "npt.NDArray[Any]", pixel_range: PixelRange
-) -> tuple["npt.NDArray[np.uint8]", bool]:
-    """Map values linearly from the pixel range to 0–255: (H, W) → (H, W) uint8.
-
-    A value v becomes ``rint((clip(v, low, high) - low) * 255 / (high - low))`` in float64, which rounds halves to
-    even numbers. NaN becomes 0.
-
-    Returns:
-        The result, and whether values were outside the range.
-
-    Raises:
-        PixelRangeError: as for ``eight_bit``.
-    """
+def _scale(values: "npt.NDArray[Any]", pixel_range: PixelRange) -> tuple["npt.NDArray[np.uint8]", bool]:
+    """Map values (H, W, B) to (H, W, C) uint8, see ``Bands``."""
     import numpy as np
 
     low, high = _bounds(values, pixel_range)
-    gray = np.empty(values.shape, dtype=np.uint8)
+    height, width, bands = values.shape
+    pixels = np.empty((height, width, max(bands, np.size(low))), dtype=np.uint8)
     clamped = False
-    rows = max(1, _BLOCK // max(1, values.shape[1]))
-    for start in range(0, len(values), rows):
+    rows = max(1, _BLOCK // max(1, width * bands))
+    for start in range(0, height, rows):
         block = values[start : start + rows].astype(np.float64)
         inside = (block >= low) & (block <= high)  # False for NaN
         clamped = clamped or not inside.all()
-        block = np.clip(np.nan_to_num(block, nan=low), low, high)
-        gray[start : start + rows] = np.rint((block - low) * 255 / (high - low))
-    return gray, clamped
+        block = np.where(np.isnan(block), low, np.clip(block, low, high))
+        pixels[start : start + rows] = np.rint((block - low) * 255 / (high - low))
+    return pixels, clamped
 
 
-def _bounds(values: "npt.NDArray[Any]", pixel_range: PixelRange) -> tuple[float, float]:
-    """Return the values that become 0 and 255."""
+def _bounds(values: "npt.NDArray[Any]", pixel_range: PixelRange) -> "tuple[Any, Any]":
+    """Return the values that become 0 and 255: numbers, or arrays with one for each channel."""
     import numpy as np
 
+    bands = values.shape[2]
     if isinstance(pixel_range, tuple):
-        return pixel_range
+        ends = np.array(pixel_range, dtype=np.float64)
+        if ends.ndim == 2 and bands not in (1, len(ends)):
+            raise PixelRangeError(
+                f"image with {counted(bands, 'channel')}, and pixels.range has {len(ends)} pairs: one for each "
+                "channel is needed"
+            )
+        return ends[..., 0], ends[..., 1]
     if pixel_range == STRETCH:
-        low, high = value_extrema(values)
-        return (low, high) if low < high else (low, low + 1)
+        extrema = [value_extrema(values[..., band]) for band in range(bands)]
+        return np.array(extrema)[:, 0], np.array([high if low < high else low + 1 for low, high in extrema])
     is_16_bit = values.dtype.kind in "iu" and values.dtype.itemsize == 2
     if pixel_range == "dtype" and is_16_bit:
         limits = np.iinfo(values.dtype)
@@ -239,15 +299,16 @@ def _bounds(values: "npt.NDArray[Any]", pixel_range: PixelRange) -> tuple[float,
     cause = "and no known black and white"
     if pixel_range == "dtype":
         cause = "which has no pixel range dtype: that is for 16-bit integers"
-    extrema = " to ".join(repr(number).removesuffix(".0") for number in (low, high))
     is_integer = are_integers(values)
     target = "the values of black and white"
     if low >= 0 and (is_integer or high <= 1):
         target = f"values such as {suggest_pixel_range(low, high, is_integer=is_integer)}"
+    kind = "grayscale image" if bands == 1 else f"image of {bands} channels"
+    interval = f"{_format_number(low)} to {_format_number(high)}"
     raise PixelRangeError(
-        f"{describe_depth(values)} grayscale image with values from {extrema}, {cause}: set data.pixel_range "
-        f"(training), --pixel-range (commands) or pixel_range (clipkit.load) to {target}; `python -m data inspect` "
-        "reports the values of all images"
+        f"{describe_depth(values)} {kind} with values from {interval}, {cause}: "
+        f"set pixels.range (training), --pixel-range (commands) or pixel_range (clipkit.load) to {target}; "
+        "`python -m data inspect` reports the values of all images"
     )
 
 
@@ -277,6 +338,20 @@ def value_extrema(values: "npt.NDArray[Any]") -> tuple[float, float]:
     if not finite.size:
         return 0.0, 0.0
     return float(finite.min()), float(finite.max())
+
+
+def channel_percentiles(
+    values: "npt.NDArray[Any]", percentiles: Sequence[float]
+) -> "npt.NDArray[np.float64]":
+    """Return percentiles of the finite values of each channel: (H, W, B) → (B, percentiles); 0 without any."""
+    import numpy as np
+
+    result = np.zeros((values.shape[2], len(percentiles)))
+    for channel, row in zip(np.moveaxis(values, 2, 0), result, strict=True):
+        finite = channel[np.isfinite(channel)]
+        if finite.size:
+            row[:] = np.percentile(finite, percentiles)
+    return result
 
 
 def suggest_pixel_range(low: float, high: float, *, is_integer: bool) -> str:

@@ -2,31 +2,36 @@
 
 import re
 import stat
+from functools import lru_cache
 from pathlib import Path
 
-__all__ = ["IMAGE_EXTENSIONS", "IMAGE_SUFFIXES", "check_image", "describe_unreadable", "image_format"]
+__all__ = [
+    "ARRAY_EXTENSIONS", "IMAGE_EXTENSIONS", "IMAGE_SUFFIXES", "check_image", "describe_unreadable", "image_format",
+]  # fmt: skip
 
 # The order matters for messages. Stored shard indexes depend on this list.
 IMAGE_EXTENSIONS = (
-    "jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "jp2", "avif", "jpe",
+    "jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "jp2", "avif", "jpe", "heic", "heif",
+    "dcm",
 )  # fmt: skip
 IMAGE_SUFFIXES = frozenset(f".{extension}" for extension in IMAGE_EXTENSIONS)
+# Arrays are images where there are no other images; beside images they are often features of these.
+ARRAY_EXTENSIONS = ("npy", "npz")
 # Extensions of images that can be read, besides IMAGE_EXTENSIONS.
 _MORE_IMAGES = frozenset((
-    "apng", "dib", "ico", "j2k", "jfi", "jfif", "jif", "jpx", "mpo", "pbm", "pcx", "pjp", "pjpeg", "pnm", "qoi",
-    "tga",
+    "apng", "dib", "dicom", "hif", "ico", "j2k", "jfi", "jfif", "jif", "jpx", "mpo", "pbm", "pcx", "pjp", "pjpeg",
+    "pnm", "qoi", "tga",
 ))  # fmt: skip
 # Extensions of images that cannot be read. Raw formats of cameras begin like TIFF and contain a thumbnail.
 _UNREADABLE_IMAGES = frozenset((
-    "3fr", "arw", "cr2", "cr3", "crw", "dcm", "dcr", "dng", "erf", "exr", "heic", "heif", "hif", "iiq", "jxl",
-    "jxr", "kdc", "mef", "mos", "mrw", "nef", "nrw", "orf", "pef", "psb", "psd", "raf", "rw2", "rwl", "sr2", "srf",
-    "srw", "svg", "svgz", "wdp", "x3f", "xcf",
+    "3fr", "arw", "cr2", "cr3", "crw", "dcr", "dng", "erf", "exr", "iiq", "jxl", "jxr", "kdc", "mef", "mos", "mrw",
+    "nef", "nrw", "orf", "pef", "psb", "psd", "raf", "rw2", "rwl", "sr2", "srf", "srw", "svg", "svgz", "wdp", "x3f",
+    "xcf",
 ))  # fmt: skip
 # Extensions of files that are not images, and that often lie beside many images; they are not opened.
 _OTHER_FILES = frozenset((
     "aae", "cap", "caption", "captions", "csv", "db", "html", "ini", "json", "jsonl", "log", "md", "mov", "mp4",
-    "npy", "npz", "parquet", "pt", "tags", "tar", "text", "thm", "toml", "tsv", "txt", "wav", "xml", "xmp", "yaml",
-    "zip",
+    "parquet", "pt", "tags", "tar", "text", "thm", "toml", "tsv", "txt", "wav", "xml", "xmp", "yaml", "zip",
 ))  # fmt: skip
 _HEAD = 1024  # bytes of a file that its format is recognized from
 # How files of a format begin.
@@ -40,16 +45,18 @@ _READABLE = {
     "AVIF": rb".{4}ftyp(?:mif1.{4,32})?avi[fs]",
     "JPEG 2000": rb"\0\0\0\x0cjP  |\xff\x4f\xff\x51",
     "QOI": rb"qoif",
+    "HEIC": rb".{4}ftyp(?:hei|hev|mif1|msf1)",
+    "DICOM": rb".{128}DICM",
+    "NPY": rb"\x93NUMPY",
+    "NPZ": rb"PK\x03\x04.{26,100}\.npy",
 }
 _UNREADABLE = {
-    "HEIC": rb".{4}ftyp(?:hei|hev|mif1|msf1)",
     "JXL": rb"\xff\x0a|\0\0\0\x0cJXL ",
     "PSD": rb"8BPS\0[\x01\x02]",
     "SVG": rb"(?:\xef\xbb\xbf)?\s*<(?:svg|(?:\?xml|!--|!DOCTYPE svg).*<svg)\b",
     "CR3": rb".{4}ftypcrx",
     "EXR": rb"v/1\x01",
     "HDR": rb"#\?(?:RADIANCE|RGBE)",
-    "DICOM": rb".{128}DICM",
 }
 _SIGNATURES = {
     name: re.compile(pattern, re.DOTALL) for name, pattern in (*_READABLE.items(), *_UNREADABLE.items())
@@ -88,6 +95,8 @@ def check_image(path: Path) -> str | None:
         return ""
     if extension in _OTHER_FILES:
         return None
+    if extension in ARRAY_EXTENSIONS:
+        return None if _has_images(path.parent, path.parent.stat().st_mtime_ns) else ""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe or device might block
             return None
@@ -100,3 +109,9 @@ def check_image(path: Path) -> str | None:
     if name in _READABLE:
         return ""
     return _cannot_read(name) if name else None
+
+
+@lru_cache(maxsize=64)
+def _has_images(folder: Path, changed: int) -> bool:
+    """Whether a folder contains images other than arrays; ``changed`` is its time of modification."""
+    return any(path.suffix.lower() in IMAGE_SUFFIXES for path in folder.iterdir())

@@ -7,21 +7,15 @@ ignores the EXIF orientation. Images with ignored traits are counted and reporte
 
 import struct
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from clipkit.errors import ConfigError
 from clipkit.files.terminal import counted
-from clipkit.samples.depth import (
-    PixelRange,
-    eight_bit,
-    format_pixel_range,
-    has_deep_colors,
-    is_deep,
-    refuse_deep_alpha,
-)
+from clipkit.samples.depth import PixelRange, format_pixel_range, is_deep
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from PIL.Image import Image
 
 __all__ = [
@@ -33,13 +27,14 @@ __all__ = [
     "TraitCounts",
     "Traits",
     "align_transparent_color",
-    "apply_decoding",
+    "alpha_of",
     "color_of",
     "flattened",
     "hex_of",
     "is_rgb",
     "is_transparent",
     "orientation_of",
+    "upright_array",
     "upright_image",
 ]
 
@@ -63,14 +58,18 @@ class Traits(NamedTuple):
     Attributes:
         transparent: whether any pixel is not opaque.
         rotated: whether the EXIF orientation is not upright.
-        clamped: whether values of a deep grayscale image are outside the pixel range.
+        clamped: whether values of a deep image are outside the pixel range.
         deep_colors: whether it has 16 bits per color, which Pillow reduces to 8.
+        frames: whether it has several frames, of which the first is used.
+        cmyk: whether its colors are CMYK, which are converted to RGB without a color profile.
     """
 
     transparent: bool = False
     rotated: bool = False
     clamped: bool = False
     deep_colors: bool = False
+    frames: bool = False
+    cmyk: bool = False
 
 
 NO_TRAITS = Traits()
@@ -83,16 +82,18 @@ class Decoding:
     Attributes:
         background: color behind transparent images; None drops the alpha channel.
         upright: whether to apply the EXIF orientation.
-        pixel_range: the values of deep grayscale images that become black and white.
+        pixel_range: the values of deep images that become black and white.
+        channels: C of the result, 3 for RGB; images of another number of channels do not fit.
     """
 
     background: Color | None = None
     upright: bool = False
     # not in repr if it is the default: models without it keep their hash
     pixel_range: PixelRange = field(default="auto", repr=False)
+    channels: int = field(default=3, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to plain values, as stored with weights; {} for the defaults."""
+        """Convert to plain values, as stored with weights, without ``channels``; {} for the defaults."""
         values: dict[str, Any] = {}
         if self.background is not None or self.upright:
             values = {"background": self.background, "upright": self.upright}
@@ -108,10 +109,11 @@ class Decoding:
         if self.upright:
             words.append("the EXIF orientation of images is applied")
         if self.pixel_range == "dtype":
-            words.append("the full range of 16-bit grayscale images becomes 0 to 255")
+            words.append("the full range of 16-bit images becomes 0 to 255")
         elif isinstance(self.pixel_range, tuple):
-            low, high = format_pixel_range(self.pixel_range).split(",")
-            words.append(f"values from {low} to {high} of deep grayscale images become 0 to 255")
+            ranges = format_pixel_range(self.pixel_range).replace(",", " to ").replace(";", ", ")
+            each = " (one range for each channel)" if ", " in ranges else ""
+            words.append(f"values from {ranges} of deep images become 0 to 255{each}")
         return " and ".join(words)
 
 
@@ -124,15 +126,25 @@ class TraitCounts:
     rotated: int = 0
     clamped: int = 0
     deep_colors: int = 0
+    frames: int = 0
+    cmyk: int = 0
 
     def add(self, *images: Traits) -> None:
         """Count images."""
         for traits in images:
             self.images += 1
-            self.transparent += traits.transparent
-            self.rotated += traits.rotated
-            self.clamped += traits.clamped
-            self.deep_colors += traits.deep_colors
+            for name, present in traits._asdict().items():
+                setattr(self, name, getattr(self, name) + present)
+
+    def merge(self, other: "TraitCounts") -> None:
+        """Add the counts of other images."""
+        for name, count in asdict(other).items():
+            setattr(self, name, getattr(self, name) + count)
+
+    @property
+    def by_trait(self) -> dict[str, int]:
+        """The number of images with each trait, by its name."""
+        return {name: getattr(self, name) for name in Traits._fields}
 
     def lines(self, decoding: Decoding, *, background: str, upright: str) -> dict[str, str]:
         """Return a warning, by the trait's name, for each trait that was present and lost information.
@@ -157,18 +169,16 @@ class TraitCounts:
                 f"{of_all(self.rotated)} rotated by an EXIF tag that is not applied, as in open_clip; set "
                 f"{upright}"
             )
-        if self.clamped:
-            have = "has" if self.clamped == 1 else "have"
-            lines["clamped"] = (
-                f"{self.clamped:,} of {counted(self.images, 'image')} {have} values outside the pixel range "
-                f"{format_pixel_range(decoding.pixel_range)}, which become black or white"
-            )
-        if self.deep_colors:
-            have = "has" if self.deep_colors == 1 else "have"
-            lines["deep_colors"] = (
-                f"{self.deep_colors:,} of {counted(self.images, 'image')} {have} 16 bits per color, of which the "
-                "upper 8 are used"
-            )
+        pixel_range = format_pixel_range(decoding.pixel_range)
+        for name, loss in (
+            ("clamped", f"values outside the pixel range {pixel_range}, which become black or white"),
+            ("deep_colors", "16 bits per color, of which the upper 8 are used"),
+            ("frames", "several frames, of which the first is used"),
+            ("cmyk", "CMYK colors, which are converted to RGB without a color profile"),
+        ):
+            if count := getattr(self, name):
+                have = "has" if count == 1 else "have"
+                lines[name] = f"{count:,} of {counted(self.images, 'image')} {have} {loss}"
         return lines
 
 
@@ -220,7 +230,7 @@ def is_transparent(image: "Image") -> bool:
     if (image.mode == "P" and image.palette is None) or not image.has_transparency_data:
         return False
     try:
-        low, _ = _alpha(image).getextrema()
+        low, _ = alpha_of(image).getextrema()
     except (
         TypeError,
         ValueError,
@@ -230,7 +240,7 @@ def is_transparent(image: "Image") -> bool:
     return low < 255
 
 
-def _alpha(image: "Image") -> "Image":
+def alpha_of(image: "Image") -> "Image":
     """Return the opacity of an image, mode L."""
     import numpy as np
     from PIL import Image
@@ -262,36 +272,6 @@ def align_transparent_color(image: "Image") -> None:
         image.info["transparency"] = tuple(channel >> 8 for channel in color)
 
 
-def apply_decoding(image: "Image", decoding: Decoding) -> tuple["Image", Traits]:
-    """Load an opened image, and return it with 8 bits, on the background and upright, as ``decoding`` says.
-
-    Returns:
-        The image and its traits; deep colors are not recognized in an image that was loaded before, except a TIFF.
-
-    Raises:
-        PixelRangeError: the image is deep and the pixel range does not fit, or it has an alpha channel.
-    """
-    refuse_deep_alpha(image)
-    deep_colors = has_deep_colors(image)
-    image.load()
-    transparent, orientation, clamped = is_transparent(image), orientation_of(image), False
-    blended = transparent and decoding.background is not None
-    if is_deep(image):
-        gray, clamped = eight_bit(image, decoding.pixel_range)
-        if blended:
-            gray.putalpha(_alpha(image))
-        image = gray
-    if blended:
-        assert decoding.background is not None
-        image = flattened(image, decoding.background)
-    if decoding.upright:
-        image = upright_image(image, orientation)
-    traits = Traits(
-        transparent=transparent, rotated=orientation != 1, clamped=clamped, deep_colors=deep_colors
-    )
-    return image, traits
-
-
 def flattened(image: "Image", background: Color) -> "Image":
     """Composite an image of 8 bits per channel onto a background color; the result has mode RGB."""
     from PIL import Image
@@ -317,3 +297,18 @@ def upright_image(image: "Image", orientation: int) -> "Image":
     from PIL.Image import Transpose
 
     return image.transpose(Transpose[_TRANSPOSE[orientation]]) if orientation != 1 else image
+
+
+def upright_array(pixels: "npt.NDArray[Any]", orientation: int) -> "npt.NDArray[Any]":
+    """Apply an EXIF orientation to (H, W, C) pixels; the result is contiguous."""
+    import numpy as np
+
+    if orientation == 1:
+        return pixels
+    if orientation >= 5:
+        pixels = pixels.swapaxes(0, 1)
+    if orientation in (3, 4, 7, 8):
+        pixels = pixels[::-1]
+    if orientation in (2, 3, 6, 7):
+        pixels = pixels[:, ::-1]
+    return np.ascontiguousarray(pixels)

@@ -17,6 +17,7 @@ from clipkit.config import (
     LossConfig,
     MaskedConfig,
     ModelConfig,
+    PixelsConfig,
     ShapeConfig,
     SmallConfig,
     ViewsConfig,
@@ -24,6 +25,7 @@ from clipkit.config import (
 )
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.files.hub import HUB, fetch_repository
+from clipkit.files.terminal import counted
 from clipkit.formats.checkpoint import check_base, load_model, model_hash, stored_preprocess
 from clipkit.formats.weights import read_weights
 from clipkit.model import IMAGE_TOWERS
@@ -67,6 +69,7 @@ def shape_of(
     masked: MaskedConfig | None = None,
     views: ViewsConfig | None = None,
     sizes: ShapeConfig | None = None,
+    pixels: PixelsConfig | None = None,
 ) -> Architecture:
     """Return the architecture that settings select, with a bias or heads if the objective needs them.
 
@@ -90,6 +93,8 @@ def shape_of(
             raise ConfigError(f"model.tokenizer requires clipkit's text transformer, not {model.label}")
         own = trained_tokenizer(model.tokenizer, shape.text.context_length)
         shape = replace(shape, text=replace(text, vocab_size=own.vocab_size))
+    if pixels is not None and pixels.channels != shape.vision.channels:
+        shape = replace(shape, vision=shape.vision.with_channels(pixels.channels))
     if model.patch_dropout and shape.vision.patches is None:
         raise ConfigError(
             f"model.patch_dropout = {model.patch_dropout} requires clipkit's own image towers, not {model.label}"
@@ -225,13 +230,15 @@ def first_model(
     seed: int,
     small: SmallConfig,
     lora: LoraConfig | None = None,
+    extend: str = "zeros",
     checkpoint: Path | None = None,
     say: Callable[[str], object] = lambda line: None,
 ) -> CLIP:
     """Return a model with fresh weights or those of ``model.weights``, in training mode on the CPU.
 
     A run that resumes takes weights, tokenizer and preprocessing from its ``checkpoint``; ``model.weights`` may no
-    longer exist, unless the run trains adapters of them. The preprocessing is always the checkpoint's. ``say``
+    longer exist, unless the run trains adapters of them. The preprocessing is always the checkpoint's. ``extend``
+    says how weights of RGB images get further channels, see ``CLIP.extend_channels``. ``say``
     gets a line if ``model.weights`` is not read, and if the decoder of captions starts with fresh weights, because
     those given have none or another one.
 
@@ -257,6 +264,10 @@ def first_model(
             )  # reads its files now: the checkpoint is deleted when newer ones replace it
     elif model.weights and not model.new_head:
         first = load(model.weights, image_size=model.image_size, context_length=model.context_length)
+        if _lacks_channels(first, shape):
+            if adapted:
+                raise ConfigError("lora.rank: adapters require model.weights with all of pixels.channels")
+            first.extend_channels(shape.vision.channels, extend=extend)
         if lora is not None and adapted:
             path = Path(model.weights).expanduser()
             source = str(path.resolve()) if path.exists() else model.weights
@@ -277,7 +288,10 @@ def first_model(
                 f"model.weights: the weights in {model.weights!r} {_misfit(first, shape, model)}"
             )
     else:
-        first, fresh = create(shape, name=model.label, seed=seed), True
+        rgb = shape
+        if model.image_weights and checkpoint is None and shape.vision.channels != 3:
+            rgb = replace(shape, vision=shape.vision.with_channels(3))
+        first, fresh = create(rgb, name=model.label, seed=seed), True
         if model.tokenizer:
             own = trained_tokenizer(model.tokenizer, shape.text.context_length)
             first.tokenizer = own
@@ -292,9 +306,11 @@ def first_model(
         if checkpoint is not None:
             first.preprocess = stored_preprocess(checkpoint)
         if model.new_head:
-            _take_image_tower(first, model)
+            _take_image_tower(first, model, extend)
         elif model.image_weights and checkpoint is None:
             _take_backbone(first, model)
+            if _lacks_channels(first, shape):
+                first.extend_channels(shape.vision.channels, extend=extend)
         elif small.steps and small.image_size:
             shape.vision.smooth_positions(first.visual, small.image_size)
     with torch.no_grad():
@@ -369,9 +385,16 @@ def adapters_of(lora: LoraConfig, *, source: str = "", weights: str = "") -> Ada
     )
 
 
-def _take_image_tower(first: CLIP, model: ModelConfig) -> None:
+def _lacks_channels(first: CLIP, shape: Architecture) -> bool:
+    """Whether weights are of RGB images and the architecture is of more channels."""
+    return first.architecture.vision.channels == 3 != shape.vision.channels
+
+
+def _take_image_tower(first: CLIP, model: ModelConfig, extend: str) -> None:
     """Copy the image tower of ``model.weights``, and its preprocessing."""
     source = load(model.weights, image_size=model.image_size)
+    if _lacks_channels(source, first.architecture):
+        source.extend_channels(first.architecture.vision.channels, extend=extend)
     own, other = first.architecture, source.architecture
     if any(getattr(own, name) != getattr(other, name) for name in ("vision", "embed_dim", "quick_gelu")):
         raise ConfigError(
@@ -423,6 +446,8 @@ def _misfit(first: CLIP, shape: Architecture, model: ModelConfig) -> str:
             f"have a class head instead of the text tower of {model.label}: set other weights, or "
             "loss.name=classes and the model.text=classes:FILE of these"
         )
+    if (channels := first.architecture.vision.channels) != shape.vision.channels:
+        return f"are of images of {counted(channels, 'channel')}: set pixels.channels={channels}"
     name, *others = first.name.split(" + ")
     named = {"model.name": name}
     for one in others:

@@ -48,7 +48,7 @@ from clipkit.formats.checkpoint import (
 )
 from clipkit.model.clip import CLIP
 from clipkit.model.lora import adapter_tensors
-from clipkit.samples.traits import TraitCounts
+from clipkit.samples.traits import TraitCounts, Traits
 from clipkit.training.ema import AveragedWeights
 from clipkit.training.guards import first_not_finite, weights_error
 from clipkit.training.optim import expected_state
@@ -177,6 +177,9 @@ def manifest_file(run: Path) -> Path:
     return run / _MANIFEST
 
 
+_SUMS = ("bad_samples", *Traits._fields, "cut_captions")  # of the steps so far
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoopState:
     """All state of the training loop besides weights and the optimizer's tensors.
@@ -194,42 +197,27 @@ class LoopState:
     rotated: int = 0  # images drawn with an EXIF orientation other than upright
     clamped: int = 0  # deep images drawn with values outside the pixel range
     deep_colors: int = 0  # images drawn with 16 bits per color
+    frames: int = 0  # images drawn with several frames
+    cmyk: int = 0  # images drawn with CMYK colors
     cut_captions: int = 0  # captions drawn that were longer than the context length
     skipped: int = 0  # updates skipped because the gradient was a spike
     usual_norm: float = 0.0  # of gradients, see clipkit/training/guards.py
 
     def next(self, counts: Mapping[str, int], *, seconds: float, usual_norm: float) -> "LoopState":
         """Return the state after one more step, with its sums over ranks (``bad_samples``, ``spikes``, …)."""
+        sums = {name: getattr(self, name) + counts[name] for name in _SUMS}
+        skipped = self.skipped + (counts["spikes"] > 0)
         return replace(
-            self,
-            step=self.step + 1,
-            seconds=seconds,
-            bad_samples=self.bad_samples + counts["bad_samples"],
-            transparent=self.transparent + counts["transparent"],
-            rotated=self.rotated + counts["rotated"],
-            clamped=self.clamped + counts["clamped"],
-            deep_colors=self.deep_colors + counts["deep_colors"],
-            cut_captions=self.cut_captions + counts["cut_captions"],
-            skipped=self.skipped + (counts["spikes"] > 0),
-            usual_norm=usual_norm,
+            self, step=self.step + 1, seconds=seconds, skipped=skipped, usual_norm=usual_norm, **sums
         )
 
     def figures(self) -> dict[str, float]:
         """Return what is recorded with the metrics."""
-        names = (
-            "bad_samples", "transparent", "rotated", "clamped", "deep_colors", "cut_captions", "skipped", "seconds",
-        )  # fmt: skip
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in (*_SUMS, "skipped", "seconds")}
 
     def trait_counts(self, images: int) -> TraitCounts:
         """Return how many of the images drawn so far have each trait."""
-        return TraitCounts(
-            images=images,
-            transparent=self.transparent,
-            rotated=self.rotated,
-            clamped=self.clamped,
-            deep_colors=self.deep_colors,
-        )
+        return TraitCounts(images=images, **{name: getattr(self, name) for name in Traits._fields})
 
 
 def loop_state(stored: Mapping[str, Any], *, origin: Path) -> LoopState:

@@ -227,7 +227,7 @@ def flops_of_steps(
             counted=counted,
             loss_dims=loss_dims,
             masked=masked,
-            pixels="pixels" in heads,
+            pixels="image_gpt" in heads,
             views=_views(views, shape, image_size),
             averaged=averaged,
             further=further,
@@ -501,7 +501,7 @@ def memory_of(work: Workload) -> Memory:
         activations=activations,
         loss=_FLOAT * (2 * text_rows * shape.embed_dim + 4 * rows * shape.embed_dim + 3 * logits),
         # this step's and the next one's as they are stored, and a part as the tower's input
-        images=3 * shape.vision.image_size**2 * (2 * rows * _BYTE + part * _FLOAT),
+        images=shape.vision.channels * shape.vision.image_size**2 * (2 * rows * _BYTE + part * _FLOAT),
         decoder=decoder,
         masked=masked,
         views=views,
@@ -552,7 +552,7 @@ def estimate(work: Workload, speed: float | None = None) -> Estimate:
         text_flops=text,
         caption_flops=caption_flops(shape, tokens, patches=_kept_patches(work)) if shape.decoder else None,
         masked_flops=masked_flops(shape, work.masked, blocks=blocks) if shape.masked else None,
-        pixel_flops=pixel_flops(shape) if _trains(model, HEADS["pixels"]) else None,
+        pixel_flops=pixel_flops(shape) if _trains(model, HEADS["image_gpt"]) else None,
         view_flops=view_flops(shape, *crops, blocks=blocks) if crops else None,
         step_flops=step,
         memory=memory_of(work),
@@ -765,7 +765,14 @@ def dry_run(config: Config, device: torch.device, target: Target) -> list[str]:
         ConfigError: the GPU is unknown, or the batch cannot be split over so many.
     """
     shape = shape_of(
-        config.model, config.loss, config.small, config.caption, config.masked, config.views, config.shape
+        config.model,
+        config.loss,
+        config.small,
+        config.caption,
+        config.masked,
+        config.views,
+        config.shape,
+        config.pixels,
     )
     world = target.gpus or world_size()
     check_split(config.batch_size, world=world, parts=config.accumulate)

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from clipkit.config import DataConfig, LogConfig, OptimConfig
+from clipkit.config import LogConfig, OptimConfig, PixelsConfig
 from clipkit.errors import ConfigError, DataError, let_go_if_broken
 from clipkit.files.atomic import write_atomic
 from clipkit.files.terminal import counted, printable, without_secrets
@@ -159,14 +159,14 @@ class TraitLines:
     Args:
         progress: prints the lines.
         decoding: how training decodes images.
-        data: if ``background`` or ``upright`` is set, such images are not reported.
+        pixels: if ``background`` or ``upright`` is set, such images are not reported.
     """
 
-    def __init__(self, progress: ProgressLine, decoding: Decoding, data: DataConfig) -> None:
+    def __init__(self, progress: ProgressLine, decoding: Decoding, pixels: PixelsConfig) -> None:
         self._progress, self._decoding = progress, decoding
         self._options = {
-            "background": "" if data.background else "data.background=white",
-            "upright": "data.upright=true" if data.upright == "auto" else "",
+            "background": "" if pixels.background else "pixels.background=white",
+            "upright": "pixels.upright=true" if pixels.upright == "auto" else "",
         }
         self._printed: set[tuple[str, str]] = set()
 

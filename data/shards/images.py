@@ -1,9 +1,9 @@
 """Prepare the image of a packed sample: the original file, or the image rotated, resized or on a background.
 
-JPEG, PNG and WebP files that need no change are stored byte for byte. Other formats are stored as PNG; of an
-animation, the first frame. Deep grayscale images keep their values: 16-bit ones are stored as PNG, other TIFFs byte
-for byte. CLIP's preprocessing ignores EXIF orientation and alpha channels, so stored images look
-as a model sees them.
+JPEG, PNG, WebP and HEIC files that need no change are stored byte for byte, and so are DICOM, arrays and TIFFs that
+Pillow cannot read. Other formats are stored as PNG; of an animation, the first frame. Deep grayscale images keep
+their values: 16-bit ones are stored as PNG, other TIFFs byte for byte. CLIP's preprocessing ignores EXIF
+orientation and alpha channels, so stored images look as a model sees them.
 """
 
 import io
@@ -17,17 +17,21 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.samples import (
     ORIENTATION_TAG,
     PILLOW_ERRORS,
+    Bands,
     Color,
+    Decoding,
     PixelRangeError,
     decode_jpeg,
     describe_unreadable,
     flattened,
+    image_format,
     is_deep,
     is_transparent,
     is_white_zero,
     jpeg_orientation,
     jpeg_size,
     orientation_of,
+    read_values,
     readable_formats,
     refuse_deep_alpha,
     to_16_bit,
@@ -39,7 +43,8 @@ __all__ = ["RESIZE_MODES", "BadImage", "Resize", "StoredImage", "Storing", "stor
 
 MAX_PIXELS = 100_000_000
 _QUALITY = 95  # of JPEG and WebP
-_AS_IS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
+_AS_IS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp", "HEIF": "heic"}
+_BEYOND_PILLOW = {"DICOM": "dcm", "NPY": "npy", "NPZ": "npz", "TIFF": "tif"}
 ResizeMode = Literal["keep_ratio", "keep_ratio_largest", "center_crop", "border"]
 RESIZE_MODES: tuple[ResizeMode, ...] = get_args(ResizeMode)
 
@@ -108,12 +113,12 @@ class StoredImage:
 
     Attributes:
         data: the encoded image.
-        extension: "jpg", "png", "webp", or "tif" for deep grayscale that PNG cannot store.
+        extension: "jpg", "png", "webp" or "heic", "tif" for values that PNG cannot store, "dcm", "npy" or "npz".
         size: width and height of the stored image in pixels.
         original_size: width and height of the image in the file, rotated upright unless the orientation is kept.
         upright: whether the file has no EXIF orientation other than upright.
         transparent: whether a pixel of the file is less than opaque.
-        deep: whether it is grayscale with more than 8 bits.
+        deep: whether it has more than 8 bits, which are kept.
     """
 
     data: bytes
@@ -136,11 +141,13 @@ def store_image(data: bytes, how: Storing) -> StoredImage:
     try:
         if how.resize is not None and (stored := _resized_jpeg(data, how)) is not None:
             return stored
-        with Image.open(io.BytesIO(data), formats=readable_formats()) as image:
+        if (bands := read_values(data, Decoding())) is not None:
+            return _stored_as_is(bands, data, how)
+        with Image.open(io.BytesIO(data), formats=readable_formats(data)) as image:
             return _stored(image, data, how)
-    except PixelRangeError as error:
+    except (DataError, PixelRangeError) as error:
         raise BadImage(str(error)) from None
-    except (Image.DecompressionBombError, DataError):
+    except Image.DecompressionBombError:
         raise BadImage(f"image of more than {MAX_PIXELS:,} pixels") from None
     except UnidentifiedImageError:
         raise BadImage(describe_unreadable(data)) from None
@@ -193,6 +200,23 @@ def _resized_jpeg(data: bytes, how: Storing) -> StoredImage | None:
     )
 
 
+def _stored_as_is(bands: Bands, data: bytes, how: Storing) -> StoredImage:
+    """Return an image that Pillow cannot write."""
+    height, width, _ = bands.values.shape
+    name = image_format(data)
+    if how.resize is not None and how.resize.target(width, height) is not None:
+        raise BadImage(f"{name} images of this kind cannot be resized: pack them without resizing")
+    return StoredImage(
+        data=data,
+        extension=_BEYOND_PILLOW[name],
+        size=(width, height),
+        original_size=(width, height),
+        upright=True,
+        transparent=False,
+        deep=bands.values.dtype != np.uint8,
+    )
+
+
 def _stored(image: Image.Image, data: bytes, how: Storing) -> StoredImage:
     if image.width * image.height > MAX_PIXELS:
         raise BadImage(f"image of more than {MAX_PIXELS:,} pixels")
@@ -215,6 +239,7 @@ def _stored(image: Image.Image, data: bytes, how: Storing) -> StoredImage:
     transparent = is_transparent(image)
     size = original
     if not as_is or (transparent and how.background is not None):
+        extension = None if extension == "heic" else extension
         result = _changed(image, how, orientation=orientation, target=target, transparent=transparent)
         size = result.size
         lossless = image.format == "WEBP" and b"VP8L" in data

@@ -26,7 +26,7 @@ import webdataset
 
 from clipkit.errors import DataError
 from clipkit.files import lock_output, sync
-from clipkit.samples import IMAGE_EXTENSIONS
+from clipkit.samples import ARRAY_EXTENSIONS, IMAGE_EXTENSIONS
 
 __all__ = ["DatasetWriter", "Record"]
 
@@ -51,7 +51,8 @@ class Record:
     def __post_init__(self) -> None:
         name = self.key.rpartition("/")[2]
         assert name and "." not in name, f"key {self.key!r} is empty or has a dot"
-        assert self.extension in IMAGE_EXTENSIONS, f"extension {self.extension!r} is not of an image"
+        known = (*IMAGE_EXTENSIONS, *ARRAY_EXTENSIONS)
+        assert self.extension in known, f"extension {self.extension!r} is not of an image"
 
     def members(self) -> dict[str, Any]:
         """Return the members of this sample for WebDataset's writer."""

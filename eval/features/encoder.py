@@ -253,7 +253,8 @@ class Encoder:
         """W."""
         size = self.model.preprocess.image_size
         with evaluating(self.model), torch.inference_mode():
-            zeros = torch.zeros(1, 3, size, size, dtype=torch.uint8, device=self.device)
+            channels = self.model.preprocess.channels
+            zeros = torch.zeros(1, channels, size, size, dtype=torch.uint8, device=self.device)
             return image_representations(self.model, zeros).before_projection.shape[1]
 
     @cached_property

@@ -18,7 +18,7 @@ from clipkit import CLIP
 from clipkit.distributed import own_device
 from clipkit.errors import ConfigError, DataError
 from clipkit.files import check_page, write_page
-from clipkit.inference import heat_colors, overlay
+from clipkit.inference import enlarged, heat_colors, overlay
 from clipkit.model import attention_blocks, eval_pixels
 from eval.datasets.dataset import EvalDataset
 from eval.datasets.targets import find_targets
@@ -222,13 +222,11 @@ def _shape_bias(model: CLIP, dataset: EvalDataset) -> Score | None:
 
 
 def _shown(pixels: Tensor) -> Markup:
-    image = Image.fromarray(pixels.permute(1, 2, 0).numpy()).resize((_SIDE, _SIDE), Image.Resampling.BICUBIC)
-    return _png(np.asarray(image))
+    return _png(np.asarray(enlarged(pixels, _SIDE)))
 
 
 def _over(pixels: Tensor, heat: npt.NDArray[np.float32]) -> Markup:
-    image = Image.fromarray(pixels.permute(1, 2, 0).numpy()).resize((_SIDE, _SIDE), Image.Resampling.BICUBIC)
-    return _png(np.asarray(overlay(image, heat)))
+    return _png(np.asarray(overlay(enlarged(pixels, _SIDE), heat)))
 
 
 def _matrix(values: Tensor) -> Markup:

@@ -448,9 +448,8 @@ def take_snapshot(
 
 def _heats(subject: Subject, numbers: Sequence[int]) -> dict[int, Thumbnail]:
     """Draw where in images the model sees their class; empty for towers without heatmaps."""
-    from PIL import Image
 
-    from clipkit.inference import overlay
+    from clipkit.inference import enlarged, overlay
 
     dataset, model = subject.dataset, subject.encoder.model
     sharded = hasattr(model, "reshard")  # a single rank cannot run it
@@ -459,7 +458,7 @@ def _heats(subject: Subject, numbers: Sequence[int]) -> dict[int, Thumbnail]:
     kept, pixels = list[int](), list[Tensor]()
     for number in numbers:
         with suppress(DataError):
-            pixels.append(eval_pixels(dataset.images.read(number), model.preprocess))  # (3, S, S)
+            pixels.append(eval_pixels(dataset.images.read(number), model.preprocess))  # (C, S, S)
             kept.append(number)
     if not kept:
         return {}
@@ -473,8 +472,7 @@ def _heats(subject: Subject, numbers: Sequence[int]) -> dict[int, Thumbnail]:
     found = {}
     for number, label, shown, heat in zip(kept, labels.tolist(), pixels, heats, strict=True):
         heat = (heat - heat.min()) / (heat.max() - heat.min()).clamp(min=1e-30)
-        image = Image.fromarray(shown.permute(1, 2, 0).numpy())
-        image = image.resize((_THUMBNAIL_SIZE, _THUMBNAIL_SIZE), Image.Resampling.BICUBIC)
+        image = enlarged(shown, _THUMBNAIL_SIZE)
         title = f"where the model sees {_short(dataset.class_names[label])}"
         found[number] = _encoded(overlay(image, heat.numpy()), title)
     return found

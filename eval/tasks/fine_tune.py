@@ -237,15 +237,23 @@ def _model_settings(head: CLIP, image_size: int = 0) -> dict[str, object]:
     for known in (name, *ARCHITECTURES, *(one + QUICKGELU for one in ARCHITECTURES)):
         try:
             shape = architecture(known, image=image, image_options=options, image_size=size)
+            vision = shape.vision.with_channels(wanted.vision.channels)
         except ConfigError:
             continue
         # initialization does not matter, and exports do not store it
-        shape = replace(shape, text=wanted.text, logit_bias=wanted.logit_bias, small_data=wanted.small_data)
+        shape = replace(
+            shape,
+            vision=vision,
+            text=wanted.text,
+            logit_bias=wanted.logit_bias,
+            small_data=wanted.small_data,
+        )
         found: dict[str, object] = {
             "model.name": known,
             "model.image": image,
             "model.image_options": json.dumps(options) if options else "",
             "model.image_size": image_size or size,
+            "pixels.channels": wanted.vision.channels,
         }
         if shape == wanted:
             return found

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from clipkit import distributed
 from clipkit.batch import Batch
-from clipkit.config import CaptionConfig, DistillConfig, MaskedConfig, PixelsConfig, ViewsConfig
+from clipkit.config import CaptionConfig, DistillConfig, ImageGptConfig, MaskedConfig, ViewsConfig
 from clipkit.model.architectures import (
     Architecture,
     ClassTable,
@@ -253,7 +253,9 @@ def compute(way: Way) -> dict[str, Tensor]:
             MaskedConfig(weight=0.3, target=way.masked), batch, seed=4, shape=shape, teach=teach
         )
     if way.pixels:
-        wanted["pixels"] = pixel_inputs(PixelsConfig(weight=0.6), batch, seed=6, shape=shape, teach=teach)
+        wanted["image_gpt"] = pixel_inputs(
+            ImageGptConfig(weight=0.6), batch, seed=6, shape=shape, teach=teach
+        )
     if way.views:
         wanted["views"] = view_inputs(
             ViewsConfig(weight=0.4, count=3), batch, seed=5, shape=shape, teach=teach
@@ -264,7 +266,7 @@ def compute(way: Way) -> dict[str, Tensor]:
         terms = LocalTerms(
             inputs={name: arguments for name, (arguments, _) in wanted.items()},
             weights=torch.tensor(
-                [{"caption": 0.7, "masked": 0.3, "pixels": 0.6, "views": 0.4}[name] for name in wanted],
+                [{"caption": 0.7, "masked": 0.3, "image_gpt": 0.6, "views": 0.4}[name] for name in wanted],
                 dtype=torch.float64,
             ),
             counts=distributed.sum_over_ranks(counts),

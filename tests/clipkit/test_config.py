@@ -152,6 +152,10 @@ def test_precedence_is_overrides_then_file_then_defaults(folder: Path) -> None:
         ("eval.data=digits", ("digits",)),
         ("eval.data=[]", ()),
         ("log.tensorboard=false", False),
+        ("pixels.range=0,4095", "0,4095"),
+        ("pixels.range=[0, 4095]", (0.0, 4095.0)),
+        ("pixels.range=[[0, 1], [2, 3], [4, 5.5]]", ((0.0, 1.0), (2.0, 3.0), (4.0, 5.5))),
+        ("pixels.mean=[0.1, 0.2, 0.3]", (0.1, 0.2, 0.3)),
     ],
 )
 def test_overrides_are_parsed_by_field_type(folder: Path, override: str, value: Any) -> None:
@@ -245,12 +249,42 @@ def test_overrides_are_parsed_by_field_type(folder: Path, override: str, value: 
         ("data.weights=[.7,.3]", "and numbers as 0.5"),
         ("data.max_bad=.", "data.max_bad = '.' is invalid: expected a number"),
         ("data.max_bad=.5x", "data.max_bad = '.5x' is invalid: expected a number"),
+        ("pixels.range=[[0, 1], 2]", "[[0, 1], 2] is invalid: expected a string or a list of numbers"),
+        ("pixels.range=[[0, 1], [2, 1], [0, 1]]", "is invalid: expected auto, dtype, or the values of"),
+        ("pixels.range=[[0, 1], [1, 2]]", "is invalid: expected one for each of pixels.channels: 3"),
+        ("pixels.mean=[0.1, 0.2]", "expected one for each of pixels.channels: 3"),
+        ("pixels.std=[0.1, 0.2, 0]", "pixels.std = [0.1, 0.2, 0.0] is invalid: expected above 0"),
+        ("pixels.extend=mean", "pixels.extend = 'mean' has no effect unless pixels.channels is set"),
+        ("pixels.channels=0", "pixels.channels = 0 is invalid: expected 1 to 1024"),
     ],
 )  # fmt: skip
 def test_config_error_names_key_and_value(folder: Path, override: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(folder, "", override)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.color_jitter=0.1", "data.grayscale=0.1", "data.nvjpeg=true", "masked.weight=1",
+        "pixels.background=white",
+    ],
+)  # fmt: skip
+def test_settings_of_rgb_images_are_refused_for_other_channels(folder: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match=r"pixels\.channels"):
+        load(folder, "", "pixels.channels=12", override)
+
+
+def test_former_names_of_settings_are_accepted(folder: Path) -> None:
+    (folder / "old.toml").write_text(
+        '[data]\nbackground = "white"\nupright = true\n[pixels]\nfraction = 0.15\n'
+    )
+    config = load_config(
+        folder / "old.toml", ["data.pixel_range=0,4095", "pixels.weight=1", "model.image=pixels:S"]
+    )
+    assert (config.pixels.background, config.pixels.upright, config.pixels.range) == ("white", True, "0,4095")
+    assert config.image_gpt.weight == 1
 
 
 def test_min_lr_of_a_constant_schedule_without_cooldown_is_rejected(folder: Path) -> None:

@@ -13,7 +13,7 @@ from PIL import Image, ImageOps
 from torchvision.transforms.v2 import InterpolationMode, functional
 
 from clipkit.errors import DataError
-from clipkit.samples.decode import Decoded, decode_file, decode_image
+from clipkit.samples.decode import Decoded, decode_image, decode_pixels
 from clipkit.samples.traits import Decoding, Traits
 from data.augment import Augmentation, _crop, empty_batch, random_of, training_pixels
 from tests.clipkit.made_images import DEEP, IMAGES, encoded, image_file, scene
@@ -200,11 +200,11 @@ def test_scaled_decoding_keeps_twice_the_target_size(
 ) -> None:
     asked = []
 
-    def spy(data: bytes, *, reduce: int = 1, decoding: Decoding) -> Decoded:
+    def spy(data: bytes, rule: Decoding, *, reduce: int = 1) -> Decoded:
         asked.append(reduce)
-        return decode_file(data, reduce=reduce, decoding=decoding)
+        return decode_pixels(data, rule, reduce=reduce)
 
-    monkeypatch.setattr("data.augment.decode_file", spy)
+    monkeypatch.setattr("data.augment.decode_pixels", spy)
     sides = {127: 1, 128: 2, 255: 2, 256: 4, 511: 4, 512: 8, 1100: 8}
     for side in sides:
         row(encoded(Image.fromarray(scene(side, side + 9)), "JPEG"), 0, crop_scale=1.0, scaled_decode=True)

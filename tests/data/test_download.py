@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from clipkit.config import DataConfig
+from clipkit.config import DataConfig, PixelsConfig
 from clipkit.errors import ConfigError, DataError
 from clipkit.files import FileLock
 from data import web
@@ -434,7 +434,9 @@ def test_training_knows_that_downloaded_images_are_upright(server: Server, tmp_p
     ):
         sources = tuple(str(tmp_path / name) for name in names)
         manifest = make_manifest([find_shards(source) for source in sources], Selection())
-        packed = packed_images(DataConfig(train=sources), manifest, rank0=True, broadcast=bytes)
+        packed = packed_images(
+            DataConfig(train=sources), PixelsConfig(), manifest, rank0=True, broadcast=bytes
+        )
         assert (packed.upright, packed.background, bool(packed.notes)) == (upright, None, noted)
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from PIL import Image
 
-from clipkit.config import DataConfig
+from clipkit.config import DataConfig, PixelsConfig
 from clipkit.errors import ConfigError, DataError
 from clipkit.samples import Row, RowsByKey, digest_key, merge_rows
 from data.__main__ import main
@@ -296,7 +296,7 @@ def test_training_draws_from_all_captions(
     manifest = make_manifest([shards], Selection())
     for captions, notes in ((("txt",), 1), (("captions",), 0)):
         config = DataConfig(train=str(table), captions=captions)
-        found = packed_images(config, manifest, rank0=True, broadcast=bytes).notes
+        found = packed_images(config, PixelsConfig(), manifest, rank0=True, broadcast=bytes).notes
         assert len(found) == notes
         assert all("data.captions=captions data.caption_choice=random" in note for note in found)
 

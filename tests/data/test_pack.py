@@ -806,7 +806,7 @@ def test_images_that_metadata_does_not_list_are_reported(tmp_path: Path, suffix:
     for name in ("1.png", "a/2.png", "a/3.png", "4.png", "5", "b.txt", "6.png"):
         (tmp_path / "photos" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "photos" / name).write_bytes(b"text" if name == "b.txt" else encoded("PNG"))
-    (tmp_path / "photos/7.heic").touch()
+    (tmp_path / "photos/7.jxl").touch()
     rows = {
         "1.png": "one",
         ".\\a//2.png": "two",
@@ -823,13 +823,13 @@ def test_images_that_metadata_does_not_list_are_reported(tmp_path: Path, suffix:
         )
     report = pack(tmp_path / "photos", tmp_path / "out", progress=False)
     assert report.packed == 3
-    heic = "HEIC images cannot be read: convert them to JPEG or PNG"
+    jxl = "JXL images cannot be read: convert them to JPEG or PNG"
     unlisted = f"not listed in metadata{suffix}"
-    assert report.bad == {unlisted: 2, "empty caption": 1, "missing file": 1, heic: 1}
+    assert report.bad == {unlisted: 2, "empty caption": 1, "missing file": 1, jxl: 1}
     lines = [json.loads(line) for line in (tmp_path / "out/bad_rows.jsonl").read_text().splitlines()]
     assert [(line["row"], line["path"], line["cause"]) for line in lines[2:]] == [
         (None, "5", unlisted),
-        (None, "7.heic", heic),
+        (None, "7.jxl", jxl),
         (None, "a/3.png", unlisted),
     ]
 
@@ -852,11 +852,11 @@ def test_images_with_unusual_extensions_are_packed(tmp_path: Path) -> None:
     for name in ("cat/1.png", "cat/2.jfif", "dog/photo", "dog/3.jpg_large"):
         (tmp_path / "photos" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "photos" / name).write_bytes(encoded("PNG"))
-    for name in ("4.heic", "5.jpg"):
-        (tmp_path / "photos/dog" / name).write_bytes(b"\0\0\0\x18ftypheic")
+    for name in ("4.jxl", "5.jpg"):
+        (tmp_path / "photos/dog" / name).write_bytes(b"\0\0\0\x0cJXL \r\n\x87\n")
     found = pack(tmp_path / "photos", tmp_path / "out", progress=False)
     assert found.splits == {"train": 4}
-    assert found.bad == {"HEIC images cannot be read: convert them to JPEG or PNG": 2}
+    assert found.bad == {"JXL images cannot be read: convert them to JPEG or PNG": 2}
 
 
 def test_folder_is_packed_again_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 from clipkit.errors import DataError
-from clipkit.samples.image_types import IMAGE_SUFFIXES
+from clipkit.samples.image_types import ARRAY_EXTENSIONS, IMAGE_SUFFIXES
 from clipkit.samples.table.formats import ColumnRequest, Record, TextFormat
 from clipkit.samples.table.text import LONGEST, open_text
 
@@ -263,7 +263,8 @@ def _kind_of(cell: str) -> str:
 
 def _image_like(cell: str) -> bool:
     """Check whether a cell ends like the name of an image file."""
-    return Path(_CAPTION_NUMBER.sub("", cell.strip().lower())).suffix in IMAGE_SUFFIXES
+    suffix = Path(_CAPTION_NUMBER.sub("", cell.strip().lower())).suffix
+    return suffix in IMAGE_SUFFIXES or suffix[1:] in ARRAY_EXTENSIONS
 
 
 def _is_numbered(cell: str) -> bool:

@@ -11,6 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 import clipkit
+from clipkit.errors import ConfigError
 from clipkit.export import export
 from clipkit.export.checks import normalized
 from clipkit.export.transformers import write_clip_tokenizer
@@ -206,3 +207,23 @@ def test_sentence_transformers_export(own: tuple[CLIP, Path], rgb: list[Image.Im
     with torch.no_grad():
         assert apart(images, model.encode_image(beside(rgb, model))) <= 2e-3  # resized as in transformers
     assert theirs.similarity_fn_name == "cosine"
+
+
+def test_models_of_other_channels_are_exported_to_transformers_alone(tmp_path: Path) -> None:
+    model = model_of("own")
+    model.extend_channels(12, extend="mean")
+    ranges = ((0.0, 255.0),) * 3 + ((0.0, 4095.0),) * 9
+    model.preprocess = model.preprocess.with_decoding(pixel_range=ranges)
+    assert [one.target for one in export(model, tmp_path / "out")] == ["transformers"]
+    loaded = clipkit.load(tmp_path / "out")
+    assert loaded.preprocess == model.preprocess
+    same_model(loaded, model)
+    for target, display in (
+        ("open_clip", "open_clip"), ("timm", "timm (the image encoder)"), ("onnx", "onnxruntime"),
+        ("sentence-transformers", "sentence-transformers"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError) as caught:
+            export(model, tmp_path / target, to=[target])
+        assert str(caught.value).startswith(
+            f"{display} supports images of 3 channels, and those of this model have 12"
+        )

@@ -88,13 +88,13 @@ def test_folder_lists_all_images_below_it_in_path_order(tmp_path: Path) -> None:
 
 def test_unusual_extensions_and_formats_are_items(tmp_path: Path) -> None:
     jpeg = b"\xff\xd8\xff\xe0"
-    for name in ("1.jfif", "2.jpg_large", "3", "4.HEIC"):
+    for name in ("1.jfif", "2.jpg_large", "3", "4.JXL"):
         (tmp_path / name).write_bytes(jpeg)
-    (tmp_path / "5.heic").write_bytes(b"\0\0\0\x18ftypheic")
+    (tmp_path / "5.jxl").write_bytes(b"\0\0\0\x0cJXL \r\n\x87\n")
     (tmp_path / "6.mp4").write_bytes(b"\0\0\0\x18ftypmp42")
-    cause = "HEIC images cannot be read: convert them to JPEG or PNG"
+    cause = "JXL images cannot be read: convert them to JPEG or PNG"
     causes = {Path(item.key).name: item.cause for item in Stream([str(tmp_path)])}
-    assert causes == {"1.jfif": "", "2.jpg_large": "", "3": "", "4.HEIC": "", "5.heic": cause}
+    assert causes == {"1.jfif": "", "2.jpg_large": "", "3": "", "4.JXL": "", "5.jxl": cause}
 
 
 def test_names_other_than_utf8_are_found_and_read(tmp_path: Path) -> None:

@@ -144,11 +144,11 @@ def test_palette_is_stored_with_the_model(model: CLIP, tmp_path: Path) -> None:
     [
         (["model.image=pixels:XL"], "'pixels:XL' is unknown"),
         (["model.image=pixels:Ti", 'model.image_options={"depth": 3}'], "image option 'depth' is unknown"),
-        (["pixels.weight=1"], "unless model.image=pixels:SIZE is set"),
-        (["pixels.fraction=0.5"], "unless pixels.weight is set"),
+        (["image_gpt.weight=1"], "unless model.image=pixels:SIZE is set"),
+        (["image_gpt.fraction=0.5"], "unless image_gpt.weight is set"),
         (
-            ["model.image=pixels:Ti", "pixels.weight=1", "lock.image=all"],
-            "cannot be combined with pixels.weight",
+            ["model.image=pixels:Ti", "image_gpt.weight=1", "lock.image=all"],
+            "cannot be combined with image_gpt.weight",
         ),
         (["model.image=pixels:Ti", "model.image_size=1000"], "too large for a tower of pixels"),
     ],

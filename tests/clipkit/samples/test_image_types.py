@@ -14,11 +14,9 @@ from clipkit.samples.image_types import check_image
 
 HEIC = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"
 UNREADABLE = {
-    "HEIC": HEIC,
     "JXL": b"\0\0\0\x0cJXL \r\n\x87\n",
     "PSD": b"8BPS\0\1",
     "SVG": b"<?xml version='1.0'?>\n<!-- a drawing -->\n<svg width='1'/>",
-    "DICOM": bytes(128) + b"DICM",
     "EXR": b"v/1\x01\2\0\0\0",
 }
 
@@ -33,14 +31,14 @@ def encoded(kind: str) -> bytes:
 @given(
     kind=st.sampled_from(["JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "JPEG2000"]),
     name=st.sampled_from(
-        ["photo", "a.jpg_large", "a.jpg!d", "a.JPG?w=90", "a.jpg.1", "a.heic", "b.image", "a.jpg~"]
+        ["photo", "a.jpg_large", "a.jpg!d", "a.JPG?w=90", "a.jpg.1", "a.jxl", "b.image", "a.jpg~"]
     ),
 )
 def test_images_are_recognized_by_content(tmp_path: Path, kind: str, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(encoded(kind))
-    if kind == "TIFF" and name == "a.heic":  # raw formats of cameras begin like TIFF
-        assert check_image(path) == "HEIC images cannot be read: convert them to JPEG or PNG"
+    if kind == "TIFF" and name == "a.jxl":  # raw formats of cameras begin like TIFF
+        assert check_image(path) == "JXL images cannot be read: convert them to JPEG or PNG"
     else:
         assert check_image(path) == ""
 
@@ -50,11 +48,11 @@ def test_images_that_cannot_be_read_are_named(tmp_path: Path, name: str) -> None
     cause = f"{name} images cannot be read: convert them to JPEG or PNG"
     (tmp_path / "photo").write_bytes(UNREADABLE[name])
     assert check_image(tmp_path / "photo") == cause
-    with pytest.raises(DataError, match=cause):  # such as a HEIC called .jpg
+    with pytest.raises(DataError, match=cause):  # such as a JXL called .jpg
         decode_image(UNREADABLE[name])
 
 
-@pytest.mark.parametrize("name", ["a.heic", "b.DNG", "c.jxl", "d.svg", "e.cr2"])
+@pytest.mark.parametrize("name", ["a.psd", "b.DNG", "c.jxl", "d.svg", "e.cr2"])
 def test_images_that_cannot_be_read_are_named_by_extension(tmp_path: Path, name: str) -> None:
     for content in (b"", b"x", encoded("TIFF")):
         (tmp_path / name).write_bytes(content)

@@ -18,7 +18,7 @@ from PIL import Image, ImageOps
 
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.model.preprocess import Preprocess, eval_pixels, pixels_and_traits
-from clipkit.samples.decode import decode_file, decode_image, jpeg_orientation, pillow_errors
+from clipkit.samples.decode import decode_image, decode_pixels, jpeg_orientation, pillow_errors
 from clipkit.samples.traits import (
     Color,
     Decoding,
@@ -99,7 +99,7 @@ def test_background_is_applied_to_transparent_images_only(image: Image.Image, ba
     preprocess = replace(PREPROCESS, pixel_range="dtype")
     found, traits = pixels_and_traits(image, replace(preprocess, background=background))
     assert torch.equal(found, eval_pixels(wanted, preprocess))
-    assert traits == Traits(transparent=transparent, rotated=False)
+    assert traits == Traits(transparent=transparent, cmyk=image.mode == "CMYK")
     assert pixels_and_traits(image, preprocess)[1] == traits
 
 
@@ -118,11 +118,12 @@ def test_background_of_encoded_files_equals_pillow(image: Image.Image, backgroun
     with Image.open(io.BytesIO(data)) as opened:
         opened.load()
         transparent = bool(alpha_of(opened).min() < 255)
-        plain = decode_file(data, decoding=Decoding(pixel_range="dtype")).pixels
+        cmyk = opened.mode == "CMYK"
+        plain = decode_pixels(data, Decoding(pixel_range="dtype")).pixels.transpose(1, 2, 0)
         wanted = np.asarray(reference(opened, background)) if transparent else plain
-    decoded = decode_file(data, decoding=Decoding(background=background, pixel_range="dtype"))
-    assert decoded.traits == Traits(transparent=transparent)
-    assert np.array_equal(decoded.pixels, wanted)
+    decoded = decode_pixels(data, Decoding(background=background, pixel_range="dtype"))
+    assert decoded.traits == Traits(transparent=transparent, cmyk=cmyk)
+    assert np.array_equal(decoded.pixels.transpose(1, 2, 0), wanted)
 
 
 def png(bits: int, color: int, row: bytes, width: int, key: bytes) -> bytes:
@@ -163,17 +164,17 @@ GREY, RGB = 0, 2
 )  # fmt: skip
 def test_transparent_png_color_applies_at_every_bit_depth(data: bytes, wanted: list[Color] | None) -> None:
     plain = decode_image(data)
-    decoded = decode_file(data, decoding=Decoding(background=(1, 2, 3)))
-    assert decoded.pixels[0].tolist() == (
+    decoded = decode_pixels(data, Decoding(background=(1, 2, 3)))
+    assert decoded.pixels[:, 0].T.tolist() == (
         plain[0].tolist() if wanted is None else [list(one) for one in wanted]
     )
     deep_colors = data[24:26] == b"\x10\x02"  # 16 bits, RGB
     traits = Traits(transparent=wanted is not None, deep_colors=deep_colors)
-    assert decoded.traits == decode_file(data).traits == traits
-    assert np.array_equal(decode_file(data).pixels, plain)
+    assert decoded.traits == decode_pixels(data).traits == traits
+    assert np.array_equal(decode_pixels(data).pixels.transpose(1, 2, 0), plain)
     squash = Preprocess(image_size=8, resize_mode="squash", background=(1, 2, 3))
     opened = Image.open(io.BytesIO(data))
-    expected = eval_pixels(Image.fromarray(decoded.pixels), squash)
+    expected = eval_pixels(Image.fromarray(decoded.pixels.transpose(1, 2, 0)), squash)
     for _ in range(2):  # an image opened by the caller may be read repeatedly
         for source in (data, opened):
             found, traits = pixels_and_traits(source, squash)
@@ -184,15 +185,15 @@ def test_transparent_png_color_applies_at_every_bit_depth(data: bytes, wanted: l
 def test_traits_are_ignored_by_default(name: str) -> None:
     data = image_file(name)
     plain = decode_image(data)
-    decoded = decode_file(data)
-    assert np.array_equal(decoded.pixels, plain)
+    decoded = decode_pixels(data)
+    assert np.array_equal(decoded.pixels.transpose(1, 2, 0), plain)
     clear = "alpha" in name or "clear" in name
     assert decoded.traits.rotated == (name == "jpeg turned by exif")
     assert decoded.traits.transparent <= clear
     assert decoded.traits == pixels_and_traits(data, PREPROCESS)[1]
     if not any(decoded.traits):
-        changed = decode_file(data, decoding=Decoding(background=(1, 2, 3), upright=True))
-        assert np.array_equal(changed.pixels, plain)
+        changed = decode_pixels(data, Decoding(background=(1, 2, 3), upright=True))
+        assert np.array_equal(changed.pixels.transpose(1, 2, 0), plain)
 
 
 def rotated(kind: str, orientation: int, mode: str = "RGB") -> bytes:
@@ -211,12 +212,12 @@ def test_orientation_is_applied_as_by_pillow(kind: str, orientation: int) -> Non
     data = rotated(form, orientation, mode or "RGB")
     with Image.open(io.BytesIO(data)) as opened:
         upright = ImageOps.exif_transpose(opened)
-    decoded = decode_file(data, decoding=Decoding(upright=True))
-    apart = np.abs(decoded.pixels.astype(int) - np.asarray(upright.convert("RGB")))
-    assert decoded.pixels.flags.c_contiguous
+    decoded = decode_pixels(data, Decoding(upright=True))
+    apart = np.abs(decoded.pixels.transpose(1, 2, 0).astype(int) - np.asarray(upright.convert("RGB")))
+    assert decoded.pixels.transpose(1, 2, 0).flags.c_contiguous
     assert apart.max() <= (3 if form == "JPEG" else 0)
     turned = 2 <= orientation <= 8 and form != "TIFF"  # Pillow rotates TIFFs when it loads them
-    assert decoded.traits == decode_file(data).traits == Traits(rotated=turned)
+    assert decoded.traits == decode_pixels(data).traits == Traits(rotated=turned, cmyk=mode == "CMYK")
     preprocess = replace(PREPROCESS, upright=True)
     found, traits = pixels_and_traits(data, preprocess)
     assert torch.equal(found, eval_pixels(upright, PREPROCESS))
@@ -230,8 +231,8 @@ def test_orientation_and_background_combine() -> None:
     exif[0x0112] = 6
     data = encoded(image, "PNG", exif=exif)
     wanted = reference(image, WHITE).transpose(Image.Transpose.ROTATE_270)
-    decoded = decode_file(data, decoding=Decoding(background=WHITE, upright=True))
-    assert np.array_equal(decoded.pixels, np.asarray(wanted))
+    decoded = decode_pixels(data, Decoding(background=WHITE, upright=True))
+    assert np.array_equal(decoded.pixels.transpose(1, 2, 0), np.asarray(wanted))
     assert decoded.traits == Traits(transparent=True, rotated=True)
     both = replace(PREPROCESS, background=WHITE, upright=True)
     assert torch.equal(eval_pixels(data, both), eval_pixels(wanted, PREPROCESS))
@@ -272,7 +273,7 @@ def test_jpeg_orientation_equals_pillow(data: st.DataObject) -> None:
 def test_xmp_orientation_is_applied(form: str, orientation: int) -> None:
     data = with_segment(b"http://ns.adobe.com/xap/1.0/\0" + form.format(orientation).encode())
     assert jpeg_orientation(data) == by_pillow(data) == orientation
-    assert decode_file(data).traits.rotated == (orientation != 1)
+    assert decode_pixels(data).traits.rotated == (orientation != 1)
 
 
 def test_default_preprocess_is_stored_without_decoding_options() -> None:

@@ -92,13 +92,13 @@ def test_skipped_images_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert [record.getMessage() for record in caplog.records] == [
         "dataset pets: skips images outside the class folders: another.JPG, stray.png"
     ]
-    (pets / "dog" / "3.HEIC").write_bytes(b"x")
-    cause = "HEIC images cannot be read: convert them to JPEG or PNG"
-    assert refusal(pets) == f"{pets / 'dog' / '3.HEIC'}: {cause}"
+    (pets / "dog" / "3.JXL").write_bytes(b"x")
+    cause = "JXL images cannot be read: convert them to JPEG or PNG"
+    assert refusal(pets) == f"{pets / 'dog' / '3.JXL'}: {cause}"
 
 
 def test_images_with_unusual_extensions_are_scored(tmp_path: Path) -> None:
-    pets = fill(tmp_path / "pets", "cat/1.png", "cat/2.jpg_large", "cat/photo", "dog/3.jfif", "dog/4.HEIC")
+    pets = fill(tmp_path / "pets", "cat/1.png", "cat/2.jpg_large", "cat/photo", "dog/3.jfif", "dog/4.JXL")
     found = open_dataset(pets)
     assert found.labels is not None and found.labels.tolist() == [0, 0, 0, 1, 1]
     (pets / "cat" / "sketch").write_bytes(b"<svg xmlns='http://www.w3.org/2000/svg'/>")
