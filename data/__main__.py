@@ -212,6 +212,7 @@ def _whole_option(
 def _index_options(parser: argparse.ArgumentParser) -> None:
     _source_options(parser)
     _cache_option(parser, 0.0, "reads only their headers")
+    _member_options(parser)
     parser.add_argument(
         "--truncated",
         choices=("error", "use"),
@@ -489,6 +490,7 @@ def _score_options(parser: argparse.ArgumentParser) -> None:
 def _index(parsed: argparse.Namespace) -> int:
     from clipkit.files import CountProgress
     from clipkit.samples import TruncatedError
+    from data.captions import CaptionRule, split_names
     from data.selection import Selection
     from data.shards.manifest import make_manifest
     from data.sources import find_shards
@@ -506,7 +508,8 @@ def _index(parsed: argparse.Namespace) -> int:
     sources = [find_shards(source, split=parsed.split) for source in parsed.sources]
     cache = shard_cache(parsed.sources, parsed.cache_gb)
     with CountProgress("indexing shards", total=sum(map(len, sources)), shown=not parsed.quiet) as progress:
-        selection = Selection(truncated=parsed.truncated)
+        rule = CaptionRule(fields=split_names(parsed.captions))
+        selection = Selection(truncated=parsed.truncated, image=parsed.image.lower(), captions=rule)
         try:
             manifest = make_manifest(sources, selection, cache=cache, progress=progress.show, stats=False)
         except TruncatedError as error:
@@ -530,6 +533,7 @@ def _inspect(parsed: argparse.Namespace) -> int:
             raise DataError(f"cannot write {out}: choose a file in an existing folder")
     from clipkit.files import CountProgress, check_page
     from data.augment import image_settings
+    from data.captions import split_names
     from data.inspect import inspect
     from data.inspect.report import page_of, print_table
 
@@ -559,7 +563,7 @@ def _inspect(parsed: argparse.Namespace) -> int:
             decoding=decoding,
             augmentation=augmentation,
             image=parsed.image.lower(),
-            captions=[one.strip() for one in parsed.captions.split(",") if one.strip()] or ["txt"],
+            captions=split_names(parsed.captions),
             filters=_filters(parsed.filters),
             batch_size=parsed.batch_size,
             cache=shard_cache(sources, parsed.cache_gb),

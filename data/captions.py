@@ -25,6 +25,7 @@ __all__ = [
     "json_members",
     "leaf_fields",
     "listed",
+    "split_names",
     "value_at",
 ]
 
@@ -73,6 +74,11 @@ def leaf_fields(fields: Fields) -> Iterator[tuple[str, Any]]:
                 return
             left -= 1
             yield prefix + name, value
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """Split names of captions that are separated by commas; ("txt",) without any."""
+    return tuple(name.strip() for name in text.split(",") if name.strip()) or (TEXT,)
 
 
 def json_members(fields: Iterable[str], names: Collection[str]) -> list[str]:

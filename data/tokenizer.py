@@ -21,10 +21,10 @@ from tokenizers import (
     trainers,
 )
 
-from clipkit.errors import ConfigError, DataError
+from clipkit.errors import DataError
 from clipkit.files import CountProgress
 from clipkit.samples.remote import shard_cache
-from data.captions import CaptionRule
+from data.captions import CaptionRule, split_names
 from data.filters import Filter
 from data.selection import SelectedShard, Selection
 from data.shards.manifest import make_manifest
@@ -78,10 +78,7 @@ def command(parsed: argparse.Namespace) -> int:
     out: Path = parsed.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"{out} already exists and is not empty: use a new folder, or remove it first")
-    fields = tuple(one.strip() for one in parsed.captions.split(",") if one.strip())
-    if not fields:
-        raise ConfigError("--captions is empty: name txt or json fields")
-    rule = CaptionRule(fields=fields, choice="all")
+    rule = CaptionRule(fields=split_names(parsed.captions), choice="all")
     selection = Selection(need=("caption",), filters=tuple(map(Filter.of, parsed.filters)), captions=rule)
     shards = [shard for source in parsed.sources for shard in find_shards(source, split=parsed.split)]
     cache = shard_cache(parsed.sources, parsed.cache_gb)

@@ -21,7 +21,7 @@ from clipkit.files import counted, output_folder, printable
 from clipkit.formats import check_free, newest_epoch, resolve_checkpoint, save_model
 from clipkit.model import keep_memory
 from clipkit.samples.remote import cache_folder
-from data.captions import TEXT
+from data.captions import split_names
 from data.corpora.builtin import Unavailable
 from eval.compare import (
     Check,
@@ -210,8 +210,7 @@ def score(options: argparse.Namespace) -> int:
         if not options.data and not options.suite:
             raise ConfigError("no dataset given: use --data or --suite")
         _check_towers(options.model, tasks)
-        captions = tuple(name.strip() for name in options.captions.split(",") if name.strip())
-        members = Members(image=options.image, captions=captions or (TEXT,))
+        members = Members(image=options.image, captions=split_names(options.captions))
         named, broken = find_named(
             options.data, root=options.data_root, prompts=options.prompts, members=members
         )

@@ -36,7 +36,7 @@ from clipkit.files import (
 from clipkit.inference import Item, PairEncoder, Sample, closest
 from clipkit.samples import Shard, ShardSamples, is_json, open_image, pillow_errors
 from clipkit.samples.remote import ShardCache, ShardFile, shard_cache
-from data.captions import TEXT, CaptionRule
+from data.captions import CaptionRule, split_names
 from data.scores.page import check_filters, write_filters
 from data.scores.table import PERMILLE, scores_folder
 from data.sources import find_shards
@@ -109,9 +109,7 @@ def score(options: argparse.Namespace) -> int:
     shards = [one for source in options.sources for one in find_shards(source, split=options.split)]
     against = [one for source in options.against for one in find_shards(source, split="test")]
     cache = shard_cache([*options.sources, *options.against], options.cache_gb)
-    rule = CaptionRule(
-        fields=tuple(one.strip() for one in options.captions.split(",") if one.strip()) or (TEXT,)
-    )
+    rule = CaptionRule(fields=split_names(options.captions))
     if options.filters and options.html is None:
         raise ConfigError("--filters has no effect without --html; training filters with data.filters")
     check_page("--html", options.html)

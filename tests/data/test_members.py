@@ -9,6 +9,7 @@ import pytest
 
 from clipkit.config import DataConfig
 from clipkit.errors import ConfigError, DataError
+from data.__main__ import main
 from data.augment import random_of
 from data.shards.samples import Shards
 from data.training_data import open_training_data
@@ -124,6 +125,14 @@ def test_inspect_shows_all_members(layout: str, tmp_path: Path) -> None:
     assert used == {image or "jpg", *(name.lower() for name in captions if name in sample_of(layout, 0))}
     assert (names.without_picture, names.without_caption) == (0, 0)
     assert (found.captions.read, found.captions.unknown, found.shards.samples) == (24, (), 24)
+
+
+def test_shards_are_indexed_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_published("rs5m", tmp_path / "0.tar")
+    with pytest.raises(DataError, match=f": set {NEEDED['rs5m']}"):
+        main(["index", str(path), "--quiet"])
+    assert main(["index", str(path), "--image", "img_content", "--captions", "caption", "--quiet"]) == 0
+    assert "1 shard, 24 samples" in capsys.readouterr().out
 
 
 def test_json_members_are_not_captions() -> None:
