@@ -1,6 +1,7 @@
 from .base import (
     Samples as Samples,
     decode_text as decode_text,
+    find_image as find_image,
     is_json as is_json,
     parse_fields as parse_fields,
 )
