@@ -20,11 +20,8 @@ from .pages import (
     write_page as write_page,
 )
 from .patterns import (
-    expand_braces as expand_braces,
-    match_wildcards as match_wildcards,
     name_order as name_order,
     output_folder as output_folder,
-    path_order as path_order,
     user_path as user_path,
 )
 from .splitmix import (

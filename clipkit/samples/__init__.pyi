@@ -52,7 +52,6 @@ from .folders import (
     PARQUET_PART as PARQUET_PART,
     SPLIT_NAMES as SPLIT_NAMES,
     SPLIT_WORDS as SPLIT_WORDS,
-    check_parts as check_parts,
     files_below as files_below,
     images_below as images_below,
     is_hidden as is_hidden,
@@ -64,7 +63,6 @@ from .image_folder import (
 from .image_types import (
     ARRAY_EXTENSIONS as ARRAY_EXTENSIONS,
     IMAGE_EXTENSIONS as IMAGE_EXTENSIONS,
-    IMAGE_SUFFIXES as IMAGE_SUFFIXES,
     check_image as check_image,
     describe_unreadable as describe_unreadable,
     image_format as image_format,
@@ -76,7 +74,6 @@ from .index import (
     index_of_members as index_of_members,
     index_place as index_place,
     index_shard as index_shard,
-    keep_index as keep_index,
     pack_arrays as pack_arrays,
     read_arrays as read_arrays,
     stored_index as stored_index,
@@ -135,9 +132,7 @@ from .tables import (
 )
 from .tar import (
     Content as Content,
-    FileContent as FileContent,
     TruncatedError as TruncatedError,
-    sample_name as sample_name,
     tar_files as tar_files,
     tar_files_of as tar_files_of,
 )
@@ -151,7 +146,6 @@ from .traits import (
     Traits as Traits,
     color_of as color_of,
     flattened as flattened,
-    hex_of as hex_of,
     is_transparent as is_transparent,
     orientation_of as orientation_of,
     upright_array as upright_array,

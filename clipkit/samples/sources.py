@@ -404,6 +404,8 @@ def find_split(
         DataError: a file is missing, or there are several tables.
     """
     splits = set[str]()
+    if isinstance(folder, str):  # other tables in a store have no images there
+        suffixes = tuple(suffix for suffix in suffixes if suffix in (".tar", *PARQUET_SUFFIXES))
     for inside in _INSIDE:
         place = join_place(folder, inside) if inside else folder
         matches: list[ShardFile] = []
@@ -417,14 +419,16 @@ def find_split(
             check_parts(file.shown for file in matches)
             return split, matches
         splits |= by_split.keys()
-        if isinstance(place, Path):
-            splits |= {inner.name for inner in _folders_in(place) if _has_tars(inner)}
         unnamed = by_split.get("", [])
+        if unnamed and unnamed[0].name.endswith(".tar"):
+            return "", unnamed
+        if unnamed or isinstance(place, Path):  # in a store, each folder costs a request
+            splits |= _other_splits(folder) | _other_splits(place)
         # tables beside the folders of splits list other things, such as bad rows
-        if unnamed and (splits == {""} or unnamed[0].name.endswith(".tar")):
+        if splits == {""}:
             check_parts(file.shown for file in unnamed)
             return "", unnamed
-        if splits:
+        if by_split:
             break
     if isinstance(folder, str) and _HUB_DATASET.fullmatch(folder):
         try:
@@ -545,10 +549,16 @@ def _folders_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if not is_hidden(path.name) and path.is_dir())
 
 
-def _has_tars(folder: Path) -> bool:
-    with suppress(OSError), os.scandir(folder) as entries:  # it may be unreadable
-        return any(entry.name.endswith(".tar") for entry in islice(entries, _EXAMINED))
-    return False
+def _other_splits(folder: Path | str) -> set[str]:
+    """Return the names of folders with tars in a folder; in a store, of those with usual names of splits."""
+    if isinstance(folder, str):
+        return {name for name in SPLIT_WORDS if list_files(f"{folder}/{name}", (".tar",))}
+    names = set[str]()
+    for inner in _folders_in(folder):
+        with suppress(OSError), os.scandir(inner) as entries:  # it may be unreadable
+            if any(entry.name.endswith(".tar") for entry in islice(entries, _EXAMINED)):
+                names.add(inner.name)
+    return names
 
 
 def _describe_missing(folder: Path | str, split: str, splits: set[str]) -> str:
