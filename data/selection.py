@@ -12,7 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import DataError
-from clipkit.samples import IMAGE_EXTENSIONS, Shard, ShardIndex, index_place, read_arrays, write_arrays
+from clipkit.samples import (
+    ARRAY_EXTENSIONS,
+    IMAGE_EXTENSIONS,
+    Shard,
+    ShardIndex,
+    index_place,
+    read_arrays,
+    write_arrays,
+)
 from clipkit.samples.remote import ShardCache, ShardFile
 from data.captions import TEXT, CaptionRule, Fields, json_members
 from data.filters import Filter, parse_number
@@ -118,7 +126,7 @@ class Selection:
             shard: its ``ShardFile.name``.
             content: returns the fields of a row that filters and captions need; may raise DataError.
         """
-        images = (self.image,) if self.image else IMAGE_EXTENSIONS
+        images = (self.image,) if self.image else (*IMAGE_EXTENSIONS, *ARRAY_EXTENSIONS)
         captions = self.captions.members(index.names)
         if TEXT in self.captions.fields:  # in samples without a caption file
             captions.append("json")

@@ -26,7 +26,6 @@ from .decode import (
     open_image as open_image,
     pillow_errors as pillow_errors,
     plain_jpeg_size as plain_jpeg_size,
-    read_channels as read_channels,
     read_values as read_values,
     readable_formats as readable_formats,
 )
@@ -36,7 +35,6 @@ from .depth import (
     PixelRange as PixelRange,
     PixelRangeError as PixelRangeError,
     are_integers as are_integers,
-    channel_percentiles as channel_percentiles,
     describe_depth as describe_depth,
     format_pixel_range as format_pixel_range,
     gray_values as gray_values,

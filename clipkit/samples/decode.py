@@ -70,7 +70,6 @@ __all__ = [
     "open_image",
     "pillow_errors",
     "plain_jpeg_size",
-    "read_channels",
     "read_values",
     "readable_formats",
     "to_array",
@@ -252,21 +251,6 @@ def _bands_of(image: "Image") -> Bands:
     mode = {"1": "L", "P": "RGB", "PA": "RGBA", "LA": "L", "La": "L"}.get(image.mode, image.mode)
     values = np.asarray(image if image.mode == mode else image.convert(mode))
     return Bands(values if values.ndim == 3 else values[..., None])
-
-
-def read_channels(data: bytes) -> Bands:
-    """Read the values of an image as they are stored, with all channels and bits that can be read, for statistics.
-
-    Raises:
-        DataError: as for ``decode_pixels``.
-    """
-    with pillow_errors():
-        bands = read_values(data, Decoding(pixel_range="dtype"))
-        if bands is not None:
-            return bands
-        image = open_image(data)
-        image.load()
-        return _bands_of(image)
 
 
 def to_array(image: "Image | npt.NDArray[np.uint8]") -> npt.NDArray[np.uint8]:

@@ -26,7 +26,6 @@ __all__ = [
     "PixelRange",
     "PixelRangeError",
     "are_integers",
-    "channel_percentiles",
     "describe_depth",
     "format_pixel_range",
     "gray_values",
@@ -338,20 +337,6 @@ def value_extrema(values: "npt.NDArray[Any]") -> tuple[float, float]:
     if not finite.size:
         return 0.0, 0.0
     return float(finite.min()), float(finite.max())
-
-
-def channel_percentiles(
-    values: "npt.NDArray[Any]", percentiles: Sequence[float]
-) -> "npt.NDArray[np.float64]":
-    """Return percentiles of the finite values of each channel: (H, W, B) → (B, percentiles); 0 without any."""
-    import numpy as np
-
-    result = np.zeros((values.shape[2], len(percentiles)))
-    for channel, row in zip(np.moveaxis(values, 2, 0), result, strict=True):
-        finite = channel[np.isfinite(channel)]
-        if finite.size:
-            row[:] = np.percentile(finite, percentiles)
-    return result
 
 
 def suggest_pixel_range(low: float, high: float, *, is_integer: bool) -> str:

@@ -80,7 +80,7 @@ def _import_extra(module: str, name: str) -> Any:
         return import_module(module)
     except ImportError as error:
         package = module.replace("_", "-")
-        raise DataError(f'{name} images need {package}: pip install "clipkit[formats]"') from error
+        raise DataError(f"{name} images need {package}: pip install -e '.[formats]'") from error
 
 
 def _read_dicom(data: bytes) -> Bands:

@@ -224,13 +224,22 @@ class DeepImages:
         count: number of images.
         kinds: number of images per type of values, such as "16-bit".
         channels: the values of each channel.
-        pixel_range: suggestion for ``data.pixel_range``.
+        pixel_range: suggestion for ``pixels.range``.
     """
 
     count: int
     kinds: dict[str, int]
     channels: tuple[ChannelValues, ...]
     pixel_range: str
+
+    @property
+    def settings(self) -> str:
+        """The settings for training on these images."""
+        count = len(self.channels)
+        if count == 1:
+            return f"pixels.range={self.pixel_range}"
+        pixel_range = f"pixels.range='{self.pixel_range}'"
+        return pixel_range if count == 3 else f"pixels.channels={count} {pixel_range}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -215,9 +215,9 @@ def _images(found: Findings) -> Iterator[Row]:
 
 def _deep(deep: DeepImages, decoding: Decoding) -> Row:
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in deep.kinds.items())
-    setting = f"set data.pixel_range={deep.pixel_range}"
+    setting = f"set {deep.settings}"
     if decoding.pixel_range != STRETCH:
-        setting = f"data.pixel_range={format_pixel_range(decoding.pixel_range)}"
+        setting = f"pixels.range={format_pixel_range(decoding.pixel_range)}"
     several = len(deep.channels) > 1
     lines = [f"{kinds}; {setting}"]
     for number, channel in enumerate(deep.channels, start=1):
@@ -336,11 +336,11 @@ def _image_notes(found: Findings) -> Iterator[Note]:
         extrema = ";".join(format_pixel_range((channel.low, channel.high)) for channel in deep.channels)
         yield Note(
             f"{deep.count:,} of {counted(images.read, 'image')} {have} more than 8 bits per channel, at which "
-            f"training stops: set data.pixel_range={deep.pixel_range}, or for the values of these images {extrema}",
+            f"training stops: set {deep.settings}, or for the values of these images {extrema}",
             grave=True,
         )
     lines = images.traits.lines(
-        found.decoding, background="data.background=white", upright="data.upright=true"
+        found.decoding, background="pixels.background=white", upright="pixels.upright=true"
     )
     yield from map(Note, lines.values())
 

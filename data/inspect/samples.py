@@ -31,6 +31,7 @@ from clipkit.samples import (
     open_image,
     parse_fields,
     pillow_errors,
+    read_values,
     suggest_pixel_range,
     value_extrema,
 )
@@ -230,7 +231,7 @@ class SampleChecker:
         sample, data = read_sample(self._samples, i, image=True)
         if sample.cause:
             return sample
-        crop = empty_batch(1, self._image_size)[0]
+        crop = empty_batch(1, self._image_size, self._decoding.channels)[0]
         try:
             traits = training_pixels(
                 data,
@@ -285,6 +286,7 @@ class SampleChecker:
 
 _PIXEL_EDGES = (0, 32, 64, 128, 224, 256, 384, 512, 768, 1024, 2048)
 _GROUPS_SHOWN, _SHOWN_PER_GROUP = 6, 4
+_ALL_BITS = Decoding(pixel_range="dtype")
 
 
 def image_digest(data: bytes) -> bytes:
@@ -295,13 +297,20 @@ def image_digest(data: bytes) -> bytes:
 def _describe(data: bytes, traits: Traits) -> ImageInfo:
     deep, bits, channels = None, "16-bit" if traits.deep_colors else "8-bit", 3
     try:
-        with pillow_errors(), open_image(data) as image:
-            kind = image_format(data) or image.format or "unknown"
-            (width, height), channels = image.size, len(image.getbands())
-            if is_deep(image):
-                image.load()
-                deep = DeepValues.of(gray_values(image)[..., None])
-                bits = deep.kind
+        kind = image_format(data)
+        if (bands := read_values(data, _ALL_BITS)) is not None:
+            height, width, channels = bands.values.shape
+            values = bands.values
+        else:
+            with pillow_errors(), open_image(data) as image:
+                kind = kind or image.format or "unknown"
+                (width, height), channels, values = image.size, len(image.getbands()), None
+                if is_deep(image):
+                    image.load()
+                    values = gray_values(image)[..., None]
+        if values is not None and values.dtype != np.uint8:
+            deep = DeepValues.of(values)
+            bits = deep.kind
     except DataError:  # simplejpeg reads some JPEGs that Pillow does not
         kind, (height, width) = "JPEG", jpeg_size(data) or (0, 0)
     return ImageInfo(
@@ -401,7 +410,8 @@ def sheet_entry(sample: Sample) -> SheetEntry:
     from PIL import Image
 
     assert sample.crop is not None and sample.caption is not None
-    image = Image.fromarray(sample.crop.permute(1, 2, 0).contiguous().numpy())
+    crop = sample.crop[:3] if len(sample.crop) >= 3 else sample.crop[:1].expand(3, -1, -1)
+    image = Image.fromarray(crop.permute(1, 2, 0).contiguous().numpy())
     if image.width > _CROP_SIDE:
         image = image.resize((_CROP_SIDE, _CROP_SIDE), Image.Resampling.BICUBIC)
     return SheetEntry(

@@ -261,7 +261,7 @@ def test_a_tiff_that_pillow_cannot_read(data: bytes, monkeypatch: pytest.MonkeyP
         decode_pixels(data)
     assert not decode_pixels(data, Decoding(pixel_range=(0.0, 1.0))).pixels.any()
     monkeypatch.setitem(sys.modules, "tifffile", None)
-    with pytest.raises(DataError, match=r'need tifffile: pip install "clipkit\[formats\]"'):
+    with pytest.raises(DataError, match=r"need tifffile: pip install -e '.\[formats\]'"):
         decode_pixels(data)
 
 

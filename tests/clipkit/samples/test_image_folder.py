@@ -45,13 +45,13 @@ def test_captions_beside_images_are_a_field(tmp_path: Path) -> None:
 
 
 def test_subfolders_are_classes(tmp_path: Path) -> None:
-    write(tmp_path, cat__1_png="1", dog__2_png="2", dog__3_heic="ftypheic")
-    (tmp_path / "dog/3.heic").write_bytes(b"\0\0\0\x18ftypheic")
+    write(tmp_path, cat__1_png="1", dog__2_png="2", dog__3_jxl="jxl")
+    (tmp_path / "dog/3.jxl").write_bytes(b"\0\0\0\x0cJXL \r\n\x87\n")
     samples = FolderSamples(tmp_path)
     assert [samples.fields(i) for i in range(2)] == [{"class": "cat"}, {"class": "dog"}]
     assert samples.caption_column == "class" and samples.captions_from == "names of folders"
-    for use in (samples.fields, lambda i: samples.read(i, "heic")):
-        with pytest.raises(DataError, match="HEIC images cannot be read"):
+    for use in (samples.fields, lambda i: samples.read(i, "jxl")):
+        with pytest.raises(DataError, match="JXL images cannot be read"):
             use(2)
     (tmp_path / "dog/2.json").write_text(json.dumps({"caption": "a dog"}))
     captioned = FolderSamples(tmp_path)

@@ -24,6 +24,7 @@ from data.inspect.samples import token_counts
 from data.shards.samples import Shards
 from data.sources import find_shards
 from tests.clipkit.deep_images import color_png
+from tests.clipkit.format_images import bands_of
 from tests.clipkit.samples.remote import servers
 from tests.data.inspected_tars import Members, image_file, look, pairs, row, told, write_tar
 
@@ -226,11 +227,11 @@ def test_values_of_deep_images_and_the_setting_to_write(tmp_path: Path) -> None:
     assert found.sampled.bad == 0 and len(found.sheet) == 8
     line = row(found, "images", "deep grayscale")
     assert re.fullmatch(
-        r"2 16-bit; set data.pixel_range=0,4095 \| values from \d to 3911; percentiles 1, 50 and 99: "
+        r"2 16-bit; set pixels.range=0,4095 \| values from \d to 3911; percentiles 1, 50 and 99: "
         r"\d\d, 1[45]\d\d, 29\d\d(\.\d+)?",
         line,
     ), line
-    note = "2 of 8 images have more than 8 bits per channel, at which training stops: set data.pixel_range=0,4095"
+    note = "2 of 8 images have more than 8 bits per channel, at which training stops: set pixels.range=0,4095"
     assert f"{note}, or for the values of these images " in told(found)
     assert "16 bits per color" not in told(found)
     found = look([str(tmp_path)], decoding=Decoding(pixel_range=(0.0, 2000.0)))
@@ -238,7 +239,23 @@ def test_values_of_deep_images_and_the_setting_to_write(tmp_path: Path) -> None:
     assert "2 of 8 images have values outside the pixel range 0,2000, which become black or white" in told(
         found
     )
-    assert "2 16-bit; data.pixel_range=0,2000" in row(found, "images", "deep grayscale")
+    assert "2 16-bit; pixels.range=0,2000" in row(found, "images", "deep grayscale")
+
+
+def test_values_of_multispectral_images_and_the_settings_to_write(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).integers(0, 200, (40, 40, 12)).astype(np.uint16) + 1
+    values[..., 11] *= 20
+    write_tar(tmp_path / "0.tar", pairs(0, 4, images={1: bands_of(values), 2: bands_of(values)}))
+    found = look([str(tmp_path)])
+    assert found.sampled.bad == 0 and len(found.sheet) == 4  # the first three channels are shown
+    ranges = ";".join(["0,255"] * 11 + ["0,4095"])
+    line = row(found, "images", "deep, 12 channels")
+    assert line.startswith(
+        f"2 16-bit; set pixels.channels=12 pixels.range='{ranges}' | channel 1: values from 1 to 200;"
+    )
+    assert "channel 12: values from 20 to 4000; percentiles 1, 50 and 99: " in line
+    found = look([str(tmp_path)], decoding=Decoding(channels=12, pixel_range=((0.0, 4095.0),) * 12))
+    assert found.sampled.bad == 2 and "3 channels, and the model has 12" in found.sampled.causes[0].cause
 
 
 def test_16_bits_per_color_and_deep_gray_with_alpha_are_told(tmp_path: Path) -> None:
