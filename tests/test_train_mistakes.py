@@ -90,7 +90,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     "unknown key": (("data.train={root}/good", "optim.lrr=1"), "optim.lr"),
     "missing shards": (
         ("data.train={root}/good/train/{{0..3}}.tar",),
-        "2 of 4 shards are missing, the first is {root}/good/train/2.tar",
+        "2 of 4 files are missing, the first is {root}/good/train/2.tar",
     ),
     "no pair": (
         ("data.train={root}/unpaired",),

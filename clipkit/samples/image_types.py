@@ -2,7 +2,6 @@
 
 import re
 import stat
-from functools import lru_cache
 from pathlib import Path
 
 __all__ = [
@@ -15,7 +14,7 @@ IMAGE_EXTENSIONS = (
     "dcm",
 )  # fmt: skip
 IMAGE_SUFFIXES = frozenset(f".{extension}" for extension in IMAGE_EXTENSIONS)
-# Arrays are images where there are no other images; beside images they are often features of these.
+# Arrays are images in a sample without another image, and in tables; in folders they are often features.
 ARRAY_EXTENSIONS = ("npy", "npz")
 # Extensions of images that can be read, besides IMAGE_EXTENSIONS.
 _MORE_IMAGES = frozenset((
@@ -93,10 +92,8 @@ def check_image(path: Path) -> str | None:
     extension = path.suffix.lower().removeprefix(".")
     if extension in IMAGE_EXTENSIONS or extension in _MORE_IMAGES:
         return ""
-    if extension in _OTHER_FILES:
+    if extension in _OTHER_FILES or extension in ARRAY_EXTENSIONS:
         return None
-    if extension in ARRAY_EXTENSIONS:
-        return None if _has_images(path.parent, path.parent.stat().st_mtime_ns) else ""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe or device might block
             return None
@@ -109,9 +106,3 @@ def check_image(path: Path) -> str | None:
     if name in _READABLE:
         return ""
     return _cannot_read(name) if name else None
-
-
-@lru_cache(maxsize=64)
-def _has_images(folder: Path, changed: int) -> bool:
-    """Whether a folder contains images other than arrays; ``changed`` is its time of modification."""
-    return any(path.suffix.lower() in IMAGE_SUFFIXES for path in folder.iterdir())
