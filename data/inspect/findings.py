@@ -179,12 +179,11 @@ class Field:
 
 @dataclass(frozen=True, kw_only=True)
 class Fields:
-    """The json of the samples read: the most frequent fields, and the number of other fields."""
+    """The json of the samples read, and the most frequent fields."""
 
     read: int
     with_json: int
     fields: tuple[Field, ...]
-    more: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,28 +217,19 @@ class ChannelValues:
 
 @dataclass(frozen=True, kw_only=True)
 class DeepImages:
-    """Images with more than 8 bits and the same number of channels.
+    """Images whose depth or channels need settings, with the same number of channels.
 
     Attributes:
         count: number of images.
         kinds: number of images per type of values, such as "16-bit".
         channels: the values of each channel.
-        pixel_range: suggestion for ``pixels.range``.
+        settings: suggestion for ``pixels.channels`` and ``pixels.range``.
     """
 
     count: int
     kinds: dict[str, int]
     channels: tuple[ChannelValues, ...]
-    pixel_range: str
-
-    @property
-    def settings(self) -> str:
-        """The settings for training on these images."""
-        count = len(self.channels)
-        if count == 1:
-            return f"pixels.range={self.pixel_range}"
-        pixel_range = f"pixels.range='{self.pixel_range}'"
-        return pixel_range if count == 3 else f"pixels.channels={count} {pixel_range}"
+    settings: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,7 +104,10 @@ def parts(found: Findings) -> list[Part]:
 
 
 _MEMBERS_SHOWN, _GROUPS_SHOWN = 20, 3
-_TRAITS = {"rotated": "rotated by EXIF", "clamped": "outside the range", "deep_colors": "16 bits per color"}
+_TRAITS = {
+    "rotated": "rotated by EXIF", "clamped": "outside the range", "deep_colors": "16 bits per color",
+    "frames": "several frames", "cmyk": "CMYK",
+}  # fmt: skip
 
 
 def _row(label: str, *lines: str) -> Row:
@@ -129,9 +132,6 @@ def _shards(found: Findings) -> Iterator[Row]:
     if shards.looked_into < shards.count or shards.beginnings:
         first = f"; only the first samples of {shards.beginnings:,}" if shards.beginnings else ""
         yield _row("scanned", f"{shards.looked_into:,} of {shards.count:,}, spread evenly{first}")
-    missing = ", ".join(shards.missing[:10]) + (", …" if len(shards.missing) > 10 else "")
-    gaps = f"{shards.missing_count:,}: {missing}" if missing else "none: the shard numbers have no gaps"
-    yield _row("missing", gaps)
     broken = [f"{_name(one.shard)}: {printable(one.cause, 160)}" for one in shards.broken[:10]] or ["none"]
     if len(shards.broken) > 10:
         broken.append(f"{len(shards.broken) - 10:,} more")
@@ -148,8 +148,6 @@ def _names(names: Names) -> Iterator[Row]:
         if member.repeated:
             line += f"; {counted(member.repeated, 'repetition')} in a sample, ignored"
         yield _row(printable(member.name, 60), line)
-    if len(names.members) > _MEMBERS_SHOWN:
-        yield _row("other members", f"{len(names.members) - _MEMBERS_SHOWN:,} names")
     yield _row("without image", _of_all(names.without_picture, names.groups))
     yield _row("without caption", _of_all(names.without_caption, names.groups))
 
@@ -161,8 +159,6 @@ def _fields(found: Findings) -> Iterator[Row]:
     for one in fields.fields:
         fraction = "" if one.count == fields.read else f", in {_percent(one.count, fields.read)}"
         yield _row(printable(one.name, 60), f"{one.kind}{fraction}: {printable(one.values, 160)}")
-    if fields.more:
-        yield _row("other fields", f"{fields.more:,}")
     if filtered is not None:
         left_out = [f"{count:,} left out: {printable(why, 80)}" for why, count in filtered.left_out.items()]
         yield _row("filters", *(printable(one, 80) for one in filtered.filters))
@@ -181,11 +177,9 @@ def _bad(found: Findings) -> Iterator[Row]:
 def _captions(found: Findings) -> Iterator[Row]:
     captions = found.captions
     yield _row("read", f"{captions.read:,} captions" + ("" if found.all_read else ", spread evenly"))
-    longest = f"{captions.longest:,}" if captions.longest < 1024 else "1,024 or more"
-    yield _row("length", f"median {captions.median:,.0f} tokens, longest {longest}")
+    yield _row("length", f"median {captions.median:,.0f} tokens, longest {captions.longest:,}")
     cut = _of_all(captions.cut, captions.read)
     yield _row("too long", f"{cut} are truncated to {found.context_length} tokens")
-    yield _row("empty", f"{captions.empty:,}")
     yield _row("repeated", f"{_of_all(captions.repeated, captions.read)} repeat another sample's caption")
     if captions.frequent:
         yield _row("most frequent", *(f"{n:,} × {printable(text, 100)}" for text, n in captions.frequent))
@@ -227,7 +221,7 @@ def _deep(deep: DeepImages, decoding: Decoding) -> Row:
             f"{prefix}values from {channel.low:.10g} to {channel.high:.10g}; "
             f"percentiles 1, 50 and 99: {percentiles}"
         )
-    return _row(f"deep, {len(deep.channels)} channels" if several else "deep grayscale", *lines)
+    return _row(f"{len(deep.channels)} channels" if several else "deep grayscale", *lines)
 
 
 def _duplicates(found: Findings) -> Iterator[str]:
@@ -265,7 +259,7 @@ def _shard_notes(found: Findings) -> Iterator[Note]:
                 grave=True,
             )
     if shards.missing_count:
-        numbers = ", ".join(shards.missing[:6])
+        numbers = ", ".join(shards.missing[:10])
         yield Note(f"{counted(shards.missing_count, 'missing shard')}: {numbers}")
     if names.apart:
         yield Note(
@@ -326,19 +320,19 @@ def _image_notes(found: Findings) -> Iterator[Note]:
             f"images of {among}: scores on them measure memorization",
             grave=True,
         )
-    if images.small > _COMMON * images.read:
-        yield Note(
-            f"{_percent(images.small, images.read)} of the images are smaller than {found.image_size} pixels "
-            "(--image-size) and are enlarged"
-        )
-    for deep in images.deep if found.decoding.pixel_range == STRETCH else ():
+    for deep in images.deep:
+        is_deep, channels = deep.kinds.keys() != {"8-bit"}, len(deep.channels)
+        lacks_range = is_deep and found.decoding.pixel_range == STRETCH
+        if channels in (1, found.decoding.channels) and not lacks_range:
+            continue
         have = "has" if deep.count == 1 else "have"
-        extrema = ";".join(format_pixel_range((channel.low, channel.high)) for channel in deep.channels)
-        yield Note(
-            f"{deep.count:,} of {counted(images.read, 'image')} {have} more than 8 bits per channel, at which "
-            f"training stops: set {deep.settings}, or for the values of these images {extrema}",
-            grave=True,
-        )
+        what = "more than 8 bits per channel" if channels in (1, 3) else f"{channels} channels"
+        line = f"{deep.count:,} of {counted(images.read, 'image')} {have} {what}, at which training stops"
+        line += f": set {deep.settings}"
+        if is_deep:
+            extrema = ";".join(format_pixel_range((channel.low, channel.high)) for channel in deep.channels)
+            line += f", or for the values of these images {extrema}"
+        yield Note(line, grave=True)
     lines = images.traits.lines(
         found.decoding, background="pixels.background=white", upright="pixels.upright=true"
     )

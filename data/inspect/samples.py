@@ -65,7 +65,7 @@ _SEED = 0
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DeepValues:
-    """The values of a deep image.
+    """The values of an image with more than 8 bits, or another number of channels than 1 or 3.
 
     Attributes:
         kind: such as "16-bit" or "32-bit float".
@@ -92,7 +92,7 @@ class DeepValues:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ImageInfo:
-    """Properties of a decoded image: ``depth`` states bits and channels, ``deep`` is None for 8 bits."""
+    """Properties of a decoded image: ``depth`` states bits and channels, ``deep`` is None for most."""
 
     format: str
     depth: str
@@ -115,7 +115,7 @@ class Sample:
         fields: the fields of its json; None if there is no readable one.
         members: names of its members.
         image: None if it was not decoded.
-        crop: (3, S, S) uint8, as the model sees it.
+        crop: (C, S, S) uint8, as the model sees it.
     """
 
     i: int
@@ -241,7 +241,7 @@ class SampleChecker:
                 out=crop,
                 decoding=self._decoding,
             )
-            sample.image, sample.crop = _describe(data, traits), crop
+            sample.image, sample.crop = _describe(data, traits, self._decoding), crop
         except DataError as error:
             sample.cause = str(error)
         return sample
@@ -286,7 +286,6 @@ class SampleChecker:
 
 _PIXEL_EDGES = (0, 32, 64, 128, 224, 256, 384, 512, 768, 1024, 2048)
 _GROUPS_SHOWN, _SHOWN_PER_GROUP = 6, 4
-_ALL_BITS = Decoding(pixel_range="dtype")
 
 
 def image_digest(data: bytes) -> bytes:
@@ -294,34 +293,33 @@ def image_digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
-def _describe(data: bytes, traits: Traits) -> ImageInfo:
-    deep, bits, channels = None, "16-bit" if traits.deep_colors else "8-bit", 3
-    try:
-        kind = image_format(data)
-        if (bands := read_values(data, _ALL_BITS)) is not None:
-            height, width, channels = bands.values.shape
-            values = bands.values
-        else:
+def _describe(data: bytes, traits: Traits, decoding: Decoding) -> ImageInfo:
+    bits, channels = "16-bit" if traits.deep_colors else "8-bit", 3
+    bands = read_values(data, decoding)
+    values = None if bands is None else bands.values
+    if values is not None:
+        height, width = values.shape[:2]
+    else:
+        try:
             with pillow_errors(), open_image(data) as image:
-                kind = kind or image.format or "unknown"
-                (width, height), channels, values = image.size, len(image.getbands()), None
+                (width, height), channels = image.size, len(image.getbands())
                 if is_deep(image):
                     image.load()
                     values = gray_values(image)[..., None]
-        if values is not None and values.dtype != np.uint8:
-            deep = DeepValues.of(values)
-            bits = deep.kind
-    except DataError:  # simplejpeg reads some JPEGs that Pillow does not
-        kind, (height, width) = "JPEG", jpeg_size(data) or (0, 0)
+        except DataError:  # simplejpeg reads some JPEGs that Pillow does not
+            height, width = jpeg_size(data) or (0, 0)
+    if values is not None:
+        bits, channels = describe_depth(values), values.shape[2]
+    needs_settings = values is not None and (values.dtype != np.uint8 or channels not in (1, 3))
     return ImageInfo(
-        format=kind,
+        format=image_format(data) or "unknown",
         depth=f"{bits}, {counted(channels, 'channel')}",
         width=width,
         height=height,
         file_bytes=len(data),
         traits=traits,
         digest=image_digest(data),
-        deep=deep,
+        deep=DeepValues.of(values) if values is not None and needs_settings else None,
     )
 
 
@@ -337,11 +335,17 @@ def summarize_deep(images: Sequence[DeepValues]) -> DeepImages:
         percentiles = np.percentile(finite, PERCENTILES).tolist() if len(finite) else [low, low, low]
         channels.append(ChannelValues(low=low, high=high, percentiles=tuple(percentiles)))
         ranges.append(suggest_pixel_range(low, high, is_integer=is_integer))
+    kinds = Counter(image.kind for image in images)
+    settings = [] if len(channels) in (1, 3) else [f"pixels.channels={len(channels)}"]
+    if kinds.keys() != {"8-bit"}:
+        settings.append(
+            f"pixels.range={ranges[0]}" if len({*ranges}) == 1 else f"pixels.range='{';'.join(ranges)}'"
+        )
     return DeepImages(
         count=len(images),
-        kinds=dict(Counter(image.kind for image in images).most_common()),
+        kinds=dict(kinds.most_common()),
         channels=tuple(channels),
-        pixel_range=";".join(ranges),
+        settings=" ".join(settings),
     )
 
 
@@ -410,10 +414,9 @@ def sheet_entry(sample: Sample) -> SheetEntry:
     from PIL import Image
 
     assert sample.crop is not None and sample.caption is not None
-    crop = sample.crop[:3] if len(sample.crop) >= 3 else sample.crop[:1].expand(3, -1, -1)
-    image = Image.fromarray(crop.permute(1, 2, 0).contiguous().numpy())
-    if image.width > _CROP_SIDE:
-        image = image.resize((_CROP_SIDE, _CROP_SIDE), Image.Resampling.BICUBIC)
+    pixels = sample.crop[:3] if len(sample.crop) > 2 else sample.crop[:1].expand(3, -1, -1)
+    image = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
+    image.thumbnail((_CROP_SIDE, _CROP_SIDE))
     return SheetEntry(
         picture=_webp(image, _CROP_QUALITY),
         caption=_shortened(sample.caption, _CAPTION_SHOWN),

@@ -46,8 +46,7 @@ Progress = Callable[[str, int, int, int], None]
 _SHARDS, _REMOTE_SHARDS = 64, 32  # scanned by default
 _FIRST_SHARDS = 8  # one of these must contain a pair
 _KEYS = 20_000  # keys stored, over all shards
-_MOST_PATTERNS, _MOST_MEMBERS = 8, 50
-_MOST_LISTED = 50  # shards
+_MOST_PATTERNS, _MOST_MEMBERS, _MOST_LISTED = 8, 50, 50
 
 
 @dataclass(kw_only=True, eq=False)

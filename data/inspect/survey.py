@@ -168,8 +168,7 @@ class FieldSurvey:
             )
             for name, values in by_count[:_FIELDS_SHOWN]
         ]
-        more = len(by_count) - len(fields)
-        return Fields(read=self._read, with_json=self._with_json, fields=tuple(fields), more=more)
+        return Fields(read=self._read, with_json=self._with_json, fields=tuple(fields))
 
     def unknown(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return a message for each field that no sample has."""

@@ -207,8 +207,17 @@ def test_properties_of_images(tmp_path: Path) -> None:
         "8-bit, 1 channel": 1,
     }
     places = {name: [place.key for place in found] for name, found in images.traits_at.items() if found}
-    assert (places["transparent"], places["rotated"]) == (["000003"], ["000000"])
-    assert (images.traits.images, images.traits.transparent, images.traits.rotated) == (9, 1, 1)
+    assert places == {
+        "transparent": ["000003"],
+        "rotated": ["000000"],
+        "cmyk": ["000002"],
+        "frames": ["000008"],
+    }
+    assert (images.traits.images, images.traits.cmyk, images.traits.frames) == (9, 1, 1)
+    assert row(found, "images", "CMYK") == "1 of 9 (11.1%), in 0.tar: 000002"
+    assert "1 of 9 images has several frames" in told(found) and "1 of 9 images has CMYK colors" in told(
+        found
+    )
     assert images.small == 2
     assert (images.same, images.same_groups) == (2, 1)
     assert [[entry.place.key for entry in group] for group in found.same] == [["000006", "000007"]]
@@ -249,13 +258,30 @@ def test_values_of_multispectral_images_and_the_settings_to_write(tmp_path: Path
     found = look([str(tmp_path)])
     assert found.sampled.bad == 0 and len(found.sheet) == 4  # the first three channels are shown
     ranges = ";".join(["0,255"] * 11 + ["0,4095"])
-    line = row(found, "images", "deep, 12 channels")
+    line = row(found, "images", "12 channels")
     assert line.startswith(
         f"2 16-bit; set pixels.channels=12 pixels.range='{ranges}' | channel 1: values from 1 to 200;"
     )
     assert "channel 12: values from 20 to 4000; percentiles 1, 50 and 99: " in line
     found = look([str(tmp_path)], decoding=Decoding(channels=12, pixel_range=((0.0, 4095.0),) * 12))
     assert found.sampled.bad == 2 and "3 channels, and the model has 12" in found.sampled.causes[0].cause
+
+
+def test_channels_of_8_bit_arrays_and_the_setting_to_write(tmp_path: Path) -> None:
+    members: list[tuple[str, bytes]] = []
+    for number in range(6):
+        file = io.BytesIO()
+        np.save(file, np.random.default_rng(number).integers(0, 256, (30, 34, 5)).astype(np.uint8))
+        members += [(f"{number:06d}.npy", file.getvalue()), (f"{number:06d}.txt", b"five bands")]
+    write_tar(tmp_path / "0.tar", members)
+    found = look([str(tmp_path)], image="npy")
+    assert found.pictures.depths == {"8-bit, 5 channels": 6} and found.sampled.bad == 0
+    lines = row(found, "images", "5 channels")
+    assert lines.startswith("6 8-bit; set pixels.channels=5 | channel 1: values from ")
+    note = "6 of 6 images have 5 channels, at which training stops: set pixels.channels=5"
+    assert note in told(found)
+    chosen = look([str(tmp_path)], image="npy", decoding=Decoding(channels=5))
+    assert chosen.sampled.bad == 0 and len(chosen.sheet) == 6 and "training stops" not in told(chosen)
 
 
 def test_16_bits_per_color_and_deep_gray_with_alpha_are_told(tmp_path: Path) -> None:

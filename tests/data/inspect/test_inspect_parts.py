@@ -84,7 +84,8 @@ def test_values_of_each_channel_of_deep_images(largest: list[int], images: int) 
         arrays.append(values)
     deep = summarize_deep([DeepValues.of(values) for values in arrays])
     assert (deep.count, deep.kinds) == (images, {"16-bit": images})
-    pairs = deep.pixel_range.split(";")
+    pairs = deep.settings.removeprefix("pixels.range=").strip("'").split(";")
+    pairs = pairs * 3 if len(pairs) == 1 else pairs
     whole = np.stack(arrays).reshape(-1, 3)
     for channel, pair, most, values in zip(deep.channels, pairs, largest, whole.T, strict=True):
         assert (channel.low, channel.high) == (values.min(), most)
