@@ -460,7 +460,7 @@ def list_files(folder: Path | str, suffixes: tuple[str, ...] = _SUFFIXES) -> lis
         names = [
             entry.name
             for entry in entries
-            if entry.name.lower().endswith(suffixes) and not is_hidden(entry.name) and not entry.is_dir()
+            if entry.name.lower().endswith(suffixes) and not is_hidden(entry.name)
         ]
     return [ShardFile.at(folder / name) for name in sorted(names, key=name_order)]
 

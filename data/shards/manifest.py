@@ -233,9 +233,8 @@ def suggest_members(shard: Shard, rule: CaptionRule, image: str = "") -> dict[st
 
 def write_settings(settings: Mapping[str, str]) -> str:
     """Return what to write for the settings that ``suggest_members`` returns; "" for none."""
-    return (
-        f": set {' '.join(f'data.{name}={member}' for name, member in settings.items())}" if settings else ""
-    )
+    texts = [f"data.{name}={printable(member)}" for name, member in settings.items()]
+    return f": set {' '.join(texts)}" if texts else ""
 
 
 def no_caption(
