@@ -450,7 +450,7 @@ def test_background_and_orientation_are_documented_for_callers(
     )
     line = (
         "Before this, transparent images get the background #ffffff and the EXIF orientation of images is applied "
-        "and values from 0 to 4095 of deep grayscale images become 0 to 255. "
+        "and values from 0 to 4095 of deep images become 0 to 255. "
         "Other libraries do not do this: do it before calling them."
     )
     assert capsys.readouterr().out.splitlines().count(line) == 1

@@ -176,7 +176,7 @@ def test_calibrate_command(
     with pytest.raises(
         ConfigError,
         match=r"another background, orientation or pixel range \(the defaults; now: values from 0 to 4095 of deep "
-        r"grayscale images become 0 to 255\): set the same --background, --upright and --pixel-range",
+        r"images become 0 to 255\): set the same --background, --upright and --pixel-range",
     ):
         dispatch([*again, "--pixel-range", "0,4095"])
     replace(found, decoding=None).write(tmp_path / "calibration.json")
