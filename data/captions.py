@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -178,12 +179,16 @@ class CaptionRule:
         Raises:
             DataError: invalid JSON.
         """
-        fields = parse_fields(members)
-        for name in (TEXT, *self.fields):
-            data = members.get(name.lower())
-            if data is not None and not is_json(name.lower()):
-                fields[name] = decode_text(data)
-        return fields
+        texts = {}
+        for member, data in members.items():
+            if member in self._texts:
+                texts[self._texts[member]] = decode_text(data)
+        return texts if len(texts) == len(members) else {**parse_fields(members), **texts}
+
+    @cached_property
+    def _texts(self) -> dict[str, str]:
+        """Names of the rule by the text member that they may be."""
+        return {name.lower(): name for name in (TEXT, *self.fields) if not is_json(name.lower())}
 
     def wrong_captions(self, fields: Fields) -> list[str]:
         """Return the wrong captions of an image, with the prefix, except empty ones and those not in UTF-8."""

@@ -205,7 +205,7 @@ class ShardIndex:
     def members(self, row: int) -> tuple[str, ...]:
         """Return the names of a sample's members in file order."""
         ends, names, _, _ = self._member_views
-        layout = bytes(names[ends[row - 1] if row else 0 : ends[row]])
+        layout = names[ends[row - 1] if row else 0 : ends[row]].tobytes()
         members = self._layouts.get(layout)
         if members is None:
             texts = [*self.names]
@@ -218,13 +218,22 @@ class ShardIndex:
 
         The name "" stands for the image, see ``find_image``.
         """
-        members = self.members(row)
-        name = name or find_image(members)
-        if name not in members:
-            return 0, 0
+        return self.spans(row, (name,))[0]
+
+    def spans(self, row: int, names: Iterable[str]) -> list[tuple[int, int]]:
+        """Return byte offset and size of several members of a sample, as ``span``."""
         ends, _, blocks, sizes = self._member_views
-        position = (ends[row - 1] if row else 0) + members.index(name)
-        return blocks[position] * _BLOCK, sizes[position]
+        start = ends[row - 1] if row else 0
+        members = self.members(row)
+        spans = []
+        for name in names:
+            name = name or find_image(members)
+            if name in members:
+                position = start + members.index(name)
+                spans.append((blocks[position] * _BLOCK, sizes[position]))
+            else:
+                spans.append((0, 0))
+        return spans
 
     def has_any(self, names: Iterable[str]) -> npt.NDArray[np.bool_]:
         """Return which samples have at least one of these members, (N,)."""

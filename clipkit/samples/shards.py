@@ -102,7 +102,7 @@ class Shard:
         Raises:
             DataError: they cannot be read, the shard has changed since it was indexed, or a member is too large.
         """
-        spans = [self.index.span(row, name) for name in names]
+        spans = self.index.spans(row, names)
         if self._has_large:
             for name, (_, size) in zip(names, spans, strict=True):
                 if size > (limit := _LIMITS.get(name.rpartition(".")[2], _LIMIT)):

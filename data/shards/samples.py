@@ -49,7 +49,7 @@ class Shards(OpenShards[SelectedShard]):
         super().__init__(manifest.counts.tolist())
         self.manifest, self.selection, self.cache = manifest, selection, cache
         self.counts = manifest.counts
-        self._plans: dict[tuple[str, ...], list[str]] = {}  # members to read besides the image
+        self._plans: dict[tuple[str, ...], list[str]] = {}  # members to read, the image first
 
     @classmethod
     def of(
@@ -99,14 +99,15 @@ class Shards(OpenShards[SelectedShard]):
         if plan is None:
             rule = self.selection.captions
             negatives = json_members([rule.negatives], names) if rule.negatives else []
-            plan = [*dict.fromkeys([*rule.members(names), *negatives])]
+            plan = [*dict.fromkeys([self.selection.image, *rule.members(names), *negatives])]
             self._plans[names] = plan
-        image, *contents = opened.read(row, [self.selection.image, *plan])
-        members = {name: data for name, data in zip(plan, contents, strict=True) if data is not None}
+        contents = zip(plan, opened.read(row, plan), strict=True)
+        members = {name: data for name, data in contents if data is not None}
+        image = members.pop(self.selection.image, b"")
         return Sample(
             shard=opened.shown,
             key=opened.index.key(row),
-            image=image or b"",
+            image=image,
             fields=self.selection.captions.parse(members),
             caption_number=opened.caption_number(within),
         )
