@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from clipkit.errors import DataError
 from clipkit.samples import (
-    ARRAY_EXTENSIONS,
     IMAGE_EXTENSIONS,
     Shard,
     ShardIndex,
@@ -126,7 +125,7 @@ class Selection:
             shard: its ``ShardFile.name``.
             content: returns the fields of a row that filters and captions need; may raise DataError.
         """
-        images = (self.image,) if self.image else (*IMAGE_EXTENSIONS, *ARRAY_EXTENSIONS)
+        images = (self.image,) if self.image else IMAGE_EXTENSIONS
         captions = self.captions.members(index.names)
         if TEXT in self.captions.fields:  # in samples without a caption file
             captions.append("json")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from clipkit.errors import DataError
-from clipkit.samples.image_types import ARRAY_EXTENSIONS, IMAGE_EXTENSIONS
+from clipkit.samples.image_types import IMAGE_EXTENSIONS
 
 __all__ = ["Samples", "decode_text", "find_image", "is_json", "parse_fields"]
 
@@ -75,15 +75,12 @@ class Samples(Protocol):
 def find_image(members: Iterable[str]) -> str:
     """Return the first member of a sample that is an image by its name; "" without one.
 
-    Arrays are images only in samples without other images.
+    Arrays do not count, because they are often features.
     """
-    array = ""
     for name in members:
         if name in _IMAGES:
             return name
-        if name in ARRAY_EXTENSIONS and not array:
-            array = name
-    return array
+    return ""
 
 
 def decode_text(data: bytes) -> str:

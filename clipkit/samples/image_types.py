@@ -14,7 +14,7 @@ IMAGE_EXTENSIONS = (
     "dcm",
 )  # fmt: skip
 IMAGE_SUFFIXES = frozenset(f".{extension}" for extension in IMAGE_EXTENSIONS)
-# Arrays are images in a sample without another image, and in tables; in folders they are often features.
+# Arrays are images only if a table or a setting names them: in folders and shards they are often features.
 ARRAY_EXTENSIONS = ("npy", "npz")
 # Extensions of images that can be read, besides IMAGE_EXTENSIONS.
 _MORE_IMAGES = frozenset((

@@ -39,7 +39,6 @@ from torch import Tensor
 from clipkit.errors import DataError
 from clipkit.files import counted, shown
 from clipkit.samples import (
-    ARRAY_EXTENSIONS,
     IMAGE_EXTENSIONS,
     MissingSplit,
     ShardSamples,
@@ -139,7 +138,7 @@ def open_published(
     if cache is not None:
         cache.prefetch([file for file in files if file.is_remote], threads=_FETCHING)
     members = members or Members()
-    images_in = (members.image.lower(),) if members.image else (*IMAGE_EXTENSIONS, *ARRAY_EXTENSIONS)
+    images_in = (members.image.lower(),) if members.image else IMAGE_EXTENSIONS
     samples = ShardSamples(files, cache)
     counts = card.get("samples")
     stated = counts.get(own_split) if isinstance(counts, dict) else None

@@ -94,7 +94,7 @@ def test_class_name_with_line_break_is_rejected(lines: list[str], tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("key", "extension"), [("1.5", "png"), ("", "png"), ("a/", "png"), ("1", "npy"), ("1", "PNG")]
+    ("key", "extension"), [("1.5", "png"), ("", "png"), ("a/", "png"), ("1", "pt"), ("1", "PNG")]
 )
 def test_unreadable_record_raises_assertion_error(key: str, extension: str) -> None:
     with pytest.raises(AssertionError):
