@@ -6,7 +6,6 @@ from clipkit.errors import DataError
 from clipkit.samples import find_source, has_captions
 from clipkit.samples.remote import ShardFile
 from data.corpora.builtin import BUILTIN, built_in
-from data.pack import packed
 
 __all__ = ["find_shards"]
 
@@ -36,6 +35,8 @@ def find_shards(source: str, *, split: str = "train") -> list[ShardFile]:
             f"{source} has images without captions: write the captions into .txt files of the same names, or paths "
             "and captions into a table; `python -m data pack` packs images in one folder per class"
         )
+    from data.pack import packed  # imports libraries that training on shards does not need
+
     if files.folder is not None:
         folder = packed([files.folder])
     elif files.files[0].is_remote:
