@@ -36,7 +36,6 @@ from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
-from urllib.parse import urlsplit
 
 import webdataset
 from PIL import ExifTags, Image
@@ -65,14 +64,14 @@ from clipkit.samples import (
     Table,
     check_captions,
     digest_key,
-    files_below,
+    list_files,
     merge_rows,
 )
 from clipkit.samples.remote import describe, download_all, is_remote, list_folder
 from data.captions import DRAW_CAPTIONS
 from data.pack import FieldNames, fields_of
 from data.shards.images import BadImage, Resize, StoredImage, Storing, store_image
-from data.web import Fetcher, FetchError, FetchOptions, probable_cause
+from data.web import Fetcher, FetchError, FetchOptions
 
 __all__ = ["URL_COLUMNS", "DownloadOptions", "DownloadReport", "download"]
 
@@ -84,7 +83,6 @@ _OWN_FIELDS = (
 _ADDED = "URL of an earlier row, which has the caption"
 _NOT_ADDED = f"URL of more than {MOST_ROWS} rows: the caption is left out"
 _RETRY = "-retry"  # in the names of shards of failed rows
-_SHOWN = 8  # names of files in a message
 _OPEN_SHARDS = 8  # shards in progress; bounds memory while one waits for its slowest response
 _MOST_FAILED = 0.99  # fraction of the last rows from which a download stops
 _LEAST_WATCHED, _MOST_WATCHED = 200, 1000  # rows of which this fraction is computed
@@ -262,7 +260,7 @@ def command(parsed: argparse.Namespace) -> int:
     if not found.kept and (found.rows or parts == "1"):
         message = f"none of the {counted(found.rows, 'row')} of {shown(parsed.table)} gave an image"
         for cause, count in list(found.failures.items())[:1]:
-            message += f", {count} with {_explained(cause)}; --retry-failed tries these rows again"
+            message += f", {count} with {cause!r}; --retry-failed tries these rows again"
         raise DataError(message)
     return 0
 
@@ -377,35 +375,14 @@ def _tables(given: Sequence[str | Path], copies: Path) -> list[Path]:
             files = describe([table]) if is_file else list_folder(table, in_any_case)
             inside = download_all(files, copies)
         elif (path := Path(table)).is_dir():
-            inside = _tables_in(path, copies.parent)
+            inside = [Path(file.url) for file in list_files(path, SUFFIXES)]
+            print(f"{path}: reads the {counted(len(inside), 'table')} directly in it", file=sys.stderr)
         else:
             inside = [path]
         if not inside:
             raise DataError(f"{shown(table)} contains no table ({', '.join(SUFFIXES)})")
         found += inside
     return found
-
-
-def _tables_in(folder: Path, out: Path) -> list[Path]:
-    """Return the tables directly in a folder, and print the names of others that are not read."""
-    tables: list[Path] = []
-    not_read: list[str] = []
-    for path, cause in files_below(folder):
-        name = path.name.lower()
-        if cause or out in path.absolute().parents:
-            continue
-        if path.parent == folder and name.endswith(SUFFIXES):
-            tables.append(path)
-        elif name.endswith((*SUFFIXES, *NAMED_SUFFIXES)):
-            not_read.append(str(path.relative_to(folder)))
-    if not_read:
-        more = f" and {len(not_read) - _SHOWN} more" if len(not_read) > _SHOWN else ""
-        print(
-            f"{folder}: reads {counted(len(tables), 'table')}, but not {', '.join(not_read[:_SHOWN])}{more} "
-            f"(only {', '.join(SUFFIXES)} directly in the folder; others can be named one at a time)",
-            file=sys.stderr,
-        )
-    return tables
 
 
 # options that decide only which rows fail; --retry-failed tries these rows again
@@ -428,7 +405,7 @@ def _check_options(out: Path, paths: Sequence[Path], options: DownloadOptions, f
         return
     before = json.loads(file.read_bytes())
     changed = [
-        f"--{name.replace('_', '-')} {_shown_value(before.get(name))} → {_shown_value(value)}"
+        f"--{name.replace('_', '-')} {json.dumps(before.get(name))} → {json.dumps(value)}"
         for name, value in now.items()
         if before.get(name) != value and name not in _MAY_CHANGE
     ]
@@ -455,12 +432,6 @@ def _check_other_parts(out: Path, parts: int) -> None:
                 "number of parts, or wait for the end"
             )
         lock.release()
-
-
-def _shown_value(value: object) -> str:
-    if isinstance(value, list):
-        return ",".join(map(str, value)) or "''"
-    return {"None": "(default)", "True": "on", "False": "off"}.get(str(value), str(value))
 
 
 def _shard_name(number: int) -> str:
@@ -644,19 +615,6 @@ def _read_retries(out: Path, shards: Iterable[str]) -> dict[str, dict[str, str]]
     return retries
 
 
-def _host_of(url: object) -> str:
-    try:
-        return urlsplit(str(url)).hostname or "no host"
-    except ValueError:
-        return "no host"
-
-
-def _explained(cause: str) -> str:
-    """Return the cause of failures with what probably led to so many of them."""
-    explanation = probable_cause(cause)
-    return f"{cause!r}: {explanation}" if explanation else repr(cause)
-
-
 def _make_sample(row: Row, names: Mapping[str, str], keep_captions: bool) -> _Sample:
     sample = _Sample(replace(row, others={}), row_digest=_digest_row(row))
     try:
@@ -792,12 +750,10 @@ class _Download:
         if len(failed) < _MOST_FAILED * rows:
             return
         [(cause, count)] = Counter(sample.cause for sample in failed).most_common(1)
-        hosts = {_host_of(sample.row.path) for sample in failed if sample.cause == cause}
-        where = hosts.pop() if len(hosts) == 1 else counted(len(hosts), "host")
         raise DataError(
             f"{self._out}: stopped, because {len(failed)} of the last {rows} rows failed, {count} of them "
-            f"({where}) with {_explained(cause)}; run the same command again to continue, with --retry-failed "
-            "to try failed rows again, or with --keep-going not to stop"
+            f"with {cause!r}; run the same command again to continue, with --retry-failed to try failed rows "
+            "again, or with --keep-going not to stop"
         )
 
     def _stored(self, data: bytes) -> "tuple[StoredImage, dict[str, object], str] | str":

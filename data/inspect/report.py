@@ -4,14 +4,10 @@ Unprintable characters of the data are escaped.
 """
 
 import base64
-import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
-
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from clipkit.files import counted, printable, size_of, templates
 from clipkit.samples import STRETCH, Decoding, format_pixel_range
@@ -103,7 +99,7 @@ def parts(found: Findings) -> list[Part]:
     ]
 
 
-_MEMBERS_SHOWN, _GROUPS_SHOWN = 20, 3
+_MEMBERS_SHOWN = 20
 _TRAITS = {
     "rotated": "rotated by EXIF", "clamped": "outside the range", "deep_colors": "16 bits per color",
     "frames": "several frames", "cmyk": "CMYK",
@@ -139,8 +135,6 @@ def _shards(found: Findings) -> Iterator[Row]:
 
 
 def _names(names: Names) -> Iterator[Row]:
-    forms = [f"{printable(form, 60)}  ({count:,})" for form, count in names.patterns.items()]
-    yield _row("key patterns", *forms, *(["# is a digit"] if any("#" in form for form in forms) else []))
     for member in names.members[:_MEMBERS_SHOWN]:
         line = f"{member.count:,}: {member.used_as or 'not used'}"
         if member.setting:
@@ -204,7 +198,9 @@ def _images(found: Findings) -> Iterator[Row]:
             yield _row(label, f"{_of_all(count, images.read)}, in {_places(places)}{more}")
     for deep in images.deep:
         yield _deep(deep, found.decoding)
-    yield _row("identical files", *_duplicates(found))
+    groups = [" = ".join(map(_place, group)) for group in images.same_groups]
+    same = f"{images.same:,} images:" if images.same else "none among the decoded images"
+    yield _row("identical files", same, *groups)
 
 
 def _deep(deep: DeepImages, decoding: Decoding) -> Row:
@@ -222,15 +218,6 @@ def _deep(deep: DeepImages, decoding: Decoding) -> Row:
             f"percentiles 1, 50 and 99: {percentiles}"
         )
     return _row(f"{len(deep.channels)} channels" if several else "deep grayscale", *lines)
-
-
-def _duplicates(found: Findings) -> Iterator[str]:
-    if not found.pictures.same_groups:
-        yield "none among the decoded images"
-        return
-    yield f"{found.pictures.same:,} images in {counted(found.pictures.same_groups, 'group')}:"
-    for group in found.same[:_GROUPS_SHOWN]:
-        yield " = ".join(_place(thumbnail.place) for thumbnail in group)
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -343,8 +330,7 @@ def _image_notes(found: Findings) -> Iterator[Note]:
 # The HTML page and the terminal
 
 _WIDTH = 80
-_LABEL = 20
-_BAR = 30
+_LABEL = 21
 
 
 def page_of(found: Findings) -> str:
@@ -362,40 +348,16 @@ def page_of(found: Findings) -> str:
 
 
 def print_table(found: Findings) -> None:
-    """Print all parts, at most 80 columns wide, and the notes last."""
-    console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False, soft_wrap=False)
-    console.width = min(console.width, _WIDTH) if console.is_terminal else _WIDTH
-    with console.capture() as captured:
-        for part in parts(found):
-            table = Table.grid(padding=(0, 1))
-            table.add_column(width=_LABEL, overflow="fold")
-            table.add_column(overflow="fold")
-            for row in part.rows:
-                lines = Group(*(Text(line, overflow="fold") for line in row.lines))
-                table.add_row(Text(f"  {row.label}", style="dim"), lines)
-            console.print(
-                Text(part.title, style="bold"), table, *map(_terminal_chart, part.charts), "", sep="\n"
-            )
-        console.print(Text(headline(found), style="bold"))
-        listed = notes(found)
-        for note in listed:
-            line = Table.grid(padding=(0, 1))
-            line.add_row(
-                Text(" !" if note.grave else " ·", style="red" if note.grave else ""), Text(note.text)
-            )
-            console.print(line)
-        if not listed:
-            console.print(Text(" · no problems found"))
-    for text in captured.get().splitlines():
-        print(text.rstrip())
-
-
-def _terminal_chart(chart: Histogram) -> RenderableType:
-    table = Table.grid(padding=(0, 1))
-    table.add_column(width=_LABEL, justify="right")
-    table.add_column()
-    table.add_column(justify="right")
-    for label, count in (bins := _bins(chart)):
-        bar = "█" * round(_BAR * count / max(chart.counts)) or ("▏" if count else "")
-        table.add_row(Text(label, style="dim"), Text(bar.ljust(_BAR), style="cyan"), Text(f"{count:,}"))
-    return Group(Text(f"  {chart.title}", style="dim"), table) if bins else Text("")
+    """Print all parts without their charts, at most 80 columns wide, and the notes last."""
+    for part in parts(found):
+        print(part.title)
+        for row in part.rows:
+            indent = f"  {printable(row.label, _LABEL - 3)}".ljust(_LABEL)
+            for line in row.lines:
+                print(textwrap.fill(line, _WIDTH, initial_indent=indent, subsequent_indent=" " * _LABEL))
+                indent = " " * _LABEL
+        print()
+    print(headline(found))
+    for note in notes(found) or [Note("no problems found")]:
+        mark = " ! " if note.grave else " · "
+        print(textwrap.fill(note.text, _WIDTH, initial_indent=mark, subsequent_indent="   "))

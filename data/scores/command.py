@@ -34,7 +34,7 @@ from clipkit.files import (
     write_atomic,
 )
 from clipkit.inference import Item, PairEncoder, Sample, closest
-from clipkit.samples import Shard, ShardSamples, is_json, open_image, pillow_errors
+from clipkit.samples import Shard, ShardSamples, open_image, pillow_errors
 from clipkit.samples.remote import ShardCache, ShardFile, shard_cache
 from data.captions import CaptionRule, split_names
 from data.scores.page import check_filters, write_filters
@@ -260,8 +260,7 @@ def _facts(samples: ShardSamples, row: int, rule: CaptionRule, member: str) -> t
 
 
 def _fields(shard: Shard, row: int, rule: CaptionRule) -> dict[str, Any]:
-    names = shard.index.members(row)
-    return rule.parse(shard.read_present(row, [*rule.members(names), *filter(is_json, names)]))
+    return rule.parse(shard.read_present(row, rule.members_and_json(shard.index.members(row))))
 
 
 @cache

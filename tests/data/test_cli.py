@@ -65,7 +65,6 @@ def test_pack_reports_packed_and_bad_rows(table: Path, tmp_path: Path) -> None:
         "packed 1 image into train",
         f"warning: 2 bad of 4 rows: see {tmp_path / 'out/bad_rows.jsonl'}",
     ]
-    assert "4 rows, 2 bad" in done.stderr  # the progress bar
 
 
 def test_pack_suggests_options_for_images(
@@ -212,7 +211,7 @@ def test_index_requires_a_writable_cache(tmp_path: Path, monkeypatch: pytest.Mon
         writer.write("train", Record(key="a", image=b"x", extension="png", caption="a"))
         writer.finish({})
     monkeypatch.setenv("CLIPKIT_CACHE", "/proc/nothing")
-    with pytest.raises(DataError, match="the cache folder /proc/nothing is not writable"):
+    with pytest.raises(DataError, match="/proc/nothing"):
         main(["index", str(tmp_path / "set"), "--quiet"])
 
 

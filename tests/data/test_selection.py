@@ -400,7 +400,7 @@ def test_unknown_caption_field_raises_error(tmp_path: Path) -> None:
     file = shard_of(tmp_path / "0.tar", of_json({"a": "x"}))
     selection = Selection(captions=CaptionRule(fields=("b",), choice="all"))
     with pytest.raises(
-        DataError, match="names the json field 'b', which none of 1 samples examined has: available fields: a"
+        DataError, match=r"none of 1 samples examined has a caption in b .*; json fields with text: a$"
     ):
         make_manifest([[file]], selection)
 
