@@ -602,14 +602,11 @@ def _pack(parsed: argparse.Namespace) -> int:
             print(f"  {count:>9,}  {cause}")
     held_out, bad = report.splits.get("test", 0), sum(report.bad.values())
     test = f" and {held_out:,} into test" if parsed.test else ""
-    few = ": too few images for that fraction" if parsed.test and not held_out else ""
-    if parsed.test and not report.splits.get("train"):
-        few = ": warning: nothing is left to train on"
     pairs = report.summary == counted(report.packed, "pair")
     if not pairs:
         print(report.summary)
     noun = "pair" if pairs else "image"
-    print(f"packed {counted(report.splits.get('train', 0), noun)} into train{test}{few}")
+    print(f"packed {counted(report.splits.get('train', 0), noun)} into train{test}")
     if bad:
         mostly = "warning: " if bad >= report.rows else ""
         print(
@@ -685,6 +682,7 @@ COMMANDS = {
         description="Download images from a table of URLs.\n\n" + DOWNLOAD_TEXT,
         arguments=_download_options,
         run="data.download:command",
+        extra="pack,remote",
         stopped="complete shards are kept; run the same command to resume",
     ),
     "index": Command(
@@ -706,6 +704,7 @@ COMMANDS = {
         description=PALETTE_TEXT,
         arguments=_palette_options,
         run="data.palette:command",
+        extra="eval",
         stopped="nothing was written",
     ),
     "inspect": Command(
@@ -722,6 +721,7 @@ COMMANDS = {
         usage="python -m data score [OPTIONS] --model M SOURCE [SOURCE ...]",
         arguments=_score_options,
         run="data.scores.command:score",
+        extra="score",
         stopped="scored shards are kept; run the same command to resume",
     ),
     "speed": Command(

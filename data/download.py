@@ -37,8 +37,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import pyarrow
 import webdataset
 from PIL import ExifTags, Image
+from pyarrow import parquet
 
 import clipkit
 from clipkit.errors import ConfigError, DataError
@@ -177,8 +179,6 @@ class _FirstRows:
         self._data = sqlite3.connect("", isolation_level=None, check_same_thread=False)
         self._data.execute("CREATE TABLE first (digest BLOB PRIMARY KEY, key TEXT) WITHOUT ROWID")
         self._data.execute("BEGIN")  # never committed
-        if complete:
-            from pyarrow import parquet
         for path in complete:
             rows = parquet.read_table(path, columns=["status", "sha256", "key"]).to_pylist()
             self.claim([(row["sha256"], row["key"]) for row in rows if row["status"] == "success"])
@@ -258,10 +258,8 @@ def command(parsed: argparse.Namespace) -> int:
     if _ADDED in found.failures:
         print(f"  images with several captions: training uses the first, or draws one with {DRAW_CAPTIONS}")
     if not found.kept and (found.rows or parts == "1"):
-        message = f"none of the {counted(found.rows, 'row')} of {shown(parsed.table)} gave an image"
-        for cause, count in list(found.failures.items())[:1]:
-            message += f", {count} with {cause!r}; --retry-failed tries these rows again"
-        raise DataError(message)
+        rows = f"{counted(found.rows, 'row')} of {shown(parsed.table)}"
+        raise DataError(f"none of the {rows} gave an image; --retry-failed tries these rows again")
     return 0
 
 
@@ -595,8 +593,6 @@ def _merge_groups(tables: Sequence[Table], groups: RowsByKey) -> Iterator[Row]:
 
 
 def _read_attempts(out: Path, shard: str, *more_columns: str) -> list[dict[str, str]]:
-    from pyarrow import parquet
-
     columns = ["key", "status", "error_message", *more_columns]
     rows: list[dict[str, str]] = parquet.read_table(_listing_path(out, shard), columns=columns).to_pylist()
     return rows
@@ -954,8 +950,6 @@ def _download_shard(
 
 def _write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows as a table; columns of mixed types become JSON strings."""
-    import pyarrow
-    from pyarrow import parquet
 
     columns: dict[str, Any] = {}
     for name in dict.fromkeys(chain.from_iterable(rows)):

@@ -247,12 +247,9 @@ def pack(
                 else:
                     for row in rows:
                         path = row.path if isinstance(row.path, str) else None
-                        cause = outcome
-                        if group_by is not None and row.path != rows[0].path:
-                            cause = f"{outcome} in the first row of the group"
-                        bad[cause] += 1
-                        firsts.setdefault(cause, f"row {row.number}" + (f": {path[:80]!r}" if path else ""))
-                        line = {"row": row.number, "path": path and path[:4096], "cause": cause}
+                        bad[outcome] += 1
+                        firsts.setdefault(outcome, f"row {row.number}" + (f": {path[:80]!r}" if path else ""))
+                        line = {"row": row.number, "path": path and path[:4096], "cause": outcome}
                         file.write(json.dumps(line) + "\n")  # ASCII, because a path may not be UTF-8
                 bar.show(i + 1, bad.total())
             if root is not None:

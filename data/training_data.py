@@ -79,16 +79,7 @@ def open_training_data(
     cache = shard_cache(settings.sources, settings.cache_gb)
     content = b""
     if rank0:
-        run = recorded.parent
-        try:
-            sources = [find_shards(source) for source in settings.sources]
-        except DataError as error:
-            if not resumed:
-                raise
-            raise DataError(
-                f"{error}; if the data of {run} was moved, set data.train to its new location; it is compared with "
-                "the recorded data"
-            ) from error
+        sources = [find_shards(source) for source in settings.sources]
         with CountProgress("counting shards", total=sum(map(len, sources)), shown=True) as progress:
             try:
                 manifest = make_manifest(sources, selection, cache=cache, progress=progress.show)
@@ -98,7 +89,7 @@ def open_training_data(
         earlier = Manifest.load(recorded)
         if earlier is not None and resumed:
             if changes := manifest.changes_since(earlier):
-                raise other_data(run, "; ".join(changes))
+                raise other_data(recorded.parent, "; ".join(changes))
             if unknown := manifest.not_compared(earlier):
                 print(
                     f"note: {unknown:,} of {len(manifest):,} shards have a different or no modification time, "

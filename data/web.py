@@ -27,6 +27,8 @@ _MOST_REFUSED = 8  # downloads, after which a host's other rows fail at once
 _RESOLVERS = 64  # concurrent DNS lookups
 _ENCODINGS = frozenset({"", "identity", "gzip", "deflate", "br", "zstd"})
 _NO_TRAINING = frozenset({"noai", "noimageai", "noindex", "noimageindex"})
+# the first word selects directives of ``X-Robots-Tag``
+_USER_AGENT = "clipkit (+https://pypi.org/project/clipkit)"
 _WITH_VALUE = frozenset({"unavailable_after", "max-snippet", "max-image-preview", "max-video-preview"})
 
 
@@ -43,7 +45,6 @@ class FetchOptions:
         allow_private: allow hosts with addresses that are not public, such as 127.0.0.1 or 10.0.0.1.
         keep_going: do not stop when nearly all rows fail.
         ignore_robots: also download images whose ``X-Robots-Tag`` header forbids their use.
-        user_agent: sent to servers; its first word selects directives of ``X-Robots-Tag``.
     """
 
     connections: int = 256
@@ -54,7 +55,6 @@ class FetchOptions:
     allow_private: bool = False
     ignore_robots: bool = False
     keep_going: bool = False
-    user_agent: str = "clipkit (+https://pypi.org/project/clipkit)"
 
 
 class FetchError(Exception):
@@ -92,7 +92,7 @@ class Fetcher:
                 socket_factory=None if options.allow_private else _public_socket,
             ),
             timeout=aiohttp.ClientTimeout(total=options.timeout),
-            headers={"User-Agent": options.user_agent, "Accept": "image/*,*/*;q=0.5"},
+            headers={"User-Agent": _USER_AGENT, "Accept": "image/*,*/*;q=0.5"},
             cookie_jar=aiohttp.DummyCookieJar(),
             read_bufsize=2**18,
             **CLIENT_OPTIONS,
@@ -164,9 +164,7 @@ class Fetcher:
                         temporary=response.status in _RETRIED,
                         pause=_pause(response.headers.get("Retry-After", "")),
                     )
-                if not options.ignore_robots and _forbidden(
-                    response.headers.getall("X-Robots-Tag", []), options.user_agent
-                ):
+                if not options.ignore_robots and _forbidden(response.headers.getall("X-Robots-Tag", [])):
                     raise FetchError("use forbidden by X-Robots-Tag")
                 if response.headers.get("Content-Encoding", "identity").lower() not in _ENCODINGS:
                     raise FetchError("unsupported Content-Encoding")
@@ -237,12 +235,12 @@ def _pause(retry_after: str) -> float:
     return seconds if 0 < seconds <= _LONGEST_PAUSE else 0.0
 
 
-def _forbidden(tags: list[str], user_agent: str) -> bool:
+def _forbidden(tags: list[str]) -> bool:
     """Return whether ``X-Robots-Tag`` headers forbid training on an image.
 
     A header is a list of directives; those after ``NAME:`` apply to one crawler only.
     """
-    own = user_agent.split()[0].lower() if user_agent.split() else ""
+    own = _USER_AGENT.split()[0]
     for tag in tags:
         addressed = True
         for directive in tag.lower().split(","):

@@ -188,12 +188,10 @@ class Filtered:
     """How many of the samples read pass the filters.
 
     Attributes:
-        filters: in the syntax of ``data.filters``.
         unknown: messages about fields that no sample has.
         left_out: removed samples by reason.
     """
 
-    filters: tuple[str, ...]
     unknown: tuple[str, ...]
     read: int
     passed: int

@@ -120,7 +120,9 @@ def _shards(found: Findings) -> Iterator[Row]:
     if filtered is not None:
         left = f"{found.left:,}" if found.all_read else _about(found.left)
         passed = _percent(filtered.passed, filtered.read)
-        yield _row("after filters", f"{left} samples ({passed}); the rest of this report covers all samples")
+        left_out = [f"{count:,} left out: {printable(why, 80)}" for why, count in filtered.left_out.items()]
+        passing = f"{left} samples ({passed}); the rest of this report covers all samples"
+        yield _row("after filters", passing, *left_out[:8])
     steps = found.left // found.batch_size
     exact = shards.samples_known and (filtered is None or found.all_read)
     count = counted(steps, "step") if exact else f"{_about(steps)} steps"
@@ -147,16 +149,12 @@ def _names(names: Names) -> Iterator[Row]:
 
 
 def _fields(found: Findings) -> Iterator[Row]:
-    fields, filtered = found.fields, found.filtered
+    fields = found.fields
     spread = "" if found.all_read else ", among evenly spread samples"
     yield _row("samples with json", _of_all(fields.with_json, fields.read) + spread)
     for one in fields.fields:
         fraction = "" if one.count == fields.read else f", in {_percent(one.count, fields.read)}"
         yield _row(printable(one.name, 60), f"{one.kind}{fraction}: {printable(one.values, 160)}")
-    if filtered is not None:
-        left_out = [f"{count:,} left out: {printable(why, 80)}" for why, count in filtered.left_out.items()]
-        yield _row("filters", *(printable(one, 80) for one in filtered.filters))
-        yield _row("after filters", f"{_of_all(filtered.passed, filtered.read)} pass", *left_out[:8])
 
 
 def _bad(found: Findings) -> Iterator[Row]:
@@ -174,7 +172,8 @@ def _captions(found: Findings) -> Iterator[Row]:
     yield _row("length", f"median {captions.median:,.0f} tokens, longest {captions.longest:,}")
     cut = _of_all(captions.cut, captions.read)
     yield _row("too long", f"{cut} are truncated to {found.context_length} tokens")
-    yield _row("repeated", f"{_of_all(captions.repeated, captions.read)} repeat another sample's caption")
+    repeated = _of_all(captions.repeated, captions.read)
+    yield _row("repeated", f"{repeated}; negatives in a batch, unless loss.same=positives (or ignored)")
     if captions.frequent:
         yield _row("most frequent", *(f"{n:,} × {printable(text, 100)}" for text, n in captions.frequent))
 
@@ -223,8 +222,6 @@ def _deep(deep: DeepImages, decoding: Decoding) -> Row:
 # --------------------------------------------------------------------------------------------------------------
 # Notes
 
-_COMMON = 0.1  # fraction above which a finding becomes a note
-
 
 def notes(found: Findings) -> list[Note]:
     """Return findings that a user should know or fix before training, grave ones first."""
@@ -257,9 +254,7 @@ def _shard_notes(found: Findings) -> Iterator[Note]:
     if filtered is not None:
         for unknown in filtered.unknown:
             yield Note(printable(unknown, 1000), grave=True)
-        if filtered.passed:
-            yield Note(f"{_of_all(filtered.passed, filtered.read)} of the samples read pass the filters")
-        elif not filtered.unknown:
+        if not filtered.passed and not filtered.unknown:
             yield Note("no sample read passes the filters", grave=True)
     if found.left < found.batch_size and (filtered is None or filtered.passed):
         yield Note(
@@ -270,18 +265,11 @@ def _shard_notes(found: Findings) -> Iterator[Note]:
 
 
 def _sample_notes(found: Findings) -> Iterator[Note]:
-    names, sampled, captions = found.names, found.sampled, found.captions
-    if left_out := names.without_caption + names.without_picture:
-        yield Note(f"{_of_all(left_out, names.groups)} samples lack an image or a caption and are left out")
+    sampled, captions = found.sampled, found.captions
     bad = f"{_percent(sampled.bad, sampled.tried)} of the samples are bad"
     limit = f"training stops above {100 * found.max_bad:g}% (data.max_bad)"
     if sampled.bad > found.max_bad * sampled.tried:
         yield Note(f"{bad}; {limit}", grave=True)
-    if captions.cut > _COMMON * captions.read:
-        yield Note(
-            f"{_percent(captions.cut, captions.read)} of the captions have more than {found.context_length} "
-            "tokens and are truncated"
-        )
     if captions.not_utf8:
         read = captions.read + captions.empty + captions.not_utf8
         yield Note(
@@ -291,11 +279,6 @@ def _sample_notes(found: Findings) -> Iterator[Note]:
         )
     for unknown in captions.unknown:
         yield Note(f"data.captions: {printable(unknown, 1000)}")
-    if captions.repeated > _COMMON * captions.read:
-        yield Note(
-            f"{_percent(captions.repeated, captions.read)} of the captions read repeat an earlier one: "
-            "within a batch such pairs count as negatives, unless loss.same=positives (or ignored)"
-        )
 
 
 def _image_notes(found: Findings) -> Iterator[Note]:
@@ -315,11 +298,7 @@ def _image_notes(found: Findings) -> Iterator[Note]:
         have = "has" if deep.count == 1 else "have"
         what = "more than 8 bits per channel" if channels in (1, 3) else f"{channels} channels"
         line = f"{deep.count:,} of {counted(images.read, 'image')} {have} {what}, at which training stops"
-        line += f": set {deep.settings}"
-        if is_deep:
-            extrema = ";".join(format_pixel_range((channel.low, channel.high)) for channel in deep.channels)
-            line += f", or for the values of these images {extrema}"
-        yield Note(line, grave=True)
+        yield Note(f"{line}: set {deep.settings}", grave=True)
     lines = images.traits.lines(
         found.decoding, background="pixels.background=white", upright="pixels.upright=true"
     )
@@ -352,7 +331,10 @@ def print_table(found: Findings) -> None:
     for part in parts(found):
         print(part.title)
         for row in part.rows:
-            indent = f"  {printable(row.label, _LABEL - 3)}".ljust(_LABEL)
+            indent = f"  {row.label} ".ljust(_LABEL)
+            if len(indent) > _LABEL:
+                print(indent.rstrip())
+                indent = " " * _LABEL
             for line in row.lines:
                 print(textwrap.fill(line, _WIDTH, initial_indent=indent, subsequent_indent=" " * _LABEL))
                 indent = " " * _LABEL

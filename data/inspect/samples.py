@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -50,11 +50,9 @@ from data.inspect.findings import (
 from data.inspect.shards import FIRST_PLACES, ShardSurvey
 from data.shards.manifest import reject_unknown_captions
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
 __all__ = [
-    "DeepValues", "ImageInfo", "Sample", "SampleChecker", "bad_example", "group_equal", "image_digest",
+    "DeepValues", "ImageInfo", "Sample", "SampleChecker", "bad_example", "encode_webp", "group_equal",
+    "image_digest",
     "read_sample", "sheet_entry", "summarize_deep", "summarize_images", "token_counts",
 ]  # fmt: skip
 
@@ -397,12 +395,10 @@ def token_counts(texts: list[str]) -> list[int]:
 
 def sheet_entry(sample: Sample) -> Example:
     """Prepare a good sample with its crop for the contact sheet."""
-    from PIL import Image
-
     assert sample.crop is not None and sample.caption is not None
     pixels = sample.crop[:3] if len(sample.crop) > 2 else sample.crop[:1].expand(3, -1, -1)
     return Example(
-        picture=_webp(Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())),
+        picture=encode_webp(pixels.permute(1, 2, 0).contiguous().numpy()),
         caption=_shortened(sample.caption),
         tokens=token_counts([sample.caption[:_MOST_COUNTED]])[0],
         cause="",
@@ -412,12 +408,10 @@ def sheet_entry(sample: Sample) -> Example:
 
 def bad_example(samples: ShardSurvey, sample: Sample) -> Example:
     """Read a bad sample again to show it."""
-    from PIL import Image
-
     again, data = read_sample(samples, sample.i, image=True)
     webp = b""
     with suppress(DataError):
-        webp = _webp(Image.fromarray(decode_image(data)))
+        webp = encode_webp(decode_image(data))
     caption = _shortened(again.caption or "")
     return Example(picture=webp, caption=caption, tokens=0, cause=sample.cause, place=sample.place)
 
@@ -426,8 +420,12 @@ def _shortened(text: str) -> str:
     return text[:_CAPTION_SHOWN] + "…" * (len(text) > _CAPTION_SHOWN)
 
 
-def _webp(image: "Image") -> bytes:
-    image.thumbnail((_SIDE, _SIDE))
+def encode_webp(pixels: npt.NDArray[np.uint8], side: int = _SIDE) -> bytes:
+    """Encode an image, (H, W, 3), whose longer side is at most ``side`` pixels."""
+    from PIL import Image
+
+    image = Image.fromarray(pixels)
+    image.thumbnail((side, side))
     file = io.BytesIO()
     image.save(file, "WEBP", quality=_QUALITY)
     return file.getvalue()

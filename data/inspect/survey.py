@@ -172,7 +172,6 @@ class FieldSurvey:
         if not filters:
             return None
         return Filtered(
-            filters=tuple(map(str, filters)),
             unknown=self.unknown([one.name for one in filters]),
             read=self._read,
             passed=self._passed,

@@ -58,7 +58,6 @@ __all__ = [
     "suggest_members",
     "suggest_setting",
     "take_census",
-    "write_settings",
 ]
 
 
@@ -164,7 +163,7 @@ def reject_unknown_captions(
         raise DataError(
             f"none of {examined.samples:,} samples examined has a caption in {listed(rule.fields)} "
             f"(data.captions); members: {list_members(examined.members)}; json fields with text: "
-            f"{listed(examined.texts) or 'none'}{write_settings(examined.settings)}"
+            f"{listed(examined.texts) or 'none'}{_write_settings(examined.settings)}"
         )
 
 
@@ -252,7 +251,7 @@ def suggest_members(shard: Shard, rule: CaptionRule, image: str = "") -> dict[st
     return settings
 
 
-def write_settings(settings: Mapping[str, str]) -> str:
+def _write_settings(settings: Mapping[str, str]) -> str:
     """Return what to write for the settings that ``suggest_members`` returns; "" for none."""
     texts = [f"data.{name}={printable(member)}" for name, member in settings.items()]
     return f": set {' '.join(texts)}" if texts else ""
@@ -693,5 +692,5 @@ def nothing_usable(
         which = "passes data.filters" if selection.filters else "is used"
         return f"{where} no sample that {which}: {because}"
     shard = Shard(first, cache, truncated=selection.truncated)
-    hint = write_settings(suggest_members(shard, selection.captions, selection.image))
+    hint = _write_settings(suggest_members(shard, selection.captions, selection.image))
     return f"{where} no sample with {' and '.join(selection.need)}; members: {list_members(members)}{hint}"

@@ -97,11 +97,9 @@ def test_filters(tmp_path: Path) -> None:
     assert found.filtered is not None
     assert (found.filtered.read, found.filtered.passed, found.left) == (13, 4, 4)
     assert found.filtered.left_out == {"not width >= 106": 6, "not lang = en": 2, "without width": 1}
-    assert row(found, "shards", "after filters").startswith("4 samples (30.8%)")
+    passing = row(found, "shards", "after filters")
+    assert passing.startswith("4 samples (30.8%)") and "| 6 left out" in passing
     assert row(found, "shards", "one epoch") == "1 step of 4 samples (--batch-size sets the batch)"
-    assert row(found, "fields", "filters") == "width >= 106 | lang = en"
-    assert "4 of 13 (30.8%) pass | 6 left out" in row(found, "fields", "after filters")
-    assert "4 of 13 (30.8%) of the samples read pass the filters" in told(found)
     assert found.sampled.tried == 13 and not any(note.grave for note in notes(found))
 
 
@@ -116,7 +114,7 @@ def test_filter_on_unknown_field_is_reported(tmp_path: Path) -> None:
     assert "no sample read has the json field 'WIDTH': did you mean 'width'?" in said
     assert "no sample read passes" not in said and "fill a batch" not in said
     assert "no sample read passes the filters" in told(look([str(path)], filters=["width > 999"]))
-    with pytest.raises(ConfigError, match="has => instead of >="):
+    with pytest.raises(ConfigError, match="has no known operator"):
         look([str(path)], filters=["width => 3"])
 
 
@@ -126,7 +124,7 @@ def test_filters_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     options = ["--image-size", "16", "--batch-size", "3", "--json", str(figures), "--quiet"]
     assert main(["inspect", str(path), "--filters", "width >= 106", "--filters", "lang=en", *options]) == 0
     output = capsys.readouterr().out
-    assert "4 of 12 (33.3%) pass" in output and max(map(len, output.splitlines())) <= 80
+    assert "4 samples (33.3%)" in output and max(map(len, output.splitlines())) <= 80
     assert json.loads(figures.read_text())["filtered"]["passed"] == 4
     with pytest.raises(ConfigError, match="--batch-size: '0' is not a whole number"):
         main(["inspect", str(path), *options, "--batch-size", "0"])
