@@ -227,13 +227,6 @@ def command(parsed: argparse.Namespace) -> int:
         keep_going=parsed.keep_going,
     )
     began = time.monotonic()
-    done = 0
-
-    def show(rows: int, failed: int) -> None:
-        nonlocal done
-        done = rows
-        progress.show(rows, failed)
-
     with CountProgress("downloading", total=None, shown=not parsed.quiet) as progress:
         found = download(
             parsed.table,
@@ -243,12 +236,11 @@ def command(parsed: argparse.Namespace) -> int:
             part=(int(place), int(parts)),
             retry_failed=parsed.retry_failed,
             ray_address=parsed.ray,
-            show=show,
+            show=progress.show,
         )
     fraction = found.kept / max(1, found.rows)
     seconds = time.monotonic() - began
-    new = f"{seconds:.1f} s, {done / seconds:,.1f} rows/s" if done else "already complete"
-    print(f"{parsed.out}: {counted(found.shards, 'shard')}, {new}")
+    print(f"{parsed.out}: {counted(found.shards, 'shard')}, {found.written:,} of them new, {seconds:.1f} s")
     print(f"  {found.kept:>11,}  of {counted(found.rows, 'row')} kept ({fraction:.1%})")
     for cause, count in found.failures.items():
         print(f"  {count:>11,}  {printable(cause)}")

@@ -49,8 +49,6 @@ def command(parsed: argparse.Namespace) -> int:
         raise ConfigError(f"--out {out} must be a file name ending in .safetensors")
     if out.exists():
         raise DataError(f"{out} already exists: name a new file, or remove it first")
-    if not out.parent.is_dir():
-        raise DataError(f"{out.parent} is not a folder: create it first")
     selection = Selection(need=("image",))
     shards = [shard for source in parsed.sources for shard in find_shards(source, split=parsed.split)]
     cache = shard_cache(parsed.sources, parsed.cache_gb)

@@ -838,7 +838,7 @@ def test_command_resizes_and_prints_report(
     assert main(["download", str(path), str(out), *options]) == 0
     printed = capsys.readouterr().out
     assert main(["download", str(path), str(out), *options]) == 0
-    assert "already complete" in capsys.readouterr().out
+    assert "1 shard, 0 of them new" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="--keep-duplicates false → true"):
         main(["download", str(path), str(out), *options, "--keep-duplicates"])
     assert "2  of 3 rows kept (66.7%)" in printed and "1  HTTP 404" in printed
