@@ -171,6 +171,10 @@ class CaptionRule:
             texts.append(TEXT)
         return [*dict.fromkeys([*texts, *json_members(fields, names)])]
 
+    def members_and_json(self, names: Collection[str]) -> list[str]:
+        """Return ``members``, and all members with json."""
+        return [*dict.fromkeys([*self.members(names), *filter(is_json, names)])]
+
     def parse(self, members: Mapping[str, bytes]) -> dict[str, Any]:
         """Return a sample's fields: those of its json, and text members under the names of the rule.
 

@@ -36,10 +36,11 @@ from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
-from urllib.parse import urlsplit
 
+import pyarrow
 import webdataset
 from PIL import ExifTags, Image
+from pyarrow import parquet
 
 import clipkit
 from clipkit.errors import ConfigError, DataError
@@ -65,14 +66,14 @@ from clipkit.samples import (
     Table,
     check_captions,
     digest_key,
-    files_below,
+    list_files,
     merge_rows,
 )
 from clipkit.samples.remote import describe, download_all, is_remote, list_folder
 from data.captions import DRAW_CAPTIONS
 from data.pack import FieldNames, fields_of
 from data.shards.images import BadImage, Resize, StoredImage, Storing, store_image
-from data.web import Fetcher, FetchError, FetchOptions, probable_cause
+from data.web import Fetcher, FetchError, FetchOptions
 
 __all__ = ["URL_COLUMNS", "DownloadOptions", "DownloadReport", "download"]
 
@@ -84,7 +85,6 @@ _OWN_FIELDS = (
 _ADDED = "URL of an earlier row, which has the caption"
 _NOT_ADDED = f"URL of more than {MOST_ROWS} rows: the caption is left out"
 _RETRY = "-retry"  # in the names of shards of failed rows
-_SHOWN = 8  # names of files in a message
 _OPEN_SHARDS = 8  # shards in progress; bounds memory while one waits for its slowest response
 _MOST_FAILED = 0.99  # fraction of the last rows from which a download stops
 _LEAST_WATCHED, _MOST_WATCHED = 200, 1000  # rows of which this fraction is computed
@@ -179,8 +179,6 @@ class _FirstRows:
         self._data = sqlite3.connect("", isolation_level=None, check_same_thread=False)
         self._data.execute("CREATE TABLE first (digest BLOB PRIMARY KEY, key TEXT) WITHOUT ROWID")
         self._data.execute("BEGIN")  # never committed
-        if complete:
-            from pyarrow import parquet
         for path in complete:
             rows = parquet.read_table(path, columns=["status", "sha256", "key"]).to_pylist()
             self.claim([(row["sha256"], row["key"]) for row in rows if row["status"] == "success"])
@@ -229,13 +227,6 @@ def command(parsed: argparse.Namespace) -> int:
         keep_going=parsed.keep_going,
     )
     began = time.monotonic()
-    done = 0
-
-    def show(rows: int, failed: int) -> None:
-        nonlocal done
-        done = rows
-        progress.show(rows, failed)
-
     with CountProgress("downloading", total=None, shown=not parsed.quiet) as progress:
         found = download(
             parsed.table,
@@ -245,12 +236,11 @@ def command(parsed: argparse.Namespace) -> int:
             part=(int(place), int(parts)),
             retry_failed=parsed.retry_failed,
             ray_address=parsed.ray,
-            show=show,
+            show=progress.show,
         )
     fraction = found.kept / max(1, found.rows)
     seconds = time.monotonic() - began
-    new = f"{seconds:.1f} s, {done / seconds:,.1f} rows/s" if done else "already complete"
-    print(f"{parsed.out}: {counted(found.shards, 'shard')}, {new}")
+    print(f"{parsed.out}: {counted(found.shards, 'shard')}, {found.written:,} of them new, {seconds:.1f} s")
     print(f"  {found.kept:>11,}  of {counted(found.rows, 'row')} kept ({fraction:.1%})")
     for cause, count in found.failures.items():
         print(f"  {count:>11,}  {printable(cause)}")
@@ -260,10 +250,8 @@ def command(parsed: argparse.Namespace) -> int:
     if _ADDED in found.failures:
         print(f"  images with several captions: training uses the first, or draws one with {DRAW_CAPTIONS}")
     if not found.kept and (found.rows or parts == "1"):
-        message = f"none of the {counted(found.rows, 'row')} of {shown(parsed.table)} gave an image"
-        for cause, count in list(found.failures.items())[:1]:
-            message += f", {count} with {_explained(cause)}; --retry-failed tries these rows again"
-        raise DataError(message)
+        rows = f"{counted(found.rows, 'row')} of {shown(parsed.table)}"
+        raise DataError(f"none of the {rows} gave an image; --retry-failed tries these rows again")
     return 0
 
 
@@ -377,35 +365,14 @@ def _tables(given: Sequence[str | Path], copies: Path) -> list[Path]:
             files = describe([table]) if is_file else list_folder(table, in_any_case)
             inside = download_all(files, copies)
         elif (path := Path(table)).is_dir():
-            inside = _tables_in(path, copies.parent)
+            inside = [Path(file.url) for file in list_files(path, SUFFIXES)]
+            print(f"{path}: reads the {counted(len(inside), 'table')} directly in it", file=sys.stderr)
         else:
             inside = [path]
         if not inside:
             raise DataError(f"{shown(table)} contains no table ({', '.join(SUFFIXES)})")
         found += inside
     return found
-
-
-def _tables_in(folder: Path, out: Path) -> list[Path]:
-    """Return the tables directly in a folder, and print the names of others that are not read."""
-    tables: list[Path] = []
-    not_read: list[str] = []
-    for path, cause in files_below(folder):
-        name = path.name.lower()
-        if cause or out in path.absolute().parents:
-            continue
-        if path.parent == folder and name.endswith(SUFFIXES):
-            tables.append(path)
-        elif name.endswith((*SUFFIXES, *NAMED_SUFFIXES)):
-            not_read.append(str(path.relative_to(folder)))
-    if not_read:
-        more = f" and {len(not_read) - _SHOWN} more" if len(not_read) > _SHOWN else ""
-        print(
-            f"{folder}: reads {counted(len(tables), 'table')}, but not {', '.join(not_read[:_SHOWN])}{more} "
-            f"(only {', '.join(SUFFIXES)} directly in the folder; others can be named one at a time)",
-            file=sys.stderr,
-        )
-    return tables
 
 
 # options that decide only which rows fail; --retry-failed tries these rows again
@@ -428,7 +395,7 @@ def _check_options(out: Path, paths: Sequence[Path], options: DownloadOptions, f
         return
     before = json.loads(file.read_bytes())
     changed = [
-        f"--{name.replace('_', '-')} {_shown_value(before.get(name))} → {_shown_value(value)}"
+        f"--{name.replace('_', '-')} {json.dumps(before.get(name))} → {json.dumps(value)}"
         for name, value in now.items()
         if before.get(name) != value and name not in _MAY_CHANGE
     ]
@@ -455,12 +422,6 @@ def _check_other_parts(out: Path, parts: int) -> None:
                 "number of parts, or wait for the end"
             )
         lock.release()
-
-
-def _shown_value(value: object) -> str:
-    if isinstance(value, list):
-        return ",".join(map(str, value)) or "''"
-    return {"None": "(default)", "True": "on", "False": "off"}.get(str(value), str(value))
 
 
 def _shard_name(number: int) -> str:
@@ -624,8 +585,6 @@ def _merge_groups(tables: Sequence[Table], groups: RowsByKey) -> Iterator[Row]:
 
 
 def _read_attempts(out: Path, shard: str, *more_columns: str) -> list[dict[str, str]]:
-    from pyarrow import parquet
-
     columns = ["key", "status", "error_message", *more_columns]
     rows: list[dict[str, str]] = parquet.read_table(_listing_path(out, shard), columns=columns).to_pylist()
     return rows
@@ -642,19 +601,6 @@ def _read_retries(out: Path, shards: Iterable[str]) -> dict[str, dict[str, str]]
         for attempt in _read_attempts(out, shard, "retry_of"):
             retries[attempt["retry_of"]] = attempt
     return retries
-
-
-def _host_of(url: object) -> str:
-    try:
-        return urlsplit(str(url)).hostname or "no host"
-    except ValueError:
-        return "no host"
-
-
-def _explained(cause: str) -> str:
-    """Return the cause of failures with what probably led to so many of them."""
-    explanation = probable_cause(cause)
-    return f"{cause!r}: {explanation}" if explanation else repr(cause)
 
 
 def _make_sample(row: Row, names: Mapping[str, str], keep_captions: bool) -> _Sample:
@@ -792,12 +738,10 @@ class _Download:
         if len(failed) < _MOST_FAILED * rows:
             return
         [(cause, count)] = Counter(sample.cause for sample in failed).most_common(1)
-        hosts = {_host_of(sample.row.path) for sample in failed if sample.cause == cause}
-        where = hosts.pop() if len(hosts) == 1 else counted(len(hosts), "host")
         raise DataError(
             f"{self._out}: stopped, because {len(failed)} of the last {rows} rows failed, {count} of them "
-            f"({where}) with {_explained(cause)}; run the same command again to continue, with --retry-failed "
-            "to try failed rows again, or with --keep-going not to stop"
+            f"with {cause!r}; run the same command again to continue, with --retry-failed to try failed rows "
+            "again, or with --keep-going not to stop"
         )
 
     def _stored(self, data: bytes) -> "tuple[StoredImage, dict[str, object], str] | str":
@@ -998,8 +942,6 @@ def _download_shard(
 
 def _write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows as a table; columns of mixed types become JSON strings."""
-    import pyarrow
-    from pyarrow import parquet
 
     columns: dict[str, Any] = {}
     for name in dict.fromkeys(chain.from_iterable(rows)):

@@ -18,7 +18,6 @@ _COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt,
     "=": operator.eq, "==": operator.eq, "!=": operator.ne,
 }  # fmt: skip
-_MEANT = {"=>": ">=", "=<": "<=", "=!": "!=", "<>": "!=", "===": "=", "!==": "!=", "<<": "<", ">>": ">"}
 _INTEGER = re.compile(r"\s*[+-]?[0-9]+\s*")
 
 
@@ -46,12 +45,7 @@ class Filter:
             raise ConfigError(f"filter {text!r} is not of the form FIELD >= VALUE (or <=, >, <, =, !=)")
         name, compare, value = match.groups()
         if text[match.end(2)] in "<>=!":  # "width => 256" would compare with the text "> 256"
-            typed = re.match(r"[<>=!]*", text[match.start(2) :])
-            meant = _MEANT.get(typed[0]) if typed else None
-            if typed is None or meant is None:
-                raise ConfigError(f"filter {text!r} has no known operator: >=, <=, >, <, = or !=")
-            right = f"{name} {meant} {value.lstrip('<>=! ') or 'VALUE'}"
-            raise ConfigError(f"filter {text!r} has {typed[0]} instead of {meant}: write {right!r}")
+            raise ConfigError(f"filter {text!r} has no known operator: >=, <=, >, <, = or !=")
         if compare in ("<", ">", "<=", ">=") and parse_number(value) is None:
             raise ConfigError(f"filter {text!r} compares with {value!r}, which is not a number")
         return cls(name=name, compare=compare, value=value.strip("\"'"))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from clipkit.batch import BadSample, Batch
-from clipkit.errors import ConfigError, DataError
+from clipkit.errors import DataError
 from clipkit.model import MAX_CHARACTERS
 from clipkit.samples import (
     Decoding,
@@ -72,7 +72,7 @@ class Loader:
         teacher: stored features of the samples.
 
     Raises:
-        ConfigError: there are more ranks than samples in a batch, or stages are invalid.
+        ConfigError: there are more ranks than samples in a batch.
     """
 
     shards: Shards
@@ -94,19 +94,7 @@ class Loader:
 
     def __post_init__(self) -> None:
         self.order.part(self.rank, self.world_size)
-        before = 0
         for stage in self.stages:
-            if stage.until_step <= before:
-                raise ConfigError(
-                    f"stages: a stage ends at step {stage.until_step}, not after step {before}: each must end "
-                    "after the previous one"
-                )
-            if stage.image_size < 1 or stage.context_length < 1:
-                raise ConfigError(
-                    f"stages: image_size = {stage.image_size}, context_length = {stage.context_length}: expected "
-                    "at least 1 pixel and 1 token"
-                )
-            before = stage.until_step
             tokenizer: Any = self.tokenize  # loaded once, because some load slowly
             self._tokenizers[stage.context_length] = tokenizer.of_length(stage.context_length)
 

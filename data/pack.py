@@ -38,16 +38,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files import counted, size_of
+from clipkit.files import CountProgress, counted, size_of
 from clipkit.samples import (
     FolderSamples,
     Table,
@@ -57,7 +54,6 @@ from clipkit.samples import (
     color_of,
     files_below,
     images_below,
-    is_table,
     json_value,
     listed_path,
 )
@@ -75,7 +71,6 @@ _MAX_REPORTED = 1000  # columns in the report; in JSONL each line may have diffe
 _MOST_FIELDS = 100_000  # columns of a table, to bound memory
 _LAYOUTS = "a .txt file for each image, a table named metadata, or a subfolder for each class"
 _SHOWN = 8  # names of tables in the card
-_LOOKED_AT = 1000  # names in a folder without captions
 _LONGEST_NAME = 80
 
 
@@ -187,19 +182,14 @@ def pack(
         progress: show a progress bar on stderr.
 
     Raises:
-        ConfigError: ``samples_per_shard``, ``max_side`` or ``test`` is out of range, or ``background`` or
-            ``group_by`` is invalid.
+        ConfigError: ``background``, ``group_by`` or ``max_side`` is invalid.
         DataError: a table cannot be read, lacks a column, or there is no usable row.
     """
-    for name, value in (("samples_per_shard", samples_per_shard), ("max_side", max_side)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} = {value}: expected at least 1")
-    if not 0 <= test <= 1:
-        raise ConfigError(f"test = {test}: expected a fraction from 0 to 1, such as 0.1")
+    assert samples_per_shard >= 1 and 0 <= test <= 1
     if group_by is not None and not group:
         raise ConfigError("--group-by and --no-group exclude each other")
     how = Storing(
-        resize=Resize(mode="keep_ratio_largest", size=max_side) if max_side else None,
+        resize=Resize(mode="keep_ratio_largest", size=max_side) if max_side is not None else None,
         keep_orientation=keep_orientation,
         background=None if background is None else color_of(background),
     )
@@ -230,32 +220,21 @@ def pack(
     firsts, kept = dict[str, str](), dict[str, str]()
     with DatasetWriter(out, samples_per_shard=samples_per_shard) as writer, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, on broken images, which are listed as bad rows
-        bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[rows]:,} rows, {task.fields[bad]:,} bad"),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            disable=not progress,
-            expand=True,
-        )
-        task = bar.add_task("reading", total=1.0, rows=0, bad=0)
-        listing = writer.extra_file("bad_rows.jsonl")
-        with listing.open("w", encoding="utf-8") as file, bar:
-            samples: TableSamples | FolderSamples
-            if folder is not None:
-                samples = folder
-            else:
+        samples: TableSamples | FolderSamples
+        if folder is not None:
+            samples = folder
+        else:
+            with CountProgress("reading rows", total=None, shown=progress) as bar:
                 samples = TableSamples(
-                    tables,
-                    group=group,
-                    group_by=group_by,
-                    progress=lambda fraction, rows: bar.update(task, completed=fraction, rows=rows),
+                    tables, group=group, group_by=group_by, progress=lambda _, rows: bar.show(rows)
                 )
-            if samples.damage:
-                raise DataError(samples.damage)
-            bar.update(task, description="packing")
+        if samples.damage:
+            raise DataError(samples.damage)
+        listing = writer.extra_file("bad_rows.jsonl")
+        with (
+            listing.open("w", encoding="utf-8") as file,
+            CountProgress("packing", total=len(samples), shown=progress) as bar,
+        ):
             for i, outcome in _pack_in_order(samples, how, test):
                 rows = samples.rows(i)
                 if isinstance(outcome, _Packed):
@@ -268,15 +247,11 @@ def pack(
                 else:
                     for row in rows:
                         path = row.path if isinstance(row.path, str) else None
-                        cause = outcome
-                        if group_by is not None and row.path != rows[0].path:
-                            cause = f"{outcome} in the first row of the group"
-                        bad[cause] += 1
-                        firsts.setdefault(cause, f"row {row.number}" + (f": {path[:80]!r}" if path else ""))
-                        line = {"row": row.number, "path": path and path[:4096], "cause": cause}
+                        bad[outcome] += 1
+                        firsts.setdefault(outcome, f"row {row.number}" + (f": {path[:80]!r}" if path else ""))
+                        line = {"row": row.number, "path": path and path[:4096], "cause": outcome}
                         file.write(json.dumps(line) + "\n")  # ASCII, because a path may not be UTF-8
-                used = packed_rows + bad.total()
-                bar.update(task, completed=(i + 1) / len(samples), rows=used, bad=bad.total())
+                bar.show(i + 1, bad.total())
             if root is not None:
                 for image, cause in _unlisted_images(root, tables[0]):
                     bad[cause] += 1
@@ -286,7 +261,7 @@ def pack(
             causes = "; ".join(f"{count} × {cause} ({firsts[cause]})" for cause, count in bad.most_common())
             expected = ""
             if folder is not None:
-                expected = f"; expected {_LAYOUTS}{folder.hint}{_table_hint(folder.folder)}"
+                expected = f"; expected {_LAYOUTS}{folder.hint}"
             elif "missing file" in bad:
                 expected = f"; paths are relative to the folder of the table, {paths[0].parent}"
             raise DataError(f"no row of {paths[0]} can be packed: {causes or 'it has no rows'}{expected}")
@@ -419,20 +394,6 @@ def _unlisted_images(folder: Path, table: Table) -> Iterator[tuple[str, str]]:
     for path, cause in images_below(root):
         if os.path.normpath(path) not in listed:
             yield str(path.relative_to(root)), cause or f"not listed in {table.path.name}"
-
-
-def _table_hint(folder: Path) -> str:
-    """Name a table directly in a folder of images, such as Flickr8k's ``captions.txt``, or a Parquet file."""
-    for path in islice(folder.iterdir(), _LOOKED_AT):
-        if path.suffix.lower() != ".json" and is_table(path):  # many .json files belong to one image
-            return f"; {path} is a table: pack that instead of its folder"
-    for path, _ in islice(files_below(folder), _LOOKED_AT):
-        if path.suffix == ".parquet":
-            return (
-                f"; it contains Parquet files: pack one of them instead, such as {path}, or train on the folder, "
-                "which reads all of a split"
-            )
-    return ""
 
 
 class FieldNames:

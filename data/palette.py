@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy import typing as npt
 from safetensors.torch import save
+from sklearn.cluster import MiniBatchKMeans
 
 from clipkit.errors import ConfigError, DataError
 from clipkit.files import CountProgress, write_atomic
@@ -30,12 +31,7 @@ def palette_of(pixels: npt.NDArray[np.uint8], colors: int, *, seed: int = 0) -> 
 
     Raises:
         ConfigError: there are fewer different pixels than colors.
-        DataError: scikit-learn is not installed.
     """
-    try:
-        from sklearn.cluster import MiniBatchKMeans
-    except ImportError:
-        raise DataError("a palette requires scikit-learn: pip install -e '.[eval]'") from None
     different = len(np.unique(pixels, axis=0))
     if different < colors:
         raise ConfigError(f"--colors {colors}: the images have only {different:,} different colors")
@@ -53,8 +49,6 @@ def command(parsed: argparse.Namespace) -> int:
         raise ConfigError(f"--out {out} must be a file name ending in .safetensors")
     if out.exists():
         raise DataError(f"{out} already exists: name a new file, or remove it first")
-    if not out.parent.is_dir():
-        raise DataError(f"{out.parent} is not a folder: create it first")
     selection = Selection(need=("image",))
     shards = [shard for source in parsed.sources for shard in find_shards(source, split=parsed.split)]
     cache = shard_cache(parsed.sources, parsed.cache_gb)

@@ -1,15 +1,16 @@
 """Open the data of a training run, a teacher's stored features, and what ``python -m data pack`` recorded."""
 
-import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from clipkit.config import DataConfig, DistillConfig, PixelsConfig
-from clipkit.errors import CheckpointError, ConfigError, DataError
+from clipkit.errors import CheckpointError, DataError
 from clipkit.files import CountProgress
 from clipkit.model import Preprocess
 from clipkit.samples import Color, TruncatedError, color_of, format_pixel_range, parse_pixel_range
@@ -78,16 +79,7 @@ def open_training_data(
     cache = shard_cache(settings.sources, settings.cache_gb)
     content = b""
     if rank0:
-        run = recorded.parent
-        try:
-            sources = [find_shards(source) for source in settings.sources]
-        except DataError as error:
-            if not resumed:
-                raise
-            raise DataError(
-                f"{error}; if the data of {run} was moved, set data.train to its new location; it is compared with "
-                "the recorded data"
-            ) from error
+        sources = [find_shards(source) for source in settings.sources]
         with CountProgress("counting shards", total=sum(map(len, sources)), shown=True) as progress:
             try:
                 manifest = make_manifest(sources, selection, cache=cache, progress=progress.show)
@@ -97,7 +89,7 @@ def open_training_data(
         earlier = Manifest.load(recorded)
         if earlier is not None and resumed:
             if changes := manifest.changes_since(earlier):
-                raise other_data(run, "; ".join(changes))
+                raise other_data(recorded.parent, "; ".join(changes))
             if unknown := manifest.not_compared(earlier):
                 print(
                     f"note: {unknown:,} of {len(manifest):,} shards have a different or no modification time, "
@@ -161,7 +153,7 @@ def packed_images(
         rank0: whether this is rank 0, which reads the records.
         broadcast: returns the bytes of rank 0 on every rank.
     """
-    found: list[tuple[Color | None, bool, int]] = []
+    packed = Packed()
     if rank0:
         folders: dict[str, None] = {}  # in order, each once
         ends = accumulate(manifest.sources)
@@ -169,11 +161,36 @@ def packed_images(
             for shard in () if source in BUILTIN else map(manifest.urls.__getitem__, range(end - count, end)):
                 is_stream = shard.startswith("pipe:") or "?" in shard
                 folders["" if is_stream else shard.rpartition("/")[0]] = None
-        found = [_packed(folder) for folder in folders]
-    stated = json.loads(broadcast(json.dumps(found).encode()))
-    backgrounds = {None if color is None else (color[0], color[1], color[2]) for color, _, _ in stated}
-    uprights = {upright for _, upright, _ in stated}
-    most_captions = max((captions for _, _, captions in stated), default=1)
+        packed = _summarize_records([_read_record(folder) for folder in folders], settings, pixels)
+    return msgspec.json.decode(broadcast(msgspec.json.encode(packed)), type=Packed)
+
+
+class _Record(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``data pack`` or ``download`` recorded about its images; the defaults are those of other shards."""
+
+    background: str | None = None
+    keep_orientation: bool = True
+    captions_per_image: tuple[int, int] = (1, 1)  # the fewest and the most
+
+
+def _read_record(folder: str) -> _Record:
+    """Read the record of a folder of shards; the defaults without one."""
+    dataset, _, split = folder.rpartition("/")
+    paths = [f"{folder}/download.json"] if folder else []
+    if split in ("train", "test"):
+        paths.append(f"{dataset}/card.json")
+    for path in paths:
+        with suppress(OSError, DataError, msgspec.DecodeError):
+            text = read_text(path, limit=_CARD_BYTES) if is_remote(path) else Path(path).read_bytes()
+            if text:
+                return msgspec.json.decode(text, type=_Record)
+    return _Record()
+
+
+def _summarize_records(records: Sequence[_Record], settings: DataConfig, pixels: PixelsConfig) -> Packed:
+    backgrounds = {color_of(record.background) if record.background else None for record in records}
+    uprights = {not record.keep_orientation for record in records}
+    most_captions = max((record.captions_per_image[1] for record in records), default=1)
     notes = []
     if len(backgrounds) > 1 and not pixels.background:
         notes.append(
@@ -192,41 +209,9 @@ def packed_images(
         )
     return Packed(
         background=backgrounds.pop() if len(backgrounds) == 1 else None,
-        upright=uprights.pop() if len(uprights) == 1 else False,
+        upright=uprights == {True},
         notes=tuple(notes),
     )
-
-
-def _packed(folder: str) -> tuple[Color | None, bool, int]:
-    """Return background, orientation and most captions of an image that ``data pack`` or ``download`` recorded.
-
-    Without a record of a folder of shards they are None, False and 1.
-    """
-    dataset, _, split = folder.rpartition("/")
-    record = _read_record(f"{folder}/download.json") if folder else {}
-    if not record and split in ("train", "test"):
-        record = _read_record(f"{dataset}/card.json")
-        if record.get("made_by") != "python -m data pack":
-            return None, False, 1
-    try:
-        background = record.get("background")
-        color = color_of(str(background)) if background else None
-        most_captions = int(record.get("captions_per_image", [1])[-1])
-        return color, record.get("keep_orientation") is False, most_captions
-    except (ConfigError, ValueError, TypeError, LookupError):
-        return None, False, 1
-
-
-def _read_record(path: str) -> dict[str, Any]:
-    """Read a JSON object; an empty one if that fails."""
-    try:
-        text = (
-            read_text(path, limit=_CARD_BYTES) if is_remote(path) else Path(path).read_text(encoding="utf-8")
-        )
-        record = json.loads(text or "{}")
-    except (OSError, ValueError, RecursionError, DataError):
-        return {}
-    return record if isinstance(record, dict) else {}
 
 
 def trained_preprocess(preprocess: Preprocess, settings: PixelsConfig, packed: Packed) -> Preprocess:

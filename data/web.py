@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from types import TracebackType
 from typing import Any
-from urllib.request import getproxies
 
 import aiohttp
 import yarl
 
 from clipkit.samples.remote import CLIENT_OPTIONS, encode_url
 
-__all__ = ["FetchError", "FetchOptions", "Fetcher", "probable_cause"]
+__all__ = ["FetchError", "FetchOptions", "Fetcher"]
 
 _RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 _MOST_REDIRECTS = 5
@@ -28,30 +27,8 @@ _MOST_REFUSED = 8  # downloads, after which a host's other rows fail at once
 _RESOLVERS = 64  # concurrent DNS lookups
 _ENCODINGS = frozenset({"", "identity", "gzip", "deflate", "br", "zstd"})
 _NO_TRAINING = frozenset({"noai", "noimageai", "noindex", "noimageindex"})
-_NOT_REACHED = "there is no network, or a firewall or proxy is in between"
-_NO_DNS = "there is no network, or DNS does not work"
-_PROBABLE_CAUSES = {
-    "unknown host": _NO_DNS,
-    "no answer from DNS in time": _NO_DNS,
-    "no connection": _NOT_REACHED,
-    "no complete response in time": f"{_NOT_REACHED}, or --timeout is too short for --connections",
-    "connection lost or malformed response": _NOT_REACHED,
-    "invalid certificate": "a proxy replaces certificates, or this machine has none (install ca-certificates, or "
-    "set SSL_CERT_FILE)",
-    "HTTP 401": "the links have expired or need a login",
-    "HTTP 403": "the server or a proxy refuses this program or address, or the links have expired",
-    "HTTP 404": "the images were removed, or the URLs are in another column (--url-column)",
-    "HTTP 407": "a proxy requires a login",
-    "HTTP 429": "too many requests: set a lower --per-host",
-    "HTTP 503": "too many requests (set a lower --per-host), or an outage of the server",
-    "host refuses requests (Retry-After)": "too many requests: set a lower --per-host",
-    "not an image in a known format": "servers answer with pages such as a login, or the URLs are of pages",
-    "no URL": "the URLs are in another column (--url-column)",
-    "invalid URL": "the URLs are in another column (--url-column)",
-    "not a URL that begins with http:// or https://": "the URLs are in another column (--url-column)",
-    "no caption": "the captions are in another column (--caption-column)",
-    "empty caption": "the captions are in another column (--caption-column)",
-}
+# the first word selects directives of ``X-Robots-Tag``
+_USER_AGENT = "clipkit (+https://pypi.org/project/clipkit)"
 _WITH_VALUE = frozenset({"unavailable_after", "max-snippet", "max-image-preview", "max-video-preview"})
 
 
@@ -68,7 +45,6 @@ class FetchOptions:
         allow_private: allow hosts with addresses that are not public, such as 127.0.0.1 or 10.0.0.1.
         keep_going: do not stop when nearly all rows fail.
         ignore_robots: also download images whose ``X-Robots-Tag`` header forbids their use.
-        user_agent: sent to servers; its first word selects directives of ``X-Robots-Tag``.
     """
 
     connections: int = 256
@@ -79,7 +55,6 @@ class FetchOptions:
     allow_private: bool = False
     ignore_robots: bool = False
     keep_going: bool = False
-    user_agent: str = "clipkit (+https://pypi.org/project/clipkit)"
 
 
 class FetchError(Exception):
@@ -90,44 +65,12 @@ class FetchError(Exception):
         self.temporary, self.pause = temporary, pause
 
 
-def probable_cause(cause: str) -> str:
-    """Return what probably led to many failures with the same cause; "" if that is not known."""
-    probable = _PROBABLE_CAUSES.get(cause, "")
-    if probable.startswith((_NO_DNS, _NOT_REACHED)):
-        proxies = [f"{name.upper()}_PROXY" for name in ("https", "http") if name in getproxies()]
-        if proxies:
-            probable += f" (images are downloaded without the proxy of {' and '.join(proxies)})"
-    return probable
-
-
-class _PrivateAddressError(OSError):
-    """A host has an address that is not public."""
-
-
 @dataclass
 class _Host:
     slots: asyncio.Semaphore
     users: int = 0
     not_before: float = 0.0  # time.monotonic() of the next request
     refused: int = 0  # downloads in a row that failed although all waits that the host asked for were made
-
-
-class _Resolver(aiohttp.ThreadedResolver):  # type: ignore[misc]
-    """A resolver that lists the hosts whose addresses it is waiting for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waiting: set[str] = set()
-
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
-    ) -> list[Any]:
-        self.waiting.add(host)
-        try:
-            addresses: list[Any] = await super().resolve(host, port, family)
-            return addresses
-        finally:
-            self.waiting.discard(host)
 
 
 class Fetcher:
@@ -141,16 +84,15 @@ class Fetcher:
     async def __aenter__(self) -> "Fetcher":
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_RESOLVERS, "resolve"))
         options = self._options
-        self._resolver = _Resolver()
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
                 limit=0,  # limited by _slots, so that requests waiting for one host do not block others
                 ttl_dns_cache=300,
-                resolver=self._resolver,
+                resolver=aiohttp.ThreadedResolver(),
                 socket_factory=None if options.allow_private else _public_socket,
             ),
             timeout=aiohttp.ClientTimeout(total=options.timeout),
-            headers={"User-Agent": options.user_agent, "Accept": "image/*,*/*;q=0.5"},
+            headers={"User-Agent": _USER_AGENT, "Accept": "image/*,*/*;q=0.5"},
             cookie_jar=aiohttp.DummyCookieJar(),
             read_bufsize=2**18,
             **CLIENT_OPTIONS,
@@ -222,9 +164,7 @@ class Fetcher:
                         temporary=response.status in _RETRIED,
                         pause=_pause(response.headers.get("Retry-After", "")),
                     )
-                if not options.ignore_robots and _forbidden(
-                    response.headers.getall("X-Robots-Tag", []), options.user_agent
-                ):
+                if not options.ignore_robots and _forbidden(response.headers.getall("X-Robots-Tag", [])):
                     raise FetchError("use forbidden by X-Robots-Tag")
                 if response.headers.get("Content-Encoding", "identity").lower() not in _ENCODINGS:
                     raise FetchError("unsupported Content-Encoding")
@@ -241,8 +181,6 @@ class Fetcher:
         except FetchError:
             raise
         except TimeoutError:
-            if url.raw_host in self._resolver.waiting:
-                raise FetchError("no answer from DNS in time", temporary=True) from None
             raise FetchError("no complete response in time", temporary=True) from None
         except aiohttp.TooManyRedirects:
             raise FetchError("too many redirects") from None
@@ -268,7 +206,7 @@ def _public_socket(info: Any) -> socket.socket:
     """Open a socket for an address that a name was resolved to, if it is public."""
     family, kind, protocol, _, address = info
     if not _is_public(ipaddress.ip_address(address[0].partition("%")[0])):
-        raise _PrivateAddressError(f"{address[0]} is not public")
+        raise OSError(f"{address[0]} is not public")
     return socket.socket(family, kind, protocol)
 
 
@@ -297,12 +235,12 @@ def _pause(retry_after: str) -> float:
     return seconds if 0 < seconds <= _LONGEST_PAUSE else 0.0
 
 
-def _forbidden(tags: list[str], user_agent: str) -> bool:
+def _forbidden(tags: list[str]) -> bool:
     """Return whether ``X-Robots-Tag`` headers forbid training on an image.
 
     A header is a list of directives; those after ``NAME:`` apply to one crawler only.
     """
-    own = user_agent.split()[0].lower() if user_agent.split() else ""
+    own = _USER_AGENT.split()[0]
     for tag in tags:
         addressed = True
         for directive in tag.lower().split(","):

@@ -9,9 +9,8 @@ from typing import Any
 from clipkit.samples import Decoding, TraitCounts
 
 __all__ = [
-    "PERCENTILES", "BadCause", "Broken", "Captions", "ChannelValues", "DeepImages", "Field", "Fields", "Filtered",
-    "Findings", "HeldOut", "Histogram", "Images", "Member", "Names", "Place", "Sampled", "ShardsFound",
-    "SheetEntry", "Thumbnail",
+    "PERCENTILES", "BadCause", "Broken", "Captions", "ChannelValues", "DeepImages", "Example", "Field", "Fields",
+    "Filtered", "Findings", "HeldOut", "Histogram", "Images", "Member", "Names", "Place", "Sampled", "ShardsFound",
 ]  # fmt: skip
 
 
@@ -84,7 +83,6 @@ class Names:
 
     Attributes:
         groups: samples, usable or not.
-        patterns: number of keys of each form; # is a digit.
         members: the most frequent members.
         without_picture: samples with other members but no image.
         without_caption: samples with an image but no caption.
@@ -92,7 +90,6 @@ class Names:
     """
 
     groups: int
-    patterns: dict[str, int]
     members: tuple[Member, ...]
     without_picture: int
     without_caption: int
@@ -191,12 +188,10 @@ class Filtered:
     """How many of the samples read pass the filters.
 
     Attributes:
-        filters: in the syntax of ``data.filters``.
         unknown: messages about fields that no sample has.
         left_out: removed samples by reason.
     """
 
-    filters: tuple[str, ...]
     unknown: tuple[str, ...]
     read: int
     passed: int
@@ -243,7 +238,8 @@ class Images:
         deep: the images that need a pixel range, by number of channels.
         traits: number of images with each trait of which decoding loses information.
         traits_at: the first images with each trait.
-        same, same_groups: files that are identical to others, and groups of identical files.
+        same: files that are identical to others.
+        same_groups: a few groups of identical files.
     """
 
     read: int
@@ -257,7 +253,7 @@ class Images:
     traits_at: dict[str, tuple[Place, ...]]
     deep: tuple[DeepImages, ...]
     same: int
-    same_groups: int
+    same_groups: tuple[tuple[Place, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,31 +265,19 @@ class HeldOut:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class SheetEntry:
-    """A sample as the model sees it: the crop as WebP, the beginning of the caption, and its tokens."""
-
-    picture: bytes
-    caption: str
-    tokens: int
-    place: Place
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Thumbnail:
-    """A sample's whole image.
+class Example:
+    """A sample on the page.
 
     Attributes:
-        picture: WebP; empty if nothing can be decoded.
-        beginning: the first bytes as text if nothing can be decoded.
-        size: bytes of the original file.
-        caption: beginning of the caption.
+        picture: the image as WebP; empty if it cannot be decoded.
+        caption: its beginning.
+        tokens: of the caption; 0 for a bad sample.
         cause: why the sample is bad; empty for a good one.
     """
 
     picture: bytes
-    beginning: str
-    size: int
     caption: str
+    tokens: int
     cause: str
     place: Place
 
@@ -308,7 +292,8 @@ class Findings:
         batch_size: assumed pairs per step over all GPUs.
         filtered: None without filters.
         held_out: None if the sources have no local test split.
-        same: a few groups of identical files.
+        sheet: crops of evenly spread samples, as the model sees them.
+        bad_shown: whole images of some bad samples.
         seconds: duration of the inspection.
     """
 
@@ -326,9 +311,8 @@ class Findings:
     filtered: Filtered | None
     pictures: Images
     held_out: HeldOut | None
-    sheet: tuple[SheetEntry, ...]
-    bad_shown: tuple[Thumbnail, ...]
-    same: tuple[tuple[Thumbnail, ...], ...]
+    sheet: tuple[Example, ...]
+    bad_shown: tuple[Example, ...]
     seconds: float
 
     @property

@@ -4,14 +4,10 @@ Unprintable characters of the data are escaped.
 """
 
 import base64
-import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
-
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from clipkit.files import counted, printable, size_of, templates
 from clipkit.samples import STRETCH, Decoding, format_pixel_range
@@ -103,7 +99,7 @@ def parts(found: Findings) -> list[Part]:
     ]
 
 
-_MEMBERS_SHOWN, _GROUPS_SHOWN = 20, 3
+_MEMBERS_SHOWN = 20
 _TRAITS = {
     "rotated": "rotated by EXIF", "clamped": "outside the range", "deep_colors": "16 bits per color",
     "frames": "several frames", "cmyk": "CMYK",
@@ -124,7 +120,9 @@ def _shards(found: Findings) -> Iterator[Row]:
     if filtered is not None:
         left = f"{found.left:,}" if found.all_read else _about(found.left)
         passed = _percent(filtered.passed, filtered.read)
-        yield _row("after filters", f"{left} samples ({passed}); the rest of this report covers all samples")
+        left_out = [f"{count:,} left out: {printable(why, 80)}" for why, count in filtered.left_out.items()]
+        passing = f"{left} samples ({passed}); the rest of this report covers all samples"
+        yield _row("after filters", passing, *left_out[:8])
     steps = found.left // found.batch_size
     exact = shards.samples_known and (filtered is None or found.all_read)
     count = counted(steps, "step") if exact else f"{_about(steps)} steps"
@@ -139,8 +137,6 @@ def _shards(found: Findings) -> Iterator[Row]:
 
 
 def _names(names: Names) -> Iterator[Row]:
-    forms = [f"{printable(form, 60)}  ({count:,})" for form, count in names.patterns.items()]
-    yield _row("key patterns", *forms, *(["# is a digit"] if any("#" in form for form in forms) else []))
     for member in names.members[:_MEMBERS_SHOWN]:
         line = f"{member.count:,}: {member.used_as or 'not used'}"
         if member.setting:
@@ -153,16 +149,12 @@ def _names(names: Names) -> Iterator[Row]:
 
 
 def _fields(found: Findings) -> Iterator[Row]:
-    fields, filtered = found.fields, found.filtered
+    fields = found.fields
     spread = "" if found.all_read else ", among evenly spread samples"
     yield _row("samples with json", _of_all(fields.with_json, fields.read) + spread)
     for one in fields.fields:
         fraction = "" if one.count == fields.read else f", in {_percent(one.count, fields.read)}"
         yield _row(printable(one.name, 60), f"{one.kind}{fraction}: {printable(one.values, 160)}")
-    if filtered is not None:
-        left_out = [f"{count:,} left out: {printable(why, 80)}" for why, count in filtered.left_out.items()]
-        yield _row("filters", *(printable(one, 80) for one in filtered.filters))
-        yield _row("after filters", f"{_of_all(filtered.passed, filtered.read)} pass", *left_out[:8])
 
 
 def _bad(found: Findings) -> Iterator[Row]:
@@ -180,7 +172,8 @@ def _captions(found: Findings) -> Iterator[Row]:
     yield _row("length", f"median {captions.median:,.0f} tokens, longest {captions.longest:,}")
     cut = _of_all(captions.cut, captions.read)
     yield _row("too long", f"{cut} are truncated to {found.context_length} tokens")
-    yield _row("repeated", f"{_of_all(captions.repeated, captions.read)} repeat another sample's caption")
+    repeated = _of_all(captions.repeated, captions.read)
+    yield _row("repeated", f"{repeated}; negatives in a batch, unless loss.same=positives (or ignored)")
     if captions.frequent:
         yield _row("most frequent", *(f"{n:,} × {printable(text, 100)}" for text, n in captions.frequent))
 
@@ -204,7 +197,9 @@ def _images(found: Findings) -> Iterator[Row]:
             yield _row(label, f"{_of_all(count, images.read)}, in {_places(places)}{more}")
     for deep in images.deep:
         yield _deep(deep, found.decoding)
-    yield _row("identical files", *_duplicates(found))
+    groups = [" = ".join(map(_place, group)) for group in images.same_groups]
+    same = f"{images.same:,} images:" if images.same else "none among the decoded images"
+    yield _row("identical files", same, *groups)
 
 
 def _deep(deep: DeepImages, decoding: Decoding) -> Row:
@@ -224,19 +219,8 @@ def _deep(deep: DeepImages, decoding: Decoding) -> Row:
     return _row(f"{len(deep.channels)} channels" if several else "deep grayscale", *lines)
 
 
-def _duplicates(found: Findings) -> Iterator[str]:
-    if not found.pictures.same_groups:
-        yield "none among the decoded images"
-        return
-    yield f"{found.pictures.same:,} images in {counted(found.pictures.same_groups, 'group')}:"
-    for group in found.same[:_GROUPS_SHOWN]:
-        yield " = ".join(_place(thumbnail.place) for thumbnail in group)
-
-
 # --------------------------------------------------------------------------------------------------------------
 # Notes
-
-_COMMON = 0.1  # fraction above which a finding becomes a note
 
 
 def notes(found: Findings) -> list[Note]:
@@ -270,9 +254,7 @@ def _shard_notes(found: Findings) -> Iterator[Note]:
     if filtered is not None:
         for unknown in filtered.unknown:
             yield Note(printable(unknown, 1000), grave=True)
-        if filtered.passed:
-            yield Note(f"{_of_all(filtered.passed, filtered.read)} of the samples read pass the filters")
-        elif not filtered.unknown:
+        if not filtered.passed and not filtered.unknown:
             yield Note("no sample read passes the filters", grave=True)
     if found.left < found.batch_size and (filtered is None or filtered.passed):
         yield Note(
@@ -283,18 +265,11 @@ def _shard_notes(found: Findings) -> Iterator[Note]:
 
 
 def _sample_notes(found: Findings) -> Iterator[Note]:
-    names, sampled, captions = found.names, found.sampled, found.captions
-    if left_out := names.without_caption + names.without_picture:
-        yield Note(f"{_of_all(left_out, names.groups)} samples lack an image or a caption and are left out")
+    sampled, captions = found.sampled, found.captions
     bad = f"{_percent(sampled.bad, sampled.tried)} of the samples are bad"
     limit = f"training stops above {100 * found.max_bad:g}% (data.max_bad)"
     if sampled.bad > found.max_bad * sampled.tried:
         yield Note(f"{bad}; {limit}", grave=True)
-    if captions.cut > _COMMON * captions.read:
-        yield Note(
-            f"{_percent(captions.cut, captions.read)} of the captions have more than {found.context_length} "
-            "tokens and are truncated"
-        )
     if captions.not_utf8:
         read = captions.read + captions.empty + captions.not_utf8
         yield Note(
@@ -304,11 +279,6 @@ def _sample_notes(found: Findings) -> Iterator[Note]:
         )
     for unknown in captions.unknown:
         yield Note(f"data.captions: {printable(unknown, 1000)}")
-    if captions.repeated > _COMMON * captions.read:
-        yield Note(
-            f"{_percent(captions.repeated, captions.read)} of the captions read repeat an earlier one: "
-            "within a batch such pairs count as negatives, unless loss.same=positives (or ignored)"
-        )
 
 
 def _image_notes(found: Findings) -> Iterator[Note]:
@@ -328,11 +298,7 @@ def _image_notes(found: Findings) -> Iterator[Note]:
         have = "has" if deep.count == 1 else "have"
         what = "more than 8 bits per channel" if channels in (1, 3) else f"{channels} channels"
         line = f"{deep.count:,} of {counted(images.read, 'image')} {have} {what}, at which training stops"
-        line += f": set {deep.settings}"
-        if is_deep:
-            extrema = ";".join(format_pixel_range((channel.low, channel.high)) for channel in deep.channels)
-            line += f", or for the values of these images {extrema}"
-        yield Note(line, grave=True)
+        yield Note(f"{line}: set {deep.settings}", grave=True)
     lines = images.traits.lines(
         found.decoding, background="pixels.background=white", upright="pixels.upright=true"
     )
@@ -343,8 +309,7 @@ def _image_notes(found: Findings) -> Iterator[Note]:
 # The HTML page and the terminal
 
 _WIDTH = 80
-_LABEL = 20
-_BAR = 30
+_LABEL = 21
 
 
 def page_of(found: Findings) -> str:
@@ -362,40 +327,19 @@ def page_of(found: Findings) -> str:
 
 
 def print_table(found: Findings) -> None:
-    """Print all parts, at most 80 columns wide, and the notes last."""
-    console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False, soft_wrap=False)
-    console.width = min(console.width, _WIDTH) if console.is_terminal else _WIDTH
-    with console.capture() as captured:
-        for part in parts(found):
-            table = Table.grid(padding=(0, 1))
-            table.add_column(width=_LABEL, overflow="fold")
-            table.add_column(overflow="fold")
-            for row in part.rows:
-                lines = Group(*(Text(line, overflow="fold") for line in row.lines))
-                table.add_row(Text(f"  {row.label}", style="dim"), lines)
-            console.print(
-                Text(part.title, style="bold"), table, *map(_terminal_chart, part.charts), "", sep="\n"
-            )
-        console.print(Text(headline(found), style="bold"))
-        listed = notes(found)
-        for note in listed:
-            line = Table.grid(padding=(0, 1))
-            line.add_row(
-                Text(" !" if note.grave else " ·", style="red" if note.grave else ""), Text(note.text)
-            )
-            console.print(line)
-        if not listed:
-            console.print(Text(" · no problems found"))
-    for text in captured.get().splitlines():
-        print(text.rstrip())
-
-
-def _terminal_chart(chart: Histogram) -> RenderableType:
-    table = Table.grid(padding=(0, 1))
-    table.add_column(width=_LABEL, justify="right")
-    table.add_column()
-    table.add_column(justify="right")
-    for label, count in (bins := _bins(chart)):
-        bar = "█" * round(_BAR * count / max(chart.counts)) or ("▏" if count else "")
-        table.add_row(Text(label, style="dim"), Text(bar.ljust(_BAR), style="cyan"), Text(f"{count:,}"))
-    return Group(Text(f"  {chart.title}", style="dim"), table) if bins else Text("")
+    """Print all parts without their charts, at most 80 columns wide, and the notes last."""
+    for part in parts(found):
+        print(part.title)
+        for row in part.rows:
+            indent = f"  {row.label} ".ljust(_LABEL)
+            if len(indent) > _LABEL:
+                print(indent.rstrip())
+                indent = " " * _LABEL
+            for line in row.lines:
+                print(textwrap.fill(line, _WIDTH, initial_indent=indent, subsequent_indent=" " * _LABEL))
+                indent = " " * _LABEL
+        print()
+    print(headline(found))
+    for note in notes(found) or [Note("no problems found")]:
+        mark = " ! " if note.grave else " · "
+        print(textwrap.fill(note.text, _WIDTH, initial_indent=mark, subsequent_indent="   "))

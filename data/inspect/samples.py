@@ -7,14 +7,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from clipkit.errors import DataError
-from clipkit.files import counted
+from clipkit.files import CountProgress, counted
 from clipkit.model import END_OF_TEXT, MAX_CHARACTERS, one_core_each, tokenize
 from clipkit.samples import (
     Decoding,
@@ -41,22 +41,19 @@ from data.inspect.findings import (
     BadCause,
     ChannelValues,
     DeepImages,
+    Example,
     Histogram,
     Images,
     Place,
     Sampled,
-    SheetEntry,
-    Thumbnail,
 )
-from data.inspect.shards import FIRST_PLACES, Progress, ShardSurvey
-from data.shards.manifest import no_caption, note_texts, suggest_members
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from data.inspect.shards import FIRST_PLACES, ShardSurvey
+from data.shards.manifest import reject_unknown_captions
 
 __all__ = [
-    "DeepValues", "ImageInfo", "Sample", "SampleChecker", "group_equal", "image_digest", "read_sample",
-    "sheet_entry", "summarize_deep", "summarize_images", "thumbnail", "token_counts",
+    "DeepValues", "ImageInfo", "Sample", "SampleChecker", "bad_example", "encode_webp", "group_equal",
+    "image_digest",
+    "read_sample", "sheet_entry", "summarize_deep", "summarize_images", "token_counts",
 ]  # fmt: skip
 
 _EMPTY_CAPTION = "empty caption"
@@ -113,7 +110,6 @@ class Sample:
         cause: why it is bad; empty for a good one.
         caption: "" if there is no usable one; None if it was not read.
         fields: the fields of its json; None if there is no readable one.
-        members: names of its members.
         image: None if it was not decoded.
         crop: (C, S, S) uint8, as the model sees it.
     """
@@ -123,7 +119,6 @@ class Sample:
     cause: str = ""
     caption: str | None = None
     fields: dict[str, Any] | None = None
-    members: tuple[str, ...] = ()
     image: ImageInfo | None = None
     crop: Tensor | None = None
 
@@ -132,23 +127,22 @@ def read_sample(samples: ShardSurvey, i: int, *, image: bool = False) -> tuple[S
     """Read a sample's caption and json, and with ``image`` its image file; errors are recorded in ``cause``."""
     selection, rule = samples.selection, samples.selection.captions
     shard, row = samples.find(i)
-    names = shard.index.members(row)
-    sample = Sample(i=i, place=Place(shard=shard.shown, key=shard.index.key(row)), members=names)
-    texts = [*dict.fromkeys([*rule.members(names), *filter(is_json, names)])]
+    sample = Sample(i=i, place=Place(shard=shard.shown, key=shard.index.key(row)))
+    names = rule.members_and_json(shard.index.members(row))
     try:
-        contents = shard.read(row, [*texts, selection.image] if image else texts)
+        contents = shard.read(row, [*names, selection.image] if image else names)
     except DataError as error:
         sample.cause = str(error)
         return sample, b""
     sample.caption = ""
     data = contents.pop() if image else None
-    members = {name: content for name, content in zip(texts, contents, strict=True) if content is not None}
+    members = {name: content for name, content in zip(names, contents, strict=True) if content is not None}
     if any(map(is_json, members)):
         with suppress(DataError):
             sample.fields = parse_fields(members)
     try:
-        needed = {name: members[name] for name in rule.members(names) if name in members}
-        caption = rule.caption(rule.parse(needed), 0, None)
+        needed = rule.members(members)
+        caption = rule.caption(rule.parse({name: members[name] for name in needed}), 0, None)
         if caption is None:
             raise DataError(_EMPTY_CAPTION)
         if len(caption) > MAX_CHARACTERS:
@@ -195,19 +189,16 @@ class SampleChecker:
         self.bad: list[Sample] = []
         self.good: list[Sample] = []
         self.sheet: list[Sample] = []
-        self._known: dict[str, bool] = {}  # json fields of the first bad samples
 
-    def run(self, progress: Progress | None = None) -> Iterator[Sample]:
+    def run(self, bar: CountProgress) -> Iterator[Sample]:
         """Yield each sample in order; DataError if the first are all bad."""
         preload(self._augmentation)
         for sample in self._in_order():
             self.tried += 1
             if sample.cause:
                 self.bad.append(sample)
-                if not self.good:
-                    note_texts(self._known, sample.fields or {})
-                    if self.tried >= _FIRST_SAMPLES:
-                        break
+                if not self.good and self.tried >= _FIRST_SAMPLES:
+                    break
             else:
                 self.good.append(sample)
                 due = len(self.sheet) * len(self._chosen) <= (self.tried - 1) * _SHEET
@@ -215,8 +206,7 @@ class SampleChecker:
                     self.sheet.append(sample)
                 else:
                     sample.crop = None
-            if progress is not None:
-                progress("decoding samples", self.tried, len(self.bad), len(self._chosen))
+            bar.show(self.tried, len(self.bad))
             yield sample
             sample.fields = None  # saves memory
         if not self.good:
@@ -247,12 +237,9 @@ class SampleChecker:
         return sample
 
     def _all_bad(self) -> str:
-        rule = self._samples.selection.captions
+        survey = self._samples
         if all(sample.cause == _EMPTY_CAPTION for sample in self.bad):
-            members = Counter(name for sample in self.bad for name in sample.members)
-            if not any(field.lower() in members for field in rule.fields):
-                shard, _ = self._samples.find(self.bad[0].i)
-                return no_caption(rule, self.tried, members, self._known, suggest_members(shard, rule))
+            reject_unknown_captions(survey.reopen_selected(), survey.selection.captions, survey.cache)
         causes = Counter(sample.cause for sample in self.bad).most_common(2)
         counts = "; ".join(f"{cause} ({count})" for cause, count in causes)
         return f"none of the first {self.tried} samples can be used: {counts}"
@@ -285,7 +272,7 @@ class SampleChecker:
 # Images
 
 _PIXEL_EDGES = (0, 32, 64, 128, 224, 256, 384, 512, 768, 1024, 2048)
-_GROUPS_SHOWN, _SHOWN_PER_GROUP = 6, 4
+_GROUPS_SHOWN, _SHOWN_PER_GROUP = 3, 4
 
 
 def image_digest(data: bytes) -> bytes:
@@ -357,8 +344,8 @@ def group_equal(digests: Sequence[bytes]) -> list[list[int]]:
     return sorted((group for group in groups.values() if len(group) > 1), key=len, reverse=True)
 
 
-def summarize_images(samples: Sequence[Sample], image_size: int) -> tuple[Images, list[list[Sample]]]:
-    """Summarize decoded images; also return a few groups of identical files."""
+def summarize_images(samples: Sequence[Sample], image_size: int) -> Images:
+    """Summarize decoded images."""
     images = [sample.image for sample in samples if sample.image is not None]
     assert len(images) == len(samples)
     traits = TraitCounts()
@@ -368,12 +355,11 @@ def summarize_images(samples: Sequence[Sample], image_size: int) -> tuple[Images
         having = [sample.place for sample in samples if sample.image and getattr(sample.image.traits, name)]
         places[name] = tuple(having[:FIRST_PLACES])
     equal = group_equal([image.digest for image in images])
-    same = [[samples[i] for i in group[:_SHOWN_PER_GROUP]] for group in equal[:_GROUPS_SHOWN]]
     deep: defaultdict[int, list[DeepValues]] = defaultdict(list)  # by number of channels
     for image in images:
         if image.deep is not None:
             deep[len(image.deep.extrema)].append(image.deep)
-    summary = Images(
+    return Images(
         read=len(images),
         formats=dict(Counter(image.format for image in images).most_common()),
         depths=dict(Counter(image.depth for image in images).most_common()),
@@ -385,20 +371,18 @@ def summarize_images(samples: Sequence[Sample], image_size: int) -> tuple[Images
         traits_at=places,
         deep=tuple(summarize_deep(deep[channels]) for channels in sorted(deep)),
         same=sum(map(len, equal)),
-        same_groups=len(equal),
+        same_groups=tuple(
+            tuple(samples[i].place for i in group[:_SHOWN_PER_GROUP]) for group in equal[:_GROUPS_SHOWN]
+        ),
     )
-    return summary, same
 
 
 # --------------------------------------------------------------------------------------------------------------
 # Samples for the page
 
-_CROP_SIDE, _CROP_QUALITY = 224, 80
+_SIDE, _QUALITY = 224, 80
 _CAPTION_SHOWN, _MOST_COUNTED = 500, 5000  # characters
 _MOST_TOKENS = 1024  # counted per caption
-_THUMBNAIL_SIDE, _THUMBNAIL_QUALITY = 128, 75
-_THUMBNAIL_CAPTION = 120  # characters
-_BYTES_SHOWN = 60
 
 
 def token_counts(texts: list[str]) -> list[int]:
@@ -409,47 +393,39 @@ def token_counts(texts: list[str]) -> list[int]:
     return counts
 
 
-def sheet_entry(sample: Sample) -> SheetEntry:
+def sheet_entry(sample: Sample) -> Example:
     """Prepare a good sample with its crop for the contact sheet."""
-    from PIL import Image
-
     assert sample.crop is not None and sample.caption is not None
     pixels = sample.crop[:3] if len(sample.crop) > 2 else sample.crop[:1].expand(3, -1, -1)
-    image = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
-    image.thumbnail((_CROP_SIDE, _CROP_SIDE))
-    return SheetEntry(
-        picture=_webp(image, _CROP_QUALITY),
-        caption=_shortened(sample.caption, _CAPTION_SHOWN),
+    return Example(
+        picture=encode_webp(pixels.permute(1, 2, 0).contiguous().numpy()),
+        caption=_shortened(sample.caption),
         tokens=token_counts([sample.caption[:_MOST_COUNTED]])[0],
+        cause="",
         place=sample.place,
     )
 
 
-def thumbnail(samples: ShardSurvey, sample: Sample) -> Thumbnail:
-    """Read a sample again and shrink its image."""
-    from PIL import Image
-
+def bad_example(samples: ShardSurvey, sample: Sample) -> Example:
+    """Read a bad sample again to show it."""
     again, data = read_sample(samples, sample.i, image=True)
     webp = b""
     with suppress(DataError):
-        image = Image.fromarray(decode_image(data))
-        image.thumbnail((_THUMBNAIL_SIDE, _THUMBNAIL_SIDE))
-        webp = _webp(image, _THUMBNAIL_QUALITY)
-    return Thumbnail(
-        picture=webp,
-        beginning="" if webp else data[:_BYTES_SHOWN].decode("utf-8", "replace"),
-        size=len(data),
-        caption=_shortened(again.caption or "", _THUMBNAIL_CAPTION),
-        cause=sample.cause,
-        place=sample.place,
-    )
+        webp = encode_webp(decode_image(data))
+    caption = _shortened(again.caption or "")
+    return Example(picture=webp, caption=caption, tokens=0, cause=sample.cause, place=sample.place)
 
 
-def _shortened(text: str, most: int) -> str:
-    return text[:most] + "…" * (len(text) > most)
+def _shortened(text: str) -> str:
+    return text[:_CAPTION_SHOWN] + "…" * (len(text) > _CAPTION_SHOWN)
 
 
-def _webp(image: "Image", quality: int) -> bytes:
+def encode_webp(pixels: npt.NDArray[np.uint8], side: int = _SIDE) -> bytes:
+    """Encode an image, (H, W, 3), whose longer side is at most ``side`` pixels."""
+    from PIL import Image
+
+    image = Image.fromarray(pixels)
+    image.thumbnail((side, side))
     file = io.BytesIO()
-    image.save(file, "WEBP", quality=quality)
+    image.save(file, "WEBP", quality=_QUALITY)
     return file.getvalue()

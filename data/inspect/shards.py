@@ -5,7 +5,7 @@ Shards that cannot be read are recorded, and the inspection continues.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import DataError
+from clipkit.files import CountProgress
 from clipkit.samples import (
     IMAGE_EXTENSIONS,
     OpenShards,
@@ -29,24 +30,20 @@ from clipkit.samples import (
 from clipkit.samples.remote import ShardCache, ShardFile, read_range
 from data.augment import random_of
 from data.inspect.findings import Broken, Member, Names, Place, ShardsFound
-from data.selection import Selection
+from data.selection import SelectedShard, Selection
 from data.shards.manifest import Census, nothing_usable, suggest_setting
 from data.sources import find_shards
 
-__all__ = ["FIRST_PLACES", "Progress", "ShardScan", "ShardSurvey", "key_pattern", "missing_numbers"]
+__all__ = ["FIRST_PLACES", "ShardScan", "ShardSurvey", "missing_numbers"]
 
 FIRST_PLACES = 3  # examples of a finding
 _BLOCK = 512
 _BEGINNING = 8 << 20  # bytes read of a remote shard without an index
 _SEED = 0
 
-# called with the task, items done, items failed, and all items
-Progress = Callable[[str, int, int, int], None]
-
 _SHARDS, _REMOTE_SHARDS = 64, 32  # scanned by default
 _FIRST_SHARDS = 8  # one of these must contain a pair
-_KEYS = 20_000  # keys stored, over all shards
-_MOST_PATTERNS, _MOST_MEMBERS, _MOST_LISTED = 8, 50, 50
+_MOST_MEMBERS, _MOST_LISTED = 50, 50
 
 
 @dataclass(kw_only=True, eq=False)
@@ -79,7 +76,7 @@ class ShardSurvey(OpenShards[Shard]):
         selection: decides which samples are usable.
         cache: for remote shards.
         shards: number of shards to scan; 0 for 64, or 32 remote ones.
-        progress: see ``Progress``.
+        quiet: print no progress.
 
     Raises:
         DataError: a source has no shards, or cannot be listed, or the first shards contain no pair.
@@ -93,30 +90,29 @@ class ShardSurvey(OpenShards[Shard]):
         selection: Selection,
         cache: ShardCache | None,
         shards: int = 0,
-        progress: Progress | None = None,
+        quiet: bool = True,
     ) -> None:
-        self._cache, self.selection = cache, selection
+        self.cache, self.selection = cache, selection
         self._files = [file for source in sources for file in find_shards(source, split=split)]
         self.remote = any(file.is_remote for file in self._files)
         self.scans: list[ShardScan] = []
         self._groups = self._apart = 0
         self._apart_example: Place | None = None
         self._repeated: Counter[str] = Counter()
-        self._keys: list[str] = []
         most = min(shards or (_REMOTE_SHARDS if self.remote else _SHARDS), len(self._files))
         samples = 0
-        for done in range(1, most + 1):
-            scan = self._scan(self._files[(done - 1) * len(self._files) // most], keys=max(1, _KEYS // most))
-            self.scans.append(scan)
-            samples += len(scan.rows)
-            if progress is not None:
-                progress("scanning shards", done, sum(bool(one.cause) for one in self.scans), most)
-            if not samples and done >= min(_FIRST_SHARDS, most):
-                raise DataError(self._no_pair())
+        with CountProgress("scanning shards", total=most, shown=not quiet) as bar:
+            for done in range(1, most + 1):
+                scan = self._scan(self._files[(done - 1) * len(self._files) // most])
+                self.scans.append(scan)
+                samples += len(scan.rows)
+                bar.show(done, sum(bool(one.cause) for one in self.scans))
+                if not samples and done >= min(_FIRST_SHARDS, most):
+                    raise DataError(self._no_pair())
         super().__init__(len(scan.rows) for scan in self.scans)
 
-    def _scan(self, file: ShardFile, *, keys: int) -> ShardScan:
-        """Count what a shard contains, and keep some of the keys."""
+    def _scan(self, file: ShardFile) -> ShardScan:
+        """Count what a shard contains."""
         scan = ShardScan(file=file)
         try:
             index = self._open_part(scan).index
@@ -134,10 +130,8 @@ class ShardSurvey(OpenShards[Shard]):
         for (name, count), indexed in zip(index.names.items(), first, strict=True):
             self._repeated[name] += count - indexed
         self._groups += len(index)
-        all_keys = [*Strings(content=index.key_bytes, ends=index.key_ends)]
-        self._keys += all_keys[:: max(1, len(index) // keys)][:keys]
         seen: set[str] = set()
-        for key in all_keys:
+        for key in Strings(content=index.key_bytes, ends=index.key_ends):
             if key in seen:
                 self._apart += 1
                 self._apart_example = self._apart_example or Place(shard=file.shown, key=key)
@@ -147,11 +141,11 @@ class ShardSurvey(OpenShards[Shard]):
     def _open_part(self, scan: ShardScan) -> Shard:
         """Open a shard; of a large remote one without an index only the beginning, unless there is a cache."""
         file, truncated = scan.file, self.selection.truncated
-        is_large = file.is_remote and self._cache is None and file.size > _BEGINNING
+        is_large = file.is_remote and self.cache is None and file.size > _BEGINNING
         if is_large and scan.beginning is None and stored_index(file, truncated=truncated) is None:
             members = tar_files_of(file.shown, read_range(file, 0, _BEGINNING))
             scan.beginning = index_of_members(file.shown, members, truncated="use")
-        return Shard(file, self._cache, truncated=truncated, index=scan.beginning)
+        return Shard(file, self.cache, truncated=truncated, index=scan.beginning)
 
     def _new_shard(self, number: int) -> Shard:
         return self._open_part(self.scans[number])
@@ -160,6 +154,12 @@ class ShardSurvey(OpenShards[Shard]):
         """Return the open shard of a sample, and its row in the shard's index."""
         number, position = self._position(i)
         return self.open_shard(number), int(self.scans[number].rows[position])
+
+    def reopen_selected(self) -> Iterator[SelectedShard]:
+        """Open the first readable shards as training does."""
+        readable = [scan.file for scan in self.scans if not scan.cause]
+        for file in readable[:_FIRST_SHARDS]:
+            yield SelectedShard(file, self.selection, self.cache)
 
     def spread(self, count: int) -> list[int]:
         """Choose samples spread evenly, with a fixed seed; all if there are not more."""
@@ -175,7 +175,7 @@ class ShardSurvey(OpenShards[Shard]):
         first, sound = self.scans[0], [scan for scan in self.scans if scan.census is not None]
         if sound:
             counts = [scan.census for scan in sound if scan.census is not None]
-            return nothing_usable(counts, sound[0].file, self.selection, self._cache)
+            return nothing_usable(counts, sound[0].file, self.selection, self.cache)
         more = f" (and {len(self.scans) - 1} more are unreadable)" if len(self.scans) > 1 else ""
         hint = "; data.truncated=use trains on the intact part" if first.truncated else ""
         return f"{first.cause}{more}{hint}"
@@ -218,12 +218,8 @@ class ShardSurvey(OpenShards[Shard]):
             if scan.census is not None:
                 members.update(scan.census.members)
                 dropped.update(scan.census.dropped)
-        patterns = Counter(map(key_pattern, self._keys))
-        if len(patterns) > _MOST_PATTERNS:
-            patterns = Counter(key_pattern(key, words=False) for key in self._keys)
         return Names(
             groups=self._groups,
-            patterns=dict(patterns.most_common(_MOST_PATTERNS)),
             members=tuple(
                 self._describe_member(name, count) for name, count in members.most_common(_MOST_MEMBERS)
             ),
@@ -261,13 +257,11 @@ class ShardSurvey(OpenShards[Shard]):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Names of shards and keys
+# Names of shards
 
 _LAST_NUMBER = re.compile(r"[0-9]+(?=[^0-9]*$)")  # of a name
 _MAX_DIGITS = 18
 _SPARSE = 10  # with more missing shards per existing one, numbers are not meant to be consecutive
-_RUN = 12  # digits that a pattern writes out
-_KEY_PART = re.compile(r"(?P<hex>(?<![^\W_])[0-9a-f]{16,}(?![^\W_]))|[0-9]+|[^\W\d_]+")
 
 
 def missing_numbers(urls: Iterable[str]) -> tuple[list[str], int]:
@@ -291,18 +285,3 @@ def missing_numbers(urls: Iterable[str]) -> tuple[list[str], int]:
         for first, last in gaps:
             ranges.append(f"{first:0{width}d}" + (f"–{last:0{width}d}" if last > first else ""))
     return ranges, count
-
-
-def key_pattern(key: str, *, words: bool = True) -> str:
-    """Return the form of a key: digits as #, long runs by their length; without ``words`` letters as ``abc``."""
-
-    def form(match: re.Match[str]) -> str:
-        part = match[0]
-        if part.isdecimal():
-            long = f"#×{len(part)}" if words else "#…"
-            return "#" * len(part) if len(part) <= _RUN and words else long
-        if match["hex"]:
-            return f"hex×{len(part)}"
-        return part if words else "abc"
-
-    return _KEY_PART.sub(form, key)

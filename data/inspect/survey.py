@@ -2,7 +2,6 @@
 
 import math
 import time
-from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ import numpy as np
 
 from clipkit.config import Config, DataConfig
 from clipkit.errors import DataError
-from clipkit.files import shown
+from clipkit.files import CountProgress, printable, shown
 from clipkit.model import CONTEXT_LENGTH
 from clipkit.samples import STRETCH, Decoding
 from clipkit.samples.remote import ShardCache
@@ -24,14 +23,14 @@ from data.inspect.findings import Captions, Field, Fields, Filtered, Findings, H
 from data.inspect.samples import (
     Sample,
     SampleChecker,
+    bad_example,
     image_digest,
     read_sample,
     sheet_entry,
     summarize_images,
-    thumbnail,
     token_counts,
 )
-from data.inspect.shards import FIRST_PLACES, Progress, ShardSurvey
+from data.inspect.shards import FIRST_PLACES, ShardSurvey
 from data.selection import Selection
 
 __all__ = ["CaptionSurvey", "FieldSurvey", "inspect"]
@@ -88,19 +87,16 @@ class CaptionSurvey:
 
 _MOST_FIELDS, _FIELDS_SHOWN = 1000, 40
 _MOST_VALUES = 500  # distinct texts counted per field
-_FEW_VALUES = 8  # distinct texts that are all shown
-_VALUES_SHOWN, _VALUE_LENGTH = 3, 40
-_MOST_NUMBERS = 4096  # numbers sampled per field for the median
+_VALUES_SHOWN, _VALUE_LENGTH = 5, 40
 _KINDS = {bool: "true or false", int: "number", float: "number", str: "text", list: "list"}
 
 
 class _FieldValues:
-    """The kinds of values of one field, the range of numbers with some of them, and some texts."""
+    """The kinds of values of one field, the range of numbers, and some texts."""
 
     def __init__(self) -> None:
         self.kinds: Counter[str] = Counter()
         self._low, self._high = math.inf, -math.inf
-        self._numbers = array("d")
         self._texts: Counter[str] = Counter()
 
     def add(self, value: Any) -> None:
@@ -108,31 +104,23 @@ class _FieldValues:
         if isinstance(value, list):
             return
         if isinstance(value, bool) or not isinstance(value, int | float):
-            text = str(value).lower() if isinstance(value, bool) else str(value)[: _VALUE_LENGTH + 1]
+            text = str(value).lower() if isinstance(value, bool) else printable(str(value), _VALUE_LENGTH)
             if text in self._texts or len(self._texts) < _MOST_VALUES:
                 self._texts[text] += 1
         elif abs(value) < 1e300:  # Python's json also parses NaN, Infinity and integers of any length
             self._low, self._high = min(self._low, value), max(self._high, value)
-            if len(self._numbers) < _MOST_NUMBERS:
-                self._numbers.append(value)
 
     def summary(self) -> str:
         """Describe the values in words."""
         parts = []
-        if self._numbers:
-            span = f"{self._low:,.6g}"
-            if self._low < self._high:
-                span += f" to {self._high:,.6g}, median {float(np.median(self._numbers)):,.6g}"
-            parts.append(span)
-        texts = []
+        if self._low < self._high:
+            parts.append(f"{self._low:,.6g} to {self._high:,.6g}")
+        elif self._low == self._high:
+            parts.append(f"{self._low:,.6g}")
         total = self._texts.total()
-        are_few = len(self._texts) <= _FEW_VALUES and total > len(self._texts)
-        for text, count in self._texts.most_common(_FEW_VALUES if are_few else _VALUES_SHOWN):
-            shown = f'"{text[:_VALUE_LENGTH]}{"…" * (len(text) > _VALUE_LENGTH)}"'
-            texts.append(f"{shown} {100 * count / total:.0f}%" if are_few else shown)
-        if texts:
-            parts.append(("" if are_few else "such as ") + ", ".join(texts))
-        return "; ".join(parts)
+        for text, count in self._texts.most_common(_VALUES_SHOWN):
+            parts.append(f'"{text}" {100 * count / total:.0f}%')
+        return ", ".join(parts)
 
 
 class FieldSurvey:
@@ -184,7 +172,6 @@ class FieldSurvey:
         if not filters:
             return None
         return Filtered(
-            filters=tuple(map(str, filters)),
             unknown=self.unknown([one.name for one in filters]),
             read=self._read,
             passed=self._passed,
@@ -210,7 +197,7 @@ def inspect(
     batch_size: int = Config.batch_size,
     max_bad: float = DataConfig.max_bad,
     cache: ShardCache | None = None,
-    progress: Progress | None = None,
+    quiet: bool = True,
 ) -> Findings:
     """Inspect shards as training would read them; errors that would stop training are recorded.
 
@@ -230,7 +217,7 @@ def inspect(
         batch_size: pairs per step over all GPUs.
         max_bad: fraction of bad samples above which training stops.
         cache: for copies of remote shards; None reads parts of them over the network.
-        progress: called with the task, items done, items failed, and all items.
+        quiet: print no progress.
 
     Raises:
         ConfigError: a filter is invalid.
@@ -242,16 +229,15 @@ def inspect(
         decoding = replace(decoding, pixel_range=STRETCH)
     texts, fields = CaptionSurvey(), FieldSurvey([Filter.of(one) for one in filters])
     selection = Selection(captions=CaptionRule(fields=tuple(captions)), image=image)
-    survey = ShardSurvey(
-        sources, split=split, selection=selection, cache=cache, shards=shards, progress=progress
-    )
+    survey = ShardSurvey(sources, split=split, selection=selection, cache=cache, shards=shards, quiet=quiet)
     chosen = survey.spread(samples)
     checker = SampleChecker(
         survey, chosen, image_size=image_size, decoding=decoding, augmentation=augmentation
     )
-    for sample in checker.run(progress):
-        texts.add(sample)
-        fields.add(sample.fields)
+    with CountProgress("decoding samples", total=len(chosen), shown=not quiet) as bar:
+        for sample in checker.run(bar):
+            texts.add(sample)
+            fields.add(sample.fields)
     more = [] if survey.remote else survey.spread(_MORE_TEXTS)
     for i in sorted({*more} - {*chosen}):
         sample, _ = read_sample(survey, i)
@@ -259,7 +245,6 @@ def inspect(
         fields.add(sample.fields)
     members = {TEXT, *(member.name for member in survey.names().members)}
     named = [name for name in captions if name.lower() not in members]
-    images, same = summarize_images(checker.good, image_size)
     digests = {sample.image.digest for sample in checker.good if sample.image is not None}
     return Findings(
         sources=tuple(map(shown, sources)),
@@ -274,11 +259,10 @@ def inspect(
         captions=replace(texts.found(), unknown=fields.unknown(named)),
         fields=fields.found(),
         filtered=fields.filtered(),
-        pictures=images,
+        pictures=summarize_images(checker.good, image_size),
         held_out=_held_out(sources, selection, digests, samples) if split == "train" else None,
         sheet=tuple(map(sheet_entry, checker.sheet)),
-        bad_shown=tuple(thumbnail(survey, sample) for sample in checker.bad_shown()),
-        same=tuple(tuple(thumbnail(survey, sample) for sample in group) for group in same),
+        bad_shown=tuple(bad_example(survey, sample) for sample in checker.bad_shown()),
         seconds=time.monotonic() - began,
     )
 

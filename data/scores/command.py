@@ -13,7 +13,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -21,20 +21,23 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
 from clipkit.errors import ConfigError, DataError
 from clipkit.files import (
     CountProgress,
-    FileLock,
     check_page,
     counted,
+    lock_output,
     printable,
     prompt_list,
     replacing,
     write_atomic,
 )
 from clipkit.inference import Item, PairEncoder, Sample, closest
-from clipkit.samples import Shard, ShardSamples, is_json, open_image, pillow_errors
+from clipkit.samples import Shard, ShardSamples, open_image, pillow_errors
 from clipkit.samples.remote import ShardCache, ShardFile, shard_cache
 from data.captions import CaptionRule, split_names
 from data.scores.page import check_filters, write_filters
@@ -84,9 +87,7 @@ class _Shard:
 
 @lru_cache(maxsize=8)
 def _keys(path: Path) -> Any:
-    import pyarrow.parquet
-
-    return pyarrow.parquet.read_table(path, columns=["key"]).column("key")
+    return pq.read_table(path, columns=["key"]).column("key")
 
 
 def _damaged(path: Path, error: Exception) -> DataError:
@@ -101,11 +102,6 @@ def score(options: argparse.Namespace) -> int:
     Raises:
         ClipkitError: a user error.
     """
-    try:
-        import py3langid  # noqa: F401
-        import pyarrow  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"score needs {error.name}: pip install -e '.[score]'") from error
     shards = [one for source in options.sources for one in find_shards(source, split=options.split)]
     against = [one for source in options.against for one in find_shards(source, split="test")]
     cache = shard_cache([*options.sources, *options.against], options.cache_gb)
@@ -117,14 +113,13 @@ def score(options: argparse.Namespace) -> int:
     for names, searched in zip(_MATCHES, (options.duplicates, bool(against)), strict=True):
         columns += names if searched else ()
     check_filters(options.filters, columns)
-    if options.html is not None and (not options.html.parent.is_dir() or options.html.is_dir()):
-        raise DataError(f"cannot write {options.html}: choose a file in an existing folder")
     encoder = PairEncoder(options)
     image = options.image.lower()
     settings = f"{_VERSION} {encoder.identity} {rule.which()}{image}"
     identity = hashlib.sha256(settings.encode()).hexdigest()[:16]
     folder = scores_folder() / "features" / identity
-    with _only_writer(folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    with lock_output(folder, "process", lock=folder / ".lock"):
         encoded: list[_Shard] = []
         with CountProgress("scoring samples", total=None, shown=not options.quiet) as progress:
             for file in [*shards, *against]:
@@ -159,26 +154,6 @@ def score(options: argparse.Namespace) -> int:
     return 0
 
 
-@contextmanager
-def _only_writer(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, and report errors of its file system.
-
-    Raises:
-        DataError: another process holds it, or the folder cannot be written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".lock")
-        if not lock.try_acquire():
-            raise DataError(f"{lock.holder} is scoring with the same model: wait for it")
-        try:
-            yield
-        finally:
-            lock.release()
-    except OSError as error:
-        raise DataError(f"cannot write {folder}: {error.strerror or error}; set CLIPKIT_CACHE") from error
-
-
 # --------------------------------------------------------------------------------------------------------------
 # Features and scores of one shard.
 
@@ -194,9 +169,6 @@ def _encode(
     done: int,
 ) -> _Shard:
     """Score the samples of a shard unless they are stored; ``done`` samples of other shards are finished."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     if file.is_remote and cache is None:
         raise ConfigError("remote shards are scored in the cache: set --cache-gb above 0")
     samples = ShardSamples([file], cache)
@@ -243,9 +215,7 @@ def _facts(samples: ShardSamples, row: int, rule: CaptionRule, member: str) -> t
         facts |= {"characters": len(caption), "words": len(caption.split()), "language": language}
         facts |= {"language_probability": probability, "imagenet": _names_class(caption)}
     try:
-        (data,) = shard.read(row, (member,))
-        if data is None:
-            raise DataError("no image")
+        data = samples.read(row, member)
         image = Sample(samples=samples, i=row, image=member)
         with pillow_errors():
             size = open_image(data).size
@@ -260,14 +230,11 @@ def _facts(samples: ShardSamples, row: int, rule: CaptionRule, member: str) -> t
 
 
 def _fields(shard: Shard, row: int, rule: CaptionRule) -> dict[str, Any]:
-    names = shard.index.members(row)
-    return rule.parse(shard.read_present(row, [*rule.members(names), *filter(is_json, names)]))
+    return rule.parse(shard.read_present(row, rule.members_and_json(shard.index.members(row))))
 
 
 @cache
 def _languages() -> Any:
-    from py3langid.langid import MODEL_FILE, LanguageIdentifier
-
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
 
 
@@ -299,9 +266,6 @@ def _match(
     trained: Sequence[_Shard], evaluated: Sequence[_Shard], folder: Path, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Write the scores of all shards to a folder unless they are there, and return the manifest."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     with suppress(OSError, ValueError):
         stored: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         return stored

@@ -1,7 +1,6 @@
 """A page that shows what each filter on scores keeps and drops."""
 
 import base64
-import io
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,13 +13,14 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.files import printable, templates, write_page
 from clipkit.samples import decode_image
 from data.filters import Filter
+from data.inspect.samples import encode_webp
 from data.scores.table import COLUMNS, PERMILLE, PREFIX, PRESET, PRESETS, parse_filters, scored_filters
 
 __all__ = ["check_filters", "write_filters"]
 
 _EXAMPLES = 12  # kept, and as many dropped
 _BINS, _VALUES = 24, 12  # of numbers; most frequent other values
-_SIDE, _QUALITY = 128, 70  # of images, in pixels and WebP's quality
+_SIDE = 128  # of images, in pixels
 _CAPTION = 120  # characters
 
 Sample = tuple[int, int]  # number of the shard, row
@@ -135,10 +135,10 @@ def write_filters(
     def example(sample: Sample) -> dict[str, str]:
         try:
             text, data = read(*sample)
-            image = _webp(data)
+            image = encode_webp(decode_image(data), _SIDE)
         except DataError as error:
             return {"text": str(error), "image": ""}
-        return {"text": printable(text, _CAPTION), "image": image}
+        return {"text": printable(text, _CAPTION), "image": base64.b64encode(image).decode()}
 
     environment = templates(Path(__file__).parent.with_name("inspect") / "templates")
     page = environment.get_template("scores.html").render(
@@ -151,13 +151,3 @@ def write_filters(
         example=example,
     )
     write_page(out, page)
-
-
-def _webp(data: bytes) -> str:
-    from PIL import Image
-
-    image = Image.fromarray(decode_image(data))
-    image.thumbnail((_SIDE, _SIDE))
-    file = io.BytesIO()
-    image.save(file, "WEBP", quality=_QUALITY)
-    return base64.b64encode(file.getvalue()).decode()

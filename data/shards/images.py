@@ -27,7 +27,6 @@ from clipkit.samples import (
     image_format,
     is_deep,
     is_transparent,
-    is_white_zero,
     jpeg_orientation,
     jpeg_size,
     orientation_of,
@@ -261,22 +260,13 @@ def _changed(
     """Return the image rotated, blended onto the background and resized, with only its color profile and tags."""
     deep = is_deep(image)
     result = to_16_bit(image) if deep else image
-    if result is None and is_white_zero(image):
-        # inverted values would not fit the pixel range of the original ones
+    border = how.resize is not None and how.resize.mode == "border"  # there is no white in deep grayscale
+    is_lost = deep and transparent and (target is not None or how.background is not None)
+    if result is None or is_lost or (deep and border and target is not None):
         raise BadImage(
-            "grayscale whose zero is white, which PNG cannot store: convert it to zero as black, or pack it "
-            "without resizing"
+            "deep, signed or float grayscale that cannot be changed without loss: convert it first, or pack it "
+            "unchanged"
         )
-    if result is None:
-        raise BadImage(
-            "32-bit, signed or float grayscale: convert it to 16 bits, or to TIFF without resizing"
-        )
-    if deep and transparent and (target is not None or how.background is not None):
-        raise BadImage(
-            "16-bit grayscale with a transparent color cannot be resized or blended: convert it first"
-        )
-    if deep and target is not None and how.resize is not None and how.resize.mode == "border":
-        raise BadImage("16-bit grayscale has no white for a border: choose another resize mode")
     profile = image.info.get("icc_profile") if image.mode in ("L", "LA", "P", "RGB", "RGBA") else None
     tags = Image.Exif()
     if deep and "transparency" in image.info:

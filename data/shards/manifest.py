@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from multiprocessing import get_context
@@ -43,7 +43,7 @@ from clipkit.samples import (
     write_arrays,
 )
 from clipkit.samples.remote import ShardCache, ShardFile, cache_folder, read_range, read_text
-from data.captions import TEXT, CaptionRule, field_hint, is_utf8, leaf_fields, listed, value_at
+from data.captions import TEXT, CaptionRule, Fields, field_hint, is_utf8, leaf_fields, listed, value_at
 from data.corpora.builtin import end_with_parent
 from data.selection import OUTSIDE, SelectedShard, Selection
 
@@ -52,15 +52,12 @@ __all__ = [
     "Manifest",
     "list_members",
     "make_manifest",
-    "no_caption",
-    "note_texts",
     "nothing_usable",
+    "reject_unknown_captions",
     "reject_unknown_negatives",
-    "stated_count",
     "suggest_members",
     "suggest_setting",
     "take_census",
-    "write_settings",
 ]
 
 
@@ -77,50 +74,97 @@ _SUGGESTED = 4  # samples of which all members are read to find image and text
 _LOOKED_SAMPLES, _LOOKED_REQUESTS = 1000, 32  # per shard; the latter if each is a request over the network
 
 
+@dataclass(kw_only=True)
+class _Examined:
+    """The content of the first used samples of a few shards.
+
+    Attributes:
+        samples: number of samples that can be read.
+        members: numbers of their members by name.
+        fields: the fields of their json, each with whether any sample has text there.
+        settings: from ``suggest_members``.
+    """
+
+    samples: int = 0
+    members: Counter[str] = field(default_factory=Counter)
+    fields: dict[str, bool] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def texts(self) -> list[str]:
+        """Names of the fields with text."""
+        return [name for name, has_text in self.fields.items() if has_text]
+
+
+def _examine(
+    opened: Iterable[SelectedShard],
+    rule: CaptionRule,
+    cache: ShardCache | None,
+    is_enough: Callable[[Sequence[str], Fields], bool],
+) -> _Examined | None:
+    """Read the first samples of shards; None as soon as ``is_enough`` for the members and fields of one of them.
+
+    Unreadable samples are skipped; also None if there is no other.
+    """
+    examined = _Examined()
+    for shard in opened:
+        most = _LOOKED_REQUESTS if shard.file.is_remote and cache is None else _LOOKED_SAMPLES
+        for row in shard.chosen.rows[:most].tolist():
+            members = shard.index.members(row)
+            try:
+                fields = rule.parse(shard.read_present(row, rule.members_and_json(members)))
+            except DataError:
+                continue
+            if is_enough(members, fields):
+                return None
+            examined.samples += 1
+            examined.members.update(members)
+            for name, value in leaf_fields(fields):
+                if name in members:
+                    continue
+                values = value if isinstance(value, list) else [value]
+                has_text = any(isinstance(one, str) for one in values)
+                examined.fields[name] = examined.fields.get(name, False) or has_text
+        examined.settings = examined.settings or suggest_members(shard, rule)
+    return examined if examined.samples else None
+
+
 def _reject_unknown_fields(
     shards: Sequence[ShardFile], selection: Selection, cache: ShardCache | None
 ) -> None:
     """Raise DataError if no sample of these shards has a field that filters or captions name."""
-    by_json = "caption" in selection.need and TEXT not in selection.captions.fields
-    if not (selection.reads_json or by_json):
-        return
-    looked = 0
-    known: Counter[str] = Counter()
-    missing = {one.name for one in selection.json_filters}
     plain = Selection(need=selection.need, image=selection.image)
-    for opened in _some_opened(shards, plain, cache):
-        for names, fields in _contents(opened, selection.captions, cache):
-            looked += 1
-            known.update(name for name, _ in leaf_fields(fields) if name not in names)
-            missing = {name for name in missing if value_at(fields, name) is None}
-    if looked and missing:
-        name = min(missing)
-        raise DataError(
-            f"data.filters names the json field {name!r}, which none of {looked:,} samples examined has: "
-            f"{field_hint(name, known)}"
-        )
-    if "caption" in selection.need:
-        _reject_unknown_caption(_some_opened(shards, plain, cache), selection.captions, cache)
+    for name in sorted({condition.name for condition in selection.json_filters}):
+
+        def has_field(_: Sequence[str], fields: Fields, name: str = name) -> bool:
+            return value_at(fields, name) is not None
+
+        examined = _examine(_some_opened(shards, plain, cache), selection.captions, cache, has_field)
+        if examined is not None:
+            raise DataError(
+                f"data.filters names the json field {name!r}, which none of {examined.samples:,} samples examined "
+                f"has: {field_hint(name, examined.fields)}"
+            )
+    if "caption" in selection.need and (selection.reads_json or TEXT not in selection.captions.fields):
+        reject_unknown_captions(_some_opened(shards, plain, cache), selection.captions, cache)
 
 
-def _reject_unknown_caption(
+def reject_unknown_captions(
     opened: Iterable[SelectedShard], rule: CaptionRule, cache: ShardCache | None
 ) -> None:
     """Raise DataError if none of the first samples has a caption in the fields of the rule."""
-    known: dict[str, bool] = {}
-    members: Counter[str] = Counter()
-    looked, settings = 0, dict[str, str]()
-    for shard in opened:
-        for names, fields in _contents(shard, rule, cache):
-            # an empty caption file is a bad sample, but not a wrong name
-            if any(name.lower() in names for name in rule.fields) or any(rule.by_field(fields)):
-                return
-            looked += 1
-            members.update(names)
-            note_texts(known, fields)
-        settings = settings or suggest_members(shard, rule)
-    if looked:
-        raise DataError(no_caption(rule, looked, members, known, settings))
+
+    def has_caption(members: Sequence[str], fields: Fields) -> bool:
+        # an empty caption file is a bad sample, but not a wrong name
+        return any(name.lower() in members for name in rule.fields) or any(rule.by_field(fields))
+
+    examined = _examine(opened, rule, cache, has_caption)
+    if examined is not None:
+        raise DataError(
+            f"none of {examined.samples:,} samples examined has a caption in {listed(rule.fields)} "
+            f"(data.captions); members: {list_members(examined.members)}; json fields with text: "
+            f"{listed(examined.texts) or 'none'}{_write_settings(examined.settings)}"
+        )
 
 
 def reject_unknown_negatives(
@@ -130,22 +174,20 @@ def reject_unknown_negatives(
 
     Unlike other fields, this one does not decide which samples are used, so it is not part of the census.
     """
-    rule, looked = selection.captions, 0
+    rule = selection.captions
     if not rule.negatives:
         return
-    known: dict[str, bool] = {}
+
+    def has_negative(_: Sequence[str], fields: Fields) -> bool:
+        return bool(rule.wrong_captions(fields))
+
     most = _LOOKED_REMOTE + 1 if any(one.is_remote for one in shards) else _LOOKED_SHARDS
-    for opened in _some_opened(shards, selection, cache, most=most):
-        for _, fields in _contents(opened, rule, cache):
-            if rule.wrong_captions(fields):
-                return
-            looked += 1
-            note_texts(known, fields)
-    if looked:
-        texts = [name for name, has_text in known.items() if has_text]
+    examined = _examine(_some_opened(shards, selection, cache, most=most), rule, cache, has_negative)
+    if examined is not None:
         raise DataError(
-            f"data.negatives names the json field {rule.negatives!r}, which has text in none of {looked:,} samples "
-            f"examined: {field_hint(rule.negatives, texts or known)}"
+            f"data.negatives names the json field {rule.negatives!r}, which has text in none of "
+            f"{examined.samples:,} samples examined: "
+            f"{field_hint(rule.negatives, examined.texts or examined.fields)}"
         )
 
 
@@ -160,28 +202,6 @@ def _some_opened(
     most = min(most, len(shards))
     for number in range(most):
         yield SelectedShard(shards[number * len(shards) // most], selection, cache)
-
-
-def _contents(
-    opened: SelectedShard, rule: CaptionRule, cache: ShardCache | None
-) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    """Yield members and fields of a shard's first used samples, except unreadable ones."""
-    most = _LOOKED_REQUESTS if opened.file.is_remote and cache is None else _LOOKED_SAMPLES
-    for row in opened.chosen.rows[:most].tolist():
-        names = opened.index.members(row)
-        try:
-            jsons = filter(is_json, names)
-            fields = rule.parse(opened.read_present(row, [*rule.members(names), *jsons]))
-        except DataError:
-            continue
-        yield names, fields
-
-
-def note_texts(known: dict[str, bool], fields: dict[str, Any]) -> None:
-    """Add the fields of a sample to ``known``, each with whether any sample has text there."""
-    for name, value in leaf_fields(fields):
-        values = value if isinstance(value, list) else [value]
-        known[name] = known.get(name, False) or any(isinstance(one, str) for one in values)
 
 
 def list_members(members: Mapping[str, int]) -> str:
@@ -226,50 +246,15 @@ def suggest_members(shard: Shard, rule: CaptionRule, image: str = "") -> dict[st
                 elif kind == "captions" and not is_json(name):
                     longest[name] = max(longest.get(name, 0), len(data))
     settings = {"image": found} if found not in ("", image, *IMAGE_EXTENSIONS) else {}
-    if longest and not any(field.lower() in shard.index.names for field in (TEXT, *rule.fields)):
+    if longest and not any(name.lower() in shard.index.names for name in (TEXT, *rule.fields)):
         settings["captions"] = max(longest, key=lambda name: longest[name])
     return settings
 
 
-def write_settings(settings: Mapping[str, str]) -> str:
+def _write_settings(settings: Mapping[str, str]) -> str:
     """Return what to write for the settings that ``suggest_members`` returns; "" for none."""
     texts = [f"data.{name}={printable(member)}" for name, member in settings.items()]
     return f": set {' '.join(texts)}" if texts else ""
-
-
-def no_caption(
-    rule: CaptionRule,
-    looked: int,
-    members: Mapping[str, int],
-    known: dict[str, bool],
-    settings: Mapping[str, str],
-) -> str:
-    """Return the error message for samples without captions, with a hint where captions may be.
-
-    Args:
-        rule: where captions were expected.
-        looked: samples without a caption.
-        members: numbers of their members.
-        known: the fields of their json, from ``note_texts``.
-        settings: from ``suggest_members``.
-    """
-    names = [name for name in rule.fields if name != TEXT] or ["caption"]
-    none = f"none of {looked:,} samples examined has"
-    texts = [name for name, has_text in known.items() if has_text]
-    if present := [name for name in names if name in known]:
-        others = listed(name for name in texts if name not in present)
-        where = f"; text is in: {others}" if others else ""
-        return f"{none} text in the json field {present[0]!r}, where data.captions looks for captions{where}"
-    if TEXT in rule.fields:
-        problem = f"{none} a caption file (.txt) or the json field {names[0]!r}"
-    else:
-        problem = f"data.captions names the json field {names[0]!r}, which {none}"
-    instead = ""
-    if files := members.get(TEXT):
-        instead = f"; {files:,} of them have a caption file: use data.captions=txt"
-    elif settings:
-        instead = f"; members: {list_members(members)}{write_settings(settings)}"
-    return f"{problem}: {field_hint(names[0], texts or known)}{instead}"
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -338,7 +323,7 @@ def _counted(
     ):  # "all" drops samples without captions
         most = _LOOKED_REMOTE if any(one.is_remote for one in shards) else _LOOKED_SHARDS - 1
         others = _some_opened(shards[1:], selection, cache, most=most)
-        _reject_unknown_caption(chain([first], others), selection.captions, cache)
+        reject_unknown_captions(chain([first], others), selection.captions, cache)
     yield 0, _census_of(first)
     del first  # close it
     if len(shards) <= _ALONE:
@@ -375,7 +360,7 @@ def _count(shard: ShardFile, selection: Selection, cache: ShardCache | None, sta
     plain = not selection.reads_json and selection.fraction == 1
     if selection.truncated == "use" and not shard.is_remote:
         stats = False  # it includes the samples that are cut off
-    if stats and plain and stored_index(shard) is None and (stated := stated_count(shard)) is not None:
+    if stats and plain and stored_index(shard) is None and (stated := _stated_count(shard)) is not None:
         return Census(count=stated, digest="", content="", dropped={}, members={})
     return _census_of(SelectedShard(shard, selection, cache))
 
@@ -391,7 +376,7 @@ def _census_of(opened: SelectedShard) -> Census:
     )
 
 
-def stated_count(shard: ShardFile) -> int | None:
+def _stated_count(shard: ShardFile) -> int | None:
     """Return the number of samples in img2dataset's ``NNNNN_stats.json`` next to a shard, None without it.
 
     Raises:
@@ -707,5 +692,5 @@ def nothing_usable(
         which = "passes data.filters" if selection.filters else "is used"
         return f"{where} no sample that {which}: {because}"
     shard = Shard(first, cache, truncated=selection.truncated)
-    hint = write_settings(suggest_members(shard, selection.captions, selection.image))
+    hint = _write_settings(suggest_members(shard, selection.captions, selection.image))
     return f"{where} no sample with {' and '.join(selection.need)}; members: {list_members(members)}{hint}"

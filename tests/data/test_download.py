@@ -597,31 +597,18 @@ def test_download_stops_if_nearly_all_rows_fail(
     def fail(*_: object, **__: object) -> None:
         raise socket.gaierror(socket.EAI_AGAIN, "no DNS")
 
-    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
-        monkeypatch.delenv(name, raising=False)
     denied = [f"{server.url}/denied/{i}.jpg" for i in range(1400)]
-    assert "(127.0.0.1) with 'HTTP 403': the server or a proxy refuses this" in error_of(denied)
+    assert "with 'HTTP 403'; run the same command again" in error_of(denied)
     # a host that blocks the program later, and one of a hundred rows that succeeds nevertheless
     later = [f"{server.url}/{'img' if i < 300 or i % 100 == 0 else 'denied'}/{i}.jpg" for i in range(1400)]
     assert "'HTTP 403'" in error_of(later)
     unknown = [f"http://name{i}.invalid/a.jpg" for i in range(300)]
     monkeypatch.setattr(socket, "getaddrinfo", fail)
-    message = error_of(unknown)
-    assert re.search(
-        r"\(\d+ hosts\) with 'unknown host': there is no network, or DNS does not work; run", message
-    )
-    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
-    assert "DNS does not work (images are downloaded without the proxy of HTTPS_PROXY)" in error_of(
-        unknown[1:]
-    )
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(0.5))
-    impatient = replace(quick, timeout=0.2)
-    with pytest.raises(DataError, match="'no answer from DNS in time': there is no network, or DNS does"):
-        download(table(tmp_path / "t.csv", unknown), tmp_path / "slow", SMALL, fetch=impatient)
+    assert "with 'unknown host'" in error_of(unknown)
     monkeypatch.undo()
     closed = [f"http://127.0.0.1:9/{i}.jpg" for i in range(300)]
-    assert "(127.0.0.1) with 'no connection'" in error_of(closed)
-    assert "with 'no URL': the URLs are in another column (--url-column)" in error_of([""] * 300)
+    assert "with 'no connection'" in error_of(closed)
+    assert "with 'no URL'" in error_of([""] * 300)
     found = download(
         table(tmp_path / "t.csv", denied[:300]),
         tmp_path / "going",
@@ -699,7 +686,7 @@ def test_changed_remote_table_is_copied_again(server: Server, tmp_path: Path, ng
     assert run(rows) == 60
 
 
-def test_files_of_a_folder_that_are_not_read_are_named(
+def test_tables_directly_in_a_folder_are_read(
     server: Server, tmp_path: Path, nginx: Nginx, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "tables"
@@ -712,7 +699,7 @@ def test_files_of_a_folder_that_are_not_read_are_named(
     assert download(folder, folder / "out", SMALL, fetch=QUICK).kept == 3
     assert download(folder, folder / "out", SMALL, fetch=QUICK).rows == 3
     first, second = capsys.readouterr().err.splitlines()
-    assert first == second and f"{folder}: reads 3 tables, but not e.txt, f.JSON, sub/d.csv (only" in first
+    assert first == second == f"{folder}: reads the 3 tables directly in it"
     for name in ("a.csv", "B.CSV"):
         nginx.put(f"tables/{name}", (folder / name).read_bytes())
     assert download(nginx.url("tables"), tmp_path / "out", SMALL, fetch=QUICK).kept == 2
@@ -793,7 +780,7 @@ def test_second_process_and_changed_options_are_rejected(server: Server, many: P
     border = Storing(resize=Resize(mode="border", size=32))
     for changed, message in (
         (replace(SMALL, samples_per_shard=50), "(--samples-per-shard 20 → 50)"),
-        (replace(SMALL, fields=["lang"], image=border), "--fields (default) → lang, --resize no → border"),
+        (replace(SMALL, fields=["lang"], image=border), '--fields null → ["lang"], --resize "no" → "border"'),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             download(many, out, changed, fetch=QUICK)
@@ -851,8 +838,8 @@ def test_command_resizes_and_prints_report(
     assert main(["download", str(path), str(out), *options]) == 0
     printed = capsys.readouterr().out
     assert main(["download", str(path), str(out), *options]) == 0
-    assert "already complete" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="--keep-duplicates off → on"):
+    assert "1 shard, 0 of them new" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="--keep-duplicates false → true"):
         main(["download", str(path), str(out), *options, "--keep-duplicates"])
     assert "2  of 3 rows kept (66.7%)" in printed and "1  HTTP 404" in printed
     assert max(map(len, printed.splitlines()[1:])) < 80
@@ -892,7 +879,7 @@ def test_private_addresses_are_recognized(address: str, public: bool) -> None:
     ],
 )  # fmt: skip
 def test_robots_tags_are_respected(tags: list[str], forbidden: bool) -> None:
-    assert web._forbidden(tags, "clipkit (+https://example.org)") is forbidden
+    assert web._forbidden(tags) is forbidden
 
 
 @pytest.mark.parametrize(

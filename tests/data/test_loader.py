@@ -14,7 +14,6 @@ import torch
 from PIL import Image
 
 from clipkit.batch import BadSample, Batch
-from clipkit.config import DataConfig
 from clipkit.errors import ConfigError, DataError
 from clipkit.model.tokenizer import END_OF_TEXT, ClipTokenizer, tokenize
 from clipkit.samples.traits import Decoding
@@ -26,7 +25,6 @@ from data.order import Order
 from data.shards.samples import Shards
 from data.shards.writer import DatasetWriter, Record
 from data.sources import find_shards
-from data.training_data import open_training_data
 from tests.clipkit.deep_images import color_png
 
 CPU = torch.device("cpu")
@@ -368,16 +366,3 @@ def file_of(image: Image.Image, kind: str, **options: Any) -> bytes:
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
-
-
-def test_missing_data_of_a_resumed_run_suggests_a_move(tmp_path: Path) -> None:
-    missing, recorded = DataConfig(train=str(tmp_path / "pairs")), tmp_path / "run" / "data.manifest"
-    with pytest.raises(DataError) as caught:
-        open_training_data(missing, recorded, rank0=True, resumed=False, broadcast=bytes)
-    assert "moved" not in str(caught.value)
-    with pytest.raises(DataError) as caught:
-        open_training_data(missing, recorded, rank0=True, resumed=True, broadcast=bytes)
-    assert str(caught.value).endswith(
-        f"; if the data of {tmp_path / 'run'} was moved, set data.train to its new location; it is compared with "
-        "the recorded data"
-    )

@@ -78,8 +78,8 @@ def test_text_members_are_suggested_if_the_json_has_no_caption(tmp_path: Path) -
     with pytest.raises(DataError) as caught:
         opened(tmp_path / "0.tar", tmp_path / "run")
     assert str(caught.value) == (
-        "none of 3 samples examined has a caption file (.txt) or the json field 'caption': available "
-        "fields: width; members: jpg (3), json (3), name (3), text (3): set data.captions=text"
+        "none of 3 samples examined has a caption in txt (data.captions); members: jpg (3), json (3), name (3), "
+        "text (3); json fields with text: none: set data.captions=text"
     )
 
 

@@ -4,7 +4,6 @@ import gzip
 import io
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -292,6 +291,5 @@ def test_missing_part_of_parquet_files_is_an_error(tmp_path: Path) -> None:
     second = parquet(hub / "train-00001-of-00002.parquet", rows[3:], folder)
     assert len(samples(hub)) == 6
     assert len(samples(second)) == 3
-    hint = f"it contains Parquet files: pack one of them instead, such as {hub}/test-00000-of-00001.parquet"
-    with pytest.raises(DataError, match=re.escape(hint)):
+    with pytest.raises(DataError, match=r"no row of .* can be packed"):
         pack_command(["pack", str(hub.parent), str(tmp_path / "out")])

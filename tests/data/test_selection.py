@@ -400,7 +400,7 @@ def test_unknown_caption_field_raises_error(tmp_path: Path) -> None:
     file = shard_of(tmp_path / "0.tar", of_json({"a": "x"}))
     selection = Selection(captions=CaptionRule(fields=("b",), choice="all"))
     with pytest.raises(
-        DataError, match="names the json field 'b', which none of 1 samples examined has: available fields: a"
+        DataError, match=r"none of 1 samples examined has a caption in b .*; json fields with text: a$"
     ):
         make_manifest([[file]], selection)
 
@@ -412,18 +412,9 @@ def test_number_of_captions_is_limited_to_65535(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("width => 256", "filter 'width => 256' has => instead of >=: write 'width >= 256'"),
-        ("width=<256", "filter 'width=<256' has =< instead of <=: write 'width <= 256'"),
-        ("a.b =! en", "filter 'a.b =! en' has =! instead of !=: write 'a.b != en'"),
-        ("a <> 3", "filter 'a <> 3' has <> instead of !=: write 'a != 3'"),
-        ("a === 3", "filter 'a === 3' has === instead of =: write 'a = 3'"),
-        ("a =>", "filter 'a =>' has => instead of >=: write 'a >= VALUE'"),
-        ("a >== 3", "filter 'a >== 3' has no known operator: >=, <=, >, <, = or !="),
-    ],
+    "text", ["width => 256", "width=<256", "a.b =! en", "a <> 3", "a === 3", "a =>", "a >== 3"]
 )
-def test_error_of_mistyped_operator_suggests_the_correct_one(text: str, said: str) -> None:
+def test_mistyped_operator_raises_error(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Filter.of(text)
-    assert str(caught.value) == said
+    assert str(caught.value) == f"filter {text!r} has no known operator: >=, <=, >, <, = or !="

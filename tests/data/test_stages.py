@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from PIL import Image
 
 from clipkit.batch import Batch
-from clipkit.errors import ConfigError
 from clipkit.model.tokenizer import END_OF_TEXT, ClipTokenizer, tokenize
 from data.augment import Augmentation
 from data.batch import Stage, stage_at
@@ -118,17 +117,3 @@ def test_stages_can_be_pickled_and_found_by_step() -> None:
         STAGES[0], STAGES[0], STAGES[1], STAGES[1], None,
     ]  # fmt: skip
     assert stage_at((), 0) is None
-
-
-@pytest.mark.parametrize(
-    ("stages", "message"),
-    [
-        ((Stage(until_step=0, image_size=8, context_length=8),), "ends at step 0, not after step 0"),
-        ((STAGES[1], STAGES[0]), "ends at step 2, not after step 5"),
-        ((Stage(until_step=1, image_size=0, context_length=8),), "image_size = 0"),
-        ((Stage(until_step=1, image_size=8, context_length=0),), "context_length = 0"),
-    ],
-)
-def test_invalid_stages_raise_error(stages: tuple[Stage, ...], message: str, shards: Shards) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make_loader(shards, stages=stages)

@@ -54,7 +54,6 @@ def test_good_shards(good: Path) -> None:
     assert (shards.count, shards.looked_into, shards.samples, shards.samples_known) == (3, 3, 36, True)
     assert shards.bytes == sum(path.stat().st_size for path in good.iterdir())
     assert (shards.missing, shards.broken) == ((), ())
-    assert names.patterns == {"######": 36}
     assert [(one.name, one.count, one.used_as) for one in names.members] == [
         ("jpg", 36, "image"),
         ("txt", 36, "caption"),
@@ -64,7 +63,7 @@ def test_good_shards(good: Path) -> None:
     assert sum(found.captions.tokens.counts) == 36
     assert found.pictures.formats == {"JPEG": 36}
     assert found.pictures.depths == {"8-bit, 3 channels": 36}
-    assert found.pictures.same == found.pictures.same_groups == 0
+    assert (found.pictures.same, found.pictures.same_groups) == (0, ())
     assert len(found.sheet) == 24 and all(entry.picture[8:12] == b"WEBP" for entry in found.sheet)
     assert not any(note.grave for note in notes(found))
 
@@ -83,7 +82,7 @@ def test_repeated_inspection_gives_the_same_result(good: Path) -> None:
 def test_samples_are_drawn_without_repetition(good: Path, samples: int) -> None:
     found = look([str(good)], samples=samples)
     assert found.sampled.tried == found.pictures.read == min(samples, 36)
-    assert found.pictures.same_groups == 0
+    assert found.pictures.same == 0
     assert (found.captions.read, found.captions.repeated) == (
         36,
         0,
@@ -219,8 +218,8 @@ def test_properties_of_images(tmp_path: Path) -> None:
         found
     )
     assert images.small == 2
-    assert (images.same, images.same_groups) == (2, 1)
-    assert [[entry.place.key for entry in group] for group in found.same] == [["000006", "000007"]]
+    assert images.same == 2
+    assert [[place.key for place in group] for group in images.same_groups] == [["000006", "000007"]]
 
 
 def test_values_of_deep_images_and_the_setting_to_write(tmp_path: Path) -> None:
@@ -241,7 +240,7 @@ def test_values_of_deep_images_and_the_setting_to_write(tmp_path: Path) -> None:
         line,
     ), line
     note = "2 of 8 images have more than 8 bits per channel, at which training stops: set pixels.range=0,4095"
-    assert f"{note}, or for the values of these images " in told(found)
+    assert note in told(found)
     assert "16 bits per color" not in told(found)
     found = look([str(tmp_path)], decoding=Decoding(pixel_range=(0.0, 2000.0)))
     assert "at which training stops" not in told(found)
@@ -472,10 +471,9 @@ def test_command_output_and_exit_status(
     assert max(map(len, output.out.splitlines())) <= 80 and "\x1b" not in output.out
     assert not any(line.endswith(" ") for line in output.out.splitlines())
     assert "3 shards, 36 samples" in output.out
-    for wrong, message in (("none/page.html", "in an existing folder"), ("photo.png", "ending in .html")):
-        with pytest.raises(SystemExit) as stop:
-            run_command(partial(main, ["inspect", str(good), "--html", str(tmp_path / wrong)]))
-        assert stop.value.code == 1 and message in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        run_command(partial(main, ["inspect", str(good), "--html", str(tmp_path / "photo.png")]))
+    assert stop.value.code == 1 and "ending in .html" in capsys.readouterr().err
 
 
 def test_ctrl_c_prints_one_line(good: Path, capsys: pytest.CaptureFixture[str]) -> None:

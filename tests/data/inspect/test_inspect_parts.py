@@ -1,13 +1,12 @@
-"""Tests of the functions of ``inspect``: missing numbers, key patterns, identical files."""
+"""Tests of the functions of ``inspect``: missing numbers, identical files."""
 
 import numpy as np
-import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from clipkit.files.terminal import printable
 from data.inspect.findings import PERCENTILES, Histogram
 from data.inspect.samples import DeepValues, group_equal, summarize_deep, token_counts
-from data.inspect.shards import key_pattern, missing_numbers
+from data.inspect.shards import missing_numbers
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, unique=True), st.integers(1, 6))
@@ -36,22 +35,6 @@ def test_printable_text_is_unchanged_up_to_its_length(text: str) -> None:
     shown = printable(text, 160)
     assert shown.isprintable() or not shown
     assert shown.startswith(text[:160]) or not text[:160].isprintable()
-
-
-@pytest.mark.parametrize(
-    ("key", "words", "form"),
-    [
-        ("000012", True, "######"),
-        ("train/00/cat_7", True, "train/##/cat_#"),
-        ("train/00/cat_7", False, "abc/#…/abc_#…"),
-        ("12345678901234567890", True, "#×20"),
-        ("d41d8cd98f00b204e9800998ecf8427e", True, "hex×32"),
-        ("bäume-3", False, "abc-#…"),
-        ("", True, ""),
-    ],
-)
-def test_key_pattern(key: str, words: bool, form: str) -> None:
-    assert key_pattern(key, words=words) == form
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow], max_examples=30)

@@ -1,7 +1,6 @@
 """Tests of the report of ``inspect``: json fields, filters, `_stats.json`, steps, images on the page."""
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -53,17 +52,17 @@ def test_json_fields_are_reported(tmp_path: Path) -> None:
     found = look([str(with_json(tmp_path / "0.tar", metas))])
     fields = {one.name: (one.kind, one.count, one.values) for one in found.fields.fields}
     assert fields == {
-        "width": ("number", 12, "100 to 111, median 105.5"),
+        "width": ("number", 12, "100 to 111"),
         "lang": ("text", 12, '"en" 67%, "de" 33%'),
         "ok": ("true or false", 12, '"true" 100%'),
-        "a.b": ("number", 12, "0 to 2.75, median 1.375"),
+        "a.b": ("number", 12, "0 to 2.75"),
         "tags": ("list", 2, ""),
-        "url": ("text", 2, f'such as "v", "{"u" * 40}…"'),
-        "mixed": ("text or number", 2, '1; such as "one"'),
+        "url": ("text", 2, f'"v" 50%, "{"u" * 40}…" 50%'),
+        "mixed": ("text or number", 2, '1, "one" 100%'),
     }
     assert (found.fields.read, found.fields.with_json) == (14, 12)
     assert row(found, "fields", "samples with json") == "12 of 14 (85.7%)"
-    assert row(found, "fields", "width") == "number, in 85.7%: 100 to 111, median 105.5"
+    assert row(found, "fields", "width") == "number, in 85.7%: 100 to 111"
 
 
 def test_any_json_is_accepted() -> None:
@@ -85,14 +84,11 @@ def test_any_json_is_accepted() -> None:
     assert found.fields[0].values == "-3" and survey.filtered() is None
 
 
-def test_range_of_many_numbers_is_exact_and_median_approximate() -> None:
+def test_range_of_many_numbers_is_exact() -> None:
     survey = FieldSurvey([])
     for number in np.random.default_rng(0).permutation(50_000).tolist():
         survey.add({"n": number})
-    told = re.fullmatch(r"(\S+) to (\S+), median (\S+)", survey.found().fields[0].values)
-    assert told is not None
-    low, high, median = told.groups()
-    assert (low, high) == ("0", "49,999") and abs(float(median.replace(",", "")) - 25_000) < 1500
+    assert survey.found().fields[0].values == "0 to 49,999"
 
 
 def test_filters(tmp_path: Path) -> None:
@@ -101,11 +97,9 @@ def test_filters(tmp_path: Path) -> None:
     assert found.filtered is not None
     assert (found.filtered.read, found.filtered.passed, found.left) == (13, 4, 4)
     assert found.filtered.left_out == {"not width >= 106": 6, "not lang = en": 2, "without width": 1}
-    assert row(found, "shards", "after filters").startswith("4 samples (30.8%)")
+    passing = row(found, "shards", "after filters")
+    assert passing.startswith("4 samples (30.8%)") and "| 6 left out" in passing
     assert row(found, "shards", "one epoch") == "1 step of 4 samples (--batch-size sets the batch)"
-    assert row(found, "fields", "filters") == "width >= 106 | lang = en"
-    assert "4 of 13 (30.8%) pass | 6 left out" in row(found, "fields", "after filters")
-    assert "4 of 13 (30.8%) of the samples read pass the filters" in told(found)
     assert found.sampled.tried == 13 and not any(note.grave for note in notes(found))
 
 
@@ -120,24 +114,18 @@ def test_filter_on_unknown_field_is_reported(tmp_path: Path) -> None:
     assert "no sample read has the json field 'WIDTH': did you mean 'width'?" in said
     assert "no sample read passes" not in said and "fill a batch" not in said
     assert "no sample read passes the filters" in told(look([str(path)], filters=["width > 999"]))
-    with pytest.raises(ConfigError, match="has => instead of >="):
+    with pytest.raises(ConfigError, match="has no known operator"):
         look([str(path)], filters=["width => 3"])
 
 
-def test_filters_on_the_command_line_have_the_syntax_of_a_config(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_filters_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = with_json(tmp_path / "0.tar", METAS)
     figures = tmp_path / "figures.json"
     options = ["--image-size", "16", "--batch-size", "3", "--json", str(figures), "--quiet"]
-    for given in (["width >= 106", "lang=en"], ['["width >= 106", "lang = en"]']):
-        several = [part for one in given for part in ("--filters", one)]
-        assert main(["inspect", str(path), *several, *options]) == 0
-        output = capsys.readouterr().out
-        assert "4 of 12 (33.3%) pass" in output and max(map(len, output.splitlines())) <= 80
-        assert json.loads(figures.read_text())["filtered"]["passed"] == 4
-    with pytest.raises(ConfigError, match="is not a list of strings"):
-        main(["inspect", str(path), "--filters", "[width", *options])
+    assert main(["inspect", str(path), "--filters", "width >= 106", "--filters", "lang=en", *options]) == 0
+    output = capsys.readouterr().out
+    assert "4 samples (33.3%)" in output and max(map(len, output.splitlines())) <= 80
+    assert json.loads(figures.read_text())["filtered"]["passed"] == 4
     with pytest.raises(ConfigError, match="--batch-size: '0' is not a whole number"):
         main(["inspect", str(path), *options, "--batch-size", "0"])
 
@@ -147,12 +135,12 @@ def test_missing_captions_raise_the_error_of_training(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         look([str(path)], captions=["lnag"])
     assert str(caught.value) == (
-        "data.captions names the json field 'lnag', which none of 12 samples examined has: did you mean 'lang'? "
-        "available fields: lang; 12 of them have a caption file: use data.captions=txt"
+        "none of 12 samples examined has a caption in lnag (data.captions); members: jpg (12), txt (12), "
+        "json (12); json fields with text: lang"
     )
     without = with_json(tmp_path / "1.tar", METAS, text=False)
     with pytest.raises(
-        DataError, match=r"has a caption file \(.txt\) or the json field 'caption': available fields"
+        DataError, match=r"has a caption in txt \(data.captions\); members: .*; json fields with text: lang$"
     ):
         look([str(without)])
     empty = dict.fromkeys(range(5), b" ")
@@ -171,7 +159,7 @@ def test_steps_of_an_epoch_are_reported(tmp_path: Path) -> None:
     )
 
 
-def test_bad_samples_and_duplicates_are_shown(tmp_path: Path) -> None:
+def test_bad_samples_are_shown_and_duplicates_named(tmp_path: Path) -> None:
     large = image_file(8, (400, 300), quality=95)
     images = {
         0: b"<p>gone</p>",
@@ -185,24 +173,18 @@ def test_bad_samples_and_duplicates_are_shown(tmp_path: Path) -> None:
     shown = {entry.place.key: entry for entry in found.bad_shown}
     assert sorted(shown) == ["000000", "000001", "000002", "000003", "000012", "000013", "000014"]
     assert [entry.cause for entry in found.bad_shown[:4]] == ["empty caption"] * 4  # the most frequent cause
-    assert (shown["000000"].picture, shown["000000"].beginning) == (b"", "<p>gone</p>")
-    assert (shown["000001"].size, shown["000002"].size) == (0, len(large) // 2)
+    assert shown["000000"].picture == b""
     assert shown["000002"].picture == b"" and shown["000003"].picture[8:12] == b"WEBP"
     assert shown["000002"].caption == "an image of thing 2"
-    assert [[entry.place.key for entry in group] for group in found.same] == [["000004", "000005"]]
-    page = page_of(found)
-    assert "&lt;p&gt;gone&lt;/p&gt;" in page and "<p>gone" not in page and ">no bytes<" in page
-    images_shown = len(found.sheet) + 4 + 2
-    assert page.count("<img ") == images_shown
-    assert "Identical files<" in page
+    assert row(found, "images", "identical files") == "2 images: | 0.tar: 000004 = 0.tar: 000005"
+    assert page_of(found).count("<img ") == len(found.sheet) + 4
 
 
 def test_only_a_few_duplicates_are_shown(tmp_path: Path) -> None:
     images = {number: image_file(number // 5) for number in range(40)}
     write_tar(tmp_path / "0.tar", pairs(0, 40, images=images))
     found = look([str(tmp_path)])
-    assert [len(group) for group in found.same] == [4] * 6
-    assert "Identical files: 6 of 8 groups" in page_of(found)
+    assert found.pictures.same == 40 and [len(group) for group in found.pictures.same_groups] == [4] * 3
 
 
 def test_slow_imports_are_avoided(tmp_path: Path) -> None:
@@ -219,19 +201,6 @@ def test_slow_imports_are_avoided(tmp_path: Path) -> None:
         check=True,
     )
     assert done.stdout.splitlines()[-1] == "[]"
-
-
-def test_html_is_suggested_if_images_are_bad_or_duplicate(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    def last_line(source: Path) -> str:
-        assert main(["inspect", str(source), "--image-size", "16", "--quiet"]) == 0
-        return capsys.readouterr().out.splitlines()[-1]
-
-    write_tar(tmp_path / "good.tar", pairs(0, 4))
-    write_tar(tmp_path / "double.tar", pairs(0, 4, images={1: image_file(0)}))
-    assert "--html" not in last_line(tmp_path / "good.tar")
-    assert last_line(tmp_path / "double.tar") == "to see bad and duplicate images, add --html PAGE.html"
 
 
 def test_several_filters_are_combined() -> None:

@@ -62,10 +62,9 @@ def test_several_numbers_of_workers_in_one_call(shards: str, capsys: pytest.Capt
     for one in told["measured"]:
         assert one["samples"] >= 8 and one["samples"] % 8 == 0
         assert one["samples_per_second"] == pytest.approx(one["samples"] / one["seconds"])
-        assert one["per_worker"] == pytest.approx(one["samples_per_second"] / max(1, one["workers"]))
         assert one["bytes_per_second"] > 24 * 24 * one["samples_per_second"]
         assert 0.15 < one["bad"] < 0.6  # a quarter, more if replacements are bad too
-        assert one["memory"] > 50e6 and one["first_batch"] > 0
+        assert one["first_batch"] > 0
     assert multiprocessing.active_children() == []
 
 
@@ -73,31 +72,21 @@ def test_table(shards: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--image-size", "16", "--seconds", "0.1", "--workers", "0"]
     assert main(["speed", shards, *options]) == 0
     output = capsys.readouterr()
-    heading, row, foot = output.out.splitlines()
-    assert heading.split() == [
-        "workers",
-        "samples/s",
-        "per",
-        "worker",
-        "MB/s",
-        "first",
-        "batch",
-        "bad",
-        "memory",
-    ]
+    about, heading, row = output.out.splitlines()
+    assert heading.split() == ["workers", "samples/s", "MB/s", "first", "batch", "bad"]
     assert len(heading) == len(row) <= 80
-    assert foot.startswith("16 pixels, batches of 40, ")  # limited by the number of samples
+    assert about.startswith("16 pixels, batches of 40, ")  # limited by the number of samples
     assert "measuring with 0 workers for 0.1 s" in output.err
 
 
 def test_user_errors_print_one_line(shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in [
-        ([shards, "--workers", "two"], "workers = 'two' is invalid"),
-        ([shards, "--workers", "1,,2"], "is invalid"),
+        ([shards, "--workers", "two"], "--workers: 'two' is not a whole number"),
+        ([shards, "--workers", "1,,2"], "'' is not a whole number"),
         ([shards, "--workers", "9999"], "from 0 to 512"),
         ([shards, "--workers", "0", "2"], "no data at '2'"),
         (["--workers", "0", "no-such-folder"], "no data at 'no-such-folder'"),
-        (["--workers", "0"], "SOURCE is missing"),
+        (["--workers", "0"], "required: SOURCE"),
         ([shards, "--batch-size", "0"], "--batch-size: '0' is not a whole number from 1 to 65,536"),
         ([shards, "--image-size", "-1"], "--image-size: '-1' is not a whole number from 1"),
         ([shards, "--seconds", "nan"], "--seconds: 'nan' is not a number above 0"),
@@ -132,7 +121,6 @@ def test_ctrl_c_prints_one_line(shards: str) -> None:
         ("data.color_jitter=0.4", {"color_jitter": 0.4}),
         ("data.grayscale=1", {"grayscale": 1.0}),
         ("data.scaled_decode=true", {"scaled_decode": True}),
-        ("--scaled-decode", {"scaled_decode": True}),
     ],
 )
 def test_augmentation_settings_reach_the_loader(shards: str, word: str, changed: dict[str, Any]) -> None:

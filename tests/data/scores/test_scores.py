@@ -370,7 +370,7 @@ def test_killed_scoring_resumes_with_the_same_result(
     (folder,) = tmp_path.glob("scores/features/*")
     lock = FileLock(folder / ".lock")
     assert lock.try_acquire()
-    with pytest.raises(DataError, match="is scoring with the same model: wait for it"):
+    with pytest.raises(ConfigError, match=r"another process .* is writing to"):
         scored(pairs, checkpoint)
     lock.release()
     assert scored(pairs, checkpoint) == name
