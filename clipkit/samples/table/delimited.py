@@ -11,7 +11,6 @@ import re
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -29,7 +28,6 @@ _CLASSIFIED = (["image", "source", "label_1"], ["picture", "source", "label_1"])
 _FORMULA = re.compile(r"'*[=+\-@\t\r\n＝＋－＠]")
 _EXCEL_DELIMITER = re.compile(r'"?sep=(.)"?[\r\n]+', re.IGNORECASE)  # a line before the header
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://\S+", re.IGNORECASE)
-_URL_PART = re.compile(r"[^\s:]*[=&][^\s:]*")  # such as 1999&w=80 of http://h/q.jpg?crop=2669,1999&w=80
 _CAPTION_NUMBER = re.compile(r"#[0-9]+$")  # Flickr8k's and Flickr30k's: 1000268201_693b08cb0e.jpg#0
 _OPEN_QUOTE = 'a quote (") that is not closed: close it, or double it if it is part of the text'
 
@@ -45,9 +43,10 @@ def safe_cell(text: str) -> str:
 class Delimited(TextFormat):
     """A delimited table.
 
-    The delimiter is the one that yields the most known columns. If a cell of the first line is the path of an image
-    or a URL, there is no header: the columns are named ``column 1``, ``column 2`` and so on. The delimiter is then
-    the one with the most rows that have an image or URL in its column.
+    The delimiter is the one that yields the most known columns. If a cell of the first line is the path of an
+    image, or a URL before or after a tab, there is no header: the columns are named ``column 1``, ``column 2``
+    and so on.
+    The delimiter is then the one with the most rows that have an image or URL in its column.
     """
 
     any_column = False
@@ -64,39 +63,38 @@ class Delimited(TextFormat):
             start = text.read(_DETECTED)
         if match := _EXCEL_DELIMITER.match(start):
             delimiters, self._skip = match[1], match.end()
-        most = (-1, False, -1, -1)
-        first_row: list[str] = []
+        most = (-1, -1, -1)
+        first_rows: list[list[str]] = []
         for delimiter in delimiters:
             rows = _first_rows(start[self._skip :], delimiter)
             names = [name.strip() for name in rows[0]] if rows else []
             columns = [request.find_column(names) for request in requests]
-            guess = None
+            guess: dict[str, str] = {}
+            fits = 0
             is_header = any(request.name in names for request in requests)
-            if not is_header and (
-                suffix != ".txt" or delimiter == "\t"
-            ):  # a .txt file may be a list of texts
-                guess = _guess_columns(rows, requests[0].content, delimiter, delimiters)
-            if guess is not None:
+            # without tabs, a .txt file may be a list of texts
+            if not is_header and (suffix != ".txt" or delimiter == "\t"):
+                guess, fits = _guess_columns(rows, requests[0].content, delimiter, delimiters)
+            if guess:
                 names = [f"column {i}" for i in range(1, len(names) + 1)]
-                columns = list(guess.columns.values())
-            certain = guess is None or guess.certain
-            score = sum(map(bool, columns)), certain, guess.fits if guess else 0, len(names)
-            if guess is not None and (guess.is_list or (not certain and score[:3] == most[:3])):
-                content = requests[0].content
-                raise DataError(
-                    f"{path}: {delimiter!r} may separate columns or be a part of the URLs: add a header line such "
-                    f"as {content}{delimiter}caption, or rename a list of URLs to .txt"
-                )
+                columns = list(guess.values())
+            score = sum(map(bool, columns)), fits, len(names)
             if score > most:
-                most = score
-                first_row = rows[0] if rows else []
-                self.names, self._delimiter = names, delimiter
-                self.guesses = guess.columns if guess else {}
+                most, first_rows = score, rows
+                self.names, self._delimiter, self.guesses = names, delimiter, guess
+        is_list = suffix != ".txt" and len(self.names) == 1 and bool(self.guesses)
+        if is_list and _URL.fullmatch(first_rows[0][0].strip()):
+            lines = "".join(cell for fields in first_rows for cell in fields)
+            if unclear := next((other for other in delimiters if other in lines), ""):
+                raise DataError(
+                    f"{path}: {unclear!r} may separate columns or be a part of the URLs: add a header line such "
+                    f"as {requests[0].content}{unclear}caption, or rename a list of URLs to .txt"
+                )
         self._has_header = not self.guesses
         # columns up to the last one with a name
         self._width = max((i for i, name in enumerate(self.names, 1) if name), default=0)
         # whether paths have the numbers of their captions
-        self._numbered = not self._has_header and any(map(_is_numbered, first_row))
+        self._numbered = not self._has_header and any(map(_is_numbered, first_rows[0]))
         is_quoted = start[self._skip :].lstrip().startswith('"')
         self._quotes_are_text = self._numbered and self._delimiter == "\t" and not is_quoted
 
@@ -183,10 +181,6 @@ class Delimited(TextFormat):
             return "too few columns"
         if not self._has_extra_cells(fields):
             return ""
-        if any(cell.startswith(' "') for cell in fields):
-            return "more cells than columns: remove the space before a quote"
-        if len(fields) <= len(self.names):
-            return "a cell in a column without a name: name the column, or put cells with the delimiter in quotes"
         delimiter = "a tab" if self._delimiter == "\t" else repr(self._delimiter)
         return f"more cells than columns: put cells that contain {delimiter} in quotes"
 
@@ -271,66 +265,36 @@ def _is_numbered(cell: str) -> bool:
     return _CAPTION_NUMBER.search(cell) is not None and _image_like(cell)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Guess:
-    """Probable columns of a table without a header.
-
-    Attributes:
-        columns: names by content.
-        certain: whether the delimiter is no part of the URLs.
-        fits: number of rows with an image or URL in its column.
-        is_list: whether the rows may as well be URLs that contain the delimiter.
-    """
-
-    columns: dict[str, str]
-    certain: bool
-    fits: int
-    is_list: bool = False
-
-
 def _guess_columns(
     rows: Sequence[Sequence[str]], content: str, delimiter: str, delimiters: str
-) -> _Guess | None:
-    """Guess the columns of a table without a header; None if its first line may be a header.
+) -> tuple[dict[str, str], int]:
+    """Guess the columns of a table without a header by their content; {} if its first line may be a header.
 
     The column of images or URLs is the one with the most of them in the first rows; of two columns, the other one
-    has the captions.
+    has the captions. URLs may contain all delimiters but tabs, so others separate only URLs that end like images.
+
+    Returns:
+        The columns, and the number of rows with an image or URL in its column.
     """
 
     def is_location(cell: str) -> bool:
         cell = cell.strip(" ")  # not line ends, which another delimiter may have put into the cell
-        is_url = _URL.fullmatch(cell) is not None
-        if is_url and certain and delimiter != "\t":  # it may go on after the delimiter
-            is_url = _image_like(cell)
-        return is_url or (content == "image" and "\n" not in cell and _image_like(cell))
+        if _URL.fullmatch(cell):
+            return delimiter == "\t" or _image_like(cell)
+        return content == "image" and "\n" not in cell and _image_like(cell)
 
-    certain = True
-    if not rows:
-        return None
+    if not rows or not any(map(is_location, rows[0])):
+        return {}, 0
     width = len(rows[0])
     if (
         width == 1 and delimiter != "\t" and "\t" in delimiters
     ):  # later lines of a list may contain the delimiter
-        return None
-    if not any(map(is_location, rows[0])):
-        certain = False
-        if not any(map(is_location, rows[0])):
-            return None
+        return {}, 0
     counts = Counter(i for fields in rows for i, cell in enumerate(fields) if is_location(cell))
     image = max(range(width), key=lambda i: counts[i])
     columns = {content: f"column {image + 1}"}
     if width == 2:
         columns["caption"] = f"column {2 - image}"
-    fitting = [fields for fields in rows if len(fields) >= width and is_location(fields[image])]
-    if certain:
-        fits = sum(not _contains_any(fields[image], delimiters) for fields in fitting)
-        return _Guess(columns=columns, certain=True, fits=fits)
-    fits = sum(not any(map(_URL_PART.fullmatch, fields[image + 1 :])) for fields in fitting)
-    urls = sum(_URL.fullmatch(delimiter.join(fields).strip()) is not None for fields in rows)
-    if 2 * fits <= urls:
-        return None
-    return _Guess(columns=columns, certain=False, fits=fits, is_list=urls == len(rows))
-
-
-def _contains_any(text: str, characters: str) -> bool:
-    return any(character in text for character in characters)
+    cells = [fields[image] for fields in rows if len(fields) >= width]
+    fits = [cell for cell in cells if is_location(cell) and not set(cell).intersection(delimiters)]
+    return columns, len(fits)
