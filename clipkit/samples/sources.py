@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from clipkit.errors import DataError
 from clipkit.files.patterns import expand_braces, match_wildcards, name_order, user_path
@@ -43,7 +44,7 @@ from clipkit.samples.remote import (
     Unreachable,
     describe,
     is_remote,
-    list_folder,
+    list_entries,
     read_text,
 )
 from clipkit.samples.shards import ShardSamples
@@ -54,7 +55,7 @@ from clipkit.samples.tables import TableSamples
 __all__ = [
     "CACHE_GB", "FORMATS", "Format", "MissingSplit", "OpenOptions", "Source", "find_source", "find_sources",
     "find_split", "folder_of_split",
-    "has_captions", "join_place", "list_files", "open_samples",
+    "has_captions", "join_place", "open_samples",
 ]  # fmt: skip
 
 PARQUET_SUFFIXES = (".parquet", ".pq")
@@ -65,7 +66,8 @@ _INSIDE = ("", "data", "default", "TEST")
 _CONVERTED = "@refs/convert/parquet"  # the branch of the hub with the Parquet files that the hub has made
 _HUB_DATASET = re.compile(r"hf://datasets/[\w.-]+/[\w.-]+", flags=re.ASCII)
 _SPLIT_WORD = re.compile(rf"({'|'.join(SPLIT_WORDS)})(?![a-z])", flags=re.IGNORECASE)
-_EXAMINED = 1000  # files of a folder
+_EXAMINED = 1000  # images of a folder
+_COUNT = "nshards.txt"  # states the number of tars in a folder
 _SHOWN = 8  # names in a message
 _MAX_COUNT = 100  # bytes of nshards.txt
 _MAX_DIGITS = 6  # of a number of shards
@@ -303,10 +305,6 @@ def _group_by_format(files: Sequence[ShardFile]) -> list[Source]:
 # --------------------------------------------------------------------------------------------------------------
 # What a source names: a folder, or files.
 
-# "a::b", as in webdataset, or "a,b"; in URLs and commands only before another URL
-_SEPARATOR = re.compile(r"::|[,;\s]")
-_URL_SEPARATOR = re.compile(r"(?:::|[,;\s])\s*(?=[a-z][a-z0-9]*://|pipe:)")
-
 
 @contextmanager
 def _folder_errors(source: str) -> Iterator[None]:
@@ -323,31 +321,17 @@ def _list_source(source: str) -> Iterator[Path | str | list[ShardFile]]:
     if not is_remote(source):
         yield from _list_paths(source)
         return
-    _check_url(source)
     path = source.partition("?")[0]
-    if source.startswith("pipe:") or "{" in source or path.lower().endswith(_SUFFIXES):
-        yield describe(list(expand_braces(source)))
-    else:
-        yield (path if source.startswith("http") else source).rstrip("/")
-
-
-def _check_url(source: str) -> None:
-    is_pipe = source.startswith("pipe:")  # the shell interprets spaces and wildcards
-    separator = "::pipe:" in source if is_pipe else _URL_SEPARATOR.search(source)
-    if separator:
-        raise _several_sources(shown(source))
-    if not is_pipe and "*" in source.partition("?")[0]:
+    is_pipe = source.startswith("pipe:")  # the shell interprets wildcards
+    if not is_pipe and "*" in path:
         raise DataError(
             f"{shown(source)}: stores do not support wildcards; name the folder, or the shards with braces, as "
             "{00000..00010}.tar"
         )
-
-
-def _several_sources(source: str) -> DataError:
-    return DataError(
-        f'{source[:200]!r}: give several sources as a list, data.train=\'["a.tar","b.tar"]\', or to a command as '
-        "separate arguments"
-    )
+    if is_pipe or "{" in source or path.lower().endswith(_SUFFIXES):
+        yield describe(list(expand_braces(source)))
+    else:
+        yield (path if source.startswith("http") else source).rstrip("/")
 
 
 def _list_paths(source: str) -> Iterator[Path | list[ShardFile]]:
@@ -366,8 +350,6 @@ def _list_paths(source: str) -> Iterator[Path | list[ShardFile]]:
             yield files
     if not missing:
         return
-    if _SEPARATOR.search(re.sub(r"\{.*?\}", "", source)):
-        raise _several_sources(source)
     if len(names) > 1:
         raise DataError(f"{len(missing)} of {len(names)} files are missing, the first is {missing[0][:200]}")
     if glob.has_magic(source):
@@ -403,31 +385,41 @@ def find_split(
         MissingSplit: there are none.
         DataError: a file is missing, or there are several tables.
     """
-    splits = set[str]()
     if isinstance(folder, str):  # other tables in a store have no images there
         suffixes = tuple(suffix for suffix in suffixes if suffix in (".tar", *PARQUET_SUFFIXES))
+    files, folders = _list(folder, suffixes)
+    if not files and not folders:
+        stated, files = _find_numbered(folder, split)
+        if files:
+            return stated, files
+    splits = set[str]()
+    place = folder
+    folders_of_dataset = folders
     for inside in _INSIDE:
-        place = join_place(folder, inside) if inside else folder
-        matches: list[ShardFile] = []
-        for inner in _folders_of_split(place, split):
-            for files in _list_by_split(inner, suffixes).values():
-                matches = matches or files
-        by_split = {} if matches else _list_by_split(place, suffixes)
-        for name in _names_of(split):
-            matches = matches or by_split.get(name, [])
+        if inside and inside not in folders_of_dataset:
+            continue
+        if inside:
+            place = join_place(folder, inside)
+            files, folders = _list(place, suffixes)
+        inner = folder_of_split([join_place(place, name) for name in folders], split)
+        by_split = {} if inner is None else _group_by_split(inner, _list(inner, suffixes)[0])
+        matches = next(iter(by_split.values()), [])
+        if not matches:
+            by_split = _group_by_split(place, files)
+            matches = next((by_split[name] for name in _names_of(split) if name in by_split), [])
         if matches:
-            check_parts(file.shown for file in matches)
-            return split, matches
+            return split, _describe_parts(matches)
         splits |= by_split.keys()
         unnamed = by_split.get("", [])
         if unnamed and unnamed[0].name.endswith(".tar"):
-            return "", unnamed
-        if unnamed or isinstance(place, Path):  # in a store, each folder costs a request
-            splits |= _other_splits(folder) | _other_splits(place)
+            return "", _describe_parts(unnamed)
+        for name in folders:
+            is_split = isinstance(place, Path) or name.lower() in SPLIT_WORDS
+            if is_split and _list(join_place(place, name), (".tar",))[0]:
+                splits.add(name)
         # tables beside the folders of splits list other things, such as bad rows
         if splits == {""}:
-            check_parts(file.shown for file in unnamed)
-            return "", unnamed
+            return "", _describe_parts(unnamed)
         if by_split:
             break
     if isinstance(folder, str) and _HUB_DATASET.fullmatch(folder):
@@ -437,48 +429,70 @@ def find_split(
             raise
         except DataError:  # there is no such branch, or no such split in it
             pass
-    raise MissingSplit(_describe_missing(folder, split, splits))
+    message = f"no tar, table or Parquet file of split {split!r} in {shown(str(folder))}"
+    if names := sorted(filter(None, splits)):
+        message = f"{shown(str(folder))} has no split {split!r}, only {', '.join(names[:_SHOWN])}"
+    elif isinstance(folder, str):
+        form = HUB_FORM if folder.startswith("hf://") else f"{shown(folder)}/{{00000..00331}}.tar"
+        message = f"{message}; name the shards as {form}"
+    raise MissingSplit(message)
 
 
-def list_files(folder: Path | str, suffixes: tuple[str, ...] = _SUFFIXES) -> list[ShardFile]:
-    """List the files with these suffixes directly in a folder, 2.tar before 10.tar; [] if there is no folder.
+def _list(folder: Path | str, suffixes: tuple[str, ...]) -> tuple[list[ShardFile], list[str]]:
+    """List the files with these suffixes and ``nshards.txt``, 2.tar before 10.tar, and the names of folders.
 
-    Many web servers do not list folders: if there is an ``nshards.txt``, the files are 0.tar to N-1.tar.
-
-    Raises:
-        DataError: the folder cannot be listed, or ``nshards.txt`` is not a number.
+    Both are empty if there is no folder, or if a web server does not list it. Files on a web server have no sizes.
     """
+    suffixes = (*suffixes, _COUNT)
     if isinstance(folder, str):
-        if folder.startswith(("http://", "https://")) and ".tar" in suffixes:
-            count = _stated_count(folder)
-            if count is not None:
-                return describe([f"{folder}/{i}.tar" for i in range(count)])
-        return list_folder(folder, suffixes)
-    if not folder.is_dir():
-        return []
-    with os.scandir(folder) as entries:  # glob would build a list of all files in the folder
-        names = [
-            entry.name
-            for entry in entries
-            if entry.name.lower().endswith(suffixes) and not is_hidden(entry.name)
-        ]
-    return [ShardFile.at(folder / name) for name in sorted(names, key=name_order)]
+        files, folders = list_entries(folder)
+        return [file for file in files if file.name.lower().endswith(suffixes)], folders
+    names: list[str] = []
+    folders = []
+    if folder.is_dir():
+        with suppress(PermissionError), os.scandir(folder) as entries:
+            for entry in entries:
+                if is_hidden(entry.name):
+                    continue
+                if entry.name.lower().endswith(suffixes):
+                    names.append(entry.name)
+                    continue
+                with suppress(OSError):  # a link that leads nowhere
+                    if entry.is_dir():
+                        folders.append(entry.name)
+    return [ShardFile.at(folder / name) for name in sorted(names, key=name_order)], sorted(folders)
 
 
-def _list_by_split(folder: Path | str, suffixes: tuple[str, ...]) -> dict[str, list[ShardFile]]:
-    """Return the files of a folder by the split that their names state, "" if they state none."""
-    files = list_files(folder, suffixes)
+def _find_numbered(folder: Path | str, split: str) -> tuple[str, list[ShardFile]]:
+    """Return the tars 0.tar to N-1.tar on a web server that does not list folders, if ``nshards.txt`` states N."""
+    if isinstance(folder, str) and folder.startswith(("http://", "https://")):
+        for place in (*(f"{folder}/{name}" for name in _names_of(split)), folder):
+            if count := _stated_count(place):
+                files = describe([f"{place}/{i}.tar" for i in range(count)])
+                return "" if place == folder else split, files
+    return "", []
+
+
+def _describe_parts(files: list[ShardFile]) -> list[ShardFile]:
+    """Return files with their sizes, which a web server's listing does not state; check that no part is missing."""
+    check_parts(file.shown for file in files)
+    return describe([file.url for file in files]) if files[0].size < 0 else files
+
+
+def _group_by_split(folder: Path | str, files: Sequence[ShardFile]) -> dict[str, list[ShardFile]]:
+    """Return the tars, Parquet files or tables by the split that their names state, "" if they state none."""
     tars = [file for file in files if file.name.endswith(".tar")]
     if tars:
-        count = _stated_count(folder)
+        count = _stated_count(folder) if any(file.name == _COUNT for file in files) else None
         if count not in (None, len(tars)):
             raise DataError(
-                f"{shown(str(folder))} has {counted(len(tars), 'shard')}, but nshards.txt says '{count}'"
+                f"{shown(str(folder))} has {counted(len(tars), 'shard')}, but {_COUNT} says '{count}'"
             )
         return {"": tars}
     by_split: dict[str, list[ShardFile]] = {}
-    parquet = [file for file in files if file.name.lower().endswith(PARQUET_SUFFIXES)]
-    for file in parquet or files:
+    tables = [file for file in files if file.name != _COUNT]
+    parquet = [file for file in tables if file.name.lower().endswith(PARQUET_SUFFIXES)]
+    for file in parquet or tables:
         stem = file.name.partition(".")[0]
         part = PARQUET_PART.fullmatch(stem)
         word = _SPLIT_WORD.match(stem)
@@ -487,27 +501,24 @@ def _list_by_split(folder: Path | str, suffixes: tuple[str, ...]) -> dict[str, l
             name = part[1] or ""
         elif word is not None:
             name = word[1].lower()
+        if name in by_split and not parquet:
+            first = by_split[name][0].name
+            raise MissingSplit(f"{folder} has several tables, {first} and {file.name}: name one of them")
         by_split.setdefault(name, []).append(file)
-    for tables in by_split.values():
-        if len(tables) > 1 and not parquet:
-            raise MissingSplit(
-                f"{folder} has several tables, {tables[0].name} and {tables[1].name}: name one of them"
-            )
     return by_split
 
 
 def _stated_count(folder: Path | str) -> int | None:
     """Return the number of shards in ``nshards.txt``, None if there is no such file."""
     if isinstance(folder, str):
-        text = read_text(f"{folder}/nshards.txt", limit=_MAX_COUNT)
+        text = read_text(f"{folder}/{_COUNT}", limit=_MAX_COUNT)
     else:
-        path = folder / "nshards.txt"
-        text = path.read_text(errors="replace")[: _MAX_COUNT + 1] if path.is_file() else None
+        text = (folder / _COUNT).read_text(errors="replace")[: _MAX_COUNT + 1]
     if text is None:
         return None
     count = text.strip()
     if not count.isdecimal() or len(count) > _MAX_DIGITS:
-        raise DataError(f"{shown(str(folder))}: nshards.txt says {count[:20]!r}, expected a number of shards")
+        raise DataError(f"{shown(str(folder))}: {_COUNT} says {count[:20]!r}, expected a number of shards")
     return int(count)
 
 
@@ -516,26 +527,22 @@ def _names_of(split: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((split, *SPLIT_NAMES.get(split, ()))))
 
 
-def _folders_of_split(folder: Path | str, split: str) -> Iterator[Path | str]:
-    if isinstance(folder, str):
-        yield from (f"{folder}/{name}" for name in _names_of(split))
-        return
-    inner = folder_of_split(_folders_in(folder), split)
-    if inner is not None:
-        yield inner
+P = TypeVar("P", Path, Path | str)
 
 
 def folder_of_split(
-    folders: Iterable[Path], split: str, holds: Callable[[Path], object] = lambda _: True
-) -> Path | None:
+    folders: Iterable[P], split: str, holds: Callable[[P], object] = lambda _: True
+) -> P | None:
     """Return the folder that is named like a split and satisfies ``holds``, if there is one.
 
     Raises:
         DataError: there are two.
     """
-    names = SPLIT_NAMES.get(split, (split,))
-    called = [folder for folder in folders if folder.name == split or folder.name.lower() in names]
-    matches = list(filter(holds, called))
+    matches: list[P] = []
+    for folder in folders:
+        name = str(folder).rpartition("/")[2]
+        if (name == split or name.lower() in _names_of(split)) and holds(folder):
+            matches.append(folder)
     if len(matches) > 1:
         raise DataError(
             f"{matches[0]} and {matches[1]} would both be the split {split!r}: rename or move one"
@@ -544,56 +551,23 @@ def folder_of_split(
 
 
 def _folders_in(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if not is_hidden(path.name) and path.is_dir())
-
-
-def _other_splits(folder: Path | str) -> set[str]:
-    """Return the names of folders with tars in a folder; in a store, of those with usual names of splits."""
-    if isinstance(folder, str):
-        return {name for name in SPLIT_WORDS if list_files(f"{folder}/{name}", (".tar",))}
-    names = set[str]()
-    for inner in _folders_in(folder):
-        with suppress(OSError), os.scandir(inner) as entries:  # it may be unreadable
-            if any(entry.name.endswith(".tar") for entry in islice(entries, _EXAMINED)):
-                names.add(inner.name)
-    return names
-
-
-def _describe_missing(folder: Path | str, split: str, splits: set[str]) -> str:
-    place = shown(str(folder))
-    names = sorted(filter(None, splits))
-    if names:
-        return f"{place} has no split {split!r}, only {', '.join(names[:_SHOWN])}"
-    message = f"no tar, table or Parquet file of split {split!r} in {place}"
-    if isinstance(folder, Path):
-        contents = sorted(path.name for path in islice(folder.iterdir(), _EXAMINED))
-        return f"{message}, which contains {', '.join(contents[:_SHOWN]) or 'nothing'}"
-    if folder.startswith("hf://"):
-        return f"{message}; name the shards as {HUB_FORM}"
-    if folder.startswith(("http://", "https://")):  # many web servers list no folders
-        return f"{message}; name the shards as '{place}/{{00000..00331}}.tar'"
-    return message
+    return [folder / name for name in _list(folder, ())[1]]
 
 
 def _find_in_folder(folder: Path, split: str) -> Source:
-    inner = folder_of_split(_folders_in(folder), split)
-    places = [folder] if inner is None else [inner]
-    if inner is None and any(path.name.lower() in SPLIT_WORDS for path in _folders_in(folder)):
-        places = []
+    folders = _folders_in(folder)
+    images = folder_of_split(folders, split)
+    if images is None and not any(path.name.lower() in SPLIT_WORDS for path in folders):
+        images = folder
     try:
         name, files = find_split(folder, split)
     except MissingSplit:
-        for place in places:
-            if next(images_below(place), None) is not None:
-                return Source(format="images", folder=place)
+        if images is not None and next(images_below(images), None) is not None:
+            return Source(format="images", folder=images)
         raise
     source = replace(_group_by_format(files)[0], split=name)
-    if source.format == "table":
-        for place in places:
-            if has_captions(place):
-                return Source(format="images", folder=place)
+    if source.format == "table" and images is not None and has_captions(images):
+        return Source(format="images", folder=images)
     return source
 
 
@@ -604,12 +578,13 @@ def has_captions(folder: Path) -> bool:
 
 
 def _find_all_in_folder(folder: Path) -> list[Source]:
-    tars = list_files(folder, (".tar",))
-    if not tars:
+    files = _list(folder, (".tar",))[0]
+    if not any(file.name.endswith(".tar") for file in files):
         for inner in _folders_in(folder):
-            with suppress(OSError):  # it may be unreadable, which is an error when its images are read
-                if inner.name.lower() in SPLIT_WORDS or (inner / "nshards.txt").is_file():
-                    tars += list_files(inner, (".tar",))
+            listed = _list(inner, (".tar",))[0]
+            if inner.name.lower() in SPLIT_WORDS or any(file.name == _COUNT for file in listed):
+                files += listed
+    tars = [file for file in files if file.name.endswith(".tar")]
     sources = [Source(format="shards", files=tuple(tars))] if tars else []
     if next(images_below(folder), None) is not None:
         sources.append(Source(format="images", folder=folder))

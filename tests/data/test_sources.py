@@ -10,7 +10,6 @@ from hypothesis import assume, given, settings, strategies as st
 
 from clipkit.errors import DataError
 from clipkit.files import patterns
-from clipkit.samples import sources
 from clipkit.samples.remote.store import ShardFile, is_remote
 from data.shards.writer import DatasetWriter, Record
 from data.sources import find_shards
@@ -158,19 +157,6 @@ def test_wildcards_match_local_shards(folder: Path, tmp_path: Path, monkeypatch:
         ("a cat.jpg", "a cat.jpg has images without captions: write the captions into .txt files"),
         ("*.tgz", "packed.tgz is compressed: unpack it first"),
         ("packed.tgz", "packed.tgz is compressed: unpack it first"),
-        *(
-            (source, """give several sources as a list, data.train='["a.tar","b.tar"]', or to a command as""")
-            for source in (
-                "train/1.tar::train/2.tar",
-                "train/1.tar,train/2.tar",
-                "train/{0..1}.tar train/{2..3}.tar",
-                "train,~",
-                "s3://pairs/{0..3}.tar::s3://pairs/{4..9}.tar",
-                "s3://pairs/a s3://pairs/b",
-                "https://u:Zq@h/1.tar?s=Zq,https://h/2.tar?s=Zq",
-                "pipe:cat 1.tar::pipe:cat 2.tar",
-            )
-        ),
         ("s3://pairs/*.tar", "s3://pairs/*.tar: stores do not support wildcards; name the folder"),
         ("https://h/a*/{0..3}.tar?s=Zq", "https://h/a*/{0..3}.tar: stores do not support wildcards"),
     ],
@@ -196,11 +182,6 @@ def test_existing_names_with_special_characters_are_used(
     for name in ("a,b.tar", "a b.tar", "a::b.tar", "saved.tar.gz", "odd.csv"):
         (folder / name).write_bytes(one)
         assert paths_of(f"{folder}/{name}") == [folder / name]
-    for source in (
-        "s3://pairs/my data/0.tar", "s3://pairs/a,b.tar", "s3://pairs/{1.tar,2.tar}", "https://h/0.tar?s=a,b.tar*",
-        "https://[::1]/0.tar", "pipe:cat a.tar,b.tar *.tar", "pipe:curl -s https://h/0.tar",
-    ):  # fmt: skip
-        sources._check_url(source)
     assert [one.url for one in find_shards("pipe:cat {1,2}.tar *")] == [
         "pipe:cat 1.tar *",
         "pipe:cat 2.tar *",
@@ -217,14 +198,14 @@ def test_web_folder_without_tars_shows_the_expected_form(page: bytes | None, ngi
     message = str(caught.value)
     assert message.startswith(f"no tar, table or Parquet file of split 'train' in {nginx.url('dir')}; ")
     assert (
-        message.endswith(f"; name the shards as '{nginx.url('dir')}/{{00000..00331}}.tar'")
+        message.endswith(f"; name the shards as {nginx.url('dir')}/{{00000..00331}}.tar")
         and "Zq" not in message
     )
 
 
 def test_folder_of_other_files_raises_error_with_its_content(tmp_path: Path) -> None:
     for name, message in (
-        ("0.tar.gz", "no tar, table or Parquet file of split 'train' in {0}, which contains 0.tar.gz"),
+        ("0.tar.gz", "no tar, table or Parquet file of split 'train' in {0}"),
         ("0.parquet", "{1}/0.parquet cannot be read as Parquet: "),
         (
             "all.csv",
@@ -242,8 +223,7 @@ def test_folder_of_other_files_raises_error_with_its_content(tmp_path: Path) -> 
             (place / name).write_bytes(b"x")
             with pytest.raises(DataError) as caught:
                 paths_of(str(folder))
-            contents = message.replace("0.tar.gz", "0.tar.gz, train") if place != folder else message
-            assert str(caught.value).startswith(contents.format(folder, place))
+            assert str(caught.value).startswith(message.format(folder, place))
 
 
 @st.composite

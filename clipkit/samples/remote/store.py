@@ -38,6 +38,7 @@ __all__ = [
     "describe",
     "download",
     "is_remote",
+    "list_entries",
     "list_folder",
     "read_range",
     "read_text",
@@ -114,9 +115,16 @@ class ShardFile:
 
 
 def list_folder(url: str, suffixes: tuple[str, ...] = (".tar",)) -> list[ShardFile]:
-    """List the files with these suffixes directly in a folder, sorted by ``name_order``; [] if there is no folder.
+    """Return the files with these suffixes directly in a folder, see ``list_entries``, with their sizes."""
+    files = [file for file in list_entries(url)[0] if file.name.endswith(suffixes)]
+    return describe([file.url for file in files]) if files and files[0].size < 0 else files
 
-    On a web server, the folder's page of links is read; only links into the same folder are used.
+
+def list_entries(url: str) -> tuple[list[ShardFile], list[str]]:
+    """List a folder: the files directly in it, sorted by ``name_order``, and the names of folders.
+
+    Both are empty if there is no folder. On a web server, the folder's page of links is read, which states no
+    sizes; only links into the same folder are used.
 
     Raises:
         DataError: the folder cannot be listed.
@@ -124,19 +132,22 @@ def list_folder(url: str, suffixes: tuple[str, ...] = (".tar",)) -> list[ShardFi
     if protocol_of(url) in STREAMS:
         raise DataError(f"{shown(url)}: a stream is not a folder that can be listed; name the shards")
     if protocol_of(url) in ("http", "https"):
-        shards = describe(_links(url.partition("#")[0].partition("?")[0].rstrip("/") + "/", suffixes))
+        links = _links(url.partition("#")[0].partition("?")[0].rstrip("/") + "/")
+        entries = [(link, -1, "") for link in links]
     else:
-        found = _retried(url, lambda: listing(url), none_for=(404, 410)) or []
-        shards = [
-            ShardFile(url=name, size=size, version=version)
-            for name, size, version in found
-            if name.endswith(suffixes)
-        ]
-    return sorted(shards, key=lambda shard: name_order(shard.name))
+        entries = _retried(url, lambda: listing(url), none_for=(404, 410)) or []
+    files: list[ShardFile] = []
+    folders: list[str] = []
+    for name, size, version in entries:
+        if name.endswith("/"):
+            folders.append(name.rstrip("/").rpartition("/")[2])
+        else:
+            files.append(ShardFile(url=name, size=size, version=version))
+    return sorted(files, key=lambda file: name_order(file.name)), sorted(folders)
 
 
-def _links(folder: str, suffixes: tuple[str, ...]) -> list[str]:
-    """Return the files of a folder that its page links to."""
+def _links(folder: str) -> list[str]:
+    """Return the files and folders in a folder that its page links to; folders end with "/"."""
     text = read_text(folder, limit=_MAX_PAGE_BYTES)
     if text is None:
         return []
@@ -148,7 +159,8 @@ def _links(folder: str, suffixes: tuple[str, ...]) -> list[str]:
                 links.extend(value for name, value in attrs if name == "href" and value)
 
     Links().feed(text)
-    host, found = urlsplit(folder).netloc, dict[str, None]()
+    host = urlsplit(folder).netloc
+    targets: dict[str, None] = {}
     for link in links:
         try:
             target = urljoin(folder, link)
@@ -157,9 +169,10 @@ def _links(folder: str, suffixes: tuple[str, ...]) -> list[str]:
                 target = parts._replace(netloc=host).geturl()
         except ValueError:  # not a URL
             continue
-        if target.startswith(folder) and target.endswith(suffixes) and "/" not in target[len(folder) :]:
-            found[target] = None
-    return list(found)
+        name = target.removeprefix(folder)
+        if name and name != target and "/" not in name[:-1] and not set(name).intersection("?#"):
+            targets[target] = None
+    return list(targets)
 
 
 def describe(urls: Sequence[str]) -> list[ShardFile]:

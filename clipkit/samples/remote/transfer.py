@@ -504,17 +504,19 @@ def file_facts(url: str) -> tuple[int, str]:
 
 
 def listing(url: str) -> list[tuple[str, int, str]]:
-    """List the files directly in a folder: full URL, size and version; raises as ``open_transfer``."""
+    """List a folder: full URLs, which end with "/" for folders, sizes and versions; raises as ``open_transfer``."""
     protocol = protocol_of(url)
     client = _client_of(protocol)
     if protocol == "hf":
         _hub_path(client, url)
-    entries = _ask(client, "ls", url.rstrip("/"), detail=True, refresh=True)
-    return [
-        (name if "://" in (name := entry["name"]) else f"{protocol}://{name}", *_facts_of(entry))
-        for entry in entries
-        if entry["type"] == "file"
-    ]
+    entries: list[tuple[str, int, str]] = []
+    for entry in _ask(client, "ls", url.rstrip("/"), detail=True, refresh=True):
+        name = entry["name"] if "://" in entry["name"] else f"{protocol}://{entry['name']}"
+        if entry["type"] == "directory":
+            entries.append((f"{name.rstrip('/')}/", -1, ""))
+        elif entry["type"] == "file":
+            entries.append((name, *_facts_of(entry)))
+    return entries
 
 
 def _facts_of(entry: Mapping[str, Any]) -> tuple[int, str]:

@@ -117,9 +117,27 @@ def test_splits_in_a_store_are_those_on_this_machine(
         return stated, [file.url.rpartition(folder.name)[2] for file in files]
 
     if {"val/0.tar", "valid/0.tar"} <= layout and split == "val":
-        with pytest.raises(DataError, match="would both be the split 'val'"):
-            find_split(folder, split)
+        for place in (folder, nginx.url(folder.name)):
+            with pytest.raises(DataError, match="would both be the split 'val'"):
+                find_split(place, split)
         return
     here = names(folder)
     there = names(nginx.url(folder.name)) if layout else None
     assert here == there
+
+
+def test_missing_split_in_a_store_costs_few_requests(nginx: servers.Nginx) -> None:
+    for name in ("set/train/0.tar", "set/train/1.tar", "set/photos/0.jpg"):
+        nginx.put(name, b"x")
+    nginx.put("unlisted/index.html", b"a page without links")
+    for name, most in (("set", 3), ("unlisted", 7), ("none", 7)):
+        before = len(nginx.requests())
+        with pytest.raises(MissingSplit):
+            find_split(nginx.url(name), "val")
+        assert len(nginx.requests()) - before <= most
+    nginx.put("unlisted/val/nshards.txt", b"2")
+    for name in ("0.tar", "1.tar", "2.tar"):
+        nginx.put(f"unlisted/val/{name}", b"x")
+    stated, files = find_split(nginx.url("unlisted"), "val")
+    assert stated == "val" and [file.name for file in files] == ["0.tar", "1.tar"]
+    assert [file.size for file in files] == [1, 1]

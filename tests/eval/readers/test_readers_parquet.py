@@ -268,11 +268,17 @@ def test_files_and_converted_branches_are_read_from_the_hub(
         location = {api}/revision/main {{ default_type application/json; try_files /about =404; }}
         location = {api}/revision/refs/convert/parquet {{ default_type application/json; try_files /about =404; }}
         location = {api}/tree/main {{ default_type application/json; try_files /tree =404; }}
+        location = {api}/tree/refs/convert/parquet {{ default_type application/json; try_files /root =404; }}
+        location = {api}/tree/refs/convert/parquet/TEST {{
+            default_type application/json; try_files /inside =404;
+        }}
         location = {api}/tree/refs/convert/parquet/TEST/test {{
             default_type application/json; try_files /converted =404;
         }}
     """)
     nginx.put("tree", json.dumps([readme]).encode())
+    for name, path in (("root", "TEST"), ("inside", "TEST/test")):
+        nginx.put(name, json.dumps([{**folder, "path": path}]).encode())
     converted = open_dataset("hf://datasets/who/script")
     assert converted.captions == (("a",), ("b",)) and read(converted) == [b"image 0", b"image 1"]
 

@@ -65,8 +65,8 @@ def use(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
             "hf://datasets/who/what",
             "no tar, table or Parquet file of split 'train' in hf://datasets/who/what; name the shards",
         ),
-        ("hf://what", "there is no such model"),
-        ("hf://datasets/what", "there is no such dataset"),
+        ("hf://what", "not a file of a repository"),
+        ("hf://datasets/what", "not a file of a repository"),
     ],
 )
 def test_wrong_names_raise_error_with_the_expected_form(source: str, said: str, hub: Nginx) -> None:
