@@ -272,7 +272,7 @@ def pack(
         classes: list[str] = []
         caption_source = samples.caption_column
         if folder is not None:
-            classes, caption_source = sorted(folder.class_names.values()), folder.captions_from
+            classes, caption_source = sorted(set(folder.class_names.values())), folder.captions_from
         card = {
             "name": paths[0].stem,
             "description": "images and captions from a table or folder",

@@ -22,12 +22,10 @@ from clipkit.errors import DataError
 from clipkit.files.patterns import user_path
 from clipkit.samples.base import Samples
 from clipkit.samples.folders import read_file
-from clipkit.samples.remote import ShardFile, shard_cache
+from clipkit.samples.remote import shard_cache
 from clipkit.samples.sources import CACHE_GB, FORMATS, OpenOptions, Source, find_sources
-from clipkit.samples.table import CAPTION_COLUMNS, is_table, plain_name
+from clipkit.samples.table import CAPTION_COLUMNS, find_column, is_table
 from clipkit.samples.table.captions import usable_texts
-
-__all__ = ["Item", "Kind", "Sample", "Stream", "read_caption", "read_image", "readable"]
 
 MAX_LINE = 2**20  # limit for a line of a list of texts, in characters
 _AHEAD = 4  # remote files downloaded at a time
@@ -159,16 +157,22 @@ class Stream:
             raise DataError(f"{text}: texts are read from a .txt file, a table, shards or - (standard input)")
         files = source.files
         if not user_path(text).is_absolute():  # in names of items, a path is as the user wrote it
-            files = tuple(map(_relative, files))
+            files = tuple(
+                file if file.is_remote else replace(file, url=os.path.relpath(file.url)) for file in files
+            )
         if source.format == "images" and source.folder is None:
-            return lambda: map(_image_file, files)
+            names = [readable(file.url) for file in files]
+            return lambda: (
+                Item(source=name, key=name, image=Path(file.url))
+                for name, file in zip(names, files, strict=True)
+            )
         format = FORMATS[source.format]
         parts = [replace(source, files=(file,)) for file in files] or [source]
         if format.many_files:
             return lambda: self._items_in_files(parts)
         opened = [format.open(part, self._options) for part in parts]
         if self.kind == "image":
-            self.repeated += sum(getattr(samples, "repeated", 0) for samples in opened)
+            self.repeated += sum(samples.repeated for samples in opened)
         has_captions = source.format != "images"
         return lambda: (
             item for samples in opened for item in self._items(samples, has_captions=has_captions)
@@ -176,6 +180,8 @@ class Stream:
 
     def _items_in_files(self, parts: Sequence[Source]) -> Iterator[Item]:
         """Yield the samples of shards or Parquet files, and an item for each fault of a file."""
+        image, caption = self._options.image_column or "", self._options.caption_column or ""
+        has_field = False
         cache = self._options.cache
         if cache is not None:
             cache.prefetch([part.files[0] for part in parts], threads=_AHEAD)
@@ -187,26 +193,21 @@ class Stream:
             except DataError as error:
                 yield Item(source=source, key="", cause=str(error))
                 continue
-            yield from self._samples_in_file(samples, f"{file.size} {file.version}")
+            for i in range(len(samples)):
+                members = samples.members(i)
+                if i == 0:  # a column is in all rows
+                    has_field = "json" not in members and bool(_find_caption(samples.fields(i), caption))
+                sample = Sample(samples=samples, i=i, image=image, caption=caption)
+                has_caption = has_field or "txt" in members or "json" in members
+                yield Item(
+                    source=readable(samples.locate(i)[0]),
+                    key=readable(samples.key(i)),
+                    image=sample,
+                    caption=sample if has_caption else None,
+                    stamp=f"{file.size} {file.version}",
+                )
             for fault in samples.faults:
                 yield Item(source=source, key="", cause=fault)
-
-    def _samples_in_file(self, samples: Samples, stamp: str) -> Iterator[Item]:
-        image, caption = self._options.image_column or "", self._options.caption_column or ""
-        has_field = False
-        for i in range(len(samples)):
-            members = samples.members(i)
-            if i == 0 and "json" not in members:  # a column is in all rows
-                has_field = bool(_find_caption(samples.fields(i), caption))
-            sample = Sample(samples=samples, i=i, image=image, caption=caption)
-            has_caption = has_field or "txt" in members or "json" in members
-            yield Item(
-                source=readable(samples.locate(i)[0]),
-                key=readable(samples.key(i)),
-                image=sample,
-                caption=sample if has_caption else None,
-                stamp=stamp,
-            )
 
     def _items(self, samples: Samples, *, has_captions: bool) -> Iterator[Item]:
         """Yield the images of a table or folder, or the captions of a table."""
@@ -232,20 +233,9 @@ class Stream:
                 yield Item(source=source, key=key, caption=caption)
 
 
-def _relative(file: ShardFile) -> ShardFile:
-    return file if file.is_remote else replace(file, url=os.path.relpath(file.url))
-
-
-def _image_file(file: ShardFile) -> Item:
-    return Item(source=readable(file.url), key=readable(file.url), image=Path(file.url))
-
-
 def _find_caption(fields: Mapping[str, Any], name: str) -> Any:
     """Return the field with a name, or the first one with a common name of captions."""
-    if name:
-        return fields.get(name)
-    by_plain_name = {plain_name(field): value for field, value in fields.items()}
-    return next((by_plain_name[name] for name in CAPTION_COLUMNS if name in by_plain_name), None)
+    return fields.get(name or find_column(CAPTION_COLUMNS, list(fields)))
 
 
 def read_image(item: Item) -> bytes:

@@ -43,8 +43,6 @@ from clipkit.model.tokenizer import MAX_CHARACTERS, ClassTokenizer
 from clipkit.model.zero_shot import evaluating
 from clipkit.samples.traits import NO_TRAITS, TraitCounts, Traits
 
-__all__ = ["PRECISIONS", "Failure", "FeatureStream", "Features", "pick_device"]
-
 PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CPU_BATCH, _GPU_BATCH = 32, 256
 _GPU_LANES = 2  # one batch is prepared and copied while the other is computed

@@ -8,14 +8,7 @@ from .base import (
 from .caption_files import (
     caption_table_of as caption_table_of,
     find_captions as find_captions,
-    metadata_of as metadata_of,
     open_caption_tables as open_caption_tables,
-    read_captions as read_captions,
-)
-from .class_names import (
-    CLASS_NAMES as CLASS_NAMES,
-    are_ids as are_ids,
-    read_class_names as read_class_names,
 )
 from .decode import (
     decode_image as decode_image,
@@ -56,7 +49,10 @@ from .folders import (
     read_file as read_file,
 )
 from .image_folder import (
+    CLASS_NAMES as CLASS_NAMES,
     FolderSamples as FolderSamples,
+    are_ids as are_ids,
+    read_class_names as read_class_names,
 )
 from .image_types import (
     ARRAY_EXTENSIONS as ARRAY_EXTENSIONS,
@@ -71,7 +67,6 @@ from .index import (
     Strings as Strings,
     index_of_members as index_of_members,
     index_place as index_place,
-    index_shard as index_shard,
     pack_arrays as pack_arrays,
     read_arrays as read_arrays,
     stored_index as stored_index,

@@ -8,8 +8,6 @@ from typing import Any, Protocol
 from clipkit.errors import DataError
 from clipkit.samples.image_types import IMAGE_EXTENSIONS
 
-__all__ = ["Samples", "decode_text", "find_image", "is_json", "parse_fields"]
-
 _IMAGES = frozenset(IMAGE_EXTENSIONS)
 
 
@@ -17,7 +15,12 @@ class Samples(Protocol):
     """A source as a random-access list of samples.
 
     Thread-safe; can be pickled. Memory does not grow with the size of the samples.
+
+    Attributes:
+        repeated: number of rows of tables that are not the first of their image.
     """
+
+    repeated: int = 0
 
     def __len__(self) -> int: ...
 

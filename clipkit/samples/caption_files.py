@@ -14,19 +14,8 @@ from clipkit.samples.folders import images_below, is_hidden
 from clipkit.samples.image_types import check_image
 from clipkit.samples.table import SUFFIXES, Table, listed_path, plain_name
 
-__all__ = [
-    "CAPTION_SUFFIXES",
-    "caption_table_of",
-    "find_captions",
-    "metadata_of",
-    "names_of_tables",
-    "open_caption_tables",
-    "read_captions",
-]
-
 # In any case; if an image has several files, the first of these with captions is used.
 CAPTION_SUFFIXES = (".txt", ".caption", ".captions", ".cap", ".text", ".tags", ".json")
-_SHOWN = 8  # names of tables in a message
 _CHECKED_ROWS = 1000  # first rows of a table
 _MAX_BYTES = 4 << 20  # per file; the rest is not read
 # str.splitlines would also split at characters that may be within a caption, such as U+2028
@@ -98,7 +87,7 @@ def metadata_of(folder: Path) -> Path | None:
     tables = [folder / f"metadata{suffix}" for suffix in SUFFIXES]
     tables = [table for table in tables if table.is_file()]
     if len(tables) > 1:
-        raise DataError(f"{folder} contains {names_of_tables(tables, folder)}: remove all of them but one")
+        raise DataError(f"{folder} contains {tables[0].name} and {tables[1].name}: remove one of them")
     return tables[0] if tables else None
 
 
@@ -123,18 +112,10 @@ def caption_table_of(folder: Path, *, image_column: str | None, caption_column: 
             return None
     if len(tables) > 1:
         raise DataError(
-            f"{folder} contains several tables of images and captions, {names_of_tables(tables, folder)}: name one "
-            "of them instead of the folder"
+            f"{folder} contains several tables of images and captions, {tables[0].name} and {tables[1].name}: name "
+            "one of them instead of the folder"
         )
     return tables[0] if tables else None
-
-
-def names_of_tables(tables: Sequence[Path], folder: Path) -> str:
-    """Return the paths of tables in a folder for a message."""
-    names = [str(table.relative_to(folder)) for table in tables[:_SHOWN]]
-    if len(tables) > _SHOWN:
-        return f"{', '.join(names)} and {len(tables) - _SHOWN} more"
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _lists_an_image(table: Table) -> bool:

@@ -20,27 +20,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from PIL.Image import Image
 
-__all__ = [
-    "STRETCH",
-    "Bands",
-    "PixelRange",
-    "PixelRangeError",
-    "are_integers",
-    "describe_depth",
-    "format_pixel_range",
-    "gray_values",
-    "has_deep_colors",
-    "is_deep",
-    "is_pixel_range",
-    "is_white_zero",
-    "parse_pixel_range",
-    "refuse_deep_alpha",
-    "samples_per_pixel",
-    "suggest_pixel_range",
-    "to_16_bit",
-    "value_extrema",
-]
-
 # "auto": deep images raise PixelRangeError; "dtype": the full range of 16-bit integers; or the values of black and
 # white, for all channels or for each. ``STRETCH`` is not a setting.
 PixelRange = str | tuple[float, float] | tuple[tuple[float, float], ...]

@@ -1,23 +1,14 @@
 """Walks over the files and images below a folder, in the order of their paths; names of splits and of parts."""
 
-import heapq
-import json
 import os
 import re
 import stat
-import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
-from itertools import islice
+from contextlib import suppress
 from pathlib import Path
 
 from clipkit.errors import DataError
 from clipkit.samples.image_types import check_image
-
-__all__ = [
-    "PARQUET_PART", "SPLIT_NAMES", "SPLIT_WORDS", "check_parts", "files_below", "images_below", "is_hidden",
-    "read_file",
-]  # fmt: skip
 
 # Common names of the folders and files of splits, case-insensitive.
 SPLIT_NAMES = {
@@ -31,7 +22,6 @@ SPLIT_WORDS = frozenset(word for words in SPLIT_NAMES.values() for word in words
 PARQUET_PART = re.compile(r"(?:(.*?)[-_.])?(\d{4,5})-of-(\d{4,5})(?:[-_.][0-9a-f]+)?", flags=re.ASCII)
 
 MAX_BYTES = 256 << 20  # of an image file
-_MAX_SORTED = 2**17  # maximum number of names sorted in memory
 _SYSTEM_FOLDERS = ("__MACOSX", "@eaDir", "lost+found", "$RECYCLE.BIN", "System Volume Information")
 
 
@@ -89,7 +79,7 @@ def files_below(folder: Path) -> Iterator[tuple[Path, str]]:
     Yields:
         The path of a file and "", or the path of a folder and why it is not read.
     """
-    waiting = [(folder, folder.resolve(), _sorted(_names(folder)))]
+    waiting = [(folder, folder.resolve(), _names(folder))]
     linked = set[Path]()  # targets of the links followed so far
     while waiting:
         here, real, names = waiting[-1]
@@ -118,39 +108,23 @@ def files_below(folder: Path) -> Iterator[tuple[Path, str]]:
                     yield inner, "link to a folder that is read through another link"
                     continue
                 linked.add(target)
-            waiting.append((inner, target, _sorted(_names(inner))))
+            waiting.append((inner, target, _names(inner)))
         else:
             yield here / name, ""
 
 
 def _names(folder: Path) -> Iterator[str]:
     """Yield the names of files and folders; folders end with "/", so that sorting names sorts paths."""
+    names: list[str] = []
     with os.scandir(folder) as entries:
         for entry in entries:
-            name = entry.name
-            if is_hidden(name):
+            if is_hidden(entry.name):
                 continue
-            try:
+            is_folder = False
+            with suppress(OSError):  # an invalid link; opening it as a file will raise the error
                 is_folder = entry.is_dir()
-            except OSError:  # an invalid link; opening it as a file will raise the error
-                is_folder = False
-            yield f"{name}/" if is_folder else name
-
-
-def _sorted(names: Iterable[str]) -> Iterator[str]:
-    """Sort with at most ``_MAX_SORTED`` names in memory; longer lists are merged from temporary files."""
-    rest = iter(names)
-    with ExitStack() as files:
-        runs: list[Iterator[str]] = []
-        while run := sorted(islice(rest, _MAX_SORTED)):
-            if not runs and len(run) < _MAX_SORTED:
-                yield from run
-                return
-            file = files.enter_context(tempfile.TemporaryFile("w+", encoding="ascii"))
-            file.writelines(json.dumps(name) + "\n" for name in run)
-            file.seek(0)
-            runs.append(map(json.loads, file))
-        yield from heapq.merge(*runs)
+            names.append(f"{entry.name}/" if is_folder else entry.name)
+    yield from sorted(names)
 
 
 def check_parts(files: Iterable[str]) -> None:

@@ -20,8 +20,6 @@ from clipkit.errors import DataError
 from clipkit.samples.depth import Bands
 from clipkit.samples.traits import upright_array
 
-__all__ = ["MAX_PIXELS", "MAX_TILE", "read_bands", "refuse_too_large", "register_heif"]
-
 MAX_PIXELS = 178_956_970  # Pillow's limit against decompression bombs
 MAX_TILE = 2**24  # pixels per TIFF tile, unless the image has at least a quarter as many
 _MAX_VALUES = 3 * MAX_PIXELS

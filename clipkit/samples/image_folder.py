@@ -1,11 +1,12 @@
-"""Folders of images as samples: with captions in files beside them, or by class."""
+"""Folders of images as samples: with captions in files beside them, or by class; names of classes."""
 
 import hashlib
 import os
+import re
 import tempfile
 import weakref
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import IO, Any
@@ -16,15 +17,18 @@ from clipkit.samples.caption_files import (
     caption_file_of,
     find_captions,
     list_texts,
-    names_of_tables,
     open_caption_tables,
     read_captions,
 )
-from clipkit.samples.class_names import CLASS_NAMES, read_class_names
 from clipkit.samples.folders import SPLIT_WORDS, files_below, images_below, read_file
 from clipkit.samples.table import NAMED_SUFFIXES, SUFFIXES, Row
 
-__all__ = ["FolderSamples"]
+CLASS_NAMES = "classnames.txt"
+_NUMBER = re.compile(r"[0-9]+")
+# WordNet ids, numbers, numbered classes, and hexadecimal ids such as UUIDs
+_ID = re.compile(
+    r"n[0-9]{8}|[0-9]+|(?:class|category|label|id)[ _-]*[0-9]+|(?=.*[0-9])[0-9a-f-]{8,}", re.IGNORECASE
+)
 
 
 class FolderSamples(Samples):
@@ -142,7 +146,7 @@ class FolderSamples(Samples):
 
         Raises:
             DataError: the folder contains tables that may list the captions, or ``classnames.txt`` does not match
-                the subfolders, or two of them have the same name.
+                the subfolders.
         """
         if len(self._subfolders) < 2 or self._why_not:
             return {}
@@ -150,14 +154,6 @@ class FolderSamples(Samples):
         if (listed := read_class_names(self.folder, self._subfolders)) is not None:
             lines, labels = listed
             names = {subfolder: " ".join(lines[label].split()) for subfolder, label in labels.items()}
-        subfolder_of: dict[str, str] = {}
-        for subfolder, name in names.items():
-            if name in subfolder_of:
-                raise DataError(
-                    f"{self.folder}: the classes {subfolder_of[name]!r} and {subfolder!r} would have the same name "
-                    f"without additional spaces, {name!r}: rename one of them"
-                )
-            subfolder_of[name] = subfolder
         if not self._has_class_names:
             self._check_no_caption_tables()
         return names
@@ -202,9 +198,60 @@ class FolderSamples(Samples):
         opened = open_caption_tables(sorted(self.folder.iterdir()), NAMED_SUFFIXES)
         opened += open_caption_tables((path for path, _ in files_below(self.folder)), SUFFIXES)
         if opened:
-            tables = names_of_tables([table.path for table in opened], self.folder)
             raise DataError(
-                f"{self.folder}: the names of its subfolders are not read as captions, because it contains tables "
-                f"of images and captions ({tables}): pack a table instead of the folder, or write the names of "
+                f"{self.folder}: the names of its subfolders are not read as captions, because {opened[0].path} is "
+                f"a table of images and captions: pack a table instead of the folder, or write the names of "
                 f"classes into {self.folder / CLASS_NAMES}"
             )
+
+
+def are_ids(names: Collection[str]) -> bool:
+    """Whether all names of classes are ids or numbers, which mean nothing to a text encoder."""
+    return bool(names) and all(map(_ID.fullmatch, names))
+
+
+def read_class_names(folder: Path, subfolders: Sequence[str]) -> tuple[list[str], dict[str, int]] | None:
+    """Read the names of classes from ``classnames.txt``, whose line numbers, counted from 0, are the labels.
+
+    The subfolders have the names in the file; or they are numbers from 0, which are the labels; or ids or other
+    numbers, as many as lines, in ascending order.
+
+    Args:
+        folder: the folder with the file.
+        subfolders: names of the folders with the images of a class.
+
+    Returns:
+        The names by label, and the labels by subfolder; None if there is no file.
+
+    Raises:
+        DataError: the file cannot be read, or the subfolders do not match the lines.
+    """
+    file = folder / CLASS_NAMES
+    if not file.is_file():
+        return None
+    try:
+        names = [line.strip() for line in file.read_text(encoding="utf-8-sig").rstrip().split("\n")]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} cannot be read as UTF-8 text: {error}") from error
+    lines = {_plain(name): line for line, name in reversed([*enumerate(names)])}
+    if all(_plain(name) in lines for name in subfolders):
+        return names, {name: lines[_plain(name)] for name in subfolders}
+    if not are_ids(subfolders):
+        unknown = next(name for name in subfolders if _plain(name) not in lines)
+        raise DataError(f"{file} does not contain {unknown!r}, which is a folder: add it, or remove the file")
+    numbered = all(map(_NUMBER.fullmatch, subfolders))
+    if numbered and "0" in {name.lstrip("0") or "0" for name in subfolders}:
+        labels = {name: int(name) for name in subfolders}
+        if max(labels.values()) < len(names):
+            return names, labels
+    if len(names) != len(subfolders):
+        raise DataError(
+            f"{file} has {len(names)} lines, but there are {len(subfolders)} folders of classes: write one name "
+            "for each, in their order"
+        )
+    ordered = sorted(subfolders, key=int) if numbered else sorted(subfolders)
+    return names, {name: label for label, name in enumerate(ordered)}
+
+
+def _plain(name: str) -> str:
+    return " ".join(name.replace("_", " ").split()).casefold()

@@ -4,10 +4,6 @@ import re
 import stat
 from pathlib import Path
 
-__all__ = [
-    "ARRAY_EXTENSIONS", "IMAGE_EXTENSIONS", "IMAGE_SUFFIXES", "check_image", "describe_unreadable", "image_format",
-]  # fmt: skip
-
 # The order matters for messages. Stored shard indexes depend on this list.
 IMAGE_EXTENSIONS = (
     "jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "jp2", "avif", "jpe", "heic", "heif",

@@ -31,23 +31,6 @@ from clipkit.samples.remote.cache import cache_folder
 from clipkit.samples.remote.store import ShardFile
 from clipkit.samples.tar import TruncatedError, sample_name, tar_files
 
-__all__ = [
-    "INDEX_VERSION",
-    "ShardIndex",
-    "Strings",
-    "index_of_members",
-    "index_place",
-    "index_shard",
-    "keep_index",
-    "pack_arrays",
-    "read_arrays",
-    "stored_index",
-    "unpack_arrays",
-    "with_content",
-    "write_arrays",
-]
-
-
 # --------------------------------------------------------------------------------------------------------------
 # Small files of arrays: a checksum, a line of JSON that describes the content, and the arrays as they are in
 # memory. They are memory-mapped, so many processes share one copy; opening one takes a tenth of the time of an

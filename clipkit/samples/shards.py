@@ -28,8 +28,6 @@ from clipkit.samples.remote.cache import ShardCache
 from clipkit.samples.remote.store import RangedBytes, ShardFile, read_range
 from clipkit.samples.tar import tar_files, tar_files_of
 
-__all__ = ["OpenShards", "Shard", "ShardSamples"]
-
 # Limits in bytes by the last extension of a member, and for all others. An image beyond this is an attack or an
 # accident; texts become objects many times as large: a json of 4 MiB may take 100 MiB.
 _LIMITS = {"txt": 1 << 20, "cls": 1 << 20, "json": 4 << 20}

@@ -52,12 +52,6 @@ from clipkit.samples.table import IMAGE_COLUMNS, SUFFIXES, Table, is_table
 from clipkit.samples.table.parquet import ParquetSamples
 from clipkit.samples.tables import TableSamples
 
-__all__ = [
-    "CACHE_GB", "FORMATS", "Format", "MissingSplit", "OpenOptions", "Source", "find_source", "find_sources",
-    "find_split", "folder_of_split",
-    "has_captions", "join_place", "open_samples",
-]  # fmt: skip
-
 PARQUET_SUFFIXES = (".parquet", ".pq")
 _SUFFIXES = (".tar", *SUFFIXES)
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".zip")

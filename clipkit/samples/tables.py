@@ -9,15 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clipkit.errors import ConfigError, DataError, nearest
+from clipkit.errors import DataError, nearest
 from clipkit.samples.base import Samples
 from clipkit.samples.folders import read_file
 from clipkit.samples.table import Row, Table, listed_path
 from clipkit.samples.table.captions import check_captions, usable_texts
 from clipkit.samples.table.groups import NESTED, RowsByKey, digest_key, merge_rows
 from clipkit.samples.table.values import json_value
-
-__all__ = ["TableSamples"]
 
 _EVERY = 1000  # rows between two calls of ``progress``
 _CONTENT = b""  # path of a row whose image is in the table
@@ -39,8 +37,7 @@ class TableSamples(Samples):
         progress: called now and then while the tables are read, with the fraction and the number of rows read.
 
     Raises:
-        DataError: the temporary file of rows cannot be written, or there is no column ``group_by``.
-        ConfigError: rows cannot be grouped by this column.
+        DataError: the temporary file of rows cannot be written, or rows cannot be grouped by ``group_by``.
 
     Attributes:
         tables: the tables.
@@ -67,7 +64,11 @@ class TableSamples(Samples):
         self._options = {"group": group, "group_by": group_by}
         if group_by is not None:
             for table in tables:
-                _check_group_by(table, group_by)
+                if group_by not in table.others:
+                    names = list(table.others)[:30]
+                    raise DataError(
+                        f"--group-by: {table.path} has no such column {group_by!r} ({nearest(group_by, names)})"
+                    )
         self._rows = RowsByKey(every_row=True)
         self._starts: list[int] = []  # by table, the number of rows before it
         number = 0
@@ -84,7 +85,7 @@ class TableSamples(Samples):
                 self._rows.add(number + 1, Row(number=number + 1, cause=self.damage, progress=1.0), b"")
                 break
         self._count = self._rows.number_groups()
-        self._last: tuple[int, list[Row]] | None = None  # the sample that was looked at last
+        self._last: tuple[int, list[Row], Row] | None = None  # the sample that was looked at last
         self.repeated, self.other_images = self._rows.repeated, self._rows.other_images
 
     def _add(self, row: Row, number: int, table: Table, group: bool, group_by: str | None) -> None:
@@ -120,17 +121,20 @@ class TableSamples(Samples):
 
     def rows(self, i: int) -> list[Row]:
         """Return the rows of a sample, numbered from 1 in all tables; paths of images in a table are bytes."""
-        last = self._last
-        if last is None or last[0] != i:
-            last = self._last = (i, self._rows.group(i + 1))
-        return last[1]
+        return self._look_up(i)[0]
 
     def row(self, i: int) -> Row:
         """Return the rows of a sample as one row, whose cause is why the sample cannot be used."""
-        row = merge_rows(self.rows(i))
+        return self._look_up(i)[1]
+
+    def _look_up(self, i: int) -> tuple[list[Row], Row]:
+        last = self._last
+        if last is not None and last[0] == i:
+            return last[1:]
+        rows = self._rows.group(i + 1)
+        row = merge_rows(rows)
         cause = row.cause
-        table = self._table_of(row)
-        if not cause and table.needs_caption:
+        if not cause and len(rows) > 1 and self._table_of(row).needs_caption:
             try:
                 check_captions(row.caption)
             except DataError as error:
@@ -139,7 +143,10 @@ class TableSamples(Samples):
             cause = "no path"
         elif not cause and self.image_column and not isinstance(row.path, str | bytes):
             cause = "path is not text"
-        return replace(row, cause=cause)
+        if cause != row.cause:
+            row = replace(row, cause=cause)
+        self._last = (i, rows, row)
+        return rows, row
 
     def cause(self, i: int) -> str:
         """Return why a sample cannot be used, "" if no reason is known before its image is read."""
@@ -160,7 +167,7 @@ class TableSamples(Samples):
 
     def key(self, i: int) -> str:
         """Return the path of the image, or the number of the row if it has none."""
-        row = self.rows(i)[0]
+        row = self.row(i)
         if not isinstance(row.path, str) or not row.path:
             return str(row.number)
         try:
@@ -170,7 +177,7 @@ class TableSamples(Samples):
 
     def locate(self, i: int) -> tuple[str, str]:
         """Return the table, and the key."""
-        return str(self._table_of(self.rows(i)[0]).path), self.key(i)
+        return str(self._table_of(self.row(i)).path), self.key(i)
 
     def members(self, i: int) -> Sequence[str]:
         """Return the name of the column of images."""
@@ -196,8 +203,8 @@ class TableSamples(Samples):
 
     def read(self, i: int, member: str) -> bytes:
         """Return an encoded image, whatever the member; raise DataError with the cause if it cannot be read."""
-        row = self.rows(i)[0]
-        if isinstance(row.path, bytes) and not self.cause(i):
+        row = self.row(i)
+        if isinstance(row.path, bytes) and not row.cause:
             part = self._part_of(row)
             return self.tables[part].read_image(row.number - 1 - self._starts[part])
         return read_file(self.path(i))
@@ -217,15 +224,3 @@ class TableSamples(Samples):
 
 def _open_again(tables: Sequence[Table], options: dict[str, Any]) -> TableSamples:
     return TableSamples(tables, **options)
-
-
-def _check_group_by(table: Table, column: str) -> None:
-    if column == table.caption_column:
-        raise ConfigError(
-            f"--group-by {column}: this is the column with the captions; name one that has the same value in "
-            "all rows of an image"
-        )
-    if column in table.left_out and column not in table.others:
-        raise ConfigError(f"--group-by {column}: {table.left_out[column]}")
-    if column not in table.others:
-        raise DataError(f"{table.path} has no column {column!r} ({nearest(column, list(table.others)[:30])})")

@@ -17,8 +17,6 @@ import numpy.typing as npt
 
 from clipkit.errors import DataError
 
-__all__ = ["BLOCK", "Content", "FileContent", "TruncatedError", "sample_name", "tar_files", "tar_files_of"]
-
 BLOCK = 512  # size of a header in bytes; data start at a multiple of it
 _OCTAL_PLACES = (8 ** np.arange(5, -1, -1)).astype(np.uint32)  # place values of six digits
 _PLAIN, _PAX = b"0x"  # kinds of nearly all members

@@ -18,26 +18,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from PIL.Image import Image
 
-__all__ = [
-    "NO_TRAITS",
-    "ORIENTATION_TAG",
-    "PILLOW_ERRORS",
-    "Color",
-    "Decoding",
-    "TraitCounts",
-    "Traits",
-    "align_transparent_color",
-    "alpha_of",
-    "color_of",
-    "flattened",
-    "hex_of",
-    "is_rgb",
-    "is_transparent",
-    "orientation_of",
-    "upright_array",
-    "upright_image",
-]
-
 Color = tuple[int, int, int]
 
 # exceptions that Pillow raises for broken files, documented or observed

@@ -1,11 +1,9 @@
 """Files in stores (s3://, gs://, https://, hf://) and their cache on this machine."""
 
-from clipkit.samples.remote.cache import STILL_SECONDS, ShardCache, cache_folder, created_once, shard_cache
+from clipkit.samples.remote.cache import ShardCache, cache_folder, created_once, shard_cache
 from clipkit.samples.remote.store import (
-    RangedBytes,
     ShardFile,
     describe,
-    download,
     download_all,
     is_remote,
     list_entries,
@@ -13,54 +11,10 @@ from clipkit.samples.remote.store import (
     read_range,
     read_text,
 )
-from clipkit.samples.remote.transfer import (
-    HUB_FORM,
-    PATIENCE,
-    STREAMS,
-    Attempts,
-    Patience,
-    Transfer,
-    TransferError,
-    Unreachable,
-    answered,
-    file_facts,
-    http_error,
-    listing,
-    open_transfer,
-    protocol_of,
-)
-from clipkit.samples.remote.urls import CLIENT_OPTIONS, encode_url
+from clipkit.samples.remote.transfer import CLIENT_OPTIONS, HUB_FORM, Unreachable, encode_url
 
 __all__ = [
-    "CLIENT_OPTIONS",
-    "HUB_FORM",
-    "PATIENCE",
-    "STILL_SECONDS",
-    "STREAMS",
-    "Attempts",
-    "Patience",
-    "RangedBytes",
-    "ShardCache",
-    "ShardFile",
-    "Transfer",
-    "TransferError",
-    "Unreachable",
-    "answered",
-    "cache_folder",
-    "created_once",
-    "describe",
-    "download",
-    "download_all",
-    "encode_url",
-    "file_facts",
-    "http_error",
-    "is_remote",
-    "list_entries",
-    "list_folder",
-    "listing",
-    "open_transfer",
-    "protocol_of",
-    "read_range",
-    "read_text",
-    "shard_cache",
-]
+    "CLIENT_OPTIONS", "HUB_FORM", "ShardCache", "ShardFile", "Unreachable", "cache_folder", "created_once",
+    "describe", "download_all", "encode_url", "is_remote", "list_entries", "list_folder", "read_range",
+    "read_text", "shard_cache",
+]  # fmt: skip

@@ -26,11 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files import FileLock, sync, write_atomic
-from clipkit.samples.remote.store import ShardFile, download, is_remote, shown
+from clipkit.files import FileLock, shown, sync, write_atomic
+from clipkit.samples.remote.store import ShardFile, download, is_remote
 from clipkit.samples.remote.transfer import answered
-
-__all__ = ["STILL_SECONDS", "ShardCache", "cache_folder", "created_once", "shard_cache"]
 
 STILL_SECONDS = 900.0  # limit for waiting for a process without progress; longer than all retries of a store
 _POLL_SECONDS = 0.05

@@ -19,31 +19,14 @@ from clipkit.errors import DataError
 from clipkit.files import name_order, replacing, shown, write_atomic
 from clipkit.samples.remote.transfer import (
     HUB_FORM,
-    STREAMS,
     Attempts,
     Transfer,
     TransferError,
-    Unreachable,
     file_facts,
     listing,
     open_transfer,
     protocol_of,
 )
-
-__all__ = [
-    "HUB_FORM",
-    "RangedBytes",
-    "ShardFile",
-    "Unreachable",
-    "describe",
-    "download",
-    "is_remote",
-    "list_entries",
-    "list_folder",
-    "read_range",
-    "read_text",
-    "shown",
-]
 
 T = TypeVar("T")
 _THREADS = 32  # concurrent requests for size and version
@@ -129,7 +112,7 @@ def list_entries(url: str) -> tuple[list[ShardFile], list[str]]:
     Raises:
         DataError: the folder cannot be listed.
     """
-    if protocol_of(url) in STREAMS:
+    if protocol_of(url) == "pipe":
         raise DataError(f"{shown(url)}: a stream is not a folder that can be listed; name the shards")
     if protocol_of(url) in ("http", "https"):
         links = _links(url.partition("#")[0].partition("?")[0].rstrip("/") + "/")
@@ -188,7 +171,7 @@ def describe(urls: Sequence[str]) -> list[ShardFile]:
             return None
         if not is_remote(url):
             return ShardFile.at(Path(url)) if Path(url).exists() else None
-        if protocol_of(url) in STREAMS:
+        if protocol_of(url) == "pipe":
             return ShardFile(url=url, size=-1, version="")
         try:
             found = _retried(url, lambda: file_facts(url), none_for=(404, 410))
@@ -315,7 +298,7 @@ def download(shard: ShardFile, path: Path, *, reserve: Callable[[int], None] | N
         DataError: the file cannot be downloaded or has changed, or ``path`` cannot be written.
     """
     attempts = Attempts(shard.url, known=shard.size >= 0 or bool(shard.version))
-    is_stream = protocol_of(shard.url) in STREAMS
+    is_stream = protocol_of(shard.url) == "pipe"
     size = furthest = crc = 0
     version, digest = "", None
     try:

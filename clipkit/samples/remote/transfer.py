@@ -1,8 +1,8 @@
 """Transfers from object stores and web servers: clients, failures and retries.
 
-s3, gs, http(s) and hf are read through fsspec's clients; ``pipe:COMMAND`` and webdataset's other streams are the
-output of programs. Credentials come from the environment or the store's standard configuration only, and
-messages contain only the parts of a URL that ``shown`` keeps. Libraries are imported at first use.
+s3, gs, http(s) and hf are read through fsspec's clients; ``pipe:COMMAND`` is the output of a program. Credentials
+come from the environment or the store's standard configuration only, and messages contain only the parts of a URL
+that ``shown`` keeps. Libraries are imported at first use.
 """
 
 import errno
@@ -10,6 +10,7 @@ import importlib
 import logging
 import os
 import random
+import re
 import select
 import signal
 import socket
@@ -20,32 +21,17 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, NoReturn
+from urllib.parse import quote
 
 from clipkit.errors import DataError
 from clipkit.files import shown
-from clipkit.samples.remote.urls import CLIENT_OPTIONS, encode_url
 
-__all__ = [
-    "HUB_FORM",
-    "PATIENCE",
-    "STREAMS",
-    "Attempts",
-    "Patience",
-    "Transfer",
-    "TransferError",
-    "Unreachable",
-    "answered",
-    "file_facts",
-    "http_error",
-    "listing",
-    "open_transfer",
-    "protocol_of",
-]
+if TYPE_CHECKING:
+    import aiohttp
+    import yarl
 
 HUB_FORM = "hf://datasets/OWNER/NAME/PATH-{00000..00010}.tar"
-STREAMS = ("pipe", "ais", "htgs", "sftp", "ftps", "scp")  # protocols that can only be read from the start
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -229,6 +215,52 @@ class Attempts:
 
 
 # --------------------------------------------------------------------------------------------------------------
+# URLs are sent as they are written: a signed URL is valid only character by character.
+
+# a percent sign that begins no escape, and characters that RFC 3986 does not allow in a URL
+_INVALID = re.compile(r"%(?![0-9A-Fa-f]{2})|[^A-Za-z0-9\-._~:/?#\[\]@!$&'()*+,;=%]")
+
+
+def encode_url(text: str) -> "yarl.URL":
+    """Parse a URL; only characters that are invalid in a URL are percent-encoded, and the host by IDNA.
+
+    The fragment, which is not sent, is dropped.
+
+    Raises:
+        ValueError: it is not a URL.
+    """
+    import yarl
+
+    # Location headers that are not UTF-8 contain surrogates for their bytes
+    escaped = _INVALID.sub(lambda match: quote(match[0].encode("utf-8", "surrogateescape")), text)
+    written = yarl.URL(escaped, encoded=True)
+    return yarl.URL.build(
+        scheme=written.scheme,
+        authority=yarl.URL(text).raw_authority,
+        path=written.raw_path,
+        query_string=written.raw_query_string,
+        encoded=True,
+    )
+
+
+async def _encode_redirect(
+    request: "aiohttp.ClientRequest", send: "aiohttp.ClientHandlerType"
+) -> "aiohttp.ClientResponse":
+    """Encode the URL of a request, which after a redirect is the text of a ``Location`` header."""
+    url = encode_url(str(request.url))
+    if url.raw_host != request.url.raw_host:  # encoded by IDNA
+        request.headers["Host"] = url.host_port_subcomponent
+    request.url = url
+    return await send(request)
+
+
+CLIENT_OPTIONS = {
+    "requote_redirect_url": False,
+    "middlewares": (_encode_redirect,),
+}  # of aiohttp.ClientSession
+
+
+# --------------------------------------------------------------------------------------------------------------
 # Clients of fsspec and the meaning of their errors.
 
 _MARGIN = 5.0  # seconds beyond a library's own timeout
@@ -244,7 +276,9 @@ _LIBRARIES = (
     "huggingface_hub",
 )
 _TRANSIENT = ("Timeout", "Connect", "Payload", "Disconnected", "Incomplete", "Network", "Protocol", "Stream")
-_NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL)
+_NO_ANSWER = (
+    errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL,
+)  # fmt: skip
 
 _clients: dict[tuple[int, str, Patience], Any] = {}  # never emptied, see _client_of
 _clients_lock = threading.Lock()
@@ -343,37 +377,21 @@ def _classified(error: Exception) -> TransferError:
 
 def _unreached(error: Exception) -> TransferError | None:
     """Return the error if no server answered: an unknown host, a refused connection, no route."""
-
-    def details(one: BaseException) -> dict[str, Any]:  # where botocore keeps the endpoint and the cause
-        kept = getattr(one, "kwargs", None)
-        return kept if isinstance(kept, dict) else {}
-
-    host = " the proxy" if "Proxy" in type(error).__name__ else ""
-    if not host:  # known for an endpoint of a library's configuration; an http URL contains it
-        with suppress(ValueError, RuntimeError):  # not a URL; an httpx error without a request
-            url = details(error).get("endpoint_url") or getattr(getattr(error, "request", None), "url", "")
-            host = f" {urlsplit(str(url)).hostname or ''}".rstrip()
     cause: BaseException | None = error
     for _ in range(8):
         if isinstance(cause, socket.gaierror):
-            message = f"the host{host} is unknown ({cause.strerror}): a wrong name, or no network"
-        elif isinstance(cause, OSError) and cause.errno == errno.ECONNREFUSED:
-            by = f" by{host}" if host else ""
-            message = f"the connection failed (refused{by}): no server listens at this host and port"
-        elif isinstance(cause, OSError) and cause.errno in _NO_ROUTE:
-            message = f"the connection failed ({os.strerror(cause.errno or 0)}): no route to this host"
-        elif cause is None:
-            return None
-        else:
-            below = (
-                getattr(cause, "os_error", None),
-                details(cause).get("error"),
-                cause.__cause__,
-                cause.__context__,
+            message = f"the host is unknown ({cause.strerror}): a wrong name, or no network"
+            return TransferError(message, temporary=True, unreached=True)
+        if isinstance(cause, OSError) and cause.errno in _NO_ANSWER:
+            message = (
+                f"the connection failed ({os.strerror(cause.errno or 0)}): no server at this host and port"
             )
-            cause = next((one for one in below if isinstance(one, BaseException)), None)
-            continue
-        return TransferError(message, temporary=True, unreached=True)
+            return TransferError(message, temporary=True, unreached=True)
+        details = getattr(cause, "kwargs", None)  # of botocore
+        below = [getattr(cause, name, None) for name in ("os_error", "__cause__", "__context__")]
+        if isinstance(details, dict):
+            below.insert(1, details.get("error"))
+        cause = next((one for one in below if isinstance(one, BaseException)), None)
     return None
 
 
@@ -396,26 +414,18 @@ def _ask(client: Any, method: str, *args: Any, **named: Any) -> Any:
 
 def _hub_path(client: Any, url: str) -> Any:
     """Resolve a URL of Hugging Face; a wrong name raises a ``TransferError`` that shows the form."""
-    is_dataset = url.partition("://")[2].startswith(("datasets/", "buckets/"))
-    try:
-        with _library_errors():
-            try:
-                return client.resolve_path(url)
-            except FileNotFoundError as error:
-                what = "dataset" if is_dataset else "model"
-                message = (
-                    f"there is no such {what} at Hugging Face, or it is private and HF_TOKEN gives no access"
-                )
-                if "Revision" in type(error.__cause__).__name__:
-                    message = f"the {what} has no such revision"
-                raise TransferError(f"{message}; the form is {HUB_FORM}", temporary=False) from None
-            except (ValueError, NotImplementedError):
-                raise _not_a_hub_file() from None
-    except TransferError as error:
-        if not error.unreached or is_dataset:
-            raise
-        message = f"{error}; the form of a dataset is {HUB_FORM}"  # the name may be wrong, too
-        raise TransferError(message, temporary=True, unreached=True) from None
+    with _library_errors():
+        try:
+            return client.resolve_path(url)
+        except FileNotFoundError as error:
+            message = (
+                "there is no such repository at Hugging Face, or it is private and HF_TOKEN gives no access"
+            )
+            if "Revision" in type(error.__cause__).__name__:
+                message = "the repository has no such revision"
+            raise TransferError(f"{message}; the form is {HUB_FORM}", temporary=False) from None
+        except (ValueError, NotImplementedError):
+            raise _not_a_hub_file() from None
 
 
 def _not_a_hub_file() -> TransferError:
@@ -466,7 +476,7 @@ def open_transfer(url: str, start: int = 0, stop: int | None = None) -> Iterator
         DataError: a library is missing, or the protocol is unknown.
     """
     protocol = protocol_of(url)
-    if protocol in STREAMS:
+    if protocol == "pipe":
         with _command_output(url) as chunks:
             yield Transfer(chunks=chunks)
         return
@@ -687,19 +697,9 @@ def _chunks(client: Any, read: Callable[[], Awaitable[bytes]]) -> Iterator[bytes
 @contextmanager
 def _command_output(url: str) -> Iterator[Iterator[bytes]]:
     """Run a command; its output is complete only if it exits with status 0."""
-    from webdataset import utils
-    from webdataset.gopen import gopen
-
-    if utils.enforce_security:
-        raise DataError(f"{shown(url)}: commands are forbidden by webdataset's settings")
-    own_group = url.startswith("pipe:")  # so that everything the shell starts can be killed
-    try:
-        if own_group:
-            command = url.removeprefix("pipe:")
-            process = subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, start_new_session=True)
-        else:
-            pipe = gopen(url, "rb", _CHUNK)
-            process = pipe.proc
+    command = url.removeprefix("pipe:")
+    try:  # a session of its own, so that everything the shell starts can be killed
+        process = subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, start_new_session=True)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or type(error).__name__
         raise TransferError(f"the command cannot be run ({reason})", temporary=False) from None
@@ -709,10 +709,7 @@ def _command_output(url: str) -> Iterator[Iterator[bytes]]:
     finally:
         if process.poll() is None:
             with suppress(ProcessLookupError):
-                if own_group:
-                    os.killpg(process.pid, signal.SIGKILL)
-                else:
-                    process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         process.stdout.close()
 

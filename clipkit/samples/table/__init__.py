@@ -13,7 +13,9 @@ unchanged (``007`` is not converted), or None if empty.
 """
 
 import hashlib
+import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -29,10 +31,8 @@ from clipkit.samples.folders import is_hidden
 from clipkit.samples.table.captions import find_texts
 from clipkit.samples.table.delimited import Delimited, safe_cell
 from clipkit.samples.table.formats import ColumnRequest, OpenFormat, find_column, plain_name
-from clipkit.samples.table.json_document import open_json
-from clipkit.samples.table.json_lines import JsonLines
+from clipkit.samples.table.json_rows import JsonLines, open_json
 from clipkit.samples.table.parquet import Parquet
-from clipkit.samples.table.text import has_invalid_text
 
 __all__ = [
     "CAPTION_COLUMNS",
@@ -76,7 +76,7 @@ SUFFIXES = (*_TEXT_FORMATS, *(suffix + _GZIP for suffix in _TEXT_FORMATS), ".par
 NAMED_SUFFIXES = (*_NAMED_FORMATS, *(suffix + _GZIP for suffix in _NAMED_FORMATS))
 _EXPECTED = "a .csv, .tsv, .jsonl, .json or .parquet table, or a .txt list"
 _FIRST_ROWS, _MOST_FOLDERS = 20, 100  # images that are looked for, and folders in which they may be
-_REPLACEMENT = "\ufffd"  # of bytes that are not text in the encoding of the file
+_NOT_TEXT = re.compile("[\udc80-\udcff]")  # bytes that are not UTF-8, see ``open_text``
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,14 +230,10 @@ class Table:
         if self._format.types:  # Parquet, whose text is not decoded here
             return ""
         for name, value in others.items():
-            if _REPLACEMENT in f"{name}{value}" and self._has_invalid_text:
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            if _NOT_TEXT.search(name + text):
                 return f"not UTF-8: column {name!r}"
         return ""
-
-    @cached_property
-    def _has_invalid_text(self) -> bool:
-        # the character may also be in the file itself
-        return has_invalid_text(self.path)
 
     def _other_cells(self, cells: Mapping[str, object]) -> dict[str, object]:
         if self._every_column:

@@ -16,7 +16,7 @@ from typing import TextIO
 
 from clipkit.errors import DataError
 from clipkit.samples.image_types import ARRAY_EXTENSIONS, IMAGE_SUFFIXES
-from clipkit.samples.table.formats import ColumnRequest, Record, TextFormat
+from clipkit.samples.table.formats import ColumnRequest, Format, Record
 from clipkit.samples.table.text import LONGEST, open_text
 
 # delimiters by suffix; of those with equally many known columns the first is used
@@ -40,7 +40,7 @@ def safe_cell(text: str) -> str:
     return f"'{text}" if _FORMULA.match(text) else text
 
 
-class Delimited(TextFormat):
+class Delimited(Format):
     """A delimited table.
 
     The delimiter is the one that yields the most known columns. If a cell of the first line is the path of an
@@ -49,12 +49,9 @@ class Delimited(TextFormat):
     The delimiter is then the one with the most rows that have an image or URL in its column.
     """
 
-    any_column = False
-
     def __init__(self, path: Path, requests: Sequence[ColumnRequest]) -> None:
         super().__init__(path)
-        self.names: list[str] = []
-        self.guesses: dict[str, str] = {}
+        self.names = []
         self._delimiter = ","
         self._skip = 0  # characters before the header
         suffix = Path(path.name.lower().removesuffix(".gz")).suffix

@@ -1,10 +1,11 @@
 """What a format of tables provides, and how it knows which columns are of interest."""
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from clipkit.errors import DataError
 
@@ -60,31 +61,31 @@ class Record:
     progress: float
 
 
-class Format(Protocol):
-    """A table that is open for reading."""
+class Format(ABC):
+    """A table that is open for reading.
 
-    @property
-    def names(self) -> Sequence[str]:
-        """Names of the columns in order; a name may occur several times."""
+    Attributes:
+        path: its file.
+        names: names of the columns in order; a name may occur several times.
+        types: pyarrow's types by column; {} if cells are text or JSON values.
+        guesses: columns by their content, "image", "url" or "caption", where names do not tell it: the probable
+            columns of a table without a header, and the joined captions of COCO.
+        any_column: whether rows may have columns that are not in ``names``.
+    """
 
-    @property
-    def types(self) -> Mapping[str, Any]:
-        """pyarrow's types by column; {} if cells are text or JSON values."""
+    names: list[str]
+    types: Mapping[str, Any] = {}
+    guesses: Mapping[str, str] = {}
+    any_column = False
 
-    @property
-    def guesses(self) -> Mapping[str, str]:
-        """Columns by their content, "image", "url" or "caption", where their names do not tell it.
-
-        These are the probable columns of a table without a header, and the joined captions of COCO.
-        """
-
-    @property
-    def any_column(self) -> bool:
-        """Whether rows may have columns that are not in ``names``."""
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     @property
     def content_id(self) -> str:
         """16 hexadecimal digits that depend on the content of the table."""
+        with self.path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
     def read_image(self, row: int, column: str) -> bytes:
         """Return an encoded image in the table; rows are counted from 0.
@@ -92,7 +93,9 @@ class Format(Protocol):
         Raises:
             DataError: there is none.
         """
+        raise DataError("it holds text, not an encoded image")
 
+    @abstractmethod
     def records(self, required: Sequence[str], others: Sequence[str]) -> Iterator[Record]:
         """Read all rows in order, with the cells of these columns.
 
@@ -101,25 +104,6 @@ class Format(Protocol):
         Raises:
             DataError: the file is damaged.
         """
-
-
-class TextFormat:
-    """What the formats of text have in common."""
-
-    types: Mapping[str, Any] = {}
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @property
-    def content_id(self) -> str:
-        """A hash of the file."""
-        with self.path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
-
-    def read_image(self, row: int, column: str) -> bytes:
-        """Raise DataError: images in text are not read."""
-        raise DataError("it holds text, not an encoded image")
 
 
 # opens a file for the columns of images and captions

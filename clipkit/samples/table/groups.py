@@ -17,8 +17,6 @@ from clipkit.errors import DataError
 from clipkit.samples.table import Row
 from clipkit.samples.table.values import json_value
 
-__all__ = ["MOST_ROWS", "RowsByKey", "digest_key", "merge_rows"]
-
 MOST_ROWS = 100  # of one image; further ones are bad rows
 TOO_MANY_ROWS = f"more than {MOST_ROWS} rows of one image (--no-group makes a sample of each)"
 NESTED = "other columns are nested too deeply"

@@ -5,7 +5,7 @@ import os
 import re
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from clipkit.errors import DataError
 from clipkit.samples.base import Samples
 from clipkit.samples.remote import ShardCache, ShardFile
-from clipkit.samples.table.formats import ColumnRequest, Record, find_column
+from clipkit.samples.table.formats import ColumnRequest, Format, Record, find_column
 from clipkit.samples.table.values import json_value
 
 if TYPE_CHECKING:
@@ -185,9 +185,14 @@ class ParquetSamples(Samples):
             with self._lock:
                 if key in self._kept:
                     return self._kept[key]
-            file = self.files[index]
+            file, within = self.files[index], self._groups[group][1]
             with _open_parquet(file, self.local_path(index)) as opened:
-                values = self._read_group(opened, group, [column]).column(column)
+                size = opened.metadata.row_group(within).total_byte_size
+                if size > _MAX_GROUP_BYTES:
+                    raise DataError(f"{file.shown} has a row group of {size} bytes: write smaller row groups")
+                values = opened.read_row_group(within, columns=[column], use_threads=False).column(column)
+            if len(values) != self._sizes[group]:
+                raise DataError(f"{file.shown} has {len(values)} rows, which does not match its footer")
             with self._lock:
                 self._kept[key] = values
                 self.group_reads += 1
@@ -195,33 +200,20 @@ class ParquetSamples(Samples):
                     self._kept.popitem(last=False)
         return values
 
-    def _read_group(self, opened: Any, group: int, names: Sequence[str]) -> "pa.Table":
-        index, within = self._groups[group]
-        shown = self.files[index].shown
-        size = opened.metadata.row_group(within).total_byte_size
-        if size > _MAX_GROUP_BYTES:
-            raise DataError(f"{shown} has a row group of {size} bytes: write smaller row groups")
-        table = opened.read_row_group(within, columns=list(names), use_threads=False)
-        if len(table) != self._sizes[group]:
-            raise DataError(f"{shown} has {len(table)} rows, which does not match its footer")
-        return table
 
-
-class Parquet:
+class Parquet(Format):
     """A Parquet table.
 
     Attributes:
         samples: random access to its rows.
     """
 
-    guesses: Mapping[str, str] = {}
-    any_column = False
-
     def __init__(self, path: Path, requests: Sequence[ColumnRequest]) -> None:
+        super().__init__(path)
         self.samples = ParquetSamples([ShardFile.at(path)])
         schema = self.samples.schema
         self.names = list(schema.names)
-        self.types: dict[str, Any] = {name: schema.field(self.names.index(name)).type for name in self.names}
+        self.types = {name: schema.field(self.names.index(name)).type for name in self.names}
 
     @property
     def content_id(self) -> str:

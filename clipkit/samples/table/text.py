@@ -17,17 +17,14 @@ _START = 64  # bytes from which the encoding is detected
 
 
 @contextmanager
-def open_text(
-    path: Path, newline: str = "", *, errors: str = "replace"
-) -> Iterator[tuple[TextIO, Callable[[], float]]]:
+def open_text(path: Path, newline: str = "") -> Iterator[tuple[TextIO, Callable[[], float]]]:
     """Open a text file, and a function that returns the fraction of the file that has been read.
 
-    Text is UTF-8, with or without a byte order mark, or UTF-16 with one; invalid bytes become U+FFFD. Content
-    compressed with gzip is decompressed while it is read, whatever the name of the file.
+    Text is UTF-8, with or without a byte order mark, or UTF-16 with one; bytes that are not UTF-8 become lone
+    surrogates. Content compressed with gzip is decompressed while it is read, whatever the name of the file.
 
     Args:
         newline: as for ``open``: by default, lines keep their ends.
-        errors: as for ``open``.
 
     Raises:
         DataError: the encoding is another one, or, while reading, the compressed content is damaged.
@@ -44,18 +41,8 @@ def open_text(
                 raise DataError(
                     f"{path} is neither UTF-8 nor UTF-16 with a byte order mark: save it as UTF-8"
                 )
+            errors = "replace" if encoding == "utf-16" else "surrogateescape"
             text = io.TextIOWrapper(file, encoding=encoding, errors=errors, newline=newline)
             yield text, lambda: min(1.0, raw.tell() / size)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise DataError(f"{path} is damaged: {str(error) or 'it is cut off'}") from error
-
-
-def has_invalid_text(path: Path) -> bool:
-    """Return whether a file contains bytes that cannot be decoded, which reads the whole file."""
-    try:
-        with open_text(path, errors="strict") as (text, _):
-            while text.read(LONGEST):
-                pass
-    except UnicodeDecodeError:
-        return True
-    return False

@@ -16,7 +16,8 @@ from PIL import Image
 
 from clipkit.errors import CheckpointError, ConfigError, DataError
 from clipkit.model.preprocess import Preprocess, batch_of, eval_pixels
-from clipkit.samples.decode import MAX_PIXELS, decode_image
+from clipkit.samples.decode import decode_image
+from clipkit.samples.formats import MAX_PIXELS
 from tests.clipkit.made_images import DEEP, IMAGES, PHOTO, Pixels, encoded, image_file, scene
 
 SHAPES = [

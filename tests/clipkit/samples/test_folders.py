@@ -2,20 +2,7 @@
 
 from pathlib import Path
 
-import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
-
-from clipkit.samples import folders
 from clipkit.samples.folders import files_below, images_below
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.text(st.characters(exclude_characters="\0/"), max_size=6), unique=True), st.integers(1, 9))
-def test_sorting_in_pieces_equals_sorting_at_once(
-    monkeypatch: pytest.MonkeyPatch, names: list[str], piece: int
-) -> None:
-    monkeypatch.setattr(folders, "_MAX_SORTED", piece)
-    assert list(folders._sorted(names)) == sorted(names)
 
 
 def test_vanished_folder_is_an_item_with_a_cause(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_other_documents_raise_error(tmp_path: Path, content: str, message: str)
 
 
 def test_size_of_a_document_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clipkit.samples.table.json_document.LARGEST", 2**20)
+    monkeypatch.setattr("clipkit.samples.table.json_rows.LARGEST", 2**20)
     with pytest.raises(DataError, match="is larger than 1 MiB"):
         read(tmp_path / "t.json", [{"image": "x" * 2**20}])
     assert len(read(tmp_path / "t.json", "\n".join(map(json.dumps, ROWS * 10_000)))) == 40_000  # JSON Lines

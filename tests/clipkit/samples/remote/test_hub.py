@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from clipkit.samples.remote import transfer
-from clipkit.samples.remote.store import HUB_FORM, describe, list_folder
+from clipkit.samples.remote import HUB_FORM, describe, list_folder, transfer
 from data.sources import find_shards
 from tests.clipkit.samples.remote import servers
 from tests.clipkit.samples.remote.servers import Nginx, error_of
@@ -48,14 +47,17 @@ def use(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("hf://datasets/who/other/{0..3}.tar", "there is no such dataset at Hugging Face, or it is private"),
+        (
+            "hf://datasets/who/other/{0..3}.tar",
+            "there is no such repository at Hugging Face, or it is private",
+        ),
         (
             "hf://datasets/who/other",
-            "there is no such dataset at Hugging Face, or it is private and HF_TOKEN gives no access",
+            "there is no such repository at Hugging Face, or it is private and HF_TOKEN gives no access",
         ),
-        ("hf://who/what", "there is no such model at Hugging Face"),
-        ("hf://who/what/{0..3}.tar", "there is no such model at Hugging Face"),
-        ("hf://datasets/who/what@old/0.tar", "the dataset has no such revision"),
+        ("hf://who/what", "there is no such repository at Hugging Face"),
+        ("hf://who/what/{0..3}.tar", "there is no such repository at Hugging Face"),
+        ("hf://datasets/who/what@old/0.tar", "the repository has no such revision"),
         ("hf://datasets/who/what/0.tar", "there is no such file"),
         (
             "hf://datasets/who/what/{0..3}.tar",
@@ -80,8 +82,8 @@ def test_unreachable_hub_raises_error(monkeypatch: pytest.MonkeyPatch) -> None:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
     for endpoint, said in (
-        (f"http://127.0.0.1:{port}", "the connection failed (refused by 127.0.0.1)"),
-        ("http://no-such-host.invalid", "the host no-such-host.invalid is unknown"),
+        (f"http://127.0.0.1:{port}", "the connection failed (Connection refused)"),
+        ("http://no-such-host.invalid", "the host is unknown"),
     ):
         use(endpoint, monkeypatch)
         for work in (
@@ -90,7 +92,6 @@ def test_unreachable_hub_raises_error(monkeypatch: pytest.MonkeyPatch) -> None:
         ):
             message = error_of(work)
             assert said in message and "gave up after 3 tries" in message
-        assert FORM in error_of(lambda: describe(["hf://who/what/0.tar"]))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     message = error_of(lambda: describe(["hf://datasets/who/what/0.tar"]))
     assert message == "hf://datasets/who/what/0.tar: HF_HUB_OFFLINE forbids downloads: unset it"

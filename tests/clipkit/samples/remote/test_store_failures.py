@@ -17,9 +17,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from clipkit.errors import DataError
+from clipkit.files import shown
 from clipkit.samples.remote import transfer
 from clipkit.samples.remote.cache import ShardCache
-from clipkit.samples.remote.store import ShardFile, describe, download, list_folder, read_range, shown
+from clipkit.samples.remote.store import ShardFile, describe, download, list_folder, read_range
 from data.shards.samples import Shards
 from data.shards.writer import DatasetWriter, Record
 from data.sources import find_shards

@@ -11,8 +11,7 @@ from urllib.parse import unquote
 import pytest
 from hypothesis import given, strategies as st
 
-from clipkit.samples.remote.transfer import TransferError, file_facts
-from clipkit.samples.remote.urls import encode_url
+from clipkit.samples.remote.transfer import TransferError, encode_url, file_facts
 from data.web import Fetcher, FetchError, FetchOptions
 from tests.clipkit.samples.remote import servers
 
