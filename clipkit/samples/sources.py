@@ -409,8 +409,9 @@ def find_split(
             return "", _describe_parts(unnamed)
         for name in folders:
             is_split = isinstance(place, Path) or name.lower() in SPLIT_WORDS
-            if is_split and _list(join_place(place, name), (".tar",))[0]:
-                splits.add(name)
+            with suppress(OSError):  # it may be unreadable
+                if is_split and _list(join_place(place, name), (".tar",))[0]:
+                    splits.add(name)
         # tables beside the folders of splits list other things, such as bad rows
         if splits == {""}:
             return "", _describe_parts(unnamed)
@@ -444,7 +445,7 @@ def _list(folder: Path | str, suffixes: tuple[str, ...]) -> tuple[list[ShardFile
     names: list[str] = []
     folders = []
     if folder.is_dir():
-        with suppress(PermissionError), os.scandir(folder) as entries:
+        with os.scandir(folder) as entries:
             for entry in entries:
                 if is_hidden(entry.name):
                     continue
@@ -575,9 +576,10 @@ def _find_all_in_folder(folder: Path) -> list[Source]:
     files = _list(folder, (".tar",))[0]
     if not any(file.name.endswith(".tar") for file in files):
         for inner in _folders_in(folder):
-            listed = _list(inner, (".tar",))[0]
-            if inner.name.lower() in SPLIT_WORDS or any(file.name == _COUNT for file in listed):
-                files += listed
+            with suppress(OSError):  # it may be unreadable, which is an error when its images are read
+                listed = _list(inner, (".tar",))[0]
+                if inner.name.lower() in SPLIT_WORDS or any(file.name == _COUNT for file in listed):
+                    files += listed
     tars = [file for file in files if file.name.endswith(".tar")]
     sources = [Source(format="shards", files=tuple(tars))] if tars else []
     if next(images_below(folder), None) is not None:
