@@ -89,6 +89,7 @@ from .sources import (
     folder_of_split as folder_of_split,
     has_captions as has_captions,
     join_place as join_place,
+    list_files as list_files,
     open_samples as open_samples,
 )
 from .table import (

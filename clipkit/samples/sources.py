@@ -410,7 +410,7 @@ def find_split(
         for name in folders:
             is_split = isinstance(place, Path) or name.lower() in SPLIT_WORDS
             with suppress(OSError):  # it may be unreadable
-                if is_split and _list(join_place(place, name), (".tar",))[0]:
+                if is_split and list_files(join_place(place, name), (".tar",)):
                     splits.add(name)
         # tables beside the folders of splits list other things, such as bad rows
         if splits == {""}:
@@ -431,6 +431,11 @@ def find_split(
         form = HUB_FORM if folder.startswith("hf://") else f"{shown(folder)}/{{00000..00331}}.tar"
         message = f"{message}; name the shards as {form}"
     raise MissingSplit(message)
+
+
+def list_files(folder: Path | str, suffixes: tuple[str, ...]) -> list[ShardFile]:
+    """Return the files with these suffixes directly in a folder, 2.tar before 10.tar; [] if there is no folder."""
+    return [file for file in _list(folder, suffixes)[0] if file.name != _COUNT]
 
 
 def _list(folder: Path | str, suffixes: tuple[str, ...]) -> tuple[list[ShardFile], list[str]]:
