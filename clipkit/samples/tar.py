@@ -19,14 +19,20 @@ from clipkit.errors import DataError
 
 BLOCK = 512  # size of a header in bytes; data start at a multiple of it
 _OCTAL_PLACES = (8 ** np.arange(5, -1, -1)).astype(np.uint32)  # place values of six digits
+_SIZE_PLACES = 8.0 ** np.arange(10, -1, -1)  # place values of eleven digits; sums are exact in float64
 _PLAIN, _PAX = b"0x"  # kinds of nearly all members
+_MARK = b"ustar"  # magic bytes of all headers except the oldest format
 _PIECE = 4096  # bytes read at a time
 _BLANK = b" \0"
 _AT_ONCE = 4096  # headers checked together
+_WINDOW = 2 << 20  # bytes scanned at a time
+_FEW = 64  # headers to follow after a scan found too few
+_WORTH = 384  # headers per window above which scanning is faster than following
 _FILE = (b"0", b"\0", b"7")
 _WITHOUT_DATA = (b"1", b"2", b"3", b"4", b"5", b"6")  # links, devices, folders, pipes
 _ABOUT_NEXT = (b"L", b"K", b"x", b"X", b"g")  # members that describe the following ones
-_PAX_MATTERS = re.compile(rb"path=|size=|GNU\.sparse\.")
+_PAX_WORDS = (b"path=", b"size=", b"GNU.sparse.")
+_PAX_MATTERS = re.compile(b"|".join(map(re.escape, _PAX_WORDS)))
 _PAX_SIZE = re.compile(r"[0-9]{1,19}")
 _PAX_LENGTH = re.compile(rb"(\d{1,7}) ")
 _MAX_EXTRA_BYTES = 1 << 20  # size limit of members that describe another one; far more than needed
@@ -74,7 +80,7 @@ def tar_files(path: Path, *, called: str = "") -> Iterator[tuple[str, int, int]]
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
-        yield from tar_files_of(called or str(path), FileContent(file.fileno()))
+        yield from tar_files_of(called or str(path), FileContent(file.fileno()), at_hand=True)
 
 
 class FileContent:
@@ -91,17 +97,24 @@ class FileContent:
         return os.pread(self._descriptor, part.stop - part.start, part.start)
 
 
-def tar_files_of(shard: str, tar: Content) -> Iterator[tuple[str, int, int]]:
+def tar_files_of(shard: str, tar: Content, *, at_hand: bool = False) -> Iterator[tuple[str, int, int]]:
     """List a tar like ``tar_files``; ``shard`` is its name in messages.
 
     Each header's size gives the position of the next one. Headers are read a few thousand at a time and then
-    checked together before they are used; checking them one by one would take most of the time.
+    checked together before they are used; checking them one by one would take most of the time. If the content is
+    ``at_hand`` (as fast as memory) and its members are small, headers are found by scanning all blocks for their
+    magic bytes, and must form a chain.
     """
     if len(tar) == 0:
         raise TruncatedError(f"shard {shard} is empty (0 bytes)")
-    run = _Run(position=0)
+    run, steps = _Run(position=0), _FEW
     while not run.ended:
-        run = _follow(shard, tar, run)
+        found = _scan(tar, run) if at_hand else None
+        if found is None or len(found.headers) < _WORTH:
+            run = _follow(shard, tar, run, most=steps if at_hand else _AT_ONCE)
+            steps = min(4 * steps, _AT_ONCE)  # headers to follow before the next scan
+        else:
+            run, steps = found, _FEW
         sound = _count_sound(run.headers)
         files = bisect_left(run.files, sound)
         names = _names(run.headers[run.files[:files]])
@@ -152,8 +165,58 @@ class _Run:
     ended: bool = False
 
 
-def _follow(shard: str, tar: Content, before: _Run) -> _Run:
-    """Follow at most ``_AT_ONCE`` headers from one to the next, up to the end or an error."""
+def _scan(tar: Content, before: _Run) -> _Run | None:
+    """Find the headers in a window, up to the first that is unusual or breaks the chain; None if there is none.
+
+    Also returns None if a preceding header describes the next file.
+    """
+    start = before.position
+    window = tar[start : start + _WINDOW]
+    if before.extended or len(window) < BLOCK:
+        return None
+    blocks = np.frombuffer(window, dtype=np.uint8, count=len(window) // BLOCK * BLOCK).reshape(-1, BLOCK)
+    at = np.flatnonzero(blocks[:, 257] == _MARK[0])
+    headers = blocks[at]
+    marked = np.ascontiguousarray(headers[:, 257:262]).view("S5").ravel() == _MARK
+    if not marked.all():
+        at, headers = at[marked], headers[marked]  # (N,), (N, 512) blocks that look like headers
+    if len(at) == 0:
+        return None
+    # sizes in the usual form, eleven octal digits; -1 for other forms
+    digits = headers[:, 124:135] - np.uint8(ord("0"))
+    sizes = (digits @ _SIZE_PLACES).astype(np.int64)
+    if (digits > 7).any():
+        sizes[(digits > 7).any(1)] = -1
+    sizes[(headers[:, 135] != 0) & (headers[:, 135] != ord(" "))] = -1
+    after = at + 1 + -(-sizes // BLOCK)
+    is_file, is_pax = headers[:, 156] == _PLAIN, headers[:, 156] == _PAX
+    usual = (sizes >= 0) & (start + (at + 1) * BLOCK + sizes <= len(tar)) & (is_file | is_pax)
+    usual &= at == np.concatenate([[0], after[:-1]])
+    # PAX members of one block without relevant keywords need no special treatment
+    first, lengths = at[is_pax] + 1, sizes[is_pax]
+    short = (lengths >= 0) & (lengths <= BLOCK) & (first < len(blocks))
+    if short.any():
+        content = blocks[first[short], : lengths[short].max()].tobytes()
+        if found := [content.find(word) for word in _PAX_WORDS if word in content]:
+            short[np.flatnonzero(short)[min(found) // (len(content) // int(short.sum())) :]] = False
+    usual[is_pax] &= short
+    count = len(at) if usual.all() else int(usual.argmin())
+    if count == 0:
+        return None
+    data = start + (at + 1) * BLOCK
+    files = np.flatnonzero(is_file[:count])
+    return _Run(
+        position=start + int(after[count - 1]) * BLOCK,
+        headers=headers[:count],
+        positions=(data[:count] - BLOCK).tolist(),
+        files=files.tolist(),
+        offsets=data[files].tolist(),
+        sizes=sizes[files].tolist(),
+    )
+
+
+def _follow(shard: str, tar: Content, before: _Run, *, most: int) -> _Run:
+    """Follow at most ``most`` headers from one to the next, up to the end or an error."""
     position = before.position
     run = _Run(
         position=position, extended=before.extended, long_name=before.long_name, long_size=before.long_size
@@ -162,7 +225,7 @@ def _follow(shard: str, tar: Content, before: _Run) -> _Run:
     headers: list[bytes] = []
     piece, start = b"", position  # headers are close together if members are small
     try:
-        while len(headers) < _AT_ONCE:
+        while len(headers) < most:
             at = position - start
             header = piece[at : at + BLOCK]
             if len(header) < BLOCK:

@@ -4,10 +4,14 @@ import io
 import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
 
+import pytest
 import webdataset
 from hypothesis import given, settings, strategies as st
 
+import clipkit.samples.tar
 from clipkit.errors import DataError
 from clipkit.samples.tar import tar_files_of
 from tests.data.hostile_tars import header, pax
@@ -36,10 +40,18 @@ class Short:
 
 
 def ours(tar: bytes) -> tuple[Members, str]:
-    """Return the members before the end or an error, and the error."""
+    """Return the members before the end or an error, and the error; check that all scans agree."""
+    found = listed(tar, at_hand=False)
+    for window in (BLOCK, 3 * BLOCK, clipkit.samples.tar._WINDOW):
+        with patch.multiple(clipkit.samples.tar, _WINDOW=window, _WORTH=0):
+            assert listed(tar, at_hand=True) == found
+    return found
+
+
+def listed(tar: bytes, *, at_hand: bool) -> tuple[Members, str]:
     found: Members = []
     try:
-        for one in tar_files_of("0.tar", tar):
+        for one in tar_files_of("0.tar", tar, at_hand=at_hand):
             found.append(one)
     except DataError as error:
         assert str(error).isprintable()
@@ -209,3 +221,28 @@ def test_store_that_returns_too_few_bytes(
         assert found == theirs(tar)[: len(found)]
     else:
         assert found == theirs(tar)
+
+
+def test_vectorized_scan_finds_nearly_all_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = by_tarfile(
+        [(f"inner/{n}.txt", b"x" * n, tarfile.REGTYPE, "") for n in range(9)], tarfile.PAX_FORMAT
+    )
+    members = []
+    for number in range(2000):
+        long = number == 700  # its name is in an extended header
+        data = inner if number == 1460 else bytes(number)
+        members.append((f"{number}.{'日' * 60 if long else 'jpg'}", data, tarfile.REGTYPE, ""))
+    walked = []
+    follow = clipkit.samples.tar._follow
+
+    def counted(*given: Any, most: int) -> Any:
+        walked.append(follow(*given, most=most))
+        return walked[-1]
+
+    monkeypatch.setattr(clipkit.samples.tar, "_follow", counted)
+    monkeypatch.setattr(clipkit.samples.tar, "_WORTH", 200)
+    for form in FORMATS[:2]:
+        walked.clear()
+        tar = by_tarfile(members, form)
+        assert listed(tar, at_hand=True) == (theirs(tar), "")
+        assert sum(len(run.headers) for run in walked) < 600
