@@ -16,6 +16,8 @@ Letters: C channels, H height, W width.
 """
 
 import io
+import re
+import struct
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,6 +61,13 @@ MAX_BYTES = 64 << 20  # size limit of files decoded for training
 _MAX_SCANS = 500  # per JPEG; progressive JPEGs have about ten
 _MAX_SCANNED = 16 * MAX_PIXELS  # pixels times scans
 _MAX_SEGMENTS = 1000  # before a JPEG's first scan
+_EXIF, _XMP = b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/\0"  # prefixes of APP1 segments in JPEGs
+_ROTATED_BY_XMP = re.compile(rb'tiff:Orientation(="|>)[02-9]')
+# by the first bytes of EXIF data: byte order for struct, and the orientation entry of upright images
+_UPRIGHT_TAGS = {
+    b"II*\0": ("<", b"\x12\x01\x03\x00\x01\x00\x00\x00\x01\x00"),
+    b"MM\0*": (">", b"\x01\x12\x00\x03\x00\x00\x00\x01\x00\x01"),
+}
 _MAX_SLOW = 1 << 20  # size limit of files that Pillow decodes in Python, in bytes
 _MAX_COMMENTS = 1000  # in a plain-text PPM; Pillow copies up to a MiB for each
 # Pillow reads further formats, including EPS, which it passes to another program
@@ -310,15 +319,42 @@ def _has_one_scan(data: bytes) -> bool:
 def jpeg_orientation(data: bytes) -> int:
     """Return the EXIF orientation of a JPEG, 1 to 8, from its header; 1 if upright or the tag is damaged.
 
-    Pillow, which takes as long as decoding a small image, is used only if the file has such metadata.
+    Pillow, which takes as long as decoding a small image, is used only if the header may contain another value.
     """
-    if b"Exif\0\0" not in data and b"tiff:Orientation" not in data:
-        return 1
+    at = 2
+    for _ in range(_MAX_SEGMENTS):
+        marker = data[at : at + 2]
+        if marker == b"\xff\xda":  # start of scan
+            return 1
+        end = at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+        if marker[:1] != b"\xff" or (marker == b"\xff\xe1" and _may_rotate(data[at + 4 : end])):
+            break
+        at = end
     try:
         with pillow_errors(), open_image(data) as image:
             return orientation_of(image)
     except DataError:
         return 1
+
+
+def _may_rotate(segment: bytes) -> bool:
+    """Check whether an APP1 segment of a JPEG may contain an orientation other than upright."""
+    if segment.startswith(_XMP):
+        return _ROTATED_BY_XMP.search(segment) is not None
+    if not segment.startswith(_EXIF):
+        return False
+    exif = segment[len(_EXIF) :]
+    if exif[:4] not in _UPRIGHT_TAGS or len(exif) < 8:
+        return True
+    order, upright = _UPRIGHT_TAGS[exif[:4]]
+    (first,) = struct.unpack_from(order + "I", exif, 4)
+    if len(exif) < first + 2:
+        return True
+    (count,) = struct.unpack_from(order + "H", exif, first)
+    if len(exif) < first + 2 + 12 * count:  # truncated, or continued in another segment
+        return True
+    tags = (exif[start : start + 10] for start in range(first + 2, first + 2 + 12 * count, 12))
+    return any(tag[:2] == upright[:2] and tag != upright for tag in tags)
 
 
 def readable_formats(data: bytes = b"") -> tuple[str, ...]:
