@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from eval.datasets.dataset import TEST, EvalDataset, NoSplit
+from eval.datasets.dataset import EvalDataset
 from eval.readers.files import Box, FileImages, checked_set, read_text_file
 from eval.results.records import parse_json
 
@@ -58,22 +58,12 @@ _FORMS = (  # image, right caption, wrong caption
 _BOX = ("bbox_x", "bbox_y", "bbox_w", "bbox_h")
 
 
-def open_caption_choices(
-    file: Path, name: str, *, split: str = TEST, images: Path | str | None = None
-) -> EvalDataset:
-    """Open a JSON file of SugarCrepe or ARO.
-
-    Args:
-        file: the JSON file.
-        name: the dataset's name.
-        split: only "test" exists.
-        images: the folder of images; by default ``images`` or ``val2017`` next to the file.
+def open_caption_choices(file: Path, name: str) -> EvalDataset:
+    """Open a JSON file of SugarCrepe or ARO, whose images are in ``images`` or ``val2017`` next to it.
 
     Raises:
         DataError: an entry is incomplete, or an image is missing.
     """
-    if split != TEST:
-        raise NoSplit(f"dataset {name} has no split {split!r}: all of {file} is for testing")
     try:
         found = parse_json(read_text_file(file, limit=_MAX_BYTES) or "")
     except ValueError as error:
@@ -85,7 +75,11 @@ def open_caption_choices(
     if form is None:
         known = "; ".join(", ".join(one) for one in _FORMS)
         raise DataError(f"dataset {name}: the entries of {file} have unknown keys; known: {known}")
-    folder = _image_folder(file, name, images)
+    folders = [file.parent / inside for inside in _FOLDERS]
+    folder = next(filter(Path.is_dir, folders), None)
+    if folder is None:
+        raise DataError(f"dataset {name}: no folder images or val2017 next to {file} with its images")
+    folder = folder.resolve()
     files: list[Path] = []
     boxes: list[Box | None] = []
     choices: list[tuple[str, ...]] = []
@@ -115,28 +109,12 @@ def open_caption_choices(
             if key == "relation":
                 symmetric = [int(entry[named] in SYMMETRIC_RELATIONS) for entry in entries]
                 metadata["symmetric"] = torch.tensor(symmetric)
-    file_images = FileImages(folder, files, boxes)
     return checked_set(
         EvalDataset(
             name=name,
-            images=file_images,
-            revision=file_images.fingerprint(),
+            images=FileImages(folder, files, boxes),
             tasks=("compositional",),
             choices=tuple(choices),
             metadata=metadata,
         )
-    )
-
-
-def _image_folder(file: Path, name: str, images: Path | str | None) -> Path:
-    if images is not None:
-        folder = Path(images).expanduser()
-        if not folder.is_dir():
-            raise DataError(f"dataset {name}: no image folder {folder}")
-        return folder
-    for inside in _FOLDERS:
-        if (folder := file.parent / inside).is_dir():
-            return folder.resolve()
-    raise DataError(
-        f"dataset {name}: no folder images or val2017 next to {file}: put its images into one of them"
     )

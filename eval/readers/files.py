@@ -3,7 +3,6 @@
 import hashlib
 import logging
 import os
-import stat
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,17 +14,18 @@ import torch
 
 from clipkit.errors import DataError
 from clipkit.files import counted, shown
-from clipkit.samples import is_deep, join_place, read_file, refuse_deep_alpha, to_16_bit
-from clipkit.samples.remote import is_remote
+from clipkit.samples import Samples, is_deep, join_place, read_file, refuse_deep_alpha, to_16_bit
+from clipkit.samples.remote import ShardFile, is_remote
+from data.captions import is_utf8
 from eval.datasets.dataset import EvalDataset, some
 
 if TYPE_CHECKING:
     from PIL import Image
 
 __all__ = [
-    "ACCEPTED",
     "Box",
     "FileImages",
+    "SampleImages",
     "checked_set",
     "lines_of",
     "png_of",
@@ -33,17 +33,62 @@ __all__ = [
     "short_hash",
     "templates_in",
     "undecodable",
-    "written",
 ]
 
 Box = tuple[int, int, int, int]  # left, top, width, height in pixels
-_MAX_BYTES = 256 << 20  # per file
 _log = logging.getLogger("eval")
 
 
 def short_hash(*values: object) -> str:
     """Return 16 hexadecimal digits for values with a unique ``repr``."""
     return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
+
+
+class SampleImages:
+    """Random access to images among samples.
+
+    Args:
+        samples: the samples.
+        files: the files that contain them.
+        member: the member with the image; "" for the first one that is an image.
+        cells: by image, the index of its sample, and its member; by default ``member`` of every sample.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        files: Sequence[ShardFile],
+        *,
+        member: str = "",
+        cells: Sequence[tuple[int, str]] | None = None,
+    ) -> None:
+        self.samples, self.files, self.member, self.cells = samples, files, member, cells
+
+    def __len__(self) -> int:
+        return len(self.samples if self.cells is None else self.cells)
+
+    def _cell(self, number: int) -> tuple[int, str]:
+        return (number, self.member) if self.cells is None else self.cells[number]
+
+    def locate(self, number: int) -> tuple[str, str]:
+        """Return the file, and the key and the member of an image."""
+        i, member = self._cell(number)
+        file, key = self.samples.locate(i)
+        return file, f"{key}, {member}" if member else key
+
+    def read(self, number: int) -> bytes:
+        """Return an encoded image; raise DataError if it cannot be read."""
+        return self.samples.read(*self._cell(number))
+
+    def fingerprint(self) -> str:
+        """Return 16 hexadecimal digits that depend on the samples and the members."""
+        if self.cells is None and not self.member:
+            return self.samples.content_id
+        return short_hash(self.samples.content_id, self.member, self.cells)
+
+    def stamp(self) -> str:
+        """Return a fingerprint that also depends on the versions of the files."""
+        return short_hash(self.fingerprint(), [(file.size, file.version) for file in self.files])
 
 
 class FileImages:
@@ -55,13 +100,18 @@ class FileImages:
         boxes: the box to crop from each file, as lossless PNG; None for the unchanged file.
 
     Raises:
-        DataError: a file is missing, too large, or not a regular file.
+        DataError: a file is missing.
     """
 
     def __init__(self, root: Path, files: Sequence[Path], boxes: Sequence[Box | None] | None = None) -> None:
         self.root, self.files = root, tuple(files)
         self._boxes = tuple(boxes) if boxes is not None else (None,) * len(self.files)
-        self._states = {file: _state_of(file) for file in dict.fromkeys(self.files)}
+        self._states: dict[Path, ShardFile] = {}
+        for file in dict.fromkeys(self.files):
+            try:
+                self._states[file] = ShardFile.of_status(str(file), file.stat())
+            except OSError as error:
+                raise DataError(f"image {file}: {error.strerror}") from error
 
     def __len__(self) -> int:
         return len(self.files)
@@ -104,31 +154,12 @@ class FileImages:
         """Return 16 hexadecimal digits that depend on relative paths, sizes and boxes."""
         digest = hashlib.sha256()
         for number, file in enumerate(self.files):
-            digest.update(os.fsencode(f"{self.locate(number)[1]}\0{self._states[file][0]}\n"))
+            digest.update(os.fsencode(f"{self.locate(number)[1]}\0{self._states[file].size}\n"))
         return digest.hexdigest()[:16]
 
     def stamp(self) -> str:
         """Return a fingerprint that also depends on inodes and modification times."""
-        return short_hash(self.fingerprint(), list(self._states.values()))
-
-
-def _state_of(file: Path) -> tuple[int, int, int, int]:
-    """Return an image file's size and the values of ``written``; only regular files are accepted."""
-    try:
-        found = file.stat()
-    except FileNotFoundError as error:
-        what = "a broken link: fix or remove it" if file.is_symlink() else "missing"
-        raise DataError(f"image {file} is {what}") from error
-    if not stat.S_ISREG(found.st_mode):
-        raise DataError(f"image {file} is not a regular file: remove it")
-    if found.st_size > _MAX_BYTES:
-        raise DataError(f"image {file} has {found.st_size} bytes, the limit is {_MAX_BYTES}")
-    return found.st_size, *written(found)
-
-
-def written(found: os.stat_result) -> tuple[int, int, int]:
-    """Return metadata that changes when a file is rewritten; copying and unpacking may preserve ``st_mtime_ns``."""
-    return found.st_mtime_ns, found.st_ctime_ns, found.st_ino
+        return short_hash(self.fingerprint(), [file.version for file in self._states.values()])
 
 
 def png_of(image: "Image.Image") -> bytes:
@@ -150,13 +181,18 @@ _LONGEST = 60  # characters of a caption in a message
 
 
 def checked_set(dataset: EvalDataset) -> EvalDataset:
-    """Return the dataset if its labels, class names, templates and choices are consistent; log oddities.
+    """Add the revision to a dataset whose labels, names, templates and choices are consistent; log oddities.
 
     Raises:
         DataError: a label without a class name, a template without ``{c}``, an image without choices, or a single
             class.
     """
+    if not dataset.revision:
+        dataset = replace(dataset, revision=dataset.images.fingerprint())
     name, names, labels = dataset.name, dataset.class_names, dataset.labels
+    for text in (name, *names):
+        if not is_utf8(text):
+            raise DataError(f"the name {text!r} of a dataset or class is not UTF-8: rename the folder")
     for template in dataset.templates:
         if "{c}" not in template:
             raise DataError(f"dataset {name}: the template {template!r} has no {{c}} for the class name")
@@ -207,12 +243,6 @@ def checked_set(dataset: EvalDataset) -> EvalDataset:
             some([repr(one[:_LONGEST]) for one in equal]),
         )
     return dataset
-
-
-# --------------------------------------------------------------------------------------------------------------
-# Split folders.
-
-ACCEPTED = "train (or training), val (valid, validation, dev) and test (testing)"  # for messages
 
 
 # --------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 
 from clipkit.errors import DataError
 from clipkit.samples import join_place
-from eval.datasets.dataset import TEST, EvalDataset, Language, NoSplit
+from eval.datasets.dataset import EvalDataset, Language
 from eval.readers.files import FileImages, checked_set, lines_of, read_text_file
 from eval.results.records import parse_json
 
@@ -38,14 +38,12 @@ def is_multilingual(folder: Path) -> bool:
         return b'"image/key"' in file.readline(1 << 20)
 
 
-def open_multilingual(folder: Path, name: str, *, split: str = TEST) -> EvalDataset:
+def open_multilingual(folder: Path, name: str) -> EvalDataset:
     """Open a folder of Crossmodal-3600 or XTD; its captions without a language are the English or the first ones.
 
     Raises:
         DataError: an image is missing, or captions are incomplete.
     """
-    if split != TEST:
-        raise NoSplit(f"dataset {name} has no split {split!r}: all of {folder} is for testing")
     keyed = (folder / _CAPTIONS).is_file()
     files, captions = (_of_json_lines if keyed else _of_text_files)(folder, name)
     if not files or not captions:
@@ -55,12 +53,10 @@ def open_multilingual(folder: Path, name: str, *, split: str = TEST) -> EvalData
         if empty is not None:
             raise DataError(f"dataset {name}: image {files[empty]} has no caption in language {language}")
     within = folder / "images" if (folder / "images").is_dir() else folder
-    images = FileImages(folder, [within / file for file in files])
     return checked_set(
         EvalDataset(
             name=name,
-            images=images,
-            revision=images.fingerprint(),
+            images=FileImages(folder, [within / file for file in files]),
             tasks=("retrieval",),
             captions=captions.get("en") or next(iter(captions.values())),
             languages={language: Language(captions=own) for language, own in captions.items()},

@@ -81,9 +81,7 @@ def open_torchvision(
     *,
     name: str = "",
     split: str = TEST,
-    splits: Splits | None = None,
     arguments: Mapping[str, Any] | None = None,
-    download: bool = False,
 ) -> EvalDataset:
     """Open one of torchvision's datasets; class names are torchvision's ``.classes``.
 
@@ -92,9 +90,7 @@ def open_torchvision(
         root: the folder of its files, as torchvision takes it.
         name: the dataset's name; ``kind`` by default.
         split: "train", "val", "test", or "all" for datasets without splits.
-        splits: arguments of the class by split, ``TORCHVISION_SETS[kind]`` by default; needed for other classes.
         arguments: further arguments such as ``{"partition": 2}`` for DTD; they override the split's.
-        download: download missing files.
 
     Raises:
         NoSplit: torchvision has no such split.
@@ -102,9 +98,8 @@ def open_torchvision(
         ConfigError: torchvision has no such dataset.
     """
     name = name or kind
-    if splits is None:
-        check_known(kind)
-        splits = TORCHVISION_SETS[kind]
+    check_known(kind)
+    splits = TORCHVISION_SETS[kind]
     made = getattr(importlib.import_module("torchvision.datasets"), kind, None)
     if made is None:
         raise ConfigError(f"the installed torchvision has no dataset {kind[:40]}")
@@ -113,7 +108,7 @@ def open_torchvision(
         if ALL in splits:
             what = f"torchvision's {kind} has only the split {ALL!r} with all images"
         raise NoSplit(f"dataset {name} has no split {split!r}{':' if ALL in splits else ','} {what}")
-    options = {**splits[split], **(arguments or {}), **({"download": True} if download else {})}
+    options = {**splits[split], **(arguments or {})}
     try:
         dataset = made(root=str(root), **options)
     except ModuleNotFoundError as error:
@@ -153,7 +148,6 @@ def open_torchvision(
             name=name,
             split=split,
             images=images,
-            revision=images.fingerprint(),
             tasks=("zero-shot",),
             class_names=tuple(map(str, names)),
             labels=torch.tensor(labels),

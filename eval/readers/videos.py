@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from clipkit.errors import DataError
-from eval.datasets.dataset import TEST, EvalDataset, NoSplit
+from eval.datasets.dataset import EvalDataset
 from eval.readers.files import FileImages, checked_set, read_text_file
 
 __all__ = ["is_video_frames", "open_video_frames"]
@@ -56,7 +56,7 @@ def is_video_frames(folder: Path) -> bool:
     return any((folder / one).exists() for one in (_SETS, f"metadata/{_SETS}", _REVIEWS))
 
 
-def open_video_frames(folder: Path, name: str, *, split: str = TEST) -> EvalDataset:
+def open_video_frames(folder: Path, name: str) -> EvalDataset:
     """Open the frames of ImageNet-Vid-Robust or YTBB-Robust.
 
     The metadata column ``anchor`` is the number of the anchor frame to which an image belongs; an anchor's is its
@@ -65,8 +65,6 @@ def open_video_frames(folder: Path, name: str, *, split: str = TEST) -> EvalData
     Raises:
         DataError: an image is missing, or the annotations are incomplete or invalid.
     """
-    if split != TEST:
-        raise NoSplit(f"dataset {name} has no split {split!r}: all of {folder} is for testing")
     names, frames = (_of_reviews if (folder / _REVIEWS).exists() else _of_sets)(folder)
     files: list[Path] = []
     labels: list[list[int]] = []
@@ -91,12 +89,10 @@ def open_video_frames(folder: Path, name: str, *, split: str = TEST) -> EvalData
     hot = torch.zeros(len(files), len(names), dtype=torch.bool)
     for number, own in enumerate(labels):
         hot[number, own] = True
-    images = FileImages(folder, files)
     return checked_set(
         EvalDataset(
             name=name,
-            images=images,
-            revision=images.fingerprint(),
+            images=FileImages(folder, files),
             tasks=("zero-shot",),
             class_names=tuple(names),
             templates=("a photo of a {c}.",),
