@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 import torch
 
 from clipkit.errors import DataError
@@ -29,6 +30,7 @@ __all__ = [
     "checked_set",
     "lines_of",
     "png_of",
+    "read_json_file",
     "read_text_file",
     "short_hash",
     "templates_in",
@@ -248,7 +250,8 @@ def checked_set(dataset: EvalDataset) -> EvalDataset:
 # --------------------------------------------------------------------------------------------------------------
 # Small text files next to the images, local or in a store.
 
-_MAX_TEXT_BYTES = 16 << 20
+_MAX_TEXT_BYTES, _MAX_JSON_BYTES = 16 << 20, 1 << 30
+Content = TypeVar("Content")
 
 
 def lines_of(place: str | Path) -> list[str]:
@@ -284,3 +287,18 @@ def read_text_file(place: str | Path, *, limit: int = _MAX_TEXT_BYTES) -> str | 
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error}") from error
+
+
+def read_json_file(place: str | Path, kind: type[Content]) -> Content | None:
+    """Return the content of a JSON file, or None if there is no file.
+
+    Raises:
+        DataError: the file is not JSON with values of these types, or as for ``read_text_file``.
+    """
+    text = read_text_file(place, limit=_MAX_JSON_BYTES)
+    if text is None:
+        return None
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise DataError(f"{shown(str(place))} is not as published: {error}") from error

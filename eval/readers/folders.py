@@ -39,8 +39,8 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
     """Open a folder of images by class, or of splits of such folders.
 
     Splits are named as in ``clipkit.samples.SPLIT_NAMES``. Without a ``test`` split, ``val`` is the test split,
-    as in ImageNet's layout, and not a split of its own. A folder without splits is a test split. The names of classes
-    are those of their folders, or the lines of ``classnames.txt``, see ``clipkit.samples.read_class_names``.
+    as in ImageNet's layout, and not a split of its own. A folder without splits is a test split. The names of
+    classes are those of their folders, or the lines of ``classnames.txt``, see ``read_class_names``.
 
     Raises:
         DataError: there is no such split, there are images of fewer than two classes, or an image cannot be used.

@@ -219,31 +219,28 @@ def _listed(names: Sequence[str]) -> str:
 def _texts_in_splits(table: _Table, column: str, place: Path | str) -> set[str]:
     """Return the different texts of a column in all splits; splits in a store are not fetched for this."""
     texts = set(table.files.columns(column)[0])
+    unread: list[str] = []
     for split in SPLIT_NAMES:
         if split == table.split:
             continue
         if not isinstance(place, Path):
-            _log.warning(
-                "dataset %s: its classes are the texts in column %s of split %s; classes that only other splits "
-                "have are no possible answers",
-                table.name,
-                column,
-                table.split,
-            )
-            break
+            unread.append(split)
+            continue
         try:
             files = _open_files(table.name, files_of_split(table.name, place, split, PARQUET_SUFFIXES))
             if column in files.schema.names:
                 texts.update(text for text in files.columns(column)[0] if isinstance(text, str) and text)
         except NoSplit:
             continue
-        except DataError as error:
-            _log.warning(
-                "dataset %s: classes that only split %s has are no possible answers, because it cannot be read: %s",
-                table.name,
-                split,
-                error,
-            )
+        except DataError:
+            unread.append(split)
+    if unread:
+        _log.warning(
+            "dataset %s: classes are the texts in column %s; those that only split %s has are no possible answers",
+            table.name,
+            column,
+            " or ".join(unread),
+        )
     return texts
 
 

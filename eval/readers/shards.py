@@ -49,8 +49,15 @@ from clipkit.samples.remote import ShardFile, Unreachable, list_folder, shard_ca
 from data.captions import TEXT, CaptionRule, is_utf8
 from data.shards.manifest import list_members, suggest_members
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit
-from eval.readers.files import SampleImages, checked_set, lines_of, read_text_file, short_hash, templates_in
-from eval.results.records import parse_json
+from eval.readers.files import (
+    SampleImages,
+    checked_set,
+    lines_of,
+    read_json_file,
+    read_text_file,
+    short_hash,
+    templates_in,
+)
 from eval.tasks import TASKS
 
 __all__ = [
@@ -108,13 +115,7 @@ def open_published(
         described = [any((one / mark).is_file() for mark in marks) for one in (own, own.parent)]
         if described == [False, True]:
             root, own_split = own.parent, own.name
-    card_file = join_place(root, "card.json")
-    try:
-        card = parse_json(read_text_file(card_file) or "{}")
-    except ValueError as error:
-        raise DataError(f"{card_file} does not parse: {error}") from error
-    if not isinstance(card, dict):
-        raise DataError(f"{card_file} is not a JSON object")
+    card = read_json_file(join_place(root, "card.json"), dict[str, Any]) or {}
     kind = (*lines_of(join_place(root, "dataset_type.txt")), "")[0].lower()
     if kind not in ("", *_TYPES):
         raise DataError(f"dataset {name} is of type {kind[:40]!r}; known: {', '.join(_TYPES)}")
@@ -189,14 +190,10 @@ def open_published(
 
     tasks: tuple[str, ...] = ("zero-shot",)
     if "tasks" in card:
-        if (
-            not isinstance(card["tasks"], list)
-            or not card["tasks"]
-            or any(task not in [*TASKS] for task in card["tasks"])
-        ):
+        tasks = tuple(task for task in TASKS if task in card["tasks"])
+        if not tasks or len(tasks) != len(card["tasks"]):
             shown = repr(card["tasks"])[:_SHOWN]
             raise DataError(f"dataset {name}: card.json has tasks {shown}; known: {', '.join(TASKS)}")
-        tasks = tuple(task for task in TASKS if task in card["tasks"])
     elif kind == "image_caption_selection":
         tasks = ("compositional",)
     elif kind == "retrieval" or (labels is None and captions):

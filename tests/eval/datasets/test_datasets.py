@@ -344,12 +344,11 @@ def test_invalid_datasets_raise_one_line_errors(write_dataset: WriteDataset, tmp
     assert "has no {c}" in refusal(write_dataset("template", templates=["a photo of a {}."]))
     assert "tasks ['sing']; known: zero-shot" in refusal(write_dataset("task", card={"tasks": ["sing"]}))
     assert "tasks [[1]]; known" in refusal(write_dataset("list", card={"tasks": [[1]]}))
-    for number, text in enumerate(
-        ("[" * 100_000, '{"a":' * 100_000, f'{{"samples": {{"test": {"9" * 5000}}}}}')
-    ):
+    hostile_texts = ("[" * 100_000, '{"a":' * 100_000, f'{{"samples": {{"test": {"9" * 5000}}}}}')
+    for number, text in enumerate(hostile_texts):
         hostile = write_dataset(f"hostile{number}")
         (hostile / "card.json").write_text(text)
-        assert ("its card says inf" if number == 2 else "card.json does not parse") in refusal(hostile)
+        assert "card.json is not as published" in refusal(hostile)
     split = write_dataset("split", split="train")
     assert refusal(split) == (
         f"dataset split: {split} has no split 'test', only train; pack with --test 0.1, or name the folder of a "
@@ -394,6 +393,6 @@ def test_missing_shards_and_samples_are_rejected(write_dataset: WriteDataset) ->
     (folder / "card.json").write_text(json.dumps({**card, "samples": {"test": 13}}))
     assert len(open_dataset(folder)) == 13
     (folder / "card.json").write_text("[1]")
-    assert "is not a JSON object" in refusal(folder)
+    assert "card.json is not as published" in refusal(folder)
     (folder / "card.json").write_text("{")
-    assert "does not parse" in refusal(folder)
+    assert "card.json is not as published" in refusal(folder)
