@@ -15,7 +15,15 @@ import torch
 
 from clipkit.errors import DataError
 from clipkit.files import counted, shown
-from clipkit.samples import Samples, is_deep, join_place, read_file, refuse_deep_alpha, to_16_bit
+from clipkit.samples import (
+    Samples,
+    is_deep,
+    join_place,
+    pillow_errors,
+    read_file,
+    refuse_deep_alpha,
+    to_16_bit,
+)
 from clipkit.samples.remote import ShardFile, is_remote
 from data.captions import is_utf8
 from eval.datasets.dataset import EvalDataset, some
@@ -34,7 +42,6 @@ __all__ = [
     "read_text_file",
     "short_hash",
     "templates_in",
-    "undecodable",
 ]
 
 Box = tuple[int, int, int, int]  # left, top, width, height in pixels
@@ -137,20 +144,15 @@ class FileImages:
         if box is None:
             return content
         left, top, width, height = box
-        try:
-            with Image.open(BytesIO(content)) as image:
-                if width < 1 or height < 1 or left >= image.width or top >= image.height:
-                    raise DataError(
-                        f"its box {list(box)} is outside its {image.width} x {image.height} pixels"
-                    )
-                refuse_deep_alpha(image)
-                image.load()
-                source = to_16_bit(image) if is_deep(image) else image.convert("RGB")
-                if source is None:
-                    raise DataError("a box cannot be cropped from 32-bit, signed or float grayscale")
-                return png_of(source.crop((left, top, left + width, top + height)))
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise undecodable(error) from error
+        with pillow_errors(), Image.open(BytesIO(content)) as image:
+            if width < 1 or height < 1 or left >= image.width or top >= image.height:
+                raise DataError(f"its box {list(box)} is outside its {image.width} x {image.height} pixels")
+            refuse_deep_alpha(image)
+            image.load()
+            source = to_16_bit(image) if is_deep(image) else image.convert("RGB")
+            if source is None:
+                raise DataError("a box cannot be cropped from 32-bit, signed or float grayscale")
+            return png_of(source.crop((left, top, left + width, top + height)))
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits that depend on relative paths, sizes and boxes."""
@@ -169,11 +171,6 @@ def png_of(image: "Image.Image") -> bytes:
     file = BytesIO()
     image.save(file, "png", compress_level=1)
     return file.getvalue()
-
-
-def undecodable(error: Exception) -> DataError:
-    """Return the error for an image that Pillow cannot decode."""
-    return DataError(f"it does not decode: {' '.join(str(error).split())[:200]}")
 
 
 # --------------------------------------------------------------------------------------------------------------

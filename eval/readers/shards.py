@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -72,7 +73,6 @@ __all__ = [
 _FETCHING = 4  # shards fetched at a time
 _SET_MARKS = ("card.json", "dataset_type.txt")  # files that only a complete dataset has
 _TYPES = ("classification", "multilabel", "retrieval", "image_caption_selection")
-_SHOWN = 200  # characters of a value in a message
 _log = logging.getLogger("eval")
 
 Array = npt.NDArray[Any]
@@ -84,6 +84,13 @@ class Members:
 
     image: str = ""
     captions: tuple[str, ...] = (TEXT,)
+
+
+class _SetCard(msgspec.Struct, kw_only=True):
+    """What is read from ``card.json``: numbers of samples by split, and tasks."""
+
+    samples: dict[str, int] = {}
+    tasks: list[str] | None = None
 
 
 def open_published(
@@ -115,7 +122,7 @@ def open_published(
         described = [any((one / mark).is_file() for mark in marks) for one in (own, own.parent)]
         if described == [False, True]:
             root, own_split = own.parent, own.name
-    card = read_json_file(join_place(root, "card.json"), dict[str, Any]) or {}
+    card = read_json_file(join_place(root, "card.json"), _SetCard) or _SetCard()
     kind = (*lines_of(join_place(root, "dataset_type.txt")), "")[0].lower()
     if kind not in ("", *_TYPES):
         raise DataError(f"dataset {name} is of type {kind[:40]!r}; known: {', '.join(_TYPES)}")
@@ -131,22 +138,19 @@ def open_published(
         cache.prefetch([file for file in files if file.is_remote], threads=_FETCHING)
     images_in = (members.image.lower(),) if members.image else IMAGE_EXTENSIONS
     samples = ShardSamples(files, cache)
-    counts = card.get("samples")
-    stated = counts.get(own_split) if isinstance(counts, dict) else None
+    stated = card.samples.get(own_split)
     shards = map(samples.open_shard, range(len(files)))
     complete = sum(int(shard.index.has_any(images_in).sum()) for shard in shards)
     if not complete and len(samples):
         raise _nothing_usable(name, samples, members, "an image")
     if complete < len(samples) or stated not in (None, complete):
-        expected = f", its card says {str(stated)[:_SHOWN]}" if stated is not None else ""
+        expected = f", its card says {stated}" if stated is not None else ""
         raise DataError(
             f"dataset {name}: split {own_split!r} has {counted(complete, 'sample')} with an image and "
             f"{len(samples) - complete} without{expected}; fetch or write it again"
         )
     class_names = tuple(lines_of(join_place(root, "classnames.txt")))
     multilabel = kind == "multilabel"
-    if multilabel and metadata_names:
-        raise DataError(f"dataset {name} is multilabel, so its npy is the label and has no metadata")
     numbers, all_captions, arrays = _annotations(
         name, samples, members, arrays=multilabel or bool(metadata_names)
     )
@@ -189,11 +193,10 @@ def open_published(
         captions = tuple(all_captions) if any(all_captions) else None
 
     tasks: tuple[str, ...] = ("zero-shot",)
-    if "tasks" in card:
-        tasks = tuple(task for task in TASKS if task in card["tasks"])
-        if not tasks or len(tasks) != len(card["tasks"]):
-            shown = repr(card["tasks"])[:_SHOWN]
-            raise DataError(f"dataset {name}: card.json has tasks {shown}; known: {', '.join(TASKS)}")
+    if card.tasks is not None:
+        tasks = tuple(task for task in TASKS if task in card.tasks)
+        if not tasks or len(tasks) != len(card.tasks):
+            raise DataError(f"dataset {name}: card.json has tasks {card.tasks}; known: {', '.join(TASKS)}")
     elif kind == "image_caption_selection":
         tasks = ("compositional",)
     elif kind == "retrieval" or (labels is None and captions):

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from clipkit.errors import ConfigError, DataError, nearest
+from clipkit.samples import pillow_errors
 from eval.datasets.dataset import TEST, EvalDataset, Images, NoSplit, some
-from eval.readers.files import FileImages, checked_set, png_of, undecodable
+from eval.readers.files import FileImages, checked_set, png_of
 
 __all__ = ["ALL", "TORCHVISION_SETS", "ArrayImages", "NotFetched", "check_known", "open_torchvision"]
 
@@ -195,11 +196,8 @@ class ArrayImages:
 
     def read(self, number: int) -> bytes:
         """Return an encoded image; raise DataError if it does not decode."""
-        try:
-            with self._dataset[number][0] as image:
-                return png_of(image)
-        except (OSError, SyntaxError, ValueError) as error:
-            raise undecodable(error) from error
+        with pillow_errors(), self._dataset[number][0] as image:
+            return png_of(image)
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits that depend on all pixels if they are in one array, else on 100 images."""

@@ -73,7 +73,7 @@ def test_images_of_aro_are_cropped_to_the_box(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"its box .* is outside its 24 x 21 pixels"):
         outside.images.read(0)
     (tmp_path / "images/a.png").write_bytes(b"nothing")
-    with pytest.raises(DataError, match="it does not decode"):
+    with pytest.raises(DataError, match="image does not decode"):
         dataset.images.read(0)
 
 
