@@ -4,7 +4,7 @@ The columns decide what the dataset is:
 
     image, label                                  classification; class names from the schema, else the labels
     image, labels (lists)                         multi-label classification
-    image, caption (text or list)                 retrieval
+    image, caption (text or list)                 retrieval; rows with the same image are one image
     image, caption, negative_caption              a right and a wrong caption (SugarCrepe)
     image, true_caption, false_caption            the same (ARO: relation, attribution)
     image, correct_caption, hard_text_1 …         a right caption and several wrong ones (ARO: order)
@@ -14,6 +14,7 @@ The columns decide what the dataset is:
 Letters in shape comments: N images, C classes.
 """
 
+import hashlib
 import json
 import logging
 import re
@@ -142,10 +143,34 @@ def open_hugging_face(
                 task = "retrieval"
         return table.dataset(images, task, class_names=names, labels=labels, captions=captions)
     if caption:
-        return table.dataset(images, "retrieval", captions=table.captions(caption))
+        captions = table.captions(caption)
+        if str(files.schema.field(caption).type) in ("string", "large_string"):
+            images, captions = _group_rows(table, image, captions)
+        return table.dataset(images, "retrieval", captions=captions)
     raise DataError(
         f"dataset {name}: its columns are {_listed(files.schema.names)}; none is a label or a caption"
     )
+
+
+def _group_rows(
+    table: "_Table", image: str, captions: Sequence[tuple[str, ...]]
+) -> tuple[SampleImages, tuple[tuple[str, ...], ...]]:
+    """Make one image of the rows with the same encoded image, with the captions of all, as of tables."""
+    files = table.files
+    groups: dict[bytes, dict[str, None]] = {}
+    cells: list[tuple[int, str]] = []
+    for row, texts in enumerate(captions):
+        try:
+            key = hashlib.sha256(files.read(row, image)).digest()
+        except DataError as error:
+            raise table.fault(row, f"has a bad image: {error}") from error
+        if key not in groups:
+            cells.append((row, image))
+        groups.setdefault(key, {}).update(dict.fromkeys(texts))
+    images = SampleImages(files, files.files, member=image)
+    if len(cells) < len(files):
+        images = SampleImages(files, files.files, cells=cells)
+    return images, tuple(map(tuple, groups.values()))
 
 
 def _is_text(schema: "pa.Schema", column: str) -> bool:

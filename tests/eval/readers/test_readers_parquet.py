@@ -343,3 +343,12 @@ def test_captions_are_scored_if_classes_have_no_names(
     assert caplog.messages[-1].endswith("has no text: the column is not used")
     write(tmp_path / "test.parquet", {**columns, "text": [1, 2, 3]})
     assert open_dataset(tmp_path).captions is None
+
+
+def test_rows_with_the_same_image_are_one_image(tmp_path: Path) -> None:
+    rows = [image(seed) for seed in (0, 0, 1, 0, 1)]
+    write(tmp_path / "test.parquet", {"image": rows, "caption": ["a", "b", "c", "b", "d"]})
+    dataset = open_dataset(tmp_path)
+    assert dataset.captions == (("a", "b"), ("c", "d"))
+    assert read(dataset) == [b"image 0", b"image 1"]
+    assert "row 2, image of" in dataset.where(1)
