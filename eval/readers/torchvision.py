@@ -109,7 +109,7 @@ def open_torchvision(
     options = {**splits[split], **(arguments or {})}
     try:
         dataset = getattr(kinds, kind)(root=str(root), **options)
-    except (ImportError, RuntimeError, OSError, ValueError, TypeError, KeyError) as error:
+    except (ImportError, AttributeError, RuntimeError, OSError, ValueError, TypeError, KeyError) as error:
         message = shorten(str(error), _LONGEST, placeholder=" …")  # cuts between words, not in a path
         fault = NotFetched if _NOT_THERE.search(message) and "pip install" not in message else DataError
         raise fault(f"dataset {name}: torchvision's {kind} cannot be read in {root}: {message}") from error
