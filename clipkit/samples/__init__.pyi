@@ -80,6 +80,7 @@ from .shards import (
     ShardSamples as ShardSamples,
 )
 from .sources import (
+    CACHE_GB as CACHE_GB,
     FORMATS as FORMATS,
     MissingSplit as MissingSplit,
     OpenOptions as OpenOptions,

@@ -109,7 +109,7 @@ class EvalDataset:
         name: the dataset's name in results.
         split: the split's name.
         images: the N images.
-        revision: the images' fingerprint.
+        revision: the images' fingerprint, which ``eval.readers.files.checked_set`` adds.
         tasks: default tasks, names of ``eval.tasks.TASKS``.
         class_names: by label; names may be empty or repeated.
         templates: prompts with ``{c}`` for the class name.
@@ -132,7 +132,7 @@ class EvalDataset:
     name: str
     split: str = TEST
     images: Images
-    revision: str
+    revision: str = ""
     tasks: tuple[str, ...]
     class_names: tuple[str, ...] = ()
     templates: tuple[str, ...] = DEFAULT_TEMPLATES

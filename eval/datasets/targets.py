@@ -15,7 +15,6 @@ from eval.datasets.catalog import card_names, load_card, load_suite
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, Lacks, some
 from eval.readers import Members, find_published, open_dataset, open_datasets
 from eval.readers.languages import babel_languages, named_languages
-from eval.readers.parquet import open_hugging_face
 from eval.readers.torchvision import NotFetched, open_torchvision
 
 __all__ = [
@@ -410,7 +409,7 @@ def _opener(card: Card, root: Root) -> Opener:
         return lambda split: open_dataset(found, split=split, metadata_names=card.metadata)
     if (hub := known.huggingface) is not None and str(root).startswith("hf://"):
         place = f"hf://datasets/{hub.name}"
-        return lambda split: open_hugging_face(place, card.name, split=hub.split if split == TEST else split)
+        return lambda split: open_dataset(place, split=hub.split if split == TEST else split)
     if (library := known.torchvision) is None or is_remote(str(root)):
         raise Missing(f"{card.name}: {how}")
 

@@ -8,23 +8,23 @@ the first one that recognizes a source opens it.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from clipkit.errors import DataError, nearest
 from clipkit.files import shown, user_path
-from clipkit.samples import is_table
+from clipkit.samples import SPLIT_NAMES, MissingSplit, find_split, is_table
 from clipkit.samples.remote import is_remote
 from data.corpora.builtin import BUILTIN, built_in
-from eval.datasets.dataset import TEST, EvalDataset
+from eval.datasets.dataset import TEST, EvalDataset, NoSplit
 from eval.readers.choices import open_caption_choices
-from eval.readers.files import read_text_file
-from eval.readers.folders import open_image_folder, utf8_name
+from eval.readers.folders import open_image_folder
 from eval.readers.languages import is_multilingual, open_multilingual
 from eval.readers.pairs import lists_captions, open_table
-from eval.readers.parquet import has_parquet, open_hugging_face
-from eval.readers.shards import CACHE_GB, Members, address_of, find_published, open_published
+from eval.readers.parquet import PARQUET_SUFFIXES, open_hugging_face
+from eval.readers.shards import Members, address_of, files_of_split, find_published, open_published
 from eval.readers.torchvision import check_known, open_torchvision
 from eval.readers.videos import is_video_frames, open_video_frames
 
@@ -36,7 +36,6 @@ __all__ = [
     "find_published",
     "open_dataset",
     "open_datasets",
-    "open_hugging_face",
     "open_torchvision",
 ]
 
@@ -52,9 +51,6 @@ class OpenOptions:
     split: str = TEST
     root: Path | str | None = None
     metadata_names: tuple[str, ...] = ()
-    images: Path | str | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    cache_gb: float = CACHE_GB
     members: Members = field(default_factory=Members)
 
 
@@ -66,31 +62,48 @@ class Reader:
         recognizes: returns whether a place (a path or URL, or the name of a built-in or torchvision dataset) has a
             split in this format; called only if no earlier reader recognizes the place.
         open: opens a place under the dataset's name.
+        test_only: whether there is no other split than "test".
     """
 
     recognizes: Callable[[Path | str, str], bool]
     open: Callable[[Any, str, OpenOptions], EvalDataset]
-
-
-def _is_published(place: Path | str, split: str) -> bool:
-    if isinstance(place, str):
-        # a web server may not list its folders
-        return (
-            place.startswith(("http://", "https://"))
-            or read_text_file(f"{place}/{split}/nshards.txt") is not None
-            or not has_parquet(place, split)
-        )
-    marks = ("dataset_type.txt", "card.json", "nshards.txt")
-    return any((place / mark).is_file() for mark in marks) or any(
-        any(place.glob(tars)) for tars in ("*.tar", "*/*.tar")
-    )
+    test_only: bool = False
 
 
 def _open_torchvision(source: str, name: str, options: OpenOptions) -> EvalDataset:
     if options.root is None or is_remote(str(options.root)):
         raise DataError(f"dataset {name}: name the folder of torchvision's files (--data-root FOLDER)")
-    kind, folder = source.removeprefix(_TORCHVISION), user_path(str(options.root))
-    return open_torchvision(kind, folder, name=name, split=options.split, arguments=options.arguments)
+    folder = user_path(str(options.root))
+    return open_torchvision(source.removeprefix(_TORCHVISION), folder, name=name, split=options.split)
+
+
+def _has_samples(place: Path | str, split: str) -> bool:
+    """Return whether there are shards or Parquet files of any split; nothing else can be opened in a store."""
+    if isinstance(place, str):
+        return True
+    if place.is_file():
+        return place.suffix in PARQUET_SUFFIXES
+    for name in (split, *SPLIT_NAMES):
+        with suppress(MissingSplit):
+            find_split(place, name, (".tar", *PARQUET_SUFFIXES))
+            return True
+    return any(place.glob("*/*.tar"))
+
+
+def _open_samples(place: Path | str, name: str, options: OpenOptions) -> EvalDataset:
+    if isinstance(place, str) and is_remote(place):
+        place = address_of(place)
+    files = files_of_split(name, place, options.split, (".tar", *PARQUET_SUFFIXES))
+    if not files[0].name.endswith(".tar"):
+        return open_hugging_face(place, files, name, split=options.split)
+    return open_published(
+        place,
+        files,
+        name,
+        split=options.split,
+        metadata_names=options.metadata_names,
+        members=options.members,
+    )
 
 
 READERS: Mapping[str, Reader] = {
@@ -100,9 +113,7 @@ READERS: Mapping[str, Reader] = {
     ),
     "builtin": Reader(
         recognizes=lambda place, _: isinstance(place, str) and place in BUILTIN,
-        open=lambda name, shown_as, options: open_published(
-            built_in(name), shown_as, split=options.split, metadata_names=options.metadata_names
-        ),
+        open=lambda name, shown_as, options: _open_samples(built_in(name), shown_as, options),
     ),
     "table": Reader(
         recognizes=lambda place, _: isinstance(place, Path) and lists_captions(place),
@@ -110,35 +121,20 @@ READERS: Mapping[str, Reader] = {
     ),
     "choices": Reader(
         recognizes=lambda place, _: isinstance(place, Path) and place.suffix == ".json" and place.is_file(),
-        open=lambda file, name, options: open_caption_choices(
-            file, name, split=options.split, images=options.images
-        ),
+        open=lambda file, name, options: open_caption_choices(file, name),
+        test_only=True,
     ),
     "multilingual": Reader(
         recognizes=lambda place, _: isinstance(place, Path) and is_multilingual(place),
-        open=lambda folder, name, options: open_multilingual(folder, name, split=options.split),
+        open=lambda folder, name, options: open_multilingual(folder, name),
+        test_only=True,
     ),
     "videos": Reader(
         recognizes=lambda place, _: isinstance(place, Path) and is_video_frames(place),
-        open=lambda folder, name, options: open_video_frames(folder, name, split=options.split),
+        open=lambda folder, name, options: open_video_frames(folder, name),
+        test_only=True,
     ),
-    "published": Reader(
-        recognizes=_is_published,
-        open=lambda place, name, options: open_published(
-            place,
-            name,
-            split=options.split,
-            metadata_names=options.metadata_names,
-            cache_gb=options.cache_gb,
-            members=options.members,
-        ),
-    ),
-    "parquet": Reader(
-        recognizes=lambda place, split: isinstance(place, str) or has_parquet(place, split),
-        open=lambda place, name, options: open_hugging_face(
-            place, name, split=options.split, cache_gb=options.cache_gb
-        ),
-    ),
+    "samples": Reader(recognizes=_has_samples, open=_open_samples),
     "folder": Reader(
         recognizes=lambda place, _: True,
         open=lambda folder, name, options: open_image_folder(folder, name, split=options.split),
@@ -152,9 +148,6 @@ def open_dataset(
     split: str = TEST,
     root: Path | str | None = None,
     metadata_names: Sequence[str] = (),
-    images: Path | str | None = None,
-    arguments: Mapping[str, Any] | None = None,
-    cache_gb: float = CACHE_GB,
     members: Members | None = None,
 ) -> EvalDataset:
     """Open a dataset; a built-in one is generated on first use.
@@ -167,9 +160,6 @@ def open_dataset(
         root: a folder, local or in a store, with datasets by name; for torchvision's datasets, the folder of their
             files.
         metadata_names: names of all columns of a published dataset's ``npy``, besides the label.
-        images: the image folder of a ``.json`` file, by default ``images`` or ``val2017`` next to it.
-        arguments: arguments of torchvision's class besides the split.
-        cache_gb: size of the local cache of remote shards.
         members: where images and captions of shards are; None for the usual names.
 
     Raises:
@@ -177,13 +167,7 @@ def open_dataset(
             does not decode is then an error too, so a score never covers fewer images than the dataset has.
     """
     options = OpenOptions(
-        split=split,
-        root=root,
-        metadata_names=tuple(metadata_names),
-        images=images,
-        arguments=arguments or {},
-        cache_gb=cache_gb,
-        members=members or Members(),
+        split=split, root=root, metadata_names=tuple(metadata_names), members=members or Members()
     )
     return _open_all([source], options)[0]
 
@@ -216,14 +200,20 @@ class _Located:
 
 
 def _open_all(sources: Sequence[str | Path], options: OpenOptions) -> tuple[EvalDataset, ...]:
-    located = [_locate(str(one), options.root) for one in sources]
+    located = []
+    for source in map(str, sources):
+        try:
+            located.append(_locate(source, options.root))
+        except OSError as error:
+            raise DataError(f"cannot read dataset {source[:_SHOWN]!r}: {error.strerror}") from error
     datasets = []
-    for one, name in zip(located, _distinct_names(located), strict=True):
+    for target, name in zip(located, _distinct_names(located), strict=True):
         # in messages a path is as the user wrote it
-        place = user_path(one.source) if isinstance(one.place, Path) else one.place
-        name = utf8_name(name)
+        place = user_path(target.source) if isinstance(target.place, Path) else target.place
         try:
             reader = next(reader for reader in READERS.values() if reader.recognizes(place, options.split))
+            if reader.test_only and options.split != TEST:
+                raise NoSplit(f"dataset {name} has no split {options.split!r}: all of {place} is for testing")
             datasets.append(reader.open(place, name, options))
         except OSError as error:
             raise DataError(f"cannot read dataset {name}: {error.filename}: {error.strerror}") from error
@@ -238,44 +228,34 @@ def _locate(source: str, root: Path | str | None) -> _Located:
         name = source.removeprefix(_TORCHVISION)
         check_known(name)
         return _Located(source=source, place=source, parts=(name,))
-    if source.startswith("pipe:"):
-        raise DataError("a dataset cannot be a pipe: name a folder, local or in a store")
     shortened = source[:_SHOWN]
     if is_remote(source):
-        address = address_of(source)
-        plain = shown(address).partition("?")[0]
-        if not is_remote(address) or not plain.partition("://")[2].strip("/"):
+        plain = shown(address_of(source)).partition("?")[0]
+        if not plain.partition("://")[2].strip("/"):
             raise DataError(f"no dataset {shortened!r}: expected an address such as https://HOST/FOLDER")
         parts = [part for part in plain.split("/") if part and part not in _HUB_PARTS]
         if "/resolve/" in plain:
             parts.remove(plain.partition("/resolve/")[2].partition("/")[0])  # the branch
-        return _Located(source=source, place=address, parts=tuple(parts))
+        return _Located(source=source, place=source, parts=tuple(parts))
     if source in BUILTIN and not Path(source).is_dir():
         return _Located(source=source, place=source, parts=(source,))
     path = user_path(source)
-    try:
-        if path.is_dir() or is_table(path):
-            place = path.resolve()
-            parts = [part for part in place.parts if part != place.anchor]
-            if path.is_file():
-                parts[-1] = place.stem
-            return _Located(source=source, place=place, parts=tuple(parts))
-        found = None
-        if root is not None:
-            local = isinstance(root, Path) or not is_remote(root)
-            found = find_published(user_path(str(root)) if local else root, [source])
-        if found is not None:
-            there = found if is_remote(found) else Path(found).resolve()
-            return _Located(source=found, place=there, parts=(source.replace("/", "-"),))
+    if path.is_dir() or is_table(path):
+        place = path.resolve()
+        parts = [part for part in place.parts if part != place.anchor]
         if path.is_file():
-            raise DataError(
-                f"no dataset {shortened!r}: it is a file, but not a .json of SugarCrepe or ARO: pass its folder"
-            )
-    except OSError as error:
-        raise DataError(f"cannot read dataset {shortened!r}: {error.strerror}") from error
-    under = f", nor a dataset under {shown(str(root))}" if root is not None else ""
+            parts[-1] = place.stem
+        return _Located(source=source, place=place, parts=tuple(parts))
+    under = ""
+    if root is not None:
+        local = isinstance(root, Path) or not is_remote(root)
+        match = find_published(user_path(str(root)) if local else root, [source])
+        if match is not None:
+            there = match if is_remote(match) else Path(match).resolve()
+            return _Located(source=match, place=there, parts=(source.replace("/", "-"),))
+        under = f", nor a dataset under {shown(str(root))}"
     hint = nearest(shortened, BUILTIN)
-    raise DataError(f"no dataset {shortened!r}: it is not a folder, nor built in ({hint}){under}")
+    raise DataError(f"no dataset {shortened!r}: it is no folder or table, nor built in ({hint}){under}")
 
 
 def _distinct_names(located: Sequence[_Located]) -> list[str]:

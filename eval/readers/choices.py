@@ -8,15 +8,17 @@ which is cropped as in ARO's own code. ``relation_name`` or ``attributes`` becom
 mean.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated, Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from eval.datasets.dataset import TEST, EvalDataset, NoSplit
-from eval.readers.files import Box, FileImages, checked_set, read_text_file
-from eval.results.records import parse_json
+from eval.datasets.dataset import EvalDataset
+from eval.readers.files import Box, FileImages, checked_set, read_json_file
 
 __all__ = ["SYMMETRIC_RELATIONS", "open_caption_choices"]
 
@@ -49,78 +51,76 @@ in
 SYMMETRIC_RELATIONS = frozenset(" ".join(_SYMMETRIC.split()).split("; "))
 
 _FOLDERS = ("images", "val2017", "../images", "../val2017", "../coco/val2017", "../../coco/val2017")
-_MAX_BYTES = 256 << 20
-_FORMS = (  # image, right caption, wrong caption
-    ("filename", "caption", "negative_caption"),
-    ("image_path", "true_caption", "false_caption"),
-    ("image", "caption", "negative_caption"),
-)
-_BOX = ("bbox_x", "bbox_y", "bbox_w", "bbox_h")
+Side = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 
 
-def open_caption_choices(
-    file: Path, name: str, *, split: str = TEST, images: Path | str | None = None
-) -> EvalDataset:
-    """Open a JSON file of SugarCrepe or ARO.
+class _Entry(msgspec.Struct, kw_only=True):
+    """An entry of either dataset; the image and the captions have one of several names."""
 
-    Args:
-        file: the JSON file.
-        name: the dataset's name.
-        split: only "test" exists.
-        images: the folder of images; by default ``images`` or ``val2017`` next to the file.
+    filename: str = ""
+    image_path: str = ""
+    image: str = ""
+    caption: str = ""
+    true_caption: str = ""
+    negative_caption: str = ""
+    false_caption: str = ""
+    relation_name: str | None = None
+    attributes: list[str] | None = None
+    bbox_x: Side | None = None
+    bbox_y: Side | None = None
+    bbox_w: Side | None = None
+    bbox_h: Side | None = None
+
+
+def open_caption_choices(file: Path, name: str) -> EvalDataset:
+    """Open a JSON file of SugarCrepe or ARO, whose images are in ``images`` or ``val2017`` next to it.
 
     Raises:
         DataError: an entry is incomplete, or an image is missing.
     """
-    if split != TEST:
-        raise NoSplit(f"dataset {name} has no split {split!r}: all of {file} is for testing")
-    try:
-        found = parse_json(read_text_file(file, limit=_MAX_BYTES) or "")
-    except ValueError as error:
-        raise DataError(f"dataset {name}: {file} does not parse: {error}") from error
-    entries = list(found.values()) if isinstance(found, dict) else found
-    if not isinstance(entries, list) or not entries or not all(isinstance(one, dict) for one in entries):
-        raise DataError(f"dataset {name}: {file} is neither a list nor an object of entries")
-    form = next((form for form in _FORMS if all(key in entries[0] for key in form)), None)
-    if form is None:
-        known = "; ".join(", ".join(one) for one in _FORMS)
-        raise DataError(f"dataset {name}: the entries of {file} have unknown keys; known: {known}")
-    folder = _image_folder(file, name, images)
+    kind: Any = list[_Entry] | dict[str, _Entry]
+    content: list[_Entry] | dict[str, _Entry] = read_json_file(file, kind) or []
+    entries = list(content.values()) if isinstance(content, dict) else content
+    if not entries:
+        raise DataError(f"dataset {name}: {file} has no entries")
+    folders = [file.parent / inside for inside in _FOLDERS]
+    folder = next(filter(Path.is_dir, folders), None)
+    if folder is None:
+        raise DataError(f"dataset {name}: no folder images or val2017 next to {file} with its images")
+    folder = folder.resolve()
     files: list[Path] = []
     boxes: list[Box | None] = []
     choices: list[tuple[str, ...]] = []
     for number, entry in enumerate(entries):
-        texts = [entry.get(key) for key in form]
-        if not all(isinstance(text, str) and text.strip() for text in texts):
-            raise DataError(f"dataset {name}: entry {number} of {file} lacks one of {', '.join(form)}")
-        path = Path(texts[0])
+        image = entry.filename or entry.image_path or entry.image
+        right = (entry.caption or entry.true_caption).strip()
+        wrong = (entry.negative_caption or entry.false_caption).strip()
+        if not image or not right or not wrong:
+            raise DataError(
+                f"dataset {name}: entry {number} of {file} lacks an image, a right or a wrong caption"
+            )
+        path = Path(image)
         if path.is_absolute() or ".." in path.parts:
             raise DataError(f"dataset {name}: entry {number} of {file} names an image outside its folder")
-        if not (folder / path).is_file():
-            raise DataError(
-                f"dataset {name}: image {path} of entry {number} of {file.name} is not in {folder}"
-            )
-        box = tuple(entry.get(key) for key in _BOX)
-        if box != (None,) * 4 and not all(type(side) is int and 0 <= side < 1 << 20 for side in box):
-            raise DataError(f"dataset {name}: entry {number} of {file} has the box {list(box)}")
+        sides = [entry.bbox_x, entry.bbox_y, entry.bbox_w, entry.bbox_h]
+        box = [side for side in sides if side is not None]
+        if len(box) not in (0, 4):
+            raise DataError(f"dataset {name}: entry {number} of {file} has the box {sides}")
         files.append(folder / path)
-        boxes.append(None if box[0] is None else (box[0], box[1], box[2], box[3]))
-        choices.append(tuple(text.strip() for text in texts[1:]))
+        boxes.append((box[0], box[1], box[2], box[3]) if box else None)
+        choices.append((right, wrong))
     metadata: dict[str, Tensor] = {}
-    for key, named in (("relation", "relation_name"), ("attribute", "attributes")):
-        if not metadata and all(named in entry for entry in entries):
-            values = [repr(entry[named]) for entry in entries]
-            numbers = {value: i for i, value in enumerate(sorted(set(values)))}
-            metadata[key] = torch.tensor([numbers[value] for value in values])
-            if key == "relation":
-                symmetric = [int(entry[named] in SYMMETRIC_RELATIONS) for entry in entries]
-                metadata["symmetric"] = torch.tensor(symmetric)
-    file_images = FileImages(folder, files, boxes)
+    relations = [entry.relation_name for entry in entries]
+    if None not in relations:
+        metadata["relation"] = _number_values(relations)
+        symmetric = [int(relation in SYMMETRIC_RELATIONS) for relation in relations]
+        metadata["symmetric"] = torch.tensor(symmetric)
+    elif all(entry.attributes is not None for entry in entries):
+        metadata["attribute"] = _number_values([entry.attributes for entry in entries])
     return checked_set(
         EvalDataset(
             name=name,
-            images=file_images,
-            revision=file_images.fingerprint(),
+            images=FileImages(folder, files, boxes),
             tasks=("compositional",),
             choices=tuple(choices),
             metadata=metadata,
@@ -128,15 +128,8 @@ def open_caption_choices(
     )
 
 
-def _image_folder(file: Path, name: str, images: Path | str | None) -> Path:
-    if images is not None:
-        folder = Path(images).expanduser()
-        if not folder.is_dir():
-            raise DataError(f"dataset {name}: no image folder {folder}")
-        return folder
-    for inside in _FOLDERS:
-        if (folder := file.parent / inside).is_dir():
-            return folder.resolve()
-    raise DataError(
-        f"dataset {name}: no folder images or val2017 next to {file}: put its images into one of them"
-    )
+def _number_values(values: Sequence[object]) -> Tensor:
+    """Number values in sorted order, (N,) int64."""
+    texts = list(map(repr, values))
+    numbers = {text: i for i, text in enumerate(sorted(set(texts)))}
+    return torch.tensor([numbers[text] for text in texts])

@@ -3,47 +3,101 @@
 import hashlib
 import logging
 import os
-import stat
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 import torch
 
 from clipkit.errors import DataError
 from clipkit.files import counted, shown
-from clipkit.samples import is_deep, join_place, read_file, refuse_deep_alpha, to_16_bit
-from clipkit.samples.remote import is_remote
+from clipkit.samples import (
+    Samples,
+    is_deep,
+    join_place,
+    pillow_errors,
+    read_file,
+    refuse_deep_alpha,
+    to_16_bit,
+)
+from clipkit.samples.remote import ShardFile, is_remote
+from data.captions import is_utf8
 from eval.datasets.dataset import EvalDataset, some
 
 if TYPE_CHECKING:
     from PIL import Image
 
 __all__ = [
-    "ACCEPTED",
     "Box",
     "FileImages",
+    "SampleImages",
     "checked_set",
     "lines_of",
     "png_of",
+    "read_json_file",
     "read_text_file",
     "short_hash",
     "templates_in",
-    "undecodable",
-    "written",
 ]
 
 Box = tuple[int, int, int, int]  # left, top, width, height in pixels
-_MAX_BYTES = 256 << 20  # per file
 _log = logging.getLogger("eval")
 
 
 def short_hash(*values: object) -> str:
     """Return 16 hexadecimal digits for values with a unique ``repr``."""
     return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
+
+
+class SampleImages:
+    """Random access to images among samples.
+
+    Args:
+        samples: the samples.
+        files: the files that contain them.
+        member: the member with the image; "" for the first one that is an image.
+        cells: by image, the index of its sample, and its member; by default ``member`` of every sample.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        files: Sequence[ShardFile],
+        *,
+        member: str = "",
+        cells: Sequence[tuple[int, str]] | None = None,
+    ) -> None:
+        self.samples, self.files, self.member, self.cells = samples, files, member, cells
+
+    def __len__(self) -> int:
+        return len(self.samples if self.cells is None else self.cells)
+
+    def _cell(self, number: int) -> tuple[int, str]:
+        return (number, self.member) if self.cells is None else self.cells[number]
+
+    def locate(self, number: int) -> tuple[str, str]:
+        """Return the file, and the key and the member of an image."""
+        i, member = self._cell(number)
+        file, key = self.samples.locate(i)
+        return file, f"{key}, {member}" if member else key
+
+    def read(self, number: int) -> bytes:
+        """Return an encoded image; raise DataError if it cannot be read."""
+        return self.samples.read(*self._cell(number))
+
+    def fingerprint(self) -> str:
+        """Return 16 hexadecimal digits that depend on the samples and the members."""
+        if self.cells is None and not self.member:
+            return self.samples.content_id
+        return short_hash(self.samples.content_id, self.member, self.cells)
+
+    def stamp(self) -> str:
+        """Return a fingerprint that also depends on the versions of the files."""
+        return short_hash(self.fingerprint(), [(file.size, file.version) for file in self.files])
 
 
 class FileImages:
@@ -55,13 +109,18 @@ class FileImages:
         boxes: the box to crop from each file, as lossless PNG; None for the unchanged file.
 
     Raises:
-        DataError: a file is missing, too large, or not a regular file.
+        DataError: a file is missing.
     """
 
     def __init__(self, root: Path, files: Sequence[Path], boxes: Sequence[Box | None] | None = None) -> None:
         self.root, self.files = root, tuple(files)
         self._boxes = tuple(boxes) if boxes is not None else (None,) * len(self.files)
-        self._states = {file: _state_of(file) for file in dict.fromkeys(self.files)}
+        self._states: dict[Path, ShardFile] = {}
+        for file in dict.fromkeys(self.files):
+            try:
+                self._states[file] = ShardFile.of_status(str(file), file.stat())
+            except OSError as error:
+                raise DataError(f"image {file}: {error.strerror}") from error
 
     def __len__(self) -> int:
         return len(self.files)
@@ -85,50 +144,26 @@ class FileImages:
         if box is None:
             return content
         left, top, width, height = box
-        try:
-            with Image.open(BytesIO(content)) as image:
-                if width < 1 or height < 1 or left >= image.width or top >= image.height:
-                    raise DataError(
-                        f"its box {list(box)} is outside its {image.width} x {image.height} pixels"
-                    )
-                refuse_deep_alpha(image)
-                image.load()
-                source = to_16_bit(image) if is_deep(image) else image.convert("RGB")
-                if source is None:
-                    raise DataError("a box cannot be cropped from 32-bit, signed or float grayscale")
-                return png_of(source.crop((left, top, left + width, top + height)))
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise undecodable(error) from error
+        with pillow_errors(), Image.open(BytesIO(content)) as image:
+            if width < 1 or height < 1 or left >= image.width or top >= image.height:
+                raise DataError(f"its box {list(box)} is outside its {image.width} x {image.height} pixels")
+            refuse_deep_alpha(image)
+            image.load()
+            source = to_16_bit(image) if is_deep(image) else image.convert("RGB")
+            if source is None:
+                raise DataError("a box cannot be cropped from 32-bit, signed or float grayscale")
+            return png_of(source.crop((left, top, left + width, top + height)))
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits that depend on relative paths, sizes and boxes."""
         digest = hashlib.sha256()
         for number, file in enumerate(self.files):
-            digest.update(os.fsencode(f"{self.locate(number)[1]}\0{self._states[file][0]}\n"))
+            digest.update(os.fsencode(f"{self.locate(number)[1]}\0{self._states[file].size}\n"))
         return digest.hexdigest()[:16]
 
     def stamp(self) -> str:
         """Return a fingerprint that also depends on inodes and modification times."""
-        return short_hash(self.fingerprint(), list(self._states.values()))
-
-
-def _state_of(file: Path) -> tuple[int, int, int, int]:
-    """Return an image file's size and the values of ``written``; only regular files are accepted."""
-    try:
-        found = file.stat()
-    except FileNotFoundError as error:
-        what = "a broken link: fix or remove it" if file.is_symlink() else "missing"
-        raise DataError(f"image {file} is {what}") from error
-    if not stat.S_ISREG(found.st_mode):
-        raise DataError(f"image {file} is not a regular file: remove it")
-    if found.st_size > _MAX_BYTES:
-        raise DataError(f"image {file} has {found.st_size} bytes, the limit is {_MAX_BYTES}")
-    return found.st_size, *written(found)
-
-
-def written(found: os.stat_result) -> tuple[int, int, int]:
-    """Return metadata that changes when a file is rewritten; copying and unpacking may preserve ``st_mtime_ns``."""
-    return found.st_mtime_ns, found.st_ctime_ns, found.st_ino
+        return short_hash(self.fingerprint(), [file.version for file in self._states.values()])
 
 
 def png_of(image: "Image.Image") -> bytes:
@@ -138,11 +173,6 @@ def png_of(image: "Image.Image") -> bytes:
     return file.getvalue()
 
 
-def undecodable(error: Exception) -> DataError:
-    """Return the error for an image that Pillow cannot decode."""
-    return DataError(f"it does not decode: {' '.join(str(error).split())[:200]}")
-
-
 # --------------------------------------------------------------------------------------------------------------
 # Consistency checks on a reader's result.
 
@@ -150,13 +180,18 @@ _LONGEST = 60  # characters of a caption in a message
 
 
 def checked_set(dataset: EvalDataset) -> EvalDataset:
-    """Return the dataset if its labels, class names, templates and choices are consistent; log oddities.
+    """Add the revision to a dataset whose labels, names, templates and choices are consistent; log oddities.
 
     Raises:
         DataError: a label without a class name, a template without ``{c}``, an image without choices, or a single
             class.
     """
+    if not dataset.revision:
+        dataset = replace(dataset, revision=dataset.images.fingerprint())
     name, names, labels = dataset.name, dataset.class_names, dataset.labels
+    for text in (name, *names):
+        if not is_utf8(text):
+            raise DataError(f"the name {text!r} of a dataset or class is not UTF-8: rename the folder")
     for template in dataset.templates:
         if "{c}" not in template:
             raise DataError(f"dataset {name}: the template {template!r} has no {{c}} for the class name")
@@ -210,15 +245,10 @@ def checked_set(dataset: EvalDataset) -> EvalDataset:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Split folders.
-
-ACCEPTED = "train (or training), val (valid, validation, dev) and test (testing)"  # for messages
-
-
-# --------------------------------------------------------------------------------------------------------------
 # Small text files next to the images, local or in a store.
 
-_MAX_TEXT_BYTES = 16 << 20
+_MAX_TEXT_BYTES, _MAX_JSON_BYTES = 16 << 20, 1 << 30
+Content = TypeVar("Content")
 
 
 def lines_of(place: str | Path) -> list[str]:
@@ -254,3 +284,18 @@ def read_text_file(place: str | Path, *, limit: int = _MAX_TEXT_BYTES) -> str | 
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error}") from error
+
+
+def read_json_file(place: str | Path, kind: type[Content]) -> Content | None:
+    """Return the content of a JSON file, or None if there is no file.
+
+    Raises:
+        DataError: the file is not JSON with values of these types, or as for ``read_text_file``.
+    """
+    text = read_text_file(place, limit=_MAX_JSON_BYTES)
+    if text is None:
+        return None
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise DataError(f"{shown(str(place))} is not as published: {error}") from error

@@ -11,12 +11,11 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from clipkit.errors import DataError
 from clipkit.samples import join_place
-from eval.datasets.dataset import TEST, EvalDataset, Language, NoSplit
-from eval.readers.files import FileImages, checked_set, lines_of, read_text_file
+from eval.datasets.dataset import EvalDataset, Language
+from eval.readers.files import FileImages, checked_set, lines_of, read_json_file, read_text_file
 from eval.results.records import parse_json
 
 __all__ = ["babel_languages", "is_multilingual", "named_languages", "open_multilingual"]
@@ -38,14 +37,12 @@ def is_multilingual(folder: Path) -> bool:
         return b'"image/key"' in file.readline(1 << 20)
 
 
-def open_multilingual(folder: Path, name: str, *, split: str = TEST) -> EvalDataset:
+def open_multilingual(folder: Path, name: str) -> EvalDataset:
     """Open a folder of Crossmodal-3600 or XTD; its captions without a language are the English or the first ones.
 
     Raises:
         DataError: an image is missing, or captions are incomplete.
     """
-    if split != TEST:
-        raise NoSplit(f"dataset {name} has no split {split!r}: all of {folder} is for testing")
     keyed = (folder / _CAPTIONS).is_file()
     files, captions = (_of_json_lines if keyed else _of_text_files)(folder, name)
     if not files or not captions:
@@ -55,12 +52,10 @@ def open_multilingual(folder: Path, name: str, *, split: str = TEST) -> EvalData
         if empty is not None:
             raise DataError(f"dataset {name}: image {files[empty]} has no caption in language {language}")
     within = folder / "images" if (folder / "images").is_dir() else folder
-    images = FileImages(folder, [within / file for file in files])
     return checked_set(
         EvalDataset(
             name=name,
-            images=images,
-            revision=images.fingerprint(),
+            images=FileImages(folder, [within / file for file in files]),
             tasks=("retrieval",),
             captions=captions.get("en") or next(iter(captions.values())),
             languages={language: Language(captions=own) for language, own in captions.items()},
@@ -118,23 +113,6 @@ def _of_text_files(folder: Path, name: str) -> tuple[list[str], _Captions]:
     return files, found
 
 
-def _table(place: Path | str) -> dict[str, Any] | None:
-    """Return a JSON object, or None if there is no file."""
-    if (text := read_text_file(place, limit=_MAX_BYTES)) is None:
-        return None
-    try:
-        table = parse_json(text)
-    except ValueError as error:
-        raise DataError(f"{place} does not parse: {error}") from error
-    if not isinstance(table, dict):
-        raise DataError(f"{place}: expected an object with languages as keys")
-    return table
-
-
-def _are_texts(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(one, str) for one in value)
-
-
 def named_languages(folder: Path | str, dataset: EvalDataset) -> Mapping[str, Language]:
     """Read class names by language from ``names.json``; {} if there is no file; prompts are the dataset's.
 
@@ -143,8 +121,8 @@ def named_languages(folder: Path | str, dataset: EvalDataset) -> Mapping[str, La
     """
     place = join_place(folder, "names.json")
     found = {}
-    for language, names in (_table(place) or {}).items():
-        if not _are_texts(names) or len(names) != len(dataset.class_names):
+    for language, names in (read_json_file(place, dict[str, list[str]]) or {}).items():
+        if len(names) != len(dataset.class_names):
             raise DataError(f"{place}: {language}: expected a list of {len(dataset.class_names)} class names")
         found[language] = Language(class_names=tuple(names), templates=dataset.templates)
     return found
@@ -161,21 +139,17 @@ def babel_languages(folder: Path | str, labels: Sequence[int]) -> Mapping[str, L
         DataError: a file is missing or damaged.
     """
     names_file = join_place(folder, "babel_imagenet.json")
-    names, prompts = _table(names_file), _table(join_place(folder, "nllb_dist13b_prompts.json"))
+    names = read_json_file(names_file, dict[str, tuple[list[int], list[str]]])
+    prompts = read_json_file(join_place(folder, "nllb_dist13b_prompts.json"), dict[str, list[str]])
     if names is None or prompts is None:
         raise DataError(f"{folder}: expected babel_imagenet.json and nllb_dist13b_prompts.json")
     found = {}
-    for language, pair in names.items():
-        numbers, own = pair if isinstance(pair, list) and len(pair) == 2 else ([], [])
-        if (
-            not _are_texts(own)
-            or len(numbers) != len(own)
-            or any(not isinstance(one, int) or not 0 <= one < len(labels) for one in numbers)
-            or len(set(numbers)) < len(numbers)
-        ):
+    for language, (numbers, own) in names.items():
+        known = {number for number in numbers if 0 <= number < len(labels)}
+        if not own or len(known) != len(own) or len(numbers) != len(own):
             raise DataError(f"{names_file}: {language}: expected different class numbers and their names")
         templates = prompts.get(language, ["{}"])  # a few languages have no prompts
-        if not _are_texts(templates):
+        if not templates:
             raise DataError(f"{folder}: prompts of {language}: expected a list of templates")
         found[language.lower()] = Language(
             class_names=tuple(own),

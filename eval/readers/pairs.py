@@ -95,13 +95,11 @@ def _open_pairs(
         if several := [path for path, texts in zip(files, captions, strict=True) if len(texts) > 1]:
             raise DataError(f"dataset {name}: {several[0]} has several labels in {source}")
         labels = torch.tensor([class_names.index(texts[0]) for texts in captions])
-    images = FileImages(root, files)
     return checked_set(
         EvalDataset(
             name=name,
             split=split,
-            images=images,
-            revision=images.fingerprint(),
+            images=FileImages(root, files),
             tasks=("retrieval",) if labels is None else ("zero-shot",),
             class_names=class_names,
             templates=templates_in(source.parent) or DEFAULT_TEMPLATES,

@@ -4,7 +4,7 @@ The columns decide what the dataset is:
 
     image, label                                  classification; class names from the schema, else the labels
     image, labels (lists)                         multi-label classification
-    image, caption (text or list)                 retrieval
+    image, caption (text or list)                 retrieval; rows with the same image are one image
     image, caption, negative_caption              a right and a wrong caption (SugarCrepe)
     image, true_caption, false_caption            the same (ARO: relation, attribution)
     image, correct_caption, hard_text_1 …         a right caption and several wrong ones (ARO: order)
@@ -19,37 +19,34 @@ import json
 import logging
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
 from clipkit.samples import (
+    CACHE_GB,
     CAPTION_COLUMNS,
     IMAGE_COLUMNS,
     IMAGE_EXTENSIONS,
     PARQUET_PART,
     SPLIT_NAMES,
-    MissingSplit,
     ParquetSamples,
     find_column,
-    find_split,
     plain_name,
 )
 from clipkit.samples.remote import ShardFile, shard_cache
-from eval.datasets.dataset import TEST, EvalDataset, Images, NoSplit
-from eval.readers.files import FileImages, checked_set, short_hash
-from eval.readers.shards import CACHE_GB, files_of_split, versions_of
+from eval.datasets.dataset import EvalDataset, Images, NoSplit
+from eval.readers.files import FileImages, SampleImages, checked_set
+from eval.readers.shards import files_of_split
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["ASSOCIATION", "ParquetImages", "has_parquet", "open_hugging_face"]
+__all__ = ["ASSOCIATION", "PARQUET_SUFFIXES", "open_hugging_face"]
 
 _log = logging.getLogger("eval")
 ASSOCIATION = "association"  # metadata of WinoGAViL: 1 where an image belongs to the cue
@@ -69,34 +66,27 @@ _IMAGE = ("image", "img", "images", "picture", "jpg", "png", "webp", *IMAGE_COLU
 _LABEL = ("label", "labels", "fine_label", "cls", "class")
 _CAPTION = ("caption", "captions", "text", "txt", "sentences", "raw", *CAPTION_COLUMNS)
 
+PARQUET_SUFFIXES = (".parquet", ".pq")
+_FETCHING = 2  # files fetched at a time
 _MAX_LABEL = 10**7  # larger numbers are not labels
 _MAX_CELLS = 10**10  # of a multi-hot label
 
 
 def open_hugging_face(
-    place: Path | str,
-    name: str,
-    *,
-    split: str = TEST,
-    image: str = "",
-    caption: str = "",
-    cache_gb: float = CACHE_GB,
+    place: Path | str, shards: Sequence[ShardFile], name: str, *, split: str
 ) -> EvalDataset:
     """Open one split of a dataset in parquet files.
 
     Args:
         place: a file, or the folder, local or in a store; ``hf://datasets/OWNER/NAME`` at Hugging Face.
+        shards: the files of the split.
         name: the dataset's name.
         split: the split's name.
-        image: the column of images, if it cannot be guessed.
-        caption: the column of captions, likewise.
-        cache_gb: size of the local cache of remote files.
 
     Raises:
-        NoSplit: there is no such split.
-        DataError: a file is missing or damaged, or the columns match no known format.
+        DataError: a file is damaged, or the columns match no known format.
     """
-    files = _open_files(name, place, split, cache_gb)
+    files = _open_files(name, shards)
     if not len(files):
         raise DataError(f"dataset {name}: {files.files[0].shown} has no rows")
     table = _Table(files, name, split)
@@ -108,21 +98,19 @@ def open_hugging_face(
                 raise table.fault(row, "lacks a caption")
             choices += [(first, second), (second, first)]
         items = torch.arange(len(files)).repeat_interleave(2)  # (N,)
-        images = ParquetImages(files, ["image_0", "image_1"])
+        cells = [(row, column) for row in range(len(files)) for column in ("image_0", "image_1")]
+        images = SampleImages(files, files.files, cells=cells)
         return table.dataset(images, "compositional", choices=tuple(choices), items=items)
     if columns >= set(_WINOGAVIL):
         return _winogavil(table, place)
-    for column in filter(None, (image, caption)):
-        if column not in columns:
-            raise DataError(f"dataset {name} has no column {column!r}, only {_listed(files.schema.names)}")
-    image = image or table.image_column()
+    image = table.image_column()
     if not image:
         raise DataError(
             f"dataset {name}: its columns are {_listed(files.schema.names)}; none is called image, and not exactly "
             "one contains bytes (name a table of paths itself, not its folder)"
         )
     files.check_single(image)
-    images = ParquetImages(files, [image])
+    images = SampleImages(files, files.files, member=image)
     for right, pattern in _RIGHT_AND_WRONG:
         wrong = sorted(filter(pattern.fullmatch, columns))
         if right in columns and wrong:
@@ -133,11 +121,10 @@ def open_hugging_face(
                 choices.append(tuple(text.strip() for text in own))
             return table.dataset(images, "compositional", choices=tuple(choices))
     label = table.column_of("ClassLabel", _LABEL)
-    if not caption:
-        others = [name for name in files.schema.names if plain_name(name) not in _LABEL and name != label]
-        caption = find_column(_CAPTION, others)
-        if label and not _is_text(files.schema, caption):
-            caption = ""
+    others = [name for name in files.schema.names if plain_name(name) not in _LABEL and name != label]
+    caption = find_column(_CAPTION, others)
+    if label and not _is_text(files.schema, caption):
+        caption = ""
     if label:
         labels, names = _labels(table, label, place)
         captions, task = None, "zero-shot"
@@ -156,10 +143,34 @@ def open_hugging_face(
                 task = "retrieval"
         return table.dataset(images, task, class_names=names, labels=labels, captions=captions)
     if caption:
-        return table.dataset(images, "retrieval", captions=table.captions(caption))
+        captions = table.captions(caption)
+        if str(files.schema.field(caption).type) in ("string", "large_string"):
+            images, captions = _group_rows(table, image, captions)
+        return table.dataset(images, "retrieval", captions=captions)
     raise DataError(
         f"dataset {name}: its columns are {_listed(files.schema.names)}; none is a label or a caption"
     )
+
+
+def _group_rows(
+    table: "_Table", image: str, captions: Sequence[tuple[str, ...]]
+) -> tuple[SampleImages, tuple[tuple[str, ...], ...]]:
+    """Make one image of the rows with the same encoded image, with the captions of all, as of tables."""
+    files = table.files
+    groups: dict[bytes, dict[str, None]] = {}
+    cells: list[tuple[int, str]] = []
+    for row, texts in enumerate(captions):
+        try:
+            key = hashlib.sha256(files.read(row, image)).digest()
+        except DataError as error:
+            raise table.fault(row, f"has a bad image: {error}") from error
+        if key not in groups:
+            cells.append((row, image))
+        groups.setdefault(key, {}).update(dict.fromkeys(texts))
+    images = SampleImages(files, files.files, member=image)
+    if len(cells) < len(files):
+        images = SampleImages(files, files.files, cells=cells)
+    return images, tuple(map(tuple, groups.values()))
 
 
 def _is_text(schema: "pa.Schema", column: str) -> bool:
@@ -180,11 +191,8 @@ class _Table:
         self._features: dict[str, Any] = features if isinstance(features, dict) else {}
 
     def dataset(self, images: Images, task: str, **parts: Any) -> EvalDataset:
-        revision = images.fingerprint()
         return checked_set(
-            EvalDataset(
-                name=self.name, split=self.split, images=images, revision=revision, tasks=(task,), **parts
-            )
+            EvalDataset(name=self.name, split=self.split, images=images, tasks=(task,), **parts)
         )
 
     def fault(self, row: int, what: str) -> DataError:
@@ -236,31 +244,28 @@ def _listed(names: Sequence[str]) -> str:
 def _texts_in_splits(table: _Table, column: str, place: Path | str) -> set[str]:
     """Return the different texts of a column in all splits; splits in a store are not fetched for this."""
     texts = set(table.files.columns(column)[0])
+    unread: list[str] = []
     for split in SPLIT_NAMES:
         if split == table.split:
             continue
         if not isinstance(place, Path):
-            _log.warning(
-                "dataset %s: its classes are the texts in column %s of split %s; classes that only other splits "
-                "have are no possible answers",
-                table.name,
-                column,
-                table.split,
-            )
-            break
+            unread.append(split)
+            continue
         try:
-            files = _open_files(table.name, place, split, CACHE_GB)
+            files = _open_files(table.name, files_of_split(table.name, place, split, PARQUET_SUFFIXES))
             if column in files.schema.names:
                 texts.update(text for text in files.columns(column)[0] if isinstance(text, str) and text)
         except NoSplit:
             continue
-        except DataError as error:
-            _log.warning(
-                "dataset %s: classes that only split %s has are no possible answers, because it cannot be read: %s",
-                table.name,
-                split,
-                error,
-            )
+        except DataError:
+            unread.append(split)
+    if unread:
+        _log.warning(
+            "dataset %s: classes are the texts in column %s; those that only split %s has are no possible answers",
+            table.name,
+            column,
+            " or ".join(unread),
+        )
     return texts
 
 
@@ -319,7 +324,7 @@ def _winogavil(table: _Table, place: Path | str) -> EvalDataset:
     from pyarrow import types
 
     files, dataset = table.files, f"dataset {table.name}"
-    cells: list[tuple[int, int, int]] = []
+    cells: list[tuple[int, int]] = []
     names: list[str] = []
     cues: list[tuple[str, ...]] = []
     right: list[int] = []
@@ -329,7 +334,7 @@ def _winogavil(table: _Table, place: Path | str) -> EvalDataset:
             raise DataError(
                 f"{dataset}: row {row} has no cue, repeated candidates, or associations that are not candidates"
             )
-        cells += [(row, 0, number) for number in range(len(own))]
+        cells += [(row, i) for i in range(len(own))]
         names += own
         cues += [(cue,)] * len(own)
         right += [int(one in belong) for one in own]
@@ -339,7 +344,8 @@ def _winogavil(table: _Table, place: Path | str) -> EvalDataset:
             continue
         kind = files.schema.field(column).type
         if types.is_list(kind) and not types.is_string(kind.value_type):
-            images = ParquetImages(files, [column], np.array(cells, dtype=np.int64))
+            listed = [(row, f"{column}[{i}]") for row, i in cells]
+            images = SampleImages(files, files.files, cells=listed)
     for folder in [place / one for one in _WINOGAVIL_FOLDERS] if isinstance(place, Path) else []:
         if images is not None or not folder.is_dir():
             continue
@@ -357,7 +363,7 @@ def _winogavil(table: _Table, place: Path | str) -> EvalDataset:
         raise DataError(
             f"{dataset}: neither a column candidates_images with images nor a folder images with NAME.jpg"
         )
-    items = torch.tensor([row for row, _, _ in cells])
+    items = torch.tensor([row for row, _ in cells])
     metadata = {ASSOCIATION: torch.tensor(right)}
     return table.dataset(images, "compositional", captions=tuple(cues), items=items, metadata=metadata)
 
@@ -372,33 +378,18 @@ def _names_in(value: Any) -> list[str]:
     return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
 
 
-# --------------------------------------------------------------------------------------------------------------
-# The parquet files of a split.
-
-_SUFFIXES = (".parquet", ".pq")
-_FETCHING = 2  # files fetched at a time
-
-
-def has_parquet(place: str | Path, split: str) -> bool:
-    """Return whether there are parquet files of a split or, locally, of any split; or a place is such a file."""
-    if isinstance(place, Path) and place.is_file():
-        return place.suffix in _SUFFIXES
-    for name in (split, *(SPLIT_NAMES if isinstance(place, Path) else ())):
-        with suppress(MissingSplit):
-            find_split(place, name, _SUFFIXES)
-            return True
-    return False
-
-
-def _open_files(name: str, place: Path | str, split: str, cache_gb: float) -> ParquetSamples:
+def _open_files(name: str, files: Sequence[ShardFile]) -> ParquetSamples:
     """Fetch and open the files of a split.
 
     Raises:
-        NoSplit: there are no files of this split.
-        DataError: a file is missing, cannot be read, or has other columns than the first; pyarrow is missing.
+        DataError: a file cannot be read, or has other columns than the first; pyarrow is missing.
     """
-    files = _files_of_split(name, place, split)
-    cache = shard_cache([file.url for file in files], cache_gb or 1e-9)
+    parts = [match for file in files if (match := PARQUET_PART.fullmatch(file.name.removesuffix(".parquet")))]
+    numbers = {part[2] for part in parts}
+    totals = {part[3] for part in parts}
+    if parts and (len(parts) != len(files) or len(totals) > 1 or len(numbers) < len(parts)):
+        raise DataError(f"dataset {name}: {files[0].shown} and its neighbours belong to several datasets")
+    cache = shard_cache([file.url for file in files], CACHE_GB)
     if cache is not None:
         cache.prefetch(files, threads=_FETCHING)
     try:
@@ -408,68 +399,3 @@ def _open_files(name: str, place: Path | str, split: str, cache_gb: float) -> Pa
     finally:
         if cache is not None:
             cache.close()  # everything is fetched
-
-
-def _files_of_split(name: str, place: Path | str, split: str) -> tuple[ShardFile, ...]:
-    if isinstance(place, Path) and place.is_file():
-        if split != TEST:
-            raise NoSplit(f"dataset {name} has no split {split!r}: all of {place} is for testing")
-        return (ShardFile.at(place),)
-    files = files_of_split(name, place, split, _SUFFIXES)
-    parts = [match for file in files if (match := PARQUET_PART.fullmatch(file.name.removesuffix(".parquet")))]
-    numbers = {part[2] for part in parts}
-    totals = {part[3] for part in parts}
-    if parts and (len(parts) != len(files) or len(totals) > 1 or len(numbers) < len(parts)):
-        raise DataError(f"dataset {name}: {files[0].shown} and its neighbours belong to several datasets")
-    return tuple(files)
-
-
-# --------------------------------------------------------------------------------------------------------------
-
-
-class ParquetImages:
-    """The images in columns of parquet files.
-
-    Args:
-        samples: the rows of the files.
-        columns: columns of images: bytes, structs with ``bytes``, or lists of one of these.
-        cells: (N, 3) int64, by image its row, the index of its column, and its index in a list, 0 if there is no
-            list; by default, all columns of each row in turn.
-    """
-
-    def __init__(
-        self, samples: ParquetSamples, columns: Sequence[str], cells: npt.NDArray[np.int64] | None = None
-    ) -> None:
-        if cells is None:
-            rows = np.repeat(np.arange(len(samples)), len(columns))
-            cells = np.stack(
-                [rows, np.tile(np.arange(len(columns)), len(samples)), np.zeros_like(rows)], axis=1
-            )
-        self.samples, self._columns, self._cells = samples, tuple(columns), cells
-
-    def __len__(self) -> int:
-        return len(self._cells)
-
-    def locate(self, number: int) -> tuple[str, str]:
-        """Return the file, and the image's row and column."""
-        row, member = self._cell(number)
-        file, key = self.samples.locate(row)
-        return file, f"{key}, {member}"
-
-    def read(self, number: int) -> bytes:
-        """Return an encoded image; raise DataError if its file cannot be read, or if there is no image."""
-        return self.samples.read(*self._cell(number))
-
-    def _cell(self, number: int) -> tuple[int, str]:
-        row, column, place = self._cells[number].tolist()
-        return row, self._columns[column] + (f"[{place}]" if place else "")
-
-    def fingerprint(self) -> str:
-        """Return 16 hexadecimal digits that depend on the files' footers and the cells."""
-        digest = hashlib.sha256(repr((self.samples.marks, self._columns)).encode())
-        digest.update(np.ascontiguousarray(self._cells).tobytes())
-        return digest.hexdigest()[:16]
-
-    def stamp(self) -> str:
-        """Return a fingerprint that also depends on the versions of the files."""
-        return short_hash(self.fingerprint(), versions_of(self.samples.files))

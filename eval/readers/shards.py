@@ -16,21 +16,20 @@ are skipped and counted in the log. In all others, an incomplete sample is an er
 Letters in shape comments: N samples, C classes.
 """
 
-import hashlib
 import logging
 import math
 import os
 import re
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -39,6 +38,7 @@ from torch import Tensor
 from clipkit.errors import DataError
 from clipkit.files import counted, shown
 from clipkit.samples import (
+    CACHE_GB,
     IMAGE_EXTENSIONS,
     MissingSplit,
     ShardSamples,
@@ -46,39 +46,33 @@ from clipkit.samples import (
     find_split,
     join_place,
 )
-from clipkit.samples.remote import ShardFile, Unreachable, is_remote, list_folder, shard_cache
+from clipkit.samples.remote import ShardFile, Unreachable, list_folder, shard_cache
 from data.captions import TEXT, CaptionRule, is_utf8
 from data.shards.manifest import list_members, suggest_members
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit
 from eval.readers.files import (
+    SampleImages,
     checked_set,
     lines_of,
+    read_json_file,
     read_text_file,
     short_hash,
     templates_in,
-    written,
 )
-from eval.results.records import parse_json
 from eval.tasks import TASKS
 
 __all__ = [
-    "CACHE_GB",
     "Members",
-    "ShardImages",
     "address_of",
     "array_of",
     "files_of_split",
     "find_published",
     "open_published",
-    "versions_of",
 ]
 
-CACHE_GB = 100.0  # default size of the local cache of remote shards, as in training
 _FETCHING = 4  # shards fetched at a time
-_MAX_NPY_BYTES = 4 << 20  # per sample: half a million classes of 8 bytes
 _SET_MARKS = ("card.json", "dataset_type.txt")  # files that only a complete dataset has
 _TYPES = ("classification", "multilabel", "retrieval", "image_caption_selection")
-_SHOWN = 200  # characters of a value in a message
 _log = logging.getLogger("eval")
 
 Array = npt.NDArray[Any]
@@ -92,77 +86,80 @@ class Members:
     captions: tuple[str, ...] = (TEXT,)
 
 
+class _SetCard(msgspec.Struct, kw_only=True):
+    """What is read from ``card.json``: numbers of samples by split, and tasks."""
+
+    samples: dict[str, int] = {}
+    tasks: list[str] | None = None
+
+
 def open_published(
-    folder: Path | str,
+    place: Path | str,
+    files: Sequence[ShardFile],
     name: str,
     *,
-    split: str = TEST,
-    metadata_names: Sequence[str] = (),
-    cache_gb: float = CACHE_GB,
-    members: Members | None = None,
+    split: str,
+    metadata_names: Sequence[str],
+    members: Members,
 ) -> EvalDataset:
     """Open one split of a published dataset; remote shards are downloaded now and cached.
 
     Args:
-        folder: a local folder or URL (``https://``, ``hf://``, ``s3://``, ``gs://``, or a dataset's page at Hugging
-            Face). A local folder may be a single split's; then the files in its parent describe the dataset.
+        place: the dataset, a local folder or URL. A local folder may be a single split's; then the files in its
+            parent describe the dataset.
+        files: the shards of the split.
         name: the dataset's name.
         split: the split's name.
         metadata_names: names of all columns of each sample's ``npy``.
-        cache_gb: size of the local cache of remote shards; 0 reads samples over the network.
-        members: where images and captions are; None for the usual names.
+        members: where images and captions are.
 
     Raises:
-        DataError: there is no such split, or it is incomplete or inconsistent.
+        DataError: the split is incomplete or inconsistent.
     """
-    place = address_of(folder) if isinstance(folder, str) and is_remote(folder) else Path(folder)
     root, own_split = place, split
     if split == TEST and isinstance(place, Path) and any(place.glob("*.tar")):
         own, marks = place.absolute(), (*_SET_MARKS, "classnames.txt")
         described = [any((one / mark).is_file() for mark in marks) for one in (own, own.parent)]
         if described == [False, True]:
             root, own_split = own.parent, own.name
-    card_file = join_place(root, "card.json")
-    try:
-        card = parse_json(read_text_file(card_file) or "{}")
-    except ValueError as error:
-        raise DataError(f"{card_file} does not parse: {error}") from error
-    if not isinstance(card, dict):
-        raise DataError(f"{card_file} is not a JSON object")
+    card = read_json_file(join_place(root, "card.json"), _SetCard) or _SetCard()
     kind = (*lines_of(join_place(root, "dataset_type.txt")), "")[0].lower()
     if kind not in ("", *_TYPES):
         raise DataError(f"dataset {name} is of type {kind[:40]!r}; known: {', '.join(_TYPES)}")
 
-    files = _shards_of_split(name, place, split)
-    cache = shard_cache([file.url for file in files], cache_gb)
+    stems = [file.name.removesuffix(".tar") for file in files]
+    if all(map(str.isdecimal, stems)):  # published shards are 0.tar … N-1.tar
+        missing = sorted(set(range(len(files))) - set(map(int, stems)))
+        if missing:
+            folder = files[0].shown.rpartition("/")[0]
+            raise DataError(f"shard {missing[0]}.tar is missing in {folder}; fetch the dataset again")
+    cache = shard_cache([file.url for file in files], CACHE_GB)
     if cache is not None:
         cache.prefetch([file for file in files if file.is_remote], threads=_FETCHING)
-    members = members or Members()
     images_in = (members.image.lower(),) if members.image else IMAGE_EXTENSIONS
     samples = ShardSamples(files, cache)
-    counts = card.get("samples")
-    stated = counts.get(own_split) if isinstance(counts, dict) else None
+    stated = card.samples.get(own_split)
     shards = map(samples.open_shard, range(len(files)))
     complete = sum(int(shard.index.has_any(images_in).sum()) for shard in shards)
     if not complete and len(samples):
         raise _nothing_usable(name, samples, members, "an image")
     if complete < len(samples) or stated not in (None, complete):
-        expected = f", its card says {str(stated)[:_SHOWN]}" if stated is not None else ""
+        expected = f", its card says {stated}" if stated is not None else ""
         raise DataError(
             f"dataset {name}: split {own_split!r} has {counted(complete, 'sample')} with an image and "
             f"{len(samples) - complete} without{expected}; fetch or write it again"
         )
     class_names = tuple(lines_of(join_place(root, "classnames.txt")))
     multilabel = kind == "multilabel"
-    if multilabel and metadata_names:
-        raise DataError(f"dataset {name} is multilabel, so its npy is the label and has no metadata")
     numbers, all_captions, arrays = _annotations(
         name, samples, members, arrays=multilabel or bool(metadata_names)
     )
     if cache is not None:
         cache.close()  # everything is fetched; otherwise a suite would keep the threads of every dataset
 
-    images, labels, captions = ShardImages(samples, members.image), None, None
+    images = SampleImages(samples, files, member=members.image.lower())
+    labels: Tensor | None = None
+    captions: tuple[tuple[str, ...], ...] | None = None
     if multilabel:
         labels = _multi_hot(name, arrays, samples, classes=len(class_names))
     else:
@@ -181,10 +178,8 @@ def open_published(
                 len(samples) - len(kept),
                 len(samples),
             )
-            images, all_captions = (
-                ShardImages(samples, members.image, kept),
-                [all_captions[number] for number in kept],
-            )
+            images = SampleImages(samples, files, cells=[(number, images.member) for number in kept])
+            all_captions = [all_captions[number] for number in kept]
             numbers = [None] * len(kept)
         for what, present in (
             ("label", [one is not None for one in numbers]),
@@ -198,15 +193,10 @@ def open_published(
         captions = tuple(all_captions) if any(all_captions) else None
 
     tasks: tuple[str, ...] = ("zero-shot",)
-    if "tasks" in card:
-        if (
-            not isinstance(card["tasks"], list)
-            or not card["tasks"]
-            or any(task not in [*TASKS] for task in card["tasks"])
-        ):
-            shown = repr(card["tasks"])[:_SHOWN]
-            raise DataError(f"dataset {name}: card.json has tasks {shown}; known: {', '.join(TASKS)}")
-        tasks = tuple(task for task in TASKS if task in card["tasks"])
+    if card.tasks is not None:
+        tasks = tuple(task for task in TASKS if task in card.tasks)
+        if not tasks or len(tasks) != len(card.tasks):
+            raise DataError(f"dataset {name}: card.json has tasks {card.tasks}; known: {', '.join(TASKS)}")
     elif kind == "image_caption_selection":
         tasks = ("compositional",)
     elif kind == "retrieval" or (labels is None and captions):
@@ -221,9 +211,9 @@ def open_published(
             )
         _log.warning("dataset %s: %s: captions are ignored", name, what)
         captions = None
-    revision = images.fingerprint()
+    revision = ""
     if members.captions != (TEXT,):
-        revision = short_hash(revision, members.captions)
+        revision = short_hash(images.fingerprint(), members.captions)
     choices = captions if kind == "image_caption_selection" else None
     return checked_set(
         EvalDataset(
@@ -240,59 +230,6 @@ def open_published(
             metadata=_columns(name, arrays, samples, metadata_names) if metadata_names else {},
         )
     )
-
-
-class ShardImages:
-    """The images of some samples of shards.
-
-    Args:
-        samples: the samples.
-        member: the member with the image; "" for the first one with the extension of an image.
-        numbers: which of them; all by default.
-    """
-
-    def __init__(self, samples: ShardSamples, member: str = "", numbers: Sequence[int] | None = None) -> None:
-        self.samples, self.member, self.all = samples, member.lower(), numbers is None
-        self.numbers = range(len(samples)) if numbers is None else numbers
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def read(self, number: int) -> bytes:
-        """Return an encoded image; raise DataError if it cannot be read."""
-        return self.samples.read(self.numbers[number], self.member)
-
-    def locate(self, number: int) -> tuple[str, str]:
-        """Return the shard and key of an image."""
-        return self.samples.locate(self.numbers[number])
-
-    def fingerprint(self) -> str:
-        """Return 16 hexadecimal digits that depend on the set of samples."""
-        digest = self.samples.content_id
-        if self.all and not self.member:
-            return digest
-        chosen = "" if self.all else ",".join(map(str, self.numbers))
-        return hashlib.sha256(f"{digest}{self.member}{chosen}".encode()).hexdigest()[:16]
-
-    def stamp(self) -> str:
-        """Return a fingerprint that also depends on the versions of the shards."""
-        return short_hash(self.fingerprint(), versions_of(self.samples.files))
-
-
-def versions_of(files: Iterable[ShardFile]) -> list[tuple[int | str, ...]]:
-    """Return what changes when files are rewritten: etags, or what ``written`` returns for local files.
-
-    Raises:
-        DataError: a local file is missing.
-    """
-    found: list[tuple[int | str, ...]] = []
-    for file in files:
-        try:
-            state = () if file.is_remote else written(Path(file.url).stat())
-        except OSError as error:
-            raise DataError(f"shard {file.shown}: {error.strerror}") from error
-        found.append((file.size, file.version, *state))
-    return found
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -346,82 +283,64 @@ def _label_of(data: bytes) -> int:
 
 
 def array_of(data: bytes) -> Array:
-    """Return the array of numbers in an ``npy`` file, read-only; nothing is unpickled.
+    """Return the array of numbers in an ``npy`` file; nothing is unpickled.
 
     Raises:
         DataError: it is not such a file, incomplete, or has another dtype (objects, text, records).
     """
-    if len(data) > _MAX_NPY_BYTES:
-        raise DataError(f"its npy of {len(data)} bytes is over the limit of {_MAX_NPY_BYTES}")
-    if data[:6] != b"\x93NUMPY" or len(data) < 12 or data[6] not in (1, 2):
-        raise DataError("its npy is not a numpy array")
-    start = 12 if data[6] == 2 else 10
-    length = int.from_bytes(data[8:start], "little")
-    dtype, shape, fortran = _npy_header(data[: start + length])
-    count = math.prod(shape)
-    if count * dtype.itemsize != len(data) - start - length:
-        raise DataError(f"its npy states {count} values of {dtype}, which does not match its size")
-    flat = np.frombuffer(data, dtype, count, start + length)
-    return flat.reshape(shape, order="F" if fortran else "C")
-
-
-@lru_cache(maxsize=64)  # the samples of a dataset have the same header
-def _npy_header(header: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
-    file = BytesIO(header)
-    read = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}
+    file = BytesIO(data)
     try:
         with warnings.catch_warnings(action="ignore"):
-            version = np.lib.format.read_magic(file)
-            shape, fortran, dtype = read[version[0]](file)
+            array: Array = np.lib.format.read_array(file, allow_pickle=False)
     except Exception as error:  # numpy's parser raises many exception types
-        raise DataError(f"its npy has an invalid header: {' '.join(str(error).split())[:100]}") from error
-    if dtype.hasobject:
-        raise DataError("its npy contains objects, which could execute code; only numbers are read")
-    if dtype.kind not in "biuf" or len(shape) > 8 or any(side < 0 for side in shape):
-        raise DataError(
-            f"its npy contains {dtype} values of shape {str(shape)[:60]}; only arrays of numbers are read"
-        )
-    return dtype, shape, fortran
+        raise DataError(f"its npy cannot be read: {' '.join(str(error).split())[:100]}") from error
+    if array.dtype.kind not in "biuf":
+        raise DataError(f"its npy contains {array.dtype} values; only arrays of numbers are read")
+    if file.read(1):
+        raise DataError(f"its npy has more bytes than the {array.size} values that its header states")
+    return array
+
+
+def _stack_rows(
+    name: str, arrays: Sequence[Array | None], samples: ShardSamples, *, expected: str, rows: Array
+) -> Array:
+    """Fill ``rows``, (N, W), with the ``npy`` of each sample, whose values must be exact in its dtype."""
+    for i, array in enumerate(arrays):
+        if array is None:
+            raise _at(name, samples, i, f"has no npy, expected {expected}")
+        if array.size != rows.shape[1]:
+            raise _at(name, samples, i, f"has {counted(array.size, 'value')} in its npy, expected {expected}")
+        values = array.reshape(-1)
+        rows[i] = values
+        if not (rows[i] == values).all() or not np.isfinite(values).all():
+            kind = "0 and 1" if rows.dtype == np.bool_ else "finite numbers"
+            raise _at(name, samples, i, f"has an npy with values other than {kind}")
+    return rows
 
 
 def _multi_hot(name: str, arrays: Sequence[Array | None], samples: ShardSamples, *, classes: int) -> Tensor:
     """Return multi-hot labels, (N, C) bool, from (C,) zeros and ones; ``classes`` is 0 without class names."""
     width = classes or next((array.size for array in arrays if array is not None), 0)
+    expected = f"labels of {width} classes"
+    if classes:
+        expected += ", the lines of classnames.txt with the blank ones"
     rows = np.zeros((len(arrays), width), dtype=np.bool_)
-    for number, array in enumerate(arrays):
-        if array is None:
-            raise _at(name, samples, number, "has no npy with the labels of a multilabel dataset")
-        if array.size != width or array.ndim > 2 or (array.ndim == 2 and 1 not in array.shape):
-            other = f"others have {width}"
-            if classes:
-                other = f"classnames.txt has {counted(width, 'line')}; blank lines in it count"
-            raise _at(name, samples, number, f"has a multi-hot label of shape {array.shape}, {other}")
-        if not ((array == 0) | (array == 1)).all():
-            raise _at(name, samples, number, "has a multi-hot label with values other than 0 and 1")
-        rows[number] = array.reshape(-1) == 1
-    return torch.from_numpy(rows)  # (N, C)
+    return torch.from_numpy(_stack_rows(name, arrays, samples, expected=expected, rows=rows))  # (N, C)
 
 
 def _columns(
     name: str, arrays: Sequence[Array | None], samples: ShardSamples, names: Sequence[str]
 ) -> dict[str, Tensor]:
     """Return the columns of each ``npy`` by name: (N,) int64, or float64 if some value is not an integer."""
+    expected = f"{counted(len(names), 'column')}: {', '.join(names)}"
     rows = np.zeros((len(arrays), len(names)))  # float64 is exact for integers up to 2^53
-    for number, array in enumerate(arrays):
-        if array is None:
-            raise _at(name, samples, number, f"has no npy, expected the columns {', '.join(names)}")
-        if array.size != len(names):
-            stated = f"expected {len(names)} ({', '.join(names)})"
-            raise _at(name, samples, number, f"has {counted(array.size, 'value')} in its npy, {stated}")
-        rows[number] = array.reshape(-1)
-        if not np.isfinite(rows[number]).all():
-            raise _at(name, samples, number, "has a value in its npy that is not finite")
-    found = {}
+    rows = _stack_rows(name, arrays, samples, expected=expected, rows=rows)
+    columns = {}
     for column, key in enumerate(names):
         values = torch.from_numpy(rows[:, column].copy())  # (N,)
         whole = bool((values == values.round()).all()) and bool((values.abs() < 2**53).all())
-        found[key] = values.to(torch.int64) if whole else values
-    return found
+        columns[key] = values.to(torch.int64) if whole else values
+    return columns
 
 
 def _nothing_usable(name: str, samples: ShardSamples, members: Members, what: str) -> DataError:
@@ -442,9 +361,10 @@ def _at(name: str, samples: ShardSamples, number: int, what: str, *, separator: 
 # Where datasets are: addresses at Hugging Face, a dataset's name below a root, the shards of a split.
 
 _HUB_HOSTS = ("huggingface.co", "hf.co")
-# …/datasets/OWNER/NAME, perhaps with /tree/BRANCH and a folder, as in a browser
+# https://HOST/datasets/OWNER/NAME, perhaps with /tree/BRANCH and a folder, as in a browser
 _HUB_PAGE = re.compile(
-    r"(/datasets/[\w.-]+/[\w.-]+)(?:/(?:tree|raw|resolve|blob)/([^/]+)(/.*)?)?/?", flags=re.ASCII
+    r"(https?://([^/]+)/datasets/[\w.-]+/[\w.-]+)(?:/(?:tree|raw|resolve|blob)/([^/]+)(/.*?)?)?/?",
+    flags=re.ASCII,
 )
 _PROBES = (f"{TEST}/nshards.txt", "classnames.txt", "dataset_type.txt")
 _REMEMBERED = 60.0  # seconds
@@ -458,15 +378,11 @@ def address_of(source: str) -> str:
     CLIP_benchmark takes it), that is ``…/resolve/BRANCH``; the default branch is ``main``. Other sources are
     returned unchanged.
     """
-    if not source.startswith(("https://", "http://")):
-        return source
-    url = urlsplit(source)
     hosts = {*_HUB_HOSTS, urlsplit(os.environ.get("HF_ENDPOINT", "")).netloc}
-    page = _HUB_PAGE.fullmatch(url.path)
-    if page is None or url.netloc not in hosts:
-        return source.rstrip("/")
-    folder = (page[3] or "").rstrip("/")
-    return f"{url.scheme}://{url.netloc}{page[1]}/resolve/{page[2] or 'main'}{folder}"
+    page = _HUB_PAGE.fullmatch(source)
+    if page is None or page[2] not in hosts:
+        return source.rstrip("/") if source.startswith("http") else source
+    return f"{page[1]}/resolve/{page[3] or 'main'}{page[4] or ''}".rstrip("/")
 
 
 def find_published(root: str | Path, names: Sequence[str]) -> str | None:
@@ -526,34 +442,21 @@ def _is_dataset(address: str) -> bool:
         raise Unreachable(str(error)) from error
 
 
-def _shards_of_split(name: str, root: str | Path, split: str) -> list[ShardFile]:
-    """Return all shards of one split; raise DataError if one is missing, and NoSplit if there is no such split."""
-    shards = files_of_split(name, root, split, (".tar",))
-    stems = [shard.name.removesuffix(".tar") for shard in shards]
-    numbers = {int(stem) for stem in stems if stem.isdecimal()}
-    missing = sorted(set(range(len(shards))) - numbers)
-    if missing and all(map(str.isdecimal, stems)):  # published shards are 0.tar … N-1.tar
-        folder = shards[0].shown.rpartition("/")[0]
-        raise DataError(f"shard {missing[0]}.tar is missing in {folder}; fetch the dataset again")
-    return shards
-
-
 def files_of_split(name: str, place: str | Path, split: str, suffixes: tuple[str, ...]) -> list[ShardFile]:
     """Return the files of a split of a dataset; files whose names state no split are the test split.
 
     Raises:
         NoSplit: there are none.
     """
-    try:
-        stated, files = find_split(place, split, suffixes)
-    except MissingSplit as error:
-        advice = ""
-        if split == TEST:
-            advice = (
-                "; pack it with held-out pairs (python -m data pack TABLE OUT --test 0.1), or name the folder of a "
-                "split"
-            )
-        raise NoSplit(f"dataset {name}: {error}{advice}") from error
+    stated, files = "", []
+    if isinstance(place, Path) and place.is_file():
+        files = [ShardFile.at(place)]
+    else:
+        try:
+            stated, files = find_split(place, split, suffixes)
+        except MissingSplit as error:
+            advice = "; pack with --test 0.1, or name the folder of a split" if split == TEST else ""
+            raise NoSplit(f"dataset {name}: {error}{advice}") from error
     if not stated and split != TEST:
         raise NoSplit(f"dataset {name} has no split {split!r}: all of {shown(str(place))} is for testing")
     return files

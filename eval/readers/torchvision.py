@@ -6,9 +6,8 @@ Datasets for which torchvision has no splits have the single split "all".
 
 import hashlib
 import importlib
-import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -17,8 +16,9 @@ import numpy as np
 import torch
 
 from clipkit.errors import ConfigError, DataError, nearest
+from clipkit.samples import pillow_errors
 from eval.datasets.dataset import TEST, EvalDataset, Images, NoSplit, some
-from eval.readers.files import FileImages, checked_set, png_of, undecodable
+from eval.readers.files import FileImages, checked_set, png_of
 
 __all__ = ["ALL", "TORCHVISION_SETS", "ArrayImages", "NotFetched", "check_known", "open_torchvision"]
 
@@ -81,9 +81,7 @@ def open_torchvision(
     *,
     name: str = "",
     split: str = TEST,
-    splits: Splits | None = None,
     arguments: Mapping[str, Any] | None = None,
-    download: bool = False,
 ) -> EvalDataset:
     """Open one of torchvision's datasets; class names are torchvision's ``.classes``.
 
@@ -92,9 +90,7 @@ def open_torchvision(
         root: the folder of its files, as torchvision takes it.
         name: the dataset's name; ``kind`` by default.
         split: "train", "val", "test", or "all" for datasets without splits.
-        splits: arguments of the class by split, ``TORCHVISION_SETS[kind]`` by default; needed for other classes.
         arguments: further arguments such as ``{"partition": 2}`` for DTD; they override the split's.
-        download: download missing files.
 
     Raises:
         NoSplit: torchvision has no such split.
@@ -102,31 +98,20 @@ def open_torchvision(
         ConfigError: torchvision has no such dataset.
     """
     name = name or kind
-    if splits is None:
-        check_known(kind)
-        splits = TORCHVISION_SETS[kind]
-    made = getattr(importlib.import_module("torchvision.datasets"), kind, None)
-    if made is None:
-        raise ConfigError(f"the installed torchvision has no dataset {kind[:40]}")
+    check_known(kind)
+    splits = TORCHVISION_SETS[kind]
+    kinds = importlib.import_module("torchvision.datasets")
     if split not in splits:
         what = f"only {some(list(splits))}"
         if ALL in splits:
             what = f"torchvision's {kind} has only the split {ALL!r} with all images"
         raise NoSplit(f"dataset {name} has no split {split!r}{':' if ALL in splits else ','} {what}")
-    options = {**splits[split], **(arguments or {}), **({"download": True} if download else {})}
+    options = {**splits[split], **(arguments or {})}
     try:
-        dataset = made(root=str(root), **options)
-    except ModuleNotFoundError as error:
-        raise DataError(f"dataset {name}: torchvision's {kind} needs {error.name}: pip install it") from error
-    except (RuntimeError, OSError, ValueError, TypeError, KeyError) as error:
-        message = shorten(str(error), _LONGEST, placeholder=" …").rstrip(
-            "."
-        )  # cuts between words, not in a path
+        dataset = getattr(kinds, kind)(root=str(root), **options)
+    except (ImportError, AttributeError, RuntimeError, OSError, ValueError, TypeError, KeyError) as error:
+        message = shorten(str(error), _LONGEST, placeholder=" …")  # cuts between words, not in a path
         fault = NotFetched if _NOT_THERE.search(message) and "pip install" not in message else DataError
-        if message.startswith("Dataset not found"):
-            message = "its files are missing"
-        if "download" in inspect.signature(made).parameters:
-            message += f"; torchvision.datasets.{kind}({str(root)!r}, download=True) may fetch it"
         raise fault(f"dataset {name}: torchvision's {kind} cannot be read in {root}: {message}") from error
     files, labels = _files(dataset), _labels(name, dataset)
     if not labels:
@@ -153,7 +138,6 @@ def open_torchvision(
             name=name,
             split=split,
             images=images,
-            revision=images.fingerprint(),
             tasks=("zero-shot",),
             class_names=tuple(map(str, names)),
             labels=torch.tensor(labels),
@@ -169,29 +153,26 @@ def check_known(kind: str) -> None:
 
 def _files(dataset: Any) -> list[Path] | None:
     """Return the files of the images; None for a dataset of arrays."""
-    for attribute in _FILES:
-        found = getattr(dataset, attribute, None)
-        if isinstance(found, list) and found and len(found) == len(dataset):
-            first = [one[0] if isinstance(one, tuple) else one for one in found]
-            if all(isinstance(one, str | Path) for one in first):
-                return [Path(one) for one in first]
-    return None
+    files = [entry[0] if isinstance(entry, tuple) else entry for entry in _entries(dataset, _FILES)]
+    if not files or not all(isinstance(file, str | Path) for file in files):
+        return None
+    return [Path(file) for file in files]
 
 
 def _labels(name: str, dataset: Any) -> list[int]:
-    for attribute in _LABELS:
-        found = getattr(dataset, attribute, None)
-        if found is not None and len(found) == len(dataset):
-            return [int(label) for label in found]
-    for attribute in ("_samples", "samples"):
-        found = getattr(dataset, attribute, None)
-        if (
-            isinstance(found, list)
-            and len(found) == len(dataset)
-            and all(one[1] is not None for one in found)
-        ):
-            return [int(one[1]) for one in found]
-    raise DataError(f"dataset {name}: torchvision has no labels for this split")
+    labels = _entries(dataset, _LABELS) or [entry[1] for entry in _entries(dataset, ("_samples", "samples"))]
+    if any(label is None for label in labels):
+        raise DataError(f"dataset {name}: torchvision has no labels for this split")
+    return [int(label) for label in labels]
+
+
+def _entries(dataset: Any, attributes: Sequence[str]) -> list[Any]:
+    """Return the first of these attributes that has an entry for each image; [] if there is none."""
+    for attribute in attributes:
+        values = getattr(dataset, attribute, None)
+        if values is not None and len(values) == len(dataset):
+            return list(values)
+    return []
 
 
 class ArrayImages:
@@ -215,11 +196,8 @@ class ArrayImages:
 
     def read(self, number: int) -> bytes:
         """Return an encoded image; raise DataError if it does not decode."""
-        try:
-            with self._dataset[number][0] as image:
-                return png_of(image)
-        except (OSError, SyntaxError, ValueError) as error:
-            raise undecodable(error) from error
+        with pillow_errors(), self._dataset[number][0] as image:
+            return png_of(image)
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits that depend on all pixels if they are in one array, else on 100 images."""

@@ -21,8 +21,8 @@ import msgspec
 import torch
 
 from clipkit.errors import DataError
-from eval.datasets.dataset import TEST, EvalDataset, NoSplit
-from eval.readers.files import FileImages, checked_set, read_text_file
+from eval.datasets.dataset import EvalDataset
+from eval.readers.files import FileImages, checked_set, read_json_file, read_text_file
 
 __all__ = ["is_video_frames", "open_video_frames"]
 
@@ -53,10 +53,10 @@ class _Reviews(msgspec.Struct):
 
 def is_video_frames(folder: Path) -> bool:
     """Return whether a folder has the annotations of ImageNet-Vid-Robust or YTBB-Robust."""
-    return any((folder / one).exists() for one in (_SETS, f"metadata/{_SETS}", _REVIEWS))
+    return any((folder / one).is_file() for one in (_SETS, f"metadata/{_SETS}", _REVIEWS))
 
 
-def open_video_frames(folder: Path, name: str, *, split: str = TEST) -> EvalDataset:
+def open_video_frames(folder: Path, name: str) -> EvalDataset:
     """Open the frames of ImageNet-Vid-Robust or YTBB-Robust.
 
     The metadata column ``anchor`` is the number of the anchor frame to which an image belongs; an anchor's is its
@@ -65,9 +65,7 @@ def open_video_frames(folder: Path, name: str, *, split: str = TEST) -> EvalData
     Raises:
         DataError: an image is missing, or the annotations are incomplete or invalid.
     """
-    if split != TEST:
-        raise NoSplit(f"dataset {name} has no split {split!r}: all of {folder} is for testing")
-    names, frames = (_of_reviews if (folder / _REVIEWS).exists() else _of_sets)(folder)
+    names, frames = (_of_reviews if (folder / _REVIEWS).is_file() else _of_sets)(folder)
     files: list[Path] = []
     labels: list[list[int]] = []
     anchors: list[int] = []
@@ -91,12 +89,10 @@ def open_video_frames(folder: Path, name: str, *, split: str = TEST) -> EvalData
     hot = torch.zeros(len(files), len(names), dtype=torch.bool)
     for number, own in enumerate(labels):
         hot[number, own] = True
-    images = FileImages(folder, files)
     return checked_set(
         EvalDataset(
             name=name,
-            images=images,
-            revision=images.fingerprint(),
+            images=FileImages(folder, files),
             tasks=("zero-shot",),
             class_names=tuple(names),
             templates=("a photo of a {c}.",),
@@ -106,22 +102,12 @@ def open_video_frames(folder: Path, name: str, *, split: str = TEST) -> EvalData
     )
 
 
-def _text(folder: Path, name: str, *inside: str) -> tuple[Path, str]:
-    for path in (folder / part / name for part in ("", *inside)):
-        if path.is_dir():
-            raise DataError(f"{path} is a folder, not a file")
-        if (text := read_text_file(path, limit=_MAX_BYTES)) is not None:
-            return path, text
-    raise DataError(f"{folder} lacks {name}")
-
-
 def _read(kind: type[Content], folder: Path, name: str, *inside: str) -> tuple[Path, Content]:
     """Return the path and the content of a JSON file."""
-    path, text = _text(folder, name, *inside)
-    try:
-        return path, msgspec.json.decode(text, type=kind)
-    except msgspec.DecodeError as error:
-        raise DataError(f"{path} is not as published: {error}") from error
+    for path in (folder / part / name for part in ("", *inside)):
+        if (content := read_json_file(path, kind)) is not None:
+            return path, content
+    raise DataError(f"{folder} lacks {name}")
 
 
 def _of_sets(folder: Path) -> tuple[list[str], Frames]:
@@ -145,7 +131,10 @@ def _of_reviews(folder: Path) -> tuple[list[str], Frames]:
     _, classes = _read(dict[str, Name], folder, _CLASSES)
     original = _in_order(classes)
     names = [one for one in original if one != "none"]
-    path, text = _text(folder, _TABLE)
+    path = folder / _TABLE
+    text = read_text_file(path, limit=_MAX_BYTES)
+    if text is None:
+        raise DataError(f"{folder} lacks {_TABLE}")
     first = {}
     try:
         for row in csv.DictReader(io.StringIO(text, newline="")):

@@ -192,7 +192,7 @@ def test_damaged_files_are_rejected(xm: Path, xtd: Path) -> None:
         (json.loads(lines[3]) | {"de": {"caption": []}}, "no caption in language de"),
         (json.loads(lines[3]) | {"xx": {"caption": ["a"]}}, "line 4 differs .* language xx"),
         (json.loads(lines[3]) | {"de": {"caption": 3}}, "line 4: expected image/key"),
-        (json.loads(lines[3]) | {"image/key": "gone"}, "gone.jpg is missing"),
+        (json.loads(lines[3]) | {"image/key": "gone"}, "gone.jpg: No such file"),
     ):
         text = "\n".join([*lines[:3], json.dumps(damaged), *lines[4:]])
         (xm / "captions.jsonl").write_text(text)

@@ -102,7 +102,7 @@ def test_card_in_folder_must_match_images(
             r"do not fit the images: each must be a metric of zero-shot: acc1, .*two classes",
         ),
         ('metric = "map_11_point"\nmultilabel = true', "each image has one label, .* multilabel = false"),
-        ('metric = "worst_region_acc1"\nmetadata = ["region"]', "has no npy, expected the columns region"),
+        ('metric = "worst_region_acc1"\nmetadata = ["region"]', "has no npy, expected 1 column: region"),
     ):
         (folder / "card.toml").write_text(f'tasks = ["zero-shot"]\n{text}\n')
         with pytest.raises(DataError, match=message):

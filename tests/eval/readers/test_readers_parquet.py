@@ -13,7 +13,7 @@ from clipkit import CLIP
 from clipkit.errors import DataError
 from eval.datasets.dataset import EvalDataset, NoSplit
 from eval.features.encoder import Encoder
-from eval.readers import open_dataset, open_hugging_face
+from eval.readers import open_dataset
 from tests.clipkit.samples.remote import servers
 from tests.clipkit.samples.remote.servers import Nginx
 from tests.clipkit.samples.remote.test_hub import use
@@ -132,13 +132,6 @@ def test_captions_are_read(tmp_path: Path) -> None:
     dataset = open_dataset(write(tmp_path / "flickr/TEST/0000.parquet", columns).parent)
     assert (dataset.captions, dataset.tasks) == ((("a", "b"), ("c",)), ("retrieval",))
     assert dataset.name == "TEST"
-    columns |= {"thumb": images(2, start=7), "alt": ["x", "y"]}
-    other = open_hugging_face(
-        write(tmp_path / "o/test.parquet", columns).parent, "o", image="thumb", caption="alt"
-    )
-    assert other.captions == (("x",), ("y",)) and read(other) == [b"image 7", b"image 8"]
-    with pytest.raises(DataError, match="dataset o has no column 'alts', only image, caption"):
-        open_hugging_face(tmp_path / "o", "o", caption="alts")
     lacking = write(tmp_path / "x/test/0.parquet", {"image": images(2), "caption": [["a"], []]})
     assert "row 1 of" in refusal(lacking.parents[1]) and "has no caption" in refusal(lacking.parents[1])
 
@@ -358,12 +351,10 @@ def test_captions_are_scored_if_classes_have_no_names(
     assert open_dataset(tmp_path).captions is None
 
 
-def test_folders_with_parquet_files_are_named(tmp_path: Path) -> None:
-    for config in ("a", "b"):
-        write(
-            tmp_path / config / "data/test-00000-of-00001.parquet", {"image": images(2), "text": ["a", "b"]}
-        )
-    assert refusal(tmp_path) == (
-        f"{tmp_path} has Parquet files in 2 folders; pass one of them: {tmp_path / 'a'}, {tmp_path / 'b'}"
-    )
-    assert len(open_dataset(tmp_path / "a")) == 2
+def test_rows_with_the_same_image_are_one_image(tmp_path: Path) -> None:
+    rows = [image(seed) for seed in (0, 0, 1, 0, 1)]
+    write(tmp_path / "test.parquet", {"image": rows, "caption": ["a", "b", "c", "b", "d"]})
+    dataset = open_dataset(tmp_path)
+    assert dataset.captions == (("a", "b"), ("c", "d"))
+    assert read(dataset) == [b"image 0", b"image 1"]
+    assert "row 2, image of" in dataset.where(1)

@@ -131,12 +131,12 @@ def test_columns_of_metadata_are_read(tmp_path: Path) -> None:
         "y": [1, 0, 2],
     }
     assert str(named.metadata["region"].dtype) == "torch.int64"
-    assert "has 3 values in its npy, expected 2 (region, year)" in refusal(
+    assert "has 3 values in its npy, expected 2 columns: region, year" in refusal(
         root, metadata_names=["region", "year"]
     )
     lacking = publish(tmp_path / "lacking", [samples[0], {"cls": 1}])
     assert "sample s0000001 of" in refusal(lacking, metadata_names=["a", "b", "c"])
-    assert "has no npy, expected the columns a, b, c" in refusal(lacking, metadata_names=["a", "b", "c"])
+    assert "has no npy, expected 3 columns: a, b, c" in refusal(lacking, metadata_names=["a", "b", "c"])
 
 
 def test_first_of_several_captions_is_the_right_choice(
@@ -200,9 +200,12 @@ def test_invalid_multi_hot_labels_are_rejected(tmp_path: Path, caplog: pytest.Lo
     sound = [1, 0, 0, 1, 0]
     for number, (row, said) in enumerate(
         [
-            ([1, 0, 0, 1], "of shape (4,), classnames.txt has 5 lines; blank lines in it count"),
+            (
+                [1, 0, 0, 1],
+                "has 4 values in its npy, expected labels of 5 classes, the lines of classnames.txt",
+            ),
             ([2, 0, 0, 1, 0], "values other than 0 and 1"),
-            (np.array([{}] * WIDTH, dtype=object), "objects, which could execute code"),
+            (np.array([{}] * WIDTH, dtype=object), "Object arrays cannot be loaded"),
             (["a"] * WIDTH, "only arrays of numbers are read"),
         ]
     ):
@@ -213,7 +216,7 @@ def test_invalid_multi_hot_labels_are_rejected(tmp_path: Path, caplog: pytest.Lo
         message = refusal(root)
         assert said in message and "s0000001" in message and f"dataset {number}: " in message
     lost = publish(tmp_path / "lost", [{"npy": np.array(sound)}, {"cls": 1}], kind="multilabel")
-    assert "has no npy with the labels of a multilabel dataset" in refusal(lost)
+    assert "has no npy, expected labels of 5 classes" in refusal(lost)
     with caplog.at_level(logging.WARNING, "eval"):
         open_dataset(publish(tmp_path / "empty", multi([sound]), kind="multilabel"))
     told = [
@@ -233,7 +236,7 @@ def test_damaged_npy_files_are_rejected(data: bytes, at: int) -> None:
             with pytest.raises(DataError, match="npy"):
                 array_of(hostile)
     huge = whole.replace(b"(2, 3), }" + b" " * 9, b"(2, 9999999999), }")
-    with pytest.raises(DataError, match="states 19999999998 values"):
+    with pytest.raises(DataError, match="its npy cannot be read"):
         array_of(huge)
 
 
@@ -248,18 +251,16 @@ def test_dataset_is_read_over_http(tmp_path: Path, nginx: Nginx, monkeypatch: py
     root = publish(tmp_path / "wds_many", multi(rows), kind="multilabel")
     publish(root, multi(rows[:1]), split="train", classes=None)
     here = open_dataset(root)
-    url = serve(nginx, root, "datasets/who/wds_many/resolve/main")
+    serve(nginx, root, "datasets/who/wds_many/resolve/main")
     monkeypatch.setenv("HF_ENDPOINT", nginx.url("").rstrip("/"))
     page = nginx.url("datasets/who/wds_many/tree/main")
-    there, ranged = open_dataset(page), open_dataset(url, cache_gb=0)
+    there = open_dataset(page)
     assert there.name == "wds_many"
-    for one in (there, ranged):
-        assert one.labels is not None and one.labels.int().tolist() == rows
-        assert (one.class_names, one.templates) == (here.class_names, here.templates)
+    assert there.labels is not None and there.labels.int().tolist() == rows
+    assert (there.class_names, there.templates) == (here.class_names, here.templates)
     asked = len(nginx.requests())
     assert pixels(there) == pixels(here)
     assert len(nginx.requests()) == asked  # its shards are in the cache
-    assert pixels(ranged) == pixels(here)
     assert len(open_dataset(page, split="train")) == 1
     owner = nginx.url("datasets/who")
     assert find_published(owner, ["few", "many"]) == f"{owner}/wds_many"

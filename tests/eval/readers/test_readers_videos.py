@@ -64,10 +64,6 @@ def test_imagenet_vid_robust_is_read(tmp_path: Path) -> None:
     for frame in ("val", "a\0b"):
         write(tmp_path / "metadata", pmsets={frame: []})
         assert "not a frame" in refusal(tmp_path)
-    (tmp_path / "metadata" / "pmsets.json").unlink()
-    (tmp_path / "metadata" / "pmsets.json").mkdir()
-    assert "pmsets.json is a folder" in refusal(tmp_path)
-    (tmp_path / "metadata" / "pmsets.json").rmdir()
     write(tmp_path / "metadata", labels=LABELS | {"../x.png": [0]}, pmsets={"../x.png": []})
     assert "not a frame" in refusal(tmp_path)
     write(tmp_path / "metadata", labels=LABELS, pmsets=SETS)
