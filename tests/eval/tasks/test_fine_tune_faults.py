@@ -176,7 +176,7 @@ def test_settings_reproduce_changed_architectures(
     save_model(create(shape, name=name, seed=0), tmp_path / "model")
     model = clipkit.load(tmp_path / "model")
     head = with_class_head(model, ["a", "b"], torch.eye(2, shape.embed_dim))
-    found: dict[str, dict[str, Any]] = {"model": {}, "shape": {}}
+    found: dict[str, dict[str, Any]] = {"model": {}, "shape": {}, "pixels": {}}
     for key, value in _model_settings(head).items():
         section, _, setting = key.partition(".")
         found[section][setting] = value
