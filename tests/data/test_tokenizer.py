@@ -88,7 +88,7 @@ def test_command_options_and_errors(pairs: Path, folder: Path, tmp_path: Path) -
     assert "zyx" in "".join(Tokenizer.from_file(str(tmp_path / "more" / "tokenizer.json")).get_vocab())
     for arguments, message in (
         ((pairs, "--out", folder), "is not empty"),
-        ((pairs, "--out", tmp_path / "x", "--captions", "none"), "json field 'none', which none"),
+        ((pairs, "--out", tmp_path / "x", "--captions", "none"), "samples examined has a caption in none"),
         ((pairs, "--out", tmp_path / "x", "--vocab", "100"), "258"),
         ((pairs / "none", "--out", tmp_path / "x"), "no data at"),
         ((pairs, "--out", "/proc/none/x"), "/proc/none"),

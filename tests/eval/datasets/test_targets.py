@@ -27,7 +27,7 @@ def test_unreachable_root_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> N
         root = f"http://127.0.0.1:{closed.getsockname()[1]}/sets"
         targets, trouble = find_suites(["vtab19"], root=root)
         known = find_known([], KNOWN, root=root)
-    assert str(trouble[0]).startswith(f"{root}: the connection failed (refused")
+    assert str(trouble[0]).startswith(f"{root}: the connection failed (Connection refused)")
     assert str(trouble[0]).endswith("19 datasets not available: caltech101, cifar100, dtd and 16 more")
     assert (len(trouble), len(known.trouble), targets + known.targets) == (1, 1, [])
 
