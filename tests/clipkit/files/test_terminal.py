@@ -1,4 +1,4 @@
-"""Tests of ``without_secrets``, which removes secrets from a configuration (``shown``: tests/clipkit/samples/remote)."""
+"""Tests of ``without_secrets``, which removes secrets from a configuration."""
 
 import tomllib
 
