@@ -88,8 +88,10 @@ class Batch:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors that ``to`` copies."""
-        features = () if self.teacher is None else tuple(one for one in self.teacher if one is not None)
-        further = (one for one in (self.more, self.negatives) if one is not None)
+        features = (
+            () if self.teacher is None else tuple(tensor for tensor in self.teacher if tensor is not None)
+        )
+        further = (tokens for tokens in (self.more, self.negatives) if tokens is not None)
         return (self.images, self.tokens, self.identities, *further, *features)
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> Self:

@@ -380,9 +380,9 @@ def _survey(
         stamp = item.stamp
         if stream.kind == "image" and isinstance(item.image, Path):
             with suppress(OSError, ValueError):
-                found = item.image.stat()
+                status = item.image.stat()
                 # with ctime and inode, because renaming and unpacking can preserve size and modification time
-                stamp = f"{found.st_size} {found.st_mtime_ns} {found.st_ctime_ns} {found.st_ino}"
+                stamp = f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
         files.update(stamp.encode() + b"\0")
         captions = captions or item.caption is not None
         empty += isinstance(item.caption, str) and not text.strip()

@@ -116,6 +116,7 @@ from .table.groups import (
     merge_rows as merge_rows,
 )
 from .table.parquet import (
+    ENCODED_COLUMNS as ENCODED_COLUMNS,
     ParquetSamples as ParquetSamples,
 )
 from .table.values import (

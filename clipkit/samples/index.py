@@ -220,8 +220,8 @@ class ShardIndex:
 
     def has_any(self, names: Iterable[str]) -> npt.NDArray[np.bool_]:
         """Return which samples have at least one of these members, (N,)."""
-        wanted = set(names)
-        numbers = [number for number, name in enumerate(self.names) if name in wanted]
+        names = set(names)
+        numbers = [number for number, name in enumerate(self.names) if name in names]
         counts = np.concatenate([[0], np.cumsum(np.isin(self.member_names, numbers))])  # (M + 1,)
         ends = counts[self.member_ends]
         has: npt.NDArray[np.bool_] = np.diff(ends, prepend=0) > 0
@@ -229,7 +229,7 @@ class ShardIndex:
 
     @property
     def repeated(self) -> str:
-        """Which members are not used because their sample has one of this name already; "" if there are none."""
+        """Numbers of repeated members, which are not used, for a message; "" if there are none."""
         indexed = np.bincount(self.member_names, minlength=len(self.names)).tolist()
         extra = {name: count - used for (name, count), used in zip(self.names.items(), indexed, strict=True)}
         return ", ".join(
@@ -382,11 +382,11 @@ def index_of_members(
         "key_ends": np.cumsum([len(key) for key in encoded], dtype=np.uint32),
         "key_bytes": np.frombuffer(b"".join(encoded), dtype=np.uint8),
     }
-    found = dict(zip(number_of, counts, strict=True))
-    digest = hashlib.sha256(json.dumps([*found]).encode())
+    counts_by_name = dict(zip(number_of, counts, strict=True))
+    digest = hashlib.sha256(json.dumps([*counts_by_name]).encode())
     for content in arrays.values():
         digest.update(content.tobytes())
-    return ShardIndex(**arrays, names=found, digest=digest.hexdigest()[:16], truncated=fault)
+    return ShardIndex(**arrays, names=counts_by_name, digest=digest.hexdigest()[:16], truncated=fault)
 
 
 def with_content(index: ShardIndex, path: Path) -> ShardIndex:

@@ -120,7 +120,7 @@ class Format:
         name: of its files, for messages.
         recognize: returns which of some files have this format.
         open: opens the files.
-        many_files: whether a dataset usually has many files, so that a damaged one is no reason to stop.
+        many_files: whether a dataset usually has many files; reading then goes on after a damaged file.
     """
 
     name: str

@@ -30,6 +30,7 @@ from clipkit.errors import DataError
 from clipkit.samples import (
     CACHE_GB,
     CAPTION_COLUMNS,
+    ENCODED_COLUMNS,
     IMAGE_COLUMNS,
     IMAGE_EXTENSIONS,
     PARQUET_PART,
@@ -62,7 +63,7 @@ _RIGHT_AND_WRONG = (
     ("caption", re.compile(r"negative_caption")),
 )
 # common column names, compared in the form of ``plain_name``
-_IMAGE = ("image", "img", "images", "picture", "jpg", "png", "webp", *IMAGE_COLUMNS)
+_IMAGE = (*ENCODED_COLUMNS, *IMAGE_COLUMNS)
 _LABEL = ("label", "labels", "fine_label", "cls", "class")
 _CAPTION = ("caption", "captions", "text", "txt", "sentences", "raw", *CAPTION_COLUMNS)
 

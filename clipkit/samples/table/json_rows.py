@@ -59,7 +59,7 @@ def keys_of(values: Iterator[object]) -> list[str]:
 
 
 def record_of(value: dict[str, object] | str, progress: float) -> Record:
-    """Return the row of an object, or of the cause why there is none."""
+    """Return the row of an object; a string is the cause of a bad row."""
     if isinstance(value, str):
         return Record(cells={}, cause=value, progress=progress)
     return Record(cells=value, progress=progress)
@@ -164,7 +164,7 @@ class JsonDocument(Format):
 
 
 def _select_rows(path: Path, document: object) -> list[_Value]:
-    """Return the rows of a document: objects, or strings with the cause why there is none."""
+    """Return the rows of a document: objects, and strings that are causes of bad rows."""
     if isinstance(document, list):
         return [value if isinstance(value, dict) else NOT_AN_OBJECT for value in document]
     if isinstance(document, dict):

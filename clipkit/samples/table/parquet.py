@@ -25,7 +25,8 @@ _BATCH, _BATCH_WITH_BYTES = 1024, 16  # rows that are read at a time, and rows w
 _KEPT_BYTES = 256 << 20  # of row groups in memory; the last two are kept whatever their size
 _MAX_GROUP_BYTES = 16 << 30
 _MAX_IMAGE_BYTES = 256 << 20
-_IMAGE = ("image", "img", "images", "picture", "jpg", "png", "webp")  # common names of columns
+# common names of columns with encoded images
+ENCODED_COLUMNS = ("image", "img", "images", "picture", "jpg", "png", "webp")
 _LISTED = re.compile(r"(.+)\[(\d+)\]")
 
 
@@ -74,7 +75,7 @@ class ParquetSamples(Samples):
         self.schema, self.marks = schema, tuple(marks)
         self._starts = [0, *accumulate(self._sizes)]
         with_images = [field.name for field in schema if has_bytes(field.type)]
-        first = find_column(_IMAGE, with_images)
+        first = find_column(ENCODED_COLUMNS, with_images)
         self._members = sorted(with_images, key=lambda name: name != first)
         self._others = [name for name in schema.names if name not in with_images]
         self._forget()
