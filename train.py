@@ -130,6 +130,8 @@ def main(arguments: Arguments) -> int:
             model = parallel.without_values(model)
             parallel.shard(model, weights, config.sharding, device=device, reshard=config.reshard)
             del weights
+        if config.deterministic:
+            parallel.use_deterministic_algorithms(model, device)
         if config.compile:
             parallel.compile_blocks(model)
         if config.recompute:

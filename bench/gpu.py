@@ -1,12 +1,19 @@
 """Measure a training step and the loss on one GPU relative to a plain implementation, and check CUDA results.
 
-    python -m bench.gpu [--models ViT-B-32 ViT-L-14 ViT-B-16] [--parts right copies loss training]
+    python -m bench.gpu [--models ViT-B-32 ViT-L-14 ViT-B-16] [--parts right exact loop copies loss training resume]
                         [--minutes 8] [--out bench/results/gpu.json]
 
-Requires torch, torchvision, timm and this repository. The run takes at most ``--minutes``, plus a compilation in
-progress: each part gets a fraction of the time, and results are written after each part. Steps run in one
-process on random images and captions of 16 tokens on average that are already on the GPU, and include the
-optimizer. Copies to the GPU are measured separately.
+Requires torch, torchvision, timm and this repository; the part ``loop`` requires clipkit's other dependencies too.
+The run takes at most ``--minutes``, plus a compilation in progress: each part gets a fraction of the time, and
+results are written after each part.
+
+* right: results of CUDA computations against references.
+* exact: whether gradients repeat bit for bit, with the time of torch's deterministic algorithms.
+* resume: whether a run that is killed and resumed ends with the weights of an uninterrupted one.
+* loop: ``train.py`` itself on shards of JPEG files, with its loader.
+* copies, loss: copies to the GPU; the losses alone.
+* training: steps in one process on random images and captions of 16 tokens on average that are already on the GPU,
+  including the optimizer:
 
 * clipkit: bf16 autocast, compiled blocks, packed text, uint8 images normalized on the GPU, tiled float32
   loss, fused AdamW; at the largest batch size that fits and is at least 2% faster than half of it.
@@ -23,9 +30,13 @@ import argparse
 import gc
 import importlib.util
 import json
+import multiprocessing
+import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,6 +47,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.gpu_checks import TINY, check
+from bench.gpu_loop import LoopRun, check_repeats, check_resume, measure_loop, write_shards
 from bench.gpu_steps import Batch, Contestant, clipkit_steps, make_batch, open_clip_steps, other_steps
 from bench.plain_clip import PlainCLIP, plain_loss
 from clipkit.model.architectures import ARCHITECTURES, Architecture
@@ -49,7 +61,8 @@ from clipkit.training.parallel import compile_blocks
 RESULTS = Path(__file__).parent / "results"
 MODELS = ("ViT-B-32", "ViT-L-14", "ViT-B-16")
 FIRST_ROWS = {"ViT-B-32": 1024, "ViT-B-16": 512, "ViT-L-14": 256}
-PARTS = ("right", "copies", "loss", "training")
+PARTS = ("right", "exact", "loop", "copies", "loss", "training", "resume")
+SMALL_RUN = ("model.name=" + TINY, "precision=fp32", "batch_size=16")
 LOSS_ROWS = (32_768, 65_536, 131_072, 262_144, 1_048_576)
 SCALE = 14.3  # exp(t) in the losses
 GAIN = 1.02  # in samples/s that justifies doubling the batch size
@@ -102,6 +115,62 @@ class Bench:
         work()
         self.wait()
         return torch.cuda.max_memory_allocated(self.device) - before
+
+
+def exact(bench: Bench) -> None:
+    """Check whether computations repeat exactly, in a new process: cuBLAS reads its workspace setting once."""
+    models, rows = ((TINY,), 4) if bench.small else (("ViT-B-32", "ViT-B-16", "ViT-L-14"), 64)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        bench.found["exact"] = pool.submit(check_repeats, bench.device, models, rows=rows).result()
+    bench.save()
+    for name, modes in bench.found["exact"].items():
+        print(f"{name}: {modes}", flush=True)
+
+
+def loop(bench: Bench) -> None:
+    """Measure ``train.py`` on shards of JPEG files."""
+    base, large = ("model.name=ViT-B-32", "batch_size=1024"), ("model.name=ViT-L-14", "batch_size=256")
+    runs = [
+        LoopRun(name="ViT-B-32", steps=60, settings=base, profile=5),
+        LoopRun(name="ViT-B-32 compiled", steps=60, settings=(*base, "compile=true")),
+        LoopRun(name="ViT-L-14", steps=40, settings=large),
+        LoopRun(name="ViT-L-14 not deterministic", steps=40, settings=(*large, "deterministic=false")),
+    ]
+    if bench.small:
+        runs = [LoopRun(name=TINY, steps=12, settings=(*SMALL_RUN, "log.every_steps=2"))]
+    report = bench.found["loop"] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shards = shards_for(bench, folder)
+        for run in runs:
+            report[run.name] = measure_loop(shards, folder, run, workers=workers_for(bench))
+            bench.save()
+            print(f"train.py, {run.name}: {json.dumps(report[run.name], indent=1)}", flush=True)
+
+
+def resume(bench: Bench) -> None:
+    """Compare a run that is killed and resumed with an uninterrupted one."""
+    settings: tuple[str, ...] = ("model.name=ViT-B-16", "batch_size=256")
+    steps = 18
+    if bench.small:
+        settings, steps = SMALL_RUN, 60
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shards = shards_for(bench, folder)
+        report = check_resume(shards, folder, settings, steps=steps, workers=workers_for(bench))
+    bench.found["resume"] = report
+    bench.save()
+    print(f"resume: {report}", flush=True)
+
+
+def shards_for(bench: Bench, folder: Path) -> str:
+    if bench.small:
+        return write_shards(folder / "shards", shards=4, samples=32, side=64)
+    return write_shards(folder / "shards", shards=16, samples=1024, side=256)
+
+
+def workers_for(bench: Bench) -> int:
+    return 1 if bench.small else max(1, (os.cpu_count() or 1) - 2)
 
 
 def most_useful_rows(bench: Bench, one: Contestant, shape: Architecture, first: int, ends: float) -> int:
@@ -355,6 +424,10 @@ def main() -> None:
     if "right" in options.parts:
         bench.found["right"] = check(device, small=small)
         bench.save()
+    if "exact" in options.parts:
+        exact(bench)
+    if "loop" in options.parts:
+        loop(bench)
     if "copies" in options.parts:
         bench.found["copies"] = copies(bench, 8 if small else 1024)
         bench.save()
@@ -368,6 +441,8 @@ def main() -> None:
             bench.free()
             bench.save()
             report(name, found)
+    if "resume" in options.parts:
+        resume(bench)
     if "loss" in options.parts and not small:
         loss_alone(bench, LOSS_ROWS[-1:], 512)  # may exceed the remaining time
     bench.found["minutes"] = options.minutes - bench.left() / 60

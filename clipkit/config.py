@@ -254,7 +254,9 @@ class DataConfig(Section):
         False, "Decode large JPEGs at reduced size: faster; pixel values change by about 0.7 of 255."
     )
     nvjpeg: bool = setting(
-        False, "Decode plain JPEGs on the GPU with torchcodec; pixel values differ by rounding."
+        False,
+        "Decode plain JPEGs on the GPU with torchcodec. Colors that are stored at a lower resolution are repeated "
+        "there and interpolated on the CPU, so pixels at edges of colors differ.",
     )
     truncated: str = setting(
         "error",
@@ -993,6 +995,11 @@ class Config(Section):
     )
     compile: bool = setting(
         False, "Compile blocks with torch.compile: steps are faster, but the start takes a minute or more."
+    )
+    deterministic: bool = setting(
+        True,
+        "On GPUs, use algorithms that repeat bit for bit, so that a resumed run equals one that never stopped. "
+        "CPUs always do.",
     )
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -5,6 +5,7 @@ the current step. Only SIGKILL ends them early.
 """
 
 import atexit
+import gc
 import multiprocessing
 import os
 import signal
@@ -58,9 +59,13 @@ class Workers(Generic[T]):
         self._earlier = signal.getsignal(signal.SIGCHLD)
         self._processes: list[BaseProcess] = []
         others = set(multiprocessing.active_children())
+        # A forked worker must not finalize garbage of the trainer: the end of a CUDA event would abort the worker.
+        gc.collect()
+        gc.freeze()
         try:
             self._iterator = iter(loader)
         finally:
+            gc.unfreeze()
             self._processes = [one for one in multiprocessing.active_children() if one not in others]
             if self._iterator is None:  # a worker was killed already, or Ctrl-C
                 try:

@@ -16,6 +16,7 @@ from typing import Any, TextIO, cast
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from clipkit.config import LogConfig, OptimConfig, PixelsConfig
@@ -371,7 +372,12 @@ class Profile:
     def _write(self, recorded: Any) -> None:
         self._written = True
         time_name = "self_device_time_total" if self._cuda else "self_cpu_time_total"
-        times = [(float(getattr(one, time_name)), one) for one in recorded.key_averages()]  # microseconds
+        # annotations and, on a GPU, kernels state the time of operations a second time
+        times = [
+            (float(getattr(event, time_name)), event)  # microseconds
+            for event in recorded.key_averages()
+            if event.device_type == DeviceType.CPU and not event.is_user_annotation
+        ]
         times.sort(key=lambda pair: -pair[0])
         total = max(1e-9, sum(own for own, _ in times))
         lines = [

@@ -20,7 +20,7 @@ from clipkit.training.parallel import is_sharded, local_part, sharded_like, sums
 
 __all__ = [
     "AdamW", "Muon", "MuonWithAdamW", "StableAdamW", "Uncompiled", "adamw", "expected_state", "make_optimizer",
-    "muon", "parameter_groups", "stable_adamw",
+    "muon", "orthogonalize", "parameter_groups", "stable_adamw",
 ]  # fmt: skip
 
 Groups = list[dict[str, Any]]
@@ -139,8 +139,9 @@ class MuonWithAdamW(Uncompiled):
 
     Muon orthogonalizes the update of a matrix, in bfloat16, and scales it to the norm of AdamW's updates (Liu et
     al., section 2.2), so both use one learning rate and weight decay. The projection of queries, keys and values is
-    one matrix. If parameters are sharded, so is their state, and each rank orthogonalizes the gathered matrices. On
-    CPUs each core orthogonalizes one matrix at a time; the result is bit-identical.
+    one matrix. If parameters are sharded, so is their state, and each rank orthogonalizes the gathered matrices.
+    On CPUs each core orthogonalizes one matrix at a time; the result is bit-identical to torch's. On GPUs, matrices
+    of one shape are orthogonalized together, which equals torch's result up to the rounding of bfloat16.
 
     Groups with ``"matrices": True`` are Muon's. State of their parameters: ``momentum_buffer``, of their shape and
     dtype; of others AdamW's ``exp_avg``, ``exp_avg_sq`` and ``step``.
@@ -187,8 +188,36 @@ class MuonWithAdamW(Uncompiled):
                 with one_core_each(torch.get_num_threads()) as pool:
                     deque(pool.map(self._step_matrix, *zip(*pairs, strict=True)), maxlen=0)
             else:
-                optimizer.step()
+                for group in optimizer.param_groups:
+                    self._step_stacked(group)
         return loss
+
+    def _step_stacked(self, group: dict[str, Any]) -> None:
+        """Make Muon's update of all matrices of a group, those of one shape together."""
+        by_shape: dict[torch.Size, list[Tensor]] = {}
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                by_shape.setdefault(parameter.shape, []).append(parameter)
+        for shape, parameters in by_shape.items():
+            rate = group["lr"] * 0.2 * math.sqrt(max(shape))
+            size = max(1, _LARGE_CHUNK // shape.numel())
+            for start in range(0, len(parameters), size):
+                chunk = parameters[start : start + size]
+                steps = orthogonalize(self._average_gradients(chunk, group["momentum"]))
+                torch._foreach_mul_(chunk, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(chunk, list(steps.float().unbind()), alpha=-rate)
+
+    def _average_gradients(self, parameters: list[Tensor], momentum: float) -> Tensor:
+        """Update the moving averages of gradients and return Nesterov's, (N, A, B) in bfloat16."""
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        averages = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        torch._foreach_lerp_(averages, gradients, 1 - momentum)
+        stack = parameters[0].new_empty((len(parameters), *parameters[0].shape), dtype=torch.bfloat16)
+        torch._foreach_copy_(list(stack.unbind()), torch._foreach_lerp(gradients, averages, momentum))
+        return stack
 
     def _step_matrix(self, group: dict[str, Any], parameter: Tensor) -> None:
         """Make Muon's update of one matrix."""
@@ -219,6 +248,23 @@ class MuonWithAdamW(Uncompiled):
                     adjust_lr_fn=group["adjust_lr_fn"],
                 ).step()  # type: ignore[no-untyped-call]
                 parameter.mul_(1 - rate * decay).add_(sharded_like(parameter, step.detach()))
+
+
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """Replace the singular values of matrices (N, A, B) by values near 1.
+
+    Five steps of the quintic Newton–Schulz iteration with the coefficients of Jordan (2024), as in torch's Muon.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    if is_tall:
+        matrices = matrices.mT
+    matrices = matrices / torch.linalg.matrix_norm(matrices, keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        gram = matrices @ matrices.mT  # (N, A, A)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        matrices = torch.baddbmm(matrices, polynomial, matrices, beta=a)
+    return matrices.mT if is_tall else matrices
 
 
 # values that are processed at a time: those that fit in a core's cache; on GPUs to limit temporary memory

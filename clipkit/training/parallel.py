@@ -4,6 +4,7 @@ Sharded parameters are DTensors: each rank holds some of the rows. The temperatu
 stay whole; their gradients are averaged here instead of by FSDP2.
 """
 
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "clip_gradients", "compile_blocks", "complete_gradients", "gathered", "is_sharded", "local_gradients",
     "local_part", "put", "recompute_blocks", "replicated", "scalars", "shard", "sharded_like", "sums_over_parts",
-    "whole", "without_values", "zeros_of",
+    "use_deterministic_algorithms", "whole", "without_values", "zeros_of",
 ]  # fmt: skip
 
 
@@ -220,6 +221,20 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 _MAX_SHAPES = 32  # of a compiled function, before it runs uncompiled
+
+
+def use_deterministic_algorithms(model: CLIP, device: torch.device) -> None:
+    """Make computations on a GPU repeat bit for bit; call this before the first one.
+
+    The backward pass of attention over more than two blocks of keys otherwise adds the parts of a gradient in any
+    order. Towers of other libraries may use operations without a deterministic algorithm, about which torch warns.
+    """
+    if device.type == "cuda":
+        # read by cuBLAS when it is first used
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=len(model.transformers) < 2)
+        # only needed to make the use of uninitialized memory repeat
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def compile_blocks(model: CLIP, *, backend: str = "inductor") -> None:

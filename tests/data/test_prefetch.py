@@ -42,7 +42,8 @@ def shards(own_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Shards:
         for number in range(20):
             pixels = np.random.default_rng(number).integers(0, 256, (40, 40, 3), dtype=np.uint8)
             file = io.BytesIO()
-            Image.fromarray(pixels).save(file, "jpeg")
+            # colors at full resolution: decoders differ in how they enlarge others
+            Image.fromarray(pixels).save(file, "jpeg", subsampling=0)
             caption = "word " * (number % 5) + str(number)
             writer.write(
                 "train", Record(key=f"{number:02d}", image=file.getvalue(), extension="jpg", caption=caption)

@@ -21,9 +21,11 @@ from clipkit.training import OPTIMIZERS, SCHEDULES, learning_rate
 from clipkit.training.build import places
 from clipkit.training.checkpoint import optimizer_tensors, restore_optimizer
 from clipkit.training.optim import (
+    MuonWithAdamW,
     adamw,
     expected_state,
     make_optimizer,
+    orthogonalize,
     parameter_groups,
 )
 from clipkit.training.sam import perturbed_weights
@@ -431,3 +433,37 @@ def test_sam_gradients_equal_those_of_perturbed_weights_and_weights_are_restored
         assert ours.grad is not None and theirs.grad is not None
         assert torch.allclose(ours.grad, theirs.grad, rtol=1e-12, atol=1e-15)
         assert not torch.equal(ours.grad, first[name])
+
+
+def test_muon_of_stacked_matrices_equals_torch_up_to_bfloat16() -> None:
+    config = OptimConfig(name="muon", lr=1e-2, weight_decay=0.1)
+    ours, theirs = create(TINY, seed=0), create(TINY, seed=0)
+    before = [parameter.detach().clone() for parameter in ours.parameters()]
+    mine, reference = make_optimizer(ours, config), make_optimizer(theirs, config)
+    assert isinstance(mine, MuonWithAdamW)
+    for step in range(3):
+        give_gradients(ours, step)
+        with torch.no_grad():
+            for group in mine.param_groups:
+                if group["matrices"]:
+                    mine._step_stacked(group)
+        give_gradients(theirs, step)
+        reference.step()
+    matrices = {
+        id(parameter) for group in mine.param_groups if group["matrices"] for parameter in group["params"]
+    }
+    compared = 0
+    for start, parameter, expected in zip(before, ours.parameters(), theirs.parameters(), strict=True):
+        if id(parameter) in matrices:
+            difference = (parameter - expected).norm() / (expected - start).norm()
+            assert difference < 0.01
+            compared += 1
+    assert compared == 16
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 20), (2, 20, 8), (1, 5, 5)])
+def test_orthogonalize_gives_singular_values_near_one(shape: tuple[int, int, int]) -> None:
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    values = torch.linalg.svdvals(orthogonalize(matrices))
+    assert values.shape == (shape[0], min(shape[1:]))
+    assert values.min() > 0.5 and values.max() < 1.3
