@@ -187,14 +187,7 @@ class ShardIndex:
 
     def members(self, row: int) -> tuple[str, ...]:
         """Return the names of a sample's members in file order."""
-        ends, names, _, _ = self._member_views
-        layout = names[ends[row - 1] if row else 0 : ends[row]].tobytes()
-        members = self._layouts.get(layout)
-        if members is None:
-            texts = [*self.names]
-            numbers = np.frombuffer(layout, self.member_names.dtype).tolist()
-            members = self._layouts[layout] = tuple(texts[number] for number in numbers)
-        return members
+        return self._find_layout(row)[1]
 
     def span(self, row: int, name: str) -> tuple[int, int]:
         """Return byte offset and size of a sample's member; (0, 0) if it is missing.
@@ -205,18 +198,31 @@ class ShardIndex:
 
     def spans(self, row: int, names: Iterable[str]) -> list[tuple[int, int]]:
         """Return byte offset and size of several members of a sample, as ``span``."""
-        ends, _, blocks, sizes = self._member_views
-        start = ends[row - 1] if row else 0
-        members = self.members(row)
+        _, _, blocks, sizes = self._member_views
+        start, _, positions = self._find_layout(row)
         spans = []
         for name in names:
-            name = name or find_image(members)
-            if name in members:
-                position = start + members.index(name)
-                spans.append((blocks[position] * _BLOCK, sizes[position]))
-            else:
+            position = positions.get(name)
+            if position is None:
                 spans.append((0, 0))
+            else:
+                spans.append((blocks[start + position] * _BLOCK, sizes[start + position]))
         return spans
+
+    def _find_layout(self, row: int) -> tuple[int, tuple[str, ...], dict[str, int]]:
+        """Return where a sample's members begin in the arrays, their names, and their positions by name."""
+        ends, numbers, _, _ = self._member_views
+        start = ends[row - 1] if row else 0
+        layout = numbers[start : ends[row]].tobytes()
+        names, positions = self._layouts.get(layout, ((), {}))
+        if not positions and layout:
+            texts = [*self.names]
+            names = tuple(texts[number] for number in np.frombuffer(layout, self.member_names.dtype).tolist())
+            positions = {name: position for position, name in enumerate(names)}
+            if image := find_image(names):
+                positions[""] = positions[image]
+            self._layouts[layout] = names, positions
+        return start, names, positions
 
     def has_any(self, names: Iterable[str]) -> npt.NDArray[np.bool_]:
         """Return which samples have at least one of these members, (N,)."""
@@ -247,8 +253,9 @@ class ShardIndex:
         return self.member_ends.data, self.member_names.data, self.member_blocks.data, self.member_sizes.data
 
     @cached_property
-    def _layouts(self) -> dict[bytes, tuple[str, ...]]:
-        return {}  # names of the members by a piece of ``member_names``
+    def _layouts(self) -> dict[bytes, tuple[tuple[str, ...], dict[str, int]]]:
+        # by a piece of ``member_names``; "" is the position of the image
+        return {}
 
 
 def index_place(shard: ShardFile) -> Path:

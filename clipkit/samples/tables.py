@@ -6,6 +6,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,8 @@ class TableSamples(Samples):
                     raise DataError(
                         f"--group-by: {table.path} has no such column {group_by!r} ({nearest(group_by, names)})"
                     )
+        # consecutive calls are about the same sample
+        self._find_path = lru_cache(maxsize=4)(listed_path)
         self._rows = RowsByKey(every_row=True)
         self._starts: list[int] = []  # by table, the number of rows before it
         number = 0
@@ -101,7 +104,8 @@ class TableSamples(Samples):
                 image = digest_key(b"path" + path.encode("utf-8", "surrogatepass"))
             except (DataError, ValueError):  # not a file, which is the cause of a bad sample
                 image = b""
-        row = replace(row, number=number, path=content)
+        if (row.number, row.path) != (number, content):
+            row = replace(row, number=number, path=content)
         if not row.cause and table.needs_caption:
             try:
                 check_captions(row.caption)
@@ -163,7 +167,7 @@ class TableSamples(Samples):
             raise DataError(row.cause)
         if not isinstance(row.path, str):
             raise DataError("the image is in the table")
-        return listed_path(self._table_of(row).image_folder, row.path)
+        return self._find_path(self._table_of(row).image_folder, row.path)
 
     def key(self, i: int) -> str:
         """Return the path of the image, or the number of the row if it has none."""
@@ -171,7 +175,7 @@ class TableSamples(Samples):
         if not isinstance(row.path, str) or not row.path:
             return str(row.number)
         try:
-            return str(listed_path(self._table_of(row).image_folder, row.path))
+            return str(self._find_path(self._table_of(row).image_folder, row.path))
         except DataError:
             return row.path
 

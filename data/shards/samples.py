@@ -101,13 +101,12 @@ class Shards(OpenShards[SelectedShard]):
             negatives = json_members([rule.negatives], names) if rule.negatives else []
             plan = [*dict.fromkeys([self.selection.image, *rule.members(names), *negatives])]
             self._plans[names] = plan
-        contents = zip(plan, opened.read(row, plan), strict=True)
-        members = {name: data for name, data in contents if data is not None}
-        image = members.pop(self.selection.image, b"")
+        image, *texts = opened.read(row, plan)
+        members = {name: data for name, data in zip(plan[1:], texts, strict=True) if data is not None}
         return Sample(
             shard=opened.shown,
             key=opened.index.key(row),
-            image=image,
+            image=image or b"",
             fields=self.selection.captions.parse(members),
             caption_number=opened.caption_number(within),
         )

@@ -79,7 +79,7 @@ _FIRST_ROWS, _MOST_FOLDERS = 20, 100  # images that are looked for, and folders 
 _NOT_TEXT = re.compile("[\udc80-\udcff]")  # bytes that are not UTF-8, see ``open_text``
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)  # with slots, pickling would take three times as long
 class Row:
     """One row: its path and caption (None without such a column), or why it cannot be read."""
 
