@@ -234,13 +234,11 @@ class ShardIndex:
         return has
 
     @property
-    def repeated(self) -> str:
-        """Numbers of repeated members, which are not used, for a message; "" if there are none."""
-        indexed = np.bincount(self.member_names, minlength=len(self.names)).tolist()
-        extra = {name: count - used for (name, count), used in zip(self.names.items(), indexed, strict=True)}
-        return ", ".join(
-            f"{count} more {name} in samples that have one already" for name, count in extra.items() if count
-        )
+    def repeated(self) -> dict[str, int]:
+        """Number of members that are not the first with their name in a sample, which are not used, by name."""
+        used = np.bincount(self.member_names, minlength=len(self.names)).tolist()
+        counts = zip(self.names.items(), used, strict=True)
+        return {name: count - first for (name, count), first in counts if count > first}
 
     # Single numbers are read ten times faster from memory views than from arrays.
 

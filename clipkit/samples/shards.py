@@ -268,7 +268,9 @@ class ShardSamples(OpenShards[Shard], Samples):
             if index.truncated:
                 self._faults.append(index.truncated)
             if index.repeated:
-                self._faults.append(f"{file.shown}: {index.repeated}")
+                counts_by_name = [f"{count} more {name}" for name, count in index.repeated.items()]
+                members = ", ".join(counts_by_name)
+                self._faults.append(f"{file.shown}: {members} in samples that have one already")
             digest.update(json.dumps([file.name, file.size, index.digest]).encode())
         self._content_id = digest.hexdigest()[:16]
         super().__init__(counts)

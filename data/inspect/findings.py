@@ -8,10 +8,8 @@ from typing import Any
 
 from clipkit.samples import Decoding, TraitCounts
 
-__all__ = [
-    "PERCENTILES", "BadCause", "Broken", "Captions", "ChannelValues", "DeepImages", "Example", "Field", "Fields",
-    "Filtered", "Findings", "HeldOut", "Histogram", "Images", "Member", "Names", "Place", "Sampled", "ShardsFound",
-]  # fmt: skip
+# of the values of deep images
+PERCENTILES = (1, 50, 99)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +64,7 @@ class Member:
         name: name without the key, such as "jpg" or "sci.txt".
         count: their number, repeated ones included.
         repeated: how many of them are not the first with this name in their sample; training ignores these.
-        used_as: "image", "caption", "json" or "label"; "" if training ignores them.
+        used_as: "image", "caption" or "json"; "" if training ignores them.
         setting: the setting with which training would use them; "" without one.
     """
 
@@ -79,22 +77,19 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """Keys and members in the inspected shards.
+    """Samples and members in the inspected shards.
 
     Attributes:
         groups: samples, usable or not.
         members: the most frequent members.
         without_picture: samples with other members but no image.
         without_caption: samples with an image but no caption.
-        apart: keys that occur again later in their shard.
     """
 
     groups: int
     members: tuple[Member, ...]
     without_picture: int
     without_caption: int
-    apart: int
-    apart_example: Place | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +108,16 @@ class Histogram:
         return cls(
             title=title,
             labels=(*labels, f"{edges[-1]} and more"),
-            counts=tuple(counts[number] for number in range(len(edges))),
+            counts=tuple(counts[i] for i in range(len(edges))),
         )
+
+    @property
+    def bins(self) -> list[tuple[str, int]]:
+        """Label and count of the bins from the first to the last that is not empty."""
+        filled = [i for i, count in enumerate(self.counts) if count]
+        if not filled:
+            return []
+        return [(self.labels[i], self.counts[i]) for i in range(filled[0], filled[-1] + 1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +164,7 @@ class Captions:
     longest: int
     repeated: int
     frequent: tuple[tuple[str, int], ...]
-    unknown: tuple[str, ...] = ()
+    unknown: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,9 +201,6 @@ class Filtered:
     left_out: dict[str, int]
 
 
-PERCENTILES = (1, 50, 99)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ChannelValues:
     """The smallest and the largest value of a channel, and ``PERCENTILES`` of a sample of the values."""
@@ -235,9 +235,9 @@ class Images:
         formats: number of images per format, by content.
         small: images with a shorter side below the model's image size.
         depths: number of images by depth and number of channels, such as "8-bit, 3 channels".
-        deep: the images that need a pixel range, by number of channels.
         traits: number of images with each trait of which decoding loses information.
         traits_at: the first images with each trait.
+        deep: the images that need a pixel range, by number of channels.
         same: files that are identical to others.
         same_groups: a few groups of identical files.
     """
