@@ -1,7 +1,7 @@
 """Pack images and captions of a table or a folder into a dataset folder.
 
 A table lists paths of images, or holds encoded images (Parquet). In a folder, each image has its captions in a file
-of the same name (see ``clipkit.samples.caption_files``); or a table directly in the folder lists them, such as
+of the same name (see ``clipkit.samples.image_folder``); or a table directly in the folder lists them, such as
 ``captions.csv``; or there are no captions and a subfolder for each class, whose name is the caption. The table
 ``metadata.csv`` of the Hugging Face hub precedes files of captions.
 
@@ -62,8 +62,6 @@ from data.captions import field_name
 from data.shards.images import BadImage, Resize, Storing, store_image
 from data.shards.writer import DatasetWriter, Record
 
-__all__ = ["FieldNames", "PackReport", "fields_of", "pack", "packed"]
-
 LARGEST_FILE = 64 * 2**20  # bytes
 LARGEST_JSON = 2**20  # bytes per sample
 _OWN_FIELDS = ("caption", "captions")  # json fields with a special meaning
@@ -83,17 +81,14 @@ class PackReport:
         rows: number of rows that they come from.
         bad: number of bad rows per cause.
         bad_rows: file that lists the bad rows; None if there are none.
-        not_upright: packed images with an EXIF orientation.
-        deep: packed grayscale images with more than 8 bits.
-        transparent: packed images that are partly transparent, or were before blending onto a background.
-        several_captions: packed images with more than one caption.
+        marks: number of packed images that are "not upright" by EXIF, "deep" (gray of more than 8 bits),
+            "transparent" in part (or were before blending onto a background), or with "several captions"; of
+            "equal captions" that were left out because their image has the same one; and of rows with "other
+            images" than the first row of their group.
         captions: the fewest and the most captions of a packed image.
-        equal_captions: captions that were left out because their image has the same one already.
-        other_images: rows whose image was not used because the first row of their group has another.
         fields: other columns that were stored, with their json field names.
         left_out: columns that were left out, with the reason.
         classes: names of classes that are the captions, if the images are in a folder per class.
-        hint: why subfolders are not read as classes if most images have no caption, otherwise "".
     """
 
     splits: Mapping[str, int]
@@ -102,17 +97,11 @@ class PackReport:
     image_column: str
     caption_column: str
     bad_rows: Path | None
-    not_upright: int
-    deep: int
-    transparent: int
-    several_captions: int
+    marks: Mapping[str, int]
     captions: tuple[int, int]
-    equal_captions: int
-    other_images: int
     fields: Mapping[str, str]
     left_out: Mapping[str, str]
     classes: Sequence[str]
-    hint: str
 
     @property
     def packed(self) -> int:
@@ -261,7 +250,7 @@ def pack(
             causes = "; ".join(f"{count} × {cause} ({firsts[cause]})" for cause, count in bad.most_common())
             expected = ""
             if folder is not None:
-                expected = f"; expected {_LAYOUTS}{folder.hint}"
+                expected = f"; expected {_LAYOUTS}"
             elif "missing file" in bad:
                 expected = f"; paths are relative to the folder of the table, {paths[0].parent}"
             raise DataError(f"no row of {paths[0]} can be packed: {causes or 'it has no rows'}{expected}")
@@ -269,6 +258,8 @@ def pack(
             listing.unlink()
         splits = dict(writer.counts)
         captions = (min(caption_counts), max(caption_counts))
+        marks["several captions"] = sum(count for size, count in caption_counts.items() if size > 1)
+        marks["other images"] = samples.other_images
         classes: list[str] = []
         caption_source = samples.caption_column
         if folder is not None:
@@ -299,17 +290,11 @@ def pack(
         image_column=samples.image_column,
         caption_column=caption_source,
         bad_rows=writer.out / listing.name if bad else None,
-        not_upright=marks["not upright"],
-        deep=marks["deep"],
-        transparent=marks["transparent"],
-        several_captions=sum(count for size, count in caption_counts.items() if size > 1),
+        marks=marks,
         captions=captions,
-        equal_captions=marks["equal captions"],
-        other_images=samples.other_images,
         fields=kept,
         left_out=tables[0].left_out if tables else {},
         classes=classes,
-        hint=folder.hint if folder is not None and bad["no caption"] > sum(splits.values()) else "",
     )
 
 
@@ -457,12 +442,6 @@ def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
 
     A source is packed again if the path, size, modification time or permissions of a table or of a file in a folder
     of images, or the version of a remote table, have changed. Remote tables are deleted when they are packed.
-
-    Args:
-        sources: tables, a folder of images (see ``pack``), or remote Parquet files.
-
-    Raises:
-        DataError: as for ``pack``, or a remote table cannot be downloaded.
     """
     digest = hashlib.sha256(f"{_REVISION}".encode())
     remote = [one for one in sources if isinstance(one, ShardFile)]

@@ -21,17 +21,11 @@ from data.selection import SelectedShard, Selection
 from data.shards.manifest import make_manifest
 from data.sources import find_shards
 
-__all__ = ["command", "palette_of"]
-
 _PIXELS = 1 << 20  # over all images
 
 
 def palette_of(pixels: npt.NDArray[np.uint8], colors: int, *, seed: int = 0) -> npt.NDArray[np.float32]:
-    """Return (C, 3) colors in [-1, 1], sorted, of pixels (N, 3).
-
-    Raises:
-        ConfigError: there are fewer different pixels than colors.
-    """
+    """Return (C, 3) colors in [-1, 1], sorted, of pixels (N, 3)."""
     different = len(np.unique(pixels, axis=0))
     if different < colors:
         raise ConfigError(f"--colors {colors}: the images have only {different:,} different colors")

@@ -47,17 +47,6 @@ from clipkit.inference.inputs import Item, Kind
 from clipkit.inference.storage import STORAGE, ReusableRows, storage_of
 from clipkit.inference.stream import Failure, Features
 
-__all__ = [
-    "ContentDigest",
-    "EmbeddingFolder",
-    "Manifest",
-    "Part",
-    "PartDigest",
-    "Totals",
-    "only_writer",
-]
-
-
 _FORMAT = 2
 _CHECK_SECONDS = 1.0
 # settings that must not change when a run is resumed, and their names in error messages
@@ -222,9 +211,6 @@ def only_writer(out: Path, process: int, processes: int) -> Iterator[None]:
 
     Other processes with the same index are excluded, and all processes of runs with another number of processes,
     since their parts overlap.
-
-    Raises:
-        ConfigError: such a process is writing to the folder.
     """
     out.mkdir(parents=True, exist_ok=True)
     with lock_output(out, "clipkit encode", lock=out / f".lock-{process}-of-{processes}"):
@@ -347,9 +333,6 @@ class EmbeddingFolder:
         """Write the list of failures, clean up and return the totals; return None unless every part is complete.
 
         Of several processes, the last to finish gets the totals, or all that finish at the same time.
-
-        Raises:
-            DataError: another process found other items in the same sources.
         """
         if any(self._stored().get(name) != getattr(self.manifest, name) for name in ("items", "digest")):
             raise DataError("the sources changed while they were being read: run the same command again")
@@ -446,7 +429,6 @@ class EmbeddingFolder:
         self.stale = sum(part < self.manifest.files for part in stale)
 
     def _set_aside(self, embeddings: Path, metadata: Path) -> None:
-        """Move the rows and metadata of an outdated part to the reusable ones."""
         former = self.out / ".former"
         former.mkdir(exist_ok=True)
         name = secrets.token_hex(8)
@@ -454,7 +436,6 @@ class EmbeddingFolder:
         metadata.replace(former / f"{name}.parquet")
 
     def _own(self, folder: Path) -> list[tuple[int, Path]]:
-        """List the files of this process's parts in a folder, with the parts' numbers."""
         found = ((_NUMBERED.fullmatch(path.name), path) for path in folder.iterdir())
         numbered = ((int(match[1]), path) for match, path in found if match)
         return [(part, path) for part, path in numbered if part % self._processes == self._process]
@@ -499,7 +480,6 @@ class EmbeddingFolder:
 
 
 def _counts(record: Path) -> dict[str, Any]:
-    """Read the first line of a part's record."""
     with record.open("rb") as file:
         counts: dict[str, Any] = json.loads(file.readline())
     return counts

@@ -124,9 +124,6 @@ class FeatureStream:
 
     Attributes:
         counts: how many of the images encoded so far are transparent or rotated by EXIF.
-
-    Raises:
-        ConfigError: a setting is out of range.
     """
 
     def __init__(
@@ -295,7 +292,6 @@ class FeatureStream:
         thumbnails: bool,
         reusable: ReusableRows | None = None,
     ) -> _Ready | Failure:
-        """Read and decode an item."""
         part, item = given
         image, caption, cause, content = _read(item, kind, captions=captions)
         digest = content_digest(image if kind == "image" else (caption or "").encode())
@@ -346,7 +342,6 @@ class FeatureStream:
         return rows
 
     def _rows(self, batch: Sequence[_Ready], kind: Kind, *, pad: bool = False) -> npt.NDArray[np.float32]:
-        """Encode B items → (B, O)."""
         dtype = PRECISIONS[self.precision]
         autocast = torch.autocast(self.device.type, dtype or torch.bfloat16, enabled=dtype is not None)
         try:

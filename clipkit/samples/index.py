@@ -264,12 +264,7 @@ def index_place(shard: ShardFile) -> Path:
 
 
 def stored_index(shard: ShardFile, *, truncated: str = "error") -> ShardIndex | None:
-    """Return the index of a shard from the cache folder, None if it was never scanned.
-
-    Args:
-        shard: the shard.
-        truncated: "error", or "use" to accept the index of a truncated shard's intact part.
-    """
+    """Return the index of a shard from the cache folder, None if it was never scanned."""
     place = index_place(shard)
     for path in (place, place.with_suffix(".truncated")) if truncated == "use" else (place,):
         with suppress(TypeError):
@@ -291,17 +286,7 @@ def keep_index(shard: ShardFile, index: ShardIndex) -> None:
 
 
 def index_shard(shard: ShardFile, path: Path | None = None, *, truncated: str = "error") -> ShardIndex:
-    """Return the index of a local shard, from the cache folder if it was scanned before.
-
-    Args:
-        shard: the shard.
-        path: local file with its content; default: its own path.
-        truncated: as for ``index_of_members``.
-
-    Raises:
-        TruncatedError: the file is truncated.
-        DataError: the file is missing, compressed, or not a tar.
-    """
+    """Return the index of a local shard, from the cache folder if it was scanned before."""
     index = stored_index(shard, truncated=truncated)
     if index is not None:
         return index
@@ -399,9 +384,6 @@ def with_content(index: ShardIndex, path: Path) -> ShardIndex:
 
     The digested bytes are on pages that a scan of the headers has just read. Modification times of members are not
     included: a shard packed again from the same files has the same digest.
-
-    Raises:
-        OSError: the shard cannot be read.
     """
     extensions = [name.rpartition(".")[2] for name in index.names]
     starts = index.member_blocks.astype(np.int64) * _BLOCK

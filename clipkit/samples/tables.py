@@ -37,9 +37,6 @@ class TableSamples(Samples):
         group_by: column whose value is the same in the rows of an image; rows without a value are not grouped.
         progress: called now and then while the tables are read, with the fraction and the number of rows read.
 
-    Raises:
-        DataError: the temporary file of rows cannot be written, or rows cannot be grouped by ``group_by``.
-
     Attributes:
         tables: the tables.
         image_column: column of the images; "" if there is none.
@@ -157,11 +154,7 @@ class TableSamples(Samples):
         return self.row(i).cause
 
     def path(self, i: int) -> Path:
-        """Return the file of an image.
-
-        Raises:
-            DataError: the sample cannot be used, its path is a web address, or the image is in the table.
-        """
+        """Return the file of an image."""
         row = self.row(i)
         if row.cause:
             raise DataError(row.cause)
@@ -188,11 +181,7 @@ class TableSamples(Samples):
         return [self.image_column] if self.image_column else []
 
     def fields(self, i: int) -> dict[str, Any]:
-        """Return the other columns, and the captions that are not blank as a list.
-
-        Raises:
-            DataError: the sample cannot be used; or a value is nested too deeply.
-        """
+        """Return the other columns, and the captions that are not blank as a list."""
         row = self.row(i)
         if row.cause:
             raise DataError(row.cause)

@@ -70,10 +70,6 @@ def sample_name(name: str) -> tuple[str, str] | None:
 def tar_files(path: Path, *, called: str = "") -> Iterator[tuple[str, int, int]]:
     """Yield name, data offset and size of every regular file of a tar; supports GNU and PAX long names.
 
-    Args:
-        path: the tar.
-        called: name for error messages, by default the path.
-
     Raises:
         TruncatedError: the file is truncated; raised after all intact members.
         DataError: it is compressed, damaged or not a tar; raised after all members before the damage.
@@ -397,7 +393,6 @@ def _text(data: bytes) -> str:
 
 
 def _names(headers: npt.NDArray[np.uint8]) -> list[str]:
-    """Return the names in (N, 512) headers."""
     fields = headers[:, :100].copy().view("S100").ravel().tolist()  # trailing zeros are removed
     together = b"\0".join(fields)
     if together.count(b"\0") >= len(fields):  # a name contains zeros, or there is none

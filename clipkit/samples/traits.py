@@ -163,15 +163,7 @@ class TraitCounts:
 
 
 def color_of(color: str | Color, *, setting: str = "background") -> Color | None:
-    """Parse a color to red, green and blue, each 0–255; return None for "none".
-
-    Args:
-        color: a name, "#rrggbb", or three numbers.
-        setting: name of the setting in error messages.
-
-    Raises:
-        ConfigError: the color is unknown, or not opaque.
-    """
+    """Parse a color to red, green and blue, each 0–255; return None for "none"."""
     from PIL import ImageColor
 
     rgb: object = color

@@ -67,19 +67,7 @@ class ShardScan:
 
 
 class ShardSurvey(OpenShards[Shard]):
-    """The usable samples of some of the shards, spread evenly; shards that cannot be read are recorded.
-
-    Args:
-        sources: as in ``data.train``.
-        split: of dataset folders.
-        selection: decides which samples are usable.
-        cache: for remote shards.
-        shards: number of shards to scan; 0 for 64, or 32 remote ones.
-        quiet: print no progress.
-
-    Raises:
-        DataError: a source has no shards, or cannot be listed, or the first shards contain no pair.
-    """
+    """The usable samples of some of the shards, spread evenly; shards that cannot be read are recorded."""
 
     def __init__(
         self,
@@ -144,7 +132,6 @@ class ShardSurvey(OpenShards[Shard]):
             yield SelectedShard(file, self.selection, self.cache)
 
     def _no_pair(self) -> str:
-        """Explain why training could not start."""
         censuses = [scan.census for scan in self.scans if scan.census is not None]
         if censuses:
             file = next(scan.file for scan in self.scans if scan.census is not None)
@@ -207,7 +194,6 @@ class ShardSurvey(OpenShards[Shard]):
         )
 
     def _find_use(self, member: str) -> str:
-        """Return what training uses members with a name for, "" if it ignores them."""
         if member == self.selection.image or (member in IMAGE_EXTENSIONS and not self.selection.image):
             return "image"
         if is_json(member):

@@ -282,7 +282,6 @@ def _spread(total: int, count: int) -> list[int]:
 def _compare_test_split(
     sources: Sequence[str], selection: Selection, train: Sequence[Sample], samples: int
 ) -> HeldOut | None:
-    """Compare the test split of dataset folders with images of the training split."""
     folders = [source for source in sources if (Path(source) / "test").is_dir()]
     if not folders:
         return None

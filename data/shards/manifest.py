@@ -47,20 +47,6 @@ from data.captions import TEXT, CaptionRule, Fields, field_hint, is_utf8, leaf_f
 from data.corpora.builtin import end_with_parent
 from data.selection import OUTSIDE, SelectedShard, Selection
 
-__all__ = [
-    "Census",
-    "Manifest",
-    "list_members",
-    "make_manifest",
-    "nothing_usable",
-    "reject_unknown_captions",
-    "reject_unknown_negatives",
-    "suggest_members",
-    "suggest_setting",
-    "take_census",
-]
-
-
 # --------------------------------------------------------------------------------------------------------------
 # Reject names of json fields that no sample has, before training finds only bad samples. One sample with the
 # field is enough, so usually a single sample is read; only if it lacks the field are more samples of several
@@ -252,7 +238,6 @@ def suggest_members(shard: Shard, rule: CaptionRule, image: str = "") -> dict[st
 
 
 def _write_settings(settings: Mapping[str, str]) -> str:
-    """Return what to write for the settings that ``suggest_members`` returns; "" for none."""
     texts = [f"data.{name}={printable(member)}" for name, member in settings.items()]
     return f": set {' '.join(texts)}" if texts else ""
 
@@ -297,12 +282,7 @@ def take_census(
     cache: ShardCache | None = None,
     stats: bool = True,
 ) -> Iterator[tuple[int, Census]]:
-    """Yield number and census of each shard as they become known, the first shard first.
-
-    Raises:
-        DataError: a shard is broken or cannot be downloaded, a process was killed, or no sample of the first shards
-            has a field that captions or filters name.
-    """
+    """Yield number and census of each shard as they become known, the first shard first."""
     done: list[int] = []
     samples = 0
     for number, census in _counted(shards, selection, cache, stats):
@@ -377,11 +357,6 @@ def _census_of(opened: SelectedShard) -> Census:
 
 
 def _stated_count(shard: ShardFile) -> int | None:
-    """Return the number of samples in img2dataset's ``NNNNN_stats.json`` next to a shard, None without it.
-
-    Raises:
-        DataError: the store does not answer.
-    """
     stem, dot, _ = shard.url.rpartition(".tar")
     if not dot or shard.url.startswith("pipe:"):
         return None
@@ -444,11 +419,7 @@ class Manifest:
         return ShardFile(url=self.urls[number], size=int(self.sizes[number]), version=self.versions[number])
 
     def left_out(self, selection: Selection) -> str:
-        """Return how many samples are unused and why, in one line; empty if all are used.
-
-        Args:
-            selection: the one that the manifest was made with.
-        """
+        """Return how many samples are unused and why, in one line; empty if all are used."""
         unusable = {f"without {member}" for member in selection.need} | {"unreadable", OUTSIDE}
         by_filters = [f"{count} {why}" for why, count in self.dropped.items() if why not in unusable]
         others = [f"{count} {why}" for why, count in self.dropped.items() if why in unusable]

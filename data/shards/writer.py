@@ -28,8 +28,6 @@ from clipkit.errors import DataError
 from clipkit.files import lock_output, sync
 from clipkit.samples import ARRAY_EXTENSIONS, IMAGE_EXTENSIONS
 
-__all__ = ["DatasetWriter", "Record"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
@@ -71,10 +69,6 @@ class Record:
 
 class DatasetWriter:
     """Write one dataset folder; nothing appears at ``out`` before ``finish``.
-
-    Args:
-        out: the folder to create; must be new or empty.
-        samples_per_shard: samples per tar.
 
     Raises:
         DataError: ``out`` is not empty, or, on leaving the context, the disk is full.

@@ -54,9 +54,6 @@ def created_once(folder: Path, make: Callable[[Path], object], *, name: str) -> 
         folder: the folder; it is complete when it exists.
         make: creates it under a temporary name, ``.NAME.partial-…``, and renames it.
         name: of the content, for messages.
-
-    Raises:
-        DataError: the cache cannot be written.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -192,7 +189,6 @@ class ShardCache:
             thread.join(max(0.0, until - time.monotonic()))
 
     def _work(self, ahead: _Prefetch) -> None:
-        """Download wanted shards until the cache is closed."""
         while True:
             with ahead.changed:
                 while not ahead.closed:
@@ -288,7 +284,6 @@ class ShardCache:
                 )
 
     def _download(self, shard: ShardFile, stem: Path, ahead: _Prefetch | None) -> None:
-        """Download a shard, with its lock held; a download that is needed now may remove shards in use."""
         part, record, fault = (stem.with_suffix(suffix) for suffix in (".part", ".json", ".fault"))
         known: tuple[int, int] | None = None
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -319,7 +314,6 @@ class ShardCache:
                 part.unlink(missing_ok=True)
 
     def _receive(self, shard: ShardFile, part: Path, ahead: _Prefetch | None) -> tuple[int, int]:
-        """Download a shard into its part file and return size and CRC-32."""
         part.unlink(missing_ok=True)  # of a killed process, or of a failed check
         reserved = 0
 
@@ -340,18 +334,9 @@ class ShardCache:
         return part.stat().st_size, crc
 
     def _reserve(self, part: Path, size: int, *, called: str, urgent: bool, has: int) -> None:
-        """Give a part file its size as soon as there is space.
+        """Give a part file, whose lock is held, its size as soon as there is space.
 
-        Args:
-            part: the file, created if needed; the caller holds its lock.
-            size: in bytes.
-            called: name of the shard in messages.
-            urgent: whether files in use may be removed, and whether to wait for other downloads.
-            has: current size.
-
-        Raises:
-            _NoSpace: no space can be made, and the download is neither urgent nor started.
-            DataError: the shard is larger than the cache, the disk is full, or other downloads make no progress.
+        Only ``urgent`` downloads remove files in use. One that is neither urgent nor started raises ``_NoSpace``.
         """
         if size > self.max_bytes:
             raise DataError(

@@ -72,11 +72,7 @@ class ShardFile:
 
     @classmethod
     def at(cls, path: Path) -> "ShardFile":
-        """Describe a local file.
-
-        Raises:
-            DataError: the file does not exist or is not a regular file.
-        """
+        """Describe a local file."""
         try:
             status = path.stat()
         except OSError as error:
@@ -108,9 +104,6 @@ def list_entries(url: str) -> tuple[list[ShardFile], list[str]]:
 
     Both are empty if there is no folder. On a web server, the folder's page of links is read, which states no
     sizes; only links into the same folder are used.
-
-    Raises:
-        DataError: the folder cannot be listed.
     """
     if protocol_of(url) == "pipe":
         raise DataError(f"{shown(url)}: a stream is not a folder that can be listed; name the shards")
@@ -130,7 +123,6 @@ def list_entries(url: str) -> tuple[list[ShardFile], list[str]]:
 
 
 def _links(folder: str) -> list[str]:
-    """Return the files and folders in a folder that its page links to; folders end with "/"."""
     text = read_text(folder, limit=_MAX_PAGE_BYTES)
     if text is None:
         return []
@@ -363,9 +355,6 @@ def download_all(files: Sequence[ShardFile], folder: Path) -> list[Path]:
     """Download files into a folder under their own names, except those that it has; return their paths.
 
     A file is downloaded again if its size or version differs from that of the copy.
-
-    Raises:
-        DataError: two files have the same name, one cannot be downloaded, or the folder cannot be written.
     """
     paths = [folder / file.name for file in files]
     names = Counter(file.name for file in files)

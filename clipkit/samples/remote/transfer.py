@@ -331,7 +331,6 @@ def _client_of(protocol: str) -> Any:
 
 @contextmanager
 def _library_errors() -> Iterator[None]:
-    """Turn errors of the libraries and the system into ``TransferError``."""
     try:
         yield
     except Exception as error:
@@ -405,7 +404,6 @@ def _call(client: Any, function: Callable[..., Awaitable[Any]], *args: Any, **na
 
 
 def _ask(client: Any, method: str, *args: Any, **named: Any) -> Any:
-    """Call a method of any fsspec client, with a timeout if it is asynchronous."""
     if getattr(client, "async_impl", False):
         return _call(client, getattr(client, f"_{method}"), *args, **named)
     with _library_errors():
@@ -539,7 +537,6 @@ def _facts_of(entry: Mapping[str, Any]) -> tuple[int, str]:
 
 
 def _range_start(content_range: str | None, default: int) -> tuple[int, int]:
-    """Return first byte and size of the whole file, from ``bytes 0-9/100``."""
     if not content_range:
         return 0, default
     span, _, total = content_range.removeprefix("bytes").strip().partition("/")

@@ -173,7 +173,6 @@ class Delimited(Format):
             return [], "a field longer than 131,072 characters (a missing closing quote?)"
 
     def _check_cells(self, fields: Sequence[str], fewest: int) -> str:
-        """Return why a row has too few or too many cells, otherwise ""."""
         if len(fields) < fewest:
             return "too few columns"
         if not self._has_extra_cells(fields):
@@ -231,7 +230,6 @@ def _read_line(text: TextIO) -> str:
 
 
 def _first_rows(start: str, delimiter: str) -> list[list[str]]:
-    """Return the first rows of a text that are not blank."""
     rows: list[list[str]] = []
     with suppress(csv.Error):
         for fields in csv.reader(io.StringIO(start, newline=""), delimiter=delimiter):
@@ -253,7 +251,6 @@ def _kind_of(cell: str) -> str:
 
 
 def _image_like(cell: str) -> bool:
-    """Check whether a cell ends like the name of an image file."""
     suffix = Path(_CAPTION_NUMBER.sub("", cell.strip().lower())).suffix
     return suffix in IMAGE_SUFFIXES or suffix[1:] in ARRAY_EXTENSIONS
 

@@ -192,7 +192,6 @@ def _is_coco(document: object) -> bool:
 
 
 def _join_captions(path: Path, images: Sequence[object], annotations: Sequence[object]) -> list[_Value]:
-    """Return COCO's images with the captions of their annotations."""
     captions: dict[str, list[object]] = {}
     for annotation in annotations:
         if isinstance(annotation, dict) and "caption" in annotation:

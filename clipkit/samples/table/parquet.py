@@ -36,13 +36,6 @@ class ParquetSamples(Samples):
     Members are the columns of bytes, of structs with ``bytes`` (the hub's image datasets), and of lists of one of
     these, whose elements are ``NAME[0]``, ``NAME[1]`` and so on. The first one is probably the image.
 
-    Args:
-        files: files with the same columns, in order.
-        cache: the cache of remote files.
-
-    Raises:
-        DataError: a file cannot be read or has other columns than the first, or pyarrow is missing.
-
     Attributes:
         files: the files.
         schema: pyarrow's schema of all files.
