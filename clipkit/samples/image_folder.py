@@ -87,23 +87,18 @@ class FolderSamples(Samples):
         return [Row(number=i + 1, path=self._name(i), cause=self.cause(i), progress=(i + 1) / len(self))]
 
     def path(self, i: int) -> Path:
-        """Return the path of an image."""
         return self.folder / self._name(i)
 
     def cause(self, i: int) -> str:
-        """Return why an image cannot be used, "" if no reason is known before it is read."""
         return self._causes.get(i, "")
 
     def key(self, i: int) -> str:
-        """Return the path of an image."""
         return str(self.path(i))
 
     def locate(self, i: int) -> tuple[str, str]:
-        """Return the folder, and the path of an image in it."""
         return str(self.folder), self._name(i)
 
     def members(self, i: int) -> Sequence[str]:
-        """Return the extension of the image."""
         return [self.path(i).suffix.lower().removeprefix(".")]
 
     def fields(self, i: int) -> dict[str, Any]:
@@ -117,7 +112,6 @@ class FolderSamples(Samples):
         return {"captions": [text.strip() for text in texts if text.strip()]}
 
     def read(self, i: int, member: str) -> bytes:
-        """Return an encoded image, whatever the member; raise DataError with the cause if it cannot be read."""
         if i in self._causes:
             raise DataError(self._causes[i])
         return read_file(self.path(i))

@@ -251,10 +251,10 @@ class ShardSamples(OpenShards[Shard], Samples):
             counts.append(len(index))
             if index.truncated:
                 self._faults.append(index.truncated)
-            if index.repeated:
-                counts_by_name = [f"{count} more {name}" for name, count in index.repeated.items()]
-                members = ", ".join(counts_by_name)
-                self._faults.append(f"{file.shown}: {members} in samples that have one already")
+            extra = index.repeated.items()
+            members = [f"{count} more {name} in samples that have one already" for name, count in extra]
+            if members:
+                self._faults.append(f"{file.shown}: {', '.join(members)}")
             digest.update(json.dumps([file.name, file.size, index.digest]).encode())
         self._content_id = digest.hexdigest()[:16]
         super().__init__(counts)

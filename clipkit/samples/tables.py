@@ -150,11 +150,9 @@ class TableSamples(Samples):
         return rows, row
 
     def cause(self, i: int) -> str:
-        """Return why a sample cannot be used, "" if no reason is known before its image is read."""
         return self.row(i).cause
 
     def path(self, i: int) -> Path:
-        """Return the file of an image."""
         row = self.row(i)
         if row.cause:
             raise DataError(row.cause)
@@ -163,7 +161,6 @@ class TableSamples(Samples):
         return self._find_path(self._table_of(row).image_folder, row.path)
 
     def key(self, i: int) -> str:
-        """Return the path of the image, or the number of the row if it has none."""
         row = self.row(i)
         if not isinstance(row.path, str) or not row.path:
             return str(row.number)
@@ -173,15 +170,12 @@ class TableSamples(Samples):
             return row.path
 
     def locate(self, i: int) -> tuple[str, str]:
-        """Return the table, and the key."""
         return str(self._table_of(self.row(i)).path), self.key(i)
 
     def members(self, i: int) -> Sequence[str]:
-        """Return the name of the column of images."""
         return [self.image_column] if self.image_column else []
 
     def fields(self, i: int) -> dict[str, Any]:
-        """Return the other columns, and the captions that are not blank as a list."""
         row = self.row(i)
         if row.cause:
             raise DataError(row.cause)
@@ -195,7 +189,6 @@ class TableSamples(Samples):
         return fields
 
     def read(self, i: int, member: str) -> bytes:
-        """Return an encoded image, whatever the member; raise DataError with the cause if it cannot be read."""
         row = self.row(i)
         if isinstance(row.path, bytes) and not row.cause:
             part = self._part_of(row)
@@ -204,7 +197,6 @@ class TableSamples(Samples):
 
     @property
     def content_id(self) -> str:
-        """16 hexadecimal digits that depend on the tables and on how rows are grouped, not on image files."""
         marks = [table.content_id for table in self.tables]
         return hashlib.sha256(repr((marks, self._options)).encode()).hexdigest()[:16]
 

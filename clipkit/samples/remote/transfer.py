@@ -114,11 +114,6 @@ class TransferError(Exception):
         super().__init__(message)
         self.temporary, self.status, self.wait, self.unreached = temporary, status, wait, unreached
 
-    @property
-    def is_missing(self) -> bool:
-        """Whether the file does not exist."""
-        return self.status in (404, 410)
-
 
 def http_error(status: int, *, wait: float = 0.0) -> TransferError:
     """Return the error for an HTTP status."""

@@ -96,7 +96,6 @@ class Delimited(Format):
         self._quotes_are_text = self._numbered and self._delimiter == "\t" and not is_quoted
 
     def records(self, required: Sequence[str], others: Sequence[str]) -> Iterator[Record]:
-        """Read all rows in order, see ``Format``."""
         indices = {name: i for i, name in reversed([*enumerate(self.names)])}  # the first of equal names
         fewest = 1 + max(indices[name] for name in required)
         escaped = self.names[:3] in _CLASSIFIED

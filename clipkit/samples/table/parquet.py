@@ -102,19 +102,15 @@ class ParquetSamples(Samples):
         return self.cache.fetch(file) if self.cache is not None else Path(file.url)
 
     def key(self, i: int) -> str:
-        """Return the row of a sample in all files, counted from 0."""
         return f"row {i}"
 
     def locate(self, i: int) -> tuple[str, str]:
-        """Return the file of a sample, and its key."""
         return self.files[self._groups[self._group_of(i)][0]].shown, self.key(i)
 
     def members(self, i: int) -> Sequence[str]:
-        """Return the names of the columns with encoded images."""
         return self._members
 
     def fields(self, i: int) -> dict[str, Any]:
-        """Return the other columns of a row."""
         group = self._group_of(i)
         row = i - self._starts[group]
         return {name: json_value(python_value(self._values(group, name)[row])) for name in self._others}
@@ -211,15 +207,12 @@ class Parquet(Format):
 
     @property
     def content_id(self) -> str:
-        """A hash of the footer."""
         return self.samples.content_id
 
     def read_image(self, row: int, column: str) -> bytes:
-        """Return an encoded image, see ``Format``."""
         return self.samples.read(row, column)
 
     def records(self, required: Sequence[str], others: Sequence[str]) -> Iterator[Record]:
-        """Read all rows in order, see ``Format``."""
         total = max(1, len(self.samples))
         has_bytes = any("binary" in str(self.types[name]) for name in required)
         batch_size = _BATCH_WITH_BYTES if has_bytes else _BATCH
