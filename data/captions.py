@@ -131,9 +131,8 @@ class CaptionRule:
     def which(self) -> str:
         """Return a string that identifies the settings on which the number of captions per sample depends."""
         settings: dict[str, object] = {"fields": self.fields, "choice": self.choice}
-        if (
-            CAPTIONS in self.fields and TEXT not in self.fields
-        ):  # earlier versions did not use samples without it
+        # earlier versions did not use samples without it
+        if CAPTIONS in self.fields and TEXT not in self.fields:
             settings["captions"] = TEXT
         return json.dumps(settings)
 

@@ -53,7 +53,7 @@ _CHECK_SECONDS = 1.0
 _SETTINGS = {
     "format": "the format", "kind": "the kind (images or texts)", "background": "the background (--background)",
     "upright": "whether the EXIF orientation is applied (--upright)",
-    "pixel_range": "the pixel range (--pixel-range)", "weights": "the model",
+    "pixel_range": "the pixel range (--pixel-range)", "dim": "--dim", "weights": "the model",
     "rows_per_file": "--rows-per-file", "batch_size": "--batch-size", "precision": "--precision",
     "device": "--device", "dtype": "--dtype",
 }  # fmt: skip
@@ -94,34 +94,28 @@ class Manifest:
         return min(self.rows_per_file, self.items - part * self.rows_per_file)
 
 
-def _difference(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+def _difference(stored: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
     """Describe the settings that prevent encoding into an existing folder; "" if there are none."""
+    stored = {"dim": manifest["dim"], **_EARLIER, **stored}
     changes = []
     for name, what in _SETTINGS.items():
-        then, now = stored.get(name, _EARLIER.get(name)), wanted[name]
-        if then == now:
+        before, now = stored.get(name), manifest[name]
+        if before == now:
             continue
-        dims = [values.get("dim", wanted["dim"]) for values in (stored, wanted)]
-        if name == "weights" and dims[0] != dims[1] and stored.get("model") == wanted["model"]:
-            what, (then, now) = "--dim", (dim or "not given" for dim in dims)
-        elif name == "weights":
-            then, now = (
-                f"{values.get('model')} ({str(values.get(name))[:8]})" for values in (stored, wanted)
+        if name == "weights":
+            before, now = (
+                f"{values.get('model')} ({str(values.get(name))[:8]})" for values in (stored, manifest)
             )
-        changes.append(f"{what} was {then} and is now {now}")
+        changes.append(f"{what} was {before} and is now {now}")
     if changes:
         return "; ".join(changes)
     # normalized like the stored paths: ``./photos/`` and ``photos`` are the same
-    before, now = (
-        [str(user_path(str(source))) for source in values.get("sources", [])] for values in (stored, wanted)
-    )
-    missing = sorted((Counter(before) - Counter(now)).elements())
+    stored_sources = [str(user_path(str(source))) for source in stored.get("sources", [])]
+    sources = [str(user_path(str(source))) for source in manifest["sources"]]
+    missing = sorted((Counter(stored_sources) - Counter(sources)).elements())
     if not missing:
         return ""
-    absolute = {os.path.abspath(source): source for source in now}  # noqa: PTH100 (Path keeps "..")
-    if other := absolute.get(os.path.abspath(missing[0])):  # noqa: PTH100
-        return f"the source {missing[0]} is now given as {other}, which would change the stored paths"
-    shown = ", ".join(now[:3]) + (", …" if len(now) > 3 else "")
+    shown = ", ".join(sources[:3]) + (", …" if len(sources) > 3 else "")
     return f"{missing[0]} was one of the sources, which are now {shown}"
 
 

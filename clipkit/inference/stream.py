@@ -347,13 +347,11 @@ class FeatureStream:
         try:
             with torch.inference_mode(), autocast, self._weights.used():
                 if kind == "caption":
-                    encoded = encode_text(
-                        [one.caption or "" for one in batch], self.model, batch_size=len(batch)
-                    )
+                    texts = [ready.caption or "" for ready in batch]
+                    encoded = encode_text(texts, self.model, batch_size=len(texts))
                 else:
-                    pixels = torch.stack(
-                        [one.pixels for one in batch if one.pixels is not None]
-                    )  # (B, 3, S, S)
+                    images = [ready.pixels for ready in batch if ready.pixels is not None]
+                    pixels = torch.stack(images)  # (B, 3, S, S)
                     if pad and len(pixels) < self.batch_size:
                         copies = pixels[-1:].expand(self.batch_size - len(pixels), -1, -1, -1)
                         pixels = torch.cat([pixels, copies])
@@ -366,9 +364,9 @@ class FeatureStream:
                 f"out of memory with --batch-size {self.batch_size}: use a smaller batch size"
             ) from error
         if not np.isfinite(rows).all():
-            advice = (
-                "its weights are damaged" if dtype is None else "try --precision fp32, or check its weights"
-            )
+            advice = "try --precision fp32, or check its weights"
+            if dtype is None:
+                advice = "its weights are damaged"
             raise DataError(f"the model's features are not finite in {self.precision}: {advice}")
         return rows
 
@@ -414,13 +412,10 @@ def _read(item: Item, kind: Kind, *, captions: bool) -> tuple[bytes, str | None,
     return image, caption, cause, digest.digest()
 
 
-def pick_device(asked: str | None) -> str:
+def pick_device(requested: str | None) -> str:
     """Return the requested device, by default ``own_device``; each process gets its own GPU."""
-    name = asked or "auto"
-    return (
-        str(own_device())
-        if name == "auto"
-        else f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-        if name == "cuda"
-        else name
-    )
+    if requested in (None, "auto"):
+        return str(own_device())
+    if requested == "cuda":
+        return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    return requested

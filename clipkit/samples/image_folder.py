@@ -46,9 +46,6 @@ class FolderSamples(Samples):
     are in subfolders, these are classes: the field ``class`` of a sample is the name of its subfolder, or the name
     in ``classnames.txt``.
     Otherwise the field ``captions`` lists the captions in the file beside the image.
-
-    Attributes:
-        folder: the folder.
     """
 
     # as of ``TableSamples``

@@ -189,15 +189,11 @@ class ShardIndex:
         """Return the names of a sample's members in file order."""
         return self._find_layout(row)[1]
 
-    def span(self, row: int, name: str) -> tuple[int, int]:
-        """Return byte offset and size of a sample's member; (0, 0) if it is missing.
+    def spans(self, row: int, names: Iterable[str]) -> list[tuple[int, int]]:
+        """Return byte offset and size of members of a sample; (0, 0) for missing ones.
 
         The name "" stands for the image, see ``find_image``.
         """
-        return self.spans(row, (name,))[0]
-
-    def spans(self, row: int, names: Iterable[str]) -> list[tuple[int, int]]:
-        """Return byte offset and size of several members of a sample, as ``span``."""
         _, _, blocks, sizes = self._member_views
         start, _, positions = self._find_layout(row)
         spans = []

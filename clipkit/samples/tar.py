@@ -331,9 +331,8 @@ def _check_end(shard: str, tar: Content, position: int, end: int) -> None:
             break
     zeros, block = other - position, other - other % BLOCK
     if other == end:
-        if zeros <= 2 * BLOCK + max(
-            _RECORD, min(end & -end, _MAX_RECORD)
-        ):  # largest power of two that divides end
+        power = end & -end  # largest power of two that divides end
+        if zeros <= 2 * BLOCK + max(_RECORD, min(power, _MAX_RECORD)):
             return
     elif zeros <= 3 * BLOCK + _MAX_RECORD:
         header = tar[block : block + BLOCK]

@@ -203,10 +203,8 @@ def is_transparent(image: "Image") -> bool:
         return False
     try:
         low, _ = alpha_of(image).getextrema()
-    except (
-        TypeError,
-        ValueError,
-    ):  # a transparent color that does not match the mode, which Pillow ignores too
+    # a transparent color that does not match the mode, which Pillow ignores too
+    except (TypeError, ValueError):
         return False
     assert isinstance(low, int | float)
     return low < 255

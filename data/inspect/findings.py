@@ -34,13 +34,9 @@ class ShardsFound:
     """The shards.
 
     Attributes:
-        count: number of shards.
-        bytes: total size of those with a known size.
-        looked_into: inspected shards.
         beginnings: inspected shards of which only the first samples were read.
         missing: gaps in the shard numbers, as ranges.
         missing_count: number of missing shards; may exceed what ``missing`` lists.
-        broken: inspected shards that are unreadable.
         samples: usable samples of all shards.
         samples_known: whether ``samples`` is exact rather than extrapolated.
     """
@@ -61,7 +57,6 @@ class Member:
     """Members with one name.
 
     Attributes:
-        name: name without the key, such as "jpg" or "sci.txt".
         count: their number, repeated ones included.
         repeated: how many of them are not the first with this name in their sample; training ignores these.
         used_as: "image", "caption" or "json"; "" if training ignores them.
@@ -80,8 +75,6 @@ class Names:
     """Samples and members in the inspected shards.
 
     Attributes:
-        groups: samples, usable or not.
-        members: the most frequent members.
         without_picture: samples with other members but no image.
         without_caption: samples with an image but no caption.
     """
@@ -143,14 +136,11 @@ class Captions:
     """Captions of the samples read.
 
     Attributes:
-        read: valid captions.
         tokens: their lengths in CLIP tokens, including start and end.
-        cut: captions longer than the context length.
         empty: samples without a caption, or with whitespace only.
         not_utf8: samples whose caption is not UTF-8; training replaces them.
         longest: tokens of the longest caption, up to a limit.
         repeated: captions that occurred before.
-        frequent: the most frequent repeated captions.
         unknown: messages about caption fields that no sample has.
     """
 
@@ -215,7 +205,6 @@ class DeepImages:
     """Images whose depth or channels need settings, with the same number of channels.
 
     Attributes:
-        count: number of images.
         kinds: number of images per type of values, such as "16-bit".
         channels: the values of each channel.
         settings: suggestion for ``pixels.channels`` and ``pixels.range``.
@@ -232,14 +221,11 @@ class Images:
     """The decoded images.
 
     Attributes:
-        formats: number of images per format, by content.
         small: images with a shorter side below the model's image size.
         depths: number of images by depth and number of channels, such as "8-bit, 3 channels".
-        traits: number of images with each trait of which decoding loses information.
         traits_at: the first images with each trait.
         deep: the images that need a pixel range, by number of channels.
         same: files that are identical to others.
-        same_groups: a few groups of identical files.
     """
 
     read: int
@@ -270,7 +256,6 @@ class Example:
 
     Attributes:
         picture: the image as WebP; empty if it cannot be decoded.
-        caption: its beginning.
         tokens: of the caption; 0 for a bad sample.
         cause: why the sample is bad; empty for a good one.
     """
@@ -294,7 +279,6 @@ class Findings:
         held_out: None if the sources have no local test split.
         sheet: crops of evenly spread samples, as the model sees them.
         bad_shown: whole images of some bad samples.
-        seconds: duration of the inspection.
     """
 
     sources: tuple[str, ...]

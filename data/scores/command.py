@@ -57,13 +57,7 @@ _MATCHES = (("similarity", "duplicate", "duplicate_of"), ("contamination", "cont
 
 @dataclass(frozen=True, kw_only=True)
 class _Shard:
-    """An encoded shard.
-
-    Attributes:
-        file: the shard.
-        table: its scores; the features are next to them.
-        rows: number of samples.
-    """
+    """An encoded shard: the file, the table of its scores, with the features next to it, and the number of rows."""
 
     file: ShardFile
     table: Path

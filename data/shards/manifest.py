@@ -78,7 +78,6 @@ class _Examined:
 
     @property
     def texts(self) -> list[str]:
-        """Names of the fields with text."""
         return [name for name, has_text in self.fields.items() if has_text]
 
 
@@ -120,17 +119,21 @@ def _reject_unknown_fields(
 ) -> None:
     """Raise DataError if no sample of these shards has a field that filters or captions name."""
     plain = Selection(need=selection.need, image=selection.image)
-    for name in sorted({condition.name for condition in selection.json_filters}):
+    missing = {condition.name for condition in selection.json_filters}
 
-        def has_field(_: Sequence[str], fields: Fields, name: str = name) -> bool:
-            return value_at(fields, name) is not None
+    def has_rest(_: Sequence[str], fields: Fields) -> bool:
+        missing.difference_update([name for name in missing if value_at(fields, name) is not None])
+        return not missing
 
-        examined = _examine(_some_opened(shards, plain, cache), selection.captions, cache, has_field)
-        if examined is not None:
-            raise DataError(
-                f"data.filters names the json field {name!r}, which none of {examined.samples:,} samples examined "
-                f"has: {field_hint(name, examined.fields)}"
-            )
+    examined = None
+    if missing:
+        examined = _examine(_some_opened(shards, plain, cache), selection.captions, cache, has_rest)
+    if examined is not None:
+        name = min(missing)
+        raise DataError(
+            f"data.filters names the json field {name!r}, which none of {examined.samples:,} samples examined "
+            f"has: {field_hint(name, examined.fields)}"
+        )
     if "caption" in selection.need and (selection.reads_json or TEXT not in selection.captions.fields):
         reject_unknown_captions(_some_opened(shards, plain, cache), selection.captions, cache)
 
@@ -216,29 +219,28 @@ def suggest_members(shard: Shard, rule: CaptionRule, image: str = "") -> dict[st
     """
     if len(shard.index.names) > _MANY_NAMES:
         return {}  # dots in keys
-    found = image
-    longest: dict[str, int] = {}  # text by member
+    settings: dict[str, str] = {}
+    longest = 0
+    has_image = bool(find_image(shard.index.names)) or image in shard.index.names
+    has_text = any(name.lower() in shard.index.names for name in (TEXT, *rule.fields))
     for row in range(min(_SUGGESTED, len(shard.index))):
-        members = shard.index.members(row)
-        found = found if found in members else find_image(members)
-        for name in members:
-            if name in IMAGE_EXTENSIONS or name == "cls":
+        for name in shard.index.members(row):
+            if name in IMAGE_EXTENSIONS or name == "cls" or is_json(name):
                 continue
             with suppress(DataError):
                 data = shard.read_present(row, [name])[name]
                 kind = suggest_setting(data)
-                if kind == "image":
-                    found = found or name
-                elif kind == "captions" and not is_json(name):
-                    longest[name] = max(longest.get(name, 0), len(data))
-    settings = {"image": found} if found not in ("", image, *IMAGE_EXTENSIONS) else {}
-    if longest and not any(name.lower() in shard.index.names for name in (TEXT, *rule.fields)):
-        settings["captions"] = max(longest, key=lambda name: longest[name])
+                if kind == "image" and not has_image:
+                    settings.setdefault(kind, name)
+                elif kind == "captions" and not has_text and len(data) > longest:
+                    settings[kind] = name
+                    longest = len(data)
     return settings
 
 
 def _write_settings(settings: Mapping[str, str]) -> str:
-    texts = [f"data.{name}={printable(member)}" for name, member in settings.items()]
+    names = [name for name in ("image", "captions") if name in settings]
+    texts = [f"data.{name}={printable(settings[name])}" for name in names]
     return f": set {' '.join(texts)}" if texts else ""
 
 
@@ -298,9 +300,8 @@ def _counted(
 ) -> Iterator[tuple[int, Census]]:
     # The first shard is always opened, so that a problem of all shards is found at once.
     first = SelectedShard(shards[0], selection, cache)
-    if (
-        "caption" in selection.need and selection.captions.choice != "all"
-    ):  # "all" drops samples without captions
+    # "all" drops samples without captions
+    if "caption" in selection.need and selection.captions.choice != "all":
         most = _LOOKED_REMOTE if any(one.is_remote for one in shards) else _LOOKED_SHARDS - 1
         others = _some_opened(shards[1:], selection, cache, most=most)
         reject_unknown_captions(chain([first], others), selection.captions, cache)

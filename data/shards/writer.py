@@ -148,10 +148,8 @@ class DatasetWriter:
         for name, lines in files.items():
             if lines is not None:
                 for line in lines:
-                    if line.splitlines() not in (
-                        [line],
-                        [],
-                    ):  # it would shift the labels of all following lines
+                    # it would shift the labels of all following lines
+                    if line.splitlines() not in ([line], []):
                         raise DataError(f"{name} needs one entry per line, {line[:80]!r} has several lines")
                 (self._aside / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
         text = json.dumps({**card, "samples": self.counts}, indent=2, ensure_ascii=False)

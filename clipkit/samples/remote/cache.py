@@ -183,9 +183,8 @@ class ShardCache:
             ahead.closed = True
             ahead.changed.notify_all()
         until = time.monotonic() + 5.0
-        for thread in list(
-            ahead.threads
-        ):  # daemon threads, which do not block the exit while waiting for a store
+        # daemon threads, which do not block the exit while waiting for a store
+        for thread in list(ahead.threads):
             thread.join(max(0.0, until - time.monotonic()))
 
     def _work(self, ahead: _Prefetch) -> None:
@@ -370,9 +369,8 @@ class ShardCache:
     def _make_space(self, part: Path, size: int, urgent: bool) -> bool:
         """Remove the least recently used files until ``part`` fits; return False if that is impossible."""
         files, sizes, unwritten = list[tuple[int, Path, int]](), dict[Path, int](), 0
-        for path in self.folder.glob(
-            "??/*.part"
-        ):  # first: other processes may rename parts to shards meanwhile
+        # parts first: other processes may rename them to shards meanwhile
+        for path in self.folder.glob("??/*.part"):
             if path == part:
                 continue
             if (lock := FileLock(path.with_suffix(".lock"))).try_acquire():  # of a killed process

@@ -249,10 +249,8 @@ async def _encode_redirect(
     return await send(request)
 
 
-CLIENT_OPTIONS = {
-    "requote_redirect_url": False,
-    "middlewares": (_encode_redirect,),
-}  # of aiohttp.ClientSession
+# of aiohttp.ClientSession
+CLIENT_OPTIONS = {"requote_redirect_url": False, "middlewares": (_encode_redirect,)}
 
 
 # --------------------------------------------------------------------------------------------------------------

@@ -279,9 +279,8 @@ def _guess_columns(
     if not rows or not any(map(is_location, rows[0])):
         return {}, 0
     width = len(rows[0])
-    if (
-        width == 1 and delimiter != "\t" and "\t" in delimiters
-    ):  # later lines of a list may contain the delimiter
+    # later lines of a list may contain the delimiter
+    if width == 1 and delimiter != "\t" and "\t" in delimiters:
         return {}, 0
     counts = Counter(i for fields in rows for i, cell in enumerate(fields) if is_location(cell))
     image = max(range(width), key=lambda i: counts[i])

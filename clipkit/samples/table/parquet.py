@@ -192,11 +192,7 @@ class ParquetSamples(Samples):
 
 
 class Parquet(Format):
-    """A Parquet table.
-
-    Attributes:
-        samples: random access to its rows.
-    """
+    """A Parquet table; ``samples`` gives random access to its rows."""
 
     def __init__(self, path: Path, requests: Sequence[ColumnRequest]) -> None:
         super().__init__(path)
