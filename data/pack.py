@@ -206,7 +206,8 @@ def pack(
     bad, marks = Counter[str](), Counter[str]()
     caption_counts = Counter[int]()
     packed_rows = 0
-    firsts, kept = dict[str, str](), dict[str, str]()
+    firsts: dict[str, str] = {}
+    stored_fields: dict[str, str] = {}
     with DatasetWriter(out, samples_per_shard=samples_per_shard) as writer, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, on broken images, which are listed as bad rows
         samples: TableSamples | FolderSamples
@@ -231,8 +232,8 @@ def pack(
                     packed_rows += len(rows)
                     caption_counts[outcome.captions] += 1
                     marks.update(outcome.marks)
-                    if len(kept) < _MAX_REPORTED:
-                        kept.update(outcome.fields)
+                    if len(stored_fields) < _MAX_REPORTED:
+                        stored_fields.update(outcome.fields)
                 else:
                     for row in rows:
                         path = row.path if isinstance(row.path, str) else None
@@ -270,7 +271,7 @@ def pack(
             "made_by": "python -m data pack",
             "source": ", ".join(path.name for path in paths[:_SHOWN]),
             "columns": {"image": samples.image_column, "caption": caption_source},
-            "fields": kept,
+            "fields": stored_fields,
             "test": test,
             "max_side": max_side,
             "keep_orientation": keep_orientation,
@@ -292,7 +293,7 @@ def pack(
         bad_rows=writer.out / listing.name if bad else None,
         marks=marks,
         captions=captions,
-        fields=kept,
+        fields=stored_fields,
         left_out=tables[0].left_out if tables else {},
         classes=classes,
     )
@@ -444,9 +445,9 @@ def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
     of images, or the version of a remote table, have changed. Remote tables are deleted when they are packed.
     """
     digest = hashlib.sha256(f"{_REVISION}".encode())
-    remote = [one for one in sources if isinstance(one, ShardFile)]
-    paths = [one for one in sources if isinstance(one, Path)]
-    facts = [f"{one.url}\0{one.size} {one.version}" for one in remote]
+    remote = [source for source in sources if isinstance(source, ShardFile)]
+    paths = [source for source in sources if isinstance(source, Path)]
+    facts = [f"{file.url}\0{file.size} {file.version}" for file in remote]
     for path in map(Path.absolute, paths):
         for file, _ in files_below(path) if path.is_dir() else [(path, "")]:
             try:
@@ -455,7 +456,7 @@ def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
                 facts.append(f"{file}\0{error.strerror}")
             else:  # with the permissions: a file may have been unreadable
                 facts.append(f"{file}\0{status.st_size} {status.st_mtime_ns} {status.st_mode}")
-    digest.update("".join(f"{one}\n" for one in facts).encode("utf-8", "surrogateescape"))
+    digest.update("".join(f"{fact}\n" for fact in facts).encode("utf-8", "surrogateescape"))
     shown = remote[0].shown if remote else str(sources[0])
     what = shown if len(sources) == 1 else f"{len(sources)} tables such as {shown}"
     name = field_name(Path(sources[0].name).stem)[:_LONGEST_NAME]
@@ -466,7 +467,7 @@ def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
         tables = download_all(remote, copies) if remote else paths
         report = pack(tables[0] if len(tables) == 1 else tables, out, progress=sys.stderr.isatty())
         shutil.rmtree(copies, ignore_errors=True)
-        size = sum(one.stat().st_size for one in out.rglob("*.tar"))
+        size = sum(path.stat().st_size for path in out.rglob("*.tar"))
         bad = sum(report.bad.values())
         left_out = f"; {counted(bad, 'bad row')} left out, see bad_rows.jsonl there" if bad else ""
         print(

@@ -291,7 +291,9 @@ class EmbeddingFolder:
             columns = {"image_path": keys, "caption": captions, "source": sources, "digest": digests}
         else:
             columns = {"image_path": keys, "source": sources, "digest": digests}
-        table = pyarrow.table({name: pyarrow.array(one, pyarrow.string()) for name, one in columns.items()})
+        table = pyarrow.table(
+            {name: pyarrow.array(column, pyarrow.string()) for name, column in columns.items()}
+        )
         record = [
             {
                 "digest": asdict(self._digests[part.number]),
@@ -382,7 +384,7 @@ class EmbeddingFolder:
 
         A part with a record is complete, because the record is written last and removed first.
         """
-        records = dict(self._own(self._records))
+        records = dict(self._list_parts(self._records))
         current = {part for part, path in records.items() if self._is_current(part, path)}
         # parts whose files have new times or inodes are kept if their content is the same
         then: dict[int, str] = {}  # content digest by part
@@ -405,19 +407,19 @@ class EmbeddingFolder:
         if retry_failed:
             current = {part for part in current if not _counts(records[part])["failures"]}
         stale = records.keys() - current
-        embeddings, metadata = (dict(self._own(folder)) for folder in self._folders[:2])
+        embeddings, metadata = (dict(self._list_parts(folder)) for folder in self._folders[:2])
         for part in stale:
             records[part].unlink()
             # rows of texts are not reused: they depend on the other texts of their batch
             if self.manifest.kind == "image" and part in embeddings and part in metadata:
                 self._set_aside(embeddings[part], metadata[part])
         for folder in self._folders[:2]:
-            for part, path in self._own(folder):
-                wanted = path.with_name(f"{folder.name}_{self._number(part)}{path.suffix}")
+            for part, path in self._list_parts(folder):
+                target = path.with_name(f"{folder.name}_{self._number(part)}{path.suffix}")
                 if part not in current:
                     path.unlink()
-                elif path != wanted:
-                    path.replace(wanted)
+                elif path != target:
+                    path.replace(target)
         if stale:
             (self.out / "failures.jsonl").unlink(missing_ok=True)
         self.stale = sum(part < self.manifest.files for part in stale)
@@ -429,14 +431,18 @@ class EmbeddingFolder:
         embeddings.replace(former / f"{name}.npy")
         metadata.replace(former / f"{name}.parquet")
 
-    def _own(self, folder: Path) -> list[tuple[int, Path]]:
-        found = ((_NUMBERED.fullmatch(path.name), path) for path in folder.iterdir())
-        numbered = ((int(match[1]), path) for match, path in found if match)
-        return [(part, path) for part, path in numbered if part % self._processes == self._process]
+    def _list_parts(self, folder: Path) -> list[tuple[int, Path]]:
+        parts = []
+        for path in folder.iterdir():
+            match = _NUMBERED.fullmatch(path.name)
+            if match and int(match[1]) % self._processes == self._process:
+                parts.append((int(match[1]), path))
+        return parts
 
     def _settle_manifest(self) -> None:
-        path, wanted = self.out / "manifest.json", asdict(self.manifest)
-        text = json.dumps(wanted, indent=2) + "\n"
+        path = self.out / "manifest.json"
+        manifest = asdict(self.manifest)
+        text = json.dumps(manifest, indent=2) + "\n"
         if not path.exists():
             if any(folder.exists() for folder in self._folders):
                 raise DataError(f"{self.out} contains embeddings but no manifest.json: use another --out")
@@ -454,12 +460,12 @@ class EmbeddingFolder:
                 temporary.replace(path)
             sync(self.out)
         stored = self._stored()
-        if differing := _difference(stored, wanted):
+        if differing := _difference(stored, manifest):
             raise ConfigError(
                 f"{self.out} contains embeddings of another run: {differing}; resume with the same settings, or "
                 "use another --out"
             )
-        if any(stored.get(name) != wanted[name] for name in _CONTENT):
+        if any(stored.get(name) != manifest[name] for name in _CONTENT):
             write_atomic(path, text, durable=True)
 
     def _stored(self) -> dict[str, Any]:

@@ -50,8 +50,8 @@ _MAX_WORKERS = 16
 THUMBNAIL = 16  # side of the gray thumbnail of the preprocessed image, T = 16 · 16
 _LUMA = torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)  # ITU-R BT.601
 
-Given = TypeVar("Given")
-Made = TypeVar("Made")
+T = TypeVar("T")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,26 +198,27 @@ class FeatureStream:
 
         def first_computed() -> Features:
             batch, rows = computing.popleft()
+            images = [ready.thumbnail for ready in batch if ready.thumbnail is not None]
             return Features(
                 part=batch[0].part,
-                items=[one.item for one in batch],
-                captions=[one.caption for one in batch],
-                contents=[one.content for one in batch],
-                digests=[one.digest for one in batch],
+                items=[ready.item for ready in batch],
+                captions=[ready.caption for ready in batch],
+                contents=[ready.content for ready in batch],
+                digests=[ready.digest for ready in batch],
                 rows=rows.result(),
-                reused=np.array([one.reusable is not None for one in batch]),
-                thumbnails=np.stack([one.thumbnail for one in batch if one.thumbnail is not None])
-                if thumbnails
-                else None,
+                reused=np.array([ready.reusable is not None for ready in batch]),
+                thumbnails=np.stack(images) if thumbnails else None,
             )
 
-        ready = partial(self._ready, kind=kind, captions=captions, thumbnails=thumbnails, reusable=reusable)
+        prepare = partial(
+            self._prepare, kind=kind, captions=captions, thumbnails=thumbnails, reusable=reusable
+        )
         with evaluating(self.model), one_core_each(self._lanes) as pool:
-            for outcome in _batches(self._read_ahead(ready, items), self.batch_size):
+            for outcome in _batches(self._read_ahead(prepare, items), self.batch_size):
                 if isinstance(outcome, Failure):
                     yield outcome
                     continue
-                self.counts.add(*(one.traits for one in outcome))
+                self.counts.add(*(ready.traits for ready in outcome))
                 computing.append((outcome, pool.submit(self._all_rows, outcome, kind, pad, reusable)))
                 if len(computing) > self._lanes:
                     yield first_computed()
@@ -226,14 +227,14 @@ class FeatureStream:
 
     def pixel_batches(self, items: Iterable[Item]) -> Iterator[tuple[list[Item], Tensor] | Failure]:
         """Read and preprocess images: batches of items with (B, 3, S, S) uint8 on the model's device."""
-        ready = partial(self._ready, kind="image", captions=False, thumbnails=False)
-        for outcome in _batches(self._read_ahead(ready, ((0, item) for item in items)), self.batch_size):
+        prepare = partial(self._prepare, kind="image", captions=False, thumbnails=False)
+        for outcome in _batches(self._read_ahead(prepare, ((0, item) for item in items)), self.batch_size):
             if isinstance(outcome, Failure):
                 yield outcome
                 continue
-            self.counts.add(*(one.traits for one in outcome))
-            pixels = torch.stack([one.pixels for one in outcome if one.pixels is not None])
-            yield [one.item for one in outcome], pixels.to(self.device)
+            self.counts.add(*(ready.traits for ready in outcome))
+            pixels = torch.stack([ready.pixels for ready in outcome if ready.pixels is not None])
+            yield [ready.item for ready in outcome], pixels.to(self.device)
 
     def contents(
         self, items: Iterable[tuple[int, Item]], *, kind: Kind, captions: bool = False
@@ -247,8 +248,8 @@ class FeatureStream:
             error are the same.
         """
 
-        def read(given: tuple[int, Item]) -> tuple[int, Item, bytes]:
-            return *given, _read(given[1], kind, captions=captions)[-1]
+        def read(numbered: tuple[int, Item]) -> tuple[int, Item, bytes]:
+            return *numbered, _read(numbered[1], kind, captions=captions)[-1]
 
         return self._read_ahead(read, items)
 
@@ -269,12 +270,12 @@ class FeatureStream:
         with evaluating(self.model):
             return self._rows([_Ready(item=Item(source="", key=""), pixels=pixels, caption=text)], kind)[:0]
 
-    def _read_ahead(self, work: Callable[[Given], Made], items: Iterable[Given]) -> Iterator[Made]:
+    def _read_ahead(self, work: Callable[[T], Result], items: Iterable[T]) -> Iterator[Result]:
         """Yield ``work(item)`` of each item in order, computed by threads a few batches ahead."""
         if self._workers == 0:
             yield from map(work, items)
             return
-        waiting: deque[Future[Made]] = deque()
+        waiting: deque[Future[Result]] = deque()
         with one_core_each(self._workers) as pool:
             for item in items:
                 waiting.append(pool.submit(work, item))
@@ -283,16 +284,16 @@ class FeatureStream:
             while waiting:
                 yield waiting.popleft().result()
 
-    def _ready(
+    def _prepare(
         self,
-        given: tuple[int, Item],
+        numbered: tuple[int, Item],
         *,
         kind: Kind,
         captions: bool,
         thumbnails: bool,
         reusable: ReusableRows | None = None,
     ) -> _Ready | Failure:
-        part, item = given
+        part, item = numbered
         image, caption, cause, content = _read(item, kind, captions=captions)
         digest = content_digest(image if kind == "image" else (caption or "").encode())
         if reusable is not None and not cause:

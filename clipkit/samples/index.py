@@ -84,7 +84,7 @@ def pack_arrays(about: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]
     line = json.dumps([dict(about), shapes], separators=(",", ":")).encode()
     line += b" " * (-(_CHECK + len(line) + 1) % _ALIGNMENT) + b"\n"
     padded = (
-        data + b"\0" * (-len(data) % _ALIGNMENT) for data in (one.tobytes() for one in contents.values())
+        data + b"\0" * (-len(data) % _ALIGNMENT) for data in (array.tobytes() for array in contents.values())
     )
     checked = b"".join([line, *padded])
     return b"%08x" % zlib.crc32(checked) + checked
@@ -261,8 +261,10 @@ def index_place(shard: ShardFile) -> Path:
 
 def stored_index(shard: ShardFile, *, truncated: str = "error") -> ShardIndex | None:
     """Return the index of a shard from the cache folder, None if it was never scanned."""
-    place = index_place(shard)
-    for path in (place, place.with_suffix(".truncated")) if truncated == "use" else (place,):
+    paths = [index_place(shard)]
+    if truncated == "use":
+        paths.append(paths[0].with_suffix(".truncated"))
+    for path in paths:
         with suppress(TypeError):
             if (stored := read_arrays(path)) is not None:
                 parts: dict[str, Any] = {**stored[0], **stored[1]}
@@ -274,11 +276,13 @@ def keep_index(shard: ShardFile, index: ShardIndex) -> None:
     """Store an index in the cache folder if possible."""
     if index.truncated and shard.size < 0:
         return  # a pipe: neither size nor version would change when it is repaired
-    place = index_place(shard)
+    path = index_place(shard)
+    if index.truncated:
+        path = path.with_suffix(".truncated")
     about = {name: getattr(index, name) for name in ("names", "digest", "content", "truncated")}
     arrays = {name: getattr(index, name) for name in _ARRAYS}
     with suppress(OSError):
-        write_arrays(place.with_suffix(".truncated") if index.truncated else place, about, arrays)
+        write_arrays(path, about, arrays)
 
 
 def index_shard(shard: ShardFile, path: Path | None = None, *, truncated: str = "error") -> ShardIndex:
@@ -287,9 +291,9 @@ def index_shard(shard: ShardFile, path: Path | None = None, *, truncated: str = 
     if index is not None:
         return index
     try:
-        place = path or Path(shard.url)
-        members = tar_files(place, called=shard.shown)
-        index = with_content(index_of_members(shard.shown, members, truncated=truncated), place)
+        path = path or Path(shard.url)
+        members = tar_files(path, called=shard.shown)
+        index = with_content(index_of_members(shard.shown, members, truncated=truncated), path)
     except OSError as error:
         raise DataError(f"shard {shard.shown}: {error.strerror}") from error
     keep_index(shard, index)
@@ -396,6 +400,6 @@ def with_content(index: ShardIndex, path: Path) -> ShardIndex:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         for begin, length in pieces:
-            for one, count in zip(begin.tolist(), length.tolist(), strict=True):
-                digest.update(os.pread(file.fileno(), count, one))
+            for offset, count in zip(begin.tolist(), length.tolist(), strict=True):
+                digest.update(os.pread(file.fileno(), count, offset))
     return replace(index, content=digest.hexdigest()[:16])

@@ -108,7 +108,7 @@ def _examine(
                 if name in members:
                     continue
                 values = value if isinstance(value, list) else [value]
-                has_text = any(isinstance(one, str) for one in values)
+                has_text = any(isinstance(text, str) for text in values)
                 examined.fields[name] = examined.fields.get(name, False) or has_text
         examined.settings = examined.settings or suggest_members(shard, rule)
     return examined if examined.samples else None
@@ -170,7 +170,7 @@ def reject_unknown_negatives(
     def has_negative(_: Sequence[str], fields: Fields) -> bool:
         return bool(rule.wrong_captions(fields))
 
-    most = _LOOKED_REMOTE + 1 if any(one.is_remote for one in shards) else _LOOKED_SHARDS
+    most = _LOOKED_REMOTE + 1 if any(shard.is_remote for shard in shards) else _LOOKED_SHARDS
     examined = _examine(_some_opened(shards, selection, cache, most=most), rule, cache, has_negative)
     if examined is not None:
         raise DataError(
@@ -291,7 +291,7 @@ def take_census(
         done.append(number)
         samples += census.count
         if not samples and len(done) == min(_FIRST, len(shards)):
-            _reject_unknown_fields([shards[one] for one in done], selection, cache)
+            _reject_unknown_fields([shards[i] for i in done], selection, cache)
         yield number, census
 
 
@@ -302,7 +302,7 @@ def _counted(
     first = SelectedShard(shards[0], selection, cache)
     # "all" drops samples without captions
     if "caption" in selection.need and selection.captions.choice != "all":
-        most = _LOOKED_REMOTE if any(one.is_remote for one in shards) else _LOOKED_SHARDS - 1
+        most = _LOOKED_REMOTE if any(shard.is_remote for shard in shards) else _LOOKED_SHARDS - 1
         others = _some_opened(shards[1:], selection, cache, most=most)
         reject_unknown_captions(chain([first], others), selection.captions, cache)
     yield 0, _census_of(first)
@@ -604,60 +604,60 @@ def make_manifest(
     if not shards:
         raise DataError("no shards were given")
     if cache is None:  # servers must support ranges, even if everything is counted already
-        hosts = {urlsplit(one.url)[:2]: one for one in reversed(shards) if one.is_remote and one.size > 0}
-        for shard in hosts.values():
+        remote = [shard for shard in reversed(shards) if shard.is_remote and shard.size > 0]
+        for shard in {urlsplit(shard.url)[:2]: shard for shard in remote}.values():
             read_range(shard, 0, 1)
     rules = [selection.identity] if selection.truncated == "error" else [selection.identity, "use"]
     name = hashlib.sha256(json.dumps([_VERSION, [len(source) for source in sources], *rules]).encode())
     for shard in shards:
         name.update(repr((shard.url, shard.size, shard.version)).encode())
-    place = cache_folder() / "manifest" / f"{name.hexdigest()[:32]}.manifest"
-    kept = Manifest.load(place)
-    if kept is not None and (stats or not kept.stated):
-        return kept
-    found: dict[int, Census] = {}
+    path = cache_folder() / "manifest" / f"{name.hexdigest()[:32]}.manifest"
+    stored = Manifest.load(path)
+    if stored is not None and (stats or not stored.stated):
+        return stored
+    by_shard: dict[int, Census] = {}
     samples = complete = 0  # ``complete`` have the needed members, but are not used
     lacking = {f"without {member}" for member in selection.need}
     for number, census in take_census(shards, selection, cache=cache, stats=stats):
-        found[number] = census
+        by_shard[number] = census
         samples += census.count
         complete += sum(count for reason, count in census.dropped.items() if reason not in lacking)
-        if not samples and (len(found) == len(shards) or (len(found) >= _FIRST and not complete)):
-            censuses = [found[one] for one in sorted(found)]
+        if not samples and (len(by_shard) == len(shards) or (len(by_shard) >= _FIRST and not complete)):
+            censuses = [by_shard[i] for i in sorted(by_shard)]
             raise DataError(nothing_usable(censuses, shards[0], selection, cache))
         if progress is not None:
-            progress(len(found))
-    every = [found[number] for number in range(len(shards))]
+            progress(len(by_shard))
+    censuses = [by_shard[i] for i in range(len(shards))]
     dropped: Counter[str] = Counter()
-    for census in every:
+    for census in censuses:
         dropped.update(census.dropped)
     manifest = Manifest(
         urls=Strings.of([shard.url for shard in shards]),
         versions=Strings.of([shard.version for shard in shards]),
         sizes=np.array([shard.size for shard in shards], dtype=np.int64),
-        counts=np.array([census.count for census in every], dtype=np.int64),
-        digests=Strings.of([census.digest for census in every]),
-        contents=Strings.of([census.content for census in every]),
+        counts=np.array([census.count for census in censuses], dtype=np.int64),
+        digests=Strings.of([census.digest for census in censuses]),
+        contents=Strings.of([census.content for census in censuses]),
         sources=tuple(map(len, sources)),
         selection=selection.identity,
         dropped=dict(dropped.most_common()),
-        truncated=tuple((number, one.count) for number, one in enumerate(every) if one.truncated),
+        truncated=tuple((i, census.count) for i, census in enumerate(censuses) if census.truncated),
     )
     with suppress(OSError):
-        manifest.save(place)
+        manifest.save(path)
     return manifest
 
 
 def nothing_usable(
-    found: Sequence[Census], first: ShardFile, selection: Selection, cache: ShardCache | None
+    censuses: Sequence[Census], first: ShardFile, selection: Selection, cache: ShardCache | None
 ) -> str:
     """Return the error message for shards without a used sample, the first of which is ``first``."""
     members: Counter[str] = Counter()
     dropped: Counter[str] = Counter()
-    for census in found:
+    for census in censuses:
         members.update(census.members)
         dropped.update(census.dropped)
-    where = f"shard {first.shown} has" if len(found) == 1 else f"the first {len(found)} shards have"
+    where = f"shard {first.shown} has" if len(censuses) == 1 else f"the first {len(censuses)} shards have"
     lacking = {f"without {member}" for member in selection.need}
     if any(reason not in lacking for reason in dropped) and (selection.filters or OUTSIDE in dropped):
         because = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common(4))

@@ -166,18 +166,18 @@ def describe(urls: Sequence[str]) -> list[ShardFile]:
         if protocol_of(url) == "pipe":
             return ShardFile(url=url, size=-1, version="")
         try:
-            found = _retried(url, lambda: file_facts(url), none_for=(404, 410))
+            facts = _retried(url, lambda: file_facts(url), none_for=(404, 410))
         except DataError:
             failed.set()
             raise
-        return None if found is None else ShardFile(url=url, size=found[0], version=found[1])
+        return None if facts is None else ShardFile(url=url, size=facts[0], version=facts[1])
 
     pool = ThreadPoolExecutor(min(_THREADS, max(1, len(urls))))
     try:
-        found = list(pool.map(look, urls))
+        files = list(pool.map(look, urls))
     finally:
         pool.shutdown(cancel_futures=True)
-    missing = [url for url, shard in zip(urls, found, strict=True) if shard is None]
+    missing = [url for url, shard in zip(urls, files, strict=True) if shard is None]
     if missing:
         form = f"; the form is {HUB_FORM}" if protocol_of(missing[0]) == "hf" else ""
         if len(urls) == 1:
@@ -185,7 +185,7 @@ def describe(urls: Sequence[str]) -> list[ShardFile]:
         raise DataError(
             f"{len(missing)} of {len(urls)} shards are missing, the first is {shown(missing[0])}{form}"
         )
-    return [shard for shard in found if shard is not None]
+    return [file for file in files if file is not None]
 
 
 def _retried(url: str, request: Callable[[], T], *, none_for: Sequence[int] = ()) -> T | None:
