@@ -609,18 +609,13 @@ def _pack(parsed: argparse.Namespace) -> int:
     print(f"packed {counted(report.splits.get('train', 0), noun)} into train{test}")
     if bad:
         mostly = "warning: " if bad >= report.rows else ""
-        print(
-            f"{mostly}{bad:,} bad of {counted(bad + report.rows, 'row')}: see {report.bad_rows}{report.hint}"
-        )
+        print(f"{mostly}{bad:,} bad of {counted(bad + report.rows, 'row')}: see {report.bad_rows}")
     return 0
 
 
 def _remarks(report: "PackReport", *, kept: bool, background: str | None) -> Iterator[str]:
     """Yield remarks about other columns and about images, with the options that apply."""
     from data.captions import DRAW_CAPTIONS, listed
-
-    def have(images: int) -> str:
-        return "1 image has" if images == 1 else f"{images:,} images have"
 
     if are_ids(report.classes):
         yield (
@@ -633,32 +628,27 @@ def _remarks(report: "PackReport", *, kept: bool, background: str | None) -> Ite
     if report.left_out:
         left_out = [f"{name!r} ({why})" for name, why in report.left_out.items()]
         yield f"columns left out: {', '.join(left_out[:8])}{', …' if len(left_out) > 8 else ''}"
-    if count := report.several_captions:
-        yield (
-            f"{have(count)} several captions: training uses the first, or draws one with {DRAW_CAPTIONS}; "
-            "evaluation uses all"
-        )
-    if count := report.equal_captions:
+    orientation = "unchanged, and CLIP ignores it" if kept else "upright (unless --keep-orientation is given)"
+    colors = "CLIP sees the colors hidden below them; --background white blends them onto white"
+    if background:
+        colors = f"blended onto {background}"
+    remarks = {
+        "several captions": f"several captions: training uses the first, or draws one with {DRAW_CAPTIONS}; "
+        "evaluation uses all",
+        "not upright": f"an EXIF orientation: stored {orientation}",
+        "deep": "more than 8 bits of gray: stored with all bits; training needs pixels.range, for which "
+        "`python -m data inspect` suggests a value",
+        "transparent": f"transparent parts: {colors}",
+    }
+    for mark, remark in remarks.items():
+        if count := report.marks[mark]:
+            have = "1 image has" if count == 1 else f"{count:,} images have"
+            yield f"{have} {remark}"
+    if count := report.marks["equal captions"]:
         yield f"{counted(count, 'caption')} left out: equal to another caption of the same image"
-    if count := report.other_images:
-        yield (
-            f"{counted(count, 'row')} with another image than the first row of the group: only the first row's "
-            "image is stored"
-        )
-    if count := report.not_upright:
-        stored = "unchanged, and CLIP ignores it" if kept else "upright (unless --keep-orientation is given)"
-        yield f"{have(count)} an EXIF orientation: stored {stored}"
-    if count := report.deep:
-        yield (
-            f"{have(count)} more than 8 bits of gray: stored with all bits; training needs pixels.range, for "
-            f"which `python -m data inspect` suggests a value"
-        )
-    if count := report.transparent:
-        yield f"{have(count)} transparent parts: " + (
-            f"blended onto {background}"
-            if background
-            else "CLIP sees the colors hidden below them; --background white blends them onto white"
-        )
+    if count := report.marks["other images"]:
+        rows = counted(count, "row")
+        yield f"{rows} with another image than the first row of the group: only the first row's image is stored"
 
 
 COMMANDS = {

@@ -24,23 +24,6 @@ from clipkit.samples import (
     parse_pixel_range,
 )
 
-__all__ = [
-    "Augmentation",
-    "JpegOfRow",
-    "Recipe",
-    "Undecoded",
-    "decode_into",
-    "draw_recipe",
-    "empty_batch",
-    "follow_recipe",
-    "image_settings",
-    "jpeg_decoder",
-    "preload",
-    "random_of",
-    "require_nvjpeg",
-    "training_pixels",
-]
-
 _ASPECT = (3 / 4, 4 / 3)
 _TRIES = 10  # random crops tried before the center crop is used
 _REDUCTIONS = (8, 4, 2)  # factors by which JPEGs can be decoded smaller
@@ -81,9 +64,6 @@ def image_settings(words: Sequence[str]) -> tuple[Augmentation, Decoding, list[s
 
     Returns:
         The augmentation, the decoding, and the other arguments.
-
-    Raises:
-        ConfigError: a setting is unknown, invalid, or has no effect on images.
     """
     overrides = [word for word in words if re.match(r"(data|pixels)\.\w+=", word)]
     known = [f"data.{field.name}" for field in fields(Augmentation)]
@@ -168,9 +148,6 @@ def training_pixels(
 
     Returns:
         The image's traits, which decoding may have ignored.
-
-    Raises:
-        DataError: as ``clipkit.samples.decode.decode_pixels``.
     """
     decoding = decoding or Decoding()
     size = jpeg_size(data) if augmentation.scaled_decode else None
@@ -303,11 +280,7 @@ class Undecoded:
 
 
 def decode_into(images: Tensor, undecoded: Undecoded) -> None:
-    """Decode on the device of ``images``, (B, 3, S, S) uint8, and write each image into its row.
-
-    Raises:
-        DataError: an image does not decode.
-    """
+    """Decode on the device of ``images``, (B, 3, S, S) uint8, and write each image into its row."""
     files = list(undecoded.content.tensor_split(undecoded.ends[:-1]))
     try:
         decoded = jpeg_decoder()(files, mode="RGB", device=images.device)

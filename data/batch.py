@@ -16,18 +16,6 @@ from clipkit.samples import TraitCounts
 from data.augment import JpegOfRow, Undecoded
 from data.shards.teacher import FoundRow
 
-__all__ = [
-    "BatchError",
-    "BatchPart",
-    "LoaderBatch",
-    "Stage",
-    "caption_hash",
-    "ids_and_identities",
-    "small_stages",
-    "stage_at",
-    "token_lengths",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderBatch(Batch):
@@ -56,12 +44,7 @@ class BatchPart:
 
 
 class BatchError(DataError):
-    """No usable sample was found for a row of a batch.
-
-    Args:
-        message: the problem of the last sample.
-        bad: all bad samples of the batch so far.
-    """
+    """No usable sample was found for a row of a batch."""
 
     def __init__(self, message: str, bad: tuple[BadSample, ...] = ()) -> None:
         super().__init__(message, bad)  # both, for pickling

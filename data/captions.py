@@ -13,23 +13,6 @@ from clipkit.errors import DataError, nearest
 from clipkit.files import printable
 from clipkit.samples import decode_text, is_json, parse_fields
 
-__all__ = [
-    "CAPTIONS",
-    "CHOICES",
-    "DRAW_CAPTIONS",
-    "NOT_UTF8",
-    "TEXT",
-    "CaptionRule",
-    "field_hint",
-    "field_name",
-    "is_utf8",
-    "json_members",
-    "leaf_fields",
-    "listed",
-    "split_names",
-    "value_at",
-]
-
 Fields = Mapping[str, Any]
 
 
@@ -148,9 +131,8 @@ class CaptionRule:
     def which(self) -> str:
         """Return a string that identifies the settings on which the number of captions per sample depends."""
         settings: dict[str, object] = {"fields": self.fields, "choice": self.choice}
-        if (
-            CAPTIONS in self.fields and TEXT not in self.fields
-        ):  # earlier versions did not use samples without it
+        # earlier versions did not use samples without it
+        if CAPTIONS in self.fields and TEXT not in self.fields:
             settings["captions"] = TEXT
         return json.dumps(settings)
 
@@ -179,9 +161,6 @@ class CaptionRule:
         """Return a sample's fields: those of its json, and text members under the names of the rule.
 
         Bytes that are not UTF-8 become lone surrogates, see ``is_utf8``.
-
-        Raises:
-            DataError: invalid JSON.
         """
         texts = {}
         for member, data in members.items():

@@ -75,8 +75,6 @@ from data.pack import FieldNames, fields_of
 from data.shards.images import BadImage, Resize, StoredImage, Storing, store_image
 from data.web import Fetcher, FetchError, FetchOptions
 
-__all__ = ["URL_COLUMNS", "DownloadOptions", "DownloadReport", "download"]
-
 URL_COLUMNS = ("url", "image_url", "img_url", "image_link", "link", "uri", "src", "coco_url")
 _OWN_FIELDS = (
     "key", "status", "error_message", "width", "height", "original_width", "original_height", "exif", "sha256",
@@ -334,7 +332,6 @@ def download(
 
 
 def _report(out: Path, written: int, caption_column: str) -> DownloadReport:
-    """Add up the counts of all complete shards in a folder."""
     failures = Counter[str]()
     totals = Counter(shards=0, rows=0, kept=0, downloaded=0)
     for path in sorted(out.glob("*_stats.json")):
@@ -406,11 +403,6 @@ def _check_options(out: Path, paths: Sequence[Path], options: DownloadOptions, f
 
 
 def _check_other_parts(out: Path, parts: int) -> None:
-    """Check that no process downloads into a folder with another number of parts.
-
-    Raises:
-        ConfigError: one does.
-    """
     for path in out.glob(".part-*-of-*.lock"):
         place, _, others = path.stem.removeprefix(".part-").partition("-of-")
         if others == str(parts):
@@ -437,7 +429,6 @@ def _listing_path(out: Path, shard: str) -> Path:
 
 
 def _digest_row(row: Row) -> bytes:
-    """Return a digest of the URL, the caption and the columns of a row that become fields."""
     try:
         text = json.dumps([row.path, row.caption, row.others], default=str)
     except RecursionError:  # such a row is a bad row
@@ -446,11 +437,7 @@ def _digest_row(row: Row) -> bytes:
 
 
 def _check_rows(rows: Iterable[Row], out: Path, samples_per_shard: int) -> Iterator[Row]:
-    """Yield the rows of a table, and check that those of each complete shard are the rows it was made of.
-
-    Raises:
-        ConfigError: at the end of a shard that was made of other rows, or at the end of a table that has fewer.
-    """
+    """Yield the rows of a table, and check that those of each complete shard are the rows it was made of."""
     shard = -1
     for shard, shard_rows in groupby(enumerate(rows), key=lambda item: item[0] // samples_per_shard):
         path = _stats_path(out, _shard_name(shard))
@@ -482,7 +469,6 @@ def _complete_shards(out: Path) -> list[str]:
 
 
 def _is_retry(shard: str) -> bool:
-    """Return whether a shard contains rows that had failed in other shards."""
     return _RETRY in shard
 
 
@@ -491,7 +477,6 @@ def _is_in_part(shard: str, part: tuple[int, int]) -> bool:
 
 
 def _listings(out: Path, part: tuple[int, int]) -> list[Path]:
-    """Return the listings of the complete shards of a part."""
     return [_listing_path(out, shard) for shard in _complete_shards(out) if _is_in_part(shard, part)]
 
 
@@ -564,7 +549,6 @@ def _samples_of(
 
 
 def _add_rows(tables: Sequence[Table], groups: RowsByKey, keep_captions: bool) -> Iterator[None]:
-    """Group the usable rows of tables by URL; yield after each thousand rows."""
     for at, row in enumerate(chain.from_iterable(tables)):
         if at % 1000 == 0:
             yield
@@ -579,7 +563,6 @@ def _add_rows(tables: Sequence[Table], groups: RowsByKey, keep_captions: bool) -
 
 
 def _merge_groups(tables: Sequence[Table], groups: RowsByKey) -> Iterator[Row]:
-    """Yield the rows of tables, the first row of a group with the captions of all its rows."""
     for at, row in enumerate(chain.from_iterable(tables)):
         yield row if groups.position(at) else merge_rows([row, *groups.stored_rows(at)])
 
@@ -694,8 +677,6 @@ class _Download:
     async def _sample(
         self, sample: _Sample, shard: _Shard, fetcher: Fetcher, pool: ThreadPoolExecutor
     ) -> None:
-        """Download and store the image of one row."""
-
         async def use(data: bytes) -> None:
             sample.downloaded = len(data)
             stored = await asyncio.get_running_loop().run_in_executor(pool, self._stored, data)
@@ -745,7 +726,6 @@ class _Download:
         )
 
     def _stored(self, data: bytes) -> "tuple[StoredImage, dict[str, object], str] | str":
-        """Decode and resize an image in a thread; return it, its json fields and digest, or a cause of failure."""
         try:
             image = store_image(data, self._options.image)
         except BadImage as error:
@@ -767,7 +747,6 @@ class _Download:
     async def _write_shards(
         self, shards: "asyncio.Queue[_Shard | None]", places: asyncio.Semaphore, pool: ThreadPoolExecutor
     ) -> None:
-        """Write shards in order, each when it is complete."""
         while (shard := await shards.get()) is not None:
             await shard.complete.wait()
             if self._options.deduplicate:
@@ -834,7 +813,6 @@ class _Download:
         write_atomic(_stats_path(self._out, shard.name), json.dumps(stats, indent=2) + "\n", durable=True)
 
     def _meta(self, sample: _Sample, key: str) -> dict[str, Any]:
-        """Return the json of a sample, which is also its row in the Parquet file."""
         meta = dict(sample.fields)
         if sample.retry_of:
             meta["retry_of"] = sample.retry_of
@@ -862,7 +840,6 @@ def _download_on_ray(
     address: str,
     show: Callable[[int, int], None],
 ) -> int:
-    """Download each shard in a task of a Ray cluster; return the number of shards."""
     packages = [Path(__file__).parents[1], Path(clipkit.__file__).parent]
     with ray_cluster(address, packages) as ray:
         claims = ray.remote(num_cpus=0)(_Claims).remote(_listings(out, part))
@@ -924,7 +901,6 @@ def _download_shard(
     fetch: FetchOptions,
     claims: Any,
 ) -> tuple[int, int]:
-    """Ray task that downloads a shard; return the numbers of its rows and failures."""
     import ray
 
     shard = _Download(

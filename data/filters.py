@@ -11,8 +11,6 @@ from typing import Any
 from clipkit.errors import ConfigError
 from data.captions import Fields, value_at
 
-__all__ = ["Filter", "parse_number"]
-
 _FORM = re.compile(r"\s*([\w.-]+)\s*(>=|<=|==|!=|=|>|<)\s*(.*?)\s*")
 _COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt,
@@ -35,11 +33,7 @@ class Filter:
 
     @classmethod
     def of(cls, text: str) -> "Filter":
-        """Parse ``FIELD OPERATOR VALUE``.
-
-        Raises:
-            ConfigError: the syntax is wrong, or an order comparison has a value that is not a number.
-        """
+        """Parse ``FIELD OPERATOR VALUE``."""
         match = _FORM.fullmatch(text)
         if match is None or not match[3]:
             raise ConfigError(f"filter {text!r} is not of the form FIELD >= VALUE (or <=, >, <, =, !=)")

@@ -42,8 +42,6 @@ from data.shards.samples import Shards
 from data.shards.teacher import StoredFeatures
 from data.workers import Workers, ignore_signals
 
-__all__ = ["DeviceBatches", "InputSeconds", "Loader", "Starvation"]
-
 _SUBSTITUTES = 32  # attempts to replace a bad sample
 _CROP, _SUBSTITUTE, _CAPTION, _NEGATIVE = range(4)  # purposes of random numbers; part of their seed
 
@@ -176,10 +174,6 @@ class Loader:
 
         A rank computes on it until all ranks have agreed to stop, because the others wait for it in collectives.
         The result must not be used.
-
-        Args:
-            step: number of the batch, from 0.
-            error: why the batch cannot be created; may list its bad samples.
         """
         stage = stage_at(self.stages, step)
         draw = self.order.batch(step, rank=self.rank, world_size=self.world_size)
@@ -216,9 +210,6 @@ class Loader:
 
         If one fails to decode, the whole batch is created again without ``decode_later``, which replaces the bad
         sample.
-
-        Raises:
-            DataError: as for ``batches``.
         """
         if batch.undecoded is None:
             return batch if batch.images.device == device else batch.to(device)
@@ -346,15 +337,6 @@ class DeviceBatches(Iterator[LoaderBatch]):
 
     On a GPU two batches exist at a time: the last one returned and the next one. An error of the loader is
     raised at its own step, not at the previous one.
-
-    Args:
-        loader: makes the batches; page-locked ones (``pin_memory``) are copied asynchronously.
-        start: first step.
-        stop: the step after the last.
-        device: of the model.
-
-    Raises:
-        DataError: from ``next``, as ``Loader.batches``.
     """
 
     def __init__(self, loader: Loader, start: int, stop: int, device: torch.device) -> None:
@@ -432,12 +414,7 @@ class DeviceBatches(Iterator[LoaderBatch]):
 
 
 class Starvation:
-    """Explain why training waits for batches.
-
-    Args:
-        workers: loader processes per rank.
-        sources: names of the data sources, without credentials.
-    """
+    """Explain why training waits for batches."""
 
     def __init__(self, workers: int, sources: str) -> None:
         self._workers, self._sources = workers, sources

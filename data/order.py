@@ -21,8 +21,6 @@ import numpy.typing as npt
 from clipkit.errors import ConfigError
 from clipkit.files import MASK, STEP, mix, mix_array
 
-__all__ = ["Draw", "Order", "hashed", "key", "permuted"]
-
 _ROUND_KEY = 0xBF58476D1CE4E5B9  # added to the key of a permutation in each round
 _ROUNDS = 8
 # purposes of random numbers; part of their key
@@ -169,11 +167,7 @@ class Order:
             first_sample += int(part.sum())
 
     def part(self, rank: int, world_size: int) -> range:
-        """Return a rank's rows of the global batch: for 16 samples, three ranks get 5, 5 and 6.
-
-        Raises:
-            ConfigError: there are more ranks than samples in a batch.
-        """
+        """Return a rank's rows of the global batch: for 16 samples, three ranks get 5, 5 and 6."""
         assert 0 <= rank < world_size
         if world_size > self.batch_size:
             raise ConfigError(
@@ -183,11 +177,7 @@ class Order:
         return range(rank * self.batch_size // world_size, (rank + 1) * self.batch_size // world_size)
 
     def batch(self, step: int, *, rank: int = 0, world_size: int = 1) -> Draw:
-        """Return a rank's part of the batch of a step (from 0); the parts of all ranks form the global batch.
-
-        Raises:
-            ConfigError: as ``part``.
-        """
+        """Return a rank's part of the batch of a step (from 0); the parts of all ranks form the global batch."""
         part = self.part(rank, world_size)
         rows = np.arange(part.start, part.stop)
         if len(self._sources) == 1:
@@ -225,12 +215,7 @@ class Order:
         return min(start // source.samples for start, source in zip(starts, self._sources, strict=True))
 
     def describe(self, steps: int, names: Sequence[str] = ()) -> str:
-        """Describe the number of epochs in ``steps`` steps, and what happens to the last samples of an epoch.
-
-        Args:
-            steps: number of training steps.
-            names: names of the sources, without credentials; default: their numbers.
-        """
+        """Describe the number of epochs in ``steps`` steps, and what happens to the last samples of an epoch."""
         drawn = self._taken(steps)
         times = [f"{n / source.samples:.3g}" for n, source in zip(drawn, self._sources, strict=True)]
         resampled = isinstance(self._sources[0], _Resampled)

@@ -1,7 +1,7 @@
 """Pack images and captions of a table or a folder into a dataset folder.
 
 A table lists paths of images, or holds encoded images (Parquet). In a folder, each image has its captions in a file
-of the same name (see ``clipkit.samples.caption_files``); or a table directly in the folder lists them, such as
+of the same name (see ``clipkit.samples.image_folder``); or a table directly in the folder lists them, such as
 ``captions.csv``; or there are no captions and a subfolder for each class, whose name is the caption. The table
 ``metadata.csv`` of the Hugging Face hub precedes files of captions.
 
@@ -62,8 +62,6 @@ from data.captions import field_name
 from data.shards.images import BadImage, Resize, Storing, store_image
 from data.shards.writer import DatasetWriter, Record
 
-__all__ = ["FieldNames", "PackReport", "fields_of", "pack", "packed"]
-
 LARGEST_FILE = 64 * 2**20  # bytes
 LARGEST_JSON = 2**20  # bytes per sample
 _OWN_FIELDS = ("caption", "captions")  # json fields with a special meaning
@@ -83,17 +81,14 @@ class PackReport:
         rows: number of rows that they come from.
         bad: number of bad rows per cause.
         bad_rows: file that lists the bad rows; None if there are none.
-        not_upright: packed images with an EXIF orientation.
-        deep: packed grayscale images with more than 8 bits.
-        transparent: packed images that are partly transparent, or were before blending onto a background.
-        several_captions: packed images with more than one caption.
+        marks: number of packed images that are "not upright" by EXIF, "deep" (gray of more than 8 bits),
+            "transparent" in part (or were before blending onto a background), or with "several captions"; of
+            "equal captions" that were left out because their image has the same one; and of rows with "other
+            images" than the first row of their group.
         captions: the fewest and the most captions of a packed image.
-        equal_captions: captions that were left out because their image has the same one already.
-        other_images: rows whose image was not used because the first row of their group has another.
         fields: other columns that were stored, with their json field names.
         left_out: columns that were left out, with the reason.
         classes: names of classes that are the captions, if the images are in a folder per class.
-        hint: why subfolders are not read as classes if most images have no caption, otherwise "".
     """
 
     splits: Mapping[str, int]
@@ -102,17 +97,11 @@ class PackReport:
     image_column: str
     caption_column: str
     bad_rows: Path | None
-    not_upright: int
-    deep: int
-    transparent: int
-    several_captions: int
+    marks: Mapping[str, int]
     captions: tuple[int, int]
-    equal_captions: int
-    other_images: int
     fields: Mapping[str, str]
     left_out: Mapping[str, str]
     classes: Sequence[str]
-    hint: str
 
     @property
     def packed(self) -> int:
@@ -217,7 +206,8 @@ def pack(
     bad, marks = Counter[str](), Counter[str]()
     caption_counts = Counter[int]()
     packed_rows = 0
-    firsts, kept = dict[str, str](), dict[str, str]()
+    firsts: dict[str, str] = {}
+    stored_fields: dict[str, str] = {}
     with DatasetWriter(out, samples_per_shard=samples_per_shard) as writer, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, on broken images, which are listed as bad rows
         samples: TableSamples | FolderSamples
@@ -242,8 +232,8 @@ def pack(
                     packed_rows += len(rows)
                     caption_counts[outcome.captions] += 1
                     marks.update(outcome.marks)
-                    if len(kept) < _MAX_REPORTED:
-                        kept.update(outcome.fields)
+                    if len(stored_fields) < _MAX_REPORTED:
+                        stored_fields.update(outcome.fields)
                 else:
                     for row in rows:
                         path = row.path if isinstance(row.path, str) else None
@@ -261,7 +251,7 @@ def pack(
             causes = "; ".join(f"{count} × {cause} ({firsts[cause]})" for cause, count in bad.most_common())
             expected = ""
             if folder is not None:
-                expected = f"; expected {_LAYOUTS}{folder.hint}"
+                expected = f"; expected {_LAYOUTS}"
             elif "missing file" in bad:
                 expected = f"; paths are relative to the folder of the table, {paths[0].parent}"
             raise DataError(f"no row of {paths[0]} can be packed: {causes or 'it has no rows'}{expected}")
@@ -269,6 +259,8 @@ def pack(
             listing.unlink()
         splits = dict(writer.counts)
         captions = (min(caption_counts), max(caption_counts))
+        marks["several captions"] = sum(count for size, count in caption_counts.items() if size > 1)
+        marks["other images"] = samples.other_images
         classes: list[str] = []
         caption_source = samples.caption_column
         if folder is not None:
@@ -279,7 +271,7 @@ def pack(
             "made_by": "python -m data pack",
             "source": ", ".join(path.name for path in paths[:_SHOWN]),
             "columns": {"image": samples.image_column, "caption": caption_source},
-            "fields": kept,
+            "fields": stored_fields,
             "test": test,
             "max_side": max_side,
             "keep_orientation": keep_orientation,
@@ -299,17 +291,11 @@ def pack(
         image_column=samples.image_column,
         caption_column=caption_source,
         bad_rows=writer.out / listing.name if bad else None,
-        not_upright=marks["not upright"],
-        deep=marks["deep"],
-        transparent=marks["transparent"],
-        several_captions=sum(count for size, count in caption_counts.items() if size > 1),
+        marks=marks,
         captions=captions,
-        equal_captions=marks["equal captions"],
-        other_images=samples.other_images,
-        fields=kept,
+        fields=stored_fields,
         left_out=tables[0].left_out if tables else {},
         classes=classes,
-        hint=folder.hint if folder is not None and bad["no caption"] > sum(splits.values()) else "",
     )
 
 
@@ -457,17 +443,11 @@ def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
 
     A source is packed again if the path, size, modification time or permissions of a table or of a file in a folder
     of images, or the version of a remote table, have changed. Remote tables are deleted when they are packed.
-
-    Args:
-        sources: tables, a folder of images (see ``pack``), or remote Parquet files.
-
-    Raises:
-        DataError: as for ``pack``, or a remote table cannot be downloaded.
     """
     digest = hashlib.sha256(f"{_REVISION}".encode())
-    remote = [one for one in sources if isinstance(one, ShardFile)]
-    paths = [one for one in sources if isinstance(one, Path)]
-    facts = [f"{one.url}\0{one.size} {one.version}" for one in remote]
+    remote = [source for source in sources if isinstance(source, ShardFile)]
+    paths = [source for source in sources if isinstance(source, Path)]
+    facts = [f"{file.url}\0{file.size} {file.version}" for file in remote]
     for path in map(Path.absolute, paths):
         for file, _ in files_below(path) if path.is_dir() else [(path, "")]:
             try:
@@ -476,7 +456,7 @@ def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
                 facts.append(f"{file}\0{error.strerror}")
             else:  # with the permissions: a file may have been unreadable
                 facts.append(f"{file}\0{status.st_size} {status.st_mtime_ns} {status.st_mode}")
-    digest.update("".join(f"{one}\n" for one in facts).encode("utf-8", "surrogateescape"))
+    digest.update("".join(f"{fact}\n" for fact in facts).encode("utf-8", "surrogateescape"))
     shown = remote[0].shown if remote else str(sources[0])
     what = shown if len(sources) == 1 else f"{len(sources)} tables such as {shown}"
     name = field_name(Path(sources[0].name).stem)[:_LONGEST_NAME]
@@ -487,7 +467,7 @@ def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
         tables = download_all(remote, copies) if remote else paths
         report = pack(tables[0] if len(tables) == 1 else tables, out, progress=sys.stderr.isatty())
         shutil.rmtree(copies, ignore_errors=True)
-        size = sum(one.stat().st_size for one in out.rglob("*.tar"))
+        size = sum(path.stat().st_size for path in out.rglob("*.tar"))
         bad = sum(report.bad.values())
         left_out = f"; {counted(bad, 'bad row')} left out, see bad_rows.jsonl there" if bad else ""
         print(

@@ -4,7 +4,7 @@ They are the centers of k-means over pixels, as in Image GPT (Chen et al. 2020).
 """
 
 import argparse
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -17,29 +17,24 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.files import CountProgress, write_atomic
 from clipkit.samples import decode_image
 from clipkit.samples.remote import shard_cache
-from data.selection import SelectedShard, Selection
+from data.selection import Selection
 from data.shards.manifest import make_manifest
+from data.shards.samples import Shards
 from data.sources import find_shards
-
-__all__ = ["command", "palette_of"]
 
 _PIXELS = 1 << 20  # over all images
 
 
 def palette_of(pixels: npt.NDArray[np.uint8], colors: int, *, seed: int = 0) -> npt.NDArray[np.float32]:
-    """Return (C, 3) colors in [-1, 1], sorted, of pixels (N, 3).
-
-    Raises:
-        ConfigError: there are fewer different pixels than colors.
-    """
+    """Return (C, 3) colors in [-1, 1], sorted, of pixels (N, 3)."""
     different = len(np.unique(pixels, axis=0))
     if different < colors:
         raise ConfigError(f"--colors {colors}: the images have only {different:,} different colors")
     means = MiniBatchKMeans(colors, random_state=seed, batch_size=8192, n_init=3)
     means.fit(pixels.astype(np.float32) / 127.5 - 1)
     centers = np.clip(means.cluster_centers_, -1, 1)
-    found: npt.NDArray[np.float32] = centers[np.lexsort(centers.T)].astype(np.float32)
-    return found
+    palette: npt.NDArray[np.float32] = centers[np.lexsort(centers.T)].astype(np.float32)
+    return palette
 
 
 def command(parsed: argparse.Namespace) -> int:
@@ -50,40 +45,23 @@ def command(parsed: argparse.Namespace) -> int:
     if out.exists():
         raise DataError(f"{out} already exists: name a new file, or remove it first")
     selection = Selection(need=("image",))
-    shards = [shard for source in parsed.sources for shard in find_shards(source, split=parsed.split)]
+    files = [file for source in parsed.sources for file in find_shards(source, split=parsed.split)]
     cache = shard_cache(parsed.sources, parsed.cache_gb)
-    manifest = make_manifest([shards], selection, cache=cache, stats=False)
-    total = int(manifest.counts.sum())
-    wanted = min(total, parsed.images)
+    shards = Shards(make_manifest([files], selection, cache=cache, stats=False), selection, cache=cache)
+    count = min(len(shards), parsed.images)
+    # evenly spaced samples
+    numbers = [number for number in range(len(shards)) if number * count % len(shards) < count]
     random = np.random.default_rng(0)
-
-    def sampled() -> Iterator[npt.NDArray[np.uint8]]:
-        first, read, bad = 0, 0, 0
-        for file, count in zip(shards, manifest.counts.tolist(), strict=True):
-            # every (total / wanted)-th sample
-            numbers = [
-                number - first for number in range(first, first + count) if number * wanted % total < wanted
-            ]
-            first += count
-            if not numbers:
-                continue
-            shard = SelectedShard(file, selection, cache)
-            for number in numbers:
-                (data,) = shard.read(shard.row(number), (selection.image,))
-                try:
-                    pixels = decode_image(data or b"").reshape(-1, 3)
-                except DataError:
-                    bad += 1
-                else:
-                    yield pixels[random.integers(0, len(pixels), max(1, _PIXELS // wanted))]
-                read += 1
-                progress.show(read, bad)
-
-    with CountProgress("reading images", total=wanted, shown=not parsed.quiet) as progress:
-        found = [*sampled()]
-    if not found:
+    samples = []
+    with CountProgress("reading images", total=count, shown=not parsed.quiet) as progress:
+        for done, number in enumerate(numbers, 1):
+            with suppress(DataError):
+                pixels = decode_image(shards.read(number).image).reshape(-1, 3)
+                samples.append(pixels[random.integers(0, len(pixels), max(1, _PIXELS // count))])
+            progress.show(done, done - len(samples))
+    if not samples:
         raise DataError("no image can be decoded")
-    palette = palette_of(np.concatenate(found), parsed.colors)
+    palette = palette_of(np.concatenate(samples), parsed.colors)
     write_atomic(out, save({"palette": torch.from_numpy(palette)}))
-    print(f"wrote {out}: {parsed.colors} colors of {len(found):,} images")
+    print(f"wrote {out}: {parsed.colors} colors of {len(samples):,} images")
     return 0

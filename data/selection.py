@@ -25,8 +25,6 @@ from data.captions import TEXT, CaptionRule, Fields, json_members
 from data.filters import Filter, parse_number
 from data.scores.table import Scores
 
-__all__ = ["OUTSIDE", "Chosen", "SelectedShard", "Selection"]
-
 OUTSIDE = "outside data.fraction"  # why a sample is not used
 _MAX_CAPTIONS = 2**16 - 1  # of one sample
 
@@ -181,15 +179,6 @@ class Selection:
 class SelectedShard(Shard):
     """An open shard with a selection of its samples.
 
-    Args:
-        file: the shard.
-        selection: which samples are used.
-        cache: cache of remote shards; None reads their members over the network.
-
-    Raises:
-        TruncatedError: the shard is truncated, and the selection does not accept that.
-        DataError: the shard is missing or not a tar, or cannot be downloaded.
-
     Attributes:
         chosen: the used samples.
     """
@@ -203,11 +192,7 @@ class SelectedShard(Shard):
         return len(self.chosen)
 
     def row(self, number: int) -> int:
-        """Return the index row of the ``number``-th used sample.
-
-        Raises:
-            DataError: the shard has fewer samples than stated.
-        """
+        """Return the index row of the ``number``-th used sample."""
         if number >= len(self._rows):
             raise DataError(f"its shard has only {len(self._rows)} samples, fewer than stated")
         row: int = self._rows[number]

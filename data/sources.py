@@ -7,8 +7,6 @@ from clipkit.samples import find_source, has_captions
 from clipkit.samples.remote import ShardFile
 from data.corpora.builtin import BUILTIN, built_in
 
-__all__ = ["find_shards"]
-
 
 def find_shards(source: str, *, split: str = "train") -> list[ShardFile]:
     """Return the tars of a source in order; a built-in dataset is created on first use.

@@ -30,8 +30,6 @@ from data.selection import SelectedShard, Selection
 from data.shards.manifest import make_manifest
 from data.sources import find_shards
 
-__all__ = ["LEAST", "command", "train", "write"]
-
 _START, _END = "<|startoftext|>", "<|endoftext|>"
 LEAST = 256 + 2  # the bytes, and start and end of text
 

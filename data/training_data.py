@@ -24,17 +24,6 @@ from data.shards.samples import Shards
 from data.shards.teacher import StoredFeatures
 from data.sources import find_shards
 
-__all__ = [
-    "Packed",
-    "open_training_data",
-    "other_data",
-    "other_teacher",
-    "packed_images",
-    "resumed_preprocess",
-    "teacher_features",
-    "trained_preprocess",
-]
-
 _CARD_BYTES = 1 << 20
 
 
@@ -106,11 +95,7 @@ def open_training_data(
 
 
 def teacher_features(settings: DistillConfig, shards: Shards, *, rank0: bool) -> StoredFeatures | None:
-    """Open a teacher's stored features, if any are configured; rank 0 checks that samples have features.
-
-    Raises:
-        DataError: features are missing, or the files are invalid.
-    """
+    """Open a teacher's stored features, if any are configured; rank 0 checks that samples have features."""
     if not settings.features:
         return None
     features = StoredFeatures(Path(settings.features), Path(settings.text_features))
@@ -174,7 +159,6 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _read_record(folder: str) -> _Record:
-    """Read the record of a folder of shards; the defaults without one."""
     dataset, _, split = folder.rpartition("/")
     paths = [f"{folder}/download.json"] if folder else []
     if split in ("train", "test"):
@@ -236,15 +220,7 @@ def trained_preprocess(preprocess: Preprocess, settings: PixelsConfig, packed: P
 
 
 def resumed_preprocess(preprocess: Preprocess, settings: PixelsConfig) -> Preprocess:
-    """Return the preprocessing of a resumed run, to which a pixel range may be added.
-
-    Args:
-        preprocess: of the checkpoint.
-        settings: the current settings.
-
-    Raises:
-        CheckpointError: the run was trained with another pixel range.
-    """
+    """Return the preprocessing of a resumed run, to which a pixel range may be added."""
     pixel_range = parse_pixel_range(settings.range, setting="pixels.range")
     if pixel_range in ("auto", preprocess.pixel_range):
         return preprocess

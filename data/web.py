@@ -18,8 +18,6 @@ import yarl
 
 from clipkit.samples.remote import CLIENT_OPTIONS, encode_url
 
-__all__ = ["FetchError", "FetchOptions", "Fetcher"]
-
 _RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 _MOST_REDIRECTS = 5
 _LONGEST_PAUSE = 60.0  # seconds; a longer Retry-After is ignored

@@ -24,8 +24,6 @@ from torch.utils.data import DataLoader
 from clipkit.errors import DataError
 from data.corpora.builtin import end_with_parent
 
-__all__ = ["Workers", "ignore_signals"]
-
 T = TypeVar("T")
 _LIKELY_CAUSE = {
     int(signal.SIGKILL): ", probably out of memory: lower data.workers or batch_size",

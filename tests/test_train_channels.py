@@ -34,7 +34,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 path = folder / split / name / f"{number}.tif"
                 path.write_bytes(bands_of(values, compression="zlib", planarconfig="separate"))
     report = pack(folder / "train", folder / "packed", progress=False)
-    assert (report.deep, report.bad) == (24 * len(CLASSES), {})
+    assert (report.marks["deep"], report.bad) == (24 * len(CLASSES), {})
     return folder
 
 

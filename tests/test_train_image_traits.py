@@ -241,7 +241,7 @@ def test_training_stops_at_deep_images_until_a_range_is_given(forked: Forked, tm
         )
         lines.append(f"images/{number}.png,noise {number}")
     (tmp_path / "table.csv").write_text("\n".join(lines))
-    assert pack(tmp_path / "table.csv", tmp_path / "pairs", progress=False).deep == 1
+    assert pack(tmp_path / "table.csv", tmp_path / "pairs", progress=False).marks["deep"] == 1
 
     def train(out: Path, *more: str, status: int = 0) -> str:
         settings = [f"data.train={tmp_path / 'pairs'}", *SETTINGS, f"steps={STEPS}", f"out={out}", *more]

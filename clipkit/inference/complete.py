@@ -14,8 +14,6 @@ from clipkit.inference.stream import pick_device
 from clipkit.model.pixels import PixelTransformer
 from clipkit.model.preprocess import eval_pixels
 
-__all__ = ["run"]
-
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status.

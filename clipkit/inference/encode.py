@@ -50,8 +50,6 @@ from clipkit.inference.stream import Failure, FeatureStream
 from clipkit.samples.depth import format_pixel_range
 from clipkit.samples.traits import TraitCounts, hex_of
 
-__all__ = ["EncodeParts", "Encoded", "RayEncoder", "encode", "run"]
-
 Parts = Generator[Part, None, None]
 EncodeParts = Callable[
     [Iterator[tuple[int, Item]], Manifest, FeatureStream, Callable[[int, int], None]], Parts
@@ -332,7 +330,6 @@ def _encode_part(
 
 
 def _a_file_of(items: Sequence[tuple[int, Item]]) -> Path | None:
-    """Return the first image, shard or table of some items that exists."""
     for _, item in items:
         path = Path(item.source) if isinstance(item.image, Sample) else item.image
         with suppress(OSError, ValueError):
@@ -448,7 +445,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _report(encoded: Encoded, options: argparse.Namespace, who: str) -> None:
-    """Print a summary; once the folder is complete, the last line describes its content."""
     totals, listing = encoded.totals, options.out / "failures.jsonl"
     compared = ""
     if encoded.compared:
@@ -493,7 +489,6 @@ def _report(encoded: Encoded, options: argparse.Namespace, who: str) -> None:
 
 
 def _first_cause(listing: Path) -> str:
-    """Return why the first item of a list of failures failed, as the end of a sentence."""
     with listing.open(encoding="utf-8") as file:
         failure = json.loads(file.readline())
     return f"; the first: {printable(failure['key'])}: {failure['cause']}"

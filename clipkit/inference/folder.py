@@ -47,24 +47,13 @@ from clipkit.inference.inputs import Item, Kind
 from clipkit.inference.storage import STORAGE, ReusableRows, storage_of
 from clipkit.inference.stream import Failure, Features
 
-__all__ = [
-    "ContentDigest",
-    "EmbeddingFolder",
-    "Manifest",
-    "Part",
-    "PartDigest",
-    "Totals",
-    "only_writer",
-]
-
-
 _FORMAT = 2
 _CHECK_SECONDS = 1.0
 # settings that must not change when a run is resumed, and their names in error messages
 _SETTINGS = {
     "format": "the format", "kind": "the kind (images or texts)", "background": "the background (--background)",
     "upright": "whether the EXIF orientation is applied (--upright)",
-    "pixel_range": "the pixel range (--pixel-range)", "weights": "the model",
+    "pixel_range": "the pixel range (--pixel-range)", "dim": "--dim", "weights": "the model",
     "rows_per_file": "--rows-per-file", "batch_size": "--batch-size", "precision": "--precision",
     "device": "--device", "dtype": "--dtype",
 }  # fmt: skip
@@ -105,34 +94,28 @@ class Manifest:
         return min(self.rows_per_file, self.items - part * self.rows_per_file)
 
 
-def _difference(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+def _difference(stored: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
     """Describe the settings that prevent encoding into an existing folder; "" if there are none."""
+    stored = {"dim": manifest["dim"], **_EARLIER, **stored}
     changes = []
     for name, what in _SETTINGS.items():
-        then, now = stored.get(name, _EARLIER.get(name)), wanted[name]
-        if then == now:
+        before, now = stored.get(name), manifest[name]
+        if before == now:
             continue
-        dims = [values.get("dim", wanted["dim"]) for values in (stored, wanted)]
-        if name == "weights" and dims[0] != dims[1] and stored.get("model") == wanted["model"]:
-            what, (then, now) = "--dim", (dim or "not given" for dim in dims)
-        elif name == "weights":
-            then, now = (
-                f"{values.get('model')} ({str(values.get(name))[:8]})" for values in (stored, wanted)
+        if name == "weights":
+            before, now = (
+                f"{values.get('model')} ({str(values.get(name))[:8]})" for values in (stored, manifest)
             )
-        changes.append(f"{what} was {then} and is now {now}")
+        changes.append(f"{what} was {before} and is now {now}")
     if changes:
         return "; ".join(changes)
     # normalized like the stored paths: ``./photos/`` and ``photos`` are the same
-    before, now = (
-        [str(user_path(str(source))) for source in values.get("sources", [])] for values in (stored, wanted)
-    )
-    missing = sorted((Counter(before) - Counter(now)).elements())
+    stored_sources = [str(user_path(str(source))) for source in stored.get("sources", [])]
+    sources = [str(user_path(str(source))) for source in manifest["sources"]]
+    missing = sorted((Counter(stored_sources) - Counter(sources)).elements())
     if not missing:
         return ""
-    absolute = {os.path.abspath(source): source for source in now}  # noqa: PTH100 (Path keeps "..")
-    if other := absolute.get(os.path.abspath(missing[0])):  # noqa: PTH100
-        return f"the source {missing[0]} is now given as {other}, which would change the stored paths"
-    shown = ", ".join(now[:3]) + (", …" if len(now) > 3 else "")
+    shown = ", ".join(sources[:3]) + (", …" if len(sources) > 3 else "")
     return f"{missing[0]} was one of the sources, which are now {shown}"
 
 
@@ -222,9 +205,6 @@ def only_writer(out: Path, process: int, processes: int) -> Iterator[None]:
 
     Other processes with the same index are excluded, and all processes of runs with another number of processes,
     since their parts overlap.
-
-    Raises:
-        ConfigError: such a process is writing to the folder.
     """
     out.mkdir(parents=True, exist_ok=True)
     with lock_output(out, "clipkit encode", lock=out / f".lock-{process}-of-{processes}"):
@@ -311,7 +291,9 @@ class EmbeddingFolder:
             columns = {"image_path": keys, "caption": captions, "source": sources, "digest": digests}
         else:
             columns = {"image_path": keys, "source": sources, "digest": digests}
-        table = pyarrow.table({name: pyarrow.array(one, pyarrow.string()) for name, one in columns.items()})
+        table = pyarrow.table(
+            {name: pyarrow.array(column, pyarrow.string()) for name, column in columns.items()}
+        )
         record = [
             {
                 "digest": asdict(self._digests[part.number]),
@@ -347,9 +329,6 @@ class EmbeddingFolder:
         """Write the list of failures, clean up and return the totals; return None unless every part is complete.
 
         Of several processes, the last to finish gets the totals, or all that finish at the same time.
-
-        Raises:
-            DataError: another process found other items in the same sources.
         """
         if any(self._stored().get(name) != getattr(self.manifest, name) for name in ("items", "digest")):
             raise DataError("the sources changed while they were being read: run the same command again")
@@ -405,7 +384,7 @@ class EmbeddingFolder:
 
         A part with a record is complete, because the record is written last and removed first.
         """
-        records = dict(self._own(self._records))
+        records = dict(self._list_parts(self._records))
         current = {part for part, path in records.items() if self._is_current(part, path)}
         # parts whose files have new times or inodes are kept if their content is the same
         then: dict[int, str] = {}  # content digest by part
@@ -428,40 +407,42 @@ class EmbeddingFolder:
         if retry_failed:
             current = {part for part in current if not _counts(records[part])["failures"]}
         stale = records.keys() - current
-        embeddings, metadata = (dict(self._own(folder)) for folder in self._folders[:2])
+        embeddings, metadata = (dict(self._list_parts(folder)) for folder in self._folders[:2])
         for part in stale:
             records[part].unlink()
             # rows of texts are not reused: they depend on the other texts of their batch
             if self.manifest.kind == "image" and part in embeddings and part in metadata:
                 self._set_aside(embeddings[part], metadata[part])
         for folder in self._folders[:2]:
-            for part, path in self._own(folder):
-                wanted = path.with_name(f"{folder.name}_{self._number(part)}{path.suffix}")
+            for part, path in self._list_parts(folder):
+                target = path.with_name(f"{folder.name}_{self._number(part)}{path.suffix}")
                 if part not in current:
                     path.unlink()
-                elif path != wanted:
-                    path.replace(wanted)
+                elif path != target:
+                    path.replace(target)
         if stale:
             (self.out / "failures.jsonl").unlink(missing_ok=True)
         self.stale = sum(part < self.manifest.files for part in stale)
 
     def _set_aside(self, embeddings: Path, metadata: Path) -> None:
-        """Move the rows and metadata of an outdated part to the reusable ones."""
         former = self.out / ".former"
         former.mkdir(exist_ok=True)
         name = secrets.token_hex(8)
         embeddings.replace(former / f"{name}.npy")
         metadata.replace(former / f"{name}.parquet")
 
-    def _own(self, folder: Path) -> list[tuple[int, Path]]:
-        """List the files of this process's parts in a folder, with the parts' numbers."""
-        found = ((_NUMBERED.fullmatch(path.name), path) for path in folder.iterdir())
-        numbered = ((int(match[1]), path) for match, path in found if match)
-        return [(part, path) for part, path in numbered if part % self._processes == self._process]
+    def _list_parts(self, folder: Path) -> list[tuple[int, Path]]:
+        parts = []
+        for path in folder.iterdir():
+            match = _NUMBERED.fullmatch(path.name)
+            if match and int(match[1]) % self._processes == self._process:
+                parts.append((int(match[1]), path))
+        return parts
 
     def _settle_manifest(self) -> None:
-        path, wanted = self.out / "manifest.json", asdict(self.manifest)
-        text = json.dumps(wanted, indent=2) + "\n"
+        path = self.out / "manifest.json"
+        manifest = asdict(self.manifest)
+        text = json.dumps(manifest, indent=2) + "\n"
         if not path.exists():
             if any(folder.exists() for folder in self._folders):
                 raise DataError(f"{self.out} contains embeddings but no manifest.json: use another --out")
@@ -479,12 +460,12 @@ class EmbeddingFolder:
                 temporary.replace(path)
             sync(self.out)
         stored = self._stored()
-        if differing := _difference(stored, wanted):
+        if differing := _difference(stored, manifest):
             raise ConfigError(
                 f"{self.out} contains embeddings of another run: {differing}; resume with the same settings, or "
                 "use another --out"
             )
-        if any(stored.get(name) != wanted[name] for name in _CONTENT):
+        if any(stored.get(name) != manifest[name] for name in _CONTENT):
             write_atomic(path, text, durable=True)
 
     def _stored(self) -> dict[str, Any]:
@@ -499,7 +480,6 @@ class EmbeddingFolder:
 
 
 def _counts(record: Path) -> dict[str, Any]:
-    """Read the first line of a part's record."""
     with record.open("rb") as file:
         counts: dict[str, Any] = json.loads(file.readline())
     return counts

@@ -137,7 +137,6 @@ class Stream:
             raise DataError(f"{min(empty)} contains no {'image' if self.kind == 'image' else 'text'}")
 
     def _open_lines(self, source: str) -> Callable[[], Iterator[Item]] | None:
-        """Return a function that iterates over a list of texts, None for other sources."""
         path = user_path(source)
         if source != "-" and not (path.suffix.lower() == ".txt" and path.is_file() and not is_table(path)):
             return None
@@ -210,7 +209,6 @@ class Stream:
                 yield Item(source=source, key="", cause=fault)
 
     def _items(self, samples: Samples, *, has_captions: bool) -> Iterator[Item]:
-        """Yield the images of a table or folder, or the captions of a table."""
         for i in range(len(samples)):
             source, key = readable(samples.locate(i)[0]), readable(samples.key(i))
             cause = samples.cause(i)
@@ -234,7 +232,6 @@ class Stream:
 
 
 def _find_caption(fields: Mapping[str, Any], name: str) -> Any:
-    """Return the field with a name, or the first one with a common name of captions."""
     return fields.get(name or find_column(CAPTION_COLUMNS, list(fields)))
 
 

@@ -19,8 +19,6 @@ from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.inputs import Item, Kind
 from clipkit.inference.stream import THUMBNAIL, Failure, FeatureStream, pick_device
 
-__all__ = ["PairEncoder", "PairFeatures", "closest"]
-
 Images = npt.NDArray[Any]  # (N,) of the dtype ``PairEncoder.dtype``
 _FLAT = (
     32.0  # added to the norm of thumbnails: noise of less than 2 gray levels (32 / sqrt(T)) is not compared

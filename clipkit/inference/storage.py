@@ -22,8 +22,6 @@ import numpy.typing as npt
 
 from clipkit.errors import ConfigError, DataError
 
-__all__ = ["STORAGE", "ReusableRows", "Storage", "content_digest", "recall", "storage_of", "unpacked"]
-
 Rows = npt.NDArray[np.float32]
 Stored = npt.NDArray[Any]
 

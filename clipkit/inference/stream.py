@@ -50,8 +50,8 @@ _MAX_WORKERS = 16
 THUMBNAIL = 16  # side of the gray thumbnail of the preprocessed image, T = 16 · 16
 _LUMA = torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)  # ITU-R BT.601
 
-Given = TypeVar("Given")
-Made = TypeVar("Made")
+T = TypeVar("T")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,9 +124,6 @@ class FeatureStream:
 
     Attributes:
         counts: how many of the images encoded so far are transparent or rotated by EXIF.
-
-    Raises:
-        ConfigError: a setting is out of range.
     """
 
     def __init__(
@@ -201,26 +198,27 @@ class FeatureStream:
 
         def first_computed() -> Features:
             batch, rows = computing.popleft()
+            images = [ready.thumbnail for ready in batch if ready.thumbnail is not None]
             return Features(
                 part=batch[0].part,
-                items=[one.item for one in batch],
-                captions=[one.caption for one in batch],
-                contents=[one.content for one in batch],
-                digests=[one.digest for one in batch],
+                items=[ready.item for ready in batch],
+                captions=[ready.caption for ready in batch],
+                contents=[ready.content for ready in batch],
+                digests=[ready.digest for ready in batch],
                 rows=rows.result(),
-                reused=np.array([one.reusable is not None for one in batch]),
-                thumbnails=np.stack([one.thumbnail for one in batch if one.thumbnail is not None])
-                if thumbnails
-                else None,
+                reused=np.array([ready.reusable is not None for ready in batch]),
+                thumbnails=np.stack(images) if thumbnails else None,
             )
 
-        ready = partial(self._ready, kind=kind, captions=captions, thumbnails=thumbnails, reusable=reusable)
+        prepare = partial(
+            self._prepare, kind=kind, captions=captions, thumbnails=thumbnails, reusable=reusable
+        )
         with evaluating(self.model), one_core_each(self._lanes) as pool:
-            for outcome in _batches(self._read_ahead(ready, items), self.batch_size):
+            for outcome in _batches(self._read_ahead(prepare, items), self.batch_size):
                 if isinstance(outcome, Failure):
                     yield outcome
                     continue
-                self.counts.add(*(one.traits for one in outcome))
+                self.counts.add(*(ready.traits for ready in outcome))
                 computing.append((outcome, pool.submit(self._all_rows, outcome, kind, pad, reusable)))
                 if len(computing) > self._lanes:
                     yield first_computed()
@@ -229,14 +227,14 @@ class FeatureStream:
 
     def pixel_batches(self, items: Iterable[Item]) -> Iterator[tuple[list[Item], Tensor] | Failure]:
         """Read and preprocess images: batches of items with (B, 3, S, S) uint8 on the model's device."""
-        ready = partial(self._ready, kind="image", captions=False, thumbnails=False)
-        for outcome in _batches(self._read_ahead(ready, ((0, item) for item in items)), self.batch_size):
+        prepare = partial(self._prepare, kind="image", captions=False, thumbnails=False)
+        for outcome in _batches(self._read_ahead(prepare, ((0, item) for item in items)), self.batch_size):
             if isinstance(outcome, Failure):
                 yield outcome
                 continue
-            self.counts.add(*(one.traits for one in outcome))
-            pixels = torch.stack([one.pixels for one in outcome if one.pixels is not None])
-            yield [one.item for one in outcome], pixels.to(self.device)
+            self.counts.add(*(ready.traits for ready in outcome))
+            pixels = torch.stack([ready.pixels for ready in outcome if ready.pixels is not None])
+            yield [ready.item for ready in outcome], pixels.to(self.device)
 
     def contents(
         self, items: Iterable[tuple[int, Item]], *, kind: Kind, captions: bool = False
@@ -250,8 +248,8 @@ class FeatureStream:
             error are the same.
         """
 
-        def read(given: tuple[int, Item]) -> tuple[int, Item, bytes]:
-            return *given, _read(given[1], kind, captions=captions)[-1]
+        def read(numbered: tuple[int, Item]) -> tuple[int, Item, bytes]:
+            return *numbered, _read(numbered[1], kind, captions=captions)[-1]
 
         return self._read_ahead(read, items)
 
@@ -272,12 +270,12 @@ class FeatureStream:
         with evaluating(self.model):
             return self._rows([_Ready(item=Item(source="", key=""), pixels=pixels, caption=text)], kind)[:0]
 
-    def _read_ahead(self, work: Callable[[Given], Made], items: Iterable[Given]) -> Iterator[Made]:
+    def _read_ahead(self, work: Callable[[T], Result], items: Iterable[T]) -> Iterator[Result]:
         """Yield ``work(item)`` of each item in order, computed by threads a few batches ahead."""
         if self._workers == 0:
             yield from map(work, items)
             return
-        waiting: deque[Future[Made]] = deque()
+        waiting: deque[Future[Result]] = deque()
         with one_core_each(self._workers) as pool:
             for item in items:
                 waiting.append(pool.submit(work, item))
@@ -286,17 +284,16 @@ class FeatureStream:
             while waiting:
                 yield waiting.popleft().result()
 
-    def _ready(
+    def _prepare(
         self,
-        given: tuple[int, Item],
+        numbered: tuple[int, Item],
         *,
         kind: Kind,
         captions: bool,
         thumbnails: bool,
         reusable: ReusableRows | None = None,
     ) -> _Ready | Failure:
-        """Read and decode an item."""
-        part, item = given
+        part, item = numbered
         image, caption, cause, content = _read(item, kind, captions=captions)
         digest = content_digest(image if kind == "image" else (caption or "").encode())
         if reusable is not None and not cause:
@@ -346,19 +343,16 @@ class FeatureStream:
         return rows
 
     def _rows(self, batch: Sequence[_Ready], kind: Kind, *, pad: bool = False) -> npt.NDArray[np.float32]:
-        """Encode B items → (B, O)."""
         dtype = PRECISIONS[self.precision]
         autocast = torch.autocast(self.device.type, dtype or torch.bfloat16, enabled=dtype is not None)
         try:
             with torch.inference_mode(), autocast, self._weights.used():
                 if kind == "caption":
-                    encoded = encode_text(
-                        [one.caption or "" for one in batch], self.model, batch_size=len(batch)
-                    )
+                    texts = [ready.caption or "" for ready in batch]
+                    encoded = encode_text(texts, self.model, batch_size=len(texts))
                 else:
-                    pixels = torch.stack(
-                        [one.pixels for one in batch if one.pixels is not None]
-                    )  # (B, 3, S, S)
+                    images = [ready.pixels for ready in batch if ready.pixels is not None]
+                    pixels = torch.stack(images)  # (B, 3, S, S)
                     if pad and len(pixels) < self.batch_size:
                         copies = pixels[-1:].expand(self.batch_size - len(pixels), -1, -1, -1)
                         pixels = torch.cat([pixels, copies])
@@ -371,9 +365,9 @@ class FeatureStream:
                 f"out of memory with --batch-size {self.batch_size}: use a smaller batch size"
             ) from error
         if not np.isfinite(rows).all():
-            advice = (
-                "its weights are damaged" if dtype is None else "try --precision fp32, or check its weights"
-            )
+            advice = "try --precision fp32, or check its weights"
+            if dtype is None:
+                advice = "its weights are damaged"
             raise DataError(f"the model's features are not finite in {self.precision}: {advice}")
         return rows
 
@@ -419,13 +413,10 @@ def _read(item: Item, kind: Kind, *, captions: bool) -> tuple[bytes, str | None,
     return image, caption, cause, digest.digest()
 
 
-def pick_device(asked: str | None) -> str:
+def pick_device(requested: str | None) -> str:
     """Return the requested device, by default ``own_device``; each process gets its own GPU."""
-    name = asked or "auto"
-    return (
-        str(own_device())
-        if name == "auto"
-        else f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-        if name == "cuda"
-        else name
-    )
+    if requested in (None, "auto"):
+        return str(own_device())
+    if requested == "cuda":
+        return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    return requested

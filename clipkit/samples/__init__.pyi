@@ -5,11 +5,6 @@ from .base import (
     is_json as is_json,
     parse_fields as parse_fields,
 )
-from .caption_files import (
-    caption_table_of as caption_table_of,
-    find_captions as find_captions,
-    open_caption_tables as open_caption_tables,
-)
 from .decode import (
     decode_image as decode_image,
     decode_jpeg as decode_jpeg,
@@ -52,6 +47,9 @@ from .image_folder import (
     CLASS_NAMES as CLASS_NAMES,
     FolderSamples as FolderSamples,
     are_ids as are_ids,
+    caption_table_of as caption_table_of,
+    find_captions as find_captions,
+    open_caption_tables as open_caption_tables,
     read_class_names as read_class_names,
 )
 from .image_types import (

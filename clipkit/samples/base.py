@@ -100,9 +100,6 @@ def parse_fields(members: Mapping[str, bytes]) -> dict[str, Any]:
     """Parse the json members of a sample into one mapping: ``json`` itself, and ``x.json`` as the field ``x``.
 
     Other members are skipped, and a ``json`` that is not an object.
-
-    Raises:
-        DataError: invalid JSON.
     """
     fields: dict[str, Any] = {}
     for name, data in members.items():

@@ -96,9 +96,6 @@ def decode_image(data: bytes, *, reduce: int = 1) -> npt.NDArray[np.uint8]:
         data: the file's bytes.
         reduce: 2, 4 or 8 decodes JPEGs for which ``jpeg_size`` returns a size at 1/2, 1/4 or 1/8 of their sides,
             rounded up, which is faster; other images keep their size.
-
-    Raises:
-        DataError: as for ``decode_pixels``.
     """
     return decode_pixels(data, _FOR_DISPLAY, reduce=reduce).pixels.transpose(1, 2, 0)
 
@@ -141,10 +138,6 @@ def load_image(
 ) -> tuple["Image | npt.NDArray[np.uint8]", Traits]:
     """Load an image in its size, with 8 bits and the channels, background and orientation that ``rule`` says.
 
-    Args:
-        content: a file's bytes, an image that Pillow opened, or values.
-        rule: how to load it.
-
     Returns:
         For three channels, a Pillow image in the mode of the file, which evaluation resizes in this mode like
         open_clip; otherwise (H, W, C). And the file's traits.
@@ -185,11 +178,7 @@ def _from_array(pixels: npt.NDArray[np.uint8]) -> "Image":
 
 
 def read_values(content: "bytes | Image | Bands", rule: Decoding) -> Bands | None:
-    """Return the values of an image that Pillow does not read, or only with fewer bits or channels; else None.
-
-    Raises:
-        DataError: as for ``decode_pixels``.
-    """
+    """Return the values of an image that Pillow does not read, or only with fewer bits or channels; else None."""
     if not isinstance(content, bytes):
         return content if isinstance(content, Bands) else None
     name = image_format(content)
@@ -243,11 +232,7 @@ def to_array(image: "Image | npt.NDArray[np.uint8]") -> npt.NDArray[np.uint8]:
 
 
 def decode_jpeg(data: bytes, *, reduce: int = 1) -> npt.NDArray[np.uint8] | None:
-    """Decode a JPEG to (H, W, 3) uint8 RGB; return None if only Pillow can decode it.
-
-    Raises:
-        DataError: it has too many pixels or scans.
-    """
+    """Decode a JPEG to (H, W, 3) uint8 RGB; return None if only Pillow can decode it."""
     if (size := jpeg_size(data)) is None:
         return None
     height, width = size
@@ -264,11 +249,7 @@ def decode_jpeg(data: bytes, *, reduce: int = 1) -> npt.NDArray[np.uint8] | None
 
 
 def jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """Read height and width from the header of a JPEG that simplejpeg can decode; None for other images.
-
-    Raises:
-        DataError: it has too many pixels or scans.
-    """
+    """Read height and width from the header of a JPEG that simplejpeg can decode; None for other images."""
     if not data.startswith(b"\xff\xd8\xff"):
         return None
     import simplejpeg
@@ -358,11 +339,7 @@ def _may_rotate(segment: bytes) -> bool:
 
 
 def readable_formats(data: bytes = b"") -> tuple[str, ...]:
-    """Return Pillow's names of the formats in which an image is read, for ``PIL.Image.open``.
-
-    Raises:
-        DataError: the image is HEIC, and the extra ``formats`` is missing.
-    """
+    """Return Pillow's names of the formats in which an image is read, for ``PIL.Image.open``."""
     if image_format(data) == "HEIC":
         register_heif()
         return ("HEIF",)
@@ -378,11 +355,7 @@ def _pillow_formats() -> tuple[str, ...]:
 
 
 def open_image(content: "bytes | Image") -> "Image":
-    """Open a file's bytes with Pillow without decoding it; call it inside ``pillow_errors``.
-
-    Raises:
-        DataError: the image has more than ``MAX_PIXELS`` pixels, or would take too much time or memory.
-    """
+    """Open a file's bytes with Pillow without decoding it; call it inside ``pillow_errors``."""
     from PIL import Image, UnidentifiedImageError
 
     if not isinstance(content, bytes):

@@ -123,11 +123,7 @@ def has_deep_colors(image: "Image") -> bool:
 
 
 def refuse_deep_alpha(image: "Image") -> None:
-    """Refuse 16-bit grayscale with an alpha channel, opened but not yet loaded, which Pillow reduces to 8 bits.
-
-    Raises:
-        PixelRangeError: the image is of this kind.
-    """
+    """Refuse 16-bit grayscale with an alpha channel, opened but not yet loaded, which Pillow reduces to 8 bits."""
     raw_mode, _ = _png_or_ppm_values(image)
     if raw_mode == "LA;16B":
         raise PixelRangeError(

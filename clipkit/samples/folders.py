@@ -73,9 +73,6 @@ def files_below(folder: Path) -> Iterator[tuple[Path, str]]:
     Within a linked folder, links to a folder that was already reached through a link are not followed either:
     folders that link to each other have exponentially many paths.
 
-    Args:
-        folder: where to start; the paths begin with it.
-
     Yields:
         The path of a file and "", or the path of a folder and why it is not read.
     """
@@ -128,14 +125,7 @@ def _names(folder: Path) -> Iterator[str]:
 
 
 def check_parts(files: Iterable[str]) -> None:
-    """Check that no part is missing of datasets in numbered Parquet files, see ``PARQUET_PART``.
-
-    Args:
-        files: paths or URLs; files with other names are not checked.
-
-    Raises:
-        DataError: a part is missing.
-    """
+    """Check that no part is missing of datasets in numbered Parquet files, see ``PARQUET_PART``."""
     numbers: dict[tuple[str, str, str], set[int]] = {}
     firsts: dict[tuple[str, str, str], str] = {}
     for path in files:

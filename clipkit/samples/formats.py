@@ -41,9 +41,6 @@ def read_bands(data: bytes, name: str, *, channels: int) -> Bands | None:
         data: the file's bytes.
         name: its format, see ``clipkit.samples.image_types.image_format``.
         channels: C, which tells (H, W, C) from (C, H, W).
-
-    Raises:
-        DataError: the file is damaged, too large or of an unsupported kind, or the extra ``formats`` is missing.
     """
     readers: dict[str, Callable[[], Bands]] = {
         "DICOM": lambda: _read_dicom(data),
@@ -65,11 +62,7 @@ def read_bands(data: bytes, name: str, *, channels: int) -> Bands | None:
 
 
 def register_heif() -> None:
-    """Let Pillow open HEIC; its rotation is part of the format and always applied.
-
-    Raises:
-        DataError: the extra ``formats`` is missing.
-    """
+    """Let Pillow open HEIC; its rotation is part of the format and always applied."""
     _import_extra("pillow_heif", "HEIC").register_heif_opener()
 
 

@@ -1,27 +1,27 @@
-"""Folders of images as samples: with captions in files beside them, or by class; names of classes."""
+"""Folders of images as samples: with captions in files beside them, in a table, or by class; names of classes.
+
+The captions of ``cat.jpg`` are in ``cat.txt`` or ``cat.jpg.txt``, or files with one of ``CAPTION_SUFFIXES``.
+"""
 
 import hashlib
+import json
 import os
 import re
 import tempfile
 import weakref
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
 from clipkit.errors import DataError
 from clipkit.samples.base import Samples
-from clipkit.samples.caption_files import (
-    caption_file_of,
-    find_captions,
-    list_texts,
-    open_caption_tables,
-    read_captions,
-)
-from clipkit.samples.folders import SPLIT_WORDS, files_below, images_below, read_file
-from clipkit.samples.table import NAMED_SUFFIXES, SUFFIXES, Row
+from clipkit.samples.folders import SPLIT_WORDS, files_below, images_below, is_hidden, read_file
+from clipkit.samples.image_types import check_image
+from clipkit.samples.table import NAMED_SUFFIXES, SUFFIXES, Row, Table, listed_path, plain_name
 
 CLASS_NAMES = "classnames.txt"
 _NUMBER = re.compile(r"[0-9]+")
@@ -29,6 +29,13 @@ _NUMBER = re.compile(r"[0-9]+")
 _ID = re.compile(
     r"n[0-9]{8}|[0-9]+|(?:class|category|label|id)[ _-]*[0-9]+|(?=.*[0-9])[0-9a-f-]{8,}", re.IGNORECASE
 )
+
+# In any case; if an image has several files, the first of these with captions is used.
+CAPTION_SUFFIXES = (".txt", ".caption", ".captions", ".cap", ".text", ".tags", ".json")
+_CHECKED_ROWS = 1000  # first rows of a table
+_MAX_BYTES = 4 << 20  # per file; the rest is not read
+# str.splitlines would also split at characters that may be within a caption, such as U+2028
+_LINE_END = re.compile(r"\r\n|\n|\r")
 
 
 class FolderSamples(Samples):
@@ -39,9 +46,6 @@ class FolderSamples(Samples):
     are in subfolders, these are classes: the field ``class`` of a sample is the name of its subfolder, or the name
     in ``classnames.txt``.
     Otherwise the field ``captions`` lists the captions in the file beside the image.
-
-    Attributes:
-        folder: the folder.
     """
 
     # as of ``TableSamples``
@@ -80,23 +84,18 @@ class FolderSamples(Samples):
         return [Row(number=i + 1, path=self._name(i), cause=self.cause(i), progress=(i + 1) / len(self))]
 
     def path(self, i: int) -> Path:
-        """Return the path of an image."""
         return self.folder / self._name(i)
 
     def cause(self, i: int) -> str:
-        """Return why an image cannot be used, "" if no reason is known before it is read."""
         return self._causes.get(i, "")
 
     def key(self, i: int) -> str:
-        """Return the path of an image."""
         return str(self.path(i))
 
     def locate(self, i: int) -> tuple[str, str]:
-        """Return the folder, and the path of an image in it."""
         return str(self.folder), self._name(i)
 
     def members(self, i: int) -> Sequence[str]:
-        """Return the extension of the image."""
         return [self.path(i).suffix.lower().removeprefix(".")]
 
     def fields(self, i: int) -> dict[str, Any]:
@@ -110,7 +109,6 @@ class FolderSamples(Samples):
         return {"captions": [text.strip() for text in texts if text.strip()]}
 
     def read(self, i: int, member: str) -> bytes:
-        """Return an encoded image, whatever the member; raise DataError with the cause if it cannot be read."""
         if i in self._causes:
             raise DataError(self._causes[i])
         return read_file(self.path(i))
@@ -142,13 +140,8 @@ class FolderSamples(Samples):
 
     @cached_property
     def class_names(self) -> dict[str, str]:
-        """Names of classes by subfolder; {} if subfolders are not classes.
-
-        Raises:
-            DataError: the folder contains tables that may list the captions, or ``classnames.txt`` does not match
-                the subfolders.
-        """
-        if len(self._subfolders) < 2 or self._why_not:
+        """Names of classes by subfolder; {} if subfolders are not classes."""
+        if not self._has_classes:
             return {}
         names = {subfolder: " ".join(subfolder.split()) for subfolder in self._subfolders}
         if (listed := read_class_names(self.folder, self._subfolders)) is not None:
@@ -157,13 +150,6 @@ class FolderSamples(Samples):
         if not self._has_class_names:
             self._check_no_caption_tables()
         return names
-
-    @property
-    def hint(self) -> str:
-        """Why several subfolders are not read as classes, otherwise ""."""
-        if len(self._subfolders) < 2 or not self._why_not:
-            return ""
-        return f"; subfolders are not read as classes because {self._why_not}"
 
     def _images(self) -> Iterator[Path]:
         return (self.path(i) for i in range(len(self)) if i not in self._causes)
@@ -182,16 +168,12 @@ class FolderSamples(Samples):
         return find_captions(self._images())
 
     @cached_property
-    def _why_not(self) -> str:
-        """Why subfolders are not classes, "" if they may be."""
-        outside = next((path for path in self._images() if path.parent == self.folder), None)
-        if outside is not None:
-            return f"{outside.name} is outside them"
+    def _has_classes(self) -> bool:
+        if len(self._subfolders) < 2 or SPLIT_WORDS.intersection(self._subfolders):
+            return False
         if self._captioned and not self._has_class_names:
-            return f"{self._captioned.relative_to(self.folder)} may contain captions"
-        if splits := sorted(SPLIT_WORDS.intersection(self._subfolders)):
-            return f"{splits[0]!r} is the name of a split: pack the splits one by one, or rename it"
-        return ""
+            return False
+        return all(path.parent != self.folder for path in self._images())
 
     def _check_no_caption_tables(self) -> None:
         """Check that names of subfolders do not replace the captions of a table."""
@@ -215,10 +197,6 @@ def read_class_names(folder: Path, subfolders: Sequence[str]) -> tuple[list[str]
 
     The subfolders have the names in the file; or they are numbers from 0, which are the labels; or ids or other
     numbers, as many as lines, in ascending order.
-
-    Args:
-        folder: the folder with the file.
-        subfolders: names of the folders with the images of a class.
 
     Returns:
         The names by label, and the labels by subfolder; None if there is no file.
@@ -255,3 +233,143 @@ def read_class_names(folder: Path, subfolders: Sequence[str]) -> tuple[list[str]
 
 def _plain(name: str) -> str:
     return " ".join(name.replace("_", " ").split()).casefold()
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Files with the captions of images beside the images, and tables of captions in a folder of images.
+
+
+def caption_file_of(image: Path, texts_in: Callable[[Path], Mapping[str, Sequence[str]]]) -> Path | None:
+    """Return the file that may contain the captions of an image, None if there is none.
+
+    Of several files, the first with captions is used, else the first.
+    """
+    texts = texts_in(image.parent)
+    names = [*texts.get(image.stem, []), *texts.get(image.name, [])]
+    files = [image.with_name(name) for name in names]
+    if len(files) > 1:
+        files = [file for file in files if any(map(str.strip, read_captions(file)))] or files
+    return files[0] if files else None
+
+
+def find_captions(images: Iterable[Path]) -> Path | None:
+    """Return the first file beside the images that may contain captions, None if there is none.
+
+    A .json file is one only if it has captions; other .json files have metadata or annotations.
+    """
+    texts_in = lru_cache(maxsize=8)(list_texts)
+    for image in images:
+        file = caption_file_of(image, texts_in)
+        if file is not None and (file.suffix.lower() != ".json" or read_captions(file)):
+            return file
+    return None
+
+
+def open_caption_tables(
+    files: Iterable[Path],
+    suffixes: tuple[str, ...],
+    *,
+    image_column: str | None = None,
+    caption_column: str | None = None,
+) -> list[Table]:
+    """Open the files with these suffixes, in any case, that are tables of captions of images in their folders.
+
+    One of the first 1,000 rows must name an image that exists, see ``Table.image_folder``. Hidden files do not
+    count. Tables whose caption column is ``label`` do not count either, unless ``caption_column`` names it.
+    """
+    tables = []
+    for file in files:
+        if is_hidden(file.name) or not file.name.lower().endswith(suffixes):
+            continue
+        try:
+            table = Table(file, image_column=image_column, caption_column=caption_column, encoded=True)
+            has_labels = caption_column is None and plain_name(table.caption_column) in ("label", "labels")
+            if not has_labels and _lists_an_image(table):
+                tables.append(table)
+        except (DataError, OSError):
+            continue
+    return tables
+
+
+def metadata_of(folder: Path) -> Path | None:
+    """Return the table of a folder of images in the layout of the Hugging Face hub, None if there is none."""
+    tables = [folder / f"metadata{suffix}" for suffix in SUFFIXES]
+    tables = [table for table in tables if table.is_file()]
+    if len(tables) > 1:
+        raise DataError(f"{folder} contains {tables[0].name} and {tables[1].name}: remove one of them")
+    return tables[0] if tables else None
+
+
+def caption_table_of(folder: Path, *, image_column: str | None, caption_column: str | None) -> Path | None:
+    """Return the table in a folder that lists captions of images in it, None if there is none.
+
+    A table named metadata is preferred. Files with captions beside the images precede other tables, unless a column
+    is named.
+    """
+    if (metadata := metadata_of(folder)) is not None:
+        return metadata
+    opened = open_caption_tables(
+        sorted(folder.iterdir()), SUFFIXES, image_column=image_column, caption_column=caption_column
+    )
+    tables = [table.path for table in opened]
+    if tables and image_column is None and caption_column is None:
+        images = (path for path, cause in images_below(folder) if not cause)
+        if find_captions(images) is not None:
+            return None
+    if len(tables) > 1:
+        raise DataError(
+            f"{folder} contains several tables of images and captions, {tables[0].name} and {tables[1].name}: name "
+            "one of them instead of the folder"
+        )
+    return tables[0] if tables else None
+
+
+def _lists_an_image(table: Table) -> bool:
+    for row in islice(table, _CHECKED_ROWS):
+        if not isinstance(row.path, str):
+            continue
+        with suppress(DataError, OSError, ValueError):  # a web address, or not a path
+            path = listed_path(table.image_folder, row.path)
+            if path.is_file() and check_image(path) is not None:
+                return True
+    return False
+
+
+def read_captions(file: Path) -> list[str]:
+    """Read the captions of an image: the lines of a text, or the field ``captions`` or ``caption`` of a .json file.
+
+    Returns [] if the file cannot be read or has no captions.
+    """
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(_MAX_BYTES)
+    except OSError:
+        return []
+    encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+    text = data.decode(encoding, errors="replace")
+    if file.suffix.lower() != ".json":
+        return _LINE_END.split(text.removesuffix("\n").removesuffix("\r")) if text else []
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    if not isinstance(fields, dict):
+        return []
+    captions = fields.get("captions") or fields.get("caption")
+    if isinstance(captions, str):
+        return [captions]
+    return [text for text in captions if isinstance(text, str)] if isinstance(captions, list) else []
+
+
+def list_texts(folder: Path) -> dict[str, list[str]]:
+    """Return the names of files with a suffix of captions, by their names without the suffix, in order of use."""
+    names: list[tuple[int, bool, str, str]] = []
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            stem, suffix = os.path.splitext(entry.name)  # noqa: PTH122 - fast for many names
+            if suffix.lower() in CAPTION_SUFFIXES:
+                names.append((CAPTION_SUFFIXES.index(suffix.lower()), not suffix.islower(), stem, entry.name))
+    texts: dict[str, list[str]] = {}
+    for _, _, stem, name in sorted(names):
+        texts.setdefault(stem, []).append(name)
+    return texts

@@ -84,7 +84,7 @@ def pack_arrays(about: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]
     line = json.dumps([dict(about), shapes], separators=(",", ":")).encode()
     line += b" " * (-(_CHECK + len(line) + 1) % _ALIGNMENT) + b"\n"
     padded = (
-        data + b"\0" * (-len(data) % _ALIGNMENT) for data in (one.tobytes() for one in contents.values())
+        data + b"\0" * (-len(data) % _ALIGNMENT) for data in (array.tobytes() for array in contents.values())
     )
     checked = b"".join([line, *padded])
     return b"%08x" % zlib.crc32(checked) + checked
@@ -187,36 +187,38 @@ class ShardIndex:
 
     def members(self, row: int) -> tuple[str, ...]:
         """Return the names of a sample's members in file order."""
-        ends, names, _, _ = self._member_views
-        layout = names[ends[row - 1] if row else 0 : ends[row]].tobytes()
-        members = self._layouts.get(layout)
-        if members is None:
-            texts = [*self.names]
-            numbers = np.frombuffer(layout, self.member_names.dtype).tolist()
-            members = self._layouts[layout] = tuple(texts[number] for number in numbers)
-        return members
+        return self._find_layout(row)[1]
 
-    def span(self, row: int, name: str) -> tuple[int, int]:
-        """Return byte offset and size of a sample's member; (0, 0) if it is missing.
+    def spans(self, row: int, names: Iterable[str]) -> list[tuple[int, int]]:
+        """Return byte offset and size of members of a sample; (0, 0) for missing ones.
 
         The name "" stands for the image, see ``find_image``.
         """
-        return self.spans(row, (name,))[0]
-
-    def spans(self, row: int, names: Iterable[str]) -> list[tuple[int, int]]:
-        """Return byte offset and size of several members of a sample, as ``span``."""
-        ends, _, blocks, sizes = self._member_views
-        start = ends[row - 1] if row else 0
-        members = self.members(row)
+        _, _, blocks, sizes = self._member_views
+        start, _, positions = self._find_layout(row)
         spans = []
         for name in names:
-            name = name or find_image(members)
-            if name in members:
-                position = start + members.index(name)
-                spans.append((blocks[position] * _BLOCK, sizes[position]))
-            else:
+            position = positions.get(name)
+            if position is None:
                 spans.append((0, 0))
+            else:
+                spans.append((blocks[start + position] * _BLOCK, sizes[start + position]))
         return spans
+
+    def _find_layout(self, row: int) -> tuple[int, tuple[str, ...], dict[str, int]]:
+        """Return where a sample's members begin in the arrays, their names, and their positions by name."""
+        ends, numbers, _, _ = self._member_views
+        start = ends[row - 1] if row else 0
+        layout = numbers[start : ends[row]].tobytes()
+        names, positions = self._layouts.get(layout, ((), {}))
+        if not positions and layout:
+            texts = [*self.names]
+            names = tuple(texts[number] for number in np.frombuffer(layout, self.member_names.dtype).tolist())
+            positions = {name: position for position, name in enumerate(names)}
+            if image := find_image(names):
+                positions[""] = positions[image]
+            self._layouts[layout] = names, positions
+        return start, names, positions
 
     def has_any(self, names: Iterable[str]) -> npt.NDArray[np.bool_]:
         """Return which samples have at least one of these members, (N,)."""
@@ -228,13 +230,11 @@ class ShardIndex:
         return has
 
     @property
-    def repeated(self) -> str:
-        """Numbers of repeated members, which are not used, for a message; "" if there are none."""
-        indexed = np.bincount(self.member_names, minlength=len(self.names)).tolist()
-        extra = {name: count - used for (name, count), used in zip(self.names.items(), indexed, strict=True)}
-        return ", ".join(
-            f"{count} more {name} in samples that have one already" for name, count in extra.items() if count
-        )
+    def repeated(self) -> dict[str, int]:
+        """Number of members that are not the first with their name in a sample, which are not used, by name."""
+        used = np.bincount(self.member_names, minlength=len(self.names)).tolist()
+        counts = zip(self.names.items(), used, strict=True)
+        return {name: count - first for (name, count), first in counts if count > first}
 
     # Single numbers are read ten times faster from memory views than from arrays.
 
@@ -247,8 +247,9 @@ class ShardIndex:
         return self.member_ends.data, self.member_names.data, self.member_blocks.data, self.member_sizes.data
 
     @cached_property
-    def _layouts(self) -> dict[bytes, tuple[str, ...]]:
-        return {}  # names of the members by a piece of ``member_names``
+    def _layouts(self) -> dict[bytes, tuple[tuple[str, ...], dict[str, int]]]:
+        # by a piece of ``member_names``; "" is the position of the image
+        return {}
 
 
 def index_place(shard: ShardFile) -> Path:
@@ -259,14 +260,11 @@ def index_place(shard: ShardFile) -> Path:
 
 
 def stored_index(shard: ShardFile, *, truncated: str = "error") -> ShardIndex | None:
-    """Return the index of a shard from the cache folder, None if it was never scanned.
-
-    Args:
-        shard: the shard.
-        truncated: "error", or "use" to accept the index of a truncated shard's intact part.
-    """
-    place = index_place(shard)
-    for path in (place, place.with_suffix(".truncated")) if truncated == "use" else (place,):
+    """Return the index of a shard from the cache folder, None if it was never scanned."""
+    paths = [index_place(shard)]
+    if truncated == "use":
+        paths.append(paths[0].with_suffix(".truncated"))
+    for path in paths:
         with suppress(TypeError):
             if (stored := read_arrays(path)) is not None:
                 parts: dict[str, Any] = {**stored[0], **stored[1]}
@@ -278,32 +276,24 @@ def keep_index(shard: ShardFile, index: ShardIndex) -> None:
     """Store an index in the cache folder if possible."""
     if index.truncated and shard.size < 0:
         return  # a pipe: neither size nor version would change when it is repaired
-    place = index_place(shard)
+    path = index_place(shard)
+    if index.truncated:
+        path = path.with_suffix(".truncated")
     about = {name: getattr(index, name) for name in ("names", "digest", "content", "truncated")}
     arrays = {name: getattr(index, name) for name in _ARRAYS}
     with suppress(OSError):
-        write_arrays(place.with_suffix(".truncated") if index.truncated else place, about, arrays)
+        write_arrays(path, about, arrays)
 
 
 def index_shard(shard: ShardFile, path: Path | None = None, *, truncated: str = "error") -> ShardIndex:
-    """Return the index of a local shard, from the cache folder if it was scanned before.
-
-    Args:
-        shard: the shard.
-        path: local file with its content; default: its own path.
-        truncated: as for ``index_of_members``.
-
-    Raises:
-        TruncatedError: the file is truncated.
-        DataError: the file is missing, compressed, or not a tar.
-    """
+    """Return the index of a local shard, from the cache folder if it was scanned before."""
     index = stored_index(shard, truncated=truncated)
     if index is not None:
         return index
     try:
-        place = path or Path(shard.url)
-        members = tar_files(place, called=shard.shown)
-        index = with_content(index_of_members(shard.shown, members, truncated=truncated), place)
+        path = path or Path(shard.url)
+        members = tar_files(path, called=shard.shown)
+        index = with_content(index_of_members(shard.shown, members, truncated=truncated), path)
     except OSError as error:
         raise DataError(f"shard {shard.shown}: {error.strerror}") from error
     keep_index(shard, index)
@@ -394,9 +384,6 @@ def with_content(index: ShardIndex, path: Path) -> ShardIndex:
 
     The digested bytes are on pages that a scan of the headers has just read. Modification times of members are not
     included: a shard packed again from the same files has the same digest.
-
-    Raises:
-        OSError: the shard cannot be read.
     """
     extensions = [name.rpartition(".")[2] for name in index.names]
     starts = index.member_blocks.astype(np.int64) * _BLOCK
@@ -413,6 +400,6 @@ def with_content(index: ShardIndex, path: Path) -> ShardIndex:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         for begin, length in pieces:
-            for one, count in zip(begin.tolist(), length.tolist(), strict=True):
-                digest.update(os.pread(file.fileno(), count, one))
+            for offset, count in zip(begin.tolist(), length.tolist(), strict=True):
+                digest.update(os.pread(file.fileno(), count, offset))
     return replace(index, content=digest.hexdigest()[:16])

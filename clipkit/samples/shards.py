@@ -148,12 +148,10 @@ class Shard:
         return [together[at - first : at - first + size] if at else None for at, size in spans]
 
     def _state(self) -> tuple[int, int]:
-        """Return size and modification time in nanoseconds."""
         status = os.fstat(self._descriptor)
         return status.st_size, status.st_mtime_ns
 
     def _scan(self) -> ShardIndex:
-        """Index what the local file contains now."""
         try:
             members = tar_files(self.path, called=self.shown)
             return with_content(index_of_members(self.shown, members, truncated=self._truncated), self.path)
@@ -190,9 +188,6 @@ class OpenShards(ABC, Generic[S]):
     """Random access to samples of many shards, which are opened when first used; the last ones stay open.
 
     Thread-safe; a copy in another process opens its own files.
-
-    Args:
-        counts: number of samples of each shard.
     """
 
     def __init__(self, counts: Iterable[int]) -> None:
@@ -219,7 +214,6 @@ class OpenShards(ABC, Generic[S]):
         self._open_in = os.getpid()
 
     def _position(self, i: int) -> tuple[int, int]:
-        """Return the shard of sample ``i``, and its number within the shard."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         shard = bisect_right(self._starts, i) - 1
@@ -242,17 +236,7 @@ class OpenShards(ABC, Generic[S]):
 
 
 class ShardSamples(OpenShards[Shard], Samples):
-    """All samples of some shards, see ``Samples``; their indexes are read or made now.
-
-    Args:
-        files: the shards.
-        cache: cache of remote shards; None reads their samples over the network.
-        truncated: "error", or "use" to use the intact part of truncated shards.
-
-    Raises:
-        TruncatedError: a shard is truncated, and "error" was given.
-        DataError: a shard is missing or not a tar, or cannot be downloaded.
-    """
+    """All samples of some shards, see ``Samples``; their indexes are read or made now."""
 
     def __init__(
         self, files: Sequence[ShardFile], cache: ShardCache | None = None, *, truncated: str = "error"
@@ -267,8 +251,10 @@ class ShardSamples(OpenShards[Shard], Samples):
             counts.append(len(index))
             if index.truncated:
                 self._faults.append(index.truncated)
-            if index.repeated:
-                self._faults.append(f"{file.shown}: {index.repeated}")
+            extra = index.repeated.items()
+            members = [f"{count} more {name} in samples that have one already" for name, count in extra]
+            if members:
+                self._faults.append(f"{file.shown}: {', '.join(members)}")
             digest.update(json.dumps([file.name, file.size, index.digest]).encode())
         self._content_id = digest.hexdigest()[:16]
         super().__init__(counts)

@@ -27,7 +27,6 @@ from clipkit.errors import DataError
 from clipkit.files.patterns import expand_braces, match_wildcards, name_order, user_path
 from clipkit.files.terminal import counted, shown
 from clipkit.samples.base import Samples
-from clipkit.samples.caption_files import find_captions, metadata_of
 from clipkit.samples.folders import (
     PARQUET_PART,
     SPLIT_NAMES,
@@ -36,7 +35,7 @@ from clipkit.samples.folders import (
     images_below,
     is_hidden,
 )
-from clipkit.samples.image_folder import FolderSamples
+from clipkit.samples.image_folder import FolderSamples, find_captions, metadata_of
 from clipkit.samples.remote import (
     HUB_FORM,
     ShardCache,
@@ -137,7 +136,6 @@ def _recognize_shards(files: Sequence[ShardFile]) -> Sequence[ShardFile]:
 
 
 def _is_tar(file: ShardFile) -> bool:
-    """Whether a local file is a tar whatever its name, such as one that a browser unpacked."""
     if file.is_remote:
         return False
     with Path(file.url).open("rb") as content:
@@ -153,7 +151,6 @@ def _recognize_parquet(files: Sequence[ShardFile]) -> Sequence[ShardFile]:
 
 
 def _holds_images(table: Path) -> bool:
-    """Whether the first row of a Parquet file has an encoded image."""
     try:
         rows = Table(table, image_column=None, caption_column=None, need=("image",), encoded=True)
         row = next(iter(rows), None)
@@ -254,9 +251,6 @@ def find_sources(source: str) -> list[Source]:
 
     A folder on this machine has the shards directly in it, or else those in the folders of splits, and all images
     below it; without either, it has the tables of all splits.
-
-    Raises:
-        DataError: there is no such source, or files are missing.
     """
     sources: list[Source] = []
     with _folder_errors(source):
@@ -366,11 +360,6 @@ def find_split(
     folder: Path | str, split: str, suffixes: tuple[str, ...] = _SUFFIXES
 ) -> tuple[str, list[ShardFile]]:
     """Return the tars of a split of a dataset, otherwise its Parquet files, otherwise its only table.
-
-    Args:
-        folder: a path, or a URL.
-        split: its name.
-        suffixes: of the files.
 
     Returns:
         The split, or "" if no name of a file or folder states a split; and the files, at least one.
@@ -509,7 +498,6 @@ def _group_by_split(folder: Path | str, files: Sequence[ShardFile]) -> dict[str,
 
 
 def _stated_count(folder: Path | str) -> int | None:
-    """Return the number of shards in ``nshards.txt``, None if there is no such file."""
     if isinstance(folder, str):
         text = read_text(f"{folder}/{_COUNT}", limit=_MAX_COUNT)
     else:
@@ -523,7 +511,6 @@ def _stated_count(folder: Path | str) -> int | None:
 
 
 def _names_of(split: str) -> tuple[str, ...]:
-    """Return a split's name and its other names."""
     return tuple(dict.fromkeys((split, *SPLIT_NAMES.get(split, ()))))
 
 
@@ -533,11 +520,7 @@ P = TypeVar("P", Path, Path | str)
 def folder_of_split(
     folders: Iterable[P], split: str, holds: Callable[[P], object] = lambda _: True
 ) -> P | None:
-    """Return the folder that is named like a split and satisfies ``holds``, if there is one.
-
-    Raises:
-        DataError: there are two.
-    """
+    """Return the folder that is named like a split and satisfies ``holds``, if there is one."""
     matches: list[P] = []
     for folder in folders:
         name = str(folder).rpartition("/")[2]

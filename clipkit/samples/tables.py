@@ -6,6 +6,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,6 @@ class TableSamples(Samples):
         group: make one sample of the rows of an image; False makes a sample of each row.
         group_by: column whose value is the same in the rows of an image; rows without a value are not grouped.
         progress: called now and then while the tables are read, with the fraction and the number of rows read.
-
-    Raises:
-        DataError: the temporary file of rows cannot be written, or rows cannot be grouped by ``group_by``.
 
     Attributes:
         tables: the tables.
@@ -69,6 +67,8 @@ class TableSamples(Samples):
                     raise DataError(
                         f"--group-by: {table.path} has no such column {group_by!r} ({nearest(group_by, names)})"
                     )
+        # consecutive calls are about the same sample
+        self._find_path = lru_cache(maxsize=4)(listed_path)
         self._rows = RowsByKey(every_row=True)
         self._starts: list[int] = []  # by table, the number of rows before it
         number = 0
@@ -101,7 +101,8 @@ class TableSamples(Samples):
                 image = digest_key(b"path" + path.encode("utf-8", "surrogatepass"))
             except (DataError, ValueError):  # not a file, which is the cause of a bad sample
                 image = b""
-        row = replace(row, number=number, path=content)
+        if (row.number, row.path) != (number, content):
+            row = replace(row, number=number, path=content)
         if not row.cause and table.needs_caption:
             try:
                 check_captions(row.caption)
@@ -149,46 +150,32 @@ class TableSamples(Samples):
         return rows, row
 
     def cause(self, i: int) -> str:
-        """Return why a sample cannot be used, "" if no reason is known before its image is read."""
         return self.row(i).cause
 
     def path(self, i: int) -> Path:
-        """Return the file of an image.
-
-        Raises:
-            DataError: the sample cannot be used, its path is a web address, or the image is in the table.
-        """
         row = self.row(i)
         if row.cause:
             raise DataError(row.cause)
         if not isinstance(row.path, str):
             raise DataError("the image is in the table")
-        return listed_path(self._table_of(row).image_folder, row.path)
+        return self._find_path(self._table_of(row).image_folder, row.path)
 
     def key(self, i: int) -> str:
-        """Return the path of the image, or the number of the row if it has none."""
         row = self.row(i)
         if not isinstance(row.path, str) or not row.path:
             return str(row.number)
         try:
-            return str(listed_path(self._table_of(row).image_folder, row.path))
+            return str(self._find_path(self._table_of(row).image_folder, row.path))
         except DataError:
             return row.path
 
     def locate(self, i: int) -> tuple[str, str]:
-        """Return the table, and the key."""
         return str(self._table_of(self.row(i)).path), self.key(i)
 
     def members(self, i: int) -> Sequence[str]:
-        """Return the name of the column of images."""
         return [self.image_column] if self.image_column else []
 
     def fields(self, i: int) -> dict[str, Any]:
-        """Return the other columns, and the captions that are not blank as a list.
-
-        Raises:
-            DataError: the sample cannot be used; or a value is nested too deeply.
-        """
         row = self.row(i)
         if row.cause:
             raise DataError(row.cause)
@@ -202,7 +189,6 @@ class TableSamples(Samples):
         return fields
 
     def read(self, i: int, member: str) -> bytes:
-        """Return an encoded image, whatever the member; raise DataError with the cause if it cannot be read."""
         row = self.row(i)
         if isinstance(row.path, bytes) and not row.cause:
             part = self._part_of(row)
@@ -211,7 +197,6 @@ class TableSamples(Samples):
 
     @property
     def content_id(self) -> str:
-        """16 hexadecimal digits that depend on the tables and on how rows are grouped, not on image files."""
         marks = [table.content_id for table in self.tables]
         return hashlib.sha256(repr((marks, self._options)).encode()).hexdigest()[:16]
 

@@ -70,10 +70,6 @@ def sample_name(name: str) -> tuple[str, str] | None:
 def tar_files(path: Path, *, called: str = "") -> Iterator[tuple[str, int, int]]:
     """Yield name, data offset and size of every regular file of a tar; supports GNU and PAX long names.
 
-    Args:
-        path: the tar.
-        called: name for error messages, by default the path.
-
     Raises:
         TruncatedError: the file is truncated; raised after all intact members.
         DataError: it is compressed, damaged or not a tar; raised after all members before the damage.
@@ -335,9 +331,8 @@ def _check_end(shard: str, tar: Content, position: int, end: int) -> None:
             break
     zeros, block = other - position, other - other % BLOCK
     if other == end:
-        if zeros <= 2 * BLOCK + max(
-            _RECORD, min(end & -end, _MAX_RECORD)
-        ):  # largest power of two that divides end
+        power = end & -end  # largest power of two that divides end
+        if zeros <= 2 * BLOCK + max(_RECORD, min(power, _MAX_RECORD)):
             return
     elif zeros <= 3 * BLOCK + _MAX_RECORD:
         header = tar[block : block + BLOCK]
@@ -397,7 +392,6 @@ def _text(data: bytes) -> str:
 
 
 def _names(headers: npt.NDArray[np.uint8]) -> list[str]:
-    """Return the names in (N, 512) headers."""
     fields = headers[:, :100].copy().view("S100").ravel().tolist()  # trailing zeros are removed
     together = b"\0".join(fields)
     if together.count(b"\0") >= len(fields):  # a name contains zeros, or there is none

@@ -163,15 +163,7 @@ class TraitCounts:
 
 
 def color_of(color: str | Color, *, setting: str = "background") -> Color | None:
-    """Parse a color to red, green and blue, each 0–255; return None for "none".
-
-    Args:
-        color: a name, "#rrggbb", or three numbers.
-        setting: name of the setting in error messages.
-
-    Raises:
-        ConfigError: the color is unknown, or not opaque.
-    """
+    """Parse a color to red, green and blue, each 0–255; return None for "none"."""
     from PIL import ImageColor
 
     rgb: object = color
@@ -211,10 +203,8 @@ def is_transparent(image: "Image") -> bool:
         return False
     try:
         low, _ = alpha_of(image).getextrema()
-    except (
-        TypeError,
-        ValueError,
-    ):  # a transparent color that does not match the mode, which Pillow ignores too
+    # a transparent color that does not match the mode, which Pillow ignores too
+    except (TypeError, ValueError):
         return False
     assert isinstance(low, int | float)
     return low < 255

@@ -11,8 +11,6 @@ from threading import Thread
 from clipkit.errors import DataError, nearest
 from clipkit.samples.remote import cache_folder, created_once
 
-__all__ = ["BUILTIN", "BuiltIn", "Unavailable", "built_in", "end_with_parent", "make_digits"]
-
 
 def end_with_parent() -> None:
     """End this process, a child of ``multiprocessing``, as soon as its parent ends."""

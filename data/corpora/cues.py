@@ -16,8 +16,6 @@ from PIL import Image
 from data.corpora.fonts import FACES, HELD_OUT, Glyph, glyphs_of, rasterize
 from data.shards.writer import DatasetWriter, Record
 
-__all__ = ["REVISION", "TEXTURES", "make"]
-
 REVISION = "1"  # changes whenever the images do
 SIDE = 64  # pixels
 _TRAIN, _VAL = 20_000, 1_000

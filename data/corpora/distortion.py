@@ -20,8 +20,6 @@ from torch import Tensor
 
 from data.corpora.fonts import CANVAS, EM
 
-__all__ = ["Distortion", "draw_distortions", "draw_images", "mild", "visible_words"]
-
 _WORK = 64  # W
 _GLYPH = 40.0  # pixels of a glyph's longer side on the working canvas
 _EM_STEP = CANVAS / _WORK * 1.1  # canvas pixels per working pixel if the em box is the frame

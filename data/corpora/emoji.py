@@ -37,8 +37,6 @@ from clipkit.samples.remote import cache_folder
 from data.corpora.builtin import Unavailable
 from data.shards.writer import DatasetWriter, Record
 
-__all__ = ["HELD_OUT", "LANGUAGES", "NAMES", "PACKAGES", "REVISION", "TEMPLATES", "make"]
-
 REVISION = "3"
 
 # artist -> package and version

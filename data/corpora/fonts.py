@@ -20,11 +20,6 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from PIL.ImageFont import FreeTypeFont
 
-__all__ = [
-    "BASELINE", "CANVAS", "EM", "FACES", "HELD_OUT", "LICENSES", "PRUNED", "Face", "Glyph", "glyphs_of",
-    "outline_field", "rasterize", "skeleton_fields",
-]  # fmt: skip
-
 EM = 48  # pixels of the em square
 CANVAS = 72  # pixels per side
 BASELINE = 51  # row

@@ -32,11 +32,6 @@ from data.corpora.builtin import end_with_parent
 from data.corpora.fonts import FACES, HELD_OUT, LICENSES, PRUNED, Glyph, glyphs_of
 from data.shards.writer import DatasetWriter, Record
 
-__all__ = [
-    "CLASS_CHARACTERS", "CLASS_NAMES", "REVISION", "TEMPLATES", "character_name", "make", "write_caption",
-]  # fmt: skip
-
-
 # --------------------------------------------------------------------------------------------------------------
 # Captions
 #

@@ -8,10 +8,8 @@ from typing import Any
 
 from clipkit.samples import Decoding, TraitCounts
 
-__all__ = [
-    "PERCENTILES", "BadCause", "Broken", "Captions", "ChannelValues", "DeepImages", "Example", "Field", "Fields",
-    "Filtered", "Findings", "HeldOut", "Histogram", "Images", "Member", "Names", "Place", "Sampled", "ShardsFound",
-]  # fmt: skip
+# of the values of deep images
+PERCENTILES = (1, 50, 99)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +34,9 @@ class ShardsFound:
     """The shards.
 
     Attributes:
-        count: number of shards.
-        bytes: total size of those with a known size.
-        looked_into: inspected shards.
         beginnings: inspected shards of which only the first samples were read.
         missing: gaps in the shard numbers, as ranges.
         missing_count: number of missing shards; may exceed what ``missing`` lists.
-        broken: inspected shards that are unreadable.
         samples: usable samples of all shards.
         samples_known: whether ``samples`` is exact rather than extrapolated.
     """
@@ -63,10 +57,9 @@ class Member:
     """Members with one name.
 
     Attributes:
-        name: name without the key, such as "jpg" or "sci.txt".
         count: their number, repeated ones included.
         repeated: how many of them are not the first with this name in their sample; training ignores these.
-        used_as: "image", "caption", "json" or "label"; "" if training ignores them.
+        used_as: "image", "caption" or "json"; "" if training ignores them.
         setting: the setting with which training would use them; "" without one.
     """
 
@@ -79,22 +72,17 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """Keys and members in the inspected shards.
+    """Samples and members in the inspected shards.
 
     Attributes:
-        groups: samples, usable or not.
-        members: the most frequent members.
         without_picture: samples with other members but no image.
         without_caption: samples with an image but no caption.
-        apart: keys that occur again later in their shard.
     """
 
     groups: int
     members: tuple[Member, ...]
     without_picture: int
     without_caption: int
-    apart: int
-    apart_example: Place | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +101,16 @@ class Histogram:
         return cls(
             title=title,
             labels=(*labels, f"{edges[-1]} and more"),
-            counts=tuple(counts[number] for number in range(len(edges))),
+            counts=tuple(counts[i] for i in range(len(edges))),
         )
+
+    @property
+    def bins(self) -> list[tuple[str, int]]:
+        """Label and count of the bins from the first to the last that is not empty."""
+        filled = [i for i, count in enumerate(self.counts) if count]
+        if not filled:
+            return []
+        return [(self.labels[i], self.counts[i]) for i in range(filled[0], filled[-1] + 1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,14 +136,11 @@ class Captions:
     """Captions of the samples read.
 
     Attributes:
-        read: valid captions.
         tokens: their lengths in CLIP tokens, including start and end.
-        cut: captions longer than the context length.
         empty: samples without a caption, or with whitespace only.
         not_utf8: samples whose caption is not UTF-8; training replaces them.
         longest: tokens of the longest caption, up to a limit.
         repeated: captions that occurred before.
-        frequent: the most frequent repeated captions.
         unknown: messages about caption fields that no sample has.
     """
 
@@ -161,7 +154,7 @@ class Captions:
     longest: int
     repeated: int
     frequent: tuple[tuple[str, int], ...]
-    unknown: tuple[str, ...] = ()
+    unknown: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,9 +191,6 @@ class Filtered:
     left_out: dict[str, int]
 
 
-PERCENTILES = (1, 50, 99)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ChannelValues:
     """The smallest and the largest value of a channel, and ``PERCENTILES`` of a sample of the values."""
@@ -215,7 +205,6 @@ class DeepImages:
     """Images whose depth or channels need settings, with the same number of channels.
 
     Attributes:
-        count: number of images.
         kinds: number of images per type of values, such as "16-bit".
         channels: the values of each channel.
         settings: suggestion for ``pixels.channels`` and ``pixels.range``.
@@ -232,14 +221,11 @@ class Images:
     """The decoded images.
 
     Attributes:
-        formats: number of images per format, by content.
         small: images with a shorter side below the model's image size.
         depths: number of images by depth and number of channels, such as "8-bit, 3 channels".
-        deep: the images that need a pixel range, by number of channels.
-        traits: number of images with each trait of which decoding loses information.
         traits_at: the first images with each trait.
+        deep: the images that need a pixel range, by number of channels.
         same: files that are identical to others.
-        same_groups: a few groups of identical files.
     """
 
     read: int
@@ -270,7 +256,6 @@ class Example:
 
     Attributes:
         picture: the image as WebP; empty if it cannot be decoded.
-        caption: its beginning.
         tokens: of the caption; 0 for a bad sample.
         cause: why the sample is bad; empty for a good one.
     """
@@ -294,7 +279,6 @@ class Findings:
         held_out: None if the sources have no local test split.
         sheet: crops of evenly spread samples, as the model sees them.
         bad_shown: whole images of some bad samples.
-        seconds: duration of the inspection.
     """
 
     sources: tuple[str, ...]

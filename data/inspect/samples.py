@@ -14,7 +14,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from clipkit.errors import DataError
-from clipkit.files import CountProgress, counted
+from clipkit.files import counted
 from clipkit.model import END_OF_TEXT, MAX_CHARACTERS, one_core_each, tokenize
 from clipkit.samples import (
     Decoding,
@@ -50,14 +50,18 @@ from data.inspect.findings import (
 from data.inspect.shards import FIRST_PLACES, ShardSurvey
 from data.shards.manifest import reject_unknown_captions
 
-__all__ = [
-    "DeepValues", "ImageInfo", "Sample", "SampleChecker", "bad_example", "encode_webp", "group_equal",
-    "image_digest",
-    "read_sample", "sheet_entry", "summarize_deep", "summarize_images", "token_counts",
-]  # fmt: skip
-
 _EMPTY_CAPTION = "empty caption"
 _SEED = 0
+_VALUES = 1000  # of each deep image
+_READERS = 16  # threads, most of which wait for a store if samples are remote
+_AHEAD = 256  # samples that the threads work on
+_MOST_CAUSES = 20
+_BAD_SHOWN, _BAD_PER_CAUSE = 16, 4
+_PIXEL_EDGES = (0, 32, 64, 128, 224, 256, 384, 512, 768, 1024, 2048)
+_GROUPS_SHOWN, _SHOWN_PER_GROUP = 3, 4
+_SIDE, _QUALITY = 224, 80
+_CAPTION_SHOWN, _MOST_COUNTED = 500, 5000  # characters
+_MOST_TOKENS = 1024  # counted per caption
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -111,7 +115,6 @@ class Sample:
         caption: "" if there is no usable one; None if it was not read.
         fields: the fields of its json; None if there is no readable one.
         image: None if it was not decoded.
-        crop: (C, S, S) uint8, as the model sees it.
     """
 
     i: int
@@ -120,13 +123,12 @@ class Sample:
     caption: str | None = None
     fields: dict[str, Any] | None = None
     image: ImageInfo | None = None
-    crop: Tensor | None = None
 
 
-def read_sample(samples: ShardSurvey, i: int, *, image: bool = False) -> tuple[Sample, bytes]:
+def read_sample(survey: ShardSurvey, i: int, *, image: bool = False) -> tuple[Sample, bytes]:
     """Read a sample's caption and json, and with ``image`` its image file; errors are recorded in ``cause``."""
-    selection, rule = samples.selection, samples.selection.captions
-    shard, row = samples.find(i)
+    selection, rule = survey.selection, survey.selection.captions
+    shard, row = survey.find(i)
     sample = Sample(i=i, place=Place(shard=shard.shown, key=shard.index.key(row)))
     names = rule.members_and_json(shard.index.members(row))
     try:
@@ -153,126 +155,107 @@ def read_sample(samples: ShardSurvey, i: int, *, image: bool = False) -> tuple[S
     return sample, data or b""
 
 
-# --------------------------------------------------------------------------------------------------------------
-# Decoding
-
-_VALUES = 1000  # of each deep image
-_FIRST_SAMPLES = 64  # one of them must be good
-_READERS = 16  # threads, most of which wait for a store if samples are remote
-_AHEAD = 256  # samples that the threads work on
-_SHEET = 24  # samples on the contact sheet
-_MOST_CAUSES = 20
-_BAD_SHOWN, _BAD_PER_CAUSE = 16, 4
-
-
+@dataclass(frozen=True, kw_only=True, eq=False)
 class SampleChecker:
-    """Read and decode samples in several threads.
+    """Reads samples, decodes and crops their images as training does, and shows some of them."""
 
-    Attributes:
-        tried: number of samples so far.
-        good, bad: these samples; their json and most crops are dropped.
-        sheet: evenly spread good samples, with their crops.
-    """
+    survey: ShardSurvey
+    image_size: int
+    decoding: Decoding
+    augmentation: Augmentation
 
-    def __init__(
-        self,
-        samples: ShardSurvey,
-        chosen: Sequence[int],
-        *,
-        image_size: int,
-        decoding: Decoding,
-        augmentation: Augmentation,
-    ) -> None:
-        self._samples, self._chosen = samples, chosen
-        self._image_size, self._decoding, self._augmentation = image_size, decoding, augmentation
-        self.tried = 0
-        self.bad: list[Sample] = []
-        self.good: list[Sample] = []
-        self.sheet: list[Sample] = []
-
-    def run(self, bar: CountProgress) -> Iterator[Sample]:
-        """Yield each sample in order; DataError if the first are all bad."""
-        preload(self._augmentation)
-        for sample in self._in_order():
-            self.tried += 1
-            if sample.cause:
-                self.bad.append(sample)
-                if not self.good and self.tried >= _FIRST_SAMPLES:
-                    break
-            else:
-                self.good.append(sample)
-                due = len(self.sheet) * len(self._chosen) <= (self.tried - 1) * _SHEET
-                if due and len(self.sheet) < _SHEET:
-                    self.sheet.append(sample)
-                else:
-                    sample.crop = None
-            bar.show(self.tried, len(self.bad))
-            yield sample
-            sample.fields = None  # saves memory
-        if not self.good:
-            raise DataError(self._all_bad())
-
-    def _in_order(self) -> Iterator[Sample]:
+    def check_all(self, chosen: Sequence[int]) -> Iterator[Sample]:
+        """Read and decode samples in several threads; yield them in order."""
+        preload(self.augmentation)
         with one_core_each(_READERS) as pool:
-            for start in range(0, len(self._chosen), _AHEAD):
-                yield from pool.map(self._check, self._chosen[start : start + _AHEAD])
+            for start in range(0, len(chosen), _AHEAD):
+                yield from pool.map(self._check, chosen[start : start + _AHEAD])
+
+    def show(self, sample: Sample) -> Example:
+        """Read a sample again to show it: the crop of a good one, otherwise the whole image."""
+        again, data = read_sample(self.survey, sample.i, image=True)
+        caption = again.caption or ""
+        picture = b""
+        tokens = 0
+        with suppress(DataError):
+            if sample.cause:
+                picture = encode_webp(decode_image(data))
+            else:
+                pixels = self._crop(sample.i, data)[0]
+                pixels = pixels[:3] if len(pixels) > 2 else pixels[:1].expand(3, -1, -1)
+                picture = encode_webp(pixels.permute(1, 2, 0).contiguous().numpy())
+                tokens = token_counts([caption[:_MOST_COUNTED]])[0]
+        if len(caption) > _CAPTION_SHOWN:
+            caption = f"{caption[:_CAPTION_SHOWN]}…"
+        return Example(
+            picture=picture, caption=caption, tokens=tokens, cause=sample.cause, place=sample.place
+        )
 
     def _check(self, i: int) -> Sample:
-        sample, data = read_sample(self._samples, i, image=True)
-        if sample.cause:
-            return sample
-        crop = empty_batch(1, self._image_size, self._decoding.channels)[0]
-        try:
-            traits = training_pixels(
-                data,
-                image_size=self._image_size,
-                augmentation=self._augmentation,
-                random=random_of(_SEED, i),
-                out=crop,
-                decoding=self._decoding,
-            )
-            sample.image, sample.crop = _describe(data, traits, self._decoding), crop
-        except DataError as error:
-            sample.cause = str(error)
+        sample, data = read_sample(self.survey, i, image=True)
+        if not sample.cause:
+            try:
+                sample.image = _describe(data, self._crop(i, data)[1], self.decoding)
+            except DataError as error:
+                sample.cause = str(error)
         return sample
 
-    def _all_bad(self) -> str:
-        survey = self._samples
-        if all(sample.cause == _EMPTY_CAPTION for sample in self.bad):
-            reject_unknown_captions(survey.reopen_selected(), survey.selection.captions, survey.cache)
-        causes = Counter(sample.cause for sample in self.bad).most_common(2)
-        counts = "; ".join(f"{cause} ({count})" for cause, count in causes)
-        return f"none of the first {self.tried} samples can be used: {counts}"
-
-    def _by_cause(self) -> list[list[Sample]]:
-        """Group bad samples by cause, most frequent first; causes that differ only in numbers are merged."""
-        groups: defaultdict[str, list[Sample]] = defaultdict(list)
-        for sample in self.bad:
-            groups[re.sub(r"[0-9]+", "#", sample.cause)].append(sample)
-        return sorted(groups.values(), key=len, reverse=True)
-
-    def sampled(self) -> Sampled:
-        """Summarize the bad samples."""
-        causes = tuple(
-            BadCause(
-                cause=group[0].cause,
-                count=len(group),
-                first=tuple(sample.place for sample in group[:FIRST_PLACES]),
-            )
-            for group in self._by_cause()[:_MOST_CAUSES]
+    def _crop(self, i: int, data: bytes) -> tuple[Tensor, Traits]:
+        """Return the pixels that the model sees, (C, S, S) uint8."""
+        crop = empty_batch(1, self.image_size, self.decoding.channels)[0]
+        traits = training_pixels(
+            data,
+            image_size=self.image_size,
+            augmentation=self.augmentation,
+            random=random_of(_SEED, i),
+            out=crop,
+            decoding=self.decoding,
         )
-        return Sampled(tried=self.tried, bad=len(self.bad), causes=causes)
+        return crop, traits
 
-    def bad_shown(self) -> list[Sample]:
-        """Return a few bad samples of each cause."""
-        return [sample for group in self._by_cause() for sample in group[:_BAD_PER_CAUSE]][:_BAD_SHOWN]
+
+# --------------------------------------------------------------------------------------------------------------
+# Bad samples
+
+
+def explain_bad_start(survey: ShardSurvey, samples: Sequence[Sample]) -> DataError:
+    """Return the error for a source whose first samples are all bad; unknown caption fields raise their own."""
+    if all(sample.cause == _EMPTY_CAPTION for sample in samples):
+        reject_unknown_captions(survey.reopen_selected(), survey.selection.captions, survey.cache)
+    causes = Counter(sample.cause for sample in samples).most_common(2)
+    counts = "; ".join(f"{cause} ({count})" for cause, count in causes)
+    return DataError(f"none of the first {len(samples)} samples can be used: {counts}")
+
+
+def _group_by_cause(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Group bad samples by cause, most frequent first; causes that differ only in numbers are merged."""
+    groups: defaultdict[str, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        if sample.cause:
+            groups[re.sub(r"[0-9]+", "#", sample.cause)].append(sample)
+    return sorted(groups.values(), key=len, reverse=True)
+
+
+def summarize_bad(samples: Sequence[Sample]) -> Sampled:
+    """Count the bad samples by cause."""
+    groups = _group_by_cause(samples)
+    causes = []
+    for group in groups[:_MOST_CAUSES]:
+        first = tuple(sample.place for sample in group[:FIRST_PLACES])
+        causes.append(BadCause(cause=group[0].cause, count=len(group), first=first))
+    return Sampled(tried=len(samples), bad=sum(map(len, groups)), causes=tuple(causes))
+
+
+def pick_bad(samples: Sequence[Sample]) -> list[Sample]:
+    """Return a few bad samples of each cause."""
+    picked: list[Sample] = []
+    for group in _group_by_cause(samples):
+        picked += group[:_BAD_PER_CAUSE]
+    return picked[:_BAD_SHOWN]
 
 
 # --------------------------------------------------------------------------------------------------------------
 # Images
-
-_PIXEL_EDGES = (0, 32, 64, 128, 224, 256, 384, 512, 768, 1024, 2048)
-_GROUPS_SHOWN, _SHOWN_PER_GROUP = 3, 4
 
 
 def image_digest(data: bytes) -> bytes:
@@ -295,9 +278,11 @@ def _describe(data: bytes, traits: Traits, decoding: Decoding) -> ImageInfo:
                     values = gray_values(image)[..., None]
         except DataError:  # simplejpeg reads some JPEGs that Pillow does not
             height, width = jpeg_size(data) or (0, 0)
+    deep = None
     if values is not None:
         bits, channels = describe_depth(values), values.shape[2]
-    needs_settings = values is not None and (values.dtype != np.uint8 or channels not in (1, 3))
+        if values.dtype != np.uint8 or channels not in (1, 3):
+            deep = DeepValues.of(values)
     return ImageInfo(
         format=image_format(data) or "unknown",
         depth=f"{bits}, {counted(channels, 'channel')}",
@@ -306,7 +291,7 @@ def _describe(data: bytes, traits: Traits, decoding: Decoding) -> ImageInfo:
         file_bytes=len(data),
         traits=traits,
         digest=image_digest(data),
-        deep=DeepValues.of(values) if values is not None and needs_settings else None,
+        deep=deep,
     )
 
 
@@ -315,9 +300,9 @@ def summarize_deep(images: Sequence[DeepValues]) -> DeepImages:
     pixels = np.concatenate([image.sample for image in images])  # (N, C)
     is_integer = all(image.is_integer for image in images)
     channels, ranges = [], []
-    for number, values in enumerate(pixels.T):
-        low = min(image.extrema[number][0] for image in images)
-        high = max(image.extrema[number][1] for image in images)
+    for i, values in enumerate(pixels.T):
+        low = min(image.extrema[i][0] for image in images)
+        high = max(image.extrema[i][1] for image in images)
         finite = values[np.isfinite(values)]
         percentiles = np.percentile(finite, PERCENTILES).tolist() if len(finite) else [low, low, low]
         channels.append(ChannelValues(low=low, high=high, percentiles=tuple(percentiles)))
@@ -325,9 +310,8 @@ def summarize_deep(images: Sequence[DeepValues]) -> DeepImages:
     kinds = Counter(image.kind for image in images)
     settings = [] if len(channels) in (1, 3) else [f"pixels.channels={len(channels)}"]
     if kinds.keys() != {"8-bit"}:
-        settings.append(
-            f"pixels.range={ranges[0]}" if len({*ranges}) == 1 else f"pixels.range='{';'.join(ranges)}'"
-        )
+        text = ranges[0] if len({*ranges}) == 1 else f"'{';'.join(ranges)}'"
+        settings.append(f"pixels.range={text}")
     return DeepImages(
         count=len(images),
         kinds=dict(kinds.most_common()),
@@ -339,26 +323,28 @@ def summarize_deep(images: Sequence[DeepValues]) -> DeepImages:
 def group_equal(digests: Sequence[bytes]) -> list[list[int]]:
     """Return groups of indices with equal digests, largest first."""
     groups: defaultdict[bytes, list[int]] = defaultdict(list)
-    for number, one in enumerate(digests):
-        groups[one].append(number)
+    for i, digest in enumerate(digests):
+        groups[digest].append(i)
     return sorted((group for group in groups.values() if len(group) > 1), key=len, reverse=True)
 
 
 def summarize_images(samples: Sequence[Sample], image_size: int) -> Images:
     """Summarize decoded images."""
     images = [sample.image for sample in samples if sample.image is not None]
-    assert len(images) == len(samples)
+    places = [sample.place for sample in samples if sample.image is not None]
     traits = TraitCounts()
     traits.add(*(image.traits for image in images))
-    places: dict[str, tuple[Place, ...]] = {}
+    traits_at: dict[str, tuple[Place, ...]] = {}
     for name in Traits._fields:
-        having = [sample.place for sample in samples if sample.image and getattr(sample.image.traits, name)]
-        places[name] = tuple(having[:FIRST_PLACES])
-    equal = group_equal([image.digest for image in images])
-    deep: defaultdict[int, list[DeepValues]] = defaultdict(list)  # by number of channels
+        having = [place for image, place in zip(images, places, strict=True) if getattr(image.traits, name)]
+        traits_at[name] = tuple(having[:FIRST_PLACES])
+    # by number of channels
+    deep: defaultdict[int, list[DeepValues]] = defaultdict(list)
     for image in images:
         if image.deep is not None:
             deep[len(image.deep.extrema)].append(image.deep)
+    equal = group_equal([image.digest for image in images])
+    shown = [tuple(places[i] for i in group[:_SHOWN_PER_GROUP]) for group in equal[:_GROUPS_SHOWN]]
     return Images(
         read=len(images),
         formats=dict(Counter(image.format for image in images).most_common()),
@@ -368,21 +354,11 @@ def summarize_images(samples: Sequence[Sample], image_size: int) -> Images:
         median_bytes=int(np.median([image.file_bytes for image in images])),
         small=sum(min(image.width, image.height) < image_size for image in images),
         traits=traits,
-        traits_at=places,
+        traits_at=traits_at,
         deep=tuple(summarize_deep(deep[channels]) for channels in sorted(deep)),
         same=sum(map(len, equal)),
-        same_groups=tuple(
-            tuple(samples[i].place for i in group[:_SHOWN_PER_GROUP]) for group in equal[:_GROUPS_SHOWN]
-        ),
+        same_groups=tuple(shown),
     )
-
-
-# --------------------------------------------------------------------------------------------------------------
-# Samples for the page
-
-_SIDE, _QUALITY = 224, 80
-_CAPTION_SHOWN, _MOST_COUNTED = 500, 5000  # characters
-_MOST_TOKENS = 1024  # counted per caption
 
 
 def token_counts(texts: list[str]) -> list[int]:
@@ -391,33 +367,6 @@ def token_counts(texts: list[str]) -> list[int]:
     # the last end of text counts: a text may contain "<end_of_text>", and 0 is "!" as well as padding
     counts: list[int] = (ids.shape[1] - np.argmax(ids[:, ::-1] == END_OF_TEXT, axis=1)).tolist()
     return counts
-
-
-def sheet_entry(sample: Sample) -> Example:
-    """Prepare a good sample with its crop for the contact sheet."""
-    assert sample.crop is not None and sample.caption is not None
-    pixels = sample.crop[:3] if len(sample.crop) > 2 else sample.crop[:1].expand(3, -1, -1)
-    return Example(
-        picture=encode_webp(pixels.permute(1, 2, 0).contiguous().numpy()),
-        caption=_shortened(sample.caption),
-        tokens=token_counts([sample.caption[:_MOST_COUNTED]])[0],
-        cause="",
-        place=sample.place,
-    )
-
-
-def bad_example(samples: ShardSurvey, sample: Sample) -> Example:
-    """Read a bad sample again to show it."""
-    again, data = read_sample(samples, sample.i, image=True)
-    webp = b""
-    with suppress(DataError):
-        webp = encode_webp(decode_image(data))
-    caption = _shortened(again.caption or "")
-    return Example(picture=webp, caption=caption, tokens=0, cause=sample.cause, place=sample.place)
-
-
-def _shortened(text: str) -> str:
-    return text[:_CAPTION_SHOWN] + "…" * (len(text) > _CAPTION_SHOWN)
 
 
 def encode_webp(pixels: npt.NDArray[np.uint8], side: int = _SIDE) -> bytes:

@@ -5,7 +5,7 @@ Shards that cannot be read are recorded, and the inspection continues.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -20,7 +20,6 @@ from clipkit.samples import (
     OpenShards,
     Shard,
     ShardIndex,
-    Strings,
     TruncatedError,
     index_of_members,
     is_json,
@@ -28,18 +27,14 @@ from clipkit.samples import (
     tar_files_of,
 )
 from clipkit.samples.remote import ShardCache, ShardFile, read_range
-from data.augment import random_of
-from data.inspect.findings import Broken, Member, Names, Place, ShardsFound
+from data.inspect.findings import Broken, Member, Names, ShardsFound
 from data.selection import SelectedShard, Selection
 from data.shards.manifest import Census, nothing_usable, suggest_setting
 from data.sources import find_shards
 
-__all__ = ["FIRST_PLACES", "ShardScan", "ShardSurvey", "missing_numbers"]
-
 FIRST_PLACES = 3  # examples of a finding
 _BLOCK = 512
 _BEGINNING = 8 << 20  # bytes read of a remote shard without an index
-_SEED = 0
 
 _SHARDS, _REMOTE_SHARDS = 64, 32  # scanned by default
 _FIRST_SHARDS = 8  # one of these must contain a pair
@@ -52,7 +47,9 @@ class ShardScan:
 
     Attributes:
         cause: why it cannot be read; empty if it can.
+        samples: number of its samples, usable or not.
         census: counts of its members, and of unusable samples by reason.
+        repeated: number of members that are not the first with their name in a sample, by name.
         rows: (M,) uint32, rows of usable samples in its index.
         beginning: the index, if only the first samples were read.
         bytes_seen: size of the part that was indexed.
@@ -61,26 +58,16 @@ class ShardScan:
     file: ShardFile
     cause: str = ""
     truncated: bool = False
+    samples: int = 0
     census: Census | None = None
+    repeated: Mapping[str, int] = field(default_factory=dict)
     rows: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
     beginning: ShardIndex | None = None
     bytes_seen: int = 0
 
 
 class ShardSurvey(OpenShards[Shard]):
-    """The usable samples of some of the shards, spread evenly; shards that cannot be read are recorded.
-
-    Args:
-        sources: as in ``data.train``.
-        split: of dataset folders.
-        selection: decides which samples are usable.
-        cache: for remote shards.
-        shards: number of shards to scan; 0 for 64, or 32 remote ones.
-        quiet: print no progress.
-
-    Raises:
-        DataError: a source has no shards, or cannot be listed, or the first shards contain no pair.
-    """
+    """The usable samples of some of the shards, spread evenly; shards that cannot be read are recorded."""
 
     def __init__(
         self,
@@ -96,23 +83,16 @@ class ShardSurvey(OpenShards[Shard]):
         self._files = [file for source in sources for file in find_shards(source, split=split)]
         self.remote = any(file.is_remote for file in self._files)
         self.scans: list[ShardScan] = []
-        self._groups = self._apart = 0
-        self._apart_example: Place | None = None
-        self._repeated: Counter[str] = Counter()
-        most = min(shards or (_REMOTE_SHARDS if self.remote else _SHARDS), len(self._files))
-        samples = 0
-        with CountProgress("scanning shards", total=most, shown=not quiet) as bar:
-            for done in range(1, most + 1):
-                scan = self._scan(self._files[(done - 1) * len(self._files) // most])
-                self.scans.append(scan)
-                samples += len(scan.rows)
-                bar.show(done, sum(bool(one.cause) for one in self.scans))
-                if not samples and done >= min(_FIRST_SHARDS, most):
+        count = min(shards or (_REMOTE_SHARDS if self.remote else _SHARDS), len(self._files))
+        with CountProgress("scanning shards", total=count, shown=not quiet) as bar:
+            for i in range(count):
+                self.scans.append(self._scan(self._files[i * len(self._files) // count]))
+                bar.show(i + 1, sum(bool(scan.cause) for scan in self.scans))
+                if i + 1 == min(_FIRST_SHARDS, count) and not any(len(scan.rows) for scan in self.scans):
                     raise DataError(self._no_pair())
         super().__init__(len(scan.rows) for scan in self.scans)
 
     def _scan(self, file: ShardFile) -> ShardScan:
-        """Count what a shard contains."""
         scan = ShardScan(file=file)
         try:
             index = self._open_part(scan).index
@@ -120,22 +100,12 @@ class ShardSurvey(OpenShards[Shard]):
             scan.cause, scan.truncated = str(error), isinstance(error, TruncatedError)
             return scan
         chosen = self.selection.choose(index, lambda row: {}, shard=file.name)
-        scan.rows = chosen.rows
+        scan.rows, scan.samples, scan.repeated = chosen.rows, len(index), index.repeated
         scan.census = Census(
             count=len(chosen), digest="", content="", dropped=chosen.dropped, members=index.names
         )
         ends = index.member_blocks.astype(np.int64) * _BLOCK + index.member_sizes
         scan.bytes_seen = file.size if scan.beginning is None else int(ends.max(initial=0))
-        first = np.bincount(index.member_names, minlength=len(index.names)).tolist()
-        for (name, count), indexed in zip(index.names.items(), first, strict=True):
-            self._repeated[name] += count - indexed
-        self._groups += len(index)
-        seen: set[str] = set()
-        for key in Strings(content=index.key_bytes, ends=index.key_ends):
-            if key in seen:
-                self._apart += 1
-                self._apart_example = self._apart_example or Place(shard=file.shown, key=key)
-            seen.add(key)
         return scan
 
     def _open_part(self, scan: ShardScan) -> Shard:
@@ -161,48 +131,36 @@ class ShardSurvey(OpenShards[Shard]):
         for file in readable[:_FIRST_SHARDS]:
             yield SelectedShard(file, self.selection, self.cache)
 
-    def spread(self, count: int) -> list[int]:
-        """Choose samples spread evenly, with a fixed seed; all if there are not more."""
-        total = len(self)
-        if count >= total:
-            return list(range(total))
-        edges = np.arange(count + 1) * total // count  # one of each interval, so that none occurs twice
-        chosen: list[int] = random_of(_SEED).integers(edges[:-1], edges[1:]).tolist()
-        return chosen
-
     def _no_pair(self) -> str:
-        """Explain why training could not start."""
-        first, sound = self.scans[0], [scan for scan in self.scans if scan.census is not None]
-        if sound:
-            counts = [scan.census for scan in sound if scan.census is not None]
-            return nothing_usable(counts, sound[0].file, self.selection, self.cache)
+        censuses = [scan.census for scan in self.scans if scan.census is not None]
+        if censuses:
+            file = next(scan.file for scan in self.scans if scan.census is not None)
+            return nothing_usable(censuses, file, self.selection, self.cache)
+        first = self.scans[0]
         more = f" (and {len(self.scans) - 1} more are unreadable)" if len(self.scans) > 1 else ""
         hint = "; data.truncated=use trains on the intact part" if first.truncated else ""
         return f"{first.cause}{more}{hint}"
 
-    def found(self) -> ShardsFound:
+    def summarize_shards(self) -> ShardsFound:
         """Summarize the shards; the number of samples in the others is extrapolated."""
         broken = [scan for scan in self.scans if scan.cause]
+        beginnings = sum(scan.beginning is not None for scan in self.scans)
         total = sum(max(0, file.size) for file in self._files)
         samples, seen = len(self), sum(max(0, scan.bytes_seen) for scan in self.scans)
-        is_complete = len(self.scans) == len(self._files) and not any(scan.beginning for scan in self.scans)
+        is_complete = len(self.scans) == len(self._files) and not beginnings
         if not is_complete and seen:
             unreadable = sum(max(0, scan.file.size) for scan in broken)
             samples = round(samples * (total - unreadable) / seen)
         missing, missing_count = missing_numbers(file.url for file in self._files)
-        causes = [
-            Broken(
-                shard=scan.file.shown,
-                cause=scan.cause.removeprefix(f"shard {scan.file.shown}").lstrip(": "),
-                truncated=scan.truncated,
-            )
-            for scan in broken[:_MOST_LISTED]
-        ]
+        causes = []
+        for scan in broken[:_MOST_LISTED]:
+            cause = scan.cause.removeprefix(f"shard {scan.file.shown}").lstrip(": ")
+            causes.append(Broken(shard=scan.file.shown, cause=cause, truncated=scan.truncated))
         return ShardsFound(
             count=len(self._files),
             bytes=total,
             looked_into=len(self.scans),
-            beginnings=sum(scan.beginning is not None for scan in self.scans),
+            beginnings=beginnings,
             missing=tuple(missing[:_MOST_LISTED]),
             missing_count=missing_count,
             broken=tuple(causes),
@@ -210,48 +168,46 @@ class ShardSurvey(OpenShards[Shard]):
             samples_known=is_complete,
         )
 
-    def names(self) -> Names:
-        """Summarize keys and members."""
-        members: Counter[str] = Counter()
+    def summarize_names(self) -> Names:
+        """Summarize the samples and members of the inspected shards."""
+        counts: Counter[str] = Counter()
+        repeated: Counter[str] = Counter()
         dropped: Counter[str] = Counter()
         for scan in self.scans:
+            repeated.update(scan.repeated)
             if scan.census is not None:
-                members.update(scan.census.members)
+                counts.update(scan.census.members)
                 dropped.update(scan.census.dropped)
+        members = []
+        for name, count in counts.most_common(_MOST_MEMBERS):
+            used_as = self._find_use(name)
+            kind = "" if used_as else suggest_setting(self._first_content(name))
+            setting = f"data.{kind}={name}" if kind else ""
+            members.append(
+                Member(name=name, count=count, repeated=repeated[name], used_as=used_as, setting=setting)
+            )
         return Names(
-            groups=self._groups,
-            members=tuple(
-                self._describe_member(name, count) for name, count in members.most_common(_MOST_MEMBERS)
-            ),
+            groups=sum(scan.samples for scan in self.scans),
+            members=tuple(members),
             without_picture=dropped["without image"],
             without_caption=dropped["without caption"],
-            apart=self._apart,
-            apart_example=self._apart_example,
         )
 
-    def _describe_member(self, name: str, count: int) -> Member:
-        """Describe what training uses members with a name for, or the setting with which it would use them."""
-        used_as, setting = "", ""
-        if name == self.selection.image or (name in IMAGE_EXTENSIONS and not self.selection.image):
-            used_as = "image"
-        elif is_json(name):
-            used_as = "json"
-        elif name in self.selection.captions.members([name]):
-            used_as = "caption"
-        else:
-            kind = suggest_setting(self._first_content(name))
-            setting = f"data.{kind}={name}" if kind else ""
-        return Member(name=name, count=count, repeated=self._repeated[name], used_as=used_as, setting=setting)
+    def _find_use(self, member: str) -> str:
+        if member == self.selection.image or (member in IMAGE_EXTENSIONS and not self.selection.image):
+            return "image"
+        if is_json(member):
+            return "json"
+        return "caption" if member in self.selection.captions.members([member]) else ""
 
-    def _first_content(self, name: str) -> bytes:
-        """Return the content of the first readable member with a name."""
+    def _first_content(self, member: str) -> bytes:
         for number, scan in enumerate(self.scans):
-            if scan.census is None or name not in scan.census.members:
+            if scan.census is None or member not in scan.census.members:
                 continue
             with suppress(DataError):
                 shard = self.open_shard(number)
-                row = int(np.flatnonzero(shard.index.has_any([name]))[0])
-                (content,) = shard.read(row, [name])
+                row = int(np.flatnonzero(shard.index.has_any([member]))[0])
+                (content,) = shard.read(row, [member])
                 return content or b""
         return b""
 
@@ -259,7 +215,7 @@ class ShardSurvey(OpenShards[Shard]):
 # --------------------------------------------------------------------------------------------------------------
 # Names of shards
 
-_LAST_NUMBER = re.compile(r"[0-9]+(?=[^0-9]*$)")  # of a name
+_LAST_NUMBER = re.compile(r"[0-9]+(?=[^0-9/]*$)")  # of a file name
 _MAX_DIGITS = 18
 _SPARSE = 10  # with more missing shards per existing one, numbers are not meant to be consecutive
 
@@ -268,10 +224,10 @@ def missing_numbers(urls: Iterable[str]) -> tuple[list[str], int]:
     """Find gaps in the numbers of otherwise equal names; return them as ranges, and the number of missing names."""
     series: defaultdict[tuple[str, str], dict[int, str]] = defaultdict(dict)
     for url in urls:
-        folder, _, name = url.partition("?")[0].rpartition("/")
+        name = url.partition("?")[0]
         match = _LAST_NUMBER.search(name)
         if match is not None and len(match[0]) <= _MAX_DIGITS:
-            series[f"{folder}/{name[: match.start()]}", name[match.end() :]][int(match[0])] = match[0]
+            series[name[: match.start()], name[match.end() :]][int(match[0])] = match[0]
     ranges: list[str] = []
     count = 0
     for numbers in series.values():
@@ -280,8 +236,9 @@ def missing_numbers(urls: Iterable[str]) -> tuple[list[str], int]:
         if missing > _SPARSE * len(numbers):
             continue
         count += missing
-        texts = numbers.values()
-        width = len(next(iter(texts))) if any(text[0] == "0" for text in texts) else 0
+        is_padded = any(text[0] == "0" for text in numbers.values())
+        width = len(next(iter(numbers.values()))) if is_padded else 0
         for first, last in gaps:
-            ranges.append(f"{first:0{width}d}" + (f"–{last:0{width}d}" if last > first else ""))
+            end = f"–{last:0{width}d}" if last > first else ""
+            ranges.append(f"{first:0{width}d}{end}")
     return ranges, count

@@ -19,8 +19,6 @@ from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
 from data.sources import find_shards
 
-__all__ = ["Measured", "make_loader", "measure", "speed"]
-
 _STEPS = 1 << 40  # never reached
 
 
@@ -92,11 +90,7 @@ def make_loader(parsed: argparse.Namespace) -> tuple[Loader, float]:
 
 
 def measure(loader: Loader, workers: int, *, seconds: float, bytes_per_sample: float = 0.0) -> Measured:
-    """Measure a loader for ``seconds`` after its first batch, over at least one further batch.
-
-    Raises:
-        DataError: raised by the loader.
-    """
+    """Measure a loader for ``seconds`` after its first batch, over at least one further batch."""
     began = time.perf_counter()
     batches = replace(loader, num_workers=workers).batches(0, _STEPS)
     assert isinstance(batches, Generator)  # so that closing it below ends the workers

@@ -16,70 +16,65 @@ from clipkit.files import CountProgress, printable, shown
 from clipkit.model import CONTEXT_LENGTH
 from clipkit.samples import STRETCH, Decoding
 from clipkit.samples.remote import ShardCache
-from data.augment import Augmentation
+from data.augment import Augmentation, random_of
 from data.captions import NOT_UTF8, TEXT, CaptionRule, field_hint, leaf_fields
 from data.filters import Filter
 from data.inspect.findings import Captions, Field, Fields, Filtered, Findings, HeldOut, Histogram, Place
 from data.inspect.samples import (
     Sample,
     SampleChecker,
-    bad_example,
+    explain_bad_start,
     image_digest,
+    pick_bad,
     read_sample,
-    sheet_entry,
+    summarize_bad,
     summarize_images,
     token_counts,
 )
 from data.inspect.shards import FIRST_PLACES, ShardSurvey
 from data.selection import Selection
 
-__all__ = ["CaptionSurvey", "FieldSurvey", "inspect"]
-
 _MORE_TEXTS = 20_000  # captions read in addition to those of decoded samples, where reading is cheap
+_FIRST_SAMPLES = 64  # one of them must be good
+_SHEET = 24  # samples on the contact sheet
+_TOKEN_EDGES = (0, 8, 16, 24, 32, 48, 64, 78, 128, 256)
+_FREQUENT, _CHARACTERS = 10, 200
+_TOKENIZED = 256  # captions at a time
+_SEED = 0
 
 
-class CaptionSurvey:
-    """Collect captions one by one."""
-
-    _TOKEN_EDGES = (0, 8, 16, 24, 32, 48, 64, 78, 128, 256)
-    _FREQUENT, _CHARACTERS = 10, 200
-    _BATCH = 256
-
-    def __init__(self) -> None:
-        self._captions: list[str] = []
-        self._empty = 0
-        self._not_utf8: list[Place] = []
-
-    def add(self, sample: Sample) -> None:
-        """Add a sample whose caption was read."""
+def summarize_captions(samples: Sequence[Sample], unknown: tuple[str, ...]) -> Captions:
+    """Summarize the captions of the samples whose caption was read."""
+    captions: list[str] = []
+    not_utf8: list[Place] = []
+    empty = 0
+    for sample in samples:
         if sample.caption is None:
-            return
+            continue
         if sample.cause == NOT_UTF8:
-            self._not_utf8.append(sample.place)
+            not_utf8.append(sample.place)
         elif not sample.caption.strip():
-            self._empty += 1
+            empty += 1
         else:
-            self._captions.append(sample.caption)
-
-    def found(self) -> Captions:
-        """Summarize the captions."""
-        captions = self._captions
-        starts = range(0, len(captions), self._BATCH)
-        counts = [count for at in starts for count in token_counts(captions[at : at + self._BATCH])]
-        by_text = Counter(captions)
-        frequent = [(text, count) for text, count in by_text.most_common(self._FREQUENT) if count > 1]
-        return Captions(
-            read=len(counts),
-            tokens=Histogram.of("tokens per caption", counts, self._TOKEN_EDGES),
-            median=float(np.median(counts)) if counts else 0.0,
-            cut=sum(count > CONTEXT_LENGTH for count in counts),
-            empty=self._empty,
-            not_utf8=len(self._not_utf8),
-            not_utf8_at=tuple(self._not_utf8[:FIRST_PLACES]),
-            longest=max(counts, default=0),
-            repeated=len(captions) - len(by_text),
-            frequent=tuple((text[: self._CHARACTERS], count) for text, count in frequent),
-        )
+            captions.append(sample.caption)
+    counts: list[int] = []
+    for start in range(0, len(captions), _TOKENIZED):
+        counts += token_counts(captions[start : start + _TOKENIZED])
+    by_text = Counter(captions)
+    frequent = [(text[:_CHARACTERS], count) for text, count in by_text.most_common(_FREQUENT) if count > 1]
+    return Captions(
+        read=len(counts),
+        tokens=Histogram.of("tokens per caption", counts, _TOKEN_EDGES),
+        median=float(np.median(counts)) if counts else 0.0,
+        cut=sum(count > CONTEXT_LENGTH for count in counts),
+        empty=empty,
+        not_utf8=len(not_utf8),
+        not_utf8_at=tuple(not_utf8[:FIRST_PLACES]),
+        longest=max(counts, default=0),
+        repeated=len(captions) - len(by_text),
+        frequent=tuple(frequent),
+        unknown=unknown,
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -146,16 +141,11 @@ class FieldSurvey:
 
     def found(self) -> Fields:
         """Summarize the fields, the most frequent first."""
-        by_count = sorted(self._fields.items(), key=lambda one: -one[1].kinds.total())
-        fields = [
-            Field(
-                name=name,
-                kind=" or ".join(kind for kind, _ in values.kinds.most_common()),
-                count=values.kinds.total(),
-                values=values.summary(),
-            )
-            for name, values in by_count[:_FIELDS_SHOWN]
-        ]
+        fields = []
+        by_count = sorted(self._fields.items(), key=lambda item: -item[1].kinds.total())
+        for name, values in by_count[:_FIELDS_SHOWN]:
+            kind = " or ".join(kind for kind, _ in values.kinds.most_common())
+            fields.append(Field(name=name, kind=kind, count=values.kinds.total(), values=values.summary()))
         return Fields(read=self._read, with_json=self._with_json, fields=tuple(fields))
 
     def unknown(self, names: Sequence[str]) -> tuple[str, ...]:
@@ -172,7 +162,7 @@ class FieldSurvey:
         if not filters:
             return None
         return Filtered(
-            unknown=self.unknown([one.name for one in filters]),
+            unknown=self.unknown([condition.name for condition in filters]),
             read=self._read,
             passed=self._passed,
             left_out=dict(self._left_out.most_common()),
@@ -227,25 +217,38 @@ def inspect(
     decoding, augmentation = decoding or Decoding(), augmentation or Augmentation()
     if decoding.pixel_range == "auto":  # deep images are shown and measured, although training would stop
         decoding = replace(decoding, pixel_range=STRETCH)
-    texts, fields = CaptionSurvey(), FieldSurvey([Filter.of(one) for one in filters])
+    fields = FieldSurvey([Filter.of(condition) for condition in filters])
     selection = Selection(captions=CaptionRule(fields=tuple(captions)), image=image)
     survey = ShardSurvey(sources, split=split, selection=selection, cache=cache, shards=shards, quiet=quiet)
-    chosen = survey.spread(samples)
     checker = SampleChecker(
-        survey, chosen, image_size=image_size, decoding=decoding, augmentation=augmentation
+        survey=survey, image_size=image_size, decoding=decoding, augmentation=augmentation
     )
+    decoded: list[Sample] = []
+    good: list[Sample] = []
+    chosen = _spread(len(survey), samples)
     with CountProgress("decoding samples", total=len(chosen), shown=not quiet) as bar:
-        for sample in checker.run(bar):
-            texts.add(sample)
+        for sample in checker.check_all(chosen):
+            decoded.append(sample)
+            if not sample.cause:
+                good.append(sample)
             fields.add(sample.fields)
-    more = [] if survey.remote else survey.spread(_MORE_TEXTS)
+            sample.fields = None  # saves memory
+            bar.show(len(decoded), len(decoded) - len(good))
+            if not good and len(decoded) >= _FIRST_SAMPLES:
+                break
+    if not good:
+        raise explain_bad_start(survey, decoded)
+    texts = list(decoded)
+    more = [] if survey.remote else _spread(len(survey), _MORE_TEXTS)
     for i in sorted({*more} - {*chosen}):
         sample, _ = read_sample(survey, i)
-        texts.add(sample)
         fields.add(sample.fields)
-    members = {TEXT, *(member.name for member in survey.names().members)}
-    named = [name for name in captions if name.lower() not in members]
-    digests = {sample.image.digest for sample in checker.good if sample.image is not None}
+        sample.fields = None
+        texts.append(sample)
+    names = survey.summarize_names()
+    members = {TEXT, *(member.name for member in names.members)}
+    unknown = fields.unknown([name for name in captions if name.lower() not in members])
+    sheet = min(_SHEET, len(good))
     return Findings(
         sources=tuple(map(shown, sources)),
         image_size=image_size,
@@ -253,24 +256,32 @@ def inspect(
         context_length=CONTEXT_LENGTH,
         max_bad=max_bad,
         batch_size=batch_size,
-        shards=survey.found(),
-        names=survey.names(),
-        sampled=checker.sampled(),
-        captions=replace(texts.found(), unknown=fields.unknown(named)),
+        shards=survey.summarize_shards(),
+        names=names,
+        sampled=summarize_bad(decoded),
+        captions=summarize_captions(texts, unknown),
         fields=fields.found(),
         filtered=fields.filtered(),
-        pictures=summarize_images(checker.good, image_size),
-        held_out=_held_out(sources, selection, digests, samples) if split == "train" else None,
-        sheet=tuple(map(sheet_entry, checker.sheet)),
-        bad_shown=tuple(bad_example(survey, sample) for sample in checker.bad_shown()),
+        pictures=summarize_images(good, image_size),
+        held_out=_compare_test_split(sources, selection, good, samples) if split == "train" else None,
+        sheet=tuple(checker.show(good[i * len(good) // sheet]) for i in range(sheet)),
+        bad_shown=tuple(map(checker.show, pick_bad(decoded))),
         seconds=time.monotonic() - began,
     )
 
 
-def _held_out(
-    sources: Sequence[str], selection: Selection, trained: set[bytes], samples: int
+def _spread(total: int, count: int) -> list[int]:
+    """Choose samples spread evenly, with a fixed seed; all if there are not more."""
+    if count >= total:
+        return list(range(total))
+    edges = np.arange(count + 1) * total // count  # one of each interval, so that none occurs twice
+    chosen: list[int] = random_of(_SEED).integers(edges[:-1], edges[1:]).tolist()
+    return chosen
+
+
+def _compare_test_split(
+    sources: Sequence[str], selection: Selection, train: Sequence[Sample], samples: int
 ) -> HeldOut | None:
-    """Compare the test split of dataset folders with images of the training split."""
     folders = [source for source in sources if (Path(source) / "test").is_dir()]
     if not folders:
         return None
@@ -278,8 +289,7 @@ def _held_out(
         survey = ShardSurvey(folders, split="test", selection=selection, cache=None)
     except DataError:  # an unreadable test split is not an error of the training split
         return None
-    digests = []
-    for i in survey.spread(samples):
-        _, data = read_sample(survey, i, image=True)
-        digests.append(image_digest(data))
-    return HeldOut(read=len(digests), trained_on=sum(digest in trained for digest in digests))
+    digests = {sample.image.digest for sample in train if sample.image is not None}
+    chosen = _spread(len(survey), samples)
+    equal = [image_digest(read_sample(survey, i, image=True)[1]) in digests for i in chosen]
+    return HeldOut(read=len(chosen), trained_on=sum(equal))

@@ -44,8 +44,6 @@ from data.scores.page import check_filters, write_filters
 from data.scores.table import PERMILLE, scores_folder
 from data.sources import find_shards
 
-__all__ = ["score"]
-
 _VERSION = 1  # of columns and features; increase it when one is computed differently
 _ROWS = 2048  # samples encoded, compared and written at a time
 _BINS = 2_000_000  # of clip scores from -1 to 1, for quantiles
@@ -59,13 +57,7 @@ _MATCHES = (("similarity", "duplicate", "duplicate_of"), ("contamination", "cont
 
 @dataclass(frozen=True, kw_only=True)
 class _Shard:
-    """An encoded shard.
-
-    Attributes:
-        file: the shard.
-        table: its scores; the features are next to them.
-        rows: number of samples.
-    """
+    """An encoded shard: the file, the table of its scores, with the features next to it, and the number of rows."""
 
     file: ShardFile
     table: Path
@@ -97,11 +89,7 @@ def _damaged(path: Path, error: Exception) -> DataError:
 
 
 def score(options: argparse.Namespace) -> int:
-    """Run the command and return its exit status.
-
-    Raises:
-        ClipkitError: a user error.
-    """
+    """Run the command and return its exit status."""
     shards = [one for source in options.sources for one in find_shards(source, split=options.split)]
     against = [one for source in options.against for one in find_shards(source, split="test")]
     cache = shard_cache([*options.sources, *options.against], options.cache_gb)
@@ -201,7 +189,6 @@ def _encode(
 
 
 def _facts(samples: ShardSamples, row: int, rule: CaptionRule, member: str) -> tuple[Item, dict[str, Any]]:
-    """Return a sample of a shard to encode, and what is known about it without a model."""
     shard = samples.open_shard(0)
     facts: dict[str, Any] = {"key": shard.index.key(row)}
     caption, image, fields = None, None, dict[str, Any]()
@@ -248,7 +235,6 @@ def _words(text: str) -> list[str]:
 
 
 def _names_class(caption: str) -> bool:
-    """Return whether a caption contains the name of an ImageNet-1k class as whole words."""
     words, names = _words(caption), _class_names()
     longest = max(map(len, names))
     return any(
@@ -323,15 +309,9 @@ def _matches(
     valid: npt.NDArray[np.bool_],
     options: argparse.Namespace,
 ) -> dict[str, list[Any]]:
-    """Return three columns about the most similar image of each query.
+    """Return three columns about the most similar image of each query, with these names.
 
-    Args:
-        names: of the columns.
-        queries: features of a block of images.
-        shards: other images; all of them, or with ``group`` up to that block of the last shard.
-        group: number of the block of the last shard that the queries are.
-        valid: which queries were encoded.
-        options: threshold and device.
+    With ``group``, the queries are that block of the last shard and are compared with earlier images only.
     """
 
     def blocks() -> Iterator[npt.NDArray[Any]]:
@@ -357,7 +337,6 @@ def _matches(
 
 
 def _count(file: Any, bins: npt.NDArray[np.int64], counts: Counter[str], causes: Counter[str]) -> None:
-    """Add the rows of a shard's scores to counts."""
     for group in range(file.num_row_groups):
         table = file.read_row_group(group)
         clip = table.column("clip").drop_null().to_numpy().astype(np.float64)

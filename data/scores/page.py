@@ -16,8 +16,6 @@ from data.filters import Filter
 from data.inspect.samples import encode_webp
 from data.scores.table import COLUMNS, PERMILLE, PREFIX, PRESET, PRESETS, parse_filters, scored_filters
 
-__all__ = ["check_filters", "write_filters"]
-
 _EXAMPLES = 12  # kept, and as many dropped
 _BINS, _VALUES = 24, 12  # of numbers; most frequent other values
 _SIDE = 128  # of images, in pixels
@@ -71,15 +69,7 @@ class _Effect:
 
 
 def check_filters(texts: Sequence[str], columns: Sequence[str]) -> None:
-    """Check the filters of a page before anything is scored.
-
-    Args:
-        texts: the filters.
-        columns: names of the scores that there will be.
-
-    Raises:
-        ConfigError: a filter is invalid or is not on scores.
-    """
+    """Check the filters of a page before anything is scored."""
     for filter_ in parse_filters(texts, columns, [0.0] * PERMILLE):
         if not filter_.name.startswith(PREFIX):
             raise ConfigError(
@@ -94,18 +84,7 @@ def write_filters(
     texts: Sequence[str],
     read: Callable[[int, int], tuple[str, bytes]],
 ) -> None:
-    """Write the page.
-
-    Args:
-        out: the HTML file.
-        name: of the scores.
-        tables: scores of each shard.
-        texts: filters on scores, see ``check_filters``; by default some on the columns that there are.
-        read: returns key with caption, and encoded image, of a row of a shard.
-
-    Raises:
-        DataError: the page cannot be written.
-    """
+    """Write the page."""
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 

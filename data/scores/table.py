@@ -25,20 +25,6 @@ from clipkit.samples import ShardIndex
 from clipkit.samples.remote import cache_folder
 from data.filters import Filter
 
-__all__ = [
-    "COLUMNS",
-    "PERMILLE",
-    "PREFIX",
-    "PRESET",
-    "PRESETS",
-    "Preset",
-    "Scores",
-    "find",
-    "parse_filters",
-    "scored_filters",
-    "scores_folder",
-]
-
 COLUMNS = {
     "clip": "cosine similarity of image and caption",
     "characters": "length of the caption",
@@ -132,12 +118,7 @@ class Scores:
 
     @classmethod
     def open(cls, name: str) -> tuple["Scores", dict[str, Any]]:
-        """Open scores by name; return them with their manifest.
-
-        Raises:
-            ConfigError: the name is unknown.
-            DataError: the manifest cannot be read.
-        """
+        """Open scores by name; return them with their manifest."""
         root = scores_folder()
         path = root / name / "manifest.json"
         if not re.fullmatch(r"[\w.-]+", name) or not path.is_file():
@@ -154,11 +135,7 @@ class Scores:
             raise DataError(f"{path} cannot be read: {error}; delete its folder and score again") from error
 
     def rows(self, index: ShardIndex, shown: str, filters: Sequence[Filter]) -> list[dict[str, Any]]:
-        """Return the columns that filters refer to, for each sample of a shard.
-
-        Raises:
-            DataError: the shard has no scores, or its file is damaged.
-        """
+        """Return the columns that filters refer to, for each sample of a shard."""
         names = sorted({one.name.removeprefix(PREFIX) for one in filters if one.name.startswith(PREFIX)})
         path = find(self.folder, index)
         if path is None:
@@ -181,10 +158,6 @@ class Scores:
 
 def scored_filters(texts: Sequence[str], name: str) -> tuple[tuple[Filter, ...], Scores | None]:
     """Parse ``data.filters``: replace presets by their filters, and ``top P%`` by a number.
-
-    Args:
-        texts: the filters.
-        name: value of ``data.scores``; empty without scores.
 
     Raises:
         ConfigError: a filter, preset, column or the name is invalid, or pyarrow is missing.
@@ -218,9 +191,6 @@ def parse_filters(texts: Sequence[str], columns: Sequence[str], top: Sequence[fl
         texts: the filters.
         columns: names of the scores.
         top: by per mille of the samples, the least clip score of those with the highest ones.
-
-    Raises:
-        ConfigError: a filter, preset or column is invalid.
     """
     filters = []
     for text in [part for name in texts for part in _expanded(name)]:

@@ -38,8 +38,6 @@ from clipkit.samples import (
     upright_image,
 )
 
-__all__ = ["RESIZE_MODES", "BadImage", "Resize", "StoredImage", "Storing", "store_image"]
-
 MAX_PIXELS = 100_000_000
 _QUALITY = 95  # of JPEG and WebP
 _AS_IS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp", "HEIF": "heic"}

@@ -47,20 +47,6 @@ from data.captions import TEXT, CaptionRule, Fields, field_hint, is_utf8, leaf_f
 from data.corpora.builtin import end_with_parent
 from data.selection import OUTSIDE, SelectedShard, Selection
 
-__all__ = [
-    "Census",
-    "Manifest",
-    "list_members",
-    "make_manifest",
-    "nothing_usable",
-    "reject_unknown_captions",
-    "reject_unknown_negatives",
-    "suggest_members",
-    "suggest_setting",
-    "take_census",
-]
-
-
 # --------------------------------------------------------------------------------------------------------------
 # Reject names of json fields that no sample has, before training finds only bad samples. One sample with the
 # field is enough, so usually a single sample is read; only if it lacks the field are more samples of several
@@ -92,7 +78,6 @@ class _Examined:
 
     @property
     def texts(self) -> list[str]:
-        """Names of the fields with text."""
         return [name for name, has_text in self.fields.items() if has_text]
 
 
@@ -123,7 +108,7 @@ def _examine(
                 if name in members:
                     continue
                 values = value if isinstance(value, list) else [value]
-                has_text = any(isinstance(one, str) for one in values)
+                has_text = any(isinstance(text, str) for text in values)
                 examined.fields[name] = examined.fields.get(name, False) or has_text
         examined.settings = examined.settings or suggest_members(shard, rule)
     return examined if examined.samples else None
@@ -134,17 +119,21 @@ def _reject_unknown_fields(
 ) -> None:
     """Raise DataError if no sample of these shards has a field that filters or captions name."""
     plain = Selection(need=selection.need, image=selection.image)
-    for name in sorted({condition.name for condition in selection.json_filters}):
+    missing = {condition.name for condition in selection.json_filters}
 
-        def has_field(_: Sequence[str], fields: Fields, name: str = name) -> bool:
-            return value_at(fields, name) is not None
+    def has_rest(_: Sequence[str], fields: Fields) -> bool:
+        missing.difference_update([name for name in missing if value_at(fields, name) is not None])
+        return not missing
 
-        examined = _examine(_some_opened(shards, plain, cache), selection.captions, cache, has_field)
-        if examined is not None:
-            raise DataError(
-                f"data.filters names the json field {name!r}, which none of {examined.samples:,} samples examined "
-                f"has: {field_hint(name, examined.fields)}"
-            )
+    examined = None
+    if missing:
+        examined = _examine(_some_opened(shards, plain, cache), selection.captions, cache, has_rest)
+    if examined is not None:
+        name = min(missing)
+        raise DataError(
+            f"data.filters names the json field {name!r}, which none of {examined.samples:,} samples examined "
+            f"has: {field_hint(name, examined.fields)}"
+        )
     if "caption" in selection.need and (selection.reads_json or TEXT not in selection.captions.fields):
         reject_unknown_captions(_some_opened(shards, plain, cache), selection.captions, cache)
 
@@ -181,7 +170,7 @@ def reject_unknown_negatives(
     def has_negative(_: Sequence[str], fields: Fields) -> bool:
         return bool(rule.wrong_captions(fields))
 
-    most = _LOOKED_REMOTE + 1 if any(one.is_remote for one in shards) else _LOOKED_SHARDS
+    most = _LOOKED_REMOTE + 1 if any(shard.is_remote for shard in shards) else _LOOKED_SHARDS
     examined = _examine(_some_opened(shards, selection, cache, most=most), rule, cache, has_negative)
     if examined is not None:
         raise DataError(
@@ -230,30 +219,28 @@ def suggest_members(shard: Shard, rule: CaptionRule, image: str = "") -> dict[st
     """
     if len(shard.index.names) > _MANY_NAMES:
         return {}  # dots in keys
-    found = image
-    longest: dict[str, int] = {}  # text by member
+    settings: dict[str, str] = {}
+    longest = 0
+    has_image = bool(find_image(shard.index.names)) or image in shard.index.names
+    has_text = any(name.lower() in shard.index.names for name in (TEXT, *rule.fields))
     for row in range(min(_SUGGESTED, len(shard.index))):
-        members = shard.index.members(row)
-        found = found if found in members else find_image(members)
-        for name in members:
-            if name in IMAGE_EXTENSIONS or name == "cls":
+        for name in shard.index.members(row):
+            if name in IMAGE_EXTENSIONS or name == "cls" or is_json(name):
                 continue
             with suppress(DataError):
                 data = shard.read_present(row, [name])[name]
                 kind = suggest_setting(data)
-                if kind == "image":
-                    found = found or name
-                elif kind == "captions" and not is_json(name):
-                    longest[name] = max(longest.get(name, 0), len(data))
-    settings = {"image": found} if found not in ("", image, *IMAGE_EXTENSIONS) else {}
-    if longest and not any(name.lower() in shard.index.names for name in (TEXT, *rule.fields)):
-        settings["captions"] = max(longest, key=lambda name: longest[name])
+                if kind == "image" and not has_image:
+                    settings.setdefault(kind, name)
+                elif kind == "captions" and not has_text and len(data) > longest:
+                    settings[kind] = name
+                    longest = len(data)
     return settings
 
 
 def _write_settings(settings: Mapping[str, str]) -> str:
-    """Return what to write for the settings that ``suggest_members`` returns; "" for none."""
-    texts = [f"data.{name}={printable(member)}" for name, member in settings.items()]
+    names = [name for name in ("image", "captions") if name in settings]
+    texts = [f"data.{name}={printable(settings[name])}" for name in names]
     return f": set {' '.join(texts)}" if texts else ""
 
 
@@ -297,19 +284,14 @@ def take_census(
     cache: ShardCache | None = None,
     stats: bool = True,
 ) -> Iterator[tuple[int, Census]]:
-    """Yield number and census of each shard as they become known, the first shard first.
-
-    Raises:
-        DataError: a shard is broken or cannot be downloaded, a process was killed, or no sample of the first shards
-            has a field that captions or filters name.
-    """
+    """Yield number and census of each shard as they become known, the first shard first."""
     done: list[int] = []
     samples = 0
     for number, census in _counted(shards, selection, cache, stats):
         done.append(number)
         samples += census.count
         if not samples and len(done) == min(_FIRST, len(shards)):
-            _reject_unknown_fields([shards[one] for one in done], selection, cache)
+            _reject_unknown_fields([shards[i] for i in done], selection, cache)
         yield number, census
 
 
@@ -318,10 +300,9 @@ def _counted(
 ) -> Iterator[tuple[int, Census]]:
     # The first shard is always opened, so that a problem of all shards is found at once.
     first = SelectedShard(shards[0], selection, cache)
-    if (
-        "caption" in selection.need and selection.captions.choice != "all"
-    ):  # "all" drops samples without captions
-        most = _LOOKED_REMOTE if any(one.is_remote for one in shards) else _LOOKED_SHARDS - 1
+    # "all" drops samples without captions
+    if "caption" in selection.need and selection.captions.choice != "all":
+        most = _LOOKED_REMOTE if any(shard.is_remote for shard in shards) else _LOOKED_SHARDS - 1
         others = _some_opened(shards[1:], selection, cache, most=most)
         reject_unknown_captions(chain([first], others), selection.captions, cache)
     yield 0, _census_of(first)
@@ -377,11 +358,6 @@ def _census_of(opened: SelectedShard) -> Census:
 
 
 def _stated_count(shard: ShardFile) -> int | None:
-    """Return the number of samples in img2dataset's ``NNNNN_stats.json`` next to a shard, None without it.
-
-    Raises:
-        DataError: the store does not answer.
-    """
     stem, dot, _ = shard.url.rpartition(".tar")
     if not dot or shard.url.startswith("pipe:"):
         return None
@@ -444,11 +420,7 @@ class Manifest:
         return ShardFile(url=self.urls[number], size=int(self.sizes[number]), version=self.versions[number])
 
     def left_out(self, selection: Selection) -> str:
-        """Return how many samples are unused and why, in one line; empty if all are used.
-
-        Args:
-            selection: the one that the manifest was made with.
-        """
+        """Return how many samples are unused and why, in one line; empty if all are used."""
         unusable = {f"without {member}" for member in selection.need} | {"unreadable", OUTSIDE}
         by_filters = [f"{count} {why}" for why, count in self.dropped.items() if why not in unusable]
         others = [f"{count} {why}" for why, count in self.dropped.items() if why in unusable]
@@ -632,60 +604,60 @@ def make_manifest(
     if not shards:
         raise DataError("no shards were given")
     if cache is None:  # servers must support ranges, even if everything is counted already
-        hosts = {urlsplit(one.url)[:2]: one for one in reversed(shards) if one.is_remote and one.size > 0}
-        for shard in hosts.values():
+        remote = [shard for shard in reversed(shards) if shard.is_remote and shard.size > 0]
+        for shard in {urlsplit(shard.url)[:2]: shard for shard in remote}.values():
             read_range(shard, 0, 1)
     rules = [selection.identity] if selection.truncated == "error" else [selection.identity, "use"]
     name = hashlib.sha256(json.dumps([_VERSION, [len(source) for source in sources], *rules]).encode())
     for shard in shards:
         name.update(repr((shard.url, shard.size, shard.version)).encode())
-    place = cache_folder() / "manifest" / f"{name.hexdigest()[:32]}.manifest"
-    kept = Manifest.load(place)
-    if kept is not None and (stats or not kept.stated):
-        return kept
-    found: dict[int, Census] = {}
+    path = cache_folder() / "manifest" / f"{name.hexdigest()[:32]}.manifest"
+    stored = Manifest.load(path)
+    if stored is not None and (stats or not stored.stated):
+        return stored
+    by_shard: dict[int, Census] = {}
     samples = complete = 0  # ``complete`` have the needed members, but are not used
     lacking = {f"without {member}" for member in selection.need}
     for number, census in take_census(shards, selection, cache=cache, stats=stats):
-        found[number] = census
+        by_shard[number] = census
         samples += census.count
         complete += sum(count for reason, count in census.dropped.items() if reason not in lacking)
-        if not samples and (len(found) == len(shards) or (len(found) >= _FIRST and not complete)):
-            censuses = [found[one] for one in sorted(found)]
+        if not samples and (len(by_shard) == len(shards) or (len(by_shard) >= _FIRST and not complete)):
+            censuses = [by_shard[i] for i in sorted(by_shard)]
             raise DataError(nothing_usable(censuses, shards[0], selection, cache))
         if progress is not None:
-            progress(len(found))
-    every = [found[number] for number in range(len(shards))]
+            progress(len(by_shard))
+    censuses = [by_shard[i] for i in range(len(shards))]
     dropped: Counter[str] = Counter()
-    for census in every:
+    for census in censuses:
         dropped.update(census.dropped)
     manifest = Manifest(
         urls=Strings.of([shard.url for shard in shards]),
         versions=Strings.of([shard.version for shard in shards]),
         sizes=np.array([shard.size for shard in shards], dtype=np.int64),
-        counts=np.array([census.count for census in every], dtype=np.int64),
-        digests=Strings.of([census.digest for census in every]),
-        contents=Strings.of([census.content for census in every]),
+        counts=np.array([census.count for census in censuses], dtype=np.int64),
+        digests=Strings.of([census.digest for census in censuses]),
+        contents=Strings.of([census.content for census in censuses]),
         sources=tuple(map(len, sources)),
         selection=selection.identity,
         dropped=dict(dropped.most_common()),
-        truncated=tuple((number, one.count) for number, one in enumerate(every) if one.truncated),
+        truncated=tuple((i, census.count) for i, census in enumerate(censuses) if census.truncated),
     )
     with suppress(OSError):
-        manifest.save(place)
+        manifest.save(path)
     return manifest
 
 
 def nothing_usable(
-    found: Sequence[Census], first: ShardFile, selection: Selection, cache: ShardCache | None
+    censuses: Sequence[Census], first: ShardFile, selection: Selection, cache: ShardCache | None
 ) -> str:
     """Return the error message for shards without a used sample, the first of which is ``first``."""
     members: Counter[str] = Counter()
     dropped: Counter[str] = Counter()
-    for census in found:
+    for census in censuses:
         members.update(census.members)
         dropped.update(census.dropped)
-    where = f"shard {first.shown} has" if len(found) == 1 else f"the first {len(found)} shards have"
+    where = f"shard {first.shown} has" if len(censuses) == 1 else f"the first {len(censuses)} shards have"
     lacking = {f"without {member}" for member in selection.need}
     if any(reason not in lacking for reason in dropped) and (selection.filters or OUTSIDE in dropped):
         because = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common(4))

@@ -10,8 +10,6 @@ from data.captions import CaptionRule, json_members
 from data.selection import SelectedShard, Selection
 from data.shards.manifest import Manifest, make_manifest
 
-__all__ = ["Sample", "Shards"]
-
 _FETCHING = 4  # shards that one process downloads at a time
 
 
@@ -35,11 +33,6 @@ class Shards(OpenShards[SelectedShard]):
     Thread-safe; a copy in another process opens its own files. Members that are not needed are not read and
     may be damaged.
 
-    Args:
-        manifest: the shards and their numbers of samples.
-        selection: which samples are used; must be the manifest's.
-        cache: cache of remote shards; None reads their samples over the network.
-
     Attributes:
         counts: (S,) int64, used samples per shard.
     """
@@ -59,11 +52,7 @@ class Shards(OpenShards[SelectedShard]):
         captions: CaptionRule | None = None,
         cache: ShardCache | None = None,
     ) -> "Shards":
-        """Open the pairs of image and caption of tars.
-
-        Raises:
-            DataError: a shard is missing, truncated or not a tar, or no sample has what is needed.
-        """
+        """Open the pairs of image and caption of tars."""
         selection = Selection(captions=captions or CaptionRule())
         return cls(make_manifest([files], selection, cache=cache), selection, cache=cache)
 
@@ -101,13 +90,12 @@ class Shards(OpenShards[SelectedShard]):
             negatives = json_members([rule.negatives], names) if rule.negatives else []
             plan = [*dict.fromkeys([self.selection.image, *rule.members(names), *negatives])]
             self._plans[names] = plan
-        contents = zip(plan, opened.read(row, plan), strict=True)
-        members = {name: data for name, data in contents if data is not None}
-        image = members.pop(self.selection.image, b"")
+        image, *texts = opened.read(row, plan)
+        members = {name: data for name, data in zip(plan[1:], texts, strict=True) if data is not None}
         return Sample(
             shard=opened.shown,
             key=opened.index.key(row),
-            image=image,
+            image=image or b"",
             fields=self.selection.captions.parse(members),
             caption_number=opened.caption_number(within),
         )

@@ -30,8 +30,6 @@ from clipkit.samples.remote import ShardFile
 from data.captions import TEXT
 from data.shards.samples import Shards
 
-__all__ = ["FoundRow", "StoredFeatures", "StoredRows"]
-
 _NUMBER = re.compile(r"([0-9]+)\.(?:npy|parquet|jsonl)$")
 _MAX_BYTES = 64 << 20  # of manifest.json, which lists the sources
 _MAX_LINE = 1 << 20  # of failures.jsonl
@@ -54,14 +52,6 @@ Digests = npt.NDArray[np.uint64]
 
 class StoredRows:
     """The rows of a folder that ``clipkit encode`` wrote.
-
-    Args:
-        folder: the folder.
-        kind: "image" or "caption".
-
-    Raises:
-        DataError: the folder has no such embeddings, or damaged ones, or an earlier version wrote it.
-        ConfigError: pyarrow is missing.
 
     Attributes:
         width: T.
@@ -113,11 +103,7 @@ class StoredRows:
         return f"by {self._manifest.get('model')} from {', '.join(sources[:_SHOWN])}{more}"
 
     def command(self, shards: Sequence[str]) -> str:
-        """Return the command that completes the folder.
-
-        Args:
-            shards: shards with samples that lack features.
-        """
+        """Return the command that completes the folder."""
         added = [shard for shard in shards if shard not in self._sources]
         return self._command((self._manifest["sources"], added), str(self.folder))
 
@@ -141,11 +127,7 @@ class StoredRows:
         return self._find(content) != _ABSENT
 
     def find(self, content: bytes) -> int:
-        """Return the row of an image file or of a text in UTF-8.
-
-        Raises:
-            DataError: there is none.
-        """
+        """Return the row of an image file or of a text in UTF-8."""
         row = self._find(content)
         if row == _FAILED:
             raise DataError(f"no stored feature: its {self.kind} could not be encoded in {self.folder}")
@@ -182,7 +164,6 @@ class StoredRows:
         return self._arrays
 
     def _read_digests(self) -> Digests:
-        """Return the digests of the images or texts, (N,), and collect their sources."""
         parts, start = [], 0
         for (_, path), end in zip(self._files, self._ends, strict=True):
             digests, sources = self._read_columns(path)
@@ -194,7 +175,6 @@ class StoredRows:
         return np.concatenate(parts)
 
     def _read_columns(self, path: Path) -> tuple[Digests, list[str]]:
-        """Read the digests and the distinct sources from a file of metadata."""
         try:
             import pyarrow
             import pyarrow.parquet
@@ -220,7 +200,6 @@ class StoredRows:
         return str(Path(str(self._manifest.get("directory", "")), source))
 
     def _read_failures(self) -> Digests:
-        """Return the digests of the images or texts that could not be encoded."""
         digests = list[int]()
         path = self.folder / "failures.jsonl"
         if path.is_file():
@@ -237,7 +216,6 @@ class StoredRows:
 
 
 def _is_compact(manifest: Mapping[str, Any]) -> bool:
-    """Return whether embeddings are stored in another dtype than float16."""
     return bool(manifest.get("dtype", "float16") != "float16")
 
 
@@ -351,11 +329,7 @@ class StoredFeatures:
             _reject_lacking(self._texts, without_text, examined)
 
     def find(self, image: bytes, caption: str) -> FoundRow:
-        """Find the features of a sample.
-
-        Raises:
-            DataError: they are missing.
-        """
+        """Find the features of a sample."""
         text = self._texts.find(caption.encode()) if self._texts is not None else -1
         return FoundRow(image=self._images.find(image), text=text)
 
@@ -374,13 +348,7 @@ class StoredFeatures:
 
 
 def _reject_lacking(stored: StoredRows, lacking: Sequence[tuple[ShardFile, str]], examined: int) -> None:
-    """Raise DataError if samples lack features.
-
-    Args:
-        stored: the features.
-        lacking: shard and key of each sample that lacks them.
-        examined: number of samples that were examined.
-    """
+    """Raise DataError if samples lack features."""
     if not lacking:
         return
     shard, key = lacking[0]

@@ -28,8 +28,6 @@ from clipkit.errors import DataError
 from clipkit.files import lock_output, sync
 from clipkit.samples import ARRAY_EXTENSIONS, IMAGE_EXTENSIONS
 
-__all__ = ["DatasetWriter", "Record"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
@@ -71,10 +69,6 @@ class Record:
 
 class DatasetWriter:
     """Write one dataset folder; nothing appears at ``out`` before ``finish``.
-
-    Args:
-        out: the folder to create; must be new or empty.
-        samples_per_shard: samples per tar.
 
     Raises:
         DataError: ``out`` is not empty, or, on leaving the context, the disk is full.
@@ -154,10 +148,8 @@ class DatasetWriter:
         for name, lines in files.items():
             if lines is not None:
                 for line in lines:
-                    if line.splitlines() not in (
-                        [line],
-                        [],
-                    ):  # it would shift the labels of all following lines
+                    # it would shift the labels of all following lines
+                    if line.splitlines() not in ([line], []):
                         raise DataError(f"{name} needs one entry per line, {line[:80]!r} has several lines")
                 (self._aside / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
         text = json.dumps({**card, "samples": self.counts}, indent=2, ensure_ascii=False)

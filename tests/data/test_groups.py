@@ -115,7 +115,7 @@ def test_shuffled_rows_are_grouped_by_file(
         len(counts),
         (min(counts), max(counts)),
     )
-    assert report.equal_captions == len(rows) - sum(counts)
+    assert report.marks["equal captions"] == len(rows) - sum(counts)
 
 
 def test_rows_stay_samples_without_grouping(folder: Path, tmp_path: Path) -> None:

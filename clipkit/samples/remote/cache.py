@@ -40,8 +40,8 @@ _STEP = 16 << 20  # bytes by which a file of unknown size grows
 def cache_folder() -> Path:
     """Return ``$CLIPKIT_CACHE``, else ``$XDG_CACHE_HOME/clipkit``, else ``~/.cache/clipkit``, without creating
     it."""
-    if own := os.environ.get("CLIPKIT_CACHE"):
-        return Path(own).expanduser()
+    if folder := os.environ.get("CLIPKIT_CACHE"):
+        return Path(folder).expanduser()
     if xdg := os.environ.get("XDG_CACHE_HOME"):
         return Path(xdg) / "clipkit"
     return Path.home() / ".cache" / "clipkit"
@@ -54,9 +54,6 @@ def created_once(folder: Path, make: Callable[[Path], object], *, name: str) -> 
         folder: the folder; it is complete when it exists.
         make: creates it under a temporary name, ``.NAME.partial-…``, and renames it.
         name: of the content, for messages.
-
-    Raises:
-        DataError: the cache cannot be written.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +96,7 @@ class _Prefetch:
     """The shards that the threads of one process prefetch."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
-    wanted: list[ShardFile] = field(default_factory=list)
+    queue: list[ShardFile] = field(default_factory=list)
     busy: set[ShardFile] = field(default_factory=set)
     later: dict[ShardFile, float] = field(default_factory=dict)
     failures: dict[ShardFile, DataError] = field(default_factory=dict)
@@ -145,7 +142,7 @@ class ShardCache:
             failure = ahead.failures.pop(shard, None)
         if failure is not None:
             raise failure
-        return self._found(shard)
+        return self._find(shard)
 
     def fetch(self, shard: ShardFile) -> Path:
         """Return the file of a shard, downloading it if needed; one process downloads while the others wait.
@@ -153,9 +150,9 @@ class ShardCache:
         Raises:
             DataError: it cannot be downloaded or stored, or its bytes differ from an earlier download.
         """
-        found = self.path(shard) or self._fetch(shard)
-        assert found is not None
-        return found
+        path = self.path(shard) or self._fetch(shard)
+        assert path is not None
+        return path
 
     def prefetch(self, shards: Sequence[ShardFile], *, threads: int) -> None:
         """Download these shards next, in their order, instead of those of an earlier call.
@@ -165,8 +162,8 @@ class ShardCache:
         """
         ahead = self._ahead
         with ahead.changed:
-            ahead.wanted = [shard for shard in dict.fromkeys(shards) if shard.is_remote]
-            for shard in ahead.wanted:
+            ahead.queue = [shard for shard in dict.fromkeys(shards) if shard.is_remote]
+            for shard in ahead.queue:
                 answered(shard.url)
             ahead.later.clear()
             ahead.threads = [thread for thread in ahead.threads if thread.is_alive()]
@@ -186,19 +183,17 @@ class ShardCache:
             ahead.closed = True
             ahead.changed.notify_all()
         until = time.monotonic() + 5.0
-        for thread in list(
-            ahead.threads
-        ):  # daemon threads, which do not block the exit while waiting for a store
+        # daemon threads, which do not block the exit while waiting for a store
+        for thread in list(ahead.threads):
             thread.join(max(0.0, until - time.monotonic()))
 
     def _work(self, ahead: _Prefetch) -> None:
-        """Download wanted shards until the cache is closed."""
         while True:
             with ahead.changed:
                 while not ahead.closed:
                     now = time.monotonic()
-                    free = (one for one in ahead.wanted if one not in ahead.busy)
-                    shard = next((one for one in free if ahead.later.get(one, now) <= now), None)
+                    idle = (shard for shard in ahead.queue if shard not in ahead.busy)
+                    shard = next((shard for shard in idle if ahead.later.get(shard, now) <= now), None)
                     if shard is not None:
                         break
                     ahead.changed.wait(_LATER_SECONDS if ahead.later else None)
@@ -217,8 +212,8 @@ class ShardCache:
                 ahead.busy.discard(shard)
                 if not done:
                     ahead.later[shard] = time.monotonic() + _LATER_SECONDS
-                elif shard in ahead.wanted:
-                    ahead.wanted.remove(shard)
+                elif shard in ahead.queue:
+                    ahead.queue.remove(shard)
                 ahead.changed.notify_all()
 
     def _fetch(self, shard: ShardFile, ahead: _Prefetch | None = None) -> Path | None:
@@ -235,8 +230,8 @@ class ShardCache:
             elif not lock.try_acquire():
                 return None
             try:
-                found = self.path(shard) if ahead is None else self._found(shard)
-                if found is None:
+                path = self.path(shard) if ahead is None else self._find(shard)
+                if path is None:
                     if ahead is None:
                         with suppress(OSError):  # otherwise each waiting process would retry for minutes
                             if (fault := stem.with_suffix(".fault")).stat().st_mtime >= began:
@@ -259,7 +254,7 @@ class ShardCache:
         digest = hashlib.sha256(os.fsencode(identity)).hexdigest()
         return self.folder / digest[:2] / digest
 
-    def _found(self, shard: ShardFile) -> Path | None:
+    def _find(self, shard: ShardFile) -> Path | None:
         path = self._stem(shard).with_suffix(".tar")
         try:
             status = path.stat()
@@ -288,7 +283,6 @@ class ShardCache:
                 )
 
     def _download(self, shard: ShardFile, stem: Path, ahead: _Prefetch | None) -> None:
-        """Download a shard, with its lock held; a download that is needed now may remove shards in use."""
         part, record, fault = (stem.with_suffix(suffix) for suffix in (".part", ".json", ".fault"))
         known: tuple[int, int] | None = None
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -319,7 +313,6 @@ class ShardCache:
                 part.unlink(missing_ok=True)
 
     def _receive(self, shard: ShardFile, part: Path, ahead: _Prefetch | None) -> tuple[int, int]:
-        """Download a shard into its part file and return size and CRC-32."""
         part.unlink(missing_ok=True)  # of a killed process, or of a failed check
         reserved = 0
 
@@ -328,9 +321,9 @@ class ShardCache:
             if ahead is not None and ahead.closed:
                 raise _Closed
             if size > reserved or not reserved:
-                wanted = max(size, shard.size if shard.size >= 0 else min(size + _STEP, self.max_bytes))
-                self._reserve(part, wanted, called=shown(shard.url), urgent=ahead is None, has=reserved)
-                reserved = wanted
+                total = max(size, shard.size if shard.size >= 0 else min(size + _STEP, self.max_bytes))
+                self._reserve(part, total, called=shown(shard.url), urgent=ahead is None, has=reserved)
+                reserved = total
 
         if shard.size >= 0:
             reserve(shard.size)
@@ -340,18 +333,9 @@ class ShardCache:
         return part.stat().st_size, crc
 
     def _reserve(self, part: Path, size: int, *, called: str, urgent: bool, has: int) -> None:
-        """Give a part file its size as soon as there is space.
+        """Give a part file, whose lock is held, its size as soon as there is space.
 
-        Args:
-            part: the file, created if needed; the caller holds its lock.
-            size: in bytes.
-            called: name of the shard in messages.
-            urgent: whether files in use may be removed, and whether to wait for other downloads.
-            has: current size.
-
-        Raises:
-            _NoSpace: no space can be made, and the download is neither urgent nor started.
-            DataError: the shard is larger than the cache, the disk is full, or other downloads make no progress.
+        Only ``urgent`` downloads remove files in use. One that is neither urgent nor started raises ``_NoSpace``.
         """
         if size > self.max_bytes:
             raise DataError(
@@ -385,9 +369,8 @@ class ShardCache:
     def _make_space(self, part: Path, size: int, urgent: bool) -> bool:
         """Remove the least recently used files until ``part`` fits; return False if that is impossible."""
         files, sizes, unwritten = list[tuple[int, Path, int]](), dict[Path, int](), 0
-        for path in self.folder.glob(
-            "??/*.part"
-        ):  # first: other processes may rename parts to shards meanwhile
+        # parts first: other processes may rename them to shards meanwhile
+        for path in self.folder.glob("??/*.part"):
             if path == part:
                 continue
             if (lock := FileLock(path.with_suffix(".lock"))).try_acquire():  # of a killed process
@@ -405,8 +388,8 @@ class ShardCache:
                 files.append((status.st_mtime_ns, path, status.st_size))
         total = size + sum(sizes.values())
         before = time.time_ns() - int(self._in_use_seconds * 1e9)
-        removable = sorted(one for one in files if urgent or one[0] < before)
-        if total - sum(one[2] for one in removable) > self.max_bytes:
+        removable = sorted(file for file in files if urgent or file[0] < before)
+        if total - sum(size for _, _, size in removable) > self.max_bytes:
             return False
         for _, path, freed in removable:
             if total <= self.max_bytes:

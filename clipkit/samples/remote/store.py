@@ -72,11 +72,7 @@ class ShardFile:
 
     @classmethod
     def at(cls, path: Path) -> "ShardFile":
-        """Describe a local file.
-
-        Raises:
-            DataError: the file does not exist or is not a regular file.
-        """
+        """Describe a local file."""
         try:
             status = path.stat()
         except OSError as error:
@@ -108,9 +104,6 @@ def list_entries(url: str) -> tuple[list[ShardFile], list[str]]:
 
     Both are empty if there is no folder. On a web server, the folder's page of links is read, which states no
     sizes; only links into the same folder are used.
-
-    Raises:
-        DataError: the folder cannot be listed.
     """
     if protocol_of(url) == "pipe":
         raise DataError(f"{shown(url)}: a stream is not a folder that can be listed; name the shards")
@@ -130,7 +123,6 @@ def list_entries(url: str) -> tuple[list[ShardFile], list[str]]:
 
 
 def _links(folder: str) -> list[str]:
-    """Return the files and folders in a folder that its page links to; folders end with "/"."""
     text = read_text(folder, limit=_MAX_PAGE_BYTES)
     if text is None:
         return []
@@ -174,18 +166,18 @@ def describe(urls: Sequence[str]) -> list[ShardFile]:
         if protocol_of(url) == "pipe":
             return ShardFile(url=url, size=-1, version="")
         try:
-            found = _retried(url, lambda: file_facts(url), none_for=(404, 410))
+            facts = _retried(url, lambda: file_facts(url), none_for=(404, 410))
         except DataError:
             failed.set()
             raise
-        return None if found is None else ShardFile(url=url, size=found[0], version=found[1])
+        return None if facts is None else ShardFile(url=url, size=facts[0], version=facts[1])
 
     pool = ThreadPoolExecutor(min(_THREADS, max(1, len(urls))))
     try:
-        found = list(pool.map(look, urls))
+        files = list(pool.map(look, urls))
     finally:
         pool.shutdown(cancel_futures=True)
-    missing = [url for url, shard in zip(urls, found, strict=True) if shard is None]
+    missing = [url for url, shard in zip(urls, files, strict=True) if shard is None]
     if missing:
         form = f"; the form is {HUB_FORM}" if protocol_of(missing[0]) == "hf" else ""
         if len(urls) == 1:
@@ -193,7 +185,7 @@ def describe(urls: Sequence[str]) -> list[ShardFile]:
         raise DataError(
             f"{len(missing)} of {len(urls)} shards are missing, the first is {shown(missing[0])}{form}"
         )
-    return [shard for shard in found if shard is not None]
+    return [file for file in files if file is not None]
 
 
 def _retried(url: str, request: Callable[[], T], *, none_for: Sequence[int] = ()) -> T | None:
@@ -363,9 +355,6 @@ def download_all(files: Sequence[ShardFile], folder: Path) -> list[Path]:
     """Download files into a folder under their own names, except those that it has; return their paths.
 
     A file is downloaded again if its size or version differs from that of the copy.
-
-    Raises:
-        DataError: two files have the same name, one cannot be downloaded, or the folder cannot be written.
     """
     paths = [folder / file.name for file in files]
     names = Counter(file.name for file in files)

@@ -114,11 +114,6 @@ class TransferError(Exception):
         super().__init__(message)
         self.temporary, self.status, self.wait, self.unreached = temporary, status, wait, unreached
 
-    @property
-    def is_missing(self) -> bool:
-        """Whether the file does not exist."""
-        return self.status in (404, 410)
-
 
 def http_error(status: int, *, wait: float = 0.0) -> TransferError:
     """Return the error for an HTTP status."""
@@ -254,10 +249,8 @@ async def _encode_redirect(
     return await send(request)
 
 
-CLIENT_OPTIONS = {
-    "requote_redirect_url": False,
-    "middlewares": (_encode_redirect,),
-}  # of aiohttp.ClientSession
+# of aiohttp.ClientSession
+CLIENT_OPTIONS = {"requote_redirect_url": False, "middlewares": (_encode_redirect,)}
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -331,7 +324,6 @@ def _client_of(protocol: str) -> Any:
 
 @contextmanager
 def _library_errors() -> Iterator[None]:
-    """Turn errors of the libraries and the system into ``TransferError``."""
     try:
         yield
     except Exception as error:
@@ -342,8 +334,8 @@ def _library_errors() -> Iterator[None]:
 
 def _classified(error: Exception) -> TransferError:
     name = type(error).__name__
-    for one in (error, error.__cause__):  # s3fs keeps the cause
-        response = getattr(one, "response", None)
+    for cause in (error, error.__cause__):  # s3fs keeps the cause
+        response = getattr(cause, "response", None)
         if isinstance(response, dict):  # botocore
             response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         if isinstance(status := getattr(response, "status_code", response), int):
@@ -369,7 +361,7 @@ def _classified(error: Exception) -> TransferError:
     if (unreached := _unreached(error)) is not None:
         return unreached
     reason = getattr(getattr(error, "os_error", error), "strerror", None) or name
-    names = " ".join(one.__name__ for one in type(error).__mro__)
+    names = " ".join(base.__name__ for base in type(error).__mro__)
     if isinstance(error, OSError) or any(part in names for part in _TRANSIENT):
         return TransferError(f"the connection failed ({reason})", temporary=True)
     return TransferError(f"cannot be read ({name})", temporary=False)
@@ -391,7 +383,7 @@ def _unreached(error: Exception) -> TransferError | None:
         below = [getattr(cause, name, None) for name in ("os_error", "__cause__", "__context__")]
         if isinstance(details, dict):
             below.insert(1, details.get("error"))
-        cause = next((one for one in below if isinstance(one, BaseException)), None)
+        cause = next((each for each in below if isinstance(each, BaseException)), None)
     return None
 
 
@@ -405,7 +397,6 @@ def _call(client: Any, function: Callable[..., Awaitable[Any]], *args: Any, **na
 
 
 def _ask(client: Any, method: str, *args: Any, **named: Any) -> Any:
-    """Call a method of any fsspec client, with a timeout if it is asynchronous."""
     if getattr(client, "async_impl", False):
         return _call(client, getattr(client, f"_{method}"), *args, **named)
     with _library_errors():
@@ -508,8 +499,8 @@ def file_facts(url: str) -> tuple[int, str]:
         with _http_transfer(client, url, "bytes=0-0") as transfer:  # signed URLs are not valid for HEAD
             return transfer.total, transfer.version
     if protocol in ("s3", "s3a"):
-        found = _call(client, client._call_s3, "head_object", **_s3_name(client, url))
-        return int(found["ContentLength"]), found.get("ETag", "").strip('"')
+        head = _call(client, client._call_s3, "head_object", **_s3_name(client, url))
+        return int(head["ContentLength"]), head.get("ETag", "").strip('"')
     return _facts_of(_ask(client, "info", url))
 
 
@@ -534,12 +525,11 @@ def _facts_of(entry: Mapping[str, Any]) -> tuple[int, str]:
     if lfs := entry.get("lfs"):
         versions.insert(0, lfs.get("sha256"))
     size = entry.get("size")
-    version = next((str(one) for one in versions if one), "")
+    version = next((str(version) for version in versions if version), "")
     return -1 if size is None else int(size), version.strip('"')
 
 
 def _range_start(content_range: str | None, default: int) -> tuple[int, int]:
-    """Return first byte and size of the whole file, from ``bytes 0-9/100``."""
     if not content_range:
         return 0, default
     span, _, total = content_range.removeprefix("bytes").strip().partition("/")
@@ -562,12 +552,13 @@ def _http_transfer(client: Any, url: str, byte_range: str | None) -> Iterator[Tr
         try:
             with _library_errors():
                 if hasattr(path, "repo_id"):
-                    place = {
-                        "repo_type": path.repo_type,
-                        "revision": path.revision,
-                        "endpoint": client.endpoint,
-                    }
-                    url = hf_hub_url(path.repo_id, path.path_in_repo, **place)
+                    url = hf_hub_url(
+                        path.repo_id,
+                        path.path_in_repo,
+                        repo_type=path.repo_type,
+                        revision=path.revision,
+                        endpoint=client.endpoint,
+                    )
                 else:  # a bucket
                     url = client.url(url)
                 headers |= build_hf_headers()
@@ -596,7 +587,7 @@ def _http_transfer(client: Any, url: str, byte_range: str | None) -> Iterator[Tr
 
     response = _call(client, get)
     try:
-        etags = [one.headers.get("X-Linked-ETag") for one in response.history]  # Hugging Face
+        etags = [redirect.headers.get("X-Linked-ETag") for redirect in response.history]  # Hugging Face
         version = next(filter(None, etags), None) or response.headers.get("ETag")
         version = (version or response.headers.get("Last-Modified", "")).removeprefix("W/").strip('"')
         length = response.headers.get("Content-Length", "")
@@ -629,8 +620,10 @@ def _s3_name(client: Any, url: str) -> dict[str, str]:
 
 @contextmanager
 def _s3_transfer(client: Any, url: str, byte_range: str | None) -> Iterator[Transfer]:
-    wanted = _s3_name(client, url) | ({"Range": byte_range} if byte_range else {})
-    answer = _call(client, client._call_s3, "get_object", **wanted)
+    request = _s3_name(client, url)
+    if byte_range:
+        request["Range"] = byte_range
+    answer = _call(client, client._call_s3, "get_object", **request)
     body = answer["Body"]
     try:
         version = answer.get("ETag", "").strip('"')

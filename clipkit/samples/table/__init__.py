@@ -79,7 +79,7 @@ _FIRST_ROWS, _MOST_FOLDERS = 20, 100  # images that are looked for, and folders 
 _NOT_TEXT = re.compile("[\udc80-\udcff]")  # bytes that are not UTF-8, see ``open_text``
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)  # with slots, pickling would take three times as long
 class Row:
     """One row: its path and caption (None without such a column), or why it cannot be read."""
 
@@ -196,11 +196,7 @@ class Table:
         return folder
 
     def read_image(self, row: int) -> bytes:
-        """Return the encoded image of a row, counted from 0, of a table whose images are in it.
-
-        Raises:
-            DataError: it cannot be read.
-        """
+        """Return the encoded image of a row, counted from 0, of a table whose images are in it."""
         return self._format.read_image(row, self.image_column)
 
     def __iter__(self) -> Iterator[Row]:
@@ -280,7 +276,6 @@ class Table:
 
 
 def _is_image_type(kind: object) -> bool:
-    """Whether values of a type of pyarrow may be encoded images: bytes, or the hub's structs with bytes."""
     return str(kind).startswith(("binary", "large_binary", "struct<bytes: binary"))
 
 
@@ -331,12 +326,10 @@ def _subfolders(folder: Path) -> list[Path]:
 
 
 def _suffix_of(name: str) -> str:
-    """Return the suffix of a file in lower case, without that of compression."""
     return Path(name.lower().removesuffix(_GZIP)).suffix
 
 
 def _is_list_of_text(kind: str) -> bool:
-    """Check whether the name of a pyarrow type is that of a list of strings, or of objects with strings."""
     return (
         kind.startswith(("list", "large_list", "fixed_size_list"))
         and "string" in kind
@@ -345,7 +338,6 @@ def _is_list_of_text(kind: str) -> bool:
 
 
 def _is_plain(kind: Any) -> bool:
-    """Check whether a pyarrow type holds numbers, text, times, or lists and objects of these."""
     if kind.num_fields:
         return all(_is_plain(kind.field(number).type) for number in range(kind.num_fields))
     return "binary" not in str(kind) and not str(kind).startswith("extension")

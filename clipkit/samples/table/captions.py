@@ -20,11 +20,7 @@ _ANSWERING = ("gpt", "assistant", "model")  # who answers in conversations
 
 
 def find_texts(value: object) -> object:
-    """Return the captions in a list that is written as text, or that contains objects; other values unchanged.
-
-    Raises:
-        DataError: a list that is written as text cannot be read.
-    """
+    """Return the captions in a list that is written as text, or that contains objects; other values unchanged."""
     if isinstance(value, str):
         return _read_list(value) if value.lstrip()[:1] == "[" else value
     if not isinstance(value, list) or not all(isinstance(element, dict) for element in value):

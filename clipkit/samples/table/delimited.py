@@ -96,7 +96,6 @@ class Delimited(Format):
         self._quotes_are_text = self._numbered and self._delimiter == "\t" and not is_quoted
 
     def records(self, required: Sequence[str], others: Sequence[str]) -> Iterator[Record]:
-        """Read all rows in order, see ``Format``."""
         indices = {name: i for i, name in reversed([*enumerate(self.names)])}  # the first of equal names
         fewest = 1 + max(indices[name] for name in required)
         escaped = self.names[:3] in _CLASSIFIED
@@ -173,7 +172,6 @@ class Delimited(Format):
             return [], "a field longer than 131,072 characters (a missing closing quote?)"
 
     def _check_cells(self, fields: Sequence[str], fewest: int) -> str:
-        """Return why a row has too few or too many cells, otherwise ""."""
         if len(fields) < fewest:
             return "too few columns"
         if not self._has_extra_cells(fields):
@@ -231,7 +229,6 @@ def _read_line(text: TextIO) -> str:
 
 
 def _first_rows(start: str, delimiter: str) -> list[list[str]]:
-    """Return the first rows of a text that are not blank."""
     rows: list[list[str]] = []
     with suppress(csv.Error):
         for fields in csv.reader(io.StringIO(start, newline=""), delimiter=delimiter):
@@ -253,7 +250,6 @@ def _kind_of(cell: str) -> str:
 
 
 def _image_like(cell: str) -> bool:
-    """Check whether a cell ends like the name of an image file."""
     suffix = Path(_CAPTION_NUMBER.sub("", cell.strip().lower())).suffix
     return suffix in IMAGE_SUFFIXES or suffix[1:] in ARRAY_EXTENSIONS
 
@@ -283,9 +279,8 @@ def _guess_columns(
     if not rows or not any(map(is_location, rows[0])):
         return {}, 0
     width = len(rows[0])
-    if (
-        width == 1 and delimiter != "\t" and "\t" in delimiters
-    ):  # later lines of a list may contain the delimiter
+    # later lines of a list may contain the delimiter
+    if width == 1 and delimiter != "\t" and "\t" in delimiters:
         return {}, 0
     counts = Counter(i for fields in rows for i, cell in enumerate(fields) if is_location(cell))
     image = max(range(width), key=lambda i: counts[i])

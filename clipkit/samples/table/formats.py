@@ -88,11 +88,7 @@ class Format(ABC):
             return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
     def read_image(self, row: int, column: str) -> bytes:
-        """Return an encoded image in the table; rows are counted from 0.
-
-        Raises:
-            DataError: there is none.
-        """
+        """Return an encoded image in the table; rows are counted from 0."""
         raise DataError("it holds text, not an encoded image")
 
     @abstractmethod

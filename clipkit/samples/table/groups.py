@@ -66,9 +66,6 @@ class RowsByKey:
             row: the row.
             key: 16 bytes, equal for the rows of a group; empty for a row that belongs to no group.
             image: 16 bytes that identify the row's image, if rows of a group may have different ones.
-
-        Raises:
-            DataError: the temporary file cannot be written.
         """
         try:
             content = pickle.dumps(row)

@@ -43,7 +43,6 @@ class JsonLines(Format):
             raise DataError(f"{path} has no JSON object in its first {_DETECTED} lines")
 
     def records(self, required: Sequence[str], others: Sequence[str]) -> Iterator[Record]:
-        """Read all objects in order, see ``Format``."""
         with open_text(self.path, newline="\n") as (text, progress):
             for value in _read_objects(text):
                 yield record_of(value, progress())
@@ -153,7 +152,6 @@ class JsonDocument(Format):
             raise DataError(f"{path} has no JSON object in its first {_DETECTED} rows")
 
     def records(self, required: Sequence[str], others: Sequence[str]) -> Iterator[Record]:
-        """Return all objects in order, see ``Format``."""
         for number, value in enumerate(self._values, 1):
             progress = number / len(self._values)
             if isinstance(value, _MissingImage):
@@ -192,7 +190,6 @@ def _is_coco(document: object) -> bool:
 
 
 def _join_captions(path: Path, images: Sequence[object], annotations: Sequence[object]) -> list[_Value]:
-    """Return COCO's images with the captions of their annotations."""
     captions: dict[str, list[object]] = {}
     for annotation in annotations:
         if isinstance(annotation, dict) and "caption" in annotation:

@@ -36,13 +36,6 @@ class ParquetSamples(Samples):
     Members are the columns of bytes, of structs with ``bytes`` (the hub's image datasets), and of lists of one of
     these, whose elements are ``NAME[0]``, ``NAME[1]`` and so on. The first one is probably the image.
 
-    Args:
-        files: files with the same columns, in order.
-        cache: the cache of remote files.
-
-    Raises:
-        DataError: a file cannot be read or has other columns than the first, or pyarrow is missing.
-
     Attributes:
         files: the files.
         schema: pyarrow's schema of all files.
@@ -109,19 +102,15 @@ class ParquetSamples(Samples):
         return self.cache.fetch(file) if self.cache is not None else Path(file.url)
 
     def key(self, i: int) -> str:
-        """Return the row of a sample in all files, counted from 0."""
         return f"row {i}"
 
     def locate(self, i: int) -> tuple[str, str]:
-        """Return the file of a sample, and its key."""
         return self.files[self._groups[self._group_of(i)][0]].shown, self.key(i)
 
     def members(self, i: int) -> Sequence[str]:
-        """Return the names of the columns with encoded images."""
         return self._members
 
     def fields(self, i: int) -> dict[str, Any]:
-        """Return the other columns of a row."""
         group = self._group_of(i)
         row = i - self._starts[group]
         return {name: json_value(python_value(self._values(group, name)[row])) for name in self._others}
@@ -203,11 +192,7 @@ class ParquetSamples(Samples):
 
 
 class Parquet(Format):
-    """A Parquet table.
-
-    Attributes:
-        samples: random access to its rows.
-    """
+    """A Parquet table; ``samples`` gives random access to its rows."""
 
     def __init__(self, path: Path, requests: Sequence[ColumnRequest]) -> None:
         super().__init__(path)
@@ -218,15 +203,12 @@ class Parquet(Format):
 
     @property
     def content_id(self) -> str:
-        """A hash of the footer."""
         return self.samples.content_id
 
     def read_image(self, row: int, column: str) -> bytes:
-        """Return an encoded image, see ``Format``."""
         return self.samples.read(row, column)
 
     def records(self, required: Sequence[str], others: Sequence[str]) -> Iterator[Record]:
-        """Read all rows in order, see ``Format``."""
         total = max(1, len(self.samples))
         has_bytes = any("binary" in str(self.types[name]) for name in required)
         batch_size = _BATCH_WITH_BYTES if has_bytes else _BATCH

@@ -22,12 +22,6 @@ def open_text(path: Path, newline: str = "") -> Iterator[tuple[TextIO, Callable[
 
     Text is UTF-8, with or without a byte order mark, or UTF-16 with one; bytes that are not UTF-8 become lone
     surrogates. Content compressed with gzip is decompressed while it is read, whatever the name of the file.
-
-    Args:
-        newline: as for ``open``: by default, lines keep their ends.
-
-    Raises:
-        DataError: the encoding is another one, or, while reading, the compressed content is damaged.
     """
     size = max(1, path.stat().st_size)
     with path.open("rb") as raw:

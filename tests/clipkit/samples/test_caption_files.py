@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from clipkit.samples.caption_files import (
+from clipkit.samples.image_folder import (
     CAPTION_SUFFIXES,
     caption_file_of,
     find_captions,

@@ -56,4 +56,3 @@ def test_subfolders_are_classes(tmp_path: Path) -> None:
     (tmp_path / "dog/2.json").write_text(json.dumps({"caption": "a dog"}))
     captioned = FolderSamples(tmp_path)
     assert captioned.fields(1) == {"captions": ["a dog"]}
-    assert captioned.hint == "; subfolders are not read as classes because dog/2.json may contain captions"

@@ -197,13 +197,13 @@ def test_prefetch_failure_is_raised_at_the_next_use(nginx: Nginx, tmp_path: Path
     assert "status 404" in error_of(lambda: cache.path(missing))
     assert cache.path(missing) is None  # raised once
     cache.prefetch([missing], threads=1)
-    until(lambda: not cache._ahead.wanted)
+    until(lambda: not cache._ahead.queue)
     assert "status 404" in error_of(lambda: cache.fetch(missing))
     cache.prefetch([missing], threads=1)
-    until(lambda: not cache._ahead.wanted)
+    until(lambda: not cache._ahead.queue)
     nginx.put("none.tar", bytes(9))
     cache.prefetch([missing], threads=1)
-    until(lambda: not cache._ahead.wanted)  # the last attempt counts
+    until(lambda: not cache._ahead.queue)  # the last attempt counts
     assert cache.fetch(missing).read_bytes() == bytes(9)
     cache.close()
 
