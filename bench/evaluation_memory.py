@@ -25,7 +25,7 @@ from torch import Tensor
 from clipkit.model.tokenizer import ClipTokenizer
 from eval.datasets.dataset import DEFAULT_TEMPLATES, EvalDataset
 from eval.features.encoder import ImageFeatures
-from eval.features.store import FeatureTable, digest_of
+from eval.features.store import FeatureFile, digest_of
 from eval.tasks import TASKS, Options
 
 __all__ = ["SyntheticSubject", "peak_of"]
@@ -71,15 +71,16 @@ class SyntheticSubject:
         self.device, self.logit_scale, self.metrics = torch.device("cpu"), 100.0, ()
         self._columns = F.normalize(torch.randn(columns, dim, generator=generator), dim=1)  # (C, D)
         labels = torch.arange(rows) % columns
-        table = FeatureTable(place, {"projected": dim})
+        path = place / "rows.safetensors"
+        file = FeatureFile(path, {"projected": dim}, rows, create=True)
         for start in range(0, rows, 16_384):  # features of a model that is correct for some images
             block = labels[start : start + 16_384]
             noise = torch.randn(len(block), dim, generator=generator)
-            digests = [digest_of(b"%d" % number) for number in range(start, start + len(block))]
-            table.append(digests, {"projected": F.normalize(3 * self._columns[block] + noise, dim=1)})
-        labels[-1], order = 0, np.arange(rows)
-        order[-1] = 0  # a duplicate image: rows are not consecutive
-        self._images = ImageFeatures(lambda name: table.column(name, order))
+            indices = np.arange(start, start + len(block))
+            digests = [digest_of(b"%d" % number) for number in indices]
+            file.write(indices, digests, {"projected": F.normalize(3 * self._columns[block] + noise, dim=1)})
+        labels[-1] = 0
+        self._images = ImageFeatures(FeatureFile(path, {"projected": dim}, rows).columns.__getitem__)
         self.encoder = SimpleNamespace(model=SimpleNamespace(tokenizer=ClipTokenizer()))
         self.stored = rows * dim * 4
         classes = task == "zero-shot"
