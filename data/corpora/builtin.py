@@ -8,10 +8,10 @@ from multiprocessing import parent_process
 from pathlib import Path
 from threading import Thread
 
-from clipkit.errors import DataError, nearest
+from clipkit.errors import DataError, Unavailable, nearest
 from clipkit.samples.remote import cache_folder, created_once
 
-__all__ = ["BUILTIN", "BuiltIn", "Unavailable", "built_in", "end_with_parent", "make_digits"]
+__all__ = ["BUILTIN", "BuiltIn", "built_in", "end_with_parent", "make_digits"]
 
 
 def end_with_parent() -> None:
@@ -24,10 +24,6 @@ def end_with_parent() -> None:
         os._exit(1)
 
     Thread(target=wait, daemon=True).start()
-
-
-class Unavailable(DataError):
-    """A built-in dataset needs something that is not installed; the message says what."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +84,7 @@ def make_digits(out: Path, progress: bool = False) -> None:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise Unavailable(
-            "the built-in dataset digits requires scikit-learn: pip install -e '.[eval]'"
+            "the built-in dataset digits requires scikit-learn: pip install -e '.[eval]'", cause="missing"
         ) from error
     from PIL import Image
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from clipkit.errors import DataError
+from clipkit.errors import DataError, Unavailable
 from clipkit.model import fill_template
 
 __all__ = [
@@ -19,9 +19,7 @@ __all__ = [
     "TEST",
     "EvalDataset",
     "Images",
-    "Lacks",
     "Language",
-    "NoSplit",
     "by_class_names",
     "captions_of",
     "choices_of",
@@ -33,14 +31,6 @@ __all__ = [
 TEST = "test"  # the split that is scored
 SPLITS = ("train", "val", TEST)
 DEFAULT_TEMPLATES = ("a photo of a {c}.",)  # for datasets without templates
-
-
-class Lacks(DataError):
-    """The dataset is intact, but lacks something that a task needs."""
-
-
-class NoSplit(Lacks):
-    """The dataset has no split of the requested name."""
 
 
 class Images(Protocol):
@@ -206,14 +196,14 @@ def labels_of(dataset: EvalDataset) -> Tensor:
     """Return the labels, (N,) int64 or (N, C) bool.
 
     Raises:
-        Lacks: the dataset has no labels or no class names.
+        Unavailable: the dataset has no labels or no class names.
     """
     if dataset.labels is None:
-        raise Lacks(
+        raise Unavailable(
             f"split {dataset.split} of dataset {dataset.name} has no labels, which classification needs"
         )
     if not dataset.class_names:
-        raise Lacks(f"dataset {dataset.name} has no classnames.txt, which classification needs")
+        raise Unavailable(f"dataset {dataset.name} has no classnames.txt, which classification needs")
     return dataset.labels
 
 
@@ -221,11 +211,11 @@ def captions_of(dataset: EvalDataset) -> tuple[tuple[str, ...], ...]:
     """Return the captions of each image.
 
     Raises:
-        Lacks: the dataset has no captions.
+        Unavailable: the dataset has no captions.
         DataError: all captions are equal.
     """
     if dataset.captions is None:
-        raise Lacks(f"dataset {dataset.name} has no captions, which retrieval and captioning need")
+        raise Unavailable(f"dataset {dataset.name} has no captions, which retrieval and captioning need")
     if len({caption for own in dataset.captions for caption in own}) < 2:
         raise DataError(
             f"dataset {dataset.name} has the same caption for all images: there is nothing to tell apart"
@@ -237,10 +227,10 @@ def choices_of(dataset: EvalDataset) -> EvalDataset:
     """Return the dataset if it has caption choices, or cues with candidates (``association``).
 
     Raises:
-        Lacks: it has neither.
+        Unavailable: it has neither.
     """
     if dataset.choices is None and ("association" not in dataset.metadata or dataset.items is None):
-        raise Lacks(
+        raise Unavailable(
             f"dataset {dataset.name} has no captions to choose between, which the compositional task needs"
         )
     return dataset

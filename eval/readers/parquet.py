@@ -35,12 +35,13 @@ from clipkit.samples import (
     IMAGE_EXTENSIONS,
     PARQUET_PART,
     SPLIT_NAMES,
+    MissingSplit,
     ParquetSamples,
     find_column,
     plain_name,
 )
 from clipkit.samples.remote import ShardFile, shard_cache
-from eval.datasets.dataset import EvalDataset, Images, NoSplit
+from eval.datasets.dataset import EvalDataset, Images
 from eval.readers.files import FileImages, SampleImages, checked_set
 from eval.readers.shards import files_of_split
 
@@ -256,7 +257,7 @@ def _texts_in_splits(table: _Table, column: str, place: Path | str) -> set[str]:
             files = _open_files(table.name, files_of_split(table.name, place, split, PARQUET_SUFFIXES))
             if column in files.schema.names:
                 texts.update(text for text in files.columns(column)[0] if isinstance(text, str) and text)
-        except NoSplit:
+        except MissingSplit:
             continue
         except DataError:
             unread.append(split)

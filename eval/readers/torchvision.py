@@ -15,18 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from clipkit.errors import ConfigError, DataError, nearest
-from clipkit.samples import pillow_errors
-from eval.datasets.dataset import TEST, EvalDataset, Images, NoSplit, some
+from clipkit.errors import ConfigError, DataError, Unavailable, nearest
+from clipkit.samples import MissingSplit, pillow_errors
+from eval.datasets.dataset import TEST, EvalDataset, Images, some
 from eval.readers.files import FileImages, checked_set, png_of
 
-__all__ = ["ALL", "TORCHVISION_SETS", "ArrayImages", "NotFetched", "check_known", "open_torchvision"]
+__all__ = ["ALL", "TORCHVISION_SETS", "ArrayImages", "check_known", "open_torchvision"]
 
 ALL = "all"  # the split of a dataset without splits
-
-
-class NotFetched(DataError):
-    """A dataset's files are missing or incomplete."""
 
 
 Splits = Mapping[str, Mapping[str, Any]]  # our split name → arguments of torchvision's class
@@ -93,7 +89,7 @@ def open_torchvision(
         arguments: further arguments such as ``{"partition": 2}`` for DTD; they override the split's.
 
     Raises:
-        NoSplit: torchvision has no such split.
+        MissingSplit: torchvision has no such split.
         DataError: files, or a library to read them, are missing.
         ConfigError: torchvision has no such dataset.
     """
@@ -105,14 +101,16 @@ def open_torchvision(
         what = f"only {some(list(splits))}"
         if ALL in splits:
             what = f"torchvision's {kind} has only the split {ALL!r} with all images"
-        raise NoSplit(f"dataset {name} has no split {split!r}{':' if ALL in splits else ','} {what}")
+        raise MissingSplit(f"dataset {name} has no split {split!r}{':' if ALL in splits else ','} {what}")
     options = {**splits[split], **(arguments or {})}
     try:
         dataset = getattr(kinds, kind)(root=str(root), **options)
     except (ImportError, AttributeError, RuntimeError, OSError, ValueError, TypeError, KeyError) as error:
         message = shorten(str(error), _LONGEST, placeholder=" …")  # cuts between words, not in a path
-        fault = NotFetched if _NOT_THERE.search(message) and "pip install" not in message else DataError
-        raise fault(f"dataset {name}: torchvision's {kind} cannot be read in {root}: {message}") from error
+        message = f"dataset {name}: torchvision's {kind} cannot be read in {root}: {message}"
+        if _NOT_THERE.search(message) and "pip install" not in message:
+            raise Unavailable(message, cause="missing") from error
+        raise DataError(message) from error
     files, labels = _files(dataset), _labels(name, dataset)
     if not labels:
         raise DataError(f"dataset {name} has no image")

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from clipkit.errors import DataError
-from eval.datasets.dataset import NoSplit
+from clipkit.samples import MissingSplit
 from eval.readers import open_dataset
 from eval.readers.files import FileImages
 from tests.clipkit.deep_images import tiff_of
@@ -47,7 +47,7 @@ def test_sugar_crepe_is_read(tmp_path: Path) -> None:
     assert dataset.choices == (("a dog on a cat", "a cat on a dog"), ("red", "blue"))
     assert [dataset.images.read(number) for number in range(2)] == [png(1)] * 2
     assert dataset.where(1) == f"dataset swap_obj: image 1.jpg of {tmp_path / 'val2017'}"
-    with pytest.raises(NoSplit):
+    with pytest.raises(MissingSplit):
         open_dataset(file, split="train")
 
 

@@ -171,7 +171,7 @@ def test_wordnet_ids_get_names(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         "'Chihuahua'"
     )
     names = new_card("Places", places).prompt_sets["own"].names
-    assert names == {"n01440764": ("tench",), "n02085620": ("Chihuahua",)}
+    assert names == {"n01440764": "tench", "n02085620": "Chihuahua"}
     (places / "classnames.txt").write_text("a fish\na dog\n")
     (target,) = find_targets([str(places)])
     assert target.dataset.class_names == ("a fish", "a dog")
@@ -245,7 +245,7 @@ def test_new_card_can_name_numbered_classes(tmp_path: Path, capsys: pytest.Captu
     assert "add class names under [prompts.own.names]" in capsys.readouterr().out
     path = folder / "card.toml"
     path.write_text(
-        path.read_text().replace('0 = ["0"]', '0 = ["cat", "kitten"]').replace('2 = ["2"]', '2 = "dog"')
+        path.read_text().replace('0 = "0"', '0 = ["cat", "kitten"]').replace('2 = "2"', '2 = "dog"')
     )
     (target,) = find_targets([str(folder)])
     assert target.dataset.class_names == ("cat", "1", "dog")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from clipkit.errors import DataError
-from eval.datasets.dataset import NoSplit
+from clipkit.samples import MissingSplit
 from eval.datasets.targets import find_targets
 from eval.readers import open_dataset
 from tests.eval.conftest import png
@@ -33,7 +33,7 @@ def test_rows_of_an_image_are_one_image_with_all_captions(
     assert [dataset.images.read(i) for i in (0, 1)] == [png(1), png(0)]
     assert dataset.images.locate(0) == (str(tmp_path), "b.png")
     assert caplog.messages == ["dataset pairs: 2 images cannot be used: 1 × missing file, 1 × empty caption"]
-    with pytest.raises(NoSplit, match=r"dataset pairs has no split 'train': .*pairs.csv has test"):
+    with pytest.raises(MissingSplit, match=r"dataset pairs has no split 'train': .*pairs.csv has test"):
         open_dataset(table, split="train")
     table.write_text("image,caption\ngone.png,x\n")
     with pytest.raises(DataError, match=r"no image of .*pairs.csv can be used: 1 × missing file"):
