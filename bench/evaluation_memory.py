@@ -23,7 +23,8 @@ from PIL import Image
 from torch import Tensor
 
 from clipkit.model.tokenizer import ClipTokenizer
-from eval.datasets.dataset import DEFAULT_TEMPLATES, EvalDataset
+from clipkit.samples import Samples
+from eval.datasets.dataset import DEFAULT_TEMPLATES, EvalDataset, SampleImages
 from eval.features.encoder import ImageFeatures
 from eval.features.store import FeatureFile, digest_of
 from eval.tasks import TASKS, Options
@@ -31,8 +32,10 @@ from eval.tasks import TASKS, Options
 __all__ = ["SyntheticSubject", "peak_of"]
 
 
-class RepeatedImage:
+class RepeatedImage(Samples):
     """``count`` samples, all with the same small image."""
+
+    content_id = "0" * 16
 
     def __init__(self, count: int) -> None:
         self._count, file = count, BytesIO()
@@ -42,17 +45,20 @@ class RepeatedImage:
     def __len__(self) -> int:
         return self._count
 
-    def read(self, number: int) -> bytes:
+    def key(self, i: int) -> str:
+        return str(i)
+
+    def locate(self, i: int) -> tuple[str, str]:
+        return "made up", str(i)
+
+    def members(self, i: int) -> list[str]:
+        return ["png"]
+
+    def fields(self, i: int) -> dict[str, Any]:
+        return {}
+
+    def read(self, i: int, member: str) -> bytes:
         return self._image
-
-    def locate(self, number: int) -> tuple[str, str]:
-        return "made up", str(number)
-
-    def fingerprint(self) -> str:
-        return "0" * 16
-
-    def stamp(self) -> str:
-        return self.fingerprint()
 
 
 class SyntheticSubject:
@@ -88,7 +94,7 @@ class SyntheticSubject:
             name="made up",
             class_names=tuple(f"class {i}" for i in range(columns)) if classes else (),
             templates=DEFAULT_TEMPLATES,
-            images=RepeatedImage(rows),
+            images=SampleImages(RepeatedImage(rows)),
             labels=labels if classes else None,
             captions=None if classes else tuple((f"caption {i}",) for i in range(rows)),
             revision="",

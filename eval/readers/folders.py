@@ -26,7 +26,7 @@ from clipkit.samples import (
     read_class_names,
 )
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, some
-from eval.readers.files import FileImages, checked_set, templates_in
+from eval.readers.files import checked_set, file_images, templates_in
 from eval.readers.pairs import open_captioned_folder, open_table
 
 __all__ = ["open_image_folder"]
@@ -112,7 +112,7 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
         EvalDataset(
             name=name,
             split=split,
-            images=FileImages(inside, [file for _, file in labelled]),
+            images=file_images(inside, [file for _, file in labelled]),
             tasks=("zero-shot",),
             class_names=tuple(one.replace("_", " ").strip() for one in classes),
             templates=templates_in(folder) or DEFAULT_TEMPLATES,

@@ -25,7 +25,7 @@ from clipkit.samples import (
     plain_name,
 )
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, some
-from eval.readers.files import FileImages, checked_set, templates_in
+from eval.readers.files import checked_set, file_images, templates_in
 
 __all__ = ["lists_captions", "open_captioned_folder", "open_table"]
 
@@ -107,7 +107,7 @@ def _open_pairs(
         EvalDataset(
             name=name,
             split=split,
-            images=FileImages(root, files),
+            images=file_images(root, files),
             tasks=("retrieval",) if labels is None else ("zero-shot",),
             class_names=class_names,
             templates=templates_in(source.parent) or DEFAULT_TEMPLATES,

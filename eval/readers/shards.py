@@ -49,14 +49,12 @@ from clipkit.samples import (
 from clipkit.samples.remote import ShardFile, Unreachable, list_folder, shard_cache
 from data.captions import TEXT, CaptionRule, is_utf8
 from data.shards.manifest import list_members, suggest_members
-from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset
+from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, SampleImages, short_hash
 from eval.readers.files import (
-    SampleImages,
     checked_set,
     lines_of,
     read_json_file,
     read_text_file,
-    short_hash,
     templates_in,
 )
 from eval.tasks import TASKS

@@ -19,10 +19,9 @@ from clipkit.samples import MissingSplit
 from data.pack import pack
 from data.shards.writer import DatasetWriter, Record
 from eval.__main__ import main
-from eval.datasets.dataset import DEFAULT_TEMPLATES
+from eval.datasets.dataset import DEFAULT_TEMPLATES, SampleImages
 from eval.datasets.new import new_card
 from eval.readers import open_dataset, open_datasets
-from eval.readers.files import SampleImages
 from tests.eval.conftest import CLASSES
 
 WriteDataset = Callable[..., Path]

@@ -16,7 +16,9 @@ from torch import Tensor
 import clipkit
 from clipkit import CLIP
 from clipkit.errors import DataError
+from clipkit.samples import Samples
 from eval import Encoder, EvalDataset, Ranks, Score, Subject, evaluate, open_dataset
+from eval.datasets.dataset import SampleImages
 from eval.features.encoder import images_per_pass
 from tests.eval.conftest import png
 
@@ -148,7 +150,7 @@ def test_ranks_with_separate_stores_share_the_work(
     assert sum(encoder.encoded["texts"] for encoder in encoders) == 3
 
 
-class Images:
+class Images(Samples):
     """Encoded images in memory."""
 
     def __init__(self, numbers: range) -> None:
@@ -157,16 +159,24 @@ class Images:
     def __len__(self) -> int:
         return len(self.contents)
 
-    def read(self, number: int) -> bytes:
-        return self.contents[number]
+    def key(self, i: int) -> str:
+        return str(i)
 
-    def locate(self, number: int) -> tuple[str, str]:
-        return "memory", str(number)
+    def locate(self, i: int) -> tuple[str, str]:
+        return "memory", str(i)
 
-    def fingerprint(self) -> str:
+    def members(self, i: int) -> list[str]:
+        return ["png"]
+
+    def fields(self, i: int) -> dict[str, Any]:
+        return {}
+
+    def read(self, i: int, member: str) -> bytes:
+        return self.contents[i]
+
+    @property
+    def content_id(self) -> str:
         return hashlib.sha256(b"".join(self.contents)).hexdigest()[:16]
-
-    stamp = fingerprint
 
 
 def damage(files: Sequence[Path], kind: str, chosen: int, other: int, place: int) -> None:
@@ -241,10 +251,10 @@ def scored_models(
             name=name,
             class_names=("red", "green", "blue"),
             templates=templates,
-            images=images,
+            images=SampleImages(images),
             labels=torch.arange(len(images)) % 3,
             captions=None,
-            revision=images.fingerprint(),
+            revision=images.content_id,
             tasks=("zero-shot",),
         )
         for name, images, templates in (

@@ -21,7 +21,7 @@ from eval.datasets.new import new_card
 from eval.datasets.targets import find_targets
 from eval.metrics.classes import any_label_accuracy
 from eval.readers import OpenOptions, Reader, open_dataset
-from eval.readers.files import FileImages, checked_set, lines_of
+from eval.readers.files import checked_set, file_images, lines_of
 
 
 def png(shade: int) -> bytes:
@@ -304,7 +304,7 @@ def test_columns_of_wrong_types_are_rejected(tmp_path: Path) -> None:
 
 def test_reader_is_added_by_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def open_listed(folder: Path, name: str, options: OpenOptions) -> EvalDataset:
-        images = FileImages(folder, sorted(folder.glob("*.png")))
+        images = file_images(folder, sorted(folder.glob("*.png")))
         return checked_set(
             EvalDataset(
                 name=name,
