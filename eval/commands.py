@@ -42,7 +42,7 @@ from eval.datasets.catalog import (
     suites_of,
 )
 from eval.datasets.dataset import EvalDataset
-from eval.datasets.targets import Target, find_named, find_suites, with_languages
+from eval.datasets.targets import Target, find_named, find_suites, select_languages
 from eval.features.encoder import Ranks
 from eval.features.image_models import TIMM, load_image_model, no_text_tower
 from eval.readers import Members
@@ -223,7 +223,7 @@ def score(options: argparse.Namespace) -> int:
         targets = []
         for target in _merged(named, others, options.prompts):
             try:
-                targets.append(with_languages(target, _languages(options.language)))
+                targets.append(select_languages(target, _languages(options.language)))
             except DataError as error:
                 trouble.append(error)
         if trouble and not targets and named:

@@ -23,8 +23,8 @@ __all__ = [
     "find_named",
     "find_suites",
     "find_targets",
+    "select_languages",
     "unite_errors",
-    "with_languages",
 ]
 
 OWN_CARD = "card.toml"
@@ -68,20 +68,25 @@ class Target:
             MissingSplit: there is none.
             DataError: it is damaged, or has other classes.
         """
-        found, bound = self.opener(split), self.dataset
-        if (
-            self.own_card and self.card is not None
-        ):  # other cards may describe another edition's training images
-            self.card.check_size(split, len(found))
-        if found.class_names != self.keys:
+        opened = self.opener(split)
+        scored = self.dataset
+        # other cards may describe another edition's training images
+        if self.own_card and self.card is not None:
+            self.card.check_size(split, len(opened))
+        if opened.class_names != self.keys:
             raise DataError(
-                f"dataset {bound.name} has other classes in split {split!r} than in split {bound.split!r}, or in "
+                f"dataset {scored.name} has other classes in split {split!r} than in split {scored.split!r}, or in "
                 "another order"
             )
         return replace(
-            found, name=bound.name, class_names=bound.class_names, synonyms=bound.synonyms,
-            prompt_set=bound.prompt_set, templates=bound.templates, superclasses=bound.superclasses,
-        )  # fmt: skip
+            opened,
+            name=scored.name,
+            class_names=scored.class_names,
+            synonyms=scored.synonyms,
+            prompt_set=scored.prompt_set,
+            templates=scored.templates,
+            superclasses=scored.superclasses,
+        )
 
 
 def find_targets(names: Sequence[str], *, root: Root = None, prompts: str = "") -> list[Target]:
@@ -197,10 +202,10 @@ def _check_root(root: Root) -> None:
     if root is None or is_remote(str(root)):
         return
     try:
-        found = user_path(str(root)).is_dir()
+        is_folder = user_path(str(root)).is_dir()
     except OSError:  # the name is too long
-        found = False
-    if not found:
+        is_folder = False
+    if not is_folder:
         raise ConfigError(f"--data-root {str(root)[:200]}: no such folder")
 
 
@@ -210,7 +215,7 @@ def _open_card(card: Card, root: Root, *, prompts: str, captions: str, metrics: 
         raise Unavailable(f"{card.name} cannot be scored: {card.note}")
     if card.sources.images:
         return _open_names(card, root, prompts)
-    opener = _opener(card, root)
+    opener = _find_opener(card, root)
     dataset = replace(opener(TEST), name=card.name)
     if card.languages not in (None, len(dataset.languages)):
         raise DataError(
@@ -218,7 +223,7 @@ def _open_card(card: Card, root: Root, *, prompts: str, captions: str, metrics: 
         )
     card.check_size(TEST, len(dataset))
     return Target(
-        dataset=_with_prompts(card, dataset, prompts, captions),
+        dataset=_add_prompts(card, dataset, prompts, captions),
         metrics=tuple(metrics or card.metrics),
         card=card,
         keys=dataset.class_names,
@@ -229,18 +234,18 @@ def _open_card(card: Card, root: Root, *, prompts: str, captions: str, metrics: 
 def _open_names(card: Card, root: Root, prompts: str) -> Target:
     """Open a dataset that only has names of another dataset's classes."""
     images = load_card(card.sources.images)
-    found = None if root is None else find_published(root, [card.name])
-    if found is None:
+    folder = None if root is None else find_published(root, [card.name])
+    if folder is None:
         raise Unavailable(f"{card.name}: {card.get}", cause="missing")
     target = _open_card(images, root, prompts=prompts, captions="")
     labels = [0] * len(images.keys)
     for label, number in enumerate(images.class_order(target.keys or images.keys)):
         labels[number] = label
-    dataset = replace(target.dataset, name=card.name, languages=babel_languages(found, labels))
+    dataset = replace(target.dataset, name=card.name, languages=babel_languages(folder, labels))
     return replace(target, dataset=dataset, metrics=card.metrics, card=card)
 
 
-def with_languages(target: Target, languages: Sequence[str], *, root: Root = None) -> Target:
+def select_languages(target: Target, languages: Sequence[str], *, root: Root = None) -> Target:
     """Restrict a dataset to some languages; class names of ``names.json`` next to its images are read here.
 
     Args:
@@ -254,20 +259,21 @@ def with_languages(target: Target, languages: Sequence[str], *, root: Root = Non
     dataset = target.dataset
     if not languages:
         return target
-    known = dataset.languages
-    if not known and dataset.class_names:
-        own = target.card.sources.builtin if target.card is not None else ""
-        name = own or (dataset.name if dataset.name in BUILTIN else "")
-        known = named_languages(built_in(name) if name else target.folder or "", dataset)
-    if not known:
+    texts = dataset.languages
+    if not texts and dataset.class_names:
+        name = target.card.sources.builtin if target.card is not None else ""
+        if not name and dataset.name in BUILTIN:
+            name = dataset.name
+        texts = named_languages(built_in(name) if name else target.folder, dataset)
+    if not texts:
         raise Unavailable(f"dataset {dataset.name} has no texts in several languages")
     for language in languages:
-        if language not in (*known, "all"):
+        if language not in (*texts, "all"):
             raise Unavailable(
-                f"dataset {dataset.name} has no language {language!r}: {nearest(language, known)}"
+                f"dataset {dataset.name} has no language {language!r}: {nearest(language, texts)}"
             )
-    chosen = [name for name in known if name in languages or "all" in languages]
-    dataset = replace(dataset, languages={name: known[name] for name in chosen})
+    chosen = {name: language for name, language in texts.items() if name in languages or "all" in languages}
+    dataset = replace(dataset, languages=chosen)
     return replace(target, dataset=dataset)
 
 
@@ -287,7 +293,7 @@ def _open_folder(
         return open_dataset(source, split=split, root=root, metadata_names=names, members=members)
 
     if card is None:
-        _warn_of_default_prompts(dataset)
+        _warn_about_prompts(dataset)
         return Target(dataset=_name_classes(dataset), keys=dataset.class_names, opener=opener, folder=source)
     if card.metadata:  # the first time, the names of these columns were unknown
         dataset = replace(opener(TEST), name=dataset.name)
@@ -310,7 +316,7 @@ def _open_folder(
         if misfit := kind.find_misfit(card.metrics, card.tasks):
             raise DataError(f"{file}: {misfit}")
     return Target(
-        dataset=_with_prompts(card, dataset, prompts, prompts),
+        dataset=_add_prompts(card, dataset, prompts, prompts),
         metrics=card.metrics,
         card=card,
         keys=dataset.class_names,
@@ -342,7 +348,7 @@ def _name_classes(dataset: EvalDataset) -> EvalDataset:
     return dataset
 
 
-def _warn_of_default_prompts(dataset: EvalDataset) -> None:
+def _warn_about_prompts(dataset: EvalDataset) -> None:
     if dataset.labels is not None and dataset.templates is DEFAULT_TEMPLATES:
         _log.warning(
             "dataset %s has no prompts (zeroshot_classification_templates.txt): using %r",
@@ -351,45 +357,50 @@ def _warn_of_default_prompts(dataset: EvalDataset) -> None:
         )
 
 
-def _opener(card: Card, root: Root) -> Opener:
+def _find_opener(card: Card, root: Root) -> Opener:
     """Find a card's dataset: a published folder, else parquet files at Hugging Face, else torchvision's files.
 
     Raises:
         Unavailable: it is not here.
     """
-    known = card.sources
+    sources = card.sources
     where = f"not under {root}" if root is not None else "pass its location with --data-root"
-    ready = f"published at {known.urls[0]}" if known.urls else card.get or f"see {card.home}"
-    how = f"{where}; {ready}" + (f"; {card.stand_in} can be used instead" if card.stand_in else "")
-    if known.builtin:
-        return lambda split: open_dataset(known.builtin, split=split, metadata_names=card.metadata)
+    advice = f"published at {sources.urls[0]}" if sources.urls else card.get or f"see {card.home}"
+    message = f"{card.name}: {where}; {advice}"
+    if card.stand_in:
+        message += f"; {card.stand_in} can be used instead"
+    if sources.builtin:
+        return lambda split: open_dataset(sources.builtin, split=split, metadata_names=card.metadata)
     if root is None:
-        raise Unavailable(f"{card.name}: {how}", cause="missing")
-    found = find_published(root, [*known.folders, card.name])
-    if found is not None:
-        return lambda split: open_dataset(found, split=split, metadata_names=card.metadata)
-    if (hub := known.huggingface) is not None and str(root).startswith("hf://"):
-        place = f"hf://datasets/{hub.name}"
-        return lambda split: open_dataset(place, split=hub.split if split == TEST else split)
-    if (library := known.torchvision) is None or is_remote(str(root)):
-        raise Unavailable(f"{card.name}: {how}", cause="missing")
+        raise Unavailable(message, cause="missing")
+    folder = find_published(root, [*sources.folders, card.name])
+    if folder is not None:
+        return lambda split: open_dataset(folder, split=split, metadata_names=card.metadata)
+    hub = sources.huggingface
+    if hub is not None and str(root).startswith("hf://"):
+        url = f"hf://datasets/{hub.name}"
+        return lambda split: open_dataset(url, split=hub.split if split == TEST else split)
+    library = sources.torchvision
+    if library is None or is_remote(str(root)):
+        raise Unavailable(message, cause="missing")
 
-    def of_torchvision(split: str) -> EvalDataset:
-        own = library.split(split)
+    def open_split(split: str) -> EvalDataset:
+        folder = user_path(str(root))
         opened = open_torchvision(
-            library.name, user_path(str(root)), name=card.name, split=own, arguments=library.arguments
+            library.name, folder, name=card.name, split=library.split(split), arguments=library.arguments
         )
         return replace(opened, split=split)
 
     try:
-        of_torchvision(TEST)
+        open_split(TEST)
     except Unavailable as error:
-        also = "" if "torchvision" in how else f", or in the layout of torchvision.datasets.{library.name}"
-        raise Unavailable(f"{card.name}: {how}{also}", cause="missing") from error
-    return of_torchvision
+        if "torchvision" not in message:
+            message += f", or in the layout of torchvision.datasets.{library.name}"
+        raise Unavailable(message, cause="missing") from error
+    return open_split
 
 
-def _with_prompts(card: Card, dataset: EvalDataset, prompts: str, captions: str) -> EvalDataset:
+def _add_prompts(card: Card, dataset: EvalDataset, prompts: str, captions: str) -> EvalDataset:
     """Add the prompts of a card: the named set or the first for classes, the named set or none for captions.
 
     Raises:
@@ -402,22 +413,22 @@ def _with_prompts(card: Card, dataset: EvalDataset, prompts: str, captions: str)
     labels = dataset.labels
     if not chosen or not (dataset.class_names or labels is not None):
         return dataset
-    found = card.prompts(chosen, dataset.class_names, dataset.templates)
+    prompt_set = card.prompts(chosen, dataset.class_names, dataset.templates)
     if labels is not None and len(labels):  # a dataset without class names may have any labels
         classes = labels.shape[1] if labels.dim() == 2 else int(labels.max()) + 1
-        if classes > len(found.class_names):
+        if classes > len(prompt_set.class_names):
             raise DataError(
-                f"card {card.name} has {len(found.class_names)} classes, the images of {dataset.name} have "
+                f"card {card.name} has {len(prompt_set.class_names)} classes, the images of {dataset.name} have "
                 f"{classes}"
             )
-    if found.templates is dataset.templates:
-        _warn_of_default_prompts(dataset)
-    several = any(len(names) > 1 for names in found.class_names)
+    if prompt_set.templates is dataset.templates:
+        _warn_about_prompts(dataset)
+    several = any(len(names) > 1 for names in prompt_set.class_names)
     return replace(
         dataset,
-        class_names=tuple(names[0] for names in found.class_names),
-        synonyms=found.class_names if several else None,
+        class_names=tuple(names[0] for names in prompt_set.class_names),
+        synonyms=prompt_set.class_names if several else None,
         superclasses=card.superclass_of(dataset.class_names),
-        templates=found.templates,
-        prompt_set=found.name,
+        templates=prompt_set.templates,
+        prompt_set=prompt_set.name,
     )
