@@ -23,16 +23,19 @@ from PIL import Image
 from torch import Tensor
 
 from clipkit.model.tokenizer import ClipTokenizer
-from eval.datasets.dataset import DEFAULT_TEMPLATES, EvalDataset
+from clipkit.samples import Samples
+from eval.datasets.dataset import DEFAULT_TEMPLATES, EvalDataset, SampleImages
 from eval.features.encoder import ImageFeatures
-from eval.features.store import FeatureTable, digest_of
+from eval.features.store import FeatureFile, digest_of
 from eval.tasks import TASKS, Options
 
 __all__ = ["SyntheticSubject", "peak_of"]
 
 
-class RepeatedImage:
+class RepeatedImage(Samples):
     """``count`` samples, all with the same small image."""
+
+    content_id = "0" * 16
 
     def __init__(self, count: int) -> None:
         self._count, file = count, BytesIO()
@@ -42,17 +45,20 @@ class RepeatedImage:
     def __len__(self) -> int:
         return self._count
 
-    def read(self, number: int) -> bytes:
+    def key(self, i: int) -> str:
+        return str(i)
+
+    def locate(self, i: int) -> tuple[str, str]:
+        return "made up", str(i)
+
+    def members(self, i: int) -> list[str]:
+        return ["png"]
+
+    def fields(self, i: int) -> dict[str, Any]:
+        return {}
+
+    def read(self, i: int, member: str) -> bytes:
         return self._image
-
-    def locate(self, number: int) -> tuple[str, str]:
-        return "made up", str(number)
-
-    def fingerprint(self) -> str:
-        return "0" * 16
-
-    def stamp(self) -> str:
-        return self.fingerprint()
 
 
 class SyntheticSubject:
@@ -71,15 +77,16 @@ class SyntheticSubject:
         self.device, self.logit_scale, self.metrics = torch.device("cpu"), 100.0, ()
         self._columns = F.normalize(torch.randn(columns, dim, generator=generator), dim=1)  # (C, D)
         labels = torch.arange(rows) % columns
-        table = FeatureTable(place, {"projected": dim})
+        path = place / "rows.safetensors"
+        file = FeatureFile(path, {"projected": dim}, rows, create=True)
         for start in range(0, rows, 16_384):  # features of a model that is correct for some images
             block = labels[start : start + 16_384]
             noise = torch.randn(len(block), dim, generator=generator)
-            digests = [digest_of(b"%d" % number) for number in range(start, start + len(block))]
-            table.append(digests, {"projected": F.normalize(3 * self._columns[block] + noise, dim=1)})
-        labels[-1], order = 0, np.arange(rows)
-        order[-1] = 0  # a duplicate image: rows are not consecutive
-        self._images = ImageFeatures(lambda name: table.column(name, order))
+            indices = np.arange(start, start + len(block))
+            digests = [digest_of(b"%d" % number) for number in indices]
+            file.write(indices, digests, {"projected": F.normalize(3 * self._columns[block] + noise, dim=1)})
+        labels[-1] = 0
+        self._images = ImageFeatures(FeatureFile(path, {"projected": dim}, rows).columns.__getitem__)
         self.encoder = SimpleNamespace(model=SimpleNamespace(tokenizer=ClipTokenizer()))
         self.stored = rows * dim * 4
         classes = task == "zero-shot"
@@ -87,7 +94,7 @@ class SyntheticSubject:
             name="made up",
             class_names=tuple(f"class {i}" for i in range(columns)) if classes else (),
             templates=DEFAULT_TEMPLATES,
-            images=RepeatedImage(rows),
+            images=SampleImages(RepeatedImage(rows)),
             labels=labels if classes else None,
             captions=None if classes else tuple((f"caption {i}",) for i in range(rows)),
             revision="",

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Literal, NoReturn, TextIO
 
 __all__ = [
     "CheckpointError",
@@ -23,6 +23,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "Stopped",
+    "Unavailable",
     "let_go_if_broken",
     "nearest",
     "report_errors",
@@ -41,6 +42,18 @@ class ConfigError(ClipkitError):
 
 class DataError(ClipkitError):
     """Data that is missing, damaged, or unsuitable for the task."""
+
+
+class Unavailable(DataError):
+    """Data that are not here, or that lack what a task needs, without being damaged.
+
+    Attributes:
+        cause: "missing" if the message says how to get the data, "unsuitable" if they are here.
+    """
+
+    def __init__(self, message: str, *, cause: Literal["missing", "unsuitable"] = "unsuitable") -> None:
+        super().__init__(message)
+        self.cause = cause
 
 
 class CheckpointError(ClipkitError):

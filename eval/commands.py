@@ -16,13 +16,12 @@ from rich.table import Table
 
 import clipkit
 from clipkit import CLIP, distributed
-from clipkit.errors import ClipkitError, ConfigError, DataError, nearest
+from clipkit.errors import ClipkitError, ConfigError, DataError, Unavailable, nearest
 from clipkit.files import counted, output_folder, printable
 from clipkit.formats import check_free, newest_epoch, resolve_checkpoint, save_model
 from clipkit.model import keep_memory
 from clipkit.samples.remote import cache_folder
 from data.captions import split_names
-from data.corpora.builtin import Unavailable
 from eval.compare import (
     Check,
     checks_of,
@@ -42,8 +41,8 @@ from eval.datasets.catalog import (
     published_scores,
     suites_of,
 )
-from eval.datasets.dataset import EvalDataset, Lacks
-from eval.datasets.targets import Missing, Target, find_named, find_suites, with_languages
+from eval.datasets.dataset import EvalDataset
+from eval.datasets.targets import Target, find_named, find_suites, select_languages
 from eval.features.encoder import Ranks
 from eval.features.image_models import TIMM, load_image_model, no_text_tower
 from eval.readers import Members
@@ -224,7 +223,7 @@ def score(options: argparse.Namespace) -> int:
         targets = []
         for target in _merged(named, others, options.prompts):
             try:
-                targets.append(with_languages(target, _languages(options.language)))
+                targets.append(select_languages(target, _languages(options.language)))
             except DataError as error:
                 trouble.append(error)
         if trouble and not targets and named:
@@ -495,15 +494,15 @@ def _score_model(
 def _print_trouble(trouble: Sequence[ClipkitError]) -> None:
     """Print each distinct reason why a dataset or task has no scores."""
     if distributed.rank() == 0:
-        lines = (
-            f"{'not found' if isinstance(one, Missing | Unavailable) else 'not scored'}: {one}"
-            for one in trouble
-        )
+        lines = []
+        for error in trouble:
+            is_missing = isinstance(error, Unavailable) and error.cause == "missing"
+            lines.append(f"{'not found' if is_missing else 'not scored'}: {error}")
         for line in dict.fromkeys(lines):
             print(printable(line), file=sys.stderr)
 
 
 def _status(trouble: Sequence[ClipkitError], scored: Scored) -> int:
     """Return the exit status: 1 if something was damaged, or there is no score at all."""
-    broken = any(not isinstance(one, Missing | Unavailable | Lacks) for one in trouble)
+    broken = not all(isinstance(error, Unavailable) for error in trouble)
     return 1 if broken or not (scored.scores or scored.found) else 0

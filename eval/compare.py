@@ -20,7 +20,7 @@ from clipkit.errors import ConfigError, DataError, nearest
 from clipkit.files import counted
 from eval.datasets import Card, Expected, card_names, load_card, read_card
 from eval.datasets.dataset import TEST, some
-from eval.datasets.targets import OWN_CARD, Target, Trouble, find_targets
+from eval.datasets.targets import OWN_CARD, Target, find_targets, unite_errors
 from eval.metrics import METRICS, Comparison, compare_correct, compare_means, compare_statistics
 from eval.report.result_set import Model, ResultSet, read_result_set, split_checkpoint
 from eval.results.records import Details, details_folder, read_details
@@ -466,7 +466,7 @@ def find_known(names: Sequence[str], model: str, *, root: Path | str | None) -> 
     """
     known_tasks(names, model)
     targets: list[Target] = []
-    trouble = Trouble(root)
+    errors: list[tuple[str, DataError]] = []
     datasets = 0
     for name, card in _cards(names).items():
         known = [one for one in card.expected if one.model == model]
@@ -480,8 +480,8 @@ def find_known(names: Sequence[str], model: str, *, root: Path | str | None) -> 
             for prompts in prompt_sets:
                 targets += find_targets([name], root=root, prompts=prompts)
         except DataError as error:
-            trouble.add(name, error)
-    return Known(targets=targets, trouble=trouble.lines(), datasets=datasets)
+            errors.append((name, error))
+    return Known(targets=targets, trouble=unite_errors(errors, root), datasets=datasets)
 
 
 def _cards(names: Sequence[str]) -> dict[str, Card]:

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from clipkit import CLIP
-from clipkit.errors import ClipkitError, ConfigError, DataError
+from clipkit.errors import ClipkitError, ConfigError, DataError, Unavailable
 from clipkit.formats import is_complete, model_hash
 from clipkit.model import ClassTokenizer, counted_flops, image_flops
-from clipkit.samples import TraitCounts
+from clipkit.samples import MissingSplit, TraitCounts
 from data.corpora.builtin import BUILTIN
-from eval.datasets.dataset import EvalDataset, Lacks, NoSplit, by_class_names
+from eval.datasets.dataset import EvalDataset, by_class_names
 from eval.datasets.targets import Target, find_targets
 from eval.features.encoder import ONE_RANK, Encoder, Ranks
 from eval.results.details import take_snapshot
@@ -56,7 +56,7 @@ def check_tasks(
                 ClassTokenizer(names=tuple(classes))(texts)
             except DataError as error:
                 advice = "linear-probe, few-shot, knn and fine-tune need no names"
-                raise Lacks(
+                raise Unavailable(
                     f"dataset {dataset.name} cannot be scored by {name}: {error}; {advice}"
                 ) from error
     return chosen
@@ -354,7 +354,7 @@ def _inputs(subject: Subject, task: str, options: Options) -> str:
     """Return a digest of what a task's scores depend on besides the model: images, labels, texts, metrics, options.
 
     Raises:
-        Lacks: the task learns from a split that the dataset does not have.
+        Unavailable: the task learns from a split that the dataset does not have.
         DataError: that split is damaged.
     """
     known = [subject.metrics, subject.dataset.superclasses, options.text_of(task)]
@@ -369,10 +369,12 @@ def _inputs(subject: Subject, task: str, options: Options) -> str:
             )
             if name in BUILTIN:
                 hint = _LABELED
-            raise NoSplit(f"dataset {name} has no train split, which {task} learns from: {hint}")
+            raise MissingSplit(f"dataset {name} has no train split, which {task} learns from: {hint}")
         if splits[1].labels is None:
             hint = _LABELED if name in BUILTIN else "add a label to each sample"
-            raise Lacks(f"split train of dataset {name} has no labels, which {task} learns from: {hint}")
+            raise Unavailable(
+                f"split train of dataset {name} has no labels, which {task} learns from: {hint}"
+            )
     for dataset in splits:
         digest.update(json.dumps([dataset.split, dataset.stamp]).encode())
         for values in (dataset.labels, dataset.items, *dataset.metadata.values()):

@@ -12,7 +12,7 @@ from statistics import fmean
 from clipkit import CLIP
 from clipkit.errors import ConfigError, DataError
 from clipkit.export import interpolate, load_alike
-from eval.datasets.dataset import NoSplit
+from clipkit.samples import MissingSplit
 from eval.datasets.targets import Target
 from eval.features.encoder import ONE_RANK, Encoder, Ranks
 from eval.metrics import METRICS
@@ -56,7 +56,7 @@ def held_out(target: Target, split: str = "") -> Target:
         return target
     try:
         return replace(target, dataset=target.open_split(split or _HELD_OUT))
-    except NoSplit:
+    except MissingSplit:
         if split:
             raise
         return target

@@ -23,7 +23,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from clipkit.errors import DataError
+from clipkit.errors import DataError, Unavailable
 from clipkit.files.patterns import expand_braces, match_wildcards, name_order, user_path
 from clipkit.files.terminal import counted, shown
 from clipkit.samples.base import Samples
@@ -67,7 +67,7 @@ _MAX_DIGITS = 6  # of a number of shards
 CACHE_GB = 100.0  # default size of the cache of remote files
 
 
-class MissingSplit(DataError):
+class MissingSplit(Unavailable):
     """A source has no files of a split."""
 
 

@@ -8,7 +8,7 @@ from multiprocessing import parent_process
 from pathlib import Path
 from threading import Thread
 
-from clipkit.errors import DataError, nearest
+from clipkit.errors import DataError, Unavailable, nearest
 from clipkit.samples.remote import cache_folder, created_once
 
 
@@ -22,10 +22,6 @@ def end_with_parent() -> None:
         os._exit(1)
 
     Thread(target=wait, daemon=True).start()
-
-
-class Unavailable(DataError):
-    """A built-in dataset needs something that is not installed; the message says what."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +82,7 @@ def make_digits(out: Path, progress: bool = False) -> None:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise Unavailable(
-            "the built-in dataset digits requires scikit-learn: pip install -e '.[eval]'"
+            "the built-in dataset digits requires scikit-learn: pip install -e '.[eval]'", cause="missing"
         ) from error
     from PIL import Image
 

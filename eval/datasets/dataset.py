@@ -3,30 +3,31 @@
 Letters in shape comments: N images, C classes.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from clipkit.errors import DataError
+from clipkit.errors import DataError, Unavailable
 from clipkit.model import fill_template
+from clipkit.samples import Samples
+from clipkit.samples.remote import ShardFile
 
 __all__ = [
     "DEFAULT_TEMPLATES",
     "SPLITS",
     "TEST",
     "EvalDataset",
-    "Images",
-    "Lacks",
     "Language",
-    "NoSplit",
+    "SampleImages",
     "by_class_names",
     "captions_of",
     "choices_of",
     "distinct_names",
     "labels_of",
+    "short_hash",
     "some",
 ]
 
@@ -35,30 +36,60 @@ SPLITS = ("train", "val", TEST)
 DEFAULT_TEMPLATES = ("a photo of a {c}.",)  # for datasets without templates
 
 
-class Lacks(DataError):
-    """The dataset is intact, but lacks something that a task needs."""
+def short_hash(*values: object) -> str:
+    """Return 16 hexadecimal digits for values with a unique ``repr``."""
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
 
-class NoSplit(Lacks):
-    """The dataset has no split of the requested name."""
+class SampleImages:
+    """Random access to the images of a dataset, which are members of samples.
 
+    Args:
+        samples: the samples.
+        files: the files that contain them.
+        member: the member with the image; "" for the first one that is an image.
+        cells: by image, the index of its sample, and its member; by default ``member`` of every sample.
+    """
 
-class Images(Protocol):
-    """Random access to encoded images."""
+    def __init__(
+        self,
+        samples: Samples,
+        files: Sequence[ShardFile] = (),
+        *,
+        member: str = "",
+        cells: Sequence[tuple[int, str]] | None = None,
+    ) -> None:
+        self.samples, self.files, self.member, self.cells = samples, files, member, cells
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self.samples if self.cells is None else self.cells)
+
+    def select(self, rows: Sequence[int]) -> "SampleImages":
+        """Return some of the images."""
+        return SampleImages(self.samples, self.files, cells=[self._cell(row) for row in rows])
+
+    def _cell(self, number: int) -> tuple[int, str]:
+        return (number, self.member) if self.cells is None else self.cells[number]
+
+    def locate(self, number: int) -> tuple[str, str]:
+        """Return the file, and the key and the member of an image."""
+        i, member = self._cell(number)
+        file, key = self.samples.locate(i)
+        return file, f"{key}, {member}" if member else key
 
     def read(self, number: int) -> bytes:
         """Return an encoded image; raise DataError if it cannot be read."""
-
-    def locate(self, number: int) -> tuple[str, str]:
-        """Return the shard or folder and the key or file of an image, for messages."""
+        return self.samples.read(*self._cell(number))
 
     def fingerprint(self) -> str:
-        """Return 16 hexadecimal digits that depend on the images and not on where they are stored."""
+        """Return 16 hexadecimal digits that depend on the samples and the members."""
+        if self.cells is None and not self.member:
+            return self.samples.content_id
+        return short_hash(self.samples.content_id, self.member, self.cells)
 
     def stamp(self) -> str:
-        """Return a fingerprint that also changes when files are rewritten or moved."""
+        """Return a fingerprint that also depends on the versions of the files."""
+        return short_hash(self.fingerprint(), [(file.size, file.version) for file in self.files])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,29 +107,6 @@ class Language:
     templates: tuple[str, ...] = ("{c}",)
     labels: tuple[int, ...] = ()
     captions: tuple[tuple[str, ...], ...] | None = None
-
-
-@dataclass(frozen=True)
-class _SomeImages:
-    """Some of the images of a dataset; fingerprints are those of all."""
-
-    images: Images
-    numbers: Sequence[int]
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def read(self, number: int) -> bytes:
-        return self.images.read(self.numbers[number])
-
-    def locate(self, number: int) -> tuple[str, str]:
-        return self.images.locate(self.numbers[number])
-
-    def fingerprint(self) -> str:
-        return self.images.fingerprint()
-
-    def stamp(self) -> str:
-        return self.images.stamp()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -131,7 +139,7 @@ class EvalDataset:
 
     name: str
     split: str = TEST
-    images: Images
+    images: SampleImages
     revision: str = ""
     tasks: tuple[str, ...]
     class_names: tuple[str, ...] = ()
@@ -164,7 +172,7 @@ class EvalDataset:
         rows = torch.isin(self.labels, torch.tensor(own.labels)).nonzero().flatten()  # (M,)
         new = torch.full((max(len(self.class_names), max(own.labels) + 1),), -1)
         new[torch.tensor(own.labels)] = torch.arange(len(own.labels))
-        images = _SomeImages(self.images, rows.tolist())
+        images = self.images.select(rows.tolist())
         return replace(
             found, images=images, labels=new[self.labels[rows]], items=None, metadata={}, superclasses=()
         ), rows
@@ -206,14 +214,14 @@ def labels_of(dataset: EvalDataset) -> Tensor:
     """Return the labels, (N,) int64 or (N, C) bool.
 
     Raises:
-        Lacks: the dataset has no labels or no class names.
+        Unavailable: the dataset has no labels or no class names.
     """
     if dataset.labels is None:
-        raise Lacks(
+        raise Unavailable(
             f"split {dataset.split} of dataset {dataset.name} has no labels, which classification needs"
         )
     if not dataset.class_names:
-        raise Lacks(f"dataset {dataset.name} has no classnames.txt, which classification needs")
+        raise Unavailable(f"dataset {dataset.name} has no classnames.txt, which classification needs")
     return dataset.labels
 
 
@@ -221,11 +229,11 @@ def captions_of(dataset: EvalDataset) -> tuple[tuple[str, ...], ...]:
     """Return the captions of each image.
 
     Raises:
-        Lacks: the dataset has no captions.
+        Unavailable: the dataset has no captions.
         DataError: all captions are equal.
     """
     if dataset.captions is None:
-        raise Lacks(f"dataset {dataset.name} has no captions, which retrieval and captioning need")
+        raise Unavailable(f"dataset {dataset.name} has no captions, which retrieval and captioning need")
     if len({caption for own in dataset.captions for caption in own}) < 2:
         raise DataError(
             f"dataset {dataset.name} has the same caption for all images: there is nothing to tell apart"
@@ -237,10 +245,10 @@ def choices_of(dataset: EvalDataset) -> EvalDataset:
     """Return the dataset if it has caption choices, or cues with candidates (``association``).
 
     Raises:
-        Lacks: it has neither.
+        Unavailable: it has neither.
     """
     if dataset.choices is None and ("association" not in dataset.metadata or dataset.items is None):
-        raise Lacks(
+        raise Unavailable(
             f"dataset {dataset.name} has no captions to choose between, which the compositional task needs"
         )
     return dataset

@@ -1,22 +1,21 @@
 """``python -m eval new``: write a card for a user's own dataset, based on its folder."""
 
 import argparse
-import json
-import re
 import shlex
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import tomli_w
 
 from clipkit.errors import ConfigError, DataError
 from clipkit.files import printable
-from clipkit.samples import are_ids
+from clipkit.samples import MissingSplit, are_ids
 from eval.datasets.card import Card, MetricKind, Prompts, imagenet_names
-from eval.datasets.dataset import SPLITS, TEST, EvalDataset, NoSplit, some
+from eval.datasets.dataset import SPLITS, TEST, EvalDataset, some
 from eval.datasets.targets import OWN_CARD
 from eval.readers import open_dataset
 from eval.tasks import TASKS
@@ -25,7 +24,7 @@ __all__ = ["card_toml", "new_card", "run"]
 
 _SHOWN = 200  # characters of a source in a message
 _MAX_NUMBERED = 100_000  # classes without names
-_WIDTH = 100  # characters of a line of TOML
+_WIDTH = 100  # characters of a line of comments
 
 
 def run(options: argparse.Namespace) -> int:
@@ -117,7 +116,7 @@ def new_card(title: str, folder: Path) -> Card:
     for split in SPLITS:
         try:
             splits[split] = open_dataset(folder, split=split)
-        except NoSplit:
+        except MissingSplit:
             continue
     if TEST not in splits:
         raise DataError(f"{folder} has no split {TEST!r} to score on, only {', '.join(splits) or 'nothing'}")
@@ -148,9 +147,7 @@ def new_card(title: str, folder: Path) -> Card:
         metric = "group"
     fitting = MetricKind(multilabel=multilabel, classes=len(keys) or None).fitting(tasks)
     names = imagenet_names()
-    own = Prompts(
-        names={key: (names.get(key, key),) for key in keys}, templates=dataset.templates, source=title
-    )
+    own = Prompts(names={key: names.get(key, key) for key in keys}, templates=dataset.templates, source=title)
     return Card(
         name=dataset.name,
         title=title,
@@ -165,12 +162,6 @@ def new_card(title: str, folder: Path) -> Card:
     )
 
 
-# --------------------------------------------------------------------------------------------------------------
-# Cards as TOML.
-
-_BARE = re.compile(r"[A-Za-z0-9_-]+")
-
-
 def card_toml(card: Card, *, comments: Mapping[str, str] | None = None) -> str:
     """Return the text of a card's file, which ``parse_card`` reads as an equal card.
 
@@ -181,63 +172,15 @@ def card_toml(card: Card, *, comments: Mapping[str, str] | None = None) -> str:
     fields: dict[str, Any] = msgspec.to_builtins(card)
     del fields["(name)"]
     left = dict(comments or {})  # each is written once: a class may have the name of a key
-
-    def comment(key: str) -> list[str]:
-        text = printable(left.pop(key, ""))  # TOML allows no control characters in comments
-        return textwrap.wrap(
-            text, _WIDTH, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False
-        )
-
-    lines = comment("")
-    for line in _toml(fields, ""):
-        lines += [*comment(line.partition(" = ")[0] if " = " in line else line.strip("[]")), line]
+    lines = _comment_lines(left.pop("", ""))
+    for line in tomli_w.dumps(fields).split("\n")[:-1]:
+        key = line.partition(" = ")[0] if " = " in line else line.strip("[]")
+        lines += [*_comment_lines(left.pop(key, "")), line]
     return "\n".join(lines) + "\n"
 
 
-def _toml(table: Mapping[str, Any], path: str) -> Iterator[str]:
-    """Yield the lines of a table: its values, then the tables in it."""
-    inner = {key: value for key, value in table.items() if _is_table(value)}
-    for key, value in table.items():
-        if key not in inner:
-            yield f"{_key(key)} = {_value(value)}"
-    for key, value in inner.items():
-        name = f"{path}{_key(key)}"
-        for one in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(value, list | tuple):
-                yield from ("", f"[[{name}]]")
-            elif not one or not all(map(_is_table, one.values())):  # others are implied by the tables in them
-                yield from ("", f"[{name}]")
-            yield from _toml(one, f"{name}.")
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, dict) or (
-        isinstance(value, list | tuple) and bool(value) and isinstance(value[0], dict)
+def _comment_lines(text: str) -> list[str]:
+    # TOML allows no control characters in comments
+    return textwrap.wrap(
+        printable(text), _WIDTH, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False
     )
-
-
-def _key(key: str) -> str:
-    return key if _BARE.fullmatch(key) else _text(key)
-
-
-def _text(text: str) -> str:
-    """Return a TOML string: JSON's escapes are TOML's, except for DEL, which JSON does not escape."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return _text(value)
-    if not isinstance(value, Sequence):
-        return repr(value)
-    values = [_value(one) for one in value]
-    if len(short := f"[{', '.join(values)}]") < _WIDTH:
-        return short
-    lines = ["   "]
-    for one in values:
-        if len(lines[-1]) + len(one) > _WIDTH and lines[-1].strip():
-            lines.append("   ")
-        lines[-1] += f" {one},"
-    return "\n".join(["[", *lines, "]"])

@@ -5,27 +5,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from clipkit.errors import ConfigError, DataError, nearest
+from clipkit.errors import ConfigError, DataError, Unavailable, nearest
 from clipkit.files import counted, shown, user_path
 from clipkit.samples import CLASS_NAMES, are_ids
 from clipkit.samples.remote import Unreachable, is_remote
 from data.corpora.builtin import BUILTIN, built_in
 from eval.datasets.card import Card, MetricKind, imagenet_names, read_card
 from eval.datasets.catalog import card_names, load_card, load_suite
-from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, Lacks, some
-from eval.readers import Members, find_published, open_dataset, open_datasets
+from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, some
+from eval.readers import Members, OpenOptions, find_published, open_dataset, open_each
 from eval.readers.languages import babel_languages, named_languages
-from eval.readers.torchvision import NotFetched, open_torchvision
+from eval.readers.torchvision import open_torchvision
 
 __all__ = [
     "OWN_CARD",
-    "Missing",
     "Target",
-    "Trouble",
     "find_named",
     "find_suites",
     "find_targets",
-    "with_languages",
+    "select_languages",
+    "unite_errors",
 ]
 
 OWN_CARD = "card.toml"
@@ -33,10 +32,6 @@ _log = logging.getLogger("eval")
 
 Opener = Callable[[str], EvalDataset]  # opens a split
 Root = Path | str | None
-
-
-class Missing(DataError):
-    """A dataset is not available here; the message says how to get it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,30 +65,35 @@ class Target:
         """Open another split, with the same class names and prompts.
 
         Raises:
-            NoSplit: there is none.
+            MissingSplit: there is none.
             DataError: it is damaged, or has other classes.
         """
-        found, bound = self.opener(split), self.dataset
-        if (
-            self.own_card and self.card is not None
-        ):  # other cards may describe another edition's training images
-            self.card.check_size(split, len(found))
-        if found.class_names != self.keys:
+        opened = self.opener(split)
+        scored = self.dataset
+        # other cards may describe another edition's training images
+        if self.own_card and self.card is not None:
+            self.card.check_size(split, len(opened))
+        if opened.class_names != self.keys:
             raise DataError(
-                f"dataset {bound.name} has other classes in split {split!r} than in split {bound.split!r}, or in "
+                f"dataset {scored.name} has other classes in split {split!r} than in split {scored.split!r}, or in "
                 "another order"
             )
         return replace(
-            found, name=bound.name, class_names=bound.class_names, synonyms=bound.synonyms,
-            prompt_set=bound.prompt_set, templates=bound.templates, superclasses=bound.superclasses,
-        )  # fmt: skip
+            opened,
+            name=scored.name,
+            class_names=scored.class_names,
+            synonyms=scored.synonyms,
+            prompt_set=scored.prompt_set,
+            templates=scored.templates,
+            superclasses=scored.superclasses,
+        )
 
 
 def find_targets(names: Sequence[str], *, root: Root = None, prompts: str = "") -> list[Target]:
     """Open the datasets that a user names; raise the first of the errors that ``find_named`` returns."""
-    targets, trouble = find_named(names, root=root, prompts=prompts)
-    if trouble:
-        raise trouble[0]
+    targets, errors = find_named(names, root=root, prompts=prompts)
+    if errors:
+        raise errors[0]
     return targets
 
 
@@ -125,52 +125,24 @@ def find_named(
                 "`python -m eval list` lists the datasets"
             )
     targets: dict[str, Target] = {}
-    trouble: list[DataError] = []
+    errors: list[DataError] = []
     for name in cards:
         try:
-            targets[name] = _of_card(load_card(name), root, prompts=prompts, captions=prompts)
+            targets[name] = _open_card(load_card(name), root, prompts=prompts, captions=prompts)
         except DataError as error:
-            trouble.append(error)
-    for source, dataset in _open_plain(plain, root, members, trouble):
+            errors.append(error)
+    options = OpenOptions(root=root, members=members or Members())
+    for source, dataset in zip(plain, open_each(plain, options), strict=True):
+        if isinstance(dataset, DataError):
+            errors.append(dataset)
+            continue
         if dataset.name in {*targets, *cards}:
             raise DataError(f"two datasets would both be named {dataset.name}: rename the folder {source}")
         try:
-            targets[dataset.name] = _of_folder(source, dataset, root, prompts, members)
+            targets[dataset.name] = _open_folder(source, dataset, root, prompts, members)
         except DataError as error:
-            trouble.append(error)
-    return list(targets.values()), trouble
-
-
-def _open_plain(
-    sources: Sequence[str], root: Root, members: Members | None, trouble: list[DataError]
-) -> list[tuple[str, EvalDataset]]:
-    """Return datasets with their sources; append errors of the others to ``trouble``."""
-    try:
-        return list(zip(sources, open_datasets(sources, root=root, members=members), strict=True))
-    except DataError as error:
-        if len(sources) == 1:
-            trouble.append(error)
-            return []
-        good = []
-        for source in sources:
-            try:
-                open_dataset(source, root=root, members=members)
-            except DataError as own:
-                if root is None and ":" not in source and not _exists(source):  # misspelled
-                    raise
-                trouble.append(own)
-            else:
-                good.append(source)
-        if len(good) == len(sources):  # the error is about their names
-            raise
-        return _open_plain(good, root, members, trouble)
-
-
-def _exists(path: str) -> bool:
-    try:
-        return user_path(path).exists()
-    except OSError:  # the name is too long
-        return False
+            errors.append(error)
+    return list(targets.values()), errors
 
 
 def find_suites(
@@ -192,66 +164,58 @@ def find_suites(
     """
     _check_root(root)
     targets: dict[str, Target] = {}
-    trouble = Trouble(root)
+    errors: list[tuple[str, DataError]] = []
     for suite in map(load_suite, suites):
         for card in map(load_card, suite.cards):
             chosen = prompts if prompts in card.prompt_sets else suite.prompts_for(card)
             try:
-                found = _of_card(
+                target = _open_card(
                     card, root, prompts=chosen, captions=prompts, metrics=suite.metrics_for(card)
                 )
             except DataError as error:
-                trouble.add(card.name, error)
+                errors.append((card.name, error))
             else:
-                targets.setdefault(card.name, found)
-    return list(targets.values()), trouble.lines()
+                targets.setdefault(card.name, target)
+    return list(targets.values()), unite_errors(errors, root)
 
 
-class Trouble:
-    """Errors about datasets without duplicates; all datasets of an unreachable store share one error."""
-
-    def __init__(self, root: Root) -> None:
-        self._root = root
-        self._errors: dict[str, DataError] = {}
-        self._unreached: dict[str, None] = {}
-
-    def add(self, dataset: str, error: DataError) -> None:
-        """Add an error about a dataset."""
-        unreachable = isinstance(error, Unreachable)
-        if unreachable:
-            self._unreached[dataset] = None
-        self._errors.setdefault("" if unreachable else str(error), error)
-
-    def lines(self) -> list[DataError]:
-        """Return the errors in the order in which they were added."""
-        errors = dict(self._errors)
-        if "" in errors:
-            said, names = str(errors[""]), list(self._unreached)
-            why = said.partition(": ")[2] or said  # without the address of the first dataset
-            errors[""] = Unreachable(
-                f"{shown(str(self._root))}: {why}; {counted(len(names), 'dataset')} not available: {some(names)}"
-            )
-        return list(errors.values())
+def unite_errors(errors: Sequence[tuple[str, DataError]], root: Root) -> list[DataError]:
+    """Return errors of datasets without duplicates; all datasets of an unreachable store share one error."""
+    united: dict[str, DataError] = {}
+    unreached: list[str] = []
+    for dataset, error in errors:
+        if isinstance(error, Unreachable):
+            if dataset not in unreached:
+                unreached.append(dataset)
+            united.setdefault("", error)
+        else:
+            united.setdefault(str(error), error)
+    if unreached:
+        message = str(united[""])
+        cause = message.partition(": ")[2] or message  # without the address of the first dataset
+        count = counted(len(unreached), "dataset")
+        united[""] = Unreachable(f"{shown(str(root))}: {cause}; {count} not available: {some(unreached)}")
+    return list(united.values())
 
 
 def _check_root(root: Root) -> None:
     if root is None or is_remote(str(root)):
         return
     try:
-        found = user_path(str(root)).is_dir()
+        is_folder = user_path(str(root)).is_dir()
     except OSError:  # the name is too long
-        found = False
-    if not found:
+        is_folder = False
+    if not is_folder:
         raise ConfigError(f"--data-root {str(root)[:200]}: no such folder")
 
 
-def _of_card(card: Card, root: Root, *, prompts: str, captions: str, metrics: Sequence[str] = ()) -> Target:
+def _open_card(card: Card, root: Root, *, prompts: str, captions: str, metrics: Sequence[str] = ()) -> Target:
     """Open the test split of a card's dataset; ``prompts`` is for its classes, ``captions`` for its captions."""
     if not card.tasks:
-        raise Lacks(f"{card.name} cannot be scored: {card.note}")
+        raise Unavailable(f"{card.name} cannot be scored: {card.note}")
     if card.sources.images:
-        return _of_texts(card, root, prompts)
-    opener = _opener(card, root)
+        return _open_names(card, root, prompts)
+    opener = _find_opener(card, root)
     dataset = replace(opener(TEST), name=card.name)
     if card.languages not in (None, len(dataset.languages)):
         raise DataError(
@@ -259,7 +223,7 @@ def _of_card(card: Card, root: Root, *, prompts: str, captions: str, metrics: Se
         )
     card.check_size(TEST, len(dataset))
     return Target(
-        dataset=_with_prompts(card, dataset, prompts, captions),
+        dataset=_add_prompts(card, dataset, prompts, captions),
         metrics=tuple(metrics or card.metrics),
         card=card,
         keys=dataset.class_names,
@@ -267,21 +231,21 @@ def _of_card(card: Card, root: Root, *, prompts: str, captions: str, metrics: Se
     )
 
 
-def _of_texts(card: Card, root: Root, prompts: str) -> Target:
+def _open_names(card: Card, root: Root, prompts: str) -> Target:
     """Open a dataset that only has names of another dataset's classes."""
     images = load_card(card.sources.images)
-    found = None if root is None else find_published(root, [card.name])
-    if found is None:
-        raise Missing(f"{card.name}: {card.get}")
-    target = _of_card(images, root, prompts=prompts, captions="")
+    folder = None if root is None else find_published(root, [card.name])
+    if folder is None:
+        raise Unavailable(f"{card.name}: {card.get}", cause="missing")
+    target = _open_card(images, root, prompts=prompts, captions="")
     labels = [0] * len(images.keys)
     for label, number in enumerate(images.class_order(target.keys or images.keys)):
         labels[number] = label
-    dataset = replace(target.dataset, name=card.name, languages=babel_languages(found, labels))
+    dataset = replace(target.dataset, name=card.name, languages=babel_languages(folder, labels))
     return replace(target, dataset=dataset, metrics=card.metrics, card=card)
 
 
-def with_languages(target: Target, languages: Sequence[str], *, root: Root = None) -> Target:
+def select_languages(target: Target, languages: Sequence[str], *, root: Root = None) -> Target:
     """Restrict a dataset to some languages; class names of ``names.json`` next to its images are read here.
 
     Args:
@@ -290,27 +254,30 @@ def with_languages(target: Target, languages: Sequence[str], *, root: Root = Non
         root: where the dataset was searched for.
 
     Raises:
-        Lacks: the dataset does not have a language.
+        Unavailable: the dataset does not have a language.
     """
     dataset = target.dataset
     if not languages:
         return target
-    known = dataset.languages
-    if not known and dataset.class_names:
-        own = target.card.sources.builtin if target.card is not None else ""
-        name = own or (dataset.name if dataset.name in BUILTIN else "")
-        known = named_languages(built_in(name) if name else target.folder or "", dataset)
-    if not known:
-        raise Lacks(f"dataset {dataset.name} has no texts in several languages")
+    texts = dataset.languages
+    if not texts and dataset.class_names:
+        name = target.card.sources.builtin if target.card is not None else ""
+        if not name and dataset.name in BUILTIN:
+            name = dataset.name
+        texts = named_languages(built_in(name) if name else target.folder, dataset)
+    if not texts:
+        raise Unavailable(f"dataset {dataset.name} has no texts in several languages")
     for language in languages:
-        if language not in (*known, "all"):
-            raise Lacks(f"dataset {dataset.name} has no language {language!r}: {nearest(language, known)}")
-    chosen = [name for name in known if name in languages or "all" in languages]
-    dataset = replace(dataset, languages={name: known[name] for name in chosen})
+        if language not in (*texts, "all"):
+            raise Unavailable(
+                f"dataset {dataset.name} has no language {language!r}: {nearest(language, texts)}"
+            )
+    chosen = {name: language for name, language in texts.items() if name in languages or "all" in languages}
+    dataset = replace(dataset, languages=chosen)
     return replace(target, dataset=dataset)
 
 
-def _of_folder(
+def _open_folder(
     source: str, dataset: EvalDataset, root: Root, prompts: str, members: Members | None
 ) -> Target:
     """Return a dataset that has no card, or its own card next to the images.
@@ -326,13 +293,13 @@ def _of_folder(
         return open_dataset(source, split=split, root=root, metadata_names=names, members=members)
 
     if card is None:
-        _warn_of_default_prompts(dataset)
+        _warn_about_prompts(dataset)
         return Target(dataset=_name_classes(dataset), keys=dataset.class_names, opener=opener, folder=source)
     if card.metadata:  # the first time, the names of these columns were unknown
         dataset = replace(opener(TEST), name=dataset.name)
     card.check_size(TEST, len(dataset))
     if not card.tasks:
-        raise Lacks(f"{file} has no tasks: add those that {card.name} supports")
+        raise Unavailable(f"{file} has no tasks: add those that {card.name} supports")
     if dataset.labels is not None:
         multilabel = dataset.labels.dim() == 2
         if multilabel != card.multilabel:
@@ -346,10 +313,10 @@ def _of_folder(
             columns=tuple(dataset.metadata),
             superclasses=bool(dataset.superclasses),
         )
-        if must := kind.expected(card.metrics, card.tasks):
-            raise DataError(f"{file}: metric and further do not fit the images: each must be {must}")
+        if misfit := kind.find_misfit(card.metrics, card.tasks):
+            raise DataError(f"{file}: {misfit}")
     return Target(
-        dataset=_with_prompts(card, dataset, prompts, prompts),
+        dataset=_add_prompts(card, dataset, prompts, prompts),
         metrics=card.metrics,
         card=card,
         keys=dataset.class_names,
@@ -381,7 +348,7 @@ def _name_classes(dataset: EvalDataset) -> EvalDataset:
     return dataset
 
 
-def _warn_of_default_prompts(dataset: EvalDataset) -> None:
+def _warn_about_prompts(dataset: EvalDataset) -> None:
     if dataset.labels is not None and dataset.templates is DEFAULT_TEMPLATES:
         _log.warning(
             "dataset %s has no prompts (zeroshot_classification_templates.txt): using %r",
@@ -390,45 +357,50 @@ def _warn_of_default_prompts(dataset: EvalDataset) -> None:
         )
 
 
-def _opener(card: Card, root: Root) -> Opener:
+def _find_opener(card: Card, root: Root) -> Opener:
     """Find a card's dataset: a published folder, else parquet files at Hugging Face, else torchvision's files.
 
     Raises:
-        Missing: it is not available.
+        Unavailable: it is not here.
     """
-    known = card.sources
+    sources = card.sources
     where = f"not under {root}" if root is not None else "pass its location with --data-root"
-    ready = f"published at {known.urls[0]}" if known.urls else card.get or f"see {card.home}"
-    how = f"{where}; {ready}" + (f"; {card.stand_in} can be used instead" if card.stand_in else "")
-    if known.builtin:
-        return lambda split: open_dataset(known.builtin, split=split, metadata_names=card.metadata)
+    advice = f"published at {sources.urls[0]}" if sources.urls else card.get or f"see {card.home}"
+    message = f"{card.name}: {where}; {advice}"
+    if card.stand_in:
+        message += f"; {card.stand_in} can be used instead"
+    if sources.builtin:
+        return lambda split: open_dataset(sources.builtin, split=split, metadata_names=card.metadata)
     if root is None:
-        raise Missing(f"{card.name}: {how}")
-    found = find_published(root, [*known.folders, card.name])
-    if found is not None:
-        return lambda split: open_dataset(found, split=split, metadata_names=card.metadata)
-    if (hub := known.huggingface) is not None and str(root).startswith("hf://"):
-        place = f"hf://datasets/{hub.name}"
-        return lambda split: open_dataset(place, split=hub.split if split == TEST else split)
-    if (library := known.torchvision) is None or is_remote(str(root)):
-        raise Missing(f"{card.name}: {how}")
+        raise Unavailable(message, cause="missing")
+    folder = find_published(root, [*sources.folders, card.name])
+    if folder is not None:
+        return lambda split: open_dataset(folder, split=split, metadata_names=card.metadata)
+    hub = sources.huggingface
+    if hub is not None and str(root).startswith("hf://"):
+        url = f"hf://datasets/{hub.name}"
+        return lambda split: open_dataset(url, split=hub.split if split == TEST else split)
+    library = sources.torchvision
+    if library is None or is_remote(str(root)):
+        raise Unavailable(message, cause="missing")
 
-    def of_torchvision(split: str) -> EvalDataset:
-        own = library.split(split)
+    def open_split(split: str) -> EvalDataset:
+        folder = user_path(str(root))
         opened = open_torchvision(
-            library.name, user_path(str(root)), name=card.name, split=own, arguments=library.arguments
+            library.name, folder, name=card.name, split=library.split(split), arguments=library.arguments
         )
         return replace(opened, split=split)
 
     try:
-        of_torchvision(TEST)
-    except NotFetched as error:
-        also = "" if "torchvision" in how else f", or in the layout of torchvision.datasets.{library.name}"
-        raise Missing(f"{card.name}: {how}{also}") from error
-    return of_torchvision
+        open_split(TEST)
+    except Unavailable as error:
+        if "torchvision" not in message:
+            message += f", or in the layout of torchvision.datasets.{library.name}"
+        raise Unavailable(message, cause="missing") from error
+    return open_split
 
 
-def _with_prompts(card: Card, dataset: EvalDataset, prompts: str, captions: str) -> EvalDataset:
+def _add_prompts(card: Card, dataset: EvalDataset, prompts: str, captions: str) -> EvalDataset:
     """Add the prompts of a card: the named set or the first for classes, the named set or none for captions.
 
     Raises:
@@ -441,22 +413,22 @@ def _with_prompts(card: Card, dataset: EvalDataset, prompts: str, captions: str)
     labels = dataset.labels
     if not chosen or not (dataset.class_names or labels is not None):
         return dataset
-    found = card.prompts(chosen, dataset.class_names, dataset.templates)
+    prompt_set = card.prompts(chosen, dataset.class_names, dataset.templates)
     if labels is not None and len(labels):  # a dataset without class names may have any labels
         classes = labels.shape[1] if labels.dim() == 2 else int(labels.max()) + 1
-        if classes > len(found.class_names):
+        if classes > len(prompt_set.class_names):
             raise DataError(
-                f"card {card.name} has {len(found.class_names)} classes, the images of {dataset.name} have "
+                f"card {card.name} has {len(prompt_set.class_names)} classes, the images of {dataset.name} have "
                 f"{classes}"
             )
-    if found.templates is dataset.templates:
-        _warn_of_default_prompts(dataset)
-    several = any(len(names) > 1 for names in found.class_names)
+    if prompt_set.templates is dataset.templates:
+        _warn_about_prompts(dataset)
+    several = any(len(names) > 1 for names in prompt_set.class_names)
     return replace(
         dataset,
-        class_names=tuple(names[0] for names in found.class_names),
-        synonyms=found.class_names if several else None,
+        class_names=tuple(names[0] for names in prompt_set.class_names),
+        synonyms=prompt_set.class_names if several else None,
         superclasses=card.superclass_of(dataset.class_names),
-        templates=found.templates,
-        prompt_set=found.name,
+        templates=prompt_set.templates,
+        prompt_set=prompt_set.name,
     )

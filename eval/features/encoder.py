@@ -10,7 +10,7 @@ import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -18,7 +18,6 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -40,11 +39,11 @@ from clipkit.model import (
 from clipkit.samples import NO_TRAITS, PixelRangeError, TraitCounts, Traits
 from eval.datasets.dataset import EvalDataset
 from eval.features.image_models import ImageModel, no_text_tower
-from eval.features.store import DIGEST_BYTES, FeatureTable, digest_of
+from eval.features.store import DIGEST_BYTES, FeatureFile, TextFeatures, digest_of
 
 __all__ = ["ONE_RANK", "Encoder", "ImageFeatures", "Ranks", "check_image", "dtype_name"]
 
-_FORMAT = 5  # of stored features; increased when the same model and image give other features
+_FORMAT = 6  # of stored features; increased when the same model and image give other features
 _TEXT_PIECE = 8192
 _MAX_THREADS = 8
 _BATCHES_AHEAD = 3
@@ -127,7 +126,7 @@ class Encoder:
         self.progress = progress
         self.encoded = {"images": 0, "texts": 0}
         self.counts: dict[tuple[str, str], TraitCounts] = {}
-        self._tables: dict[str, FeatureTable] = {}
+        self._memory: dict[str, FeatureFile] = {}  # of images, if they are not stored
         self._classifiers: dict[bytes, Tensor] = {}
         self._warned = False
 
@@ -146,9 +145,11 @@ class Encoder:
             raise ConfigError(
                 f"dims: {dim} is invalid: expected 1 to {self.model.dim}, the embedding dimension"
             )
-        one = copy(self)
-        one.dim, one._classifiers = dim, {}
-        return one
+        encoder = copy(self)
+        encoder.dim = dim
+        encoder._classifiers = {}
+        encoder._text_features = self._text_features
+        return encoder
 
     def _prefix(self, features: Tensor) -> Tensor:
         return features if self.dim == self.model.dim else F.normalize(features[:, : self.dim], dim=-1)
@@ -158,25 +159,24 @@ class Encoder:
 
         Raises:
             DataError: an image cannot be read or decoded (it is named, on every rank); or the features are not
-                finite, or cannot be stored.
+                finite.
         """
         widths = {
             "projected": self.model.dim,
             "before_projection": self._width,
             "traits": len(NO_TRAITS),
         }
-        table = self._table("images", widths)
-        rows = self._rows(dataset, table, layers=())
-        totals = table.column("traits", rows).sum(dim=0).int().tolist()
+        file = self._encode_images(dataset, "images", widths)
+        totals = file.columns["traits"].sum(dim=0).int().tolist()
         self.counts[dataset.name, dataset.split] = TraitCounts(
-            images=len(rows), **dict(zip(Traits._fields, totals, strict=True))
+            images=len(file), **dict(zip(Traits._fields, totals, strict=True))
         )
 
         def column(name: str) -> Tensor:
-            values = table.column(name, rows)
+            values = file.columns[name]
             return self._prefix(values) if name == "projected" else values
 
-        return ImageFeatures(column, lambda: table.digests(rows))
+        return ImageFeatures(column, lambda: [digest.tobytes() for digest in file.digests])
 
     def layers(self, dataset: EvalDataset) -> Mapping[int, Tensor]:
         """Return the class token or the mean patch token after each block of the image tower, numbered from 1.
@@ -190,10 +190,9 @@ class Encoder:
         layers = range(1, layer_count(self.model) + 1)
         if not layers:
             return {}
-        # not "layers", where earlier versions stored a class token that pooling does not read
-        table = self._table("blocks", {f"layer_{layer}": self._width for layer in layers})
-        rows = self._rows(dataset, table, layers=layers)
-        return {layer: table.column(f"layer_{layer}", rows) for layer in layers}
+        widths = {f"layer_{layer}": self._width for layer in layers}
+        file = self._encode_images(dataset, "blocks", widths, layers=layers)
+        return {layer: file.columns[f"layer_{layer}"] for layer in layers}
 
     def texts(self, texts: Sequence[str], *, description: str = "the captions") -> Tensor:
         """Return (N, D) float32 with unit norm on the model's device; each distinct text is encoded once.
@@ -208,25 +207,28 @@ class Encoder:
         """
         if texts and isinstance(self.model, ImageModel):
             raise no_text_tower(self.model.name)
-        table = self._table("texts", {"projected": self.model.dim})
-        digests = {text: digest_of(text.encode("utf-8", "surrogatepass")) for text in texts}
-        missing = sorted(digests, key=lambda one: (len(one), one))  # batches are padded to their longest text
-        lacking = torch.tensor([float(table.find(digests[one]) is None) for one in missing])
+        # batches are padded to their longest text
+        unique = sorted(set(texts), key=lambda text: (len(text), text))
+        digests = [digest_of(text.encode("utf-8", "surrogatepass")) for text in unique]
+        features, stored = self._text_features.read(digests)
+        lacking = torch.from_numpy(~stored).float()
         if self.ranks.world > 1:  # ranks on other hosts may have other stores
             lacking = self.ranks.gather(lacking)
-        missing = [one for one, lacked in zip(missing, lacking.tolist(), strict=True) if lacked]
+        missing = lacking.nonzero().flatten().tolist()
         for start in range(0, len(missing), _TEXT_PIECE):
             piece = missing[start : start + _TEXT_PIECE]
-            features = torch.zeros(len(piece), self.model.dim, device=self.device)
+            encoded = torch.zeros(len(piece), self.model.dim, device=self.device)
             own = slice(self.ranks.rank, len(piece), self.ranks.world)
             with torch.inference_mode():
-                features[own] = encode_prompts(self.model, piece[own])
-                features = self.ranks.gather(features)
+                encoded[own] = encode_prompts(self.model, [unique[i] for i in piece[own]])
+                encoded = self.ranks.gather(encoded)
             self.encoded["texts"] += len(piece[own])
-            _check_finite(features, description)
-            table.append([digests[one] for one in piece], {"projected": features})
-        rows = [table.find(digests[text]) for text in texts]
-        return self._prefix(table.column("projected", np.array(rows, dtype=np.int64)).to(self.device))
+            _check_finite(encoded, description)
+            features[piece] = encoded.cpu()
+            new = [i for i in piece if not stored[i]]
+            self._text_features.append([digests[i] for i in new], features[new])
+        position = {text: i for i, text in enumerate(unique)}
+        return self._prefix(features[[position[text] for text in texts]].to(self.device))
 
     def classifier(self, prompts: Sequence[Sequence[str]], *, description: str) -> Tensor:
         """Return a weight vector per class: the normalized mean of its prompts' embeddings.
@@ -263,11 +265,11 @@ class Encoder:
             return None
         return self.store / f"{model_hash(self.model)}-{dtype_name(self.model)}-{_FORMAT}"
 
-    def _table(self, name: str, widths: Mapping[str, int]) -> FeatureTable:
-        if name not in self._tables:
-            folder = self._folder and self._folder / name
-            self._tables[name] = FeatureTable(folder, widths, on_unwritable=self._warn_not_stored)
-        return self._tables[name]
+    @cached_property
+    def _text_features(self) -> TextFeatures:
+        folder = self._folder and self._folder / "texts"
+        key = self._folder.name if self._folder is not None else ""
+        return TextFeatures(folder, self.model.dim, key=key, on_unwritable=self._warn_not_stored)
 
     def _warn_not_stored(self, error: OSError) -> None:
         if self.ranks.rank == 0 and not self._warned:
@@ -275,49 +277,87 @@ class Encoder:
             _log.warning("%s; evaluation continues without storing features (see --features)", why)
         self._warned = True
 
-    def _rows(
-        self, dataset: EvalDataset, table: FeatureTable, *, layers: Sequence[int]
-    ) -> npt.NDArray[np.int64]:
-        """Return the rows of a dataset's images in a table, (N,), after encoding what is missing."""
-        key = f"{dataset.stamp}-{len(dataset)}"
-        rows = table.rows_of(key, len(dataset))
-        everywhere = self.ranks.gather(torch.tensor(float(rows is not None)))
-        if rows is None or int(everywhere) < self.ranks.world:
-            with self._locked(dataset, table, key):
-                rows = table.rows_of(key, len(dataset)) if self.ranks.world == 1 else None
-                if rows is None:  # and no other process has encoded the images meanwhile
-                    rows = _ImagePass(self, dataset, table, layers).run()
-                    table.keep_rows(key, rows)
-                    return rows
-        if self.progress is not None:
-            self.progress(len(dataset))
-        return rows
+    def _encode_images(
+        self, dataset: EvalDataset, kind: str, widths: Mapping[str, int], *, layers: Sequence[int] = ()
+    ) -> FeatureFile:
+        """Return the features of a dataset's images, after encoding those that are not stored."""
+        name = f"{dataset.stamp}-{len(dataset)}"
+        path = None
+        key = f"{kind}/{name}"
+        if self._folder is not None:
+            path = self._folder / kind / f"{name}.safetensors"
+            key = f"{self._folder.name}/{key}"
+
+        def open_complete() -> FeatureFile | None:
+            if path is None or key in self._memory:
+                return self._memory.get(key)
+            with suppress(OSError):
+                file = FeatureFile(path, widths, len(dataset), key=key)
+                return file if file.intact().all() else None
+            return None
+
+        file = open_complete()
+        if int(self.ranks.gather(torch.tensor(float(file is not None)))) == self.ranks.world:
+            assert file is not None
+            if self.progress is not None:
+                self.progress(len(dataset))
+            return file
+        with self._locked(dataset, path) as locked:
+            if self.ranks.world == 1:
+                file = open_complete()  # another process may have encoded the images meanwhile
+            if file is None or self.ranks.world > 1:
+                file = file or self._create_file(path if locked else None, widths, len(dataset), key)
+                _ImagePass(self, dataset, file, layers).run()
+        self.ranks.gather(torch.tensor(0.0))  # a rank of this host has written the file for all
+        complete = open_complete()
+        if complete is not None:
+            return complete
+        if not file.intact().all():
+            raise DataError(f"features in {self.store} were changed while in use: run the command again")
+        self._memory[key] = file
+        return file
+
+    def _create_file(self, path: Path | None, widths: Mapping[str, int], count: int, key: str) -> FeatureFile:
+        if path is not None:
+            try:
+                return FeatureFile(path, widths, count, key=key, create=True)
+            except OSError as error:
+                self._warn_not_stored(error)
+        return FeatureFile(None, widths, count, key=key)
 
     @contextmanager
-    def _locked(self, dataset: EvalDataset, table: FeatureTable, key: str) -> Iterator[None]:
-        """Wait while another process encodes the same images with the same model."""
-        if table.folder is None or self.ranks.world > 1:  # ranks wait for each other already
-            yield
+    def _locked(self, dataset: EvalDataset, path: Path | None) -> Iterator[bool]:
+        """Let one process encode images with a model, while others wait; yield whether this one may write.
+
+        Ranks wait for each other already: the first one on a host writes.
+        """
+        if path is None:
+            yield False
             return
-        lock = FileLock(table.folder / "rows" / f"{key}.lock")
         waiting = f"dataset {dataset.name}: waiting for another process that is encoding it"
         try:
-            lock.acquire(lambda: _log.warning("%s", waiting))
-        except OSError:  # the folder cannot be written; the table reports it
-            yield
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(path.with_suffix(".lock"))
+            if self.ranks.world > 1:
+                locked = lock.try_acquire()
+            else:
+                locked = lock.acquire(lambda: _log.warning("%s", waiting))
+        except OSError as error:
+            self._warn_not_stored(error)
+            yield False
             return
         try:
-            table.refresh()
-            yield
+            yield locked
         finally:
-            lock.release()
+            if locked:
+                lock.release()
 
 
 # --------------------------------------------------------------------------------------------------------------
 # One pass over a dataset's images.
 #
 # Images are split over ranks, read and decoded ahead of the model by a few threads, and encoded in pieces, each of
-# which is stored at once, so that an interruption costs little. An image with known features is not decoded.
+# which is written at once, so that an interruption costs little. Of equal images only the first is decoded.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -337,31 +377,34 @@ _Rows = dict[bytes, dict[str, Tensor]]  # by digest, the image's row of each col
 
 
 class _ImagePass:
-    """One pass of all ranks over the images of a dataset."""
+    """One pass of all ranks over the images of a dataset whose features some rank lacks."""
 
     def __init__(
-        self, encoder: Encoder, dataset: EvalDataset, table: FeatureTable, layers: Sequence[int]
+        self, encoder: Encoder, dataset: EvalDataset, file: FeatureFile, layers: Sequence[int]
     ) -> None:
         self.encoder, self.model, self.ranks = encoder, encoder.model, encoder.ranks
-        self.dataset, self.table, self.layers = dataset, table, layers
+        self.dataset, self.file, self.layers = dataset, file, layers
         self.batch_size = min(encoder.batch_size, max(1, len(dataset)))
+        self.stored = file.intact()  # (N,)
+        # a row with the same image, by digest
+        self.rows = {file.digests[row].tobytes(): row for row in self.stored.nonzero()[0].tolist()}
 
-    def run(self) -> npt.NDArray[np.int64]:
-        """Encode the images without known features and return the row of each image, (N,)."""
-        count, world = len(self.dataset), self.ranks.world
+    def run(self) -> None:
+        """Encode the images and write their features."""
+        world = self.ranks.world
         piece = max(1, _PIECE // (self.batch_size * world)) * self.batch_size * world
-        found: list[int] = []
-        loaded = self._loaded(range(self.ranks.rank, count, world))
+        missing = self.ranks.gather(torch.from_numpy(~self.stored).float()).nonzero().flatten().tolist()
+        if self.encoder.progress is not None and len(missing) < len(self.dataset):
+            self.encoder.progress((len(self.dataset) - len(missing)) // world)
+        loaded = self._loaded(missing[self.ranks.rank :: world])
         try:
             with evaluating(self.model), torch.inference_mode():
-                for start in range(0, count, piece):
-                    found += self._piece(range(start, min(start + piece, count)), loaded)
+                for start in range(0, len(missing), piece):
+                    self._encode_piece(missing[start : start + piece], loaded)
         finally:
             loaded.close()
-        return np.array(found, dtype=np.int64)
 
-    def _piece(self, numbers: range, loaded: Iterator[_Loaded]) -> list[int]:
-        """Encode and store consecutive images; return their rows."""
+    def _encode_piece(self, numbers: Sequence[int], loaded: Iterator[_Loaded]) -> None:
         own = numbers[self.ranks.rank :: self.ranks.world]
         failed = torch.zeros(self.ranks.world, dtype=torch.int64)  # by rank: 1 + the number of the image
         digests: list[bytes] = []
@@ -376,16 +419,17 @@ class _ImagePass:
             check_image(self.dataset, min(broken), self.model.preprocess)
             where = self.dataset.where(min(broken))
             raise DataError(f"{where} could be read only at the second attempt: check the disk")
-        if self.ranks.world > 1:
-            digests, fresh = self._of_all(numbers, own, digests, fresh)
-        if fresh:
-            columns = {name: torch.stack([row[name] for row in fresh.values()]) for name in self.table.widths}
-            for values in columns.values():
-                _check_finite(values, f"dataset {self.dataset.name}")
-            self.table.append(list(fresh), columns)
-        rows = [self.table.find(digest) for digest in digests]
-        assert None not in rows
-        return [row for row in rows if row is not None]
+        digests, columns = self._gather(len(numbers), digests, fresh)
+        for values in columns.values():
+            _check_finite(values, f"dataset {self.dataset.name}")
+        lacking = [place for place, number in enumerate(numbers) if not self.stored[number]]
+        self.file.write(
+            np.array([numbers[place] for place in lacking], dtype=np.int64),
+            [digests[place] for place in lacking],
+            {name: values[lacking] for name, values in columns.items()},
+        )
+        for digest, number in zip(digests, numbers, strict=True):
+            self.rows.setdefault(digest, number)
 
     def _encode(self, loaded: Iterator[_Loaded], fresh: _Rows) -> list[bytes]:
         """Return the digests of images; add the features of those without known features to ``fresh``."""
@@ -394,7 +438,7 @@ class _ImagePass:
         reported = 0
         for one in loaded:
             digests.append(one.digest)
-            if one.digest not in fresh and self.table.find(one.digest) is None:
+            if one.digest not in fresh and one.digest not in self.rows:
                 waiting.setdefault(one.digest, one)
             if len(waiting) == self.batch_size:
                 self._run_model(waiting, fresh, len(digests) - reported)
@@ -416,7 +460,7 @@ class _ImagePass:
                 columns["before_projection"].append(out.before_projection)
                 for layer, values in out.layers.items():
                     columns[f"layer_{layer}"].append(values)
-            host = {name: torch.cat(columns[name]).float().cpu() for name in self.table.widths}
+            host = {name: torch.cat(columns[name]).float().cpu() for name in self.file.columns}
             for place, digest in enumerate(waiting):
                 fresh[digest] = {name: values[place] for name, values in host.items()}
             self.encoder.encoded["images"] += len(waiting)
@@ -424,32 +468,32 @@ class _ImagePass:
         if self.encoder.progress is not None and images:
             self.encoder.progress(images)
 
-    def _of_all(
-        self, numbers: range, own: range, digests: Sequence[bytes], fresh: _Rows
-    ) -> tuple[list[bytes], _Rows]:
-        """Return the digests of all ranks, and the rows that this host's store lacks."""
-        gather, device, table = self.ranks.gather, self.encoder.device, self.table
-        places = [number - numbers.start for number in own]
-        words = torch.zeros(len(numbers), DIGEST_BYTES, dtype=torch.int64)
-        words[places] = torch.tensor([list(digest) for digest in digests], dtype=torch.int64).view(
-            -1, DIGEST_BYTES
-        )
-        every = [bytes(row) for row in gather(words).tolist()]
-        columns: dict[str, Tensor] = {}
-        for name, width in table.widths.items():
-            values = torch.zeros(len(numbers), width, device=device)
-            for place, digest in zip(places, digests, strict=True):
+    def _gather(
+        self, count: int, digests: Sequence[bytes], fresh: _Rows
+    ) -> tuple[list[bytes], dict[str, Tensor]]:
+        """Return the digests and features of all ranks' images; equal images have equal features."""
+        places = range(self.ranks.rank, count, self.ranks.world)
+        words = torch.zeros(count, DIGEST_BYTES, dtype=torch.int64)
+        columns = {
+            name: torch.zeros(count, values.shape[1]) for name, values in self.file.columns.items()
+        }  # (P, W) for P images
+        for place, digest in zip(places, digests, strict=True):
+            words[place] = torch.tensor(list(digest))
+            for name, values in columns.items():
                 if digest in fresh:
-                    row = fresh[digest][name]
+                    values[place] = fresh[digest][name]
                 else:
-                    row = table.column(name, np.array([table.find(digest)], dtype=np.int64))[0]
-                values[place] = row.to(device)
-            columns[name] = gather(values).cpu()
-        lacking = {digest: place for place, digest in enumerate(every) if table.find(digest) is None}
-        return every, {
-            digest: {name: values[place] for name, values in columns.items()}
-            for digest, place in lacking.items()
-        }
+                    values[place] = self.file.columns[name][self.rows[digest]]
+        if self.ranks.world > 1:
+            words = self.ranks.gather(words)
+            columns = {
+                name: self.ranks.gather(values.to(self.encoder.device)).cpu()
+                for name, values in columns.items()
+            }
+        every = [bytes(word) for word in words.tolist()]
+        first: dict[bytes, int] = {}
+        sources = [first.setdefault(digest, place) for place, digest in enumerate(every)]
+        return every, {name: values[sources] for name, values in columns.items()}
 
     def _loaded(self, numbers: Sequence[int]) -> Generator[_Loaded, None, None]:
         """Yield the numbered images in order while threads read and decode the next ones."""
@@ -458,7 +502,7 @@ class _ImagePass:
             try:
                 content = self.dataset.images.read(number)
                 digest = digest_of(content)
-                if self.table.find(digest) is not None:
+                if digest in self.rows:
                     return _Loaded(digest=digest, pixels=None)
                 pixels, traits = pixels_and_traits(content, self.model.preprocess)
                 return _Loaded(digest=digest, pixels=pixels, traits=traits)

@@ -1,37 +1,25 @@
-"""Store features by content, so that all tasks and datasets share them.
+"""Store features in safetensors files, so that all tasks share them.
 
-A table belongs to one model (weights, architecture, preprocessing, dtype) and one kind of input (images, texts). A
-row is found by a digest of the image's bytes or of the text.
+FOLDER/images/STAMP-N.safetensors    the N images of a split; ``blocks`` for the blocks of the image tower
+FOLDER/texts/KEY-N.safetensors       N texts that were encoded together
 
-FOLDER/digests.bin    16 bytes per row
-FOLDER/NAME.bin       one file per column, float32, WIDTH numbers per row
-FOLDER/sums.bin       per row one CRC-32 per column, columns sorted by name, of folder, column, digest and values
-FOLDER/rows/KEY.bin   the rows of a split, once all its images are encoded: a digest of KEY and of these
-                      rows' digests, then the row numbers as int64
-FOLDER/writer         the lock of the process that appends
+FOLDER belongs to one model (weights, architecture, preprocessing, dtype). A file has an (N, W) float32 tensor for
+each kind of feature, ``digests`` (N, 16) of the images' bytes or of the texts, and ``sums`` (N,). The sum of a row
+is the CRC-32 of the file's key, the row's digest and its features. A row counts only if its sum is right, so rows
+that were not written yet, were damaged, or belong to another file are encoded again and never used.
 
-Columns are written and synced before their digests, so the number of digests is the number of rows, and the next
-writer overwrites what a killed process left behind. Several processes may read and append at the same time.
-
-Any file may be deleted, truncated, swapped or overwritten at any time. Row numbers are used only if the rows still
-have the digests that they were stored with, and values only if their CRC-32 matches; otherwise the images are
-looked up again, or the table is rejected. No score is computed from another image's rows. If a table cannot be
-written, new rows stay in memory.
-
-Letters: N requested rows, T rows of the table, W the width of a column.
+Letters: N rows, W width of a column.
 """
 
 import hashlib
+import json
 import mmap
 import os
-import shutil
-import tempfile
-import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import IO
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -39,46 +27,39 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from clipkit.errors import DataError
-from clipkit.files import FileLock, replacing, write_atomic
+from clipkit.files import replacing
 
-__all__ = ["DIGEST_BYTES", "PIECE", "FeatureTable", "chosen_rows", "digest_of", "map_rows", "release"]
+__all__ = ["DIGEST_BYTES", "FeatureFile", "TextFeatures", "digest_of", "release"]
+
+DIGEST_BYTES = 16
+_TYPES = {"F32": (torch.float32, 4), "I32": (torch.int32, 4), "U8": (torch.uint8, 1)}
+_BLOCK = 8 << 20  # bytes of rows between two releases
+
+
+def digest_of(content: bytes) -> bytes:
+    """Return the 16-byte BLAKE2b digest of an image's or a text's bytes."""
+    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Rows mapped from a file.
+# Mapped files.
 #
 # Pages of a mapped file count as a process's memory until they are reclaimed, so one pass over the features of a
 # million images would appear to need memory for all of them. Readers therefore ``release`` rows after reading them.
 
-PIECE = 8 << 20  # bytes of rows between two releases; scattered rows may touch 16 times as much
-_MAX_COPY = 64 << 20  # bytes of scattered rows to copy into memory; larger copies go to an unnamed file
-_NUMBER_BYTES = 4  # of float32 and of CRC-32
-
 _maps: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()  # maps in use, by address
 
 
-def map_rows(file: IO[bytes], rows: int, width: int) -> Tensor:
-    """Map the first rows of a file of float32 numbers, (T, W); writes to them do not reach the file.
-
-    Raises:
-        OSError: the file cannot be mapped.
-        ValueError: the file is shorter.
-    """
-    if not rows * width:
-        return torch.empty(rows, width)
-    mapped = mmap.mmap(file.fileno(), rows * width * _NUMBER_BYTES, access=mmap.ACCESS_COPY)
-    table = torch.frombuffer(mapped, dtype=torch.float32).view(rows, width)
-    _maps[table.data_ptr()] = mapped
-    return table
+def _map_file(path: Path, size: int, access: int) -> Tensor:
+    with path.open("rb" if access == mmap.ACCESS_COPY else "r+b") as file:
+        mapped = mmap.mmap(file.fileno(), size, access=access)
+    data = torch.frombuffer(mapped, dtype=torch.uint8)
+    _maps[data.data_ptr()] = mapped
+    return data
 
 
 def release(rows: Tensor) -> None:
-    """Free the memory of mapped rows, which stay usable; does nothing for other tensors.
-
-    Args:
-        rows: a slice of a tensor from ``map_rows``.
-    """
+    """Free the memory of rows of a mapped file, which stay usable; does nothing for other tensors."""
     begin = rows.untyped_storage().data_ptr()
     mapped = _maps.get(begin)
     if mapped is None or not hasattr(mmap, "MADV_DONTNEED"):
@@ -89,297 +70,202 @@ def release(rows: Tensor) -> None:
         mapped.madvise(mmap.MADV_DONTNEED, start, length)
 
 
-def chosen_rows(table: Tensor, rows: npt.NDArray[np.int64], folder: Path | None = None) -> Tensor:
-    """Return rows of a table in any order, (N, W): a view if they are consecutive, else a copy.
-
-    Args:
-        table: (T, W) float32, perhaps from ``map_rows``.
-        rows: (N,).
-        folder: the folder for a large copy, in an unnamed file; None for memory.
-
-    Raises:
-        OSError: the copy cannot be written.
-    """
-    if len(rows) and bool((np.diff(rows) == 1).all()):
-        return table[int(rows[0]) : int(rows[-1]) + 1]
-    wanted = torch.from_numpy(rows)
-    width = table.shape[1]
-    if folder is None or len(rows) * width * _NUMBER_BYTES <= _MAX_COPY:
-        copy = table[wanted]
-        release(table)
-        return copy
-    with tempfile.TemporaryFile(dir=folder) as file:
-        for piece in wanted.split(max(1, PIECE // (width * _NUMBER_BYTES))):
-            file.write(table[piece].numpy().tobytes())
-            release(table)
-        file.flush()
-        return map_rows(file, len(rows), width)
-
-
 # --------------------------------------------------------------------------------------------------------------
 
-DIGEST_BYTES = 16
-_LOCK_WAIT = 0.02  # seconds between attempts to take the lock
 
-
-def digest_of(content: bytes) -> bytes:
-    """Return the 16-byte BLAKE2b digest of an image's or a text's bytes."""
-    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
-
-
-class FeatureTable:
-    """Rows of features by digest, in a folder or in memory.
+class FeatureFile:
+    """N rows of features, in a mapped file or in memory.
 
     Args:
-        folder: the table's folder; None keeps it in memory. Its name and its parent's are part of the checksums, so
-            that files of different tables cannot be confused.
+        path: the file; None for memory.
         widths: the width of each column.
-        on_unwritable: called with the error when the folder cannot be written; rows then stay in memory.
+        count: N.
+        key: what the rows belong to, part of their sums.
+        create: open the file for writing; a file with another layout is replaced. Otherwise it is mapped for
+            reading, and ``write`` does not reach the file.
 
     Raises:
-        DataError: the folder cannot be read.
+        OSError: the file cannot be opened or created, or has another layout.
+
+    Attributes:
+        columns: the (N, W) float32 features by name.
+        digests: (N, 16) uint8.
     """
 
     def __init__(
-        self,
-        folder: Path | None,
-        widths: Mapping[str, int],
-        *,
-        on_unwritable: Callable[[OSError], None] = lambda error: None,
+        self, path: Path | None, widths: Mapping[str, int], count: int, *, key: str = "", create: bool = False
     ) -> None:
-        self.folder, self.widths = folder, dict(widths)
-        self._digests: list[bytes] = []  # by row
-        self._number: dict[bytes, int] = {}  # the row, by digest
-        self._kept = 0  # rows on disk; those after them are in memory
-        self._memory: dict[str, list[npt.NDArray[np.float32]]] = {name: [] for name in widths}
-        self._rows: dict[str, npt.NDArray[np.int64]] = {}
-        self._names = sorted(self.widths)
-        self._writable, self._on_unwritable = folder is not None, on_unwritable
-        if folder is not None:
-            with self._writing():
-                (folder / "rows").mkdir(parents=True, exist_ok=True)
-            self.refresh()
+        self._key = zlib.crc32(key.encode())
+        types = {name: ("F32", width) for name, width in widths.items()}
+        types |= {"sums": ("I32", 1), "digests": ("U8", DIGEST_BYTES)}
+        spans: dict[str, tuple[int, int]] = {}
+        size = 0
+        for name, (kind, width) in types.items():
+            spans[name] = (size, size + count * width * _TYPES[kind][1])
+            size = spans[name][1]
+        header = _safetensors_header(types, spans, count)
+        size += len(header)
+        if path is None:
+            data = torch.zeros(size, dtype=torch.uint8)
+        else:
+            if create and not _starts_with(path, header, size):
+                _create_file(path, header, size)
+            if not _starts_with(path, header, size):
+                raise OSError(f"{path} is incomplete")
+            data = _map_file(path, size, mmap.ACCESS_WRITE if create else mmap.ACCESS_COPY)
+        views = {}
+        for name, (kind, width) in types.items():
+            begin, end = spans[name]
+            values = data[len(header) + begin : len(header) + end]
+            views[name] = values.view(_TYPES[kind][0]).view(count, width)
+        self._sums: npt.NDArray[np.int32] = views.pop("sums").numpy()[:, 0]
+        self.digests: npt.NDArray[np.uint8] = views.pop("digests").numpy()
+        self.columns: dict[str, Tensor] = views
 
     def __len__(self) -> int:
-        return len(self._digests)
+        return len(self.digests)
 
-    def refresh(self) -> None:
-        """Read the rows that other processes have appended.
+    def write(
+        self, rows: npt.NDArray[np.int64], digests: Sequence[bytes], columns: Mapping[str, Tensor]
+    ) -> None:
+        """Write M rows: their digests, and their (M, W) features by name."""
+        for name, values in columns.items():
+            self.columns[name][torch.from_numpy(rows)] = values
+        self.digests[rows] = np.frombuffer(b"".join(digests), np.uint8).reshape(len(rows), DIGEST_BYTES)
+        self._sums[rows] = self._sum_rows(rows)
 
-        Raises:
-            DataError: the table is damaged, was removed, or cannot be read.
-        """
-        if self.folder is None or self._kept < len(self._digests):
-            return
-        with self._reading():
-            count = self._whole_rows()
-            if count < self._kept:
-                raise self._removed()
-            if count == self._kept:
-                return
-            with self._file("digests").open("rb") as file:
-                file.seek(self._kept * DIGEST_BYTES)
-                added = file.read((count - self._kept) * DIGEST_BYTES)
-        self._add_digests([added[i : i + DIGEST_BYTES] for i in range(0, len(added), DIGEST_BYTES)])
-        if len(self._number) != count:  # no writer stores a digest twice
-            raise self._damaged()
-        self._kept = count
+    def intact(self, rows: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.bool_]:
+        """Return which of M rows, by default of all, were written and are not damaged, (M,)."""
+        if rows is None:
+            rows = np.arange(len(self))
+        intact: npt.NDArray[np.bool_] = self._sum_rows(rows) == self._sums[rows]
+        return intact
 
-    def _add_digests(self, digests: Sequence[bytes]) -> None:
-        self._number.update({digest: len(self._digests) + i for i, digest in enumerate(digests)})
-        self._digests += digests
-
-    def find(self, digest: bytes) -> int | None:
-        """Return the row of a digest, or None."""
-        return self._number.get(digest)
-
-    def append(self, digests: Sequence[bytes], columns: Mapping[str, Tensor]) -> None:
-        """Add rows, synced to disk, without digests that have a row already.
-
-        Args:
-            digests: N digests.
-            columns: (N, W) float32 by name.
-
-        Raises:
-            DataError: the table was removed or damaged meanwhile.
-        """
-        assert set(columns) == set(self.widths)
-        arrays = {name: np.ascontiguousarray(one.cpu().numpy(), np.float32) for name, one in columns.items()}
-        for name, width in self.widths.items():
-            assert arrays[name].shape == (len(digests), width), (name, arrays[name].shape)
-        if self._writable and self.folder is not None:
-            lock = FileLock(self.folder / "writer")
-            with self._writing():
-                while not lock.try_acquire():
-                    time.sleep(_LOCK_WAIT)
-                try:
-                    self.refresh()
-                    self._add(digests, arrays)
-                finally:
-                    lock.release()
-                return
-        self._add(digests, arrays)
-
-    def _add(self, digests: Sequence[bytes], arrays: Mapping[str, npt.NDArray[np.float32]]) -> None:
-        new = {digest: place for place, digest in enumerate(digests) if digest not in self._number}
-        places = sorted(new.values())
-        if not places:
-            return
-        start, added = len(self._digests), [digests[place] for place in places]
-        arrays = {name: array[places] for name, array in arrays.items()}
-        if self._writable:
-            sums = [self._sums(name, arrays[name], range(len(added)), added) for name in self._names]
-            for name, array in arrays.items():
-                _write(self._file(name), start * self.widths[name] * _NUMBER_BYTES, array.tobytes())
-            _write(self._file("sums"), start * len(sums) * _NUMBER_BYTES, np.stack(sums, axis=1).tobytes())
-            _write(self._file("digests"), start * DIGEST_BYTES, b"".join(added))
-            self._kept += len(added)
-        else:
-            for name, array in arrays.items():
-                self._memory[name].append(array)
-        self._add_digests(added)
-
-    def column(self, name: str, rows: npt.NDArray[np.int64]) -> Tensor:
-        """Return N rows of a column, (N, W) float32, memory-mapped if they are consecutive on disk or many.
-
-        Raises:
-            DataError: the table is damaged, or was removed meanwhile.
-        """
-        on_disk = rows < self._kept
-        if len(rows) and on_disk.all():
-            return self._mapped(name, rows)
-        if len(self._memory[name]) > 1:
-            self._memory[name] = [np.concatenate(self._memory[name])]
-        whole = self._memory[name][0] if len(rows) else np.empty((0, self.widths[name]), np.float32)
-        in_memory = chosen_rows(torch.from_numpy(whole), rows[~on_disk] - self._kept)
-        if not on_disk.any():
-            return in_memory
-        both = torch.empty(len(rows), self.widths[name])
-        both[torch.from_numpy(on_disk)] = self._mapped(name, rows[on_disk])
-        both[torch.from_numpy(~on_disk)] = in_memory
-        return both
-
-    def _mapped(self, name: str, rows: npt.NDArray[np.int64]) -> Tensor:
-        with self._reading():
-            try:
-                if self._whole_rows() < self._kept:
-                    raise self._removed()
-                with self._file(name).open("rb") as file:
-                    whole = map_rows(file, self._kept, self.widths[name])
-                shape = self._kept, len(self._names)
-                stored = np.memmap(self._file("sums"), np.uint32, mode="r", shape=shape)
-            except ValueError:  # the file was truncated
-                raise self._removed() from None
-            values, sums = whole.numpy(), stored[:, self._names.index(name)]
-            step = max(1, PIECE // (self.widths[name] * _NUMBER_BYTES))
-            for piece in (rows[start : start + step] for start in range(0, len(rows), step)):
-                if not np.array_equal(self._sums(name, values, piece, self.digests(piece)), sums[piece]):
-                    raise self._damaged()
-                release(whole)
-        if self._writable:
-            with self._writing():
-                return chosen_rows(whole, rows, self.folder)
-        return chosen_rows(whole, rows)
-
-    def _sums(
-        self,
-        name: str,
-        values: npt.NDArray[np.float32],
-        rows: Iterable[int],
-        digests: Iterable[bytes],
-    ) -> npt.NDArray[np.uint32]:
-        """Return (N,), the CRC-32 of rows of a column's values with their digests and this table's name."""
-        assert self.folder is not None
-        table = zlib.crc32(f"{self.folder.parent.name}/{self.folder.name}/{name}".encode())
-        sums = [
-            zlib.crc32(values[row], zlib.crc32(digest, table))
-            for row, digest in zip(rows, digests, strict=True)
-        ]
-        return np.array(sums, dtype=np.uint32)
-
-    def rows_of(self, key: str, count: int) -> npt.NDArray[np.int64] | None:
-        """Return the rows stored under a key, (N,); None unless there are ``count`` and the table is unchanged."""
-        if key in self._rows or self.folder is None:
-            return self._rows.get(key)
-        try:
-            content = bytearray(self._file(f"rows/{key}").read_bytes())
-            rows = np.frombuffer(content[DIGEST_BYTES:], np.int64)
-        except (OSError, ValueError):
-            return None
-        if len(rows) != count or (count and not 0 <= rows.min() <= rows.max() < len(self._digests)):
-            return None
-        return rows if self._digest_of_rows(key, rows) == content[:DIGEST_BYTES] else None
-
-    def keep_rows(self, key: str, rows: npt.NDArray[np.int64]) -> None:
-        """Store the rows of a split of a dataset under a key."""
-        if self._writable:
-            path = self._file(f"rows/{key}")
-            with self._writing():
-                data = self._digest_of_rows(key, rows) + rows.astype(np.int64).tobytes()
-                write_atomic(path, data, durable=True)
-                return
-        self._rows[key] = rows
-
-    def _digest_of_rows(self, key: str, rows: npt.NDArray[np.int64]) -> bytes:
-        return digest_of(key.encode() + b"".join(self.digests(rows)))
-
-    def digests(self, rows: npt.NDArray[np.int64]) -> list[bytes]:
-        """Return the digests of N rows."""
-        return [self._digests[row] for row in rows.tolist()]
-
-    def _whole_rows(self) -> int:
-        """Return the number of rows that all files have."""
-        counts = [_size(self._file("digests")) // DIGEST_BYTES]
-        counts.append(_size(self._file("sums")) // (_NUMBER_BYTES * len(self.widths)))
-        counts += [_size(self._file(name)) // (width * _NUMBER_BYTES) for name, width in self.widths.items()]
-        return min(counts)
-
-    def _file(self, name: str) -> Path:
-        assert self.folder is not None
-        return self.folder / f"{name}.bin"
-
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise DataError(
-                f"cannot read features in {self.folder}: {error.strerror}; remove that folder, or use another one "
-                "with --features"
-            ) from error
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Report that the folder cannot be written; from then on rows stay in memory."""
-        try:
-            yield
-        except OSError as error:
-            self._writable = False
-            self._on_unwritable(error)
-
-    def _damaged(self) -> DataError:
-        return DataError(
-            f"the features in {self.folder} are damaged: remove that folder; they will be computed again"
-        )
-
-    def _removed(self) -> DataError:
-        return DataError(f"features in {self.folder} were removed while in use: run the command again")
+    def _sum_rows(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        arrays = [self.digests, *(column.numpy() for column in self.columns.values())]
+        sums = np.empty(len(rows), np.uint32)
+        row_bytes = sum(array.itemsize * array.shape[1] for array in arrays)
+        step = max(1, _BLOCK // row_bytes)
+        for start in range(0, len(rows), step):
+            block = rows[start : start + step]
+            for i, row in enumerate(block, start):
+                total = self._key
+                for array in arrays:
+                    total = zlib.crc32(array[row], total)
+                sums[i] = total
+            for column in self.columns.values():
+                release(column[block.min() : block.max() + 1])
+        return sums.view(np.int32)
 
 
-def _write(path: Path, start: int, data: bytes) -> None:
-    """Replace all bytes of a file from ``start`` on, and sync it; never shorten it in place, since it may be
-    mapped."""
-    if _size(path) > start:
-        with replacing(path) as temporary:
-            shutil.copyfile(path, temporary)
-            os.truncate(temporary, start)
-    with path.open("ab") as file:
-        file.write(data)
+def _safetensors_header(
+    types: Mapping[str, tuple[str, int]], spans: Mapping[str, tuple[int, int]], count: int
+) -> bytes:
+    """Return the bytes before the values of a safetensors file, a multiple of 8."""
+    tensors = {
+        name: {"dtype": kind, "shape": [count, width], "data_offsets": spans[name]}
+        for name, (kind, width) in types.items()
+    }
+    text = json.dumps(tensors).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _starts_with(path: Path, header: bytes, size: int) -> bool:
+    """Whether a file has this header and size; False without a file."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        return os.fstat(file.fileno()).st_size == size and file.read(len(header)) == header
+    return False
+
+
+def _create_file(path: Path, header: bytes, size: int) -> None:
+    # a new file, since another process may have mapped the old one
+    with replacing(path) as temporary, temporary.open("xb") as file:
+        file.write(header)
         file.flush()
-        os.fsync(file.fileno())
+        if hasattr(os, "posix_fallocate"):
+            # writing to a map of a file without disk space would kill the process
+            os.posix_fallocate(file.fileno(), 0, size)
+        else:
+            os.truncate(temporary, size)
 
 
-def _size(path: Path) -> int:
-    with suppress(FileNotFoundError):
-        return path.stat().st_size
-    return 0
+class TextFeatures:
+    """Features of texts by digest; a file for each list of texts that was encoded.
+
+    Args:
+        folder: the files' folder; None keeps new features in memory.
+        width: D.
+        key: the model's part of the sums.
+        on_unwritable: called with the error when a file cannot be written; its rows then stay in memory.
+    """
+
+    def __init__(
+        self, folder: Path | None, width: int, *, key: str, on_unwritable: Callable[[OSError], None]
+    ) -> None:
+        self._folder, self._key, self._on_unwritable = folder, key, on_unwritable
+        self._widths = {"projected": width}
+        self._parts: list[Path | FeatureFile] = []
+        self._rows: dict[bytes, tuple[int, int]] = {}  # the part and the row
+        for path in sorted(folder.glob("*.safetensors")) if folder is not None else ():
+            file = self._open(path)
+            if file is not None:
+                self._add_part(path, [digest.tobytes() for digest in file.digests])
+
+    def _open(self, part: Path | FeatureFile) -> FeatureFile | None:
+        if isinstance(part, FeatureFile):
+            return part
+        count = part.stem.rpartition("-")[2]
+        if not count.isdecimal():
+            return None
+        with suppress(OSError):
+            return FeatureFile(part, self._widths, int(count), key=self._key)
+        return None
+
+    def _add_part(self, part: Path | FeatureFile, digests: Sequence[bytes]) -> None:
+        self._parts.append(part)
+        for row, digest in enumerate(digests):
+            self._rows[digest] = (len(self._parts) - 1, row)
+
+    def read(self, digests: Sequence[bytes]) -> tuple[Tensor, npt.NDArray[np.bool_]]:
+        """Return the features of N texts, (N, D) float32, and which of them are stored, (N,)."""
+        features = torch.zeros(len(digests), self._widths["projected"])
+        stored = np.zeros(len(digests), np.bool_)
+        positions = defaultdict[int, list[int]](list)
+        for position, digest in enumerate(digests):
+            if digest in self._rows:
+                positions[self._rows[digest][0]].append(position)
+        for part, chosen in positions.items():
+            file = self._open(self._parts[part])
+            if file is None:
+                continue
+            rows = np.array([self._rows[digests[position]][1] for position in chosen])
+            same = [
+                file.digests[row].tobytes() == digests[position]
+                for row, position in zip(rows, chosen, strict=True)
+            ]
+            usable = file.intact(rows) & np.array(same)
+            filled = np.array(chosen)[usable]
+            features[torch.from_numpy(filled)] = file.columns["projected"][torch.from_numpy(rows[usable])]
+            stored[filled] = True
+        return features, stored
+
+    def append(self, digests: Sequence[bytes], features: Tensor) -> None:
+        """Store the features of N texts, (N, D) float32."""
+        part: Path | FeatureFile | None = None
+        if self._folder is not None:
+            name = digest_of(b"".join(digests)).hex()
+            path = self._folder / f"{name}-{len(digests)}.safetensors"
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                with replacing(path) as temporary:
+                    self._write(temporary, digests, features)
+                part = path
+            except OSError as error:
+                self._on_unwritable(error)
+        self._add_part(part or self._write(None, digests, features), digests)
+
+    def _write(self, path: Path | None, digests: Sequence[bytes], features: Tensor) -> FeatureFile:
+        file = FeatureFile(path, self._widths, len(digests), key=self._key, create=True)
+        file.write(np.arange(len(digests)), digests, {"projected": features})
+        return file

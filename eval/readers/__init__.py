@@ -18,7 +18,7 @@ from clipkit.files import shown, user_path
 from clipkit.samples import SPLIT_NAMES, MissingSplit, find_split, is_table
 from clipkit.samples.remote import is_remote
 from data.corpora.builtin import BUILTIN, built_in
-from eval.datasets.dataset import TEST, EvalDataset, NoSplit
+from eval.datasets.dataset import TEST, EvalDataset
 from eval.readers.choices import open_caption_choices
 from eval.readers.folders import open_image_folder
 from eval.readers.languages import is_multilingual, open_multilingual
@@ -36,6 +36,7 @@ __all__ = [
     "find_published",
     "open_dataset",
     "open_datasets",
+    "open_each",
     "open_torchvision",
 ]
 
@@ -166,10 +167,9 @@ def open_dataset(
         DataError: there is no such dataset, or it is incomplete or inconsistent. Images are decoded later; one that
             does not decode is then an error too, so a score never covers fewer images than the dataset has.
     """
-    options = OpenOptions(
-        split=split, root=root, metadata_names=tuple(metadata_names), members=members or Members()
-    )
-    return _open_all([source], options)[0]
+    names = tuple(metadata_names)
+    options = OpenOptions(split=split, root=root, metadata_names=names, members=members or Members())
+    return _raise_first(open_each([source], options))[0]
 
 
 def open_datasets(
@@ -187,7 +187,17 @@ def open_datasets(
     Raises:
         DataError: as for ``open_dataset``; or a dataset is given twice.
     """
-    return _open_all(sources, OpenOptions(split=split, root=root, members=members or Members()))
+    options = OpenOptions(split=split, root=root, members=members or Members())
+    return tuple(_raise_first(open_each(list(map(str, sources)), options)))
+
+
+def _raise_first(outcomes: Sequence[EvalDataset | DataError]) -> list[EvalDataset]:
+    datasets: list[EvalDataset] = []
+    for outcome in outcomes:
+        if isinstance(outcome, DataError):
+            raise outcome
+        datasets.append(outcome)
+    return datasets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,25 +209,47 @@ class _Located:
     parts: tuple[str, ...]
 
 
-def _open_all(sources: Sequence[str | Path], options: OpenOptions) -> tuple[EvalDataset, ...]:
-    located = []
+def open_each(sources: Sequence[str | Path], options: OpenOptions) -> list[EvalDataset | DataError]:
+    """Open several datasets under unique names; return the error of each one that cannot be opened.
+
+    Raises:
+        DataError: a name is misspelled, or a dataset is given twice.
+    """
+    outcomes: list[EvalDataset | DataError | _Located] = []
     for source in map(str, sources):
         try:
-            located.append(_locate(source, options.root))
+            outcomes.append(_locate(source, options.root))
+        except DataError as error:
+            if options.root is None and not is_remote(source):
+                raise
+            outcomes.append(error)
         except OSError as error:
             raise DataError(f"cannot read dataset {source[:_SHOWN]!r}: {error.strerror}") from error
-    datasets = []
-    for target, name in zip(located, _distinct_names(located), strict=True):
-        # in messages a path is as the user wrote it
-        place = user_path(target.source) if isinstance(target.place, Path) else target.place
+    names = _distinct_names([outcome for outcome in outcomes if isinstance(outcome, _Located)])
+    opened: list[EvalDataset | DataError] = []
+    for outcome in outcomes:
+        if not isinstance(outcome, _Located):
+            opened.append(outcome)
+            continue
         try:
-            reader = next(reader for reader in READERS.values() if reader.recognizes(place, options.split))
-            if reader.test_only and options.split != TEST:
-                raise NoSplit(f"dataset {name} has no split {options.split!r}: all of {place} is for testing")
-            datasets.append(reader.open(place, name, options))
-        except OSError as error:
-            raise DataError(f"cannot read dataset {name}: {error.filename}: {error.strerror}") from error
-    return tuple(datasets)
+            opened.append(_open_located(outcome, names.pop(0), options))
+        except DataError as error:
+            opened.append(error)
+    return opened
+
+
+def _open_located(located: _Located, name: str, options: OpenOptions) -> EvalDataset:
+    # in messages a path is as the user wrote it
+    place = user_path(located.source) if isinstance(located.place, Path) else located.place
+    try:
+        reader = next(reader for reader in READERS.values() if reader.recognizes(place, options.split))
+        if reader.test_only and options.split != TEST:
+            raise MissingSplit(
+                f"dataset {name} has no split {options.split!r}: all of {place} is for testing"
+            )
+        return reader.open(place, name, options)
+    except OSError as error:
+        raise DataError(f"cannot read dataset {name}: {error.filename}: {error.strerror}") from error
 
 
 def _locate(source: str, root: Path | str | None) -> _Located:
@@ -261,7 +293,7 @@ def _locate(source: str, root: Path | str | None) -> _Located:
 def _distinct_names(located: Sequence[_Located]) -> list[str]:
     lengths = [1] * len(located)
     while True:
-        names = ["-".join(one.parts[-length:]) for one, length in zip(located, lengths, strict=True)]
+        names = ["-".join(source.parts[-length:]) for source, length in zip(located, lengths, strict=True)]
         shared = {name for name, count in Counter(names).items() if count > 1}
         short = [i for i, name in enumerate(names) if name in shared and lengths[i] < len(located[i].parts)]
         if not short:
@@ -269,7 +301,7 @@ def _distinct_names(located: Sequence[_Located]) -> list[str]:
         for i in short:
             lengths[i] += 1
     for name in shared:
-        same = [one.place for one, own in zip(located, names, strict=True) if own == name]
+        same = [source.place for source, other in zip(located, names, strict=True) if other == name]
         if len(set(same)) == 1:
             raise DataError(f"dataset {same[0]} is given twice: remove one")
         raise DataError(

@@ -9,6 +9,7 @@ mean.
 """
 
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from eval.datasets.dataset import EvalDataset
-from eval.readers.files import Box, FileImages, checked_set, read_json_file
+from clipkit.samples import is_deep, pillow_errors, refuse_deep_alpha, to_16_bit
+from eval.datasets.dataset import EvalDataset, SampleImages
+from eval.readers.files import FileSamples, checked_set, png_of, read_json_file
 
 __all__ = ["SYMMETRIC_RELATIONS", "open_caption_choices"]
 
@@ -51,6 +53,7 @@ in
 SYMMETRIC_RELATIONS = frozenset(" ".join(_SYMMETRIC.split()).split("; "))
 
 _FOLDERS = ("images", "val2017", "../images", "../val2017", "../coco/val2017", "../../coco/val2017")
+Box = tuple[int, int, int, int]  # left, top, width, height in pixels
 Side = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 
 
@@ -70,6 +73,35 @@ class _Entry(msgspec.Struct, kw_only=True):
     bbox_y: Side | None = None
     bbox_w: Side | None = None
     bbox_h: Side | None = None
+
+
+class CroppedSamples(FileSamples):
+    """Boxes of image files as lossless PNG; None for the unchanged file. See ``FileSamples``."""
+
+    def __init__(self, root: Path, paths: Sequence[Path], boxes: Sequence[Box | None]) -> None:
+        super().__init__(root, paths)
+        self.boxes = tuple(boxes)
+
+    def key(self, i: int) -> str:
+        box = self.boxes[i]
+        return super().key(i) if box is None else f"{super().key(i)} {list(box)}"
+
+    def read(self, i: int, member: str) -> bytes:
+        from PIL import Image
+
+        content, box = super().read(i, member), self.boxes[i]
+        if box is None:
+            return content
+        left, top, width, height = box
+        with pillow_errors(), Image.open(BytesIO(content)) as image:
+            if width < 1 or height < 1 or left >= image.width or top >= image.height:
+                raise DataError(f"its box {list(box)} is outside its {image.width} x {image.height} pixels")
+            refuse_deep_alpha(image)
+            image.load()
+            source = to_16_bit(image) if is_deep(image) else image.convert("RGB")
+            if source is None:
+                raise DataError("a box cannot be cropped from 32-bit, signed or float grayscale")
+            return png_of(source.crop((left, top, left + width, top + height)))
 
 
 def open_caption_choices(file: Path, name: str) -> EvalDataset:
@@ -117,10 +149,11 @@ def open_caption_choices(file: Path, name: str) -> EvalDataset:
         metadata["symmetric"] = torch.tensor(symmetric)
     elif all(entry.attributes is not None for entry in entries):
         metadata["attribute"] = _number_values([entry.attributes for entry in entries])
+    samples = CroppedSamples(folder, files, boxes)
     return checked_set(
         EvalDataset(
             name=name,
-            images=FileImages(folder, files, boxes),
+            images=SampleImages(samples, samples.files),
             tasks=("compositional",),
             choices=tuple(choices),
             metadata=metadata,

@@ -8,162 +8,96 @@ from collections.abc import Sequence
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import torch
 
 from clipkit.errors import DataError
 from clipkit.files import counted, shown
-from clipkit.samples import (
-    Samples,
-    is_deep,
-    join_place,
-    pillow_errors,
-    read_file,
-    refuse_deep_alpha,
-    to_16_bit,
-)
+from clipkit.samples import Samples, join_place, read_file
 from clipkit.samples.remote import ShardFile, is_remote
 from data.captions import is_utf8
-from eval.datasets.dataset import EvalDataset, some
+from eval.datasets.dataset import EvalDataset, SampleImages, some
 
 if TYPE_CHECKING:
     from PIL import Image
 
 __all__ = [
-    "Box",
-    "FileImages",
-    "SampleImages",
+    "FileSamples",
     "checked_set",
+    "file_images",
     "lines_of",
     "png_of",
     "read_json_file",
     "read_text_file",
-    "short_hash",
     "templates_in",
 ]
 
-Box = tuple[int, int, int, int]  # left, top, width, height in pixels
 _log = logging.getLogger("eval")
 
 
-def short_hash(*values: object) -> str:
-    """Return 16 hexadecimal digits for values with a unique ``repr``."""
-    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
-
-
-class SampleImages:
-    """Random access to images among samples.
+class FileSamples(Samples):
+    """Image files, one per sample; a file may occur several times.
 
     Args:
-        samples: the samples.
-        files: the files that contain them.
-        member: the member with the image; "" for the first one that is an image.
-        cells: by image, the index of its sample, and its member; by default ``member`` of every sample.
-    """
-
-    def __init__(
-        self,
-        samples: Samples,
-        files: Sequence[ShardFile],
-        *,
-        member: str = "",
-        cells: Sequence[tuple[int, str]] | None = None,
-    ) -> None:
-        self.samples, self.files, self.member, self.cells = samples, files, member, cells
-
-    def __len__(self) -> int:
-        return len(self.samples if self.cells is None else self.cells)
-
-    def _cell(self, number: int) -> tuple[int, str]:
-        return (number, self.member) if self.cells is None else self.cells[number]
-
-    def locate(self, number: int) -> tuple[str, str]:
-        """Return the file, and the key and the member of an image."""
-        i, member = self._cell(number)
-        file, key = self.samples.locate(i)
-        return file, f"{key}, {member}" if member else key
-
-    def read(self, number: int) -> bytes:
-        """Return an encoded image; raise DataError if it cannot be read."""
-        return self.samples.read(*self._cell(number))
-
-    def fingerprint(self) -> str:
-        """Return 16 hexadecimal digits that depend on the samples and the members."""
-        if self.cells is None and not self.member:
-            return self.samples.content_id
-        return short_hash(self.samples.content_id, self.member, self.cells)
-
-    def stamp(self) -> str:
-        """Return a fingerprint that also depends on the versions of the files."""
-        return short_hash(self.fingerprint(), [(file.size, file.version) for file in self.files])
-
-
-class FileImages:
-    """Random access to image files; a file may occur several times.
-
-    Args:
-        root: the folder that paths in messages and in the fingerprint are relative to.
-        files: the file of each image.
-        boxes: the box to crop from each file, as lossless PNG; None for the unchanged file.
+        root: the folder that paths in messages and in ``content_id`` are relative to.
+        paths: the file of each sample.
 
     Raises:
         DataError: a file is missing.
+
+    Attributes:
+        files: the state of each different file.
     """
 
-    def __init__(self, root: Path, files: Sequence[Path], boxes: Sequence[Box | None] | None = None) -> None:
-        self.root, self.files = root, tuple(files)
-        self._boxes = tuple(boxes) if boxes is not None else (None,) * len(self.files)
-        self._states: dict[Path, ShardFile] = {}
-        for file in dict.fromkeys(self.files):
+    def __init__(self, root: Path, paths: Sequence[Path]) -> None:
+        self.root, self.paths = root, tuple(paths)
+        states: dict[Path, ShardFile] = {}
+        for path in dict.fromkeys(self.paths):
             try:
-                self._states[file] = ShardFile.of_status(str(file), file.stat())
+                states[path] = ShardFile.of_status(str(path), path.stat())
             except OSError as error:
-                raise DataError(f"image {file}: {error.strerror}") from error
+                raise DataError(f"image {path}: {error.strerror}") from error
+        self.files = tuple(states.values())
+        self._sizes = {path: state.size for path, state in states.items()}
 
     def __len__(self) -> int:
-        return len(self.files)
+        return len(self.paths)
 
-    def locate(self, number: int) -> tuple[str, str]:
-        """Return the folder, and the file's path in it."""
-        file, box = self.files[number], self._boxes[number]
-        key = file.relative_to(self.root).as_posix() if file.is_relative_to(self.root) else str(file)
-        return str(self.root), key if box is None else f"{key} {list(box)}"
+    def path(self, i: int) -> Path:
+        return self.paths[i]
 
-    def read(self, number: int) -> bytes:
-        """Return an encoded image.
+    def key(self, i: int) -> str:
+        """Return the path of an image in the root."""
+        path = self.paths[i]
+        return path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else str(path)
 
-        Raises:
-            DataError: the file cannot be read; or it is to be cropped, and does not decode or lacks the box.
-        """
-        from PIL import Image
+    def locate(self, i: int) -> tuple[str, str]:
+        return str(self.root), self.key(i)
 
-        file, box = self.files[number], self._boxes[number]
-        content = read_file(file)
-        if box is None:
-            return content
-        left, top, width, height = box
-        with pillow_errors(), Image.open(BytesIO(content)) as image:
-            if width < 1 or height < 1 or left >= image.width or top >= image.height:
-                raise DataError(f"its box {list(box)} is outside its {image.width} x {image.height} pixels")
-            refuse_deep_alpha(image)
-            image.load()
-            source = to_16_bit(image) if is_deep(image) else image.convert("RGB")
-            if source is None:
-                raise DataError("a box cannot be cropped from 32-bit, signed or float grayscale")
-            return png_of(source.crop((left, top, left + width, top + height)))
+    def members(self, i: int) -> Sequence[str]:
+        return [self.paths[i].suffix.lower().removeprefix(".")]
 
-    def fingerprint(self) -> str:
-        """Return 16 hexadecimal digits that depend on relative paths, sizes and boxes."""
+    def fields(self, i: int) -> dict[str, Any]:
+        return {}
+
+    def read(self, i: int, member: str) -> bytes:
+        return read_file(self.paths[i])
+
+    @property
+    def content_id(self) -> str:
+        """16 hexadecimal digits that depend on keys and sizes."""
         digest = hashlib.sha256()
-        for number, file in enumerate(self.files):
-            digest.update(os.fsencode(f"{self.locate(number)[1]}\0{self._states[file].size}\n"))
+        for i, path in enumerate(self.paths):
+            digest.update(os.fsencode(f"{self.key(i)}\0{self._sizes[path]}\n"))
         return digest.hexdigest()[:16]
 
-    def stamp(self) -> str:
-        """Return a fingerprint that also depends on inodes and modification times."""
-        return short_hash(self.fingerprint(), [file.version for file in self._states.values()])
+
+def file_images(root: Path, paths: Sequence[Path]) -> SampleImages:
+    """Return image files as the images of a dataset; see ``FileSamples``."""
+    samples = FileSamples(root, paths)
+    return SampleImages(samples, samples.files)
 
 
 def png_of(image: "Image.Image") -> bytes:

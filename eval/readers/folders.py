@@ -15,6 +15,7 @@ from clipkit.samples import (
     SPLIT_NAMES,
     SPLIT_WORDS,
     SUFFIXES,
+    MissingSplit,
     caption_table_of,
     files_below,
     find_captions,
@@ -24,8 +25,8 @@ from clipkit.samples import (
     open_caption_tables,
     read_class_names,
 )
-from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit, some
-from eval.readers.files import FileImages, checked_set, templates_in
+from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, some
+from eval.readers.files import checked_set, file_images, templates_in
 from eval.readers.pairs import open_captioned_folder, open_table
 
 __all__ = ["open_image_folder"]
@@ -111,7 +112,7 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
         EvalDataset(
             name=name,
             split=split,
-            images=FileImages(inside, [file for _, file in labelled]),
+            images=file_images(inside, [file for _, file in labelled]),
             tasks=("zero-shot",),
             class_names=tuple(one.replace("_", " ").strip() for one in classes),
             templates=templates_in(folder) or DEFAULT_TEMPLATES,
@@ -124,7 +125,7 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
 def _folder_of_split(folder: Path, split: str, splits: dict[str, Path]) -> Path:
     # otherwise probes would be tuned on the images that they are scored on
     if split == "val" and "val" in splits and TEST not in splits:
-        raise NoSplit(
+        raise MissingSplit(
             f"{folder} has no split 'val' besides the test split, for which its folder {splits['val'].name!r} is "
             "used"
         )
@@ -135,7 +136,7 @@ def _folder_of_split(folder: Path, split: str, splits: dict[str, Path]) -> Path:
             return folder / name
     if split == TEST and "train" not in splits:
         return folder
-    raise NoSplit(
+    raise MissingSplit(
         f"{folder} has no split {split!r}: no folder {folder / split} with folders by class, such as "
         f"{folder / split / 'cat'}; splits are folders {_ACCEPTED}"
     )

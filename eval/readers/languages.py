@@ -15,7 +15,7 @@ from pathlib import Path
 from clipkit.errors import DataError
 from clipkit.samples import join_place
 from eval.datasets.dataset import EvalDataset, Language
-from eval.readers.files import FileImages, checked_set, lines_of, read_json_file, read_text_file
+from eval.readers.files import checked_set, file_images, lines_of, read_json_file, read_text_file
 from eval.results.records import parse_json
 
 __all__ = ["babel_languages", "is_multilingual", "named_languages", "open_multilingual"]
@@ -55,7 +55,7 @@ def open_multilingual(folder: Path, name: str) -> EvalDataset:
     return checked_set(
         EvalDataset(
             name=name,
-            images=FileImages(folder, [within / file for file in files]),
+            images=file_images(folder, [within / file for file in files]),
             tasks=("retrieval",),
             captions=captions.get("en") or next(iter(captions.values())),
             languages={language: Language(captions=own) for language, own in captions.items()},

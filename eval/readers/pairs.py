@@ -15,9 +15,17 @@ import torch
 
 from clipkit.errors import DataError
 from clipkit.files import counted
-from clipkit.samples import SPLIT_NAMES, FolderSamples, Table, TableSamples, is_table, plain_name
-from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit, some
-from eval.readers.files import FileImages, checked_set, templates_in
+from clipkit.samples import (
+    SPLIT_NAMES,
+    FolderSamples,
+    MissingSplit,
+    Table,
+    TableSamples,
+    is_table,
+    plain_name,
+)
+from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, some
+from eval.readers.files import checked_set, file_images, templates_in
 
 __all__ = ["lists_captions", "open_captioned_folder", "open_table"]
 
@@ -42,7 +50,7 @@ def open_table(file: Path, name: str, *, split: str = TEST) -> EvalDataset:
     """Open a table of paths of images with captions or labels.
 
     Raises:
-        NoSplit: there is no such split.
+        MissingSplit: there is no such split.
         DataError: the table cannot be read, or none of its images can be used.
     """
     table = Table(file, image_column=None, caption_column=None, others=None)
@@ -85,7 +93,7 @@ def _open_pairs(
     if not splits:
         raise DataError(f"dataset {name}: no image of {source} can be used: {causes or 'it has no rows'}")
     if not files:
-        raise NoSplit(f"dataset {name} has no split {split!r}: {source} has {some(sorted(splits))}")
+        raise MissingSplit(f"dataset {name} has no split {split!r}: {source} has {some(sorted(splits))}")
     if bad:
         _log.warning("dataset %s: %s cannot be used: %s", name, counted(bad.total(), "image"), causes)
     labels: torch.Tensor | None = None
@@ -99,7 +107,7 @@ def _open_pairs(
         EvalDataset(
             name=name,
             split=split,
-            images=FileImages(root, files),
+            images=file_images(root, files),
             tasks=("retrieval",) if labels is None else ("zero-shot",),
             class_names=class_names,
             templates=templates_in(source.parent) or DEFAULT_TEMPLATES,

@@ -35,13 +35,14 @@ from clipkit.samples import (
     IMAGE_EXTENSIONS,
     PARQUET_PART,
     SPLIT_NAMES,
+    MissingSplit,
     ParquetSamples,
     find_column,
     plain_name,
 )
 from clipkit.samples.remote import ShardFile, shard_cache
-from eval.datasets.dataset import EvalDataset, Images, NoSplit
-from eval.readers.files import FileImages, SampleImages, checked_set
+from eval.datasets.dataset import EvalDataset, SampleImages
+from eval.readers.files import checked_set, file_images
 from eval.readers.shards import files_of_split
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ class _Table:
             features = {}
         self._features: dict[str, Any] = features if isinstance(features, dict) else {}
 
-    def dataset(self, images: Images, task: str, **parts: Any) -> EvalDataset:
+    def dataset(self, images: SampleImages, task: str, **parts: Any) -> EvalDataset:
         return checked_set(
             EvalDataset(name=self.name, split=self.split, images=images, tasks=(task,), **parts)
         )
@@ -256,7 +257,7 @@ def _texts_in_splits(table: _Table, column: str, place: Path | str) -> set[str]:
             files = _open_files(table.name, files_of_split(table.name, place, split, PARQUET_SUFFIXES))
             if column in files.schema.names:
                 texts.update(text for text in files.columns(column)[0] if isinstance(text, str) and text)
-        except NoSplit:
+        except MissingSplit:
             continue
         except DataError:
             unread.append(split)
@@ -339,7 +340,7 @@ def _winogavil(table: _Table, place: Path | str) -> EvalDataset:
         names += own
         cues += [(cue,)] * len(own)
         right += [int(one in belong) for one in own]
-    images: Images | None = None
+    images: SampleImages | None = None
     for column in _WINOGAVIL_IMAGES:
         if images is not None or column not in files.schema.names:
             continue
@@ -359,7 +360,7 @@ def _winogavil(table: _Table, place: Path | str) -> EvalDataset:
             if path is None:
                 raise DataError(f"{dataset}: no image of {one[:40]!r} in {folder}")
             paths.append(path)
-        images = FileImages(folder, paths)
+        images = file_images(folder, paths)
     if images is None:
         raise DataError(
             f"{dataset}: neither a column candidates_images with images nor a folder images with NAME.jpg"

@@ -49,14 +49,12 @@ from clipkit.samples import (
 from clipkit.samples.remote import ShardFile, Unreachable, list_folder, shard_cache
 from data.captions import TEXT, CaptionRule, is_utf8
 from data.shards.manifest import list_members, suggest_members
-from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit
+from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, SampleImages, short_hash
 from eval.readers.files import (
-    SampleImages,
     checked_set,
     lines_of,
     read_json_file,
     read_text_file,
-    short_hash,
     templates_in,
 )
 from eval.tasks import TASKS
@@ -446,7 +444,7 @@ def files_of_split(name: str, place: str | Path, split: str, suffixes: tuple[str
     """Return the files of a split of a dataset; files whose names state no split are the test split.
 
     Raises:
-        NoSplit: there are none.
+        MissingSplit: there are none.
     """
     stated, files = "", []
     if isinstance(place, Path) and place.is_file():
@@ -456,7 +454,9 @@ def files_of_split(name: str, place: str | Path, split: str, suffixes: tuple[str
             stated, files = find_split(place, split, suffixes)
         except MissingSplit as error:
             advice = "; pack with --test 0.1, or name the folder of a split" if split == TEST else ""
-            raise NoSplit(f"dataset {name}: {error}{advice}") from error
+            raise MissingSplit(f"dataset {name}: {error}{advice}") from error
     if not stated and split != TEST:
-        raise NoSplit(f"dataset {name} has no split {split!r}: all of {shown(str(place))} is for testing")
+        raise MissingSplit(
+            f"dataset {name} has no split {split!r}: all of {shown(str(place))} is for testing"
+        )
     return files

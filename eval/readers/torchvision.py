@@ -15,18 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from clipkit.errors import ConfigError, DataError, nearest
-from clipkit.samples import pillow_errors
-from eval.datasets.dataset import TEST, EvalDataset, Images, NoSplit, some
-from eval.readers.files import FileImages, checked_set, png_of
+from clipkit.errors import ConfigError, DataError, Unavailable, nearest
+from clipkit.samples import MissingSplit, Samples, pillow_errors
+from eval.datasets.dataset import TEST, EvalDataset, SampleImages, some
+from eval.readers.files import checked_set, file_images, png_of
 
-__all__ = ["ALL", "TORCHVISION_SETS", "ArrayImages", "NotFetched", "check_known", "open_torchvision"]
+__all__ = ["ALL", "TORCHVISION_SETS", "ArraySamples", "check_known", "open_torchvision"]
 
 ALL = "all"  # the split of a dataset without splits
-
-
-class NotFetched(DataError):
-    """A dataset's files are missing or incomplete."""
 
 
 Splits = Mapping[str, Mapping[str, Any]]  # our split name → arguments of torchvision's class
@@ -93,7 +89,7 @@ def open_torchvision(
         arguments: further arguments such as ``{"partition": 2}`` for DTD; they override the split's.
 
     Raises:
-        NoSplit: torchvision has no such split.
+        MissingSplit: torchvision has no such split.
         DataError: files, or a library to read them, are missing.
         ConfigError: torchvision has no such dataset.
     """
@@ -105,14 +101,16 @@ def open_torchvision(
         what = f"only {some(list(splits))}"
         if ALL in splits:
             what = f"torchvision's {kind} has only the split {ALL!r} with all images"
-        raise NoSplit(f"dataset {name} has no split {split!r}{':' if ALL in splits else ','} {what}")
+        raise MissingSplit(f"dataset {name} has no split {split!r}{':' if ALL in splits else ','} {what}")
     options = {**splits[split], **(arguments or {})}
     try:
         dataset = getattr(kinds, kind)(root=str(root), **options)
     except (ImportError, AttributeError, RuntimeError, OSError, ValueError, TypeError, KeyError) as error:
         message = shorten(str(error), _LONGEST, placeholder=" …")  # cuts between words, not in a path
-        fault = NotFetched if _NOT_THERE.search(message) and "pip install" not in message else DataError
-        raise fault(f"dataset {name}: torchvision's {kind} cannot be read in {root}: {message}") from error
+        message = f"dataset {name}: torchvision's {kind} cannot be read in {root}: {message}"
+        if _NOT_THERE.search(message) and "pip install" not in message:
+            raise Unavailable(message, cause="missing") from error
+        raise DataError(message) from error
     files, labels = _files(dataset), _labels(name, dataset)
     if not labels:
         raise DataError(f"dataset {name} has no image")
@@ -123,14 +121,14 @@ def open_torchvision(
         except (OSError, SyntaxError) as error:
             raise DataError(f"dataset {name}: image {number} does not decode: {error}") from error
         assert int(given) == labels[number], f"torchvision has changed where {name} stores its labels"
-    images: Images
     if files is None:
-        images = ArrayImages(dataset, f"torchvision:{kind}", split)
+        images = SampleImages(ArraySamples(dataset, f"torchvision:{kind} ({split})"))
     else:
         order = list(range(len(files)))
         if split == ALL:  # SUN397's files are in directory order
             order.sort(key=lambda number: files[number])
-        images, labels = FileImages(root, [files[one] for one in order]), [labels[one] for one in order]
+        images = file_images(root, [files[number] for number in order])
+        labels = [labels[number] for number in order]
     # ImageNet's classes are lists of names, so its WordNet ids are the keys; some datasets have no class names
     names = getattr(dataset, "wnids", None) or getattr(dataset, "classes", None) or ()
     return checked_set(
@@ -175,41 +173,44 @@ def _entries(dataset: Any, attributes: Sequence[str]) -> list[Any]:
     return []
 
 
-class ArrayImages:
+class ArraySamples(Samples):
     """Images that torchvision holds in memory or unpacks itself, as lossless PNG.
 
     Args:
         dataset: torchvision's dataset.
         shown: its name in messages.
-        split: the split's name.
     """
 
-    def __init__(self, dataset: Any, shown: str, split: str) -> None:
-        self._dataset, self._shown, self._split = dataset, shown, split
+    def __init__(self, dataset: Any, shown: str) -> None:
+        self._dataset, self._shown = dataset, shown
 
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def locate(self, number: int) -> tuple[str, str]:
-        """Return the dataset's name, and the image's number in its split."""
-        return f"{self._shown} ({self._split})", str(number)
+    def key(self, i: int) -> str:
+        return str(i)
 
-    def read(self, number: int) -> bytes:
-        """Return an encoded image; raise DataError if it does not decode."""
-        with pillow_errors(), self._dataset[number][0] as image:
+    def locate(self, i: int) -> tuple[str, str]:
+        return self._shown, self.key(i)
+
+    def members(self, i: int) -> Sequence[str]:
+        return ["png"]
+
+    def fields(self, i: int) -> dict[str, Any]:
+        return {}
+
+    def read(self, i: int, member: str) -> bytes:
+        with pillow_errors(), self._dataset[i][0] as image:
             return png_of(image)
 
-    def fingerprint(self) -> str:
-        """Return 16 hexadecimal digits that depend on all pixels if they are in one array, else on 100 images."""
+    @property
+    def content_id(self) -> str:
+        """16 hexadecimal digits that depend on all pixels if they are in one array, else on 100 images."""
         digest = hashlib.sha256(f"{len(self)}".encode())
         data = getattr(self._dataset, "data", None)
         if data is not None:
             digest.update(np.ascontiguousarray(data).data)
         else:
-            for number in range(0, len(self), max(1, len(self) // 100)):
-                digest.update(self.read(number))
+            for i in range(0, len(self), max(1, len(self) // 100)):
+                digest.update(self.read(i, ""))
         return digest.hexdigest()[:16]
-
-    def stamp(self) -> str:
-        """Return the fingerprint, which depends on the images' content."""
-        return self.fingerprint()

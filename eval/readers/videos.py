@@ -22,7 +22,7 @@ import torch
 
 from clipkit.errors import DataError
 from eval.datasets.dataset import EvalDataset
-from eval.readers.files import FileImages, checked_set, read_json_file, read_text_file
+from eval.readers.files import checked_set, file_images, read_json_file, read_text_file
 
 __all__ = ["is_video_frames", "open_video_frames"]
 
@@ -92,7 +92,7 @@ def open_video_frames(folder: Path, name: str) -> EvalDataset:
     return checked_set(
         EvalDataset(
             name=name,
-            images=FileImages(folder, files),
+            images=file_images(folder, files),
             tasks=("zero-shot",),
             class_names=tuple(names),
             templates=("a photo of a {c}.",),

@@ -35,7 +35,7 @@ def captioning(subject: Subject, options: Options) -> Outcome:
     """Run the task ``captioning``.
 
     Raises:
-        Lacks: the dataset has no captions.
+        Unavailable: the dataset has no captions.
         DataError: they are all the same, an image cannot be read, or the model's outputs are not finite.
     """
     dataset = subject.dataset

@@ -33,7 +33,7 @@ def fitting_metrics(dataset: EvalDataset, metrics: Sequence[str]) -> tuple[str, 
     """Return the classification metrics among those of a card, or the default ones if there are none.
 
     Raises:
-        Lacks: the dataset has no labels or class names.
+        Unavailable: the dataset has no labels or class names.
         DataError: a metric does not apply to the dataset.
     """
     multi_label, classes = labels_of(dataset).dim() == 2, len(dataset.class_names)

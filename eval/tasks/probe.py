@@ -23,7 +23,8 @@ from torch import Tensor
 from clipkit.errors import ConfigError, DataError
 from clipkit.files import counted
 from clipkit.model import layer_count
-from eval.datasets.dataset import EvalDataset, NoSplit, labels_of, some
+from clipkit.samples import MissingSplit
+from eval.datasets.dataset import EvalDataset, labels_of, some
 from eval.metrics import METRICS, Answers, class_ranks, class_scores, full_float32, stable_top_k, top_classes
 from eval.results.details import prediction_details
 from eval.results.records import Details
@@ -85,7 +86,7 @@ def training_split(
     """
     dataset, train = subject.dataset, subject.split(split)
     if train is None:
-        raise NoSplit(f"dataset {dataset.name} has no {split} split, which {learner} learns from")
+        raise MissingSplit(f"dataset {dataset.name} has no {split} split, which {learner} learns from")
     if train.split == dataset.split:
         raise DataError(
             f"dataset {dataset.name}: {learner} learns from {split}, so score it on another split"

@@ -30,7 +30,7 @@ def retrieval(subject: Subject, options: Options) -> Outcome:
     ``mean_R@1``. If images have several captions, the interval of ``text_to_image_R@k`` resamples these together.
 
     Raises:
-        Lacks: the dataset has no captions.
+        Unavailable: the dataset has no captions.
         DataError: they are all the same.
     """
     report_captions(subject)

@@ -13,7 +13,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from eval.datasets.dataset import EvalDataset, NoSplit, by_class_names
+from clipkit.samples import MissingSplit
+from eval.datasets.dataset import EvalDataset, by_class_names
 from eval.features.encoder import Encoder, ImageFeatures
 from eval.metrics import Metric, metric_of
 from eval.results.records import Details
@@ -82,7 +83,7 @@ class Subject:
         encoder: the model. With a classification head, it reads class names and no prompts.
         dataset: the split that is scored.
         metrics: the dataset's primary metric, then others; empty for the defaults of each task.
-        open_split: opens another split of the dataset; raises ``NoSplit`` if there is none.
+        open_split: opens another split of the dataset; raises ``MissingSplit`` if there is none.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Subject:
             try:
                 opened = self._open_split(name) if self._open_split is not None else None
                 self._splits[name] = None if opened is None else self._as_read(opened)
-            except NoSplit:
+            except MissingSplit:
                 self._splits[name] = None
         return self._splits[name]
 
@@ -133,12 +134,12 @@ class Subject:
                 ``projected`` is then empty.
 
         Raises:
-            NoSplit: there is no such split.
+            MissingSplit: there is no such split.
             DataError: an image is damaged, or features are not finite.
         """
         dataset = self.split(split or self.dataset.split)
         if dataset is None:
-            raise NoSplit(f"dataset {self.dataset.name} has no split {split!r}")
+            raise MissingSplit(f"dataset {self.dataset.name} has no split {split!r}")
         if layer is None:
             if dataset.split not in self._images:
                 self._images[dataset.split] = self.encoder.images(dataset)

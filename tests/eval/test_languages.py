@@ -14,7 +14,7 @@ from clipkit.errors import DataError
 from clipkit.model import eval_pixels
 from eval import Encoder, EvalDataset, open_dataset, read_results
 from eval.datasets.card import parse_card
-from eval.datasets.targets import find_targets, with_languages
+from eval.datasets.targets import find_targets, select_languages
 from eval.features.encoder import ImageFeatures
 from eval.run import Scored, run_model
 from tests.eval.conftest import CLASSES, png
@@ -107,7 +107,7 @@ def test_retrieval_scores_per_language_and_mean(model: CLIP, xm: Path, tmp_path:
     assert len({line["captions"] for line in lines if line["setting"] in ("de", "th")}) == 2
     again = scored(model, target, tmp_path / "r.jsonl", skip=True)
     assert again.found == len(lines) and not again.scores
-    one = scored(model, with_languages(target, ["th"]), tmp_path / "one.jsonl", skip=True)
+    one = scored(model, select_languages(target, ["th"]), tmp_path / "one.jsonl", skip=True)
     assert {score.setting for score in one.scores} == {"th"}
 
 
@@ -137,7 +137,7 @@ def test_class_names_per_language_equal_separate_datasets(
     (target,) = find_targets([str(folder)])
     plain = scored(model, target, tmp_path / "plain.jsonl").scores
     assert {one.setting for one in plain} == {""}
-    both = scored(model, with_languages(target, ["all"]), tmp_path / "r.jsonl").scores
+    both = scored(model, select_languages(target, ["all"]), tmp_path / "r.jsonl").scores
     for language, own in names.items():
         (folder / "classnames.txt").write_text("\n".join(own) + "\n")
         expected = scored(model, find_targets([str(folder)])[0], tmp_path / f"{language}.jsonl").scores
@@ -145,7 +145,7 @@ def test_class_names_per_language_equal_separate_datasets(
             one.metric: one.value for one in both if one.setting == language
         }
     with pytest.raises(DataError, match="no language 'xx'"):
-        with_languages(target, ["xx"])
+        select_languages(target, ["xx"])
 
 
 def test_babel_imagenet_scores_named_classes(

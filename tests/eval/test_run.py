@@ -361,12 +361,12 @@ def test_invalid_card_does_not_stop_other_datasets(
     (wrong / "card.toml").write_text('tasks = ["zero-shot"]\nmetric = "acc1"\nsplit = 1\n')
     arguments = ["run", "--model", str(run), "--out", str(out), "--data", str(wrong)]
     assert main([*arguments, "--data", str(good)]) == 1
-    told = f"not scored: {wrong}/card.toml: unknown key 'split', did you mean 'splits'?\n"
+    told = f"not scored: {wrong}/card.toml: Object contains unknown field `split`\n"
     assert capsys.readouterr().err == told
     assert {line["dataset"] for line in read_results(out)} == {"good"}
     other = write_dataset("other")
     (other / "card.toml").write_text("tasks = [")
-    with pytest.raises(DataError, match="unknown key 'split'"):
+    with pytest.raises(DataError, match="unknown field `split`"):
         main([*arguments, "--data", str(other)])
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith(f"not scored: {other}/card.toml is not TOML")

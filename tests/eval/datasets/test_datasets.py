@@ -15,13 +15,13 @@ import pytest
 from PIL import Image
 
 from clipkit.errors import ConfigError, DataError
+from clipkit.samples import MissingSplit
 from data.pack import pack
 from data.shards.writer import DatasetWriter, Record
 from eval.__main__ import main
-from eval.datasets.dataset import DEFAULT_TEMPLATES, NoSplit
+from eval.datasets.dataset import DEFAULT_TEMPLATES, SampleImages
 from eval.datasets.new import new_card
 from eval.readers import open_dataset, open_datasets
-from eval.readers.files import SampleImages
 from tests.eval.conftest import CLASSES
 
 WriteDataset = Callable[..., Path]
@@ -190,7 +190,7 @@ def test_classes_of_folders_are_collected_from_all_splits(
     assert train.class_names == test.class_names == ("cat", "dog", "emu")
     assert test.labels is not None and test.labels.tolist() == [0, 2]
     assert "the names of the others remain possible answers: 'dog'" in caplog.text
-    with pytest.raises(NoSplit, match="has no split 'val'"):
+    with pytest.raises(MissingSplit, match="has no split 'val'"):
         open_dataset(tmp_path / "pets", split="val")
     stamp = test.stamp
     os.utime(tmp_path / "pets" / "test" / "cat" / "2.jpg", ns=(1, 1))
@@ -203,7 +203,9 @@ def test_val_folder_used_as_test_is_not_also_val(tmp_path: Path) -> None:
         (tmp_path / "pets" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "pets" / name).write_bytes(image_file())
     assert len(open_dataset(tmp_path / "pets")) == 3
-    with pytest.raises(NoSplit, match="folder 'val' is used"):  # else probes would be tuned on scored images
+    with pytest.raises(
+        MissingSplit, match="folder 'val' is used"
+    ):  # else probes would be tuned on scored images
         open_dataset(tmp_path / "pets", split="val")
     card = new_card("Pets", tmp_path / "pets")
     assert card.splits == {"train": 2, "test": 3}

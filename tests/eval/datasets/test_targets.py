@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from clipkit.errors import ConfigError, DataError
+from clipkit.errors import ConfigError, DataError, Unavailable
 from clipkit.samples.remote.transfer import PATIENCE
 from eval.compare import find_known, known_tasks, nothing_checked
 from eval.datasets.new import new_card
-from eval.datasets.targets import Missing, find_named, find_suites, find_targets
+from eval.datasets.targets import find_named, find_suites, find_targets
 
 WriteDataset = Callable[..., Path]
 KNOWN = "open_clip:ViT-B-32/openai"
@@ -38,7 +38,7 @@ def test_missing_datasets_are_reported_in_one_line_each(tmp_path: Path) -> None:
         find_suites(["clip27"], root=tmp_path / "none")
     known = find_known([], KNOWN, root=tmp_path)
     lines = list(map(str, known.trouble))
-    assert known.datasets == len(lines) > 20 and all(isinstance(one, Missing) for one in known.trouble)
+    assert known.datasets == len(lines) > 20 and all(isinstance(one, Unavailable) for one in known.trouble)
     at = "published at hf://datasets/clip-benchmark/wds_food101, or in the layout of torchvision.datasets.Food101"
     assert f"food101: not under {tmp_path}; {at}" in lines
     assert nothing_checked(known, KNOWN) == (
@@ -56,12 +56,12 @@ def test_invalid_dataset_does_not_stop_others(write_dataset: WriteDataset, tmp_p
     names = [str(wrong), str(good[0]), "mnist", str(damaged), str(good[1])]
     targets, trouble = find_named(names)
     assert [one.dataset.name for one in targets] == ["A-test", "B-test"]
-    assert [type(one) for one in trouble] == [Missing, DataError, DataError]
+    assert [type(one) for one in trouble] == [Unavailable, DataError, DataError]
     said = [str(one) for one in trouble]
-    assert "pass its location with --data-root" in said[0] and str(damaged) in said[1]
-    assert said[2].startswith(f"{wrong}/card.toml: metric = 'acc_1': expected ")
+    assert "pass its location with --data-root" in said[0] and str(damaged) in said[2]
+    assert said[1].startswith(f"{wrong}/card.toml: metric: 'acc_1' does not apply to zero-shot")
     assert not any("\n" in one for one in said)
-    with pytest.raises(Missing):
+    with pytest.raises(Unavailable):
         find_targets(names)
     for slip in ("nowhere", str(tmp_path / "nowhere"), "~nouser/x"):  # an unknown name stops all
         with pytest.raises(DataError, match=f"no dataset '{slip}'"):
@@ -99,7 +99,7 @@ def test_card_in_folder_must_match_images(
     for text, message in (
         (
             'metric = "roc_auc"',
-            r"do not fit the images: each must be a metric of zero-shot: acc1, .*two classes",
+            r"card.toml: 'roc_auc' does not apply to zero-shot; metrics that do: acc1, mean",
         ),
         ('metric = "map_11_point"\nmultilabel = true', "each image has one label, .* multilabel = false"),
         ('metric = "worst_region_acc1"\nmetadata = ["region"]', "has no npy, expected 1 column: region"),

@@ -2,7 +2,6 @@
 
 import copy
 import hashlib
-import shutil
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -17,32 +16,33 @@ from torch import Tensor
 import clipkit
 from clipkit import CLIP
 from clipkit.errors import DataError
+from clipkit.samples import Samples
 from eval import Encoder, EvalDataset, Ranks, Score, Subject, evaluate, open_dataset
+from eval.datasets.dataset import SampleImages
 from eval.features.encoder import images_per_pass
 from tests.eval.conftest import png
 
 WriteDataset = Callable[..., Path]
 
 
-def test_datasets_with_shared_images_and_texts_encode_nothing_twice(
+def test_tasks_and_runs_share_images_and_texts(
     model: CLIP, write_dataset: WriteDataset, tmp_path: Path
 ) -> None:
-    # the i-th image is the same in all datasets
     folders = [
         write_dataset("one"),
         write_dataset("two", labels=[i % 3 for i in range(11)], class_names=("red", "green", "blue")),
         write_dataset("three", templates=("{c}", "a drawing of {c}")),
-        write_dataset("four", labels=[0] * 30),
         write_dataset(
-            "five", captions=[f"a photo of something {'red' if i else 'blue'}." for i in range(23)]
+            "four", captions=[f"a photo of something {'red' if i else 'blue'}." for i in range(23)]
         ),
     ]
     encoder = Encoder(model, store=tmp_path / "features")
     for folder in folders:
-        tasks = ["zero-shot", "retrieval"] if folder.name == "five" else ["zero-shot"]
-        evaluate(Subject(encoder, open_dataset(folder)), tasks=tasks)
-    # 30 images; 7 colours in three templates, one of which gives the captions
-    assert encoder.encoded == {"images": 30, "texts": 21}
+        tasks = ["zero-shot", "retrieval"] if folder.name == "four" else ["zero-shot"]
+        for _ in range(2):
+            evaluate(Subject(encoder, open_dataset(folder)), tasks=tasks)
+    # 7 colours in three templates, one of which gives the captions
+    assert encoder.encoded == {"images": 3 * 23 + 11, "texts": 21}
     again = Encoder(model, store=tmp_path / "features")
     for folder in folders:
         subject = Subject(again, open_dataset(folder))
@@ -99,7 +99,7 @@ def test_features_from_before_an_interruption_are_kept(
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_ranks_with_separate_stores_share_stored_features(
+def test_ranks_with_separate_stores_share_the_work(
     model: CLIP,
     write_dataset: WriteDataset,
     tmp_path: Path,
@@ -107,9 +107,7 @@ def test_ranks_with_separate_stores_share_stored_features(
 ) -> None:
     dataset = open_dataset(write_dataset())
     stores = [tmp_path / "a", tmp_path / "b"]
-    Encoder(model, store=stores[0 if first else 1]).images(
-        open_dataset(write_dataset("some", labels=[0] * 9))
-    )
+    Encoder(model, store=stores[0 if first else 1]).images(dataset)  # only one of the ranks has them
     barrier, values = threading.Barrier(2, timeout=120), [torch.empty(0)] * 2
 
     def gather(rank: int) -> Callable[[Tensor], Tensor]:
@@ -147,12 +145,12 @@ def test_ranks_with_separate_stores_share_stored_features(
         own = Encoder(model, store=encoder.store)
         assert torch.equal(own.images(dataset).projected, found[rank])
         assert own.encoded == {"images": 0, "texts": 0}
-    # each rank encodes only images that its own store lacks, and shares all features
-    assert 14 <= sum(encoder.encoded["images"] for encoder in encoders) < 23
+    # an image is encoded by one rank, unless that rank has its features
+    assert sum(encoder.encoded["images"] for encoder in encoders) in (11, 12)
     assert sum(encoder.encoded["texts"] for encoder in encoders) == 3
 
 
-class Images:
+class Images(Samples):
     """Encoded images in memory."""
 
     def __init__(self, numbers: range) -> None:
@@ -161,16 +159,24 @@ class Images:
     def __len__(self) -> int:
         return len(self.contents)
 
-    def read(self, number: int) -> bytes:
-        return self.contents[number]
+    def key(self, i: int) -> str:
+        return str(i)
 
-    def locate(self, number: int) -> tuple[str, str]:
-        return "memory", str(number)
+    def locate(self, i: int) -> tuple[str, str]:
+        return "memory", str(i)
 
-    def fingerprint(self) -> str:
+    def members(self, i: int) -> list[str]:
+        return ["png"]
+
+    def fields(self, i: int) -> dict[str, Any]:
+        return {}
+
+    def read(self, i: int, member: str) -> bytes:
+        return self.contents[i]
+
+    @property
+    def content_id(self) -> str:
         return hashlib.sha256(b"".join(self.contents)).hexdigest()[:16]
-
-    stamp = fingerprint
 
 
 def damage(files: Sequence[Path], kind: str, chosen: int, other: int, place: int) -> None:
@@ -224,10 +230,7 @@ def test_a_damaged_store_gives_the_same_scores_or_an_error(
             try:
                 features, scores = subject.images().projected, evaluate(subject)
             except DataError as error:
-                assert "remove that folder" in str(error) or "run the command again" in str(error)
-                assert "\n" not in str(error)
-                shutil.rmtree(store)  # as in the message
-                kept = [Encoder(one, store=store, batch_size=4) for one in models]
+                assert "run the command again" in str(error)
             else:
                 right = expected[which, number]
                 torch.testing.assert_close(features, right[0], atol=1e-6, rtol=0)
@@ -248,10 +251,10 @@ def scored_models(
             name=name,
             class_names=("red", "green", "blue"),
             templates=templates,
-            images=images,
+            images=SampleImages(images),
             labels=torch.arange(len(images)) % 3,
             captions=None,
-            revision=images.fingerprint(),
+            revision=images.content_id,
             tasks=("zero-shot",),
         )
         for name, images, templates in (

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from clipkit.errors import DataError
-from eval.datasets.dataset import NoSplit
+from clipkit.samples import MissingSplit
 from eval.readers import open_dataset
-from eval.readers.files import FileImages
+from eval.readers.choices import CroppedSamples
 from tests.clipkit.deep_images import tiff_of
 from tests.eval.conftest import png
 
@@ -47,7 +47,7 @@ def test_sugar_crepe_is_read(tmp_path: Path) -> None:
     assert dataset.choices == (("a dog on a cat", "a cat on a dog"), ("red", "blue"))
     assert [dataset.images.read(number) for number in range(2)] == [png(1)] * 2
     assert dataset.where(1) == f"dataset swap_obj: image 1.jpg of {tmp_path / 'val2017'}"
-    with pytest.raises(NoSplit):
+    with pytest.raises(MissingSplit):
         open_dataset(file, split="train")
 
 
@@ -128,8 +128,8 @@ def test_box_of_a_deep_image_keeps_its_values(tmp_path: Path) -> None:
     values = np.arange(64, dtype="<u2").reshape(8, 8) * 1000
     (tmp_path / "a.tif").write_bytes(tiff_of(values))
     (tmp_path / "b.tif").write_bytes(tiff_of(values, photometric=0))
-    images = FileImages(tmp_path, [tmp_path / "a.tif", tmp_path / "b.tif"], [(1, 2, 4, 3)] * 2)
-    with Image.open(BytesIO(images.read(0))) as cropped:
+    samples = CroppedSamples(tmp_path, [tmp_path / "a.tif", tmp_path / "b.tif"], [(1, 2, 4, 3)] * 2)
+    with Image.open(BytesIO(samples.read(0, ""))) as cropped:
         assert cropped.format == "PNG" and np.array_equal(np.asarray(cropped), values[2:5, 1:5])
     with pytest.raises(DataError, match="a box cannot be cropped from"):
-        images.read(1)
+        samples.read(1, "")

@@ -21,7 +21,7 @@ from eval.datasets.new import new_card
 from eval.datasets.targets import find_targets
 from eval.metrics.classes import any_label_accuracy
 from eval.readers import OpenOptions, Reader, open_dataset
-from eval.readers.files import FileImages, checked_set, lines_of
+from eval.readers.files import checked_set, file_images, lines_of
 
 
 def png(shade: int) -> bytes:
@@ -171,7 +171,7 @@ def test_wordnet_ids_get_names(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         "'Chihuahua'"
     )
     names = new_card("Places", places).prompt_sets["own"].names
-    assert names == {"n01440764": ("tench",), "n02085620": ("Chihuahua",)}
+    assert names == {"n01440764": "tench", "n02085620": "Chihuahua"}
     (places / "classnames.txt").write_text("a fish\na dog\n")
     (target,) = find_targets([str(places)])
     assert target.dataset.class_names == ("a fish", "a dog")
@@ -245,7 +245,7 @@ def test_new_card_can_name_numbered_classes(tmp_path: Path, capsys: pytest.Captu
     assert "add class names under [prompts.own.names]" in capsys.readouterr().out
     path = folder / "card.toml"
     path.write_text(
-        path.read_text().replace('0 = ["0"]', '0 = ["cat", "kitten"]').replace('2 = ["2"]', '2 = "dog"')
+        path.read_text().replace('0 = "0"', '0 = ["cat", "kitten"]').replace('2 = "2"', '2 = "dog"')
     )
     (target,) = find_targets([str(folder)])
     assert target.dataset.class_names == ("cat", "1", "dog")
@@ -304,7 +304,7 @@ def test_columns_of_wrong_types_are_rejected(tmp_path: Path) -> None:
 
 def test_reader_is_added_by_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def open_listed(folder: Path, name: str, options: OpenOptions) -> EvalDataset:
-        images = FileImages(folder, sorted(folder.glob("*.png")))
+        images = file_images(folder, sorted(folder.glob("*.png")))
         return checked_set(
             EvalDataset(
                 name=name,

@@ -11,7 +11,8 @@ from pyarrow import parquet as pq
 
 from clipkit import CLIP
 from clipkit.errors import DataError
-from eval.datasets.dataset import EvalDataset, NoSplit
+from clipkit.samples import MissingSplit
+from eval.datasets.dataset import EvalDataset
 from eval.features.encoder import Encoder
 from eval.readers import open_dataset
 from tests.clipkit.samples.remote import servers
@@ -72,7 +73,7 @@ def test_classification_is_read(tmp_path: Path) -> None:
     assert dataset.where(4).endswith("test-00001-of-00002.parquet")
     assert "row 4, image of" in dataset.where(4)
     assert len(open_dataset(tmp_path / "pets", split="train")) == 1
-    with pytest.raises(NoSplit, match=r"has no split 'val', only test, train"):
+    with pytest.raises(MissingSplit, match=r"has no split 'val', only test, train"):
         open_dataset(tmp_path / "pets", split="val")
     revision = dataset.revision
     (tmp_path / "pets").rename(tmp_path / "moved")
@@ -281,7 +282,7 @@ def test_single_file_is_read(tmp_path: Path) -> None:
     dataset = open_dataset(file)
     assert (dataset.name, dataset.captions) == ("set", (("a", "b"), ("c",), ("d",)))
     assert read(dataset) == [b"image 0", b"image 1", b"image 2"]
-    with pytest.raises(NoSplit, match="has no split 'train'"):
+    with pytest.raises(MissingSplit, match="has no split 'train'"):
         open_dataset(file, split="train")
 
 

@@ -19,9 +19,10 @@ from hypothesis import given, strategies as st
 from PIL import Image
 
 from clipkit.errors import DataError
+from clipkit.samples import MissingSplit
 from clipkit.samples.remote import transfer
 from clipkit.samples.remote.transfer import Patience, Unreachable
-from eval.datasets.dataset import EvalDataset, NoSplit
+from eval.datasets.dataset import EvalDataset
 from eval.datasets.targets import find_suites
 from eval.readers import find_published, open_dataset, shards as places
 from eval.readers.files import read_text_file
@@ -266,7 +267,7 @@ def test_dataset_is_read_over_http(tmp_path: Path, nginx: Nginx, monkeypatch: py
     assert find_published(owner, ["few", "many"]) == f"{owner}/wds_many"
     assert open_dataset("many", root=owner).revision == there.revision
 
-    with pytest.raises(NoSplit, match=r"main has no split 'val', only test, train"):
+    with pytest.raises(MissingSplit, match=r"main has no split 'val', only test, train"):
         open_dataset(page, split="val")
     nginx.put("datasets/who/wds_many/resolve/main/test/nshards.txt", b"3\n")
     assert "has 2 shards, but nshards.txt says '3'" in refusal(page)
@@ -302,7 +303,7 @@ def test_dataset_is_read_from_the_hub(tmp_path: Path, nginx: Nginx, monkeypatch:
     dataset = open_dataset("pets", root="hf://datasets/who")
     assert dataset.labels is not None and dataset.labels.tolist() == [0, 1, 4]
     assert pixels(dataset) == pixels(open_dataset(root)) and dataset.name == "pets"
-    with pytest.raises(NoSplit, match="hf://datasets/who/wds_pets has no split 'train', only test"):
+    with pytest.raises(MissingSplit, match="hf://datasets/who/wds_pets has no split 'train', only test"):
         open_dataset("hf://datasets/who/wds_pets", split="train")
 
 
@@ -333,7 +334,7 @@ def test_dataset_is_read_from_a_bucket(tmp_path: Path, s3: S3) -> None:
     assert "has 1 shard, but nshards.txt says '2'" in refusal("s3://pairs/sets/wds_in_bucket")
     s3.client.delete_object(Bucket="pairs", Key="sets/wds_in_bucket/test/nshards.txt")
     assert "shard 0.tar is missing" in refusal("s3://pairs/sets/wds_in_bucket")
-    with pytest.raises(NoSplit, match="s3://pairs/sets/wds_in_bucket has no split 'train', only test"):
+    with pytest.raises(MissingSplit, match="s3://pairs/sets/wds_in_bucket has no split 'train', only test"):
         open_dataset("s3://pairs/sets/wds_in_bucket", split="train")
 
 

@@ -11,7 +11,8 @@ import pytest
 from PIL import Image
 
 from clipkit.errors import ConfigError, DataError
-from eval.datasets.dataset import EvalDataset, NoSplit
+from clipkit.samples import MissingSplit
+from eval.datasets.dataset import EvalDataset
 from eval.readers import open_dataset
 from eval.readers.torchvision import TORCHVISION_SETS, open_torchvision
 from tests.eval.conftest import png
@@ -58,7 +59,7 @@ def test_arrays_become_lossless_png(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert (test.name, test.split, test.class_names[:2]) == ("MNIST", "test", ("0 - zero", "1 - one"))
     assert test.revision != train.revision
     assert test.where(3) == "dataset MNIST: image 3 of torchvision:MNIST (test)"
-    with pytest.raises(NoSplit, match="has no split 'val', only train, test"):
+    with pytest.raises(MissingSplit, match="has no split 'val', only train, test"):
         open_dataset("torchvision:MNIST", root=tmp_path, split="val")
 
 
@@ -84,7 +85,7 @@ def test_dataset_without_splits_has_only_split_all(tmp_path: Path) -> None:
         file.parent.mkdir(parents=True)
         file.write_bytes(png(seed))
     for split in ("test", "train", "val"):
-        with pytest.raises(NoSplit, match="EuroSAT has only the split 'all' with all images"):
+        with pytest.raises(MissingSplit, match="EuroSAT has only the split 'all' with all images"):
             open_torchvision("EuroSAT", tmp_path, split=split)
     dataset = open_torchvision("EuroSAT", tmp_path, split="all")
     same_as_torchvision(dataset, EuroSAT(str(tmp_path)))

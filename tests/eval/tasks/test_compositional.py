@@ -265,4 +265,4 @@ def test_model_is_scored_on_winoground_and_winogavil(model: CLIP, tmp_path: Any)
         "jaccard_3",
     ]
     assert all(0 <= (score.low or 0) <= score.value <= (score.high or 0) <= 1 for score in found)
-    assert encoder.encoded == {"images": 4, "texts": 6}
+    assert encoder.encoded == {"images": 8, "texts": 6}  # four images of each dataset
