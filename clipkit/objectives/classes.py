@@ -9,22 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipkit.config import DistillConfig
+from clipkit.config import Config, DistillConfig, require
 from clipkit.distributed import sum_over_ranks
+from clipkit.model.architectures import TextArchitecture
 from clipkit.model.towers import at_least_float32
-from clipkit.objectives import Targets
+from clipkit.objectives.base import Objective, Outputs, Targets
 from clipkit.objectives.distill import Teaching
-from clipkit.objectives.tiles import GlobalBatch, target_entropy
-
-__all__ = [
-    "class_chance",
-    "class_divergence",
-    "class_figures",
-    "class_floor",
-    "class_loss",
-    "class_objective",
-    "right_classes",
-]
+from clipkit.objectives.tiles import mean_over_rows, target_entropy
 
 
 def class_loss(
@@ -55,7 +46,9 @@ def class_loss(
     with torch.autocast(image_features.device.type, enabled=False):
         images, classes = at_least_float32(image_features), at_least_float32(class_features)
         logits = logit_scale.to(images.dtype) * images @ classes.T  # (B, C)
-        return _mean(F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing), images)
+        return mean_over_rows(
+            F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing), images
+        )
 
 
 def class_divergence(
@@ -87,17 +80,11 @@ def class_divergence(
             teaching.scale.to(images) * teaching.images.to(images) @ teaching.texts.to(images).T
         ).detach()
         if distill.hard:
-            return _mean(F.cross_entropy(logits, taught.argmax(dim=1), reduction="none"), images)
-        own, other = ((one / distill.temperature).log_softmax(dim=1) for one in (logits, taught))
-        apart = F.kl_div(own, other, reduction="none", log_target=True).sum(dim=1)
-        return _mean(distill.temperature**2 * apart, images)
-
-
-def _mean(each: Tensor, images: Tensor) -> Tensor:
-    """Return the mean over the rows of all ranks; the mean over ranks of its gradients is the global batch's."""
-    batch = GlobalBatch(images)
-    own = each.sum() * batch.weight
-    return own + (batch.mean(each.detach()) - own.detach())
+            return mean_over_rows(F.cross_entropy(logits, taught.argmax(dim=1), reduction="none"), images)
+        student = (logits / distill.temperature).log_softmax(dim=1)
+        teacher = (taught / distill.temperature).log_softmax(dim=1)
+        divergences = F.kl_div(student, teacher, reduction="none", log_target=True).sum(dim=1)
+        return mean_over_rows(distill.temperature**2 * divergences, images)
 
 
 @torch.no_grad()
@@ -109,30 +96,43 @@ def right_classes(image_features: Tensor, class_features: Tensor, labels: Tensor
     return float(correct / count)
 
 
-def class_objective(
-    image_features: Tensor,
-    class_features: Tensor,
-    logit_scale: Tensor,
-    logit_bias: Tensor | None = None,
-    *,
-    targets: Targets,
-) -> Tensor:
-    """Return ``class_loss`` of the batch's labels."""
-    labels, smoothing = targets.tokens[:, 0], targets.smoothing
-    return class_loss(image_features, class_features, logit_scale, labels=labels, smoothing=smoothing)
+class Classes(Objective):
+    """Classification by the rows of a class head."""
 
+    summary = "softmax over all classes of model.text=classes:FILE, whose names are the captions"
+    all_texts = True
+    over_classes = True
+    uses_same = False
 
-def class_chance(targets: Targets, text_rows: int) -> float:
-    """Return ln C."""
-    return math.log(text_rows)
+    def loss(self, outputs: Outputs, targets: Targets) -> Tensor:
+        labels, smoothing = targets.tokens[:, 0], targets.smoothing
+        return class_loss(outputs.images, outputs.texts, outputs.scale, labels=labels, smoothing=smoothing)
 
+    def divergence(self, outputs: Outputs, teaching: Teaching, distill: DistillConfig) -> Tensor:
+        return class_divergence(outputs.images, outputs.texts, outputs.scale, teaching, distill=distill)
 
-def class_floor(targets: Targets, text_rows: int) -> float:
-    """Return the entropy of a smoothed label."""
-    one, classes = torch.tensor([1.0, text_rows], dtype=torch.float64)
-    return target_entropy(one, classes, targets.smoothing).item()
+    def figures(self, images: Tensor, texts: Tensor, targets: Targets) -> dict[str, float]:
+        """Return the metric ``acc1`` of a batch."""
+        return {"acc1": right_classes(images, texts, targets.tokens[:, 0])}
 
+    def chance(self, targets: Targets, text_rows: int) -> float:
+        """Return ln C."""
+        return math.log(text_rows)
 
-def class_figures(image_features: Tensor, class_features: Tensor, targets: Targets) -> dict[str, float]:
-    """Return the metric ``acc1`` of a batch."""
-    return {"acc1": right_classes(image_features, class_features, targets.tokens[:, 0])}
+    def floor(self, targets: Targets, text_rows: int) -> float:
+        """Return the entropy of a smoothed label."""
+        one, classes = torch.tensor([1.0, text_rows], dtype=torch.float64)
+        return target_entropy(one, classes, targets.smoothing).item()
+
+    def text_rows(self, text: TextArchitecture, batch_size: int) -> int:
+        return len(text.classes)
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        name = config.loss.name
+        require(config.model.over_classes, "loss.name", name, "requires model.text=classes:FILE")
+        teacher = f"cannot be combined with loss.name={name}; use distill.teacher"
+        require(not config.distill.features, "distill.features", config.distill.features, teacher)
+        for term in config.terms.values():
+            alone = f"expected 0 with loss.name={name}"
+            require(term.allows_classes, f"{term.section}weight", term.weight, alone)

@@ -3,8 +3,6 @@
 Letters: B rows of this rank, N rows of all ranks, O embedding dimension, P that of the teacher, R rows of a tile.
 """
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from clipkit.config import DistillConfig
 from clipkit.model.towers import at_least_float32
 from clipkit.objectives.tiles import (
     ColumnSums,
@@ -24,54 +21,19 @@ from clipkit.objectives.tiles import (
     tiles,
 )
 
-__all__ = ["Teaching", "batch_divergence", "distillation_loss", "with_teacher"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Teaching:
     """A teacher's features of one batch, in its own embedding dimension."""
 
-    images: Tensor  # (B, P)
-    texts: Tensor  # (B, P) of the same pairs, or (C, P) of all classes
-    scale: Tensor  # exp(t)
-    tokens: Tensor | None = None  # (B, 1 + K, D) of the images, see ``CLIP.image_tokens``
-
-
-def with_teacher(
-    loss: Callable[..., Tensor],
-    divergence: Callable[..., Tensor],
-    teaching: Teaching,
-    distill: DistillConfig,
-    *,
-    halves: bool = False,
-) -> Callable[..., Tensor]:
-    """Return w × ``divergence`` + (1 − w) × ``loss`` with w = ``distill.weight``, of the same arguments.
-
-    With ``halves``, ``loss`` gets the first half of the features and ``divergence`` the second, of unit norm each;
-    see ``unit_halves``.
-    """
-    weight = distill.weight
-
-    def both(images: Tensor, texts: Tensor, scale: Tensor, *bias: Tensor) -> Tensor:
-        taught_images, taught_texts = images, texts
-        if halves:
-            (images, taught_images), (texts, taught_texts) = (
-                (one * math.sqrt(2)).chunk(2, dim=-1) for one in (images, texts)
-            )
-        taught = divergence(taught_images, taught_texts, scale, teaching, distill=distill)
-        if weight == 1:
-            # the bias stays in the graph: DistributedDataParallel waits for a gradient of every parameter
-            return taught + 0 * sum((one.sum() for one in bias), torch.zeros_like(taught))
-        return weight * taught + (1 - weight) * loss(images, texts, scale, *bias)
-
-    return both
-
-
-def batch_divergence(
-    images: Tensor, texts: Tensor, scale: Tensor, teaching: Teaching, *, distill: DistillConfig
-) -> Tensor:
-    """Return ``distillation_loss`` of the batch."""
-    return distillation_loss(images, texts, scale, teaching.images, teaching.texts, teaching.scale)
+    # (B, P)
+    images: Tensor
+    # (B, P) of the same pairs, or (C, P) of all classes
+    texts: Tensor
+    # exp(t)
+    scale: Tensor
+    # (B, 1 + K, D) of the images, see ``CLIP.image_tokens``
+    tokens: Tensor | None = None
 
 
 def distillation_loss(

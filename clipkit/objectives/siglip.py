@@ -12,19 +12,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from clipkit.model.towers import at_least_float32
-from clipkit.objectives import Targets
+from clipkit.objectives.base import Objective, Outputs, Targets
 from clipkit.objectives.tiles import (
     FeatureGradients,
     GlobalBatch,
-    OwnPairs,
+    PositivePairs,
     check_features,
     counts_alike,
     positive_pairs,
+    split_negatives,
     tiles,
-    with_own_negatives,
 )
-
-__all__ = ["siglip_chance", "siglip_loss", "siglip_objective"]
 
 _NONE = -1e30  # a logit with sigmoid 0: neither loss nor gradient
 _LINEAR = 40.0  # above which log(1 + exp(x)) equals x, also in float64
@@ -92,7 +90,7 @@ class _Sigmoid(torch.autograd.Function):
         scale: Tensor,
         bias: Tensor,
         batch: GlobalBatch,
-        pairs: OwnPairs,
+        pairs: PositivePairs,
         differentiated: bool,
     ) -> Tensor:
         all_texts = batch.gather(texts)  # (N, O)
@@ -101,7 +99,7 @@ class _Sigmoid(torch.autograd.Function):
         for tile, logits in tiles(images, all_texts, scale):
             wrong = logits.add_(bias)  # (R, N) −z · logits
             pairs.negate(wrong, tile)
-            pairs.mask(wrong, tile, _NONE)
+            pairs.fill_ignored(wrong, tile, _NONE)
             of_rows[tile] = F.softplus(wrong, threshold=_LINEAR).sum(1)
             if differentiated:
                 slopes = wrong.sigmoid_()
@@ -119,34 +117,35 @@ class _Sigmoid(torch.autograd.Function):
         return *of_inputs, None, None, None
 
 
-def siglip_objective(
-    image_features: Tensor,
-    text_features: Tensor,
-    logit_scale: Tensor,
-    logit_bias: Tensor,
-    *,
-    targets: Targets,
-) -> Tensor:
-    """Return ``siglip_loss`` of a batch."""
-    texts, wrong = with_own_negatives(text_features, targets.negatives)
-    return siglip_loss(
-        image_features,
-        texts,
-        logit_scale,
-        logit_bias,
-        identities=targets.identities,
-        same=targets.same,
-        negatives=None if wrong is None or targets.negatives is None else (wrong, targets.negatives),
+class SigLip(Objective):
+    """SigLIP's objective, see ``siglip_loss``."""
+
+    summary = (
+        "an independent binary classification of each image–text pair, with a bias; the loss starts near 10, far "
+        "above chance, as the bias starts at -10"
     )
+    initial_scale = 10.0
+    initial_bias = -10.0
+    max_scale = math.inf
+    tiled = True
+    smooths = False
+    more_texts = True
+    note = "the sigmoid loss starts near 10, above the level of chance, as its bias starts at -10"
 
+    def loss(self, outputs: Outputs, targets: Targets) -> Tensor:
+        images, texts, scale, bias = outputs
+        assert bias is not None
+        texts, negatives = split_negatives(texts, targets.negatives)
+        identities, same = targets.identities, targets.same
+        return siglip_loss(images, texts, scale, bias, identities=identities, same=same, negatives=negatives)
 
-def siglip_chance(targets: Targets, text_rows: int) -> float:
-    """Return M / N times the entropy of p, the fraction of positives among the M classifications of N images.
+    def chance(self, targets: Targets, text_rows: int) -> float:
+        """Return M / N times the entropy of p, the fraction of positives among the M classifications of N images.
 
-    A bias of logit(p) reaches it. The bias starts at −10, so the loss starts above this level.
-    """
-    alike, left = counts_alike(targets.identities, targets.same)
-    positives = len(alike) if targets.same == "ignored" else alike.sum().item()
-    classified = left.sum().item()
-    p = positives / classified
-    return classified / len(alike) * sum(-q * math.log(q) for q in (p, 1 - p) if q > 0)
+        A bias of logit(p) reaches it. The bias starts at −10, so the loss starts above this level.
+        """
+        alike, compared = counts_alike(targets.identities, targets.same)
+        positives = len(alike) if targets.same == "ignored" else alike.sum().item()
+        classified = compared.sum().item()
+        p = positives / classified
+        return classified / len(alike) * sum(-q * math.log(q) for q in (p, 1 - p) if q > 0)

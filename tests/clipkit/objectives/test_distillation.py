@@ -17,8 +17,8 @@ from clipkit.model.architectures import ClassTable
 from clipkit.model.clip import CLIP
 from clipkit.model.flops import image_flops, text_flops
 from clipkit.model.names import architecture
-from clipkit.objectives.classes import class_divergence, class_loss
-from clipkit.objectives.clip import clip_loss
+from clipkit.objectives.classes import Classes, class_divergence, class_loss
+from clipkit.objectives.clip import Clip, clip_loss
 from clipkit.objectives.distill import Teaching, distillation_loss
 from clipkit.training.build import shape_of
 from clipkit.training.costs import Machine, cost_table, estimate, run_costs, workloads_of
@@ -133,6 +133,7 @@ def test_averaged_weights_teach_the_whole_batch(over_classes: bool) -> None:
     settings = DistillConfig(teacher="average", weight=0.3)
     step = TrainingStep(
         shape=shape,
+        objective=Classes() if over_classes else Clip(),
         loss=LossConfig(name="classes" if over_classes else "clip"),
         distill=settings,
         teacher=None,

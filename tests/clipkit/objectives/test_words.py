@@ -16,7 +16,7 @@ from clipkit.errors import ConfigError
 from clipkit.model.names import architecture
 from clipkit.model.tokenizer import ClipTokenizer
 from clipkit.objectives import Targets
-from clipkit.objectives.words import word_figures, word_loss
+from clipkit.objectives.words import Words, word_loss
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
 
@@ -51,7 +51,7 @@ def test_word_loss_is_the_mean_over_distinct_words(texts: list[list[int]], rows:
     best = logs.argmax(1).tolist()
     right = sum(one in (set(words) or {0}) for one, words in zip(best, texts, strict=True))
     targets = Targets(identities=tokens[:, :2], tokens=tokens, same="negatives")
-    assert word_figures(images, table, targets) == {"word_acc1": right / len(texts)}
+    assert Words().figures(images, table, targets) == {"word_acc1": right / len(texts)}
     blind = word_loss(torch.zeros_like(images), table, scale, tokens=tokens)
     assert blind.item() == pytest.approx(math.log(10))
 
