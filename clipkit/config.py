@@ -1228,10 +1228,6 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         value = int(value)
     candidates = [value]
     if typing.get_origin(kinds[-1]) is tuple:
-        if isinstance(value, str) and str not in kinds:
-            several = _several(value, typing.get_args(kinds[-1])[0], key)
-            listed = f"write several as {_list_form(key, several)}"
-            require(not several, key, value, listed)
         candidates.append([value])
     for candidate in candidates:
         for kind in kinds:
@@ -1262,19 +1258,6 @@ def _check_value(value: Any, key: str) -> None:
         require(not any("\ud800" <= c <= "\udfff" for c in value), key, value, "expected valid Unicode")
     elif isinstance(value, int | float):
         require(abs(value) <= sys.float_info.max, key, value, "expected a finite number")
-
-
-def _several(value: str, of: type, key: str) -> list[Any]:
-    """Split a comma-separated string that cannot be a single value; return [] for any other string."""
-    parts = [part.strip() for part in value.split(",")]
-    if len(parts) < 2 or not all(parts):
-        return []
-    if of is str:  # commas may be part of templates, filters and paths
-        return parts if key == "data.captions" else []
-    try:
-        return [of(part) for part in parts]
-    except ValueError:
-        return []
 
 
 _WIDTH = 80

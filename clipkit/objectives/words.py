@@ -18,61 +18,8 @@ from clipkit.objectives.base import Objective, Outputs, Targets
 from clipkit.objectives.tiles import mean_over_rows, tile_height
 
 
-def word_loss(
-    image_features: Tensor,
-    word_features: Tensor,
-    logit_scale: Tensor,
-    logit_bias: Tensor | None = None,
-    *,
-    tokens: Tensor,
-) -> Tensor:
-    """Compute the mean over all images and the distinct words of their captions of the softmax cross-entropy.
-
-    Value and gradients on several ranks are as for ``clip_loss``. All ranks call it together. Logits are computed
-    again in the backward pass, one tile of rows at a time.
-
-    Args:
-        image_features: (B, O) this rank's rows, unit norm. B may differ from rank to rank.
-        word_features: (V, O) unit norm, the same on all ranks.
-        logit_scale: scalar, exp(t).
-        logit_bias: ignored, since it does not change softmax.
-        tokens: (B, L) int64 captions, see ``BagOfWordsTower``.
-
-    Returns:
-        A float32 scalar (float64 for float64 features); ln V is the level of chance.
-    """
-    with torch.autocast(image_features.device.type, enabled=False):
-        images, words = at_least_float32(image_features), at_least_float32(word_features)
-        distinct = _distinct_words(tokens)
-
-        def compute_losses(images: Tensor, words: Tensor, scale: Tensor, targets: Tensor) -> Tensor:
-            logits = scale * images @ words.T  # (R, V)
-            counted = targets >= 0
-            own = logits.gather(1, targets.clamp(min=0)).where(counted, 0).sum(1) / counted.sum(1)
-            return logits.logsumexp(1) - own
-
-        scale = logit_scale.to(images.dtype)
-        height = tile_height(len(images), len(words))
-        losses = []
-        for rows, targets in zip(images.split(height), distinct.split(height), strict=True):
-            losses.append(
-                checkpoint(
-                    compute_losses, rows, words, scale, targets, use_reentrant=False, preserve_rng_state=False
-                )
-            )
-        return mean_over_rows(torch.cat(losses), images)
-
-
-def _distinct_words(tokens: Tensor) -> Tensor:
-    """Return (B, L) the words of each text, each once; -1 elsewhere."""
-    ordered = tokens.masked_fill(~words_of(tokens), -1).sort(dim=1).values
-    again = ordered[:, 1:] == ordered[:, :-1]
-    ordered[:, 1:].masked_fill_(again, -1)
-    return ordered
-
-
 class Words(Objective):
-    """Prediction of the words of captions."""
+    """Prediction of the words of captions. The texts (V, O) are all words of ``model.text=words``."""
 
     summary = "predicts the words of captions, with model.text=words (CLIP's bag-of-words baseline)"
     all_texts = True
@@ -82,7 +29,20 @@ class Words(Objective):
     has_divergence = False
 
     def loss(self, outputs: Outputs, targets: Targets) -> Tensor:
-        return word_loss(outputs.images, outputs.texts, outputs.scale, tokens=targets.tokens)
+        """Compute the mean over all images and the distinct words of their captions of the softmax cross-entropy.
+
+        ln V is the level of chance. Logits are computed again in the backward pass, one tile of rows at a time.
+        """
+        with torch.autocast(outputs.images.device.type, enabled=False):
+            images, words = at_least_float32(outputs.images), at_least_float32(outputs.texts)
+            scale = outputs.scale.to(images.dtype)
+            height = tile_height(len(images), len(words))
+            tiles = zip(images.split(height), _distinct_words(targets.tokens).split(height), strict=True)
+            losses = []
+            for rows, distinct in tiles:
+                tile = (rows, words, scale, distinct)
+                losses.append(checkpoint(_tile_losses, *tile, use_reentrant=False, preserve_rng_state=False))
+            return mean_over_rows(torch.cat(losses), images)
 
     @torch.no_grad()
     def figures(self, images: Tensor, texts: Tensor, targets: Targets) -> dict[str, float]:
@@ -111,3 +71,19 @@ class Words(Objective):
     def check(self, config: Config) -> None:
         super().check(config)
         require(config.model.over_words, "loss.name", config.loss.name, "requires model.text=words")
+
+
+def _tile_losses(images: Tensor, words: Tensor, scale: Tensor, targets: Tensor) -> Tensor:
+    """Return (R,) losses of images (R, O) with the words (R, L) of their captions, -1 for none."""
+    logits = scale * images @ words.T  # (R, V)
+    counted = targets >= 0
+    own = logits.gather(1, targets.clamp(min=0)).where(counted, 0).sum(1) / counted.sum(1)
+    return logits.logsumexp(1) - own
+
+
+def _distinct_words(tokens: Tensor) -> Tensor:
+    """Return (B, L) the words of each text, each once; -1 elsewhere."""
+    ordered = tokens.masked_fill(~words_of(tokens), -1).sort(dim=1).values
+    again = ordered[:, 1:] == ordered[:, :-1]
+    ordered[:, 1:].masked_fill_(again, -1)
+    return ordered
