@@ -118,6 +118,19 @@ class TowerArchitecture:
         """The settings of [shape] that select the tower."""
         return {setting: getattr(self, name) for setting, name in self.sizes.items()}
 
+    def with_sizes(self, settings: Mapping[str, Any]) -> Self:
+        """Return the tower with settings of [shape]; without another number of heads, they stay as wide."""
+        values = {self.sizes[name]: value for name, value in settings.items()}
+        if "width" in values and "heads" not in values:
+            sizes = vars(self)
+            head = sizes["width"] // sizes["heads"]
+            if values["width"] % head:
+                raise ConfigError(
+                    f"width = {values['width']} is not a multiple of {head}, the width of a head"
+                )
+            values["heads"] = values["width"] // head
+        return replace(self, **values)
+
     def build(self, embed_dim: int, *, quick_gelu: bool) -> "nn.Module":
         """Build the module that computes features (B, O), not normalized; ConfigError if that is not possible."""
         raise NotImplementedError

@@ -5,9 +5,9 @@ of its own. If it has settings, it is a frozen dataclass of them. To add a local
 of the batch, copy ``image_gpt.py``, a class derived from ``Term``. Then add the class to a dict below.
 """
 
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 
-from clipkit.config import Config, Section
+from clipkit.config import Config, Section, require_use
 from clipkit.objectives.base import Objective, Outputs, Targets, Term, TermBatch
 from clipkit.objectives.caption import Caption
 from clipkit.objectives.classes import Classes
@@ -68,7 +68,12 @@ def select_terms(config: Config) -> dict[str, Term]:
 
 
 def check_objectives(config: Config) -> None:
-    """Raise ConfigError if the selected objective or a selected term does not fit other settings."""
+    """Raise ConfigError if the objective or a term does not fit other settings, or another objective has some."""
+    for name, kind in OBJECTIVES.items():
+        if is_dataclass(kind) and name != config.loss.name:
+            for entry in fields(kind):
+                value, used = getattr(config.objectives[name], entry.name), f"loss.name={name}"
+                require_use(f"{name}.{entry.name}", value, used, value == entry.default)
     select_objective(config).check(config)
     for term in config.terms.values():
         term.check(config)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -28,10 +28,10 @@ from clipkit.formats.checkpoint import check_base, load_model, model_hash, store
 from clipkit.formats.weights import read_weights
 from clipkit.model import IMAGE_TOWERS
 from clipkit.model.architectures import (
-    IMAGE_SIZES,
     STEM,
     Architecture,
     Layer,
+    TowerArchitecture,
     selected,
 )
 from clipkit.model.clip import CLIP, create
@@ -113,6 +113,7 @@ def shape_of(
     return replace(shape, logit_bias=True) if has_bias else shape
 
 
+Tower = TypeVar("Tower", bound=TowerArchitecture)
 _SAME_FEATURES = 1e-3  # difference of unit-norm features that is rounding
 _MODEL_SIZES = {name: f"model.{name}" for name in ("image_size", "context_length")}
 
@@ -130,38 +131,20 @@ def _called(settings: Mapping[str, str]) -> Iterator[None]:
 def _with_sizes(shape: Architecture, sizes: ShapeConfig, model: ModelConfig) -> Architecture:
     """Return the architecture with the sizes of [shape]."""
     changed = sizes.changed
-    vision, text = shape.vision.plain, shape.text.plain
-    of_text = {
-        name.removeprefix("text_"): changed.pop(name)
-        for name in ("text_width", "text_layers")
-        if name in changed
-    }
     embed_dim = changed.pop("embed", shape.embed_dim)
-    of_image = {IMAGE_SIZES[name]: value for name, value in changed.items()}
-    for tower, own, given, kind in (
-        ("image", vision, of_image, "ViT"),
-        ("text", text, of_text, "transformer"),
-    ):
-        if given and own is None:
-            names = [
-                f"shape.{name}"
-                for name, value in vars(sizes).items()
-                if value and name != "embed" and name.startswith("text_") == (tower == "text")
-            ]
-            raise ConfigError(
-                f"to set {' and '.join(names)}, the {tower} tower must be clipkit's {kind}, not {model.label}"
-            )
-        if "width" in given and "heads" not in given and own is not None:
-            head = own.width // own.heads
-            multiple = f"expected a multiple of {head}, the width of a head of {model.name}"
-            require(given["width"] % head == 0, f"shape.{tower}_width", given["width"], multiple)
-            given["heads"] = given["width"] // head
-    of_vision = {field: f"shape.{name}" for name, field in IMAGE_SIZES.items()}
-    with _called(_MODEL_SIZES | of_vision):
-        new_vision = replace(vision, **of_image) if vision is not None and of_image else shape.vision
-    with _called({"width": "shape.text_width", "layers": "shape.text_layers", "embed_dim": "shape.embed"}):
-        new_text = replace(text, **of_text) if text is not None and of_text else shape.text
-        return replace(shape, embed_dim=embed_dim, vision=new_vision, text=new_text)
+    text_sizes = {name: changed.pop(name) for name in list(changed) if name.startswith("text_")}
+    vision = _with_tower_sizes(shape.vision, changed, f"image tower must be clipkit's ViT, not {model.label}")
+    transformer = f"text tower must be clipkit's transformer, not {model.label}"
+    text = _with_tower_sizes(shape.text, text_sizes, transformer)
+    with _called({"embed_dim": "shape.embed"}):
+        return replace(shape, embed_dim=embed_dim, vision=vision, text=text)
+
+
+def _with_tower_sizes(tower: Tower, sizes: Mapping[str, Any], wanted: str) -> Tower:
+    if sizes.keys() - tower.sizes.keys():
+        raise ConfigError(f"to set {' and '.join(f'shape.{name}' for name in sizes)}, the {wanted}")
+    with _called(_MODEL_SIZES | {field: f"shape.{name}" for name, field in tower.sizes.items()}):
+        return tower.with_sizes(sizes)
 
 
 def first_model(
