@@ -1191,23 +1191,14 @@ def _convert_values(hints: Mapping[str, Any], values: Mapping[str, Any], prefix:
     return {key: _convert(hints[key], value, prefix + key) for key, value in values.items()}
 
 
-# names of settings in other training programs
-_ALSO_CALLED = {
-    "learning_rate": "optim.lr", "wd": "optim.weight_decay", "warmup_steps": "optim.warmup",
-    "num_workers": "data.workers", "train_data": "data.train", "max_steps": "steps", "epochs": "steps",
-    "local_batch_size": "batch_size", "accum_freq": "accumulate", "amp": "precision", "output": "out",
-    "output_dir": "out", "pretrained": "model.weights", "dataset_resampled": "data.resample",
-}  # fmt: skip
-
-
 def _nearest_key(key: str) -> str:
     """Return a hint for an unknown setting: the closest known one."""
     known = list(_flat(Config()))
-    if also := _ALSO_CALLED.get(key.rsplit(".", 1)[-1]):
-        return f"did you mean {also!r}?"
-    last = {one.rsplit(".", 1)[-1]: one for one in reversed(known)}
-    name = key.rsplit(".", 1)[-1]
-    hint = f"did you mean {last[name]!r}?" if name in last else nearest(key, known)
+    name = key.rpartition(".")[2]
+    for setting_name in known:
+        if setting_name.rpartition(".")[2] == name:
+            return f"did you mean {setting_name!r}?"
+    hint = nearest(key, known)
     return hint if hint.startswith("did") else "`train.py --settings` lists all settings"
 
 

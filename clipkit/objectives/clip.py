@@ -114,7 +114,7 @@ class _Contrastive(torch.autograd.Function):
             pairs.fill_ignored(logits, tile, _NONE)
             by_row[:, tile] = row_sums(logits)
             columns.add(logits)
-        by_column, _ = columns.over_ranks()  # (2, N)
+        by_column, _ = columns.combine_ranks()  # (2, N)
         logits_wrong = None
         if wrong is not None and has is not None:
             logits_wrong = (scale * (images * wrong).sum(1)).masked_fill(~has, _NONE)
@@ -123,22 +123,21 @@ class _Contrastive(torch.autograd.Function):
             by_row[0] = greatest
         ctx.save_for_backward(images, all_texts, scale, by_row, by_column, wrong, logits_wrong)
         ctx.batch, ctx.pairs, ctx.smoothing = batch, pairs, smoothing
-        of_texts = by_column[:, batch.own]  # (2, B)
+        text_sums = by_column[:, batch.own]  # (2, B)
         targets = pairs.mean_targets()
         if smoothing:
             mean_image = sum_over_ranks(images.sum(0)) / batch.size
-            uniform = scale * (
-                images @ all_texts.mean(0) + texts @ mean_image
-            )  # mean logits of row and column
+            # mean logits of row and column
+            uniform = scale * (images @ all_texts.mean(0) + texts @ mean_image)
             targets = torch.lerp(targets, uniform, smoothing)
-        above = by_row[0] + of_texts[0] - targets
-        return batch.mean(above + (by_row[1] * of_texts[1]).log()) / 2
+        above = by_row[0] + text_sums[0] - targets
+        return batch.mean(above + (by_row[1] * text_sums[1]).log()) / 2
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         images, all_texts, scale, by_row, by_column, wrong, logits_wrong = ctx.saved_tensors
-        found = FeatureGradients(ctx.batch, images, all_texts, scale, ctx.needs_input_grad[:3])
+        feature_gradients = FeatureGradients(ctx.batch, images, all_texts, scale, ctx.needs_input_grad[:3])
         rest = 1 - ctx.smoothing  # weight of the targets that are not spread
         for tile, logits in tiles(images, all_texts, scale):
             ctx.pairs.fill_ignored(logits, tile, _NONE)
@@ -146,18 +145,18 @@ class _Contrastive(torch.autograd.Function):
             if ctx.smoothing:
                 slopes.sub_(2 * ctx.smoothing / ctx.batch.size).div_(rest)
             ctx.pairs.subtract_targets(slopes, tile)
-            found.add(slopes, tile)
-        of_images, of_texts, of_scale = found.over_ranks(gradients[0] * ctx.batch.weight * rest / 2)
-        of_wrong = None
+            feature_gradients.add(slopes, tile)
+        factor = gradients[0] * ctx.batch.weight * rest / 2
+        grad_images, grad_texts, grad_scale = feature_gradients.combine_ranks(factor)
+        grad_wrong = None
         if wrong is not None:
-            slopes = (
-                (logits_wrong - by_row[0]).exp() / by_row[1] * (gradients[0] * ctx.batch.weight / 2)
-            )  # (B,)
-            of_scale = of_scale + (slopes[:, None] * images * wrong).sum()
+            factor = gradients[0] * ctx.batch.weight / 2
+            slopes = (logits_wrong - by_row[0]).exp() / by_row[1] * factor  # (B,)
+            grad_scale = grad_scale + (slopes[:, None] * images * wrong).sum()
             slopes = (slopes * scale)[:, None]
-            of_wrong = slopes * images
-            of_images = None if of_images is None else of_images + slopes * wrong
-        return of_images, of_texts, of_scale, of_wrong, None, None, None, None
+            grad_wrong = slopes * images
+            grad_images = None if grad_images is None else grad_images + slopes * wrong
+        return grad_images, grad_texts, grad_scale, grad_wrong, None, None, None, None
 
 
 class Clip(Objective):

@@ -74,7 +74,7 @@ def distillation_loss(
         images, texts = at_least_float32(image_features), at_least_float32(text_features)
         like = images.detach()
         teacher = (teacher_image_features, teacher_text_features, teacher_logit_scale)
-        converted = [one.detach().to(like) for one in teacher]
+        converted = [tensor.detach().to(like) for tensor in teacher]
         scale = logit_scale.to(images.dtype)
         loss: Tensor = _Divergence.apply(images, texts, scale, *converted, GlobalBatch(images))
         return loss
@@ -96,7 +96,7 @@ class _Divergence(torch.autograd.Function):
     ) -> Tensor:
         all_texts, all_teacher_texts = batch.gather(texts), batch.gather(teacher_texts)  # (N, O), (N, P)
         by_row, teacher_by_row = images.new_empty(2, 2, len(images))
-        of_rows = images.new_empty(len(images))  # mean difference of the teacher's logits, by its softmax
+        row_means = images.new_empty(len(images))  # mean difference of the teacher's logits, by its softmax
         columns, teacher_columns = ColumnSums(batch.size, images), ColumnSums(batch.size, images, means=1)
         for (tile, logits), (_, teacher_logits) in zip(
             tiles(images, all_texts, scale),
@@ -107,16 +107,16 @@ class _Divergence(torch.autograd.Function):
             higher = teacher_logits - logits  # (R, N)
             columns.add(logits)
             weights = torch.sub(teacher_logits, teacher_by_row[0, tile, None], out=logits).exp_()
-            of_rows[tile] = weights.mul_(higher).sum(1) / teacher_by_row[1, tile]
+            row_means[tile] = weights.mul_(higher).sum(1) / teacher_by_row[1, tile]
             teacher_columns.add(teacher_logits, higher)
-        by_column, _ = columns.over_ranks()  # (2, N)
-        teacher_by_column, (of_columns,) = teacher_columns.over_ranks()
+        by_column, _ = columns.combine_ranks()  # (2, N)
+        teacher_by_column, (column_means,) = teacher_columns.combine_ranks()
         student = (images, all_texts, scale, by_row, by_column)
         teacher = (teacher_images, all_teacher_texts, teacher_scale, teacher_by_row, teacher_by_column)
         ctx.save_for_backward(*student, *teacher)
         ctx.batch = batch
-        by_images = of_rows + _logarithm(by_row) - _logarithm(teacher_by_row)
-        by_texts = of_columns + _logarithm(by_column) - _logarithm(teacher_by_column)
+        by_images = row_means + _logarithm(by_row) - _logarithm(teacher_by_row)
+        by_texts = column_means + _logarithm(by_column) - _logarithm(teacher_by_column)
         return batch.mean(by_images + by_texts[batch.own]) / 2
 
     @staticmethod
@@ -125,7 +125,7 @@ class _Divergence(torch.autograd.Function):
         student, teacher = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
         images, all_texts, scale, by_row, by_column = student
         teacher_images, all_teacher_texts, teacher_scale, teacher_by_row, teacher_by_column = teacher
-        found = FeatureGradients(ctx.batch, images, all_texts, scale, ctx.needs_input_grad[:3])
+        feature_gradients = FeatureGradients(ctx.batch, images, all_texts, scale, ctx.needs_input_grad[:3])
         for (tile, logits), (_, teacher_logits) in zip(
             tiles(images, all_texts, scale),
             tiles(teacher_images, all_teacher_texts, teacher_scale),
@@ -133,8 +133,8 @@ class _Divergence(torch.autograd.Function):
         ):
             slopes = softmaxes(logits, by_row[:, tile], by_column)  # (R, N)
             slopes -= softmaxes(teacher_logits, teacher_by_row[:, tile], teacher_by_column)
-            found.add(slopes, tile)
-        return *found.over_ranks(gradients[0] * ctx.batch.weight / 2), None, None, None, None
+            feature_gradients.add(slopes, tile)
+        return *feature_gradients.combine_ranks(gradients[0] * ctx.batch.weight / 2), None, None, None, None
 
 
 def _logarithm(sums: Tensor) -> Tensor:

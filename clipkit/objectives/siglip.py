@@ -69,9 +69,9 @@ def siglip_loss(
         if negatives is not None:
             wrong, has = negatives
             logits = scale * (images * at_least_float32(wrong)).sum(1) + bias
-            of_rows = F.softplus(logits, threshold=_LINEAR) * has  # (B,)
-            here = of_rows.sum() * batch.weight  # has the gradient, which ranks average
-            loss = loss + batch.mean(of_rows.detach()) + (here - here.detach())
+            row_losses = F.softplus(logits, threshold=_LINEAR) * has  # (B,)
+            here = row_losses.sum() * batch.weight  # has the gradient, which ranks average
+            loss = loss + batch.mean(row_losses.detach()) + (here - here.detach())
         return loss
 
 
@@ -94,27 +94,29 @@ class _Sigmoid(torch.autograd.Function):
         differentiated: bool,
     ) -> Tensor:
         all_texts = batch.gather(texts)  # (N, O)
-        of_rows, of_bias = images.new_empty(len(images)), torch.zeros_like(bias)
-        found = FeatureGradients(batch, images, all_texts, scale, ctx.needs_input_grad[:3])
+        row_losses, grad_bias = images.new_empty(len(images)), torch.zeros_like(bias)
+        feature_gradients = FeatureGradients(batch, images, all_texts, scale, ctx.needs_input_grad[:3])
         for tile, logits in tiles(images, all_texts, scale):
             wrong = logits.add_(bias)  # (R, N) −z · logits
             pairs.negate(wrong, tile)
             pairs.fill_ignored(wrong, tile, _NONE)
-            of_rows[tile] = F.softplus(wrong, threshold=_LINEAR).sum(1)
+            row_losses[tile] = F.softplus(wrong, threshold=_LINEAR).sum(1)
             if differentiated:
                 slopes = wrong.sigmoid_()
                 pairs.negate(slopes, tile)
-                of_bias += slopes.sum()
-                found.add(slopes, tile)
+                grad_bias += slopes.sum()
+                feature_gradients.add(slopes, tile)
         if differentiated:
-            ctx.save_for_backward(*found.over_ranks(batch.weight), of_bias.mul_(batch.weight))
-        return batch.mean(of_rows)
+            ctx.save_for_backward(
+                *feature_gradients.combine_ranks(batch.weight), grad_bias.mul_(batch.weight)
+            )
+        return batch.mean(row_losses)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        of_inputs = [None if one is None else one * gradients[0] for one in ctx.saved_tensors]
-        return *of_inputs, None, None, None
+        grad_inputs = [None if grad is None else grad * gradients[0] for grad in ctx.saved_tensors]
+        return *grad_inputs, None, None, None
 
 
 class SigLip(Objective):

@@ -120,7 +120,7 @@ class ColumnSums:
         for total, value in zip(self._totals[1:], values, strict=True):
             total += (exponentials * value).sum(0)
 
-    def over_ranks(self) -> tuple[Tensor, Tensor]:
+    def combine_ranks(self) -> tuple[Tensor, Tensor]:
         """Return (2, N) sums by column, as ``row_sums`` by row, and the (means, N) means."""
         greatest = greatest_over_ranks(self._greatest)
         totals = sum_over_ranks(self._totals * (self._greatest - greatest).exp_())
@@ -157,29 +157,29 @@ class FeatureGradients:
         self._batch, self._images, self._all_texts, self._scale = batch, images, all_texts, scale
         self._needed = needed
         # the gradient of the scale follows from either one
-        self._of_images = torch.empty_like(images) if needed[0] or not needed[1] else None
-        self._of_texts = torch.zeros_like(all_texts) if needed[1] else None
+        self._grad_images = torch.empty_like(images) if needed[0] or not needed[1] else None
+        self._grad_texts = torch.zeros_like(all_texts) if needed[1] else None
 
     def add(self, slopes: Tensor, tile: slice) -> None:
         """Add the (R, N) derivatives by a tile's logits."""
-        if self._of_images is not None:
-            torch.mm(slopes, self._all_texts, out=self._of_images[tile])
-        if self._of_texts is not None:
-            self._of_texts.addmm_(slopes.T, self._images[tile])
+        if self._grad_images is not None:
+            torch.mm(slopes, self._all_texts, out=self._grad_images[tile])
+        if self._grad_texts is not None:
+            self._grad_texts.addmm_(slopes.T, self._images[tile])
 
-    def over_ranks(self, factor: Tensor | float) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    def combine_ranks(self, factor: Tensor | float) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """Return the gradients of images (B, O), texts (B, O) and scale, times a factor."""
-        if self._of_images is not None:
-            of_scale = (self._of_images * self._images).sum()
+        if self._grad_images is not None:
+            grad_scale = (self._grad_images * self._images).sum()
         else:
-            assert self._of_texts is not None
-            of_scale = (self._of_texts * self._all_texts).sum()
-        of_images, of_texts = None, None
-        if self._needed[0] and self._of_images is not None:
-            of_images = self._of_images.mul_(factor * self._scale)
-        if self._of_texts is not None:
-            of_texts = self._batch.scatter_sums(self._of_texts).mul_(factor * self._scale)
-        return of_images, of_texts, (factor * of_scale).reshape(self._scale.shape)
+            assert self._grad_texts is not None
+            grad_scale = (self._grad_texts * self._all_texts).sum()
+        grad_images, grad_texts = None, None
+        if self._needed[0] and self._grad_images is not None:
+            grad_images = self._grad_images.mul_(factor * self._scale)
+        if self._grad_texts is not None:
+            grad_texts = self._batch.scatter_sums(self._grad_texts).mul_(factor * self._scale)
+        return grad_images, grad_texts, (factor * grad_scale).reshape(self._scale.shape)
 
 
 def split_negatives(
