@@ -123,9 +123,8 @@ class Objective(Section):
         if negatives is not None:
             wrong, has_negative = negatives
             closer = (images * (texts - wrong)).sum(1) > 0
-            right, count = sum_over_ranks(
-                torch.stack([closer[has_negative].sum(), has_negative.sum()])
-            ).tolist()
+            counts = torch.stack([closer[has_negative].sum(), has_negative.sum()])
+            right, count = sum_over_ranks(counts).tolist()
             if count:
                 figures["negatives_acc"] = right / count
         return figures
@@ -150,18 +149,12 @@ class Objective(Section):
     def check(self, config: Config) -> None:
         """Raise ConfigError if other settings do not fit; overrides call this one too."""
         loss, distill, model = config.loss, config.distill, config.model
-        alone = f"cannot be combined with loss.name={loss.name}"
+        name = f"loss.name={loss.name}"
+        alone = f"cannot be combined with {name}"
         if not self.uses_same:
-            require(
-                loss.same == "negatives",
-                "loss.same",
-                loss.same,
-                f"expected negatives with loss.name={loss.name}",
-            )
+            require(loss.same == "negatives", "loss.same", loss.same, f"expected negatives with {name}")
         if not self.smooths:
-            require(
-                not loss.smoothing, "loss.smoothing", loss.smoothing, f"expected 0 with loss.name={loss.name}"
-            )
+            require(not loss.smoothing, "loss.smoothing", loss.smoothing, f"expected 0 with {name}")
         if not self.more_texts:
             require(not config.data.negatives, "data.negatives", config.data.negatives, alone)
             require(config.data.caption_count == 1, "data.caption_count", config.data.caption_count, alone)
@@ -171,10 +164,9 @@ class Objective(Section):
         if not self.over_classes:
             require(not model.over_classes, "model.text", model.text, "requires loss.name=classes")
             require(not config.shape.distilled, "shape.distilled", True, "requires loss.name=classes")
+            temperature = distill.temperature
             require_use("distill.hard", distill.hard, "loss.name=classes", not distill.hard)
-            require_use(
-                "distill.temperature", distill.temperature, "loss.name=classes", distill.temperature == 1
-            )
+            require_use("distill.temperature", temperature, "loss.name=classes", temperature == 1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

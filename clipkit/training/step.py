@@ -167,12 +167,13 @@ def backward(
     watch.begin("forward")
     if parts == 1:
         outputs = encode(model, 0, terms)
-        sums = outputs[len(outputs) - len(grad_sums) :]
+        count = len(outputs) - len(grad_sums)
+        sums = outputs[count:]
         watch.begin("loss")
-        value = loss(*outputs[: len(outputs) - len(grad_sums)])
+        value = loss(*outputs[:count])
         watch.begin("backward")
-        grads = [None, *(grad.to(total.dtype) for grad, total in zip(grad_sums, sums, strict=True))]
-        torch.autograd.backward([value, *sums], grads)
+        grads = [grad.to(total.dtype) for grad, total in zip(grad_sums, sums, strict=True)]
+        torch.autograd.backward([value, *sums], [None, *grads])
         return _detach(value, outputs[0], outputs[1], terms, sums)
     statistics = RunningStatistics(bare)
     with torch.no_grad():
@@ -195,10 +196,9 @@ def backward(
         with local_gradients(model, last=i == parts - 1):
             outputs = encode(model, i, terms)
             all_sums += outputs[len(first[0]) :]
+            grads = [grad_images[i], grad_texts[i], *grad_scalars, *grad_sums]
             trained, trained_grads = [], []
-            for output, grad in zip(
-                outputs, [grad_images[i], grad_texts[i], *grad_scalars, *grad_sums], strict=True
-            ):
+            for output, grad in zip(outputs, grads, strict=True):
                 if output.requires_grad:  # not locked
                     trained.append(output)
                     trained_grads.append(grad.to(output.dtype))
