@@ -32,7 +32,7 @@ import torch
 
 from clipkit import distributed, training
 from clipkit.config import load_config, shown_settings, to_toml
-from clipkit.objectives import OBJECTIVES, TERMS
+from clipkit.objectives import select_objective, select_terms
 from clipkit.training import build, checkpoint, costs, ema, guards, metrics, optim, parallel, sam
 from clipkit.training.step import Teacher, TrainingStep, check_rows
 from data import augment, loader, order, training_data
@@ -66,11 +66,9 @@ def main(arguments: Arguments) -> int:
         config.model,
         config.loss,
         config.small,
-        config.caption,
-        config.masked,
-        config.views,
-        config.shape,
-        config.pixels,
+        terms=select_terms(config),
+        sizes=config.shape,
+        pixels=config.pixels,
     )
     build.check_split(config.batch_size, world=world, parts=config.accumulate)
     if config.data.nvjpeg:
@@ -122,7 +120,7 @@ def main(arguments: Arguments) -> int:
         model.reset_constants()
         for dataset in datasets:
             check_image(dataset, 0, model.preprocess)
-        terms = {name: getattr(config, name) for name in TERMS if getattr(config, name).weight}
+        terms, objective = select_terms(config), select_objective(config)
         build.lock(model, image=config.lock.image, text=config.lock.text, terms=terms)
         check_rows(model, batch_size=config.batch_size, world=world, parts=config.accumulate)
         if config.sharding != "none" and not arguments.replay:  # a replay runs in one process
@@ -139,13 +137,14 @@ def main(arguments: Arguments) -> int:
         model.to(device)
         optimizer = optim.make_optimizer(model, config.optim)
         averaged = ema.AveragedWeights(model, config.optim.average) if config.optim.average else None
-        after = {name: settings.after for name, settings in terms.items()}
+        after = {name: term.after for name, term in terms.items()}
         unfreezing = build.Unfreezing(model, every=config.lock.unfreeze_every, after=after)
         source, teacher = config.distill.teacher, None
         if source and not config.distill.averages:
             teacher = Teacher(source, model, device=device, bf16=bf16)
         compute = TrainingStep(
             shape=shape,
+            objective=objective,
             loss=config.loss,
             distill=config.distill,
             teacher=teacher,
@@ -243,7 +242,7 @@ def main(arguments: Arguments) -> int:
             costs.flops_of_steps,
             model,
             config.model.patch_dropout,
-            OBJECTIVES[config.loss.name].text_rows(shape.text, config.batch_size),
+            objective.text_rows(shape.text, config.batch_size),
             loss_dims=config.loss.dims,
             masked=config.masked.fraction,
             averaged=config.distill.averages,
@@ -256,7 +255,7 @@ def main(arguments: Arguments) -> int:
         batches = loader.DeviceBatches(train_loader, state.step, config.steps, device)
         starvation = loader.Starvation(config.data.workers, ", ".join(sources))
         profiled = metrics.Profile(run, arguments.profile if rank0 else 0, device=device, say=progress.say)
-        max_logit_scale = math.log(OBJECTIVES[config.loss.name].max_scale)
+        max_logit_scale = math.log(objective.max_scale)
         step, stopped = state.step, False
         began, saved_at = time.monotonic() - state.seconds, time.monotonic()
         try:

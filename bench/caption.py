@@ -46,6 +46,7 @@ from clipkit.model.architectures import Decoder
 from clipkit.model.decoder import caption_nll
 from clipkit.model.generate import caption_likelihoods, generate_captions
 from clipkit.model.tokenizer import END_OF_TEXT, START_OF_TEXT
+from clipkit.objectives.caption import Caption
 from clipkit.training.optim import adamw
 from clipkit.training.step import LocalTerms, backward
 
@@ -70,6 +71,7 @@ def clipkit_step(pairs: Pairs, *, layers: int) -> Step:
     optimizer = adamw(model, CONFIG)
     lengths = (pairs.tokens.argmax(dim=1) + 1).tolist()
     terms = LocalTerms(
+        terms={"caption": Caption(weight=1.0)},
         inputs={"caption": {"captions": pairs.tokens, "lengths": lengths}},
         weights=torch.tensor([1.0], dtype=torch.float64),
         counts=torch.tensor([sum(lengths) - len(lengths)], dtype=torch.float64),

@@ -55,6 +55,7 @@ import clipkit
 from clipkit.config import Config, load_config, to_toml
 from clipkit.model.names import to_open_clip
 from clipkit.model.preprocess import Preprocess
+from clipkit.objectives import select_terms
 from clipkit.training.build import shape_of
 from clipkit.training.costs import computes_in_bf16
 from data.corpora.builtin import built_in
@@ -321,9 +322,7 @@ def trained_by_open_clip(bench: Bench, rate: float, length: int, seed: int) -> d
 
 def peer_model(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return open_clip's configuration of the model that clipkit trains, and of the preprocessing."""
-    shape = shape_of(
-        *(config.model, config.loss, config.small, config.caption, config.masked, config.views, config.shape)
-    )
+    shape = shape_of(config.model, config.loss, config.small, terms=select_terms(config), sizes=config.shape)
     # to_open_clip refuses towers of timm at another size, because not all of them accept it
     plain = shape_of(replace(config.model, image_size=0), config.loss, config.small, sizes=config.shape)
     found = to_open_clip(plain)

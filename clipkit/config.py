@@ -12,10 +12,13 @@ import tomllib
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
+
+import msgspec
 
 from clipkit.errors import ConfigError, nearest
 from clipkit.files.terminal import shown as shown_url, without_secrets
@@ -25,18 +28,10 @@ from clipkit.model.names import check_names
 from clipkit.samples.depth import parse_pixel_range
 from clipkit.samples.traits import color_of
 
-__all__ = [
-    "MOST", "RENAMED", "CaptionConfig", "CheckpointConfig", "Config", "DataConfig", "DistillConfig", "EvalConfig",
-    "ImageGptConfig", "LockConfig", "LogConfig", "LossConfig", "MaskedConfig", "ModelConfig", "OptimConfig",
-    "PixelsConfig", "Section", "SmallConfig", "ViewsConfig", "Within", "changes", "fits", "imported", "late",
-    "load_config", "require", "setting", "settings_reference", "shown", "shown_settings", "text_of", "to_toml",
-]  # fmt: skip
-
-
 MOST = 2**40  # larger than any sensible count, small enough to compute indices with
 _SHOWN = 200  # characters of a value in a message
 _MANY_EPOCHS = 50  # print a note above this number of epochs
-_TEXT, _WITHIN, _REGISTRY = "text", "within", "registry"
+_TEXT, _WITHIN, _REGISTRY, _NEEDS = "text", "within", "registry", "needs"
 
 T = TypeVar("T")
 
@@ -49,16 +44,19 @@ class Within:
     holds: Callable[[Any], bool]
 
 
-def _at_least(least: float) -> Within:
+def at_least(least: float) -> Within:
+    """Return the values from ``least`` on."""
     return Within(words=f"at least {least}", holds=lambda value: value >= least)
 
 
-def _above(bound: float, *, at_most: float = math.inf) -> Within:
+def above(bound: float, *, at_most: float = math.inf) -> Within:
+    """Return the values above ``bound``, up to ``at_most``."""
     words = f"above {bound}" + ("" if at_most == math.inf else f", at most {at_most:,}")
     return Within(words=words, holds=lambda value: bound < value <= at_most)
 
 
-def _between(least: float, most: float) -> Within:
+def between(least: float, most: float) -> Within:
+    """Return the values from ``least`` to ``most``."""
     shown_most = "2^40" if most == MOST else str(most)
     return Within(words=f"{least} to {shown_most}", holds=lambda value: least <= value <= most)
 
@@ -68,7 +66,8 @@ _WEIGHTS = Within(words="above 0", holds=lambda value: all(one > 0 for one in va
 _BELOW_ONE = Within(words="at least 0 and below 1", holds=lambda value: 0 <= value < 1)
 
 
-def _one_of(*names: str) -> Within:
+def one_of(*names: str) -> Within:
+    """Return the given strings."""
     *others, last = (name or '""' for name in names)
     words = f"{', '.join(others)} or {last}"
     return Within(words=words, holds=lambda value: value in names)
@@ -93,7 +92,7 @@ def late(path: str) -> Callable[..., Any]:
     return call
 
 
-def setting(default: T, text: str, within: Within | None = None, *, registry: str = "") -> T:
+def setting(default: T, text: str, within: Within | None = None, *, registry: str = "", needs: str = "") -> T:
     """Define a field of a configuration.
 
     Args:
@@ -102,8 +101,12 @@ def setting(default: T, text: str, within: Within | None = None, *, registry: st
         within: the valid values; None for all values of the type.
         registry: "module:NAME" of a dict whose keys are the valid values; the entries' summaries are appended to
             the text.
+        needs: a setting of the same section without which this one has no effect, such as "weight" or
+            "sharding=full"; several alternatives are separated by " or ". If all of them are unset, another value
+            than the default is an error.
     """
-    return field(default=default, metadata={_TEXT: text, _WITHIN: within, _REGISTRY: registry})
+    metadata = {_TEXT: text, _WITHIN: within, _REGISTRY: registry, _NEEDS: needs}
+    return field(default=default, metadata=metadata)
 
 
 def text_of(one: Field[Any]) -> str:
@@ -118,7 +121,7 @@ def text_of(one: Field[Any]) -> str:
 def fits(one: Field[Any]) -> Within | None:
     """Return the valid values of a field; None if all values of its type are valid."""
     if path := one.metadata.get(_REGISTRY):
-        return _one_of(*imported(path))
+        return one_of(*imported(path))
     return cast(Within | None, one.metadata.get(_WITHIN))
 
 
@@ -128,16 +131,25 @@ class Section:
     section: ClassVar[str] = ""  # name of the section followed by a dot
 
     def __post_init__(self) -> None:
-        for one in fields(cast(Any, self)):
-            name, value = self.section + one.name, getattr(self, one.name)
-            path = one.metadata.get(_REGISTRY)
+        for entry in fields(cast(Any, self)):
+            name, value = self.section + entry.name, getattr(self, entry.name)
+            path = entry.metadata.get(_REGISTRY)
             if path and value not in (known := imported(path)):
                 raise ConfigError(f"{name} = {shown(value)} is unknown: {nearest(value, known)}")
-            if (within := fits(one)) is not None:
+            if (within := fits(entry)) is not None:
                 require(within.holds(value), name, value, f"expected {within.words}")
+            needs = entry.metadata.get(_NEEDS)
+            if needs and value != entry.default:
+                alternatives = needs.split(" or ")
+                others = " or ".join(self.section + other for other in alternatives)
+                require_use(name, value, others, any(self._is_set(other) for other in alternatives))
 
-    def _is_default(self, name: str) -> bool:
-        return bool(getattr(self, name) == getattr(type(self), name))
+    def _is_set(self, other: str) -> bool:
+        """Return whether a setting has a given value, as in "sharding=full", or one that is not its default."""
+        name, equals, value = other.partition("=")
+        if equals:
+            return str(getattr(self, name)) == value
+        return bool(getattr(self, name) != getattr(type(self), name))
 
 
 def require(holds: bool, name: str, value: object, wanted: str) -> None:
@@ -146,7 +158,7 @@ def require(holds: bool, name: str, value: object, wanted: str) -> None:
         raise ConfigError(f"{name} = {shown(value)} is invalid: {wanted}")
 
 
-def _require_use(name: str, value: object, other: str, used: bool) -> None:
+def require_use(name: str, value: object, other: str, used: bool) -> None:
     """Raise ConfigError unless ``used``: the setting has no effect without ``other``."""
     if not used:
         raise ConfigError(f"{name} = {shown(value)} has no effect unless {other} is set")
@@ -187,16 +199,18 @@ class DataConfig(Section):
         "first",
         "Which caption to use: the first one present, one at random, one drawn by data.caption_weights, or all, "
         "each as a separate sample.",
-        _one_of("first", "random", "weighted", "all"),
+        one_of("first", "random", "weighted", "all"),
     )
     caption_count: int = setting(
         1,
         "Number of captions of each image in a step, with data.caption_choice=first or random; the image is "
         "encoded once, and compared as if it were in the batch with each. Images with fewer captions repeat them.",
-        _between(1, 1000),
+        between(1, 1000),
     )
     caption_weights: tuple[float, ...] = setting(
-        (), "Relative frequency of each of data.captions, with data.caption_choice=weighted."
+        (),
+        "Relative frequency of each of data.captions, with data.caption_choice=weighted.",
+        needs="caption_choice=weighted",
     )
     caption_templates: tuple[str, ...] = setting(
         (), 'Templates applied to captions, such as "a photo of {}"; one is chosen at random.'
@@ -222,34 +236,34 @@ class DataConfig(Section):
     last: str = setting(
         "drop",
         "Samples that do not fill a batch at the end of an epoch: drop them, or wrap them into the next epoch.",
-        _one_of("drop", "wrap"),
+        one_of("drop", "wrap"),
     )
     resample: bool = setting(False, "Draw samples with replacement instead of each sample once per epoch.")
     cache_gb: float = setting(
         100.0,
         "Gigabytes of remote shards that each machine caches on disk; 0 reads samples over the network.",
-        _between(0, MOST),
+        between(0, MOST),
     )
     workers: int = setting(
-        2, "Loader processes of each rank; 0 loads in the training process.", _between(0, 512)
+        2, "Loader processes of each rank; 0 loads in the training process.", between(0, 512)
     )
-    window: int = setting(64, "Number of shards whose samples are shuffled together.", _between(1, MOST))
+    window: int = setting(64, "Number of shards whose samples are shuffled together.", between(1, MOST))
     crop_scale: float = setting(
         0.9,
         "Minimum area of a random crop as a fraction of the image; 1: center crop.",
-        _above(0, at_most=1),
+        above(0, at_most=1),
     )
     flip: float = setting(
         0.0,
         "Probability of a horizontal flip; unsuitable if captions distinguish left from right.",
-        _between(0, 1),
+        between(0, 1),
     )
     color_jitter: float = setting(
         0.0,
         "Maximum relative change of brightness, contrast and saturation; hue changes by up to a quarter of it.",
-        _between(0, 2),
+        between(0, 2),
     )
-    grayscale: float = setting(0.0, "Probability of converting an image to grayscale.", _between(0, 1))
+    grayscale: float = setting(0.0, "Probability of converting an image to grayscale.", between(0, 1))
     scaled_decode: bool = setting(
         False, "Decode large JPEGs at reduced size: faster; pixel values change by about 0.7 of 255."
     )
@@ -261,13 +275,13 @@ class DataConfig(Section):
     truncated: str = setting(
         "error",
         "Truncated shards: raise an error before training, or use the samples of the intact part.",
-        _one_of("error", "use"),
+        one_of("error", "use"),
     )
     max_bad: float = setting(
         0.05,
         "Fraction of samples drawn, counting repeats, that may be bad before the run saves and stops; 0 allows "
         "none. It applies to at least 1,000 samples: 0.05 always allows 50 bad samples.",
-        _between(0, 1),
+        between(0, 1),
     )
 
     def __post_init__(self) -> None:
@@ -285,11 +299,9 @@ class DataConfig(Section):
             require(
                 not name.endswith(".json"), "data.captions", name, f"expected a field of it, such as {field}"
             )
-        weighted, name = self.caption_choice == "weighted", "data.caption_weights"
-        if weighted:
-            require(bool(self.caption_weights), name, (), "expected one for each of data.captions")
-        elif self.caption_weights:
-            _require_use(name, self.caption_weights, "data.caption_choice=weighted", weighted)
+        if self.caption_choice == "weighted":
+            weights = self.caption_weights
+            require(bool(weights), "data.caption_weights", weights, "expected one for each of data.captions")
         for one in self.caption_templates:
             require("{}" in one, "data.caption_templates", one, "expected {} in place of the caption")
         several = f"cannot be combined with data.caption_count = {self.caption_count}"
@@ -331,7 +343,7 @@ class PixelsConfig(Section):
         3,
         "Channels of images: 3 for RGB, other numbers for multispectral images. With RGB weights, the first three "
         "channels must be red, green and blue.",
-        _between(1, 1024),
+        between(1, 1024),
     )
     background: str = setting(
         "",
@@ -354,7 +366,8 @@ class PixelsConfig(Section):
         "zeros",
         "With RGB weights, initial weights of further channels: zeros, so that the embeddings are those of RGB, or "
         "the mean of the weights of red, green and blue.",
-        _one_of("zeros", "mean"),
+        one_of("zeros", "mean"),
+        needs="channels",
     )
 
     def __post_init__(self) -> None:
@@ -371,8 +384,6 @@ class PixelsConfig(Section):
         if count != 3:
             rgb = "expected none, because pixels.channels is not 3"
             require(self.background in ("", "none"), "pixels.background", self.background, rgb)
-        if not self._is_default("extend"):
-            _require_use("pixels.extend", self.extend, "pixels.channels", count != 3)
 
 
 def _json_object(name: str, text: str) -> dict[str, Any]:
@@ -410,9 +421,9 @@ class ModelConfig(Section):
         "Folder of a tokenizer from `python -m data tokenizer`, for clipkit's text transformer; it is stored with "
         "the weights. Empty: the text tower's own, or that of model.weights.",
     )
-    image_size: int = setting(0, "Image side in pixels; 0: the architecture's default.", _at_least(0))
+    image_size: int = setting(0, "Image side in pixels; 0: the architecture's default.", at_least(0))
     context_length: int = setting(
-        0, "Maximum caption length in tokens; 0: the architecture's default.", _at_least(0)
+        0, "Maximum caption length in tokens; 0: the architecture's default.", at_least(0)
     )
     weights: str = setting(
         "", "Initial weights: any source that clipkit.load accepts, such as the folder of another run."
@@ -427,6 +438,7 @@ class ModelConfig(Section):
         False,
         "Take only the image tower of model.weights; the rest, such as a classification head, starts with random "
         "weights.",
+        needs="weights",
     )
     patch_dropout: float = setting(
         0.0,
@@ -443,9 +455,7 @@ class ModelConfig(Section):
         if self.image_weights:
             image = "model.image=timm:NAME or pixels:SIZE and no model.weights"
             usable = self.image.startswith(("timm:", "pixels:")) and not self.weights
-            _require_use("model.image_weights", self.image_weights, image, usable)
-        if self.new_head:
-            _require_use("model.new_head", self.new_head, "model.weights", bool(self.weights))
+            require_use("model.image_weights", self.image_weights, image, usable)
 
     @property
     def label(self) -> str:
@@ -482,25 +492,25 @@ class ShapeConfig(Section):
 
     section = "shape."
     image_width: int = setting(
-        0, "Width of the image tower; 0: that of model.name, as for all sizes.", _at_least(0)
+        0, "Width of the image tower; 0: that of model.name, as for all sizes.", at_least(0)
     )
-    image_layers: int = setting(0, "Its number of blocks.", _at_least(0))
+    image_layers: int = setting(0, "Its number of blocks.", at_least(0))
     image_heads: int = setting(
-        0, "Its attention heads; 0: heads as wide as those of model.name.", _at_least(0)
+        0, "Its attention heads; 0: heads as wide as those of model.name.", at_least(0)
     )
-    image_mlp: float = setting(0.0, "Width inside its MLPs, relative to its width.", _at_least(0))
-    patch: int = setting(0, "Side of a patch in pixels.", _at_least(0))
+    image_mlp: float = setting(0.0, "Width inside its MLPs, relative to its width.", at_least(0))
+    patch: int = setting(0, "Side of a patch in pixels.", at_least(0))
     pool: str = setting(
         "",
         "What is projected to an image's features. class: the class token. mean: the mean of the patches. map: "
         "attention of a learned token to the patches. Empty: that of model.name.",
-        _one_of("", "class", "mean", "map"),
+        one_of("", "class", "mean", "map"),
     )
     positions: str = setting(
         "",
         "Position embeddings of patches: learned; learned_2d: one for each row and each column, of half the width; "
         "sincos_2d: fixed sines and cosines of row and column; none. Empty: those of model.name.",
-        _one_of("", "learned", "learned_2d", "sincos_2d", "none"),
+        one_of("", "learned", "learned_2d", "sincos_2d", "none"),
     )
     distilled: bool = setting(
         False,
@@ -508,10 +518,10 @@ class ShapeConfig(Section):
         "the other half belongs to the class token and learns the labels. Both are averaged for evaluation.",
     )
     text_width: int = setting(
-        0, "Width of the text tower, with heads as wide as those of model.name.", _at_least(0)
+        0, "Width of the text tower, with heads as wide as those of model.name.", at_least(0)
     )
-    text_layers: int = setting(0, "Its number of blocks.", _at_least(0))
-    embed: int = setting(0, "Dimension of the embedding.", _at_least(0))
+    text_layers: int = setting(0, "Its number of blocks.", at_least(0))
+    embed: int = setting(0, "Dimension of the embedding.", at_least(0))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -541,7 +551,7 @@ class LossConfig(Section):
         "negatives",
         "How to treat other pairs in the batch with the same caption or image. With positives, the loss cannot "
         "reach 0, and a confident model's loss may exceed chance.",
-        _one_of("negatives", "positives", "ignored"),
+        one_of("negatives", "positives", "ignored"),
     )
     smoothing: float = setting(
         0.0,
@@ -555,145 +565,23 @@ class LossConfig(Section):
         _POSITIVE,
     )
     dim_weights: tuple[float, ...] = setting(
-        (), "Weights of loss.dims, the last one for the whole embedding; empty for equal weights.", _WEIGHTS
+        (),
+        "Weights of loss.dims, the last one for the whole embedding; empty for equal weights.",
+        _WEIGHTS,
+        needs="dims",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         rising = list(self.dims) == sorted(set(self.dims))
         require(rising, "loss.dims", self.dims, "expected rising sizes")
+        if self.same == "ignored":
+            alone = "expected 0 with loss.same=ignored"
+            require(not self.smoothing, "loss.smoothing", self.smoothing, alone)
         if self.dim_weights:
-            _require_use("loss.dim_weights", self.dim_weights, "loss.dims", bool(self.dims))
             count = len(self.dims) + 1
             one_each = f"expected {count} weights: one for each of loss.dims and one for the whole embedding"
             require(len(self.dim_weights) == count, "loss.dim_weights", self.dim_weights, one_each)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CaptionConfig(Section):
-    """Predict captions from images, in addition to ``loss.name``; see clipkit/model/decoder.py.
-
-    The term is the mean over all predicted tokens of −log p(token | previous tokens, image).
-    """
-
-    section = "caption."
-    weight: float = setting(
-        0.0, "Weight of the term, which is added to the loss; 0: no decoder.", _at_least(0)
-    )
-    layers: int = setting(0, "Layers of the decoder; 0: half of the text tower's.", _at_least(0))
-    feed: str = setting(
-        "tokens",
-        "The decoder's input: tokens, with an embedding of its own (Cap), or text, the text tower's tokens (CoCa); "
-        "shared: the text tower is the decoder, in a second pass with cross-attention (MaMMUT).",
-        _one_of("tokens", "text", "shared"),
-    )
-    parallel: float = setting(
-        0.0,
-        "Fraction of the captions whose tokens are all predicted at once, from the image alone; CapPa: 0.75.",
-        Within(words="0 to 1", holds=lambda value: 0 <= value <= 1),
-    )
-    length: int = setting(
-        64, "Maximum number of tokens of a caption to predict, including end of text.", _at_least(1)
-    )
-    after: int = setting(
-        0, "Number of first steps without the term; its weights are locked until then.", _at_least(0)
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("layers", "feed", "parallel", "length", "after"):
-            if not self._is_default(name):
-                _require_use(f"caption.{name}", getattr(self, name), "caption.weight", bool(self.weight))
-        alone = f"expected 0 with caption.feed={self.feed}"
-        require(not self.parallel or self.feed == "tokens", "caption.parallel", self.parallel, alone)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MaskedConfig(Section):
-    """Predict masked patches of images, in addition to ``loss.name``; see clipkit/model/masked.py.
-
-    Images with masked patches are encoded in a further pass. The term is the mean over the chosen patches.
-    """
-
-    section = "masked."
-    weight: float = setting(0.0, "Weight of the term, which is added to the loss; 0: none.", _at_least(0))
-    fraction: float = setting(
-        0.5,
-        "Fraction of the patches that is chosen: 80% of them are masked, 10% replaced by another patch of the "
-        "image, and 10% kept.",
-        Within(words="more than 0, at most 1", holds=lambda value: 0 < value <= 1),
-    )
-    target: str = setting(
-        "color",
-        "Prediction target: the class of a patch's mean color among 512, those of its 4 × 4 cells (small), its "
-        "normalized pixels, or its token with averaged weights (features).",
-        registry="clipkit.model.architectures:MASKED",
-    )
-    after: int = setting(
-        0, "Number of first steps without the term; its weights are locked until then.", _at_least(0)
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("fraction", "target", "after"):
-            if not self._is_default(name):
-                _require_use(f"masked.{name}", getattr(self, name), "masked.weight", bool(self.weight))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageGptConfig(Section):
-    """Predict pixels, in addition to ``loss.name``, with ``model.image=pixels:SIZE``; see clipkit/model/pixels.py.
-
-    The term is the mean over the predicted pixels of −log p.
-    """
-
-    section = "image_gpt."
-    weight: float = setting(0.0, "Weight of the term, which is added to the loss; 0: none.", _at_least(0))
-    fraction: float = setting(
-        0.15,
-        "Fraction of the pixels that is masked and predicted if the tower is not causal.",
-        Within(words="more than 0, at most 1", holds=lambda value: 0 < value <= 1),
-    )
-    after: int = setting(
-        0, "Number of first steps without the term; its weights are locked until then.", _at_least(0)
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("fraction", "after"):
-            if not self._is_default(name):
-                _require_use(f"image_gpt.{name}", getattr(self, name), "image_gpt.weight", bool(self.weight))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ViewsConfig(Section):
-    """Self-distillation by crops of images (SILC, SigLIP 2).
-
-    Features of small crops are compared with those that averaged weights compute for the whole image. Requires
-    ``optim.average``. See clipkit/objectives/views.py.
-    """
-
-    section = "views."
-    weight: float = setting(0.0, "Weight of the term, which is added to the loss; 0: none.", _at_least(0))
-    count: int = setting(8, "Number of crops of each image.", _at_least(1))
-    area: tuple[float, ...] = setting(
-        (0.05, 0.4),
-        "Least and greatest area of a crop, as fractions of the image's.",
-        Within(
-            words="two increasing fractions, more than 0 and at most 1",
-            holds=lambda value: len(value) == 2 and 0 < value[0] <= value[1] <= 1,
-        ),
-    )
-    size: int = setting(
-        0, "Side of a crop in pixels, after resizing; 0: half of the image's, in whole patches.", _at_least(0)
-    )
-    after: int = setting(0, "Number of first steps without the term.", _at_least(0))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("count", "area", "size", "after"):
-            if not self._is_default(name):
-                _require_use(f"views.{name}", getattr(self, name), "views.weight", bool(self.weight))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -713,44 +601,43 @@ class DistillConfig(Section):
         "Alternatively, the folder with a teacher's features of the training images, from `clipkit encode`.",
     )
     text_features: str = setting(
-        "", "With distill.features, the teacher's features of the captions, from `clipkit encode --text`."
+        "",
+        "With distill.features, the teacher's features of the captions, from `clipkit encode --text`.",
+        needs="features",
     )
     scale: float = setting(
         100.0,
         "With distill.features, the teacher's exp(t), by which its similarities are multiplied.",
-        _above(0, at_most=10_000),
+        above(0, at_most=10_000),
+        needs="features",
     )
     weight: float = setting(
-        0.5, "Weight of the distillation loss; the objective has 1 minus this weight.", _above(0, at_most=1)
+        0.5,
+        "Weight of the distillation loss; the objective has 1 minus this weight.",
+        above(0, at_most=1),
+        needs="teacher or features",
     )
     temperature: float = setting(
         1.0,
         "With loss.name=classes, the number by which the logits of teacher and student are divided; the loss is "
         "multiplied by its square.",
-        _above(0, at_most=1000),
+        above(0, at_most=1000),
+        needs="teacher",
     )
     hard: bool = setting(
-        False, "With loss.name=classes, learn the teacher's most likely class, not its distribution (DeiT)."
+        False,
+        "With loss.name=classes, learn the teacher's most likely class, not its distribution (DeiT).",
+        needs="teacher",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.features and not self.text_features:
             require(False, "distill.text_features", "", "required by distill.features")
-        if self.text_features:
-            _require_use("distill.text_features", self.text_features, "distill.features", bool(self.features))
         both = bool(self.teacher and self.features)
         require(not both, "distill.features", self.features, "cannot be combined with distill.teacher")
-        if not self._is_default("weight"):
-            where = "distill.teacher or distill.features"
-            _require_use("distill.weight", self.weight, where, self.wanted)
-        if not self._is_default("scale"):
-            _require_use("distill.scale", self.scale, "distill.features", bool(self.features))
-        for name in ("temperature", "hard"):
-            if not self._is_default(name):
-                _require_use(f"distill.{name}", getattr(self, name), "distill.teacher", bool(self.teacher))
-        if self.hard and not self._is_default("temperature"):
-            require(False, "distill.temperature", self.temperature, "expected 1 with distill.hard")
+        soft = not self.hard or self.temperature == 1
+        require(soft, "distill.temperature", self.temperature, "expected 1 with distill.hard")
         alone = "expected below 1 with distill.teacher=average, from which alone nothing is learned"
         require(not self.averages or self.weight < 1, "distill.weight", self.weight, alone)
 
@@ -787,7 +674,7 @@ class LockConfig(Section):
         0,
         "Steps after which the next lower layer of each tower is unlocked, starting with the top layer; 0: train "
         "all layers from the start.",
-        _at_least(0),
+        at_least(0),
     )
 
 
@@ -800,17 +687,16 @@ class LoraConfig(Section):
         0,
         "Rank of the adapters of all matrices in the towers' blocks; everything else but the temperature is "
         "locked. 0: train the weights themselves.",
-        _at_least(0),
+        at_least(0),
     )
-    alpha: float = setting(0.0, "Adapters are multiplied by alpha / rank. 0: by 1.", _at_least(0))
-    image: bool = setting(True, "Whether the image tower has adapters; otherwise it is locked.")
-    text: bool = setting(True, "The same for the text tower.")
+    alpha: float = setting(
+        0.0, "Adapters are multiplied by alpha / rank. 0: by 1.", at_least(0), needs="rank"
+    )
+    image: bool = setting(True, "Whether the image tower has adapters; otherwise it is locked.", needs="rank")
+    text: bool = setting(True, "The same for the text tower.", needs="rank")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("alpha", "image", "text"):
-            if not self._is_default(name):
-                _require_use(f"lora.{name}", getattr(self, name), "lora.rank", bool(self.rank))
         require(self.image or self.text, "lora.text", self.text, "expected true with lora.image=false")
 
 
@@ -819,18 +705,18 @@ class SmallConfig(Section):
     """Train small, finish large (CLIPA, Li et al. 2023, https://arxiv.org/abs/2305.07017)."""
 
     section = "small."
-    steps: int = setting(0, "Number of initial steps with smaller images or shorter captions.", _at_least(0))
-    image_size: int = setting(0, "Image side in pixels in these steps; 0: the model's.", _at_least(0))
-    context_length: int = setting(0, "Maximum caption length in these steps; 0: the model's.", _at_least(0))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.steps:
-            sizes = "small.image_size or small.context_length"
-            _require_use("small.steps", self.steps, sizes, bool(self.image_size or self.context_length))
-        for name, size in (("image_size", self.image_size), ("context_length", self.context_length)):
-            if size:
-                _require_use(f"small.{name}", size, "small.steps", bool(self.steps))
+    steps: int = setting(
+        0,
+        "Number of initial steps with smaller images or shorter captions.",
+        at_least(0),
+        needs="image_size or context_length",
+    )
+    image_size: int = setting(
+        0, "Image side in pixels in these steps; 0: the model's.", at_least(0), needs="steps"
+    )
+    context_length: int = setting(
+        0, "Maximum caption length in these steps; 0: the model's.", at_least(0), needs="steps"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -839,21 +725,21 @@ class OptimConfig(Section):
 
     section = "optim."
     name: str = setting("adamw", "The optimizer.", registry="clipkit.training:OPTIMIZERS")
-    lr: float = setting(5e-4, "Peak learning rate, reached at the end of the warm-up.", _above(0))
-    min_lr: float = setting(0.0, "Final learning rate; at most optim.lr.", _at_least(0))
-    warmup: int = setting(2000, "Steps in which the learning rate rises to optim.lr.", _at_least(0))
+    lr: float = setting(5e-4, "Peak learning rate, reached at the end of the warm-up.", above(0))
+    min_lr: float = setting(0.0, "Final learning rate; at most optim.lr.", at_least(0))
+    warmup: int = setting(2000, "Steps in which the learning rate rises to optim.lr.", at_least(0))
     schedule: str = setting(
         "cosine", "Schedule of the learning rate after the warm-up.", registry="clipkit.training:SCHEDULES"
     )
     cooldown: int = setting(
         0,
         "With optim.schedule=constant or rsqrt, number of final steps in which the learning rate decays.",
-        _at_least(0),
+        at_least(0),
     )
     weight_decay: float = setting(
         0.2,
         "Decoupled weight decay of matrices; not applied to biases, gains and the temperature.",
-        _at_least(0),
+        at_least(0),
     )
     head_decay: float = setting(
         -1.0,
@@ -863,21 +749,21 @@ class OptimConfig(Section):
     layer_decay: float = setting(
         1.0,
         "Factor by which the learning rate decreases from each layer to the one below.",
-        _above(0, at_most=1),
+        above(0, at_most=1),
     )
-    image_lr_scale: float = setting(1.0, "Multiplier for the image tower's learning rate.", _at_least(0))
-    text_lr_scale: float = setting(1.0, "Multiplier for the text tower's learning rate.", _at_least(0))
+    image_lr_scale: float = setting(1.0, "Multiplier for the image tower's learning rate.", at_least(0))
+    text_lr_scale: float = setting(1.0, "Multiplier for the text tower's learning rate.", at_least(0))
     beta1: float = setting(0.9, "Decay of the running mean of the gradients (momentum).", _BELOW_ONE)
     beta2: float = setting(0.98, "Decay of the running mean of the squared gradients.", _BELOW_ONE)
-    eps: float = setting(1e-6, "Added to the denominator of the update for numerical stability.", _above(0))
+    eps: float = setting(1e-6, "Added to the denominator of the update for numerical stability.", above(0))
     sam: float = setting(
         0.0,
         "Sharpness-aware minimization: gradients are those at weights moved by this distance along the gradient, "
         "which doubles the time of a step; 0: off.",
-        _at_least(0),
+        at_least(0),
     )
     clip_norm: float = setting(
-        1.0, "Maximum norm to which the whole gradient is clipped; 0: no clipping.", _at_least(0)
+        1.0, "Maximum norm to which the whole gradient is clipped; 0: no clipping.", at_least(0)
     )
     skip_above: float = setting(
         0.0,
@@ -894,15 +780,7 @@ class OptimConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.min_lr <= self.lr, "optim.min_lr", self.min_lr, "expected 0 to optim.lr")
-        decays = imported("clipkit.training:SCHEDULES")[self.schedule].decays
-        if self.min_lr and not decays:
-            _require_use(
-                "optim.min_lr", self.min_lr, "optim.cooldown or a schedule that decays", self.cooldown > 0
-            )
-        if self.cooldown:
-            _require_use("optim.cooldown", self.cooldown, "optim.schedule=constant or rsqrt", not decays)
-        alone = "expected at least 1 with optim.schedule=rsqrt, whose unit of time it is"
-        require(self.schedule != "rsqrt" or self.warmup > 0, "optim.warmup", self.warmup, alone)
+        imported("clipkit.training:SCHEDULES")[self.schedule].check(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -910,9 +788,9 @@ class CheckpointConfig(Section):
     """When to save checkpoints; the run is also saved at its end and on Ctrl-C or SIGTERM."""
 
     section = "checkpoint."
-    every_steps: int = setting(1000, "Steps between checkpoints; 0: disabled.", _at_least(0))
-    every_minutes: float = setting(30.0, "Minutes between checkpoints; 0: disabled.", _at_least(0))
-    keep: int = setting(3, "Number of newest checkpoints to keep; 0: all.", _at_least(0))
+    every_steps: int = setting(1000, "Steps between checkpoints; 0: disabled.", at_least(0))
+    every_minutes: float = setting(30.0, "Minutes between checkpoints; 0: disabled.", at_least(0))
+    keep: int = setting(3, "Number of newest checkpoints to keep; 0: all.", at_least(0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -921,8 +799,8 @@ class EvalConfig(Section):
 
     section = "eval."
     data: tuple[str, ...] = setting((), "Built-in sets (digits, emoji, glyphs, cues) or dataset folders.")
-    every_steps: int = setting(1000, "Steps between evaluations; 0: only at the end.", _at_least(0))
-    batch_size: int = setting(256, "Images encoded at a time on each rank.", _between(1, MOST))
+    every_steps: int = setting(1000, "Steps between evaluations; 0: only at the end.", at_least(0))
+    batch_size: int = setting(256, "Images encoded at a time on each rank.", between(1, MOST))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -934,7 +812,7 @@ class LogConfig(Section):
         10,
         "Steps between lines in metrics.jsonl and updates of the progress bar. Without a terminal, a line is "
         "printed at most every ten seconds and for the last step.",
-        _at_least(1),
+        at_least(1),
     )
     tensorboard: bool = setting(
         True, "Also write metrics to tensorboard/ in the run folder, if tensorboard is installed."
@@ -956,7 +834,7 @@ class Config(Section):
         "Seed for the initial weights, the data order and all other random numbers.",
         Within(words="0 to 2^63", holds=lambda value: 0 <= value < 2**63),
     )
-    steps: int = setting(10_000, "Number of updates; may be increased later.", _at_least(1))
+    steps: int = setting(10_000, "Number of updates; may be increased later.", at_least(1))
     batch_size: int = setting(
         256,
         "Pairs per step, over all ranks.",
@@ -969,29 +847,30 @@ class Config(Section):
         1,
         "Number of parts in which each rank processes its rows of the batch, to save memory; the loss and its "
         "gradients do not change.",
-        _at_least(1),
+        at_least(1),
     )
     precision: str = setting(
         "auto",
         "Precision of the towers; auto: bf16 on GPUs and CPUs that compute it natively, else fp32. Losses are "
         "always float32.",
-        _one_of("auto", "fp32", "bf16"),
+        one_of("auto", "fp32", "bf16"),
     )
     sharding: str = setting(
         "none",
         "Shard weights, gradients and optimizer state, for models too large for one GPU: full, over all GPUs; "
         "hybrid, over the GPUs of each host.",
-        _one_of("none", "full", "hybrid"),
+        one_of("none", "full", "hybrid"),
     )
     reshard: bool = setting(
         True,
         "With sharding, free gathered weights after the forward pass; false is faster but needs more memory.",
+        needs="sharding=full or sharding=hybrid",
     )
     recompute: int = setting(
         0,
         "Activation checkpointing: recompute every n-th block in the backward pass to save memory; 1: all blocks, "
         "2: every second block, 0: none.",
-        _at_least(0),
+        at_least(0),
     )
     compile: bool = setting(
         False, "Compile blocks with torch.compile: steps are faster, but the start takes a minute or more."
@@ -1005,10 +884,8 @@ class Config(Section):
     data: DataConfig = field(default_factory=DataConfig)
     pixels: PixelsConfig = field(default_factory=PixelsConfig)
     loss: LossConfig = field(default_factory=LossConfig)
-    caption: CaptionConfig = field(default_factory=CaptionConfig)
-    masked: MaskedConfig = field(default_factory=MaskedConfig)
-    image_gpt: ImageGptConfig = field(default_factory=ImageGptConfig)
-    views: ViewsConfig = field(default_factory=ViewsConfig)
+    # the sections that objectives and terms declare, by name; see clipkit/objectives/__init__.py
+    objectives: Mapping[str, Any] = field(default_factory=dict)
     distill: DistillConfig = field(default_factory=DistillConfig)
     lock: LockConfig = field(default_factory=LockConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -1024,110 +901,61 @@ class Config(Section):
         super().__post_init__()
         most = f"expected at most batch_size = {self.batch_size}"
         require(self.accumulate <= self.batch_size, "accumulate", self.accumulate, most)
-        if not self.reshard:
-            _require_use("reshard", False, "sharding=full or sharding=hybrid", self.sharding != "none")
+        kinds = imported("clipkit.objectives:objective_sections")()
+        assert self.objectives.keys() <= kinds.keys(), self.objectives
+        sections = {name: self.objectives.get(name) or kind() for name, kind in kinds.items()}
+        object.__setattr__(self, "objectives", sections)
+        self._check_captions()
+        self._check_teacher()
+        if self.pixels.channels != 3:
+            rgb = "requires RGB images: pixels.channels = 3"
+            for name in ("color_jitter", "grayscale", "nvjpeg"):
+                value = getattr(self.data, name)
+                require(not value, f"data.{name}", value, rgb)
+        if self.lora.rank:
+            require_use("lora.rank", self.lora.rank, "model.weights", bool(self.model.weights))
+            alone = "cannot be combined with lora.rank"
+            for name in ("image", "text", "unfreeze_every"):
+                locked = getattr(self.lock, name)
+                require(not locked, f"lock.{name}", locked, alone)
+            require(not self.model.new_head, "model.new_head", True, alone)
+        imported("clipkit.training:OPTIMIZERS")[self.optim.name].check(self)
+        imported("clipkit.objectives:check_objectives")(self)
 
-        optimizers = imported("clipkit.training:OPTIMIZERS")
-        optimizer, never = optimizers[self.optim.name], f"expected 0 with optim.name={self.optim.name}"
-        terms = {one: getattr(self, one) for one in imported("clipkit.objectives:TERMS")}
-        terms = {one: settings for one, settings in terms.items() if settings.weight}
-        late_ones = {"lock.unfreeze_every": self.lock.unfreeze_every}
-        late_ones |= {f"{one}.after": settings.after for one, settings in terms.items()}
-        for name, value in late_ones.items():
-            require(optimizer.parameters_join_late or not value, name, value, never)
-
-        objectives = imported("clipkit.objectives:OBJECTIVES")
-        name, objective = self.loss.name, objectives[self.loss.name]
-        if objective.over_classes and not self.model.over_classes:
-            require(False, "loss.name", name, "requires model.text=classes:FILE")
-        if self.model.over_classes and not objective.over_classes:
-            names = " or ".join(f"loss.name={one}" for one in objectives if objectives[one].over_classes)
-            require(False, "model.text", self.model.text, f"requires {names}")
-        if objective.over_words:
-            require(self.model.over_words, "loss.name", name, "requires model.text=words")
-        negatives = objective.uses_same or self.loss.same == "negatives"
-        require(negatives, "loss.same", self.loss.same, f"expected negatives with loss.name={name}")
-        smooths = objective.smooths and self.loss.same != "ignored"
-        alone = f"expected 0 with {'loss.same=ignored' if objective.smooths else f'loss.name={name}'}"
-        require(smooths or not self.loss.smoothing, "loss.smoothing", self.loss.smoothing, alone)
-        for setting, given in (
-            ("negatives", self.data.negatives),
-            ("caption_count", self.data.caption_count - 1),
-        ):
-            for refused, cause in (
-                (not objective.more_texts, f"loss.name={name}"),
-                (self.distill.wanted, "distillation"),
-                (
-                    bool(self.caption.weight) and self.caption.feed != "tokens",
-                    f"caption.feed={self.caption.feed}",
-                ),
-            ):
-                value, alone = getattr(self.data, setting), f"cannot be combined with {cause}"
-                require(not (given and refused), f"data.{setting}", value, alone)
-        if self.data.caption_count > 1 and self.loss.same == "negatives":
+    def _check_captions(self) -> None:
+        data = self.data
+        if self.distill.wanted:
+            alone = "cannot be combined with distillation"
+            require(not data.negatives, "data.negatives", data.negatives, alone)
+            require(data.caption_count == 1, "data.caption_count", data.caption_count, alone)
+        if data.caption_count > 1:
             same = "expected positives or ignored with data.caption_count above 1"
-            require(False, "loss.same", self.loss.same, same)
-        teacher = self.distill.teacher or self.distill.features
-        where = "distill.teacher" if self.distill.teacher else "distill.features"
-        alone = f"cannot be combined with loss.name={name}"
-        require(objective.divergence is not None or not teacher, where, teacher, alone)
-        if self.distill.averages:
-            _require_use(where, teacher, "optim.average", bool(self.optim.average))
-        if objective.over_classes:
-            require(not self.distill.features, where, teacher, f"{alone}; use distill.teacher")
-        else:
-            for setting in ("hard", "temperature"):
-                if not self.distill._is_default(setting):
-                    value = getattr(self.distill, setting)
-                    _require_use(f"distill.{setting}", value, "loss.name=classes", False)
+            require(self.loss.same != "negatives", "loss.same", self.loss.same, same)
+
+    def _check_teacher(self) -> None:
+        distill, model = self.distill, self.model
+        if distill.averages:
+            require_use("distill.teacher", distill.teacher, "optim.average", bool(self.optim.average))
         if self.shape.distilled:
-            learns = bool(self.distill.teacher or self.model.weights)
-            _require_use("shape.distilled", True, "distill.teacher or model.weights", learns)
-            require(objective.over_classes, "shape.distilled", True, "requires loss.name=classes")
+            learns = bool(distill.teacher or model.weights)
+            require_use("shape.distilled", True, "distill.teacher or model.weights", learns)
             least = "expected below 1 with shape.distilled, whose class token would learn nothing"
-            require(self.distill.weight < 1, "distill.weight", self.distill.weight, least)
+            require(distill.weight < 1, "distill.weight", distill.weight, least)
             whole = "cannot be combined with shape.distilled"
             require(not self.loss.dims, "loss.dims", self.loss.dims, whole)
-        for term, settings in terms.items():
-            alone = f"expected 0 with loss.name={name}"
-            refused = objective.over_classes and term != "image_gpt"
-            require(not refused, f"{term}.weight", settings.weight, alone)
-        target = self.masked.target if self.masked.weight else ""
-        if target == "features":
-            _require_use("masked.target", target, "optim.average", bool(self.optim.average))
-        if self.image_gpt.weight:
-            image = self.model.image.startswith("pixels:")
-            _require_use("image_gpt.weight", self.image_gpt.weight, "model.image=pixels:SIZE", image)
-        if self.pixels.channels != 3:
-            of_colors: dict[str, object] = {
-                "data.color_jitter": self.data.color_jitter,
-                "data.grayscale": self.data.grayscale,
-                "data.nvjpeg": self.data.nvjpeg,
-                "masked.target": target if target in ("color", "small") else "",
-            }
-            for setting, choice in of_colors.items():
-                require(not choice, setting, choice, "requires RGB images: pixels.channels = 3")
-        for term in ("image_gpt", "views"):
-            locked = f"cannot be combined with {term}.weight, which trains the image tower"
-            require(
-                not (getattr(self, term).weight and self.lock.image == "all"), "lock.image", "all", locked
-            )
-        if self.lora.rank:
-            _require_use("lora.rank", self.lora.rank, "model.weights", bool(self.model.weights))
-            for setting in ("image", "text", "unfreeze_every"):
-                locked, alone = getattr(self.lock, setting), "cannot be combined with lora.rank"
-                require(not locked, f"lock.{setting}", locked, alone)
-            require(not self.model.new_head, "model.new_head", True, "cannot be combined with lora.rank")
-        if self.optim.name == "adafactor":
-            tied = "cannot be combined with optim.name=adafactor, whose second moments belong to rows and columns"
-            require(self.shape.positions != "learned_2d", "shape.positions", self.shape.positions, tied)
-        if self.views.weight:
-            _require_use("views.weight", self.views.weight, "optim.average", bool(self.optim.average))
-        at_once = any(not settings.after for settings in terms.values())
-        if not objective.compares:
-            require(
-                at_once, "loss.name", name, "requires a term from the first step, such as caption.weight=1"
-            )
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the section of an objective or of a term, such as ``config.caption``."""
+        sections = vars(self).get("objectives", {})
+        if name not in sections:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return sections[name]
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        """The local terms with a weight, by name; see ``clipkit.objectives.select_terms``."""
+        terms: dict[str, Any] = imported("clipkit.objectives:select_terms")(self)
+        return terms
 
     def notes(self, *, step: int, samples: int, layers: int) -> list[str]:
         """Return notes on settings that may be unintentional, and the objective's note.
@@ -1151,12 +979,12 @@ class Config(Section):
                 f"small.steps = {self.small.steps} is not shorter than the run of {steps} steps: no step is made "
                 "at the model's full size"
             )
-        terms = ((name, getattr(self, name)) for name in imported("clipkit.objectives:TERMS"))
-        found += [
-            f"{name}.after = {one.after} is not shorter than the run of {steps} steps: the term never begins"
-            for name, one in terms
-            if one.weight and one.after >= steps
-        ]
+        for name, term in self.terms.items():
+            if term.after >= steps:
+                found.append(
+                    f"{name}.after = {term.after} is not shorter than the run of {steps} steps: the term never "
+                    "begins"
+                )
         if every and every * (layers - 1) >= steps:
             found.append(
                 f"lock.unfreeze_every = {every} unlocks {1 + (steps - 1) // every} of {layers} layers in {steps} "
@@ -1169,7 +997,7 @@ class Config(Section):
                 f"each of the {samples:,} pairs is seen {seen:,.0f} times; steps={ten} would be 10 times"
             )
         if not step and not self.model.weights:
-            found.append(imported("clipkit.objectives:OBJECTIVES")[self.loss.name].note)
+            found.append(imported("clipkit.objectives:select_objective")(self).note)
         return [f"note: {one}" for one in found if one]
 
 
@@ -1198,8 +1026,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"config {path} is not TOML: {error}") from error
     _apply(values, overrides)
     _rename(values)
-    config = _build(Config, values, "")
-    assert isinstance(config, Config)
+    config = _build_config(values)
     return config if config.out else replace(config, out=str(Path("runs") / path.stem))
 
 
@@ -1220,17 +1047,16 @@ def _rename(values: dict[str, Any]) -> None:
 
 def to_toml(config: Config, *, differing_from: Config | None = None) -> str:
     """Return a configuration as TOML for ``load_config``: all settings, or those that differ from another's."""
-    lines: list[str] = []
-    sections: list[str] = []
-    for name, value in _items(config):
-        other = getattr(differing_from, name) if differing_from is not None else None
-        if is_dataclass(value):
-            settings = [(k, v) for k, v in _items(value) if other is None or v != getattr(other, k)]
-            if settings:
-                sections.append("\n".join([f"\n[{name}]", *(f"{k} = {_literal(v)}" for k, v in settings)]))
-        elif differing_from is None or value != other:
-            lines.append(f"{name} = {_literal(value)}")
-    return "\n".join([*lines, *sections]) + "\n"
+    others = _values(differing_from) if differing_from is not None else {}
+    parts = []
+    for section, values in _values(config).items():
+        lines = [f"\n[{section}]"] if section else []
+        for name, value in values.items():
+            if differing_from is None or value != others[section][name]:
+                lines.append(f"{name} = {_literal(value)}")
+        if len(lines) > bool(section):
+            parts += lines
+    return "\n".join(parts) + "\n"
 
 
 def shown_settings(config: Config) -> str:
@@ -1251,17 +1077,39 @@ def changes(before: Config, after: Config) -> list[str]:
     ]
 
 
-def _items(config: Any) -> list[tuple[str, Any]]:
-    return [(one.name, getattr(config, one.name)) for one in fields(config)]
+def section_kinds() -> dict[str, type[Section]]:
+    """Return the sections of a configuration by name; those of objectives and terms follow ``loss``."""
+    hints = typing.get_type_hints(Config)
+    kinds: dict[str, type[Section]] = {}
+    for entry in fields(Config):
+        if entry.name == "objectives":
+            kinds |= imported("clipkit.objectives:objective_sections")()
+        elif is_dataclass(hints[entry.name]):
+            kinds[entry.name] = hints[entry.name]
+    return kinds
+
+
+def section_fields() -> dict[str, list[Field[Any]]]:
+    """Return the settings of each section by name; those outside sections come first, as ""."""
+    kinds = section_kinds()
+    plain = [entry for entry in fields(Config) if entry.name not in (*kinds, "objectives")]
+    return {"": plain, **{name: list(fields(cast(Any, kind))) for name, kind in kinds.items()}}
+
+
+def _values(config: Config) -> dict[str, dict[str, Any]]:
+    """Return all values by section and name."""
+    values = {}
+    for name, entries in section_fields().items():
+        section = getattr(config, name) if name else config
+        values[name] = {entry.name: getattr(section, entry.name) for entry in entries}
+    return values
 
 
 def _flat(config: Config) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in _items(config):
-        if is_dataclass(value):
-            flat.update({f"{name}.{key}": inner for key, inner in _items(value)})
-        else:
-            flat[name] = value
+    flat = {}
+    for section, values in _values(config).items():
+        for name, value in values.items():
+            flat[f"{section}.{name}" if section else name] = value
     return flat
 
 
@@ -1323,8 +1171,23 @@ def _apply(values: dict[str, Any], overrides: Sequence[str]) -> None:
         inner[name] = parsed["value"] if is_value else text
 
 
-def _build(kind: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
+def _build_config(values: Mapping[str, Any]) -> Config:
+    """Convert the values of a TOML file."""
+    kinds = section_kinds()
+    hints = _hints(Config) | kinds
+    del hints["objectives"]
+    arguments = _convert_values(hints, values, "")
+    declared = [name for name in kinds if name not in Config.__dataclass_fields__]
+    objectives = {name: arguments.pop(name) for name in declared if name in arguments}
+    return Config(**arguments, objectives=objectives)
+
+
+def _hints(kind: type[Any]) -> dict[str, Any]:
     hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}
+
+
+def _convert_values(hints: Mapping[str, Any], values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     for key, value in values.items():
         if key not in hints:
             unknown = prefix + key
@@ -1332,95 +1195,67 @@ def _build(kind: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
                 inner, value = next(iter(value.items()))
                 unknown += f".{inner}"
             raise ConfigError(f"{unknown} is unknown: {_nearest_key(unknown)}")
-    given = {key: _fit(hints[key], value, prefix + key) for key, value in values.items()}
-    return kind(**given)
-
-
-# names of settings in other training programs
-_ALSO_CALLED = {
-    "learning_rate": "optim.lr", "wd": "optim.weight_decay", "warmup_steps": "optim.warmup",
-    "num_workers": "data.workers", "train_data": "data.train", "max_steps": "steps", "epochs": "steps",
-    "local_batch_size": "batch_size", "accum_freq": "accumulate", "amp": "precision", "output": "out",
-    "output_dir": "out", "pretrained": "model.weights", "dataset_resampled": "data.resample",
-}  # fmt: skip
+    return {key: _convert(hints[key], value, prefix + key) for key, value in values.items()}
 
 
 def _nearest_key(key: str) -> str:
     """Return a hint for an unknown setting: the closest known one."""
     known = list(_flat(Config()))
-    if also := _ALSO_CALLED.get(key.rsplit(".", 1)[-1]):
-        return f"did you mean {also!r}?"
-    last = {one.rsplit(".", 1)[-1]: one for one in reversed(known)}
-    name = key.rsplit(".", 1)[-1]
-    hint = f"did you mean {last[name]!r}?" if name in last else nearest(key, known)
+    name = key.rpartition(".")[2]
+    for setting_name in known:
+        if setting_name.rpartition(".")[2] == name:
+            return f"did you mean {setting_name!r}?"
+    hint = nearest(key, known)
     return hint if hint.startswith("did") else "`train.py --settings` lists all settings"
 
 
-def _fit(hint: Any, value: Any, key: str) -> Any:
+def _convert(hint: Any, value: Any, key: str) -> Any:
     """Convert a TOML value to the field's type."""
     if is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise ConfigError(
                 f"{key} = {shown(value)} is invalid: {key} is a section; set {key}.<name> instead"
             )
-        return _build(typing.cast(type[Any], hint), value, key + ".")
+        return cast(type[Any], hint)(**_convert_values(_hints(cast(Any, hint)), value, key + "."))
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if float in kinds and isinstance(value, str) and _SHORT_FRACTION.fullmatch(value):
         value = float(value)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and not abs(value) <= sys.float_info.max:  # infinity, NaN, or an integer too large for float
-        raise ConfigError(f"{key} = {shown(value)} is invalid: expected a finite number")
-    if float in kinds and is_number:
-        return float(value)
-    if int in kinds and is_number and value == int(value):  # 1e4 is an integer too
+    _check_value(value, key)
+    if int in kinds and isinstance(value, float) and value.is_integer():  # 1e4 is an integer too
         require(abs(value) < 2**63, key, value, "expected less than 2^63")
-        return int(value)
-    for kind in (bool, str):
-        if kind in kinds and isinstance(value, kind):
-            return _text(value, key) if isinstance(value, str) else value
-    if any(typing.get_origin(kind) is tuple for kind in kinds):
-        of = next(typing.get_args(kind)[0] for kind in kinds if typing.get_origin(kind) is tuple)
-        many = value if isinstance(value, list | tuple) else [value]
-        if isinstance(value, str) and (several := _several(value, of, key)):
-            raise ConfigError(
-                f"{key} = {shown(value)} is invalid: write several as {_list_form(key, several)}"
-            )
-        if (
-            tuple[tuple[float, ...], ...] in kinds
-            and many
-            and all(isinstance(one, list | tuple) for one in many)
-        ):
-            return tuple(_fit(tuple[float, ...], one, key) for one in many)
-        if all(isinstance(one, str) for one in many) and of is str:
-            return tuple(_text(one, key) for one in many)
-        if of is not str and not any(isinstance(one, str | Mapping | list | tuple) for one in many):
-            return tuple(_fit(of, one, key) for one in many)
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
-    lists = {
-        tuple[str, ...]: "a list of strings", tuple[float, ...]: "a list of numbers",
-        tuple[int, ...]: "a list of whole numbers", tuple[tuple[float, ...], ...]: "a list of pairs of numbers",
-    }  # fmt: skip
-    wanted = " or ".join((names | lists)[kind] for kind in kinds)
-    raise ConfigError(f"{key} = {shown(value)} is invalid: expected {wanted}")
+        value = int(value)
+    candidates = [value]
+    if typing.get_origin(kinds[-1]) is tuple:
+        candidates.append([value])
+    for candidate in candidates:
+        for kind in kinds:
+            with suppress(msgspec.ValidationError):
+                return msgspec.convert(candidate, kind)
+    expected = " or ".join(_KIND_WORDS[kind] for kind in kinds)
+    raise ConfigError(f"{key} = {shown(value)} is invalid: expected {expected}")
 
 
-def _several(value: str, of: type, key: str) -> list[Any]:
-    """Split a comma-separated string that cannot be a single value; return [] for any other string."""
-    parts = [part.strip() for part in value.split(",")]
-    if len(parts) < 2 or not all(parts):
-        return []
-    if of is str:  # commas may be part of templates, filters and paths
-        return parts if key == "data.captions" else []
-    try:
-        return [of(part) for part in parts]
-    except ValueError:
-        return []
+_KIND_WORDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    tuple[str, ...]: "a list of strings",
+    tuple[float, ...]: "a list of numbers",
+    tuple[int, ...]: "a list of whole numbers",
+    tuple[tuple[float, ...], ...]: "a list of pairs of numbers",
+}
 
 
-def _text(value: str, key: str) -> str:
-    """Check that a string is valid Unicode: arguments may contain bytes that are not UTF-8."""
-    require(not any("\ud800" <= c <= "\udfff" for c in value), key, value, "expected valid Unicode")
-    return value
+def _check_value(value: Any, key: str) -> None:
+    """Refuse numbers that are not finite or too large, and text that is not Unicode, as arguments may contain."""
+    if isinstance(value, list | tuple):
+        for item in value:
+            _check_value(item, key)
+    elif isinstance(value, str):
+        require(not any("\ud800" <= c <= "\udfff" for c in value), key, value, "expected valid Unicode")
+    elif isinstance(value, int | float):
+        require(abs(value) <= sys.float_info.max, key, value, "expected a finite number")
 
 
 _WIDTH = 80
@@ -1436,27 +1271,25 @@ def settings_reference(prefix: str = "") -> list[str]:
     Raises:
         ConfigError: no name matches.
     """
-    hints = typing.get_type_hints(Config)
-    # heading and settings of each section, starting with settings outside sections
-    sections = [("", {one.name: one for one in fields(Config) if not is_dataclass(hints[one.name])})]
-    for section in fields(Config):
-        if is_dataclass(kind := hints[section.name]):
-            heading = f"[{section.name}] {' '.join((kind.__doc__ or '').split())}"
-            sections.append((heading, {f"{section.name}.{one.name}": one for one in fields(kind)}))
+    kinds = section_kinds()
     lines: list[str] = []
-    for heading, settings in sections:
+    for section, entries in section_fields().items():
+        name_prefix = f"{section}." if section else ""
         chosen = [
-            (name, one)
-            for name, one in settings.items()
-            if name.startswith(prefix) or name.rpartition(".")[2] == prefix
+            entry
+            for entry in entries
+            if entry.name == prefix or (name_prefix + entry.name).startswith(prefix)
         ]
-        if chosen and heading:
+        if chosen and section:
+            heading = f"[{section}] {' '.join((kinds[section].__doc__ or '').split())}"
             lines += ["", *textwrap.wrap(heading, _WIDTH, break_long_words=False)]
-        for name, one in chosen:
-            within = fits(one)
-            words = "true or false" if isinstance(one.default, bool) else within.words if within else ""
-            text = text_of(one) + (f" ({words})" if words else "")
-            lines += ["", f"{name} = {_literal(one.default)}"]
+        for entry in chosen:
+            lines += ["", f"{name_prefix}{entry.name} = {_literal(entry.default)}"]
+            text = text_of(entry)
+            if isinstance(entry.default, bool):
+                text += " (true or false)"
+            elif (within := fits(entry)) is not None:
+                text += f" ({within.words})"
             lines += textwrap.wrap(
                 text, _WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
             )

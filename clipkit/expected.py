@@ -7,18 +7,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from clipkit.config import (
-    CaptionConfig,
     Config,
-    DistillConfig,
-    ImageGptConfig,
-    LockConfig,
-    LoraConfig,
     LossConfig,
-    MaskedConfig,
     ModelConfig,
     ShapeConfig,
-    SmallConfig,
-    ViewsConfig,
 )
 
 __all__ = ["GRID", "SAMPLES", "PublicRuns", "expected_score", "public_runs"]
@@ -67,23 +59,15 @@ GRID = (
     ),
 )
 # sections with which a run is no longer one of the study's
-_OTHER = {
-    "caption": CaptionConfig(),
-    "masked": MaskedConfig(),
-    "image_gpt": ImageGptConfig(),
-    "views": ViewsConfig(),
-    "distill": DistillConfig(),
-    "lock": LockConfig(),
-    "lora": LoraConfig(),
-    "small": SmallConfig(),
-}
+_OTHER = ("objectives", "distill", "lock", "lora", "small")
 
 
 def public_runs(config: Config) -> PublicRuns | None:
     """Return the public runs of a recipe's model and loss; None if there are none, or the recipe differs."""
-    if (config.optim.name, config.optim.schedule) != ("adamw", "cosine") or any(
-        getattr(config, name) != one for name, one in _OTHER.items()
-    ):
+    if (config.optim.name, config.optim.schedule) != ("adamw", "cosine"):
+        return None
+    default = Config()
+    if any(getattr(config, name) != getattr(default, name) for name in _OTHER):
         return None
     model = config.model, config.shape, config.loss
     return next((runs for runs in GRID if runs.model() == model), None)

@@ -15,6 +15,7 @@ import pytest
 
 from clipkit.config import Config, load_config
 from clipkit.errors import ConfigError
+from clipkit.objectives import select_terms
 from clipkit.training.build import shape_of
 from clipkit.training.costs import Estimate, estimate, workloads_of
 from tests.forked import Ended, Forked
@@ -64,7 +65,7 @@ def gpus_of(path: Path) -> int:
 
 def cost(config: Config, world: int) -> Estimate:
     """Estimate the cost on ``world`` GPUs, as ``train.py --dry-run`` does."""
-    shape = shape_of(config.model, config.loss, config.small, config.caption, config.masked, config.views)
+    shape = shape_of(config.model, config.loss, config.small, terms=select_terms(config))
     shard_ranks, bf16 = min(world, GPUS_OF_NODE), config.precision != "fp32"
     return estimate(workloads_of(config, shape, world=world, shard_ranks=shard_ranks, bf16=bf16)[-1])
 

@@ -28,6 +28,11 @@ def test_registered_objective_trains_resumes_and_evaluates(
     assert error_of(unknown.stderr) == "error: loss.name = 'margins' is unknown: did you mean 'margin'?"
     refused = run("loss.name=margin", "distill.teacher=another")
     assert "cannot be combined with loss.name=margin" in error_of(refused.stderr)
+    invalid = run("loss.name=margin", "margin.margin=-1")
+    assert error_of(invalid.stderr) == "error: margin.margin = -1.0 is invalid: expected above 0"
+    listed = run("--settings", "margin")
+    assert listed.stdout.splitlines()[0].startswith("[margin] Squared hinge loss")
+    assert "margin.margin = 0.2" in listed.stdout
     estimate = run("loss.name=margin", "--dry-run")
     assert estimate.returncode == 0 and 'name = "margin"' in estimate.stdout and " loss\n" in estimate.stdout
 
@@ -36,7 +41,9 @@ def test_registered_objective_trains_resumes_and_evaluates(
     assert "note: this is a toy" in done.stderr
     lines = metrics(out)
     assert len(lines) == STEPS
-    assert all(line["chance"] == 0.04 and "cosine" in line and "acc1" not in line for line in lines)
+    assert all(
+        line["chance"] == pytest.approx(0.04) and "cosine" in line and "acc1" not in line for line in lines
+    )
     assert all(line["scale"] <= 2.5 + 1e-6 for line in lines)
     scores = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     assert {score["dataset"] for score in scores} == {"digits"}

@@ -84,8 +84,7 @@ class _OwnTextEncoder(nn.Module):
         self.token_embedding, self.positional_embedding = model.token_embedding, model.positional_embedding
         self.transformer, self.ln_final = model.transformer, model.ln_final
         self.text_projection = model.text_projection
-        plain = model.architecture.text.plain
-        self.causal = plain is None or plain.causal
+        self.causal = model.architecture.text.is_causal
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """(B, L) → (B, O)."""

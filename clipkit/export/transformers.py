@@ -66,20 +66,15 @@ def obstacle(model: CLIP) -> str:
     """Return why transformers' ``CLIPModel`` cannot represent this model, or ""."""
     shape = model.architecture
     for tower in (shape.vision, shape.text):
-        if tower.plain is None:
+        if not tower.is_clips:
             return f"transformers' CLIPModel has no tower like this one ({tower.description})"
-    vision, text = shape.own_towers()
-    if not vision.is_clips:
-        return f"transformers' CLIPModel has no tower like this one ({vision.description})"
-    if not text.causal:
-        return f"transformers' CLIPModel has no tower like this one ({text.description})"
     if shape.logit_bias:
         return "transformers' CLIPModel has no logit_bias"
     if model.preprocess.resize_mode == "longest":
         return "transformers' CLIPImageProcessor cannot resize the longer side and pad"
     if isinstance(model.tokenizer, TransformersTokenizer):
         return ""
-    if not isinstance(model.tokenizer, ClipTokenizer) or text.vocab_size <= END_OF_TEXT:
+    if not isinstance(model.tokenizer, ClipTokenizer) or shape.text.vocab_size <= END_OF_TEXT:
         return "transformers' CLIPTokenizer requires CLIP's vocabulary of 49,408 tokens"
     return ""
 

@@ -582,10 +582,7 @@ def model_hash(model: CLIP) -> str:
         digest.update(f"{decoding!r}\n".encode())
     if decoding.pixel_range != "auto":
         digest.update(f"pixel range {format_pixel_range(decoding.pixel_range)}\n".encode())
-    if shape.text.plain is not None and not shape.text.plain.causal:
-        digest.update(b"bidirectional\n")
-    if (vision := shape.vision.plain) is not None and not vision.is_clips:
-        digest.update(f"pool {vision.pool}\n".encode())
+    digest.update(f"{shape.text.variant}{shape.vision.variant}".encode())
     if shape.decoder is not None:
         digest.update(f"{shape.decoder!r}\n".encode())
     if shape.masked is not None:

@@ -389,7 +389,7 @@ def from_open_clip_tensors(
     shape = replace(shape, logit_bias="logit_bias" in tensors)
     if shape.decoder is not None and "text_decoder.text_projection" not in tensors:
         shape = replace(shape, decoder=None)
-    own = own_names(tensors, flat=shape.text.plain is not None, decoder=shape.decoder is not None)
+    own = own_names(tensors, flat=shape.text.part_of_clip, decoder=shape.decoder is not None)
     check_claims(shape, own, origin=origin, resample=resample)
     return with_weights(
         shape, own, origin=origin, name=name, preprocess=preprocess, tokenizer=tokenizer, resample=resample

@@ -141,10 +141,10 @@ def fitting_names(tensors: Mapping[str, Tensor]) -> list[str]:
 
     def outline(shape: Architecture) -> tuple[Any, ...] | None:
         """Return the properties that tensor shapes determine; None for other kinds of towers."""
-        if (text := shape.text.plain) is None or (vision := shape.vision.outline) is None:
+        vision, text = shape.vision.outline, shape.text.outline
+        if vision is None or text is None:
             return None
-        words = (text.width, text.layers, text.context_length, text.vocab_size, text.hidden)
-        return (shape.embed_dim, shape.vision.image_size, vision, words)
+        return (shape.embed_dim, shape.vision.image_size, vision, text)
 
     try:
         found = inferred(own_names(tensors, flat=True))

@@ -9,7 +9,6 @@ from .architectures import (
     TextArchitecture as TextArchitecture,
     TextTower as TextTower,
     VisionTower as VisionTower,
-    size_settings as size_settings,
 )
 from .attention import (
     attention_blocks as attention_blocks,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ARCHITECTURES", "COLORS", "IMAGE_SIZES", "MASKED", "QUICKGELU", "STEM", "Architecture", "BagOfWords",
     "ClassTable", "Decoder", "ImageArchitecture", "Layer", "LayerNames", "PixelTower", "TextArchitecture",
-    "TextTower", "TowerArchitecture", "VisionTower", "named", "selected", "size_settings",
+    "TextTower", "TowerArchitecture", "VisionTower", "named", "selected",
 ]  # fmt: skip
 
 _MAX, _MAX_LAYERS, _MAX_RATIO = 1_000_000, 1000, 64  # limits for stored architectures, which are not trusted
@@ -64,11 +64,13 @@ class TowerArchitecture:
         own: whether clipkit implements it: it can be built on the meta device and initialized later, is
             deterministic in the forward pass, and can be sharded.
         has_blocks: whether it has blocks to lock or recompute.
+        sizes: fields of the tower by the settings of [shape] that select them; empty if there are none.
     """
 
     setting: ClassVar[str] = ""
     own: ClassVar[bool] = False
     has_blocks: ClassVar[bool] = True
+    sizes: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -95,6 +97,39 @@ class TowerArchitecture:
     def block_count(self) -> int:
         """Number of blocks named ``transformer.resblocks.N``; 0 for a tower trained completely or not at all."""
         return 0
+
+    @property
+    def is_clips(self) -> bool:
+        """Whether transformers' ``CLIPModel`` has such a tower."""
+        return False
+
+    @property
+    def variant(self) -> str:
+        """Line that distinguishes the tower from others of the same ``repr``, for the hash of a model."""
+        return ""
+
+    @property
+    def outline(self) -> tuple[Any, ...] | None:
+        """Properties that follow from tensor shapes, to recognize weights; None if they are not recognized."""
+        return None
+
+    @property
+    def size_settings(self) -> dict[str, object]:
+        """The settings of [shape] that select the tower."""
+        return {setting: getattr(self, name) for setting, name in self.sizes.items()}
+
+    def with_sizes(self, settings: Mapping[str, Any]) -> Self:
+        """Return the tower with settings of [shape]; without another number of heads, they stay as wide."""
+        values = {self.sizes[name]: value for name, value in settings.items()}
+        if "width" in values and "heads" not in values:
+            sizes = vars(self)
+            head = sizes["width"] // sizes["heads"]
+            if values["width"] % head:
+                raise ConfigError(
+                    f"width = {values['width']} is not a multiple of {head}, the width of a head"
+                )
+            values["heads"] = values["width"] // head
+        return replace(self, **values)
 
     def build(self, embed_dim: int, *, quick_gelu: bool) -> "nn.Module":
         """Build the module that computes features (B, O), not normalized; ConfigError if that is not possible."""
@@ -161,9 +196,13 @@ class ImageArchitecture(TowerArchitecture):
         return 0
 
     @property
-    def outline(self) -> tuple[Any, ...] | None:
-        """Properties that follow from tensor shapes, to recognize weights; None if they are not recognized."""
-        return None
+    def distilled(self) -> bool:
+        """Whether it has a distillation token."""
+        return False
+
+    def masked_outputs(self, target: str) -> int:
+        """Return the number of outputs that predict a masked patch, see ``MASKED``; 0 if it cannot mask patches."""
+        return 0
 
     @property
     def position_values(self) -> int:
@@ -245,11 +284,13 @@ class TextArchitecture(TowerArchitecture):
 
     Attributes:
         any_length: whether L may be shorter than the context length.
+        part_of_clip: whether it is the transformer whose parameters are part of ``CLIP`` itself.
         over_classes: whether it is a classification head, see ``classes``.
         over_words: whether images can predict its words, see ``words``.
     """
 
     any_length: ClassVar[bool] = True
+    part_of_clip: ClassVar[bool] = False
     over_classes: ClassVar[bool] = False
     over_words: ClassVar[bool] = False
 
@@ -284,6 +325,21 @@ class TextArchitecture(TowerArchitecture):
     def words(self) -> int:
         """Number of words that can be predicted from images, see ``WordTable``; 0 for other towers."""
         return 0
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether tokens attend to previous ones only; True for towers of other libraries."""
+        return True
+
+    def with_attention(self, *, causal: bool) -> Self:
+        """Return the tower with another attention mask, if it is the transformer of ``CLIP``."""
+        return self
+
+    def with_vocabulary(self, size: int) -> Self:
+        """Return the tower for a tokenizer of ``size`` tokens; ConfigError if its tokenizer is its own."""
+        raise ConfigError(
+            f"model.tokenizer requires clipkit's text transformer, not this one ({self.description})"
+        )
 
     @property
     def token_width(self) -> int:
@@ -409,6 +465,7 @@ class VisionTower(_TransformerTower, ImageArchitecture):
     pool: str = field(default="class", repr=False)  # not in the hash of models with the defaults
     positions: str = field(default="learned", repr=False)
     own = True
+    sizes = IMAGE_SIZES
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -459,6 +516,22 @@ class VisionTower(_TransformerTower, ImageArchitecture):
     def is_clips(self) -> bool:
         """Whether it reads the class token alone, as CLIP's ViTs do; position embeddings may be fixed."""
         return self.pool == "class"
+
+    @property
+    def variant(self) -> str:
+        return "" if self.is_clips else f"pool {self.pool}\n"
+
+    @property
+    def distilled(self) -> bool:
+        return self.pool == "distilled"
+
+    def masked_outputs(self, target: str) -> int:
+        return MASKED[target](self)
+
+    @property
+    def size_settings(self) -> dict[str, object]:
+        settings = super().size_settings
+        return {**settings, "pool": "class", "distilled": True} if self.distilled else settings
 
     def build(self, embed_dim: int, *, quick_gelu: bool) -> "nn.Module":
         from clipkit.model.towers import VisionTransformer
@@ -526,14 +599,6 @@ class VisionTower(_TransformerTower, ImageArchitecture):
             "head_width": self.width // self.heads,
             **pool,
         }
-
-
-def size_settings(vision: VisionTower) -> dict[str, object]:
-    """Return the settings of [shape] that select a ViT."""
-    found: dict[str, object] = {setting: getattr(vision, name) for setting, name in IMAGE_SIZES.items()}
-    if vision.pool == "distilled":
-        found |= {"pool": "class", "distilled": True}
-    return found
 
 
 PIXEL_SIZES = {"Ti": (128, 6, 4), "S": (512, 24, 8), "M": (1024, 36, 8), "L": (1536, 48, 16)}
@@ -637,6 +702,8 @@ class TextTower(_TransformerTower, TextArchitecture):
     mlp_ratio: float = 4.0
     causal: bool = field(default=True, repr=False)  # not in the hash of causal models
     own = True
+    part_of_clip = True
+    sizes: ClassVar[Mapping[str, str]] = {"text_width": "width", "text_layers": "layers"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -649,6 +716,28 @@ class TextTower(_TransformerTower, TextArchitecture):
     @property
     def plain(self) -> "TextTower":
         return self
+
+    @property
+    def is_causal(self) -> bool:
+        return self.causal
+
+    @property
+    def is_clips(self) -> bool:
+        return self.causal
+
+    @property
+    def variant(self) -> str:
+        return "" if self.causal else "bidirectional\n"
+
+    @property
+    def outline(self) -> tuple[Any, ...]:
+        return (self.width, self.layers, self.context_length, self.vocab_size, self.hidden)
+
+    def with_attention(self, *, causal: bool) -> Self:
+        return replace(self, causal=causal)
+
+    def with_vocabulary(self, size: int) -> Self:
+        return replace(self, vocab_size=size)
 
     @property
     def caption_vocabulary(self) -> int:
@@ -943,7 +1032,7 @@ class Architecture:
             )
         if self.masked not in (None, *MASKED):
             raise ConfigError(f"masked = {self.masked!r} is unknown: {nearest(str(self.masked), MASKED)}")
-        side = 0 if self.vision.plain is None else self.vision.plain.patch_size
+        side = self.vision.size_step
         if self.masked == "small" and side % 4:
             raise ConfigError(
                 f"masked.target = 'small' cuts patches in 4 × 4 cells, and they are {side} pixels wide"
@@ -952,13 +1041,12 @@ class Architecture:
     @property
     def distilled(self) -> bool:
         """Whether the image tower has a distillation token."""
-        return self.vision.plain is not None and self.vision.plain.pool == "distilled"
+        return self.vision.distilled
 
     @property
     def masked_outputs(self) -> int:
         """Number of outputs for a masked patch; 0 without a head that predicts these."""
-        vision = self.vision.plain
-        return 0 if self.masked is None or vision is None else MASKED[self.masked](vision)
+        return 0 if self.masked is None else self.vision.masked_outputs(self.masked)
 
     @property
     def is_own(self) -> bool:

@@ -203,7 +203,7 @@ def _inputs(model: CLIP, blocks: list[nn.Module], images: Tensor) -> list[tuple[
 
 def encode_all_tokens(model: CLIP, images: Tensor) -> Tensor:
     """Encode images (B, 3, S, S) as ``CLIP.encode_image`` does, computing all tokens in the last block too."""
-    if model.architecture.vision.plain is not None:
+    if model.architecture.vision.patches is not None:
         return model.image_tokens(images)[0]
     return model.encode_image(images)
 

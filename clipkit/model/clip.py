@@ -6,9 +6,9 @@ top level of the module, as in OpenAI's and open_clip's state dicts.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -123,43 +123,40 @@ class CLIP(nn.Module):
         tokens: Tensor,
         patches: Tensor | None = None,
         lengths: Sequence[int] | None = None,
-        terms: Mapping[str, tuple[Callable[..., Tensor], Mapping[str, Any]]] | None = None,
-        reads_tokens: bool = False,
+        with_tokens: bool = False,
+        then: Callable[["CLIP", Tensor, Sequence[Tensor]], Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
-        """Encode pairs, and compute local terms of the objective.
+        """Encode pairs.
 
         Args:
             images: (B, C, S, S), uint8, or normalized float.
             tokens: (B, L) int64 with L at most the context length; each row ends at its largest id (end of text).
             patches: (B, K) int64, see ``encode_image``.
             lengths: B numbers, see ``encode_text``.
-            terms: the function ``total`` of each local term by name, and its arguments, see
-                ``clipkit.objectives.Term``.
-            reads_tokens: whether a term reads the images' tokens.
+            with_tokens: whether to return the tokens that a decoder of captions reads.
+            then: a function of the model, the images and these tokens, which may use all parameters of the model:
+                those of a sharded model are gathered only within ``forward``. Its result takes the tokens' place.
 
         Returns:
             image features (B, O) and text features (B, O), unit norm, the scalar exp(t), and SigLIP's bias if any.
-            With ``terms``, a tensor (K,) of their sums follows.
+            With ``with_tokens`` the tokens of images (B, M, W) follow, and those of texts (B, L, D), for a decoder
+            that is fed by the text tower.
         """
         bias = () if self.logit_bias is None else (self.logit_bias,)
-        if not terms:
-            image = self.encode_image(images, patches=patches)
-            text = self.encode_text(tokens, lengths=lengths)
-            return image, text, self.logit_scale.exp(), *bias
-        read = None
-        if reads_tokens:
+        decoder, kept = self.architecture.decoder, []
+        if with_tokens:
             image, image_tokens = self.image_tokens(images, patches=patches)
+            kept.append(image_tokens)
         else:
-            image, image_tokens = self.encode_image(images, patches=patches), None
-        decoder = self.architecture.decoder
-        if reads_tokens and decoder is not None and decoder.feed == "text":
-            text, found = self.text_tokens(tokens, lengths=lengths)
-            read = TextInput(found)
+            image = self.encode_image(images, patches=patches)
+        if with_tokens and decoder is not None and decoder.feed == "text":
+            text, text_tokens = self.text_tokens(tokens, lengths=lengths)
+            kept.append(text_tokens)
         else:
             text = self.encode_text(tokens, lengths=lengths)
-            read = self.decoder_input(tokens) if reads_tokens and decoder is not None else None
-        sums = [total(self, images, image_tokens, read, **given) for total, given in terms.values()]
-        return image, text, self.logit_scale.exp(), *bias, torch.stack(sums)
+        if then is not None:
+            kept = [then(self, images, kept)]
+        return image, text, self.logit_scale.exp(), *bias, *kept
 
     def decoder_input(
         self,
@@ -326,8 +323,7 @@ class CLIP(nn.Module):
             )
 
     def _padded(self, tokens: Tensor) -> Padded:
-        plain = self.architecture.text.plain
-        return Padded.texts(tokens, causal=plain is None or plain.causal)
+        return Padded.texts(tokens, causal=self.architecture.text.is_causal)
 
     def _packing(self, tokens: Tensor, lengths: Sequence[int] | None) -> Packed | None:
         """Pack a batch for the plain text transformer; None for a padded batch."""
@@ -345,10 +341,14 @@ class CLIP(nn.Module):
             return None  # by length, each batch would compile its own lengths
         else:
             attention = attention_by_length
-        plain = self.architecture.text.plain
-        assert plain is not None
-        longest, causal = plain.context_length, plain.causal
-        return pack(lengths, longest=longest, causal=causal, attention=attention, device=tokens.device)
+        text = self.architecture.text
+        return pack(
+            lengths,
+            longest=text.context_length,
+            causal=text.is_causal,
+            attention=attention,
+            device=tokens.device,
+        )
 
     @torch.no_grad()
     def initialize(self) -> "CLIP":
@@ -501,11 +501,11 @@ def _decoder(shape: Architecture, decoder: Decoder) -> CaptionDecoder:
         raise ConfigError(
             f"a decoder of width {decoder.width} cannot read a text tower's tokens of {shape.text.token_width}"
         )
-    if decoder.feed == "text" and shape.text.plain is not None and not shape.text.plain.causal:
+    if decoder.feed == "text" and not shape.text.is_causal:
         raise ConfigError(
             "caption.feed = 'text' requires a causal text tower: the tokens of this one depend on later ones"
         )
-    if decoder.feed == "shared" and (shape.text.plain is None or shape.text.plain.layers % decoder.layers):
+    if decoder.feed == "shared" and (not shape.text.part_of_clip or shape.text.block_count % decoder.layers):
         raise ConfigError(
             f"a text tower of {shape.text.block_count} layers cannot attend to images in {decoder.layers} of them: "
             "they must be evenly spaced"
@@ -514,10 +514,10 @@ def _decoder(shape: Architecture, decoder: Decoder) -> CaptionDecoder:
 
 
 def _masked_head(shape: Architecture, target: str) -> MaskedPatchHead:
-    vision = shape.vision.plain
-    if vision is None:
+    outputs, tokens = shape.vision.masked_outputs(target), shape.vision.tokens(shape.embed_dim)
+    if not outputs or tokens is None:
         raise ConfigError("prediction of masked patches needs clipkit's ViT as the image tower")
-    return MaskedPatchHead(target, width=vision.width, outputs=shape.masked_outputs)
+    return MaskedPatchHead(target, width=tokens[1], outputs=outputs)
 
 
 def _initialize_decoder(decoder: CaptionDecoder) -> None:

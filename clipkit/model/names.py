@@ -252,7 +252,7 @@ def to_open_clip(shape: Architecture) -> dict[str, Any]:
         "vision_cfg": shape.vision.open_clip_config(),
         "text_cfg": shape.text.open_clip_config(),
     }
-    if shape.text.plain is None:
+    if not shape.text.part_of_clip:
         config["custom_text"] = True
     if shape.quick_gelu:
         config["quick_gelu"] = True

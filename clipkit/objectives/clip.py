@@ -1,6 +1,6 @@
-"""CLIP's contrastive loss over the global batch (Radford et al. 2021, figure 3), and in-batch recall.
+"""CLIP's contrastive loss over the global batch (Radford et al. 2021, figure 3).
 
-clipkit/objectives/tiles.py describes how they are computed in little memory on any number of ranks.
+clipkit/objectives/tiles.py describes how it is computed in little memory on any number of ranks.
 
 Letters: B rows of this rank, N rows of all ranks, O embedding dimension, R rows of a tile, K identities of a pair.
 """
@@ -11,28 +11,25 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from clipkit.distributed import greatest_over_ranks, sum_over_ranks
+from clipkit.distributed import sum_over_ranks
 from clipkit.model.towers import at_least_float32
-from clipkit.objectives import Targets
+from clipkit.objectives.base import Objective, Outputs, Targets
 from clipkit.objectives.tiles import (
     ColumnSums,
     FeatureGradients,
     GlobalBatch,
-    OwnPairs,
+    PositivePairs,
     check_features,
     counts_alike,
     positive_pairs,
     row_sums,
     softmaxes,
+    split_negatives,
     target_entropy,
     tiles,
-    with_own_negatives,
 )
 
-__all__ = ["clip_chance", "clip_floor", "clip_loss", "clip_objective", "in_batch_recall", "recall_figures"]
-
 _NONE = -1e30  # a logit without influence on softmax; finite, since a column of a tile may have no other
-_ROUNDING = 8  # times the dtype's epsilon: products of equal rows differ by their position
 
 
 def clip_loss(
@@ -106,7 +103,7 @@ class _Contrastive(torch.autograd.Function):
         wrong: Tensor | None,
         has: Tensor | None,
         batch: GlobalBatch,
-        pairs: OwnPairs,
+        pairs: PositivePairs,
         smoothing: float,
     ) -> Tensor:
         all_texts = batch.gather(texts)  # (N, O)
@@ -114,10 +111,10 @@ class _Contrastive(torch.autograd.Function):
         columns = ColumnSums(len(all_texts), images)
         for tile, logits in tiles(images, all_texts, scale):
             pairs.read(logits, tile)
-            pairs.mask(logits, tile, _NONE)
+            pairs.fill_ignored(logits, tile, _NONE)
             by_row[:, tile] = row_sums(logits)
             columns.add(logits)
-        by_column, _ = columns.over_ranks()  # (2, N)
+        by_column, _ = columns.combine_ranks()  # (2, N)
         logits_wrong = None
         if wrong is not None and has is not None:
             logits_wrong = (scale * (images * wrong).sum(1)).masked_fill(~has, _NONE)
@@ -126,133 +123,76 @@ class _Contrastive(torch.autograd.Function):
             by_row[0] = greatest
         ctx.save_for_backward(images, all_texts, scale, by_row, by_column, wrong, logits_wrong)
         ctx.batch, ctx.pairs, ctx.smoothing = batch, pairs, smoothing
-        of_texts = by_column[:, batch.own]  # (2, B)
+        text_sums = by_column[:, batch.own]  # (2, B)
         targets = pairs.mean_targets()
         if smoothing:
             mean_image = sum_over_ranks(images.sum(0)) / batch.size
-            uniform = scale * (
-                images @ all_texts.mean(0) + texts @ mean_image
-            )  # mean logits of row and column
+            # mean logits of row and column
+            uniform = scale * (images @ all_texts.mean(0) + texts @ mean_image)
             targets = torch.lerp(targets, uniform, smoothing)
-        above = by_row[0] + of_texts[0] - targets
-        return batch.mean(above + (by_row[1] * of_texts[1]).log()) / 2
+        above = by_row[0] + text_sums[0] - targets
+        return batch.mean(above + (by_row[1] * text_sums[1]).log()) / 2
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         images, all_texts, scale, by_row, by_column, wrong, logits_wrong = ctx.saved_tensors
-        found = FeatureGradients(ctx.batch, images, all_texts, scale, ctx.needs_input_grad[:3])
+        feature_gradients = FeatureGradients(ctx.batch, images, all_texts, scale, ctx.needs_input_grad[:3])
         rest = 1 - ctx.smoothing  # weight of the targets that are not spread
         for tile, logits in tiles(images, all_texts, scale):
-            ctx.pairs.mask(logits, tile, _NONE)
+            ctx.pairs.fill_ignored(logits, tile, _NONE)
             slopes = softmaxes(logits, by_row[:, tile], by_column)  # (R, N)
             if ctx.smoothing:
                 slopes.sub_(2 * ctx.smoothing / ctx.batch.size).div_(rest)
             ctx.pairs.subtract_targets(slopes, tile)
-            found.add(slopes, tile)
-        of_images, of_texts, of_scale = found.over_ranks(gradients[0] * ctx.batch.weight * rest / 2)
-        of_wrong = None
+            feature_gradients.add(slopes, tile)
+        factor = gradients[0] * ctx.batch.weight * rest / 2
+        grad_images, grad_texts, grad_scale = feature_gradients.combine_ranks(factor)
+        grad_wrong = None
         if wrong is not None:
-            slopes = (
-                (logits_wrong - by_row[0]).exp() / by_row[1] * (gradients[0] * ctx.batch.weight / 2)
-            )  # (B,)
-            of_scale = of_scale + (slopes[:, None] * images * wrong).sum()
+            factor = gradients[0] * ctx.batch.weight / 2
+            slopes = (logits_wrong - by_row[0]).exp() / by_row[1] * factor  # (B,)
+            grad_scale = grad_scale + (slopes[:, None] * images * wrong).sum()
             slopes = (slopes * scale)[:, None]
-            of_wrong = slopes * images
-            of_images = None if of_images is None else of_images + slopes * wrong
-        return of_images, of_texts, of_scale, of_wrong, None, None, None, None
+            grad_wrong = slopes * images
+            grad_images = None if grad_images is None else grad_images + slopes * wrong
+        return grad_images, grad_texts, grad_scale, grad_wrong, None, None, None, None
 
 
-def clip_objective(
-    image_features: Tensor,
-    text_features: Tensor,
-    logit_scale: Tensor,
-    logit_bias: Tensor | None = None,
-    *,
-    targets: Targets,
-) -> Tensor:
-    """Return ``clip_loss`` of a batch."""
-    texts, wrong = with_own_negatives(text_features, targets.negatives)
-    return clip_loss(
-        image_features,
-        texts,
-        logit_scale,
-        identities=targets.identities,
-        same=targets.same,
-        smoothing=targets.smoothing,
-        negatives=None if wrong is None or targets.negatives is None else (wrong, targets.negatives),
-    )
+class Clip(Objective):
+    """CLIP's objective, see ``clip_loss``."""
 
+    summary = "softmax over all pairs of the batch"
+    tiled = True
+    more_texts = True
 
-def clip_chance(targets: Targets, text_rows: int) -> float:
-    """Return the mean of ln m over the pairs, each compared with m texts; m is N unless ``same`` is "ignored"."""
-    _, left = counts_alike(targets.identities, targets.same)
-    return left.log().mean().item()
+    def loss(self, outputs: Outputs, targets: Targets) -> Tensor:
+        texts, negatives = split_negatives(outputs.texts, targets.negatives)
+        return clip_loss(
+            outputs.images,
+            texts,
+            outputs.scale,
+            identities=targets.identities,
+            same=targets.same,
+            smoothing=targets.smoothing,
+            negatives=negatives,
+        )
 
+    def chance(self, targets: Targets, text_rows: int) -> float:
+        """Return the mean of ln m over the pairs, each compared with m texts.
 
-def clip_floor(targets: Targets, text_rows: int) -> float:
-    """Return the mean entropy of the targets: the mean of ln m without smoothing, for m pairs that are the same.
+        m is N unless ``same`` is "ignored".
+        """
+        _, compared = counts_alike(targets.identities, targets.same)
+        return compared.log().mean().item()
 
-    It is the greatest lower bound of the loss, unless ``smoothing`` is combined with pairs A, B, C of which only A
-    and B, and B and C are the same; then the bound is higher.
-    """
-    if targets.same == "ignored":
-        return 0.0
-    alike, left = counts_alike(targets.identities, targets.same)
-    return target_entropy(alike, left, targets.smoothing).mean().item()
+    def floor(self, targets: Targets, text_rows: int) -> float:
+        """Return the mean entropy of the targets: without smoothing, of ln m for m pairs that are the same.
 
-
-@torch.no_grad()
-def in_batch_recall(
-    image_features: Tensor, text_features: Tensor, identities: Tensor | None = None
-) -> Tensor:
-    """Return the fraction of images with their own text as the nearest of the global batch, and the same for texts.
-
-    A tie (a lead below 8 epsilon of the dtype, 1e-6 in float32) counts as wrong, so the recall of equal features is
-    0. All ranks call it together. It costs one of the four products of ``clip_loss``.
-
-    Args:
-        image_features: (B, O) this rank's rows, unit norm. B may differ from rank to rank.
-        text_features: (B, O) the matching rows.
-        identities: (B, K) int64, see ``clip_loss``: pairs that show the same thing are not compared.
-
-    Returns:
-        (2,) float32 (float64 for float64 features) in [0, 1], the same on all ranks: image to text, text to image.
-        No gradient.
-
-    Raises:
-        ValueError: the features are not two matrices of one shape, or identities are not (B, K) integers.
-    """
-    check_features(image_features, text_features)
-    with torch.autocast(image_features.device.type, enabled=False):
-        images, texts = at_least_float32(image_features), at_least_float32(text_features)
-        batch = GlobalBatch(images)
-        pairs = positive_pairs(batch, images, identities, "ignored")
-        own, of_rows = images.new_empty(2, len(images))
-        of_columns = images.new_full((batch.size,), -torch.inf)  # the greatest of the others
-        for tile, cosines in tiles(images, batch.gather(texts), images.new_ones(())):
-            diagonal = cosines.diagonal(batch.own.start + tile.start)
-            own[tile] = diagonal
-            pairs.mask(cosines, tile, -torch.inf)
-            diagonal.fill_(-torch.inf)
-            of_rows[tile] = cosines.amax(1)
-            of_columns = torch.maximum(of_columns, cosines.amax(0))
-        others = torch.stack([of_rows, greatest_over_ranks(of_columns)[batch.own]])  # (2, B)
-        right = own - others > _ROUNDING * torch.finfo(own.dtype).eps
-        return sum_over_ranks(right.sum(1).to(own.dtype)) / batch.size
-
-
-def recall_figures(image_features: Tensor, text_features: Tensor, targets: Targets) -> dict[str, float]:
-    """Return the metrics ``image_to_text_R@1`` and ``text_to_image_R@1`` of a batch.
-
-    With wrong captions also ``negatives_acc``, the fraction of images with one that are closer to their own.
-    """
-    texts, wrong = with_own_negatives(text_features, targets.negatives)
-    to_text, to_image = in_batch_recall(image_features, texts, targets.identities).tolist()
-    found = {"image_to_text_R@1": to_text, "text_to_image_R@1": to_image}
-    if wrong is not None and targets.negatives is not None:
-        closer = (image_features * (texts - wrong)).sum(1) > 0
-        counts = torch.stack([closer[targets.negatives].sum(), targets.negatives.sum()])
-        right, images = sum_over_ranks(counts).tolist()
-        found |= {"negatives_acc": right / images} if images else {}
-    return found
+        It is the greatest lower bound of the loss, unless ``smoothing`` is combined with pairs A, B, C of which
+        only A and B, and B and C are the same; then the bound is higher.
+        """
+        if targets.same == "ignored":
+            return 0.0
+        alike, compared = counts_alike(targets.identities, targets.same)
+        return target_entropy(alike, compared, targets.smoothing).mean().item()

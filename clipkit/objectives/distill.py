@@ -3,8 +3,6 @@
 Letters: B rows of this rank, N rows of all ranks, O embedding dimension, P that of the teacher, R rows of a tile.
 """
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from clipkit.config import DistillConfig
 from clipkit.model.towers import at_least_float32
 from clipkit.objectives.tiles import (
     ColumnSums,
@@ -24,54 +21,19 @@ from clipkit.objectives.tiles import (
     tiles,
 )
 
-__all__ = ["Teaching", "batch_divergence", "distillation_loss", "with_teacher"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Teaching:
     """A teacher's features of one batch, in its own embedding dimension."""
 
-    images: Tensor  # (B, P)
-    texts: Tensor  # (B, P) of the same pairs, or (C, P) of all classes
-    scale: Tensor  # exp(t)
-    tokens: Tensor | None = None  # (B, 1 + K, D) of the images, see ``CLIP.image_tokens``
-
-
-def with_teacher(
-    loss: Callable[..., Tensor],
-    divergence: Callable[..., Tensor],
-    teaching: Teaching,
-    distill: DistillConfig,
-    *,
-    halves: bool = False,
-) -> Callable[..., Tensor]:
-    """Return w × ``divergence`` + (1 − w) × ``loss`` with w = ``distill.weight``, of the same arguments.
-
-    With ``halves``, ``loss`` gets the first half of the features and ``divergence`` the second, of unit norm each;
-    see ``unit_halves``.
-    """
-    weight = distill.weight
-
-    def both(images: Tensor, texts: Tensor, scale: Tensor, *bias: Tensor) -> Tensor:
-        taught_images, taught_texts = images, texts
-        if halves:
-            (images, taught_images), (texts, taught_texts) = (
-                (one * math.sqrt(2)).chunk(2, dim=-1) for one in (images, texts)
-            )
-        taught = divergence(taught_images, taught_texts, scale, teaching, distill=distill)
-        if weight == 1:
-            # the bias stays in the graph: DistributedDataParallel waits for a gradient of every parameter
-            return taught + 0 * sum((one.sum() for one in bias), torch.zeros_like(taught))
-        return weight * taught + (1 - weight) * loss(images, texts, scale, *bias)
-
-    return both
-
-
-def batch_divergence(
-    images: Tensor, texts: Tensor, scale: Tensor, teaching: Teaching, *, distill: DistillConfig
-) -> Tensor:
-    """Return ``distillation_loss`` of the batch."""
-    return distillation_loss(images, texts, scale, teaching.images, teaching.texts, teaching.scale)
+    # (B, P)
+    images: Tensor
+    # (B, P) of the same pairs, or (C, P) of all classes
+    texts: Tensor
+    # exp(t)
+    scale: Tensor
+    # (B, 1 + K, D) of the images, see ``CLIP.image_tokens``
+    tokens: Tensor | None = None
 
 
 def distillation_loss(
@@ -112,7 +74,7 @@ def distillation_loss(
         images, texts = at_least_float32(image_features), at_least_float32(text_features)
         like = images.detach()
         teacher = (teacher_image_features, teacher_text_features, teacher_logit_scale)
-        converted = [one.detach().to(like) for one in teacher]
+        converted = [tensor.detach().to(like) for tensor in teacher]
         scale = logit_scale.to(images.dtype)
         loss: Tensor = _Divergence.apply(images, texts, scale, *converted, GlobalBatch(images))
         return loss
@@ -134,7 +96,7 @@ class _Divergence(torch.autograd.Function):
     ) -> Tensor:
         all_texts, all_teacher_texts = batch.gather(texts), batch.gather(teacher_texts)  # (N, O), (N, P)
         by_row, teacher_by_row = images.new_empty(2, 2, len(images))
-        of_rows = images.new_empty(len(images))  # mean difference of the teacher's logits, by its softmax
+        row_means = images.new_empty(len(images))  # mean difference of the teacher's logits, by its softmax
         columns, teacher_columns = ColumnSums(batch.size, images), ColumnSums(batch.size, images, means=1)
         for (tile, logits), (_, teacher_logits) in zip(
             tiles(images, all_texts, scale),
@@ -145,16 +107,16 @@ class _Divergence(torch.autograd.Function):
             higher = teacher_logits - logits  # (R, N)
             columns.add(logits)
             weights = torch.sub(teacher_logits, teacher_by_row[0, tile, None], out=logits).exp_()
-            of_rows[tile] = weights.mul_(higher).sum(1) / teacher_by_row[1, tile]
+            row_means[tile] = weights.mul_(higher).sum(1) / teacher_by_row[1, tile]
             teacher_columns.add(teacher_logits, higher)
-        by_column, _ = columns.over_ranks()  # (2, N)
-        teacher_by_column, (of_columns,) = teacher_columns.over_ranks()
+        by_column, _ = columns.combine_ranks()  # (2, N)
+        teacher_by_column, (column_means,) = teacher_columns.combine_ranks()
         student = (images, all_texts, scale, by_row, by_column)
         teacher = (teacher_images, all_teacher_texts, teacher_scale, teacher_by_row, teacher_by_column)
         ctx.save_for_backward(*student, *teacher)
         ctx.batch = batch
-        by_images = of_rows + _logarithm(by_row) - _logarithm(teacher_by_row)
-        by_texts = of_columns + _logarithm(by_column) - _logarithm(teacher_by_column)
+        by_images = row_means + _logarithm(by_row) - _logarithm(teacher_by_row)
+        by_texts = column_means + _logarithm(by_column) - _logarithm(teacher_by_column)
         return batch.mean(by_images + by_texts[batch.own]) / 2
 
     @staticmethod
@@ -163,7 +125,7 @@ class _Divergence(torch.autograd.Function):
         student, teacher = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
         images, all_texts, scale, by_row, by_column = student
         teacher_images, all_teacher_texts, teacher_scale, teacher_by_row, teacher_by_column = teacher
-        found = FeatureGradients(ctx.batch, images, all_texts, scale, ctx.needs_input_grad[:3])
+        feature_gradients = FeatureGradients(ctx.batch, images, all_texts, scale, ctx.needs_input_grad[:3])
         for (tile, logits), (_, teacher_logits) in zip(
             tiles(images, all_texts, scale),
             tiles(teacher_images, all_teacher_texts, teacher_scale),
@@ -171,8 +133,8 @@ class _Divergence(torch.autograd.Function):
         ):
             slopes = softmaxes(logits, by_row[:, tile], by_column)  # (R, N)
             slopes -= softmaxes(teacher_logits, teacher_by_row[:, tile], teacher_by_column)
-            found.add(slopes, tile)
-        return *found.over_ranks(gradients[0] * ctx.batch.weight / 2), None, None, None, None
+            feature_gradients.add(slopes, tile)
+        return *feature_gradients.combine_ranks(gradients[0] * ctx.batch.weight / 2), None, None, None, None
 
 
 def _logarithm(sums: Tensor) -> Tensor:

@@ -12,19 +12,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from clipkit.model.towers import at_least_float32
-from clipkit.objectives import Targets
+from clipkit.objectives.base import Objective, Outputs, Targets
 from clipkit.objectives.tiles import (
     FeatureGradients,
     GlobalBatch,
-    OwnPairs,
+    PositivePairs,
     check_features,
     counts_alike,
     positive_pairs,
+    split_negatives,
     tiles,
-    with_own_negatives,
 )
-
-__all__ = ["siglip_chance", "siglip_loss", "siglip_objective"]
 
 _NONE = -1e30  # a logit with sigmoid 0: neither loss nor gradient
 _LINEAR = 40.0  # above which log(1 + exp(x)) equals x, also in float64
@@ -71,9 +69,9 @@ def siglip_loss(
         if negatives is not None:
             wrong, has = negatives
             logits = scale * (images * at_least_float32(wrong)).sum(1) + bias
-            of_rows = F.softplus(logits, threshold=_LINEAR) * has  # (B,)
-            here = of_rows.sum() * batch.weight  # has the gradient, which ranks average
-            loss = loss + batch.mean(of_rows.detach()) + (here - here.detach())
+            row_losses = F.softplus(logits, threshold=_LINEAR) * has  # (B,)
+            here = row_losses.sum() * batch.weight  # has the gradient, which ranks average
+            loss = loss + batch.mean(row_losses.detach()) + (here - here.detach())
         return loss
 
 
@@ -92,61 +90,64 @@ class _Sigmoid(torch.autograd.Function):
         scale: Tensor,
         bias: Tensor,
         batch: GlobalBatch,
-        pairs: OwnPairs,
+        pairs: PositivePairs,
         differentiated: bool,
     ) -> Tensor:
         all_texts = batch.gather(texts)  # (N, O)
-        of_rows, of_bias = images.new_empty(len(images)), torch.zeros_like(bias)
-        found = FeatureGradients(batch, images, all_texts, scale, ctx.needs_input_grad[:3])
+        row_losses, grad_bias = images.new_empty(len(images)), torch.zeros_like(bias)
+        feature_gradients = FeatureGradients(batch, images, all_texts, scale, ctx.needs_input_grad[:3])
         for tile, logits in tiles(images, all_texts, scale):
             wrong = logits.add_(bias)  # (R, N) −z · logits
             pairs.negate(wrong, tile)
-            pairs.mask(wrong, tile, _NONE)
-            of_rows[tile] = F.softplus(wrong, threshold=_LINEAR).sum(1)
+            pairs.fill_ignored(wrong, tile, _NONE)
+            row_losses[tile] = F.softplus(wrong, threshold=_LINEAR).sum(1)
             if differentiated:
                 slopes = wrong.sigmoid_()
                 pairs.negate(slopes, tile)
-                of_bias += slopes.sum()
-                found.add(slopes, tile)
+                grad_bias += slopes.sum()
+                feature_gradients.add(slopes, tile)
         if differentiated:
-            ctx.save_for_backward(*found.over_ranks(batch.weight), of_bias.mul_(batch.weight))
-        return batch.mean(of_rows)
+            ctx.save_for_backward(
+                *feature_gradients.combine_ranks(batch.weight), grad_bias.mul_(batch.weight)
+            )
+        return batch.mean(row_losses)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        of_inputs = [None if one is None else one * gradients[0] for one in ctx.saved_tensors]
-        return *of_inputs, None, None, None
+        grad_inputs = [None if grad is None else grad * gradients[0] for grad in ctx.saved_tensors]
+        return *grad_inputs, None, None, None
 
 
-def siglip_objective(
-    image_features: Tensor,
-    text_features: Tensor,
-    logit_scale: Tensor,
-    logit_bias: Tensor,
-    *,
-    targets: Targets,
-) -> Tensor:
-    """Return ``siglip_loss`` of a batch."""
-    texts, wrong = with_own_negatives(text_features, targets.negatives)
-    return siglip_loss(
-        image_features,
-        texts,
-        logit_scale,
-        logit_bias,
-        identities=targets.identities,
-        same=targets.same,
-        negatives=None if wrong is None or targets.negatives is None else (wrong, targets.negatives),
+class SigLip(Objective):
+    """SigLIP's objective, see ``siglip_loss``."""
+
+    summary = (
+        "an independent binary classification of each image–text pair, with a bias; the loss starts near 10, far "
+        "above chance, as the bias starts at -10"
     )
+    initial_scale = 10.0
+    initial_bias = -10.0
+    max_scale = math.inf
+    tiled = True
+    smooths = False
+    more_texts = True
+    note = "the sigmoid loss starts near 10, above the level of chance, as its bias starts at -10"
 
+    def loss(self, outputs: Outputs, targets: Targets) -> Tensor:
+        images, texts, scale, bias = outputs
+        assert bias is not None
+        texts, negatives = split_negatives(texts, targets.negatives)
+        identities, same = targets.identities, targets.same
+        return siglip_loss(images, texts, scale, bias, identities=identities, same=same, negatives=negatives)
 
-def siglip_chance(targets: Targets, text_rows: int) -> float:
-    """Return M / N times the entropy of p, the fraction of positives among the M classifications of N images.
+    def chance(self, targets: Targets, text_rows: int) -> float:
+        """Return M / N times the entropy of p, the fraction of positives among the M classifications of N images.
 
-    A bias of logit(p) reaches it. The bias starts at −10, so the loss starts above this level.
-    """
-    alike, left = counts_alike(targets.identities, targets.same)
-    positives = len(alike) if targets.same == "ignored" else alike.sum().item()
-    classified = left.sum().item()
-    p = positives / classified
-    return classified / len(alike) * sum(-q * math.log(q) for q in (p, 1 - p) if q > 0)
+        A bias of logit(p) reaches it. The bias starts at −10, so the loss starts above this level.
+        """
+        alike, compared = counts_alike(targets.identities, targets.same)
+        positives = len(alike) if targets.same == "ignored" else alike.sum().item()
+        classified = compared.sum().item()
+        p = positives / classified
+        return classified / len(alike) * sum(-q * math.log(q) for q in (p, 1 - p) if q > 0)

@@ -27,12 +27,6 @@ from clipkit.distributed import (
     world_size,
 )
 
-__all__ = [
-    "ColumnSums", "FeatureGradients", "GlobalBatch", "OwnPairs", "check_features",
-    "counts_alike", "positive_pairs", "row_sums", "softmaxes", "tile_height", "tiles",
-    "with_own_negatives",
-]  # fmt: skip
-
 _TILE = 1 << 22  # logits that exist at a time,
 _LEAST_ROWS = 128  # but no fewer rows than these: each tile reads and writes all texts' gradients
 
@@ -66,6 +60,16 @@ class GlobalBatch:
     def weight(self) -> float:
         """Weight of a row in this rank's gradient."""
         return world_size() / self.size
+
+
+def mean_over_rows(losses: Tensor, features: Tensor) -> Tensor:
+    """Return the mean of (B,) losses over the rows of all ranks, given the (B, O) features.
+
+    The mean over ranks of its gradients is the global batch's.
+    """
+    batch = GlobalBatch(features)
+    local = losses.sum() * batch.weight
+    return local + (batch.mean(losses.detach()) - local.detach())
 
 
 def tile_height(rows: int, columns: int) -> int:
@@ -116,7 +120,7 @@ class ColumnSums:
         for total, value in zip(self._totals[1:], values, strict=True):
             total += (exponentials * value).sum(0)
 
-    def over_ranks(self) -> tuple[Tensor, Tensor]:
+    def combine_ranks(self) -> tuple[Tensor, Tensor]:
         """Return (2, N) sums by column, as ``row_sums`` by row, and the (means, N) means."""
         greatest = greatest_over_ranks(self._greatest)
         totals = sum_over_ranks(self._totals * (self._greatest - greatest).exp_())
@@ -153,37 +157,42 @@ class FeatureGradients:
         self._batch, self._images, self._all_texts, self._scale = batch, images, all_texts, scale
         self._needed = needed
         # the gradient of the scale follows from either one
-        self._of_images = torch.empty_like(images) if needed[0] or not needed[1] else None
-        self._of_texts = torch.zeros_like(all_texts) if needed[1] else None
+        self._grad_images = torch.empty_like(images) if needed[0] or not needed[1] else None
+        self._grad_texts = torch.zeros_like(all_texts) if needed[1] else None
 
     def add(self, slopes: Tensor, tile: slice) -> None:
         """Add the (R, N) derivatives by a tile's logits."""
-        if self._of_images is not None:
-            torch.mm(slopes, self._all_texts, out=self._of_images[tile])
-        if self._of_texts is not None:
-            self._of_texts.addmm_(slopes.T, self._images[tile])
+        if self._grad_images is not None:
+            torch.mm(slopes, self._all_texts, out=self._grad_images[tile])
+        if self._grad_texts is not None:
+            self._grad_texts.addmm_(slopes.T, self._images[tile])
 
-    def over_ranks(self, factor: Tensor | float) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    def combine_ranks(self, factor: Tensor | float) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """Return the gradients of images (B, O), texts (B, O) and scale, times a factor."""
-        if self._of_images is not None:
-            of_scale = (self._of_images * self._images).sum()
+        if self._grad_images is not None:
+            grad_scale = (self._grad_images * self._images).sum()
         else:
-            assert self._of_texts is not None
-            of_scale = (self._of_texts * self._all_texts).sum()
-        of_images, of_texts = None, None
-        if self._needed[0] and self._of_images is not None:
-            of_images = self._of_images.mul_(factor * self._scale)
-        if self._of_texts is not None:
-            of_texts = self._batch.scatter_sums(self._of_texts).mul_(factor * self._scale)
-        return of_images, of_texts, (factor * of_scale).reshape(self._scale.shape)
+            assert self._grad_texts is not None
+            grad_scale = (self._grad_texts * self._all_texts).sum()
+        grad_images, grad_texts = None, None
+        if self._needed[0] and self._grad_images is not None:
+            grad_images = self._grad_images.mul_(factor * self._scale)
+        if self._grad_texts is not None:
+            grad_texts = self._batch.scatter_sums(self._grad_texts).mul_(factor * self._scale)
+        return grad_images, grad_texts, (factor * grad_scale).reshape(self._scale.shape)
 
 
-def with_own_negatives(texts: Tensor, has: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Split (2B, O) features into those of captions and of wrong captions; (B, O) and None without the latter."""
-    if has is None:
+def split_negatives(
+    texts: Tensor, has_negative: Tensor | None
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Split (2B, O) features into those of captions and of wrong captions, with (B,) whether an image has one.
+
+    Without ``has_negative``, all are captions.
+    """
+    if has_negative is None:
         return texts, None
-    captions, negatives = texts.chunk(2)
-    return captions, negatives
+    captions, wrong = texts.chunk(2)
+    return captions, (wrong, has_negative)
 
 
 def check_features(image_features: Tensor, text_features: Tensor) -> None:
@@ -195,126 +204,114 @@ def check_features(image_features: Tensor, text_features: Tensor) -> None:
         )
 
 
-def positive_pairs(batch: GlobalBatch, features: Tensor, identities: Tensor | None, same: str) -> "OwnPairs":
+SAME = ("negatives", "positives", "ignored")  # how to treat pairs that show the same thing, see ``clip_loss``
+
+
+def positive_pairs(
+    batch: GlobalBatch, features: Tensor, identities: Tensor | None, same: str
+) -> "PositivePairs":
     """Build the positive pairs, which losses read one tile at a time.
 
     Args:
         batch: the rows.
         features: (B, O), for dtype and device.
         identities: (B, K) int64, see ``clip_loss``; None: only an image's own text is positive.
-        same: how to treat pairs that show the same thing, see ``clip_loss``.
+        same: one of ``SAME``.
 
     Raises:
         ValueError: identities are not (B, K) integers, or ``same`` is unknown.
     """
-    if same not in _KINDS:
-        raise ValueError(f"same must be one of {', '.join(_KINDS)}, not {same!r}")
-    kind = _KINDS[same]
-    if identities is None or kind is None:
-        return OwnPairs(batch, features)
+    if same not in SAME:
+        raise ValueError(f"same must be one of {', '.join(SAME)}, not {same!r}")
+    if identities is None or same == "negatives":
+        return PositivePairs(batch, features)
     if identities.ndim != 2 or len(identities) != len(features) or not identities.shape[1]:
         raise ValueError(
             f"identities must be (rows, numbers) of {len(features)} rows, not {tuple(identities.shape)}"
         )
     if identities.dtype != torch.int64:
         raise ValueError(f"identities must be int64, not {identities.dtype}")
-    return kind(batch, features, identities)
+    return PositivePairs(batch, features, identities.to(features.device), same)
 
 
-class OwnPairs:
-    """Only an image's own text is positive.
+class PositivePairs:
+    """The texts that belong to each image: its own, and with "positives" all that are the same, with equal weights.
 
     A loss calls ``read`` for all tiles of logits, then ``mean_targets``, and only then ``subtract_targets``.
     """
 
-    def __init__(self, batch: GlobalBatch, features: Tensor) -> None:
+    _all_weights: Tensor  # (N,)
+
+    def __init__(
+        self,
+        batch: GlobalBatch,
+        features: Tensor,
+        identities: Tensor | None = None,
+        same: str = "negatives",
+    ) -> None:
         self._batch = batch
-        self._of_rows = features.new_empty(len(features))
+        self._same = same
+        self._row_sums = features.new_empty(len(features))
+        if identities is not None:
+            self._identities = identities
+            self._all_identities = batch.gather(identities)
+        if same == "positives":
+            self._column_sums = features.new_zeros(batch.size)
+            self._weights = torch.empty_like(
+                self._row_sums
+            )  # number of an image's texts, later its reciprocal
 
-    def mask(self, logits: Tensor, tile: slice, filling: float) -> None:
-        """Write ``filling`` where an image and a text are neither positive nor negative."""
-
-    def negate(self, values: Tensor, tile: slice) -> None:
-        """Change the sign of positive pairs."""
-        self._own(values, tile).neg_()
-
-    def read(self, logits: Tensor, tile: slice) -> None:
-        """Read the logits of positive pairs."""
-        self._of_rows[tile] = self._own(logits, tile)
-
-    def mean_targets(self) -> Tensor:
-        """Return (B,) the mean of an image's positive logits plus that of its text's."""
-        return self._of_rows * 2
-
-    def subtract_targets(self, slopes: Tensor, tile: slice) -> None:
-        """Subtract the targets' probabilities by row and by column."""
-        self._own(slopes, tile).sub_(2)
-
-    def _own(self, values: Tensor, tile: slice) -> Tensor:
-        return values.diagonal(self._batch.own.start + tile.start)
-
-
-class _SamePairs(OwnPairs):
-    """Base for pairs that agree in one of their identities."""
-
-    def __init__(self, batch: GlobalBatch, features: Tensor, identities: Tensor) -> None:
-        super().__init__(batch, features)
-        self._identities = identities.to(features.device)
-        self._all_identities = batch.gather(self._identities)
-
-    def _same(self, tile: slice) -> Tensor:
-        """Return (R, N) whether an image and a text are the same."""
+    def mask(self, tile: slice) -> Tensor:
+        """Return (R, N) whether an image and a text show the same thing."""
         same = self._identities[tile, 0, None] == self._all_identities[:, 0]
         for k in range(1, self._identities.shape[1]):
             same |= self._identities[tile, k, None] == self._all_identities[:, k]
         return same
 
-
-class _Ignored(_SamePairs):
-    """Only an image's own text is positive; others that are the same are masked."""
-
-    def mask(self, logits: Tensor, tile: slice, filling: float) -> None:
-        others = self._same(tile)
-        self._own(others, tile).fill_(False)
-        logits.masked_fill_(others, filling)
-
-
-class _Positives(_SamePairs):
-    """All texts that are the same are positive, with equal probability."""
-
-    _all_parts: Tensor  # (N,)
-
-    def __init__(self, batch: GlobalBatch, features: Tensor, identities: Tensor) -> None:
-        super().__init__(batch, features, identities)
-        self._of_columns = features.new_zeros(batch.size)
-        self._parts = torch.empty_like(self._of_rows)  # number of an image's texts, later its reciprocal
+    def fill_ignored(self, logits: Tensor, tile: slice, filling: float) -> None:
+        """Write ``filling`` where an image and a text are neither positive nor negative."""
+        if self._same == "ignored":
+            others = self.mask(tile)
+            self._diagonal(others, tile).fill_(False)
+            logits.masked_fill_(others, filling)
 
     def negate(self, values: Tensor, tile: slice) -> None:
-        values.addcmul_(values, self._same(tile).to(values.dtype), value=-2)
+        """Change the sign of positive pairs."""
+        if self._same == "positives":
+            values.addcmul_(values, self.mask(tile).to(values.dtype), value=-2)
+        else:
+            self._diagonal(values, tile).neg_()
 
     def read(self, logits: Tensor, tile: slice) -> None:
-        same = self._same(tile).to(logits.dtype)
-        self._parts[tile] = same.sum(1)
-        targets = same.mul_(logits)
-        self._of_rows[tile] = targets.sum(1)
-        self._of_columns += targets.sum(0)
+        """Read the logits of positive pairs."""
+        if self._same != "positives":
+            self._row_sums[tile] = self._diagonal(logits, tile)
+            return
+        same = self.mask(tile).to(logits.dtype)
+        self._weights[tile] = same.sum(1)
+        positives = same.mul_(logits)
+        self._row_sums[tile] = positives.sum(1)
+        self._column_sums += positives.sum(0)
 
     def mean_targets(self) -> Tensor:
-        self._all_parts = self._batch.gather(self._parts.reciprocal_())
-        of_columns = sum_over_ranks(self._of_columns)[self._batch.own]
-        return (self._of_rows + of_columns) * self._parts  # as many images as texts are the same
+        """Return (B,) the mean of an image's positive logits plus that of its text's."""
+        if self._same != "positives":
+            return self._row_sums * 2
+        self._all_weights = self._batch.gather(self._weights.reciprocal_())
+        column_sums = sum_over_ranks(self._column_sums)[self._batch.own]
+        return (self._row_sums + column_sums) * self._weights  # as many images as texts are the same
 
     def subtract_targets(self, slopes: Tensor, tile: slice) -> None:
-        same = self._same(tile).to(slopes.dtype)
-        slopes.addcmul_(same, self._parts[tile, None], value=-1)
-        slopes.addcmul_(same, self._all_parts, value=-1)
+        """Subtract the targets' probabilities by row and by column."""
+        if self._same != "positives":
+            self._diagonal(slopes, tile).sub_(2)
+            return
+        same = self.mask(tile).to(slopes.dtype)
+        slopes.addcmul_(same, self._weights[tile, None], value=-1)
+        slopes.addcmul_(same, self._all_weights, value=-1)
 
-
-_KINDS: dict[str, type[_SamePairs] | None] = {
-    "negatives": None,
-    "positives": _Positives,
-    "ignored": _Ignored,
-}
+    def _diagonal(self, values: Tensor, tile: slice) -> Tensor:
+        return values.diagonal(self._batch.own.start + tile.start)
 
 
 def target_entropy(positives: Tensor, compared: Tensor, smoothing: float) -> Tensor:

@@ -10,6 +10,7 @@ O embedding dimension.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,73 +18,103 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from clipkit.batch import Batch
-from clipkit.config import ViewsConfig
+from clipkit.config import Config, ModelConfig, Within, at_least, require, require_use, setting
 from clipkit.distributed import counts_of_rows, gather_rows
+from clipkit.errors import ConfigError
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
-from clipkit.model.decoder import TextInput
 from clipkit.model.towers import draws
-from clipkit.objectives.terms import Teach
-
-__all__ = ["divergence", "drawn_boxes", "view_inputs", "view_side", "view_sum", "views"]
+from clipkit.objectives.base import Term, TermBatch, after_setting, weight_setting
 
 _ASPECT = 4 / 3  # of a crop at most, and its inverse at least
 _LOGITS = 1 << 22  # in memory at a time
 
 
-def view_inputs(
-    settings: ViewsConfig, batch: Batch, seed: int, shape: Architecture, teach: Teach
-) -> tuple[dict[str, Any], int]:
-    """Return the arguments of ``view_sum`` and the number of images, see ``Term``."""
-    teaching, images = teach(), batch.images
-    rows = batch.rows.to(images.device)
-    texts = gather_rows(teaching.texts, counts_of_rows(len(teaching.texts)))
-    given = {
-        "boxes": drawn_boxes(seed=seed, rows=rows, count=settings.count, area=settings.area),
-        "whole": teaching.images,
-        # the same for all images: (B, …) without memory, as arguments have a row for each image
-        "texts": texts.expand(len(images), -1, -1),
-        "scales": teaching.scale.expand(len(images)),
-        "sides": [view_side(settings, shape, image_size=images.shape[-1])] * len(images),
-    }
-    return given, len(images)
+@dataclass(frozen=True, kw_only=True)
+class Views(Term):
+    """Self-distillation by crops of images (SILC, SigLIP 2).
+
+    Features of small crops are compared with those that averaged weights compute for the whole image. Requires
+    ``optim.average``. See clipkit/objectives/views.py.
+    """
+
+    section = "views."
+    stream = 3
+    trains_image_tower = True
+
+    weight: float = weight_setting()
+    count: int = setting(8, "Number of crops of each image.", at_least(1), needs="weight")
+    area: tuple[float, ...] = setting(
+        (0.05, 0.4),
+        "Least and greatest area of a crop, as fractions of the image's.",
+        Within(
+            words="two increasing fractions, more than 0 and at most 1",
+            holds=lambda value: len(value) == 2 and 0 < value[0] <= value[1] <= 1,
+        ),
+        needs="weight",
+    )
+    size: int = setting(
+        0,
+        "Side of a crop in pixels, after resizing; 0: half of the image's, in whole patches.",
+        at_least(0),
+        needs="weight",
+    )
+    after: int = after_setting("")
+
+    @property
+    def averages(self) -> bool:
+        return True
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        require_use("views.weight", self.weight, "optim.average", bool(config.optim.average))
+
+    def heads(self, shape: Architecture, model: ModelConfig) -> dict[str, Any]:
+        step, largest = shape.vision.size_step, shape.vision.image_size
+        if not step:
+            raise ConfigError(f"views.weight requires clipkit's own image towers, not {model.label}")
+        fitting = f"expected a multiple of the patch size, {step}, and at most the image size, {largest}"
+        require(self.size % step == 0 and self.size <= largest, "views.size", self.size, fitting)
+        return {}
+
+    def inputs(self, draw: TermBatch) -> tuple[dict[str, Any], int]:
+        """Return the arguments of ``total`` and the number of images."""
+        teaching, images = draw.teach(), draw.batch.images
+        rows = draw.batch.rows.to(images.device)
+        texts = gather_rows(teaching.texts, counts_of_rows(len(teaching.texts)))
+        inputs = {
+            "boxes": drawn_boxes(seed=draw.seed, rows=rows, count=self.count, area=self.area),
+            "whole": teaching.images,
+            # the same for all images: (B, …) without memory, as arguments have a row for each image
+            "texts": texts.expand(len(images), -1, -1),
+            "scales": teaching.scale.expand(len(images)),
+            "sides": [view_side(self, draw.shape, image_size=images.shape[-1])] * len(images),
+        }
+        return inputs, len(images)
+
+    def total(self, model: CLIP, images: Tensor, tokens: Sequence[Tensor], **inputs: Any) -> Tensor:
+        """Sum over images the mean over views of ``divergence``: a scalar, at least float32.
+
+        Args:
+            model: the model, with an image tower that encodes other sizes.
+            images: (B, 3, S, S) uint8.
+            tokens: not used.
+            **inputs: ``boxes`` (B, V, 4), see ``drawn_boxes``, and the teacher's features of the whole images,
+                ``whole`` (B, O); the same for each image are the teacher's features of all texts, ``texts``
+                (B, N, O), its exp(t), ``scales`` (B,), and s, ``sides``.
+        """
+        boxes = inputs["boxes"]
+        crops = views(images, boxes, side=inputs["sides"][0]).flatten(0, 1)  # (BV, 3, s, s)
+        mean, std = model.colors
+        features = model.encode_image(crops.div_(255).sub_(mean.to(crops.dtype)).div_(std.to(crops.dtype)))
+        features = features.unflatten(0, boxes.shape[:2])
+        return divergence(features, inputs["whole"], inputs["texts"][0], inputs["scales"][0])
 
 
-def view_side(settings: ViewsConfig, shape: Architecture, *, image_size: int) -> int:
+def view_side(settings: Views, shape: Architecture, *, image_size: int) -> int:
     """Return the side of a view: the setting, or half of the image's in whole patches; at most the image's."""
     step = shape.vision.size_step
     return min(image_size, settings.size or max(step, image_size // 2 // step * step))
-
-
-def view_sum(
-    model: CLIP,
-    images: Tensor,
-    image_tokens: Tensor | None,
-    text: TextInput | None,
-    *,
-    boxes: Tensor,
-    whole: Tensor,
-    texts: Tensor,
-    scales: Tensor,
-    sides: list[int],
-) -> Tensor:
-    """Sum over images the mean over views of ``divergence``: a scalar, at least float32.
-
-    Args:
-        model: the model, with an image tower that encodes other sizes.
-        images: (B, 3, S, S) uint8.
-        image_tokens, text: not used.
-        boxes: (B, V, 4), see ``drawn_boxes``.
-        whole: (B, O) the teacher's features of the whole images.
-        texts: (B, N, O) the teacher's features of all texts, the same for each image.
-        scales: (B,) its exp(t), the same for each image.
-        sides: s, the same for each image.
-    """
-    crops = views(images, boxes, side=sides[0]).flatten(0, 1)  # (BV, 3, s, s)
-    mean, std = model.colors
-    found = model.encode_image(crops.div_(255).sub_(mean.to(crops.dtype)).div_(std.to(crops.dtype)))
-    return divergence(found.unflatten(0, boxes.shape[:2]), whole, texts[0], scales[0])
 
 
 def drawn_boxes(*, seed: int, rows: Tensor, count: int, area: Sequence[float]) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from clipkit.config import OptimConfig, late
+from clipkit.config import Config, OptimConfig, late, require, require_use
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -28,6 +28,7 @@ class OptimizerEntry:
         gathers_matrices: whether each step gathers the matrices in blocks, if they are sharded.
         parameters_join_late: whether parameters may get their first gradient after others, as with
             ``lock.unfreeze_every``.
+        ties_rows: whether rows of a matrix may be tied, as with ``shape.positions=learned_2d``.
     """
 
     make: Callable[["CLIP", OptimConfig], "Optimizer"]
@@ -35,6 +36,21 @@ class OptimizerEntry:
     other_bytes: int = 8
     gathers_matrices: bool = False
     parameters_join_late: bool = True
+    ties_rows: bool = True
+
+    def check(self, config: Config) -> None:
+        """Raise ConfigError if other settings do not fit."""
+        if not self.parameters_join_late:
+            never, every = f"expected 0 with optim.name={config.optim.name}", config.lock.unfreeze_every
+            require(not every, "lock.unfreeze_every", every, never)
+            for term in config.terms.values():
+                require(not term.after, f"{term.section}after", term.after, never)
+        if not self.ties_rows:
+            positions = config.shape.positions
+            tied = (
+                f"cannot be combined with optim.name={config.optim.name}, whose second moments belong to rows"
+            )
+            require(positions != "learned_2d", "shape.positions", positions, f"{tied} and columns")
 
 
 OPTIMIZERS: dict[str, OptimizerEntry] = {
@@ -43,7 +59,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     # counts steps by group: parameters that join later would start without bias correction
     "lamb": OptimizerEntry(make=late("clipkit.training.timm_optim:lamb"), parameters_join_late=False),
     "adafactor": OptimizerEntry(
-        make=late("clipkit.training.timm_optim:adafactor"), matrix_bytes=2, other_bytes=2
+        make=late("clipkit.training.timm_optim:adafactor"), matrix_bytes=2, other_bytes=2, ties_rows=False
     ),
     "muon": OptimizerEntry(make=late("clipkit.training.optim:muon"), matrix_bytes=4, gathers_matrices=True),
 }
@@ -57,10 +73,24 @@ class Schedule:
         shape: maps the number of steps after the warm-up, of those after the warm-up in the whole run, and of the
             warm-up to the fraction of the way from ``optim.min_lr`` up to ``optim.lr``.
         decays: whether it ends at ``optim.min_lr``; otherwise ``optim.cooldown`` applies.
+        needs_warmup: whether the warm-up is its unit of time.
     """
 
     shape: Callable[[int, int, int], float]
     decays: bool = True
+    needs_warmup: bool = False
+
+    def check(self, config: OptimConfig) -> None:
+        """Raise ConfigError if other settings of the optimizer do not fit."""
+        if self.decays:
+            constant = " or ".join(name for name, schedule in SCHEDULES.items() if not schedule.decays)
+            require_use("optim.cooldown", config.cooldown, f"optim.schedule={constant}", not config.cooldown)
+        elif config.min_lr:
+            decay = "optim.cooldown or a schedule that decays"
+            require_use("optim.min_lr", config.min_lr, decay, config.cooldown > 0)
+        if self.needs_warmup:
+            alone = f"expected at least 1 with optim.schedule={config.schedule}, whose unit of time it is"
+            require(config.warmup > 0, "optim.warmup", config.warmup, alone)
 
 
 SCHEDULES: dict[str, Schedule] = {
@@ -68,7 +98,9 @@ SCHEDULES: dict[str, Schedule] = {
     "linear": Schedule(shape=lambda step, steps, _: 1 - step / steps),
     "constant": Schedule(shape=lambda *_: 1.0, decays=False),
     # Zhai et al. 2022, https://arxiv.org/abs/2106.04560, with the warm-up as the unit of time
-    "rsqrt": Schedule(shape=lambda step, _, warmup: math.sqrt(warmup / (warmup + step)), decays=False),
+    "rsqrt": Schedule(
+        shape=lambda step, _, warmup: math.sqrt(warmup / (warmup + step)), decays=False, needs_warmup=True
+    ),
 }
 
 

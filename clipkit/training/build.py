@@ -6,21 +6,19 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from clipkit.api import load
 from clipkit.config import (
-    CaptionConfig,
     LoraConfig,
     LossConfig,
-    MaskedConfig,
     ModelConfig,
     PixelsConfig,
     ShapeConfig,
     SmallConfig,
-    ViewsConfig,
     require,
 )
 from clipkit.errors import CheckpointError, ConfigError
@@ -30,27 +28,20 @@ from clipkit.formats.checkpoint import check_base, load_model, model_hash, store
 from clipkit.formats.weights import read_weights
 from clipkit.model import IMAGE_TOWERS
 from clipkit.model.architectures import (
-    IMAGE_SIZES,
     STEM,
     Architecture,
-    Decoder,
     Layer,
+    TowerArchitecture,
     selected,
-    size_settings,
 )
 from clipkit.model.clip import CLIP, create
 from clipkit.model.flops import HEADS
 from clipkit.model.lora import Adapters, add_adapters
 from clipkit.model.names import architecture
 from clipkit.model.tokenizer import stored_tokenizer, trained_tokenizer
-from clipkit.objectives import OBJECTIVES
+from clipkit.objectives import OBJECTIVES, Term
 from clipkit.training.ema import AveragedWeights, RunningStatistics
 from clipkit.training.parallel import gathered
-
-__all__ = [
-    "Place", "Unfreezing", "adapters_of", "check_split", "check_texts", "first_model", "lock", "patch_counts",
-    "places", "scored_weights", "shape_of", "still_statistics", "tower_of",
-]  # fmt: skip
 
 
 def check_split(batch_size: int, *, world: int, parts: int) -> None:
@@ -65,13 +56,12 @@ def shape_of(
     model: ModelConfig,
     loss: LossConfig,
     small: SmallConfig,
-    caption: CaptionConfig | None = None,
-    masked: MaskedConfig | None = None,
-    views: ViewsConfig | None = None,
+    *,
+    terms: Mapping[str, Term] | None = None,
     sizes: ShapeConfig | None = None,
     pixels: PixelsConfig | None = None,
 ) -> Architecture:
-    """Return the architecture that settings select, with a bias or heads if the objective needs them.
+    """Return the architecture that settings select, with a bias or heads if the objective or terms need them.
 
     Raises:
         ConfigError: a name is unknown, or the towers do not support patch dropout, smaller inputs or captions.
@@ -89,10 +79,8 @@ def shape_of(
     if sizes is not None and sizes.changed:
         shape = _with_sizes(shape, sizes, model)
     if model.tokenizer:
-        if (text := shape.text.plain) is None:
-            raise ConfigError(f"model.tokenizer requires clipkit's text transformer, not {model.label}")
-        own = trained_tokenizer(model.tokenizer, shape.text.context_length)
-        shape = replace(shape, text=replace(text, vocab_size=own.vocab_size))
+        tokenizer = trained_tokenizer(model.tokenizer, shape.text.context_length)
+        shape = replace(shape, text=shape.text.with_vocabulary(tokenizer.vocab_size))
     if pixels is not None and pixels.channels != shape.vision.channels:
         shape = replace(shape, vision=shape.vision.with_channels(pixels.channels))
     if model.patch_dropout and shape.vision.patches is None:
@@ -117,28 +105,15 @@ def shape_of(
     dims = loss.dims
     below = f"expected sizes below {shape.embed_dim}, the embedding dimension of {model.label}"
     require(max(dims, default=0) < shape.embed_dim, "loss.dims", dims, below)
-    decoder = _decoder_of(shape, caption, model.label) if caption is not None and caption.weight else None
-    target = masked.target if masked is not None and masked.weight else None
-    if target is not None and shape.vision.plain is None:
-        raise ConfigError(f"masked.weight requires clipkit's own ViT as the image tower, not {model.label}")
-    if (
-        decoder is not None
-        and decoder.feed == "shared"
-        and not model.weights
-        and shape.text.plain is not None
-    ):
-        shape = replace(shape, text=replace(shape.text.plain, causal=False))
-    shape = replace(shape, decoder=decoder, masked=target)
-    if views is not None and views.weight:
-        step, largest = shape.vision.size_step, shape.vision.image_size
-        if not step:
-            raise ConfigError(f"views.weight requires clipkit's own image towers, not {model.label}")
-        fitting = f"expected a multiple of the patch size, {step}, and at most the image size, {largest}"
-        require(views.size % step == 0 and views.size <= largest, "views.size", views.size, fitting)
+    heads: dict[str, Any] = {"decoder": None, "masked": None}
+    for term in (terms or {}).values():
+        heads |= term.heads(shape, model)
+    shape = replace(shape, **heads)
     has_bias = OBJECTIVES[loss.name].initial_bias is not None
     return replace(shape, logit_bias=True) if has_bias else shape
 
 
+Tower = TypeVar("Tower", bound=TowerArchitecture)
 _SAME_FEATURES = 1e-3  # difference of unit-norm features that is rounding
 _MODEL_SIZES = {name: f"model.{name}" for name in ("image_size", "context_length")}
 
@@ -156,70 +131,20 @@ def _called(settings: Mapping[str, str]) -> Iterator[None]:
 def _with_sizes(shape: Architecture, sizes: ShapeConfig, model: ModelConfig) -> Architecture:
     """Return the architecture with the sizes of [shape]."""
     changed = sizes.changed
-    vision, text = shape.vision.plain, shape.text.plain
-    of_text = {
-        name.removeprefix("text_"): changed.pop(name)
-        for name in ("text_width", "text_layers")
-        if name in changed
-    }
     embed_dim = changed.pop("embed", shape.embed_dim)
-    of_image = {IMAGE_SIZES[name]: value for name, value in changed.items()}
-    for tower, own, given, kind in (
-        ("image", vision, of_image, "ViT"),
-        ("text", text, of_text, "transformer"),
-    ):
-        if given and own is None:
-            names = [
-                f"shape.{name}"
-                for name, value in vars(sizes).items()
-                if value and name != "embed" and name.startswith("text_") == (tower == "text")
-            ]
-            raise ConfigError(
-                f"to set {' and '.join(names)}, the {tower} tower must be clipkit's {kind}, not {model.label}"
-            )
-        if "width" in given and "heads" not in given and own is not None:
-            head = own.width // own.heads
-            multiple = f"expected a multiple of {head}, the width of a head of {model.name}"
-            require(given["width"] % head == 0, f"shape.{tower}_width", given["width"], multiple)
-            given["heads"] = given["width"] // head
-    of_vision = {field: f"shape.{name}" for name, field in IMAGE_SIZES.items()}
-    with _called(_MODEL_SIZES | of_vision):
-        new_vision = replace(vision, **of_image) if vision is not None and of_image else shape.vision
-    with _called({"width": "shape.text_width", "layers": "shape.text_layers", "embed_dim": "shape.embed"}):
-        new_text = replace(text, **of_text) if text is not None and of_text else shape.text
-        return replace(shape, embed_dim=embed_dim, vision=new_vision, text=new_text)
+    text_sizes = {name: changed.pop(name) for name in list(changed) if name.startswith("text_")}
+    vision = _with_tower_sizes(shape.vision, changed, f"image tower must be clipkit's ViT, not {model.label}")
+    transformer = f"text tower must be clipkit's transformer, not {model.label}"
+    text = _with_tower_sizes(shape.text, text_sizes, transformer)
+    with _called({"embed_dim": "shape.embed"}):
+        return replace(shape, embed_dim=embed_dim, vision=vision, text=text)
 
 
-def _decoder_of(shape: Architecture, caption: CaptionConfig, label: str) -> Decoder:
-    """Return the decoder of captions: as wide as the text tower, or as the image tower beside other text towers."""
-    if (stored := shape.decoder) is not None:
-        if caption.feed != stored.feed or caption.layers not in (0, stored.layers) or caption.parallel:
-            raise ConfigError(
-                f"{label} has a decoder of {stored.layers} layers: set caption.feed = {stored.feed!r}, and neither "
-                "caption.layers nor caption.parallel"
-            )
-        return replace(stored, context_length=min(caption.length, shape.text.context_length - 1))
-    like, vocabulary = shape.text.plain or shape.vision.plain, shape.text.caption_vocabulary
-    if shape.vision.plain is None or like is None or not vocabulary:
-        raise ConfigError(
-            f"caption.weight = {caption.weight} requires clipkit's own image tower and text tower, not {label}"
-        )
-    if caption.feed != "tokens" and shape.text.plain is None:
-        raise ConfigError(f"caption.feed = {caption.feed!r} requires a text transformer, not that of {label}")
-    layers = caption.layers or max(1, like.layers // 2)
-    if caption.feed == "shared" and like.layers % layers:
-        every = f"expected a divisor of the text tower's {like.layers} layers with caption.feed=shared"
-        raise ConfigError(f"caption.layers = {layers} is invalid: {every}")
-    return Decoder(
-        width=like.width,
-        layers=layers,
-        heads=like.heads,
-        context_length=max(1, min(caption.length, shape.text.context_length - 1)),
-        vocab_size=vocabulary,
-        mlp_ratio=like.mlp_ratio,
-        feed=caption.feed,
-        parallel=caption.parallel > 0,
-    )
+def _with_tower_sizes(tower: Tower, sizes: Mapping[str, Any], wanted: str) -> Tower:
+    if sizes.keys() - tower.sizes.keys():
+        raise ConfigError(f"to set {' and '.join(f'shape.{name}' for name in sizes)}, the {wanted}")
+    with _called(_MODEL_SIZES | {field: f"shape.{name}" for name, field in tower.sizes.items()}):
+        return tower.with_sizes(sizes)
 
 
 def first_model(
@@ -427,9 +352,7 @@ def _fits(first: CLIP, shape: Architecture) -> bool:
     That is a bias, which softmax ignores, the initialization, and whether text attention is causal.
     """
     own = replace(first.architecture, logit_bias=shape.logit_bias, small_data=shape.small_data)
-    if own.text.plain is not None and shape.text.plain is not None:
-        own = replace(own, text=replace(own.text.plain, causal=shape.text.plain.causal))
-    return own == shape
+    return replace(own, text=own.text.with_attention(causal=shape.text.is_causal)) == shape
 
 
 def _misfit(first: CLIP, shape: Architecture, model: ModelConfig) -> str:
@@ -463,10 +386,8 @@ def _other_sizes(own: Architecture, shape: Architecture) -> list[str]:
     """Return the settings of [shape] that would select the sizes of ``own``."""
 
     def settings(one: Architecture) -> dict[str, object]:
-        image = {} if one.vision.plain is None else {"distilled": False, **size_settings(one.vision.plain)}
-        text = one.text.plain
-        sizes = {} if text is None else {"text_width": text.width, "text_layers": text.layers}
-        return {**image, **sizes, "embed": one.embed_dim}
+        sizes = {**one.vision.size_settings, **one.text.size_settings}
+        return {"distilled": False, **sizes, "embed": one.embed_dim}
 
     wanted = settings(shape)
     return [

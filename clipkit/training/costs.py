@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from clipkit.api import load
-from clipkit.config import Config, ViewsConfig, shown_settings
+from clipkit.config import Config, shown_settings
 from clipkit.distributed import barrier, ranks_of_host, world_size
 from clipkit.errors import ClipkitError, ConfigError, nearest
 from clipkit.expected import expected_score
@@ -39,8 +39,8 @@ from clipkit.model.flops import (
 )
 from clipkit.model.lora import add_adapters
 from clipkit.model.names import architecture
-from clipkit.objectives import OBJECTIVES, TERMS
-from clipkit.objectives.views import view_side
+from clipkit.objectives import TERMS, select_objective, select_terms
+from clipkit.objectives.views import Views, view_side
 from clipkit.training import OPTIMIZERS
 from clipkit.training.arguments import Target
 from clipkit.training.build import adapters_of, check_split, lock, patch_counts, shape_of, tower_of
@@ -182,7 +182,7 @@ def flops_of_steps(
     *,
     loss_dims: Sequence[int] = (),
     masked: float = 0.0,
-    views: ViewsConfig | None = None,
+    views: Views | None = None,
     averaged: bool = False,
     gradients: int = 1,
 ) -> Callable[[Sequence[int], int, Sequence[int]], int] | None:
@@ -310,7 +310,7 @@ class Workload:
     text_rows: int = 0
     loss_dims: tuple[int, ...] = ()
     masked: float = 0.0
-    views: ViewsConfig | None = None
+    views: Views | None = None
     further: int = 0
     average: bool = False
     averaged: bool = False
@@ -560,7 +560,7 @@ def estimate(work: Workload, speed: float | None = None) -> Estimate:
     )
 
 
-def _views(settings: ViewsConfig | None, shape: Architecture, image_size: int) -> tuple[int, int] | None:
+def _views(settings: Views | None, shape: Architecture, image_size: int) -> tuple[int, int] | None:
     """Return the number of crops and their side; None without them."""
     if settings is None or not settings.weight:
         return None
@@ -657,7 +657,7 @@ def workloads_of(
     small, caption, masked = config.small, config.caption, config.masked
     starts = (0, small.steps, *(getattr(config, name).after for name in TERMS))
     bounds = {min(one, config.steps) for one in starts}
-    works, objective = [], OBJECTIVES[config.loss.name]
+    works, objective = [], select_objective(config)
     for begin, end in pairwise([*sorted(bounds), config.steps]):
         own = shape
         if begin < small.steps:
@@ -768,11 +768,9 @@ def dry_run(config: Config, device: torch.device, target: Target) -> list[str]:
         config.model,
         config.loss,
         config.small,
-        config.caption,
-        config.masked,
-        config.views,
-        config.shape,
-        config.pixels,
+        terms=select_terms(config),
+        sizes=config.shape,
+        pixels=config.pixels,
     )
     world = target.gpus or world_size()
     check_split(config.batch_size, world=world, parts=config.accumulate)

@@ -3,10 +3,10 @@
 Random draws are functions of the seed, the step and the place in the global batch.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,32 +25,31 @@ from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
 from clipkit.model.towers import kept_patches
 from clipkit.model.zero_shot import evaluating, zero_shot_classifier
-from clipkit.objectives import OBJECTIVES, TERMS, Targets
-from clipkit.objectives.distill import Teaching, with_teacher
+from clipkit.objectives import Objective, Outputs, Targets, Term, TermBatch
+from clipkit.objectives.distill import Teaching
 from clipkit.training.build import patch_counts
 from clipkit.training.ema import AveragedWeights, RunningStatistics
 from clipkit.training.metrics import Stopwatch
 from clipkit.training.parallel import local_gradients
-
-__all__ = [
-    "Features", "LocalTerms", "Teacher", "TrainingStep", "averaged_teaching", "backward",
-    "check_rows", "seed_of",
-    "seeds_of", "with_captions", "with_prefixes",
-]  # fmt: skip
 
 Loss = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Features:
-    """The loss and this rank's features, detached."""
+    """The loss and this rank's features, detached.
 
-    loss: Tensor  # ()
-    images: Tensor  # (B, O)
-    texts: Tensor  # (B, O), or (C, O) of all classes
-    terms: Mapping[str, Tensor] = field(
-        default_factory=dict
-    )  # () each, means over the global batch's targets
+    Attributes:
+        loss: scalar, with the local terms.
+        images: (B, O).
+        texts: (B, O), then those of further captions; or (C, O) of all texts of the text tower.
+        terms: scalars by name, means over the global batch's targets.
+    """
+
+    loss: Tensor
+    images: Tensor
+    texts: Tensor
+    terms: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +57,28 @@ class LocalTerms:
     """Terms of the loss that need no other sample, see ``clipkit.objectives.TERMS``.
 
     Attributes:
+        terms: K terms by name.
         inputs: arguments of each term by name, each a tensor or a sequence of B rows.
-        weights: (K,) float64, their weights.
+        weights: (K,) float64.
         counts: (K,) float64, their numbers of targets in the global batch.
     """
 
+    terms: Mapping[str, Term]
     inputs: Mapping[str, Mapping[str, Any]]
     weights: Tensor
     counts: Tensor
+
+    @property
+    def read_tokens(self) -> bool:
+        return any(term.reads_tokens for term in self.terms.values())
+
+    def sum_rows(self, model: CLIP, images: Tensor, tokens: Sequence[Tensor], i: int, parts: int) -> Tensor:
+        """Return (K,) the sum of each term over part ``i`` of the rows."""
+        sums = []
+        for name, term in self.terms.items():
+            inputs = cut_rows(self.inputs[name], i, parts)
+            sums.append(term.total(model, images, tokens, **inputs))
+        return torch.stack(sums)
 
 
 def check_rows(model: nn.Module, *, batch_size: int, world: int, parts: int) -> None:
@@ -87,6 +100,14 @@ def check_rows(model: nn.Module, *, batch_size: int, world: int, parts: int) -> 
             f"batch_size = {batch_size} over {world} processes × accumulate = {parts} leaves parts of one row, "
             f"and the batch norms of this model need two: set batch_size={least} or more, or a smaller accumulate"
         )
+
+
+def cut_rows(inputs: Mapping[str, Any], i: int, parts: int) -> dict[str, Any]:
+    """Return part ``i`` of the rows of each argument; the sizes of parts differ by at most one."""
+    cut = {}
+    for name, rows in inputs.items():
+        cut[name] = rows[len(rows) * i // parts : len(rows) * (i + 1) // parts]
+    return cut
 
 
 def backward(
@@ -120,89 +141,82 @@ def backward(
         watch: stopwatch that times the phases.
     """
     watch = watch or Stopwatch()
+    inputs = {name: rows for name, rows in inputs.items() if rows is not None}
     images = inputs["images"]
-    precision = torch.autocast(images.device.type, torch.bfloat16, enabled=autocast)
     assert 1 <= parts <= len(images), (len(images), parts)
-    pieces: list[dict[str, Any]] = [{} for _ in range(parts)]
-
-    def cut(name: str, value: Any, into: Sequence[dict[str, Any]]) -> None:
-        cuts = [len(value) * number // parts for number in range(parts + 1)]
-        for piece, span in zip(into, pairwise(cuts), strict=True):
-            piece[name] = value[slice(*span)]
-
-    for name, value in inputs.items():
-        if value is not None:
-            cut(name, value, pieces)
-    further: list[dict[str, Any]] = [{} for _ in range(parts)]  # arguments of passes with a graph
+    bare: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+    precision = torch.autocast(images.device.type, torch.bfloat16, enabled=autocast)
+    grad_sums: list[Tensor] = []
     if terms is not None:
-        for name, given in terms.inputs.items():
-            own: list[dict[str, Any]] = [{} for _ in range(parts)]
-            for key, value in given.items():
-                cut(key, value, own)
-            for number, one in enumerate(own):
-                further[number].setdefault("terms", {})[name] = TERMS[name].total, one
-        for arguments in further:
-            arguments["reads_tokens"] = any(TERMS[name].reads_tokens for name in terms.inputs)
-        factors = terms.weights / terms.counts
+        # ranks average their gradients
+        grad_sums = [terms.weights / terms.counts * world_size()]
 
-    def of_sums(sums: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradient of the terms' sums; ranks average their gradients."""
-        return [(factors * world_size()).to(one.dtype) for one in sums]
-
-    def done(value: Tensor, images: Tensor, texts: Tensor, sums: Sequence[Tensor]) -> Features:
-        found: dict[str, Tensor] = {}
-        value = value.detach()
-        if terms is not None:
-            total = sum_over_ranks(torch.stack([one.detach() for one in sums]).sum(dim=0))  # (K,)
-            value = value + (factors * total).sum().to(value.dtype)
-            found = dict(zip(terms.inputs, total / terms.counts, strict=True))
-        return Features(loss=value, images=images.detach(), texts=texts.detach(), terms=found)
-
-    def draw(number: int) -> None:
+    def encode(module: nn.Module, i: int, terms: LocalTerms | None) -> tuple[Tensor, ...]:
+        """Return the model's outputs for a part, and (K,) the sums of the terms, if any."""
         if seeds:
-            torch.manual_seed(seeds[number])
+            torch.manual_seed(seeds[i])
+        piece = cut_rows(inputs, i, parts)
+        with precision:
+            if terms is None:
+                outputs: tuple[Tensor, ...] = module(**piece)
+            else:
+                then = partial(terms.sum_rows, i=i, parts=parts)
+                outputs = module(**piece, with_tokens=terms.read_tokens, then=then)
+        return outputs
 
     watch.begin("forward")
     if parts == 1:
-        draw(0)
-        with precision:
-            outputs = model(**pieces[0], **further[0])
-        outputs, sums = (outputs, ()) if terms is None else (outputs[:-1], outputs[-1:])
+        outputs = encode(model, 0, terms)
+        count = len(outputs) - len(grad_sums)
+        sums = outputs[count:]
         watch.begin("loss")
-        value = loss(*outputs)
+        value = loss(*outputs[:count])
         watch.begin("backward")
-        torch.autograd.backward([value, *sums], [None, *of_sums(sums)])
-        return done(value, outputs[0], outputs[1], sums)
-    bare: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
-    first: list[tuple[Tensor, ...]] = []
+        grads = [grad.to(total.dtype) for grad, total in zip(grad_sums, sums, strict=True)]
+        torch.autograd.backward([value, *sums], [None, *grads])
+        return _detach(value, outputs[0], outputs[1], terms, sums)
     statistics = RunningStatistics(bare)
-    for number, piece in enumerate(pieces):
-        draw(number)
-        with torch.no_grad(), precision:
-            first.append(bare(**piece))
+    with torch.no_grad():
+        first = [encode(bare, i, None) for i in range(parts)]
     statistics.put_back()  # the second pass counts
     watch.begin("loss")
-    whole = [torch.cat([one[i] for one in first]).requires_grad_() for i in (0, 1)]
-    scalars = [one.detach().clone().requires_grad_() for one in first[0][2:]]  # exp(t), and the bias
-    value = loss(*whole, *scalars)
+    image_parts = [outputs[0] for outputs in first]
+    text_parts = [outputs[1] for outputs in first]
+    image_features = torch.cat(image_parts).requires_grad_()
+    text_features = torch.cat(text_parts).requires_grad_()
+    scalars = [scalar.detach().clone().requires_grad_() for scalar in first[0][2:]]  # exp(t), and the bias
+    value = loss(image_features, text_features, *scalars)
     torch.autograd.backward(value)
     watch.begin("backward")
-    sizes = [[len(one[i]) for one in first] for i in (0, 1)]
+    grad_images = _gradient(image_features).split([len(rows) for rows in image_parts])
+    grad_texts = _gradient(text_features).split([len(rows) for rows in text_parts])
+    grad_scalars = [_gradient(scalar) / parts for scalar in scalars]
     all_sums: list[Tensor] = []
-    gradients = zip(*(_gradient(one).split(own) for one, own in zip(whole, sizes, strict=True)), strict=True)
-    for number, (piece, of_features) in enumerate(zip(pieces, gradients, strict=True)):
-        draw(number)
-        with local_gradients(model, last=number == parts - 1):
-            with precision:
-                outputs = model(**piece, **further[number])
-            sums = outputs[len(scalars) + 2 :]
-            all_sums += sums
-            of_outputs = [*of_features, *(_gradient(one) / parts for one in scalars), *of_sums(sums)]
-            pairs = [
-                pair for pair in zip(outputs, of_outputs, strict=True) if pair[0].requires_grad
-            ]  # not locked
-            torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
-    return done(value, whole[0], whole[1], all_sums)
+    for i in range(parts):
+        with local_gradients(model, last=i == parts - 1):
+            outputs = encode(model, i, terms)
+            all_sums += outputs[len(first[0]) :]
+            grads = [grad_images[i], grad_texts[i], *grad_scalars, *grad_sums]
+            trained, trained_grads = [], []
+            for output, grad in zip(outputs, grads, strict=True):
+                if output.requires_grad:  # not locked
+                    trained.append(output)
+                    trained_grads.append(grad.to(output.dtype))
+            torch.autograd.backward(trained, trained_grads)
+    return _detach(value, image_features, text_features, terms, all_sums)
+
+
+def _detach(
+    value: Tensor, images: Tensor, texts: Tensor, terms: LocalTerms | None, sums: Sequence[Tensor]
+) -> Features:
+    """Add the terms of the global batch, given their (K,) sums over parts, to the loss."""
+    value = value.detach()
+    means: dict[str, Tensor] = {}
+    if terms is not None:
+        totals = sum_over_ranks(torch.stack([part.detach() for part in sums]).sum(dim=0))  # (K,)
+        value = value + (terms.weights / terms.counts * totals).sum().to(value.dtype)
+        means = dict(zip(terms.terms, totals / terms.counts, strict=True))
+    return Features(loss=value, images=images.detach(), texts=texts.detach(), terms=means)
 
 
 def _gradient(tensor: Tensor) -> Tensor:
@@ -320,38 +334,63 @@ def _cut(tokens: Tensor, length: int) -> Tensor:
     return cut
 
 
-def with_prefixes(loss: Loss, dims: Sequence[int], weights: Sequence[float] = ()) -> Loss:
-    """Return the weighted mean of ``loss`` over prefixes of the features and the whole features.
-
-    Prefixes become embeddings of their own (Matryoshka; Kusupati et al. 2022, https://arxiv.org/abs/2205.13147).
+def batch_loss(
+    *features: Tensor,
+    objective: Objective,
+    targets: Targets,
+    settings: LossConfig,
+    several_captions: bool = False,
+    teaching: Teaching | None = None,
+    distill: DistillConfig | None = None,
+    halves: bool = False,
+) -> Tensor:
+    """Compute the loss of the global batch from its features: all of a step's loss but the local terms.
 
     Args:
-        loss: a function of image features (B, O), text features (C, O) and scalars.
-        dims: sizes of the prefixes, which are normalized again; temperature and bias are shared.
-        weights: weight of each prefix and of the whole; empty for equal weights.
+        *features: see ``Outputs``.
+        objective: the objective.
+        targets: its targets.
+        settings: sizes and weights of prefixes, which are trained to be embeddings of their own (Matryoshka;
+            Kusupati et al. 2022, https://arxiv.org/abs/2205.13147).
+        several_captions: whether texts (MB, O) are the first captions of all images, their second captions, and so
+            on. An image is compared as if it were in the batch with each of them.
+        teaching: features of a teacher.
+        distill: settings of distillation, with ``teaching``.
+        halves: whether the teacher teaches the second half of the features and the objective the first, of unit
+            norm each; see ``unit_halves``.
     """
-    weights = weights or [1.0] * (len(dims) + 1)
+    outputs = Outputs(*features)
+    taught: Tensor | None = None
+    if teaching is not None and distill is not None:
+        student = outputs
+        if halves:
+            images, student_images = (outputs.images * math.sqrt(2)).chunk(2, dim=-1)
+            texts, student_texts = (outputs.texts * math.sqrt(2)).chunk(2, dim=-1)
+            student = outputs._replace(images=student_images, texts=student_texts)
+            outputs = outputs._replace(images=images, texts=texts)
+        taught = objective.divergence(student, teaching, distill)
+        if distill.weight == 1:
+            # the bias stays in the graph: DistributedDataParallel waits for a gradient of every parameter
+            return taught if outputs.bias is None else taught + 0 * outputs.bias.sum()
 
-    def mean(images: Tensor, texts: Tensor, *scalars: Tensor) -> Tensor:
-        total = weights[-1] * loss(images, texts, *scalars)
-        for size, weight in zip(dims, weights, strict=False):
-            prefixes = (F.normalize(features[:, :size], dim=-1) for features in (images, texts))
-            total = total + weight * loss(*prefixes, *scalars)
-        return total / sum(weights)
+    def compare(outputs: Outputs) -> Tensor:
+        if several_captions:
+            count = len(outputs.texts) // len(outputs.images)
+            outputs = outputs._replace(images=outputs.images.repeat(count, 1))
+        return objective.loss(outputs, targets)
 
-    return mean
-
-
-def with_captions(loss: Loss) -> Loss:
-    """Return ``loss`` for several captions of each image, as if the image were in the batch with each of them.
-
-    Text features (MB, O) are those of the first captions of all images, of their second captions, and so on.
-    """
-
-    def repeated(images: Tensor, texts: Tensor, *scalars: Tensor) -> Tensor:
-        return loss(images.repeat(len(texts) // len(images), 1), texts, *scalars)
-
-    return repeated
+    loss = compare(outputs)
+    if settings.dims:
+        weights = settings.dim_weights or [1.0] * (len(settings.dims) + 1)
+        loss = weights[-1] * loss
+        for size, weight in zip(settings.dims, weights, strict=False):
+            images = F.normalize(outputs.images[:, :size], dim=-1)
+            texts = F.normalize(outputs.texts[:, :size], dim=-1)
+            loss = loss + weight * compare(outputs._replace(images=images, texts=texts))
+        loss = loss / sum(weights)
+    if taught is None or distill is None:
+        return loss
+    return distill.weight * taught + (1 - distill.weight) * loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,8 +399,9 @@ class TrainingStep:
 
     Attributes:
         shape: the model's architecture.
-        loss: the objective.
-        terms: settings of each local term by name, see ``clipkit.objectives.TERMS``.
+        objective: the objective.
+        loss: settings of the loss.
+        terms: the local terms by name.
         distill: settings of distillation.
         teacher: a teacher that encodes each batch, if there is one.
         patch_dropout: fraction of patches that is dropped.
@@ -372,6 +412,7 @@ class TrainingStep:
     """
 
     shape: Architecture
+    objective: Objective
     loss: LossConfig
     distill: DistillConfig
     teacher: Teacher | None
@@ -379,7 +420,7 @@ class TrainingStep:
     seed: int
     accumulate: int
     bf16: bool
-    terms: Mapping[str, Any] = field(default_factory=dict)
+    terms: Mapping[str, Term] = field(default_factory=dict)
     averaged: AveragedWeights | None = None
 
     def gradients(
@@ -388,18 +429,20 @@ class TrainingStep:
         """Add the gradient of the global batch's loss to the module's parameters, after ``step`` updates."""
         if watch is not None:
             watch.begin("forward")  # includes a teacher's
-        inputs: dict[str, Any] = {"images": batch.images}
-        objective, text = OBJECTIVES[self.loss.name], self.shape.text
-        if objective.over_classes or objective.over_words:  # all of them, not only those in the batch
-            rows = objective.text_rows(text, len(batch.images))
-            inputs["tokens"] = torch.arange(rows, device=batch.tokens.device)[:, None]
-        else:
-            inputs |= {"tokens": batch.tokens, "lengths": batch.lengths}
-        plain = dict(inputs)
-        further = [one for one in (batch.more, batch.negatives) if one is not None]
-        if further:  # their features follow those of the captions
+
+        # 1. The texts: captions, further and wrong captions behind them; or all rows of the text tower.
+        pairs: dict[str, Any] = {"images": batch.images, "tokens": batch.tokens, "lengths": batch.lengths}
+        if self.objective.all_texts:
+            rows = self.objective.text_rows(self.shape.text, len(batch.images))
+            pairs["tokens"] = torch.arange(rows, device=batch.tokens.device)[:, None]
+            pairs["lengths"] = None
+        inputs = dict(pairs)
+        further = [tokens for tokens in (batch.more, batch.negatives) if tokens is not None]
+        if further:
             inputs["tokens"] = torch.cat([batch.tokens, *further])
             inputs["lengths"] = batch.lengths + batch.more_lengths + batch.negative_lengths
+
+        # 2. The patches that are encoded.
         if counts := patch_counts(self.shape, self.patch_dropout, batch.images.shape[-1]):
             inputs["patches"] = kept_patches(
                 seed=seed_of(self.seed, step),
@@ -407,33 +450,27 @@ class TrainingStep:
                 patches=counts[0],
                 keep=counts[1],
             )
-        loss: Loss = partial(objective.loss, targets=self._targets(batch))
-        if batch.more is not None:
-            loss = with_captions(loss)
-        if self.loss.dims:
-            loss = with_prefixes(loss, self.loss.dims, self.loss.dim_weights)
 
+        # 3. The teacher's features. Averaged weights encode a batch once, for distillation and all terms.
         @cache
         def teach() -> Teaching:
             assert self.averaged is not None
             tokens = self.shape.masked == "features"
-            return averaged_teaching(module, self.averaged, plain, bf16=self.bf16, tokens=tokens)
+            return averaged_teaching(module, self.averaged, pairs, bf16=self.bf16, tokens=tokens)
 
-        teaching = None
-        if self.distill.averages:
-            teaching = teach()
-        elif self.teacher is not None:
-            teaching = self.teacher(batch.images, batch.tokens)
-        elif batch.teacher is not None:
-            images, texts = batch.teacher
-            assert texts is not None
-            scale = torch.tensor(self.distill.scale, device=images.device)
-            teaching = Teaching(images=images, texts=texts, scale=scale)
-        if teaching is not None:
-            assert objective.divergence is not None
-            loss = with_teacher(
-                loss, objective.divergence, teaching, self.distill, halves=self.shape.distilled
-            )
+        teaching = teach() if self.distill.averages else self._teaching(batch)
+
+        # 4. The loss of features and the local terms, and their gradients.
+        loss = partial(
+            batch_loss,
+            objective=self.objective,
+            targets=self._targets(batch),
+            settings=self.loss,
+            several_captions=batch.more is not None,
+            teaching=teaching,
+            distill=self.distill,
+            halves=self.shape.distilled,
+        )
         return backward(
             module,
             inputs,
@@ -448,48 +485,55 @@ class TrainingStep:
 
     def swaps(self, step: int) -> bool:
         """Return whether a step gives the model its averaged weights for a while."""
-        terms = ((settings, TERMS[name]) for name, settings in self.terms.items())
-        return self.distill.averages or any(
-            settings.after <= step and term.averages(settings) for settings, term in terms
-        )
+        terms = self.terms.values()
+        return self.distill.averages or any(term.averages and term.after <= step for term in terms)
+
+    def _teaching(self, batch: Batch) -> Teaching | None:
+        if self.teacher is not None:
+            return self.teacher(batch.images, batch.tokens)
+        if batch.teacher is None:
+            return None
+        images, texts = batch.teacher
+        assert texts is not None
+        scale = torch.tensor(self.distill.scale, device=images.device)
+        return Teaching(images=images, texts=texts, scale=scale)
 
     def _local_terms(self, batch: Batch, step: int, teach: Callable[[], Teaching]) -> LocalTerms | None:
-        terms = {name: settings for name, settings in self.terms.items() if step >= settings.after}
+        terms = {name: term for name, term in self.terms.items() if step >= term.after}
         if not terms:
             return None
         inputs, counts = {}, []
-        for name, settings in terms.items():
-            seed = seed_of(self.seed, step, TERMS[name].stream)
-            inputs[name], count = TERMS[name].inputs(settings, batch, seed, self.shape, teach)
+        for name, term in terms.items():
+            seed = seed_of(self.seed, step, term.stream)
+            draw = TermBatch(batch=batch, seed=seed, shape=self.shape, teach=teach)
+            inputs[name], count = term.inputs(draw)
             counts.append(float(count))
         device = batch.tokens.device
-        both = torch.tensor([counts, [float(one.weight) for one in terms.values()]], dtype=torch.float64)
-        counted, weights = both.to(device, non_blocking=True)
-        whole = sum_over_ranks(counted)
-        return LocalTerms(inputs=inputs, weights=weights, counts=whole)
+        both = torch.tensor([counts, [float(term.weight) for term in terms.values()]], dtype=torch.float64)
+        local_counts, weights = both.to(device, non_blocking=True)
+        return LocalTerms(terms=terms, inputs=inputs, weights=weights, counts=sum_over_ranks(local_counts))
 
     def figures(self, batch: Batch, features: Features) -> dict[str, float]:
         """Return the objective's metrics, the loss at chance, and its floor if above 0.
 
         All ranks call this together.
         """
-        objective, targets = OBJECTIVES[self.loss.name], self._targets(batch)
-        level = {f"loss_{name}": float(value) for name, value in features.terms.items()}
-        # it would depend on the teacher, and terms and wrong captions have none
-        plain = not (
-            self.distill.wanted or self.terms or batch.negatives is not None or batch.more is not None
-        )
-        if objective.chance is not None and plain:
-            level["chance"] = objective.chance(targets, len(features.texts))
-        if objective.floor is not None and plain:
-            floor = objective.floor(targets, len(features.texts))
+        targets = self._targets(batch)
+        figures = {f"loss_{name}": float(value) for name, value in features.terms.items()}
+        # the levels would depend on the teacher, and terms and wrong captions have none
+        further = batch.negatives is not None or batch.more is not None
+        if not (self.distill.wanted or self.terms or further):
+            chance = self.objective.chance(targets, len(features.texts))
+            if chance is not None:
+                figures["chance"] = chance
+            floor = self.objective.floor(targets, len(features.texts))
             if floor > 0:
-                level["floor"] = floor
+                figures["floor"] = floor
         texts = features.texts
         if batch.more is not None:  # of the first captions
             texts = texts[: len(features.images)]
             targets = replace(targets, identities=targets.identities[: len(texts)])
-        return {**level, **objective.figures(features.images, texts, targets)}
+        return {**figures, **self.objective.figures(features.images, texts, targets)}
 
     def _targets(self, batch: Batch) -> Targets:
         return Targets(

@@ -39,7 +39,6 @@ from clipkit.model import (
     QUICKGELU,
     TimmVision,
     architecture,
-    size_settings,
     with_class_head,
 )
 from clipkit.samples import decode_image
@@ -257,14 +256,9 @@ def _model_settings(head: CLIP, image_size: int = 0) -> dict[str, object]:
         }
         if shape == wanted:
             return found
-        own = wanted.vision.plain
-        both = shape.vision.plain is not None
-        if (
-            own is not None
-            and both
-            and replace(shape, embed_dim=wanted.embed_dim, vision=wanted.vision) == wanted
-        ):
-            sizes = {f"shape.{setting}": value for setting, value in size_settings(own).items()}
+        selectable = bool(wanted.vision.sizes) and type(shape.vision) is type(wanted.vision)
+        if selectable and replace(shape, embed_dim=wanted.embed_dim, vision=wanted.vision) == wanted:
+            sizes = {f"shape.{setting}": value for setting, value in wanted.vision.size_settings.items()}
             alike = alike or {**found, **sizes, "shape.embed": wanted.embed_dim}
     if alike:
         return alike

@@ -4,7 +4,6 @@ One launch computes them in many ways, one after the other.
 """
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from clipkit import distributed
 from clipkit.batch import Batch
-from clipkit.config import CaptionConfig, DistillConfig, ImageGptConfig, MaskedConfig, ViewsConfig
+from clipkit.config import DistillConfig, LossConfig
 from clipkit.model.architectures import (
     Architecture,
     ClassTable,
@@ -29,18 +28,21 @@ from clipkit.model.architectures import (
 from clipkit.model.clip import CLIP
 from clipkit.model.lora import Adapters, add_adapters
 from clipkit.model.towers import kept_patches
-from clipkit.objectives import Targets
-from clipkit.objectives.classes import class_divergence, class_loss
-from clipkit.objectives.clip import clip_loss, clip_objective
-from clipkit.objectives.distill import Teaching, batch_divergence, with_teacher
-from clipkit.objectives.siglip import siglip_loss, siglip_objective
-from clipkit.objectives.terms import caption_inputs, masked_inputs, no_loss, pixel_inputs
-from clipkit.objectives.views import view_inputs
-from clipkit.objectives.words import word_loss
+from clipkit.objectives import Objective, Targets, Term, TermBatch
+from clipkit.objectives.caption import Caption
+from clipkit.objectives.classes import Classes
+from clipkit.objectives.clip import Clip
+from clipkit.objectives.distill import Teaching
+from clipkit.objectives.image_gpt import ImageGpt
+from clipkit.objectives.masked import Masked
+from clipkit.objectives.none import NoComparison
+from clipkit.objectives.siglip import SigLip
+from clipkit.objectives.views import Views
+from clipkit.objectives.words import Words
 from clipkit.training.build import lock
 from clipkit.training.ema import AveragedWeights
 from clipkit.training.parallel import clip_gradients, complete_gradients, replicated, shard, without_values
-from clipkit.training.step import LocalTerms, averaged_teaching, backward, with_captions, with_prefixes
+from clipkit.training.step import LocalTerms, averaged_teaching, backward, batch_loss
 
 BATCH, END, PATCHES, KEPT, CLASSES = 23, 99, 16, 7, 9  # BATCH is divisible by no number of ranks or parts
 ACCUMULATIONS = (1, 2, 5)
@@ -195,47 +197,57 @@ def compute(way: Way) -> dict[str, Tensor]:
         smoothing=0.2,
         negatives=rows % 4 > 0,
     )
-    losses: dict[str, Callable[..., Tensor]] = {
-        "clip": clip_loss,
-        "siglip": siglip_loss,
-        "positives": partial(clip_loss, identities=identities, same="positives"),
-        "classes": partial(class_loss, labels=identities[:, 1]),
-        "words": partial(word_loss, tokens=captions),
-        "smoothed prefixes": with_prefixes(partial(clip_loss, smoothing=0.2), (5, 16), (1.0, 2.0, 3.0)),
-        "siglip prefixes": with_prefixes(siglip_loss, (8,)),
-        "none": partial(no_loss, targets=targets),
+    plain = replace(targets, smoothing=0.0, negatives=targets.negatives if way.negatives else None)
+    labels = replace(plain, tokens=identities[:, 1:])
+    positives = replace(plain, same="positives")
+    if way.several:
+        positives = replace(positives, identities=torch.cat([identities, identities]))
+    loss_name = way.loss.removesuffix(" prefixes")
+    objectives: dict[str, tuple[Objective, Targets]] = {
+        "clip": (Clip(), plain),
+        "siglip": (SigLip(), plain),
+        "self-taught": (SigLip(), plain),
+        "positives": (Clip(), positives),
+        "classes": (Classes(), labels),
+        "taught classes": (Classes(), labels),
+        "distilled classes": (Classes(), labels),
+        "words": (Words(), plain),
+        "smoothed": (Clip(), replace(plain, smoothing=0.2)),
+        "none": (NoComparison(), plain),
     }
+    sizes = {
+        "smoothed prefixes": LossConfig(dims=(5, 16), dim_weights=(1.0, 2.0, 3.0)),
+        "siglip prefixes": LossConfig(dims=(8,)),
+    }
+    teaching, distill = None, DistillConfig()
     if way.loss in ("taught classes", "distilled classes"):
         random = torch.Generator().manual_seed(8)
         teacher = torch.randn(BATCH, 6, dtype=torch.float64, generator=random)
         heads = torch.randn(CLASSES, 6, dtype=torch.float64, generator=random)
         teaching = Teaching(images=teacher[rows], texts=heads, scale=torch.tensor(2.0))
         distill = DistillConfig(teacher="any", temperature=3.0)
-        losses[way.loss] = with_teacher(
-            losses["classes"], class_divergence, teaching, distill, halves=distilled
-        )
-    if way.several:
-        both = torch.cat([identities, identities])
-        losses["positives"] = with_captions(partial(clip_loss, identities=both, same="positives"))
-    if way.negatives:
-        clip = partial(clip_objective, targets=targets)
-        losses |= {
-            "clip": partial(clip_objective, targets=replace(targets, smoothing=0.0)),
-            "siglip": partial(siglip_objective, targets=targets),
-            "smoothed prefixes": with_prefixes(clip, (5, 16), (1.0, 2.0, 3.0)),
-        }
 
     @cache
     def teach() -> Teaching:
         averaged = AveragedWeights(model, 0.9)
         averaged.restore(CLIP(shape).initialize().to(way.dtype).state_dict(), origin="others")
-        plain = {name: value for name, value in given.items() if name != "patches"}
+        pairs = {name: value for name, value in given.items() if name != "patches"}
         tokens = way.masked == "features"
-        return averaged_teaching(trained, averaged, plain, bf16=False, tokens=tokens)
+        return averaged_teaching(trained, averaged, pairs, bf16=False, tokens=tokens)
 
     if way.loss == "self-taught":
-        distill = DistillConfig(teacher="average", weight=0.3)
-        losses[way.loss] = with_teacher(siglip_loss, batch_divergence, teach(), distill)
+        teaching, distill = teach(), DistillConfig(teacher="average", weight=0.3)
+    objective, its_targets = objectives[loss_name]
+    loss = partial(
+        batch_loss,
+        objective=objective,
+        targets=its_targets,
+        settings=sizes.get(way.loss, LossConfig()),
+        several_captions=way.several,
+        teaching=teaching,
+        distill=distill,
+        halves=distilled,
+    )
     batch = Batch(
         images=given["images"],
         tokens=captions,
@@ -244,34 +256,31 @@ def compute(way: Way) -> dict[str, Tensor]:
         identities=identities,
         first_row=int(rows[0]),
     )
-    wanted: dict[str, tuple[dict[str, Any], int]] = {}
+    wanted: dict[str, tuple[Term, int]] = {}
     if way.caption:
-        settings = CaptionConfig(weight=0.7, parallel=0.5 * (way.caption == "parallel"), length=20)
-        wanted["caption"] = caption_inputs(settings, batch, seed=3, shape=shape, teach=teach)
+        parallel_rows = 0.5 * (way.caption == "parallel")
+        wanted["caption"] = Caption(weight=0.7, parallel=parallel_rows, length=20), 3
     if way.masked:
-        wanted["masked"] = masked_inputs(
-            MaskedConfig(weight=0.3, target=way.masked), batch, seed=4, shape=shape, teach=teach
-        )
+        wanted["masked"] = Masked(weight=0.3, target=way.masked), 4
     if way.pixels:
-        wanted["image_gpt"] = pixel_inputs(
-            ImageGptConfig(weight=0.6), batch, seed=6, shape=shape, teach=teach
-        )
+        wanted["image_gpt"] = ImageGpt(weight=0.6), 6
     if way.views:
-        wanted["views"] = view_inputs(
-            ViewsConfig(weight=0.4, count=3), batch, seed=5, shape=shape, teach=teach
-        )
+        wanted["views"] = Views(weight=0.4, count=3), 5
     terms = None
     if wanted:
-        counts = torch.tensor([count for _, count in wanted.values()], dtype=torch.float64)
+        made = {
+            name: term.inputs(TermBatch(batch=batch, seed=seed, shape=shape, teach=teach))
+            for name, (term, seed) in wanted.items()
+        }
+        counts = torch.tensor([count for _, count in made.values()], dtype=torch.float64)
+        weights = [term.weight for term, _ in wanted.values()]
         terms = LocalTerms(
-            inputs={name: arguments for name, (arguments, _) in wanted.items()},
-            weights=torch.tensor(
-                [{"caption": 0.7, "masked": 0.3, "image_gpt": 0.6, "views": 0.4}[name] for name in wanted],
-                dtype=torch.float64,
-            ),
+            terms={name: term for name, (term, _) in wanted.items()},
+            inputs={name: arguments for name, (arguments, _) in made.items()},
+            weights=torch.tensor(weights, dtype=torch.float64),
             counts=distributed.sum_over_ranks(counts),
         )
-    done = backward(trained, given, loss=losses[way.loss], parts=way.parts, autocast=False, terms=terms)
+    done = backward(trained, given, loss=loss, parts=way.parts, autocast=False, terms=terms)
     complete_gradients(model)
     norm = clip_gradients(model, 1.0)
     same = distributed.gather_objects([float(done.loss), float(norm)])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import clipkit.objectives.tiles
 from clipkit import distributed
-from clipkit.objectives.clip import in_batch_recall
+from clipkit.objectives.base import in_batch_recall
 from tests.clipkit.plain_losses import LOSSES, given, gradients, ours
 
 # rows of each rank, by number of ranks

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from clipkit.config import CaptionConfig, Config, ModelConfig, OptimConfig, SmallConfig, to_toml
+from clipkit.config import Config, ModelConfig, OptimConfig, SmallConfig, to_toml
 from clipkit.expected import GRID, SAMPLES, PublicRuns, expected_score
 from clipkit.model.clip import CLIP
+from clipkit.objectives.caption import Caption
 from clipkit.training.build import shape_of
 from eval.report import build_report
 
@@ -57,7 +58,7 @@ def test_scores_are_interpolated_in_log_samples() -> None:
         {"model": ModelConfig(name="ViT-L-14")},
         {"model": ModelConfig(name="ViT-B-32", patch_dropout=0.5)},
         {"model": ModelConfig(name="ViT-B-32", weights="runs/other")},
-        {"caption": CaptionConfig(weight=1.0)},
+        {"objectives": {"caption": Caption(weight=1.0)}},
         {"small": SmallConfig(steps=10, image_size=64)},
         {"optim": OptimConfig(schedule="constant")},
     ],

@@ -2,20 +2,18 @@
 
 import re
 import tomllib
-from dataclasses import fields, is_dataclass
 
 import pytest
 
-from clipkit.config import Config, fits, settings_reference, text_of, to_toml
+from clipkit.config import Config, fits, section_fields, settings_reference, text_of, to_toml
 from clipkit.errors import ConfigError
 
 NAMED = re.compile(r"[a-z_.0-9]+ = ")
 
 
 def test_settings_have_an_explanation_and_a_valid_default() -> None:
-    for section in fields(Config):
-        value = getattr(Config(), section.name)
-        for one in fields(value) if is_dataclass(value) else [section]:
+    for entries in section_fields().values():
+        for one in entries:
             text, within = text_of(one), fits(one)
             assert len(text.split()) >= 2 and text.endswith((".", "}.")), one.name
             assert text[0].isupper() or text.startswith('"'), one.name

@@ -20,7 +20,7 @@ from clipkit.model.architectures import Architecture, Decoder, TextTower, Vision
 from clipkit.model.clip import CLIP
 from clipkit.model.generate import Prefixes, caption_likelihoods, generate_captions
 from clipkit.model.tokenizer import END_OF_TEXT, START_OF_TEXT, ClipTokenizer, tokenize
-from clipkit.objectives import TERMS
+from clipkit.objectives.caption import Caption
 
 COCA = {
     "embed_dim": 32,
@@ -290,17 +290,13 @@ def test_coca_is_loaded_and_exported_with_its_decoder(coca: Path, tmp_path: Path
         wanted = theirs(pixels, tokens)
         for model in (ours, again):
             lengths = (tokens.argmax(dim=-1) + 1).tolist()
-            image, text, _, sums = model(
-                shown,
-                tokens,
-                terms={"caption": (TERMS["caption"].total, {"captions": tokens, "lengths": lengths})},
-                reads_tokens=True,
-            )
+            image, text, _, *read = model(shown, tokens, with_tokens=True)
+            nll_sum = Caption().total(model, shown, read, captions=tokens, lengths=lengths)
             torch.testing.assert_close(image, wanted["image_features"], rtol=0, atol=1e-9)
             torch.testing.assert_close(text, wanted["text_features"], rtol=0, atol=1e-9)
             nll = -wanted["logits"].log_softmax(-1).gather(2, wanted["labels"][..., None])[..., 0]
             total = sum(row[: length - 1].sum() for row, length in zip(nll, lengths, strict=True))
-            torch.testing.assert_close(sums[0], total, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(nll_sum, total, rtol=1e-9, atol=1e-9)
             prefixes = Prefixes(model, model.image_tokens(shown)[1])
             for place in range(4):
                 logits = prefixes.extend(tokens[:, place : place + 1])

@@ -316,9 +316,7 @@ def test_shape_settings_replace_named_sizes() -> None:
 
 
 def test_invalid_sizes_are_rejected() -> None:
-    with pytest.raises(
-        ConfigError, match=r"shape.image_width = 100 .*multiple of 64, the width of a head of ViT-B-32"
-    ):
+    with pytest.raises(ConfigError, match=r"shape.image_width = 100 .*multiple of 64, the width of a head$"):
         sized(image_width=100)
     with pytest.raises(
         ConfigError, match=r"to set shape.patch and shape.pool, the image tower must be clipkit's ViT, not"

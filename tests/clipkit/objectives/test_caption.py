@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from clipkit.api import load
-from clipkit.config import CaptionConfig, LossConfig, ModelConfig, SmallConfig, load_config
+from clipkit.config import LossConfig, ModelConfig, SmallConfig, load_config
 from clipkit.errors import ConfigError
 from clipkit.export.write import export
 from clipkit.formats.checkpoint import model_hash, save_model
@@ -20,8 +21,10 @@ from clipkit.model.clip import CLIP
 from clipkit.model.decoder import caption_nll
 from clipkit.model.flops import caption_flops, step_flops
 from clipkit.model.towers import Padded, chosen_rows
-from clipkit.objectives import TERMS
+from clipkit.objectives import select_terms
+from clipkit.objectives.caption import Caption
 from clipkit.training.build import first_model, lock, places, shape_of
+from tests.clipkit.term_sums import sum_term
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
 END, LENGTH = 99, 12
@@ -85,13 +88,12 @@ def test_decoder_logits_and_names_equal_open_clip(quick_gelu: bool) -> None:
 )
 def test_caption_term_is_cross_entropy_up_to_end_of_text(feed: str, parallel: bool) -> None:
     model, (images, tokens) = made(feed, parallel=parallel), batch()
-    given = {"captions": tokens}
+    given: dict[str, Any] = {"captions": tokens}
     rows = torch.arange(len(tokens)) % 2 == 0 if parallel else None
     if rows is not None:
         given["parallel"] = rows
-    *features, sums = model(
-        images, tokens, terms={"caption": (TERMS["caption"].total, given)}, reads_tokens=True
-    )
+    features = model(images, tokens, with_tokens=True)[:3]
+    sums = sum_term(model, Caption(), images, tokens, **given)
     for found, plain in zip(features, model(images, tokens), strict=True):
         assert torch.allclose(found, plain, rtol=0, atol=1e-12)
     assert model.text_decoder is not None
@@ -104,15 +106,10 @@ def test_caption_term_is_cross_entropy_up_to_end_of_text(feed: str, parallel: bo
     after_end = torch.arange(LENGTH) >= tokens.argmax(dim=1, keepdim=True)
     wanted = tokens[:, 1 : LENGTH + 1].masked_fill(after_end, -100)
     expected = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum")
-    assert torch.allclose(sums, expected[None], rtol=1e-12)
+    assert torch.allclose(sums, expected, rtol=1e-12)
     lengths = (tokens.argmax(dim=1) + 1).tolist()
-    again = model(
-        images,
-        tokens,
-        lengths=lengths,
-        terms={"caption": (TERMS["caption"].total, {**given, "lengths": lengths})},
-        reads_tokens=True,
-    )[-1]
+    outputs = model(images, tokens, lengths=lengths, with_tokens=True)
+    again = Caption().total(model, images, outputs[3:], lengths=lengths, **given)
     assert torch.allclose(again, sums, rtol=1e-12)
 
 
@@ -167,14 +164,8 @@ def test_caption_loss_is_independent_of_batch_and_padding() -> None:
     parallel = torch.arange(len(tokens)) % 2 == 0
 
     def term(rows: slice, width: int) -> Tensor:
-        given = {"captions": tokens[rows, :width], "parallel": parallel[rows]}
-        sums: Tensor = model(
-            images[rows],
-            tokens[rows, :width],
-            terms={"caption": (TERMS["caption"].total, given)},
-            reads_tokens=True,
-        )[-1]
-        return sums
+        given: dict[str, Any] = {"captions": tokens[rows, :width], "parallel": parallel[rows]}
+        return sum_term(model, Caption(), images[rows], tokens[rows, :width], **given)
 
     together = term(slice(0, 3), 20)
     assert torch.allclose(together, term(slice(0, 1), 3) + term(slice(1, 3), 7), rtol=1e-12)
@@ -242,12 +233,12 @@ def test_decoder_is_stored_hashed_and_omitted_from_exports(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("weight", [0.0, 1.0])
 def test_weights_keep_the_attention_mask_of_their_text_tower(weight: float, tmp_path: Path) -> None:
-    fresh, shared = ModelConfig(name="ViT-Ti-4-16"), CaptionConfig(weight=1.0, feed="shared")
-    shape = shape_of(fresh, LossConfig(), SmallConfig(), shared)
+    fresh, shared = ModelConfig(name="ViT-Ti-4-16"), Caption(weight=1.0, feed="shared")
+    shape = shape_of(fresh, LossConfig(), SmallConfig(), terms={"caption": shared})
     first = first_model(fresh, LossConfig(), shape, seed=0, small=SmallConfig())
     save_model(first, tmp_path / "m")
     again = ModelConfig(name="ViT-Ti-4-16", weights=str(tmp_path / "m"))
-    shape = shape_of(again, LossConfig(), SmallConfig(), shared if weight else CaptionConfig())
+    shape = shape_of(again, LossConfig(), SmallConfig(), terms={"caption": shared} if weight else {})
     for checkpoint in (None, tmp_path / "m") if weight else (None,):
         found = first_model(again, LossConfig(), shape, seed=1, small=SmallConfig(), checkpoint=checkpoint)
         for one in (first, found):
@@ -259,7 +250,7 @@ def test_weights_keep_the_attention_mask_of_their_text_tower(weight: float, tmp_
 
 def test_weights_without_a_decoder_get_a_fresh_one(tmp_path: Path) -> None:
     config = load_config(QUICKSTART, ["caption.weight=1", "caption.parallel=0.5", "caption.length=9"])
-    shape = shape_of(config.model, config.loss, config.small, config.caption)
+    shape = shape_of(config.model, config.loss, config.small, terms=select_terms(config))
     assert shape.decoder == Decoder(
         width=128, layers=1, heads=4, context_length=9, mlp_ratio=4.0, feed="tokens", parallel=True
     )
@@ -300,7 +291,7 @@ def test_weights_without_a_decoder_get_a_fresh_one(tmp_path: Path) -> None:
 def test_invalid_combinations_raise_one_line_error(given: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config = load_config(QUICKSTART, given)
-        shape_of(config.model, config.loss, config.small, config.caption)
+        shape_of(config.model, config.loss, config.small, terms=select_terms(config))
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -313,15 +304,17 @@ def test_caption_flops_equal_torch() -> None:
         images, tokens = (one[:1] for one in batch())
         tokens = torch.cat([torch.full((1, LENGTH), 3), torch.full((1, 1), END)], dim=1)
         found = []
-        for terms in (None, {"caption": (TERMS["caption"].total, {"captions": tokens})}):
+        for with_term in (False, True):
             with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-                model(images, tokens, terms=terms, reads_tokens=True)
+                outputs = model(images, tokens, with_tokens=with_term)
+                if with_term:
+                    Caption().total(model, images, outputs[3:], captions=tokens)
             found.append(counter.get_total_flops())
         expected = caption_flops(model.architecture, LENGTH + 1)
         assert found[1] - found[0] == expected.forward
         shape = model.architecture
-        with_term, without = (
+        more, less = (
             step_flops(one, rows=2, lengths=[13, 13], text_rows=2)
             for one in (shape, replace(shape, decoder=None))
         )
-        assert with_term - without == 2 * expected.both
+        assert more - less == 2 * expected.both

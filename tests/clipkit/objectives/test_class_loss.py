@@ -18,7 +18,8 @@ from clipkit.formats.checkpoint import save_model
 from clipkit.model.architectures import ARCHITECTURES, Architecture, ClassTable
 from clipkit.model.clip import CLIP, create
 from clipkit.model.names import architecture
-from clipkit.objectives.classes import class_divergence, class_loss, right_classes
+from clipkit.objectives import Outputs, Targets
+from clipkit.objectives.classes import Classes
 from clipkit.objectives.distill import Teaching
 from clipkit.training.build import first_model, shape_of
 from clipkit.training.parallel import recompute_blocks
@@ -36,9 +37,12 @@ def test_class_loss_is_cross_entropy_and_accuracy_is_argmax(
     )
     labels = torch.randint(0, classes, (rows,), generator=random)
     logits = scale * images @ heads.T
-    value = class_loss(images, heads, torch.tensor(scale), labels=labels)
+    outputs = Outputs(images, heads, torch.tensor(scale))
+    targets = Targets(identities=labels[:, None], tokens=labels[:, None], same="negatives")
+    value = Classes().loss(outputs, targets)
     assert value.item() == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-6)
-    assert right_classes(images, heads, labels) == (logits.argmax(1) == labels).double().mean().item()
+    accuracy = (logits.argmax(1) == labels).double().mean().item()
+    assert Classes().figures(images, heads, targets) == {"acc1": accuracy}
 
 
 @given(
@@ -62,7 +66,7 @@ def test_class_divergence_equals_plain_formula(
 
     def value(**settings: Any) -> float:
         distill = DistillConfig(teacher="any", **settings)
-        return class_divergence(images, heads, factor, teaching, distill=distill).item()
+        return Classes().divergence(Outputs(images, heads, factor), teaching, distill).item()
 
     p, q = (own / temperature).softmax(1), (other / temperature).softmax(1)
     divergence = temperature**2 * (q * (q.log() - p.log())).sum(1).mean().item()

@@ -17,8 +17,9 @@ from clipkit.model.architectures import ClassTable
 from clipkit.model.clip import CLIP
 from clipkit.model.flops import image_flops, text_flops
 from clipkit.model.names import architecture
-from clipkit.objectives.classes import class_divergence, class_loss
-from clipkit.objectives.clip import clip_loss
+from clipkit.objectives import Outputs, Targets
+from clipkit.objectives.classes import Classes
+from clipkit.objectives.clip import Clip, clip_loss
 from clipkit.objectives.distill import Teaching, distillation_loss
 from clipkit.training.build import shape_of
 from clipkit.training.costs import Machine, cost_table, estimate, run_costs, workloads_of
@@ -133,6 +134,7 @@ def test_averaged_weights_teach_the_whole_batch(over_classes: bool) -> None:
     settings = DistillConfig(teacher="average", weight=0.3)
     step = TrainingStep(
         shape=shape,
+        objective=Classes() if over_classes else Clip(),
         loss=LossConfig(name="classes" if over_classes else "clip"),
         distill=settings,
         teacher=None,
@@ -153,9 +155,9 @@ def test_averaged_weights_teach_the_whole_batch(over_classes: bool) -> None:
     student = model(images, texts)
     if over_classes:
         teaching = Teaching(images=teacher[0], texts=teacher[1], scale=teacher[2])
-        own = class_loss(*student, labels=tokens[:, 0])
-        rows, heads, scale = student
-        loss = 0.7 * own + 0.3 * class_divergence(rows, heads, scale, teaching, distill=settings)
+        targets = Targets(identities=identities, tokens=tokens, same="negatives")
+        own = Classes().loss(Outputs(*student), targets)
+        loss = 0.7 * own + 0.3 * Classes().divergence(Outputs(*student), teaching, settings)
     else:
         loss = 0.7 * clip_loss(*student) + 0.3 * distillation_loss(*student, *teacher)
     loss.backward()

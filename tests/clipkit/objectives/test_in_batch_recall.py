@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
 import clipkit.objectives.tiles
-from clipkit.objectives.clip import in_batch_recall
+from clipkit.objectives.base import in_batch_recall
 from tests.clipkit.plain_losses import given as given_batch
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from clipkit.api import load
 from clipkit.batch import Batch
-from clipkit.config import MaskedConfig, load_config
+from clipkit.config import load_config
 from clipkit.errors import ConfigError
 from clipkit.formats.checkpoint import model_hash, save_model
 from clipkit.model.architectures import MASKED, Architecture, TextTower, VisionTower
@@ -19,11 +19,12 @@ from clipkit.model.clip import CLIP
 from clipkit.model.flops import image_flops, masked_flops, step_flops
 from clipkit.model.masked import TARGETS, corrupted
 from clipkit.model.towers import VisionTransformer
-from clipkit.objectives import TERMS
+from clipkit.objectives import TermBatch, select_terms
 from clipkit.objectives.distill import Teaching
-from clipkit.objectives.terms import masked_inputs
+from clipkit.objectives.masked import Masked
 from clipkit.training.build import first_model, places, shape_of
 from clipkit.training.costs import workloads_of
+from tests.clipkit.term_sums import sum_term
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
 SIDE, PATCHES = 8, 16
@@ -156,12 +157,14 @@ def test_masked_term_sums_over_chosen_patches(target: str) -> None:
             images=image.detach(), texts=image.detach(), scale=torch.ones(()), tokens=tokens.detach()
         )
 
-    asked = MaskedConfig(weight=1, target=target)
-    found, count = masked_inputs(asked, batch, seed=3, shape=model.architecture, teach=teach)
+    term = Masked(weight=1, target=target)
+    draw = TermBatch(batch=batch, seed=3, shape=model.architecture, teach=teach)
+    found, count = term.inputs(draw)
     assert count == found["chosen"].numel() == 40
     assert isinstance(model.visual, VisionTransformer) and model.masked_head is not None
-    outputs = model(images, torch.full((5, 3), 99), terms={"masked": (TERMS["masked"].total, found)})
-    assert len(outputs) == 4 and outputs[-1].shape == (1,)
+    outputs = model(images, torch.full((5, 3), 99))
+    total = sum_term(model, term, images, torch.full((5, 3), 99), **found)
+    assert len(outputs) == 3 and total.shape == ()
     replaced = found["sources"], model.masked_head.mask_embedding
     tokens = model.visual.with_tokens(images, colors=model.colors, replaced=replaced)[1][:, 1:]
     predicted = torch.stack(
@@ -176,7 +179,7 @@ def test_masked_term_sums_over_chosen_patches(target: str) -> None:
     else:
         cells = predicted.unflatten(-1, (-1, 512)).flatten(0, -2)
         expected = F.cross_entropy(cells, found["labels"].flatten()) * found["chosen"].numel()
-    assert outputs[-1].item() == pytest.approx(expected.item(), rel=1e-12 if target != "features" else 1e-5)
+    assert total.item() == pytest.approx(expected.item(), rel=1e-12 if target != "features" else 1e-5)
     assert torch.equal(outputs[0], model.encode_image(images))  # features are computed without corruption
 
 
@@ -194,7 +197,7 @@ def test_weights_with_and_without_a_masked_head(tmp_path: Path) -> None:
 def test_masked_settings(tmp_path: Path) -> None:
     def shape(*given: str) -> Architecture:
         config = load_config(QUICKSTART, given)
-        return shape_of(config.model, config.loss, config.small, config.caption, config.masked)
+        return shape_of(config.model, config.loss, config.small, terms=select_terms(config))
 
     assert shape().masked is None and shape("masked.weight=1", "masked.target=pixels").masked == "pixels"
     with pytest.raises(ConfigError, match=r"masked.target = 'colour' is unknown: did you mean 'color'"):

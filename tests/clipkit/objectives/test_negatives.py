@@ -1,6 +1,5 @@
 """Tests of hard negative captions and of several captions per image: losses, loading, settings."""
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipkit.config import load_config
+from clipkit.config import LossConfig, load_config
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import ARCHITECTURES
 from clipkit.model.flops import step_flops, text_flops
 from clipkit.model.tokenizer import ClipTokenizer
 from clipkit.objectives import Targets
-from clipkit.objectives.clip import clip_loss, recall_figures
+from clipkit.objectives.clip import Clip, clip_loss
 from clipkit.objectives.siglip import siglip_loss
-from clipkit.training.step import with_captions
+from clipkit.training.step import batch_loss
 from data.batch import caption_hash
 from data.captions import CaptionRule
 from data.loader import Loader
@@ -79,12 +78,12 @@ def test_negatives_accuracy() -> None:
     images, texts, wrong, has = features()
     numbers = torch.arange(7)[:, None]
     targets = Targets(identities=numbers, tokens=numbers, same="negatives", negatives=has)
-    found = recall_figures(images, torch.cat([texts, wrong]), targets)
+    found = Clip().figures(images, torch.cat([texts, wrong]), targets)
     closer = ((images * texts).sum(1) > (images * wrong).sum(1))[has].double().mean()
     assert found["negatives_acc"] == pytest.approx(closer.item())
     del found["negatives_acc"]
     plain = Targets(identities=numbers, tokens=numbers, same="negatives")
-    assert found == recall_figures(images, texts, plain)
+    assert found == Clip().figures(images, texts, plain)
 
 
 def test_wrong_captions_are_read_from_json_fields() -> None:
@@ -138,8 +137,14 @@ def test_several_captions_equal_a_batch_with_repeated_images() -> None:
     images, texts, more, _ = features()
     t = torch.tensor(9.0, dtype=torch.float64)
     numbers = torch.arange(7).repeat(2)[:, None]
-    whole = partial(clip_loss, identities=numbers, same="positives")
-    loss = with_captions(whole)(images, torch.cat([texts, more]), t)
+    targets = Targets(identities=numbers, tokens=numbers, same="positives")
+    loss = batch_loss(
+        *(images, torch.cat([texts, more]), t),
+        objective=Clip(),
+        targets=targets,
+        settings=LossConfig(),
+        several_captions=True,
+    )
     logits = t * torch.cat([images, images]) @ torch.cat([texts, more]).T
     wanted = torch.eye(7, dtype=torch.float64).repeat(2, 2) / 2
     expected = (F.cross_entropy(logits, wanted) + F.cross_entropy(logits.T, wanted)) / 2

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipkit.config import DistillConfig
-from clipkit.objectives import OBJECTIVES, Targets
-from clipkit.objectives.distill import Teaching, with_teacher
+from clipkit.config import DistillConfig, LossConfig
+from clipkit.objectives import OBJECTIVES, Outputs, Targets
+from clipkit.objectives.distill import Teaching
+from clipkit.training.step import batch_loss
 from tests.clipkit.plain_losses import LOSSES, Given, given, plain
 
 CONTRASTIVE = tuple(name for name in LOSSES if name != "distillation")
@@ -19,7 +20,8 @@ CONTRASTIVE = tuple(name for name in LOSSES if name != "distillation")
 
 def objective(name: str, identities: Tensor) -> Callable[..., Tensor]:
     """The configured loss by its name in ``plain``."""
-    return partial(OBJECTIVES[name.split()[0]].loss, targets=targets(name, identities))
+    loss, wanted = OBJECTIVES[name.split()[0]]().loss, targets(name, identities)
+    return lambda *outputs: loss(Outputs(*outputs), wanted)
 
 
 def targets(name: str, identities: Tensor) -> Targets:
@@ -51,9 +53,14 @@ def test_loss_without_teacher_equals_plain_formula(name: str) -> None:
 def test_teacher_is_weighted(name: str, weight: float) -> None:
     batch = given(12).slice(slice(None))
     settings = DistillConfig(teacher="any", weight=weight)
-    divergence = OBJECTIVES[name.split()[0]].divergence
-    assert divergence is not None
-    loss = with_teacher(objective(name, batch.identities), divergence, teaching(batch), settings)
+    loss = partial(
+        batch_loss,
+        objective=OBJECTIVES[name.split()[0]](),
+        targets=targets(name, batch.identities),
+        settings=LossConfig(),
+        teaching=teaching(batch),
+        distill=settings,
+    )
     found = value(loss, batch, bias=True)
     wanted = weight * plain("distillation", batch) + (1 - weight) * plain(name, batch)
     torch.testing.assert_close(found, wanted)
@@ -75,9 +82,7 @@ def test_chance_is_the_minimum_loss_of_a_constant_model(name: str, rows: int, al
         "none": torch.arange(2 * rows).view(rows, 2),
         "all": torch.zeros(rows, 2, dtype=torch.int64),
     }[alike]
-    chance = OBJECTIVES[name.split()[0]].chance
-    assert chance is not None
-    level = chance(targets(name, ids), rows)
+    level = OBJECTIVES[name.split()[0]]().chance(targets(name, ids), rows)
     blind = F.normalize(torch.ones(rows, 5, dtype=torch.float64), dim=-1)
 
     def of_bias(bias: float) -> float:
@@ -118,8 +123,7 @@ def minimum(loss: Callable[[Tensor, Tensor], Tensor], images: int, texts: int) -
 
 
 def floor_of(name: str, batch: Targets, rows: int) -> float:
-    floor = OBJECTIVES[name].floor
-    return 0.0 if floor is None else floor(batch, rows)
+    return OBJECTIVES[name]().floor(batch, rows)
 
 
 ONE = torch.ones((), dtype=torch.float64)
@@ -135,7 +139,7 @@ def test_floor_is_the_minimum_of_clip_over_all_logits(
         return
     identities = torch.stack([torch.arange(8), torch.tensor(captions)], dim=1)
     batch = Targets(identities=identities, tokens=torch.zeros(8, 1), same=same, smoothing=smoothing)
-    least = minimum(lambda images, texts: OBJECTIVES["clip"].loss(images, texts, ONE, targets=batch), 8, 8)
+    least = minimum(lambda images, texts: OBJECTIVES["clip"]().loss(Outputs(images, texts, ONE), batch), 8, 8)
     assert floor_of("clip", batch, 8) == pytest.approx(least, abs=2e-3)
 
 
@@ -143,7 +147,7 @@ def test_floor_without_transitive_identities() -> None:
     """The first two have the same image, the last two the same caption."""
     identities = torch.tensor([[0, 0], [0, 1], [1, 1]])
     batch = Targets(identities=identities, tokens=torch.zeros(3, 1), same="positives")
-    least = minimum(lambda images, texts: OBJECTIVES["clip"].loss(images, texts, ONE, targets=batch), 3, 3)
+    least = minimum(lambda images, texts: OBJECTIVES["clip"]().loss(Outputs(images, texts, ONE), batch), 3, 3)
     expected = (2 * math.log(2) + math.log(3)) / 3
     assert floor_of("clip", batch, 3) == pytest.approx(expected) == pytest.approx(least, abs=2e-3)
 
@@ -166,7 +170,7 @@ def test_sigmoid_loss_has_no_floor(same: str) -> None:
     batch = Targets(identities=identities, tokens=torch.zeros(6, 1), same=same)
 
     def loss(images: Tensor, texts: Tensor) -> Tensor:
-        return OBJECTIVES["siglip"].loss(images, texts, ONE, 0 * ONE, targets=batch)
+        return OBJECTIVES["siglip"]().loss(Outputs(images, texts, ONE, 0 * ONE), batch)
 
     assert minimum(loss, 6, 6) < 1e-3
 
@@ -179,12 +183,16 @@ def test_floor_of_classes(smoothing: float) -> None:
         same="negatives",
         smoothing=smoothing,
     )
-    least = minimum(lambda images, texts: OBJECTIVES["classes"].loss(images, texts, ONE, targets=batch), 4, 5)
+    least = minimum(
+        lambda images, texts: OBJECTIVES["classes"]().loss(Outputs(images, texts, ONE), batch), 4, 5
+    )
     assert floor_of("classes", batch, 5) == pytest.approx(least, abs=2e-3)
 
 
 def test_floor_of_words() -> None:
     tokens = torch.tensor([[1, 5, 3, 5, 8], [1, 4, 8, 0, 0], [1, 3, 4, 5, 8]])  # between start 1 and end 8
     batch = Targets(identities=torch.zeros(3, 2, dtype=torch.int64), tokens=tokens, same="negatives")
-    least = minimum(lambda images, texts: OBJECTIVES["words"].loss(images, texts, ONE, targets=batch), 3, 9)
+    least = minimum(
+        lambda images, texts: OBJECTIVES["words"]().loss(Outputs(images, texts, ONE), batch), 3, 9
+    )
     assert 0.5 < floor_of("words", batch, 9) == pytest.approx(least, abs=2e-3)

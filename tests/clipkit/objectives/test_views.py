@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
-from clipkit.config import ViewsConfig, load_config
+from clipkit.config import load_config
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import create
 from clipkit.model.flops import image_flops, step_flops, text_flops
-from clipkit.objectives import views as module
-from clipkit.objectives.views import divergence, drawn_boxes, view_side, views
+from clipkit.objectives import select_terms, views as module
+from clipkit.objectives.views import Views, divergence, drawn_boxes, view_side, views
 from clipkit.training.build import shape_of
 from clipkit.training.costs import workloads_of
 from clipkit.training.ema import AveragedWeights
@@ -106,12 +106,12 @@ def test_averaged_weights_teach_and_the_model_keeps_its_own() -> None:
 def test_views_settings_and_flops() -> None:
     def shape(*given: str) -> Architecture:
         config = load_config(QUICKSTART, given)
-        return shape_of(config.model, config.loss, config.small, config.caption, config.masked, config.views)
+        return shape_of(config.model, config.loss, config.small, terms=select_terms(config))
 
     on = ("views.weight=1", "optim.average=0.9")
     assert shape(*on) == shape()
-    assert view_side(ViewsConfig(), shape(), image_size=16) == 8
-    assert view_side(ViewsConfig(weight=1, size=12), shape(), image_size=8) == 8  # in small steps
+    assert view_side(Views(), shape(), image_size=16) == 8
+    assert view_side(Views(weight=1, size=12), shape(), image_size=8) == 8  # in small steps
     with pytest.raises(ConfigError, match=r"lock.image = .all. .*views.weight"):
         shape("views.weight=1", "optim.average=0.9", "lock.image=all")
     with pytest.raises(ConfigError, match=r"views.weight = 1.0 .*optim.average"):

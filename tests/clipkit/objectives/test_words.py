@@ -15,8 +15,8 @@ from clipkit.config import load_config
 from clipkit.errors import ConfigError
 from clipkit.model.names import architecture
 from clipkit.model.tokenizer import ClipTokenizer
-from clipkit.objectives import Targets
-from clipkit.objectives.words import word_figures, word_loss
+from clipkit.objectives import Outputs, Targets
+from clipkit.objectives.words import Words
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
 
@@ -37,8 +37,9 @@ def test_word_loss_is_the_mean_over_distinct_words(texts: list[list[int]], rows:
         for n in (len(texts), 10)
     )
     scale = torch.tensor(7.0, dtype=torch.float64, requires_grad=True)
+    targets = Targets(identities=tokens[:, :2], tokens=tokens, same="negatives")
     with patch.multiple(clipkit.objectives.tiles, _TILE=1, _LEAST_ROWS=rows):
-        found = word_loss(images, table, scale, tokens=tokens)
+        found = Words().loss(Outputs(images, table, scale), targets)
     logs = (scale * images @ table.T).log_softmax(1)
     each = [-logs[row, sorted(set(words) or {0})].mean() for row, words in enumerate(texts)]
     wanted = torch.stack(each).mean()
@@ -50,9 +51,8 @@ def test_word_loss_is_the_mean_over_distinct_words(texts: list[list[int]], rows:
         torch.testing.assert_close(own, other)
     best = logs.argmax(1).tolist()
     right = sum(one in (set(words) or {0}) for one, words in zip(best, texts, strict=True))
-    targets = Targets(identities=tokens[:, :2], tokens=tokens, same="negatives")
-    assert word_figures(images, table, targets) == {"word_acc1": right / len(texts)}
-    blind = word_loss(torch.zeros_like(images), table, scale, tokens=tokens)
+    assert Words().figures(images, table, targets) == {"word_acc1": right / len(texts)}
+    blind = Words().loss(Outputs(torch.zeros_like(images), table, scale), targets)
     assert blind.item() == pytest.approx(math.log(10))
 
 

@@ -17,7 +17,7 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.formats import save_model
 from clipkit.model import eval_pixels
 from clipkit.model.architectures import Architecture, Decoder, TextTower, VisionTower
-from clipkit.objectives import TERMS
+from clipkit.objectives.caption import Caption
 from eval import Encoder, EvalDataset, Subject, evaluate, open_dataset
 from eval.__main__ import main
 from eval.compare import compare
@@ -25,6 +25,7 @@ from eval.features.encoder import Ranks
 from eval.report.comparison_page import build_comparison
 from eval.results.records import read_details
 from eval.tasks import TASKS, Options, captioning
+from tests.clipkit.term_sums import sum_term
 from tests.eval.conftest import WriteDataset, png
 
 WORDS = ("cat", "dog", "cup", "hat", "sun", "car", "bus", "cow", "pig", "fox", "bed", "pen")
@@ -50,12 +51,7 @@ def trained(feed: str = "tokens") -> tuple[CLIP, CLIP]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     found = []
     for step in range(1, STEPS[-1] + 1):
-        loss = model(
-            images,
-            tokens,
-            terms={"caption": (TERMS["caption"].total, {"captions": tokens})},
-            reads_tokens=True,
-        )[-1].sum()
+        loss = sum_term(model, Caption(), images, tokens, captions=tokens)
         optimizer.zero_grad()
         (loss / tokens.numel()).backward()
         optimizer.step()
@@ -87,14 +83,7 @@ def test_model_with_memorized_captions_has_best_scores(dataset: EvalDataset, fee
         pixels = eval_pixels(dataset.images.read(i), model.preprocess)[None]
         tokens = model.tokenizer([caption])
         with torch.no_grad():
-            total += float(
-                model(
-                    pixels,
-                    tokens,
-                    terms={"caption": (TERMS["caption"].total, {"captions": tokens})},
-                    reads_tokens=True,
-                )[-1]
-            )
+            total += float(sum_term(model, Caption(), pixels, tokens, captions=tokens))
         count += int(tokens.argmax())
     assert found["perplexity"].value == pytest.approx(math.exp(total / count), rel=1e-5)
     (details,) = outcome.details
@@ -120,13 +109,8 @@ def test_likelihood_of_prompts_equals_plain_loop(
             for prompt in (f"a {word} on top", f"the {word}"):
                 tokens = model.tokenizer([prompt])
                 with torch.no_grad():
-                    sums = model(
-                        pixels,
-                        tokens,
-                        terms={"caption": (TERMS["caption"].total, {"captions": tokens})},
-                        reads_tokens=True,
-                    )[-1]
-                scores[i, j] -= float(sums) / 2
+                    total = sum_term(model, Caption(), pixels, tokens, captions=tokens)
+                scores[i, j] -= float(total) / 2
     right = scores.argmax(dim=1) == torch.arange(COUNT)
     found = by_metric(outcome.scores)
     assert found["acc1"].value == pytest.approx(float(right.float().mean())) and right.float().mean() > 0.8

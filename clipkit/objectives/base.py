@@ -1,0 +1,290 @@
+"""The base classes of objectives and of local terms, and the in-batch recall that most objectives report.
+
+Letters: B rows of this rank, N rows of all ranks, O embedding dimension, K identities of a pair.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from clipkit.batch import Batch
+from clipkit.config import (
+    Config,
+    DistillConfig,
+    ModelConfig,
+    Section,
+    at_least,
+    require,
+    require_use,
+    setting,
+)
+from clipkit.distributed import greatest_over_ranks, sum_over_ranks
+from clipkit.model.architectures import Architecture, TextArchitecture
+from clipkit.model.clip import CLIP
+from clipkit.model.towers import at_least_float32
+from clipkit.objectives.distill import Teaching, distillation_loss
+from clipkit.objectives.tiles import GlobalBatch, check_features, positive_pairs, split_negatives, tiles
+
+_ROUNDING = 8  # times the dtype's epsilon: products of equal rows differ by their position
+
+
+class Outputs(NamedTuple):
+    """What a model returns for this rank's part of a batch.
+
+    Attributes:
+        images: (B, O) features, unit norm.
+        texts: (B, O) features of the captions, then those of further or wrong captions, if any; or (C, O) of all
+            texts.
+        scale: exp(t).
+        bias: SigLIP's bias, of a model that has one.
+    """
+
+    images: Tensor
+    texts: Tensor
+    scale: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Targets:
+    """The targets of a batch.
+
+    Attributes:
+        identities: (B, K) int64 numbers of the image and of the caption; equal for pairs that show the same thing.
+            With ``data.caption_count`` M there are (MB, K): further captions follow.
+        tokens: (B, L) int64 captions; (B, 1) numbers of classes for an objective over classes.
+        same: the setting ``loss.same``.
+        smoothing: the setting ``loss.smoothing``.
+        negatives: (B,) bool, images with a wrong caption of their own, whose features follow those of the captions;
+            None without ``data.negatives``.
+    """
+
+    identities: Tensor
+    tokens: Tensor
+    same: str
+    smoothing: float = 0.0
+    negatives: Tensor | None = None
+
+
+class Objective(Section):
+    """An objective of ``loss.name``: the loss of the global batch's features, and everything that depends on it.
+
+    If it has settings, the class is a frozen dataclass of them, with ``section`` = the name in ``OBJECTIVES`` and a
+    dot.
+
+    Attributes:
+        summary: a sentence for ``train.py --settings``.
+        all_texts: whether texts are all rows of the text tower, not the batch's captions.
+        over_classes: whether these are the classes of ``model.text=classes:FILE``.
+        initial_scale: exp(t) of fresh weights; None: the model's own.
+        initial_bias: initial value of a trained bias of the logits; None: no bias.
+        max_scale: upper bound of exp(t).
+        tiled: whether logits exist only a tile at a time, for the memory estimate.
+        uses_same: whether it supports ``loss.same`` other than negatives.
+        smooths: whether it supports ``loss.smoothing``.
+        more_texts: whether it supports ``data.negatives`` and ``data.caption_count``.
+        has_divergence: whether it can be combined with ``distill``.
+        note: what to print at the start of a training with fresh weights.
+    """
+
+    summary: ClassVar[str]
+    all_texts: ClassVar[bool] = False
+    over_classes: ClassVar[bool] = False
+    initial_scale: ClassVar[float | None] = None
+    initial_bias: ClassVar[float | None] = None
+    max_scale: ClassVar[float] = 100.0
+    tiled: ClassVar[bool] = False
+    uses_same: ClassVar[bool] = True
+    smooths: ClassVar[bool] = True
+    more_texts: ClassVar[bool] = False
+    has_divergence: ClassVar[bool] = True
+    note: ClassVar[str] = ""
+
+    def loss(self, outputs: Outputs, targets: Targets) -> Tensor:
+        """Compute the loss of the global batch; all ranks call it together.
+
+        Returns:
+            A scalar, the same on all ranks. The mean over ranks of its gradients is that of the global batch.
+        """
+        raise NotImplementedError
+
+    def figures(self, images: Tensor, texts: Tensor, targets: Targets) -> dict[str, float]:
+        """Return further metrics of features by name; all ranks call it together.
+
+        By default ``image_to_text_R@1`` and ``text_to_image_R@1``. With wrong captions also ``negatives_acc``, the
+        fraction of images with one that are closer to their own.
+        """
+        texts, negatives = split_negatives(texts, targets.negatives)
+        to_text, to_image = in_batch_recall(images, texts, targets.identities).tolist()
+        figures = {"image_to_text_R@1": to_text, "text_to_image_R@1": to_image}
+        if negatives is not None:
+            wrong, has_negative = negatives
+            closer = (images * (texts - wrong)).sum(1) > 0
+            counts = torch.stack([closer[has_negative].sum(), has_negative.sum()])
+            right, count = sum_over_ranks(counts).tolist()
+            if count:
+                figures["negatives_acc"] = right / count
+        return figures
+
+    def chance(self, targets: Targets, text_rows: int) -> float | None:
+        """Return the lowest loss of a model with equal logits, or None; all ranks call it together."""
+        return None
+
+    def floor(self, targets: Targets, text_rows: int) -> float:
+        """Return the entropy of the targets, below which the loss cannot fall; all ranks call it together."""
+        return 0.0
+
+    def divergence(self, outputs: Outputs, teaching: Teaching, distill: DistillConfig) -> Tensor:
+        """Compute the loss against a teacher, by default ``distillation_loss`` over the batch."""
+        images, texts, scale, _ = outputs
+        return distillation_loss(images, texts, scale, teaching.images, teaching.texts, teaching.scale)
+
+    def text_rows(self, text: TextArchitecture, batch_size: int) -> int:
+        """Return the number of text features with which each image is compared."""
+        return batch_size
+
+    def check(self, config: Config) -> None:
+        """Raise ConfigError if other settings do not fit; overrides call this one too."""
+        loss, distill, model = config.loss, config.distill, config.model
+        name = f"loss.name={loss.name}"
+        alone = f"cannot be combined with {name}"
+        if not self.uses_same:
+            require(loss.same == "negatives", "loss.same", loss.same, f"expected negatives with {name}")
+        if not self.smooths:
+            require(not loss.smoothing, "loss.smoothing", loss.smoothing, f"expected 0 with {name}")
+        if not self.more_texts:
+            require(not config.data.negatives, "data.negatives", config.data.negatives, alone)
+            require(config.data.caption_count == 1, "data.caption_count", config.data.caption_count, alone)
+        if not self.has_divergence:
+            require(not distill.teacher, "distill.teacher", distill.teacher, alone)
+            require(not distill.features, "distill.features", distill.features, alone)
+        if not self.over_classes:
+            require(not model.over_classes, "model.text", model.text, "requires loss.name=classes")
+            require(not config.shape.distilled, "shape.distilled", True, "requires loss.name=classes")
+            temperature = distill.temperature
+            require_use("distill.hard", distill.hard, "loss.name=classes", not distill.hard)
+            require_use("distill.temperature", temperature, "loss.name=classes", temperature == 1)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TermBatch:
+    """What a local term is made of in one step.
+
+    Attributes:
+        batch: this rank's rows.
+        seed: differs in each step and from those of other terms.
+        shape: the model's architecture.
+        teach: encodes the batch with averaged weights, see ``averaged_teaching`` in clipkit/training/step.py; all
+            ranks call it together.
+    """
+
+    batch: Batch
+    seed: int
+    shape: Architecture
+    teach: Callable[[], Teaching]
+
+
+def weight_setting(text: str = "0: none") -> float:
+    """Define the setting ``weight`` of a term."""
+    return setting(0.0, f"Weight of the term, which is added to the loss; {text}.", at_least(0))
+
+
+def after_setting(text: str = "; its weights are locked until then") -> int:
+    """Define the setting ``after`` of a term."""
+    return setting(0, f"Number of first steps without the term{text}.", at_least(0), needs="weight")
+
+
+class Term(Section):
+    """A local term: a loss that needs no other sample of the batch, added to the objective's loss.
+
+    The class is a frozen dataclass of its settings, of which ``weight`` and ``after`` are required; ``section`` is
+    the name in ``TERMS`` and a dot. The term begins after ``after`` steps. It is the sum over samples of ``total``,
+    divided by the number of targets in the global batch.
+
+    Attributes:
+        stream: number that distinguishes its random draws from those of other terms.
+        reads_tokens: whether ``total`` reads tokens.
+        trains_image_tower: whether ``lock.image=all`` leaves it nothing to train.
+        allows_classes: whether it can be combined with an objective over classes.
+    """
+
+    weight: float
+    after: int
+    stream: ClassVar[int]
+    reads_tokens: ClassVar[bool] = False
+    trains_image_tower: ClassVar[bool] = False
+    allows_classes: ClassVar[bool] = False
+
+    @property
+    def averages(self) -> bool:
+        """Whether ``inputs`` calls ``teach``."""
+        return False
+
+    def check(self, config: Config) -> None:
+        """Raise ConfigError if other settings do not fit; called if ``weight`` is not 0. Overrides call it too."""
+        if self.trains_image_tower:
+            locked = f"cannot be combined with {self.section}weight, which trains the image tower"
+            require(config.lock.image != "all", "lock.image", "all", locked)
+
+    def heads(self, shape: Architecture, model: ModelConfig) -> dict[str, Any]:
+        """Return the fields of ``Architecture`` that the term sets; ConfigError if the towers do not support it."""
+        return {}
+
+    def inputs(self, draw: TermBatch) -> tuple[dict[str, Any], int]:
+        """Return arguments of ``total`` by name, each of B rows, and the number of this rank's targets."""
+        raise NotImplementedError
+
+    def total(self, model: CLIP, images: Tensor, tokens: Sequence[Tensor], **inputs: Any) -> Tensor:
+        """Sum the losses of rows, such as −log-likelihoods, to a scalar.
+
+        Args:
+            model: the model.
+            images: (R, C, S, S) uint8, R of the B rows.
+            tokens: those that ``CLIP.forward`` returns with ``with_tokens``; empty unless ``reads_tokens``.
+            **inputs: R rows of each of ``inputs``.
+        """
+        raise NotImplementedError
+
+
+@torch.no_grad()
+def in_batch_recall(
+    image_features: Tensor, text_features: Tensor, identities: Tensor | None = None
+) -> Tensor:
+    """Return the fraction of images with their own text as the nearest of the global batch, and the same for texts.
+
+    A tie (a lead below 8 epsilon of the dtype, 1e-6 in float32) counts as wrong, so the recall of equal features is
+    0. All ranks call it together. It costs one of the four products of ``clip_loss``.
+
+    Args:
+        image_features: (B, O) this rank's rows, unit norm. B may differ from rank to rank.
+        text_features: (B, O) the matching rows.
+        identities: (B, K) int64, see ``clip_loss``: pairs that show the same thing are not compared.
+
+    Returns:
+        (2,) float32 (float64 for float64 features) in [0, 1], the same on all ranks: image to text, text to image.
+        No gradient.
+
+    Raises:
+        ValueError: the features are not two matrices of one shape, or identities are not (B, K) integers.
+    """
+    check_features(image_features, text_features)
+    with torch.autocast(image_features.device.type, enabled=False):
+        images, texts = at_least_float32(image_features), at_least_float32(text_features)
+        batch = GlobalBatch(images)
+        pairs = positive_pairs(batch, images, identities, "ignored")
+        pair_cosines = images.new_empty(len(images))
+        best_by_row = images.new_empty(len(images))
+        best_by_column = images.new_full((batch.size,), -torch.inf)
+        for tile, cosines in tiles(images, batch.gather(texts), images.new_ones(())):
+            diagonal = cosines.diagonal(batch.own.start + tile.start)
+            pair_cosines[tile] = diagonal
+            pairs.fill_ignored(cosines, tile, -torch.inf)
+            diagonal.fill_(-torch.inf)
+            best_by_row[tile] = cosines.amax(1)
+            best_by_column = torch.maximum(best_by_column, cosines.amax(0))
+        others = torch.stack([best_by_row, greatest_over_ranks(best_by_column)[batch.own]])  # (2, B)
+        right = pair_cosines - others > _ROUNDING * torch.finfo(others.dtype).eps
+        return sum_over_ranks(right.sum(1).to(others.dtype)) / batch.size
