@@ -82,9 +82,9 @@ def report(options: argparse.Namespace) -> int:
         return 0
     from clipkit.files import write_page
     from eval.report.comparison_page import build_comparison
-    from eval.report.result_set import read_result_set
     from eval.report.tables import Facts, as_csv, as_latex, as_markdown
     from eval.results.records import whole
+    from eval.results.table import read_table
 
     printed = [form for form, path in tables.items() if str(path) == "-"]
     if len(printed) > 1:
@@ -114,7 +114,7 @@ def report(options: argparse.Namespace) -> int:
             print(text, end="" if text.endswith("\n") else "\n")
         else:
             print(f"wrote {write_page(path, text)}", file=log)
-    _print_notes(read_result_set(files).notes)
+    _print_notes(read_table(files).notes)
     return 0
 
 

@@ -22,9 +22,9 @@ from eval.datasets import Card, Expected, card_names, load_card, read_card
 from eval.datasets.dataset import TEST, some
 from eval.datasets.targets import OWN_CARD, Target, Trouble, find_targets
 from eval.metrics import METRICS, Comparison, compare_correct, compare_means, compare_statistics
-from eval.report.result_set import Model, ResultSet, read_result_set, split_checkpoint
 from eval.results.records import Details, details_folder, read_details
-from eval.results.scores import PREFIX, Record, Score
+from eval.results.scores import PREFIX, Score
+from eval.results.table import Model, Record, ResultTable, read_table, split_checkpoint
 
 __all__ = [
     "LEVEL",
@@ -165,9 +165,9 @@ def compare(results: Sequence[Path], first: str, second: str) -> ModelComparison
 
 def _find_models(
     results: Sequence[Path], first: str, second: str
-) -> tuple[list[Path], ResultSet, tuple[int, int], list[str]]:
+) -> tuple[list[Path], ResultTable, tuple[int, int], list[str]]:
     """Read the scores of two models; returns all files, their content, the two models, and notes for the user."""
-    known = read_result_set(results).models if results else ()
+    known = read_table(results).models if results else ()
     paths: list[Path | None] = []
     files = list(results)
     for name in (first, second):
@@ -183,7 +183,7 @@ def _find_models(
         raise ConfigError(
             f"{first!r} is neither a results file nor a run folder: to name a model, use {_FORM}"
         )
-    found = read_result_set(files)
+    found = read_table(files)
     notes = list(found.unread)
     one, other = (_model(found, *pair, notes) for pair in zip((first, second), paths, strict=True))
     if one == other:
@@ -231,7 +231,7 @@ def _goes_by(model: Model, name: str) -> bool:
     return name == model.label or plain in model.names or begins
 
 
-def _model(found: ResultSet, name: str, path: Path | None, notes: list[str]) -> int:
+def _model(found: ResultTable, name: str, path: Path | None, notes: list[str]) -> int:
     """Find the model of a file or name; of several steps of one training the last.
 
     Raises:

@@ -1,6 +1,5 @@
 """Reports of scores: HTML pages, text tables, and tables for the terminal.
 
-result_set       results files as models × rows of scores
 tables           the table of models × datasets, and all scores as CSV, LaTeX and Markdown
 run_page         the page of a training run
 comparison_page  the page over many models and datasets

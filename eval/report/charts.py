@@ -17,6 +17,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from clipkit.files import templates
+from eval.metrics import metric_title
 from eval.results.records import Thumbnail
 
 __all__ = [
@@ -106,6 +107,7 @@ def value_text(value: object) -> str:
 
 
 TEMPLATES.filters |= {
+    "metric_name": metric_title,
     "number": number,
     "figure": figure,
     "signed": signed,

@@ -18,6 +18,7 @@ from clipkit.errors import DataError
 from clipkit.files import write_page
 from eval.datasets.dataset import TEST, some
 from eval.features.image_models import TIMM
+from eval.metrics import is_fraction, metric_title
 from eval.report.charts import (
     TEMPLATES,
     Bar,
@@ -34,7 +35,6 @@ from eval.report.charts import (
     ranked_bars,
     scatter,
 )
-from eval.report.result_set import Model, ResultSet, by_data, same_data
 from eval.report.tables import (
     AS_TRAINED,
     PLAIN,
@@ -43,15 +43,14 @@ from eval.report.tables import (
     Line,
     ScoreTable,
     TableRow,
-    is_fraction,
-    metric_name,
     read_scores,
     score_table,
     setting_name,
     task_tables,
 )
 from eval.results.records import Details, read_details
-from eval.results.scores import PREFIX, Record, text_of
+from eval.results.scores import PREFIX
+from eval.results.table import Model, Record, ResultTable, group_by_data, is_same_data, text_of
 
 __all__ = ["Block", "blocks_html", "build_comparison"]
 
@@ -157,7 +156,7 @@ def _capital(text: str) -> str:
 
 
 def _probe(
-    found: ResultSet, zero_shot: ScoreTable, probe: ScoreTable | None, paper: Mapping[str, float]
+    found: ResultTable, zero_shot: ScoreTable, probe: ScoreTable | None, paper: Mapping[str, float]
 ) -> tuple[str, list[Markup]]:
     """Chart zero-shot minus linear probe by dataset for each model (figure 5 of the CLIP paper).
 
@@ -187,7 +186,7 @@ def _probe(
                 own = line.cells[i if other is None else other]
                 zero = before.get((line.dataset, line.metric))
                 first = zero.cells[i] if zero else None
-                if own is not None and first is not None and same_data(first, own):
+                if own is not None and first is not None and is_same_data(first, own):
                     reference = paper.get(line.dataset)
                     bar = Bar(name=line.dataset, value=first.value - own.value, reference=reference)
                     bars.setdefault(model.label, {}).setdefault(line.dataset, bar)  # the first setting
@@ -282,7 +281,7 @@ class _Curve:
 
 
 def _curves(
-    found: ResultSet, rows: Sequence[Record], setting: re.Pattern[str], least: int = 1
+    found: ResultTable, rows: Sequence[Record], setting: re.Pattern[str], least: int = 1
 ) -> tuple[list[_Curve], list[int], str]:
     """Collect curves of at least ``least`` points over the datasets that all curves have, of the same data.
 
@@ -312,7 +311,7 @@ def _curves(
         for row in (row for own in points.values() for row in own.values()):
             datasets[-1].setdefault(row.dataset, []).append(row)
     common = set.intersection(*map(set, datasets))
-    same = {name for name in common if same_data(*(row for own in datasets for row in own[name]))}
+    same = {name for name in common if is_same_data(*(row for own in datasets for row in own[name]))}
     shared = {i: sorted(same.intersection(*(own[i] for own in every.values() if i in own))) for i in numbers}
     any_shared = any(shared.values())
     at: dict[tuple[str, ...], list[str]] = {}
@@ -352,7 +351,7 @@ def _curves(
     return curves, numbers, description
 
 
-def _few_shot(found: ResultSet, zero_shot: ScoreTable) -> Markup:
+def _few_shot(found: ResultTable, zero_shot: ScoreTable) -> Markup:
     """Chart mean accuracy over images per class, zero-shot at 0 (figure 6 of the CLIP paper)."""
     rows = [row for row in found.rows if row.task == "few-shot"]
     deviations = {
@@ -411,7 +410,7 @@ def _few_shot(found: ResultSet, zero_shot: ScoreTable) -> Markup:
     )
 
 
-def _layers(found: ResultSet) -> Markup:
+def _layers(found: ResultTable) -> Markup:
     """Chart the mean accuracy of a probe at each depth, if several layers were probed."""
     curves, depths, names = _curves(found, found.rows, _LAYER, least=2)
     shown = depths[::-1][:: math.ceil(len(depths) / _LAYERS) or 1]
@@ -428,11 +427,11 @@ def _layers(found: ResultSet) -> Markup:
     )
 
 
-def _dims(found: ResultSet) -> Markup:
+def _dims(found: ResultTable) -> Markup:
     """Chart the mean score of prefixes of the embedding and of the whole over their size, on a logarithmic axis."""
     groups: dict[tuple[int | str, ...], list[Record]] = {}
     for row in found.rows:
-        dim, setting = row.by_dim
+        dim, setting = row.dim_and_setting
         same = (row.model, row.dataset, row.split, row.task, row.prompt_set, setting)
         groups.setdefault(same, []).append(replace(row, setting=f"dim {dim} {setting}".strip()))
     rows = [row for own in groups.values() if len({row.setting for row in own}) > 1 for row in own]
@@ -583,7 +582,7 @@ def blocks_html(blocks: Sequence[Block], thumbnails: Thumbnails) -> Markup:
 
 
 def _detail_sections(
-    found: ResultSet, details: Sequence[Details], thumbnails: Thumbnails
+    found: ResultTable, details: Sequence[Details], thumbnails: Thumbnails
 ) -> tuple[str, list[tuple[str, str, Markup]]]:
     """Render details by dataset; of many models only the first few, so that the page stays small.
 
@@ -603,7 +602,7 @@ def _detail_sections(
         score = ""
         if row is not None:
             value = figure(100 * row.value, "%") if is_fraction(row.metric, row.value) else number(row.value)
-            score = f"{metric_name(row.metric)} {value}"
+            score = f"{metric_title(row.metric)} {value}"
         block = Block(model=found.models[model], details=one, score=score)
         of_models.setdefault(one.dataset, {}).setdefault(model, []).append(block)
     # first one task of every model, then the others
@@ -638,7 +637,7 @@ def _detail_sections(
 
 
 def _all_scores(
-    found: ResultSet,
+    found: ResultTable,
 ) -> list[tuple[str, int, list[tuple[TableRow, str, int | None, float | None]]]]:
     """List dataset, number of scores, and rows with description, n and chance."""
     by_dataset: dict[str, dict[tuple[str, ...], list[Record]]] = {}
@@ -648,7 +647,7 @@ def _all_scores(
     for dataset, by_what in by_dataset.items():
         rows = []
         for (_, split, task, prompts, setting, metric), own in by_what.items():
-            for group in by_data(own):
+            for group in group_by_data(own):
                 of_model = {row.model: row for row in group.rows}
                 cells = tuple(map(of_model.get, range(len(found.models))))
                 values = tuple(None if cell is None else cell.value for cell in cells)
@@ -704,7 +703,7 @@ def _options(rows: Sequence[Record]) -> dict[str, str]:
     return options
 
 
-def _revisions(found: ResultSet) -> dict[str, str]:
+def _revisions(found: ResultTable) -> dict[str, str]:
     """By dataset, the revisions of its images and prompts."""
     revisions: dict[tuple[str, str], dict[str, None]] = {}
     for row in found.rows:

@@ -16,6 +16,7 @@ from clipkit.files import without_secrets, write_page
 from clipkit.samples.remote import cache_folder
 from data.corpora.builtin import BUILTIN
 from eval.datasets.dataset import TEST
+from eval.metrics import metric_title
 from eval.report.charts import (
     TEMPLATES,
     Chart,
@@ -30,9 +31,10 @@ from eval.report.charts import (
     smooth,
     value_text,
 )
-from eval.report.tables import TableRow, metric_name, setting_name
+from eval.report.tables import TableRow, setting_name
 from eval.results.records import Snapshot, find_snapshots, json_lines, read_snapshot, whole
-from eval.results.scores import PREFIX, Record, Series, read_records
+from eval.results.scores import PREFIX
+from eval.results.table import Record, Series, read_records
 
 __all__ = ["Result", "RunFolder", "build_report", "headlines", "newest", "read_run_folder"]
 
@@ -174,7 +176,9 @@ def _read(run: Path) -> RunFolder:
         if record.step is not None:
             result = Result(**vars(record))
             key = (result.step, result.what)
-            if key not in found or result.own or not found[key].own:  # the training's own score counts
+            if (
+                key not in found or result.scored_in_training or not found[key].scored_in_training
+            ):  # the training's own score counts
                 found[key] = result
     results = sorted(found.values(), key=lambda result: result.step)  # stable: within a step, as written
 
@@ -281,7 +285,7 @@ def _search(run: Path, datasets: Sequence[str]) -> str:
 def newest(results: Sequence[Result]) -> list[Result]:
     """Select the last score of each metric, series by series; series scored in training come first."""
     last = {result.what: result for result in results}
-    own = {result.series for result in results if result.own}
+    own = {result.series for result in results if result.scored_in_training}
     order = list(dict.fromkeys(result.series for result in last.values()))
     return sorted(last.values(), key=lambda result: (result.series not in own, order.index(result.series)))
 
@@ -291,7 +295,7 @@ def _of_training(results: Sequence[Result]) -> list[Result]:
 
     The selection does not change when a checkpoint is scored later.
     """
-    own = [result for result in results if result.own] or list(results)
+    own = [result for result in results if result.scored_in_training] or list(results)
     last = max((result.step for result in own), default=0)
     return [result for result in own if result.step == last]
 
@@ -342,7 +346,7 @@ def headlines(results: Sequence[Result], step: int | None) -> list[Headline]:
         found.append(
             Headline(
                 dataset=result.dataset,
-                what=" ".join(filter(None, (_series_name(result, known), metric_name(result.metric)))),
+                what=" ".join(filter(None, (_series_name(result, known), metric_title(result.metric)))),
                 figure=row.figure(result.value).removesuffix(unit),
                 unit=unit,
                 details=details,
@@ -398,7 +402,7 @@ def _similarities(snapshots: Sequence[Snapshot]) -> dict[str, Any] | None:
 
 def _charts(run: RunFolder) -> list[str]:
     """Render the charts of a run."""
-    own = {result.series for result in run.results if result.own}
+    own = {result.series for result in run.results if result.scored_in_training}
     scored = _score_charts(run)
 
     def curve(name: str) -> Sequence[Point]:
@@ -520,7 +524,7 @@ def _score_charts(run: RunFolder) -> list[tuple[Series, Chart]]:
         same_unit = [rows for rows in beside if all(_row(row).in_percent for row in rows) == percent]
         lines = [
             ChartLine(
-                name=metric_name(rows[0].metric),
+                name=metric_title(rows[0].metric),
                 points=[(row.step, factor * row.value) for row in rows],
                 band=[
                     (row.step, factor * row.low, factor * row.high)
@@ -560,7 +564,7 @@ def _score_charts(run: RunFolder) -> list[tuple[Series, Chart]]:
                 )
                 for tone, (dim, rows) in enumerate(by_dim, start=1)
             ]
-            title = f"{chart.title}: {metric_name(main)} by dimension"
+            title = f"{chart.title}: {metric_title(main)} by dimension"
             note = "of the first elements of the embedding (loss.dims)"
             charts.append((series, replace(chart, title=title, note=note, lines=curves)))
     return charts[:_CHARTS]
