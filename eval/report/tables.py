@@ -257,6 +257,14 @@ class ScoreTable:
         return self.averages or [line for line in self.lines if line.counted]
 
 
+def select_cells(rows: Sequence[Record], models: int) -> tuple[Record | None, ...]:
+    """Select the row of each model."""
+    cells: list[Record | None] = [None] * models
+    for row in rows:
+        cells[row.model] = row
+    return tuple(cells)
+
+
 def read_scores(results: Sequence[Path]) -> ResultTable:
     """Read results files as ``read_table`` does, without uninformative scores unless there are no others."""
     table = read_table(results)
@@ -368,9 +376,7 @@ def _build_lines(
         for metric in shown:
             is_averaged = metric == main_metric or {metric, main_metric} <= set(_DIRECTIONS)
             for i, group in enumerate(group_by_data(metrics[metric])):
-                cells: list[Record | None] = [None] * models
-                for row in group.rows:
-                    cells[row.model] = row
+                cells = select_cells(group.rows, models)
                 values = tuple(None if cell is None else cell.value for cell in cells)
                 counted = is_usual and i == 0 and is_averaged and is_fraction(metric, *values)
                 beside: Mapping[str, float] = {}
@@ -387,7 +393,7 @@ def _build_lines(
                         setting=_averaged_setting(kind),
                         metric=metric,
                         values=values,
-                        cells=tuple(cells),
+                        cells=cells,
                         published=beside,
                         counted=counted,
                         main=counted and is_main,

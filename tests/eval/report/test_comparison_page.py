@@ -431,7 +431,7 @@ def test_every_task_and_setting_has_its_rows_and_means(tmp_path: Path) -> None:
     for said in (
         "mean of all datasets, k=20 over 2", "mean of all datasets, 10 epochs over 2", "Fine-tuned",
         "top-1 few-shot, 16-shot ridge", "mean of the datasets that all have: 2 at 1, 4; 1 at 16",
-        "shots 1, 4, 16; seeds 0 (a) – shots 1, 4; seeds 0 (b)",
+        "shots=(1, 4, 16) seeds=(0,) (a) – shots=(1, 4) seeds=(0,) (b)",
     ):  # fmt: skip
         assert said in page.words
     for unsaid in ("acc1", "ffff", "eeee", "lines", "std", "rings"):
