@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from clipkit.errors import DataError
 from eval.metrics import is_fraction, metric_title
-from eval.report.charts import Chart, ChartLine, Thumbnails, draw, figure, macro, number
+from eval.report.charts import ChartLine, Thumbnails, draw, figure, macro, number
 from eval.report.tables import AS_TRAINED, join_words, setting_name
 from eval.results.records import Details, Packed
 from eval.results.table import Model, ResultTable, group_by
@@ -72,17 +72,15 @@ class Block:
                 )
             )
         return draw(
-            Chart(
-                title="Found among the first k",
-                note="fraction of queries with a match among them",
-                lines=lines,
-                unit="%",
-                floor=0,
-                ceiling=100,
-                wide=True,
-                x_name="among the first",
-                x_ticks=[(float(i), number(k)) for i, k in enumerate(first)],
-            )
+            "Found among the first k",
+            lines,
+            note="fraction of queries with a match among them",
+            unit="%",
+            floor=0,
+            ceiling=100,
+            wide=True,
+            x_name="among the first",
+            x_ticks=[(float(i), number(k)) for i, k in enumerate(first)],
         )
 
     @property

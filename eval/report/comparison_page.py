@@ -22,14 +22,10 @@ from eval.report.blocks import detail_sections
 from eval.report.charts import (
     TEMPLATES,
     Bar,
-    Chart,
     ChartLine,
     Dot,
     Headline,
     Thumbnails,
-    difference_bars,
-    draw,
-    ranked_bars,
     scatter,
 )
 from eval.report.tables import (
@@ -86,9 +82,10 @@ def build_comparison(results: Sequence[Path], out: Path, **facts: Unpack[Facts])
     as_trained = score_table(scores, **facts)
     zero_shot = tables.get("zero-shot") or replace(as_trained, lines=(), averages=())
     probe = tables.get("linear-probe")
-    baseline, probe_charts = "", list[Markup]()
+    baseline, differences = "", dict[str, list[Bar]]()
     if probe is not None:
-        baseline, probe_charts = _chart_probes(scores.models, zero_shot, probe, facts.get("paper", {}))
+        baseline, differences = _compare_probes(scores.models, zero_shot, probe, facts.get("paper", {}))
+    ends = [end for bars in differences.values() for bar in bars for end in (bar.value, bar.reference)]
     details: dict[tuple[str, ...], Details] = {}
     notes = list(scores.notes)
     for path in dict.fromkeys(results):
@@ -107,14 +104,15 @@ def build_comparison(results: Sequence[Path], out: Path, **facts: Unpack[Facts])
         seconds=sum(seconds.values()),
         notes=notes,
         headlines=[_headline(as_trained, row) for row in as_trained.main_rows[:_HEADLINES]],
-        leaders=_chart_leaders(as_trained),
+        leaders=_rank_models(as_trained),
         tables=tables,
         baseline=baseline,
-        probe=probe_charts,
+        differences=differences,
+        limits=[end for end in ends if end is not None],
         cost=_chart_costs(as_trained, probe),
-        few_shot=_chart_few_shot(scores, zero_shot),
-        layers=_chart_layers(scores),
-        dims=_chart_dims(scores),
+        few_shot=_few_shot_chart(scores, zero_shot),
+        layers=_layers_chart(scores),
+        dims=_dims_chart(scores),
         details=detail_sections(scores, [*details.values()], thumbnails),
         all_scores=_list_scores(scores),
         facts_of=_list_model_facts(scores.models),
@@ -143,30 +141,28 @@ def _headline(table: ScoreTable, row: Line | Average) -> Headline:
     return Headline(what=row.title, figure=f"{100 * values[best]:.1f}", details=details, value=values[best])
 
 
-def _chart_leaders(table: ScoreTable) -> list[Markup]:
+def _rank_models(table: ScoreTable) -> list[tuple[Average, list[Bar]]]:
     """Rank several models, and published ones, by the means over suites."""
-    charts = []
+    leaders = []
     for average in table.averages[:_SUITES] if len(table.models) > 1 else ():
-        bars = []
-        for model, value in zip(table.models, average.values, strict=True):
-            if value is not None:
-                bars.append(Bar(name=model.label, value=value))
+        values = zip(table.models, average.values, strict=True)
+        bars = [Bar(name=model.label, value=value) for model, value in values if value is not None]
         for name, value in average.published.items():
             bars.append(Bar(name=name, value=value, note="published", muted=True))
-        charts.append(ranked_bars(_capitalize(average.title), bars, note=average.scope))
-    return charts
+        leaders.append((average, bars))
+    return leaders
 
 
-def _chart_probes(
+def _compare_probes(
     models: Sequence[Model], zero_shot: ScoreTable, probe: ScoreTable, paper: Mapping[str, float]
-) -> tuple[str, list[Markup]]:
-    """Chart zero-shot minus linear probe by dataset for each model (figure 5 of the CLIP paper).
+) -> tuple[str, dict[str, list[Bar]]]:
+    """List zero-shot minus linear probe by dataset for each model (figure 5 of the CLIP paper).
 
     Compares with the linear probe of a timm model if there is one, otherwise with the model's own. If it is a
     ResNet-50, the differences in the paper are marked.
 
     Returns:
-        The label of the timm model or "", and the charts.
+        The label of the timm model or "", and the differences by model.
     """
     counted = [line for line in probe.lines if line.counted]
     # the timm model with the most probes, of several the first
@@ -176,16 +172,17 @@ def _chart_probes(
         if count and model.name.startswith(TIMM):
             probes[i] = count
     baseline = max(probes, key=probes.__getitem__, default=None)
+    label, differences = "", dict[str, list[Bar]]()
     if baseline is not None:
+        label = models[baseline].label
         references = paper if models[baseline].name.startswith(_RESNET50) else {}
-        bars = {
-            model.label: _list_differences(zero_shot, counted, i, baseline, references)
-            for i, model in enumerate(models)
-        }
-        if any(bars.values()):
-            return models[baseline].label, _chart_differences(bars)
-    bars = {model.label: _list_differences(zero_shot, counted, i, i, {}) for i, model in enumerate(models)}
-    return "", _chart_differences(bars)
+        for i, model in enumerate(models):
+            differences[model.label] = _list_differences(zero_shot, counted, i, baseline, references)
+    if not any(differences.values()):
+        label = ""
+        for i, model in enumerate(models):
+            differences[model.label] = _list_differences(zero_shot, counted, i, i, {})
+    return label, {name: bars for name, bars in differences.items() if bars}
 
 
 def _list_differences(
@@ -203,25 +200,6 @@ def _list_differences(
             bar = Bar(name=line.dataset, value=first.value - second.value, reference=reference)
             bars.setdefault(line.dataset, bar)
     return list(bars.values())
-
-
-def _chart_differences(bars_of: Mapping[str, Sequence[Bar]]) -> list[Markup]:
-    """Chart the differences of each model on one scale."""
-    ends: list[float] = []
-    for bars in bars_of.values():
-        ends += [bar.value for bar in bars]
-        ends += [bar.reference for bar in bars if bar.reference is not None]
-    charts = []
-    for label, bars in bars_of.items():
-        if bars:
-            better = sum(bar.value > 0 for bar in bars)
-            note = f"zero-shot is better on {better} of {len(bars)}"
-            references = [bar.reference for bar in bars if bar.reference is not None]
-            if references:
-                wins = sum(reference > 0 for reference in references)
-                note += f"; lines: ViT-L/14@336px in the CLIP paper, better on {wins} of {len(references)}"
-            charts.append(difference_bars(label, bars, limits=(min(ends), max(ends)), note=note))
-    return charts
 
 
 def _chart_costs(as_trained: ScoreTable, probe: ScoreTable | None) -> list[Markup]:
@@ -386,8 +364,8 @@ def _describe_shared(shared: Mapping[int, tuple[str, ...]], total: int) -> str:
     return f"{total} datasets"
 
 
-def _chart_few_shot(scores: ResultTable, zero_shot: ScoreTable) -> Markup:
-    """Chart mean accuracy over images per class, zero-shot at 0 (figure 6 of the CLIP paper)."""
+def _few_shot_chart(scores: ResultTable, zero_shot: ScoreTable) -> dict[str, Any]:
+    """Describe mean accuracy over images per class, zero-shot at 0 (figure 6 of the CLIP paper)."""
     rows = [row for row in scores.rows if row.task == "few-shot"]
     means = [row for row in rows if not row.metric.endswith("_std")]
     deviations = {
@@ -395,35 +373,25 @@ def _chart_few_shot(scores: ResultTable, zero_shot: ScoreTable) -> Markup:
         for row in rows
         if row.metric.endswith("_std")
     }
-    curves, shots, names = _collect_curves(scores, means, _SHOTS)
+    curves, shots, datasets = _collect_curves(scores, means, _SHOTS)
     positions = {k: float(i) for i, k in enumerate(dict.fromkeys([0, *shots]))}
     lines = []
     for line, curve in zip(_mean_lines(curves, positions.__getitem__), curves, strict=True):
         band = []
-        for (x, mean), own_rows in zip(line.points, curve.points.values(), strict=True):
-            spreads = [_spread(row, deviations) for row in own_rows]
+        for (x, mean), point_rows in zip(line.points, curve.points.values(), strict=True):
+            spreads = [_spread(row, deviations) for row in point_rows]
             squares = [spread**2 for spread in spreads if spread is not None]
             if len(squares) == len(spreads):
                 width = 100 * math.sqrt(sum(squares)) / len(squares)
                 band.append((x, mean - width, mean + width))
         lines.append(replace(line, band=band, mark=_zero_shot_mark(curve, zero_shot)))
-    notes = [f"mean of {names}"]
+    notes = [f"mean of {datasets}"]
     if any(line.band for line in lines):
         kind = "± standard deviation over seeds" if deviations else "interval"
         notes.append(f"band: {kind} of the mean")
     if any(line.mark is not None for line in lines):
         notes.append("rings: zero-shot")
-    return draw(
-        Chart(
-            title="Accuracy by images per class",
-            note="; ".join(notes),
-            lines=lines,
-            unit="%",
-            wide=True,
-            x_name="images:",
-            x_ticks=[(x, str(k)) for k, x in positions.items()],
-        )
-    )
+    return {"lines": lines, "note": "; ".join(notes), "ticks": [(x, str(k)) for k, x in positions.items()]}
 
 
 def _spread(row: Record, deviations: Mapping[tuple[int, str, str, str], float]) -> float | None:
@@ -444,47 +412,28 @@ def _zero_shot_mark(curve: _Curve, zero_shot: ScoreTable) -> tuple[float, float]
     return 0.0, 100 * fmean(marks)
 
 
-def _chart_layers(scores: ResultTable) -> Markup:
-    """Chart the mean accuracy of a probe at each depth, if several layers were probed."""
-    curves, depths, names = _collect_curves(scores, scores.rows, _LAYER, least=2)
+def _layers_chart(scores: ResultTable) -> dict[str, Any]:
+    """Describe the mean accuracy of a probe at each depth, if several layers were probed."""
+    curves, depths, datasets = _collect_curves(scores, scores.rows, _LAYER, least=2)
     shown = depths[::-1][:: math.ceil(len(depths) / _LAYERS) or 1]
-    return draw(
-        Chart(
-            title="Accuracy by depth",
-            note=f"mean of {names}; features before the projection, layer by layer",
-            lines=_mean_lines(curves, float),
-            unit="%",
-            wide=True,
-            x_name="layer",
-            x_ticks=[(float(i), str(i)) for i in reversed(shown)],
-        )
-    )
+    ticks = [(float(depth), str(depth)) for depth in reversed(shown)]
+    return {"lines": _mean_lines(curves, float), "note": f"mean of {datasets}", "ticks": ticks}
 
 
-def _chart_dims(scores: ResultTable) -> Markup:
-    """Chart the mean score of prefixes of the embedding and of the whole over their size, on a logarithmic axis."""
-    rows = []
+def _dims_chart(scores: ResultTable) -> dict[str, Any]:
+    """Describe the mean score of prefixes of the embedding and of the whole over the logarithm of their size."""
+    rows_of: dict[tuple[object, ...], list[Record]] = {}
     for row in scores.rows:
         dim, setting = row.dim_and_setting
-        rows.append(
-            (replace(row, setting=f"dim {dim} {setting}".strip()), (row.model, *row.series[:4], setting))
-        )
+        key = row.model, *row.series[:4], setting
+        rows_of.setdefault(key, []).append(replace(row, setting=f"dim {dim} {setting}".strip()))
     several = []
-    for pairs in group_by(rows, lambda pair: pair[1]).values():
-        if len({row.setting for row, _ in pairs}) > 1:
-            several += [row for row, _ in pairs]
-    curves, dims, names = _collect_curves(scores, several, PREFIX, least=2)
-    return draw(
-        Chart(
-            title="Score by dimension",
-            note=f"mean of {names}; the first elements of the embedding",
-            lines=_mean_lines(curves, math.log2),
-            unit="%",
-            wide=True,
-            x_name="dimension",
-            x_ticks=[(math.log2(dim), str(dim)) for dim in dims],
-        )
-    )
+    for rows in rows_of.values():
+        if len({row.setting for row in rows}) > 1:
+            several += rows
+    curves, dims, datasets = _collect_curves(scores, several, PREFIX, least=2)
+    ticks = [(math.log2(dim), str(dim)) for dim in dims]
+    return {"lines": _mean_lines(curves, math.log2), "note": f"mean of {datasets}", "ticks": ticks}
 
 
 def _mean_lines(curves: Sequence[_Curve], position: Callable[[int], float]) -> list[ChartLine]:

@@ -6,12 +6,12 @@ import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, median_high
 from typing import Any
 
 import torch
-from markupsafe import Markup
 
 from clipkit.config import load_config
 from clipkit.errors import ConfigError, DataError
@@ -23,13 +23,11 @@ from eval.datasets.dataset import TEST
 from eval.metrics import metric_title
 from eval.report.charts import (
     TEMPLATES,
-    Chart,
     ChartLine,
     Headline,
     Point,
     Thumbnails,
     downsample,
-    draw,
     figure,
     number,
     smooth,
@@ -106,6 +104,15 @@ class RunFolder:
 
     def curve(self, metric: str) -> Sequence[Point]:
         return self.metrics.get(metric, ())
+
+    @property
+    def terms(self) -> dict[str, Sequence[Point]]:
+        """The local terms of the loss."""
+        return {
+            name.removeprefix(_TERM).replace("_", " ").capitalize(): points
+            for name, points in self.metrics.items()
+            if name.startswith(_TERM)
+        }
 
     def last(self, metric: str) -> float | None:
         """The last value of a curve."""
@@ -250,7 +257,10 @@ def build_report(run: Path, out: Path | None = None) -> Path:
         run=folder,
         notes=folder.notes,
         headlines=headlines(folder.results, folder.step),
-        charts=_draw_charts(folder),
+        lines=_training_lines(folder),
+        terms={name: _noisy("loss", points, number(points[-1][1])) for name, points in folder.terms.items()},
+        utilization=_utilization_line(folder.curve("mfu")),
+        score_charts=_score_charts(folder),
         thumbnails=Thumbnails(),
         has_heatmaps=any(one.heat for snapshot in last for one in snapshot.examples),
         has_classes=any(hit.right is not None for one in last for query in one.queries for hit in query.hits),
@@ -418,55 +428,15 @@ def _compare_similarities(snapshots: Sequence[Snapshot]) -> dict[str, Any] | Non
     return {"shown": shown, "low": low, "high": max(*above, low + _LEAST_RANGE), "last": having[-1]}
 
 
-def _draw_charts(run: RunFolder) -> list[Markup]:
-    """Render the charts of a run."""
-    trained = {result.series for result in run.results if result.scored_in_training}
-    scored = _score_charts(run)
-    charts = [
-        _loss_chart(run),
-        *_term_charts(run),
-        *(chart for series, chart in scored if series in trained),
-        *_speed_charts(run),
-        *(chart for series, chart in scored if series not in trained),
-    ]
-    return [drawn for chart in charts if (drawn := draw(chart))]
-
-
-def _loss_chart(run: RunFolder) -> Chart:
+def _training_lines(run: RunFolder) -> dict[str, list[ChartLine]]:
+    """Return the lines of the charts of what is logged at each step."""
     loss = run.curve("loss")
-    lines = [_noisy("loss", loss, number(loss[-1][1]) if loss else None)]
+    losses = [_noisy("loss", loss, number(loss[-1][1]) if loss else None)]
     if chance := run.curve("chance"):
-        value = chance[-1][1]
-        name = f"chance {number(value)}"
-        config = run.config.get("loss")
-        if not isinstance(config, Mapping):
-            config = {}
-        # ln(batch), except for the sigmoid loss and if equal pairs are ignored
-        if config.get("name", "clip") == "clip" and config.get("same", "negatives") != "ignored":
-            name = f"chance, ln {number(round(math.exp(min(value, 40.0))))} = {number(value)}"
-        lines.append(ChartLine(name=name, points=_thin(chance), reference=True))
+        losses.append(ChartLine(name=_chance_name(run, chance[-1][1]), points=_thin(chance), reference=True))
     if floor := run.curve("floor"):
         name = f"floor, entropy of the targets, {number(fmean(value for _, value in floor))}"
-        lines.append(ChartLine(name=name, points=_thin(floor), reference=True))
-    note = "line: moving average; band: minimum to maximum" if len(loss) >= _MANY else ""
-    return Chart(title="Loss", note=note, lines=lines, wide=True)
-
-
-def _term_charts(run: RunFolder) -> list[Chart]:
-    """Chart the local terms of the loss."""
-    return [
-        Chart(
-            title=f"{name.removeprefix(_TERM).replace('_', ' ').capitalize()} loss",
-            note="mean over the batch's targets, without the term's weight",
-            lines=[_noisy("loss", points, number(points[-1][1]))],
-        )
-        for name, points in run.metrics.items()
-        if name.startswith(_TERM)
-    ]
-
-
-def _speed_charts(run: RunFolder) -> list[Chart]:
-    """Chart what else is logged at each step."""
+        losses.append(ChartLine(name=name, points=_thin(floor), reference=True))
     in_batch = []
     for tone, (key, name) in enumerate(_IN_BATCH.items(), start=1):
         in_batch.append(ChartLine(name=name, points=_thin(_percent(run.curve(key))), tone=tone))
@@ -483,59 +453,41 @@ def _speed_charts(run: RunFolder) -> list[Chart]:
         for step, seconds in run.curve("data_time")
         if batch_time.get(step)
     ]
-    return [
-        Chart(
-            title="Retrieval within the batch",
-            note="R@1: images whose nearest text is their own, and texts; equal pairs are not compared",
-            lines=[line for line in in_batch if line.points],
-            unit="%",
-            floor=0,
-        ),
-        Chart(
-            title="Logit scale",
-            note="exp(t), the inverse of the temperature, which multiplies the cosines",
-            lines=scales,
-            floor=0,
-        ),
-        Chart(
-            title="Learning rate",
-            lines=[ChartLine(name="learning rate", points=_thin(rate), summary=highest)],
-            floor=0,
-        ),
-        Chart(title="Speed", lines=[_noisy("speed", speed, _median(speed, " samples/s"))], floor=0),
-        Chart(
-            title="Time waiting for data",
-            lines=[_noisy("time waiting for data", waiting, _median(waiting, "%"))],
-            unit="%",
-            floor=0,
-            ceiling=10,
-        ),
-        _utilization_chart(run.curve("mfu")),
-    ]
+    return {
+        "loss": losses,
+        "in_batch": [line for line in in_batch if line.points],
+        "scale": scales,
+        "rate": [ChartLine(name="learning rate", points=_thin(rate), summary=highest)],
+        "speed": [_noisy("speed", speed, _median(speed, " samples/s"))],
+        "waiting": [_noisy("time waiting for data", waiting, _median(waiting, "%"))],
+    }
 
 
-def _utilization_chart(mfu: Sequence[Point]) -> Chart:
-    """Chart the utilization of the device; of the fastest step if the measured peak is too low."""
-    title, note, unit = "Device utilization (MFU)", "", "%"
+def _chance_name(run: RunFolder, value: float) -> str:
+    config = run.config.get("loss")
+    if not isinstance(config, Mapping):
+        config = {}
+    # ln(batch), except for the sigmoid loss and if equal pairs are ignored
+    if config.get("name", "clip") == "clip" and config.get("same", "negatives") != "ignored":
+        return f"chance, ln {number(round(math.exp(min(value, 40.0))))} = {number(value)}"
+    return f"chance {number(value)}"
+
+
+def _utilization_line(mfu: Sequence[Point]) -> tuple[ChartLine, bool]:
+    """Return the utilization of the device, and whether it is that of the fastest step.
+
+    No step can exceed the device's peak: if one does, the measured peak is too low, and the fastest step is closer.
+    """
     most = max((fraction for _, fraction in mfu), default=0.0)
-    # no step can exceed the device's peak
     if most > 1:
-        mfu = [(step, fraction / most) for step, fraction in mfu]
-        title, unit = "Device utilization", "% of the fastest step"
-        note = (
-            "steps were faster than the peak measured at the start, when the machine was probably busy, so MFU is "
-            "unknown"
-        )
+        points = [(step, 100 * fraction / most) for step, fraction in mfu]
+        return _noisy("device utilization", points, _median(points, "% of the fastest step")), True
     points = _percent(mfu)
-    median = _median(points, "%")
-    summary = median.replace("%", unit) if median else None
-    return Chart(
-        title=title, note=note, lines=[_noisy(title.lower(), points, summary)], unit="%", floor=0, ceiling=100
-    )
+    return _noisy("device utilization (mfu)", points, _median(points, "%")), False
 
 
-def _score_charts(run: RunFolder) -> list[tuple[Series, Chart]]:
-    """Chart each series of several steps: a few metrics, the first with its interval, and chance.
+def _score_charts(run: RunFolder) -> list[dict[str, Any]]:
+    """Describe a chart of each series of several steps: a few metrics, the first with its interval, and chance.
 
     Prefixes of the embedding follow the whole in a chart of its first metric.
     """
@@ -564,15 +516,15 @@ def _score_charts(run: RunFolder) -> list[tuple[Series, Chart]]:
             name = f"chance {figure(factor * chance, unit)}"
             lines.append(ChartLine(name=name, points=[(first[0].step, factor * chance)], reference=True))
             highest = max(highest, factor * chance)
-        chart = Chart(
-            title=join_words(first[0].dataset, _series_name(first[0], groups)),
-            note="" if first[-1].step == run.step else f"at step {number(first[-1].step)}",
-            lines=lines,
-            unit=unit,
-            floor=0,
-            ceiling=100.0 if percent and highest > 75 else None,
-        )
-        charts.append((series, chart))
+        chart = {
+            "scored_in_training": any(result.scored_in_training for result in chain(*metrics.values())),
+            "title": join_words(first[0].dataset, _series_name(first[0], groups)),
+            "note": "" if first[-1].step == run.step else f"at step {number(first[-1].step)}",
+            "lines": lines,
+            "unit": unit,
+            "ceiling": 100.0 if percent and highest > 75 else None,
+        }
+        charts.append(chart)
         prefixes: dict[int, list[Result]] = {}
         for (*others_series, setting), own_metrics in groups.items():
             match = PREFIX.fullmatch(setting)
@@ -583,9 +535,9 @@ def _score_charts(run: RunFolder) -> list[tuple[Series, Chart]]:
             curves = []
             for tone, (dim, results) in enumerate(by_dim.items(), start=1):
                 curves.append(_score_line(dim, results, factor, tone))
-            title = f"{chart.title}: {metric_title(main)} by dimension"
+            title = f"{chart['title']}: {metric_title(main)} by dimension"
             note = "of the first elements of the embedding (loss.dims)"
-            charts.append((series, replace(chart, title=title, note=note, lines=curves)))
+            charts.append({**chart, "title": title, "note": note, "lines": curves})
     return charts[:_CHARTS]
 
 
