@@ -78,11 +78,13 @@ def _duration(seconds: float) -> str:
 
 def value_text(value: object) -> str:
     """Format a value of a results line."""
+    if value is None:
+        return ""
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {value_text(one)}" for key, one in value.items())
+        return ", ".join(f"{key} {value_text(each)}" for key, each in value.items())
     if isinstance(value, float):
         return number(value)
-    return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 TEMPLATES.filters |= {

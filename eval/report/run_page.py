@@ -34,7 +34,7 @@ from eval.report.charts import (
     value_text,
 )
 from eval.report.tables import TableRow, join_words, setting_name
-from eval.results.records import Snapshot, find_snapshots, json_lines, read_snapshot, whole
+from eval.results.records import Snapshot, find_snapshots, finite, json_lines, read_snapshot, whole
 from eval.results.scores import PREFIX
 from eval.results.table import Record, Series, group_by, read_records
 
@@ -163,12 +163,12 @@ def _read(run: Path) -> RunFolder:
         terms = {name for name in line if name.startswith(_TERM)} - {_LOSS_TIME}
         columns.update({name: {} for name in line if name in terms and name not in columns})
         for name, column in columns.items():
-            value = line.get(name)
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                if math.isfinite(value):
-                    column[step] = float(value)  # a resumed training repeats steps: the last value counts
-                else:
-                    not_finite.add(name)
+            value = finite(line.get(name))
+            # a resumed training repeats steps: the last value counts
+            if value is not None:
+                column[step] = value
+            elif isinstance(line.get(name), float):
+                not_finite.add(name)
     if not_finite:
         notes.append(
             f"Some values of {', '.join(sorted(not_finite))} are not finite numbers and are left out."
