@@ -53,9 +53,6 @@ from eval.run import Scored, check_tasks, run_model
 from eval.soup import greedy_soup, held_out
 from eval.tasks import TASKS, options_of
 
-__all__ = ["compare_models", "list_datasets", "report", "score", "soup", "verify"]
-
-
 _OUTPUTS = {
     "out": "scores.html",
     "csv": "scores.csv",

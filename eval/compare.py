@@ -26,21 +26,6 @@ from eval.results.records import Details, details_folder, read_details
 from eval.results.scores import PREFIX, Score
 from eval.results.table import Model, Record, ResultTable, read_table, split_checkpoint
 
-__all__ = [
-    "LEVEL",
-    "Check",
-    "Difference",
-    "Known",
-    "ModelComparison",
-    "checks_of",
-    "compare",
-    "expected_of",
-    "find_known",
-    "known_tasks",
-    "nothing_checked",
-    "print_checks",
-]
-
 LEVEL = 0.05
 _ROUNDING = 1e-4  # between a score and the mean over its items
 _LEAST_DIGITS = 6  # of a hash, to name weights by its start

@@ -69,7 +69,6 @@ def signed(fraction: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Format a duration in its largest unit, such as 2.5 minutes."""
     for limit, length, unit in ((90, 1, "seconds"), (5400, 60, "minutes"), (172_800, 3600, "hours")):
         if seconds < limit:
             return f"{number(round(seconds / length, 1))} {unit}"
@@ -168,7 +167,6 @@ class Thumbnails:
 
     @property
     def rules(self) -> list[tuple[str, str]]:
-        """CSS class and base64 PNG of every image."""
         return [(name.split()[0], png) for png, name in self._classes.items()]
 
 
@@ -225,11 +223,9 @@ class _Scale:
         return 100 * ((self.y1 - value) / (self.y1 - self.y0) if self.y1 > self.y0 else 0.5)
 
     def points(self, points: Sequence[Point]) -> str:
-        """Format points for a polyline."""
         return " ".join(f"{10 * self.left(x):.1f},{10 * self.top(y):.1f}" for x, y in points)
 
     def dots(self, points: Sequence[Point]) -> str:
-        """Format points as a path of dots."""
         return "".join(f"M{10 * self.left(x):.1f} {10 * self.top(y):.1f}h0" for x, y in points)
 
     def line(self, line: ChartLine) -> str:
@@ -240,7 +236,6 @@ class _Scale:
         return self.points(points)
 
     def band(self, line: ChartLine) -> str:
-        """Format the outline of a band."""
         upper = [(x, high) for x, _, high in line.band]
         return self.points([*upper, *((x, low) for x, low, _ in reversed(line.band))])
 

@@ -277,7 +277,6 @@ def build_report(run: Path, out: Path | None = None) -> Path:
 
 
 def _expected(run: Path) -> str:
-    """Describe the score that public runs of the run's recipe reached; "" if there are none."""
     try:
         return expected_score(load_config(run / "config.toml"))
     except ConfigError:  # missing, or of another version
@@ -322,7 +321,6 @@ def _row(result: Result) -> TableRow:
 
 
 def _series_name(result: Result, known: Collection[Series]) -> str:
-    """Name a series without its dataset, with prompts and split if ``known`` series differ in them."""
     splits: set[str] = set()
     prompt_sets: set[str] = set()
     for dataset, split, task, prompt_set, setting in known:
@@ -574,7 +572,6 @@ def _thin(points: Sequence[Point]) -> list[Point]:
 
 
 def _median(points: Sequence[Point], unit: str) -> str | None:
-    """Format the median, which neither the start nor a pause affects."""
     if not points:
         return None
     return f"median {figure(median_high(value for _, value in points), unit)}"

@@ -91,13 +91,9 @@ def join_words(*words: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TableRow:
-    """Values of all models in one metric, or means ("" for the metric of several tasks).
+    """Values of all models, and of published ones, in one metric, or means ("" for the metric of several tasks).
 
-    Attributes:
-        metric: as in the scores.
-        values: one per model; None if it has none.
-        cells: the records of the values; () for means.
-        published: numbers of published models.
+    ``cells`` are the records of the values, () for means.
     """
 
     metric: str
@@ -148,8 +144,6 @@ class Line(TableRow):
     """Scores of all models on one dataset.
 
     Attributes:
-        dataset: its name.
-        task: the task of all cells.
         note: the task, prompt set, split, setting or data, if the dataset has several; or "".
         setting: the setting that averages distinguish; "" for tasks without training.
         counted: whether averages of its task include it.
@@ -166,7 +160,6 @@ class Line(TableRow):
 
     @property
     def title(self) -> str:
-        """Dataset and metric, and the note."""
         return join_words(f"{self.dataset} {metric_title(self.metric)}", self.note)
 
     @property
@@ -196,20 +189,17 @@ class Average(TableRow):
 
     @property
     def name(self) -> str:
-        """Its name among those of its tasks."""
         metric = metric_title(self.metric) if self.metric else ""
         return f"mean of {join_words(self.suite, metric, setting_name(self.task, self.setting))}"
 
     @property
     def title(self) -> str:
-        """Its name with the task."""
         if self.suite == self.task or len(self.tasks) > 1:
             return self.name
         return f"{self.name}, {self.task}"
 
     @property
     def label(self) -> str:
-        """The number of datasets."""
         return f"{self.over} of {self.of}" if self.over < self.of else f"{self.of}"
 
     @property
@@ -242,12 +232,10 @@ class ScoreTable:
 
     @property
     def published(self) -> tuple[str, ...]:
-        """The published models with any number."""
         return tuple(name for name in self.columns if any(name in row.published for row in self.rows))
 
     @property
     def usual(self) -> str:
-        """The metric of most lines."""
         metrics = [line.metric for line in self.lines]
         return max(dict.fromkeys(metrics), key=metrics.count, default="")
 
@@ -258,7 +246,6 @@ class ScoreTable:
 
 
 def select_cells(rows: Sequence[Record], models: int) -> tuple[Record | None, ...]:
-    """Select the row of each model."""
     cells: list[Record | None] = [None] * models
     for row in rows:
         cells[row.model] = row
@@ -336,7 +323,6 @@ def _letters(name: str) -> str:
 
 
 def _averaged_setting(kind: _Kind) -> str:
-    """Return the setting that averages distinguish."""
     return "" if kind[0] in AS_TRAINED else kind[3]
 
 
@@ -484,7 +470,6 @@ def _build_average(
 
 
 def _mean(groups: Sequence[Sequence[float | None]]) -> float | None:
-    """Return the mean of the datasets' means; None if a dataset has no value."""
     means = []
     for group in groups:
         values = [value for value in group if value is not None]

@@ -23,8 +23,6 @@ from eval.report.tables import (
 )
 from eval.results.scores import Score
 
-__all__ = ["comparison_table", "score_table"]
-
 _WIDTH = 80
 _NAME = 20  # characters of a line of a dataset's name
 _LEAST_NAME = 7  # on a narrow terminal

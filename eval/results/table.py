@@ -182,18 +182,14 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A model of the table.
+    """A model of the table; ``label`` is unique.
 
     Attributes:
-        label: unique name on the page.
-        name: as the user named it, a run without its checkpoint.
-        names: all names it was scored by.
+        name: as the user named it, a run without its checkpoint; ``names`` are all names it was scored by.
         run: the same for several models of one training.
         weights: as in the scores and their details; the hash of the file if it is known.
-        step: its training step, or None.
         earlier_steps: earlier steps of the same training, which have no rows of their own.
         files: the files with its lines.
-        architecture: name of the architecture, or "".
         gflops: GFLOPs of the image tower for one image, or None if unknown.
         provenance: the other fields of its last line.
     """
@@ -384,27 +380,21 @@ def _select_last_steps(
 
 
 def _note_equal_images(rows: Sequence[Record]) -> list[str]:
-    """Note the datasets with images that are also in train, or that are equal and have other captions."""
+    problems = {
+        "train_overlap": "{} also in train (identical files), so scores of tasks that learn are too high.",
+        "equal_images": "{} equal to another with other captions (identical files), so recall is too low.",
+    }
+    nouns = {"train_overlap": "scored image", "equal_images": "image"}
     notes = []
-    overlaps = {row.dataset: whole(row.line["train_overlap"]) for row in rows if "train_overlap" in row.line}
-    for dataset, count in overlaps.items():
-        if count:
-            notes.append(
-                f"{dataset}: {counted(count, 'scored image')} also in train (identical files), so scores of tasks "
-                "that learn are too high."
-            )
-    equal = {row.dataset: whole(row.line["equal_images"]) for row in rows if "equal_images" in row.line}
-    for dataset, count in equal.items():
-        if count:
-            notes.append(
-                f"{dataset}: {counted(count, 'image')} equal to another with other captions (identical files), so "
-                "recall is too low."
-            )
+    for key, problem in problems.items():
+        counts = {row.dataset: whole(row.line[key]) for row in rows if key in row.line}
+        for dataset, count in counts.items():
+            if count:
+                notes.append(f"{dataset}: {problem.format(counted(count, nouns[key]))}")
     return notes
 
 
 def _note_different_data(rows: Sequence[Record]) -> list[str]:
-    """Note datasets whose images or prompts are known to differ between models."""
     splits = group_by(rows, attrgetter("dataset", "split"))
     scores = group_by(rows, attrgetter("what"))
     prompted = [row for row in rows if row.task in _PROMPTED]
@@ -445,13 +435,7 @@ def _list_differences(
 def _build_models(
     records_of: Mapping[int, Sequence[Record]], earlier: Mapping[int, set[int]], notes: list[str]
 ) -> tuple[Model, ...]:
-    """Build the models, each from its records; labels are as short as they can be while they differ.
-
-    Args:
-        records_of: by number of the model.
-        earlier: by number, the earlier steps of its run.
-        notes: receives a note on models with several names.
-    """
+    """Build the models, each from its records; labels are as short as they can be while they differ."""
     heads = {number: _select_head(records) for number, records in records_of.items()}
     run_labels = _label_runs({head.run: head for head in reversed(heads.values())})
     steps = {number: _find_last(record.step for record in records) for number, records in records_of.items()}
@@ -516,11 +500,7 @@ def _select_head(records: Sequence[Record]) -> Record:
 
 
 def _find_last(values: Iterable[_Item | None]) -> _Item | None:
-    last = None
-    for value in values:
-        if value is not None:
-            last = value
-    return last
+    return next((value for value in reversed([*values]) if value is not None), None)
 
 
 def _label_runs(heads: Mapping[str, Record]) -> dict[str, str]:
@@ -546,13 +526,9 @@ def _label_runs(heads: Mapping[str, Record]) -> dict[str, str]:
 
 @dataclass(kw_only=True, eq=False)
 class DataGroup:
-    """Comparable scores: of the same images, as far as the lines say.
+    """Comparable scores, of images of one revision and number as far as the lines say.
 
-    Attributes:
-        revision: the revision of their images; "" if unknown.
-        n: number of items averaged over; None if unknown.
-        rows: the scores.
-        note: how this group differs from the others; "" for a single group.
+    ``note`` says how this group differs from the others; "" for a single group.
     """
 
     revision: str = ""
