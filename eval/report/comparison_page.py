@@ -42,7 +42,7 @@ from eval.report.tables import (
     setting_name,
     task_tables,
 )
-from eval.results.records import Details, read_details
+from eval.results.records import read_all_details
 from eval.results.scores import PREFIX
 from eval.results.table import Model, Record, ResultTable, group_by, group_by_data, is_same_data
 
@@ -86,12 +86,7 @@ def build_comparison(results: Sequence[Path], out: Path, **facts: Unpack[Facts])
     if probe is not None:
         baseline, differences = _compare_probes(scores.models, zero_shot, probe, facts.get("paper", {}))
     ends = [end for bars in differences.values() for bar in bars for end in (bar.value, bar.reference)]
-    details: dict[tuple[str, ...], Details] = {}
-    notes = list(scores.notes)
-    for path in dict.fromkeys(results):
-        file_details, unread = read_details(path)
-        notes += unread
-        details |= {each.key: each for each in file_details}
+    details, unread = read_all_details(results)
     # every line of a task records the duration of all its settings together
     seconds = {(row.model, *row.what[:4], row.seconds): row.seconds for row in scores.rows if row.seconds}
     datasets = {row.dataset for row in scores.rows}
@@ -102,7 +97,7 @@ def build_comparison(results: Sequence[Path], out: Path, **facts: Unpack[Facts])
         models=scores.models,
         rows=scores.rows,
         seconds=sum(seconds.values()),
-        notes=notes,
+        notes=[*scores.notes, *unread],
         headlines=[_headline(as_trained, row) for row in as_trained.main_rows[:_HEADLINES]],
         leaders=_rank_models(as_trained),
         tables=tables,

@@ -12,7 +12,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -449,3 +449,14 @@ def read_details(results: Path) -> tuple[list[Details], list[str]]:
             f"{folder.name}: only the first {_MAX_DETAILS_FILES:,} of {len(paths):,} files are read."
         )
     return read, notes
+
+
+def read_all_details(results: Iterable[Path]) -> tuple[dict[tuple[str, ...], Details], list[str]]:
+    """Read the details next to several results files, by their keys, and notes on those that cannot be read."""
+    details: dict[tuple[str, ...], Details] = {}
+    notes: list[str] = []
+    for path in dict.fromkeys(results):
+        file_details, unread = read_details(path)
+        details |= {each.key: each for each in file_details}
+        notes += unread
+    return details, notes

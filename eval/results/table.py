@@ -27,7 +27,7 @@ _CHECKPOINT = re.compile(r"(?:(?P<run>.*)/)?checkpoints(?:/(?P<checkpoint>step_\
 _MAX_TEXT = 300
 _DIGITS = 12  # of a hash, in a label
 _REVISION = 16  # characters of a data revision, in a note
-_PROMPTED = ("zero-shot", "likelihood", "retrieval", "captioning")
+PROMPTED = ("zero-shot", "likelihood", "retrieval", "captioning")
 
 Series = tuple[str, str, str, str, str]  # dataset, split, task, prompt set, setting
 _Item = TypeVar("_Item")
@@ -397,7 +397,7 @@ def _note_equal_images(rows: Sequence[Record]) -> list[str]:
 def _note_different_data(rows: Sequence[Record]) -> list[str]:
     splits = group_by(rows, attrgetter("dataset", "split"))
     scores = group_by(rows, attrgetter("what"))
-    prompted = [row for row in rows if row.task in _PROMPTED]
+    prompted = [row for row in rows if row.task in PROMPTED]
     prompt_sets = group_by(prompted, attrgetter("dataset", "split", "task", "prompt_set"))
     images = [
         *_list_differences(splits, "revisions", attrgetter("data_revision")),
