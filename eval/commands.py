@@ -52,9 +52,6 @@ from eval.run import Scored, check_tasks, run_model
 from eval.soup import greedy_soup, held_out
 from eval.tasks import TASKS, options_of
 
-__all__ = ["compare_models", "list_datasets", "report", "score", "soup", "verify"]
-
-
 _OUTPUTS = {
     "out": "scores.html",
     "csv": "scores.csv",
@@ -81,9 +78,9 @@ def report(options: argparse.Namespace) -> int:
         return 0
     from clipkit.files import write_page
     from eval.report.comparison_page import build_comparison
-    from eval.report.result_set import read_result_set
     from eval.report.tables import Facts, as_csv, as_latex, as_markdown
     from eval.results.records import whole
+    from eval.results.table import read_table
 
     printed = [form for form, path in tables.items() if str(path) == "-"]
     if len(printed) > 1:
@@ -113,7 +110,7 @@ def report(options: argparse.Namespace) -> int:
             print(text, end="" if text.endswith("\n") else "\n")
         else:
             print(f"wrote {write_page(path, text)}", file=log)
-    _print_notes(read_result_set(files).notes)
+    _print_notes(read_table(files).notes)
     return 0
 
 

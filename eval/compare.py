@@ -9,6 +9,7 @@ stays below 5%.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 
 from rich import box
@@ -22,24 +23,9 @@ from eval.datasets import Card, Expected, card_names, load_card, read_card
 from eval.datasets.dataset import TEST, some
 from eval.datasets.targets import OWN_CARD, Target, find_targets, unite_errors
 from eval.metrics import METRICS, Comparison, compare_correct, compare_means, compare_statistics
-from eval.report.result_set import Model, ResultSet, read_result_set, split_checkpoint
-from eval.results.records import Details, details_folder, read_details
-from eval.results.scores import PREFIX, Record, Score
-
-__all__ = [
-    "LEVEL",
-    "Check",
-    "Difference",
-    "Known",
-    "ModelComparison",
-    "checks_of",
-    "compare",
-    "expected_of",
-    "find_known",
-    "known_tasks",
-    "nothing_checked",
-    "print_checks",
-]
+from eval.results.records import Details, details_folder, read_all_details
+from eval.results.scores import PREFIX, Score
+from eval.results.table import PROMPTED, Model, Record, ResultTable, group_by, read_table, split_checkpoint
 
 LEVEL = 0.05
 _ROUNDING = 1e-4  # between a score and the mean over its items
@@ -106,110 +92,107 @@ def compare(results: Sequence[Path], first: str, second: str) -> ModelComparison
         ConfigError: there is no such model or file, several have the name, or both are the same.
         DataError: a file cannot be read, or the models have no dataset and task in common.
     """
-    files, found, models, notes = _find_models(results, first, second)
-    labels = found.models[models[0]].label, found.models[models[1]].label
-    details: dict[tuple[str, ...], Details] = {}
-    unread: list[str] = []
-    for path in files:
-        read, trouble = read_details(path)
-        details.update({each.key: each for each in read})
-        unread += trouble
-    rows: tuple[dict[_Kind, list[Record]], dict[_Kind, list[Record]]] = ({}, {})
-    for row in found.rows:
-        if row.model in models:
-            kind = row.dataset, row.split, row.task, row.setting
-            rows[models.index(row.model)].setdefault(kind, []).append(row)
-    if not rows[0].keys() & rows[1].keys():
-        raise DataError(
-            f"{labels[0]} and {labels[1]} have no dataset and task in common, so nothing can be compared"
-        )
+    files, table, indices, notes = _find_models(results, first, second)
+    models = table.models[indices[0]], table.models[indices[1]]
+    rows_of = group_by(table.rows, attrgetter("model"))
+    first_rows, second_rows = (
+        group_by(rows_of.get(i, ()), attrgetter("dataset", "split", "task", "setting")) for i in indices
+    )
+    common = first_rows.keys() & second_rows.keys()
+    if not common:
+        labels = f"{models[0].label} and {models[1].label}"
+        raise DataError(f"{labels} have no dataset and task in common, so nothing can be compared")
+    details, unread = read_all_details(files)
     differences: list[Difference] = []
-    refused: dict[tuple[str, str], dict[str, None]] = {}  # datasets by task and reason
-    outcomes: list[tuple[_Kind, Difference | str]] = []
-    weights = found.models[models[0]].weights, found.models[models[1]].weights
-    for kind in rows[0]:
-        if kind in rows[1]:
-            pair = rows[0][kind], rows[1][kind]
-            outcomes += [(kind, one) for one in _differences(kind, pair, weights, details)]
-    for label, own, others in ((labels[0], rows[0], rows[1]), (labels[1], rows[1], rows[0])):
-        outcomes += [(kind, f"only {label} has scores") for kind in own if kind not in others]
-    for (dataset, split, task, _), outcome in outcomes:
-        if isinstance(outcome, str):
-            name = dataset if split == TEST else f"{dataset} {split}"
-            refused.setdefault((task, outcome), {})[name] = None
-        else:
-            differences.append(outcome)
-    families: dict[tuple[str, str, str], list[int]] = {}
-    for i, one in enumerate(differences):
-        families.setdefault((one.task, one.setting, one.metric), []).append(i)
-    for family in families.values():
-        p = 0.0
-        for place, i in enumerate(sorted(family, key=lambda i: differences[i].test.p)):
-            p = max(p, min(1.0, (len(family) - place) * differences[i].test.p))
-            differences[i] = replace(differences[i], p=p)
-    if any(why == _NO_DETAILS for _, why in refused):
-        missing = [path for path in files if not details_folder(path).is_dir()]
-        notes += [
-            f"{details_folder(path).name}/ is missing next to {path.name} in {path.parent}"
-            for path in missing
-        ]
-    lines = [f"{task} on {some(list(names))}: {why}" for (task, why), names in refused.items()]
+    # datasets by task and reason
+    refused: dict[tuple[str, str], dict[str, None]] = {}
+    # those that both models have first
+    kinds = sorted(
+        {**first_rows, **second_rows}, key=lambda kind: kind not in first_rows or kind not in second_rows
+    )
+    for kind in kinds:
+        pair = first_rows.get(kind, []), second_rows.get(kind, [])
+        for outcome in _test_metrics(kind, pair, models, details):
+            if isinstance(outcome, Difference):
+                differences.append(outcome)
+            else:
+                dataset, split, task, _ = kind
+                refused.setdefault((task, outcome), {})[
+                    dataset if split == TEST else f"{dataset} {split}"
+                ] = None
+    if any(reason == _NO_DETAILS for _, reason in refused):
+        for path in files:
+            folder = details_folder(path)
+            if not folder.is_dir():
+                notes.append(f"{folder.name}/ is missing next to {path.name} in {path.parent}")
+    lines = [f"{task} on {some(list(names))}: {reason}" for (task, reason), names in refused.items()]
     return ModelComparison(
-        first=labels[0],
-        second=labels[1],
-        differences=tuple(differences),
+        first=models[0].label,
+        second=models[1].label,
+        differences=_correct_p(differences),
         refused=(*unread, *lines),
         notes=tuple(notes),
     )
 
 
+def _correct_p(differences: Sequence[Difference]) -> tuple[Difference, ...]:
+    """Correct p by Holm's procedure over the datasets of each task, setting and metric."""
+    corrected: dict[int, Difference] = {}
+    family_of = attrgetter("task", "setting", "metric")
+    families = group_by(range(len(differences)), lambda i: family_of(differences[i]))
+    for family in families.values():
+        p = 0.0
+        for rank, i in enumerate(sorted(family, key=lambda i: differences[i].test.p)):
+            p = max(p, min(1.0, (len(family) - rank) * differences[i].test.p))
+            corrected[i] = replace(differences[i], p=p)
+    return tuple(corrected[i] for i in range(len(differences)))
+
+
 def _find_models(
     results: Sequence[Path], first: str, second: str
-) -> tuple[list[Path], ResultSet, tuple[int, int], list[str]]:
-    """Read the scores of two models; returns all files, their content, the two models, and notes for the user."""
-    known = read_result_set(results).models if results else ()
-    paths: list[Path | None] = []
+) -> tuple[list[Path], ResultTable, list[int], list[str]]:
+    """Read the scores of two models; returns all files, their table, the two models, and notes for the user."""
+    models = read_table(results).models if results else ()
     files = list(results)
+    file_of: dict[str, Path | None] = {}
     for name in (first, second):
-        path = None
-        if not any(_goes_by(model, name) for model in known) and (path := _results_file(name)) is not None:
-            files.append(path)
+        file_of[name] = None
+        if not any(_goes_by(model, name) for model in models):
+            path = _find_results(name)
             run, checkpoint = split_checkpoint(name)
-            if checkpoint and path == Path(run) / "results.jsonl":
-                path = None  # the run has other checkpoints too
-        paths.append(path)
-    files = list(dict.fromkeys(files))
+            if path is not None:
+                files.append(path)
+                # a run has other checkpoints than the named one
+                if not (checkpoint and path == Path(run) / "results.jsonl"):
+                    file_of[name] = path
     if not files:
         raise ConfigError(
             f"{first!r} is neither a results file nor a run folder: to name a model, use {_FORM}"
         )
-    found = read_result_set(files)
-    notes = list(found.unread)
-    one, other = (_model(found, *pair, notes) for pair in zip((first, second), paths, strict=True))
-    if one == other:
+    files = list(dict.fromkeys(files))
+    table = read_table(files)
+    notes = list(table.unread)
+    indices = [_select_model(table.models, name, file_of[name], notes) for name in (first, second)]
+    if indices[0] == indices[1]:
         raise ConfigError(f"{first!r} and {second!r} are the same model: choose two different ones")
-    return files, found, (one, other), notes
+    return files, table, indices, notes
 
 
-def _results_file(name: str) -> Path | None:
-    """Find the results file of a name: the file itself, that of a run folder, or that of a checkpoint's run.
-
-    Raises:
-        ConfigError: it does not exist.
-    """
+def _find_results(name: str) -> Path | None:
+    """Find the results file of a name: the file itself, that of a run folder, or that of a checkpoint's run."""
     run, checkpoint = split_checkpoint(name)
-    path, of_run = Path(name), Path(run) / "results.jsonl"
+    path = Path(name)
+    run_path = Path(run) / "results.jsonl"
     try:
-        if checkpoint and of_run.is_file():
-            return of_run
+        if checkpoint and run_path.is_file():
+            return run_path
         if path.is_dir():
             path = path / "results.jsonl"
             if not path.is_file():
                 raise ConfigError(f"no results at {path}: score the model with `python -m eval run`")
-            return path
-        if path.suffix != ".jsonl":
+        elif path.suffix != ".jsonl":
             return None
-        if not path.is_file():
+        elif not path.is_file():
             raise ConfigError(f"there is no file {name[:200]}")
     except OSError as error:
         raise ConfigError(f"cannot read {name[:200]}: {error.strerror}") from error
@@ -224,20 +207,19 @@ def _goes_by(model: Model, name: str) -> bool:
         if model.step is not None and number.isdecimal():
             if int(number) != model.step:
                 return False
-        elif all(split_checkpoint(one)[1] != checkpoint for one in model.names):
+        elif all(split_checkpoint(each)[1] != checkpoint for each in model.names):
             return False
     start = name.removeprefix("sha256:")
     begins = len(start) >= _LEAST_DIGITS and model.weights.removeprefix("sha256:").startswith(start)
     return name == model.label or plain in model.names or begins
 
 
-def _model(found: ResultSet, name: str, path: Path | None, notes: list[str]) -> int:
+def _select_model(models: Sequence[Model], name: str, path: Path | None, notes: list[str]) -> int:
     """Find the model of a file or name; of several steps of one training the last.
 
     Raises:
         ConfigError: there is none, or several.
     """
-    models = found.models
     run, checkpoint = split_checkpoint(name)
     if path is not None:
         matches = [i for i, model in enumerate(models) if path in model.files]
@@ -270,76 +252,85 @@ def _model(found: ResultSet, name: str, path: Path | None, notes: list[str]) -> 
     raise ConfigError(f"no results for model {name!r}, and no such file or run folder: {known}")
 
 
-def _differences(
+def _test_metrics(
     kind: _Kind,
     rows: tuple[Sequence[Record], Sequence[Record]],
-    weights: tuple[str, str],
+    models: tuple[Model, Model],
     details: Mapping[tuple[str, ...], Details],
 ) -> Iterator[Difference | str]:
     """Test all metrics of a dataset, task and setting, with every prompt set of both models; or say why not."""
     dataset, split, task, setting = kind
+    if not rows[0] or not rows[1]:
+        yield f"only {models[0].label if rows[0] else models[1].label} has scores"
+        return
     if task == "few-shot":
         yield "few-shot scores are means over draws, without details of each draw"
         return
     if PREFIX.fullmatch(setting):
         yield "scores of prefixes of the embedding have no details"
         return
-    prompts = [list(dict.fromkeys(row.prompt_set for row in own)) for own in rows]
-    common = [one for one in prompts[0] if one in prompts[1]]
-    if not common:
-        yield f"the prompt sets differ ({prompts[0][0] or 'none'} and {prompts[1][0] or 'none'})"
-    for prompt_set in common:
-        first, second = ({row.metric: row for row in own if row.prompt_set == prompt_set} for own in rows)
-        scores = [(row, second[metric]) for metric, row in first.items() if metric in second]
-        one, two = (details.get((model, dataset, split, task, prompt_set, setting)) for model in weights)
-        if (reason := _incomparable(scores)) is None:
-            reason = _NO_DETAILS if one is None or two is None else _different_items(one, two)
-        if reason is not None:
-            yield reason
+    first_rows, second_rows = (group_by(own_rows, attrgetter("prompt_set")) for own_rows in rows)
+    if not first_rows.keys() & second_rows.keys():
+        first, second = (next(iter(own_rows)) or "none" for own_rows in (first_rows, second_rows))
+        yield f"the prompt sets differ ({first} and {second})"
+    for prompt_set in first_rows:
+        if prompt_set not in second_rows:
             continue
-        assert one is not None and two is not None
-        for row, other in scores:
-            metric = row.metric
-            try:
-                test = _test(metric, one, two)
-            except DataError as error:
-                yield f"{metric}: {error}"
-                continue
-            change = other.value - row.value
-            if test is None:
-                yield f"{metric} cannot be tested: the details have no per-item values of it"
-            elif abs(test.difference - change) > _ROUNDING * max(1.0, row.value):
-                yield f"{metric}: the details do not match the scores"
-            else:
-                yield Difference(
-                    dataset=dataset,
-                    task=task,
-                    setting=setting,
-                    prompt_set=prompt_set,
-                    metric=metric,
-                    first=row.value,
-                    second=other.value,
-                    test=test,
-                    p=test.p,
-                )
+        others = {row.metric: row for row in second_rows[prompt_set]}
+        scores = [(row, others[row.metric]) for row in first_rows[prompt_set] if row.metric in others]
+        keys = [(model.weights, dataset, split, task, prompt_set, setting) for model in models]
+        first_details, second_details = (details.get(key) for key in keys)
+        if (reason := _find_difference(scores)) is not None:
+            yield reason
+        elif first_details is None or second_details is None:
+            yield _NO_DETAILS
+        elif (reason := _find_other_items(first_details, second_details)) is not None:
+            yield reason
+        else:
+            for row, other in scores:
+                yield _test_score(row, other, first_details, second_details)
 
 
-def _incomparable(scores: Sequence[tuple[Record, Record]]) -> str | None:
+def _test_score(row: Record, other: Record, first: Details, second: Details) -> Difference | str:
+    """Test one metric item by item, or say why it cannot be tested."""
+    try:
+        test = _test(row.metric, first, second)
+    except DataError as error:
+        return f"{row.metric}: {error}"
+    if test is None:
+        return f"{row.metric} cannot be tested: the details have no per-item values of it"
+    if abs(test.difference - (other.value - row.value)) > _ROUNDING * max(1.0, row.value):
+        return f"{row.metric}: the details do not match the scores"
+    return Difference(
+        dataset=row.dataset,
+        task=row.task,
+        setting=row.setting,
+        prompt_set=row.prompt_set,
+        metric=row.metric,
+        first=row.value,
+        second=other.value,
+        test=test,
+        p=test.p,
+    )
+
+
+def _find_difference(scores: Sequence[tuple[Record, Record]]) -> str | None:
     """Return why scores of two models are not comparable, or None."""
     for first, second in scores:
         if first.data_revision and second.data_revision not in ("", first.data_revision):
             return f"the data revisions differ ({first.data_revision} and {second.data_revision})"
         if first.n != second.n:
             return f"the numbers of items differ ({first.n or 0:,} and {second.n or 0:,})"
-        of_set = f" of set {first.prompt_set}" if first.prompt_set else ""
-        texts = dict.fromkeys(("zero-shot", "likelihood"), f"prompts{of_set or ' of set own'}")
-        texts |= dict.fromkeys(("retrieval", "captioning"), f"captions{of_set}")
-        if first.task in texts and first.prompts and second.prompts not in ("", first.prompts):
-            return f"the {texts[first.task]} differ ({first.prompts} and {second.prompts})"
+        if first.task in PROMPTED and first.prompts and second.prompts not in ("", first.prompts):
+            if first.task in ("zero-shot", "likelihood"):
+                texts = f"prompts of set {first.prompt_set or 'own'}"
+            else:
+                texts = f"captions of set {first.prompt_set}" if first.prompt_set else "captions"
+            return f"the {texts} differ ({first.prompts} and {second.prompts})"
     return None if scores else "the models have no metric in common"
 
 
-def _different_items(first: Details, second: Details) -> str | None:
+def _find_other_items(first: Details, second: Details) -> str | None:
     """Return why details are not of the same items, or None."""
     if first.data_revision and second.data_revision not in ("", first.data_revision):
         return f"the details come from different data ({first.data_revision} and {second.data_revision})"

@@ -28,8 +28,6 @@ from eval.results.scores import PREFIX, Score, append_results, provenance, read_
 from eval.tasks import TASKS, Options, Task, task_of
 from eval.tasks.subject import Outcome, Subject
 
-__all__ = ["Scored", "Scorer", "check_tasks", "evaluate", "run_model"]
-
 _LABELED = "of the built-in datasets, emoji and cues have a train split with labels"
 
 

@@ -1,3 +1,6 @@
+from .calibrate import (
+    wilson_interval as wilson_interval,
+)
 from .explain import (
     enlarged as enlarged,
     heat_colors as heat_colors,

@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import NormalDist
 
 import msgspec
 import torch
@@ -22,7 +23,15 @@ from torch import Tensor
 from clipkit.errors import DataError
 from clipkit.files.atomic import write_atomic
 
-__all__ = ["LEAST", "LEAST_SCALE", "Calibration", "HeldOut", "calibrate", "read_calibration"]
+__all__ = [
+    "LEAST",
+    "LEAST_SCALE",
+    "Calibration",
+    "HeldOut",
+    "calibrate",
+    "read_calibration",
+    "wilson_interval",
+]
 
 FOLDS = 5
 _DECAY = 1e-3
@@ -167,7 +176,7 @@ def calibrate(
         chosen = _thresholds(own, targets[learn], target, several=several)
         accepted[held] = _predicted(other[held], several=several) & (other[held] >= chosen)
     right, count = int((accepted & targets).sum()), int(accepted.sum())
-    low, high = _wilson(right, count)
+    low, high = wilson_interval(right, count)
     held_out = HeldOut(
         images=len(targets),
         accepted=count,
@@ -254,15 +263,24 @@ def _threshold(probabilities: Tensor, right: Tensor, target: float) -> float:
     return float(probabilities[order[enough[-1]]]) if len(enough) else 2.0
 
 
-def _wilson(hits: int, count: int) -> tuple[float, float]:
-    """Return the 95% interval of a proportion (Wilson 1927)."""
-    if not count:
+def wilson_interval(hits: float, n: float, *, miss: float = 0.05) -> tuple[float, float]:
+    """Compute Wilson's interval (1927) of a proportion; 0 … 1 without trials.
+
+    Args:
+        hits: 0 … n, not necessarily an integer.
+        n: number of trials.
+        miss: probability of missing the true value, half at each end.
+    """
+    if not n:
         return 0.0, 1.0
-    z = 1.959963984540054
-    mean, spread = hits / count, z * z / count
-    middle = (mean + spread / 2) / (1 + spread)
-    half = z / (1 + spread) * math.sqrt(mean * (1 - mean) / count + spread / (4 * count))
-    return max(0.0, middle - half), min(1.0, middle + half)
+    z = NormalDist().inv_cdf(1 - miss / 2)
+    fraction = hits / n
+    centre = (fraction + z**2 / (2 * n)) / (1 + z**2 / n)
+    half = z * math.sqrt(max(0.0, fraction * (1 - fraction)) / n + z**2 / (4 * n * n)) / (1 + z**2 / n)
+    # at 0 and n the formula gives 0 and 1 up to rounding
+    low = 0.0 if hits == 0 else centre - half
+    high = 1.0 if hits == n else centre + half
+    return low, high
 
 
 def _ece(probabilities: Tensor, targets: Tensor, bins: int = 15) -> float:

@@ -64,9 +64,14 @@ __all__ = [
     "compare_statistics",
     "confusion",
     "full_float32",
+    "is_fraction",
+    "is_informative",
+    "is_rank",
     "jaccard_index",
+    "lower_is_better",
     "match_ranks",
     "metric_of",
+    "metric_title",
     "pairwise_correct",
     "per_class_accuracy",
     "stable_top_k",
@@ -422,3 +427,36 @@ def metric_of(name: str) -> Metric[Never] | None:
     if match := re.fullmatch(r"jaccard_(\d{1,9})", name):
         return _jaccard(int(match[1]), int(match[1]))
     return None
+
+
+_STD = "_std"  # suffix of a metric: its standard deviation over seeds
+
+
+def metric_title(metric: str) -> str:
+    """Format the name of a metric, such as "top-1" for "acc1"."""
+    if metric.endswith(_STD):
+        return f"{metric_title(metric.removesuffix(_STD))} std"
+    title = METRICS[metric].title if metric in METRICS else ""
+    return title or metric.replace("_", " ")
+
+
+def is_informative(metric: str, n: int | None) -> bool:
+    """Whether a score is informative: the standard deviation over a single seed is not."""
+    return not metric.endswith(_STD) or n is None or n > 1
+
+
+def is_rank(metric: str) -> bool:
+    """Whether a metric starts at 1, as ranks and perplexity do."""
+    return metric in METRICS and METRICS[metric].highest is None
+
+
+def lower_is_better(metric: str) -> bool:
+    """Whether the best model is the one with the lowest value."""
+    return metric in METRICS and not METRICS[metric].larger_is_better
+
+
+def is_fraction(metric: str, *values: float | None) -> bool:
+    """Whether values of a metric are in [0, 1] and shown in percent; ranks and CIDEr-D are not."""
+    if metric in METRICS and METRICS[metric].highest != 1.0:
+        return False
+    return all(0 <= value <= 1 for value in values if value is not None)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
+from clipkit.inference import wilson_interval
 from eval.metrics.intervals import (
     Bools,
     Estimate,
@@ -21,7 +22,6 @@ from eval.metrics.intervals import (
     estimate,
     mean_estimate,
     proportion,
-    wilson_interval,
 )
 
 
@@ -124,10 +124,7 @@ def per_class_accuracy(correct: Tensor, labels: Tensor, classes: int) -> PerClas
     total = np.bincount(label, minlength=classes)
     right = np.bincount(label[correct.cpu().numpy()], minlength=classes)
     accuracy = np.divide(right, total, out=np.full(classes, np.nan), where=total > 0)
-    ends = [
-        wilson_interval(h, n) if n else (0.0, 1.0)
-        for h, n in zip(right.tolist(), total.tolist(), strict=True)
-    ]
+    ends = [wilson_interval(hits, n) for hits, n in zip(right.tolist(), total.tolist(), strict=True)]
     low, high = np.array(ends, dtype=np.float64).reshape(-1, 2).T
     return PerClass(right=right, total=total, accuracy=accuracy, low=low, high=high)
 

@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from clipkit.inference import wilson_interval
+
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -39,22 +41,6 @@ class Estimate:
     low: float
     high: float
     n: int
-
-
-def wilson_interval(hits: float, n: float, *, miss: float = 0.05) -> tuple[float, float]:
-    """Compute Wilson's interval (1927) of a proportion.
-
-    Args:
-        hits: 0 … n, not necessarily whole.
-        n: number of trials, above 0.
-        miss: probability of missing the true value, half at each end.
-    """
-    z = _Z95 if miss == 0.05 else NormalDist().inv_cdf(1 - miss / 2)
-    fraction, z2 = hits / n, z**2
-    centre = (fraction + z2 / (2 * n)) / (1 + z2 / n)
-    half = z * math.sqrt(max(0.0, fraction * (1 - fraction)) / n + z2 / (4 * n * n)) / (1 + z2 / n)
-    # at 0 and n the formula gives 0 and 1 up to rounding
-    return (0.0 if hits == 0 else centre - half), (1.0 if hits == n else centre + half)
 
 
 def proportion(hits: int, n: int) -> Estimate:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from clipkit.inference import wilson_interval
 from eval.metrics.intervals import (
     Estimate,
     Floats,
@@ -19,7 +20,6 @@ from eval.metrics.intervals import (
     coin_probabilities,
     mean_statistic,
     proportion,
-    wilson_interval,
 )
 
 DIRECTIONS = ("image_to_text", "text_to_image")

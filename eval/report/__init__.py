@@ -1,9 +1,9 @@
 """Reports of scores: HTML pages, text tables, and tables for the terminal.
 
-result_set       results files as models × rows of scores
 tables           the table of models × datasets, and all scores as CSV, LaTeX and Markdown
 run_page         the page of a training run
 comparison_page  the page over many models and datasets
+blocks           details of models on datasets
 charts           charts, thumbnails and numbers of the pages
 terminal         tables for the terminal
 templates/       markup, styles and script of the pages

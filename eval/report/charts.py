@@ -13,33 +13,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from markupsafe import Markup
 
 from clipkit.files import templates
+from eval.metrics import metric_title
 from eval.results.records import Thumbnail
-
-__all__ = [
-    "TEMPLATES",
-    "Bar",
-    "Chart",
-    "ChartLine",
-    "Dot",
-    "Headline",
-    "Point",
-    "Thumbnails",
-    "difference_bars",
-    "downsample",
-    "draw",
-    "figure",
-    "macro",
-    "number",
-    "ranked_bars",
-    "scatter",
-    "signed",
-    "smooth",
-    "value_text",
-]
 
 TEMPLATES = templates(Path(__file__).with_name("templates"))
 POINTS = 400  # buckets of a long curve: about one per pixel column of a phone
@@ -89,7 +69,6 @@ def signed(fraction: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Format a duration in its largest unit, such as 2.5 minutes."""
     for limit, length, unit in ((90, 1, "seconds"), (5400, 60, "minutes"), (172_800, 3600, "hours")):
         if seconds < limit:
             return f"{number(round(seconds / length, 1))} {unit}"
@@ -98,14 +77,17 @@ def _duration(seconds: float) -> str:
 
 def value_text(value: object) -> str:
     """Format a value of a results line."""
+    if value is None:
+        return ""
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {value_text(one)}" for key, one in value.items())
+        return ", ".join(f"{key} {value_text(each)}" for key, each in value.items())
     if isinstance(value, float):
         return number(value)
-    return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 TEMPLATES.filters |= {
+    "metric_name": metric_title,
     "number": number,
     "figure": figure,
     "signed": signed,
@@ -185,7 +167,6 @@ class Thumbnails:
 
     @property
     def rules(self) -> list[tuple[str, str]]:
-        """CSS class and base64 PNG of every image."""
         return [(name.split()[0], png) for png, name in self._classes.items()]
 
 
@@ -214,23 +195,16 @@ class ChartLine:
     dashed: bool = False
     summary: str | None = None
 
-
-@dataclass(frozen=True, kw_only=True)
-class Chart:
-    """A titled line chart; the y axis includes ``floor`` and ``ceiling``.
-
-    The x axis counts ``x_name``s, unless ``x_ticks`` lists all its positions and labels.
-    """
-
-    title: str
-    lines: Sequence[ChartLine]
-    unit: str = ""
-    note: str = ""
-    floor: float | None = None
-    ceiling: float | None = None
-    wide: bool = False
-    x_name: str = "step"
-    x_ticks: Sequence[tuple[float, str]] = ()
+    @property
+    def read_out(self) -> dict[str, Any]:
+        """The points for the read-out by pointer or arrow keys."""
+        points = [self.mark, *self.points] if self.mark else self.points
+        return {
+            "name": self.name,
+            "tone": 0 if self.reference else self.tone,
+            "x": [float(f"{x:.10g}") for x, _ in points],
+            "y": [float(f"{y:.4g}") for _, y in points],
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,11 +223,9 @@ class _Scale:
         return 100 * ((self.y1 - value) / (self.y1 - self.y0) if self.y1 > self.y0 else 0.5)
 
     def points(self, points: Sequence[Point]) -> str:
-        """Format points for a polyline."""
         return " ".join(f"{10 * self.left(x):.1f},{10 * self.top(y):.1f}" for x, y in points)
 
     def dots(self, points: Sequence[Point]) -> str:
-        """Format points as a path of dots."""
         return "".join(f"M{10 * self.left(x):.1f} {10 * self.top(y):.1f}h0" for x, y in points)
 
     def line(self, line: ChartLine) -> str:
@@ -264,82 +236,102 @@ class _Scale:
         return self.points(points)
 
     def band(self, line: ChartLine) -> str:
-        """Format the outline of a band."""
         upper = [(x, high) for x, _, high in line.band]
         return self.points([*upper, *((x, low) for x, low, _ in reversed(line.band))])
 
 
-def draw(chart: Chart) -> Markup:
-    """Render a chart as a ``figure``; empty if there is nothing to draw."""
-    lines = [line for line in chart.lines if line.points]
+def draw(
+    title: str,
+    lines: Sequence[ChartLine],
+    *,
+    unit: str = "",
+    note: str = "",
+    floor: float | None = None,
+    ceiling: float | None = None,
+    wide: bool = False,
+    x_name: str = "step",
+    x_ticks: Sequence[tuple[float, str]] = (),
+) -> Markup:
+    """Render a titled line chart as a ``figure``; empty if there is nothing to draw.
+
+    The y axis includes ``floor`` and ``ceiling``. The x axis counts ``x_name``s, unless ``x_ticks`` lists all its
+    positions and labels.
+    """
+    lines = [line for line in lines if line.points]
     if all(line.reference for line in lines):
         return Markup()
-    points = [point for line in lines for point in (*line.points, *((line.mark,) if line.mark else ()))]
-    xs, ys = [x for x, _ in points], [y for _, y in points]
-    ys += [y for line in lines for _, low, high in line.band for y in (low, high)]
-    ys += [y for y in (chart.floor, chart.ceiling) if y is not None]
+    xs: list[float] = []
+    ys = [y for y in (floor, ceiling) if y is not None]
+    for line in lines:
+        points = [*line.points, line.mark] if line.mark else line.points
+        xs += [x for x, _ in points]
+        ys += [y for _, y in points]
+        for _, low, high in line.band:
+            ys += [low, high]
     low, high = min(ys), max(ys)
-    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-15):  # room on both sides of a constant line
+    # room on both sides of a constant line
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-15):
         pad = max(abs(high) * 0.05, 1e-6)
         low, high = low - pad, high + pad
-    room = 0.02 * (max(xs) - min(xs)) if any(line.mark for line in lines) else 0.0
+    room = 0.0
+    if any(line.mark for line in lines):
+        room = 0.02 * (max(xs) - min(xs))
     scale = _Scale(x0=min(xs) - room, x1=max(xs), y0=low, y1=high)
 
     y_ticks = _ticks(low, high)
-    plain = all(tick == 0 or abs(tick) >= 0.001 for tick in y_ticks)  # otherwise all in scientific notation
-    y_texts = [(number(y) if plain or y == 0 else _scientific(y)) + chart.unit for y in y_ticks]
-    x_ticks = list(chart.x_ticks)
+    # if a number needs it, all are in scientific notation
+    is_plain = all(tick == 0 or abs(tick) >= 0.001 for tick in y_ticks)
+    y_texts = [number(y) if is_plain or y == 0 else _scientific(y) for y in y_ticks]
+    labels = dict(x_ticks)
     if not x_ticks:
-        whole = [x for x in _ticks(scale.x0, scale.x1) if x == int(x)] if scale.x1 > scale.x0 else []
-        x_ticks = [(x, number(x)) for x in whole or [scale.x0]]
-        x_ticks[-1] = x_ticks[-1][0], f"{x_ticks[-1][1]} {chart.x_name}s"
-    places = [(scale.left(x), label) for x, label in x_ticks if scale.x0 <= x <= scale.x1]
+        steps = [x for x in _ticks(scale.x0, scale.x1) if x == int(x)] if scale.x1 > scale.x0 else []
+        x_ticks = [(x, number(x)) for x in steps or [scale.x0]]
+        x_ticks[-1] = x_ticks[-1][0], f"{x_ticks[-1][1]} {x_name}s"
+    positions = []
+    for x, label in x_ticks:
+        if scale.x0 <= x <= scale.x1:
+            left = scale.left(x)
+            positions.append((left, "first" if left < 6 else "last" if left > 90 else "", label))
 
-    # reference labels: on the side of their line where no other line ends nearby
     ends = [scale.top(line.points[-1][1]) for line in lines if not line.reference]
     references = []
     words = []
-    labels = dict(chart.x_ticks)
     for line in lines:
         (x0, y0), (x1, y1) = line.points[0], line.points[-1]
         if line.reference:
+            # the label is on the side of the line where no other line ends nearby
             top = scale.top(y1)
-            crowded = any(top - _LABEL_ROOM < end <= top for end in ends)
-            below = top < _LABEL_ROOM or (crowded and top < 100 - _LABEL_ROOM)
+            is_crowded = any(top - _LABEL_ROOM < end <= top for end in ends)
+            below = top < _LABEL_ROOM or (is_crowded and top < 100 - _LABEL_ROOM)
             references.append((top, below, line.name))
-            words.append(f"{line.name} at {figure(y1, chart.unit)}")
+            words.append(f"{line.name} at {figure(y1, unit)}")
         else:
-            start, end = (f"{chart.x_name} {labels.get(x) or number(x)}" for x in (x0, x1))
-            words.append(
-                f"{line.name} from {figure(y0, chart.unit)} at {start} to {figure(y1, chart.unit)} at {end}"
-            )
-    data = {  # for the read-out
-        "unit": chart.unit,
-        "name": chart.x_name,
-        "ticks": {f"{x:.10g}": label for x, label in chart.x_ticks},
+            start, end = (f"{x_name} {labels.get(x) or number(x)}" for x in (x0, x1))
+            words.append(f"{line.name} from {figure(y0, unit)} at {start} to {figure(y1, unit)} at {end}")
+    read_out = {
+        "unit": unit,
+        "name": x_name,
+        "ticks": {f"{x:.10g}": label for x, label in labels.items()},
         "x": [scale.x0, scale.x1],
         "y": [scale.y0, scale.y1],
-        "lines": [
-            {
-                "name": line.name,
-                "tone": 0 if line.reference else line.tone,
-                "x": [float(f"{x:.10g}") for x, _ in own],
-                "y": [float(f"{y:.4g}") for _, y in own],
-            }
-            for line in lines
-            for own in [[line.mark, *line.points] if line.mark else line.points]
-        ],
+        "lines": [line.read_out for line in lines],
     }
     return macro("charts.html", "chart")(
-        chart,
+        title,
         lines,
         scale,
-        y_ticks=[(scale.top(y), text) for y, text in zip(y_ticks, y_texts, strict=True)],
-        x_ticks=[(left, "first" if left < 6 else "last" if left > 90 else "", text) for left, text in places],
+        unit=unit,
+        note=note,
+        wide=wide,
+        y_ticks=[(scale.top(y), text + unit) for y, text in zip(y_ticks, y_texts, strict=True)],
+        x_ticks=positions,
         references=references,
-        words=f"{chart.title}: {'; '.join(words)}",
-        data=json.dumps(data, ensure_ascii=False, separators=(",", ":")),
+        words=f"{title}: {'; '.join(words)}",
+        data=json.dumps(read_out, ensure_ascii=False, separators=(",", ":")),
     )
+
+
+TEMPLATES.globals["draw"] = draw
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -375,24 +367,6 @@ class Dot:
     x: float
     y: float
     tone: int = 1
-
-
-def ranked_bars(title: str, bars: Sequence[Bar], *, note: str = "") -> Markup:
-    """Render fractions in [0, 1] as bars, the largest first; empty without bars."""
-    ranked = sorted(bars, key=lambda bar: -bar.value)
-    return macro("charts.html", "ranked_bars")(title, ranked, note) if bars else Markup()
-
-
-def difference_bars(
-    title: str, bars: Sequence[Bar], *, limits: tuple[float, float], note: str = ""
-) -> Markup:
-    """Render differences in [−1, 1] on both sides of a line at 0, the largest first.
-
-    ``limits`` are the minimum and maximum over all charts that share one scale.
-    """
-    low, high = min(0.0, limits[0]), max(0.0, limits[1])
-    ranked = sorted(bars, key=lambda bar: -bar.value)
-    return macro("charts.html", "difference_bars")(title, ranked, low, (high - low) or 1.0, note)
 
 
 def scatter(

@@ -31,8 +31,6 @@ from eval.tasks import Options
 from eval.tasks.classify import zero_shot
 from eval.tasks.subject import Subject
 
-__all__ = ["build_internals", "run"]
-
 _SIDE, _TILE = 192, 34  # of an image and of a filter, in pixels
 _COLUMNS = 7  # of filters
 _IMAGES = 6  # with heatmaps and rollouts

@@ -3,11 +3,15 @@
 import math
 import shlex
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
+from statistics import fmean, median_high
 from typing import Any
+
+import torch
 
 from clipkit.config import load_config
 from clipkit.errors import ConfigError, DataError
@@ -16,25 +20,23 @@ from clipkit.files import without_secrets, write_page
 from clipkit.samples.remote import cache_folder
 from data.corpora.builtin import BUILTIN
 from eval.datasets.dataset import TEST
+from eval.metrics import metric_title
 from eval.report.charts import (
     TEMPLATES,
-    Chart,
     ChartLine,
     Headline,
     Point,
     Thumbnails,
     downsample,
-    draw,
     figure,
     number,
     smooth,
     value_text,
 )
-from eval.report.tables import TableRow, metric_name, setting_name
-from eval.results.records import Snapshot, find_snapshots, json_lines, read_snapshot, whole
-from eval.results.scores import PREFIX, Record, Series, read_records
-
-__all__ = ["Result", "RunFolder", "build_report", "headlines", "newest", "read_run_folder"]
+from eval.report.tables import TableRow, join_words, setting_name
+from eval.results.records import Snapshot, find_snapshots, finite, json_lines, read_snapshot, whole
+from eval.results.scores import PREFIX
+from eval.results.table import Record, Series, group_by, read_records
 
 _METRICS = (
     "loss", "chance", "floor", "scale", "lr", "samples_per_second", "data_time", "batch_time", "image_to_text_R@1",
@@ -100,9 +102,21 @@ class RunFolder:
     first_bad: Sequence[tuple[str, str, str]]
     notes: Sequence[str]
 
+    def curve(self, metric: str) -> Sequence[Point]:
+        return self.metrics.get(metric, ())
+
+    @property
+    def terms(self) -> dict[str, Sequence[Point]]:
+        """The local terms of the loss."""
+        return {
+            name.removeprefix(_TERM).replace("_", " ").capitalize(): points
+            for name, points in self.metrics.items()
+            if name.startswith(_TERM)
+        }
+
     def last(self, metric: str) -> float | None:
         """The last value of a curve."""
-        points = self.metrics.get(metric)
+        points = self.curve(metric)
         return points[-1][1] if points else None
 
     @property
@@ -149,12 +163,12 @@ def _read(run: Path) -> RunFolder:
         terms = {name for name in line if name.startswith(_TERM)} - {_LOSS_TIME}
         columns.update({name: {} for name in line if name in terms and name not in columns})
         for name, column in columns.items():
-            value = line.get(name)
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                if math.isfinite(value):
-                    column[step] = float(value)  # a resumed training repeats steps: the last value counts
-                else:
-                    not_finite.add(name)
+            value = finite(line.get(name))
+            # a resumed training repeats steps: the last value counts
+            if value is not None:
+                column[step] = value
+            elif isinstance(line.get(name), float):
+                not_finite.add(name)
     if not_finite:
         notes.append(
             f"Some values of {', '.join(sorted(not_finite))} are not finite numbers and are left out."
@@ -174,7 +188,9 @@ def _read(run: Path) -> RunFolder:
         if record.step is not None:
             result = Result(**vars(record))
             key = (result.step, result.what)
-            if key not in found or result.own or not found[key].own:  # the training's own score counts
+            if (
+                key not in found or result.scored_in_training or not found[key].scored_in_training
+            ):  # the training's own score counts
                 found[key] = result
     results = sorted(found.values(), key=lambda result: result.step)  # stable: within a step, as written
 
@@ -241,15 +257,18 @@ def build_report(run: Path, out: Path | None = None) -> Path:
         run=folder,
         notes=folder.notes,
         headlines=headlines(folder.results, folder.step),
-        charts=_charts(folder),
+        lines=_training_lines(folder),
+        terms={name: _noisy("loss", points, number(points[-1][1])) for name, points in folder.terms.items()},
+        utilization=_utilization_line(folder.curve("mfu")),
+        score_charts=_score_charts(folder),
         thumbnails=Thumbnails(),
         has_heatmaps=any(one.heat for snapshot in last for one in snapshot.examples),
         has_classes=any(hit.right is not None for one in last for query in one.queries for hit in query.hits),
-        similarities=_similarities,
+        similarities=_compare_similarities,
         newest=newest(folder.results),
         row=_row,
         series_name=partial(_series_name, known={result.series for result in folder.results}),
-        provenance=_provenance(_of_training(folder.results)),
+        provenance=_list_provenance(_select_headlined(folder.results)),
         config=without_secrets(folder.config_text).strip(),
         search=_search(run, folder.scored_on),
         expected=_expected(run),
@@ -258,7 +277,6 @@ def build_report(run: Path, out: Path | None = None) -> Path:
 
 
 def _expected(run: Path) -> str:
-    """Describe the score that public runs of the run's recipe reached; "" if there are none."""
     try:
         return expected_score(load_config(run / "config.toml"))
     except ConfigError:  # missing, or of another version
@@ -281,19 +299,21 @@ def _search(run: Path, datasets: Sequence[str]) -> str:
 def newest(results: Sequence[Result]) -> list[Result]:
     """Select the last score of each metric, series by series; series scored in training come first."""
     last = {result.what: result for result in results}
-    own = {result.series for result in results if result.own}
+    trained = {result.series for result in results if result.scored_in_training}
     order = list(dict.fromkeys(result.series for result in last.values()))
-    return sorted(last.values(), key=lambda result: (result.series not in own, order.index(result.series)))
+    return sorted(
+        last.values(), key=lambda result: (result.series not in trained, order.index(result.series))
+    )
 
 
-def _of_training(results: Sequence[Result]) -> list[Result]:
+def _select_headlined(results: Sequence[Result]) -> list[Result]:
     """Select the last scores taken in training; without any, the latest of all.
 
     The selection does not change when a checkpoint is scored later.
     """
-    own = [result for result in results if result.own] or list(results)
-    last = max((result.step for result in own), default=0)
-    return [result for result in own if result.step == last]
+    trained = [result for result in results if result.scored_in_training] or list(results)
+    last = max((result.step for result in trained), default=0)
+    return [result for result in trained if result.step == last]
 
 
 def _row(result: Result) -> TableRow:
@@ -301,60 +321,65 @@ def _row(result: Result) -> TableRow:
 
 
 def _series_name(result: Result, known: Collection[Series]) -> str:
-    """Name a series without its dataset, with prompts and split if ``known`` series differ in them."""
-    mine = (result.dataset, result.task, result.setting)
-    alike = [(split, prompts) for data, split, task, prompts, own in known if (data, task, own) == mine]
-    several_prompts = len({prompts for _, prompts in alike}) > 1
-    several_splits = len({split for split, _ in alike}) > 1
+    splits: set[str] = set()
+    prompt_sets: set[str] = set()
+    for dataset, split, task, prompt_set, setting in known:
+        if (dataset, task, setting) == (result.dataset, result.task, result.setting):
+            splits.add(split)
+            prompt_sets.add(prompt_set)
     prompts = f"prompts {result.prompt_set}" if result.prompt_set else "no prompts"
-    parts = (
+    return join_words(
         result.task,
         setting_name(result.task, result.setting),
-        prompts if several_prompts else "",
-        f"split {result.split}" if result.split != TEST or several_splits else "",
+        prompts if len(prompt_sets) > 1 else "",
+        f"split {result.split}" if result.split != TEST or len(splits) > 1 else "",
     )
-    return ", ".join(filter(None, parts))
 
 
-def _main_first(metrics: Mapping[str, Any]) -> list[str]:
-    """Order metrics: the mean of both directions of retrieval first, otherwise as recorded."""
-    return sorted(metrics, key=lambda metric: metric != _MEAN)
+def _group_metrics(results: Iterable[Result]) -> dict[Series, dict[str, list[Result]]]:
+    """Group scores by series and metric, the mean of both directions of retrieval first."""
+    groups = {}
+    for series, own_results in group_by(results, lambda result: result.series).items():
+        metrics = group_by(own_results, lambda result: result.metric)
+        groups[series] = dict(sorted(metrics.items(), key=lambda item: item[0] != _MEAN))
+    return groups
 
 
 def headlines(results: Sequence[Result], step: int | None) -> list[Headline]:
     """Select the main metric of each dataset scored in training; scores of another step than ``step`` say so."""
-    metrics: dict[Series, dict[str, Result]] = {}
-    for result in (one for one in _of_training(results) if not PREFIX.fullmatch(one.setting)):
-        metrics.setdefault(result.series, {})[result.metric] = result
     known = {result.series for result in results}
-    found = []
-    for own in [*metrics.values()][:_HEADLINES]:
-        result = own[_main_first(own)[0]]
+    shown = [result for result in _select_headlined(results) if not PREFIX.fullmatch(result.setting)]
+    selected = []
+    for metrics in list(_group_metrics(shown).values())[:_HEADLINES]:
+        result = next(iter(metrics.values()))[-1]
         row = _row(result)
-        interval = None if result.low is None or result.high is None else (result.low, result.high)
-        details = [] if result.step == step else [f"step {number(result.step)}"]
-        details += (
-            [f"95% interval {row.figure(interval[0])} to {row.figure(interval[1])}"] if interval else []
-        )
-        details += [f"chance {row.figure(result.chance)}"] if result.chance is not None else []
-        details += [f"n = {number(result.n)}"] if result.n is not None else []
+        details = []
+        if result.step != step:
+            details.append(f"step {number(result.step)}")
+        if result.interval is not None:
+            low, high = result.interval
+            details.append(f"95% interval {row.figure(low)} to {row.figure(high)}")
+        if result.chance is not None:
+            details.append(f"chance {row.figure(result.chance)}")
+        if result.n is not None:
+            details.append(f"n = {number(result.n)}")
         unit = "%" if row.in_percent else ""
-        found.append(
+        selected.append(
             Headline(
                 dataset=result.dataset,
-                what=" ".join(filter(None, (_series_name(result, known), metric_name(result.metric)))),
+                what=f"{_series_name(result, known)} {metric_title(result.metric)}".strip(),
                 figure=row.figure(result.value).removesuffix(unit),
                 unit=unit,
                 details=details,
                 value=result.value if unit else None,
-                interval=interval,
+                interval=result.interval,
                 chance=result.chance,
             )
         )
-    return found
+    return selected
 
 
-def _provenance(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
+def _list_provenance(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
     """List what the scores depend on, by dataset if datasets differ."""
     values: dict[str, dict[str, str]] = {}
     for result in results:
@@ -371,7 +396,7 @@ def _provenance(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
     return facts
 
 
-def _similarities(snapshots: Sequence[Snapshot]) -> dict[str, Any] | None:
+def _compare_similarities(snapshots: Sequence[Snapshot]) -> dict[str, Any] | None:
     """Prepare the first and the last similarity matrix; None if there are none.
 
     The mean cosine of images with the captions of others (``level``) drifts in training without any effect on the
@@ -380,190 +405,147 @@ def _similarities(snapshots: Sequence[Snapshot]) -> dict[str, Any] | None:
     having = [snapshot for snapshot in snapshots if snapshot.matrix]
     if not having:
         return None
-    shown, above = [], []
-    for snapshot in (having[:1] + having[-1:])[-len(having) :]:
+    shown = []
+    above: list[float] = []
+    for snapshot in having if len(having) == 1 else (having[0], having[-1]):
         assert snapshot.matrix
-        cosines, size = snapshot.matrix.cosines, len(snapshot.matrix.pictures)
-        others = [cosines[i][j] for i in range(size) for j in range(size) if i != j]
-        level = sum(others) / len(others) if others else 0.0
-        above += [value - level for row in cosines for value in row]
-        hits = sum(cosines[i][i] >= max(cosines[i]) for i in range(size))
-        mean = sum(cosines[i][i] for i in range(size)) / size
-        summary = f"{hits} of {size} images are nearest to their own caption; mean cosine {mean:.2f}"
-        summary += f" for pairs, {level:.2f} for others" if size > 1 else ""
+        cosines = torch.tensor(snapshot.matrix.cosines, dtype=torch.float64)  # (M, M)
+        size = len(cosines)
+        pairs = cosines.diagonal()
+        hits = int((pairs >= cosines.amax(dim=1)).sum())
+        summary = (
+            f"{hits} of {size} images are nearest to their own caption; mean cosine {float(pairs.mean()):.2f}"
+        )
+        level = 0.0
+        if size > 1:
+            level = float((cosines.sum() - pairs.sum()) / (size * size - size))
+            summary += f" for pairs, {level:.2f} for others"
+        above += (cosines - level).flatten().tolist()
         shown.append({"snapshot": snapshot, "level": level, "summary": summary})
     low = min(above)
     return {"shown": shown, "low": low, "high": max(*above, low + _LEAST_RANGE), "last": having[-1]}
 
 
-def _charts(run: RunFolder) -> list[str]:
-    """Render the charts of a run."""
-    own = {result.series for result in run.results if result.own}
-    scored = _score_charts(run)
-
-    def curve(name: str) -> Sequence[Point]:
-        return run.metrics.get(name, ())
-
-    loss, chance, scale, rate, speed = map(curve, ("loss", "chance", "scale", "lr", "samples_per_second"))
-    floor = curve("floor")
-    levels = []
-    if chance:
-        config, value = run.config.get("loss"), chance[-1][1]
-        name = f"chance {number(value)}"
-        # ln(batch), except for the sigmoid loss and if equal pairs are ignored
-        if not isinstance(config, Mapping) or (
-            config.get("name", "clip") == "clip" and config.get("same", "negatives") != "ignored"
-        ):
-            name = f"chance, ln {number(round(math.exp(min(value, 40.0))))} = {number(value)}"
-        levels = [ChartLine(name=name, points=_thinned(chance), reference=True)]
-    if floor:
-        mean = sum(value for _, value in floor) / len(floor)
-        name = f"floor, entropy of the targets, {number(mean)}"
-        levels.append(ChartLine(name=name, points=_thinned(floor), reference=True))
-    note = "line: moving average; band: minimum to maximum" if len(loss) >= _MANY else ""
-    last = number(loss[-1][1]) if loss else None
-    in_batch = [
-        ChartLine(name=name, points=_thinned(_percent(curve(key))), tone=tone)
-        for tone, (key, name) in enumerate(_IN_BATCH.items(), start=1)
-        if curve(key)
-    ]
-    scales = [ChartLine(name="exp(t)", points=_thinned(scale))]
+def _training_lines(run: RunFolder) -> dict[str, list[ChartLine]]:
+    """Return the lines of the charts of what is logged at each step."""
+    loss = run.curve("loss")
+    losses = [_noisy("loss", loss, number(loss[-1][1]) if loss else None)]
+    if chance := run.curve("chance"):
+        losses.append(ChartLine(name=_chance_name(run, chance[-1][1]), points=_thin(chance), reference=True))
+    if floor := run.curve("floor"):
+        name = f"floor, entropy of the targets, {number(fmean(value for _, value in floor))}"
+        losses.append(ChartLine(name=name, points=_thin(floor), reference=True))
+    in_batch = []
+    for tone, (key, name) in enumerate(_IN_BATCH.items(), start=1):
+        in_batch.append(ChartLine(name=name, points=_thin(_percent(run.curve(key))), tone=tone))
+    scale = run.curve("scale")
+    scales = [ChartLine(name="exp(t)", points=_thin(scale))]
     if scale:
-        cap = [(scale[0][0], _CAP)]
-        scales.append(ChartLine(name=f"cap {number(_CAP)}", points=cap, reference=True))
+        scales.append(ChartLine(name=f"cap {number(_CAP)}", points=[(scale[0][0], _CAP)], reference=True))
+    rate = run.curve("lr")
     highest = f"highest logged {number(max(value for _, value in rate))}" if rate else ""
-    batch_time = dict(curve("batch_time"))
+    speed = run.curve("samples_per_second")
+    batch_time = dict(run.curve("batch_time"))
     waiting = [
         (step, 100 * seconds / batch_time[step])
-        for step, seconds in curve("data_time")
+        for step, seconds in run.curve("data_time")
         if batch_time.get(step)
     ]
-    # no step can exceed the device's peak: if one does, the measured peak is too low, the fastest step is closer
-    mfu, title, mfu_note, of = curve("mfu"), "Device utilization (MFU)", "", ""
-    if (most := max((fraction for _, fraction in mfu), default=0.0)) > 1:
-        mfu = [(step, fraction / most) for step, fraction in mfu]
-        title, of = "Device utilization", " of the fastest step"
-        mfu_note = (
-            "steps were faster than the peak measured at the start, when the machine was probably busy, so MFU is "
-            "unknown"
-        )
-    useful = _percent(mfu)
-    median = _median(useful, "%")
-    charts = [
-        Chart(title="Loss", note=note, lines=[_noisy("loss", loss, last), *levels], wide=True),
-        *(
-            Chart(
-                title=f"{name.removeprefix(_TERM).replace('_', ' ').capitalize()} loss",
-                note="mean over the batch's targets, without the term's weight",
-                lines=[_noisy("loss", points, number(points[-1][1]))],
-            )
-            for name, points in run.metrics.items()
-            if name.startswith(_TERM) and points
-        ),
-        *(chart for series, chart in scored if series in own),
-        Chart(
-            title="Retrieval within the batch",
-            note="R@1: images whose nearest text is their own, and texts; equal pairs are not compared",
-            lines=in_batch,
-            unit="%",
-            floor=0,
-        ),
-        Chart(
-            title="Logit scale",
-            note="exp(t), the inverse of the temperature, which multiplies the cosines",
-            lines=scales,
-            floor=0,
-        ),
-        Chart(
-            title="Learning rate",
-            lines=[ChartLine(name="learning rate", points=_thinned(rate), summary=highest)],
-            floor=0,
-        ),
-        Chart(title="Speed", lines=[_noisy("speed", speed, _median(speed, " samples/s"))], floor=0),
-        Chart(
-            title="Time waiting for data",
-            lines=[_noisy("time waiting for data", waiting, _median(waiting, "%"))],
-            unit="%",
-            floor=0,
-            ceiling=10,
-        ),
-        Chart(
-            title=title,
-            note=mfu_note,
-            lines=[_noisy(title.lower(), useful, median and median + of)],
-            unit="%",
-            floor=0,
-            ceiling=100,
-        ),
-        *(chart for series, chart in scored if series not in own),
-    ]
-    return [drawn for chart in charts if (drawn := draw(chart))]
+    return {
+        "loss": losses,
+        "in_batch": [line for line in in_batch if line.points],
+        "scale": scales,
+        "rate": [ChartLine(name="learning rate", points=_thin(rate), summary=highest)],
+        "speed": [_noisy("speed", speed, _median(speed, " samples/s"))],
+        "waiting": [_noisy("time waiting for data", waiting, _median(waiting, "%"))],
+    }
 
 
-def _score_charts(run: RunFolder) -> list[tuple[Series, Chart]]:
-    """Chart each series of several steps: a few metrics, the first with its interval, and chance.
+def _chance_name(run: RunFolder, value: float) -> str:
+    config = run.config.get("loss")
+    if not isinstance(config, Mapping):
+        config = {}
+    # ln(batch), except for the sigmoid loss and if equal pairs are ignored
+    if config.get("name", "clip") == "clip" and config.get("same", "negatives") != "ignored":
+        return f"chance, ln {number(round(math.exp(min(value, 40.0))))} = {number(value)}"
+    return f"chance {number(value)}"
+
+
+def _utilization_line(mfu: Sequence[Point]) -> tuple[ChartLine, bool]:
+    """Return the utilization of the device, and whether it is that of the fastest step.
+
+    No step can exceed the device's peak: if one does, the measured peak is too low, and the fastest step is closer.
+    """
+    most = max((fraction for _, fraction in mfu), default=0.0)
+    if most > 1:
+        points = [(step, 100 * fraction / most) for step, fraction in mfu]
+        return _noisy("device utilization", points, _median(points, "% of the fastest step")), True
+    points = _percent(mfu)
+    return _noisy("device utilization (mfu)", points, _median(points, "%")), False
+
+
+def _score_charts(run: RunFolder) -> list[dict[str, Any]]:
+    """Describe a chart of each series of several steps: a few metrics, the first with its interval, and chance.
 
     Prefixes of the embedding follow the whole in a chart of its first metric.
     """
-    groups: dict[Series, dict[str, list[Result]]] = {}
-    for result in run.results:
-        groups.setdefault(result.series, {}).setdefault(result.metric, []).append(result)
+    groups = _group_metrics(run.results)
     charts = []
     for series, metrics in groups.items():
-        main, *others = _main_first(metrics)
+        main = next(iter(metrics))
         first = metrics[main]
         if len(first) < 2 or PREFIX.fullmatch(series[-1]):
             continue
-        percent = all(_row(result).in_percent for result in first)
+        percent = _are_percent(first)
         factor, unit = (100.0, "%") if percent else (1.0, "")
-        beside = [metrics[name] for name in _BESIDE.get(main, others[:1]) if name in metrics]
-        same_unit = [rows for rows in beside if all(_row(row).in_percent for row in rows) == percent]
-        lines = [
-            ChartLine(
-                name=metric_name(rows[0].metric),
-                points=[(row.step, factor * row.value) for row in rows],
-                band=[
-                    (row.step, factor * row.low, factor * row.high)
-                    for row in rows
-                    if rows is first and row.low is not None and row.high is not None
-                ],
-                tone=tone,
-                dots=True,
-            )
-            for tone, rows in enumerate((first, *same_unit), start=1)
+        others = _BESIDE.get(main, [name for name in metrics if name != main][:1])
+        beside = [
+            metrics[name] for name in others if name in metrics and _are_percent(metrics[name]) == percent
         ]
+        lines = []
+        for tone, results in enumerate((first, *beside), start=1):
+            lines.append(_score_line(metric_title(results[0].metric), results, factor, tone))
+        bands = [(result.step, result.interval) for result in first if result.interval is not None]
+        lines[0] = replace(
+            lines[0], band=[(step, factor * low, factor * high) for step, (low, high) in bands]
+        )
+        highest = max(y for line in lines for _, y in line.points)
         if (chance := first[-1].chance) is not None:
             name = f"chance {figure(factor * chance, unit)}"
             lines.append(ChartLine(name=name, points=[(first[0].step, factor * chance)], reference=True))
-        chart = Chart(
-            title=", ".join(filter(None, (first[0].dataset, _series_name(first[0], groups)))),
-            note="" if first[-1].step == run.step else f"at step {number(first[-1].step)}",
-            lines=lines,
-            unit=unit,
-            floor=0,
-            ceiling=100.0 if percent and max(y for line in lines for _, y in line.points) > 75 else None,
-        )
-        charts.append((series, chart))
-        prefixes = {
-            int(match[1]): own[main]
-            for (*others, setting), own in groups.items()
-            if (match := PREFIX.fullmatch(setting)) and (*others, match[2]) == series and main in own
+            highest = max(highest, factor * chance)
+        chart = {
+            "scored_in_training": any(result.scored_in_training for result in chain(*metrics.values())),
+            "title": join_words(first[0].dataset, _series_name(first[0], groups)),
+            "note": "" if first[-1].step == run.step else f"at step {number(first[-1].step)}",
+            "lines": lines,
+            "unit": unit,
+            "ceiling": 100.0 if percent and highest > 75 else None,
         }
+        charts.append(chart)
+        prefixes: dict[int, list[Result]] = {}
+        for (*others_series, setting), own_metrics in groups.items():
+            match = PREFIX.fullmatch(setting)
+            if match and (*others_series, match[2]) == series and main in own_metrics:
+                prefixes[int(match[1])] = own_metrics[main]
         if prefixes:
-            by_dim = [("all", first), *sorted(prefixes.items(), reverse=True)]
-            curves = [
-                ChartLine(
-                    name=str(dim),
-                    points=[(row.step, factor * row.value) for row in rows],
-                    tone=tone,
-                    dots=True,
-                )
-                for tone, (dim, rows) in enumerate(by_dim, start=1)
-            ]
-            title = f"{chart.title}: {metric_name(main)} by dimension"
+            by_dim = {"all": first, **{str(dim): prefixes[dim] for dim in sorted(prefixes, reverse=True)}}
+            curves = []
+            for tone, (dim, results) in enumerate(by_dim.items(), start=1):
+                curves.append(_score_line(dim, results, factor, tone))
+            title = f"{chart['title']}: {metric_title(main)} by dimension"
             note = "of the first elements of the embedding (loss.dims)"
-            charts.append((series, replace(chart, title=title, note=note, lines=curves)))
+            charts.append({**chart, "title": title, "note": note, "lines": curves})
     return charts[:_CHARTS]
+
+
+def _are_percent(results: Sequence[Result]) -> bool:
+    return all(_row(result).in_percent for result in results)
+
+
+def _score_line(name: str, results: Sequence[Result], factor: float, tone: int) -> ChartLine:
+    points = [(result.step, factor * result.value) for result in results]
+    return ChartLine(name=name, points=points, tone=tone, dots=True)
 
 
 def _noisy(name: str, points: Sequence[Point], summary: str | None) -> ChartLine:
@@ -571,16 +553,13 @@ def _noisy(name: str, points: Sequence[Point], summary: str | None) -> ChartLine
     if len(points) < _MANY:
         return ChartLine(name=name, points=points, summary=summary)
     buckets = downsample(points)
-    # each range is joined with its neighbours', so that a band of single values still has a width
-    near = [buckets[max(0, i - 1) : i + 2] for i in range(len(buckets))]
+    band = []
+    for i, bucket in enumerate(buckets):
+        # joined with its neighbours, so that a band of single values still has a width
+        near = buckets[max(0, i - 1) : i + 2]
+        band.append((bucket[0], min(low for _, _, low, _ in near), max(high for *_, high in near)))
     return ChartLine(
-        name=name,
-        points=_thinned(smooth(points, len(points) / _SMOOTHED)),
-        band=[
-            (bucket[0], min(low for _, _, low, _ in own), max(high for _, _, _, high in own))
-            for bucket, own in zip(buckets, near, strict=True)
-        ],
-        summary=summary,
+        name=name, points=_thin(smooth(points, len(points) / _SMOOTHED)), band=band, summary=summary
     )
 
 
@@ -588,11 +567,11 @@ def _percent(points: Sequence[Point]) -> list[Point]:
     return [(step, 100 * fraction) for step, fraction in points]
 
 
-def _thinned(points: Sequence[Point]) -> list[Point]:
+def _thin(points: Sequence[Point]) -> list[Point]:
     return [(x, last) for x, last, _, _ in downsample(points)]
 
 
 def _median(points: Sequence[Point], unit: str) -> str | None:
-    """Format the median, which neither the start nor a pause affects."""
-    values = sorted(value for _, value in points)
-    return f"median {figure(values[len(values) // 2], unit)}" if values else None
+    if not points:
+        return None
+    return f"median {figure(median_high(value for _, value in points), unit)}"

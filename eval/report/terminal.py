@@ -16,18 +16,12 @@ from rich.text import Text
 
 from clipkit.files import printable
 from eval.compare import LEVEL, Difference, ModelComparison
+from eval.metrics import is_fraction, is_informative, is_rank, lower_is_better, metric_title
 from eval.report.tables import (
     PLAIN,
-    is_fraction,
-    is_informative,
-    is_rank,
-    lower_is_better,
-    metric_name,
     setting_name,
 )
 from eval.results.scores import Score
-
-__all__ = ["comparison_table", "score_table"]
 
 _WIDTH = 80
 _NAME = 20  # characters of a line of a dataset's name
@@ -170,7 +164,7 @@ def _few_shot(scores: Sequence[Score], width: int) -> Iterator[RenderableType]:
 
 def _metric(metric: str) -> str:
     """Format the recorded name of a metric as words between which a table may break."""
-    return printable(metric.replace("_", " ") if metric.endswith(("acc1", "acc5")) else metric_name(metric))
+    return printable(metric.replace("_", " ") if metric.endswith(("acc1", "acc5")) else metric_title(metric))
 
 
 def _broken(name: str, most: int = _NAME) -> Text:

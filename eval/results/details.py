@@ -47,15 +47,6 @@ from eval.tasks.subject import Subject
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = [
-    "captioning_details",
-    "item_details",
-    "prediction_details",
-    "retrieval_details",
-    "take_snapshot",
-    "zero_shot_details",
-]
-
 EXAMPLES = 6  # in details
 DESCRIPTIONS = 40
 GUESSES = 5

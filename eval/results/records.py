@@ -11,9 +11,9 @@ import hashlib
 import json
 import math
 import re
-import stat
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -27,33 +27,8 @@ from clipkit.errors import DataError
 from clipkit.files import write_atomic
 from eval.datasets.dataset import TEST
 
-__all__ = [
-    "Bin",
-    "Details",
-    "Example",
-    "Guess",
-    "Hit",
-    "Matrix",
-    "Packed",
-    "Query",
-    "Snapshot",
-    "Thumbnail",
-    "details_folder",
-    "find_snapshots",
-    "finite",
-    "json_lines",
-    "pack",
-    "parse_json",
-    "read_details",
-    "read_snapshot",
-    "whole",
-    "write_details",
-    "write_snapshot",
-]
-
 _MAX_WHOLE = 2**53  # beyond it, floats skip integers
 _MAX_DEPTH = 64  # of nested JSON
-_MAX_DIGITS = 300  # of an integer; one with more does not fit into a float
 _MAX_LINE = 1 << 20  # bytes
 _MAX_SNAPSHOT_BYTES = 16 << 20
 _MAX_DETAILS_BYTES = 32 << 20
@@ -63,27 +38,30 @@ _NAMED = 3  # unreadable files that a note names
 Count = Annotated[int, msgspec.Meta(ge=0, le=_MAX_WHOLE)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
-_decoder = json.JSONDecoder(
-    parse_int=lambda digits: int(digits) if len(digits) <= _MAX_DIGITS else float(digits)
-)
-
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse untrusted JSON; integers of more than 300 digits become infinite.
+    """Parse untrusted JSON.
 
     Raises:
         ValueError: it is not JSON, not UTF-8, or nested more than 64 levels deep.
     """
+    if isinstance(text, bytes):
+        text = text.decode("utf-8-sig")
     try:
-        value = _decoder.decode(text if isinstance(text, str) else text.decode("utf-8-sig"))
+        value = json.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    level = [value]
+    containers = [value]
     for _ in range(_MAX_DEPTH):
-        level = [one for one in level if isinstance(one, list | dict)]
-        if not level:
+        children: list[Any] = []
+        for container in containers:
+            if isinstance(container, dict):
+                children += container.values()
+            elif isinstance(container, list):
+                children += container
+        if not children:
             return value
-        level = [child for one in level for child in (one.values() if isinstance(one, dict) else one)]
+        containers = children
     raise ValueError("it is nested too deeply")
 
 
@@ -99,14 +77,12 @@ def json_lines(path: Path, notes: list[str], consequence: str) -> Iterator[dict[
     broken = 0
     with path.open("rb") as file:
         while line := file.readline(_MAX_LINE):
-            try:
+            value = None
+            with suppress(ValueError):
                 value = parse_json(line.decode("utf-8", "replace").removeprefix("\ufeff"))
-            except ValueError:
-                broken += bool(line.strip())
-                continue
             if isinstance(value, dict):
                 yield value
-            else:
+            elif line.strip():
                 broken += 1
     if broken:
         count = "one line" if broken == 1 else f"{broken} lines"
@@ -291,8 +267,7 @@ class Details:
     Attributes:
         dataset: as in the scores, as are ``task``, ``weights`` (set by ``write_details``), ``split``,
             ``prompt_set``, ``setting`` and ``data_revision``.
-        n: number of items.
-        class_names: names of the C classes.
+        n: number of items; those of retrieval are the queries.
         class_counts: (C,) images of each class; () if an image has no class or several.
         class_right: (C,) those of them predicted correctly.
         mistakes: (true class, predicted class, count), the most frequent first.
@@ -303,15 +278,13 @@ class Details:
         descriptions: for captioning, generated captions of random images.
         candidates: for retrieval, the number of captions; otherwise 0.
         pictures: thumbnails by the names that ``examples`` and ``descriptions`` use.
-        right: by metric, whether each item is right, for paired tests. Items of retrieval are the queries.
+        right: by metric, whether each item is right, for paired tests.
         values: by metric, a value of each item whose mean is the metric; for ``roc_auc``, the item's score; for
             metrics with a ``row_statistic``, several values of each item.
         labels: the class of each item, if there are classes.
         chosen_c: for a probe, C (the inverse of the regularization strength) chosen on validation images.
         chosen_rate: for a fine-tuned model, its learning rate.
         tuned_on: images that a hyperparameter was chosen on: "val", or "a fifth of train".
-        superclass_names: names of groups of classes.
-        superclass_matrix: their confusion matrix by rows.
     """
 
     dataset: str
@@ -358,9 +331,9 @@ class Details:
     @property
     def calibration_error(self) -> float | None:
         """The expected calibration error over ``bins``, if there are any."""
-        total = sum(one.count for one in self.bins)
-        apart = sum(one.count * abs(one.confidence - one.accuracy) for one in self.bins)
-        return apart / total if total else None
+        total = sum(bin.count for bin in self.bins)
+        gaps = sum(bin.count * abs(bin.confidence - bin.accuracy) for bin in self.bins)
+        return gaps / total if total else None
 
 
 _Value = TypeVar("_Value", Snapshot, Details)
@@ -371,13 +344,10 @@ def _to_json(value: Snapshot | Details) -> bytes:
     return (text + "\n").encode("utf-8", "replace")  # names may hold halves of surrogate pairs
 
 
-def _read(path: Path, kind: type[_Value], what: str, largest: int) -> _Value:
+def _read_file(path: Path, kind: type[_Value], what: str, largest: int) -> _Value:
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
-            raise DataError(f"{path} is not a regular file")
-        if found.st_size > largest:
-            raise DataError(f"{path} is too large to be {what}: expected at most {largest:,} bytes")
+        if path.stat().st_size > largest or not path.is_file():
+            raise DataError(f"{path} is not {what}: expected a file of at most {largest:,} bytes")
         text = path.read_bytes()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
@@ -405,11 +375,11 @@ def write_snapshot(run: Path, snapshot: Snapshot) -> Path:
 
 def find_snapshots(run: Path) -> dict[str, dict[int, Path]]:
     """Find the snapshots of a run folder by dataset (as spelled in file names) and step, both in order."""
-    found: dict[str, dict[int, Path]] = {}
+    snapshots: dict[str, dict[int, Path]] = {}
     for path in sorted((run / "snapshots").glob("step_*.json")):
         if match := re.fullmatch(r"step_(\d{8,})\.(.+)\.json", path.name):
-            found.setdefault(match[2], {})[int(match[1])] = path
-    return {name: dict(sorted(steps.items())) for name, steps in sorted(found.items())}
+            snapshots.setdefault(match[2], {})[int(match[1])] = path
+    return {name: dict(sorted(steps.items())) for name, steps in sorted(snapshots.items())}
 
 
 def read_snapshot(path: Path) -> Snapshot:
@@ -418,7 +388,7 @@ def read_snapshot(path: Path) -> Snapshot:
     Raises:
         DataError: the file cannot be read, is too large, cut short, or not a snapshot.
     """
-    return _read(path, Snapshot, "a snapshot", _MAX_SNAPSHOT_BYTES)
+    return _read_file(path, Snapshot, "a snapshot", _MAX_SNAPSHOT_BYTES)
 
 
 def details_folder(results: Path) -> Path:
@@ -468,7 +438,7 @@ def read_details(results: Path) -> tuple[list[Details], list[str]]:
     read, broken, notes = [], [], []
     for path in paths[:_MAX_DETAILS_FILES]:
         try:
-            read.append(_read(path, Details, "a details file", _MAX_DETAILS_BYTES))
+            read.append(_read_file(path, Details, "a details file", _MAX_DETAILS_BYTES))
         except DataError:
             broken.append(path.name)
     if broken:
@@ -479,3 +449,14 @@ def read_details(results: Path) -> tuple[list[Details], list[str]]:
             f"{folder.name}: only the first {_MAX_DETAILS_FILES:,} of {len(paths):,} files are read."
         )
     return read, notes
+
+
+def read_all_details(results: Iterable[Path]) -> tuple[dict[tuple[str, ...], Details], list[str]]:
+    """Read the details next to several results files, by their keys, and notes on those that cannot be read."""
+    details: dict[tuple[str, ...], Details] = {}
+    notes: list[str] = []
+    for path in dict.fromkeys(results):
+        file_details, unread = read_details(path)
+        details |= {each.key: each for each in file_details}
+        notes += unread
+    return details, notes

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -18,32 +18,12 @@ import torch
 
 from clipkit import CLIP
 from clipkit.errors import DataError
-from clipkit.files import counted
 from eval.datasets.dataset import TEST, EvalDataset
 from eval.features.encoder import dtype_name
-from eval.results.records import finite, json_lines, whole
-
-__all__ = [
-    "PREFIX",
-    "Record",
-    "Score",
-    "Series",
-    "append_results",
-    "check_appendable",
-    "latest_results",
-    "provenance",
-    "read_records",
-    "read_results",
-    "text_of",
-    "time_now",
-    "weights_id",
-]
+from eval.results.records import json_lines
 
 PREFIX = re.compile(r"dim ([1-9]\d{0,6})\b[ ,]*(.*)")  # setting of a prefix of the embedding
 _HASH_DIGITS = 16
-_MAX_TEXT = 300
-
-Series = tuple[str, str, str, str, str]  # dataset, split, task, prompt set, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,112 +56,6 @@ class Score:
     split: str = TEST
     prompt_set: str = ""
     setting: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Record:
-    """A line of a results file: a score, when it was measured and of which model.
-
-    Except for the first four, a field that is missing or of another type is None, or "" for text.
-
-    Attributes:
-        dataset: as in ``Score``, as are the next ones.
-        step: the training step.
-        seconds: duration of the task.
-        line: all fields as written.
-        model: its column in a ``ResultSet``.
-    """
-
-    dataset: str
-    task: str
-    metric: str
-    value: float
-    n: int | None
-    low: float | None
-    high: float | None
-    chance: float | None
-    split: str
-    prompt_set: str
-    setting: str
-    step: int | None
-    seconds: float | None
-    line: Mapping[str, Any]
-    model: int = 0
-
-    @property
-    def own(self) -> bool:
-        """Whether it was measured during the training, not by evaluating a checkpoint."""
-        return "model_hash" not in self.line
-
-    @property
-    def series(self) -> Series:
-        """The key shared by scores of one metric at several steps."""
-        return self.dataset, self.split, self.task, self.prompt_set, self.setting
-
-    @property
-    def what(self) -> tuple[str, ...]:
-        """What was measured: the series and the metric."""
-        return *self.series, self.metric
-
-    @property
-    def by_dim(self) -> tuple[int, str]:
-        """The number of elements of the embedding, 0 if unknown, and the setting without it."""
-        if match := PREFIX.fullmatch(self.setting):
-            return int(match[1]), match[2]
-        return whole(self.line.get("dim")) or 0, self.setting
-
-    @property
-    def data_revision(self) -> str:
-        """The fingerprint of the images, or ""."""
-        return text_of(self.line, "data_revision")
-
-    @property
-    def prompts(self) -> str:
-        """The fingerprint of the prompts (for retrieval, of the captions as encoded), or ""."""
-        return text_of(self.line, "captions" if self.task in ("retrieval", "captioning") else "prompts")
-
-
-def text_of(line: Mapping[str, Any], key: str) -> str:
-    """Return a text field of a line, cut to 300 characters; "" if it is missing or of another type."""
-    value = line.get(key)
-    return value[:_MAX_TEXT] if isinstance(value, str) else ""
-
-
-def read_records(path: Path, notes: list[str], consequence: str = "") -> Iterator[Record]:
-    """Read the records of a results file in order.
-
-    Args:
-        path: the file.
-        notes: receives a note on lines without a dataset, task, metric or finite value, and on a missing file.
-        consequence: the consequence of a missing file, for its note; "" for no note.
-    """
-    skipped = 0
-    for line in json_lines(path, notes, consequence):
-        value = finite(line.get("value"))
-        dataset, task, metric = (text_of(line, key) for key in ("dataset", "task", "metric"))
-        if value is None or not (dataset and task and metric):
-            skipped += 1
-            continue
-        yield Record(
-            dataset=dataset,
-            task=task,
-            metric=metric,
-            value=value,
-            n=whole(line.get("n")),
-            low=finite(line.get("low")),
-            high=finite(line.get("high")),
-            chance=finite(line.get("chance")),
-            split=text_of(line, "split") or TEST,
-            prompt_set=text_of(line, "prompt_set"),
-            setting=text_of(line, "setting"),
-            step=whole(line.get("step")),
-            seconds=finite(line.get("seconds")),
-            line=line,
-        )
-    if skipped:
-        notes.append(
-            f"{path.name}: {counted(skipped, 'line')} without a dataset, task, metric or finite value left out."
-        )
 
 
 def append_results(

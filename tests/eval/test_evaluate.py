@@ -23,8 +23,8 @@ from data.pack import pack
 from data.shards.writer import DatasetWriter, Record
 from eval import Encoder, Ranks, Subject
 from eval.features.encoder import dtype_name
-from eval.report.result_set import read_result_set
 from eval.results.scores import Score, read_results
+from eval.results.table import read_table
 from tests.eval.conftest import png
 
 WriteDataset = Callable[..., Path]
@@ -90,7 +90,7 @@ def test_models_in_memory_are_distinguished_by_weights(
         next(other.visual.parameters()).add_(1)
     for one in (model, other, copy.deepcopy(model)):
         evaluation.evaluate(one, folder, out=out)
-    models = read_result_set([out]).models
+    models = read_table([out]).models
     assert len(models) == 2 and len({one.label for one in models}) == 2
     assert all(one.label.startswith("in memory (") for one in models)
 
@@ -117,7 +117,7 @@ def test_retrieval_of_a_table_with_a_row_per_caption(
         found = evaluation.evaluate(model, tmp_path / name, tasks=["retrieval"], out=out)
         scores[name] = [replace(score, dataset="") for score in found]
         equal_images = {line["equal_images"] for line in read_results(out)}
-        notes = "".join(read_result_set([out]).notes)
+        notes = "".join(read_table([out]).notes)
         if group:
             assert (equal_images, notes, caplog.text) == ({0}, "", "")
     assert scores["rows"] == scores["lists"]

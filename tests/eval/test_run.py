@@ -25,7 +25,7 @@ from clipkit.training.checkpoint import LoopState, save_checkpoint
 from eval import read_results
 from eval.__main__ import main
 from eval.datasets.targets import find_targets
-from eval.report.result_set import read_result_set
+from eval.results.table import read_table
 from tests.eval.conftest import CLASSES, png
 from tests.forked import Forked
 
@@ -446,7 +446,7 @@ def test_images_in_both_splits_are_reported(
     found = {line["task"]: line.get("train_overlap") for line in read_results(out)}
     assert found == {"zero-shot": None, "knn": 4, "linear-probe": 4}
     assert main([*given, "--task", "zero-shot"]) == 0  # its lines have no train_overlap
-    assert any("photos: 4 scored images also in" in note for note in read_result_set([out]).notes)
+    assert any("photos: 4 scored images also in" in note for note in read_table([out]).notes)
 
 
 @pytest.mark.skipif(

@@ -90,7 +90,7 @@ def test_error_and_interval_equal_those_of_eval(seed: int, count: int) -> None:
     error = expected_calibration_error(confidence, right).value
     assert calibration._ece(probabilities, targets) == pytest.approx(error, abs=1e-6)
     hits = int(right.sum())
-    assert calibration._wilson(hits, count) == pytest.approx(
+    assert calibration.wilson_interval(hits, count) == pytest.approx(
         (proportion(hits, count).low, proportion(hits, count).high), abs=1e-9
     )
 

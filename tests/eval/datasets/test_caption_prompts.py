@@ -22,9 +22,9 @@ from eval.datasets import load_card
 from eval.datasets.catalog import card_lines, published_scores
 from eval.datasets.targets import find_targets
 from eval.report import as_csv
-from eval.report.result_set import read_result_set
 from eval.report.tables import score_table
 from eval.results.records import read_details
+from eval.results.table import read_table
 from tests.eval.made_up_results import line, write
 
 WriteDataset = Callable[..., Path]
@@ -154,7 +154,7 @@ def test_different_prompts_with_one_name_are_not_compared(
     assert {one.prompt_set for one in found.differences} == {""}
     (why,) = (one for one in found.refused if "differ" in one)
     assert why.startswith("retrieval on both: the captions of set openai differ (")
-    (note,) = read_result_set(results).notes
+    (note,) = read_table(results).notes
     assert note.startswith("Not all models were scored with the same prompts on both (revisions ")
 
 
@@ -186,7 +186,7 @@ def test_published_scores_belong_to_their_caption_prompts(tmp_path: Path) -> Non
     ]
     path = write(tmp_path / "r.jsonl", lines)
     published = published_scores(["flickr30k"])
-    table = score_table(read_result_set([path]), published=published, primary={"flickr30k": "mean_R@1"})
+    table = score_table(read_table([path]), published=published, primary={"flickr30k": "mean_R@1"})
     assert table.published[:1] == (name,)
     beside = {(one.note, one.metric): one.published.get(name) for one in table.lines}
     assert beside == {

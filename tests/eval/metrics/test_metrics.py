@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
+from clipkit.inference import wilson_interval
 from eval import metrics
 from eval.metrics import ranks
 from eval.metrics.classes import mean_per_class_interval, mean_per_class_recall
-from eval.metrics.intervals import wilson_interval
 from eval.metrics.pairs import chance_of_recall
 from eval.metrics.ranks import class_ranks, match_ranks
 

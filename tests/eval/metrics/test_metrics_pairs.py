@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
+from clipkit.inference import wilson_interval
 from eval.metrics import intervals, ranks
 from eval.metrics.classes import mean_of_top1_and_top5, mean_per_class_recall, top_k_accuracy
 from eval.metrics.intervals import (
@@ -16,7 +17,6 @@ from eval.metrics.intervals import (
     compare_statistics,
     mcnemar,
     mean_estimate,
-    wilson_interval,
 )
 from eval.metrics.pairs import (
     jaccard_index,

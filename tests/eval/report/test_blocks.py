@@ -6,12 +6,12 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from eval.datasets.dataset import EvalDataset
+from eval.report.blocks import Block, blocks_html
 from eval.report.charts import Thumbnails
-from eval.report.comparison_page import Block, blocks_html
-from eval.report.result_set import Model
 from eval.report.tables import setting_name
 from eval.results.details import prediction_details
 from eval.results.records import Details
+from eval.results.table import Model
 from tests.eval.web_page import Page
 
 MODEL = Model(

@@ -5,7 +5,7 @@ import re
 import pytest
 from hypothesis import given, strategies as st
 
-from eval.report.charts import Bar, Dot, difference_bars, downsample, figure, number, scatter, signed, smooth
+from eval.report.charts import Bar, Dot, downsample, figure, macro, number, scatter, signed, smooth
 
 
 @given(st.lists(st.floats(-1e12, 1e12, allow_nan=False), min_size=1, max_size=300), st.integers(1, 50))
@@ -54,9 +54,8 @@ def test_percentage_format(value: float, text: str) -> None:
 @given(st.dictionaries(st.text(max_size=5), st.floats(-1, 1), min_size=1, max_size=12))
 def test_difference_bars_start_at_zero_and_stay_inside(values: dict[str, float]) -> None:
     limits = min(values.values()), max(values.values())
-    html = difference_bars(
-        "t", [Bar(name=name, value=value) for name, value in values.items()], limits=limits
-    )
+    bars_shown = [Bar(name=name, value=value) for name, value in values.items()]
+    html = macro("charts.html", "difference_bars")("t", bars_shown, limits)
     zero = float(re.search(r"--zero:([\d.]+)%", html)[1])  # type: ignore[index]
     bars = re.findall(r'class="(up|down)".*?left:([\d.]+)%;width:([\d.]+)%.*?class="v">([^<]*)<', html, re.S)
     assert len(bars) == len(values)

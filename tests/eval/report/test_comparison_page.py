@@ -16,10 +16,10 @@ from clipkit.errors import DataError
 from eval.datasets.dataset import EvalDataset
 from eval.report import as_csv, as_latex, as_markdown, build_comparison
 from eval.report.comparison_page import family
-from eval.report.result_set import read_result_set
 from eval.report.tables import read_scores, score_table
 from eval.results.details import item_details
 from eval.results.records import write_details
+from eval.results.table import read_table
 from tests.eval.made_up_results import DATASETS, EVIL, MODELS, PNG, add_details, line, made_up, write
 from tests.eval.web_page import Page
 
@@ -105,7 +105,7 @@ def test_means_cover_datasets_that_all_models_have(tmp_path: Path) -> None:
         if value is not None
     ]
     lines.append(line(2, "elsewhere", "acc1", 0.9))
-    found = read_result_set([write(tmp_path / "results.jsonl", lines)])
+    found = read_table([write(tmp_path / "results.jsonl", lines)])
     table = score_table(found, suites={"paper": DATASETS[:3], "empty": ("nothing",)}, published=PUBLISHED)
     assert [one.dataset for one in table.lines] == [*DATASETS[:3], "elsewhere"]
     assert [cell is None for cell in table.lines[2].cells] == [False, True, True]
@@ -129,9 +129,7 @@ def test_prompt_sets_and_directions_are_not_mixed(tmp_path: Path) -> None:
         for way, value in (("image_to_text", 0.6), ("text_to_image", 0.4))
     ]
     lines += [line(0, "digits", "mean_rank", 30.0, **pair, low=None, high=None)]
-    table = score_table(
-        read_result_set([write(tmp_path / "r.jsonl", lines)]), suites={"all": ["digits", "coco"]}
-    )
+    table = score_table(read_table([write(tmp_path / "r.jsonl", lines)]), suites={"all": ["digits", "coco"]})
     shown = [(one.dataset, one.note, one.metric, one.counted) for one in table.lines]
     assert shown == [
         ("digits", "zero-shot, prompts openai", "acc1", True),
@@ -142,10 +140,10 @@ def test_prompt_sets_and_directions_are_not_mixed(tmp_path: Path) -> None:
     ]
     assert table.averages == ()  # no two datasets that both models have
     path = write(tmp_path / "r.jsonl", [one for one in lines if one["model"] == MODELS[0][0]])
-    alone = score_table(read_result_set([path]), suites={"all": ["digits", "coco"]})
+    alone = score_table(read_table([path]), suites={"all": ["digits", "coco"]})
     (mean,) = alone.averages
     assert mean.values[0] == pytest.approx((0.4 + 0.5) / 2) and mean.tasks == ("zero-shot", "retrieval")
-    assert score_table(read_result_set([path])).averages == ()  # no protocol has a mean of both tasks
+    assert score_table(read_table([path])).averages == ()  # no protocol has a mean of both tasks
 
 
 def test_old_and_broken_lines_and_earlier_steps_are_noted(tmp_path: Path) -> None:
@@ -173,7 +171,7 @@ def test_old_and_broken_lines_and_earlier_steps_are_noted(tmp_path: Path) -> Non
             line(1, "digits", "acc1", 0.7),
         ],
     )
-    found = read_result_set([path, tmp_path / "b.jsonl"])
+    found = read_table([path, tmp_path / "b.jsonl"])
     assert [model.label for model in found.models] == ["run", "ViT-B-32/openai", "ViT-B-32/laion2b_s34b_b79k"]
     assert [row.value for row in found.rows] == [0.3, 0.6, 0.7]  # the last step, the last line
     assert found.rows[0].split == "test"
@@ -183,7 +181,7 @@ def test_old_and_broken_lines_and_earlier_steps_are_noted(tmp_path: Path) -> Non
     assert "1 score of earlier steps" in text
     assert "Not all models were scored with the same images on digits" in text
     with pytest.raises(DataError, match="there are no scores in"):
-        read_result_set([write(tmp_path / "empty.jsonl", [])])
+        read_table([write(tmp_path / "empty.jsonl", [])])
     with pytest.raises(DataError, match="no results file at"):
         build_comparison([tmp_path / "nothing"], tmp_path / "page.html")
 
@@ -194,10 +192,10 @@ def test_page_of_one_model_and_labels_of_equal_names(tmp_path: Path) -> None:
     assert "ViT-B-32/openai on imagenet1k" in page.words
     assert "95% interval" in page.words
     write(path, [line(0, "digits", "acc1", 0.5), line(0, "digits", "acc1", 0.6, weights="sha256:ffff")])
-    labels = [model.label for model in read_result_set([path]).models]
+    labels = [model.label for model in read_table([path]).models]
     assert labels == ["ViT-B-32/openai (000000000000)", "ViT-B-32/openai (ffff)"]
     write(path, [line(i, "digits", "acc1", 0.5) for i in (10, 11)])
-    assert [model.label for model in read_result_set([path]).models] == ["quickstart", "glyphs"]
+    assert [model.label for model in read_table([path]).models] == ["quickstart", "glyphs"]
 
 
 def test_few_shot_curves_average_shared_datasets(tmp_path: Path) -> None:
@@ -305,7 +303,7 @@ def test_scores_of_other_data_have_separate_rows(
     ]
     lines += [line(model, "d", "acc1", 0.5, **{"data_revision": ""}) for model in (0, 1)]  # unknown revision
     path = write(tmp_path / "r.jsonl", lines)
-    found = read_result_set([path])
+    found = read_table([path])
     table = score_table(found)
     shown = {
         (one.dataset, one.note): ([bool(cell) for cell in one.cells], one.counted) for one in table.lines
@@ -326,7 +324,7 @@ def test_scores_of_other_data_have_separate_rows(
 
 def test_a_model_scored_again_on_other_data_is_noted(tmp_path: Path) -> None:
     lines = [line(0, "test", "acc1", value, data_revision=f"r{value}") for value in (0.1, 0.2)]
-    found = read_result_set([write(tmp_path / "r.jsonl", lines)])
+    found = read_table([write(tmp_path / "r.jsonl", lines)])
     assert [row.value for row in found.rows] == [0.2]
     assert found.notes == (
         "Replaced by later scores on different images with the same name: test (revision r0.1).",
@@ -433,7 +431,7 @@ def test_every_task_and_setting_has_its_rows_and_means(tmp_path: Path) -> None:
     for said in (
         "mean of all datasets, k=20 over 2", "mean of all datasets, 10 epochs over 2", "Fine-tuned",
         "top-1 few-shot, 16-shot ridge", "mean of the datasets that all have: 2 at 1, 4; 1 at 16",
-        "shots 1, 4, 16; seeds 0 (a) – shots 1, 4; seeds 0 (b)",
+        "shots=(1, 4, 16) seeds=(0,) (a) – shots=(1, 4) seeds=(0,) (b)",
     ):  # fmt: skip
         assert said in page.words
     for unsaid in ("acc1", "ffff", "eeee", "lines", "std", "rings"):

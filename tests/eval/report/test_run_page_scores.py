@@ -186,9 +186,9 @@ def test_lines_of_the_training_and_of_the_command_line_are_distinguished(
     before = top(run)
     assert "zero-shot top-1" in before
     own = read_run_folder(run).results
-    assert all(result.own for result in own)
+    assert all(result.scored_in_training for result in own)
     assert main(["run", "--model", str(run), "--data", str(data), "--features", ""]) == 0
     found = read_run_folder(run).results
-    assert [result for result in found if result.own] == own
-    assert {(result.step, result.metric) for result in found if not result.own} == {(4, "ece")}
+    assert [result for result in found if result.scored_in_training] == own
+    assert {(result.step, result.metric) for result in found if not result.scored_in_training} == {(4, "ece")}
     assert top(run) == before

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from eval.report import as_csv, as_latex, as_markdown, build_comparison
-from eval.report.result_set import read_result_set
 from eval.report.tables import score_table
+from eval.results.table import read_table
 from tests.eval.made_up_results import line, write
 from tests.eval.web_page import Page
 
@@ -30,7 +30,7 @@ def test_a_mean_covers_one_task_and_metric_unless_a_suite_has_several(tmp_path: 
     lines += [line(0, "h", "accuracy", 0.6, task="compositional", prompt_set="")]
     path = write(tmp_path / "r.jsonl", lines)
     primary = {"g": "mean_R@1", "h": "accuracy"}
-    means = {one.title: one for one in score_table(read_result_set([path]), primary=primary).averages}
+    means = {one.title: one for one in score_table(read_table([path]), primary=primary).averages}
     expected = {
         "mean of all datasets, top-1, zero-shot": 0.4,
         "mean of all datasets, map 11 point, zero-shot": 0.9,
@@ -42,7 +42,7 @@ def test_a_mean_covers_one_task_and_metric_unless_a_suite_has_several(tmp_path: 
     # the mean of a suite covers the main task of each dataset, and its title names no task
     suites = {"s": ("a", "b", "g", "h"), "t": ("a", "b")}
     more: dict[str, Any] = {"suites": suites, "primary": primary}
-    (whole, of_task) = score_table(read_result_set([path]), **more).averages[:2]
+    (whole, of_task) = score_table(read_table([path]), **more).averages[:2]
     assert whole.tasks == ("zero-shot", "retrieval", "compositional") and whole.title == "mean of s"
     assert whole.values == pytest.approx(((0.1 + 0.3 + 0.7 + 0.6) / 4,)) and (whole.over, whole.of) == (4, 4)
     assert of_task.title == "mean of t, zero-shot" and of_task.values == pytest.approx((0.2,))
@@ -68,7 +68,7 @@ def test_a_dataset_counts_in_the_task_of_its_primary_metric(tmp_path: Path) -> N
     lines = [line(0, name, "acc1", 0.2) for name in ("a", "b")]
     lines += [line(0, name, "mean_R@1", 0.6, task="retrieval") for name in ("b", "c")]
     path = write(tmp_path / "r.jsonl", lines)
-    found = read_result_set([path])
+    found = read_table([path])
     primary = {"a": "acc1", "b": "mean_R@1", "c": "mean_R@1"}
     (mean,) = score_table(found, suites={"s": ("a", "b", "c")}, primary=primary).averages
     assert mean.title == "mean of s"

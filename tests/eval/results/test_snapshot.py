@@ -215,5 +215,5 @@ def test_broken_files_are_named(model: CLIP, subject: Subject, tmp_path: Path) -
         read_snapshots(tmp_path)
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(DataError, match="is not a regular file"):
+    with pytest.raises(DataError, match="is not a snapshot: expected a file of at most"):
         read_snapshot(path)
