@@ -2,7 +2,7 @@
 
     python -m bench.code_size [FOLDER ...]
 
-Per 1,000 lines: comprehensions, conditional expressions, assignments of several values to several names, and ``:=``.
+Per 1,000 lines: comprehensions, conditional expressions, assignments of several values at once, and ``:=``.
 In all: loops over a variable ``one``, assignments to ``found``, and functions prefixed ``of_``, ``by_``, ``in_`` or
 ``with_``.
 """
