@@ -139,7 +139,7 @@ class FieldSurvey:
             if name in self._fields or len(self._fields) < _MOST_FIELDS:
                 self._fields.setdefault(name, _FieldValues()).add(value)
 
-    def found(self) -> Fields:
+    def summarize_fields(self) -> Fields:
         """Summarize the fields, the most frequent first."""
         fields = []
         by_count = sorted(self._fields.items(), key=lambda item: -item[1].kinds.total())
@@ -156,7 +156,7 @@ class FieldSurvey:
             if name not in self._fields
         )
 
-    def filtered(self) -> Filtered | None:
+    def summarize_filters(self) -> Filtered | None:
         """Return how many samples pass the filters; None without filters."""
         filters = self._selection.filters
         if not filters:
@@ -260,8 +260,8 @@ def inspect(
         names=names,
         sampled=summarize_bad(decoded),
         captions=summarize_captions(texts, unknown),
-        fields=fields.found(),
-        filtered=fields.filtered(),
+        fields=fields.summarize_fields(),
+        filtered=fields.summarize_filters(),
         pictures=summarize_images(good, image_size),
         held_out=_compare_test_split(sources, selection, good, samples) if split == "train" else None,
         sheet=tuple(checker.show(good[i * len(good) // sheet]) for i in range(sheet)),

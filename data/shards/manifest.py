@@ -235,12 +235,11 @@ def suggest_members(shard: Shard, rule: CaptionRule, image: str = "") -> dict[st
                 elif kind == "captions" and not has_text and len(data) > longest:
                     settings[kind] = name
                     longest = len(data)
-    return settings
+    return {name: settings[name] for name in ("image", "captions") if name in settings}
 
 
 def _write_settings(settings: Mapping[str, str]) -> str:
-    names = [name for name in ("image", "captions") if name in settings]
-    texts = [f"data.{name}={printable(settings[name])}" for name in names]
+    texts = [f"data.{name}={printable(member)}" for name, member in settings.items()]
     return f": set {' '.join(texts)}" if texts else ""
 
 

@@ -297,12 +297,13 @@ def python_value(scalar: Any) -> Any:
         return {name: python_value(value) for name, value in scalar.items()}
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return list(map(python_value, scalar.values))
-    coarser = (
-        timestamp("us", kind.tz) if types.is_timestamp(kind)
-        else time64("us") if types.is_time(kind)
-        else duration("us") if types.is_duration(kind)
-        else kind
-    )  # fmt: skip
+    coarser = kind
+    if types.is_timestamp(kind):
+        coarser = timestamp("us", kind.tz)
+    elif types.is_time(kind):
+        coarser = time64("us")
+    elif types.is_duration(kind):
+        coarser = duration("us")
     try:
         return scalar.cast(coarser, safe=False).as_py()
     except (ValueError, OverflowError):

@@ -78,17 +78,17 @@ def test_any_json_is_accepted() -> None:
     ]
     for one in [*odd, {"deep": {"er": {"a": None}}}, *({str(number): number} for number in range(2000))]:
         survey.add(one)
-    found = survey.found()
+    found = survey.summarize_fields()
     assert found.read == len(odd) + 2001 and found.with_json == found.read - 1
     assert len(found.fields) == 40 and found.fields[0].name == "n"
-    assert found.fields[0].values == "-3" and survey.filtered() is None
+    assert found.fields[0].values == "-3" and survey.summarize_filters() is None
 
 
 def test_range_of_many_numbers_is_exact() -> None:
     survey = FieldSurvey([])
     for number in np.random.default_rng(0).permutation(50_000).tolist():
         survey.add({"n": number})
-    assert survey.found().fields[0].values == "0 to 49,999"
+    assert survey.summarize_fields().fields[0].values == "0 to 49,999"
 
 
 def test_filters(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_several_filters_are_combined() -> None:
     survey = FieldSurvey([Filter.of("a > 1"), Filter.of("b > 1")])
     for meta in ({"a": 2, "b": 2}, {"a": 2}, {"b": 2}, None):
         survey.add(meta)
-    filtered = survey.filtered()
+    filtered = survey.summarize_filters()
     assert filtered is not None and (filtered.passed, filtered.unknown) == (1, ())
     assert filtered.left_out == {"without a": 2, "without b": 1}
 
