@@ -202,7 +202,7 @@ class Encoder:
             description: description of the texts, for messages.
 
         Raises:
-            DataError: the features are not finite, or cannot be stored.
+            DataError: the features are not finite.
             ConfigError: the model has no text tower.
         """
         if texts and isinstance(self.model, ImageModel):
@@ -218,11 +218,11 @@ class Encoder:
         for start in range(0, len(missing), _TEXT_PIECE):
             piece = missing[start : start + _TEXT_PIECE]
             encoded = torch.zeros(len(piece), self.model.dim, device=self.device)
-            own = slice(self.ranks.rank, len(piece), self.ranks.world)
+            local = slice(self.ranks.rank, len(piece), self.ranks.world)
             with torch.inference_mode():
-                encoded[own] = encode_prompts(self.model, [unique[i] for i in piece[own]])
+                encoded[local] = encode_prompts(self.model, [unique[i] for i in piece[local]])
                 encoded = self.ranks.gather(encoded)
-            self.encoded["texts"] += len(piece[own])
+            self.encoded["texts"] += len(piece[local])
             _check_finite(encoded, description)
             features[piece] = encoded.cpu()
             new = [i for i in piece if not stored[i]]
@@ -241,12 +241,13 @@ class Encoder:
             (D, C) float32 for C classes, unit columns, on the model's device.
 
         Raises:
-            DataError: the features are not finite, or cannot be stored.
+            DataError: the features are not finite.
         """
         key = digest_of(json.dumps(prompts).encode())
         if key not in self._classifiers:
-            every = self.texts([prompt for own in prompts for prompt in own], description=description)
-            means = [own.mean(dim=0) for own in every.split([len(own) for own in prompts])]
+            features = self.texts([text for texts in prompts for text in texts], description=description)
+            by_class = features.split([len(texts) for texts in prompts])
+            means = [class_features.mean(dim=0) for class_features in by_class]
             self._classifiers[key] = F.normalize(torch.stack(means), dim=-1).T.contiguous()
         return self._classifiers[key]
 
@@ -405,12 +406,12 @@ class _ImagePass:
             loaded.close()
 
     def _encode_piece(self, numbers: Sequence[int], loaded: Iterator[_Loaded]) -> None:
-        own = numbers[self.ranks.rank :: self.ranks.world]
+        local = numbers[self.ranks.rank :: self.ranks.world]
         failed = torch.zeros(self.ranks.world, dtype=torch.int64)  # by rank: 1 + the number of the image
         digests: list[bytes] = []
         fresh: _Rows = {}
         try:
-            digests = self._encode(islice(loaded, len(own)), fresh)
+            digests = self._encode(islice(loaded, len(local)), fresh)
         except _BrokenImage as error:
             failed[self.ranks.rank] = error.args[0] + 1
         # ranks that succeeded must not wait for features that will never come
@@ -422,11 +423,11 @@ class _ImagePass:
         digests, columns = self._gather(len(numbers), digests, fresh)
         for values in columns.values():
             _check_finite(values, f"dataset {self.dataset.name}")
-        lacking = [place for place, number in enumerate(numbers) if not self.stored[number]]
+        new = [i for i, number in enumerate(numbers) if not self.stored[number]]
         self.file.write(
-            np.array([numbers[place] for place in lacking], dtype=np.int64),
-            [digests[place] for place in lacking],
-            {name: values[lacking] for name, values in columns.items()},
+            np.array([numbers[i] for i in new], dtype=np.int64),
+            [digests[i] for i in new],
+            {name: values[new] for name, values in columns.items()},
         )
         for digest, number in zip(digests, numbers, strict=True):
             self.rows.setdefault(digest, number)
@@ -436,10 +437,10 @@ class _ImagePass:
         digests: list[bytes] = []
         waiting: dict[bytes, _Loaded] = {}
         reported = 0
-        for one in loaded:
-            digests.append(one.digest)
-            if one.digest not in fresh and one.digest not in self.rows:
-                waiting.setdefault(one.digest, one)
+        for image in loaded:
+            digests.append(image.digest)
+            if image.digest not in fresh and image.digest not in self.rows:
+                waiting.setdefault(image.digest, image)
             if len(waiting) == self.batch_size:
                 self._run_model(waiting, fresh, len(digests) - reported)
                 reported = len(digests)
@@ -449,20 +450,20 @@ class _ImagePass:
     def _run_model(self, waiting: dict[bytes, _Loaded], fresh: _Rows, images: int) -> None:
         """Encode the waiting images and report ``images`` as progress."""
         if waiting:
-            decoded = [one.pixels for one in waiting.values() if one.pixels is not None]
+            decoded = [image.pixels for image in waiting.values() if image.pixels is not None]
             pixels = torch.stack(decoded).to(self.encoder.device)  # (B, 3, S, S)
             represent = partial(image_representations, self.model, layers=self.layers)
             pieces = in_parallel(self.model, represent, pixels.split(images_per_pass(pixels)))
             columns: defaultdict[str, list[Tensor]] = defaultdict(list)
-            columns["traits"] = [torch.tensor([one.traits for one in waiting.values()])]  # (B, traits)
+            columns["traits"] = [torch.tensor([image.traits for image in waiting.values()])]  # (B, traits)
             for out in pieces:
                 columns["projected"].append(out.projected)
                 columns["before_projection"].append(out.before_projection)
                 for layer, values in out.layers.items():
                     columns[f"layer_{layer}"].append(values)
             host = {name: torch.cat(columns[name]).float().cpu() for name in self.file.columns}
-            for place, digest in enumerate(waiting):
-                fresh[digest] = {name: values[place] for name, values in host.items()}
+            for i, digest in enumerate(waiting):
+                fresh[digest] = {name: values[i] for name, values in host.items()}
             self.encoder.encoded["images"] += len(waiting)
             waiting.clear()
         if self.encoder.progress is not None and images:
@@ -472,18 +473,18 @@ class _ImagePass:
         self, count: int, digests: Sequence[bytes], fresh: _Rows
     ) -> tuple[list[bytes], dict[str, Tensor]]:
         """Return the digests and features of all ranks' images; equal images have equal features."""
-        places = range(self.ranks.rank, count, self.ranks.world)
+        local = range(self.ranks.rank, count, self.ranks.world)
         words = torch.zeros(count, DIGEST_BYTES, dtype=torch.int64)
         columns = {
             name: torch.zeros(count, values.shape[1]) for name, values in self.file.columns.items()
         }  # (P, W) for P images
-        for place, digest in zip(places, digests, strict=True):
-            words[place] = torch.tensor(list(digest))
+        for i, digest in zip(local, digests, strict=True):
+            words[i] = torch.tensor(list(digest))
             for name, values in columns.items():
                 if digest in fresh:
-                    values[place] = fresh[digest][name]
+                    values[i] = fresh[digest][name]
                 else:
-                    values[place] = self.file.columns[name][self.rows[digest]]
+                    values[i] = self.file.columns[name][self.rows[digest]]
         if self.ranks.world > 1:
             words = self.ranks.gather(words)
             columns = {
@@ -492,7 +493,7 @@ class _ImagePass:
             }
         every = [bytes(word) for word in words.tolist()]
         first: dict[bytes, int] = {}
-        sources = [first.setdefault(digest, place) for place, digest in enumerate(every)]
+        sources = [first.setdefault(digest, i) for i, digest in enumerate(every)]
         return every, {name: values[sources] for name, values in columns.items()}
 
     def _loaded(self, numbers: Sequence[int]) -> Generator[_Loaded, None, None]:
@@ -517,9 +518,9 @@ class _ImagePass:
                 pool.submit(load, number) for number in islice(remaining, self.batch_size * _BATCHES_AHEAD)
             )
             while waiting:
-                one = waiting.popleft().result()
+                image = waiting.popleft().result()
                 waiting.extend(pool.submit(load, number) for number in islice(remaining, 1))
-                yield one
+                yield image
         finally:
             pool.shutdown(cancel_futures=True)
 

@@ -252,6 +252,8 @@ class TextFeatures:
 
     def append(self, digests: Sequence[bytes], features: Tensor) -> None:
         """Store the features of N texts, (N, D) float32."""
+        if not digests:
+            return
         part: Path | FeatureFile | None = None
         if self._folder is not None:
             name = digest_of(b"".join(digests)).hex()

@@ -38,6 +38,7 @@ from clipkit.samples import (
     MissingSplit,
     ParquetSamples,
     find_column,
+    join_place,
     plain_name,
 )
 from clipkit.samples.remote import ShardFile, shard_cache
@@ -279,105 +280,117 @@ def _labels(table: _Table, column: str, place: Path | str) -> tuple[Tensor, tupl
     if None in values:
         raise table.fault(values.index(None), f"has no {column}")
     multilabel = isinstance(values[0], list)
+    numbers: dict[str, int] = {}
     if isinstance(values[0], str):
         names = names or tuple(sorted(_texts_in_splits(table, column, place)))
-        numbers = {key: i for i, key in enumerate(names)}
-        for row, value in enumerate(values):
-            if value not in numbers:
-                raise table.fault(row, f"has {column} {value[:40]!r}, which is not a class of its schema")
-        values = [numbers[value] for value in values]
+        numbers = {name: i for i, name in enumerate(names)}
     rows: list[list[int]] = []
     for row, value in enumerate(values):
-        own: list[int] = []
+        labels: list[int] = []
         for label in value if multilabel else [value]:
+            if numbers:
+                label = numbers.get(label, "")
             if isinstance(label, float) and label.is_integer():  # a column with gaps may be stored as floats
                 label = int(label)
             if not isinstance(label, int) or abs(label) > _MAX_LABEL:
-                what = (
-                    "which are not class numbers" if multilabel else "which is not a class number, 0 or more"
-                )
-                raise table.fault(row, f"has {column} {repr(value)[:40]}, {what}")
-            own.append(int(label))
-        rows.append(own)
+                wrong = "which is not a class number, 0 or more"
+                if numbers:
+                    wrong = "which is not a class of its schema"
+                elif multilabel:
+                    wrong = "which are not class numbers"
+                raise table.fault(row, f"has {column} {repr(value)[:40]}, {wrong}")
+            labels.append(int(label))
+        rows.append(labels)
     if not multilabel:
-        labels = torch.tensor([label for (label,) in rows])
-        if names and (labels >= len(names)).any():
-            row = int((labels >= len(names)).nonzero()[0])
-            raise table.fault(row, f"has label {values[row]}, but its schema names {len(names)} classes")
-        return labels, names
-    classes = len(names) or 1 + max((label for own in rows for label in own), default=0)
+        return torch.tensor([label for (label,) in rows]), names
+    classes = len(names) or 1 + max((label for labels in rows for label in labels), default=0)
     if len(rows) * classes > _MAX_CELLS:
         raise table.fault(0, f"and others have labels up to {classes - 1}: {column} is not a list of classes")
     hot = np.zeros((len(rows), classes), dtype=np.bool_)
-    for row, own in enumerate(rows):
-        if any(not 0 <= label < classes for label in own):
-            raise table.fault(row, f"has the labels {own[:20]}, but there are {classes} class names")
-        hot[row, own] = True
+    for row, labels in enumerate(rows):
+        if any(not 0 <= label < classes for label in labels):
+            raise table.fault(row, f"has the labels {labels[:20]}, but there are {classes} class names")
+        hot[row, labels] = True
     return torch.from_numpy(hot), names  # (N, C)
 
 
 def _winogavil(table: _Table, place: Path | str) -> EvalDataset:
-    """Return WinoGAViL: cues with candidate images, of which a few belong to the cue (Bitton et al. 2022,
+    """Open WinoGAViL: cues with candidate images, of which a few belong to the cue (Bitton et al. 2022,
     2207.12576).
 
     Every candidate of every cue is an image, so an image may occur several times. ``items`` is the cue's number and
-    ``captions`` the cue. Images are in a column of lists, or files in a folder next to the parquet files.
+    ``captions`` the cue.
     """
-    from pyarrow import types
-
-    files, dataset = table.files, f"dataset {table.name}"
     cells: list[tuple[int, int]] = []
     names: list[str] = []
     cues: list[tuple[str, ...]] = []
-    right: list[int] = []
-    for row, (cue, candidates, chosen) in enumerate(zip(*files.columns(*_WINOGAVIL), strict=True)):
-        own, belong = _names_in(candidates), set(_names_in(chosen))
-        if not isinstance(cue, str) or not belong or not belong <= set(own) or len(set(own)) != len(own):
+    associated: list[int] = []
+    columns = table.files.columns(*_WINOGAVIL)
+    for row, (cue, candidates, associations) in enumerate(zip(*columns, strict=True)):
+        images = _parse_names(candidates)
+        chosen = set(_parse_names(associations))
+        if (
+            not isinstance(cue, str)
+            or not chosen
+            or not chosen <= set(images)
+            or len(set(images)) < len(images)
+        ):
             raise DataError(
-                f"{dataset}: row {row} has no cue, repeated candidates, or associations that are not candidates"
+                f"dataset {table.name}: row {row} has no cue, repeated candidates, or associations that are not "
+                "candidates"
             )
-        cells += [(row, i) for i in range(len(own))]
-        names += own
-        cues += [(cue,)] * len(own)
-        right += [int(one in belong) for one in own]
-    images: SampleImages | None = None
+        for i, name in enumerate(images):
+            cells.append((row, i))
+            names.append(name)
+            cues.append((cue,))
+            associated.append(int(name in chosen))
+    return table.dataset(
+        _candidate_images(table, place, cells, names),
+        "compositional",
+        captions=tuple(cues),
+        items=torch.tensor([row for row, _ in cells]),
+        metadata={ASSOCIATION: torch.tensor(associated)},
+    )
+
+
+def _candidate_images(
+    table: _Table, place: Path | str, cells: Sequence[tuple[int, int]], names: Sequence[str]
+) -> SampleImages:
+    """Return WinoGAViL's images: in a column of lists, or files in a folder next to the Parquet files."""
+    from pyarrow import types
+
+    files = table.files
     for column in _WINOGAVIL_IMAGES:
-        if images is not None or column not in files.schema.names:
+        if column not in files.schema.names:
             continue
         kind = files.schema.field(column).type
         if types.is_list(kind) and not types.is_string(kind.value_type):
-            listed = [(row, f"{column}[{i}]") for row, i in cells]
-            images = SampleImages(files, files.files, cells=listed)
-    for folder in [place / one for one in _WINOGAVIL_FOLDERS] if isinstance(place, Path) else []:
-        if images is not None or not folder.is_dir():
+            return SampleImages(files, files.files, cells=[(row, f"{column}[{i}]") for row, i in cells])
+    for inside in _WINOGAVIL_FOLDERS:
+        folder = join_place(place, inside)
+        if not isinstance(folder, Path) or not folder.is_dir():
             continue
         paths = []
-        for one in names:
-            if "/" in one or one.startswith("."):
-                raise DataError(f"{dataset}: {one[:40]!r} is not the name of an image")
-            options = [folder / f"{one}.{extension}" for extension in IMAGE_EXTENSIONS]
+        for name in names:
+            options = [folder / f"{name}.{extension}" for extension in IMAGE_EXTENSIONS]
             path = next(filter(Path.is_file, options), None)
-            if path is None:
-                raise DataError(f"{dataset}: no image of {one[:40]!r} in {folder}")
+            if path is None or "/" in name or name.startswith("."):
+                raise DataError(f"dataset {table.name}: no image of {name[:40]!r} in {folder}")
             paths.append(path)
-        images = file_images(folder, paths)
-    if images is None:
-        raise DataError(
-            f"{dataset}: neither a column candidates_images with images nor a folder images with NAME.jpg"
-        )
-    items = torch.tensor([row for row, _ in cells])
-    metadata = {ASSOCIATION: torch.tensor(right)}
-    return table.dataset(images, "compositional", captions=tuple(cues), items=items, metadata=metadata)
+        return file_images(folder, paths)
+    raise DataError(
+        f"dataset {table.name}: neither a column candidates_images with images nor a folder images with NAME.jpg"
+    )
 
 
-def _names_in(value: Any) -> list[str]:
-    """Return a list of names, which some copies of WinoGAViL store as JSON."""
+def _parse_names(value: Any) -> list[str]:
+    # some copies of WinoGAViL store lists as JSON
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
             return []
-    return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
+    return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
 
 
 def _open_files(name: str, files: Sequence[ShardFile]) -> ParquetSamples:

@@ -119,8 +119,8 @@ def test_text_and_multiple_labels_are_read_and_invalid_ones_rejected(tmp_path: P
     beyond = write(
         tmp_path / "beyond/test.parquet", {"image": images(3), "label": [0, 1, 2]}, features=single
     )
-    assert "row 2 of" in refusal(beyond.parent)
-    assert "has label 2, but its schema names 2 classes" in refusal(beyond.parent)
+    assert "image row 2, image of" in refusal(beyond.parent)
+    assert "has label 2, but there are 2 class names" in refusal(beyond.parent)
     secret = write(tmp_path / "secret/test.parquet", {"image": images(2), "label": [0, -1]})
     assert "has label -1: labels begin at 0" in refusal(secret.parent)
     outside = {"image": images(2), "labels": [[0], [3]]}
