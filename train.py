@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback on Ctrl-C while torch is imported
     with report_errors():
-        arguments = parse_arguments()  # --help, --settings and errors need no torch
+        arguments = parse_arguments()  # --help and errors need no torch
 
 import torch
 

@@ -1,6 +1,7 @@
-"""The configuration of a run: frozen dataclasses, validated on construction. Does not import torch.
+"""The configuration of a run: frozen dataclasses, validated on construction.
 
-``setting(…)`` defines each field with its documentation and valid values.
+``setting(…)`` defines each field with its documentation and valid values. Objectives and local terms declare
+sections of their own. Importing this module does not import torch; ``Config()`` imports the objectives, and torch.
 """
 
 import json

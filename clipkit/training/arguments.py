@@ -1,4 +1,4 @@
-"""The command line of ``train.py``. Imports no torch, so --help, --settings and errors are printed at once."""
+"""The command line of ``train.py``. Imports no torch, so --help and errors are printed at once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
