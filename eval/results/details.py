@@ -96,42 +96,45 @@ def zero_shot_details(
     top = top_classes(image_features, class_weights, k=GUESSES, logit_scale=logit_scale, device=device)
     if labels.ndim == 1:
         is_right = top.classes == labels[:, None]  # (N, k)
-        right = {"acc1": is_right[:, 0]} | ({"acc5": is_right.any(dim=1)} if classes > GUESSES else {})
+        right = {"acc1": is_right[:, 0]}
+        if classes > GUESSES:
+            right["acc5"] = is_right.any(dim=1)
         values = {}
-        if classes == 2:  # ROC AUC ranks by the difference
+        # ROC AUC ranks by the difference
+        if classes == 2:
             scores = class_scores(image_features, class_weights, device=device)  # (N, 2)
             values["roc_auc"] = pack(scores[:, 1] - scores[:, 0])
         details = prediction_details(
             dataset, top.classes[:, 0], task=task, confidence=top.probabilities[:, 0]
         )
-        right_of = {metric: pack(own) for metric, own in right.items()}
-        details = replace(details, right=right_of, values=values)
-    else:  # a class of -1 means none
+        details = replace(details, right={name: pack(rows) for name, rows in right.items()}, values=values)
+    else:
+        # a class of -1 means none
         is_right = labels.bool().gather(1, top.classes.clamp(min=0)) & (top.classes >= 0)
         details = item_details(dataset, task=task, n=len(labels))
-    chosen, weights = _choose_examples(is_right[:, 0], seed), class_weights.cpu()
+    chosen = _choose_examples(is_right[:, 0], seed)
+    weights = class_weights.cpu()
     examples = []
-    for number in chosen:
-        features = image_features[number : number + 1].to(torch.float32).cpu()  # (1, D)
+    for i in chosen:
+        features = image_features[i : i + 1].to(torch.float32).cpu()  # (1, D)
         best = top_classes(features, weights, k=GUESSES, logit_scale=logit_scale)
-        log_probabilities = class_scores(features, weights, softmax_scale=logit_scale)[0]  # (C,)
-        true = [int(labels[number])] if labels.ndim == 1 else labels[number].nonzero()[:, 0].tolist()
+        probabilities = class_scores(features, weights, softmax_scale=logit_scale)[0].exp()  # (C,)
+        true = [int(labels[i])] if labels.ndim == 1 else labels[i].nonzero()[:, 0].tolist()
         # the true label with the best rank, if there are several
-        ranks = {one: int(class_ranks(features, weights, torch.tensor([one]))) for one in true}
-        first = min(ranks, key=lambda one: (ranks[one], one), default=None)
+        ranks = {label: int(class_ranks(features, weights, torch.tensor([label]))) for label in true}
+        first = min(ranks, key=lambda label: (ranks[label], label), default=None)
         likeliest = zip(best.classes[0].tolist(), best.probabilities[0].tolist(), strict=True)
-        guesses = [
-            Guess(label=_class_name(dataset, guess), probability=_rounded(probability), right=guess in true)
-            for guess, probability in likeliest
-            if guess >= 0
-        ]
         examples.append(
             Example(
-                picture=str(number),
-                guesses=tuple(guesses),
-                truth=_short(", ".join(_class_name(dataset, one) for one in true)) if true else None,
+                picture=str(i),
+                guesses=tuple(
+                    _guess(_class_name(dataset, label), probability, label in true)
+                    for label, probability in likeliest
+                    if label >= 0
+                ),
+                truth=_short(", ".join(_class_name(dataset, label) for label in true)) if true else None,
                 rank=None if first is None else 1 + ranks[first],
-                probability=None if first is None else _rounded(float(log_probabilities[first].exp())),
+                probability=None if first is None else _round(float(probabilities[first])),
             )
         )
     return replace(details, examples=tuple(examples), pictures=_thumbnails(dataset, chosen))
@@ -222,23 +225,20 @@ def retrieval_details(
     device = text_features.device
     similarities = class_scores(image_features[chosen], text_features.T, device=device)  # (E, T)
     examples = []
-    for number, row in zip(chosen, similarities, strict=True):
-        own = pairs[pairs[:, 0] == number, 1]
-        is_own = torch.zeros(len(captions), dtype=torch.bool).index_fill(0, own, True)  # (T,)
-        wrong_first = is_own.long().argsort(stable=True)
+    for i, row in zip(chosen, similarities, strict=True):
+        is_true = torch.zeros(len(captions), dtype=torch.bool)  # (T,)
+        is_true[pairs[pairs[:, 0] == i, 1]] = True
+        wrong_first = is_true.long().argsort(stable=True)
         order = wrong_first[row[wrong_first].argsort(descending=True, stable=True)]  # (T,)
-        rank = int(is_own[order].long().argmax())
-        *guesses, best = [
-            Guess(
-                label=_short(" ".join(captions[i].split())) or "(empty)",
-                probability=_rounded(float(row[i])),
-                right=bool(is_own[i]),
-            )
-            for i in (*order[:GUESSES].tolist(), int(order[rank]))
-        ]
+        rank = int(is_true[order].long().argmax())
+        guesses = []
+        for j in (*order[:GUESSES].tolist(), int(order[rank])):
+            caption = " ".join(captions[j].split()) or "(empty)"
+            guesses.append(_guess(caption, float(row[j]), bool(is_true[j])))
+        best = guesses.pop()
         examples.append(
             Example(
-                picture=str(number),
+                picture=str(i),
                 guesses=tuple(guesses),
                 truth=best.label,
                 rank=1 + rank,
@@ -256,7 +256,7 @@ def retrieval_details(
 def captioning_details(
     dataset: EvalDataset,
     generated: Sequence[str],
-    found: Descriptions,
+    descriptions: Descriptions,
     *,
     setting: str = "",
     seed: int = 0,
@@ -266,36 +266,39 @@ def captioning_details(
     Args:
         dataset: N images with captions.
         generated: the generated captions.
-        found: these and the true captions as tokens.
+        descriptions: these and the true captions as tokens.
         setting: as in the scores.
         seed: seed of the images, which otherwise depend only on N.
     """
     assert dataset.captions is not None
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
     chosen = order[:DESCRIPTIONS].tolist()
-    values = {"cider_d": found.cider, "bleu_4": found.bleu_counts, "perplexity": found.perplexity_counts}
+    values = {
+        "cider_d": descriptions.cider,
+        "bleu_4": descriptions.bleu_counts,
+        "perplexity": descriptions.perplexity_counts,
+    }
     details = item_details(
         dataset,
         task="captioning",
         n=len(dataset),
         setting=setting,
-        right={"exact_match": torch.from_numpy(found.exact)},
-        values={name: torch.from_numpy(own).flatten() for name, own in values.items()},
+        right={"exact_match": torch.from_numpy(descriptions.exact)},
+        values={name: torch.from_numpy(rows).flatten() for name, rows in values.items()},
     )
-    return replace(
-        details,
-        descriptions=tuple(
+    shown = []
+    for i in chosen:
+        captions = [_short(" ".join(caption.split())) for caption in dataset.captions[i][:GUESSES]]
+        shown.append(
             Description(
-                picture=str(number),
-                generated=_short(generated[number]),
-                captions=tuple(_short(" ".join(one.split())) for one in dataset.captions[number][:GUESSES]),
-                exact=bool(found.exact[number]),
-                cider=_rounded(float(found.cider[number])),
+                picture=str(i),
+                generated=_short(generated[i]),
+                captions=tuple(captions),
+                exact=bool(descriptions.exact[i]),
+                cider=_round(float(descriptions.cider[i])),
             )
-            for number in chosen
-        ),
-        pictures=_thumbnails(dataset, chosen),
-    )
+        )
+    return replace(details, descriptions=tuple(shown), pictures=_thumbnails(dataset, chosen))
 
 
 def item_details(
@@ -369,75 +372,93 @@ def take_snapshot(
         raise DataError(f"dataset {dataset.name} has no images to take a snapshot of")
     if not bool(torch.isfinite(features).all()):
         raise DataError(f"the features of dataset {dataset.name} are not finite: the training has diverged")
-    names, labels = dataset.class_names, dataset.labels
     order = torch.randperm(len(features), generator=torch.Generator().manual_seed(seed)).tolist()
     pairs = _distinct_pairs(dataset, order)
-    wanted = _queries(dataset, order, queries)
+    labelled_queries = _queries(dataset, order, queries)
     captions = subject.texts([text for _, text in pairs]).cpu()  # (M, D)
-    searched = subject.texts([text for text, _ in wanted]).cpu()  # (Q, D)
-    examples, matrix, found = [], None, []
-    with torch.autocast("cpu", enabled=False):  # similarities are float32
-        if names:
-            shown = order[:SNAPSHOT_EXAMPLES]
-            logits = subject.logit_scale * features[shown] @ subject.class_weights().cpu()  # (E, C)
-            heats = _heats(subject, shown)
-            for number, row in zip(shown, logits.softmax(dim=1), strict=True):
-                truth = None if labels is None else int(labels[number])
-                # of equal probabilities the lower class comes first, as in the scores
-                ranked = row.sort(descending=True, stable=True).indices.tolist()
-                guesses = tuple(
-                    Guess(label=_short(names[one]), probability=_rounded(float(row[one])), right=one == truth)
-                    for one in ranked[:GUESSES]
-                )
-                examples.append(
-                    Example(
-                        picture=str(number),
-                        guesses=guesses,
-                        truth=None if truth is None else _short(names[truth]),
-                        rank=None if truth is None else 1 + ranked.index(truth),
-                        probability=None if truth is None else _rounded(float(row[truth])),
-                        heat=heats.get(number),
-                    )
-                )
+    query_features = subject.texts([text for text, _ in labelled_queries]).cpu()  # (Q, D)
+    examples: list[Example] = []
+    matrix = None
+    nearest: list[Query] = []
+    # similarities are float32
+    with torch.autocast("cpu", enabled=False):
+        if dataset.class_names:
+            examples = _snapshot_examples(subject, features, order[:SNAPSHOT_EXAMPLES])
         if pairs:
-            cosines = features[[number for number, _ in pairs]] @ captions.T  # (M, M)
+            cosines = features[[i for i, _ in pairs]] @ captions.T  # (M, M)
             matrix = Matrix(
-                pictures=tuple(str(number) for number, _ in pairs),
+                pictures=tuple(str(i) for i, _ in pairs),
                 captions=tuple(_short(text) for _, text in pairs),
-                cosines=tuple(tuple(map(_rounded, row)) for row in cosines.tolist()),
+                cosines=tuple(tuple(map(_round, row)) for row in cosines.tolist()),
             )
-        if wanted:
-            top = (searched @ features.T).topk(min(HITS, len(features)), dim=1)
-            for (text, label), values, numbers in zip(
-                wanted, top.values.tolist(), top.indices.tolist(), strict=True
-            ):
-                hits = tuple(
-                    Hit(
-                        picture=str(number),
-                        cosine=_rounded(value),
-                        right=None if labels is None or label is None else int(labels[number]) == label,
-                    )
-                    for value, number in zip(values, numbers, strict=True)
-                )
-                found.append(Query(text=_short(text), hits=hits))
-    used = {one.picture for one in examples} | {hit.picture for query in found for hit in query.hits}
-    used.update(matrix.pictures if matrix else ())
+        if labelled_queries:
+            nearest = _nearest_images(dataset, labelled_queries, query_features @ features.T)
+    shown = {example.picture for example in examples}
+    for query in nearest:
+        shown |= {hit.picture for hit in query.hits}
+    if matrix is not None:
+        shown.update(matrix.pictures)
+    pictures = {}
+    for name in sorted(shown, key=int):
+        alt = _first_text(dataset, int(name)) or f"image {name}"
+        pictures[name] = _thumbnail(dataset, int(name), _short(alt))
     return Snapshot(
         step=step,
         dataset=dataset.name,
         samples=len(features),
-        classes=len(names),
+        classes=len(dataset.class_names),
         examples=tuple(examples),
         matrix=matrix,
-        queries=tuple(found),
-        pictures={
-            name: _thumbnail(dataset, int(name), _short(_text(dataset, int(name)) or f"image {name}"))
-            for name in sorted(used, key=int)
-        },
+        queries=tuple(nearest),
+        pictures=pictures,
     )
 
 
-def _heats(subject: Subject, numbers: Sequence[int]) -> dict[int, Thumbnail]:
+def _snapshot_examples(subject: Subject, features: Tensor, images: Sequence[int]) -> list[Example]:
+    """Show the most likely classes of images of (N, D) features."""
+    names, labels = subject.dataset.class_names, subject.dataset.labels
+    logits = subject.logit_scale * features[images] @ subject.class_weights().cpu()  # (E, C)
+    heats = _heats(subject, images)
+    examples = []
+    for i, row in zip(images, logits.softmax(dim=1), strict=True):
+        truth = None if labels is None else int(labels[i])
+        # of equal probabilities the lower class comes first, as in the scores
+        ranked = row.sort(descending=True, stable=True).indices.tolist()
+        example = Example(
+            picture=str(i),
+            guesses=tuple(
+                _guess(names[label], float(row[label]), label == truth) for label in ranked[:GUESSES]
+            ),
+            truth=None,
+            rank=None,
+            probability=None,
+            heat=heats.get(i),
+        )
+        if truth is not None:
+            probability = _round(float(row[truth]))
+            rank = 1 + ranked.index(truth)
+            example = replace(example, truth=_short(names[truth]), rank=rank, probability=probability)
+        examples.append(example)
+    return examples
+
+
+def _nearest_images(
+    dataset: EvalDataset, queries: Sequence[tuple[str, int | None]], cosines: Tensor
+) -> list[Query]:
+    """Return the images nearest to each text and class, by (Q, N) cosines."""
+    labels = dataset.labels
+    top = cosines.topk(min(HITS, cosines.shape[1]), dim=1)
+    nearest = []
+    for (text, label), values, images in zip(queries, top.values.tolist(), top.indices.tolist(), strict=True):
+        hits = []
+        for value, i in zip(values, images, strict=True):
+            right = None if labels is None or label is None else int(labels[i]) == label
+            hits.append(Hit(picture=str(i), cosine=_round(value), right=right))
+        nearest.append(Query(text=_short(text), hits=tuple(hits)))
+    return nearest
+
+
+def _heats(subject: Subject, images: Sequence[int]) -> dict[int, Thumbnail]:
     """Draw where in images the model sees their class; empty for towers without heatmaps."""
 
     from clipkit.inference import enlarged, overlay
@@ -446,27 +467,27 @@ def _heats(subject: Subject, numbers: Sequence[int]) -> dict[int, Thumbnail]:
     sharded = hasattr(model, "reshard")  # a single rank cannot run it
     if dataset.labels is None or sharded or subject.encoder.ranks.rank > 0:
         return {}
-    kept, pixels = list[int](), list[Tensor]()
-    for number in numbers:
+    decoded: list[int] = []
+    pixels: list[Tensor] = []
+    for i in images:
         with suppress(DataError):
-            pixels.append(eval_pixels(dataset.images.read(number), model.preprocess))  # (C, S, S)
-            kept.append(number)
-    if not kept:
+            pixels.append(eval_pixels(dataset.images.read(i), model.preprocess))  # (C, S, S)
+            decoded.append(i)
+    if not decoded:
         return {}
-    labels = dataset.labels[kept]
+    labels = dataset.labels[decoded]
     device = model.logit_scale.device
     try:
         texts = subject.class_weights().T[labels][:, None].to(device)  # (E, 1, D)
         heats = text_heatmaps(model, torch.stack(pixels).to(device), texts)[:, 0].cpu()  # (E, g, g)
     except ConfigError:  # the tower has no attention to show
         return {}
-    found = {}
-    for number, label, shown, heat in zip(kept, labels.tolist(), pixels, heats, strict=True):
+    thumbnails = {}
+    for i, label, image, heat in zip(decoded, labels.tolist(), pixels, heats, strict=True):
         heat = (heat - heat.min()) / (heat.max() - heat.min()).clamp(min=1e-30)
-        image = enlarged(shown, _THUMBNAIL_SIZE)
         title = f"where the model sees {_short(dataset.class_names[label])}"
-        found[number] = _encoded(overlay(image, heat.numpy()), title)
-    return found
+        thumbnails[i] = _encode(overlay(enlarged(image, _THUMBNAIL_SIZE), heat.numpy()), title)
+    return thumbnails
 
 
 def _distinct_pairs(dataset: EvalDataset, order: list[int]) -> list[tuple[int, str]]:
@@ -477,7 +498,7 @@ def _distinct_pairs(dataset: EvalDataset, order: list[int]) -> list[tuple[int, s
     labels = dataset.labels
     for number in order:
         label = None if labels is None else int(labels[number])
-        text = _text(dataset, number)
+        text = _first_text(dataset, number)
         if text is None or text in texts or label in classes:
             continue
         pairs.append((number, text))
@@ -501,7 +522,7 @@ def _queries(
                 known.setdefault(text, label)
         return [(text, known.get(text)) for text in given]
     if not names:
-        texts = dict.fromkeys(_text(dataset, number) for number in order[:QUERIES])
+        texts = dict.fromkeys(_first_text(dataset, number) for number in order[:QUERIES])
         return [(text, None) for text in texts if text]
     present = list(range(len(names))) if dataset.labels is None else dataset.labels.unique().tolist()
     count = min(QUERIES, len(present))
@@ -509,7 +530,7 @@ def _queries(
     return [(fill_template(dataset.templates[0], names[label]), label) for label in chosen]
 
 
-def _text(dataset: EvalDataset, number: int) -> str | None:
+def _first_text(dataset: EvalDataset, number: int) -> str | None:
     """Return the first caption of an image, or else the prompt of its class."""
     if dataset.captions is not None:
         return " ".join(dataset.captions[number][0].split())
@@ -534,20 +555,24 @@ def _thumbnail(dataset: EvalDataset, number: int, alt: str) -> Thumbnail:
     except DataError:
         return Thumbnail(png="", alt=alt)
     image.thumbnail((_THUMBNAIL_SIZE, _THUMBNAIL_SIZE), Image.Resampling.LANCZOS)
-    return _encoded(image, alt)
+    return _encode(image, alt)
 
 
-def _encoded(image: "Image.Image", alt: str) -> Thumbnail:
+def _encode(image: "Image.Image", alt: str) -> Thumbnail:
     buffer = io.BytesIO()
     image.save(buffer, format="PNG", optimize=True)
     return Thumbnail(png=base64.b64encode(buffer.getvalue()).decode("ascii"), alt=alt)
+
+
+def _guess(label: str, probability: float, right: bool) -> Guess:
+    return Guess(label=_short(label), probability=_round(probability), right=right)
 
 
 def _class_name(dataset: EvalDataset, label: int) -> str:
     return _short(dataset.class_names[label]) or f"class {label}"
 
 
-def _rounded(value: float) -> float:
+def _round(value: float) -> float:
     return float(f"{value:.4g}") if math.isfinite(value) else 0.0
 
 
