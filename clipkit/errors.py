@@ -43,6 +43,10 @@ class DataError(ClipkitError):
     """Data that is missing, damaged, or unsuitable for the task."""
 
 
+class Unavailable(DataError):
+    """A built-in dataset that needs something that is not installed; the message says what."""
+
+
 class CheckpointError(ClipkitError):
     """A checkpoint or run folder that is missing, incomplete, or belongs to another run or model."""
 

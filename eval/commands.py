@@ -16,13 +16,12 @@ from rich.table import Table
 
 import clipkit
 from clipkit import CLIP, distributed
-from clipkit.errors import ClipkitError, ConfigError, DataError, nearest
+from clipkit.errors import ClipkitError, ConfigError, DataError, Unavailable, nearest
 from clipkit.files import counted, output_folder, printable
 from clipkit.formats import check_free, newest_epoch, resolve_checkpoint, save_model
 from clipkit.model import keep_memory
 from clipkit.samples.remote import cache_folder
 from data.captions import split_names
-from data.corpora.builtin import Unavailable
 from eval.compare import (
     Check,
     checks_of,

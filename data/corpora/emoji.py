@@ -31,10 +31,9 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import track
 
-from clipkit.errors import DataError
+from clipkit.errors import DataError, Unavailable
 from clipkit.files import counted
 from clipkit.samples.remote import cache_folder
-from data.corpora.builtin import Unavailable
 from data.shards.writer import DatasetWriter, Record
 
 __all__ = ["HELD_OUT", "LANGUAGES", "NAMES", "PACKAGES", "REVISION", "TEMPLATES", "make"]

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from clipkit.errors import DataError
+from clipkit.errors import DataError, Unavailable
 from data.corpora import emoji
-from data.corpora.builtin import BUILTIN, Unavailable
+from data.corpora.builtin import BUILTIN
 from eval.datasets.catalog import load_card
 from eval.readers import open_dataset
 
