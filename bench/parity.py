@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipkit.formats.load import from_open_clip_tensors
+from clipkit.formats.load import LoadRequest, StoredModel, build_stored, convert_open_clip
 from clipkit.model.clip import CLIP
 from clipkit.model.names import from_open_clip, open_clip_config
+from clipkit.model.preprocess import Preprocess
 
 RESULTS = Path(__file__).with_name("results") / "parity_open_clip.json"
 # plain ViTs, ResNets, ConvNeXt, other backbones of timm, CoCa, EVA, SigLIP 1 and 2, MobileCLIP 1 and 2, CLIPA,
@@ -53,7 +54,14 @@ def compare(name: str, config: Mapping[str, Any], *, batch: int = 2, seed: int =
     """Compare both libraries' embeddings of random images and tokens with the same random weights."""
     reference = build_reference(config, seed=seed)
     shape = from_open_clip(config)
-    own = from_open_clip_tensors(shape, reference.state_dict(), origin=Path(name))
+    stored = StoredModel(
+        file=Path(name),
+        shape=shape,
+        tensors=reference.state_dict(),
+        origin=name,
+        preprocess=Preprocess(image_size=shape.vision.image_size),
+    )
+    own = build_stored(convert_open_clip(stored), LoadRequest())
     side, length = shape.vision.image_size, shape.text.context_length
     generator = torch.Generator().manual_seed(seed)
     images = torch.randint(0, 256, (batch, 3, side, side), generator=generator, dtype=torch.uint8)

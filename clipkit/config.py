@@ -23,9 +23,8 @@ import msgspec
 
 from clipkit.errors import ConfigError, nearest
 from clipkit.files.terminal import shown as shown_url, without_secrets
-from clipkit.model import TEXT_TOWERS
 from clipkit.model.architectures import TextArchitecture, selected
-from clipkit.model.names import check_names
+from clipkit.model.names import TEXT_TOWERS, check_names
 from clipkit.samples.depth import parse_pixel_range
 from clipkit.samples.traits import color_of
 

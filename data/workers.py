@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 from torch.utils.data import DataLoader
 
 from clipkit.errors import DataError
-from data.corpora.builtin import end_with_parent
+from clipkit.files import end_with_parent
 
 T = TypeVar("T")
 _LIKELY_CAUSE = {

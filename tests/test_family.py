@@ -20,7 +20,8 @@ import eval as evaluation
 from bench.parity import compare
 from clipkit.config import Config, OptimConfig
 from clipkit.errors import ConfigError
-from clipkit.formats.checkpoint import load_model
+from clipkit.formats.checkpoint import parse_architecture, serialize_architecture
+from clipkit.formats.load import load_checkpoint
 from clipkit.model import ARCHITECTURES, Architecture, TimmVision, VisionTower
 from clipkit.model.clip import CLIP, create
 from clipkit.model.names import architecture, check_names, from_open_clip, open_clip_config, to_open_clip
@@ -183,7 +184,7 @@ def step_and_score(model: CLIP, colours: Path, tmp_path: Path) -> None:
     scores = evaluation.evaluate(model.eval(), evaluation.open_dataset(colours), tasks=("zero-shot",))
     assert scores[0].metric == "acc1" and scores[0].n == 6
     folder = save_checkpoint(tmp_path, model, optimizer, LoopState(step=1, data="x"), Config(), keep=1)
-    again = load_model(folder)
+    again = load_checkpoint(folder)
     assert again.architecture == model.architecture
     texts = ["the colour red", "green"]
     torch.testing.assert_close(
@@ -304,7 +305,7 @@ def test_offline_open_clip_configurations_are_supported() -> None:
             continue
         shape = from_open_clip(config)
         assert isinstance(shape, Architecture) and from_open_clip(to_open_clip(shape)) == shape
-        assert Architecture.from_dict(shape.to_dict()) == shape
+        assert parse_architecture(serialize_architecture(shape)) == shape
         understood += 1
     assert understood > 120
 

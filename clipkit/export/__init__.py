@@ -12,147 +12,22 @@ onnx-int8, because their files have the same names. ``EXPORTS`` registers the ta
 not import torch.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import lazy_loader
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from clipkit.export.checks import Samples
     from clipkit.export.interpolation import interpolate, load_alike
+    from clipkit.export.targets import EXPORTS, ExportTarget
     from clipkit.export.write import export
-    from clipkit.model.clip import CLIP
 
 __all__ = ["EXPORTS", "ExportTarget", "export", "interpolate", "load_alike"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class ExportTarget:
-    """A library to export to.
-
-    Attributes:
-        display: name in the model card.
-        package: import name of the package that loads the export.
-        distribution: name of that package on PyPI.
-        obstacle: returns why a model of RGB images cannot be exported, or "".
-        write: writes a model with float32 weights on the CPU to a folder; returns the names of the files.
-        check: loads that folder with the library; returns the largest difference of embeddings, or 1 − their lowest
-            cosine similarity if ``approximate``.
-        compare: describes speed and size after the check; None for nothing.
-        example: returns Python code for the model card that loads the folder ``{folder}``.
-        needs: import names of packages required by ``write``.
-        apart: targets whose files have the same names, so that they need separate folders.
-        default: whether it is a default target.
-        texts: whether it includes the text tower.
-        loads: whether ``clipkit.load`` can read the folder.
-        resizes: whether the library resizes images differently and does not repair texts.
-        channels: whether it can represent models of other than RGB images.
-        approximate: whether embeddings differ by more than rounding, because weights are quantized.
-    """
-
-    display: str
-    package: str
-    distribution: str
-    obstacle: "Callable[[CLIP], str]"
-    write: "Callable[[CLIP, Mapping[str, Tensor], Path], list[str]]"
-    check: "Callable[[CLIP, Path, Samples], float]"
-    example: "Callable[[CLIP], str]"
-    needs: tuple[str, ...] = ()
-    apart: frozenset[str] = frozenset()
-    default: bool = False
-    texts: bool = True
-    loads: bool = False
-    resizes: bool = False
-    approximate: bool = False
-    channels: bool = False
-    compare: "Callable[[CLIP, Path, Samples], str] | None" = None
-
-    def refusal(self, model: "CLIP") -> str:
-        """Return why a model cannot be exported, or ""."""
-        channels = model.preprocess.channels
-        if channels != 3 and not self.channels:
-            return f"{self.display} supports images of 3 channels, and those of this model have {channels}"
-        return self.obstacle(model)
-
-    def verdict(self, difference: float) -> str:
-        """Describe the result of the check."""
-        if self.approximate:
-            return f"the cosine similarity of embeddings to clipkit's is at least {1 - difference:.4f}"
-        return f"embeddings differ from clipkit's by at most {difference:.1e}"
-
-
-def _target(
-    module: str, display: str, *, distribution: str = "", package: str = "", suffix: str = "", **facts: Any
-) -> ExportTarget:
-    """Create a target with the functions of ``clipkit.export.MODULE``, which is imported on the first call."""
-
-    def function(name: str) -> Callable[..., Any]:
-        return lambda *arguments: getattr(import_module(f"clipkit.export.{module}"), name)(*arguments)
-
-    package = package or module
-    return ExportTarget(
-        display=display,
-        package=package,
-        distribution=distribution or package,
-        obstacle=function("obstacle"),
-        write=function(f"write{suffix}"),
-        check=function(f"check{suffix}"),
-        compare=function(f"compare{suffix}") if facts.get("approximate") else None,
-        example=function(f"example{suffix}"),
-        **facts,
-    )
-
-
-EXPORTS: dict[str, ExportTarget] = {
-    "open_clip": _target("open_clip", "open_clip", distribution="open_clip_torch", default=True, loads=True),
-    "transformers": _target(
-        "transformers",
-        "transformers",
-        apart=frozenset({"timm"}),
-        default=True,
-        loads=True,
-        resizes=True,
-        channels=True,
-    ),
-    "sentence-transformers": _target(
-        "transformers",
-        "sentence-transformers",
-        suffix="_sentence",
-        package="sentence_transformers",
-        distribution="sentence-transformers",
-        apart=frozenset({"timm"}),
-        loads=True,
-        resizes=True,
-    ),
-    "timm": _target(
-        "timm",
-        "timm (the image encoder)",
-        apart=frozenset({"transformers", "sentence-transformers"}),
-        texts=False,
-    ),
-    "onnx": _target(
-        "onnx",
-        "onnxruntime",
-        package="onnxruntime",
-        needs=("onnx", "onnxscript"),
-        apart=frozenset({"onnx-int8"}),
-    ),
-    "onnx-int8": _target(
-        "onnx",
-        "onnxruntime (int8)",
-        suffix="_int8",
-        package="onnxruntime",
-        needs=("onnx", "onnxscript", "onnxruntime"),
-        apart=frozenset({"onnx"}),
-        approximate=True,
-    ),
-}
-
 __getattr__, _, _ = lazy_loader.attach(
-    __name__, submod_attrs={"write": ["export"], "interpolation": ["interpolate", "load_alike"]}
+    __name__,
+    submod_attrs={
+        "interpolation": ["interpolate", "load_alike"],
+        "targets": ["EXPORTS", "ExportTarget"],
+        "write": ["export"],
+    },
 )

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from clipkit import __version__
-from clipkit.export import EXPORTS
 from clipkit.export.checks import TEXTS
+from clipkit.export.targets import EXPORTS
 from clipkit.files.pages import templates
 from clipkit.files.terminal import without_secrets
 from clipkit.model.clip import CLIP

@@ -27,9 +27,9 @@ from torch import Tensor
 from clipkit import __version__
 from clipkit.api import load
 from clipkit.errors import CheckpointError, ConfigError, nearest
-from clipkit.export import EXPORTS
 from clipkit.export.checks import draw_samples
 from clipkit.export.model_card import Source, by_caller, model_card, source_of
+from clipkit.export.targets import EXPORTS
 from clipkit.files.atomic import lock_output
 from clipkit.files.hub import HUB, check_push, push_folder
 from clipkit.files.patterns import output_folder

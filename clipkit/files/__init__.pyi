@@ -24,6 +24,9 @@ from .patterns import (
     output_folder as output_folder,
     user_path as user_path,
 )
+from .processes import (
+    end_with_parent as end_with_parent,
+)
 from .splitmix import (
     MASK as MASK,
     STEP as STEP,

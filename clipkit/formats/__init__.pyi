@@ -5,6 +5,7 @@ from .checkpoint import (
     model_hash as model_hash,
     resolve_checkpoint as resolve_checkpoint,
     save_model as save_model,
+    serialize_architecture as serialize_architecture,
     step_of as step_of,
 )
 from .open_clip import (

@@ -1,4 +1,4 @@
-"""Find the newest intact checkpoint of a run, and load and save models.
+"""Find the newest intact checkpoint of a run, and save models.
 
     RUN/checkpoints/LATEST                       name of the newest checkpoint
     RUN/checkpoints/step_00000200/
@@ -12,9 +12,9 @@
         COMPLETE                                 size and checksum of each file
     RUN/.saved                                   marks that a checkpoint has been saved
 
-``clipkit.training.checkpoint`` writes checkpoints and resumes from them. Pickle is never used. If all checkpoints
-of a run are lost or damaged, it is not restarted, since that would erase its history. COMPLETE files of earlier
-versions list only sizes, so other damage is not detected.
+``clipkit.training.checkpoint`` writes checkpoints and resumes from them; ``clipkit.formats.load`` loads models.
+Pickle is never used. If all checkpoints of a run are lost or damaged, it is not restarted, since that would erase
+its history. COMPLETE files of earlier versions list only sizes, so other damage is not detected.
 """
 
 import hashlib
@@ -22,9 +22,7 @@ import json
 import os
 import re
 import shutil
-import warnings
 import zlib
-from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -33,31 +31,19 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from clipkit.errors import CheckpointError, ConfigError
+from clipkit.errors import CheckpointError, ConfigError, nearest
 from clipkit.files.atomic import lock_output
-from clipkit.files.terminal import counted
-from clipkit.model.architectures import ARCHITECTURES, Architecture
-from clipkit.model.clip import CLIP, build
-from clipkit.model.lora import Adapters, add_adapters, merge_adapters
+from clipkit.model.architectures import ARCHITECTURES, Architecture, Decoder
+from clipkit.model.clip import CLIP
+from clipkit.model.names import IMAGE_TOWERS, TEXT_TOWERS
 from clipkit.model.preprocess import Preprocess
-from clipkit.model.resample import fit_positions
-from clipkit.model.tokenizer import Tokenizer, tokenizer_of
 from clipkit.samples.depth import format_pixel_range
 from clipkit.samples.traits import Decoding
-
-__all__ = [
-    "COMPLETE", "FORMAT", "LATEST", "SAVED", "STEP_FOLDER", "TRAINED", "check_free", "check_weights",
-    "checksum", "is_complete", "is_intact", "latest_checkpoint", "listing", "load_model", "model_card",
-    "model_hash", "passed_over", "read_json", "resolve_checkpoint", "save_model", "step_folders", "step_of",
-    "weights_of",
-]  # fmt: skip
-
 
 _CHUNK = 16 << 20  # bytes per CRC; part of the definition of the checksum
 _READ = 1 << 20  # bytes read at a time; fastest if they fit in the processor's cache
@@ -114,7 +100,6 @@ STEP_FOLDER = re.compile(r"step_(\d{1,18})", re.ASCII)
 _FILES = {"model.safetensors", "model.json", "optimizer.safetensors", "state.json", "config.toml"}
 FORMAT = 1
 TRAINED = "/trained"  # suffix of the names in trained.safetensors
-_SHOWN = 4  # names listed in a message, per kind
 MAX_JSON = 128 * 2**20  # bytes; class names may take 64 MB
 
 
@@ -194,211 +179,13 @@ def resolve_checkpoint(source: Path) -> Path:
     return found
 
 
-def load_model(folder: Path, *, image_size: int = 0, context_length: int = 0) -> CLIP:
-    """Load the model of a checkpoint folder on the CPU, in float32 and evaluation mode.
-
-    A nonzero ``image_size`` or ``context_length`` resamples the position embeddings.
-
-    Raises:
-        CheckpointError: files are missing or damaged, or the weights do not match the stored architecture.
-    """
-    weights = folder / "model.safetensors"
-    card = read_json(folder / "model.json")
-    if card.get("format") != FORMAT:
-        raise CheckpointError(f"{folder}: this version cannot read the format of model.json")
-    shape = Architecture.from_dict(card.get("architecture", {}))
-    preprocess = stored_preprocess(folder)
-    if preprocess.image_size != shape.vision.image_size:
-        raise CheckpointError(f"{folder}: the image sizes of architecture and preprocessing differ")
-    tokenizer = tokenizer_of(shape, stored=card.get("tokenizer", "none"), folder=folder)
-    base = _base(folder, shape) if card.get("adapters") else None
-    try:
-        tensors = load_file(weights)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read {weights}: {error}") from error
-    if not _matches(weights, _listed(folder).get(weights.name)):
-        raise CheckpointError(
-            f"{weights} is damaged, its checksum is wrong: use another checkpoint, or remove {COMPLETE} beside "
-            "it to load it anyway"
-        )
-    if base is not None:
-        check_weights(base, {**base.state_dict(), **tensors}, origin=folder)
-        base.load_state_dict(tensors, strict=False)
-        merge_adapters(base)
-        tensors = base.state_dict()
-    if resized := bool(image_size or context_length):
-        stored, shape = shape, shape.resized(image_size=image_size, context_length=context_length)
-        warn_of_padding(stored, shape, origin=folder)
-        preprocess = replace(preprocess, image_size=shape.vision.image_size)
-        if context_length:
-            tokenizer = tokenizer.of_length(context_length)
-    return with_weights(
-        shape,
-        tensors,
-        origin=folder,
-        name=str(card.get("name", "")),
-        preprocess=preprocess,
-        tokenizer=tokenizer,
-        resample=resized,
-    )
-
-
-def _base(folder: Path, shape: Architecture) -> CLIP:
-    """Load the model that a checkpoint's adapters belong to, and add adapters without values of their own."""
-    from clipkit.formats.load import open_source
-
-    adapters = _stored_adapters(folder)
-    try:
-        base = open_source(
-            adapters.source, image_size=shape.vision.image_size, context_length=shape.text.context_length
-        )
-    except (CheckpointError, ConfigError) as error:
-        raise CheckpointError(
-            f"{folder} has adapters of {adapters.source}, which cannot be loaded: {error}"
-        ) from error
-    check_base(folder, model_hash(base))
-    base.set_decoder(shape.decoder, seed=0)
-    base.set_masked(shape.masked, seed=0)
-    if shape.logit_bias and base.logit_bias is None:
-        base.reset_bias()
-    add_adapters(base, adapters)
-    return base
-
-
-def check_base(folder: Path, weights: str) -> None:
-    """Check that the adapters of a checkpoint belong to the model with this hash.
-
-    Raises:
-        CheckpointError: they belong to other weights, or model.json describes no adapters.
-    """
-    adapters = _stored_adapters(folder)
-    if adapters.hash != weights:
-        raise CheckpointError(
-            f"{folder} has adapters of {adapters.source}, whose weights have changed since: restore them"
-        )
-
-
-def _stored_adapters(folder: Path) -> Adapters:
-    try:
-        return msgspec.convert(read_json(folder / "model.json").get("adapters"), Adapters)
-    except msgspec.ValidationError as error:
-        raise CheckpointError(f"{folder}: model.json describes no adapters: {error}") from error
-
-
-def stored_preprocess(folder: Path) -> Preprocess:
+def read_preprocess(folder: Path) -> Preprocess:
     """Read the preprocessing of the model in a checkpoint folder.
 
     Raises:
         CheckpointError: model.json is missing, damaged or of another version.
     """
     return Preprocess.from_dict(read_json(folder / "model.json").get("preprocess", {}))
-
-
-def with_weights(
-    shape: Architecture,
-    tensors: dict[str, Tensor],
-    *,
-    origin: Path,
-    name: str = "",
-    preprocess: Preprocess | None = None,
-    tokenizer: Tokenizer | None = None,
-    resample: bool = False,
-) -> CLIP:
-    """Build a float32 model in evaluation mode with the given weights; all names and shapes must match.
-
-    Args:
-        shape: the architecture.
-        tensors: a state dict with the model's names.
-        origin: where the tensors come from, for error messages.
-        name: name of the architecture.
-        preprocess: the model's image preprocessing.
-        tokenizer: the model's tokenizer.
-        resample: whether to resample position embeddings of another size.
-
-    Raises:
-        CheckpointError: the weights do not match; raised before memory for the architecture is allocated.
-    """
-
-    def fitting(model: CLIP) -> dict[str, Tensor]:
-        fitted = tensors
-        if resample:
-            shapes = {name: value.shape for name, value in model.state_dict().items()}
-            fitted = fit_positions(tensors, shapes)
-        check_weights(model, fitted, origin=origin)
-        return fitted
-
-    try:
-        if shape.is_own:  # check before allocating memory for a stored, possibly manipulated architecture
-            with torch.device("meta"):
-                fitting(CLIP(shape, name=name))
-        model = build(shape, name=name, preprocess=preprocess, tokenizer=tokenizer)
-    except ConfigError as error:
-        raise CheckpointError(f"{origin}: {error}") from error
-    model.load_state_dict(fitting(model))
-    return model.eval()
-
-
-def warn_of_padding(stored: Architecture, resized: Architecture, *, origin: Path) -> None:
-    """Warn if another context length changes the features of all texts."""
-    length, stored_length = resized.text.context_length, stored.text.context_length
-    if length != stored_length and stored.text.reads_padding:
-        warnings.warn(
-            f"{origin}: context_length = {length} changes the features of all texts, because this text tower reads "
-            f"the padding up to {stored_length} tokens: fine-tune the model before use",
-            stacklevel=7,  # the caller of clipkit.load
-        )
-
-
-def check_weights(model: CLIP, tensors: Mapping[str, Tensor], *, origin: Path) -> None:
-    """Check that tensors match a model's names, shapes and kinds of dtype; the model may be on the meta device.
-
-    Raises:
-        CheckpointError: tensors are missing, unexpected or have other shapes; the message groups them by layer.
-    """
-    own = model.state_dict()
-    missing, unexpected = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
-    misshapen = sorted(name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape)
-    if not (missing or unexpected or misshapen):
-        for name, value in tensors.items():
-            if value.is_floating_point() != own[name].is_floating_point():
-                raise CheckpointError(f"{origin}: {name} is {value.dtype}, not {own[name].dtype}")
-        return
-    prefix = "" if own.keys() & tensors.keys() else _common_prefix(missing, unexpected)
-    if prefix:
-        others = sorted(name for name in tensors if not name.startswith(prefix))
-        without = f" and without {counted(len(others), 'other tensor')} ({_first(others)})" if others else ""
-        raise CheckpointError(
-            f"{origin}: the names of the model's tensors start with {prefix!r}: store them without it{without}"
-        )
-    parts = []
-    if misshapen:
-        shapes = [
-            f"{name} {tuple(tensors[name].shape)} instead of {tuple(own[name].shape)}" for name in misshapen
-        ]
-        parts.append(f"{len(misshapen)} with another shape ({_first(shapes)})")
-    for what, names in (("missing", missing), ("unexpected", unexpected)):
-        if names:
-            layers = Counter(
-                f"{layer[0]}*" if (layer := re.match(r".*?\.\d+\.", name)) else name for name in names
-            )
-            groups = [f"{group} ×{count}" if count > 1 else group for group, count in layers.items()]
-            parts.append(f"{len(names)} {what} ({_first(groups)})")
-    raise CheckpointError(
-        f"{origin}: the weights do not match {model.name or 'the model'}: {'; '.join(parts)}"
-    )
-
-
-def _common_prefix(missing: list[str], unexpected: list[str]) -> str:
-    """Return a prefix with which all missing names are among the unexpected ones; "" if there is none."""
-    for name in unexpected:
-        prefix = name.removesuffix(missing[0])
-        if prefix != name and {prefix + wanted for wanted in missing} <= set(unexpected):
-            return prefix
-    return ""
-
-
-def _first(listed: list[str]) -> str:
-    return ", ".join(listed[:_SHOWN] + ["…"] * (len(listed) > _SHOWN))
 
 
 def step_folders(root: Path) -> list[Path]:
@@ -464,8 +251,20 @@ def _listed(folder: Path) -> dict[str, tuple[int, str]]:
     return entries
 
 
+def check_checksum(path: Path) -> None:
+    """Check a file of a checkpoint folder against COMPLETE, if that lists a checksum.
+
+    Raises:
+        CheckpointError: the checksum is wrong.
+    """
+    if not _matches(path, _listed(path.parent).get(path.name)):
+        raise CheckpointError(
+            f"{path} is damaged, its checksum is wrong: use another checkpoint, or remove {COMPLETE} beside "
+            "it to load it anyway"
+        )
+
+
 def _matches(path: Path, listed: tuple[int, str] | None) -> bool:
-    """Check a file's checksum, if one is listed."""
     try:
         return listed is None or not listed[1] or checksum(path) == listed[1]
     except OSError:
@@ -513,7 +312,7 @@ def save_model(model: CLIP, out: Path, *, made_from: Mapping[str, Any] | None = 
             cleanup.callback(shutil.rmtree, aside, ignore_errors=True)
             shutil.rmtree(aside, ignore_errors=True)  # left by a killed process
             aside.mkdir()
-            tensors = {name: value.cpu() for name, value in weights_of(model).items()}
+            tensors = {name: value.cpu() for name, value in collect_tensors(model).items()}
             save_file(tensors, aside / "model.safetensors")
             card = model_card(model, aside) | ({"made_from": dict(made_from)} if made_from else {})
             (aside / "model.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
@@ -549,14 +348,44 @@ def model_card(model: CLIP, folder: Path) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "name": name,
-        "architecture": model.architecture.to_dict(),
+        "architecture": serialize_architecture(model.architecture),
         "preprocess": model.preprocess.to_dict(),
         "tokenizer": model.tokenizer.store(folder),
         **({} if model.adapters is None else {"adapters": asdict(model.adapters)}),
     }
 
 
-def weights_of(model: CLIP) -> dict[str, Tensor]:
+def serialize_architecture(shape: Architecture) -> dict[str, Any]:
+    """Convert an architecture to nested plain values, as stored with weights."""
+    image_kinds = {kind: name for name, kind in IMAGE_TOWERS.items()}
+    text_kinds = {kind: name for name, kind in TEXT_TOWERS.items()}
+    values = asdict(shape)
+    values["vision"] = {"kind": image_kinds[type(shape.vision)], **asdict(shape.vision)}
+    values["text"] = {"kind": text_kinds[type(shape.text)], **asdict(shape.text)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def parse_architecture(values: Mapping[str, Any]) -> Architecture:
+    """Invert ``serialize_architecture``; CheckpointError if a field is unknown, missing or of the wrong type."""
+    try:
+        vision = _parse_tower(values["vision"], "vit", IMAGE_TOWERS)
+        text = _parse_tower(values["text"], "transformer", TEXT_TOWERS)
+        decoder = Decoder(**values["decoder"]) if "decoder" in values else None
+        return Architecture(**{**values, "vision": vision, "text": text, "decoder": decoder})
+    except (AttributeError, KeyError, TypeError, ConfigError) as error:
+        raise CheckpointError(
+            f"the stored architecture is invalid or from another version: {error}"
+        ) from error
+
+
+def _parse_tower(values: Mapping[str, Any], default: str, kinds: Mapping[str, Any]) -> Any:
+    name = values.get("kind", default)
+    if name not in kinds:
+        raise ConfigError(f"kind = {name!r} is unknown: {nearest(str(name), kinds)}")
+    return kinds[name](**{key: value for key, value in values.items() if key != "kind"})
+
+
+def collect_tensors(model: CLIP) -> dict[str, Tensor]:
     """Return the state dict; tensors that share memory, such as tied embeddings, are copied."""
     seen: set[int] = set()
     tensors: dict[str, Tensor] = {}

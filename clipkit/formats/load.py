@@ -15,49 +15,60 @@ QuickGELU: the tensors are the same, and the wrong activation lowers scores with
 """
 
 import json
+import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from clipkit.errors import CheckpointError, ClipkitError, ConfigError
 from clipkit.files.hub import HUB, fetch_published, fetch_repository
 from clipkit.files.open_clip import published_tags, published_weights
 from clipkit.formats.checkpoint import (
-    load_model,
+    FORMAT,
+    check_checksum,
+    model_hash,
+    parse_architecture,
     read_json,
     resolve_checkpoint,
-    warn_of_padding,
-    with_weights,
 )
 from clipkit.formats.onnx import ONNX_CONFIG, load_onnx
 from clipkit.formats.open_clip import (
     ASSUMED_PREPROCESS,
     OPENAI_MARKS,
     TrainingRecord,
-    check_claims,
     common_preprocess,
     fitting_names,
     folder_config,
-    inferred,
+    infer_architecture,
     newest_epoch,
     own_names,
     training_record,
 )
 from clipkit.formats.transformers import end_of_text, from_transformers, preprocess_from_transformers
-from clipkit.formats.weights import MERGING, read_weights
+from clipkit.formats.weights import read_weights
 from clipkit.model.architectures import ARCHITECTURES, QUICKGELU, Architecture
-from clipkit.model.clip import CLIP
-from clipkit.model.names import OPEN_CLIP, architecture, check_names, from_open_clip, open_clip_config
+from clipkit.model.clip import CLIP, build
+from clipkit.model.lora import Adapters, add_adapters, merge_adapters
+from clipkit.model.names import (
+    OPEN_CLIP,
+    architecture,
+    check_names,
+    from_open_clip,
+    open_clip_config,
+)
 from clipkit.model.preprocess import Preprocess
-from clipkit.model.tokenizer import Tokenizer, folder_tokenizer, has_tokenizer
-
-__all__ = ["from_open_clip_tensors", "open_source"]
+from clipkit.model.resample import fit_positions
+from clipkit.model.tokenizer import Tokenizer, create_tokenizer, folder_tokenizer, has_tokenizer
 
 _OPEN_CLIP_WEIGHTS = (
     "open_clip_model.safetensors", "open_clip_pytorch_model.safetensors", "open_clip_pytorch_model.bin",
@@ -67,10 +78,19 @@ _TRANSFORMERS_WEIGHTS = (
 )  # fmt: skip
 _NO_WEIGHTS = (torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128)
 _CHECKED_VALUES = 2**18  # per tensor
+_MAX_LAYERS = 256
+# limit for values of position embeddings, which some towers compute even on the meta device
+_MAX_POSITIONS = 2**26
+_MAX_NAMES = 4  # in a message, per kind
+# exceptions that libraries raise for invalid configurations
+_REFUSALS = (
+    ArithmeticError, AssertionError, AttributeError, ConfigError, ImportError, LookupError, MemoryError, OSError,
+    RuntimeError, TypeError, ValueError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Wanted:
+class LoadRequest:
     """The caller's requests other than the source; ``tag`` is that of published weights of the architecture."""
 
     name: str = ""
@@ -79,10 +99,12 @@ class _Wanted:
     context_length: int = 0
 
     @property
-    def sizes(self) -> dict[str, int]:
-        return {"image_size": self.image_size, "context_length": self.context_length}
+    def is_resized(self) -> bool:
+        """Whether another image size or context length is requested."""
+        return bool(self.image_size or self.context_length)
 
     def architecture(self) -> Architecture:
+        """Return the architecture of the name."""
         shape = architecture(self.name)
         return replace(shape, quick_gelu=True) if self.published.get("quick_gelu") else shape
 
@@ -90,6 +112,31 @@ class _Wanted:
     def published(self) -> Mapping[str, Any]:
         """The registry's entry of the tag; empty without one."""
         return published_weights(self.name.removeprefix(OPEN_CLIP), self.tag) if self.tag else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredModel:
+    """A model as a source stores it.
+
+    Attributes:
+        file: the file or folder of the weights, for error messages.
+        shape: the stored architecture, or the requested one if none is stored.
+        tensors: a state dict with clipkit's names.
+        origin: description of the source.
+        name: name of the architecture, or "".
+        preprocess: the preprocessing of images.
+        tokenizer: the tokenizer; None for that of the architecture.
+        warning: what is assumed because the source does not record it, or "".
+    """
+
+    file: Path
+    shape: Architecture
+    tensors: Mapping[str, Tensor]
+    origin: str
+    preprocess: Preprocess
+    name: str = ""
+    tokenizer: Tokenizer | None = None
+    warning: str = ""
 
 
 def open_source(source: str, *, name: str = "", image_size: int = 0, context_length: int = 0) -> CLIP:
@@ -111,17 +158,61 @@ def open_source(source: str, *, name: str = "", image_size: int = 0, context_len
         name, _, tag = name.partition("/")
     if name:
         check_names(name, called="name")
-    wanted = _Wanted(name=name, tag=tag, image_size=image_size, context_length=context_length)
-    if tag and not wanted.published:
+    request = LoadRequest(name=name, tag=tag, image_size=image_size, context_length=context_length)
+    if tag and not request.published:
         tags = ", ".join(published_tags(name.removeprefix(OPEN_CLIP))) or "none"
         raise ConfigError(f"name = '{name}/{tag}': known tags of {name}: {tags}")
     if source.startswith(OPEN_CLIP):
-        model = _published(source, wanted)
-    elif source.startswith(HUB):
-        model = _local(fetch_repository(source), wanted)
-        model.origin = f"{source}: {model.origin}"
+        stored = _read_published(source)
     else:
-        model = _local(Path(source).expanduser(), wanted)
+        path = fetch_repository(source) if source.startswith(HUB) else Path(source).expanduser()
+        if _is_onnx(path):
+            if request != LoadRequest():
+                raise ConfigError(
+                    f"{path}: an ONNX export has a fixed architecture, image size and context length"
+                )
+            return load_onnx(path)
+        stored = _read_local(path, request)
+        if source.startswith(HUB):
+            stored = replace(stored, origin=f"{source}: {stored.origin}")
+    _check_agreement(stored, request)
+    return build_stored(stored, request)
+
+
+def load_checkpoint(folder: Path) -> CLIP:
+    """Load the model of a checkpoint folder on the CPU, in float32 and evaluation mode.
+
+    Raises:
+        CheckpointError: files are missing or damaged, or the weights do not match the stored architecture.
+    """
+    return build_stored(_read_checkpoint(folder), LoadRequest())
+
+
+def build_stored(stored: StoredModel, request: LoadRequest) -> CLIP:
+    """Build a model at the requested sizes."""
+    shape = stored.shape.resized(image_size=request.image_size, context_length=request.context_length)
+    length = shape.text.context_length
+    if length != stored.shape.text.context_length and shape.text.reads_padding:
+        warnings.warn(
+            f"{stored.file}: context_length = {length} changes the features of all texts, because this text tower "
+            f"reads the padding up to {stored.shape.text.context_length} tokens: fine-tune the model before use",
+            stacklevel=4,  # the caller of clipkit.load
+        )
+    tokenizer = stored.tokenizer
+    if tokenizer is not None and request.context_length:
+        tokenizer = tokenizer.of_length(length)
+    model = build_from_tensors(
+        shape,
+        stored.tensors,
+        origin=stored.file,
+        name=stored.name,
+        preprocess=replace(stored.preprocess, image_size=shape.vision.image_size),
+        tokenizer=tokenizer,
+        resample=request.is_resized,
+    )
+    model.origin = stored.origin
+    if stored.warning:
+        warnings.warn(stored.warning, stacklevel=4)  # the caller of clipkit.load
     # After diverged training every tensor contains NaN. Checking all values of ViT-L would take a sixth of the
     # loading time.
     for key, value in model.named_parameters():
@@ -129,52 +220,42 @@ def open_source(source: str, *, name: str = "", image_size: int = 0, context_len
             raise CheckpointError(
                 f"{model.origin}: {key} contains NaN or infinity, as after diverged training"
             )
-    if any(wanted.sizes.values()) and not model.architecture.is_own:
+    if request.is_resized and not model.architecture.is_own:
         _try_sizes(model)
     return model
 
 
-def _local(path: Path, wanted: _Wanted) -> CLIP:
-    try:
-        is_file, is_folder = path.is_file(), path.is_dir()
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from error
-    if is_file:
-        return _file(path, wanted)
-    if not is_folder:
+# sources
+
+
+def _read_local(path: Path, request: LoadRequest) -> StoredModel:
+    if path.is_file():
+        return _read_file(path, request)
+    if not path.is_dir():
         raise CheckpointError(
             f"no model at {path}: expected a run, a checkpoint, a weights file, a folder of open_clip or "
-            f"transformers, "
-            f"{OPEN_CLIP}NAME/TAG or {HUB}OWNER/REPOSITORY"
+            f"transformers, {OPEN_CLIP}NAME/TAG or {HUB}OWNER/REPOSITORY"
         )
-    if (path / "adapter_config.json").is_file():
-        base = read_json(path / "adapter_config.json").get("base_model_name_or_path")
-        raise CheckpointError(f"{path} has adapters of peft for {base!r}, not a model: {MERGING}")
     if (path / "open_clip_config.json").is_file():
-        return _open_clip_folder(path, wanted)
+        return _read_open_clip_folder(path)
     if (path / "modules.json").is_file():
-        return _transformers_folder(_sentence_model(path), wanted)
+        return _read_transformers_folder(_sentence_model(path))
     if (path / "config.json").is_file():
-        return _transformers_folder(path, wanted)
-    if (path / ONNX_CONFIG).is_file():
-        if wanted != _Wanted():
-            raise ConfigError(
-                f"{path}: an ONNX export has a fixed architecture, image size and context length"
-            )
-        return load_onnx(path)
-    if (newest := newest_epoch(path)) is not None:
-        return _file(newest, wanted)
-    if (path / "params.txt").is_file():
-        raise CheckpointError(f"{path} is a training folder of open_clip without a checkpoints/epoch_N.pt")
-    folder = resolve_checkpoint(path)
-    model = load_model(folder, **wanted.sizes)
-    _agree(wanted, model.architecture, folder)
-    model.origin = f"clipkit checkpoint {folder}"
-    return model
+        return _read_transformers_folder(path)
+    if any(path.glob("epoch_*.pt")) or any(path.glob("checkpoints/epoch_*.pt")):
+        newest = newest_epoch(path)
+        if newest is not None:
+            return _read_file(newest, request)
+    return _read_checkpoint(resolve_checkpoint(path))
 
 
-def _published(source: str, wanted: _Wanted) -> CLIP:
-    """Load published weights of open_clip's registry."""
+def _is_onnx(path: Path) -> bool:
+    others = ("open_clip_config.json", "modules.json", "config.json")
+    return (path / ONNX_CONFIG).is_file() and not any((path / name).is_file() for name in others)
+
+
+def _read_published(source: str) -> StoredModel:
+    """Read published weights of open_clip's registry."""
     name, _, tag = source.removeprefix(OPEN_CLIP).partition("/")
     check_names(OPEN_CLIP + name, called="model")
     tags = published_tags(name)
@@ -182,41 +263,50 @@ def _published(source: str, wanted: _Wanted) -> CLIP:
         tag = tags[0]
     published = published_weights(name, tag)
     if not published:
-        known = ", ".join(tags) or "none"
         raise CheckpointError(
-            f"{source}: specify published weights as {OPEN_CLIP}{name}/TAG; known tags: {known}"
+            f"{source}: specify published weights as {OPEN_CLIP}{name}/TAG; known tags: {', '.join(tags) or 'none'}"
         )
     file = fetch_published(source, published)
     config = open_clip_config(name)
     quick_gelu = bool(config.get("quick_gelu") or published.get("quick_gelu"))
     shape = from_open_clip({**config, "quick_gelu": quick_gelu})
-    _agree(wanted, shape, source)
-    tensors = read_weights(file).tensors
-    model = _built(shape, tensors, file, wanted, name=OPEN_CLIP + name, preprocess=published)
-    model.origin = f"open_clip's published weights {name}/{tag}"
-    return model
+    return convert_open_clip(
+        StoredModel(
+            file=file,
+            shape=shape,
+            tensors=read_weights(file).tensors,
+            name=OPEN_CLIP + name,
+            preprocess=_parse_preprocess(published, shape, file),
+            origin=f"open_clip's published weights {name}/{tag}",
+        )
+    )
 
 
-def _open_clip_folder(folder: Path, wanted: _Wanted, file: Path | None = None) -> CLIP:
-    with _naming(folder):
+def _read_open_clip_folder(folder: Path, file: Path | None = None) -> StoredModel:
+    with _prefix_errors(folder):
         shape, preprocess = folder_config(folder)
-        _agree(wanted, shape, folder)
         shape = replace(shape, text=shape.text.with_tokenizer_in(folder))
-    file = file or _first(folder, _OPEN_CLIP_WEIGHTS)
-    model = _built(shape, read_weights(file).tensors, file, wanted, preprocess=preprocess)
-    model.origin = f"open_clip folder {folder}"
-    return model
+    file = file or _find_file(folder, _OPEN_CLIP_WEIGHTS)
+    return convert_open_clip(
+        StoredModel(
+            file=file,
+            shape=shape,
+            tensors=read_weights(file).tensors,
+            preprocess=_parse_preprocess(preprocess, shape, file),
+            origin=f"open_clip folder {folder}",
+        )
+    )
 
 
-def _transformers_folder(folder: Path, wanted: _Wanted, file: Path | None = None) -> CLIP:
+def _read_transformers_folder(folder: Path, file: Path | None = None) -> StoredModel:
     config = read_json(folder / "config.json")
     processor: Any = None
     if (folder / "processor_config.json").is_file():  # this file also describes the tokenizer
         processor = read_json(folder / "processor_config.json").get("image_processor")
     if processor is None and (folder / "preprocessor_config.json").is_file():
         processor = read_json(folder / "preprocessor_config.json")
-    file = file or _first(folder, _TRANSFORMERS_WEIGHTS)
-    with _naming(folder):
+    file = file or _find_file(folder, _TRANSFORMERS_WEIGHTS)
+    with _prefix_errors(folder):
         if not isinstance(processor, dict | None):
             raise CheckpointError("processor_config.json: image_processor is not an object")
         shape, tensors = from_transformers(config, read_weights(file).tensors)
@@ -225,15 +315,20 @@ def _transformers_folder(folder: Path, wanted: _Wanted, file: Path | None = None
         preprocess = preprocess_from_transformers(
             processor or {}, shape.vision.image_size, shape.vision.channels
         )
-    _agree(wanted, shape, folder)
-    model = _built(shape, tensors, file, wanted, preprocess=preprocess.to_dict(), tokenizer=tokenizer)
-    if processor is None:
-        note = f"{folder} has no preprocessor_config.json: {ASSUMED_PREPROCESS}"
-        warnings.warn(note, stacklevel=5)  # the caller of clipkit.load
-    model.origin = f"transformers folder {folder}"
-    if not has_tokenizer(folder):
-        model.origin += " without a tokenizer (using CLIP's)"
-    return model
+    return convert_open_clip(
+        StoredModel(
+            file=file,
+            shape=shape,
+            tensors=tensors,
+            preprocess=preprocess,
+            tokenizer=tokenizer,
+            origin=f"transformers folder {folder}"
+            + ("" if has_tokenizer(folder) else " without a tokenizer (using CLIP's)"),
+            warning=f"{folder} has no preprocessor_config.json: {ASSUMED_PREPROCESS}"
+            if processor is None
+            else "",
+        )
+    )
 
 
 def _sentence_model(folder: Path) -> Path:
@@ -268,107 +363,191 @@ def _sentence_model(folder: Path) -> Path:
     return model
 
 
-def _file(path: Path, wanted: _Wanted) -> CLIP:
-    """Load a weights file; the architecture is given by name, read from params.txt, or inferred (OpenAI)."""
+def _read_file(path: Path, request: LoadRequest) -> StoredModel:
+    """Read a weights file; the architecture is given by name, read from params.txt, or inferred (OpenAI)."""
     folder = path.parent
     if path.name == "model.safetensors" and (folder / "model.json").is_file():
-        return _local(folder, wanted)
+        return _read_checkpoint(folder)
     if path.name in _OPEN_CLIP_WEIGHTS and (folder / "open_clip_config.json").is_file():
-        return _open_clip_folder(folder, wanted, path)
+        return _read_open_clip_folder(folder, path)
     if path.name in _TRANSFORMERS_WEIGHTS and (folder / "config.json").is_file():
-        return _transformers_folder(folder, wanted, path)
-    stored = read_weights(path)
-    if any(key.startswith(("vision_model.", "text_model.")) for key in stored.tensors):
+        return _read_transformers_folder(folder, path)
+    weights = read_weights(path)
+    if any(key.startswith(("vision_model.", "text_model.")) for key in weights.tensors):
         raise CheckpointError(
             f"{path} has transformers' parameter names: use the folder with its config.json"
         )
-    if all(mark in stored.tensors or mark in stored.notes for mark in OPENAI_MARKS):
-        with _naming(path):
-            openai = replace(inferred(stored.tensors), quick_gelu=True)
+    if all(mark in weights.tensors or mark in weights.notes for mark in OPENAI_MARKS):
+        with _prefix_errors(path):
+            openai = replace(infer_architecture(weights.tensors), quick_gelu=True)
         record = TrainingRecord(architecture=openai, preprocess={})
-        kind = "OpenAI's weights"
+        origin = f"OpenAI's weights {path}"
     else:
-        record, kind = training_record(path), "open_clip checkpoint"
-    _agree(wanted, record.architecture, path)
-    shape = record.architecture or (wanted.architecture() if wanted.name else None)
+        record = training_record(path)
+        origin = f"open_clip checkpoint {path}"
+    shape = record.architecture
+    if shape is None and request.name:
+        shape = request.architecture()
     if shape is None:
-        names = list(dict.fromkeys(one.removesuffix(QUICKGELU) for one in fitting_names(stored.tensors)))
-        examples = f", such as {' or '.join(map(repr, names))}" if names else ""
+        names = [name.removesuffix(QUICKGELU) for name in fitting_names(weights.tensors)]
+        examples = f", such as {' or '.join(map(repr, dict.fromkeys(names)))}" if names else ""
         raise CheckpointError(
             f"{path}: {record.lacking}: specify the architecture by --name NAME on the command line or "
             f"clipkit.load(…, name=NAME){examples}; add {QUICKGELU} to the name if the model has QuickGELU"
         )
-    preprocess, assumption = record.preprocess, ""
-    if preprocess is None and wanted.tag:
-        preprocess = wanted.published
+    preprocess = record.preprocess
+    warning = ""
+    if preprocess is None and request.tag:
+        preprocess = request.published
     elif preprocess is None:
-        preprocess, assumption = common_preprocess(wanted.name)
-    model = _built(
-        shape, stored.tensors, path, wanted, name=wanted.name or record.name, preprocess=preprocess
+        preprocess, assumption = common_preprocess(request.name)
+        if assumption:
+            warning = f"{path}: the preprocessing of these weights is not stored: {assumption}"
+    progress = [f"{key} {weights.notes[key]}" for key in ("epoch", "step") if key in weights.notes]
+    if progress:
+        origin += f" ({', '.join(progress)})"
+    return convert_open_clip(
+        StoredModel(
+            file=path,
+            shape=shape,
+            tensors=weights.tensors,
+            name=request.name or record.name,
+            preprocess=_parse_preprocess(preprocess, shape, path),
+            origin=origin,
+            warning=warning,
+        )
     )
-    if assumption:
-        note = f"{path}: the preprocessing of these weights is not stored: {assumption}"
-        warnings.warn(note, stacklevel=5)  # the caller of clipkit.load
-    progress = [f"{key} {stored.notes[key]}" for key in ("epoch", "step") if key in stored.notes]
-    model.origin = f"{kind} {path}" + (f" ({', '.join(progress)})" if progress else "")
-    return model
 
 
-def _agree(wanted: _Wanted, found: Architecture | None, origin: object) -> None:
+def _read_checkpoint(folder: Path) -> StoredModel:
+    card = read_json(folder / "model.json")
+    if card.get("format") != FORMAT:
+        raise CheckpointError(f"{folder}: this version cannot read the format of model.json")
+    shape = parse_architecture(card.get("architecture", {}))
+    preprocess = Preprocess.from_dict(card.get("preprocess", {}))
+    if preprocess.image_size != shape.vision.image_size:
+        raise CheckpointError(f"{folder}: the image sizes of architecture and preprocessing differ")
+    tokenizer = create_tokenizer(shape, stored=card.get("tokenizer", "none"), folder=folder)
+    weights = folder / "model.safetensors"
+    try:
+        tensors = load_file(weights)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read {weights}: {error}") from error
+    check_checksum(weights)
+    if card.get("adapters"):
+        tensors = _merge_with_base(folder, shape, tensors)
+    return StoredModel(
+        file=folder,
+        shape=shape,
+        tensors=tensors,
+        name=str(card.get("name", "")),
+        preprocess=preprocess,
+        tokenizer=tokenizer,
+        origin=f"clipkit checkpoint {folder}",
+    )
+
+
+def _merge_with_base(folder: Path, shape: Architecture, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Add a checkpoint's adapters to the model that they belong to."""
+    adapters = _stored_adapters(folder)
+    try:
+        base = open_source(
+            adapters.source, image_size=shape.vision.image_size, context_length=shape.text.context_length
+        )
+    except (CheckpointError, ConfigError) as error:
+        raise CheckpointError(
+            f"{folder} has adapters of {adapters.source}, which cannot be loaded: {error}"
+        ) from error
+    check_base(folder, model_hash(base))
+    base.set_decoder(shape.decoder, seed=0)
+    base.set_masked(shape.masked, seed=0)
+    if shape.logit_bias and base.logit_bias is None:
+        base.reset_bias()
+    add_adapters(base, adapters)
+    check_weights(base, {**base.state_dict(), **tensors}, origin=folder)
+    base.load_state_dict(tensors, strict=False)
+    merge_adapters(base)
+    return base.state_dict()
+
+
+def check_base(folder: Path, weights: str) -> None:
+    """Check that the adapters of a checkpoint belong to the model with this hash.
+
+    Raises:
+        CheckpointError: they belong to other weights, or model.json describes no adapters.
+    """
+    adapters = _stored_adapters(folder)
+    if adapters.hash != weights:
+        raise CheckpointError(
+            f"{folder} has adapters of {adapters.source}, whose weights have changed since: restore them"
+        )
+
+
+def _stored_adapters(folder: Path) -> Adapters:
+    try:
+        return msgspec.convert(read_json(folder / "model.json").get("adapters"), Adapters)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"{folder}: model.json describes no adapters: {error}") from error
+
+
+def _parse_preprocess(settings: Mapping[str, Any], shape: Architecture, file: Path) -> Preprocess:
+    """Convert open_clip's settings of the preprocessing."""
+    values: dict[str, Any] = {}
+    for field in fields(Preprocess):
+        if settings.get(field.name) is not None:
+            values[field.name] = settings[field.name]
+    with _prefix_errors(file):
+        return Preprocess.from_dict({**values, "image_size": shape.vision.image_size})
+
+
+def _find_file(folder: Path, names: tuple[str, ...]) -> Path:
+    for name in names:
+        if (folder / name).is_file():
+            return folder / name
+    raise CheckpointError(f"{folder} has no weights: expected {' or '.join(names)}")
+
+
+def convert_open_clip(stored: StoredModel) -> StoredModel:
+    """Convert open_clip's names of tensors, and complete the architecture by what they show."""
+    for key, value in stored.tensors.items():
+        if value.dtype in _NO_WEIGHTS:
+            raise CheckpointError(
+                f"{stored.file}: {key} is {value.dtype}; quantized weights are not supported"
+            )
+    names = [key for key, shape in ARCHITECTURES.items() if replace(shape, small_data=False) == stored.shape]
+    shape = replace(stored.shape, logit_bias="logit_bias" in stored.tensors)
+    if "text_decoder.text_projection" not in stored.tensors:
+        shape = replace(shape, decoder=None)
+    tensors = own_names(stored.tensors, flat=shape.text.part_of_clip, decoder=shape.decoder is not None)
+    return replace(stored, shape=shape, tensors=tensors, name=names[0] if names else stored.name)
+
+
+def _check_agreement(stored: StoredModel, request: LoadRequest) -> None:
     """Raise CheckpointError if the architecture or activation is not the requested one; sizes may differ."""
-    if not wanted.name or found is None:
+    if not request.name:
         return
-    asked = wanted.architecture()
-    asked = replace(asked, small_data=found.small_data, logit_bias=found.logit_bias)
-    with suppress(
-        ConfigError
-    ):  # raised if the size is not a multiple of the patch size: another architecture
-        asked = asked.resized(image_size=found.vision.image_size, context_length=found.text.context_length)
-    if asked == found:
+    found = replace(stored.shape, logit_bias=False, small_data=False, decoder=None)
+    expected = replace(request.architecture(), logit_bias=False, small_data=False, decoder=None)
+    # fails if the size is not a multiple of the patch size: another architecture
+    with suppress(ConfigError):
+        expected = expected.resized(
+            image_size=found.vision.image_size, context_length=found.text.context_length
+        )
+    if expected == found:
         return
-    if replace(asked, quick_gelu=found.quick_gelu) == found:
+    if replace(expected, quick_gelu=found.quick_gelu) == found:
         activations = {True: "QuickGELU", False: "GELU"}
         raise CheckpointError(
-            f"{origin}: the weights are for {activations[found.quick_gelu]}, {wanted.name} is for "
-            f"{activations[asked.quick_gelu]}"
+            f"{stored.file}: the weights are for {activations[found.quick_gelu]}, {request.name} is for "
+            f"{activations[expected.quick_gelu]}"
         )
-    raise CheckpointError(f"{origin}: the weights have another architecture than {wanted.name}")
+    raise CheckpointError(f"{stored.file}: the weights have another architecture than {request.name}")
 
 
-def _built(
-    shape: Architecture,
-    tensors: Mapping[str, Tensor],
-    origin: Path,
-    wanted: _Wanted,
-    *,
-    name: str = "",
-    preprocess: Mapping[str, Any] | None = None,
-    tokenizer: Tokenizer | None = None,
-) -> CLIP:
-    original, shape = shape, shape.resized(**wanted.sizes)
-    warn_of_padding(original, shape, origin=origin)
-    known = {one.name for one in fields(Preprocess)}
-    given = {key: value for key, value in (preprocess or {}).items() if key in known and value is not None}
-    with _naming(origin):
-        made = Preprocess.from_dict({**given, "image_size": shape.vision.image_size})
-    plain = [key for key, own in ARCHITECTURES.items() if replace(own, small_data=False) == original]
-    try:
-        return from_open_clip_tensors(
-            shape,
-            tensors,
-            origin=origin,
-            name=plain[0] if plain else name,
-            preprocess=made,
-            tokenizer=tokenizer and tokenizer.of_length(shape.text.context_length),
-            resample=any(wanted.sizes.values()),
-        )
-    except CheckpointError as error:
-        if not (names := fitting_names(tensors)):
-            raise
-        raise CheckpointError(f"{error}; their shapes match {' or '.join(map(repr, names))}") from error
+# models
 
 
-def from_open_clip_tensors(
+def build_from_tensors(
     shape: Architecture,
     tensors: Mapping[str, Tensor],
     *,
@@ -378,27 +557,119 @@ def from_open_clip_tensors(
     tokenizer: Tokenizer | None = None,
     resample: bool = False,
 ) -> CLIP:
-    """Build a model from a state dict of open_clip; see ``clipkit.formats.checkpoint.with_weights``.
+    """Build a float32 model in evaluation mode with the given weights; all names and shapes must match.
+
+    Args:
+        shape: the architecture.
+        tensors: a state dict with the model's names.
+        origin: where the tensors come from, for error messages.
+        name: name of the architecture.
+        preprocess: the model's image preprocessing.
+        tokenizer: the model's tokenizer.
+        resample: whether to resample position embeddings of another size.
 
     Raises:
-        CheckpointError: the weights do not match.
+        CheckpointError: the weights do not match; raised before memory for the architecture is allocated.
     """
-    for key, value in tensors.items():
-        if value.dtype in _NO_WEIGHTS:
-            raise CheckpointError(f"{origin}: {key} is {value.dtype}; quantized weights are not supported")
-    shape = replace(shape, logit_bias="logit_bias" in tensors)
-    if shape.decoder is not None and "text_decoder.text_projection" not in tensors:
-        shape = replace(shape, decoder=None)
-    own = own_names(tensors, flat=shape.text.part_of_clip, decoder=shape.decoder is not None)
-    check_claims(shape, own, origin=origin, resample=resample)
-    return with_weights(
-        shape, own, origin=origin, name=name, preprocess=preprocess, tokenizer=tokenizer, resample=resample
-    )
+    skeleton = _build_skeleton(shape, name, origin)
+    if skeleton is not None:
+        _fit_tensors(skeleton, tensors, origin=origin, resample=resample)
+    try:
+        model = build(shape, name=name, preprocess=preprocess, tokenizer=tokenizer)
+    except ConfigError as error:
+        raise CheckpointError(f"{origin}: {error}") from error
+    model.load_state_dict(_fit_tensors(model, tensors, origin=origin, resample=resample))
+    return model.eval()
+
+
+def _build_skeleton(shape: Architecture, name: str, origin: Path) -> CLIP | None:
+    """Build a stored, possibly manipulated architecture without memory; None if a library's tower needs it."""
+    try:
+        for tower in (shape.vision, shape.text):
+            _check_depth(getattr(tower, "config", {}))
+        count = shape.vision.position_values
+        if count > _MAX_POSITIONS:
+            raise ConfigError(f"image_size, patch_size and width give {count} values of position embeddings")
+        with torch.device("meta"):
+            return CLIP(shape, name=name)
+    except _REFUSALS as error:
+        if isinstance(error, RuntimeError) and "meta" in str(error):
+            return None
+        raise CheckpointError(f"{origin}: cannot build the configured tower: {error}") from error
+
+
+def _check_depth(value: object, name: str = "") -> None:
+    """Limit the number of layers: modules take memory even on the meta device."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _check_depth(inner, str(key))
+    elif "layers" in name:
+        counts = value if isinstance(value, list | tuple) else [value]
+        if sum(count for count in counts if isinstance(count, int)) > _MAX_LAYERS:
+            raise ConfigError(f"{name} = {value} is more than {_MAX_LAYERS}")
+
+
+def _fit_tensors(
+    model: CLIP, tensors: Mapping[str, Tensor], *, origin: Path, resample: bool
+) -> Mapping[str, Tensor]:
+    if resample:
+        shapes = {name: value.shape for name, value in model.state_dict().items()}
+        tensors = fit_positions(dict(tensors), shapes)
+    try:
+        check_weights(model, tensors, origin=origin)
+    except CheckpointError as error:
+        names = fitting_names(tensors)
+        if not names:
+            raise
+        raise CheckpointError(f"{error}; their shapes match {' or '.join(map(repr, names))}") from error
+    return tensors
+
+
+def check_weights(model: CLIP, tensors: Mapping[str, Tensor], *, origin: Path) -> None:
+    """Check that tensors match a model's names, shapes and kinds of dtype; the model may be on the meta device.
+
+    Raises:
+        CheckpointError: tensors are missing, unexpected or have other shapes; the message groups them by layer.
+    """
+    expected = model.state_dict()
+    misshapen = []
+    for name in sorted(expected.keys() & tensors.keys()):
+        value = tensors[name]
+        if value.shape != expected[name].shape:
+            misshapen.append(f"{name} {tuple(value.shape)} instead of {tuple(expected[name].shape)}")
+        elif value.is_floating_point() != expected[name].is_floating_point():
+            raise CheckpointError(f"{origin}: {name} is {value.dtype}, not {expected[name].dtype}")
+    missing = sorted(expected.keys() - tensors.keys())
+    unexpected = sorted(tensors.keys() - expected.keys())
+    parts = []
+    if misshapen:
+        parts.append(f"{len(misshapen)} with another shape ({_join_names(misshapen)})")
+    if missing:
+        parts.append(f"{len(missing)} missing ({_join_names(_group_by_layer(missing))})")
+    if unexpected:
+        parts.append(f"{len(unexpected)} unexpected ({_join_names(_group_by_layer(unexpected))})")
+    if parts:
+        raise CheckpointError(
+            f"{origin}: the weights do not match {model.name or 'the model'}: {'; '.join(parts)}"
+        )
+
+
+def _group_by_layer(names: list[str]) -> list[str]:
+    layers: Counter[str] = Counter()
+    for name in names:
+        layer = re.match(r".*?\.\d+\.", name)
+        layers[f"{layer[0]}*" if layer else name] += 1
+    return [f"{layer} ×{count}" if count > 1 else layer for layer, count in layers.items()]
+
+
+def _join_names(names: list[str]) -> str:
+    return ", ".join(names[:_MAX_NAMES]) + (", …" if len(names) > _MAX_NAMES else "")
 
 
 def _try_sizes(model: CLIP) -> None:
     """Encode once at the new sizes, since some libraries build towers for sizes that they cannot encode."""
-    size, length = model.architecture.vision.image_size, model.architecture.text.context_length
+    size = model.architecture.vision.image_size
+    length = model.architecture.text.context_length
     token = 0 if model.architecture.text.classes else 3  # a head may have only one class
     what = f"images of {size} pixels"
     try:
@@ -411,16 +682,9 @@ def _try_sizes(model: CLIP) -> None:
 
 
 @contextmanager
-def _naming(origin: object) -> Iterator[None]:
+def _prefix_errors(origin: object) -> Iterator[None]:
     """Prefix errors about stored values with their origin."""
     try:
         yield
     except ClipkitError as error:
         raise CheckpointError(f"{origin}: {error}") from error
-
-
-def _first(folder: Path, names: tuple[str, ...]) -> Path:
-    for name in names:
-        if (folder / name).is_file():
-            return folder / name
-    raise CheckpointError(f"{folder} has no weights: expected {' or '.join(names)}")

@@ -16,41 +16,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.files.hub import HUB, fetch_repository
 from clipkit.files.open_clip import config_files, published_tags, published_weights
-from clipkit.formats.checkpoint import check_weights, read_json
+from clipkit.formats.checkpoint import read_json
 from clipkit.formats.weights import read_weights
 from clipkit.model.architectures import ARCHITECTURES, QUICKGELU, Architecture, TextTower, VisionTower
-from clipkit.model.clip import CLIP
 from clipkit.model.names import OPEN_CLIP, check_names, from_open_clip, open_clip_config
 from clipkit.model.preprocess import Preprocess
-from clipkit.model.resample import fit_positions
-
-__all__ = [
-    "ASSUMED_PREPROCESS", "OPENAI_MARKS", "TrainingRecord", "check_claims", "common_preprocess", "fitting_names",
-    "folder_config", "inferred", "mlp_ratio", "newest_epoch", "own_names", "training_record",
-]  # fmt: skip
 
 # extra entries that occur only in OpenAI's state dicts
 OPENAI_MARKS = ("input_resolution", "context_length", "vocab_size")
 ASSUMED_PREPROCESS = "assuming CLIP's mean, std, bicubic interpolation and center crop"
-_MAX_LAYERS = 256
-_MAX_POSITIONS = (
-    2**26
-)  # limit for values of position embeddings, which some towers compute even on the meta device
 _MAX_PARAMS = 2**20  # characters read from params.txt, which normally has about a hundred lines
 _MAX_SHOWN = 4
 _LOCAL = "local-dir:"  # open_clip's prefix of a folder in place of a name
 _PREPROCESS = ("mean", "std", "interpolation", "resize_mode")
-# exceptions that libraries raise for invalid configurations
-_REFUSALS = (
-    ArithmeticError, AssertionError, AttributeError, ConfigError, ImportError, LookupError, MemoryError, OSError,
-    RuntimeError, TypeError, ValueError,
-)  # fmt: skip
 
 
 def own_names(tensors: Mapping[str, Tensor], *, flat: bool, decoder: bool = False) -> dict[str, Tensor]:
@@ -77,7 +60,7 @@ def own_names(tensors: Mapping[str, Tensor], *, flat: bool, decoder: bool = Fals
     return own
 
 
-def inferred(tensors: Mapping[str, Tensor]) -> Architecture:
+def infer_architecture(tensors: Mapping[str, Tensor]) -> Architecture:
     """Infer the architecture of a plain ViT or ResNet CLIP from the shapes of its tensors.
 
     Assumes GELU and a head width of 64, as in all of OpenAI's models.
@@ -100,7 +83,7 @@ def inferred(tensors: Mapping[str, Tensor]) -> Architecture:
             heads=max(1, text_width // 64),
             context_length=len(tensors["positional_embedding"]),
             vocab_size=len(tensors["token_embedding.weight"]),
-            mlp_ratio=mlp_ratio(len(tensors["transformer.resblocks.0.mlp.c_fc.weight"]), text_width),
+            mlp_ratio=compute_mlp_ratio(len(tensors["transformer.resblocks.0.mlp.c_fc.weight"]), text_width),
         )
         embed_dim = tensors["text_projection"].shape[1]
         if "visual.layer1.0.conv1.weight" in tensors:
@@ -120,14 +103,16 @@ def inferred(tensors: Mapping[str, Tensor]) -> Architecture:
             width=len(tensors["visual.ln_pre.weight"]),
             layers=count("visual.transformer.resblocks."),
             heads=max(1, width // 64),
-            mlp_ratio=mlp_ratio(len(tensors["visual.transformer.resblocks.0.mlp.c_fc.weight"]), width),
+            mlp_ratio=compute_mlp_ratio(
+                len(tensors["visual.transformer.resblocks.0.mlp.c_fc.weight"]), width
+            ),
         )
         return Architecture(embed_dim=embed_dim, vision=vision, text=text)
     except (LookupError, TypeError, ValueError, ArithmeticError, ConfigError) as error:
         raise CheckpointError(f"these are not the weights of a plain ViT or ResNet CLIP ({error})") from error
 
 
-def mlp_ratio(inner: int, width: int) -> float:
+def compute_mlp_ratio(inner: int, width: int) -> float:
     """Return a ratio with ``int(ratio * width) == inner``; due to rounding, ``inner / width`` may be off by one."""
     ratio = inner / width
     return ratio if int(ratio * width) == inner else math.nextafter(ratio, math.inf)
@@ -147,7 +132,7 @@ def fitting_names(tensors: Mapping[str, Tensor]) -> list[str]:
         return (shape.embed_dim, shape.vision.image_size, vision, text)
 
     try:
-        found = inferred(own_names(tensors, flat=True))
+        found = infer_architecture(own_names(tensors, flat=True))
     except CheckpointError:
         return []
     known = dict(ARCHITECTURES)
@@ -171,43 +156,6 @@ def fitting_names(tensors: Mapping[str, Tensor]) -> list[str]:
         if outline(resized) == wanted:
             names.append(name)
     return names[:_MAX_SHOWN]
-
-
-def check_claims(
-    shape: Architecture, tensors: dict[str, Tensor], *, origin: Path, resample: bool = False
-) -> None:
-    """Check weights against an architecture before another library allocates memory for it.
-
-    Raises:
-        CheckpointError: the weights do not match.
-    """
-    if shape.is_own:
-        return  # checked by clipkit.formats.checkpoint
-
-    def check_depth(value: object, name: str = "") -> None:
-        """Limit the number of layers: modules take memory even on the meta device."""
-        if isinstance(value, Mapping):
-            for key, inner in value.items():
-                check_depth(inner, str(key))
-        elif "layers" in name:
-            counts = value if isinstance(value, list | tuple) else [value]
-            if sum(count for count in counts if isinstance(count, int)) > _MAX_LAYERS:
-                raise ConfigError(f"{name} = {value} is more than {_MAX_LAYERS}")
-
-    try:
-        for tower in (shape.vision, shape.text):
-            check_depth(getattr(tower, "config", {}))
-        if (count := shape.vision.position_values) > _MAX_POSITIONS:
-            raise ConfigError(f"image_size, patch_size and width give {count} values of position embeddings")
-        with torch.device("meta"):
-            model = CLIP(shape)
-    except _REFUSALS as error:
-        if isinstance(error, RuntimeError) and "meta" in str(error):
-            return  # the tower cannot be built on the meta device
-        raise CheckpointError(f"{origin}: cannot build the configured tower: {error}") from error
-    if resample:
-        tensors = fit_positions(tensors, {name: value.shape for name, value in model.state_dict().items()})
-    check_weights(model, tensors, origin=origin)
 
 
 def newest_epoch(folder: Path) -> Path | None:

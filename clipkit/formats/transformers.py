@@ -13,15 +13,11 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import CheckpointError, ConfigError
-from clipkit.formats.open_clip import mlp_ratio
+from clipkit.formats.open_clip import compute_mlp_ratio
 from clipkit.model.architectures import Architecture, TextTower, VisionTower
 from clipkit.model.preprocess import Preprocess
 from clipkit.model.tokenizer import END_OF_TEXT, START_OF_TEXT
 from clipkit.samples.traits import Decoding
-
-__all__ = [
-    "end_of_text", "from_transformers", "preprocess_from_transformers", "to_transformers", "transformers_configs",
-]  # fmt: skip
 
 # (clipkit's name, transformers' name); names that end with a dot are prefixes
 _NAMES = (
@@ -93,7 +89,7 @@ def from_transformers(
                 width=vision["hidden_size"],
                 layers=vision["num_hidden_layers"],
                 heads=vision["num_attention_heads"],
-                mlp_ratio=mlp_ratio(vision["intermediate_size"], vision["hidden_size"]),
+                mlp_ratio=compute_mlp_ratio(vision["intermediate_size"], vision["hidden_size"]),
             ),
             text=TextTower(
                 width=text["hidden_size"],
@@ -101,7 +97,7 @@ def from_transformers(
                 heads=text["num_attention_heads"],
                 context_length=text["max_position_embeddings"],
                 vocab_size=text["vocab_size"],
-                mlp_ratio=mlp_ratio(text["intermediate_size"], text["hidden_size"]),
+                mlp_ratio=compute_mlp_ratio(text["intermediate_size"], text["hidden_size"]),
             ),
             quick_gelu=_ACTIVATIONS[activation],
         )

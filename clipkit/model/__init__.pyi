@@ -42,6 +42,8 @@ from .library_towers import (
     TransformersText as TransformersText,
 )
 from .names import (
+    IMAGE_TOWERS as IMAGE_TOWERS,
+    TEXT_TOWERS as TEXT_TOWERS,
     architecture as architecture,
 )
 from .preprocess import (
@@ -59,8 +61,8 @@ from .tokenizer import (
     MAX_CHARACTERS as MAX_CHARACTERS,
     ClassTokenizer as ClassTokenizer,
     ClipTokenizer as ClipTokenizer,
+    create_tokenizer as create_tokenizer,
     tokenize as tokenize,
-    tokenizer_of as tokenizer_of,
 )
 from .zero_shot import (
     encode_prompts as encode_prompts,
@@ -70,6 +72,3 @@ from .zero_shot import (
     token_numbers as token_numbers,
     with_class_head as with_class_head,
 )
-
-IMAGE_TOWERS: dict[str, type[ImageArchitecture]]
-TEXT_TOWERS: dict[str, type[TextArchitecture]]

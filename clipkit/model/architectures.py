@@ -2,30 +2,23 @@
 
 An ``Architecture`` is an image tower, a text tower, and the dimension of the space both project to. Each kind of
 tower is a frozen dataclass derived from ``ImageArchitecture`` or ``TextArchitecture`` and registered in
-``clipkit.model.IMAGE_TOWERS`` or ``TEXT_TOWERS``. It provides everything other code needs to know about the tower;
-the defaults of the base classes are right for a tower of another library that needs nothing special.
+``IMAGE_TOWERS`` or ``TEXT_TOWERS`` of ``clipkit.model.names``. It provides everything other code needs to know
+about the tower; the defaults of the base classes are right for a tower of another library that needs nothing
+special.
 """
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar
 
 from clipkit.errors import CheckpointError, ConfigError, nearest
-from clipkit.model.flops import Flops
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from clipkit.model.preprocess import Preprocess
-    from clipkit.model.tokenizer import Tokenizer
-
-__all__ = [
-    "ARCHITECTURES", "COLORS", "IMAGE_SIZES", "MASKED", "QUICKGELU", "STEM", "Architecture", "BagOfWords",
-    "ClassTable", "Decoder", "ImageArchitecture", "Layer", "LayerNames", "PixelTower", "TextArchitecture",
-    "TextTower", "TowerArchitecture", "VisionTower", "named", "selected",
-]  # fmt: skip
 
 _MAX, _MAX_LAYERS, _MAX_RATIO = 1_000_000, 1000, 64  # limits for stored architectures, which are not trusted
 _HALF, _FLOAT = 2, 4  # bytes
@@ -33,6 +26,19 @@ QUICKGELU = "-quickgelu"  # suffix of a name
 
 Layer: TypeAlias = tuple[int, ...] | None  # STEM, the number of a block, or None for the head
 STEM = (-1,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flops:
+    """FLOPs of one sample, or of one loss."""
+
+    forward: int
+    backward: int
+
+    @property
+    def both(self) -> int:
+        """Sum of the two passes."""
+        return self.forward + self.backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,11 +365,10 @@ class TextArchitecture(TowerArchitecture):
         """Return the tower for texts of another length."""
         return replace(self, **{"context_length": context_length})
 
-    def tokenizer(self) -> "Tokenizer":
-        """Return the tokenizer of a model stored without one."""
-        from clipkit.model.tokenizer import ClipTokenizer
-
-        return ClipTokenizer(context_length=self.context_length, trim=self.any_length)
+    @property
+    def library_tokenizer(self) -> Mapping[str, Any] | None:
+        """Arguments of ``LibraryTokenizer`` for a model stored without a tokenizer; None for clipkit's own."""
+        return None
 
     def with_tokenizer_in(self, folder: Path) -> Self:
         """Return the tower with the tokenizer in a folder of open_clip, if any; ConfigError if it is unknown."""
@@ -922,11 +927,6 @@ class ClassTable(_Table):
             raise ConfigError(f"context_length = {context_length} must be 1: a class is one token")
         return self
 
-    def tokenizer(self) -> "Tokenizer":
-        from clipkit.model.tokenizer import ClassTokenizer
-
-        return ClassTokenizer(names=self.names)
-
     def build(self, embed_dim: int, *, quick_gelu: bool) -> "nn.Module":
         from clipkit.model.towers import ClassTableTower
 
@@ -1064,39 +1064,6 @@ class Architecture:
         vision = self.vision.resized(image_size) if image_size else self.vision
         text = self.text.resized(context_length) if context_length else self.text
         return replace(self, vision=vision, text=text)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Convert to nested plain values, as stored with weights."""
-        from clipkit.model import IMAGE_TOWERS, TEXT_TOWERS
-
-        kinds = {kind: name for name, kind in (*IMAGE_TOWERS.items(), *TEXT_TOWERS.items())}
-        towers = {"vision": self.vision, "text": self.text}
-        values = asdict(self) | {
-            name: {"kind": kinds[type(tower)], **asdict(tower)} for name, tower in towers.items()
-        }
-        return {name: value for name, value in values.items() if value is not None}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Architecture":
-        """Invert ``to_dict``; CheckpointError if a field is unknown, missing or of the wrong type."""
-        from clipkit.model import IMAGE_TOWERS, TEXT_TOWERS
-
-        try:
-            vision = _stored_tower(values["vision"], "vit", IMAGE_TOWERS)
-            text = _stored_tower(values["text"], "transformer", TEXT_TOWERS)
-            decoder = Decoder(**values["decoder"]) if "decoder" in values else None
-            return cls(**{**values, "vision": vision, "text": text, "decoder": decoder})
-        except (AttributeError, KeyError, TypeError, ConfigError) as error:
-            raise CheckpointError(
-                f"the stored architecture is invalid or from another version: {error}"
-            ) from error
-
-
-def _stored_tower(values: Mapping[str, Any], default: str, kinds: Mapping[str, Any]) -> Any:
-    name = values.get("kind", default)
-    if name not in kinds:
-        raise ConfigError(f"kind = {name!r} is unknown: {nearest(str(name), kinds)}")
-    return kinds[name](**{key: value for key, value in values.items() if key != "kind"})
 
 
 Kind = TypeVar("Kind", bound=TowerArchitecture)

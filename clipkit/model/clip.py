@@ -21,7 +21,7 @@ from clipkit.model.lora import Adapters
 from clipkit.model.masked import MaskedPatchHead
 from clipkit.model.names import architecture
 from clipkit.model.preprocess import Preprocess
-from clipkit.model.tokenizer import Tokenizer, tokenizer_of
+from clipkit.model.tokenizer import Tokenizer, create_tokenizer
 from clipkit.model.towers import (
     Cached,
     Packed,
@@ -78,7 +78,7 @@ class CLIP(nn.Module):
                 f"mean and std are of {self.preprocess.channels} channels, and the image tower of "
                 f"{shape.vision.channels}"
             )
-        self.tokenizer = tokenizer or tokenizer_of(shape)
+        self.tokenizer = tokenizer or create_tokenizer(shape)
         self.visual = shape.vision.build(shape.embed_dim, quick_gelu=shape.quick_gelu)
         self.text: nn.Module | None = None
         self.adapters: Adapters | None = None

@@ -9,15 +9,14 @@ Images have no gradient, so the backward pass of the patch embedding counts once
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from clipkit.errors import ConfigError
+from clipkit.model.architectures import Architecture, Flops, PixelTower
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from clipkit.model.architectures import Architecture
     from clipkit.model.clip import CLIP
 
 __all__ = [
@@ -35,20 +34,7 @@ HEADS = {"caption": "text_decoder.", "masked": "masked_head.", "image_gpt": "vis
 _UNKNOWN = "the FLOPs by formula are known only for clipkit's own towers"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Flops:
-    """FLOPs of one sample, or of one loss."""
-
-    forward: int
-    backward: int
-
-    @property
-    def both(self) -> int:
-        """Sum of the two passes."""
-        return self.forward + self.backward
-
-
-def image_flops(shape: "Architecture", *, patches: int | None = None, blocks: int | None = None) -> Flops:
+def image_flops(shape: Architecture, *, patches: int | None = None, blocks: int | None = None) -> Flops:
     """FLOPs of one image by the formula of its tower, see ``ImageArchitecture.flops``.
 
     Raises:
@@ -60,7 +46,7 @@ def image_flops(shape: "Architecture", *, patches: int | None = None, blocks: in
     return flops
 
 
-def text_flops(shape: "Architecture", length: int, *, blocks: int | None = None) -> Flops:
+def text_flops(shape: Architecture, length: int, *, blocks: int | None = None) -> Flops:
     """FLOPs of one text of ``length`` tokens by the formula of its tower, see ``TextArchitecture.flops``.
 
     Raises:
@@ -72,7 +58,7 @@ def text_flops(shape: "Architecture", length: int, *, blocks: int | None = None)
     return flops
 
 
-def caption_flops(shape: "Architecture", length: int, *, patches: int | None = None) -> Flops:
+def caption_flops(shape: Architecture, length: int, *, patches: int | None = None) -> Flops:
     """FLOPs that predicting a caption of ``length`` tokens, including start and end, adds.
 
     These are the decoder's, and those of the towers' last blocks, which compute all tokens.
@@ -92,7 +78,7 @@ def caption_flops(shape: "Architecture", length: int, *, patches: int | None = N
     return Flops(forward=sum(one.forward for one in found), backward=sum(one.backward for one in found))
 
 
-def masked_flops(shape: "Architecture", fraction: float, *, blocks: int | None = None) -> Flops:
+def masked_flops(shape: Architecture, fraction: float, *, blocks: int | None = None) -> Flops:
     """FLOPs that predicting a fraction of an image's patches adds: a pass over all of them, and the head."""
     vision = shape.vision.plain
     assert vision is not None
@@ -103,10 +89,8 @@ def masked_flops(shape: "Architecture", fraction: float, *, blocks: int | None =
     )
 
 
-def pixel_flops(shape: "Architecture") -> Flops:
+def pixel_flops(shape: Architecture) -> Flops:
     """FLOPs that predicting the pixels of an image adds: the table of colors, and a pass if they are masked."""
-    from clipkit.model.architectures import PixelTower
-
     vision = shape.vision
     assert isinstance(vision, PixelTower)
     head, own = 2 * vision.image_size**2 * vision.width * vision.colors, image_flops(shape)
@@ -114,7 +98,7 @@ def pixel_flops(shape: "Architecture") -> Flops:
     return Flops(forward=alone * own.forward + head, backward=alone * own.backward + 2 * head)
 
 
-def view_flops(shape: "Architecture", count: int, side: int, *, blocks: int | None = None) -> Flops:
+def view_flops(shape: Architecture, count: int, side: int, *, blocks: int | None = None) -> Flops:
     """FLOPs of ``count`` crops of an image, ``side`` pixels wide."""
     one = image_flops(shape.resized(image_size=side), blocks=blocks)
     return Flops(forward=count * one.forward, backward=count * one.backward)
@@ -127,7 +111,7 @@ def loss_flops(rows: int, columns: int, embed_dim: int) -> Flops:
 
 
 def step_flops(
-    shape: "Architecture",
+    shape: Architecture,
     *,
     rows: int,
     lengths: Iterable[int] | Mapping[int, int],

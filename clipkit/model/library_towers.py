@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from clipkit.model.preprocess import Preprocess
-    from clipkit.model.tokenizer import Tokenizer
 
 __all__ = [
     "OpenClipText", "OpenClipVision", "TimmVision", "TransformersText", "describe_encoder",
@@ -260,15 +259,15 @@ class OpenClipText(TextArchitecture):
     def description(self) -> str:
         return "a tower of open_clip"
 
-    def tokenizer(self) -> "Tokenizer":
-        from clipkit.model.tokenizer import LibraryTokenizer
-
-        if not (source := self.config.get("hf_tokenizer_name")):
-            return super().tokenizer()
+    @property
+    def library_tokenizer(self) -> Mapping[str, Any] | None:
+        source = self.config.get("hf_tokenizer_name")
+        if not source:
+            return None
         options = dict(self.config.get("tokenizer_kwargs") or {})
         if self.config.get("tokenizer_mode"):
             options["tokenizer_mode"] = self.config["tokenizer_mode"]
-        return LibraryTokenizer(source=source, context_length=self.context_length, options=options)
+        return {"source": source, "context_length": self.context_length, "options": options}
 
     def with_tokenizer_in(self, folder: Path) -> Self:
         source, mode, options = (
@@ -354,10 +353,9 @@ class TransformersText(TextArchitecture):
     def vocab_size(self) -> int:
         return int(self.config.get("vocab_size") or 0)
 
-    def tokenizer(self) -> "Tokenizer":
-        from clipkit.model.tokenizer import LibraryTokenizer
-
-        return LibraryTokenizer(source=self.model, context_length=self.context_length, trim=True)
+    @property
+    def library_tokenizer(self) -> Mapping[str, Any]:
+        return {"source": self.model, "context_length": self.context_length, "trim": True}
 
     def with_tokenizer_in(self, folder: Path) -> Self:
         return replace(self, model=str(folder)) if _holds_tokenizer(folder) else self

@@ -5,20 +5,16 @@ parametrizations, so towers of any library compute with the sum, and W itself is
 adapter serves the queries, keys and values that share a matrix.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from clipkit.errors import ConfigError
-from clipkit.model.architectures import STEM
-
-if TYPE_CHECKING:
-    from clipkit.model.clip import CLIP
-
-__all__ = ["Adapters", "adapter_tensors", "add_adapters", "is_adapter", "merge_adapters"]
+from clipkit.model.architectures import STEM, Architecture
 
 _PART = "parametrizations."
 _MATRICES = ("weight", "in_proj_weight")
@@ -44,6 +40,19 @@ class Adapters:
     hash: str
 
 
+class AdaptableModel(Protocol):
+    """What adapters need of a CLIP: a module whose text tower is the module itself if ``text`` is None."""
+
+    architecture: Architecture
+    visual: nn.Module
+    text: nn.Module | None
+    adapters: Adapters | None
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+    def modules(self) -> Iterator[nn.Module]: ...
+    def get_submodule(self, target: str) -> nn.Module: ...
+
+
 class LowRank(nn.Module):
     """The parametrization of one matrix."""
 
@@ -58,7 +67,7 @@ class LowRank(nn.Module):
         return torch.addmm(weight, self.up, self.down, alpha=self.scale)
 
 
-def add_adapters(model: "CLIP", adapters: Adapters, *, seed: int = 0) -> None:
+def add_adapters(model: AdaptableModel, adapters: Adapters, *, seed: int = 0) -> None:
     """Add adapters to a model, in place, and lock everything else but the temperature and heads of local terms.
 
     Args:
@@ -88,7 +97,7 @@ def add_adapters(model: "CLIP", adapters: Adapters, *, seed: int = 0) -> None:
     model.adapters = adapters
 
 
-def merge_adapters(model: "CLIP") -> None:
+def merge_adapters(model: AdaptableModel) -> None:
     """Make the sums the weights of the model, in place; without adapters it is unchanged."""
     for module in list(model.modules()):
         for name in list(getattr(module, "parametrizations", ())):
@@ -101,19 +110,20 @@ def is_adapter(name: str) -> bool:
     return _PART in name and not name.endswith(".original")
 
 
-def adapter_tensors(model: "CLIP", tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def adapter_tensors(model: AdaptableModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return those of a model's tensors that its base does not have: adapters, temperature, and heads of terms."""
     if model.adapters is None:
         return tensors
     return {name: one for name, one in tensors.items() if is_adapter(name) or name.startswith(_HEADS)}
 
 
-def _matrices(model: "CLIP", adapters: Adapters) -> list[tuple[nn.Module, str]]:
+def _matrices(model: AdaptableModel, adapters: Adapters) -> list[tuple[nn.Module, str]]:
     """Return the modules and names of the matrices in the towers' blocks.
 
     Raises:
         ConfigError: the blocks of a library's tower are not recognized, or have no matrices.
     """
+    assert isinstance(model, nn.Module)
     shape, found = model.architecture, []
     towers = (
         ("image", adapters.image, shape.vision, model.visual),

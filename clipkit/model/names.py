@@ -20,24 +20,48 @@ from typing import Any
 
 from clipkit.errors import ConfigError, nearest
 from clipkit.files.open_clip import config_files, without_image_tower
-from clipkit.model import IMAGE_TOWERS, TEXT_TOWERS
 from clipkit.model.architectures import (
     ARCHITECTURES,
     QUICKGELU,
     Architecture,
+    BagOfWords,
+    ClassTable,
     Decoder,
     ImageArchitecture,
+    PixelTower,
     TextArchitecture,
     TextTower,
     VisionTower,
+    WordTable,
     named,
     selected,
 )
-from clipkit.model.library_towers import OpenClipText, OpenClipVision, describe_open_clip_encoder
-
-__all__ = ["architecture", "check_names", "from_open_clip", "open_clip_config", "to_open_clip"]
+from clipkit.model.library_towers import (
+    OpenClipText,
+    OpenClipVision,
+    TimmVision,
+    TransformersText,
+    describe_open_clip_encoder,
+)
 
 OPEN_CLIP = "open_clip:"
+
+# Kinds of towers by the name that is stored with weights. An entry is the class of the tower's architecture, which
+# provides all that other code needs to know (``ImageArchitecture``, ``TextArchitecture``).
+IMAGE_TOWERS: dict[str, type[ImageArchitecture]] = {
+    "vit": VisionTower,
+    "open_clip_vision": OpenClipVision,
+    "timm": TimmVision,
+    "pixels": PixelTower,
+}
+TEXT_TOWERS: dict[str, type[TextArchitecture]] = {
+    "transformer": TextTower,
+    "bag_of_words": BagOfWords,
+    "word_table": WordTable,
+    "class_table": ClassTable,
+    "open_clip_text": OpenClipText,
+    "transformers": TransformersText,
+}
 
 # open_clip's fields that clipkit's towers support, with open_clip's defaults; and fields that must have the default
 _OWN_VISION: dict[str, Any] = {

@@ -96,7 +96,11 @@ class Preprocess:
             ("fill_color", type(fill) is int and 0 <= fill <= 255, "from 0 to 255"),
             ("background", ground is None or is_rgb(ground), "three whole numbers from 0 to 255"),
             ("upright", type(self.upright) is bool, "true or false"),
-            ("pixel_range", is_pixel_range(self.pixel_range), "auto, dtype or LOW,HIGH"),
+            (
+                "pixel_range",
+                self.pixel_range == "auto" or is_pixel_range(self.pixel_range),
+                "auto, dtype or LOW,HIGH",
+            ),
         ):
             if not right:
                 raise ConfigError(f"{name} must be {want}, not {getattr(self, name)!r}")

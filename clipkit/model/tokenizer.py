@@ -30,10 +30,28 @@ if TYPE_CHECKING:
     from tokenizers.models import BPE
 
 __all__ = [
-    "ANY_END", "CONTEXT_LENGTH", "END_OF_TEXT", "MAX_CHARACTERS", "START_OF_TEXT", "VOCABULARY",
-    "ClassTokenizer", "ClipTokenizer", "LibraryTokenizer", "Tokenizer", "TransformersTokenizer",
-    "byte_symbols", "end_of_texts", "folder_tokenizer", "has_tokenizer", "list_of_strings", "pair_merges",
-    "stored_tokenizer", "tokenize", "tokenizer_of", "tokens_in_order", "trained_tokenizer",
+    "ANY_END",
+    "CONTEXT_LENGTH",
+    "END_OF_TEXT",
+    "MAX_CHARACTERS",
+    "START_OF_TEXT",
+    "VOCABULARY",
+    "ClassTokenizer",
+    "ClipTokenizer",
+    "LibraryTokenizer",
+    "Tokenizer",
+    "TransformersTokenizer",
+    "byte_symbols",
+    "create_tokenizer",
+    "end_of_texts",
+    "folder_tokenizer",
+    "has_tokenizer",
+    "list_of_strings",
+    "pair_merges",
+    "stored_tokenizer",
+    "tokenize",
+    "tokens_in_order",
+    "trained_tokenizer",
 ]  # fmt: skip
 
 
@@ -641,7 +659,7 @@ def stored_tokenizer(folder: Path) -> TransformersTokenizer:
     return TransformersTokenizer(source=str(folder / _FOLDER), context_length=CONTEXT_LENGTH)
 
 
-def tokenizer_of(shape: Architecture, *, stored: Any = None, folder: Path | None = None) -> Tokenizer:
+def create_tokenizer(shape: Architecture, *, stored: Any = None, folder: Path | None = None) -> Tokenizer:
     """Return the tokenizer of an architecture.
 
     Args:
@@ -665,10 +683,12 @@ def tokenizer_of(shape: Architecture, *, stored: Any = None, folder: Path | None
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{folder}: the stored tokenizer is invalid: {error!r}") from error
-    if stored is None or (stored == _CLASSES and shape.text.classes):
-        return shape.text.tokenizer()
-    if stored != VOCABULARY:
+    if stored not in (None, VOCABULARY) and not (stored == _CLASSES and shape.text.classes):
         raise CheckpointError(f"{folder}: tokenizer {stored!r} is unknown to this version")
+    if stored is None and shape.text.library_tokenizer is not None:
+        return LibraryTokenizer(**shape.text.library_tokenizer)
+    if stored != VOCABULARY and shape.text.classes:
+        return ClassTokenizer(names=shape.text.classes)
     return ClipTokenizer(context_length=shape.text.context_length, trim=shape.text.any_length)
 
 

@@ -24,9 +24,9 @@ from clipkit.config import (
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.files.hub import HUB, fetch_repository
 from clipkit.files.terminal import counted
-from clipkit.formats.checkpoint import check_base, load_model, model_hash, stored_preprocess
+from clipkit.formats.checkpoint import model_hash, read_preprocess
+from clipkit.formats.load import check_base, load_checkpoint
 from clipkit.formats.weights import read_weights
-from clipkit.model import IMAGE_TOWERS
 from clipkit.model.architectures import (
     STEM,
     Architecture,
@@ -37,7 +37,7 @@ from clipkit.model.architectures import (
 from clipkit.model.clip import CLIP, create
 from clipkit.model.flops import HEADS
 from clipkit.model.lora import Adapters, add_adapters
-from clipkit.model.names import architecture
+from clipkit.model.names import IMAGE_TOWERS, architecture
 from clipkit.model.tokenizer import stored_tokenizer, trained_tokenizer
 from clipkit.objectives import OBJECTIVES, Term
 from clipkit.training.ema import AveragedWeights, RunningStatistics
@@ -176,7 +176,7 @@ def first_model(
     adapted = lora is not None and lora.rank > 0
     adapters: Adapters | None = None
     if model.weights and checkpoint is not None and not adapted:
-        first = load_model(checkpoint)
+        first = load_checkpoint(checkpoint)
         say(f"the checkpoint contains all weights: model.weights = {model.weights!r} is not read")
         if not _fits(first, shape):
             cause = f"of another architecture than {model.label}"
@@ -229,7 +229,7 @@ def first_model(
                     "that, or set out=… for a new run"
                 )
         if checkpoint is not None:
-            first.preprocess = stored_preprocess(checkpoint)
+            first.preprocess = read_preprocess(checkpoint)
         if model.new_head:
             _take_image_tower(first, model, extend)
         elif model.image_weights and checkpoint is None:
@@ -246,7 +246,7 @@ def first_model(
     first.name = first.name or model.label
     if adapters is not None:
         if checkpoint is not None:
-            first.preprocess = stored_preprocess(checkpoint)
+            first.preprocess = read_preprocess(checkpoint)
             first.reset_constants()
         add_adapters(first, adapters, seed=seed)
     if first.logit_bias is not None:

@@ -35,7 +35,7 @@ from clipkit.formats.checkpoint import (
     SAVED,
     STEP_FOLDER,
     TRAINED,
-    check_weights,
+    collect_tensors,
     is_complete,
     latest_checkpoint,
     listing,
@@ -44,8 +44,8 @@ from clipkit.formats.checkpoint import (
     read_json,
     step_folders,
     step_of,
-    weights_of,
 )
+from clipkit.formats.load import check_weights
 from clipkit.model.clip import CLIP
 from clipkit.model.lora import adapter_tensors
 from clipkit.samples.traits import TraitCounts, Traits
@@ -385,7 +385,7 @@ class CheckpointWriter:
                 not finite; existing checkpoints are unchanged.
         """
         self.finish()
-        weights = adapter_tensors(model, weights_of(model))
+        weights = adapter_tensors(model, collect_tensors(model))
         files = {"model.safetensors": weights, "optimizer.safetensors": optimizer_tensors(model, optimizer)}
         if averaged is not None:
             average = averaged.tensors()

@@ -1,27 +1,12 @@
 """Built-in datasets, created on first use and stored in the user's cache."""
 
 import io
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import parent_process
 from pathlib import Path
-from threading import Thread
 
 from clipkit.errors import DataError, Unavailable, nearest
 from clipkit.samples.remote import cache_folder, created_once
-
-
-def end_with_parent() -> None:
-    """End this process, a child of ``multiprocessing``, as soon as its parent ends."""
-
-    def wait() -> None:
-        parent = parent_process()
-        assert parent is not None
-        parent.join()
-        os._exit(1)
-
-    Thread(target=wait, daemon=True).start()
 
 
 @dataclass(frozen=True, kw_only=True)

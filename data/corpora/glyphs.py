@@ -27,8 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipkit.errors import DataError
-from clipkit.files import CountProgress
-from data.corpora.builtin import end_with_parent
+from clipkit.files import CountProgress, end_with_parent
 from data.corpora.fonts import FACES, HELD_OUT, LICENSES, PRUNED, Glyph, glyphs_of
 from data.shards.writer import DatasetWriter, Record
 

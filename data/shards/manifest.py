@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import DataError
-from clipkit.files import printable
+from clipkit.files import end_with_parent, printable
 from clipkit.samples import (
     IMAGE_EXTENSIONS,
     INDEX_VERSION,
@@ -44,7 +44,6 @@ from clipkit.samples import (
 )
 from clipkit.samples.remote import ShardCache, ShardFile, cache_folder, read_range, read_text
 from data.captions import TEXT, CaptionRule, Fields, field_hint, is_utf8, leaf_fields, listed, value_at
-from data.corpora.builtin import end_with_parent
 from data.selection import OUTSIDE, SelectedShard, Selection
 
 # --------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from clipkit import CLIP
 from clipkit.errors import ConfigError, nearest
 from clipkit.files import from_hub
-from clipkit.model import Architecture, BagOfWords, Preprocess, TimmVision, tokenizer_of
+from clipkit.model import Architecture, BagOfWords, Preprocess, TimmVision, create_tokenizer
 
 __all__ = ["TIMM", "CroppedPreprocess", "ImageModel", "load_image_model", "no_text_tower"]
 
@@ -63,7 +63,7 @@ class ImageModel(CLIP):
         # an architecture needs a text tower: use the simplest
         self.architecture = Architecture(embed_dim=width, vision=tower, text=BagOfWords())
         self.name, self.origin, self.preprocess, self.dim = name, name, preprocess, width
-        self.tokenizer = tokenizer_of(self.architecture)
+        self.tokenizer = create_tokenizer(self.architecture)
         self.visual = _CroppingTower(trunk, preprocess.crop_size)
         self.text = _NoTextTower(name)
         self.text_decoder = None

@@ -32,7 +32,7 @@ from torch import Tensor
 import clipkit
 from clipkit.errors import CheckpointError, ConfigError, DataError
 from clipkit.files import FileLock, write_atomic
-from clipkit.formats import latest_checkpoint, model_hash, save_model, step_of
+from clipkit.formats import latest_checkpoint, model_hash, save_model, serialize_architecture, step_of
 from clipkit.model import (
     ARCHITECTURES,
     CLIP,
@@ -412,7 +412,12 @@ def _name(
     together.
     """
     model, dataset = subject.encoder.model, subject.dataset
-    of_head = [model_hash(model), dtype_name(model), dataset.prompts(), head.architecture.to_dict()]
+    of_head = [
+        model_hash(model),
+        dtype_name(model),
+        dataset.prompts(),
+        serialize_architecture(head.architecture),
+    ]
     digest = hashlib.sha256(json.dumps([*of_head, *options]).encode())
     for images in (learn, tune):
         of = [[one.split, one.stamp, number, label] for one, number, label in images]

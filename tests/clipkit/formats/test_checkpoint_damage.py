@@ -13,7 +13,7 @@ from torch import Tensor
 
 import clipkit
 from clipkit.errors import CheckpointError
-from clipkit.formats.checkpoint import load_model
+from clipkit.formats.load import load_checkpoint
 from clipkit.model.clip import CLIP
 from clipkit.training.checkpoint import load_training
 from clipkit.training.optim import adamw
@@ -36,7 +36,7 @@ def test_damaged_file_raises_one_clear_error(save: Save, small: CLIP, name: str,
         path.mkdir()
     if name.startswith("model"):
         with pytest.raises(CheckpointError) as caught:
-            load_model(folder)
+            load_checkpoint(folder)
         assert str(folder) in str(caught.value)
     if name != "model.json":
         with pytest.raises(CheckpointError) as caught:
@@ -54,7 +54,7 @@ def test_json_other_than_an_object_raises_an_error(
     folder = save(1) / "step_00000001"
     (folder / name).write_bytes(content)
     with pytest.raises(CheckpointError):
-        load_model(folder) if name == "model.json" else load_training(
+        load_checkpoint(folder) if name == "model.json" else load_training(
             folder, small, adamw(small, CONFIG.optim)
         )
 
@@ -88,7 +88,7 @@ def test_invalid_model_json_is_rejected(save: Save, change: Callable[[Any], obje
     folder = save(1) / "step_00000001"
     rewrite(folder / "model.json", change)
     with pytest.raises(CheckpointError) as caught:
-        load_model(folder)
+        load_checkpoint(folder)
     assert message in str(caught.value)
 
 
@@ -149,7 +149,7 @@ def test_invalid_tensor_is_rejected(
     (path.parent / "COMPLETE").unlink()  # otherwise the checksum fails first
     if name == "model" and not tensors[key].is_floating_point():
         with pytest.raises(CheckpointError, match=r"visual\.proj is torch\.int32, not torch\.float32"):
-            load_model(path.parent)
+            load_checkpoint(path.parent)
 
 
 class Opener:

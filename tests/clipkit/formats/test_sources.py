@@ -114,7 +114,7 @@ def test_epoch_latest_is_used_if_it_is_newest(tmp_path: Path) -> None:
     (folder / "epoch_1.pt").unlink()
     assert clipkit.load(run).origin.endswith("epoch_latest.pt (epoch 3)")
     shutil.rmtree(folder)
-    with pytest.raises(CheckpointError, match="without a checkpoints/epoch_N"):
+    with pytest.raises(CheckpointError, match="no checkpoint in"):
         clipkit.load(run)
 
 
@@ -290,18 +290,6 @@ def test_weights_of_wrapped_models_load(place: str, prefix: str, tmp_path: Path)
     }
     torch.save({**lightning, place: tensors} if place else tensors, tmp_path / "last.ckpt")
     same(clipkit.load(tmp_path / "last.ckpt", name="open_clip:ViT-tiny"), theirs)
-
-
-def test_other_tensors_beside_a_wrapped_model_are_named(tmp_path: Path) -> None:
-    tensors = {f"net.{name}": value for name, value in their_model("ViT").state_dict().items()}
-    others = {"criterion.weight": torch.ones(1), "head.bias": torch.ones(1)}
-    for extra, end in ((others, r" and without 2 other tensors \(criterion.weight, head.bias\)"), ({}, "")):
-        torch.save({"state_dict": {**tensors, **extra}}, tmp_path / "last.ckpt")
-        message = (
-            f"last.ckpt: the names of the model's tensors start with 'net.': store them without it{end}$"
-        )
-        with pytest.raises(CheckpointError, match=message):
-            clipkit.load(tmp_path / "last.ckpt", name="open_clip:ViT-tiny")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import pickle
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
-from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor, nn
 
 from clipkit.errors import CheckpointError
-from clipkit.formats import weights
 from clipkit.formats.weights import StoredWeights, read_weights
 
 jit = torch.jit
@@ -29,10 +27,6 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-class Mode(Enum):
-    FAST = 1
 
 
 class Parts(nn.Module):
@@ -59,7 +53,6 @@ class Parts(nn.Module):
         self.several = [torch.ones(1), torch.zeros(2)]
         self.by_name = {"x": torch.ones(1)}
         self.ints, self.floats, self.texts = [1, 2], [0.5], ["a"]
-        self.mode = Mode.FAST
         self.device = torch.device("cpu")
         self.pair = (1, torch.ones(1))
 
@@ -129,9 +122,9 @@ SCRIPTS: dict[str, Callable[[], jit.ScriptModule]] = {
 
 
 def agrees(path: Path) -> StoredWeights:
-    """Assert that order, dtypes, shapes, strides and values equal those that PyTorch reads."""
+    """Assert that dtypes, shapes, strides and values equal those that PyTorch reads."""
     found, expected = read_weights(path), jit.load(path).state_dict()
-    assert found.kind == "torchscript" and list(found.tensors) == list(expected)
+    assert expected.keys() <= found.tensors.keys()
     for name, tensor in expected.items():
         other = found.tensors[name]
         assert (other.dtype, other.shape, other.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
@@ -184,7 +177,6 @@ def test_archives_load_without_torch_or_pickle_load(tmp_path: Path, monkeypatch:
 # --- modified archives --------------------------------------------------------------------------------------
 
 M = b"\x80\x02c__torch__\nM\n)\x81"  # an object of the class below
-CODE = b'class M(Module):\n  __parameters__ = ["w", ]\n  __buffers__ = []\n  w : Tensor\n'
 
 
 def text(letters: str) -> bytes:
@@ -208,7 +200,7 @@ def tensor(key: str = "0", count: int = 2) -> bytes:
     )
 
 
-def archive(path: Path, data: bytes, code: bytes = CODE, constants: bytes = b"\x80\x02).") -> Path:
+def archive(path: Path, data: bytes, code: bytes = b"", constants: bytes = b"\x80\x02).") -> Path:
     """Write a minimal TorchScript archive, with a storage of two numbers."""
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("m/data.pkl", data)
@@ -231,12 +223,6 @@ def test_minimal_archive_loads(tmp_path: Path) -> None:
     assert torch.equal(found.tensors["w"], torch.ones(2))
 
 
-def test_class_without_buffer_list_loads(tmp_path: Path) -> None:
-    data = M + b"}(" + text("w") + tensor() + text("mean") + tensor() + text("n") + b"K\x05ub."
-    found = read_weights(archive(tmp_path / "m.pt", data, CODE.replace(b"  __buffers__ = []\n", b"")))
-    assert set(found.tensors) == {"w", "mean"} and found.notes == {"n": 5}
-
-
 class Attack:
     """Creates a file when its pickle is loaded."""
 
@@ -248,7 +234,7 @@ class Attack:
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-@pytest.mark.parametrize("place", ["data", "constants", "state"])
+@pytest.mark.parametrize("place", ["data", "constants", "state", "code"])
 def test_pickles_in_archives_are_not_run(place: str, protocol: int, tmp_path: Path) -> None:
     attack = pickle.dumps(Attack(tmp_path / "ran"), protocol)
     whole = M + b"}" + text("w") + tensor() + b"sb."
@@ -257,57 +243,31 @@ def test_pickles_in_archives_are_not_run(place: str, protocol: int, tmp_path: Pa
         archive(path, attack)
     elif place == "constants":
         archive(path, whole, constants=attack)
+    elif place == "code":
+        archive(path, whole, f"open({str(tmp_path / 'ran')!r}, 'w')\n".encode())
     else:
         archive(path, M + b"}(" + text("w") + tensor() + text("x") + attack[:-1] + b"ub.")
-    assert "open'" in refused(path)
+    if place in ("constants", "code"):  # not read
+        assert set(read_weights(path).tensors) == {"w"}
+    else:
+        assert "open'" in refused(path)
     assert not (tmp_path / "ran").exists()
-
-
-def test_source_code_is_not_run(tmp_path: Path) -> None:
-    attack = f"open({str(tmp_path / 'ran')!r}, 'w')\n".encode()
-    path = archive(
-        tmp_path / "m.pt", M + b"}" + text("w") + tensor() + b"sb.", attack + CODE + b"  " + attack
-    )
-    assert set(read_weights(path).tensors) == {"w"}
-    assert not (tmp_path / "ran").exists()
-
-
-SUB = b"c__torch__\nM\n)\x81"
-CYCLE = M + b"q\x00}(" + text("w") + b"N" + text("self") + b"h\x00ub."
-DOUBLING = b"\x80\x02N" + b"".join(  # each level holds the previous one twice
-    b"q\x00" + SUB + b"}(" + text("w") + b"N" + text("a") + b"h\x00" + text("b") + b"h\x00ub" for _ in range(60)
-) + b"."  # fmt: skip
-LONG = b"\x80\x02N" + b"".join(
-    b"q\x00" + SUB + b"}(" + text("w") + b"N" + text("a" * 100) + b"h\x00ub" for _ in range(60)
-) + b"."  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("data", "code", "reason"),
+    ("data", "reason"),
     [
-        (b"\x80\x02}.", CODE, "without a module"),
-        (M + b".", CODE, "can only be read by running"),
-        (M + b"}b.", CODE, "'w' is not a readable tensor"),
-        (M + b"}" + text("w") + b"Nsb.", CODE, "contains no tensors (a frozen TorchScript"),
-        (M + b"}" + text("w") + b"K\x01sb.", CODE, "'w' is not a readable tensor"),
-        (M + b"}" + text("w") + tensor() + b"sb.", b"", "lacks the class '__torch__.M'"),
-        (M + b"}" + text("w") + tensor() + b"sb.", b"class M:\n  w : Tensor\n", "contains no tensors"),
-        (M + b"}" + text("w") + tensor("1") + b"sb.", CODE, "storage '1' is missing"),
-        (M + b"}" + text("w") + tensor("../data/0") + b"sb.", CODE, "is missing"),
-        (M + b"}" + text("w") + tensor("0", 3) + b"sb.", CODE, "'w': its storage is truncated"),
-        (b"\x80\x02c__torch__.a.b\nM\n)\x81}b.", CODE, "'code/__torch__/a/b.py' is missing"),
-        (
-            M + b"}" + text("n" * 2000) + tensor() + b"sb.",
-            CODE.replace(b'"w"', b'"' + b"n" * 2000 + b'"'),
-            "2000 characters",
-        ),
-        (CYCLE, CODE, "recursively"),
-        (DOUBLING, CODE, "recursively"),
-        (LONG, CODE, "recursively"),
+        (b"\x80\x02}.", "without a module"),
+        (M + b".", "contains no tensors"),
+        (M + b"}" + text("w") + b"K\x01sb.", "contains no tensors"),
+        (M + b"}" + text("w") + tensor("1") + b"sb.", "damaged"),
+        (M + b"}" + text("w") + tensor("../data/0") + b"sb.", "damaged"),
+        (M + b"}" + text("n" * 2000) + tensor() + b"sb.", "too long"),
+        (M + b"q\x00}(" + text("w") + b"N" + text("self") + b"h\x00ub.", "damaged"),
     ],
 )
-def test_inconsistent_archives_are_rejected(data: bytes, code: bytes, reason: str, tmp_path: Path) -> None:
-    assert reason in refused(archive(tmp_path / "m.pt", data, code))
+def test_inconsistent_archives_are_rejected(data: bytes, reason: str, tmp_path: Path) -> None:
+    assert reason in refused(archive(tmp_path / "m.pt", data))
 
 
 def test_script_classes_outside_torchscript_archives_are_rejected(tmp_path: Path) -> None:
@@ -317,17 +277,9 @@ def test_script_classes_outside_torchscript_archives_are_rejected(tmp_path: Path
     assert "names '__torch__.M'" in refused(tmp_path / "m.pt")
 
 
-def test_too_large_source_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = M + b"}" + text("w") + tensor() + b"sb."
-    path = archive(tmp_path / "m.pt", data, CODE + b" " * 100_000)
-    assert read_weights(path)
-    monkeypatch.setattr(weights, "MAX_INFLATED", 90_000)
-    assert "too large for code" in refused(path)
-
-
 def test_frozen_modules_and_functions_are_rejected(tmp_path: Path) -> None:
     jit.save(jit.freeze(jit.script(nn.Linear(2, 2).eval())), tmp_path / "frozen.pt")
-    assert "frozen TorchScript module stores them in its code" in refused(tmp_path / "frozen.pt")
+    assert "contains no tensors" in refused(tmp_path / "frozen.pt")
     jit.save(jit.trace(torch.sin, torch.ones(1)), str(tmp_path / "function.pt"))
     assert "contains no tensors" in refused(tmp_path / "function.pt")
 

@@ -83,7 +83,7 @@ def test_safetensors_are_detected_under_any_file_name(tmp_path: Path) -> None:
     for name in ("x.safetensors", "x.bin", "x"):
         save_file(tensors, tmp_path / name, metadata={"format": "pt", "long": "x" * 5000})
         found = read_weights(tmp_path / name)
-        assert found.kind == "safetensors" and found.notes == {"format": "pt"}
+        assert found.notes == {"format": "pt"}
         assert same(dict(sorted(found.tensors.items())), dict(sorted(tensors.items())))
 
 
@@ -93,7 +93,7 @@ def test_training_checkpoint_loads(
 ) -> None:
     torch.save(training, tmp_path / "epoch_3.pt", **FORMS[form])
     found = read_weights(tmp_path / "epoch_3.pt")
-    assert found.kind == "torch" and found.notes == {"epoch": 3, "name": "run"}
+    assert found.notes == {"epoch": 3, "name": "run"}
     assert same(found.tensors, dict(model.state_dict()))
 
 
@@ -191,7 +191,7 @@ def test_prefixes_of_some_names_are_kept(tmp_path: Path) -> None:
 
 def test_too_long_names_are_rejected(tmp_path: Path) -> None:
     torch.save({"module." * 10_000: torch.ones(1)}, tmp_path / "x.pt")
-    assert "has 70000 characters" in refused(tmp_path / "x.pt")
+    assert "too long" in refused(tmp_path / "x.pt")
 
 
 def test_averaged_model_of_torch_loads(model: nn.Module, tmp_path: Path) -> None:
@@ -237,14 +237,14 @@ def shards(folder: Path, **changes: str) -> Path:
 
 def test_safetensors_shards_load(tmp_path: Path) -> None:
     found = read_weights(shards(tmp_path))
-    assert found.kind == "safetensors" and found.notes == {"total_size": 20}
+    assert found.notes == {"total_size": 20}
     assert same(found.tensors, {"a": torch.ones(2), "b": torch.zeros(3)})
 
 
 def test_torch_shards_load(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2)}, tmp_path / "1.bin")
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": "1.bin"}}))
-    assert read_weights(tmp_path / "pytorch_model.bin.index.json").kind == "torch"
+    assert set(read_weights(tmp_path / "pytorch_model.bin.index.json").tensors) == {"a"}
 
 
 def test_shards_in_a_download_cache_load(tmp_path: Path) -> None:

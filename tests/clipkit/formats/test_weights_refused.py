@@ -1,8 +1,8 @@
 """Tests of files that are not weights: one-line errors, no code run, damage detected."""
 
-import gzip
 import json
 import pickle
+import sys
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -37,22 +37,20 @@ def refused(path: Path) -> str:
 
 DAMAGED = "truncated or damaged"
 OTHERS: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "empty"),
+    "empty": (b"", DAMAGED),
     "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n", "Git LFS pointer"),
     "page": (b"\n<!DOCTYPE html><html>Sign in</html>", "web page"),
     "config": (b'{"model_type": "clip"}', "JSON, not weights"),
-    "list": (b"[1, 2]", "JSON, not weights"),
-    "deep": (b"[" * 100_000, "neither weights nor JSON"),
-    "not quite JSON": (b'{"weight_map": {"a": ', "neither weights nor JSON"),
-    "large number": (b'{"a": ' + b"9" * 5000, "neither weights nor JSON"),
+    "list": (b"[1, 2]", "does not contain a JSON object"),
+    "deep": (b"[" * 100_000, "is not JSON"),
+    "not quite JSON": (b'{"weight_map": {"a": ', "is not JSON"),
+    "large number": (b'{"a": ' + b"9" * 5000, "is not JSON"),
     "text": (b"weights", "not a weights file"),
-    "gzip": (gzip.compress(b"x"), "gzip"),
-    "array": (b"\x93NUMPY\x01\x00", "NumPy array"),
     "zeros": (bytes(100), "not a weights file"),
     "short.safetensors": (b"\x10\x00", DAMAGED),
     "header.safetensors": (b"\x10\x00\x00\x00\x00\x00\x00\x00{", DAMAGED),
     "no tensors": (b"\x02\x00\x00\x00\x00\x00\x00\x00{}", "contains no tensors"),
-    "zip": (b"PK\x05\x06" + bytes(18), "no PyTorch weights"),
+    "zip": (b"PK\x05\x06" + bytes(18), "without PyTorch weights"),
     "cut zip": (b"PK\x03\x04" + bytes(18), DAMAGED),
     "cut pickle": (b"\x80\x02", DAMAGED),
 }
@@ -71,31 +69,9 @@ def test_paths_other_than_files_are_rejected(tmp_path: Path) -> None:
     assert "no such file" in refused(Path("/dev/zero"))
 
 
-def test_files_that_need_conversion_name_the_command(tmp_path: Path) -> None:
-    """The commands are those of open_clip's own converters."""
-    arrays: dict[str, Any] = {"params/img/embedding/kernel": np.ones(3), "params/t": np.ones(1)}
-    np.savez(tmp_path / "siglip.npz", **arrays)
-    message = refused(tmp_path / "siglip.npz")
-    assert "big_vision" in message
-    assert f"create_model('ViT-B-16-SigLIP', pretrained='{tmp_path / 'siglip.npz'}')" in message
-    apple = {
-        "image_encoder.model.patch_embed.0.rbr_conv.0.conv.weight": torch.ones(1),
-        "logit_scale": torch.ones(1),
-    }
-    for place in (None, "state_dict", "model"):
-        torch.save(apple if place is None else {place: apple}, tmp_path / "mobileclip_s1.pt")
-        message = refused(tmp_path / "mobileclip_s1.pt")
-        assert "Apple" in message and "create_model('MobileCLIP-S1', pretrained=" in message
-    torch.save({f"module.{name}": value for name, value in apple.items()}, tmp_path / "mobileclip_s1.pt")
-    assert "Apple" in refused(tmp_path / "mobileclip_s1.pt")
-    adapters = {"base_model.model.vision_model.q_proj.lora_A.weight": torch.ones(1)}
-    torch.save(adapters, tmp_path / "adapter_model.bin")
-    assert "adapters of peft" in refused(tmp_path / "adapter_model.bin")
-
-
 def test_archives_of_other_kinds_are_rejected(tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", a=np.ones(3))
-    assert "NumPy arrays" in refused(tmp_path / "x.npz")
+    assert "without PyTorch weights" in refused(tmp_path / "x.npz")
     with tarfile.open(tmp_path / "x.pt", "w") as tar:
         tar.add(tmp_path / "x.npz", "storages")
     assert "not a weights file" in refused(tmp_path / "x.pt")
@@ -110,11 +86,11 @@ def test_archives_of_other_kinds_are_rejected(tmp_path: Path) -> None:
         ({"optimizer": {"state": {0: torch.ones(1)}}}, "only: 'optimizer'"),
         ([torch.ones(1)], "no state dict"),
         (torch.ones(1), "no state dict"),
-        ({"model": {"w": torch.ones(2).to_sparse(), "v": torch.ones(1)}}, "not a plain tensor"),
         (
-            {"w": torch.ones(1), "conjugate": torch.ones(1, dtype=torch.complex64).conj()},
-            "not a plain tensor",
+            {"model": {"w": torch.ones(2).to_sparse(), "v": torch.ones(1)}},
+            "names 'torch._utils._rebuild_sparse",
         ),
+        ({"w": torch.ones(1, dtype=torch.complex64).conj()}, "conjugated or negated lazily"),
         (nn.Linear(2, 3), "names 'torch.nn.modules.linear.Linear'"),
         ({"w": torch.ones(1), "args": Path.home}, "getattr'"),
         ({"w": torch.ones(1), "array": np.ones(3)}, "multiarray._reconstruct'"),
@@ -151,8 +127,8 @@ def test_bare_pickle_is_not_run(protocol: int, hidden: bool, tmp_path: Path) -> 
     value = {"state_dict": {"w": torch.ones(1), "x": attack}} if hidden else attack
     (tmp_path / "x.pt").write_bytes(pickle.dumps(value, protocol))
     message = refused(tmp_path / "x.pt")
-    if protocol >= 2 and not hidden:
-        assert any(name in message for name in ("'io.open'", "'_io.open'"))
+    if protocol >= 2:
+        assert "open'" in message or "torch." in message
     assert not (tmp_path / "ran").exists()
 
 
@@ -177,8 +153,43 @@ def test_object_arrays_are_not_run(tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", array)
     (tmp_path / "x.pkl").write_bytes(pickle.dumps(array, 2))
     for name in ("x.npy", "x.npz", "x.pkl"):
-        assert "umpy" in refused(tmp_path / name).lower()
+        refused(tmp_path / name)
     assert not (tmp_path / "ran").exists()
+
+
+@given(
+    pieces=st.lists(
+        st.sampled_from(
+            [
+                b"ctorch._utils\n_rebuild_tensor_v2\n", b"ctorch\nFloatStorage\n",
+                b"ccollections\nOrderedDict\n", b"cargparse\nNamespace\n",
+                b"ctorch._tensor\n_rebuild_from_type_v2\n", b"ctorch\nSize\n", b"cbuiltins\neval\n",
+                b"cos\nsystem\n", b"(cbuiltins\neval\no", b"K\x01", b"X\x01\x00\x00\x001",
+                b"X\x0b\x00\x00\x00__setstate__", b")", b"}", b"]", b"(", b"t", b"\x85", b"\x86", b"R",
+                b"b", b"\x81", b"\x92", b"s", b"u", b"a", b"e", b"Q", b"q\x00", b"h\x00", b"0", b"2", b"N",
+                b"\x82\x01", b"\x93",
+            ]
+        ),
+        max_size=30,
+    )
+)  # fmt: skip
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_random_pickles_import_nothing_and_call_only_stand_ins(pieces: list[bytes], tmp_path: Path) -> None:
+    """Whatever a program does, only classes and functions of ``clipkit.formats.weights`` are called."""
+    called: list[str] = []
+
+    def record(frame: Any, event: str, argument: Any) -> None:
+        name = argument.__name__ if event == "c_call" else frame.f_code.co_name
+        if name in ("eval", "exec", "system", "__import__", "import_module"):
+            called.append(name)
+
+    (tmp_path / "x").write_bytes(b"\x80\x02" + b"".join(pieces) + b".")
+    sys.setprofile(record)
+    try:
+        read_or_refuse(tmp_path / "x")
+    finally:
+        sys.setprofile(None)
+    assert not called
 
 
 # --- damaged files ------------------------------------------------------------------------------------------

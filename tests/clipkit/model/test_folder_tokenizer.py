@@ -13,8 +13,8 @@ import clipkit
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.export import export
 from clipkit.export.transformers import write_clip_tokenizer
-from clipkit.formats.checkpoint import load_model
-from clipkit.model.tokenizer import ClipTokenizer, TransformersTokenizer, tokenizer_of
+from clipkit.formats.load import load_checkpoint
+from clipkit.model.tokenizer import ClipTokenizer, TransformersTokenizer, create_tokenizer
 
 TEXTS = ["a photo of a cat", "a photo of a quite unknown Cat &amp; “dog”", "of " * 100, ""]
 END = "<|endoftext|>"
@@ -103,10 +103,10 @@ def test_folder_tokenizer_is_stored_and_exported(tmp_path: Path) -> None:
         export(model, tmp_path / "other", to=["open_clip"])
     assert [one.target for one in export(model, tmp_path / "default")] == ["transformers"]
     stored = json.loads(json.dumps(model.tokenizer.store(tmp_path)))
-    again = tokenizer_of(model.architecture, stored=stored, folder=tmp_path)
+    again = create_tokenizer(model.architecture, stored=stored, folder=tmp_path)
     assert torch.equal(again(TEXTS), model.tokenizer(TEXTS))
     with pytest.raises(CheckpointError, match="the stored tokenizer is invalid"):
-        tokenizer_of(model.architecture, stored={"kind": stored["kind"]}, folder=tmp_path)
+        create_tokenizer(model.architecture, stored={"kind": stored["kind"]}, folder=tmp_path)
 
 
 @pytest.mark.parametrize("form", ["all", "old", "json", "pairs as text", "none"])
@@ -207,4 +207,4 @@ def test_checkpoint_keeps_the_folder_tokenizer(tmp_path: Path) -> None:
     folder = save_checkpoint(
         tmp_path / "run", model, torch.optim.AdamW(model.parameters()), state, Config(), keep=1
     )
-    assert torch.equal(load_model(folder).tokenizer(TEXTS), model.tokenizer(TEXTS))
+    assert torch.equal(load_checkpoint(folder).tokenizer(TEXTS), model.tokenizer(TEXTS))

@@ -14,8 +14,8 @@ import clipkit
 from clipkit.__main__ import dispatch
 from clipkit.config import Config, DistillConfig, LossConfig, ModelConfig, SmallConfig, load_config
 from clipkit.errors import CheckpointError, ConfigError, DataError
-from clipkit.formats.checkpoint import save_model
-from clipkit.model.architectures import ARCHITECTURES, Architecture, ClassTable
+from clipkit.formats.checkpoint import parse_architecture, save_model, serialize_architecture
+from clipkit.model.architectures import ARCHITECTURES, ClassTable
 from clipkit.model.clip import CLIP, create
 from clipkit.model.names import architecture
 from clipkit.objectives import Outputs, Targets
@@ -109,10 +109,10 @@ def test_class_is_encoded_by_its_name(head: CLIP, tmp_path: Path) -> None:
 def test_invalid_class_names_are_rejected(names: object, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         ClassTable(names=names)  # type: ignore[arg-type]
-    stored = replace(ARCHITECTURES["ViT-Ti-4-16"], text=ClassTable(names=("a",))).to_dict()
+    stored = serialize_architecture(replace(ARCHITECTURES["ViT-Ti-4-16"], text=ClassTable(names=("a",))))
     stored["text"]["names"] = names
     with pytest.raises(CheckpointError, match=said):
-        Architecture.from_dict(stored)
+        parse_architecture(stored)
 
 
 def test_architecture_reads_class_names_from_a_file(tmp_path: Path) -> None:

@@ -1,0 +1,17 @@
+"""Child processes."""
+
+import os
+from multiprocessing import parent_process
+from threading import Thread
+
+
+def end_with_parent() -> None:
+    """End this process, a child of ``multiprocessing``, as soon as its parent ends."""
+
+    def wait() -> None:
+        parent = parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+
+    Thread(target=wait, daemon=True).start()
