@@ -362,11 +362,11 @@ def command_parser(commands: Mapping[str, Command], **program: Any) -> Parser:
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     for name, command in commands.items():
         plain = not (command.description or command.epilog)
-        summary = command.summary or command.options.__doc__ or ""
+        summary = (command.summary or command.options.__doc__ or "").removesuffix(".")
         subparser = subparsers.add_parser(
             name,
-            help=f"{summary[0].lower()}{summary[1:]}".removesuffix("."),
-            description=f"{summary}\n\n{command.description}".strip(),
+            help=f"{summary[0].lower()}{summary[1:]}",
+            description=f"{summary[0].upper()}{summary[1:]}.\n\n{command.description}".strip(),
             epilog=command.epilog,
             usage=command.usage,
             formatter_class=argparse.HelpFormatter if plain else argparse.RawDescriptionHelpFormatter,
