@@ -52,7 +52,7 @@ def main(arguments: Arguments) -> int:
     rank0 = rank == 0
 
     # 2. The configuration, which is immutable from here on.
-    config = load_config(arguments.config, arguments.overrides)
+    config = load_config(Path(arguments.config), arguments.overrides)
     run = Path(config.out)
     if arguments.dry_run:
         costs_lines = costs.dry_run(config, device, arguments.target)

@@ -40,6 +40,7 @@ from torch import Tensor
 import clipkit
 from clipkit.inference.encode import encode
 from clipkit.inference.inputs import Stream
+from clipkit.inference.options import EncodeOptions
 from clipkit.inference.stream import FeatureStream
 from clipkit.model.cpu import one_core_each
 from clipkit.model.preprocess import batch_of
@@ -120,7 +121,8 @@ def measure(options: argparse.Namespace, model: clipkit.CLIP, paths: list[Path],
         number += 1
         features = FeatureStream(model, batch_size=size, workers=options.workers)
         stream = Stream([str(paths[0].parent)])
-        encode(stream, scratch / f"out-{number}", features, rows_per_file=10_000, progress=False)
+        out = scratch / f"out-{number}"
+        encode(stream, features, EncodeOptions(sources=(), model="", out=out, quiet=True))
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

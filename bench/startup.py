@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import clipkit.__main__
-import data.__main__
-import eval.__main__
+import data.options
+import eval.options
 from bench.options import ROOT
 from data.corpora.builtin import built_in
 
@@ -39,8 +39,8 @@ LIMIT = 300.0  # seconds, after which a command has failed
 HELP: dict[str, list[str]] = {"train.py": ["train.py"]}
 for _package, _commands in (
     ("clipkit", clipkit.__main__.COMMANDS),
-    ("data", data.__main__.COMMANDS),
-    ("eval", eval.__main__.COMMANDS),
+    ("data", data.options.COMMANDS),
+    ("eval", eval.options.COMMANDS),
 ):
     HELP |= {
         " ".join((_package, *one)): ["-m", _package, *one] for one in [(), *((name,) for name in _commands)]

@@ -1,39 +1,313 @@
-"""Command lines: programs with sub-commands, and shared options. Does not import torch."""
+"""Settings declared as fields of dataclasses, command lines made of them, and programs with sub-commands.
+
+The options of a command are a frozen dataclass whose fields are defined by ``setting``. ``add_options`` adds them
+to a parser, and ``build_options`` creates an instance of the dataclass from the parsed values. This module does not
+import torch.
+"""
 
 import argparse
-import math
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import types
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from importlib import import_module
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 from clipkit.errors import ConfigError
-
-__all__ = [
-    "MODEL",
-    "MOST_BATCH",
-    "MOST_SEED",
-    "MOST_WORKERS",
-    "Command",
-    "Parser",
-    "add_decoding_options",
-    "add_dim",
-    "add_model_options",
-    "add_name",
-    "chosen_command",
-    "command_parser",
-    "number",
-    "whole",
-]
+from clipkit.files.patterns import user_path
 
 MODEL = "a run, a checkpoint, or anything else that clipkit.load takes"
 MOST_BATCH = 65_536
 MOST_SEED = 2**63 - 1
 MOST_WORKERS = 512
+REQUIRED: Any = MISSING
 _SHOWN = 40  # characters of a value in a message
+
+T = TypeVar("T")
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Within:
+    """The valid values of a setting.
+
+    Attributes:
+        words: the values as text.
+        holds: whether a value is valid.
+        names: all values, if they are a few strings.
+        noun: a valid value as text, such as "a number from 0 to 1".
+        convert: the type of values; raises ValueError for text that has none.
+    """
+
+    words: str
+    holds: Callable[[Any], bool]
+    names: tuple[str, ...] = ()
+    noun: str = ""
+    convert: Callable[[str], Any] = str
+
+    def parse(self, text: str) -> Any:
+        """Convert text of a command line; raises ArgumentTypeError if it is not valid."""
+        with suppress(ValueError):
+            value = self.convert(text)
+            if self.holds(value):
+                return value
+        raise argparse.ArgumentTypeError(f"{text[:_SHOWN]!r} is not {self.noun}")
+
+
+def whole(least: int, most: int) -> Within:
+    """Whole numbers from ``least`` to ``most``."""
+    return Within(
+        words=f"{least} to {most}",
+        holds=lambda value: least <= value <= most,
+        noun=f"a whole number from {least:,} to {most:,}",
+        convert=int,
+    )
+
+
+def number(least: float, most: float, *, above: bool = False) -> Within:
+    """Numbers from ``least`` (or, if ``above``, greater than it) to ``most``."""
+    if above:
+        return Within(
+            words=f"above {least:g} and at most {most:g}",
+            holds=lambda value: least < value <= most,
+            noun=f"a number above {least:,g} and at most {most:,g}",
+            convert=float,
+        )
+    return Within(
+        words=f"{least:g} to {most:g}",
+        holds=lambda value: least <= value <= most,
+        noun=f"a number from {least:,g} to {most:,g}",
+        convert=float,
+    )
+
+
+def one_of(*names: str) -> Within:
+    """A few strings."""
+    *others, last = (name or '""' for name in names)
+    return Within(words=f"{', '.join(others)} or {last}", holds=lambda value: value in names, names=names)
+
+
+def setting(
+    default: T,
+    text: str,
+    within: Within | None = None,
+    *,
+    registry: str = "",
+    needs: str = "",
+    flag: str = "",
+    metavar: str = "",
+    default_text: str = "",
+    positional: bool = False,
+    listed: bool = False,
+    separated: bool = False,
+    convert: Callable[[Any], Any] | None = None,
+) -> T:
+    """Define a field of a configuration, or of the options of a command.
+
+    The type of the field decides how a command line states it: ``bool`` is a flag, ``bool | None`` a flag with its
+    opposite, ``Path`` expands ``~``, and ``tuple`` has several values: an option that may be repeated, unless
+    ``listed`` or ``separated``. Of ``bool | str`` or ``bool | tuple`` the value may be left out, which is True.
+
+    Args:
+        default: default value; ``REQUIRED`` for none.
+        text: description, without the valid values and the default.
+        within: the valid values; None for all values of the type.
+        registry: "module:NAME" of a dict whose keys are the valid values; the entries' summaries are appended to
+            the text.
+        needs: a setting of the same section without which this one has no effect, such as "weight" or
+            "sharding=full"; several alternatives are separated by " or ". If all of them are unset, another value
+            than the default is an error. Only for configurations.
+        flag: the option, if it is not the field's name with dashes.
+        metavar: name of the value in ``--help``.
+        default_text: describes the default in ``--help``, if its value does not.
+        positional: an argument instead of an option; several ones if the type is a tuple.
+        listed: the option is followed by all its values.
+        separated: the values are one word, separated by commas.
+        convert: converts the parsed value.
+    """
+    return field(
+        default=default,
+        metadata={
+            "text": text,
+            "within": within,
+            "registry": registry,
+            "needs": needs,
+            "flag": flag,
+            "metavar": metavar,
+            "default_text": default_text,
+            "positional": positional,
+            "listed": listed,
+            "separated": separated,
+            "convert": convert,
+        },
+    )
+
+
+def group(options: type[T], title: str, text: str = "") -> T:
+    """Define a field that holds other options, which are a group with a title in ``--help``."""
+    return field(default_factory=options, metadata={"title": title, "text": text})
+
+
+def add_options(parser: argparse._ActionsContainer, options: type, *, without: Collection[str] = ()) -> None:
+    """Add the fields of a dataclass to a parser, except those named in ``without`` and those without a text."""
+    types_by_name = typing.get_type_hints(options)
+    # options that are required come first
+    for declared in sorted(fields(options), key=lambda declared: not _is_required(declared)):
+        if declared.name in without or "text" not in declared.metadata:
+            continue
+        hint = types_by_name[declared.name]
+        if is_dataclass(hint):
+            titled = parser.add_argument_group(declared.metadata["title"], declared.metadata["text"] or None)
+            add_options(titled, typing.cast(type, hint))
+        else:
+            _add_option(parser, declared, hint)
+
+
+def _is_required(declared: Field[Any]) -> bool:
+    return declared.default is MISSING and declared.default_factory is MISSING
+
+
+def _add_option(parser: argparse._ActionsContainer, declared: Field[Any], hint: Any) -> None:
+    option = declared.metadata
+    kinds = list(typing.get_args(hint)) if isinstance(hint, types.UnionType) else [hint]
+    if types.NoneType in kinds:
+        kinds.remove(types.NoneType)
+    kind = kinds[-1]
+    takes_no_value = len(kinds) > 1
+    several = typing.get_origin(kind) is tuple
+    if several:
+        kind = typing.get_args(kind)[0]
+    is_required = _is_required(declared)
+    is_repeated = several and not (option["listed"] or option["separated"] or option["positional"])
+    # values that are not given are left to the dataclass
+    keywords: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help_text(declared, is_repeated)}
+    if kind is bool and declared.default is None:
+        keywords["action"] = argparse.BooleanOptionalAction
+    elif kind is bool:
+        keywords["action"] = "store_false" if declared.default else "store_true"
+    else:
+        _add_values(keywords, declared, kind, several)
+        if is_repeated:
+            keywords["action"] = "append"
+        elif several and option["listed"]:
+            keywords |= {"nargs": "*" if takes_no_value else "+", "action": "extend"}
+        elif several and option["separated"]:
+            keywords["action"] = "extend"
+        elif several:
+            keywords["nargs"] = "+" if is_required else "*"
+        elif option["positional"] and not is_required:
+            keywords["nargs"] = "?"
+        elif takes_no_value:
+            keywords |= {"nargs": "?", "const": True}
+    if option["positional"]:
+        parser.add_argument(declared.name, **keywords)
+    else:
+        flag = option["flag"] or f"--{declared.name.replace('_', '-')}"
+        parser.add_argument(flag, dest=declared.name, required=is_required, **keywords)
+
+
+def _add_values(keywords: dict[str, Any], declared: Field[Any], kind: type, several: bool) -> None:
+    """Add how the values of an option are called and parsed."""
+    option = declared.metadata
+    within = option["within"]
+    assert within is not None or kind not in (int, float), f"{declared.name} takes any number"
+    metavar = option["metavar"]
+    if within is not None and within.names:
+        keywords["choices"] = within.names
+    elif kind is Path:
+        keywords["type"] = user_path
+    elif within is not None:
+        keywords["type"] = within.parse
+    if several and option["separated"]:
+        keywords["type"] = _separated(keywords.get("type", str), can_be_empty=declared.default is None)
+    if metavar or "choices" not in keywords:
+        keywords["metavar"] = metavar or _default_metavar(declared, kind, several)
+
+
+def _default_metavar(declared: Field[Any], kind: type, several: bool) -> str:
+    """Name a value by the last word of its option, except for numbers and files."""
+    if kind is int:
+        return "N"
+    if kind is Path and not declared.metadata["positional"]:
+        return "FILE"
+    word = declared.name.rpartition("_")[2].upper()
+    return word.removesuffix("S") if several else word
+
+
+def _separated(parse: Callable[[str], Any], *, can_be_empty: bool) -> Callable[[str], tuple[Any, ...]]:
+    def parse_all(text: str) -> tuple[Any, ...]:
+        if can_be_empty and not text.strip():
+            return ()
+        words = list(dict.fromkeys(word.strip() for word in text.split(",")))
+        if parse is str and "" in words:
+            raise argparse.ArgumentTypeError("expected names separated by commas")
+        return tuple(parse(word) for word in words)
+
+    return parse_all
+
+
+def _help_text(declared: Field[Any], is_repeated: bool) -> str:
+    text = declared.metadata["text"]
+    if is_repeated:
+        text += "; may be repeated"
+    default = declared.metadata["default_text"] or _default_words(declared.default)
+    if default:
+        text += f" (default: {default})"
+    return str(text).replace("%", "%%")
+
+
+def _default_words(default: Any) -> str:
+    if isinstance(default, tuple):
+        return " ".join(map(_default_words, default))
+    if isinstance(default, float):
+        return f"{default:g}"
+    if isinstance(default, int | str) and not isinstance(default, bool):
+        return str(default)
+    return ""
+
+
+def build_options(options: type[T], values: Mapping[str, Any]) -> T:
+    """Create the options of a command from the values that were given.
+
+    Raises:
+        ConfigError: values contradict each other.
+    """
+    types_by_name = typing.get_type_hints(options)
+    arguments: dict[str, Any] = {}
+    for declared in fields(typing.cast(Any, options)):
+        hint = types_by_name[declared.name]
+        if is_dataclass(hint):
+            arguments[declared.name] = build_options(typing.cast(type, hint), values)
+        elif declared.name in values:
+            value = values[declared.name]
+            if value == [] and not declared.metadata["separated"]:
+                value = True  # an option without values, of the type bool | tuple
+            elif isinstance(value, list):
+                value = tuple(value)
+            convert = declared.metadata["convert"]
+            arguments[declared.name] = value if convert is None else convert(value)
+    return options(**arguments)
+
+
+def import_attribute(path: str) -> Any:
+    """Import "module:name".
+
+    Registries are looked up each time a setting is checked: their modules are in higher layers than this one, and
+    entries may be added at run time.
+    """
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Commands
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,17 +315,22 @@ class Command:
     """A sub-command.
 
     Attributes:
-        summary: one line for the program's ``--help``.
-        arguments: adds its options to a parser.
-        run: takes the parsed options and returns the exit status; given as "module:name", it is imported when run.
-        description: the first paragraph of its ``--help``; by default the summary.
+        options: the dataclass of its options, whose docstring is the summary.
+        run: "module:name" of the function that takes an instance of ``options`` and returns the exit status; it is
+            imported when the command is run.
+        without: fields of ``options`` that keep their defaults.
+        fixed: fields of ``options`` that have these values.
+        summary: one sentence for ``--help``, if it is not the docstring.
+        description: further paragraphs before the options.
         stopped: state of the output after Ctrl-C, for the message.
         extra: the optional dependencies that its module imports; "" for none.
     """
 
-    summary: str
-    arguments: Callable[[argparse.ArgumentParser], None]
-    run: str | Callable[[argparse.Namespace], int]
+    options: type
+    run: str
+    without: frozenset[str] = frozenset()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    summary: str = ""
     description: str = ""
     epilog: str | None = None
     usage: str | None = None
@@ -67,33 +346,32 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse a command line that may contain no other words."""
+        """Parse a command line; sources may stand between options."""
         parsed, words = self.parse_known_args(args, namespace)
-        if words:
-            self.refuse(parsed, words)
+        if words and hasattr(parsed, "sources") and not any(word.startswith("-") for word in words):
+            parsed.sources += words
+        elif words:
+            program = f"{self.prog} {parsed.command}" if hasattr(parsed, "command") else self.prog
+            raise ConfigError(f"unrecognized arguments: {' '.join(words)} (see {program} --help)")
         return parsed
-
-    def refuse(self, parsed: argparse.Namespace, words: Sequence[str]) -> NoReturn:
-        """Raise ConfigError for unrecognized words, naming the ``--help`` of the sub-command."""
-        program = f"{self.prog} {parsed.command}" if hasattr(parsed, "command") else self.prog
-        raise ConfigError(f"unrecognized arguments: {' '.join(words)} (see {program} --help)")
 
 
 def command_parser(commands: Mapping[str, Command], **program: Any) -> Parser:
     """Build the parser of a program with sub-commands; ``program`` is passed to ``Parser``."""
     parser = Parser(formatter_class=argparse.RawDescriptionHelpFormatter, **program)
-    added = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     for name, command in commands.items():
         plain = not (command.description or command.epilog)
-        one = added.add_parser(
+        summary = (command.summary or command.options.__doc__ or "").removesuffix(".")
+        subparser = subparsers.add_parser(
             name,
-            help=command.summary,
-            description=command.description or f"{command.summary[0].upper()}{command.summary[1:]}.",
+            help=f"{summary[0].lower()}{summary[1:]}",
+            description=f"{summary[0].upper()}{summary[1:]}.\n\n{command.description}".strip(),
             epilog=command.epilog,
             usage=command.usage,
             formatter_class=argparse.HelpFormatter if plain else argparse.RawDescriptionHelpFormatter,
         )
-        command.arguments(one)
+        add_options(subparser, command.options, without=command.without | command.fixed.keys())
     return parser
 
 
@@ -101,25 +379,22 @@ def chosen_command(commands: Mapping[str, Command], parsed: argparse.Namespace) 
     """Import the selected command; return a function that runs it and returns the exit status.
 
     Raises:
-        ConfigError: it requires a package that is not installed.
+        ConfigError: options contradict each other, or the command requires a package that is not installed.
     """
     command = commands[parsed.command]
-    run = command.run
-    if isinstance(run, str):
-        module, _, name = run.partition(":")
-        try:
-            with _exiting_on_interrupt(command.stopped or "nothing was done"):
-                run = getattr(import_module(module), name)
-        except ModuleNotFoundError as error:
-            if not command.extra:
-                raise
-            install = f"pip install -e '.[{command.extra}]'"
-            raise ConfigError(f"{parsed.command} requires {error.name}: {install}") from error
-    function: Callable[[argparse.Namespace], int] = run
+    options: Any = build_options(command.options, {**vars(parsed), **command.fixed})
+    try:
+        with _exiting_on_interrupt(command.stopped or "nothing was done"):
+            run: Callable[[Any], int] = import_attribute(command.run)
+    except ModuleNotFoundError as error:
+        if not command.extra:
+            raise
+        install = f"pip install -e '.[{command.extra}]'"
+        raise ConfigError(f"{parsed.command} requires {error.name}: {install}") from error
 
     def start() -> int:
         try:
-            return function(parsed)
+            return run(options)
         except KeyboardInterrupt:
             if command.stopped:
                 raise KeyboardInterrupt(command.stopped) from None
@@ -147,97 +422,96 @@ def _exiting_on_interrupt(stopped: str) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def whole(least: int, most: int) -> Callable[[str], int]:
-    """Return an argparse type for integers from ``least`` to ``most``."""
-
-    def parse(text: str) -> int:
-        digits = text.removeprefix("-")
-        value = int(text) if digits.isdecimal() and len(digits) < 20 else None
-        if value is None or not least <= value <= most:
-            raise argparse.ArgumentTypeError(
-                f"{text[:_SHOWN]!r} is not a whole number from {least:,} to {most:,}"
-            )
-        return value
-
-    return parse
+# --------------------------------------------------------------------------------------------------------------
+# Options that several commands share
 
 
-def number(least: float, most: float, *, above: bool = False) -> Callable[[str], float]:
-    """Return an argparse type for numbers from ``least`` (or, if ``above``, greater than it) to ``most``."""
+@dataclass(frozen=True, kw_only=True)
+class ImageOptions:
+    """Which image of a sample is read."""
 
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not (least < value if above else least <= value) or not value <= most:
-            bounds = f"above {least:,g} and at most" if above else f"from {least:,g} to"
-            raise argparse.ArgumentTypeError(f"{text[:_SHOWN]!r} is not a number {bounds} {most:,g}")
-        return value
-
-    return parse
-
-
-def add_dim(parser: argparse.ArgumentParser) -> None:
-    """Add ``--dim``."""
-    parser.add_argument(
-        "--dim",
-        type=whole(1, 1_000_000),
-        default=0,
-        metavar="N",
-        help="use the first N elements of each embedding, for models trained with loss.dims (default: all)",
+    image: str = setting(
+        "",
+        "member of samples with the image, as data.image",
+        metavar="MEMBER",
+        default_text="the first image",
+        convert=str.lower,
     )
 
 
-def add_decoding_options(parser: argparse.ArgumentParser, *, default: str) -> None:
-    """Add ``--background``, ``--upright`` and ``--pixel-range``; ``default`` is for ``--help``."""
-    parser.add_argument(
-        "--background",
+@dataclass(frozen=True, kw_only=True)
+class CaptionOptions:
+    """Which captions of a sample are read."""
+
+    captions: tuple[str, ...] = setting(
+        ("txt",),
+        "sources of captions as in data.captions: txt, other members or json fields, separated by commas",
+        metavar="NAMES",
+        separated=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingOptions:
+    """How images become pixels."""
+
+    background: str | None = setting(
+        None,
+        "background color for transparent images, such as white; none drops alpha",
         metavar="COLOR",
-        help=f"background color for transparent images, such as white; none drops alpha (default: {default})",
+        default_text="as in training",
     )
-    parser.add_argument(
-        "--upright",
-        action=argparse.BooleanOptionalAction,
-        help=f"apply or ignore the EXIF orientation of images (default: {default})",
+    upright: bool | None = setting(
+        None, "apply or ignore the EXIF orientation of images", default_text="as in training"
     )
-    parser.add_argument(
-        "--pixel-range",
+    pixel_range: str | None = setting(
+        None,
+        "values of 16-bit, 32-bit and float grayscale images that become black and white; dtype: the full range of "
+        "16 bits; auto: an error",
         metavar="LOW,HIGH",
-        help="values of 16-bit, 32-bit and float grayscale images that become black and white; dtype: the full "
-        f"range of 16 bits; auto: an error (default: {default})",
+        default_text="as in training",
     )
 
 
-def add_name(parser: argparse.ArgumentParser) -> None:
-    """Add ``--name``."""
-    help_text = (
-        "architecture, for weights stored without one; open_clip:NAME/TAG also selects a preprocessing"
+@dataclass(frozen=True, kw_only=True)
+class NameOptions:
+    """What weights stored without their architecture need."""
+
+    name: str = setting(
+        "",
+        "architecture, for weights stored without one; open_clip:NAME/TAG also selects a preprocessing, and "
+        "NAME-quickgelu QuickGELU",
     )
-    parser.add_argument("--name", metavar="NAME", default="", help=help_text)
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--model`` and the options of its execution, which ``FeatureStream.from_options`` reads."""
-    parser.add_argument("--model", metavar="M", required=True, help=MODEL)
-    add_name(parser)
-    parser.add_argument(
-        "--batch-size", metavar="N", type=whole(1, MOST_BATCH), help="(default: 32 on a CPU, else 256)"
+@dataclass(frozen=True, kw_only=True)
+class DeviceOptions:
+    """Where a model runs."""
+
+    device: str = setting("auto", "cpu, cuda, cuda:1, mps, xpu", default_text="auto, an accelerator if any")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions(DecodingOptions, DeviceOptions, NameOptions):
+    """A model, and what replaces its settings."""
+
+    model: str = setting(REQUIRED, MODEL)
+    dim: int = setting(
+        0,
+        "use the first N elements of each embedding, for models trained with loss.dims",
+        whole(1, 1_000_000),
+        default_text="all",
     )
-    parser.add_argument(
-        "--device", metavar="D", help="cpu, cuda, cuda:1, mps, xpu (default: auto, an accelerator if any)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(LoadOptions):
+    """A model, and how it encodes."""
+
+    batch_size: int | None = setting(
+        None, "images or texts per batch", whole(1, MOST_BATCH), default_text="32 on a CPU, else 256"
     )
-    parser.add_argument(
-        "--precision",
-        choices=("fp32", "bf16", "fp16"),
-        default="fp32",
-        help="precision of the towers (default: fp32)",
+    precision: str = setting("fp32", "precision of the towers", one_of("fp32", "bf16", "fp16"))
+    workers: int | None = setting(
+        None, "threads that read and decode", whole(0, MOST_WORKERS), default_text="one per core"
     )
-    parser.add_argument(
-        "--workers",
-        metavar="N",
-        type=whole(0, MOST_WORKERS),
-        help="threads that read and decode (default: one per core)",
-    )
-    add_dim(parser)
-    add_decoding_options(parser, default="as in the model's training")

@@ -15,12 +15,12 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
-from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, cast
 
 import msgspec
 
+from clipkit.cli import Within, import_attribute, one_of, setting
 from clipkit.errors import ConfigError, nearest
 from clipkit.files.terminal import shown as shown_url, without_secrets
 from clipkit.model.architectures import TextArchitecture, selected
@@ -31,17 +31,6 @@ from clipkit.samples.traits import color_of
 MOST = 2**40  # larger than any sensible count, small enough to compute indices with
 _SHOWN = 200  # characters of a value in a message
 _MANY_EPOCHS = 50  # print a note above this number of epochs
-_TEXT, _WITHIN, _REGISTRY, _NEEDS = "text", "within", "registry", "needs"
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Within:
-    """The valid values of a setting, as text and as a predicate."""
-
-    words: str
-    holds: Callable[[Any], bool]
 
 
 def at_least(least: float) -> Within:
@@ -66,63 +55,29 @@ _WEIGHTS = Within(words="above 0", holds=lambda value: all(one > 0 for one in va
 _BELOW_ONE = Within(words="at least 0 and below 1", holds=lambda value: 0 <= value < 1)
 
 
-def one_of(*names: str) -> Within:
-    """Return the given strings."""
-    *others, last = (name or '""' for name in names)
-    words = f"{', '.join(others)} or {last}"
-    return Within(words=words, holds=lambda value: value in names)
-
-
-def imported(path: str) -> Any:
-    """Import "module:name".
-
-    Registries are looked up each time a setting is checked: their modules are in higher layers than this one, and
-    entries may be added at run time.
-    """
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)
-
-
 def late(path: str) -> Callable[..., Any]:
     """Return a function that imports "module:name" when called, so that registries do not import torch."""
 
     def call(*arguments: Any, **named: Any) -> Any:
-        return imported(path)(*arguments, **named)
+        return import_attribute(path)(*arguments, **named)
 
     return call
 
 
-def setting(default: T, text: str, within: Within | None = None, *, registry: str = "", needs: str = "") -> T:
-    """Define a field of a configuration.
-
-    Args:
-        default: default value.
-        text: description for ``train.py --settings``, without the valid values.
-        within: the valid values; None for all values of the type.
-        registry: "module:NAME" of a dict whose keys are the valid values; the entries' summaries are appended to
-            the text.
-        needs: a setting of the same section without which this one has no effect, such as "weight" or
-            "sharding=full"; several alternatives are separated by " or ". If all of them are unset, another value
-            than the default is an error.
-    """
-    metadata = {_TEXT: text, _WITHIN: within, _REGISTRY: registry, _NEEDS: needs}
-    return field(default=default, metadata=metadata)
-
-
 def text_of(one: Field[Any]) -> str:
     """Return the description of a field; "" if it has none."""
-    text = cast(str, one.metadata.get(_TEXT, ""))
-    if path := one.metadata.get(_REGISTRY):
-        entries = [(name, getattr(entry, "summary", "")) for name, entry in imported(path).items()]
+    text = cast(str, one.metadata.get("text", ""))
+    if path := one.metadata.get("registry"):
+        entries = [(name, getattr(entry, "summary", "")) for name, entry in import_attribute(path).items()]
         text = " ".join([text, *(f"{name}: {summary}." for name, summary in entries if summary)])
     return text
 
 
 def fits(one: Field[Any]) -> Within | None:
     """Return the valid values of a field; None if all values of its type are valid."""
-    if path := one.metadata.get(_REGISTRY):
-        return one_of(*imported(path))
-    return cast(Within | None, one.metadata.get(_WITHIN))
+    if path := one.metadata.get("registry"):
+        return one_of(*import_attribute(path))
+    return cast(Within | None, one.metadata.get("within"))
 
 
 class Section:
@@ -133,12 +88,12 @@ class Section:
     def __post_init__(self) -> None:
         for entry in fields(cast(Any, self)):
             name, value = self.section + entry.name, getattr(self, entry.name)
-            path = entry.metadata.get(_REGISTRY)
-            if path and value not in (known := imported(path)):
+            path = entry.metadata.get("registry")
+            if path and value not in (known := import_attribute(path)):
                 raise ConfigError(f"{name} = {shown(value)} is unknown: {nearest(value, known)}")
             if (within := fits(entry)) is not None:
                 require(within.holds(value), name, value, f"expected {within.words}")
-            needs = entry.metadata.get(_NEEDS)
+            needs = entry.metadata.get("needs")
             if needs and value != entry.default:
                 alternatives = needs.split(" or ")
                 others = " or ".join(self.section + other for other in alternatives)
@@ -780,7 +735,7 @@ class OptimConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.min_lr <= self.lr, "optim.min_lr", self.min_lr, "expected 0 to optim.lr")
-        imported("clipkit.training:SCHEDULES")[self.schedule].check(self)
+        import_attribute("clipkit.training:SCHEDULES")[self.schedule].check(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -901,7 +856,7 @@ class Config(Section):
         super().__post_init__()
         most = f"expected at most batch_size = {self.batch_size}"
         require(self.accumulate <= self.batch_size, "accumulate", self.accumulate, most)
-        kinds = imported("clipkit.objectives:objective_sections")()
+        kinds = import_attribute("clipkit.objectives:objective_sections")()
         assert self.objectives.keys() <= kinds.keys(), self.objectives
         sections = {name: self.objectives.get(name) or kind() for name, kind in kinds.items()}
         object.__setattr__(self, "objectives", sections)
@@ -919,8 +874,8 @@ class Config(Section):
                 locked = getattr(self.lock, name)
                 require(not locked, f"lock.{name}", locked, alone)
             require(not self.model.new_head, "model.new_head", True, alone)
-        imported("clipkit.training:OPTIMIZERS")[self.optim.name].check(self)
-        imported("clipkit.objectives:check_objectives")(self)
+        import_attribute("clipkit.training:OPTIMIZERS")[self.optim.name].check(self)
+        import_attribute("clipkit.objectives:check_objectives")(self)
 
     def _check_captions(self) -> None:
         data = self.data
@@ -954,7 +909,7 @@ class Config(Section):
     @property
     def terms(self) -> dict[str, Any]:
         """The local terms with a weight, by name; see ``clipkit.objectives.select_terms``."""
-        terms: dict[str, Any] = imported("clipkit.objectives:select_terms")(self)
+        terms: dict[str, Any] = import_attribute("clipkit.objectives:select_terms")(self)
         return terms
 
     def notes(self, *, step: int, samples: int, layers: int) -> list[str]:
@@ -969,7 +924,7 @@ class Config(Section):
         if step >= steps:
             return []
         if optim.warmup >= steps:
-            last = imported("clipkit.training:learning_rate")(steps - 1, steps, optim)
+            last = import_attribute("clipkit.training:learning_rate")(steps - 1, steps, optim)
             found.append(
                 f"optim.warmup = {optim.warmup} is not shorter than the run of {steps} steps: the learning rate "
                 f"rises to {last:.2g} (optim.lr = {optim.lr:g}) and does not decay"
@@ -997,7 +952,7 @@ class Config(Section):
                 f"each of the {samples:,} pairs is seen {seen:,.0f} times; steps={ten} would be 10 times"
             )
         if not step and not self.model.weights:
-            found.append(imported("clipkit.objectives:select_objective")(self).note)
+            found.append(import_attribute("clipkit.objectives:select_objective")(self).note)
         return [f"note: {one}" for one in found if one]
 
 
@@ -1083,7 +1038,7 @@ def section_kinds() -> dict[str, type[Section]]:
     kinds: dict[str, type[Section]] = {}
     for entry in fields(Config):
         if entry.name == "objectives":
-            kinds |= imported("clipkit.objectives:objective_sections")()
+            kinds |= import_attribute("clipkit.objectives:objective_sections")()
         elif is_dataclass(hints[entry.name]):
             kinds[entry.name] = hints[entry.name]
     return kinds

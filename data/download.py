@@ -15,7 +15,6 @@ the first attempt as ``retry_of``. The last attempt of a row is valid. ``00003-r
 begins with a row of ``00003.tar``.
 """
 
-import argparse
 import asyncio
 import hashlib
 import io
@@ -35,7 +34,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import pyarrow
 import webdataset
@@ -71,9 +70,10 @@ from clipkit.samples import (
 )
 from clipkit.samples.remote import describe, download_all, is_remote, list_folder
 from data.captions import DRAW_CAPTIONS
+from data.options import DownloadCommand, DownloadOptions, FetchOptions
 from data.pack import FieldNames, fields_of
-from data.shards.images import BadImage, Resize, StoredImage, Storing, store_image
-from data.web import Fetcher, FetchError, FetchOptions
+from data.shards.images import BadImage, Resize, ResizeMode, StoredImage, Storing, store_image
+from data.web import Fetcher, FetchError
 
 URL_COLUMNS = ("url", "image_url", "img_url", "image_link", "link", "uri", "src", "coco_url")
 _OWN_FIELDS = (
@@ -86,30 +86,6 @@ _RETRY = "-retry"  # in the names of shards of failed rows
 _OPEN_SHARDS = 8  # shards in progress; bounds memory while one waits for its slowest response
 _MOST_FAILED = 0.99  # fraction of the last rows from which a download stops
 _LEAST_WATCHED, _MOST_WATCHED = 200, 1000  # rows of which this fraction is computed
-
-
-@dataclass(frozen=True, kw_only=True)
-class DownloadOptions:
-    """Which columns and images are stored, and how; must be the same for all parts and restarts.
-
-    Attributes:
-        url_column: None to detect it.
-        caption_column: None to detect it; a table may have none.
-        fields: other columns that become fields of each sample's json; None for all.
-        samples_per_shard: rows of each shard.
-        deduplicate: add the caption of a row to an earlier row with the same URL; skip a row whose image is in an
-            earlier row.
-        exif: store the EXIF tags in the json.
-        image: how images are resized and stored.
-    """
-
-    url_column: str | None = None
-    caption_column: str | None = None
-    fields: Sequence[str] | None = None
-    samples_per_shard: int = 10_000
-    deduplicate: bool = True
-    exif: bool = False
-    image: Storing = field(default_factory=Storing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,51 +170,29 @@ class _FirstRows:
         return found
 
 
-def command(parsed: argparse.Namespace) -> int:
+def run_download(options: DownloadCommand) -> int:
     """Run ``python -m data download``."""
     import torch
 
     torch.set_num_threads(1)  # images are resized by several threads already
-    place, _, parts = parsed.part.partition("/")
-    if not (place.isdecimal() and parts.isdecimal() and 1 <= int(place) <= int(parts)):
-        raise ConfigError(f"--part {parsed.part}: expected I/N with 1 ≤ I ≤ N, such as 3/16")
-    resize = None
-    if parsed.resize != "no":
-        resize = Resize(mode=parsed.resize, size=parsed.image_size, enlarge=parsed.enlarge)
-    options = DownloadOptions(
-        url_column=parsed.url_column,
-        caption_column=parsed.caption_column,
-        fields=None if parsed.fields is None else [one for one in parsed.fields.split(",") if one],
-        samples_per_shard=parsed.samples_per_shard,
-        deduplicate=not parsed.keep_duplicates,
-        exif=parsed.exif,
-        image=Storing(resize=resize),
-    )
-    fetch = FetchOptions(
-        connections=parsed.connections,
-        per_host=parsed.per_host,
-        timeout=parsed.timeout,
-        retries=parsed.retries,
-        max_bytes=parsed.max_mb * 2**20,
-        allow_private=parsed.allow_private,
-        ignore_robots=parsed.ignore_robots,
-        keep_going=parsed.keep_going,
-    )
+    i, _, parts = options.part.partition("/")
+    if not (i.isdecimal() and parts.isdecimal() and 1 <= int(i) <= int(parts)):
+        raise ConfigError(f"--part {options.part}: expected I/N with 1 ≤ I ≤ N, such as 3/16")
     began = time.monotonic()
-    with CountProgress("downloading", total=None, shown=not parsed.quiet) as progress:
+    with CountProgress("downloading", total=None, shown=not options.quiet) as progress:
         found = download(
-            parsed.table,
-            parsed.out,
-            options,
-            fetch=fetch,
-            part=(int(place), int(parts)),
-            retry_failed=parsed.retry_failed,
-            ray_address=parsed.ray,
+            options.table,
+            options.out,
+            options.stored,
+            fetch=options.fetch,
+            part=(int(i), int(parts)),
+            retry_failed=options.retry_failed,
+            ray_address=options.ray,
             show=progress.show,
         )
     fraction = found.kept / max(1, found.rows)
     seconds = time.monotonic() - began
-    print(f"{parsed.out}: {counted(found.shards, 'shard')}, {found.written:,} of them new, {seconds:.1f} s")
+    print(f"{options.out}: {counted(found.shards, 'shard')}, {found.written:,} of them new, {seconds:.1f} s")
     print(f"  {found.kept:>11,}  of {counted(found.rows, 'row')} kept ({fraction:.1%})")
     for cause, count in found.failures.items():
         print(f"  {count:>11,}  {printable(cause)}")
@@ -248,7 +202,7 @@ def command(parsed: argparse.Namespace) -> int:
     if _ADDED in found.failures:
         print(f"  images with several captions: training uses the first, or draws one with {DRAW_CAPTIONS}")
     if not found.kept and (found.rows or parts == "1"):
-        rows = f"{counted(found.rows, 'row')} of {shown(parsed.table)}"
+        rows = f"{counted(found.rows, 'row')} of {shown(options.table)}"
         raise DataError(f"none of the {rows} gave an image; --retry-failed tries these rows again")
     return 0
 
@@ -379,10 +333,10 @@ _MAY_CHANGE = ("allow_private", "ignore_robots")
 def _check_options(out: Path, paths: Sequence[Path], options: DownloadOptions, fetch: FetchOptions) -> None:
     """Store the options in a new folder; for an existing one, check that they are the same."""
     stored = asdict(options)
-    stored |= stored.pop("image")
-    resize = stored.pop("resize") or {"mode": "no"}
-    stored |= {"resize": resize.pop("mode"), "image_size": resize.pop("size", None), **resize}
-    stored |= {"keep_duplicates": not stored.pop("deduplicate")}
+    stored["keep_duplicates"] = not stored.pop("deduplicate")
+    if options.resize == "no":
+        stored["image_size"] = None
+        del stored["enlarge"]
     stored |= {"allow_private": fetch.allow_private, "ignore_robots": fetch.ignore_robots}
     now = json.loads(json.dumps(stored))
     file = out / "download.json"
@@ -618,6 +572,12 @@ class _Download:
         threads: int = os.cpu_count() or 1,
     ) -> None:
         self._out, self._options, self._fetch, self._claim, self._show = out, options, fetch, claim, show
+        resize = None
+        if options.resize != "no":
+            resize = Resize(
+                mode=cast(ResizeMode, options.resize), size=options.image_size, enlarge=options.enlarge
+            )
+        self._storing = Storing(resize=resize)
         self._threads = threads
         self._unfinished: deque[_Sample] = deque()
         self._outcomes: deque[_Sample] = deque(maxlen=_MOST_WATCHED)
@@ -727,7 +687,7 @@ class _Download:
 
     def _stored(self, data: bytes) -> "tuple[StoredImage, dict[str, object], str] | str":
         try:
-            image = store_image(data, self._options.image)
+            image = store_image(data, self._storing)
         except BadImage as error:
             return str(error)
         facts: dict[str, object] = {

@@ -32,6 +32,8 @@ import os
 import shlex
 import shutil
 import sys
+import textwrap
+import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -46,9 +48,11 @@ from PIL import Image
 from clipkit.errors import ConfigError, DataError
 from clipkit.files import CountProgress, counted, size_of
 from clipkit.samples import (
+    CLASS_NAMES,
     FolderSamples,
     Table,
     TableSamples,
+    are_ids,
     caption_table_of,
     check_captions,
     color_of,
@@ -58,7 +62,8 @@ from clipkit.samples import (
     listed_path,
 )
 from clipkit.samples.remote import ShardFile, cache_folder, created_once, download_all
-from data.captions import field_name
+from data.captions import DRAW_CAPTIONS, field_name, listed
+from data.options import PackCommand, PackOptions
 from data.shards.images import BadImage, Resize, Storing, store_image
 from data.shards.writer import DatasetWriter, Record
 
@@ -133,17 +138,8 @@ class _Packed:
 def pack(
     source: Path | Sequence[Path],
     out: Path,
+    options: PackOptions = PackOptions(),
     *,
-    image_column: str | None = None,
-    caption_column: str | None = None,
-    fields: Sequence[str] | None = None,
-    test: float = 0.0,
-    samples_per_shard: int = 10_000,
-    max_side: int | None = None,
-    keep_orientation: bool = False,
-    background: str | None = None,
-    group: bool = True,
-    group_by: str | None = None,
     progress: bool = True,
 ) -> PackReport:
     """Write the images and captions of ``source`` as a new dataset folder ``out``.
@@ -157,47 +153,49 @@ def pack(
             folder of images, whose captions are in a table in the folder, in files beside the images, or are the
             names of its subfolders; these names are written to ``classes.txt``.
         out: the folder to create; it must not exist, or be empty.
-        image_column: column with the paths, relative to the table's folder; guessed from usual names by default.
-        caption_column: column with the captions; guessed likewise.
-        fields: other columns that become fields of the json; None for all.
-        test: fraction of the pairs in the test split.
-        samples_per_shard: samples per tar.
-        max_side: largest side in pixels; larger images are shrunk (JPEG and WebP at quality 95, others as PNG).
-        keep_orientation: do not rotate images upright according to their EXIF orientation.
-        background: color behind partly transparent images, by name or as "#rrggbb".
-        group: make one sample of the rows of an image; False makes a sample of each row.
-        group_by: column whose value is the same in the rows of an image; by default these have the same path or the
-            same encoded image. It also becomes a field of the json.
+        options: paths in ``image_column`` are relative to the table's folder. ``max_side`` shrinks JPEG and WebP at
+            quality 95, others as PNG. Without ``group``, each row becomes a sample; ``group_by`` also becomes a
+            field of the json.
         progress: show a progress bar on stderr.
 
     Raises:
         ConfigError: ``background``, ``group_by`` or ``max_side`` is invalid.
         DataError: a table cannot be read, lacks a column, or there is no usable row.
     """
-    assert samples_per_shard >= 1 and 0 <= test <= 1
-    if group_by is not None and not group:
+    assert options.samples_per_shard >= 1 and 0 <= options.test <= 1
+    group_by = options.group_by
+    max_side = options.max_side
+    if group_by is not None and not options.group:
         raise ConfigError("--group-by and --no-group exclude each other")
     how = Storing(
         resize=Resize(mode="keep_ratio_largest", size=max_side) if max_side is not None else None,
-        keep_orientation=keep_orientation,
-        background=None if background is None else color_of(background),
+        keep_orientation=options.keep_orientation,
+        background=None if options.background is None else color_of(options.background),
     )
     paths = [source] if isinstance(source, Path) else list(source)
     folder: FolderSamples | None = None
     root: Path | None = None  # a folder whose table should list all images in it
     if paths[0].is_dir():
-        table = caption_table_of(paths[0], image_column=image_column, caption_column=caption_column)
+        table = caption_table_of(
+            paths[0], image_column=options.image_column, caption_column=options.caption_column
+        )
         if table is not None:
             root, paths = paths[0], [table]
         elif group_by is not None:
             raise ConfigError(f"--group-by {group_by}: {paths[0]} is a folder of images, not a table")
         else:
             folder = FolderSamples(paths[0])
-    others = fields
-    if fields is not None and group_by is not None:
-        others = [*fields, group_by]  # Table reads a column once
+    others = options.fields
+    if others is not None and group_by is not None:
+        others = (*others, group_by)  # Table reads a column once
     tables = [
-        Table(path, image_column=image_column, caption_column=caption_column, encoded=True, others=others)
+        Table(
+            path,
+            image_column=options.image_column,
+            caption_column=options.caption_column,
+            encoded=True,
+            others=others,
+        )
         for path in paths
         if folder is None
     ]
@@ -208,7 +206,7 @@ def pack(
     packed_rows = 0
     firsts: dict[str, str] = {}
     stored_fields: dict[str, str] = {}
-    with DatasetWriter(out, samples_per_shard=samples_per_shard) as writer, warnings.catch_warnings():
+    with DatasetWriter(out, samples_per_shard=options.samples_per_shard) as writer, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, on broken images, which are listed as bad rows
         samples: TableSamples | FolderSamples
         if folder is not None:
@@ -216,7 +214,7 @@ def pack(
         else:
             with CountProgress("reading rows", total=None, shown=progress) as bar:
                 samples = TableSamples(
-                    tables, group=group, group_by=group_by, progress=lambda _, rows: bar.show(rows)
+                    tables, group=options.group, group_by=group_by, progress=lambda _, rows: bar.show(rows)
                 )
         if samples.damage:
             raise DataError(samples.damage)
@@ -225,7 +223,7 @@ def pack(
             listing.open("w", encoding="utf-8") as file,
             CountProgress("packing", total=len(samples), shown=progress) as bar,
         ):
-            for i, outcome in _pack_in_order(samples, how, test):
+            for i, outcome in _pack_in_order(samples, how, options.test):
                 rows = samples.rows(i)
                 if isinstance(outcome, _Packed):
                     writer.write(outcome.split, outcome.record)
@@ -272,10 +270,10 @@ def pack(
             "source": ", ".join(path.name for path in paths[:_SHOWN]),
             "columns": {"image": samples.image_column, "caption": caption_source},
             "fields": stored_fields,
-            "test": test,
+            "test": options.test,
             "max_side": max_side,
-            "keep_orientation": keep_orientation,
-            "background": background,
+            "keep_orientation": options.keep_orientation,
+            "background": options.background,
             **({"captions_per_image": captions} if captions[1] > 1 else {}),
             "bad_rows": dict(bad.most_common()),
             "license": "unknown: that of the images",
@@ -487,3 +485,64 @@ def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
             f"`python -m data download {table} OUT`"
         ) from error
     return folder
+
+
+def run_pack(options: PackCommand) -> int:
+    """Run ``python -m data pack``."""
+    start = time.monotonic()
+    report = pack(options.table, options.out, options, progress=not options.quiet)
+    print(f"created {options.out} in {time.monotonic() - start:.1f} s")
+    print(f"  columns  {report.image_column} (image), {report.caption_column} (caption)")
+    for line in _remarks(report, kept=options.keep_orientation, background=options.background):
+        print(textwrap.fill(line, 79, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False))
+    if report.bad:
+        print("  bad rows, by cause:")
+        for cause, count in report.bad.items():
+            print(f"  {count:>9,}  {cause}")
+    held_out, bad = report.splits.get("test", 0), sum(report.bad.values())
+    test = f" and {held_out:,} into test" if options.test else ""
+    pairs = report.summary == counted(report.packed, "pair")
+    if not pairs:
+        print(report.summary)
+    noun = "pair" if pairs else "image"
+    print(f"packed {counted(report.splits.get('train', 0), noun)} into train{test}")
+    if bad:
+        mostly = "warning: " if bad >= report.rows else ""
+        print(f"{mostly}{bad:,} bad of {counted(bad + report.rows, 'row')}: see {report.bad_rows}")
+    return 0
+
+
+def _remarks(report: PackReport, *, kept: bool, background: str | None) -> Iterator[str]:
+    """Yield remarks about other columns and about images, with the options that apply."""
+    if are_ids(report.classes):
+        yield (
+            f"warning: the captions are names of folders that look like ids, such as {report.classes[0]!r}: write "
+            f"names of classes into {CLASS_NAMES} in the folder, one per line in the order of the folders"
+        )
+    if report.fields:
+        names = [name if name == column else f"{column} as {name}" for column, name in report.fields.items()]
+        yield f"stored as fields for data.filters and data.captions: {listed(names)}"
+    if report.left_out:
+        left_out = [f"{name!r} ({why})" for name, why in report.left_out.items()]
+        yield f"columns left out: {', '.join(left_out[:8])}{', …' if len(left_out) > 8 else ''}"
+    orientation = "unchanged, and CLIP ignores it" if kept else "upright (unless --keep-orientation is given)"
+    colors = "CLIP sees the colors hidden below them; --background white blends them onto white"
+    if background:
+        colors = f"blended onto {background}"
+    remarks = {
+        "several captions": f"several captions: training uses the first, or draws one with {DRAW_CAPTIONS}; "
+        "evaluation uses all",
+        "not upright": f"an EXIF orientation: stored {orientation}",
+        "deep": "more than 8 bits of gray: stored with all bits; training needs pixels.range, for which "
+        "`python -m data inspect` suggests a value",
+        "transparent": f"transparent parts: {colors}",
+    }
+    for mark, remark in remarks.items():
+        if count := report.marks[mark]:
+            have = "1 image has" if count == 1 else f"{count:,} images have"
+            yield f"{have} {remark}"
+    if count := report.marks["equal captions"]:
+        yield f"{counted(count, 'caption')} left out: equal to another caption of the same image"
+    if count := report.marks["other images"]:
+        rows = counted(count, "row")
+        yield f"{rows} with another image than the first row of the group: only the first row's image is stored"

@@ -3,9 +3,7 @@
 They are the centers of k-means over pixels, as in Image GPT (Chen et al. 2020).
 """
 
-import argparse
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +15,7 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.files import CountProgress, write_atomic
 from clipkit.samples import decode_image
 from clipkit.samples.remote import shard_cache
+from data.options import PaletteOptions
 from data.selection import Selection
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
@@ -37,23 +36,23 @@ def palette_of(pixels: npt.NDArray[np.uint8], colors: int, *, seed: int = 0) -> 
     return palette
 
 
-def command(parsed: argparse.Namespace) -> int:
+def run_palette(options: PaletteOptions) -> int:
     """Run ``python -m data palette``."""
-    out: Path = parsed.out
+    out = options.out
     if out.suffix != ".safetensors":
         raise ConfigError(f"--out {out} must be a file name ending in .safetensors")
     if out.exists():
         raise DataError(f"{out} already exists: name a new file, or remove it first")
-    selection = Selection(need=("image",))
-    files = [file for source in parsed.sources for file in find_shards(source, split=parsed.split)]
-    cache = shard_cache(parsed.sources, parsed.cache_gb)
+    selection = Selection(need=("image",), image=options.image)
+    files = [file for source in options.sources for file in find_shards(source, split=options.split)]
+    cache = shard_cache(options.sources, options.cache_gb)
     shards = Shards(make_manifest([files], selection, cache=cache, stats=False), selection, cache=cache)
-    count = min(len(shards), parsed.images)
+    count = min(len(shards), options.images)
     # evenly spaced samples
     numbers = [number for number in range(len(shards)) if number * count % len(shards) < count]
     random = np.random.default_rng(0)
     samples = []
-    with CountProgress("reading images", total=count, shown=not parsed.quiet) as progress:
+    with CountProgress("reading images", total=count, shown=not options.quiet) as progress:
         for done, number in enumerate(numbers, 1):
             with suppress(DataError):
                 pixels = decode_image(shards.read(number).image).reshape(-1, 3)
@@ -61,7 +60,7 @@ def command(parsed: argparse.Namespace) -> int:
             progress.show(done, done - len(samples))
     if not samples:
         raise DataError("no image can be decoded")
-    palette = palette_of(np.concatenate(samples), parsed.colors)
+    palette = palette_of(np.concatenate(samples), options.colors)
     write_atomic(out, save({"palette": torch.from_numpy(palette)}))
-    print(f"wrote {out}: {parsed.colors} colors of {len(samples):,} images")
+    print(f"wrote {out}: {options.colors} colors of {len(samples):,} images")
     return 0

@@ -4,7 +4,6 @@ It is a byte-level BPE of lower-case text, so it encodes every language. Start a
 tokens, as clipkit's text transformer reads a text at its largest token.
 """
 
-import argparse
 import json
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -24,8 +23,9 @@ from tokenizers import (
 from clipkit.errors import DataError
 from clipkit.files import CountProgress
 from clipkit.samples.remote import shard_cache
-from data.captions import CaptionRule, split_names
+from data.captions import CaptionRule
 from data.filters import Filter
+from data.options import TokenizerOptions
 from data.selection import SelectedShard, Selection
 from data.shards.manifest import make_manifest
 from data.sources import find_shards
@@ -71,15 +71,15 @@ def write(made: Tokenizer, folder: Path) -> None:
         aside.replace(folder)  # an empty folder, too
 
 
-def command(parsed: argparse.Namespace) -> int:
+def run_tokenizer(options: TokenizerOptions) -> int:
     """Run ``python -m data tokenizer``."""
-    out: Path = parsed.out
+    out = options.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"{out} already exists and is not empty: use a new folder, or remove it first")
-    rule = CaptionRule(fields=split_names(parsed.captions), choice="all")
-    selection = Selection(need=("caption",), filters=tuple(map(Filter.of, parsed.filters)), captions=rule)
-    shards = [shard for source in parsed.sources for shard in find_shards(source, split=parsed.split)]
-    cache = shard_cache(parsed.sources, parsed.cache_gb)
+    rule = CaptionRule(fields=options.captions, choice="all")
+    selection = Selection(need=("caption",), filters=tuple(map(Filter.of, options.filters)), captions=rule)
+    shards = [shard for source in options.sources for shard in find_shards(source, split=options.split)]
+    cache = shard_cache(options.sources, options.cache_gb)
     manifest = make_manifest([shards], selection, cache=cache, stats=False)
     count = int(manifest.counts.sum())
 
@@ -95,8 +95,8 @@ def command(parsed: argparse.Namespace) -> int:
                 done += 1
                 progress.show(done, 0)
 
-    with CountProgress("reading captions", total=count, shown=not parsed.quiet) as progress:
-        made = train(texts(), parsed.vocab)
+    with CountProgress("reading captions", total=count, shown=not options.quiet) as progress:
+        made = train(texts(), options.vocab)
     write(made, out)
     print(f"wrote {out}: {made.get_vocab_size():,} tokens from {count:,} captions")
     return 0

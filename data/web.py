@@ -17,6 +17,7 @@ import aiohttp
 import yarl
 
 from clipkit.samples.remote import CLIENT_OPTIONS, encode_url
+from data.options import FetchOptions
 
 _RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 _MOST_REDIRECTS = 5
@@ -28,31 +29,6 @@ _NO_TRAINING = frozenset({"noai", "noimageai", "noindex", "noimageindex"})
 # the first word selects directives of ``X-Robots-Tag``
 _USER_AGENT = "clipkit (+https://pypi.org/project/clipkit)"
 _WITH_VALUE = frozenset({"unavailable_after", "max-snippet", "max-image-preview", "max-video-preview"})
-
-
-@dataclass(frozen=True, kw_only=True)
-class FetchOptions:
-    """Limits of downloads.
-
-    Attributes:
-        connections: concurrent requests.
-        per_host: concurrent requests to one host.
-        timeout: seconds for one response, from the connection to its last byte.
-        retries: further attempts after temporary errors (timeouts, lost connections, HTTP 429 and 5xx).
-        max_bytes: maximum size of a response.
-        allow_private: allow hosts with addresses that are not public, such as 127.0.0.1 or 10.0.0.1.
-        keep_going: do not stop when nearly all rows fail.
-        ignore_robots: also download images whose ``X-Robots-Tag`` header forbids their use.
-    """
-
-    connections: int = 256
-    per_host: int = 16
-    timeout: float = 20.0
-    retries: int = 2
-    max_bytes: int = 64 * 2**20
-    allow_private: bool = False
-    ignore_robots: bool = False
-    keep_going: bool = False
 
 
 class FetchError(Exception):
@@ -154,6 +130,7 @@ class Fetcher:
 
     async def _get(self, url: yarl.URL) -> bytes:
         options = self._options
+        max_bytes = options.max_mb * 2**20
         try:
             async with self._session.get(url, max_redirects=_MOST_REDIRECTS) as response:
                 if response.status != 200:
@@ -166,13 +143,13 @@ class Fetcher:
                     raise FetchError("use forbidden by X-Robots-Tag")
                 if response.headers.get("Content-Encoding", "identity").lower() not in _ENCODINGS:
                     raise FetchError("unsupported Content-Encoding")
-                if (response.content_length or 0) > options.max_bytes:
-                    raise FetchError(f"more than {options.max_bytes // 2**20} MiB")
+                if (response.content_length or 0) > max_bytes:
+                    raise FetchError(f"more than {options.max_mb} MiB")
                 body = bytearray()
                 async for piece in response.content.iter_any():
                     body += piece
-                    if len(body) > options.max_bytes:
-                        raise FetchError(f"more than {options.max_bytes // 2**20} MiB")
+                    if len(body) > max_bytes:
+                        raise FetchError(f"more than {options.max_mb} MiB")
                 if not body:
                     raise FetchError("empty response")
                 return bytes(body)

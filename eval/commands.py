@@ -1,6 +1,5 @@
 """The commands of ``python -m eval``: score models, and build pages and tables of the results."""
 
-import argparse
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +20,6 @@ from clipkit.files import counted, output_folder, printable
 from clipkit.formats import check_free, newest_epoch, resolve_checkpoint, save_model
 from clipkit.model import keep_memory
 from clipkit.samples.remote import cache_folder
-from data.captions import split_names
 from eval.compare import (
     Check,
     checks_of,
@@ -45,12 +43,21 @@ from eval.datasets.dataset import EvalDataset
 from eval.datasets.targets import Target, find_named, find_suites, select_languages
 from eval.features.encoder import Ranks
 from eval.features.image_models import TIMM, load_image_model, no_text_tower
+from eval.options import (
+    CompareOptions,
+    ListOptions,
+    ReportOptions,
+    ScoreOptions,
+    ScoringOptions,
+    SoupOptions,
+    VerifyOptions,
+)
 from eval.readers import Members
 from eval.report.terminal import score_table
 from eval.results.scores import check_appendable, read_results, weights_id
 from eval.run import Scored, check_tasks, run_model
 from eval.soup import greedy_soup, held_out
-from eval.tasks import TASKS, options_of
+from eval.tasks import TASKS
 
 _OUTPUTS = {
     "out": "scores.html",
@@ -61,7 +68,7 @@ _OUTPUTS = {
 _SHOWN = 200  # characters of a path in a message
 
 
-def report(options: argparse.Namespace) -> int:
+def report(options: ReportOptions) -> int:
     """Build the page of a run, or a page and tables of the results of several models."""
     tables = {
         form: path for form in _OUTPUTS if form != "out" and (path := getattr(options, form)) is not None
@@ -141,7 +148,7 @@ def _print_notes(notes: Sequence[str]) -> None:
         print(f"note: {printable(note)}", file=sys.stderr)
 
 
-def compare_models(options: argparse.Namespace) -> int:
+def compare_models(options: CompareOptions) -> int:
     """Test which differences between two models are statistically significant."""
     from eval.compare import compare
     from eval.report.terminal import comparison_table
@@ -159,7 +166,7 @@ def compare_models(options: argparse.Namespace) -> int:
     return 0 if found.differences else 1
 
 
-def list_datasets(options: argparse.Namespace) -> int:
+def list_datasets(options: ListOptions) -> int:
     """List suites and their datasets, or print a dataset's card."""
     console = Console(highlight=False)
     if options.suite in card_names():
@@ -199,14 +206,14 @@ def _cards_table(title: str, rows: Sequence[tuple[Card, str]]) -> Table:
     return table
 
 
-def score(options: argparse.Namespace) -> int:
+def score(options: ScoreOptions) -> int:
     """Score every model on every dataset, and print the scores even if the run ends early."""
     with _ranks(options.device) as device:
-        tasks = tuple(options.task)
+        tasks = options.task
         if not options.data and not options.suite:
             raise ConfigError("no dataset given: use --data or --suite")
         _check_towers(options.model, tasks)
-        members = Members(image=options.image, captions=split_names(options.captions))
+        members = Members(image=options.image, captions=options.captions)
         named, broken = find_named(
             options.data, root=options.data_root, prompts=options.prompts, members=members
         )
@@ -220,7 +227,7 @@ def score(options: argparse.Namespace) -> int:
         targets = []
         for target in _merged(named, others, options.prompts):
             try:
-                targets.append(select_languages(target, _languages(options.language)))
+                targets.append(select_languages(target, options.language))
             except DataError as error:
                 trouble.append(error)
         if trouble and not targets and named:
@@ -244,7 +251,7 @@ def score(options: argparse.Namespace) -> int:
         return _status([*broken, *trouble, *scored.trouble], scored)
 
 
-def verify(options: argparse.Namespace) -> int:
+def verify(options: VerifyOptions) -> int:
     """Measure the scores for which cards list expected values, and compare."""
     with _ranks(options.device) as device:
         if len(options.model) > 1:
@@ -267,7 +274,7 @@ def verify(options: argparse.Namespace) -> int:
         return max(status, print_checks(checks) if checks and distributed.rank() == 0 else 0)
 
 
-def soup(options: argparse.Namespace) -> int:
+def soup(options: SoupOptions) -> int:
     """Write the greedy soup of models."""
     with _ranks(options.device) as device:
         out, leads = output_folder(options.out), distributed.rank() == 0
@@ -299,14 +306,6 @@ def soup(options: argparse.Namespace) -> int:
                 f"{' and '.join(data)}; the best model alone {max(made.scores.values()):.4f}"
             )
         return 0
-
-
-def _languages(given: Sequence[str]) -> list[str]:
-    """Split the lists of --language; ConfigError if one is empty."""
-    names = [name.strip() for one in given for name in one.split(",")]
-    if not all(names):
-        raise ConfigError("--language: expected languages separated by commas, such as de,fr, or all")
-    return names
 
 
 @contextmanager
@@ -410,21 +409,20 @@ def _score_model(
     wanted: _Model,
     targets: Sequence[Target],
     tasks: Sequence[str],
-    options: argparse.Namespace,
+    options: ScoringOptions,
     device: str,
     scored: Scored,
 ) -> None:
-    task_options = options_of(options)
     keep_memory()
     if wanted.source.startswith(TIMM):
-        if task_options.dims:
+        if options.dims:
             raise ConfigError(f"--dim requires a CLIP, not {wanted.source}")
         model: CLIP = load_image_model(wanted.source, device=device)
     else:
         model = clipkit.load(wanted.source, name=options.name, device=device)
-    if max(task_options.dims, default=0) >= model.dim:
+    if max(options.dims, default=0) >= model.dim:
         raise ConfigError(
-            f"--dim {task_options.dims[-1]}: expected numbers below {model.dim}, the whole embedding"
+            f"--dim {options.dims[-1]}: expected numbers below {model.dim}, the whole embedding"
         )
     model.preprocess = model.preprocess.with_decoding(
         background=options.background, upright=options.upright, pixel_range=options.pixel_range
@@ -460,7 +458,7 @@ def _score_model(
                 targets,
                 out=wanted.out,
                 tasks=tasks,
-                options=task_options,
+                options=options,
                 skip_existing=options.skip_existing,
                 store=store,
                 ranks=ranks,

@@ -18,6 +18,7 @@ from clipkit.errors import CheckpointError
 from clipkit.model.preprocess import Preprocess
 from clipkit.samples.traits import Decoding
 from clipkit.training.checkpoint import loop_state
+from data.options import PackOptions
 from data.order import Order
 from data.pack import pack
 from data.selection import Selection
@@ -61,10 +62,10 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
             image.convert("RGB").save(path, exif=exif if number % 4 == 2 else Image.Exif())
         lines.append(f"{path.relative_to(folder)},noise {number}")
     (folder / "table.csv").write_text("\n".join(lines))
-    pack(folder / "table.csv", folder / "as_is", keep_orientation=True, progress=False)
+    pack(folder / "table.csv", folder / "as_is", PackOptions(keep_orientation=True), progress=False)
     pack(folder / "table.csv", folder / "upright", progress=False)
     for name, color in (("white", "white"), ("white2", "#fff"), ("black", "black")):
-        pack(folder / "table.csv", folder / name, background=color, progress=False)
+        pack(folder / "table.csv", folder / name, PackOptions(background=color), progress=False)
     return folder
 
 

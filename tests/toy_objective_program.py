@@ -6,7 +6,8 @@ from torch import Tensor
 
 import train
 from clipkit import distributed
-from clipkit.config import above, setting
+from clipkit.cli import setting
+from clipkit.config import above
 from clipkit.errors import run_command
 from clipkit.objectives import OBJECTIVES, Objective, Outputs, Targets
 from clipkit.training.arguments import parse_arguments

@@ -5,7 +5,6 @@ several values of alpha with ``python -m eval``. The mean of several fine-tuned 
 al. 2022, https://arxiv.org/abs/2203.05482), often scores better than each; ``python -m eval soup`` selects models.
 """
 
-import argparse
 import math
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
@@ -15,11 +14,12 @@ import torch
 
 from clipkit.api import load
 from clipkit.errors import ConfigError
+from clipkit.export.options import InterpolateOptions
 from clipkit.files.patterns import output_folder
 from clipkit.formats.checkpoint import check_free, model_hash, save_model
 from clipkit.model.clip import CLIP
 
-__all__ = ["interpolate", "load_alike", "run"]
+__all__ = ["interpolate", "load_alike", "run_interpolate"]
 
 # texts that distinguish tokenizers: case, accents, numbers, scripts, length
 _PROBES = (
@@ -123,7 +123,7 @@ def load_alike(sources: Sequence[str], *, name: str = "", device: str = "cpu") -
         yield model
 
 
-def run(options: argparse.Namespace) -> int:
+def run_interpolate(options: InterpolateOptions) -> int:
     """Run the command; return the exit status.
 
     Raises:
@@ -132,7 +132,7 @@ def run(options: argparse.Namespace) -> int:
     sources = [options.first, options.second, *options.more]
     if options.more and options.alpha:
         raise ConfigError("--alpha needs two models: the mean of more is written")
-    alphas = list(dict.fromkeys(options.alpha or [0.5]))
+    alphas = list(dict.fromkeys(options.alpha or (0.5,)))
     out = output_folder(options.out)
     folders = [out]
     if len(alphas) > 1:  # such as alpha_0.5, alpha_1

@@ -6,7 +6,6 @@ exports of the same weights to other libraries are kept, as are files that a use
 the model card).
 """
 
-import argparse
 import hashlib
 import importlib.util
 import json
@@ -29,6 +28,7 @@ from clipkit.api import load
 from clipkit.errors import CheckpointError, ConfigError, nearest
 from clipkit.export.checks import draw_samples
 from clipkit.export.model_card import Source, by_caller, model_card, source_of
+from clipkit.export.options import ExportOptions
 from clipkit.export.targets import EXPORTS
 from clipkit.files.atomic import lock_output
 from clipkit.files.hub import HUB, check_push, push_folder
@@ -38,7 +38,7 @@ from clipkit.model.clip import CLIP
 from clipkit.model.flops import HEADS
 from clipkit.model.zero_shot import evaluating
 
-__all__ = ["Exported", "export", "run"]
+__all__ = ["Exported", "export", "run_export"]
 
 MANIFEST, CARD, NEW_CARD = "clipkit_export.json", "README.md", "README.new.md"
 TOLERANCE = 1e-5  # largest allowed difference of embeddings
@@ -284,13 +284,13 @@ def _complete(
                 shutil.copy2(path, target, follow_symlinks=False)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_export(options: ExportOptions) -> int:
     """Run the command; return the exit status.
 
     Raises:
         ClipkitError: a user error.
     """
-    to = options.to
+    to: Sequence[str] = options.to
     if options.quantize:
         if "onnx" not in to:
             raise ConfigError(f"--quantize {options.quantize} needs --to onnx: other exports keep float32")

@@ -9,7 +9,6 @@ its first line has the settings, each other line an image. The same command resu
 replaced.
 """
 
-import argparse
 import csv
 import json
 import os
@@ -27,11 +26,12 @@ from clipkit.files.atomic import lock_output, replacing
 from clipkit.files.terminal import CountProgress, counted, printable
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.inputs import Item, Stream
+from clipkit.inference.options import CaptionOptions
 from clipkit.inference.stream import PRECISIONS, Failure, FeatureStream
 from clipkit.model.generate import check_generation, generate_captions
 from clipkit.samples.table import safe_cell
 
-__all__ = ["caption_images", "run"]
+__all__ = ["caption_images", "run_caption"]
 
 _GENERATION = ("beams", "top_p", "prefix", "length")
 _BLOCK = 4  # batches that are appended to the output at a time
@@ -82,7 +82,7 @@ def caption_images(
         first += len(block)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_caption(options: CaptionOptions) -> int:
     """Run the command and return its exit status: 0 if at least one image was described.
 
     Raises:
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("--seed has no effect without --top-p")
     stream = Stream(options.sources, image_column=options.image_column, cache_gb=options.cache_gb)
     generation = {name: getattr(options, name) for name in _GENERATION} | {"seed": options.seed or 0}
-    out: Path | None = options.out
+    out = options.out
     if out is not None and (out.suffix.lower() not in (".csv", ".jsonl") or out.is_dir()):
         raise ConfigError(f"--out {out} must be a file name ending in .csv or .jsonl")
     if out is not None and out.exists() and not _partial(out).exists():

@@ -17,7 +17,6 @@ With an output file, only failures and a summary are printed; otherwise the tabl
 Dimensions: B batch, C classes, O embedding dimension.
 """
 
-import argparse
 import csv
 import heapq
 import io
@@ -43,6 +42,7 @@ from clipkit.files.terminal import CountProgress, counted, printable
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.calibrate import FOLDS, LEAST, LEAST_SCALE, Calibration, calibrate, read_calibration
 from clipkit.inference.inputs import Stream
+from clipkit.inference.options import ClassifyOptions
 from clipkit.inference.stream import Failure, FeatureStream
 from clipkit.model.clip import CLIP
 from clipkit.model.zero_shot import DEFAULT_TEMPLATES, fill_template, zero_shot_classifier
@@ -50,7 +50,7 @@ from clipkit.samples.folders import SPLIT_WORDS, is_hidden
 from clipkit.samples.table import safe_cell
 from clipkit.samples.traits import TraitCounts
 
-__all__ = ["Classification", "classify_images", "labels_of", "run", "templates_of"]
+__all__ = ["Classification", "classify_images", "labels_of", "run_classify", "templates_of"]
 
 # widths of the table's columns, separated by two spaces
 _WIDTH = 80
@@ -174,7 +174,7 @@ def labels_of(given: str) -> list[str]:
     return labels
 
 
-def templates_of(given: Sequence[str] | None) -> list[str]:
+def templates_of(given: Sequence[str]) -> list[str]:
     """Return the templates, with file names replaced by the lines of the file.
 
     Raises:
@@ -199,7 +199,7 @@ def templates_of(given: Sequence[str] | None) -> list[str]:
     return templates
 
 
-def run(options: argparse.Namespace) -> int:
+def run_classify(options: ClassifyOptions) -> int:
     """Run the command and return its exit status: 0 if at least one image was classified.
 
     Raises:
@@ -222,6 +222,7 @@ def run(options: argparse.Namespace) -> int:
                 print(f"{options.calibrate}: {line}", file=sys.stderr)
             features.counts = TraitCounts()
         elif calibration is not None:
+            assert options.calibration is not None
             _check_calibration(calibration, options.calibration, features.model)
         with CountProgress("classifying", total=None, shown=writer is not None) as bar:
             found = classify_images(
@@ -285,7 +286,7 @@ def _write_review(out: Path, kept: Sequence[_Uncertain], labels: Sequence[str]) 
     return write_page(out, page)
 
 
-def _labels(options: argparse.Namespace) -> tuple[list[str], Calibration | None]:
+def _labels(options: ClassifyOptions) -> tuple[list[str], Calibration | None]:
     """Return the labels that the options name, and a calibration that is used again.
 
     Raises:
@@ -295,7 +296,7 @@ def _labels(options: argparse.Namespace) -> tuple[list[str], Calibration | None]
     if options.calibrate is not None:
         if options.labels is not None:
             return labels_of(options.labels), None
-        folder = user_path(options.calibrate)
+        folder = options.calibrate
         if not folder.is_dir():
             raise DataError(f"{folder}: no such folder")
         names = sorted(one.name for one in folder.iterdir() if one.is_dir() and not is_hidden(one.name))
@@ -310,9 +311,9 @@ def _labels(options: argparse.Namespace) -> tuple[list[str], Calibration | None]
             )
         return found, None
     if options.calibration is not None:
-        calibration = read_calibration(user_path(options.calibration))
+        calibration = read_calibration(options.calibration)
         for name in ("templates", "least_precision"):
-            if getattr(options, name) is not None:
+            if getattr(options, name) not in ((), None):
                 option = f"--{name.replace('_', '-')}"
                 raise ConfigError(
                     f"{option} has no effect: {options.calibration} has its own; add --calibrate"
@@ -332,7 +333,7 @@ def _labels(options: argparse.Namespace) -> tuple[list[str], Calibration | None]
     return labels_of(options.labels), None
 
 
-def _check_calibration(calibration: Calibration, file: str, model: CLIP) -> None:
+def _check_calibration(calibration: Calibration, file: Path, model: CLIP) -> None:
     """Check that a calibration is of this model, and of images that were decoded in the same way."""
     if calibration.weights == model_hash(model):
         return
@@ -350,14 +351,16 @@ def _check_calibration(calibration: Calibration, file: str, model: CLIP) -> None
 
 
 def _calibrated(
-    options: argparse.Namespace,
+    options: ClassifyOptions,
     features: FeatureStream,
     labels: Sequence[str],
     templates: Sequence[str],
     weights: Tensor,
 ) -> Calibration:
     """Calibrate on a folder with a folder of images for each label; an image in several folders has all labels."""
-    folder, out = user_path(options.calibrate), user_path(options.calibration or "calibration.json")
+    folder = options.calibrate
+    assert folder is not None
+    out = options.calibration or Path("calibration.json")
     if not out.parent.is_dir():
         raise ConfigError(f"{out.parent} is not a folder: create it first")
     known = {label: number for number, label in enumerate(labels)}

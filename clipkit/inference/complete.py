@@ -1,34 +1,26 @@
 """``clipkit complete``: complete the lower part of an image with Image GPT, and write samples as a PNG."""
 
-import argparse
-
 import torch
 from PIL import Image
 from torch import Tensor
 
-from clipkit.api import load
 from clipkit.errors import ConfigError
 from clipkit.files.terminal import CountProgress
 from clipkit.inference.explain import SIDE, check_files, sheet, write_png
-from clipkit.inference.stream import pick_device
+from clipkit.inference.options import CompleteOptions
+from clipkit.inference.stream import load_for_inference
 from clipkit.model.pixels import PixelTransformer
 from clipkit.model.preprocess import eval_pixels
 
 
-def run(options: argparse.Namespace) -> int:
+def run_complete(options: CompleteOptions) -> int:
     """Run the command and return its exit status.
 
     Raises:
         ClipkitError: a user error.
     """
     check_files(options.image, options.out)
-    model = load(
-        options.model,
-        device=pick_device(options.device),
-        background=options.background,
-        upright=options.upright,
-        pixel_range=options.pixel_range,
-    )
+    model = load_for_inference(options)
     visual = model.visual
     if not isinstance(visual, PixelTransformer) or not visual.causal:
         raise ConfigError(

@@ -11,7 +11,6 @@ On a Ray cluster each part is encoded by a task, whose result the calling proces
 its worker or node is encoded again. Tasks do not reuse rows.
 """
 
-import argparse
 import errno
 import hashlib
 import json
@@ -20,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -30,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 import clipkit
+from clipkit.cli import ModelOptions
 from clipkit.distributed import rank_and_world
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.cluster import ray_cluster, ray_tasks
@@ -45,6 +45,7 @@ from clipkit.inference.folder import (
     only_writer,
 )
 from clipkit.inference.inputs import Item, Sample, Stream
+from clipkit.inference.options import EncodeOptions
 from clipkit.inference.storage import STORAGE, ReusableRows, recall, unpacked
 from clipkit.inference.stream import Failure, FeatureStream
 from clipkit.samples.depth import format_pixel_range
@@ -101,43 +102,33 @@ class Encoded:
 
 def encode(
     stream: Stream,
-    out: Path,
     features: FeatureStream,
+    options: EncodeOptions,
     *,
-    model_name: str = "",
-    sources: Sequence[str] = (),
-    rows_per_file: int,
-    dtype: str = "float16",
     process: int = 0,
     processes: int = 1,
-    retry_failed: bool = False,
-    progress: bool = True,
     encode_parts: EncodeParts | None = None,
 ) -> Encoded:
     """Encode the images or captions of a stream into a folder; see ``clipkit.inference.folder``.
 
     Args:
         stream: the items to encode.
-        out: the output folder; an earlier run with the same settings and the same or fewer sources is resumed.
         features: the encoder.
-        model_name: recorded in the manifest.
-        sources: as given by the user, recorded in the manifest.
-        rows_per_file: number of items in a part.
-        dtype: how embeddings are stored, a key of ``clipkit.inference.storage.STORAGE``.
+        options: ``out`` may be the folder of an earlier run with the same settings and the same or fewer sources,
+            which is resumed. The manifest records ``model`` and ``sources``.
         process: index of this process, which encodes only its own parts.
         processes: number of processes.
-        retry_failed: encode files with failures again.
-        progress: show progress on stderr.
         encode_parts: encodes parts elsewhere, in any order, see ``RayEncoder``; None encodes in this process.
 
     Raises:
-        ConfigError: a setting is out of range, the folder contains embeddings of another model, setting or source,
-            or another process is writing to it.
+        ConfigError: the folder contains embeddings of another model, setting or source, or another process is
+            writing to it.
         DataError: a source is missing, empty or changed while it was read, or the model's output is not finite.
     """
-    if rows_per_file < 1:
-        raise ConfigError(f"rows_per_file = {rows_per_file} must be at least 1")
-    storage = STORAGE[dtype]
+    assert options.rows_per_file >= 1
+    rows_per_file = options.rows_per_file
+    progress = process == 0 and not options.quiet
+    storage = STORAGE[options.dtype]
     storage.check(features.model.dim)
     try:
         import pyarrow  # noqa: F401 (fail now, not when the first file is written)
@@ -148,13 +139,13 @@ def encode(
     decoding = features.model.preprocess.decoding
     manifest = Manifest(
         kind=stream.kind,
-        model=model_name,
+        model=options.model,
         weights=model_hash(features.model),
         background=hex_of(decoding.background),
         directory=str(Path.cwd()),
         upright=decoding.upright,
         pixel_range=format_pixel_range(decoding.pixel_range),
-        sources=list(sources),
+        sources=list(options.sources),
         items=items,
         digest=hashlib.sha256(repr(digests).encode()).hexdigest()[:32],
         captions=captions,
@@ -162,7 +153,7 @@ def encode(
         batch_size=features.batch_size,
         precision=features.precision,
         device=features.device.type,
-        dtype=dtype,
+        dtype=options.dtype,
         dim=features.model.dim if features.model.dim < features.model.architecture.embed_dim else 0,
     )
 
@@ -177,14 +168,14 @@ def encode(
                 bar.show(done)
         return {part: digest.hexdigest() for part, digest in found.items()}
 
-    with only_writer(out, process, processes):
+    with only_writer(options.out, process, processes):
         folder = EmbeddingFolder(
-            out,
+            options.out,
             manifest,
             digests,
             process=process,
             processes=processes,
-            retry_failed=retry_failed,
+            retry_failed=options.retry_failed,
             contents=contents,
         )
         complete = [part for part in range(manifest.files) if folder.is_done(part)]
@@ -264,7 +255,7 @@ class RayEncoder:
     """
 
     address: str
-    options: argparse.Namespace
+    options: ModelOptions
 
     def __call__(
         self,
@@ -280,10 +271,9 @@ class RayEncoder:
             DataError: a node does not see the sources or the model, or a task failed several times.
         """
         on_gpu = features.device.type == "cuda"
-        options = argparse.Namespace(**vars(self.options))
-        options.batch_size, options.device = features.batch_size, features.device.type
+        options = replace(self.options, batch_size=features.batch_size, device=features.device.type)
         if options.workers is None and not on_gpu:
-            options.workers = 1
+            options = replace(options, workers=1)
 
         def arguments() -> Iterator[tuple[object, ...]]:
             for _, group in groupby(items, key=itemgetter(0)):
@@ -302,7 +292,7 @@ _here: dict[str, FeatureStream] = {}  # the model of this worker of Ray, by its 
 
 
 def _encode_part(
-    items: Sequence[tuple[int, Item]], manifest: Manifest, options: argparse.Namespace, file: Path | None
+    items: Sequence[tuple[int, Item]], manifest: Manifest, options: ModelOptions, file: Path | None
 ) -> tuple[Part, TraitCounts]:
     """Ray task that encodes one part; ``file`` is one that the calling process sees."""
     try:
@@ -314,7 +304,7 @@ def _encode_part(
             f"{error.filename} is not visible on the node {os.uname().nodename}: --ray needs sources on a file "
             "system that all nodes share"
         ) from error
-    key = repr(sorted(vars(options).items()))
+    key = repr(options)
     if key not in _here:
         _here.clear()
         features = FeatureStream.from_options(options)
@@ -395,7 +385,7 @@ def _survey(
     return count, found_digests, captions, empty if stream.kind == "caption" else 0
 
 
-def run(options: argparse.Namespace) -> int:
+def run_encode(options: EncodeOptions) -> int:
     """Run the command and return its exit status: 1 if no item could be encoded.
 
     Raises:
@@ -417,16 +407,10 @@ def run(options: argparse.Namespace) -> int:
     try:
         encoded = encode(
             stream,
-            options.out,
             features,
-            model_name=options.model,
-            sources=options.sources,
-            rows_per_file=options.rows_per_file,
-            dtype=options.dtype,
+            options,
             process=process,
             processes=processes,
-            retry_failed=options.retry_failed,
-            progress=not options.quiet and process == 0,
             encode_parts=RayEncoder(address=options.ray, options=options) if options.ray else None,
         )
     except OSError as error:
@@ -444,7 +428,7 @@ def run(options: argparse.Namespace) -> int:
     return 1 if encoded.totals and not encoded.totals.rows else 0
 
 
-def _report(encoded: Encoded, options: argparse.Namespace, who: str) -> None:
+def _report(encoded: Encoded, options: EncodeOptions, who: str) -> None:
     totals, listing = encoded.totals, options.out / "failures.jsonl"
     compared = ""
     if encoded.compared:

@@ -1,6 +1,5 @@
 """``clipkit explain``: write heatmaps of prompts in an image as a PNG."""
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,14 +8,15 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from clipkit.api import explain, load
+from clipkit.api import explain
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.atomic import replacing
 from clipkit.files.terminal import printable
-from clipkit.inference.stream import pick_device
+from clipkit.inference.options import ExplainOptions
+from clipkit.inference.stream import load_for_inference
 from clipkit.model.preprocess import Preprocess, eval_pixels
 
-__all__ = ["SIDE", "check_files", "enlarged", "heat_colors", "overlay", "run", "sheet", "write_png"]
+__all__ = ["SIDE", "check_files", "enlarged", "heat_colors", "overlay", "run_explain", "sheet", "write_png"]
 
 SIDE, _MARGIN, _LINE = 320, 8, 20  # of an image and its label, in pixels
 # colors of heat 0, 1/4, … 1 (Matplotlib's "inferno", every quarter)
@@ -41,22 +41,14 @@ def overlay(image: Image.Image, heat: npt.NDArray[np.float32]) -> Image.Image:
     return Image.fromarray(((1 - 0.7 * level) * grey + 0.7 * level * colors).astype(np.uint8))
 
 
-def run(options: argparse.Namespace) -> int:
+def run_explain(options: ExplainOptions) -> int:
     """Run the command and return its exit status.
 
     Raises:
         ClipkitError: a user error.
     """
     check_files(options.image, options.out)
-    model = load(
-        options.model,
-        name=options.name,
-        dim=options.dim,
-        device=pick_device(options.device),
-        background=options.background,
-        upright=options.upright,
-        pixel_range=options.pixel_range,
-    )
+    model = load_for_inference(options)
     heat = explain(options.image, options.prompts, model)[0].numpy()  # (T, g, g)
     image = _seen(options.image, model.preprocess)
     images = [image, *(overlay(image, one) for one in heat)]

@@ -3,7 +3,6 @@
 Letters: B pairs, O embedding dimension, T pixels of a thumbnail, N and M images.
 """
 
-import argparse
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from clipkit.cli import ModelOptions
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.inputs import Item, Kind
 from clipkit.inference.stream import THUMBNAIL, Failure, FeatureStream, pick_device
@@ -51,7 +51,7 @@ class PairEncoder:
         dtype: record of an image: ``embedding`` (O) float16, unit norm, and ``thumbnail`` (T) uint8.
     """
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: ModelOptions) -> None:
         self._stream = FeatureStream.from_options(options)
         identity = f"{model_hash(self._stream.model)} {self._stream.precision}"
         self.identity = hashlib.sha256(identity.encode()).hexdigest()[:16]

@@ -9,7 +9,6 @@ An index (see ``clipkit.inference.index``) replaces the first step for the rows 
 Dimensions: N rows, O embedding dimension, K results.
 """
 
-import argparse
 import base64
 import hashlib
 import io
@@ -42,11 +41,11 @@ from torch import Tensor
 from clipkit.api import encode_image, encode_text, load
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.pages import check_page, templates, write_page
-from clipkit.files.patterns import user_path
 from clipkit.files.terminal import CountProgress, counted, printable, size_of
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.index import ApproximateIndex, Stamp, write_index
 from clipkit.inference.inputs import Item, Sample, Stream, read_image
+from clipkit.inference.options import IndexOptions, SearchOptions, ServeOptions
 from clipkit.inference.storage import Storage, content_digest, storage_of, unpacked
 from clipkit.inference.stream import pick_device
 from clipkit.model.clip import CLIP
@@ -63,8 +62,8 @@ __all__ = [
     "Query",
     "embedded",
     "load_model",
-    "run",
     "run_index",
+    "run_search",
     "stale_note",
     "thumbnail",
 ]
@@ -669,7 +668,7 @@ class Query:
         return F.normalize(total, dim=0)
 
 
-def load_model(embeddings: Embeddings, options: argparse.Namespace, name: str = "") -> CLIP:
+def load_model(embeddings: Embeddings, options: SearchOptions | ServeOptions, name: str = "") -> CLIP:
     """Load the model of embeddings, by default the one that ``clipkit encode`` recorded.
 
     Raises:
@@ -755,7 +754,7 @@ def thumbnail(hit: Hit, side: int) -> bytes:
     return file.getvalue()
 
 
-def run(options: argparse.Namespace) -> int:
+def run_search(options: SearchOptions) -> int:
     """Run the command and return its exit status: 0 if something was found.
 
     Raises:
@@ -765,8 +764,8 @@ def run(options: argparse.Namespace) -> int:
     texts = [options.text] if options.text else []
     if not texts and not options.image:
         raise ConfigError("nothing to search for: give a text or --image FILE")
-    embeddings = Embeddings(user_path(options.embeddings), exact=options.exact)
-    model, query = load_model(embeddings, options, options.model or ""), Query()
+    embeddings = Embeddings(options.embeddings, exact=options.exact)
+    model, query = load_model(embeddings, options, options.model), Query()
     query.add(model, texts=texts, images=options.image)
     query.add_unwanted(model, texts=options.unwanted)
     embeddings.refresh()  # loading the model took time, in which files may have been replaced
@@ -810,13 +809,13 @@ def stale_note(embeddings: Embeddings) -> str:
     return "\n".join(notes)
 
 
-def run_index(options: argparse.Namespace) -> int:
+def run_index(options: IndexOptions) -> int:
     """Run ``clipkit index`` and return its exit status.
 
     Raises:
         ClipkitError: a user error.
     """
-    embeddings = Embeddings(user_path(options.embeddings), exact=True)
+    embeddings = Embeddings(options.embeddings, exact=True)
     queries = embeddings.sample(_QUERIES)
     if not len(queries):
         raise DataError(f"{embeddings.folder} has no row to search: those sampled are zero, NaN or infinite")

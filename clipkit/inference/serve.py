@@ -5,7 +5,6 @@ are decoded with the limits of training data. The server listens on 127.0.0.1 un
 requires a token.
 """
 
-import argparse
 import asyncio
 import hmac
 import re
@@ -26,8 +25,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch import Tensor
 
 from clipkit.errors import ClipkitError, ConfigError, DataError, nearest
-from clipkit.files.patterns import user_path
 from clipkit.files.terminal import counted, printable
+from clipkit.inference.options import ServeOptions
 from clipkit.inference.search import (
     TEMPLATES,
     Embeddings,
@@ -39,7 +38,7 @@ from clipkit.inference.search import (
 )
 from clipkit.model.clip import CLIP
 
-__all__ = ["Collection", "application", "run"]
+__all__ = ["Collection", "application", "run_serve"]
 
 MAX_UPLOAD = 32 << 20  # bytes of a request
 _UPLOAD_SECONDS = 60.0
@@ -298,14 +297,14 @@ class _Guard:
         return hmac.compare_digest(given.encode(), self.token.encode())
 
 
-def run(options: argparse.Namespace) -> int:
+def run_serve(options: ServeOptions) -> int:
     """Run the command and return its exit status.
 
     Raises:
         ClipkitError: a user error.
     """
-    folders = [user_path(one) for one in options.embeddings]
-    models = options.model or [""] * len(folders)
+    folders = options.embeddings
+    models = options.model or ("",)
     if len(models) not in (1, len(folders)):
         raise ConfigError(
             f"{len(models)} models for {counted(len(folders), 'folder')}: give one --model for each"

@@ -14,7 +14,6 @@ new time or inode has new content.
 Dimensions: B batch, O embedding dimension, S image side in pixels.
 """
 
-import argparse
 import hashlib
 import os
 from collections import deque
@@ -32,6 +31,7 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
 from clipkit.api import encode_text, load
+from clipkit.cli import DecodingOptions, LoadOptions, ModelOptions
 from clipkit.distributed import own_device
 from clipkit.errors import ConfigError, DataError
 from clipkit.inference.inputs import Item, Kind, read_caption, read_image
@@ -154,18 +154,10 @@ class FeatureStream:
         self._workers = workers
 
     @classmethod
-    def from_options(cls, options: argparse.Namespace) -> "FeatureStream":
+    def from_options(cls, options: ModelOptions) -> "FeatureStream":
         """Load the model and settings given on the command line."""
         keep_memory()
-        model = load(
-            options.model,
-            name=options.name,
-            dim=options.dim,
-            device=pick_device(options.device),
-            background=options.background,
-            upright=options.upright,
-            pixel_range=options.pixel_range,
-        )
+        model = load_for_inference(options)
         return cls(model, batch_size=options.batch_size, precision=options.precision, workers=options.workers)
 
     def run(
@@ -253,7 +245,7 @@ class FeatureStream:
 
         return self._read_ahead(read, items)
 
-    def lines(self, options: argparse.Namespace) -> list[str]:
+    def lines(self, options: DecodingOptions) -> list[str]:
         """Return notes about encoded images that lost information, such as their orientation."""
         lines = self.counts.lines(
             self.model.preprocess.decoding,
@@ -411,6 +403,19 @@ def _read(item: Item, kind: Kind, *, captions: bool) -> tuple[bytes, str | None,
     digest = hashlib.sha256(image)
     digest.update(f"\0{caption}\0{cause}".encode("utf-8", "surrogatepass"))
     return image, caption, cause, digest.digest()
+
+
+def load_for_inference(options: LoadOptions) -> CLIP:
+    """Load the model that the options of a command name."""
+    return load(
+        options.model,
+        name=options.name,
+        dim=options.dim,
+        device=pick_device(options.device),
+        background=options.background,
+        upright=options.upright,
+        pixel_range=options.pixel_range,
+    )
 
 
 def pick_device(requested: str | None) -> str:

@@ -11,16 +11,8 @@ import torch
 from torch import Tensor
 
 from clipkit.batch import Batch
-from clipkit.config import (
-    Config,
-    DistillConfig,
-    ModelConfig,
-    Section,
-    at_least,
-    require,
-    require_use,
-    setting,
-)
+from clipkit.cli import setting
+from clipkit.config import Config, DistillConfig, ModelConfig, Section, at_least, require, require_use
 from clipkit.distributed import greatest_over_ranks, sum_over_ranks
 from clipkit.model.architectures import Architecture, TextArchitecture
 from clipkit.model.clip import CLIP

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from clipkit.config import Config, ModelConfig, Within, at_least, one_of, require, setting
+from clipkit.cli import Within, one_of, setting
+from clipkit.config import Config, ModelConfig, at_least, require
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import Architecture, Decoder
 from clipkit.model.clip import CLIP

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from clipkit.config import Config, Within, require_use, setting
+from clipkit.cli import Within, setting
+from clipkit.config import Config, require_use
 from clipkit.model.architectures import PixelTower
 from clipkit.model.clip import CLIP
 from clipkit.model.pixels import PixelTransformer

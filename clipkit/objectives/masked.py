@@ -7,7 +7,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipkit.config import Config, ModelConfig, Within, require, require_use, setting
+from clipkit.cli import Within, setting
+from clipkit.config import Config, ModelConfig, require, require_use
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from clipkit.config import Config, ModelConfig, Within, at_least, require, require_use, setting
+from clipkit.cli import Within, setting
+from clipkit.config import Config, ModelConfig, at_least, require, require_use
 from clipkit.distributed import counts_of_rows, gather_rows
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import Architecture

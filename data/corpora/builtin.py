@@ -1,12 +1,16 @@
 """Built-in datasets, created on first use and stored in the user's cache."""
 
 import io
+import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from clipkit.errors import DataError, Unavailable, nearest
 from clipkit.samples.remote import cache_folder, created_once
+from data.options import MakeOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,3 +119,24 @@ def built_in(name: str, *, progress: bool = True) -> Path:
     folder = cache_folder() / f"{name}-{chosen.revision}"
     created_once(folder, lambda out: chosen.make(out, progress), name=name)
     return folder
+
+
+def run_make(options: MakeOptions) -> int:
+    """Run ``python -m data make``."""
+    if options.name not in BUILTIN:
+        raise DataError(f"unknown built-in dataset {options.name!r}: {nearest(options.name, BUILTIN)}")
+    start = time.monotonic()
+    if options.packages is None:
+        BUILTIN[options.name].make(options.out, not options.quiet)
+    elif options.name == "emoji":
+        from data.corpora import emoji
+
+        emoji.make(options.out, packages=options.packages, progress=not options.quiet)
+    else:
+        raise DataError(f"--packages is for emoji only, not for {options.name}")
+    card: dict[str, Any] = json.loads((options.out / "card.json").read_text(encoding="utf-8"))
+    print(f"created {options.out} in {time.monotonic() - start:.1f} s")
+    width = max(map(len, card["samples"]))
+    for split, count in card["samples"].items():
+        print(f"  {split:<{width}}  {count:,} samples")
+    return 0

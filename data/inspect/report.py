@@ -4,14 +4,20 @@ Unprintable characters of the data are escaped.
 """
 
 import base64
+import json
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from clipkit.files import counted, printable, size_of, templates
-from clipkit.samples import STRETCH, Decoding, format_pixel_range
+from clipkit.files import check_page, counted, printable, size_of, templates, write_page
+from clipkit.samples import STRETCH, Decoding, color_of, format_pixel_range, parse_pixel_range
+from clipkit.samples.remote import shard_cache
+from data.augment import image_settings
 from data.inspect.findings import DeepImages, Findings, Histogram, Names, Place
+from data.inspect.survey import inspect
+from data.options import InspectOptions
 
 _MEMBERS_SHOWN, _BROKEN_SHOWN, _LEFT_OUT_SHOWN, _CAUSES_SHOWN = 20, 10, 8, 10
 _TRAITS = {
@@ -335,3 +341,28 @@ def print_table(findings: Findings) -> None:
     for note in notes(findings) or [Note("no problems found")]:
         mark = " ! " if note.grave else " · "
         print(textwrap.fill(note.text, _WIDTH, initial_indent=mark, subsequent_indent="   "))
+
+
+def run_inspect(options: InspectOptions) -> int:
+    """Run ``python -m data inspect``."""
+    check_page("--html", options.html)
+    augmentation, decoding, sources = image_settings(options.sources)
+    if options.background:
+        decoding = replace(decoding, background=color_of(options.background))
+    if options.upright is not None:
+        decoding = replace(decoding, upright=options.upright)
+    if options.pixel_range is not None:
+        decoding = replace(decoding, pixel_range=parse_pixel_range(options.pixel_range))
+    findings = inspect(
+        replace(options, sources=tuple(sources)),
+        decoding=decoding,
+        augmentation=augmentation,
+        cache=shard_cache(sources, options.cache_gb),
+    )
+    print_table(findings)
+    if options.json is not None:
+        write_page(options.json, json.dumps(findings.to_dict(), ensure_ascii=False, indent=1) + "\n")
+    if options.html is not None:
+        write_page(options.html, page_of(findings))
+        print(f"\nwrote {printable(str(options.html))}")
+    return 0

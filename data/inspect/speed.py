@@ -1,6 +1,5 @@
 """``python -m data speed``: measure the speed of the training loader by number of workers."""
 
-import argparse
 import json
 import os
 import sys
@@ -13,6 +12,7 @@ from clipkit.model import ClipTokenizer
 from clipkit.samples.remote import shard_cache
 from data.augment import image_settings
 from data.loader import Loader
+from data.options import SpeedOptions
 from data.order import Order
 from data.selection import Selection
 from data.shards.manifest import make_manifest
@@ -44,44 +44,44 @@ class Measured:
     bad: float
 
 
-def speed(parsed: argparse.Namespace) -> int:
+def run_speed(options: SpeedOptions) -> int:
     """Run the command."""
-    loader, bytes_per_sample = make_loader(parsed)
+    loader, bytes_per_sample = make_loader(options)
     batch_size, cores = loader.order.batch_size, len(os.sched_getaffinity(0))
-    if not parsed.json:
-        print(f"{parsed.image_size} pixels, batches of {batch_size}, {cores} cores")
+    if not options.json:
+        print(f"{options.image_size} pixels, batches of {batch_size}, {cores} cores")
         print("workers  samples/s     MB/s  first batch   bad")
     measured = []
-    for workers in parsed.workers:
-        if not parsed.quiet:
-            print(f"measuring with {counted(workers, 'worker')} for {parsed.seconds:g} s", file=sys.stderr)
-        row = measure(loader, workers, seconds=parsed.seconds, bytes_per_sample=bytes_per_sample)
+    for workers in options.workers:
+        if not options.quiet:
+            print(f"measuring with {counted(workers, 'worker')} for {options.seconds:g} s", file=sys.stderr)
+        row = measure(loader, workers, seconds=options.seconds, bytes_per_sample=bytes_per_sample)
         measured.append(asdict(row))
-        if not parsed.json:
+        if not options.json:
             megabytes = row.bytes_per_second / 1e6
             print(
                 f"{workers:>7}  {row.samples_per_second:>9,.0f}  {megabytes:>7,.1f}  {row.first_batch:>9.1f} s"
                 f"  {row.bad:>4.0%}"
             )
-    if parsed.json:
-        about = {"sources": list(map(shown, parsed.sources)), "image_size": parsed.image_size}
+    if options.json:
+        about = {"sources": list(map(shown, options.sources)), "image_size": options.image_size}
         print(json.dumps({**about, "batch_size": batch_size, "cores": cores, "measured": measured}))
     return 0
 
 
-def make_loader(parsed: argparse.Namespace) -> tuple[Loader, float]:
+def make_loader(options: SpeedOptions) -> tuple[Loader, float]:
     """Return the loader that training would use, and the bytes per sample in the shards."""
-    augmentation, decoding, names = image_settings(parsed.sources)
-    sources = [find_shards(source, split=parsed.split) for source in names]
-    cache = shard_cache(names, parsed.cache_gb)
-    selection = Selection()
-    with CountProgress("counting shards", total=sum(map(len, sources)), shown=not parsed.quiet) as progress:
+    augmentation, decoding, names = image_settings(options.sources)
+    sources = [find_shards(source, split=options.split) for source in names]
+    cache = shard_cache(names, options.cache_gb)
+    selection = Selection(image=options.image)
+    with CountProgress("counting shards", total=sum(map(len, sources)), shown=not options.quiet) as progress:
         manifest = make_manifest(sources, selection, cache=cache, progress=progress.show)
     shards = Shards(manifest, selection, cache=cache)
     loader = Loader(
         shards=shards,
-        order=Order(shards.counts, seed=0, batch_size=max(1, min(parsed.batch_size, len(shards)))),
-        image_size=parsed.image_size,
+        order=Order(shards.counts, seed=0, batch_size=max(1, min(options.batch_size, len(shards)))),
+        image_size=options.image_size,
         tokenize=ClipTokenizer(),
         augmentation=augmentation,
         decoding=decoding,

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from clipkit.config import Config, DataConfig
+from clipkit.config import DataConfig
 from clipkit.errors import DataError
 from clipkit.files import CountProgress, printable, shown
 from clipkit.model import CONTEXT_LENGTH
@@ -32,6 +32,7 @@ from data.inspect.samples import (
     token_counts,
 )
 from data.inspect.shards import FIRST_PLACES, ShardSurvey
+from data.options import InspectOptions
 from data.selection import Selection
 
 _MORE_TEXTS = 20_000  # captions read in addition to those of decoded samples, where reading is cheap
@@ -173,41 +174,23 @@ class FieldSurvey:
 
 
 def inspect(
-    sources: Sequence[str],
+    options: InspectOptions,
     *,
-    split: str = "train",
-    samples: int = 2000,
-    shards: int = 0,
-    image_size: int = 224,
     decoding: Decoding | None = None,
     augmentation: Augmentation | None = None,
-    image: str = "",
-    captions: Sequence[str] = ("txt",),
-    filters: Sequence[str] = (),
-    batch_size: int = Config.batch_size,
     max_bad: float = DataConfig.max_bad,
     cache: ShardCache | None = None,
-    quiet: bool = True,
 ) -> Findings:
     """Inspect shards as training would read them; errors that would stop training are recorded.
 
     The choice of shards and samples depends only on their numbers, so repeated inspections give the same results.
 
     Args:
-        sources: as in ``data.train``.
-        split: of a dataset folder.
-        samples: number of samples to decode, spread evenly over the inspected shards.
-        shards: number of shards to inspect, spread evenly over all; 0 for 64, or 32 remote ones.
-        image_size: of the model, in pixels.
+        options: what is inspected, except for the options of decoding.
         decoding: handling of depth, transparency and orientation; None for the defaults.
         augmentation: for the contact sheet and the measured speed; None for the defaults.
-        image: as in ``data.image``.
-        captions: as in ``data.captions``.
-        filters: as in ``data.filters``; only the number of samples that pass is reported.
-        batch_size: pairs per step over all GPUs.
         max_bad: fraction of bad samples above which training stops.
         cache: for copies of remote shards; None reads parts of them over the network.
-        quiet: print no progress.
 
     Raises:
         ConfigError: a filter is invalid.
@@ -217,16 +200,23 @@ def inspect(
     decoding, augmentation = decoding or Decoding(), augmentation or Augmentation()
     if decoding.pixel_range == "auto":  # deep images are shown and measured, although training would stop
         decoding = replace(decoding, pixel_range=STRETCH)
-    fields = FieldSurvey([Filter.of(condition) for condition in filters])
-    selection = Selection(captions=CaptionRule(fields=tuple(captions)), image=image)
-    survey = ShardSurvey(sources, split=split, selection=selection, cache=cache, shards=shards, quiet=quiet)
+    fields = FieldSurvey([Filter.of(condition) for condition in options.filters])
+    selection = Selection(captions=CaptionRule(fields=options.captions), image=options.image)
+    survey = ShardSurvey(
+        options.sources,
+        split=options.split,
+        selection=selection,
+        cache=cache,
+        shards=options.shards,
+        quiet=options.quiet,
+    )
     checker = SampleChecker(
-        survey=survey, image_size=image_size, decoding=decoding, augmentation=augmentation
+        survey=survey, image_size=options.image_size, decoding=decoding, augmentation=augmentation
     )
     decoded: list[Sample] = []
     good: list[Sample] = []
-    chosen = _spread(len(survey), samples)
-    with CountProgress("decoding samples", total=len(chosen), shown=not quiet) as bar:
+    chosen = _spread(len(survey), options.samples)
+    with CountProgress("decoding samples", total=len(chosen), shown=not options.quiet) as bar:
         for sample in checker.check_all(chosen):
             decoded.append(sample)
             if not sample.cause:
@@ -247,23 +237,26 @@ def inspect(
         texts.append(sample)
     names = survey.summarize_names()
     members = {TEXT, *(member.name for member in names.members)}
-    unknown = fields.unknown([name for name in captions if name.lower() not in members])
+    unknown = fields.unknown([name for name in options.captions if name.lower() not in members])
     sheet = min(_SHEET, len(good))
+    held_out = None
+    if options.split == "train":
+        held_out = _compare_test_split(options.sources, selection, good, options.samples)
     return Findings(
-        sources=tuple(map(shown, sources)),
-        image_size=image_size,
+        sources=tuple(map(shown, options.sources)),
+        image_size=options.image_size,
         decoding=decoding,
         context_length=CONTEXT_LENGTH,
         max_bad=max_bad,
-        batch_size=batch_size,
+        batch_size=options.batch_size,
         shards=survey.summarize_shards(),
         names=names,
         sampled=summarize_bad(decoded),
         captions=summarize_captions(texts, unknown),
         fields=fields.summarize_fields(),
         filtered=fields.summarize_filters(),
-        pictures=summarize_images(good, image_size),
-        held_out=_compare_test_split(sources, selection, good, samples) if split == "train" else None,
+        pictures=summarize_images(good, options.image_size),
+        held_out=held_out,
         sheet=tuple(checker.show(good[i * len(good) // sheet]) for i in range(sheet)),
         bad_shown=tuple(map(checker.show, pick_bad(decoded))),
         seconds=time.monotonic() - began,

@@ -5,7 +5,6 @@ any list of shards. Then each image is compared with all images of earlier shard
 the evaluation images. Blocks of images are read from the disk, so memory does not grow with their number.
 """
 
-import argparse
 import hashlib
 import json
 import math
@@ -39,7 +38,8 @@ from clipkit.files import (
 from clipkit.inference import Item, PairEncoder, Sample, closest
 from clipkit.samples import Shard, ShardSamples, open_image, pillow_errors
 from clipkit.samples.remote import ShardCache, ShardFile, shard_cache
-from data.captions import CaptionRule, split_names
+from data.captions import CaptionRule
+from data.options import ScoreOptions
 from data.scores.page import check_filters, write_filters
 from data.scores.table import PERMILLE, scores_folder
 from data.sources import find_shards
@@ -88,12 +88,12 @@ def _damaged(path: Path, error: Exception) -> DataError:
     )
 
 
-def score(options: argparse.Namespace) -> int:
+def run_score(options: ScoreOptions) -> int:
     """Run the command and return its exit status."""
     shards = [one for source in options.sources for one in find_shards(source, split=options.split)]
     against = [one for source in options.against for one in find_shards(source, split="test")]
     cache = shard_cache([*options.sources, *options.against], options.cache_gb)
-    rule = CaptionRule(fields=split_names(options.captions))
+    rule = CaptionRule(fields=options.captions)
     if options.filters and options.html is None:
         raise ConfigError("--filters has no effect without --html; training filters with data.filters")
     check_page("--html", options.html)
@@ -102,7 +102,7 @@ def score(options: argparse.Namespace) -> int:
         columns += names if searched else ()
     check_filters(options.filters, columns)
     encoder = PairEncoder(options)
-    image = options.image.lower()
+    image = options.image
     settings = f"{_VERSION} {encoder.identity} {rule.which()}{image}"
     identity = hashlib.sha256(settings.encode()).hexdigest()[:16]
     folder = scores_folder() / "features" / identity
@@ -249,7 +249,7 @@ def _names_class(caption: str) -> bool:
 
 
 def _match(
-    trained: Sequence[_Shard], evaluated: Sequence[_Shard], folder: Path, options: argparse.Namespace
+    trained: Sequence[_Shard], evaluated: Sequence[_Shard], folder: Path, options: ScoreOptions
 ) -> dict[str, Any]:
     """Write the scores of all shards to a folder unless they are there, and return the manifest."""
     with suppress(OSError, ValueError):
@@ -307,7 +307,7 @@ def _matches(
     shards: Sequence[_Shard],
     group: int | None,
     valid: npt.NDArray[np.bool_],
-    options: argparse.Namespace,
+    options: ScoreOptions,
 ) -> dict[str, list[Any]]:
     """Return three columns about the most similar image of each query, with these names.
 
@@ -354,7 +354,7 @@ def _listed(causes: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {printable(cause, 80)}" for cause, count in list(causes.items())[:4])
 
 
-def _report(name: str, found: dict[str, Any], options: argparse.Namespace) -> None:
+def _report(name: str, found: dict[str, Any], options: ScoreOptions) -> None:
     counts, top = found["counts"], found["top"]
     print(
         f"scored {counts['scored']:,} of {counted(counts['samples'], 'sample')} "

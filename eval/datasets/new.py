@@ -1,6 +1,5 @@
 """``python -m eval new``: write a card for a user's own dataset, based on its folder."""
 
-import argparse
 import shlex
 import textwrap
 from collections import Counter
@@ -17,17 +16,18 @@ from clipkit.samples import MissingSplit, are_ids
 from eval.datasets.card import Card, MetricKind, Prompts, imagenet_names
 from eval.datasets.dataset import SPLITS, TEST, EvalDataset, some
 from eval.datasets.targets import OWN_CARD
+from eval.options import NewOptions
 from eval.readers import open_dataset
 from eval.tasks import TASKS
 
-__all__ = ["card_toml", "new_card", "run"]
+__all__ = ["card_toml", "new_card", "run_new"]
 
 _SHOWN = 200  # characters of a source in a message
 _MAX_NUMBERED = 100_000  # classes without names
 _WIDTH = 100  # characters of a line of comments
 
 
-def run(options: argparse.Namespace) -> int:
+def run_new(options: NewOptions) -> int:
     """Write the card of a dataset folder."""
     takes = "expected a local folder of images by class, shards or parquet files"
     folder = Path(options.data)

@@ -1,10 +1,8 @@
 """Build the page of ``python -m eval internals``: one self-contained file for one or two models."""
 
-import argparse
 import base64
 import io
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +23,7 @@ from eval.datasets.targets import find_targets
 from eval.features.encoder import Encoder
 from eval.features.image_models import TIMM, ImageModel, load_image_model
 from eval.internals import Internals, analyze, compare_layers
+from eval.options import InternalsOptions
 from eval.report.charts import TEMPLATES
 from eval.results.scores import Score
 from eval.tasks import Options
@@ -37,7 +36,7 @@ _IMAGES = 6  # with heatmaps and rollouts
 Pixels = npt.NDArray[np.uint8]
 
 
-def run(options: argparse.Namespace) -> int:
+def run_internals(options: InternalsOptions) -> int:
     """Run the command and return its exit status.
 
     Raises:
@@ -45,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     """
     if not 1 <= len(options.model) <= 2:
         raise ConfigError(f"{len(options.model)} models: internals shows one, or two side by side")
-    out: Path = options.out
+    out = options.out
     check_page("--out", out)
     (target,) = find_targets([options.data], root=options.data_root)
     device = str(own_device()) if options.device == "auto" else options.device

@@ -3,71 +3,108 @@
 ``TASKS`` maps names to entries. The module of a task is imported when it runs.
 """
 
-import argparse
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from clipkit.cli import MOST_BATCH, MOST_SEED, number, whole
+from clipkit.cli import MOST_BATCH, MOST_SEED, number, one_of, setting, whole
 from clipkit.errors import ConfigError, nearest
-from clipkit.files import user_path
 
 if TYPE_CHECKING:
     from clipkit import CLIP
     from eval.datasets.dataset import EvalDataset
     from eval.tasks.subject import Outcome, Subject
 
-__all__ = ["TASKS", "Options", "Task", "options_of", "task_of"]
+__all__ = ["TASKS", "Options", "Task", "task_of"]
 
 _ESTIMATORS = ("ridge", "logistic")
+_POSITIVE = whole(1, MOST_BATCH)
+
+
+def _sort_values(values: bool | tuple[int, ...]) -> bool | tuple[int, ...]:
+    return values if isinstance(values, bool) else tuple(sorted(values))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Options of the tasks, validated on construction.
 
-    Attributes:
-        seed: seed for drawing example images, and validation images from the training split.
-        layers: linear-probe: blocks of the image tower to probe too, from 1; True for all.
-        examples: linear-probe and fine-tune: number of training images that are used, at random; 0 for all.
-        shots: few-shot: images per class. Numbers that the smallest class does not have are skipped.
-        seeds: few-shot: one draw for each.
-        estimators: few-shot: "ridge" and "logistic".
-        tuned: few-shot: whether C of the logistic regression is chosen on all validation images, as in the CLIP
-            paper.
-        neighbours: knn: numbers of voting neighbors.
-        epochs: fine-tune: number of epochs.
-        rates: fine-tune: learning rates to choose from.
-        fine_tune_batch: fine-tune: batch size.
-        image_size: fine-tune: side of the images in pixels, to which the model is adapted; 0: its own.
-        runs: fine-tune: folder of training runs; by default in the cache folder.
-        beams: captioning: hypotheses of beam search; 1 takes the most probable token at each step.
-        dims: zero-shot, retrieval and compositional: sizes of prefixes of the embedding that are scored besides the
-            whole, for models trained with ``loss.dims``.
-        details: whether to collect what a page shows besides the scores.
+    ``details`` is whether to collect what a page shows besides the scores. Few-shot skips numbers of images that
+    the smallest class does not have.
 
     Raises:
         ConfigError: a value is invalid.
     """
 
-    seed: int = 0
-    layers: bool | tuple[int, ...] = False
-    examples: int = 0
-    shots: tuple[int, ...] = (1, 2, 4, 8, 16)
-    seeds: tuple[int, ...] = (0, 1, 2)
-    estimators: tuple[str, ...] = _ESTIMATORS
-    tuned: bool = False
-    neighbours: tuple[int, ...] = (10, 20)
-    epochs: float = 10.0
-    rates: tuple[float, ...] = (1e-5, 3e-5, 1e-4)
-    fine_tune_batch: int = 128
-    image_size: int = 0
-    runs: Path | None = None
-    beams: int = 1
-    dims: tuple[int, ...] = ()
+    seed: int = setting(0, "random seed", whole(0, MOST_SEED))
+    layers: bool | tuple[int, ...] = setting(
+        False,
+        "linear-probe: also probe the image tower after these blocks (no value: after every block)",
+        _POSITIVE,
+        listed=True,
+        convert=_sort_values,
+    )
+    examples: int = setting(
+        0,
+        "linear-probe, fine-tune: use N random training images, a fifth of them to tune on, as VTAB-1k with 1000",
+        whole(0, MOST_SEED),
+        default_text="all",
+    )
+    shots: tuple[int, ...] = setting(
+        (1, 2, 4, 8, 16), "few-shot: images per class", _POSITIVE, listed=True, convert=_sort_values
+    )
+    seeds: tuple[int, ...] = setting(
+        (0, 1, 2), "few-shot: seeds of the draws", whole(0, MOST_SEED), listed=True, convert=_sort_values
+    )
+    estimators: tuple[str, ...] = setting(
+        _ESTIMATORS,
+        "few-shot: classifiers, ridge or logistic",
+        one_of(*_ESTIMATORS),
+        metavar="NAME",
+        default_text="both",
+        listed=True,
+        convert=lambda names: tuple(sorted(set(names), key=_ESTIMATORS.index)),
+    )
+    tuned: bool = setting(False, "few-shot: choose C on the validation split, as in the CLIP paper")
+    neighbours: tuple[int, ...] = setting(
+        (10, 20), "knn: numbers of neighbors", _POSITIVE, listed=True, convert=_sort_values
+    )
+    epochs: float = setting(10.0, "fine-tune: number of epochs", number(0, 1e6, above=True))
+    rates: tuple[float, ...] = setting(
+        (1e-5, 3e-5, 1e-4),
+        "fine-tune: learning rates; the best on the validation split is used",
+        number(0, 1e6, above=True),
+        listed=True,
+        convert=lambda rates: tuple(sorted(set(rates))),
+    )
+    fine_tune_batch: int = setting(128, "fine-tune: batch size", _POSITIVE)
+    image_size: int = setting(
+        0,
+        "fine-tune: side of the images in pixels; position embeddings are resampled",
+        _POSITIVE,
+        default_text="the model's",
+    )
+    runs: Path | None = setting(
+        None,
+        "fine-tune: folder of training runs and their models",
+        metavar="FOLDER",
+        default_text="fine-tune in the cache",
+    )
+    beams: int = setting(
+        1, "captioning: hypotheses of beam search", whole(1, 64), default_text="1, no search"
+    )
+    dims: tuple[int, ...] = setting(
+        (),
+        "zero-shot, retrieval and compositional: also score the first N elements of each embedding, for models "
+        "trained with loss.dims",
+        whole(1, 1_000_000),
+        flag="--dim",
+        listed=True,
+        convert=_sort_values,
+    )
     details: bool = True
 
     def __post_init__(self) -> None:
@@ -97,21 +134,6 @@ class Options:
         return " ".join(f"{name}={getattr(self, name)}" for name in names)
 
 
-def options_of(parsed: argparse.Namespace) -> Options:
-    """Return the task options of a parsed command line, with lists in a fixed order."""
-    given = {one.name: getattr(parsed, one.name) for one in fields(Options) if hasattr(parsed, one.name)}
-    if "layers" in given:
-        layers = given["layers"]
-        given["layers"] = False if layers is None else tuple(sorted(layers)) or True
-    if "estimators" in given:
-        given["estimators"] = tuple(one for one in _ESTIMATORS if one in given["estimators"])
-    for name in {"shots", "seeds", "neighbours", "dims"} & {*given}:
-        given[name] = tuple(sorted(given[name]))
-    if "rates" in given:
-        given["rates"] = tuple(sorted(set(given["rates"])))
-    return Options(**given)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """The registry entry of a task.
@@ -127,8 +149,8 @@ class Task:
         makes_head: whether a model with a head of other classes gets a new one, so that it needs no texts.
         describes: whether the model must have a decoder of captions.
         gives_probabilities: whether its predictions can be logits, as calibration needs; votes are not.
-        add_options: declares its command-line options, named after fields of ``Options``.
         depends_on: the options that its scores depend on.
+        other_options: its other options.
     """
 
     summary: str
@@ -141,8 +163,8 @@ class Task:
     makes_head: bool = False
     describes: bool = False
     gives_probabilities: bool = True
-    add_options: Callable[[argparse.ArgumentParser], None] = lambda _: None
     depends_on: tuple[str, ...] = ()
+    other_options: tuple[str, ...] = ()
 
     @property
     def in_languages(self) -> bool:
@@ -199,116 +221,6 @@ class Task:
         return texts
 
 
-_positive = whole(1, MOST_BATCH)
-
-
-def _listed(values: Iterable[float]) -> str:
-    return " ".join(f"{value:g}" for value in values)
-
-
-def _linear_probe_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--layers",
-        nargs="*",
-        type=_positive,
-        metavar="K",
-        help="linear-probe: also probe the image tower after these blocks (no value: after every block)",
-    )
-
-
-def _few_shot_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--shots",
-        nargs="+",
-        type=_positive,
-        default=Options.shots,
-        metavar="N",
-        help=f"few-shot: images per class (default: {_listed(Options.shots)})",
-    )
-    parser.add_argument(
-        "--seeds",
-        nargs="+",
-        type=whole(0, MOST_SEED),
-        default=Options.seeds,
-        metavar="S",
-        help=f"few-shot: seeds of the draws (default: {_listed(Options.seeds)})",
-    )
-    parser.add_argument(
-        "--estimators",
-        nargs="+",
-        choices=_ESTIMATORS,
-        default=_ESTIMATORS,
-        help="few-shot: classifiers (default: both)",
-    )
-    parser.add_argument(
-        "--tuned",
-        action="store_true",
-        help="few-shot: choose C on the validation split, as in the CLIP paper",
-    )
-
-
-def _knn_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--neighbours",
-        nargs="+",
-        type=_positive,
-        default=Options.neighbours,
-        metavar="K",
-        help=f"knn: numbers of neighbors (default: {_listed(Options.neighbours)})",
-    )
-
-
-def _fine_tune_options(parser: argparse.ArgumentParser) -> None:
-    positive = number(0, 1e6, above=True)
-    epochs = Options.epochs
-    parser.add_argument(
-        "--epochs",
-        type=positive,
-        default=epochs,
-        metavar="E",
-        help=f"fine-tune: number of epochs (default: {epochs:g})",
-    )
-    parser.add_argument(
-        "--rates",
-        nargs="+",
-        type=positive,
-        default=Options.rates,
-        metavar="LR",
-        help="fine-tune: learning rates; the best on the validation split is used "
-        f"(default: {_listed(Options.rates)})",
-    )
-    parser.add_argument(
-        "--fine-tune-batch",
-        type=_positive,
-        default=Options.fine_tune_batch,
-        metavar="N",
-        help=f"fine-tune: batch size (default: {Options.fine_tune_batch})",
-    )
-    parser.add_argument(
-        "--image-size",
-        type=_positive,
-        default=Options.image_size,
-        metavar="S",
-        help="fine-tune: side of the images in pixels; position embeddings are resampled (default: the model's)",
-    )
-    parser.add_argument(
-        "--runs",
-        type=user_path,
-        metavar="FOLDER",
-        help="fine-tune: folder of training runs and their models (default: fine-tune in the cache)",
-    )
-
-
-def _captioning_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--beams",
-        type=whole(1, 64),
-        default=Options.beams,
-        metavar="K",
-        help=f"captioning: hypotheses of beam search (default: {Options.beams}, no search)",
-    )
-
-
 TASKS: Mapping[str, Task] = {
     "zero-shot": Task(
         summary="classify images by the prompts of their class names",
@@ -325,7 +237,6 @@ TASKS: Mapping[str, Task] = {
         fits="labels",
         metric="acc1",
         learns=True,
-        add_options=_linear_probe_options,
         depends_on=("seed", "layers", "examples"),
     ),
     "few-shot": Task(
@@ -334,7 +245,6 @@ TASKS: Mapping[str, Task] = {
         fits="labels",
         metric="acc1",
         learns=True,
-        add_options=_few_shot_options,
         depends_on=("shots", "seeds", "estimators", "tuned"),
     ),
     "knn": Task(
@@ -344,7 +254,6 @@ TASKS: Mapping[str, Task] = {
         metric="acc1",
         learns=True,
         gives_probabilities=False,
-        add_options=_knn_options,
         depends_on=("neighbours",),
     ),
     "retrieval": Task(
@@ -362,7 +271,6 @@ TASKS: Mapping[str, Task] = {
         fits="captions",
         metric="cider_d",
         describes=True,
-        add_options=_captioning_options,
         depends_on=("beams",),
     ),
     "likelihood": Task(
@@ -390,8 +298,8 @@ TASKS: Mapping[str, Task] = {
         by_prompts=True,
         learns=True,
         makes_head=True,
-        add_options=_fine_tune_options,
         depends_on=("seed", "epochs", "rates", "fine_tune_batch", "image_size", "examples"),
+        other_options=("runs",),
     ),
 }
 

@@ -3,71 +3,76 @@
 import argparse
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, strategies as st
 
-from clipkit.__main__ import COMMANDS
-from clipkit.cli import Parser, command_parser, number, whole
+from clipkit.__main__ import COMMANDS as CLIPKIT
+from clipkit.cli import Command, Parser, add_options, number, whole
 from clipkit.errors import ConfigError
 from clipkit.files.patterns import user_path
-from data.__main__ import make_parser as data_parser
-from eval.__main__ import _parser as eval_parser
+from data.options import COMMANDS as DATA
+from eval.options import COMMANDS as EVAL
 
 ABSURD = ("-1", "-9999999", "9" * 30, "nan", "inf", "1e400", "one", "", "0x10", "²")
 
 
-def options_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Action]]:
-    """Yield the options of all subcommands, with the command's name."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for command in action.choices.values():
-                assert isinstance(command, Parser)
-                yield from ((command.prog, own) for own in command._actions)
+def settings_of(options: type) -> dict[str, Field[Any]]:
+    """Return the fields of options by name, with those of groups."""
+    found: dict[str, Field[Any]] = {}
+    for field in fields(options):
+        if "title" in field.metadata:
+            found |= settings_of(cast(type, field.default_factory))
+        else:
+            found[field.name] = field
+    return found
 
 
-@pytest.mark.parametrize(
-    "parser",
-    [command_parser(COMMANDS, prog="clipkit"), data_parser(), eval_parser()],
-    ids=lambda one: one.prog,
-)
-def test_numeric_options_reject_invalid_values(parser: argparse.ArgumentParser) -> None:
+@pytest.mark.parametrize("commands", [CLIPKIT, DATA, EVAL], ids=["clipkit", "data", "eval"])
+def test_numeric_options_reject_invalid_values(commands: Mapping[str, Command]) -> None:
     checked = 0
-    for prog, action in options_of(parser):
-        assert action.type not in (int, float), f"{prog} {action.option_strings} takes any number"
-        if action.type is None or action.type is user_path:
-            continue
-        for text in ABSURD:
-            with pytest.raises(argparse.ArgumentTypeError, match=r"is not a (whole )?number"):
-                action.type(text)  # type: ignore[operator]
-        default = action.default if isinstance(action.default, list | tuple) else [action.default]
-        if isinstance(action.default, list) and action.nargs is None:  # one argument has all values
-            default = []
-            assert action.type(",".join(map(str, action.default))) == action.default  # type: ignore[operator]
-        for one in default:
-            assert one is None or one == 0 or action.type(str(one)) == one  # type: ignore[operator]
-        checked += 1
+    for name, command in commands.items():
+        parser = Parser(prog=name)
+        add_options(parser, command.options, without=command.without)
+        options = settings_of(command.options)
+        for action in parser._actions:
+            assert action.type not in (int, float), f"{name} {action.option_strings} takes any number"
+            if action.type is None or action.type is user_path:
+                continue
+            parse = cast(Callable[[str], Any], action.type)
+            default = options[action.dest].default
+            if options[action.dest].metadata["separated"]:  # one argument has all values
+                assert not default or parse(",".join(map(str, cast(Any, default)))) == default
+                continue
+            for text in ABSURD:
+                with pytest.raises(argparse.ArgumentTypeError, match=r"is not a (whole )?number"):
+                    parse(text)
+            for value in default if isinstance(default, tuple) else [default]:
+                assert not value or value is MISSING or parse(str(value)) == value
+            checked += 1
     assert checked >= 5
 
 
 @given(st.integers(), st.integers(-1000, 1000), st.integers(-1000, 1000))
 def test_whole_accepts_only_integers_within_bounds(value: int, least: int, most: int) -> None:
     if least <= value <= most:
-        assert whole(least, most)(str(value)) == value
+        assert whole(least, most).parse(str(value)) == value
     else:
         with pytest.raises(argparse.ArgumentTypeError, match="is not a whole number from"):
-            whole(least, most)(str(value))
+            whole(least, most).parse(str(value))
 
 
 @given(st.floats(), st.booleans())
 def test_number_accepts_only_floats_within_bounds(value: float, above: bool) -> None:
     if 0 <= value <= 10 and not (above and value == 0):
-        assert number(0, 10, above=above)(repr(value)) == value
+        assert number(0, 10, above=above).parse(repr(value)) == value
     else:
         with pytest.raises(argparse.ArgumentTypeError, match="is not a number"):
-            number(0, 10, above=above)(repr(value))
+            number(0, 10, above=above).parse(repr(value))
 
 
 @pytest.mark.parametrize(

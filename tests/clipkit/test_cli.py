@@ -344,7 +344,7 @@ def test_control_characters_in_file_names_are_escaped(
 
 def test_invalid_labels_and_templates_are_rejected(tmp_path: Path) -> None:
     assert labels_of(" cat , dog,") == ["cat", "dog"]
-    assert templates_of(None) == ["a photo of a {c}."]
+    assert templates_of(()) == ["a photo of a {c}."]
     many = ",".join(f"label {number}" for number in range(5000))
     assert len(labels_of(many)) == 5000
     for given, message in [

@@ -3,6 +3,7 @@
 import io
 import tarfile
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from PIL import Image
 
 from data.inspect import Findings, inspect
 from data.inspect.report import notes, parts
+from data.options import InspectOptions
 
 Members = Sequence[tuple[str, bytes]]
 
@@ -47,7 +49,9 @@ def pairs(first: int, count: int, **more: Mapping[int, bytes]) -> list[tuple[str
 
 def look(sources: Sequence[str], **options: Any) -> Findings:
     """Inspect for a small model."""
-    return inspect(sources, **{"image_size": 32, "batch_size": 4} | options)
+    given = {field.name for field in fields(InspectOptions)} & options.keys()
+    wanted = {"image_size": 32, "batch_size": 4, "quiet": True} | {name: options.pop(name) for name in given}
+    return inspect(InspectOptions(sources=tuple(sources), **wanted), **options)
 
 
 def row(found: Findings, part: str, label: str) -> str:

@@ -31,15 +31,14 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.files import FileLock
 from data import web
 from data.__main__ import main
-from data.download import DownloadOptions, DownloadReport, download
+from data.download import DownloadReport, download
 from data.inspect.shards import missing_numbers
+from data.options import DownloadOptions, FetchOptions, PackOptions
 from data.pack import pack
 from data.selection import Selection
-from data.shards.images import Resize, Storing
 from data.shards.manifest import make_manifest
 from data.sources import find_shards
 from data.training_data import packed_images
-from data.web import FetchOptions
 from eval.readers import open_dataset
 from tests.clipkit.samples.remote import servers
 from tests.clipkit.samples.remote.servers import Nginx
@@ -48,7 +47,7 @@ pytest.importorskip("aiohttp")
 parquet = pytest.importorskip("pyarrow.parquet")
 nginx = servers.nginx
 
-QUICK = FetchOptions(allow_private=True, timeout=2.0, retries=1, max_bytes=2**20)
+QUICK = FetchOptions(allow_private=True, timeout=2.0, retries=1, max_mb=1)
 
 
 def jpeg(number: int, side: int = 40) -> bytes:
@@ -215,7 +214,7 @@ def test_every_row_has_an_image_or_a_cause(server: Server, tmp_path: Path) -> No
     }
     rows = [*urls, first]
     out = tmp_path / "out"
-    found = download(table(tmp_path / "t.csv", rows), out, DownloadOptions(), fetch=QUICK)
+    found = download(table(tmp_path / "t.csv", rows), out, DownloadOptions(resize="no"), fetch=QUICK)
 
     causes = [*urls.values(), "URL of an earlier row, which has the caption"]
     assert (found.rows, found.kept, found.shards) == (len(rows), 4, 1)
@@ -254,7 +253,7 @@ def test_urls_one_per_line_have_no_captions(
     assert not any("txt" in sample for sample in members(out / "00000.tar").values())
     lines = ["url,caption", f"{urls[0]},a car", f'"{urls[1]}",a car']
     (tmp_path / "urls.csv").write_text("\n".join(lines))
-    found = download(tmp_path / "urls.csv", tmp_path / "few", DownloadOptions(), fetch=QUICK)
+    found = download(tmp_path / "urls.csv", tmp_path / "few", DownloadOptions(resize="no"), fetch=QUICK)
     assert found.kept == 1 and found.caption_column == "caption"
     assert found.failures == {"more cells than columns: put cells that contain ',' in quotes": 1}
 
@@ -262,7 +261,10 @@ def test_urls_one_per_line_have_no_captions(
 def test_host_that_always_sends_retry_after_is_given_up(server: Server, tmp_path: Path) -> None:
     urls = [f"{server.url}/refused/{i}.jpg" for i in range(60)]
     found = download(
-        table(tmp_path / "t.csv", urls), tmp_path / "out", DownloadOptions(), fetch=replace(QUICK, per_host=4)
+        table(tmp_path / "t.csv", urls),
+        tmp_path / "out",
+        DownloadOptions(resize="no"),
+        fetch=replace(QUICK, per_host=4),
     )
     assert found.failures["HTTP 429"] < 20 and sum(found.failures.values()) == 60
     assert found.failures["host refuses requests (Retry-After)"] > 40
@@ -279,7 +281,7 @@ def many(server: Server, tmp_path: Path) -> Path:
     return table(tmp_path / "many.csv", [server.url + path for path in paths])
 
 
-SMALL = DownloadOptions(samples_per_shard=20)
+SMALL = DownloadOptions(resize="no", samples_per_shard=20)
 
 
 def test_shards_do_not_depend_on_the_order_of_responses(server: Server, many: Path, tmp_path: Path) -> None:
@@ -332,7 +334,7 @@ def test_retried_row_has_the_captions_of_all_rows(server: Server, tmp_path: Path
     paths = [f"/flaky/{name}.jpg" for name in ("1", "2", "1", "2", "1")]
     rows = table(tmp_path / "t.csv", [server.url + path for path in paths])
     server.down = {"1.jpg"}
-    options = DownloadOptions(samples_per_shard=2)
+    options = DownloadOptions(resize="no", samples_per_shard=2)
     assert download(rows, tmp_path / "out", options, fetch=QUICK).kept == 1
     server.down = set()
     found = download(rows, tmp_path / "out", options, fetch=QUICK, retry_failed=True)
@@ -343,7 +345,7 @@ def test_retried_row_has_the_captions_of_all_rows(server: Server, tmp_path: Path
 
 def test_url_of_more_rows_than_an_image_may_have(server: Server, tmp_path: Path) -> None:
     rows = table(tmp_path / "t.csv", [f"{server.url}/img/1.jpg"] * 103)
-    found = download(rows, tmp_path / "out", DownloadOptions(), fetch=QUICK)
+    found = download(rows, tmp_path / "out", DownloadOptions(resize="no"), fetch=QUICK)
     assert found.failures == {
         "URL of an earlier row, which has the caption": 99,
         "URL of more than 100 rows: the caption is left out": 3,
@@ -423,7 +425,7 @@ def test_training_knows_that_downloaded_images_are_upright(server: Server, tmp_p
     (images / "0.jpg").write_bytes(jpeg(0))
     (images / "0.txt").write_text("caption")
     pack(images, tmp_path / "packed", progress=False)
-    pack(images, tmp_path / "as_is", progress=False, keep_orientation=True)
+    pack(images, tmp_path / "as_is", PackOptions(keep_orientation=True), progress=False)
     shutil.copytree(tmp_path / "web", tmp_path / "foreign", ignore=shutil.ignore_patterns("download.json"))
     for names, upright, noted in (
         (["web"], True, False),
@@ -540,7 +542,7 @@ def test_shard_of_a_killed_retry_is_removed(server: Server, tmp_path: Path) -> N
 def test_a_download_does_not_resume_with_other_fields(server: Server, tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     rows = [f"{server.url}/img/{i}.jpg,caption {i},{i}" for i in range(40)]
-    for options, refused in ((SMALL, True), (replace(SMALL, fields=[]), False)):
+    for options, refused in ((SMALL, True), (replace(SMALL, fields=()), False)):
         out = tmp_path / f"out {refused}"
         path.write_text("\n".join(["url,caption,score", *rows]) + "\n")
         download(path, out, options, fetch=QUICK)
@@ -624,7 +626,7 @@ def test_download_stops_if_nearly_all_rows_fail(
     assert found.failures == {"HTTP 503": 300}
     server.down.clear()
     with pytest.raises(DataError, match=r"of the last 2\d\d rows failed, .* with 'more than 0 MiB'; run"):
-        download(flaky, tmp_path / "flaky", SMALL, fetch=replace(quick, max_bytes=1), retry_failed=True)
+        download(flaky, tmp_path / "flaky", SMALL, fetch=replace(quick, max_mb=0), retry_failed=True)
     assert download(flaky, tmp_path / "flaky", SMALL, fetch=quick, retry_failed=True).kept == 300
 
 
@@ -632,7 +634,9 @@ def test_download_does_not_stop_if_some_rows_succeed(server: Server, tmp_path: P
     """Failures are faster than downloads: the first 900 results are failures."""
     server.delay = 0.3
     urls = [f"{server.url}/img/{i}.jpg" if i % 10 == 0 else f"ftp://host/{i}.jpg" for i in range(1000)]
-    found = download(table(tmp_path / "t.csv", urls), tmp_path / "out", DownloadOptions(), fetch=QUICK)
+    found = download(
+        table(tmp_path / "t.csv", urls), tmp_path / "out", DownloadOptions(resize="no"), fetch=QUICK
+    )
     assert (found.rows, found.kept) == (1000, 100)
 
 
@@ -777,10 +781,12 @@ def test_second_process_and_changed_options_are_rejected(server: Server, many: P
     part.release()
     download(many, out, SMALL, fetch=QUICK)
     assert len(list(out.glob("*.tar"))) == 8
-    border = Storing(resize=Resize(mode="border", size=32))
     for changed, message in (
         (replace(SMALL, samples_per_shard=50), "(--samples-per-shard 20 → 50)"),
-        (replace(SMALL, fields=["lang"], image=border), '--fields null → ["lang"], --resize "no" → "border"'),
+        (
+            replace(SMALL, fields=("lang",), resize="border", image_size=32),
+            '--fields null → ["lang"], --resize "no" → "border"',
+        ),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             download(many, out, changed, fetch=QUICK)

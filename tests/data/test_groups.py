@@ -17,6 +17,7 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.samples import Row, RowsByKey, digest_key, merge_rows
 from data.__main__ import main
 from data.captions import CaptionRule
+from data.options import PackOptions
 from data.pack import pack, packed
 from data.selection import Selection
 from data.shards.manifest import make_manifest
@@ -67,8 +68,12 @@ def bad_rows(out: Path) -> list[tuple[int, str | None, str]]:
 def test_rows_of_an_image_equal_a_row_with_a_list(folder: Path, tmp_path: Path) -> None:
     images = [{"image": name, "caption": [f"{name} {i}" for i in range(5)]} for name in NAMES]
     rows = [{"image": one["image"], "caption": text} for one in images for text in one["caption"]]
-    by_list = pack(json_lines(folder / "lists.jsonl", images), tmp_path / "lists", test=1, progress=False)
-    by_row = pack(json_lines(folder / "rows.jsonl", rows), tmp_path / "rows", test=1, progress=False)
+    by_list = pack(
+        json_lines(folder / "lists.jsonl", images), tmp_path / "lists", PackOptions(test=1), progress=False
+    )
+    by_row = pack(
+        json_lines(folder / "rows.jsonl", rows), tmp_path / "rows", PackOptions(test=1), progress=False
+    )
     assert (by_list.summary, by_row.summary) == (
         "4 rows, 4 images with 5 captions each",
         "20 rows, 4 images with 5 captions each",
@@ -121,7 +126,7 @@ def test_shuffled_rows_are_grouped_by_file(
 def test_rows_stay_samples_without_grouping(folder: Path, tmp_path: Path) -> None:
     rows = [{"image": "a.png", "caption": text} for text in ("x", "y", "x")]
     table = json_lines(folder / "t.jsonl", rows)
-    report = pack(table, tmp_path / "out", group=False, progress=False)
+    report = pack(table, tmp_path / "out", PackOptions(group=False), progress=False)
     assert report.summary == "3 pairs"
     assert {key: caption for key, (_, caption, _) in read(tmp_path / "out").items()} == {
         "000000001": "x",
@@ -202,7 +207,7 @@ def test_group_by_another_column(folder: Path, tmp_path: Path, capsys: pytest.Ca
         ("six", {"id": None}),
     ]
     table.write_text("image,caption,id\ngone.png,one,7\na.png,two,7\ngone.png,three,7\nb.png,four,8\n")
-    pack(table, tmp_path / "gone", group_by="id", progress=False)
+    pack(table, tmp_path / "gone", PackOptions(group_by="id"), progress=False)
     assert bad_rows(tmp_path / "gone") == [
         (1, "gone.png", "missing file"),
         (2, "a.png", "missing file"),
@@ -213,7 +218,7 @@ def test_group_by_another_column(folder: Path, tmp_path: Path, capsys: pytest.Ca
 def test_group_by_the_image_column(folder: Path, tmp_path: Path) -> None:
     rows = [{"image": name, "caption": f"{i}"} for i, name in enumerate(["a.png", "b.png", "./a.png"])]
     table = json_lines(folder / "t.jsonl", rows)
-    same = pack(table, tmp_path / "image", group_by="image", progress=False)
+    same = pack(table, tmp_path / "image", PackOptions(group_by="image"), progress=False)
     assert same.summary == "3 rows, 2 images with 1 to 2 captions"
 
 
@@ -230,9 +235,9 @@ def test_invalid_groups_raise_error(
 ) -> None:
     (folder / "t.csv").write_text("image,caption,id\na.png,x,1\n")
     with pytest.raises((ConfigError, DataError), match=error):
-        pack(folder / "t.csv", tmp_path / "out", progress=False, **options)
+        pack(folder / "t.csv", tmp_path / "out", PackOptions(**options), progress=False)
     with pytest.raises(ConfigError, match="is a folder of images"):
-        pack(folder / "sub", tmp_path / "out", group_by="id", progress=False)
+        pack(folder / "sub", tmp_path / "out", PackOptions(group_by="id"), progress=False)
 
 
 def test_groups_span_tables(folder: Path, tmp_path: Path) -> None:

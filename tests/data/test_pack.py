@@ -26,6 +26,7 @@ from clipkit.samples.table.captions import LONGEST_CAPTION
 from data.__main__ import main
 from data.captions import CaptionRule
 from data.filters import Filter
+from data.options import PackOptions
 from data.pack import _split, pack, packed
 from data.selection import Selection
 from data.shards.manifest import make_manifest
@@ -89,7 +90,7 @@ def test_tables_of_every_format_are_packed(images: Path, tmp_path: Path, suffix:
         (f"images/{name}", text) for name, text in zip(("a.jpg", "b.png", "c.webp"), captions, strict=True)
     ]
     table = write_table(tmp_path / f"table{suffix}", ["filepath", "caption"], rows)
-    report = pack(table, tmp_path / "out", samples_per_shard=2, progress=False)
+    report = pack(table, tmp_path / "out", PackOptions(samples_per_shard=2), progress=False)
     assert (report.packed, report.bad, report.bad_rows) == (3, {}, None)
     found = samples(tmp_path / "out")
     assert list(found) == ["000000001", "000000002", "000000003"]
@@ -162,7 +163,7 @@ def test_bad_lines_of_json_are_listed(images: Path) -> None:
         '{"image": "a.jpg", "caption": "good", "more": "x"}',
     ]
     (images / "table.jsonl").write_text("\ufeff" + "\n".join(lines))
-    report = pack(images / "table.jsonl", images / "out", group=False, progress=False)
+    report = pack(images / "table.jsonl", images / "out", PackOptions(group=False), progress=False)
     assert report.packed == 2
     assert bad_rows(images / "out") == [
         (2, None, "not JSON"),
@@ -179,7 +180,7 @@ def test_bad_lines_of_json_are_listed(images: Path) -> None:
 def test_bad_lines_of_csv_are_listed(images: Path) -> None:
     table = b"path,caption\na.jpg,good\na.jpg\n\na.jpg,caf\xe9\na.jpg,fine,more\n"
     (images / "table.csv").write_bytes(table + b'a.jpg,"' + b"x" * 140_000 + b"\na.jpg,last\n")
-    report = pack(images / "table.csv", images / "out", group=False, progress=False)
+    report = pack(images / "table.csv", images / "out", PackOptions(group=False), progress=False)
     assert report.packed == 2
     assert [(row, cause.partition(" (")[0]) for row, _, cause in bad_rows(images / "out")] == [
         (2, "too few columns"),
@@ -191,7 +192,7 @@ def test_bad_lines_of_csv_are_listed(images: Path) -> None:
 
 def test_missing_closing_quote_is_a_bad_row(images: Path) -> None:
     (images / "t.tsv").write_text('path\tcaption\na.jpg\t"it" they said\nb.png\t"open\na.jpg\tnot lost\n')
-    report = pack(images / "t.tsv", images / "out", group=False, progress=False)
+    report = pack(images / "t.tsv", images / "out", PackOptions(group=False), progress=False)
     assert report.packed == 2
     [(row, _, cause)] = bad_rows(images / "out")
     assert row == 2 and cause.startswith('a quote (") that is not closed')
@@ -277,10 +278,14 @@ def test_ambiguous_columns_raise_error_unless_named(images: Path) -> None:
     with pytest.raises(DataError, match=r"which column is the image\? .*columns are what, wherefrom"):
         pack(table, images / "out", progress=False)
     with pytest.raises(DataError, match=r"which column is the caption\? Set --caption-column"):
-        pack(table, images / "out", image_column="wherefrom", progress=False)
+        pack(table, images / "out", PackOptions(image_column="wherefrom"), progress=False)
     with pytest.raises(DataError, match=r"no column 'wherefrm' \(did you mean 'wherefrom'\?\)"):
-        pack(table, images / "out", image_column="wherefrm", caption_column="what", progress=False)
-    report = pack(table, images / "out", image_column="wherefrom", caption_column="what", progress=False)
+        pack(
+            table, images / "out", PackOptions(image_column="wherefrm", caption_column="what"), progress=False
+        )
+    report = pack(
+        table, images / "out", PackOptions(image_column="wherefrom", caption_column="what"), progress=False
+    )
     assert report.packed == 1
 
 
@@ -350,7 +355,9 @@ def test_split_depends_on_the_bytes_of_the_image(many: Path, tmp_path: Path) -> 
         random.Random(number).shuffle(names)
         rows = [(str(many / name), name) for name in names]
         table = write_table(tmp_path / f"{number}.csv", ["path", "caption"], rows)
-        report = pack(table, tmp_path / f"out{number}", test=share, samples_per_shard=50, progress=False)
+        report = pack(
+            table, tmp_path / f"out{number}", PackOptions(test=share, samples_per_shard=50), progress=False
+        )
         found.append(held_out(tmp_path / f"out{number}"))
         assert report.splits == {"train": 400 - len(found[-1]), "test": len(found[-1])}
         assert report.packed == 400
@@ -374,7 +381,7 @@ def test_no_test_split_by_default(images: Path) -> None:
     table = write_table(images / "t.csv", ["path", "caption"], [("a.jpg", "x")])
     assert pack(table, images / "out", progress=False).splits == {"train": 1}
     assert "tasks" not in json.loads((images / "out/card.json").read_text())
-    assert pack(table, images / "all", test=1, progress=False).splits == {"test": 1}
+    assert pack(table, images / "all", PackOptions(test=1), progress=False).splits == {"test": 1}
 
 
 def test_folder_names_become_classes(tmp_path: Path) -> None:
@@ -417,7 +424,7 @@ def test_lists_of_captions_are_stored(images: Path) -> None:
     (images / "t.jsonl").write_text(
         "".join(json.dumps({"path": "a.jpg", "caption": caption}) + "\n" for (caption,) in rows)
     )
-    report = pack(images / "t.jsonl", images / "out", group=False, progress=False)
+    report = pack(images / "t.jsonl", images / "out", PackOptions(group=False), progress=False)
     assert report.marks["several captions"] == 1
     found = samples(images / "out")
     assert [one["txt"].decode() for one in found.values()] == ["one", "only", "with a\nline break"]
@@ -460,12 +467,12 @@ def test_other_columns_become_fields(images: Path, tmp_path: Path, suffix: str) 
     data = Shards(make_manifest([find_shards(str(tmp_path / "out"))], selection), selection)
     assert len(data) == 1 and data.read(0).key == "000000003"
     assert selection.captions.caption(data.read(0).fields, 0, None) == "third"
-    some = pack(table, tmp_path / "some", fields=["language"], progress=False)
+    some = pack(table, tmp_path / "some", PackOptions(fields=("language",)), progress=False)
     assert some.fields == {"language": "language"} and fields_of(tmp_path / "some")[1] == {"language": "de"}
-    assert pack(table, tmp_path / "none", fields=[], progress=False).fields == {}
+    assert pack(table, tmp_path / "none", PackOptions(fields=()), progress=False).fields == {}
     assert not any("json" in sample for sample in samples(tmp_path / "none").values())
     with pytest.raises(DataError, match=r"has no column 'widht' .*'width'"):
-        pack(table, tmp_path / "wrong", fields=["widht"], progress=False)
+        pack(table, tmp_path / "wrong", PackOptions(fields=("widht",)), progress=False)
 
 
 def test_json_values_keep_their_types(images: Path, tmp_path: Path) -> None:
@@ -483,7 +490,7 @@ def test_json_values_keep_their_types(images: Path, tmp_path: Path) -> None:
     ]
     lines = [json.dumps({"path": "images/a.jpg", "caption": ["one", "two"], **one}) for one in others]
     (tmp_path / "t.jsonl").write_text("\n".join(lines) + "\n")
-    report = pack(tmp_path / "t.jsonl", tmp_path / "out", group=False, progress=False)
+    report = pack(tmp_path / "t.jsonl", tmp_path / "out", PackOptions(group=False), progress=False)
     both = {"captions": ["one", "two"]}  # captions of the sample, from where evaluation reads them
     assert fields_of(tmp_path / "out") == [
         others[0] | both,
@@ -504,7 +511,7 @@ def test_column_has_the_same_field_name_in_every_row(images: Path, tmp_path: Pat
     rows += [{"late one": 5}, {"late_one": 6}, {"late one": 7, "image width": 8}]
     lines = [json.dumps({"path": "images/a.jpg", "caption": "x", **row}) for row in rows]
     (tmp_path / "t.jsonl").write_text("\n".join(lines) + "\n")
-    report = pack(tmp_path / "t.jsonl", tmp_path / "out", group=False, progress=False)
+    report = pack(tmp_path / "t.jsonl", tmp_path / "out", PackOptions(group=False), progress=False)
     names = {
         "image width": "image_width_",
         "image_width": "image_width",
@@ -523,7 +530,7 @@ def test_row_that_exceeds_the_number_of_columns_is_bad(
     rows = [{"a": 1}, {"b": 1}, {"c": 1}, {"a": 2}]
     lines = [json.dumps({"path": "images/a.jpg", "caption": "x", **row}) for row in rows]
     (tmp_path / "t.jsonl").write_text("\n".join(lines) + "\n")
-    report = pack(tmp_path / "t.jsonl", tmp_path / "out", group=False, progress=False)
+    report = pack(tmp_path / "t.jsonl", tmp_path / "out", PackOptions(group=False), progress=False)
     assert report.packed == 3
     assert bad_rows(tmp_path / "out") == [
         (3, "images/a.jpg", "more than 2 different columns in the table (select some with --fields)")
@@ -572,7 +579,7 @@ def test_parquet_maps_become_json_objects(images: Path, tmp_path: Path) -> None:
     arrays = {name: pyarrow.array(values, kind) for name, (kind, values, _) in columns.items()}
     first = {"path": ["images/a.jpg"] * 3, "caption": ["x"] * 3}
     parquet.write_table(pyarrow.table({**first, **arrays}), tmp_path / "t.parquet")
-    pack(tmp_path / "t.parquet", tmp_path / "out", group=False, progress=False)
+    pack(tmp_path / "t.parquet", tmp_path / "out", PackOptions(group=False), progress=False)
     assert fields_of(tmp_path / "out") == [
         {name: wanted[row] for name, (*_, wanted) in columns.items()} for row in range(3)
     ]
@@ -582,7 +589,7 @@ def test_parquet_maps_become_json_objects(images: Path, tmp_path: Path) -> None:
 def test_other_column_named_caption_becomes_a_field(images: Path, tmp_path: Path, column: str) -> None:
     line = {"path": "images/a.jpg", "title": "one", column: "two"}
     (tmp_path / "t.jsonl").write_text(json.dumps(line) + "\n")
-    report = pack(tmp_path / "t.jsonl", tmp_path / "out", caption_column="title", progress=False)
+    report = pack(tmp_path / "t.jsonl", tmp_path / "out", PackOptions(caption_column="title"), progress=False)
     assert report.fields == {column: "caption_"}
     assert fields_of(tmp_path / "out") == [{"caption_": "two"}]
 
@@ -619,8 +626,7 @@ def test_parquet_types_are_converted_to_json(images: Path, tmp_path: Path) -> No
     report = pack(
         tmp_path / "t.parquet",
         tmp_path / "out",
-        image_column="path",
-        caption_column="caption",
+        PackOptions(image_column="path", caption_column="caption"),
         progress=False,
     )
     assert fields_of(tmp_path / "out") == [{name: wanted for name, (_, _, wanted) in typed.items()}]
@@ -630,7 +636,10 @@ def test_parquet_types_are_converted_to_json(images: Path, tmp_path: Path) -> No
         "thumb": "it contains large_binary",
     }
     assert pack(
-        tmp_path / "t.parquet", tmp_path / "few", image_column="path", fields=["thumb", "int"], progress=False
+        tmp_path / "t.parquet",
+        tmp_path / "few",
+        PackOptions(image_column="path", fields=("thumb", "int")),
+        progress=False,
     ).fields == {"int": "int"}
 
 
@@ -652,18 +661,23 @@ def test_rows_with_large_columns_are_bad(images: Path, tmp_path: Path) -> None:
     deep = '{"path": "images/a.jpg", "caption": "x", "deep": ' + "[" * 900 + "]" * 900 + "}\n"
     good = json.dumps({"path": "images/a.jpg", "caption": "x", "large": "x" * 1000}) + "\n"
     (tmp_path / "t.jsonl").write_text(good + deep)
-    report = pack(tmp_path / "t.jsonl", tmp_path / "deep", group=False, progress=False)
+    report = pack(tmp_path / "t.jsonl", tmp_path / "deep", PackOptions(group=False), progress=False)
     assert report.packed + sum(report.bad.values()) == 2
     assert fields_of(tmp_path / "deep")[0] == {"large": "x" * 1000}
     names = [f"f{number}" for number in range(9)]
     rows = [("images/a.jpg", "x", *["é" * length] * 9) for length in (1000, 60_000)]
     table = write_table(tmp_path / "t.csv", ["path", "caption", *names], rows)
-    report = pack(table, tmp_path / "out", group=False, progress=False)
+    report = pack(table, tmp_path / "out", PackOptions(group=False), progress=False)
     assert (report.packed, report.bad) == (
         1,
         {"other columns of more than 1 MiB (select some with --fields)": 1},
     )
-    assert pack(table, tmp_path / "some", fields=names[:8], group=False, progress=False).packed == 2
+    assert (
+        pack(
+            table, tmp_path / "some", PackOptions(fields=tuple(names[:8]), group=False), progress=False
+        ).packed
+        == 2
+    )
 
 
 def test_command_prints_stored_and_omitted_columns(
@@ -685,13 +699,16 @@ def test_rotated_and_transparent_images_are_counted(images: Path) -> None:
     Image.new("RGBA", (4, 2), (255, 0, 0, 9)).save(images / "clear.png")
     rows = [(name, "x") for name in ("a.jpg", "turned.jpg", "clear.png", "clear.png")]
     table = write_table(images / "t.csv", ["path", "caption"], rows)
-    report = pack(table, images / "out", group=False, progress=False)
+    report = pack(table, images / "out", PackOptions(group=False), progress=False)
     assert (report.marks["not upright"], report.marks["transparent"]) == (1, 2)
     found = samples(images / "out")
     assert Image.open(io.BytesIO(found["000000002"]["jpg"])).size == (2, 4)
     assert found["000000003"]["png"] == (images / "clear.png").read_bytes()
     report = pack(
-        table, images / "out2", keep_orientation=True, background="#fff", group=False, progress=False
+        table,
+        images / "out2",
+        PackOptions(keep_orientation=True, background="#fff", group=False),
+        progress=False,
     )
     assert (report.marks["not upright"], report.marks["transparent"]) == (1, 2)
     found = samples(images / "out2")
@@ -700,7 +717,7 @@ def test_rotated_and_transparent_images_are_counted(images: Path) -> None:
     card = json.loads((images / "out2/card.json").read_text())
     assert (card["keep_orientation"], card["background"]) == (True, "#fff")
     with pytest.raises(ConfigError, match="'wite' is not a color: use a color such as white or #ffffff"):
-        pack(table, images / "out3", background="wite")
+        pack(table, images / "out3", PackOptions(background="wite"))
 
 
 def test_ctrl_c_leaves_no_files(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -726,7 +743,7 @@ def test_absolute_paths_are_packed_in_order_of_rows(images: Path, tmp_path: Path
     table = write_table(
         tmp_path / "t.csv", ["path", "caption"], [(str(images / name), name) for name in names]
     )
-    pack(table, tmp_path / "out", samples_per_shard=30, group=False, progress=False)
+    pack(table, tmp_path / "out", PackOptions(samples_per_shard=30, group=False), progress=False)
     assert [sample["txt"].decode() for sample in samples(tmp_path / "out").values()] == names
 
 
@@ -891,7 +908,7 @@ def test_named_columns_of_a_table_precede_files_of_captions(tmp_path: Path) -> N
     (tmp_path / "f.csv").rename(tmp_path / "f/a.csv")
     (tmp_path / "f/x/1.txt").write_text("other")
     assert pack(tmp_path / "f", tmp_path / "out", progress=False).bad == {"no caption": 1}  # no such column
-    pack(tmp_path / "f", tmp_path / "named", caption_column="words", progress=False)
+    pack(tmp_path / "f", tmp_path / "named", PackOptions(caption_column="words"), progress=False)
     captions = [sample["txt"].decode() for sample in samples(tmp_path / "named").values()]
     assert captions == ["a red car", "a blue car"]
 

@@ -19,6 +19,7 @@ import eval as evaluation
 from clipkit import CLIP
 from clipkit.errors import ConfigError, DataError
 from clipkit.model.zero_shot import with_class_head
+from data.options import PackOptions
 from data.pack import pack
 from data.shards.writer import DatasetWriter, Record
 from eval import Encoder, Ranks, Subject
@@ -112,7 +113,7 @@ def test_retrieval_of_a_table_with_a_row_per_caption(
     scores = {}
     for name, table, group in (("lists", lists, True), ("rows", rows, True), ("apart", rows, False)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
-        pack(tmp_path / f"{name}.jsonl", tmp_path / name, test=1, group=group, progress=False)
+        pack(tmp_path / f"{name}.jsonl", tmp_path / name, PackOptions(test=1, group=group), progress=False)
         out = tmp_path / f"{name}-results.jsonl"
         found = evaluation.evaluate(model, tmp_path / name, tasks=["retrieval"], out=out)
         scores[name] = [replace(score, dataset="") for score in found]

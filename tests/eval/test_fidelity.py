@@ -22,6 +22,7 @@ from torch import Tensor
 
 from clipkit import CLIP
 from clipkit.model.architectures import Architecture, TextTower, VisionTower
+from data.options import PackOptions
 from data.pack import pack
 from eval import Encoder, Subject, evaluate, open_dataset
 from tests.eval.conftest import CLASSES
@@ -179,7 +180,7 @@ def test_recall_of_flickr8k_equals_clip_benchmark(
             lines.append(f'{file},"{text}"' if name == "captions.txt" else f"{file}#{n}\t{text}")
     table = tmp_path / name
     table.write_text("\n".join(lines) + "\n")
-    packed = pack(table, tmp_path / "packed", test=1, progress=False)
+    packed = pack(table, tmp_path / "packed", PackOptions(test=1), progress=False)
     assert packed.summary == "300 rows, 60 images with 5 captions each"
     theirs = twins.theirs_says(published, "zeroshot_retrieval", monkeypatch)
     for source in (table, tmp_path / "packed"):

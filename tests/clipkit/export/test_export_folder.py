@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ from clipkit.config import Config, OptimConfig, to_toml
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.export import EXPORTS, export, write as exporting
 from clipkit.export.model_card import KnownScore, Source, source_of
-from clipkit.export.write import run
+from clipkit.export.options import ExportOptions
+from clipkit.export.write import run_export
 from clipkit.formats.checkpoint import model_hash, save_model
 from clipkit.model.architectures import Architecture, BagOfWords, TextTower, VisionTower
 from clipkit.model.clip import CLIP, create
@@ -278,14 +278,7 @@ def test_missing_library_is_reported_as_not_checked(
 ) -> None:
     monkeypatch.setitem(EXPORTS, "timm", replace(EXPORTS["timm"], package="no_such_package"))
     monkeypatch.setattr(exporting, "load", lambda *_, **__: model)
-    assert (
-        run(
-            Namespace(
-                quantize=None, push=None, public=False, model="x", name="", out=tmp_path / "out", to=["timm"]
-            )
-        )
-        == 0
-    )
+    assert run_export(ExportOptions(model="x", out=tmp_path / "out", to=("timm",))) == 0
     assert "timm: 2 files; not checked because timm is not installed: pip install -e '.[export]'" in (
         capsys.readouterr().out
     )
@@ -372,20 +365,7 @@ def test_export_command_reports_omitted_targets(tmp_path: Path, capsys: pytest.C
     save_checkpoint(
         tmp_path / "run", odd, adamw(odd, OptimConfig()), LoopState(step=1, data="x"), Config(), keep=1
     )
-    assert (
-        run(
-            Namespace(
-                quantize=None,
-                push=None,
-                public=False,
-                model=str(tmp_path / "run"),
-                name="",
-                out=tmp_path / "out",
-                to=[],
-            )
-        )
-        == 0
-    )
+    assert run_export(ExportOptions(model=str(tmp_path / "run"), out=tmp_path / "out", to=())) == 0
     assert "transformers: not written: transformers' CLIPModel has no logit_bias" in capsys.readouterr().out
     assert clipkit.load(tmp_path / "out").logit_bias is not None
 
@@ -435,18 +415,7 @@ def test_background_and_orientation_are_documented_for_callers(
     chosen.load_state_dict(model.state_dict())
     save_model(chosen.eval(), tmp_path / "model")
     assert (
-        run(
-            Namespace(
-                quantize=None,
-                push=None,
-                public=False,
-                model=str(tmp_path / "model"),
-                name="",
-                out=tmp_path / "out",
-                to=["open_clip"],
-            )
-        )
-        == 0
+        run_export(ExportOptions(model=str(tmp_path / "model"), out=tmp_path / "out", to=("open_clip",))) == 0
     )
     line = (
         "Before this, transparent images get the background #ffffff and the EXIF orientation of images is applied "

@@ -27,6 +27,7 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.encode import Encoded, encode
 from clipkit.inference.inputs import Item, Stream
+from clipkit.inference.options import EncodeOptions
 from clipkit.inference.storage import content_digest
 from clipkit.inference.stream import FeatureStream
 from clipkit.model.architectures import TextTower
@@ -78,13 +79,17 @@ def encode_folder(
     *,
     batch_size: int = 2,
     workers: int = 2,
+    process: int = 0,
+    processes: int = 1,
     **more: Any,
 ) -> Encoded:
     features = FeatureStream(model, batch_size=batch_size, workers=workers)
-    settings = {"rows_per_file": 3, "progress": False, **more}
+    settings = {"rows_per_file": 3, "sources": (), **more}
+    settings["model"] = settings.pop("model_name", "")
     sources = [photos] if isinstance(photos, Path) else photos
     stream = Stream([str(source) for source in sources], kind=settings.pop("kind", "image"))
-    return encode(stream, out, features, **settings)
+    options = EncodeOptions(out=out, quiet=True, **settings)
+    return encode(stream, features, options, process=process, processes=processes)
 
 
 def tree(out: Path) -> dict[str, bytes]:
@@ -380,7 +385,7 @@ def test_other_model_or_settings_in_the_same_folder_are_rejected(
     source.mkdir()
     for path in photos.rglob("*.png"):
         (source / path.name).write_bytes(path.read_bytes())
-    named: dict[str, Any] = {"sources": [str(source)], "model_name": "pets"}
+    named: dict[str, Any] = {"sources": (str(source),), "model_name": "pets"}
     encode_folder(source, tmp_path / "out", model, **named)
     before = tree(tmp_path / "out")
     other = clipkit.create("ViT-Ti-4-16", seed=1 if change.pop("weights", 0) else 0).eval()
@@ -388,9 +393,9 @@ def test_other_model_or_settings_in_the_same_folder_are_rejected(
         other.preprocess = replace(other.preprocess, mean=(0.0, 0.0, 0.0))
     other.dim = change.pop("dim", other.dim)
     if change.pop("other", 0):
-        named["sources"] = [str(photos)]
+        named["sources"] = (str(photos),)
     if change.pop("spelled", 0):
-        named["sources"] = [f"{source}/../photos"]
+        named["sources"] = (f"{source}/../photos",)
     message = message.replace("{0}", str(source)).replace("{1}", str(photos))
     with pytest.raises((ConfigError, DataError), match=message) as caught:
         encode_folder(source, tmp_path / "out", other, **named, **change)
@@ -411,7 +416,6 @@ def test_folder_without_a_valid_manifest_is_rejected(photos: Path, model: CLIP, 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"rows_per_file": 0}, "rows_per_file = 0"),
         ({"batch_size": 0}, "batch_size = 0"),
         ({"workers": -1}, "workers = -1"),
     ],
@@ -435,7 +439,11 @@ def test_sources_that_change_while_reading_raise_an_error(photos: Path, model: C
 
     features = FeatureStream(model, batch_size=2)
     with pytest.raises(DataError, match="changed while they were being read"):
-        encode(Shrinking([str(photos)]), tmp_path / "out", features, rows_per_file=4, progress=False)
+        encode(
+            Shrinking([str(photos)]),
+            features,
+            EncodeOptions(sources=(), model="", out=tmp_path / "out", rows_per_file=4, quiet=True),
+        )
 
 
 def test_model_hash_covers_weights_but_not_small_data(model: CLIP) -> None:

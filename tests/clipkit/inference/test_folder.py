@@ -27,6 +27,7 @@ from clipkit.inference.classify import classify_images
 from clipkit.inference.encode import Encoded, encode
 from clipkit.inference.folder import only_writer
 from clipkit.inference.inputs import Item, Stream
+from clipkit.inference.options import EncodeOptions
 from clipkit.inference.stream import FeatureStream
 from clipkit.model.clip import CLIP
 
@@ -57,11 +58,20 @@ def photos(tmp_path: Path) -> Path:
     return folder
 
 
-def run(source: Path | list[Path], out: Path, model: CLIP, *, rows_per_file: int = 3, **more: Any) -> Encoded:
+def run(
+    source: Path | list[Path],
+    out: Path,
+    model: CLIP,
+    *,
+    process: int = 0,
+    processes: int = 1,
+    **more: Any,
+) -> Encoded:
     sources = [str(one) for one in (source if isinstance(source, list) else [source])]
     features = FeatureStream(model, batch_size=2, workers=0)
-    settings = {"rows_per_file": rows_per_file, "sources": sources, "progress": False, **more}
-    return encode(Stream(sources), out, features, **settings)
+    settings: dict[str, Any] = {"rows_per_file": 3, "model": "", **more}
+    options = EncodeOptions(sources=tuple(sources), out=out, quiet=True, **settings)
+    return encode(Stream(sources), features, options, process=process, processes=processes)
 
 
 def tree(out: Path) -> dict[str, bytes]:
@@ -258,6 +268,7 @@ import clipkit
 from clipkit.inference import folder
 from clipkit.inference.encode import encode
 from clipkit.inference.inputs import Stream
+from clipkit.inference.options import EncodeOptions
 from clipkit.inference.stream import FeatureStream
 photos, out, written = sys.argv[1:]
 write = folder.EmbeddingFolder.write
@@ -272,7 +283,8 @@ def killing(self, part):
 
 folder.EmbeddingFolder.write = killing
 features = FeatureStream(clipkit.create("ViT-Ti-4-16", seed=0).eval(), batch_size=2, workers=0)
-encode(Stream([photos]), Path(out), features, sources=[photos], rows_per_file=3, progress=False)
+options = EncodeOptions(sources=(photos,), model="", out=Path(out), rows_per_file=3, quiet=True)
+encode(Stream([photos]), features, options)
 """
 
 
@@ -387,7 +399,8 @@ def test_swapped_files_of_equal_size_and_time_are_encoded_again(
     def encoded(out: Path) -> tuple[Encoded, np.ndarray[Any, Any]]:
         stream = Stream([source], kind="caption" if kind == "captions" else "image")
         features = FeatureStream(model, batch_size=4, workers=2)
-        done = encode(stream, out, features, sources=[source], rows_per_file=10, progress=False)
+        options = EncodeOptions(sources=(source,), model="", out=out, rows_per_file=10, quiet=True)
+        done = encode(stream, features, options)
         return done, np.concatenate([np.load(path) for path in sorted(out.glob("*_emb/*.npy"))])
 
     encoded(tmp_path / "out")
@@ -489,12 +502,11 @@ def test_processes_with_different_items_raise_an_error(photos: Path, model: CLIP
     with pytest.raises(DataError, match="changed while they were being read: run the same command again"):
         encode(
             Growing([str(photos)]),
-            tmp_path / "out",
             features,
-            sources=[str(photos)],
-            rows_per_file=3,
+            EncodeOptions(
+                sources=(str(photos),), model="", out=tmp_path / "out", rows_per_file=3, quiet=True
+            ),
             processes=2,
-            progress=False,
         )
 
 

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -18,12 +17,14 @@ from PIL import Image
 
 import clipkit
 from clipkit.__main__ import dispatch
+from clipkit.cli import ModelOptions
 from clipkit.errors import ConfigError, DataError
 from clipkit.formats.checkpoint import save_model
 from clipkit.inference import encode as module
 from clipkit.inference.encode import RayEncoder, encode
 from clipkit.inference.folder import Manifest
 from clipkit.inference.inputs import Item, Stream
+from clipkit.inference.options import EncodeOptions
 from clipkit.inference.stream import FeatureStream
 
 pytest.importorskip("pyarrow")
@@ -46,10 +47,8 @@ def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "photos"
 
 
-def options(**given: Any) -> Namespace:
-    values = {"model": "model", "name": "", "dim": 0, "device": "cpu", "background": None, "upright": None}
-    values |= {"pixel_range": None}
-    return Namespace(**{**values, "batch_size": 4, "precision": "fp32", "workers": 1, **given})
+def options() -> ModelOptions:
+    return ModelOptions(model="model", device="cpu", batch_size=4, workers=1)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -82,10 +81,8 @@ def test_ray_tasks_write_the_files_of_one_process(
         features = FeatureStream.from_options(options())
         encoded = encode(
             Stream([photos]),
-            tmp_path / name,
             features,
-            rows_per_file=ROWS,
-            progress=False,
+            EncodeOptions(sources=(), model="", out=tmp_path / name, rows_per_file=ROWS, quiet=True),
             encode_parts=encode_parts,
         )
         assert encoded.written == COUNT // ROWS and encoded.failed == 15

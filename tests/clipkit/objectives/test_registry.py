@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from clipkit.config import Config, above, load_config, setting, settings_reference, to_toml
+from clipkit.cli import setting
+from clipkit.config import Config, above, load_config, settings_reference, to_toml
 from clipkit.errors import ConfigError
 from clipkit.objectives import OBJECTIVES, TERMS, Objective, Term, select_objective, select_terms
 from clipkit.objectives.base import after_setting, weight_setting

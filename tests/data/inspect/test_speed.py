@@ -17,15 +17,21 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from clipkit.cli import build_options, command_parser
 from clipkit.config import DataConfig
 from clipkit.errors import ConfigError, run_command
 from clipkit.samples.traits import Decoding
-from data.__main__ import main, parse
+from data.__main__ import main
 from data.augment import Augmentation
 from data.inspect.speed import make_loader
+from data.options import COMMANDS, SpeedOptions
 from data.shards.writer import DatasetWriter, Record
 
 REPOSITORY = Path(__file__).parents[3]
+
+
+def parse(words: list[str]) -> SpeedOptions:
+    return build_options(SpeedOptions, vars(command_parser(COMMANDS, prog="data").parse_args(words)))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -150,7 +156,7 @@ def test_options_may_stand_between_sources_and_settings(shards: str) -> None:
         parsed = parse(
             [command, "data.flip=0.5", "--quiet", shards, "--image-size", "16", "data.upright=true"]
         )
-        assert parsed.sources == ["data.flip=0.5", shards, "data.upright=true"]
+        assert parsed.sources == ("data.flip=0.5", shards, "data.upright=true")
         assert parsed.quiet and parsed.image_size == 16
     for arguments in (["inspect", shards, "--quite"], ["make", "glyphs", "out", "more"]):
         with pytest.raises(ConfigError, match=f"unrecognized arguments: {arguments[-1]}"):

@@ -19,6 +19,7 @@ from clipkit.batch import Batch
 from clipkit.errors import ConfigError, DataError
 from clipkit.inference.encode import encode
 from clipkit.inference.inputs import Stream
+from clipkit.inference.options import EncodeOptions
 from clipkit.inference.stream import FeatureStream
 from clipkit.model.clip import CLIP
 from clipkit.model.tokenizer import ClipTokenizer
@@ -72,8 +73,9 @@ def encode_with(model: CLIP, source: Path | list[Path], out: Path, **more: Any) 
     sources = list(map(str, source if isinstance(source, list) else [source]))
     kind = more.pop("kind", "image")
     features = FeatureStream(model, batch_size=4, workers=0)
-    settings = {"rows_per_file": 6, "sources": sources, "progress": False, "model_name": "a teacher", **more}
-    encode(Stream(sources, kind=kind), out, features, **settings)
+    settings: dict[str, Any] = {"rows_per_file": 6, "model": "a teacher", **more}
+    options = EncodeOptions(sources=tuple(sources), out=out, quiet=True, **settings)
+    encode(Stream(sources, kind=kind), features, options)
     return out
 
 

@@ -16,6 +16,7 @@ from PIL import Image
 
 from clipkit.errors import ConfigError, DataError
 from clipkit.samples import MissingSplit
+from data.options import PackOptions
 from data.pack import pack
 from data.shards.writer import DatasetWriter, Record
 from eval.__main__ import main
@@ -118,7 +119,7 @@ def test_packed_table_is_scored_on_held_out_pairs(tmp_path: Path) -> None:
         (tmp_path / f"{number}.jpg").write_bytes(image_file() + bytes([number]))
         rows.append(json.dumps({"path": f"{number}.jpg", "caption": captions}) + "\n")
     (tmp_path / "t.jsonl").write_text("".join(rows))
-    report = pack(tmp_path / "t.jsonl", tmp_path / "pairs", test=0.5, progress=False)
+    report = pack(tmp_path / "t.jsonl", tmp_path / "pairs", PackOptions(test=0.5), progress=False)
     dataset = open_dataset(tmp_path / "pairs")
     assert (dataset.name, dataset.tasks, len(dataset)) == ("pairs", ("retrieval",), report.splits["test"])
     assert set(dataset.captions or ()) == {("one", "uno"), ("two\nlines",), ("three",)}

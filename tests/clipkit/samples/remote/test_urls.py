@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from clipkit.samples.remote.transfer import TransferError, encode_url, file_facts
-from data.web import Fetcher, FetchError, FetchOptions
+from data.options import FetchOptions
+from data.web import Fetcher, FetchError
 from tests.clipkit.samples.remote import servers
 
 impatient = servers.impatient

@@ -1,0 +1,311 @@
+"""The commands of ``clipkit`` that run a model: their options and ``--help``. Does not import torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from clipkit.cli import (
+    MODEL,
+    MOST_SEED,
+    REQUIRED,
+    Command,
+    DeviceOptions,
+    LoadOptions,
+    ModelOptions,
+    NameOptions,
+    number,
+    one_of,
+    setting,
+    whole,
+)
+
+_EMBEDDINGS = "a folder that clipkit encode wrote"
+_EXACT = "compare all rows, although the folder has an index"
+SOURCES = """\
+SOURCE is
+  a folder        all images below it, and the shards directly in it
+  an image        .jpg, .png, .webp, .gif, .tif, .bmp, .avif, ...
+  shards          WebDataset tars: one, a folder or dataset, or a pattern
+                  'pairs/{00000..00041}.tar'
+  a table         .csv, .tsv, .jsonl or .parquet with a column of paths
+  Parquet files   with encoded images, as on the Hugging Face hub
+Shards and Parquet files may be in a store: s3://, gs://, https://, hf://; or
+'pipe:COMMAND' writes a tar.
+"""
+TEXTS = """\
+and with --text
+  lines.txt, -    one text per line; - is standard input
+  a table         the column of captions
+  shards          the captions
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceOptions(ModelOptions):
+    """Images, and the model that reads them."""
+
+    sources: tuple[str, ...] = setting(REQUIRED, "input; see below", positional=True)
+    image_column: str | None = setting(None, "column of tables", default_text="guessed")
+    # as data.cache_gb
+    cache_gb: float = setting(
+        100.0, "size of the cache of files in stores; 0 reads shards over the network", number(0, 1e6)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeOptions(SourceOptions):
+    """Encode images or texts (in clip-retrieval's layout)."""
+
+    out: Path = setting(REQUIRED, "output folder", metavar="DIR")
+    text: bool = setting(False, "encode texts instead of images")
+    rows_per_file: int = setting(
+        10_000, "rows per output file; an interrupted file is encoded again", whole(1, 10_000_000)
+    )
+    dtype: str = setting(
+        "float16",
+        "how embeddings are stored; int8 takes a byte per element, binary a bit",
+        one_of("float32", "float16", "int8", "binary"),
+    )
+    caption_column: str | None = setting(None, "column of tables", default_text="guessed")
+    retry_failed: bool = setting(False, "encode files that contain failures again")
+    ray: str = setting(
+        "",
+        "encode on a Ray cluster, such as 10.0.0.1:6379, or local",
+        metavar="ADDRESS",
+        default_text="in this process",
+    )
+    quiet: bool = setting(False, "no progress bar")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifyOptions(SourceOptions):
+    """Find the best labels for each image (zero-shot)."""
+
+    labels: str | None = setting(None, '"cat,dog,...", or a file with one label per line')
+    templates: tuple[str, ...] = setting(
+        (),
+        "prompts with {c} as a placeholder for the label, or a file of them",
+        default_text='"a photo of a {c}."',
+        listed=True,
+    )
+    top: int = setting(3, "labels per image", whole(1, 1_000_000))
+    calibrate: Path | None = setting(
+        None,
+        "fit probabilities and thresholds on images in one folder per label; in a folder none, images of no label",
+        metavar="FOLDER",
+    )
+    calibration: Path | None = setting(
+        None, "file that --calibrate writes (default: calibration.json), or that is used without it"
+    )
+    least_precision: float | None = setting(
+        None, "precision that the thresholds of --calibrate must reach", number(0, 1), default_text="0.9"
+    )
+    none: bool = setting(False, "give no label below the threshold")
+    multi_label: bool = setting(False, "give all labels that reach their thresholds")
+    review: Path | None = setting(None, "write a page of the least certain images to correct")
+    out: Path | None = setting(None, "write a .csv, .json or .jsonl file instead of printing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptionOptions(SourceOptions):
+    """Describe images, with a model trained with caption.weight."""
+
+    prefix: str = setting("", "start of all captions", metavar="TEXT")
+    beams: int = setting(1, "hypotheses of a beam search", whole(1, 1000))
+    top_p: float = setting(
+        0.0,
+        "sample among the most probable tokens with this total probability",
+        number(0, 1),
+        default_text="take the best",
+    )
+    seed: int | None = setting(None, "seed of --top-p", whole(0, MOST_SEED), default_text="0")
+    length: int = setting(
+        0, "maximum number of tokens with prefix and end", whole(1, 1_000_000), default_text="the model's"
+    )
+    out: Path | None = setting(None, "write a .csv or .jsonl file instead of printing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainOptions(LoadOptions):
+    """Write heatmaps of texts in an image (LeGrad)."""
+
+    image: Path = setting(REQUIRED, "an image file", positional=True)
+    prompts: tuple[str, ...] = setting(REQUIRED, "texts such as 'a photo of a cat'", positional=True)
+    out: Path = setting(REQUIRED, "the .png file to write")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompleteOptions(LoadOptions):
+    """Complete an image with Image GPT."""
+
+    image: Path = setting(REQUIRED, "an image file", positional=True)
+    keep: float = setting(0.5, "upper part of the image that is given", number(0, 1))
+    samples: int = setting(6, "completions", whole(1, 100))
+    temperature: float = setting(1.0, "divides the logits; below 1 prefers likely colors", number(0.01, 100))
+    seed: int = setting(0, "random seed", whole(0, MOST_SEED))
+    out: Path = setting(REQUIRED, "the .png file to write")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions(DeviceOptions, NameOptions):
+    """Search embeddings for texts and images."""
+
+    embeddings: Path = setting(REQUIRED, _EMBEDDINGS, metavar="EMBEDDINGS", positional=True)
+    text: str = setting("", "what to search for", metavar="TEXT", positional=True)
+    image: tuple[Path, ...] = setting((), "an image to search for")
+    unwanted: tuple[str, ...] = setting((), "what is not wanted", flag="--not", metavar="TEXT")
+    k: int = setting(20, "results", whole(1, 100_000), flag="-k")
+    html: Path | None = setting(None, "write a page with thumbnails instead of printing")
+    exact: bool = setting(False, _EXACT)
+    model: str = setting("", MODEL, default_text="that of the embeddings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexOptions:
+    """Index embeddings, to search millions in milliseconds."""
+
+    embeddings: Path = setting(REQUIRED, _EMBEDDINGS, metavar="EMBEDDINGS", positional=True)
+    quiet: bool = setting(False, "no progress")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(DeviceOptions, NameOptions):
+    """Search embeddings on a web page, with a JSON API."""
+
+    embeddings: tuple[Path, ...] = setting(
+        REQUIRED,
+        "folders that clipkit encode wrote, shown side by side",
+        metavar="EMBEDDINGS",
+        positional=True,
+    )
+    exact: bool = setting(False, _EXACT)
+    model: tuple[str, ...] = setting((), "one for each folder", default_text="those of the embeddings")
+    port: int = setting(8000, "port; 0 for any that is free", whole(0, 65_535))
+    host: str = setting("127.0.0.1", "address to listen on", default_text="127.0.0.1, this machine")
+    token: str | None = setting(None, "token that other addresses require", default_text="a random one")
+
+
+COMMANDS = {
+    "encode": Command(
+        epilog=SOURCES
+        + TEXTS
+        + """
+DIR will contain
+  img_emb/img_emb_0.npy        (N, D) float16 or --dtype, unit-norm rows
+  metadata/metadata_0.parquet  image_path, caption (if any), source and digest
+                               of each row
+  failures.jsonl               inputs that failed: source, key, cause, digest
+  manifest.json                the inputs and settings
+With --text, it contains text_emb/text_emb_0.npy, and the metadata columns are
+caption, key, source and digest. The digest is the first 64 bits of the SHA-256
+of the image file or text. Files are numbered _0, _1, ..., zero-padded if there
+are more than ten.
+To read them:
+  import numpy as np, pyarrow.parquet as pq
+  from pathlib import Path
+  files = sorted(Path("DIR/img_emb").glob("*.npy"))
+  rows = np.concatenate([np.load(file) for file in files])   # (N, D) float16
+  names = pq.read_table("DIR/metadata")["image_path"]        # N, same order
+
+int8 rows stand for the unit vector in their direction. binary rows are the
+signs of the elements, packed by numpy.packbits (1 is positive). Both are
+scored with queries in float32; their recall against float32 is printed.
+
+Running the same command again resumes it, with the same --batch-size, --device
+and --precision, which affect rounding. If inputs were added, removed or
+changed, only images with new content are encoded. To use several processes:
+  torchrun --nproc-per-node 8 -m clipkit encode ...
+or a Ray cluster whose nodes see the sources and the model at the same paths:
+  clipkit encode ... --ray 10.0.0.1:6379 --rows-per-file 1000""",
+        run="clipkit.inference.encode:run_encode",
+        options=EncodeOptions,
+        stopped="run the same command again to resume",
+    ),
+    "classify": Command(
+        epilog=SOURCES
+        + """
+  clipkit classify photos/ --labels "cat,dog,a bird" --model runs/pets
+  clipkit classify a.jpg --labels names.txt --templates "a sketch of a {c}." \\
+    "a {c}" --model runs/pets --out labels.csv
+With a few labelled images in labelled/cat, labelled/dog, labelled/none:
+  clipkit classify photos/ --calibrate labelled --none --model runs/pets \\
+    --review review.html""",
+        run="clipkit.inference.classify:run_classify",
+        options=ClassifyOptions,
+        stopped="no file was written",
+    ),
+    "caption": Command(
+        epilog=SOURCES
+        + """
+  clipkit caption photos/ --model runs/captions
+  clipkit caption photos/ --model runs/captions --beams 4 --out captions.csv
+
+With --out, running the same command again resumes it; a complete file is not
+replaced.""",
+        run="clipkit.inference.caption:run_caption",
+        options=CaptionOptions,
+        stopped="with --out, run the same command again to resume",
+    ),
+    "explain": Command(
+        epilog="""\
+FILE shows the preprocessed image, and a heatmap of each PROMPT from black to
+yellow, scaled to its maximum: a heatmap shows where a text would be, not
+whether the image contains it.
+
+  clipkit explain photo.jpg "a cat" "a dog" --model runs/pets --out heat.png""",
+        run="clipkit.inference.explain:run_explain",
+        options=ExplainOptions,
+        stopped="no file was written",
+    ),
+    "complete": Command(
+        epilog="""\
+FILE shows the image in the model's palette, its given part, and samples.
+
+  clipkit complete photo.jpg --model runs/pixels --out completed.png""",
+        run="clipkit.inference.complete:run_complete",
+        options=CompleteOptions,
+        without=frozenset({"name", "dim"}),
+        stopped="no file was written",
+    ),
+    "search": Command(
+        epilog="""\
+The text and the images are combined to the mean of their embeddings; half the
+mean of what is not wanted is subtracted. All rows are compared, unless
+`clipkit index` has indexed them.
+
+  clipkit encode photos/ --model runs/pets --out embeddings
+  clipkit search embeddings "a red bicycle" --not "a person"
+  clipkit search embeddings --image cat.jpg -k 100 --html cats.html""",
+        run="clipkit.inference.search:run_search",
+        options=SearchOptions,
+        stopped="nothing was found",
+        extra="pack",
+    ),
+    "index": Command(
+        epilog="""\
+Needs the extra `index`. The index is stored in EMBEDDINGS/index; search and
+serve use it, except with filters or --exact. It selects candidates, whose
+similarities are exact, and may miss some of the nearest rows: the recall is
+printed. Embeddings that are added later are compared one by one until this
+command adds them.
+
+  clipkit index embeddings""",
+        run="clipkit.inference.search:run_index",
+        options=IndexOptions,
+        stopped="the earlier index, if any, is unchanged",
+        extra="pack",
+    ),
+    "serve": Command(
+        epilog="""\
+Needs the extra `serve`. New embeddings are found without a restart. The API is
+described at /openapi.json:
+  curl 'http://127.0.0.1:8000/api/search?text=a+red+bicycle&k=20'
+  curl -F file=@cat.jpg 'http://127.0.0.1:8000/api/search?k=20'
+
+  clipkit serve embeddings
+  clipkit serve embeddings other --port 8001""",
+        run="clipkit.inference.serve:run_serve",
+        options=ServeOptions,
+        stopped="the server has ended",
+        extra="serve",
+    ),
+}
