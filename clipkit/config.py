@@ -50,8 +50,8 @@ def between(least: float, most: float) -> Within:
     return Within(words=f"{least} to {shown_most}", holds=lambda value: least <= value <= most)
 
 
-_POSITIVE = Within(words="at least 1", holds=lambda value: all(one >= 1 for one in value))
-_WEIGHTS = Within(words="above 0", holds=lambda value: all(one > 0 for one in value))
+_POSITIVE = Within(words="at least 1", holds=lambda value: all(number >= 1 for number in value))
+_WEIGHTS = Within(words="above 0", holds=lambda value: all(number > 0 for number in value))
 _BELOW_ONE = Within(words="at least 0 and below 1", holds=lambda value: 0 <= value < 1)
 
 
@@ -257,8 +257,10 @@ class DataConfig(Section):
         if self.caption_choice == "weighted":
             weights = self.caption_weights
             require(bool(weights), "data.caption_weights", weights, "expected one for each of data.captions")
-        for one in self.caption_templates:
-            require("{}" in one, "data.caption_templates", one, "expected {} in place of the caption")
+        for template in self.caption_templates:
+            require(
+                "{}" in template, "data.caption_templates", template, "expected {} in place of the caption"
+            )
         several = f"cannot be combined with data.caption_count = {self.caption_count}"
         single = self.caption_count == 1
         choices = single or self.caption_choice in ("first", "random")
@@ -437,8 +439,8 @@ class ModelConfig(Section):
 
     @property
     def _text_tower(self) -> type[TextArchitecture] | None:
-        found = selected(self.text, TEXT_TOWERS)
-        return None if found is None else found[0]
+        selection = selected(self.text, TEXT_TOWERS)
+        return None if selection is None else selection[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -486,10 +488,10 @@ class ShapeConfig(Section):
     @property
     def changed(self) -> dict[str, Any]:
         """The settings that differ from ``model.name``; the distillation token is a kind of pooling."""
-        found = {one.name: value for one in fields(self) if (value := getattr(self, one.name))}
-        if found.pop("distilled", False):
-            found["pool"] = "distilled"
-        return found
+        sizes = {name: value for name, value in vars(self).items() if value}
+        if sizes.pop("distilled", False):
+            sizes["pool"] = "distilled"
+        return sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -920,40 +922,41 @@ class Config(Section):
             samples: number of pairs in an epoch.
             layers: number of layers that ``lock.unfreeze_every`` unlocks in the tower with the most layers.
         """
-        steps, optim, every, found = self.steps, self.optim, self.lock.unfreeze_every, []
+        steps, optim, every = self.steps, self.optim, self.lock.unfreeze_every
+        notes: list[str] = []
         if step >= steps:
             return []
         if optim.warmup >= steps:
             last = import_attribute("clipkit.training:learning_rate")(steps - 1, steps, optim)
-            found.append(
+            notes.append(
                 f"optim.warmup = {optim.warmup} is not shorter than the run of {steps} steps: the learning rate "
                 f"rises to {last:.2g} (optim.lr = {optim.lr:g}) and does not decay"
             )
         if self.small.steps >= steps:
-            found.append(
+            notes.append(
                 f"small.steps = {self.small.steps} is not shorter than the run of {steps} steps: no step is made "
                 "at the model's full size"
             )
         for name, term in self.terms.items():
             if term.after >= steps:
-                found.append(
+                notes.append(
                     f"{name}.after = {term.after} is not shorter than the run of {steps} steps: the term never "
                     "begins"
                 )
         if every and every * (layers - 1) >= steps:
-            found.append(
+            notes.append(
                 f"lock.unfreeze_every = {every} unlocks {1 + (steps - 1) // every} of {layers} layers in {steps} "
                 "steps; the others stay locked"
             )
         seen = steps * self.batch_size / samples
         if seen > _MANY_EPOCHS and not self.data.weights and not self.data.resample:
             ten = max(1, 10 * samples // self.batch_size)
-            found.append(
+            notes.append(
                 f"each of the {samples:,} pairs is seen {seen:,.0f} times; steps={ten} would be 10 times"
             )
         if not step and not self.model.weights:
-            found.append(import_attribute("clipkit.objectives:select_objective")(self).note)
-        return [f"note: {one}" for one in found if one]
+            notes.append(import_attribute("clipkit.objectives:select_objective")(self).note)
+        return [f"note: {note}" for note in notes if note]
 
 
 # Settings that may differ when a run is resumed. They affect neither the order of the data nor the result, except
@@ -1087,23 +1090,23 @@ def _list_form(key: str, values: Sequence[Any]) -> str:
 
 def _apply(values: dict[str, Any], overrides: Sequence[str]) -> None:
     """Apply ``dotted.key=value`` overrides; values are parsed as TOML if possible, otherwise used as strings."""
-    given: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
         key = key.strip()
         if not equals or not key:
             raise ConfigError(f"{override!r} is not of the form key=value, such as optim.lr=1e-3")
-        if key in given and key == "data.train":
+        if key in texts and key == "data.train":
             raise ConfigError(
                 "data.train is given twice: quote brace patterns to prevent shell expansion, and write several "
                 f"sources as {_list_form(key, ['a', 'b'])}"
             )
-        if key in given:
+        if key in texts:
             takes_list = isinstance(_flat(Config()).get(key), tuple)
             instead = f"pass one list, {_list_form(key, ['a', 'b'])}" if takes_list else "remove one"
-            first, second = (shown(shown_url(one)) for one in (given[key], text))
+            first, second = shown(shown_url(texts[key])), shown(shown_url(text))
             raise ConfigError(f"{key} is given twice: {first} and {second}; {instead}")
-        given[key] = text
+        texts[key] = text
         try:
             parsed = tomllib.loads(f"value = {text}")
         except (ValueError, RecursionError):

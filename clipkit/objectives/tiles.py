@@ -52,9 +52,9 @@ class GlobalBatch:
         """Return this rank's (B, …) rows of the sum over ranks of (N, …); no gradient."""
         return scatter_sums_of_rows(rows, self._counts)
 
-    def mean(self, own: Tensor) -> Tensor:
+    def mean(self, values: Tensor) -> Tensor:
         """Return the mean over all rows of a (B,) value of each, a scalar that is the same on all ranks."""
-        return sum_over_ranks(own.sum()) / self.size
+        return sum_over_ranks(values.sum()) / self.size
 
     @property
     def weight(self) -> float:
@@ -323,8 +323,8 @@ def target_entropy(positives: Tensor, compared: Tensor, smoothing: float) -> Ten
         smoothing: probability that is spread evenly over all texts.
     """
     rest = smoothing / compared
-    own = (1 - smoothing) / positives + rest
-    return -(positives * own.xlogy(own) + (compared - positives) * rest.xlogy(rest))
+    positive = (1 - smoothing) / positives + rest
+    return -(positives * positive.xlogy(positive) + (compared - positives) * rest.xlogy(rest))
 
 
 def counts_alike(identities: Tensor, same: str) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from clipkit.distributed import counts_of_rows, gather_rows
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
-from clipkit.model.towers import draws
+from clipkit.model.towers import at_least_float32, draws
 from clipkit.objectives.base import Term, TermBatch, after_setting, weight_setting
 
 _ASPECT = 4 / 3  # of a crop at most, and its inverse at least
@@ -133,7 +133,8 @@ def drawn_boxes(*, seed: int, rows: Tensor, count: int, area: Sequence[float]) -
     sizes, aspects, lefts, tops = ((numbers >> 11) & (2**53 - 1)).double().div_(2**53).unbind(-1)
     sizes = area[0] + (area[1] - area[0]) * sizes
     aspects = _ASPECT ** (2 * aspects - 1)
-    widths, heights = ((sizes * one).sqrt().clamp(max=1) for one in (aspects, 1 / aspects))
+    widths = (sizes * aspects).sqrt().clamp(max=1)
+    heights = (sizes * (1 / aspects)).sqrt().clamp(max=1)
     return torch.stack([lefts * (1 - widths), tops * (1 - heights), widths, heights], dim=-1).float()
 
 
@@ -148,13 +149,13 @@ def views(images: Tensor, boxes: Tensor, *, side: int) -> Tensor:
     return crops
 
 
-def divergence(found: Tensor, whole: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
-    """Sum over images the mean over views of KL(softmax(scale · texts · whole) ‖ softmax(scale · texts · found)).
+def divergence(features: Tensor, whole: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
+    """Sum over images the mean over views of KL(softmax(scale · texts · whole) ‖ softmax(scale · texts · view)).
 
     Gradients are computed in the forward pass, a tile of images at a time.
 
     Args:
-        found: (B, V, O) features of views, unit norm.
+        features: (B, V, O) features of views, unit norm.
         whole: (B, O) the teacher's features of the whole images, unit norm; no gradient.
         texts: (N, O) the teacher's features of texts, unit norm; no gradient.
         scale: scalar; no gradient.
@@ -162,25 +163,26 @@ def divergence(found: Tensor, whole: Tensor, texts: Tensor, scale: Tensor) -> Te
     Returns:
         a scalar in float32 (float64 for float64).
     """
-    with torch.autocast(found.device.type, enabled=False):
-        found = found if found.dtype == torch.float64 else found.float()
-        taught = [one.detach().to(found.dtype) for one in (whole, texts, scale)]
-        total: Tensor = _Divergence.apply(found, *taught)
+    with torch.autocast(features.device.type, enabled=False):
+        features = at_least_float32(features)
+        taught = [tensor.detach().to(features.dtype) for tensor in (whole, texts, scale)]
+        total: Tensor = _Divergence.apply(features, *taught)
         return total
 
 
 class _Divergence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, found: Tensor, whole: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
-        total, gradient = found.new_zeros(()), torch.empty_like(found)
-        rows = max(1, _LOGITS // (found.shape[1] * len(texts)))
-        for tile in (slice(start, start + rows) for start in range(0, len(found), rows)):
-            wanted = (scale * whole[tile] @ texts.T).log_softmax(dim=-1)[:, None]  # (R, 1, N)
-            given = (scale * found[tile] @ texts.T).log_softmax(dim=-1)  # (R, V, N)
-            total += (wanted.exp() * (wanted - given)).sum()
-            gradient[tile] = scale * (given.exp_() - wanted.exp()) @ texts
-        ctx.save_for_backward(gradient.div_(found.shape[1]))
-        return total / found.shape[1]
+    def forward(ctx: FunctionCtx, features: Tensor, whole: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
+        total, gradient = features.new_zeros(()), torch.empty_like(features)
+        rows = max(1, _LOGITS // (features.shape[1] * len(texts)))
+        for start in range(0, len(features), rows):
+            tile = slice(start, start + rows)
+            teacher = (scale * whole[tile] @ texts.T).log_softmax(dim=-1)[:, None]  # (R, 1, N)
+            student = (scale * features[tile] @ texts.T).log_softmax(dim=-1)  # (R, V, N)
+            total += (teacher.exp() * (teacher - student)).sum()
+            gradient[tile] = scale * (student.exp_() - teacher.exp()) @ texts
+        ctx.save_for_backward(gradient.div_(features.shape[1]))
+        return total / features.shape[1]
 
     @staticmethod
     @once_differentiable

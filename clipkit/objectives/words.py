@@ -77,8 +77,8 @@ def _tile_losses(images: Tensor, words: Tensor, scale: Tensor, targets: Tensor) 
     """Return (R,) losses of images (R, O) with the words (R, L) of their captions, -1 for none."""
     logits = scale * images @ words.T  # (R, V)
     counted = targets >= 0
-    own = logits.gather(1, targets.clamp(min=0)).where(counted, 0).sum(1) / counted.sum(1)
-    return logits.logsumexp(1) - own
+    target_logits = logits.gather(1, targets.clamp(min=0)).where(counted, 0).sum(1) / counted.sum(1)
+    return logits.logsumexp(1) - target_logits
 
 
 def _distinct_words(tokens: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ def check_rows(model: nn.Module, *, batch_size: int, world: int, parts: int) -> 
         ConfigError: the smallest part has fewer.
     """
     rows = batch_size // world // parts
-    if rows < 2 and any(isinstance(one, _BatchNorm) and one.training for one in model.modules()):
+    if rows < 2 and any(isinstance(module, _BatchNorm) and module.training for module in model.modules()):
         least = 2 * world * parts
         raise ConfigError(
             f"batch_size = {batch_size} over {world} processes × accumulate = {parts} leaves parts of one row, "
@@ -299,9 +299,9 @@ class Teacher:
             self._classes = zero_shot_classifier(self._model, names, allow_indistinguishable=True).T
             return
         sample = ["a photo of two cats, 3:4", "Ünï 猫"]
-        own, other = self._model.tokenizer(sample), student.tokenizer(sample)
-        length = min(own.shape[1], other.shape[1])  # context lengths may differ
-        if not torch.equal(_cut(own, length), _cut(other, length)):
+        tokens, student_tokens = self._model.tokenizer(sample), student.tokenizer(sample)
+        length = min(tokens.shape[1], student_tokens.shape[1])  # context lengths may differ
+        if not torch.equal(_cut(tokens, length), _cut(student_tokens, length)):
             raise ConfigError(
                 f"distill.teacher = {source!r} has another tokenizer than {student.name}: choose a teacher with "
                 "CLIP's tokenizer, or store its features and set distill.features"
