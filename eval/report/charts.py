@@ -33,8 +33,8 @@ Point = tuple[float, float]
 
 def macro(file: str, name: str) -> Callable[..., Markup]:
     """Return a macro of a template."""
-    found: Callable[..., Markup] = getattr(TEMPLATES.get_template(file).module, name)
-    return found
+    function: Callable[..., Markup] = getattr(TEMPLATES.get_template(file).module, name)
+    return function
 
 
 def number(value: float) -> str:
@@ -389,7 +389,7 @@ def scatter(
     scale = _Scale(x0=min(logs) - 0.12, x1=max(logs) + 0.12, y0=bottom, y1=top)
     order = sorted(dots, key=lambda dot: (dot.x, -dot.y))
     places = [(scale.left(math.log10(dot.x)), scale.top(dot.y)) for dot in order]
-    frontier = [one for i, one in enumerate(order) if all(one.y > other.y for other in order[:i])]
+    frontier = [dot for i, dot in enumerate(order) if all(dot.y > other.y for other in order[:i])]
     # powers of ten, and numbers between them if these are few
     exponents = range(math.floor(scale.x0), math.ceil(scale.x1) + 1)
     ticks: list[float] = []

@@ -73,11 +73,11 @@ def build_internals(models: Sequence[CLIP], names: Sequence[str], dataset: EvalD
     if len(numbers) < 4:
         raise DataError(f"dataset {dataset.name} has {len(dataset)} images: internals needs at least 4")
     pixels = [_pixels(dataset, numbers, model) for model in models]
-    pixels = [one.to(model.logit_scale.device) for one, model in zip(pixels, models, strict=True)]
-    found = [analyze(model, images, shown=_IMAGES) for model, images in zip(models, pixels, strict=True)]
+    pixels = [images.to(model.logit_scale.device) for images, model in zip(pixels, models, strict=True)]
+    analyses = [analyze(model, images, shown=_IMAGES) for model, images in zip(models, pixels, strict=True)]
     prompts = _prompts(dataset, numbers[:_IMAGES])
     views = []
-    for model, name, inside, images in zip(models, names, found, pixels, strict=True):
+    for model, name, inside, images in zip(models, names, analyses, pixels, strict=True):
         views.append(
             {
                 "name": name,
@@ -108,28 +108,28 @@ def build_internals(models: Sequence[CLIP], names: Sequence[str], dataset: EvalD
 
 def _pixels(dataset: EvalDataset, numbers: Sequence[int], model: CLIP) -> Tensor:
     """Preprocess images, (B, 3, S, S) uint8."""
-    found = []
+    pixels = []
     for number in numbers:
         try:
-            found.append(eval_pixels(dataset.images.read(number), model.preprocess))
+            pixels.append(eval_pixels(dataset.images.read(number), model.preprocess))
         except DataError as error:
             raise DataError(f"{dataset.where(number)}: {error}") from error
-    return torch.stack(found)
+    return torch.stack(pixels)
 
 
 def _prompts(dataset: EvalDataset, numbers: Sequence[int]) -> list[list[str]]:
     """Return up to two texts for each image: its own, and the next one that differs from it."""
-    own: list[str] = []
+    texts: list[str] = []
     for number in numbers:
         if dataset.labels is not None and dataset.labels.ndim == 1 and dataset.class_names:
-            own.append(dataset.class_names[int(dataset.labels[number])])
+            texts.append(dataset.class_names[int(dataset.labels[number])])
         elif dataset.captions is not None:
-            own.append(dataset.captions[number][0])
-    found = []
-    for place, text in enumerate(own):
-        others = [one for one in (*own[place:], *own[:place]) if one != text]
-        found.append([text, *others[:1]])
-    return found
+            texts.append(dataset.captions[number][0])
+    prompts = []
+    for i, text in enumerate(texts):
+        others = [other for other in (*texts[i:], *texts[:i]) if other != text]
+        prompts.append([text, *others[:1]])
+    return prompts
 
 
 def _png(pixels: Pixels, scale: int = 1) -> Markup:
@@ -152,8 +152,8 @@ def _filters(inside: Internals) -> Markup | None:
     values = (255 * (inside.filters - low) / (high - low).clamp(min=1e-12)).permute(0, 2, 3, 1)
     rows = -(-len(values) // _COLUMNS)
     sheet = np.full((rows * _TILE, _COLUMNS * _TILE, 3), 128, np.uint8)
-    for number, one in enumerate(values.to(torch.uint8).numpy()):
-        tile = np.asarray(Image.fromarray(one).resize((_TILE - 2, _TILE - 2), Image.Resampling.NEAREST))
+    for number, pixels in enumerate(values.to(torch.uint8).numpy()):
+        tile = np.asarray(Image.fromarray(pixels).resize((_TILE - 2, _TILE - 2), Image.Resampling.NEAREST))
         top, left = number // _COLUMNS * _TILE, number % _COLUMNS * _TILE
         sheet[top + 1 : top + _TILE - 1, left + 1 : left + _TILE - 1] = tile
     return _png(sheet)
@@ -200,14 +200,14 @@ def _heat(
     """Return each image with the heatmaps of its texts; none without a text tower or without a ViT."""
     try:
         attention_blocks(model)
-        found = []
+        heatmaps = []
         for pixels, texts in zip(images, prompts, strict=False):
             heat = clipkit.explain(pixels, texts, model)[0].numpy()
-            heatmaps = [_over(pixels.cpu(), one) for one in heat]
-            found.append((_shown(pixels.cpu()), list(zip(texts, heatmaps, strict=True))))
+            drawn = [_over(pixels.cpu(), each) for each in heat]
+            heatmaps.append((_shown(pixels.cpu()), list(zip(texts, drawn, strict=True))))
     except (ConfigError, DataError):
         return []
-    return found
+    return heatmaps
 
 
 def _shape_bias(model: CLIP, dataset: EvalDataset) -> Score | None:

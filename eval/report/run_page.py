@@ -178,21 +178,25 @@ def _read(run: Path) -> RunFolder:
     # scores are missed only if the config asks for them, and by the last step
     step = max((points[-1][0] for points in metrics.values()), default=None)
     section = config.get("eval")
-    section = section if isinstance(section, Mapping) else {}
-    datasets = names if isinstance(names := section.get("data"), list) else []
-    every, steps = whole(section.get("every_steps")), whole(config.get("steps"))
-    first_score = min((one for one in (every, steps) if one and one > 0), default=0)
+    if not isinstance(section, Mapping):
+        section = {}
+    datasets = section.get("data")
+    if not isinstance(datasets, list):
+        datasets = []
+    steps = whole(config.get("steps"))
+    due_steps = [due for due in (whole(section.get("every_steps")), steps) if due and due > 0]
+    first_score = min(due_steps, default=0)
     due = not config or (bool(datasets) and (step is None or step >= first_score))
-    found: dict[tuple[int, tuple[str, ...]], Result] = {}
+    scores: dict[tuple[int, tuple[str, ...]], Result] = {}
     for record in read_records(run / "results.jsonl", notes, "there are no scores to show" if due else ""):
         if record.step is not None:
             result = Result(**vars(record))
-            key = (result.step, result.what)
-            if (
-                key not in found or result.scored_in_training or not found[key].scored_in_training
-            ):  # the training's own score counts
-                found[key] = result
-    results = sorted(found.values(), key=lambda result: result.step)  # stable: within a step, as written
+            before = scores.get((result.step, result.what))
+            # the training's own score counts
+            if before is None or result.scored_in_training or not before.scored_in_training:
+                scores[result.step, result.what] = result
+    # stable: within a step, as written
+    results = sorted(scores.values(), key=lambda result: result.step)
 
     snapshots: dict[str, list[Snapshot]] = {}
     for by_step in find_snapshots(run).values():
@@ -252,6 +256,7 @@ def build_report(run: Path, out: Path | None = None) -> Path:
     """
     folder = read_run_folder(run)
     last = [snapshots[-1] for snapshots in folder.snapshots.values()]
+    queries = [query for snapshot in last for query in snapshot.queries]
     page = TEMPLATES.get_template("run.html").render(
         title=folder.name,
         run=folder,
@@ -262,8 +267,8 @@ def build_report(run: Path, out: Path | None = None) -> Path:
         utilization=_utilization_line(folder.curve("mfu")),
         score_charts=_score_charts(folder),
         thumbnails=Thumbnails(),
-        has_heatmaps=any(one.heat for snapshot in last for one in snapshot.examples),
-        has_classes=any(hit.right is not None for one in last for query in one.queries for hit in query.hits),
+        has_heatmaps=any(example.heat for snapshot in last for example in snapshot.examples),
+        has_classes=any(hit.right is not None for query in queries for hit in query.hits),
         similarities=_compare_similarities,
         newest=newest(folder.results),
         row=_row,

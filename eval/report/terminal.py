@@ -17,11 +17,9 @@ from rich.text import Text
 from clipkit.files import printable
 from eval.compare import LEVEL, Difference, ModelComparison
 from eval.metrics import is_fraction, is_informative, is_rank, lower_is_better, metric_title
-from eval.report.tables import (
-    PLAIN,
-    setting_name,
-)
+from eval.report.tables import PLAIN, join_words, setting_name
 from eval.results.scores import Score
+from eval.results.table import group_by
 
 _WIDTH = 80
 _NAME = 20  # characters of a line of a dataset's name
@@ -111,16 +109,16 @@ def _plain(scores: Sequence[Score], width: int) -> Table:
 def _few_shot(scores: Sequence[Score], width: int) -> Iterator[RenderableType]:
     """Show a table per dataset: a row per metric and estimator, a column per number of images per class."""
     spread = {
-        (one.dataset, one.setting, one.metric.removesuffix("_std")): one
-        for one in scores
-        if one.metric.endswith("_std")
+        (score.dataset, score.setting, score.metric.removesuffix("_std")): score
+        for score in scores
+        if score.metric.endswith("_std")
     }
     datasets: dict[str, dict[str, dict[int, Score]]] = {}
-    for one in scores:
-        match = _SHOTS.fullmatch(one.setting)
-        if match and not one.metric.endswith("_std"):
-            name = f"{_metric(one.metric)}, {printable(match[2]) or PLAIN}"
-            datasets.setdefault(one.dataset, {}).setdefault(name, {})[int(match[1])] = one
+    for score in scores:
+        match = _SHOTS.fullmatch(score.setting)
+        if match and not score.metric.endswith("_std"):
+            name = f"{_metric(score.metric)}, {printable(match[2]) or PLAIN}"
+            datasets.setdefault(score.dataset, {}).setdefault(name, {})[int(match[1])] = score
 
     def mean_and_spread(score: Score | None) -> str:
         if score is None:
@@ -157,7 +155,7 @@ def _few_shot(scores: Sequence[Score], width: int) -> Iterator[RenderableType]:
                 table.add_row(Text(name), *cells)
             yield table
     if datasets:
-        draws = max((one.n for one in spread.values()), default=1)
+        draws = max((score.n for score in spread.values()), default=1)
         mean = f"mean of {draws} draws ± standard deviation; below it its 95% interval"
         yield Text(f"Percent by images per class: {mean if draws > 1 else 'of one draw'}.\n")
 
@@ -221,25 +219,22 @@ def _differences(comparison: ModelComparison, width: int) -> Group:
             table.add_row(name, *(Text(texts[i]) for i in kept), style=style)
         return table
 
-    kinds: dict[str, list[Difference]] = {}
-    for one in differences:
-        parts = one.task, setting_name(one.task, one.setting), one.prompt_set and f"prompts {one.prompt_set}"
-        kinds.setdefault(", ".join(filter(None, parts)), []).append(one)
     sections: dict[str, list[tuple[Text, Difference]]] = {}
-    for kind, own in kinds.items():
-        single = len({one.dataset for one in own}) == 1
-        for metric in dict.fromkeys(one.metric for one in own):
-            title = f"{kind} on {own[0].dataset}" if single else f"{kind}: {_metric(metric)}"
-            sections.setdefault(title, []).extend(
-                (Text(_metric(metric)) if single else _broken(one.dataset), one)
-                for one in own
-                if one.metric == metric
-            )
+    for kind, same_kind in group_by(differences, _describe_kind).items():
+        single = len({difference.dataset for difference in same_kind}) == 1
+        for metric, same_metric in group_by(same_kind, lambda difference: difference.metric).items():
+            title = f"{kind} on {same_kind[0].dataset}" if single else f"{kind}: {_metric(metric)}"
+            for difference in same_metric:
+                name = Text(_metric(metric)) if single else _broken(difference.dataset)
+                sections.setdefault(title, []).append((name, difference))
     shown: list[RenderableType] = []
     for title, rows in sections.items():
         shown.append(Text(("\n" if shown else "") + printable(title), style="bold"))
-        shown.append(grid([(name, _texts(one), "bold" if one.beyond_chance else "") for name, one in rows]))
-    count = sum(one.beyond_chance for one in differences)
+        texts = []
+        for name, difference in rows:
+            texts.append((name, _texts(difference), "bold" if difference.beyond_chance else ""))
+        shown.append(grid(texts))
+    count = sum(difference.beyond_chance for difference in differences)
     return Group(
         Text(f"A: {printable(comparison.first)}\nB: {printable(comparison.second)}\n"),
         grid([(Text(""), _HEADS, "")]),
@@ -253,17 +248,28 @@ def _differences(comparison: ModelComparison, width: int) -> Group:
     )
 
 
-def _texts(one: Difference) -> tuple[str, ...]:
+def _describe_kind(difference: Difference) -> str:
+    return join_words(
+        difference.task,
+        setting_name(difference.task, difference.setting),
+        f"prompts {difference.prompt_set}" if difference.prompt_set else "",
+    )
+
+
+def _texts(difference: Difference) -> tuple[str, ...]:
     """Format a row without its name."""
-    factor, unit = (100, "%") if is_fraction(one.metric, one.first, one.second) else (1, "")
-    low, high = factor * one.test.low, factor * one.test.high
+    factor, unit = 1, ""
+    if is_fraction(difference.metric, difference.first, difference.second):
+        factor, unit = 100, "%"
+    test = difference.test
+    low, high = factor * test.low, factor * test.high
     better = "–"
-    if one.beyond_chance:
-        better = "B" if (one.test.difference > 0) != lower_is_better(one.metric) else "A"
+    if difference.beyond_chance:
+        better = "B" if (test.difference > 0) != lower_is_better(difference.metric) else "A"
     return (
-        f"{factor * one.first:,.1f}{unit}",
-        f"{factor * one.second:,.1f}{unit}",
-        f"{factor * one.test.difference:+,.1f} [{low:+,.1f}, {high:+,.1f}]".replace("-", "−"),
-        "<0.001" if one.p < 0.001 else f"{one.p:.3f}",
+        f"{factor * difference.first:,.1f}{unit}",
+        f"{factor * difference.second:,.1f}{unit}",
+        f"{factor * test.difference:+,.1f} [{low:+,.1f}, {high:+,.1f}]".replace("-", "−"),
+        "<0.001" if difference.p < 0.001 else f"{difference.p:.3f}",
         better,
     )
