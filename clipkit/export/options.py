@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clipkit.cli import MODEL, REQUIRED, Command, NameOptions, number, one_of, setting
-from clipkit.export import EXPORTS
+from clipkit.export.targets import EXPORTS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ from clipkit.export.targets import EXPORTS
 from clipkit.files.atomic import lock_output
 from clipkit.files.hub import HUB, check_push, push_folder
 from clipkit.files.patterns import output_folder
-from clipkit.formats.checkpoint import model_hash
+from clipkit.formats.checkpoint import collect_tensors, model_hash
 from clipkit.model.clip import CLIP
 from clipkit.model.flops import HEADS
 from clipkit.model.zero_shot import evaluating
@@ -91,15 +91,9 @@ def export(model: CLIP, out: Path, *, to: Sequence[str] = (), source: Source | N
         model = deepcopy(model).float().cpu()
         model.reset_constants()
     aside, former = out.with_name(f".{out.name}.partial"), out.with_name(f".{out.name}.former")
-    tensors: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, value in model.state_dict().items():
-        if name.startswith(tuple(HEADS.values())):  # only the towers are exported
-            continue
-        memory = value.untyped_storage().data_ptr()  # safetensors does not support shared memory
-        copied = value.clone(memory_format=torch.contiguous_format) if memory in seen else value
-        tensors[name] = copied.contiguous()
-        seen.add(memory)
+    heads = tuple(HEADS.values())
+    # only the towers are exported
+    tensors = {name: value for name, value in collect_tensors(model).items() if not name.startswith(heads)}
     weights = model_hash(model)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
