@@ -334,6 +334,8 @@ def _check_options(out: Path, paths: Sequence[Path], options: DownloadOptions, f
     """Store the options in a new folder; for an existing one, check that they are the same."""
     stored = asdict(options)
     stored["keep_duplicates"] = not stored.pop("deduplicate")
+    # how training treats the images, as recorded by pack
+    stored |= {"keep_orientation": False, "background": None}
     if options.resize == "no":
         stored["image_size"] = None
         del stored["enlarge"]
