@@ -236,6 +236,12 @@ def _read_local(path: Path, request: LoadRequest) -> StoredModel:
             f"no model at {path}: expected a run, a checkpoint, a weights file, a folder of open_clip or "
             f"transformers, {OPEN_CLIP}NAME/TAG or {HUB}OWNER/REPOSITORY"
         )
+    # such a folder may also have the weights that the adapters belong to, which alone are another model
+    if (path / "adapter_config.json").is_file():
+        base = read_json(path / "adapter_config.json").get("base_model_name_or_path")
+        raise CheckpointError(
+            f"{path} has adapters of peft for {base!r}, not a model: merge them with merge_and_unload() of peft"
+        )
     if (path / "open_clip_config.json").is_file():
         return _read_open_clip_folder(path)
     if (path / "modules.json").is_file():
