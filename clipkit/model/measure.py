@@ -87,16 +87,16 @@ class _Shadow(Tensor):
 
     @staticmethod
     def __new__(cls, meta: Tensor) -> "_Shadow":
-        shadow: _Shadow = Tensor._make_subclass(  # type: ignore[attr-defined]
+        shadow: _Shadow = Tensor._make_subclass(
             cls, meta, False, dispatch_device=True, device_for_backend_keys=_CPU
         )
         shadow.meta = meta
         return shadow
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, *operation: Any) -> Any:
         raise RuntimeError("tensors without values are computed with only while a Meter is active")
 
 
@@ -145,7 +145,7 @@ class Meter(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
         # memory is known by the address of its storage while it is alive, and by a number that is not used again
         self._numbers: dict[int, int] = {}
@@ -220,7 +220,7 @@ class Meter(TorchDispatchMode):
 
 
 def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 @contextmanager

@@ -125,7 +125,7 @@ def test_parameters_and_flops_of_published_profiles(name: str) -> None:
 
 def test_kept_patches_cost_as_much_as_a_smaller_image() -> None:
     shape = ARCHITECTURES["ViT-B-32"]
-    smaller = replace(shape, vision=replace(shape.vision, image_size=160))  # 25 patches
+    smaller = shape.resized(image_size=160)  # 25 patches
     assert image_flops(meta(shape), patches=25) == image_flops(meta(smaller))
 
 
