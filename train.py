@@ -241,15 +241,14 @@ def main(arguments: Arguments) -> int:
         count_flops = partial(
             costs.flops_of_steps,
             model,
-            config.model.patch_dropout,
-            objective.text_rows(shape.text, config.batch_size),
+            terms=terms,
+            text_rows=objective.text_rows(shape.text, config.batch_size),
+            patch_dropout=config.model.patch_dropout,
             loss_dims=config.loss.dims,
-            masked=config.masked.fraction,
             averaged=config.distill.averages,
             gradients=1 + bool(config.optim.sam),
         )
-        views = config.views
-        flops = count_flops(views=views if state.step >= views.after else None)
+        flops = count_flops(step=state.step)
         measure = partial(costs.measured_peak, device, torch.bfloat16 if bf16 else torch.float32)
         peak = measure() if flops is not None else None
         batches = loader.DeviceBatches(train_loader, state.step, config.steps, device)
@@ -277,8 +276,8 @@ def main(arguments: Arguments) -> int:
                 starvation.count(batch)
                 if changed := unfreezing.lock_for_step(step):
                     trained = parallel.replicated(model)
-                if changed or step == views.after:
-                    flops = count_flops(views=views if step >= views.after else None)
+                if changed or any(0 < term.after == step for term in terms.values()):
+                    flops = count_flops(step=step)
 
                 # 7b. The gradient of the global batch, clipped.
                 rate = training.learning_rate(step, config.steps, config.optim)

@@ -39,7 +39,7 @@ import torch
 
 import clipkit
 from bench.evaluation_data import FAMILY, publish, publish_family, templates, tiny_twins
-from clipkit.model.flops import text_flops
+from clipkit.model.measure import text_flops
 
 RESULTS = Path(__file__).parent / "results"
 PARTS = ("classifier", "three_tasks", "counted", "memory")
@@ -169,13 +169,14 @@ def bound(model: clipkit.CLIP, prompts: list[str], seconds: float) -> Row:
             a @ b
         times.append(time.perf_counter() - began)
     products = statistics.median(times) * text.layers * len(prompts) / 256
-    flops = sum(text_flops(shape, int(length)).forward for length in lengths.tolist())
+    by_length = {length: text_flops(model, length).forward for length in {77, *lengths.tolist()}}
+    flops = sum(by_length[length] for length in lengths.tolist())
     return {
         "tokens a prompt": float(lengths.float().mean()),
         "share of matrix products": products / seconds,
         "share of tokenizing": tokenizing / seconds,
         "useful GFLOP/s": flops / seconds / 1e9,
-        "useful FLOPs of all at 77 tokens": flops / (len(prompts) * text_flops(shape, 77).forward),
+        "useful FLOPs of all at 77 tokens": flops / (len(prompts) * by_length[77]),
     }
 
 

@@ -51,11 +51,10 @@ from bench.gpu_loop import LoopRun, check_repeats, check_resume, measure_loop, w
 from bench.gpu_steps import Batch, Contestant, clipkit_steps, make_batch, open_clip_steps, other_steps
 from bench.plain_clip import PlainCLIP, plain_loss
 from clipkit.model.architectures import ARCHITECTURES, Architecture
-from clipkit.model.clip import create
-from clipkit.model.flops import step_flops
+from clipkit.model.clip import CLIP, create
 from clipkit.objectives.clip import clip_loss
 from clipkit.objectives.siglip import siglip_loss
-from clipkit.training.costs import measured_peak, published_gpu
+from clipkit.training.costs import flops_of_steps, measured_peak, published_gpu
 from clipkit.training.parallel import compile_blocks
 
 RESULTS = Path(__file__).parent / "results"
@@ -269,7 +268,10 @@ def rounds(
 
 def rates(bench: Bench, shape: Architecture, batch: Batch, seconds: float) -> dict[str, Any]:
     rows, device = len(batch.lengths), bench.found["device"]
-    flops = step_flops(shape, rows=rows, lengths=batch.lengths, text_rows=rows) / seconds
+    with torch.device("meta"):
+        count = flops_of_steps(CLIP(shape), terms={}, step=0, text_rows=rows)
+    assert count is not None
+    flops = count(batch.lengths, shape.vision.image_size, ()) / seconds
     sheet = device["data_sheet_bf16"]
     return {
         "batch": rows,

@@ -43,7 +43,7 @@ import clipkit
 from clipkit.export.onnx import write as write_onnx
 from clipkit.export.transformers import write as write_transformers
 from clipkit.model.cpu import PackedWeights, in_parallel, keep_memory, one_core_each
-from clipkit.model.flops import image_flops
+from clipkit.model.measure import image_flops
 from clipkit.model.names import architecture
 from clipkit.model.zero_shot import encode_prompts
 
@@ -282,7 +282,7 @@ def measure(model_name: str, options: argparse.Namespace) -> dict[str, Any]:
     found, rates = {}, list[float]()
     with tempfile.TemporaryDirectory() as scratch:
         prepare(model, Path(scratch), only=options.only)
-        flops = image_flops(model.architecture).forward
+        flops = image_flops(model).forward
         del model, plain
         for precision in PRECISIONS:  # all at once would need more memory
             names = [name for name in options.only if precision in CONTESTANTS[name]]

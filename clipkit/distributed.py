@@ -8,7 +8,9 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from itertools import count
 from typing import Any, TypeVar
@@ -22,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from clipkit.errors import ClipkitError, ConfigError, tell_torchrun
 
 __all__ = [
-    "Failures", "background_group", "barrier", "broadcast_buffers", "broadcast_bytes", "check_launch",
+    "Failures", "alone", "background_group", "barrier", "broadcast_buffers", "broadcast_bytes", "check_launch",
     "counts_of_rows", "gather_objects", "gather_rows", "greatest_over_ranks", "own_device", "rank",
     "rank_and_world", "ranks_of_host", "scatter_sums_of_rows", "start", "stop", "sum_over_ranks", "together",
     "totals", "world_size",
@@ -293,14 +295,31 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
+_is_alone = ContextVar("_is_alone", default=False)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Compute as if there were no other process: rank 0 of 1."""
+    token = _is_alone.set(True)
+    try:
+        yield
+    finally:
+        _is_alone.reset(token)
+
+
+def _has_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and not _is_alone.get()
+
+
 def rank() -> int:
     """Return this process's rank, 0 ≤ rank < world_size."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return dist.get_rank() if _has_ranks() else 0
 
 
 def world_size() -> int:
     """Return the number of processes."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if _has_ranks() else 1
 
 
 def broadcast_buffers(buffers: Iterable[Tensor]) -> None:

@@ -16,7 +16,7 @@ import torch
 from clipkit import CLIP
 from clipkit.errors import ClipkitError, ConfigError, DataError, Unavailable
 from clipkit.formats import is_complete, model_hash
-from clipkit.model import ClassTokenizer, counted_flops, image_flops
+from clipkit.model import ClassTokenizer, image_gflops
 from clipkit.samples import MissingSplit, TraitCounts
 from data.corpora.builtin import BUILTIN
 from eval.datasets.dataset import EvalDataset, by_class_names
@@ -195,10 +195,7 @@ def run_model(
     """
     options = options or Options()
     encoder = Encoder(model, store=store, ranks=ranks, batch_size=batch_size)
-    gflops = None
-    if (counted := counted_flops(model)) is not None:
-        flops = counted.get("image") or image_flops(model.architecture)
-        gflops = float(f"{flops.forward / 1e9:.4g}")
+    gflops = image_gflops(model)
     origin = {**(origin or {}), "model_hash": model_hash(model), "gflops": gflops}
     works: list[_Work] = []
     classes = model.architecture.text.classes

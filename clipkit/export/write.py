@@ -34,8 +34,8 @@ from clipkit.files.atomic import lock_output
 from clipkit.files.hub import HUB, check_push, push_folder
 from clipkit.files.patterns import output_folder
 from clipkit.formats.checkpoint import collect_tensors, model_hash
+from clipkit.model.architectures import HEADS
 from clipkit.model.clip import CLIP
-from clipkit.model.flops import HEADS
 from clipkit.model.zero_shot import evaluating
 
 __all__ = ["Exported", "export", "run_export"]

@@ -26,10 +26,6 @@ from .cpu import (
     keep_memory as keep_memory,
     one_core_each as one_core_each,
 )
-from .flops import (
-    counted_flops as counted_flops,
-    image_flops as image_flops,
-)
 from .generate import (
     caption_likelihoods as caption_likelihoods,
     check_generation as check_generation,
@@ -40,6 +36,10 @@ from .library_towers import (
     OpenClipVision as OpenClipVision,
     TimmVision as TimmVision,
     TransformersText as TransformersText,
+)
+from .measure import (
+    architecture_gflops as architecture_gflops,
+    image_gflops as image_gflops,
 )
 from .names import (
     IMAGE_TOWERS as IMAGE_TOWERS,

@@ -21,24 +21,10 @@ if TYPE_CHECKING:
     from clipkit.model.preprocess import Preprocess
 
 _MAX, _MAX_LAYERS, _MAX_RATIO = 1_000_000, 1000, 64  # limits for stored architectures, which are not trusted
-_HALF, _FLOAT = 2, 4  # bytes
 QUICKGELU = "-quickgelu"  # suffix of a name
 
 Layer: TypeAlias = tuple[int, ...] | None  # STEM, the number of a block, or None for the head
 STEM = (-1,)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Flops:
-    """FLOPs of one sample, or of one loss."""
-
-    forward: int
-    backward: int
-
-    @property
-    def both(self) -> int:
-        """Sum of the two passes."""
-        return self.forward + self.backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,19 +134,6 @@ class TowerArchitecture:
         """Return a function from the name of a parameter to its layer; None if the layers are unknown."""
         return _TRANSFORMER
 
-    def activation_bytes(
-        self, count: int | None, *, blocks: int | None = None, bf16: bool, recompute: int = 0
-    ) -> int | None:
-        """Compute the bytes autograd keeps for one sample, without its features; None if that is unknown.
-
-        Args:
-            count: number of patches kept, or of tokens; None for all.
-            blocks: number of trained last blocks; None for the whole tower.
-            bf16: whether matrix products are in bfloat16; the residual stream is in float32, as under autocast.
-            recompute: every ``recompute``-th block keeps only its input and is recomputed in the backward pass.
-        """
-        return None
-
     def open_clip_config(self) -> dict[str, Any]:
         """Return open_clip's ``vision_cfg`` or ``text_cfg`` of the tower; ConfigError if open_clip lacks it."""
         raise ConfigError(f"open_clip has no tower like this one ({self.description})")
@@ -257,16 +230,6 @@ class ImageArchitecture(TowerArchitecture):
     def resized(self, image_size: int) -> Self:
         """Return the tower for images of another size."""
         return replace(self, **{"image_size": image_size})
-
-    def flops(self, embed_dim: int, *, patches: int | None = None, blocks: int | None = None) -> Flops | None:
-        """Compute the FLOPs of one image; None if torch has to count them.
-
-        Args:
-            embed_dim: dimension of the features.
-            patches: number of patches kept; None for all.
-            blocks: number of trained last blocks, 0 for a frozen tower; None for the whole tower.
-        """
-        return None
 
     def tokens(self, embed_dim: int) -> tuple[int, int] | None:
         """Return the number and width of an image's tokens that a decoder reads; None if it has none."""
@@ -374,16 +337,9 @@ class TextArchitecture(TowerArchitecture):
         """Return the tower with the tokenizer in a folder of open_clip, if any; ConfigError if it is unknown."""
         return self
 
-    def flops(self, embed_dim: int, length: int, *, blocks: int | None = None) -> Flops | None:
-        """Compute the FLOPs of one text of ``length`` tokens including start and end; otherwise as for images."""
-        return None
-
 
 class _TransformerTower:
-    """Costs of a transformer of which one token is read at the end.
-
-    Letters: L tokens, D width, H width inside a block's MLP.
-    """
+    """The sizes of a transformer."""
 
     width: int
     layers: int
@@ -402,42 +358,6 @@ class _TransformerTower:
     def _check_heads(self) -> None:
         if self.width % self.heads:
             raise ConfigError(f"width = {self.width} is not a multiple of heads = {self.heads}")
-
-    def _flops(self, length: int, embed_dim: int, *, blocks: int | None, embedding: int = 0) -> Flops:
-        """Sum the FLOPs of ``embedding``, the blocks over L tokens, and the projection; see clipkit.model.flops."""
-        width, hidden = self.width, self.hidden
-        body = length * (8 * width**2 + 4 * width * hidden) + 4 * length**2 * width
-        # keys and values of all tokens; query, attention, output and MLP of one token
-        last = 4 * length * width**2 + 4 * width**2 + 4 * width * hidden + 4 * length * width
-        projection = 2 * width * embed_dim
-        forward = embedding + (self.layers - 1) * body + last + projection
-        if blocks is None:
-            return Flops(forward=forward, backward=2 * forward - embedding)
-        return Flops(forward=forward, backward=2 * ((blocks - 1) * body + last + projection) if blocks else 0)
-
-    def whole_flops(self, length: int) -> Flops:
-        """Compute the FLOPs that are added if the last block computes all tokens, not only the one that is read."""
-        forward = (length - 1) * (4 * self.width**2 + 4 * self.width * self.hidden + 4 * length * self.width)
-        return Flops(forward=forward, backward=2 * forward)
-
-    def _activation_bytes(
-        self, length: int, blocks: int | None, *, bf16: bool, recompute: int
-    ) -> tuple[int, int]:
-        """Compute the bytes autograd keeps of the last blocks over L tokens, and of one norm before them."""
-        width, hidden, computed = self.width, self.hidden, _HALF if bf16 else _FLOAT
-        blocks = blocks or self.layers
-        statistics = 2 * _FLOAT  # mean and inverse deviation of a token
-        stream = length * (width * _FLOAT + statistics)  # kept by a norm
-        # of each token: input and output of both norms, query, key, value, attention's output, MLP
-        inner = length * (computed * (6 * width + 2 * hidden) + _FLOAT * self.heads)
-        body = 2 * stream + inner
-        last = stream + computed * length * 3 * width  # keys and values of all tokens, the rest of one
-        last += computed * (3 * width + 2 * hidden) + _FLOAT * 2 * width
-        kept = (blocks - 1) * body + last
-        if recompute:
-            inputs = blocks * length * width * _FLOAT + max(body if blocks > 1 else 0, last)
-            kept = inputs // recompute + kept * (recompute - 1) // recompute
-        return kept, length * (width * computed + statistics)
 
 
 POOLS = ("class", "mean", "map", "distilled")  # what is projected to an image's features
@@ -566,34 +486,6 @@ class VisionTower(_TransformerTower, ImageArchitecture):
         if self.positions == "learned_2d":
             tie_grid(table, drawn=side)
 
-    def flops(self, embed_dim: int, *, patches: int | None = None, blocks: int | None = None) -> Flops:
-        count = self.patches if patches is None else patches
-        embedding = 2 * count * self.channels * self.patch_size**2 * self.width
-        length = self._length(count)
-        read = self._flops(length, embed_dim, blocks=blocks, embedding=embedding)
-        if self.pool == "class":
-            return read
-        pooling = super().whole_flops(length).forward  # of the last block
-        if self.pool == "map":  # keys and values of all patches; query, output and MLP of one token
-            pooling += 4 * self.width * ((count + 1) * self.width + self.hidden + count)
-        backward = read.backward + 2 * pooling if blocks != 0 else 0
-        return Flops(forward=read.forward + pooling, backward=backward)
-
-    def whole_flops(self, length: int) -> Flops:
-        return super().whole_flops(length) if self.pool == "class" else Flops(forward=0, backward=0)
-
-    def activation_bytes(
-        self, count: int | None, *, blocks: int | None = None, bf16: bool, recompute: int = 0
-    ) -> int:
-        count = self.patches if count is None else count
-        kept, before = self._activation_bytes(self._length(count), blocks, bf16=bf16, recompute=recompute)
-        if self.pool != "class":  # the rest of the last block's tokens
-            kept += count * (self.width + self.hidden) * 2 * (_HALF if bf16 else _FLOAT)
-        if blocks is not None:
-            return kept
-        # with the patches, and the norm before the blocks
-        return kept + count * self.channels * self.patch_size**2 * (_HALF if bf16 else _FLOAT) + before
-
     def open_clip_config(self) -> dict[str, Any]:
         if self.pool in ("map", "distilled"):
             return super().open_clip_config()
@@ -684,12 +576,6 @@ class PixelTower(ImageArchitecture):
     def layer_of(self, module: "nn.Module") -> Callable[[str], Layer]:
         return _PIXELS
 
-    def flops(self, embed_dim: int, *, patches: int | None = None, blocks: int | None = None) -> Flops:
-        length = self.image_size**2
-        block = 24 * length * self.width**2 + 4 * length**2 * self.width
-        forward = self.layers * block + 2 * self.width * embed_dim
-        return Flops(forward=forward, backward=0 if blocks == 0 else 2 * forward)
-
 
 @dataclass(frozen=True, kw_only=True)
 class TextTower(_TransformerTower, TextArchitecture):
@@ -753,16 +639,6 @@ class TextTower(_TransformerTower, TextArchitecture):
         kind = "causal" if self.causal else "bidirectional"
         return f"{kind} transformer, {self.layers} layers, width {self.width}, {self.heads} heads"
 
-    def flops(self, embed_dim: int, length: int, *, blocks: int | None = None) -> Flops:
-        return self._flops(length, embed_dim, blocks=blocks)
-
-    def activation_bytes(
-        self, count: int | None, *, blocks: int | None = None, bf16: bool, recompute: int = 0
-    ) -> int:
-        count = self.context_length if count is None else count
-        kept, _ = self._activation_bytes(count, blocks, bf16=bf16, recompute=recompute)
-        return kept if blocks is not None else kept + count * 8  # the tokens
-
     def open_clip_config(self) -> dict[str, Any]:
         if not self.causal:  # open_clip's would attend to padding
             return super().open_clip_config()
@@ -804,18 +680,9 @@ class BagOfWords(TextArchitecture):
         assert isinstance(module, BagOfWordsTower)
         module.initialize()
 
-    def flops(self, embed_dim: int, length: int, *, blocks: int | None = None) -> Flops:
-        projection = 2 * self.width * embed_dim
-        return Flops(forward=projection, backward=0 if blocks == 0 else 2 * projection)
-
-    def activation_bytes(
-        self, count: int | None, *, blocks: int | None = None, bf16: bool, recompute: int = 0
-    ) -> int:
-        return (self.context_length if count is None else count) * self.width * _FLOAT
-
 
 class _Table(TextArchitecture):
-    """Base of text towers that look up learned rows, which takes no FLOPs."""
+    """Base of text towers that look up learned rows."""
 
     own = True
     has_blocks = False
@@ -825,14 +692,6 @@ class _Table(TextArchitecture):
 
         assert isinstance(module, ClassTableTower | WordTableTower)
         module.initialize()
-
-    def flops(self, embed_dim: int, length: int, *, blocks: int | None = None) -> Flops:
-        return Flops(forward=0, backward=0)
-
-    def activation_bytes(
-        self, count: int | None, *, blocks: int | None = None, bf16: bool, recompute: int = 0
-    ) -> int:
-        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -959,40 +818,11 @@ class Decoder(_TransformerTower, TowerArchitecture):
         if self.feed not in FEEDS or (self.parallel and self.feed != "tokens"):
             raise ConfigError(f"feed = {self.feed!r} and parallel = {self.parallel} are not a decoder")
 
-    def flops(self, length: int, image_tokens: int, image_width: int) -> Flops:
-        """Compute the FLOPs of one caption of ``length`` predicted tokens, without those of a shared text tower.
-
-        Args:
-            length: number of tokens; all of ``context_length`` are computed with [mask].
-            image_tokens: number of the image's tokens.
-            image_width: their width.
-        """
-        width, hidden = self.width, self.hidden
-        if self.parallel:
-            length = self.context_length
-        layer = 4 * (length + image_tokens) * width**2 + 4 * length * image_tokens * width  # cross-attention
-        if self.feed != "shared":
-            layer += length * (8 * width**2 + 8 * width * hidden) + 4 * length**2 * width
-        mapping = 0 if image_width == width else 2 * image_tokens * image_width * width
-        forward = self.layers * layer + mapping + 2 * length * width * self.vocab_size
-        return Flops(forward=forward, backward=2 * forward)
-
-    def decoder_bytes(self, image_tokens: int, *, bf16: bool, recompute: int = 0) -> int:
-        """Estimate the bytes autograd keeps for one caption of full length, see ``flops``."""
-        length, width, computed = self.context_length, self.width, _HALF if bf16 else _FLOAT
-        stream = length * width * _FLOAT
-        body = stream + computed * length * 3 * width  # cross-attention
-        body += (2 * computed + _FLOAT) * image_tokens * width  # keys and values, and the norm before them
-        if self.feed != "shared":
-            body += 3 * stream + computed * length * (7 * width + 4 * self.hidden)
-        kept = self.layers * body
-        if recompute:
-            kept = (self.layers * 2 * stream + body) // recompute + kept * (recompute - 1) // recompute
-        return kept + 3 * stream
-
 
 FEEDS = ("tokens", "text", "shared")  # inputs of a decoder
 COLORS = 512  # classes of a color, three bits a channel
+# heads of local terms, which only training and captioning use: how the names of their parameters begin
+HEADS = {"caption": "text_decoder.", "masked": "masked_head.", "image_gpt": "visual.proj_colors."}
 # targets of masked patches, see clipkit.model.masked: the image tower → number of outputs for a patch
 MASKED: dict[str, Callable[[VisionTower], int]] = {
     "color": lambda tower: COLORS,

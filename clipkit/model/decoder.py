@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -249,11 +250,10 @@ class CaptionDecoder(Transformer):
                 if parallel is None:
                     parallel = torch.zeros(len(captions), dtype=torch.bool, device=device)
             x = self.embed(inputs, parallel)
-        ends = (
-            captions.argmax(dim=-1) if lengths is None else torch.tensor(lengths) - 1
-        )  # on the host, if given
-        wanted = torch.arange(count, device=ends.device) < ends[:, None]
-        index = wanted.flatten().nonzero()[:, 0].to(device, non_blocking=True)  # (N,)
+        # on the host if lengths are given, to avoid a synchronization
+        ends = captions.argmax(dim=-1).cpu().numpy() if lengths is None else np.array(lengths) - 1
+        predicted = np.flatnonzero(np.arange(count) < ends[:, None])
+        index = torch.from_numpy(predicted).to(device, non_blocking=True)  # (N,)
         hidden = self.hidden(image, x, parallel, text).flatten(0, 1)[index]  # (N, D)
         return hidden, targets.flatten()[index], index // count
 

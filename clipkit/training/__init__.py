@@ -23,8 +23,6 @@ class OptimizerEntry:
 
     Attributes:
         make: builds it for a model on its device, sharded or not.
-        matrix_bytes: bytes of state per trained value of the matrices in blocks.
-        other_bytes: the same for all other parameters.
         gathers_matrices: whether each step gathers the matrices in blocks, if they are sharded.
         parameters_join_late: whether parameters may get their first gradient after others, as with
             ``lock.unfreeze_every``.
@@ -32,8 +30,6 @@ class OptimizerEntry:
     """
 
     make: Callable[["CLIP", OptimConfig], "Optimizer"]
-    matrix_bytes: int = 8
-    other_bytes: int = 8
     gathers_matrices: bool = False
     parameters_join_late: bool = True
     ties_rows: bool = True
@@ -58,10 +54,8 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     "stable_adamw": OptimizerEntry(make=late("clipkit.training.optim:stable_adamw")),
     # counts steps by group: parameters that join later would start without bias correction
     "lamb": OptimizerEntry(make=late("clipkit.training.timm_optim:lamb"), parameters_join_late=False),
-    "adafactor": OptimizerEntry(
-        make=late("clipkit.training.timm_optim:adafactor"), matrix_bytes=2, other_bytes=2, ties_rows=False
-    ),
-    "muon": OptimizerEntry(make=late("clipkit.training.optim:muon"), matrix_bytes=4, gathers_matrices=True),
+    "adafactor": OptimizerEntry(make=late("clipkit.training.timm_optim:adafactor"), ties_rows=False),
+    "muon": OptimizerEntry(make=late("clipkit.training.optim:muon"), gathers_matrices=True),
 }
 
 

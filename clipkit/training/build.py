@@ -28,6 +28,7 @@ from clipkit.formats.checkpoint import model_hash, read_preprocess
 from clipkit.formats.load import check_base, load_checkpoint
 from clipkit.formats.weights import read_weights
 from clipkit.model.architectures import (
+    HEADS,
     STEM,
     Architecture,
     Layer,
@@ -35,7 +36,6 @@ from clipkit.model.architectures import (
     selected,
 )
 from clipkit.model.clip import CLIP, create
-from clipkit.model.flops import HEADS
 from clipkit.model.lora import Adapters, add_adapters
 from clipkit.model.names import IMAGE_TOWERS, architecture
 from clipkit.model.tokenizer import stored_tokenizer, trained_tokenizer

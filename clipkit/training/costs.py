@@ -1,54 +1,80 @@
 """Estimate the costs of a run (parameters, FLOPs, memory of each GPU, hours), and measure the speed of a device.
 
-FLOPs and activation memory are those of ``clipkit.model.flops``. Activations are what autograd keeps of clipkit's
-own blocks, uncompiled, with fused attention; compiled blocks keep less. The memory of CUDA, its libraries and
-communication, and memory that the allocator cannot use, come on top.
+FLOPs and activation memory are measured on a step that computes nothing, see ``clipkit.model.measure``: uncompiled,
+with fused attention; compiled blocks keep less. Only the loss is estimated by formula. The memory of CUDA, its
+libraries and communication, and memory that the allocator cannot use, come on top.
 """
 
 import math
 import re
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.polynomial import Polynomial
 
 from clipkit.api import load
-from clipkit.config import Config, shown_settings
+from clipkit.batch import Batch
+from clipkit.config import Config, DistillConfig, LossConfig, OptimConfig, shown_settings
 from clipkit.distributed import barrier, ranks_of_host, world_size
 from clipkit.errors import ClipkitError, ConfigError, nearest
 from clipkit.expected import expected_score
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
-from clipkit.model.decoder import LOGITS
-from clipkit.model.flops import (
-    HEADS,
-    Flops,
-    caption_flops,
-    counted_flops,
-    image_flops,
-    masked_flops,
-    pixel_flops,
-    step_flops,
-    text_flops,
-    trained_blocks,
-    view_flops,
-)
 from clipkit.model.lora import add_adapters
+from clipkit.model.measure import (
+    Bytes,
+    Flops,
+    Unmeasurable,
+    copy_without_values,
+    image_flops,
+    measuring,
+    text_flops,
+)
 from clipkit.model.names import architecture
-from clipkit.objectives import TERMS, select_objective, select_terms
-from clipkit.objectives.views import Views, view_side
+from clipkit.objectives import OBJECTIVES, Term, select_objective, select_terms
 from clipkit.training import OPTIMIZERS
 from clipkit.training.arguments import Target
 from clipkit.training.build import adapters_of, check_split, lock, patch_counts, shape_of, tower_of
+from clipkit.training.ema import AveragedWeights
+from clipkit.training.optim import expected_state, make_optimizer
+from clipkit.training.parallel import is_sharded, recompute_blocks, without_values
+from clipkit.training.step import TrainingStep
 
 __all__ = [
-    "COUNTED_ON", "CPU_MFU", "GPUS", "GPU_MFU", "PUBLISHED_MFU", "Communication", "Costs", "Estimate", "Gpu",
-    "Machine", "Memory", "Workload", "communication_of", "computes_in_bf16", "cost_table", "dry_run", "duration",
-    "estimate", "flops_of_steps", "measured_peak", "memory_of", "published_gpu", "published_memory", "run_costs",
+    "COUNTED_ON",
+    "CPU_MFU",
+    "GPUS",
+    "GPU_MFU",
+    "PUBLISHED_MFU",
+    "Communication",
+    "Costs",
+    "Estimate",
+    "Gpu",
+    "Machine",
+    "Memory",
+    "StepCosts",
+    "Workload",
+    "communication_of",
+    "computes_in_bf16",
+    "cost_table",
+    "dry_run",
+    "duration",
+    "estimate",
+    "flops_of_steps",
+    "measure_step",
+    "measured_peak",
+    "memory_of",
+    "published_gpu",
+    "published_memory",
+    "run_costs",
     "workloads_of",
 ]  # fmt: skip
 
@@ -175,69 +201,157 @@ class Machine:
     measured: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepCosts:
+    """The measured costs of a step of ``rows`` pairs, without its loss."""
+
+    rows: int
+    flops: int
+    bytes: Bytes
+
+
+def measure_step(
+    model: CLIP,
+    *,
+    rows: int,
+    terms: Mapping[str, Term],
+    length: int = 0,
+    image_size: int = 0,
+    further: int = 0,
+    patch_dropout: float = 0.0,
+    bf16: bool = False,
+    recompute: int = 0,
+) -> StepCosts:
+    """Measure a step of one process in one part, without its loss.
+
+    Args:
+        model: may be on the meta device; parameters that require no gradient are not trained.
+        rows: number of pairs.
+        terms: the local terms by name.
+        length: tokens of each text; 0: the context length.
+        image_size: side of the images in pixels; 0: the model's.
+        further, patch_dropout, bf16, recompute: see ``Workload``.
+
+    Raises:
+        Unmeasurable: a library's tower reads values.
+    """
+    vision, text = model.architecture.vision, model.architecture.text
+    size, length = image_size or vision.image_size, length or text.context_length
+    with measuring() as meter:
+        shadow = copy_without_values(model)
+        recompute_blocks(shadow, every=recompute)
+        step = TrainingStep(
+            shape=model.architecture,
+            objective=OBJECTIVES["none"](),
+            loss=LossConfig(name="none"),
+            distill=DistillConfig(),
+            teacher=None,
+            patch_dropout=patch_dropout,
+            seed=0,
+            accumulate=1,
+            bf16=bf16,
+            terms=terms,
+            averaged=AveragedWeights(shadow, 0.0) if _encodes_twice(terms) else None,
+        )
+        batch = Batch(
+            images=torch.empty(rows, vision.channels, size, size, dtype=torch.uint8),
+            tokens=torch.empty(rows, length, dtype=torch.int64),
+            lengths=(length,) * rows,
+            more=torch.empty(rows * further, length, dtype=torch.int64) if further else None,
+            more_lengths=(length,) * (rows * further),
+            ids=torch.empty(rows, dtype=torch.int64),
+            identities=torch.empty(rows * (1 + further), 2, dtype=torch.int64),
+        )
+        meter.begin(shadow.parameters())
+        step.gradients(shadow, batch, max((term.after for term in terms.values()), default=0))
+        gradients = [one.grad for one in shadow.parameters() if one.grad is not None]
+        return StepCosts(rows=rows, flops=meter.flops, bytes=meter.most_bytes(gradients))
+
+
+def _encodes_twice(terms: Mapping[str, Term]) -> bool:
+    """Return whether averaged weights encode the batch for a term."""
+    return any(term.averages for term in terms.values())
+
+
+_FEW = 2  # rows of a step whose FLOPs are measured; with one, batch norms have no variance
+
+
 def flops_of_steps(
     model: CLIP,
-    patch_dropout: float,
-    text_rows: int,
     *,
+    terms: Mapping[str, Term],
+    step: int,
+    text_rows: int,
+    patch_dropout: float = 0.0,
     loss_dims: Sequence[int] = (),
-    masked: float = 0.0,
-    views: Views | None = None,
     averaged: bool = False,
     gradients: int = 1,
 ) -> Callable[[Sequence[int], int, Sequence[int]], int] | None:
     """Return a function from a batch's caption lengths, its image size and the lengths of its further texts to the
-    FLOPs of this rank in a step.
-
-    None if a tower's FLOPs are not known.
+    FLOPs of this rank in a step; None if a tower cannot be measured.
 
     Args:
         model: the model; parameters that require no gradient are not trained.
-        patch_dropout: fraction of patches that is dropped.
-        text_rows: number of text features with which the loss compares an image.
-        loss_dims: the setting ``loss.dims``.
-        masked: the setting ``masked.fraction``.
-        views: the section ``views``, if this term is part of the loss.
-        averaged: whether averaged weights are the teacher of a distillation.
-        gradients: number of gradients of an update, 2 with ``optim.sam``.
+        terms: the local terms by name.
+        step: number of updates so far; terms that begin later do not count.
+        text_rows, patch_dropout, loss_dims, averaged: see ``Workload``.
+        gradients: number of gradients of an update.
     """
-    counted = counted_flops(model)
-    if counted is None:
-        return None
-    image_blocks, text_blocks = trained_blocks(model)
-    heads = {name for name, prefix in HEADS.items() if _trains(model, prefix)}
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        model = without_values(model)
+    shape = model.architecture
+    terms = {name: term for name, term in terms.items() if term.after <= step}
 
-    def of_step(lengths: Sequence[int], image_size: int, further: Sequence[int] = ()) -> int:
-        shape = model.architecture
-        if "caption" not in heads:
-            shape = replace(shape, decoder=None)
-        if "masked" not in heads:
-            shape = replace(shape, masked=None)
-        if shape.vision.size_step:
-            shape = shape.resized(image_size=image_size)
-        counts = patch_counts(shape, patch_dropout, image_size)
-        return gradients * step_flops(
-            shape,
-            rows=len(lengths),
-            lengths=lengths,
-            text_rows=text_rows,
-            patches=counts[1] if counts else None,
-            image_blocks=image_blocks,
-            text_blocks=text_blocks,
-            counted=counted,
-            loss_dims=loss_dims,
-            masked=masked,
-            pixels="image_gpt" in heads,
-            views=_views(views, shape, image_size),
-            averaged=averaged,
-            further=further,
+    def measure_pair(length: int, image_size: int) -> float:
+        costs = measure_step(
+            model, rows=_FEW, terms=terms, length=length, image_size=image_size, patch_dropout=patch_dropout
         )
+        flops = costs.flops / _FEW
+        if averaged and not _encodes_twice(terms):
+            flops += image_flops(model).forward + text_flops(model, length).forward
+        return flops
 
-    return of_step
+    @cache
+    def fit_pairs(image_size: int) -> Polynomial:
+        return _fit_lengths(lambda length: measure_pair(length, image_size), shape)
+
+    @cache
+    def fit_texts() -> Polynomial:
+        return _fit_lengths(lambda length: text_flops(model, length).both, shape)
+
+    def count(lengths: Sequence[int], image_size: int, further: Sequence[int] = ()) -> int:
+        flops = float(fit_pairs(image_size)(np.array(lengths)).sum())
+        if further:
+            flops += float(fit_texts()(np.array(further)).sum())
+        return gradients * round(flops + _loss_flops(model, len(lengths), text_rows, loss_dims))
+
+    try:
+        fit_pairs(shape.vision.image_size)
+    except Unmeasurable:
+        return None
+    return count
 
 
-def _trains(model: CLIP, prefix: str) -> bool:
-    return any(one.requires_grad and name.startswith(prefix) for name, one in model.named_parameters())
+def _fit_lengths(measure: Callable[[int], float], shape: Architecture) -> Polynomial:
+    """Return the FLOPs of a text as a function of its length: a polynomial of degree 2, as attention is a square.
+
+    The few captions that are longer than a decoder predicts count as if it predicted all of them.
+    """
+    longest = shape.text.context_length
+    if not shape.text.any_length or longest < 4:
+        return Polynomial([measure(longest)])
+    if shape.decoder is not None:
+        longest = max(4, min(longest, shape.decoder.context_length + 1))
+    lengths = (2, (2 + longest) // 2, longest)
+    return Polynomial.fit(lengths, [measure(length) for length in lengths], deg=2)
+
+
+def _loss_flops(model: CLIP, rows: int, text_rows: int, dims: Sequence[int]) -> int:
+    """Compute the FLOPs of the logits (rows, text_rows), and of the gradients of both features."""
+    product = 2 * rows * text_rows * (model.architecture.embed_dim + sum(dims))
+    encoders = ("image", "text")
+    trained = any(one.requires_grad and tower_of(name) in encoders for name, one in model.named_parameters())
+    return 3 * product if trained else product
 
 
 _TILE = 1 << 22  # logits of a tiled loss in memory, three times: themselves, their gradients, a product
@@ -246,19 +360,16 @@ _BYTE, _HALF, _FLOAT = 1, 2, 4
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Peak memory of each GPU in bytes; ``activations`` is None for towers of another library."""
+    """Peak memory of each GPU in bytes; ``activations`` is None if a library's tower cannot be measured."""
 
     weights: int
     gradients: int
     optimizer: int
     average: int  # averaged weights
     copy: int  # of the weights, for ``optim.sam``
-    activations: int | None
+    activations: int | None  # and copies of weights in half precision
     loss: int
     images: int
-    decoder: int = 0  # activations of the decoder of captions, and a tile of its logits
-    masked: int = 0  # activations of the pass over images with masked patches
-    views: int = 0  # activations of crops
     teacher: int = 0  # weights of a teacher that encodes each batch
 
     @property
@@ -284,8 +395,7 @@ class Workload:
         tiled: whether the loss computes its logits in tiles, see ``clipkit.objectives.Objective``.
         text_rows: number of text features with which the loss compares an image; 0: as the batch size.
         loss_dims: the setting ``loss.dims``.
-        masked: the setting ``masked.fraction``.
-        views: the section ``views``, if this term is part of the loss.
+        terms: the local terms by name.
         further: number of further texts of each image.
         average: whether averaged weights are kept.
         averaged: whether they are the teacher of a distillation.
@@ -309,8 +419,7 @@ class Workload:
     tiled: bool = True
     text_rows: int = 0
     loss_dims: tuple[int, ...] = ()
-    masked: float = 0.0
-    views: Views | None = None
+    terms: Mapping[str, Term] = field(default_factory=dict)
     further: int = 0
     average: bool = False
     averaged: bool = False
@@ -359,11 +468,8 @@ class Estimate:
         parameters: number of parameters by "image", "text", "decoder" and "other" (the temperature).
         trained: number of trained parameters.
         image_flops: FLOPs of one image, both passes; ``text_flops`` of one caption.
-        caption_flops: what predicting one caption adds; None without a decoder.
-        masked_flops: what predicting masked patches adds for one image; None without.
-        pixel_flops: what predicting the pixels of one image adds; None without.
-        view_flops: FLOPs of the crops of one image; None without.
         step_flops: FLOPs of a step on all ranks together, including a teacher's.
+        costs: measured costs of one part of a rank's step.
         memory: memory of each GPU.
         hours: duration of all steps; None if the FLOPs or the speed are not known.
     """
@@ -373,11 +479,8 @@ class Estimate:
     trained: int
     image_flops: Flops | None
     text_flops: Flops | None
-    caption_flops: Flops | None
-    masked_flops: Flops | None
-    pixel_flops: Flops | None
-    view_flops: Flops | None
     step_flops: int | None
+    costs: StepCosts | None
     memory: Memory
     hours: float | None
 
@@ -421,73 +524,69 @@ def communication_of(work: Workload) -> Communication:
     return Communication(weights=round(weights), gradients=round(gradients), features=round(features))
 
 
-def memory_of(work: Workload) -> Memory:
-    """Estimate the memory of a workload."""
+def measure_workload(work: Workload) -> StepCosts:
+    """Measure one part of a rank's step, see ``measure_step``."""
+    return measure_step(
+        work.model,
+        rows=_rows_of_part(work),
+        terms=work.terms,
+        further=work.further,
+        patch_dropout=work.patch_dropout,
+        bf16=work.bf16,
+        recompute=work.recompute,
+    )
+
+
+def _rows_of_part(work: Workload) -> int:
+    return math.ceil(math.ceil(work.batch_size / work.world) / work.parts)
+
+
+def memory_of(work: Workload, costs: StepCosts | None = None) -> Memory:
+    """Estimate the memory of a workload.
+
+    Args:
+        work: the workload.
+        costs: measured costs of a step with as many rows or about as many; None: they are measured.
+    """
     model, shape = work.model, work.model.architecture
-    rows = math.ceil(work.batch_size / work.world)
-    part = math.ceil(rows / work.parts)
+    rows, part = math.ceil(work.batch_size / work.world), _rows_of_part(work)
+    try:
+        costs = costs or measure_workload(work)
+    except Unmeasurable:
+        costs = None
 
     # weights, gradients and state
-    entry = OPTIMIZERS[work.optimizer]
-    blocks: dict[str, int] = {}  # parameters of each
-    numbers = trained = state = multiplied = outside = 0
-    for name, one in model.named_parameters():
-        numbers += one.numel()
-        in_block = _block_of(name)
-        if in_block:
-            blocks[in_block] = blocks.get(in_block, 0) + one.numel()
-        else:
-            outside += one.numel()
-        is_matrix = one.ndim >= 2 and "embedding" not in name
-        multiplied += one.numel() if is_matrix else 0
-        if one.requires_grad:
-            trained += one.numel()
-            state += one.numel() * (entry.matrix_bytes if is_matrix and in_block else entry.other_bytes)
+    optimizer = make_optimizer(model, OptimConfig(name=work.optimizer))
+    blocks: Counter[str] = Counter()  # parameters of each
+    numbers = trained = state = 0
+    for name, parameter in model.named_parameters():
+        numbers += parameter.numel()
+        blocks[_block_of(name)] += parameter.numel()
+        if parameter.requires_grad:
+            trained += parameter.numel()
+            for size, dtype in expected_state(optimizer, parameter).values():
+                state += size.numel() * dtype.itemsize
     ways = work.ways
     own = math.ceil(_FLOAT * numbers / ways)
     weights = own
-    if ways > 1:  # two blocks, and the parameters outside of blocks, are gathered at a time
-        weights += (2 * max(blocks.values(), default=0) + outside) * (_HALF if work.bf16 else _FLOAT)
-    elif work.bf16:
-        weights += multiplied * _HALF  # autocast's copies
+    if ways > 1:
+        # two blocks are gathered at a time, and have a whole gradient; the parameters outside of blocks always are
+        outside = blocks.pop("", 0)
+        weights += _FLOAT * (3 * max(blocks.values(), default=0) + 2 * outside)
     teacher = 0
     if work.teacher is not None:  # whole on each GPU
-        for one in work.teacher.parameters():
-            teacher += one.numel() * (_FLOAT + (_HALF if work.bf16 and one.ndim >= 2 else 0))
+        for parameter in work.teacher.parameters():
+            copied = work.bf16 and parameter.ndim >= 2
+            teacher += parameter.numel() * (_FLOAT + (_HALF if copied else 0))
 
-    # activations of one part: of both towers, and the features and their unit vectors
-    activations: int | None = part * shape.embed_dim * _FLOAT * 4
-    counts = (_kept_patches(work), shape.text.context_length)
-    times = (1, 1 + work.further)
-    towers = zip((shape.vision, shape.text), counts, trained_blocks(model), times, strict=True)
-    for tower, count, last, often in towers:
-        if last != 0:
-            kept = tower.activation_bytes(count, blocks=last, bf16=work.bf16, recompute=work.recompute)
-            activations = None if kept is None or activations is None else activations + part * often * kept
-
-    decoder = 0
-    if shape.decoder is not None and (tokens := shape.vision.tokens(shape.embed_dim)) is not None:
-        kept_patches = _kept_patches(work)
-        image_tokens = tokens[0] if kept_patches is None else 1 + kept_patches
-        of_row = shape.decoder.decoder_bytes(image_tokens, bf16=work.bf16, recompute=work.recompute)
-        # the gradients of the vocabulary's projection and of the predicted tokens are computed in the forward pass
-        if shape.decoder.feed == "shared":
-            count = shape.decoder.context_length
-            of_row += shape.text.activation_bytes(count, bf16=work.bf16, recompute=work.recompute) or 0
-        vocabulary = shape.decoder.width * (shape.decoder.vocab_size + part * shape.decoder.context_length)
-        decoder = part * of_row + _FLOAT * (2 * LOGITS + vocabulary)
-
-    masked, vision = 0, shape.vision.plain
-    if shape.masked is not None and vision is not None:
-        of_image = vision.activation_bytes(None, bf16=work.bf16, recompute=work.recompute)
-        outputs = round(work.masked * vision.patches) * shape.masked_outputs
-        masked = part * (of_image + 3 * _FLOAT * outputs)
-
-    views = 0
-    if (crops := _views(work.views, shape, shape.vision.image_size)) is not None:
-        tower = shape.resized(image_size=crops[1]).vision
-        of_view = tower.activation_bytes(None, bf16=work.bf16, recompute=work.recompute) or 0
-        views = part * crops[0] * (of_view + 6 * crops[1] ** 2 * _FLOAT)
+    activations: int | None = None
+    if costs is not None:
+        copies = costs.bytes.weight_copies
+        activations = costs.bytes.activations + copies
+        if work.world == work.parts == 1:
+            # gradients grow while activations are released; otherwise gradients are there from the start
+            activations = max(costs.bytes.together - _FLOAT * trained, copies)
+        activations = copies + (activations - copies) * part // costs.rows
 
     # the loss: all texts and their gradients, this rank's features and theirs, and logits
     text_rows = work.text_rows or work.batch_size
@@ -500,11 +599,8 @@ def memory_of(work: Workload) -> Memory:
         copy=own if work.sam else 0,
         activations=activations,
         loss=_FLOAT * (2 * text_rows * shape.embed_dim + 4 * rows * shape.embed_dim + 3 * logits),
-        # this step's and the next one's as they are stored, and a part as the tower's input
-        images=shape.vision.channels * shape.vision.image_size**2 * (2 * rows * _BYTE + part * _FLOAT),
-        decoder=decoder,
-        masked=masked,
-        views=views,
+        # this step's and the next one's as they are stored
+        images=shape.vision.channels * shape.vision.image_size**2 * 2 * rows,
         teacher=teacher,
     )
 
@@ -516,73 +612,52 @@ def estimate(work: Workload, speed: float | None = None) -> Estimate:
         work: the workload.
         speed: FLOP/s that each GPU is expected to reach; None: no hours.
     """
-    model, shape = work.model, work.model.architecture
+    shape = work.model.architecture
     parameters, trained = {"image": 0, "text": 0, "decoder": 0, "other": 0}, 0
-    for name, one in model.named_parameters():
+    for name, one in work.model.named_parameters():
         parameters[tower_of(name) or "other"] += one.numel()
         trained += one.numel() if one.requires_grad else 0
-    rows, tokens = math.ceil(work.batch_size / work.world), shape.text.context_length
-    texts = [tokens] * rows
-    of_rank = flops_of_steps(
-        model,
-        work.patch_dropout,
-        work.text_rows or work.batch_size,
-        loss_dims=work.loss_dims,
-        masked=work.masked,
-        views=work.views,
-        averaged=work.averaged,
-        gradients=1 + work.sam,
-    )
-    step = (
-        None
-        if of_rank is None
-        else of_rank(texts, shape.vision.image_size, texts * work.further) * work.world
-    )
-    if step is not None and work.teacher is not None:
-        encoding = _tower_flops(work.teacher)
-        step = step + work.batch_size * sum(one.forward for one in encoding) if encoding else None
-    image, text = _tower_flops(model, _kept_patches(work)) or (None, None)
-    blocks = trained_blocks(model)[0]
-    crops = _views(work.views, shape, shape.vision.image_size)
+    costs = image = text = step = hours = None
+    try:
+        costs = measure_workload(work)
+        step = _measure_step_flops(work, costs)
+        counts = patch_counts(shape, work.patch_dropout, shape.vision.image_size)
+        image = image_flops(work.model, patches=counts[1] if counts else None)
+        text = text_flops(work.model, shape.text.context_length)
+    except Unmeasurable:
+        pass
+    if speed is not None and step is not None:
+        hours = work.steps * step / work.world / speed / 3600
     return Estimate(
         work=work,
         parameters=parameters,
         trained=trained,
         image_flops=image,
         text_flops=text,
-        caption_flops=caption_flops(shape, tokens, patches=_kept_patches(work)) if shape.decoder else None,
-        masked_flops=masked_flops(shape, work.masked, blocks=blocks) if shape.masked else None,
-        pixel_flops=pixel_flops(shape) if _trains(model, HEADS["image_gpt"]) else None,
-        view_flops=view_flops(shape, *crops, blocks=blocks) if crops else None,
         step_flops=step,
-        memory=memory_of(work),
-        hours=None if speed is None or step is None else work.steps * step / work.world / speed / 3600,
+        costs=costs,
+        memory=memory_of(work, costs),
+        hours=hours,
     )
 
 
-def _views(settings: Views | None, shape: Architecture, image_size: int) -> tuple[int, int] | None:
-    """Return the number of crops and their side; None without them."""
-    if settings is None or not settings.weight:
-        return None
-    return settings.count, view_side(settings, shape, image_size=image_size)
+def _measure_step_flops(work: Workload, costs: StepCosts | None = None) -> int:
+    """Return the FLOPs of a step on all ranks together; ``costs`` are those of ``measure_workload``."""
+    model, rows = work.model, math.ceil(work.batch_size / work.world)
+    if costs is None or work.recompute:  # what is computed again does not count
+        costs = measure_workload(replace(work, batch_size=_FEW * work.world, parts=1, recompute=0))
+    flops = rows * costs.flops // costs.rows
+    if work.averaged and not _encodes_twice(work.terms):
+        flops += rows * _measure_encoding(model)
+    flops += _loss_flops(model, rows, work.text_rows or work.batch_size, work.loss_dims)
+    flops *= work.world * (1 + work.sam)
+    if work.teacher is not None:
+        flops += work.batch_size * _measure_encoding(work.teacher)
+    return flops
 
 
-def _kept_patches(work: Workload) -> int | None:
-    shape = work.model.architecture
-    counts = patch_counts(shape, work.patch_dropout, shape.vision.image_size)
-    return counts[1] if counts else None
-
-
-def _tower_flops(model: CLIP, patches: int | None = None) -> tuple[Flops, Flops] | None:
-    """Return the FLOPs of an image and of a caption; None if a tower's are not known."""
-    shape, counted = model.architecture, counted_flops(model)
-    if counted is None:
-        return None
-    image_blocks, text_blocks = trained_blocks(model)
-    return (
-        counted.get("image") or image_flops(shape, patches=patches, blocks=image_blocks),
-        counted.get("text") or text_flops(shape, shape.text.context_length, blocks=text_blocks),
-    )
+def _measure_encoding(model: CLIP) -> int:
+    return image_flops(model).forward + text_flops(model, model.architecture.text.context_length).forward
 
 
 # Which fraction of a GPU's peak a run reaches (MFU) is the largest unknown. Published hours of CLIP runs, by this
@@ -655,7 +730,8 @@ def workloads_of(
         teacher: a model that encodes each batch.
     """
     small, caption, masked = config.small, config.caption, config.masked
-    starts = (0, small.steps, *(getattr(config, name).after for name in TERMS))
+    selected = select_terms(config)
+    starts = (0, small.steps, *(term.after for term in selected.values()))
     bounds = {min(one, config.steps) for one in starts}
     works, objective = [], select_objective(config)
     for begin, end in pairwise([*sorted(bounds), config.steps]):
@@ -670,9 +746,7 @@ def workloads_of(
             model = CLIP(own, name=config.model.label)
         if config.lora.rank:
             add_adapters(model, adapters_of(config.lora))
-        terms = [
-            name for name in TERMS if getattr(config, name).weight and begin >= getattr(config, name).after
-        ]
+        terms = {name: term for name, term in selected.items() if begin >= term.after}
         lock(model, image=config.lock.image, text=config.lock.text, terms=terms)
         works.append(
             Workload(
@@ -688,8 +762,7 @@ def workloads_of(
                 tiled=objective.tiled,
                 text_rows=objective.text_rows(own.text, config.batch_size),
                 loss_dims=config.loss.dims,
-                masked=config.masked.fraction,
-                views=config.views if begin >= config.views.after else None,
+                terms=terms,
                 further=config.data.caption_count - 1 + bool(config.data.negatives),
                 average=bool(config.optim.average),
                 averaged=config.distill.averages,
@@ -716,10 +789,12 @@ def run_costs(
     """
     fraction = mfu or (GPU_MFU if machine.gpu else CPU_MFU)
     speed = None if machine.peak is None else fraction * machine.peak
-    *earlier, full = (estimate(work, speed) for work in works)
-    for one in earlier:
-        hours = None if one.hours is None or full.hours is None else one.hours + full.hours
-        full = replace(full, hours=hours)
+    *earlier, last = works
+    full = estimate(last, speed)
+    for work in earlier:
+        if full.hours is not None and speed is not None:
+            hours = work.steps * _measure_step_flops(work) / work.world / speed / 3600
+            full = replace(full, hours=full.hours + hours)
     costs = Costs(
         whole=full,
         steps=sum(work.steps for work in works),
@@ -741,10 +816,14 @@ def run_costs(
     if work.sharding == "none" and work.world > 1:
         settings = "sharding=full" if work.recompute == 1 else "sharding=full recompute=1"
         ways.append((settings, replace(recomputed, sharding="full"), work.parts))
+    measured = {
+        work.recompute: full.costs,
+        1: full.costs if work.recompute == 1 else measure_workload(recomputed),
+    }
     instead = []
     for settings, changed, parts in ways:
         while parts <= rows:
-            memory = memory_of(replace(changed, parts=parts))
+            memory = memory_of(replace(changed, parts=parts), measured[changed.recompute])
             if replace(costs, whole=replace(full, memory=memory)).fits is not False:
                 more = f"accumulate={parts}" if parts > work.parts else ""
                 instead.append(" ".join(filter(None, (settings, more))))
@@ -831,19 +910,11 @@ def _model_rows(found: Estimate) -> Iterator[Row]:
         text += f", decoder {count / 1e6:,.1f} M"
     yield "parameters", f"image {image}, text {text}, {total} in all, {trained} trained"
     if found.image_flops is None or found.text_flops is None:
-        yield "FLOPs", "not known for a tower of another library"
+        yield "FLOPs", "not known, as a tower of another library reads values"
         return
     tokens = found.work.model.architecture.text.context_length
     of_text = f"{_flops(found.text_flops.both)} a caption of {tokens} tokens"
     yield "FLOPs", f"{_flops(found.image_flops.both)} an image, {of_text}"
-    if (decoder := found.caption_flops) is not None:
-        yield "", f"{_flops(decoder.both)} to predict a caption"
-    if (masked := found.masked_flops) is not None:
-        yield "", f"{_flops(masked.both)} to predict the masked patches of an image"
-    if (pixels := found.pixel_flops) is not None:
-        yield "", f"{_flops(pixels.both)} to predict the pixels of an image"
-    if (views := found.view_flops) is not None:
-        yield "", f"{_flops(views.both)} for the crops of an image"
     if found.step_flops is not None:
         teacher = ", with the teacher's" if found.work.teacher is not None or found.work.averaged else ""
         yield (
@@ -862,9 +933,6 @@ def _memory_rows(costs: Costs) -> Iterator[Row]:
         (memory.copy, "copy of the weights"),
         (memory.teacher, "the teacher's weights"),
         (memory.activations, "activations"),
-        (memory.decoder, "activations of the caption decoder"),
-        (memory.masked, "activations of the images with masked patches"),
-        (memory.views, "activations of the crops"),
         (memory.loss, "loss"),
         (memory.images, "images"),
     ]

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from clipkit.errors import DataError
 from clipkit.files import counted
-from clipkit.model import ARCHITECTURES, QUICKGELU, image_flops
+from clipkit.model import ARCHITECTURES, QUICKGELU, architecture_gflops
 from eval.datasets.dataset import TEST, some
 from eval.results.records import finite, json_lines, whole
 from eval.results.scores import PREFIX
@@ -463,7 +463,7 @@ def _build_models(
         gflops = _find_last(finite(record.line.get("gflops")) for record in records)
         built_in = architecture.removesuffix(QUICKGELU)
         if gflops is None and built_in in ARCHITECTURES:
-            gflops = image_flops(ARCHITECTURES[built_in]).forward / 1e9
+            gflops = architecture_gflops(ARCHITECTURES[built_in])
         names = [name for record in records for name in (record.name, record.text("model")) if name]
         models[label] = Model(
             label=label,

@@ -12,7 +12,7 @@ from clipkit.export import export
 from clipkit.formats.checkpoint import parse_architecture, serialize_architecture
 from clipkit.model import IMAGE_TOWERS, TEXT_TOWERS
 from clipkit.model.architectures import Architecture
-from clipkit.model.flops import counted_flops, image_flops, text_flops, trained_blocks
+from clipkit.model.measure import image_flops, text_flops
 from clipkit.model.names import architecture
 from clipkit.training.parallel import recompute_blocks
 from tests.clipkit.model.toy_towers import ToyText, ToyVision
@@ -50,16 +50,10 @@ def test_model_with_registered_tower(tower: str) -> None:
         export(model, Path("nowhere"), to=["open_clip"])
 
 
-def test_flops_are_by_formula_or_counted() -> None:
+def test_flops_of_registered_towers_are_measured() -> None:
     image, text = (clipkit.create(shape(tower), seed=0) for tower in TOWERS)
-    assert (
-        image_flops(image.architecture).forward == 2 * 48 * 16 + 2 * 16 * 128 and counted_flops(image) == {}
-    )
-    counted = counted_flops(text)
-    assert counted is not None and counted.keys() == {"text"} and counted["text"].forward >= 2 * 8 * 128
-    with pytest.raises(ConfigError, match="FLOPs by formula"):
-        text_flops(text.architecture, 5)
-    assert trained_blocks(image) == (None, None)
+    assert image_flops(image).forward == 2 * 48 * 16 + 2 * 16 * 128
+    assert text_flops(text, 5).forward >= 2 * 8 * 128
 
 
 def test_default_tower_rejects_recomputation() -> None:

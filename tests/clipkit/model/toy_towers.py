@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from clipkit.errors import run_command
 from clipkit.model import IMAGE_TOWERS, TEXT_TOWERS, ImageArchitecture, TextArchitecture
 from clipkit.model.architectures import STEM, Layer
-from clipkit.model.flops import Flops
 
 __all__ = ["ToyText", "ToyVision"]
 
@@ -35,7 +34,7 @@ class Cells(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class ToyVision(ImageArchitecture):
-    """An own tower that implements the methods for the dry run, locking and recomputation."""
+    """An own tower that implements the methods for locking and recomputation."""
 
     image_size: int = 16
     cells: int
@@ -53,15 +52,6 @@ class ToyVision(ImageArchitecture):
 
     def build(self, embed_dim: int, *, quick_gelu: bool) -> nn.Module:
         return Cells(self.cells, embed_dim)
-
-    def flops(self, embed_dim: int, *, patches: int | None = None, blocks: int | None = None) -> Flops:
-        forward = 2 * 3 * self.cells**2 * 16 + 2 * 16 * embed_dim
-        return Flops(forward=forward, backward=0 if blocks == 0 else 2 * forward)
-
-    def activation_bytes(
-        self, count: int | None, *, blocks: int | None = None, bf16: bool, recompute: int = 0
-    ) -> int:
-        return 4 * (3 * self.cells**2 + 16)
 
     def layer_of(self, module: nn.Module) -> Callable[[str], Layer] | None:
         return lambda name: STEM if name.startswith("hidden.") else None

@@ -15,7 +15,7 @@ from clipkit.config import DistillConfig, LossConfig, load_config
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import ClassTable
 from clipkit.model.clip import CLIP
-from clipkit.model.flops import image_flops, text_flops
+from clipkit.model.measure import image_flops, text_flops
 from clipkit.model.names import architecture
 from clipkit.objectives import Outputs, Targets
 from clipkit.objectives.classes import Classes
@@ -183,7 +183,7 @@ def test_settings_and_costs_of_averaged_weights_as_teacher() -> None:
     shape = shape_of(config.model, config.loss, config.small)
     (work,) = workloads_of(config, shape, world=1, shard_ranks=1, bf16=False)
     added = (estimate(work).step_flops or 0) - (estimate(replace(work, averaged=False)).step_flops or 0)
-    of_pair = image_flops(shape).forward + text_flops(shape, shape.text.context_length).forward
+    of_pair = image_flops(work.model).forward + text_flops(work.model, shape.text.context_length).forward
     assert added == config.batch_size * of_pair
     lines = "\n".join(cost_table(run_costs([work], Machine(gpu="", memory=None, peak=1e9, measured=True))))
     assert "both passes, with the teacher's" in " ".join(lines.split())

@@ -16,14 +16,14 @@ from clipkit.errors import ConfigError
 from clipkit.formats.checkpoint import model_hash, save_model
 from clipkit.model.architectures import MASKED, Architecture, TextTower, VisionTower
 from clipkit.model.clip import CLIP
-from clipkit.model.flops import image_flops, masked_flops, step_flops
 from clipkit.model.masked import TARGETS, corrupted
+from clipkit.model.measure import image_flops
 from clipkit.model.towers import VisionTransformer
 from clipkit.objectives import TermBatch, select_terms
 from clipkit.objectives.distill import Teaching
 from clipkit.objectives.masked import Masked
 from clipkit.training.build import first_model, places, shape_of
-from clipkit.training.costs import workloads_of
+from clipkit.training.costs import measure_step, workloads_of
 from tests.clipkit.term_sums import sum_term
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
@@ -232,10 +232,8 @@ def test_masked_settings(tmp_path: Path) -> None:
 
 
 def test_masked_flops() -> None:
-    shape = made().architecture
-    plain = made(None).architecture
-    rows = {"rows": 3, "lengths": [5, 6, 7], "text_rows": 3}
-    added = step_flops(shape, **rows, masked=0.5) - step_flops(plain, **rows)  # type: ignore[arg-type]
-    assert added == 3 * masked_flops(shape, 0.5).both
+    model = made()
+    terms = {"masked": Masked(weight=1, fraction=0.5)}
+    with_term, without = (measure_step(model, rows=2, terms=one).flops // 2 for one in (terms, {}))
     head = 2 * 8 * 48 * 512
-    assert masked_flops(shape, 0.5).forward - head > image_flops(plain).forward
+    assert with_term - without - 3 * head > image_flops(made(None)).both

@@ -12,11 +12,13 @@ from torch import Tensor
 from clipkit.config import LossConfig, load_config
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import ARCHITECTURES
-from clipkit.model.flops import step_flops, text_flops
+from clipkit.model.clip import create
+from clipkit.model.measure import text_flops
 from clipkit.model.tokenizer import ClipTokenizer
 from clipkit.objectives import Targets
 from clipkit.objectives.clip import Clip, clip_loss
 from clipkit.objectives.siglip import siglip_loss
+from clipkit.training.costs import flops_of_steps
 from clipkit.training.step import batch_loss
 from data.batch import caption_hash
 from data.captions import CaptionRule
@@ -101,10 +103,11 @@ def test_negatives_settings_and_flops() -> None:
             load_config(QUICKSTART, ["data.negatives=wrong", settings, *more])
     with pytest.raises(ConfigError, match=r"cannot be combined with caption.feed=text"):
         load_config(QUICKSTART, ["data.negatives=wrong", "caption.weight=1", "caption.feed=text"])
-    shape = ARCHITECTURES["ViT-Ti-4-16"]
-    rows = {"rows": 2, "lengths": [5, 6], "text_rows": 2}
-    added = step_flops(shape, **rows, further=[3, 9]) - step_flops(shape, **rows)  # type: ignore[arg-type]
-    assert added == sum(text_flops(shape, one).both for one in (3, 9))
+    model = create(ARCHITECTURES["ViT-Ti-4-16"], seed=0)
+    count = flops_of_steps(model, terms={}, step=0, text_rows=2)
+    assert count is not None
+    added = count([5, 6], 16, [3, 9]) - count([5, 6], 16, [])
+    assert added == sum(text_flops(model, length).both for length in (3, 9))
 
 
 @pytest.mark.slow

@@ -10,12 +10,12 @@ from hypothesis import given, settings, strategies as st
 from clipkit.config import load_config
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import Architecture
-from clipkit.model.clip import create
-from clipkit.model.flops import image_flops, step_flops, text_flops
+from clipkit.model.clip import CLIP, create
+from clipkit.model.measure import image_flops, text_flops
 from clipkit.objectives import select_terms, views as module
 from clipkit.objectives.views import Views, divergence, drawn_boxes, view_side, views
 from clipkit.training.build import shape_of
-from clipkit.training.costs import workloads_of
+from clipkit.training.costs import measure_step, workloads_of
 from clipkit.training.ema import AveragedWeights
 from clipkit.training.step import averaged_teaching
 
@@ -126,8 +126,13 @@ def test_views_settings_and_flops() -> None:
         shape(*on, "model.name=open_clip:RN50")
     config = load_config(QUICKSTART, [*on, "views.count=3", "views.after=900"])
     works = workloads_of(config, shape(*on), world=1, shard_ranks=1, bf16=False)
-    assert [(work.steps, work.views is None) for work in works] == [(900, True), (100, False)]
-    rows = {"rows": 2, "lengths": [5, 6], "text_rows": 2}
-    added = step_flops(shape(), **rows, views=(3, 8)) - step_flops(shape(), **rows)  # type: ignore[arg-type]
-    encoding = 2 * image_flops(shape()).forward + sum(text_flops(shape(), one).forward for one in (5, 6))
-    assert added == encoding + 6 * image_flops(shape().resized(image_size=8)).both
+    assert [(work.steps, list(work.terms)) for work in works] == [(900, []), (100, ["views"])]
+    model, small = works[1].model, CLIP(shape().resized(image_size=8))
+    with_term, without = (
+        measure_step(model, rows=2, terms=work.terms, length=6).flops for work in reversed(works)
+    )
+    encoding = 2 * (image_flops(model).forward + text_flops(model, 6).forward)
+    comparing = 2 * 2 * 2 * 128 * (1 + 2 * 3)  # products of images and crops with both texts
+    # and the position embeddings of crops are resized
+    expected = encoding + 6 * image_flops(small).both + comparing
+    assert with_term - without == pytest.approx(expected, rel=1e-3)

@@ -1,0 +1,311 @@
+"""Measure what a model costs, without computing it: FLOPs, and the bytes of its tensors.
+
+The model is copied with tensors that have a shape and a dtype but no values, and computes as on a CPU, with fused
+attention and autocast. So any tower and any term of the loss can be measured as it is. torch's ``FakeTensorMode``
+does the same, but importing it takes as long as importing torch.
+
+The convention for FLOPs is that of model FLOPs utilization (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311,
+appendix B): only matrix products count, a multiply-add is two operations, and what is computed again in the
+backward pass does not count. Attention counts the full square of a caption's length although the mask hides
+half of it.
+"""
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from clipkit.distributed import alone
+from clipkit.model.architectures import Architecture
+from clipkit.model.clip import CLIP
+
+__all__ = [
+    "Bytes",
+    "Flops",
+    "Meter",
+    "Unmeasurable",
+    "architecture_gflops",
+    "copy_without_values",
+    "image_flops",
+    "image_gflops",
+    "measuring",
+    "text_flops",
+]  # fmt: skip
+
+_ROWS = 2  # with one, batch norms have no variance
+_CPU, _META = torch.device("cpu"), torch.device("meta")
+_aten = torch.ops.aten
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+class Unmeasurable(Exception):
+    """A tower of a library reads values, and there are none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flops:
+    """FLOPs of one sample."""
+
+    forward: int
+    backward: int
+
+    @property
+    def both(self) -> int:
+        """Sum of the two passes."""
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bytes:
+    """The most memory that tensors took at a time.
+
+    Attributes:
+        activations: tensors besides gradients of parameters and copies of weights.
+        weight_copies: copies of weights in half precision.
+        together: all of them.
+    """
+
+    activations: int
+    weight_copies: int
+    together: int
+
+
+class _Shadow(Tensor):
+    """A tensor on the CPU without values: a tensor on the meta device that says otherwise."""
+
+    meta: Tensor
+
+    @staticmethod
+    def __new__(cls, meta: Tensor) -> "_Shadow":
+        shadow: _Shadow = Tensor._make_subclass(
+            cls, meta, False, dispatch_device=True, device_for_backend_keys=_CPU
+        )
+        shadow.meta = meta
+        return shadow
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, *operation: Any) -> Any:
+        raise RuntimeError("tensors without values are computed with only while a Meter is active")
+
+
+def _to_meta(value: Any) -> Any:
+    if isinstance(value, _Shadow):
+        return value.meta
+    if isinstance(value, Tensor):
+        return torch.empty_like(value, device=_META)
+    if isinstance(value, torch.device):
+        return _META
+    if isinstance(value, list | tuple):
+        return [_to_meta(one) for one in value]
+    return value
+
+
+_attention_flops = flop_registry[_aten._scaled_dot_product_flash_attention]
+
+
+def _attention_backward_flops(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any
+) -> int:
+    return 2 * int(_attention_flops(q, k, v))
+
+
+_FORMULAS: Mapping[Any, Callable[..., int]] = {
+    **flop_registry,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}
+
+
+class _NormsInFloat32(TorchFunctionMode):
+    """Under autocast, norms return float32 on GPUs, and the dtype of their input on CPUs: do as on GPUs."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (F.layer_norm, F.group_norm) and torch.is_autocast_enabled("cpu"):
+            args = (args[0].float(), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+class Meter(TorchDispatchMode):
+    """Computes without values: new tensors have none, FLOPs are counted, and memory is recorded.
+
+    Attributes:
+        flops: FLOPs so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+        # memory is known by the address of its storage while it is alive, and by a number that is not used again
+        self._numbers: dict[int, int] = {}
+        self._count = self._first = 0
+        self._parameters: set[int] = set()
+        self._copies: set[int] = set()
+        self._changes: list[tuple[int, int]] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would import its compiler, to keep it from compiling this class
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return _CPU
+        meta_args = _to_meta(args)
+        meta_kwargs = {name: _to_meta(value) for name, value in (kwargs or {}).items()}
+        if func is _aten.lift_fresh.default:
+            return self._shadow_of(meta_args[0])
+        result = func(*meta_args, **meta_kwargs)
+        formula = _FORMULAS.get(func.overloadpacket)
+        if formula is not None:
+            self.flops += formula(*meta_args, **meta_kwargs, out_val=result)
+        if func is _aten._to_copy.default and _address(meta_args[0]) in self._parameters:
+            self._copies.add(self._count)
+        written = {id(one.meta): one for one in (*args, *(kwargs or {}).values()) if isinstance(one, _Shadow)}
+        if isinstance(result, list | tuple):
+            return type(result)(self._shadow_of(one, written) for one in result)
+        return self._shadow_of(result, written)
+
+    def _shadow_of(self, value: Any, written: Mapping[int, Tensor] | None = None) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if written and id(value) in written:
+            return written[id(value)]
+        storage = value.untyped_storage()
+        address, size = storage._cdata, storage.nbytes()
+        if address not in self._numbers:
+            self._numbers[address] = self._count
+            self._changes.append((self._count, size))
+            weakref.finalize(storage, self._release, address, self._count, size).atexit = False
+            self._count += 1
+        return _Shadow(value)
+
+    def _release(self, address: int, number: int, size: int) -> None:
+        del self._numbers[address]
+        if number >= self._first:
+            self._changes.append((number, -size))
+
+    def begin(self, parameters: Iterable[Tensor]) -> None:
+        """Count FLOPs and bytes from now on; tensors that exist already, such as these parameters, do not count."""
+        self.flops = 0
+        self._parameters = {_address(parameter) for parameter in parameters}
+        self._first = self._count
+        self._changes.clear()
+
+    def most_bytes(self, gradients: Iterable[Tensor] = ()) -> Bytes:
+        """Return the most memory since ``begin``, given the gradients of parameters, which are still alive."""
+        numbers = {self._numbers[_address(gradient)] for gradient in gradients}
+        activations = copies = together = most_activations = most_copies = most_together = 0
+        for number, size in self._changes:
+            together += size
+            if number in self._copies:
+                copies += size
+            elif number not in numbers:
+                activations += size
+            most_activations = max(most_activations, activations)
+            most_copies = max(most_copies, copies)
+            most_together = max(most_together, together)
+        return Bytes(activations=most_activations, weight_copies=most_copies, together=most_together)
+
+
+def _address(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+@contextmanager
+def measuring() -> Iterator[Meter]:
+    """Compute without values, as the only process; the state of the random generator does not change.
+
+    Raises:
+        Unmeasurable: something reads values.
+    """
+    try:
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.enable_grad(),
+            alone(),
+            _NormsInFloat32(),
+            Meter() as meter,
+        ):
+            yield meter
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise Unmeasurable(str(error)) from error
+
+
+def copy_without_values(model: _Module) -> _Module:
+    """Copy a model; call it in the context of ``measuring``."""
+    copies: dict[int, object] = {}
+    for parameter in model.parameters():
+        values = torch.empty(parameter.shape, dtype=parameter.dtype, device=_CPU)
+        copies[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        copies[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device=_CPU)
+    for name in ("architecture", "preprocess", "tokenizer"):
+        value = getattr(model, name, None)
+        copies[id(value)] = value
+    return copy.deepcopy(model, copies)
+
+
+def image_flops(model: CLIP, *, patches: int | None = None) -> Flops:
+    """Measure the FLOPs of encoding one image.
+
+    Args:
+        model: the model; parameters that require no gradient are not trained.
+        patches: number of patches that are kept; None for all.
+
+    Raises:
+        Unmeasurable: the tower reads values.
+    """
+    vision = model.architecture.vision
+
+    def encode(shadow: CLIP) -> Tensor:
+        images = torch.empty(_ROWS, vision.channels, vision.image_size, vision.image_size, dtype=torch.uint8)
+        kept = None if patches is None else torch.empty(_ROWS, patches, dtype=torch.int64)
+        return shadow.encode_image(images, patches=kept)
+
+    return _flops_of(encode, model)
+
+
+def text_flops(model: CLIP, length: int) -> Flops:
+    """Measure the FLOPs of encoding one text of ``length`` tokens, with start and end; otherwise as for images."""
+
+    def encode(shadow: CLIP) -> Tensor:
+        tokens = torch.empty(_ROWS, length, dtype=torch.int64)
+        return shadow.encode_text(tokens, lengths=(length,) * _ROWS)
+
+    return _flops_of(encode, model)
+
+
+def _flops_of(encode: Callable[[CLIP], Tensor], model: CLIP) -> Flops:
+    with measuring() as meter:
+        features = encode(copy_without_values(model))
+        forward = meter.flops
+        if features.requires_grad:
+            torch.autograd.backward(features.sum())
+        return Flops(forward=forward // _ROWS, backward=(meter.flops - forward) // _ROWS)
+
+
+def image_gflops(model: CLIP) -> float | None:
+    """Measure the GFLOPs of encoding one image, to four digits; None if the tower reads values."""
+    try:
+        return float(f"{image_flops(model).forward / 1e9:.4g}")
+    except Unmeasurable:
+        return None
+
+
+@cache
+def architecture_gflops(shape: Architecture) -> float | None:
+    """Measure ``image_gflops`` of an architecture."""
+    with torch.device("meta"):
+        return image_gflops(CLIP(shape).requires_grad_(False))

@@ -1,0 +1,208 @@
+"""Tests of measured costs, against torch's FLOP counter on the meta device and the tensors that autograd keeps."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from clipkit.model import (
+    ARCHITECTURES,
+    Architecture,
+    BagOfWords,
+    ClassTable,
+    OpenClipVision,
+    TextTower,
+    VisionTower,
+)
+from clipkit.model.clip import CLIP, create
+from clipkit.model.measure import (
+    Flops,
+    Unmeasurable,
+    copy_without_values,
+    image_flops,
+    image_gflops,
+    measuring,
+    text_flops,
+)
+from clipkit.model.names import architecture
+
+LIBRARY_TOWER = OpenClipVision(
+    image_size=16, config={"layers": 1, "width": 64, "head_width": 32, "patch_size": 8}
+)
+
+
+def meta(shape: Architecture) -> CLIP:
+    with torch.device("meta"):
+        return CLIP(shape)
+
+
+def counted(encode: Callable[[], Tensor], rows: int) -> Flops:
+    """Count FLOPs with torch, using the math attention backend."""
+    with sdpa_kernel(SDPBackend.MATH):
+        with FlopCounterMode(display=False) as forward:
+            features = encode()
+        with FlopCounterMode(display=False) as backward:
+            torch.autograd.backward(features.sum())
+    return Flops(forward=forward.get_total_flops() // rows, backward=backward.get_total_flops() // rows)
+
+
+def of_towers(shape: Architecture, length: int) -> tuple[Flops, Flops]:
+    with torch.device("meta"):
+        model, size = CLIP(shape), shape.vision.image_size
+        images, tokens = torch.empty(2, 3, size, size), torch.ones(2, length, dtype=torch.int64)
+        return counted(lambda: model.encode_image(images), 2), counted(lambda: model.encode_text(tokens), 2)
+
+
+@pytest.mark.parametrize("name", ["ViT-B-32", "ViT-L-14"])
+@pytest.mark.parametrize("length", [16, 77])
+def test_flops_equal_torch_for_published_models(name: str, length: int) -> None:
+    shape = ARCHITECTURES[name]
+    assert (image_flops(meta(shape)), text_flops(meta(shape), length)) == of_towers(shape, length)
+
+
+@given(
+    image=st.tuples(st.integers(1, 3), st.sampled_from([1, 2]), st.sampled_from([16, 24])),
+    text=st.tuples(st.integers(1, 3), st.integers(1, 9)),
+    grid=st.integers(1, 4),
+    ratio=st.sampled_from([1.0, 2.5, 4.0]),
+    pool=st.sampled_from(["class", "mean", "map", "distilled"]),
+)
+@settings(max_examples=12, deadline=None)
+def test_flops_equal_torch_for_any_shape(
+    image: tuple[int, int, int], text: tuple[int, int], grid: int, ratio: float, pool: str
+) -> None:
+    layers, heads, width = image
+    shape = Architecture(
+        embed_dim=10,
+        vision=VisionTower(
+            image_size=4 * grid,
+            patch_size=4,
+            width=width,
+            layers=layers,
+            heads=heads,
+            mlp_ratio=ratio,
+            pool=pool,
+        ),
+        text=ClassTable(names=("a",))
+        if pool == "distilled"
+        else TextTower(width=12, layers=text[0], heads=3, context_length=9, vocab_size=20),
+    )
+    length = text[1] if pool != "distilled" else 1  # a table of classes has one token
+    assert (image_flops(meta(shape)), text_flops(meta(shape), length)) == of_towers(shape, length)
+
+
+# parameters in millions and forward GFLOPs of both towers in open_clip's docs/model_profile.csv
+PROFILES = {
+    "ViT-B-32": (151.28, 8.82, 5.96),
+    "ViT-B-16": (149.62, 35.13, 5.96),
+    "ViT-L-14": (427.62, 162.03, 13.3),
+    "ViT-L-14-336": (427.94, 381.92, 13.3),
+    "ViT-H-14": (986.11, 334.59, 47.09),
+    "open_clip:RN50": (102.01, 12.22, 5.96),
+    "open_clip:RN101": (119.69, 19.54, 5.96),
+    "open_clip:convnext_base": (151.52, 30.71, 5.96),
+}
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_parameters_and_flops_of_published_profiles(name: str) -> None:
+    millions, image, text = PROFILES[name]
+    model = meta(architecture(name))
+    found = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    assert found == pytest.approx(millions, abs=0.006)
+    gflops = {"image": image_flops(model).forward / 1e9, "text": text_flops(model, 77).forward / 1e9}
+    # the last block of clipkit's own transformers computes only the token that is read
+    for tower, published in (("image", image), ("text", text)):
+        blocks = model.transformers[tower].blocks if tower in model.transformers else []
+        least = 1 - 1 / len(blocks) if blocks else 0.99
+        assert least * published < gflops[tower] < 1.005 * published
+
+
+def test_kept_patches_cost_as_much_as_a_smaller_image() -> None:
+    shape = ARCHITECTURES["ViT-B-32"]
+    smaller = shape.resized(image_size=160)  # 25 patches
+    assert image_flops(meta(shape), patches=25) == image_flops(meta(smaller))
+
+
+def test_locked_parameters_have_no_backward_flops() -> None:
+    model = create(ARCHITECTURES["ViT-Ti-4-16"], seed=0)
+    whole = image_flops(model)
+    model.visual.requires_grad_(False)
+    assert image_flops(model) == Flops(forward=whole.forward, backward=0)
+    for name, parameter in model.visual.named_parameters():
+        if name.startswith(("transformer.resblocks.1", "transformer.resblocks.2", "ln_post", "proj")):
+            parameter.requires_grad_()
+    assert image_flops(model) == counted(lambda: model.encode_image(torch.randn(2, 3, 16, 16)), 2)
+
+
+def test_bag_of_words_costs_its_projection() -> None:
+    model = meta(replace(ARCHITECTURES["ViT-Ti-4-16"], text=BagOfWords(width=32)))
+    for length in (5, 50):
+        found = text_flops(model, length)
+        averaging = 2 * length * 32  # a product of a weight of each word with the embeddings
+        assert found.forward == 2 * 32 * 128 + averaging
+
+
+def test_measuring_changes_neither_the_model_nor_the_generator() -> None:
+    model = create(replace(ARCHITECTURES["ViT-Ti-4-16"], vision=LIBRARY_TOWER), seed=0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.random.get_rng_state()
+    assert image_flops(model).backward > image_flops(model).forward > 0
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_tower_that_reads_values_cannot_be_measured() -> None:
+    class Looking(nn.Module):
+        def forward(self, images: Tensor) -> Tensor:
+            return images.mean((1, 2)) * float(images.sum())
+
+    model = create(replace(architecture("ViT-Ti-4-16"), vision=LIBRARY_TOWER), seed=0)
+    model.visual = Looking()
+    assert image_gflops(model) is None
+    with pytest.raises(Unmeasurable):
+        image_flops(model)
+
+
+def saved_bytes(model: CLIP, compute: Callable[[], Tensor]) -> int:
+    """Bytes of tensors that autograd saves, without weights; shared memory counts once."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    memory: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            memory[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        features = compute()
+    del features
+    return sum(tensor.untyped_storage().nbytes() for tensor in memory.values())
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_bytes_equal_saved_tensors(bf16: bool) -> None:
+    model = create("ViT-Ti-8-48", seed=0).train()
+    tokens = torch.zeros(48, 20, dtype=torch.int64)
+    tokens[:, -1] = 1
+
+    def compute(model: CLIP, tokens: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            return model.encode_text(tokens, lengths=(20,) * 48)
+
+    expected = saved_bytes(model, lambda: compute(model, tokens))
+    with measuring() as meter:
+        shadow = copy_without_values(model)
+        words = torch.empty(48, 20, dtype=torch.int64)
+        meter.begin(shadow.parameters())
+        features = compute(shadow, words)
+        found = meter.most_bytes()
+        del features
+    assert found.activations + found.weight_copies == pytest.approx(expected, rel=0.2)
+    assert (found.weight_copies > 0) == bf16
