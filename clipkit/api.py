@@ -30,8 +30,6 @@ from clipkit.model.zero_shot import (
 from clipkit.samples.depth import PixelRange, parse_pixel_range
 from clipkit.samples.traits import Color, TraitCounts, color_of
 
-__all__ = ["caption", "classify", "encode_image", "encode_text", "explain", "load"]
-
 _SHOWN = 200  # characters of a path in a message
 
 

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from clipkit.samples.traits import TraitCounts
 
-__all__ = ["BadSample", "Batch", "TeacherFeatures"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadSample:

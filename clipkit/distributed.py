@@ -23,14 +23,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from clipkit.errors import ClipkitError, ConfigError, tell_torchrun
 
-__all__ = [
-    "Failures", "alone", "background_group", "barrier", "broadcast_buffers", "broadcast_bytes", "check_launch",
-    "counts_of_rows", "gather_objects", "gather_rows", "greatest_over_ranks", "own_device", "rank",
-    "rank_and_world", "ranks_of_host", "scatter_sums_of_rows", "start", "stop", "sum_over_ranks", "together",
-    "totals", "world_size",
-]  # fmt: skip
-
-
 # When one rank fails, all ranks exit and the error is reported once. Ranks communicate through the store used for
 # the rendezvous.
 #

@@ -17,20 +17,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal, NoReturn, TextIO
 
-__all__ = [
-    "CheckpointError",
-    "ClipkitError",
-    "ConfigError",
-    "DataError",
-    "Stopped",
-    "Unavailable",
-    "let_go_if_broken",
-    "nearest",
-    "report_errors",
-    "run_command",
-    "tell_torchrun",
-]
-
 
 class ClipkitError(Exception):
     """A user error; the message is one line that says what to do."""

@@ -13,8 +13,6 @@ from clipkit.config import (
     ShapeConfig,
 )
 
-__all__ = ["GRID", "SAMPLES", "PublicRuns", "expected_score", "public_runs"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PublicRuns:

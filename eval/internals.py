@@ -25,16 +25,6 @@ from clipkit.model import (
     reads_class_token,
 )
 
-__all__ = [
-    "Internals",
-    "analyze",
-    "attention_distances",
-    "compare_layers",
-    "hsic",
-    "layers_of",
-    "rollout",
-]
-
 FILTERS = 28  # as in figure 7 of Dosovitskiy et al. 2021
 _LAYER = re.compile(r"Block|Bottleneck|Stage|Layer$")
 _BATCH = 32  # images whose layers are compared at a time

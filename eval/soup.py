@@ -20,8 +20,6 @@ from eval.run import evaluate
 from eval.tasks import TASKS
 from eval.tasks.subject import Subject
 
-__all__ = ["Soup", "greedy_soup", "held_out"]
-
 _HELD_OUT = "val"
 
 

@@ -20,8 +20,6 @@ from clipkit.model.tokenizer import ClassTokenizer
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["TEXTS", "Samples", "difference", "draw_samples", "normalized", "texts_of"]
-
 TEXTS = (
     "a photo of a cat",
     "two red circles on a blue ground",

@@ -19,8 +19,6 @@ from clipkit.files.patterns import output_folder
 from clipkit.formats.checkpoint import check_free, model_hash, save_model
 from clipkit.model.clip import CLIP
 
-__all__ = ["interpolate", "load_alike", "run_interpolate"]
-
 # texts that distinguish tokenizers: case, accents, numbers, scripts, length
 _PROBES = (
     "a photo of a cat",

@@ -19,9 +19,6 @@ from clipkit.files.terminal import without_secrets
 from clipkit.model.clip import CLIP
 from clipkit.model.tokenizer import ClipTokenizer
 
-__all__ = ["KnownScore", "Source", "by_caller", "model_card", "source_of"]
-
-
 _CHECKPOINT = "clipkit checkpoint "  # prefix of the origin of a model loaded from a checkpoint
 # folders in a quoted path, including file:///home/name, but not in a URL such as s3://bucket/name
 _FOLDERS = re.compile(r"""(?:file://|(?<![\w/.…:])~\w*|(?<![\w/.…])(?=/))/(?=[\w.])(?:[^/"'\n]+/)*""")

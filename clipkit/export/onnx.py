@@ -37,18 +37,6 @@ from clipkit.model.clip import CLIP
 from clipkit.model.tokenizer import ClassTokenizer, ClipTokenizer
 from clipkit.model.towers import Padded, unit_halves
 
-__all__ = [
-    "OPSET",
-    "check",
-    "check_int8",
-    "compare_int8",
-    "example",
-    "example_int8",
-    "obstacle",
-    "write",
-    "write_int8",
-]
-
 OPSET = 18
 CONFIG, VISUAL, TEXTUAL = "onnx_config.json", "visual.onnx", "textual.onnx"
 _INSIDE = 3 * 2**29  # maximum size of weights stored in the graph's file, in bytes

@@ -22,8 +22,6 @@ from clipkit.model.clip import CLIP
 from clipkit.model.names import to_open_clip
 from clipkit.model.tokenizer import LibraryTokenizer, TransformersTokenizer
 
-__all__ = ["check", "example", "obstacle", "store_tokenizer", "write"]
-
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 
 

@@ -21,8 +21,6 @@ from clipkit.export.checks import Samples, difference
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
 
-__all__ = ["check", "example", "obstacle", "timm_name", "write"]
-
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _SIZES = {(384, 12, 6): "small", (768, 12, 12): "base", (1024, 24, 16): "large", (1280, 32, 16): "huge"}
 _NAMES = (  # ours, timm's

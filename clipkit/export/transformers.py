@@ -45,17 +45,6 @@ from clipkit.model.tokenizer import (
     tokens_in_order,
 )
 
-__all__ = [
-    "check",
-    "check_sentence",
-    "example",
-    "example_sentence",
-    "obstacle",
-    "write",
-    "write_clip_tokenizer",
-    "write_sentence",
-]
-
 WEIGHTS = "model.safetensors"
 START, END = "<|startoftext|>", "<|endoftext|>"
 # CLIP's splitting pattern with transformers' names of the special tokens

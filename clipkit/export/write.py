@@ -38,8 +38,6 @@ from clipkit.model.architectures import HEADS
 from clipkit.model.clip import CLIP
 from clipkit.model.zero_shot import evaluating
 
-__all__ = ["Exported", "export", "run_export"]
-
 MANIFEST, CARD, NEW_CARD = "clipkit_export.json", "README.md", "README.new.md"
 TOLERANCE = 1e-5  # largest allowed difference of embeddings
 LOWEST_COSINE = 0.9  # of embeddings with quantized weights; a quantization that failed gives lower ones

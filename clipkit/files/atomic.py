@@ -14,8 +14,6 @@ from pathlib import Path
 
 from clipkit.errors import ConfigError
 
-__all__ = ["FileLock", "lock_output", "replacing", "sync", "temporary_path", "write_atomic"]
-
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:

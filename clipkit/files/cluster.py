@@ -12,8 +12,6 @@ from typing import Any, TypeVar
 
 from clipkit.errors import ClipkitError, ConfigError, DataError
 
-__all__ = ["ray_cluster", "ray_tasks"]
-
 _RETRIES = 3  # of a task whose worker or node died
 _CONNECT_SECONDS = 10.0
 _LOOK_SECONDS = 10.0  # after which resources are counted again

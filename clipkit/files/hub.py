@@ -16,8 +16,6 @@ from typing import Any
 from clipkit.errors import ConfigError
 from clipkit.files.open_clip import download_weights
 
-__all__ = ["HUB", "check_push", "fetch_published", "fetch_repository", "from_hub", "push_folder"]
-
 HUB = "hf-hub:"
 _TIMEOUT = 10.0  # seconds
 _FILES = (

@@ -14,11 +14,6 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = [
-    "build_towers", "config_files", "default_pooler", "download_weights", "load_folder", "make_tokenizer",
-    "prompt_list", "published_tags", "published_weights", "vocabulary_file", "without_image_tower",
-]  # fmt: skip
-
 
 def _folder() -> Path:
     package = importlib.util.find_spec("open_clip")  # without importing it

@@ -15,8 +15,6 @@ from markupsafe import Markup
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.atomic import write_atomic
 
-__all__ = ["check_page", "templates", "write_page"]
-
 _SHARED = Path(__file__).with_name("templates")
 
 

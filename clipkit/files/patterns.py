@@ -8,15 +8,6 @@ from pathlib import Path
 
 from clipkit.errors import ConfigError, DataError
 
-__all__ = [
-    "expand_braces",
-    "match_wildcards",
-    "name_order",
-    "output_folder",
-    "path_order",
-    "user_path",
-]
-
 _MAX_NAMES = 1_000_000  # per pattern
 _RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.-?([0-9]+))?")
 

@@ -11,8 +11,6 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["MASK", "STEP", "mix", "mix_array", "mix_tensor", "signed"]
-
 MASK = 2**64 - 1
 STEP = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio
 _FACTORS = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
-__all__ = ["CountProgress", "counted", "printable", "shown", "size_of", "without_secrets"]
-
 
 def printable(text: str, most: int | None = None) -> str:
     """Escape control characters, including line ends.

@@ -21,8 +21,6 @@ from clipkit.model.clip import CLIP
 from clipkit.model.preprocess import Preprocess
 from clipkit.model.tokenizer import ANY_END, ClipTokenizer, folder_tokenizer
 
-__all__ = ["ONNX_CONFIG", "load_onnx"]
-
 ONNX_CONFIG = "onnx_config.json"
 
 

@@ -23,16 +23,6 @@ from torch import Tensor
 from clipkit.errors import DataError
 from clipkit.files.atomic import write_atomic
 
-__all__ = [
-    "LEAST",
-    "LEAST_SCALE",
-    "Calibration",
-    "HeldOut",
-    "calibrate",
-    "read_calibration",
-    "wilson_interval",
-]
-
 FOLDS = 5
 _DECAY = 1e-3
 LEAST_SCALE, _GREATEST_SCALE = 1e-3, 1e4

@@ -31,8 +31,6 @@ from clipkit.inference.stream import PRECISIONS, Failure, FeatureStream
 from clipkit.model.generate import check_generation, generate_captions
 from clipkit.samples.table import safe_cell
 
-__all__ = ["caption_images", "run_caption"]
-
 _GENERATION = ("beams", "top_p", "prefix", "length")
 _BLOCK = 4  # batches that are appended to the output at a time
 _WIDTH = 80

@@ -50,8 +50,6 @@ from clipkit.samples.folders import SPLIT_WORDS, is_hidden
 from clipkit.samples.table import safe_cell
 from clipkit.samples.traits import TraitCounts
 
-__all__ = ["Classification", "classify_images", "labels_of", "run_classify", "templates_of"]
-
 # widths of the table's columns, separated by two spaces
 _WIDTH = 80
 _LABEL_WIDTH, _PROBABILITY_WIDTH = 30, len("probability")

@@ -16,8 +16,6 @@ from clipkit.inference.options import ExplainOptions
 from clipkit.inference.stream import load_for_inference
 from clipkit.model.preprocess import Preprocess, eval_pixels
 
-__all__ = ["SIDE", "check_files", "enlarged", "heat_colors", "overlay", "run_explain", "sheet", "write_png"]
-
 SIDE, _MARGIN, _LINE = 320, 8, 20  # of an image and its label, in pixels
 # colors of heat 0, 1/4, … 1 (Matplotlib's "inferno", every quarter)
 _COLORS = np.array(

@@ -24,8 +24,6 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.files.atomic import lock_output, replacing, write_atomic
 from clipkit.inference.storage import STORAGE, unpacked
 
-__all__ = ["ApproximateIndex", "Stamp", "write_index"]
-
 _FORMAT = 1
 _CONNECTIVITY, _EXPANSION = 32, 256  # neighbors of a row, and candidates for them while it is added
 _BLOCK = 10_000  # rows that are added at a time

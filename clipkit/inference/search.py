@@ -55,19 +55,6 @@ from clipkit.samples.depth import STRETCH
 from clipkit.samples.sources import PARQUET_SUFFIXES
 from clipkit.samples.traits import Decoding
 
-__all__ = [
-    "Embeddings",
-    "EmbeddingsChanged",
-    "Hit",
-    "Query",
-    "embedded",
-    "load_model",
-    "run_index",
-    "run_search",
-    "stale_note",
-    "thumbnail",
-]
-
 TEMPLATES = templates(Path(__file__).with_name("templates"))
 NOT_WEIGHT = 0.5  # of what is not wanted
 _NAMED = re.compile(r"(img|text)_emb_?(\d+)\.npy")

@@ -38,8 +38,6 @@ from clipkit.inference.search import (
 )
 from clipkit.model.clip import CLIP
 
-__all__ = ["Collection", "application", "run_serve"]
-
 MAX_UPLOAD = 32 << 20  # bytes of a request
 _UPLOAD_SECONDS = 60.0
 _MOST, _MAX_TEXT = 200, 10_000  # results; characters

@@ -19,15 +19,6 @@ from torch import Tensor, nn
 from clipkit.errors import ConfigError
 from clipkit.model.clip import CLIP
 
-__all__ = [
-    "attention_blocks",
-    "attention_maps",
-    "encode_all_tokens",
-    "patch_grid",
-    "reads_class_token",
-    "text_heatmaps",
-]
-
 _replaced = threading.Lock()  # held while torch's function is replaced, in all threads
 
 

@@ -36,8 +36,6 @@ from clipkit.model.towers import (
     varlen_runs,
 )
 
-__all__ = ["CLIP", "MAX_LOGIT_SCALE", "build", "create"]
-
 MAX_LOGIT_SCALE = 100.0  # published limit of exp(t)
 Head = TypeVar("Head", bound=nn.Module)
 Kind = TypeVar("Kind")

@@ -27,8 +27,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["PackedWeights", "in_parallel", "keep_memory", "one_core_each"]
-
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 

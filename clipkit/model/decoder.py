@@ -34,8 +34,6 @@ from clipkit.model.towers import (
     initialize_block,
 )
 
-__all__ = ["LOGITS", "CaptionDecoder", "CrossAttentionBlock", "ImageTokens", "TextInput", "caption_nll"]
-
 LOGITS = 1 << 24  # of the vocabulary in memory at a time
 ImageTokens = (
     Tensor | tuple[Tensor, Tensor]

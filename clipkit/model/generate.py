@@ -16,8 +16,6 @@ from clipkit.model.clip import CLIP
 from clipkit.model.towers import Cached, at_least_float32
 from clipkit.model.zero_shot import evaluating
 
-__all__ = ["Prefixes", "caption_likelihoods", "check_generation", "generate_captions"]
-
 
 @torch.no_grad()
 def generate_captions(

@@ -20,11 +20,6 @@ if TYPE_CHECKING:
 
     from clipkit.model.preprocess import Preprocess
 
-__all__ = [
-    "OpenClipText", "OpenClipVision", "TimmVision", "TransformersText", "describe_encoder",
-    "describe_open_clip_encoder",
-]  # fmt: skip
-
 # minimal towers, built when only the other one is needed
 _NO_VISION: dict[str, Any] = {"image_size": 2, "patch_size": 2, "width": 64, "layers": 1}
 _NO_TEXT: dict[str, Any] = {"context_length": 2, "vocab_size": 2, "width": 64, "heads": 1, "layers": 1}

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from clipkit.model.architectures import COLORS
 from clipkit.model.towers import VisionTransformer, at_least_float32, cut_patches, draws, kept_patches
 
-__all__ = ["TARGETS", "MaskedPatchHead", "Target", "corrupted"]
-
 _CELLS = 4  # of a patch along each side, for the target "small"
 
 

@@ -29,19 +29,6 @@ from clipkit.distributed import alone
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
 
-__all__ = [
-    "Bytes",
-    "Flops",
-    "Meter",
-    "Unmeasurable",
-    "architecture_gflops",
-    "copy_without_values",
-    "image_flops",
-    "image_gflops",
-    "measuring",
-    "text_flops",
-]  # fmt: skip
-
 _ROWS = 2  # with one, batch norms have no variance
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _aten = torch.ops.aten

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from clipkit.model.towers import at_least_float32
 
-__all__ = ["PixelTransformer", "even_palette"]
-
 _EPSILON = 1e-5  # of the norms
 
 

@@ -31,10 +31,6 @@ from clipkit.samples.traits import Color, Decoding, Traits, color_of, is_rgb
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = [
-    "OPENAI_MEAN", "OPENAI_STD", "ImageLike", "Preprocess", "batch_of", "eval_pixels", "pixels_and_traits",
-]  # fmt: skip
-
 OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)
 OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
 MAX_IMAGE_SIZE = 4096  # of a model's input

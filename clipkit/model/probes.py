@@ -16,9 +16,6 @@ from clipkit.errors import ConfigError
 from clipkit.model.attention import attention_blocks, patch_grid, reads_class_token
 from clipkit.model.clip import CLIP
 
-__all__ = ["ImageRepresentations", "image_representations", "layer_count"]
-
-
 _unprojected = threading.Lock()  # held while the projection of a tower of open_clip is removed
 
 

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from clipkit.errors import CheckpointError
 
-__all__ = ["fit_positions", "fitted_grid", "smooth_grid"]
-
 # of a ViT, of a ResNet's pooling, of a ViT of timm
 _IMAGE = ("visual.positional_embedding", "visual.attnpool.positional_embedding", "visual.trunk.pos_embed")
 _TEXT = ("positional_embedding", "text.positional_embedding")

@@ -29,32 +29,6 @@ from clipkit.model.architectures import Architecture, TextTower
 if TYPE_CHECKING:
     from tokenizers.models import BPE
 
-__all__ = [
-    "ANY_END",
-    "CONTEXT_LENGTH",
-    "END_OF_TEXT",
-    "MAX_CHARACTERS",
-    "START_OF_TEXT",
-    "VOCABULARY",
-    "ClassTokenizer",
-    "ClipTokenizer",
-    "LibraryTokenizer",
-    "Tokenizer",
-    "TransformersTokenizer",
-    "byte_symbols",
-    "create_tokenizer",
-    "end_of_texts",
-    "folder_tokenizer",
-    "has_tokenizer",
-    "list_of_strings",
-    "pair_merges",
-    "stored_tokenizer",
-    "tokenize",
-    "tokens_in_order",
-    "trained_tokenizer",
-]  # fmt: skip
-
-
 # CLIP's byte-pair encoding: the Rust library ``tokenizers`` with a cache of parts of texts.
 #
 # The ids equal those of OpenAI's tokenizer and of open_clip's ``SimpleTokenizer``: ftfy repairs the text, HTML

@@ -21,14 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from clipkit.files.splitmix import MASK, STEP, mix, mix_tensor, signed
 from clipkit.model.resample import fitted_grid
 
-__all__ = [
-    "Attention", "AttentionFunction", "BagOfWordsTower", "Cached", "ClassTableTower", "Kernel", "Packed", "Padded",
-    "PooledEncoder", "QuickGELU", "ResidualAttentionBlock", "Rows", "Transformer", "VisionTransformer",
-    "at_least_float32", "attention_by_length", "attention_varlen", "chosen_rows", "cut_patches", "draws",
-    "initialize_block", "kept_patches", "pack", "unit_halves", "varlen_runs",
-]  # fmt: skip
-
-
 # Layouts of a batch of tokens: padded rows, or texts packed into one row. Nothing after end of text reaches a
 # text's features, so a packed batch contains each text up to there. All layers except attention work on single
 # tokens. Attention over a packed row is torch's ``varlen_attn`` on CUDA in half precision, otherwise plain

@@ -19,11 +19,6 @@ from clipkit.model.clip import CLIP
 from clipkit.model.cpu import in_parallel
 from clipkit.model.tokenizer import Tokenizer, list_of_strings
 
-__all__ = [
-    "DEFAULT_TEMPLATES", "check_batch_size", "encode_prompts", "fill_template", "indistinguishable_classes",
-    "token_numbers", "with_class_head", "zero_shot_classifier",
-]  # fmt: skip
-
 DEFAULT_TEMPLATES = ("a photo of a {c}.",)
 _SHOWN = 80  # characters of a class name in a message
 

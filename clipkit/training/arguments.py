@@ -8,8 +8,6 @@ from clipkit.cli import Parser, add_options, build_options, group, number, setti
 from clipkit.config import settings_reference
 from clipkit.errors import ConfigError
 
-__all__ = ["Arguments", "Target", "parse_arguments"]
-
 _DEFAULT_CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 _MOST = 1_000_000
 

@@ -57,13 +57,6 @@ from clipkit.training.parallel import is_sharded, put, zeros_of
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.staging import DefaultStager
 
-__all__ = [
-    "CheckpointWriter", "LoopState", "damaged_notes", "load_training", "loop_state", "manifest_file",
-    "newest_checkpoint", "only_trainer_of", "optimizer_tensors", "planned_steps", "restore_optimizer",
-    "save_checkpoint",
-]  # fmt: skip
-
-
 # The run folder while it is trained:
 #
 # RUN/.lock                     held by the training process; contains its ID and host

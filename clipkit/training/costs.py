@@ -48,36 +48,6 @@ from clipkit.training.optim import expected_state, make_optimizer
 from clipkit.training.parallel import is_sharded, recompute_blocks, without_values
 from clipkit.training.step import TrainingStep
 
-__all__ = [
-    "COUNTED_ON",
-    "CPU_MFU",
-    "GPUS",
-    "GPU_MFU",
-    "PUBLISHED_MFU",
-    "Communication",
-    "Costs",
-    "Estimate",
-    "Gpu",
-    "Machine",
-    "Memory",
-    "StepCosts",
-    "Workload",
-    "communication_of",
-    "computes_in_bf16",
-    "cost_table",
-    "dry_run",
-    "duration",
-    "estimate",
-    "flops_of_steps",
-    "measure_step",
-    "measured_peak",
-    "memory_of",
-    "published_gpu",
-    "published_memory",
-    "run_costs",
-    "workloads_of",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:

@@ -12,8 +12,6 @@ from clipkit.errors import CheckpointError
 from clipkit.model.clip import CLIP
 from clipkit.training.parallel import drop_gathered, local_part, put
 
-__all__ = ["AveragedWeights", "RunningStatistics"]
-
 
 class AveragedWeights:
     """A moving average of a model's weights: average ← average + (1 − d) (weights − average) after each update.

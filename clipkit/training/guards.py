@@ -33,12 +33,6 @@ from clipkit.training.metrics import drop_lines_after
 from clipkit.training.parallel import local_part
 from clipkit.training.step import Features, TrainingStep
 
-__all__ = [
-    "Finding", "StopRequest", "append_bad_samples", "bad_fraction", "check_bad_samples", "drop_bad_samples_after",
-    "end_with_launcher", "failed_step", "find", "first_not_finite", "is_spike", "launcher_of", "list_not_finite",
-    "list_truncated", "loss_after", "next_usual", "replay", "replay_parts", "too_many_bad", "weights_error",
-]  # fmt: skip
-
 _SHOWN_ROWS = 10
 _SHOWN_SHARDS = 5
 _FIRST_SAMPLES = 1000  # draws

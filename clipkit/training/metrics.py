@@ -28,11 +28,6 @@ from clipkit.model.clip import CLIP
 from clipkit.samples.traits import Decoding, TraitCounts
 from clipkit.training import learning_rate
 
-__all__ = [
-    "PHASES", "BadSampleLines", "MetricsLog", "Profile", "ProgressLine", "StepMetrics", "Stopwatch", "TraitLines",
-    "beginning", "drop_lines_after", "model_line",
-]  # fmt: skip
-
 _PLAIN_EVERY_SECONDS = 10.0
 _BAD_EVERY_SECONDS = 60.0
 _BAD_ONE_BY_ONE = 5

@@ -18,11 +18,6 @@ from clipkit.training import OPTIMIZERS
 from clipkit.training.build import places, tower_of
 from clipkit.training.parallel import is_sharded, local_part, sharded_like, sums_over_parts, whole
 
-__all__ = [
-    "AdamW", "Muon", "MuonWithAdamW", "StableAdamW", "Uncompiled", "adamw", "expected_state", "make_optimizer",
-    "muon", "orthogonalize", "parameter_groups", "stable_adamw",
-]  # fmt: skip
-
 Groups = list[dict[str, Any]]
 StateShapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 

@@ -27,13 +27,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
 
-__all__ = [
-    "clip_gradients", "compile_blocks", "complete_gradients", "gathered", "is_sharded", "local_gradients",
-    "local_part", "put", "recompute_blocks", "replicated", "scalars", "shard", "sharded_like", "sums_over_parts",
-    "use_deterministic_algorithms", "whole", "without_values", "zeros_of",
-]  # fmt: skip
-
-
 # Importing FSDP2 and DTensor takes half as long as importing torch: only runs that shard a model import them, and
 # until then nothing is an instance of their classes.
 

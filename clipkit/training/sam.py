@@ -9,8 +9,6 @@ from clipkit.model.clip import CLIP
 from clipkit.training.ema import RunningStatistics
 from clipkit.training.parallel import clip_gradients, drop_gathered, local_part
 
-__all__ = ["perturbed_weights"]
-
 
 @contextmanager
 def perturbed_weights(model: CLIP, radius: float) -> Iterator[None]:

@@ -14,8 +14,6 @@ from clipkit.model.clip import CLIP
 from clipkit.training.optim import StateShapes, parameter_groups
 from clipkit.training.parallel import is_sharded, zeros_of
 
-__all__ = ["Adafactor", "Lamb", "adafactor", "lamb"]
-
 
 def lamb(model: CLIP, config: OptimConfig) -> Optimizer:
     """Build ``Lamb``; gradients are clipped outside."""

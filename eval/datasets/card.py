@@ -22,25 +22,6 @@ from clipkit.files import counted, prompt_list
 from eval.metrics import METRICS, metric_of
 from eval.tasks import TASKS
 
-__all__ = [
-    "DATASETS",
-    "Card",
-    "Expected",
-    "Hub",
-    "MetricKind",
-    "Paper",
-    "PromptSet",
-    "Prompts",
-    "Published",
-    "Scores",
-    "Sources",
-    "Torchvision",
-    "imagenet_names",
-    "loose_form",
-    "parse_card",
-    "read_card",
-]
-
 DATASETS = Path(__file__).parent  # clipkit's own cards
 FOLDER = "folder"  # names or templates that are next to the images
 _IMAGENET_NAMES = "open_clip:IMAGENET_CLASSNAMES"

@@ -11,21 +11,6 @@ from clipkit.files import counted
 from eval.datasets.card import DATASETS, Card, Published, read_card
 from eval.datasets.dataset import TEST, some
 
-__all__ = [
-    "Suite",
-    "card_lines",
-    "card_names",
-    "cards_in_no_suite",
-    "is_of_card",
-    "load_card",
-    "load_suite",
-    "paper_differences",
-    "primary_metrics",
-    "published_scores",
-    "suite_names",
-    "suites_of",
-]
-
 
 class Suite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Cards that are scored together.

@@ -15,22 +15,6 @@ from clipkit.model import fill_template
 from clipkit.samples import Samples
 from clipkit.samples.remote import ShardFile
 
-__all__ = [
-    "DEFAULT_TEMPLATES",
-    "SPLITS",
-    "TEST",
-    "EvalDataset",
-    "Language",
-    "SampleImages",
-    "by_class_names",
-    "captions_of",
-    "choices_of",
-    "distinct_names",
-    "labels_of",
-    "short_hash",
-    "some",
-]
-
 TEST = "test"  # the split that is scored
 SPLITS = ("train", "val", TEST)
 DEFAULT_TEMPLATES = ("a photo of a {c}.",)  # for datasets without templates

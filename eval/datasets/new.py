@@ -20,8 +20,6 @@ from eval.options import NewOptions
 from eval.readers import open_dataset
 from eval.tasks import TASKS
 
-__all__ = ["card_toml", "new_card", "run_new"]
-
 _SHOWN = 200  # characters of a source in a message
 _MAX_NUMBERED = 100_000  # classes without names
 _WIDTH = 100  # characters of a line of comments

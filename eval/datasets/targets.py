@@ -17,16 +17,6 @@ from eval.readers import Members, OpenOptions, find_published, open_dataset, ope
 from eval.readers.languages import babel_languages, named_languages
 from eval.readers.torchvision import open_torchvision
 
-__all__ = [
-    "OWN_CARD",
-    "Target",
-    "find_named",
-    "find_suites",
-    "find_targets",
-    "select_languages",
-    "unite_errors",
-]
-
 OWN_CARD = "card.toml"
 _log = logging.getLogger("eval")
 

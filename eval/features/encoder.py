@@ -41,8 +41,6 @@ from eval.datasets.dataset import EvalDataset
 from eval.features.image_models import ImageModel, no_text_tower
 from eval.features.store import DIGEST_BYTES, FeatureFile, TextFeatures, digest_of
 
-__all__ = ["ONE_RANK", "Encoder", "ImageFeatures", "Ranks", "check_image", "dtype_name"]
-
 _FORMAT = 6  # of stored features; increased when the same model and image give other features
 _TEXT_PIECE = 8192
 _MAX_THREADS = 8

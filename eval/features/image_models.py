@@ -22,8 +22,6 @@ from clipkit.errors import ConfigError, nearest
 from clipkit.files import from_hub
 from clipkit.model import Architecture, BagOfWords, Preprocess, TimmVision, create_tokenizer
 
-__all__ = ["TIMM", "CroppedPreprocess", "ImageModel", "load_image_model", "no_text_tower"]
-
 TIMM = "timm:"  # prefix of model names
 _NO_PICKLES = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # makes torch refuse to execute pickles
 _LONGEST = 300  # characters of another library's message

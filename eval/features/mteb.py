@@ -14,8 +14,6 @@ from clipkit.model import encode_prompts, eval_pixels, evaluating
 if TYPE_CHECKING:
     from mteb.models.abs_encoder import AbsEncoder
 
-__all__ = ["mteb_model"]
-
 
 def mteb_model(model: CLIP, name: str = "clipkit/model") -> "AbsEncoder":
     """Return a model as ``mteb.evaluate`` takes it, for tasks with images, texts or both.

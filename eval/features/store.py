@@ -29,8 +29,6 @@ from torch import Tensor
 
 from clipkit.files import replacing
 
-__all__ = ["DIGEST_BYTES", "FeatureFile", "TextFeatures", "digest_of", "release"]
-
 DIGEST_BYTES = 16
 _TYPES = {"F32": (torch.float32, 4), "I32": (torch.int32, 4), "U8": (torch.uint8, 1)}
 _BLOCK = 8 << 20  # bytes of rows between two releases

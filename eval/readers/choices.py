@@ -22,8 +22,6 @@ from clipkit.samples import is_deep, pillow_errors, refuse_deep_alpha, to_16_bit
 from eval.datasets.dataset import EvalDataset, SampleImages
 from eval.readers.files import FileSamples, checked_set, png_of, read_json_file
 
-__all__ = ["SYMMETRIC_RELATIONS", "open_caption_choices"]
-
 # The 157 relations of ARO's Visual Genome set for which both captions may be right; the authors' notebook excludes
 # them from the published mean (github.com/mertyg/vision-language-models-are-bows).
 _SYMMETRIC = """\

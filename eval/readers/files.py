@@ -23,17 +23,6 @@ from eval.datasets.dataset import EvalDataset, SampleImages, some
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = [
-    "FileSamples",
-    "checked_set",
-    "file_images",
-    "lines_of",
-    "png_of",
-    "read_json_file",
-    "read_text_file",
-    "templates_in",
-]
-
 _log = logging.getLogger("eval")
 
 

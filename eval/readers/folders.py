@@ -29,8 +29,6 @@ from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, some
 from eval.readers.files import checked_set, file_images, templates_in
 from eval.readers.pairs import open_captioned_folder, open_table
 
-__all__ = ["open_image_folder"]
-
 _log = logging.getLogger("eval")
 _ACCEPTED = "train (or training), val (valid, validation, dev) and test (testing)"  # for messages
 _LIKE_A_SPLIT = re.compile(rf"(?:{'|'.join(SPLIT_WORDS)})(?![a-z])", re.IGNORECASE)

@@ -18,8 +18,6 @@ from eval.datasets.dataset import EvalDataset, Language
 from eval.readers.files import checked_set, file_images, lines_of, read_json_file, read_text_file
 from eval.results.records import parse_json
 
-__all__ = ["babel_languages", "is_multilingual", "named_languages", "open_multilingual"]
-
 _MAX_BYTES = 1 << 30
 _CAPTIONS = "captions.jsonl"
 _IMAGES = "test_image_names.txt"

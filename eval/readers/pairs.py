@@ -27,8 +27,6 @@ from clipkit.samples import (
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, some
 from eval.readers.files import checked_set, file_images, templates_in
 
-__all__ = ["lists_captions", "open_captioned_folder", "open_table"]
-
 _log = logging.getLogger("eval")
 
 

@@ -49,8 +49,6 @@ from eval.readers.shards import files_of_split
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["ASSOCIATION", "PARQUET_SUFFIXES", "open_hugging_face"]
-
 _log = logging.getLogger("eval")
 ASSOCIATION = "association"  # metadata of WinoGAViL: 1 where an image belongs to the cue
 

@@ -59,15 +59,6 @@ from eval.readers.files import (
 )
 from eval.tasks import TASKS
 
-__all__ = [
-    "Members",
-    "address_of",
-    "array_of",
-    "files_of_split",
-    "find_published",
-    "open_published",
-]
-
 _FETCHING = 4  # shards fetched at a time
 _SET_MARKS = ("card.json", "dataset_type.txt")  # files that only a complete dataset has
 _TYPES = ("classification", "multilabel", "retrieval", "image_caption_selection")

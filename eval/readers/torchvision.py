@@ -20,8 +20,6 @@ from clipkit.samples import MissingSplit, Samples, pillow_errors
 from eval.datasets.dataset import TEST, EvalDataset, SampleImages, some
 from eval.readers.files import checked_set, file_images, png_of
 
-__all__ = ["ALL", "TORCHVISION_SETS", "ArraySamples", "check_known", "open_torchvision"]
-
 ALL = "all"  # the split of a dataset without splits
 
 

@@ -24,8 +24,6 @@ from clipkit.errors import DataError
 from eval.datasets.dataset import EvalDataset
 from eval.readers.files import checked_set, file_images, read_json_file, read_text_file
 
-__all__ = ["is_video_frames", "open_video_frames"]
-
 _MAX_BYTES = 256 << 20
 _SETS, _REVIEWS = "pmsets.json", "anchor_labels.json"
 _CLASSES, _TABLE = "ytbb_class_index.json", "ytbb_robustness_test_anchors_full.csv"

@@ -25,8 +25,6 @@ from eval.tasks import Options
 from eval.tasks.classify import prompt_outcome, report_classes
 from eval.tasks.subject import Outcome, Subject, metric_scores
 
-__all__ = ["captioning", "likelihood"]
-
 _ROWS = 128  # captions that the decoder computes at a time
 _THREADS = 4  # that read images
 

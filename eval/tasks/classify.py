@@ -18,16 +18,6 @@ from eval.results.scores import Score
 from eval.tasks import Options
 from eval.tasks.subject import Outcome, Subject, metric_scores
 
-__all__ = [
-    "classification_scores",
-    "fitting_metrics",
-    "prompt_outcome",
-    "report_captions",
-    "report_choices",
-    "report_classes",
-    "zero_shot",
-]
-
 
 def fitting_metrics(dataset: EvalDataset, metrics: Sequence[str]) -> tuple[str, ...]:
     """Return the classification metrics among those of a card, or the default ones if there are none.

@@ -24,8 +24,6 @@ from eval.tasks import Options
 from eval.tasks.classify import report_choices
 from eval.tasks.subject import Outcome, Subject, metric_scores
 
-__all__ = ["compositional"]
-
 _ENOUGH = 25  # images, for a pair of attributes to count
 _BLOCK = 16_384  # images whose similarities are computed at a time
 

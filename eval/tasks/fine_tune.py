@@ -54,8 +54,6 @@ from eval.tasks.classify import classification_scores, fitting_metrics
 from eval.tasks.probe import NothingToTuneOn, draw_examples, learn_and_tune, training_split, tuning_metric
 from eval.tasks.subject import Outcome, Subject
 
-__all__ = ["ClassTraining", "Diverged", "LabelledImage", "fine_tune", "only_one"]
-
 _log = logging.getLogger("eval")
 _PROGRAM = Path(__file__).parents[2] / "train.py"
 _CONFIG = _PROGRAM.parent / "configs" / "finetune.toml"

@@ -26,8 +26,6 @@ from torch import Tensor
 from clipkit.errors import DataError
 from eval.metrics import full_float32
 
-__all__ = ["LogisticFit", "LogisticProblem", "Part", "Rows"]
-
 _HELD = 1 << 30  # bytes of selected rows that are copied once; larger selections are gathered block by block
 _BLOCK = 1 << 20  # logits (or features) at a time on a CPU, 4 MiB in float32
 _DEVICE_BLOCK = 1 << 26  # and on an accelerator

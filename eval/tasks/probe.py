@@ -34,31 +34,6 @@ from eval.tasks.classify import classification_scores, fitting_metrics
 from eval.tasks.logistic import LogisticFit, LogisticProblem, Part, Rows
 from eval.tasks.subject import Outcome, Subject
 
-__all__ = [
-    "LinearProbe",
-    "LinearSweep",
-    "Neighbours",
-    "NothingToTuneOn",
-    "carve",
-    "draw_examples",
-    "draw_shots",
-    "few_shot",
-    "halving_search",
-    "interval_over_seeds",
-    "knn",
-    "learn_and_tune",
-    "linear_probe",
-    "linear_probes",
-    "nearest_neighbours",
-    "penalty_of",
-    "ridge_classifier",
-    "shuffled_classes",
-    "sweep",
-    "training_split",
-    "tuning_metric",
-    "votes",
-]
-
 _log = logging.getLogger("eval")
 
 # Which images a task learns from and tunes on.

@@ -20,8 +20,6 @@ from eval.tasks import Options
 from eval.tasks.classify import report_captions
 from eval.tasks.subject import Outcome, Subject, metric_scores
 
-__all__ = ["retrieval"]
-
 
 def retrieval(subject: Subject, options: Options) -> Outcome:
     """Run the task ``retrieval``.

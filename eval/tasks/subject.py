@@ -20,8 +20,6 @@ from eval.metrics import Metric, metric_of
 from eval.results.records import Details
 from eval.results.scores import Score
 
-__all__ = ["Outcome", "Subject", "metric_scores"]
-
 _log = logging.getLogger("eval")
 
 
