@@ -19,9 +19,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -115,13 +113,11 @@ _FORMULAS: Mapping[Any, Callable[..., int]] = {
 }
 
 
-class _NormsInFloat32(TorchFunctionMode):
+def _to_float32(norm: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Under autocast, norms return float32 on GPUs, and the dtype of their input on CPUs: do as on GPUs."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (F.layer_norm, F.group_norm) and torch.is_autocast_enabled("cpu"):
-            args = (args[0].float(), *args[1:])
-        return func(*args, **(kwargs or {}))
+    if torch.is_autocast_enabled("cpu"):
+        return (inputs[0].float(), *inputs[1:])
+    return inputs
 
 
 class Meter(TorchDispatchMode):
@@ -222,7 +218,6 @@ def measuring() -> Iterator[Meter]:
             torch.random.fork_rng(devices=[]),
             torch.enable_grad(),
             alone(),
-            _NormsInFloat32(),
             Meter() as meter,
         ):
             yield meter
@@ -241,7 +236,11 @@ def copy_without_values(model: _Module) -> _Module:
     for name in ("architecture", "preprocess", "tokenizer"):
         value = getattr(model, name, None)
         copies[id(value)] = value
-    return copy.deepcopy(model, copies)
+    shadow = copy.deepcopy(model, copies)
+    for module in shadow.modules():
+        if isinstance(module, nn.LayerNorm | nn.GroupNorm):
+            module.register_forward_pre_hook(_to_float32)
+    return shadow
 
 
 def image_flops(model: CLIP, *, patches: int | None = None) -> Flops:
