@@ -9,8 +9,9 @@ Images: JPEG, PNG and WebP files are stored byte for byte, except those with an 
 preprocessing ignores; they are stored upright (JPEG at quality 95 without chroma subsampling, PNG without loss,
 WebP as it was encoded). Other formats become PNG. Every image is decoded once, to find broken ones before training.
 
-Splits: the hash of an image's bytes decides between train and test, so that equal images are in one split and the
-splits are the same on all machines. A larger test fraction is a superset of a smaller one.
+Splits: a column ``split``, or folders named like splits, decide which split an image belongs to. Otherwise the hash
+of its bytes decides between train and test, so that equal images are in one split and the splits are the same on
+all machines. A larger test fraction is a superset of a smaller one.
 
 Captions: a row may have a list of captions, and rows of the same image become one sample with the captions of all.
 Equal captions of an image are stored once. By default training uses the first; ``data.captions=captions`` with
@@ -40,6 +41,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,7 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.files import CountProgress, counted, size_of
 from clipkit.samples import (
     CLASS_NAMES,
+    SPLIT_NAMES,
     FolderSamples,
     Table,
     TableSamples,
@@ -60,6 +63,9 @@ from clipkit.samples import (
     images_below,
     json_value,
     listed_path,
+    plain_name,
+    read_split,
+    select_split,
 )
 from clipkit.samples.remote import ShardFile, cache_folder, created_once, download_all
 from data.captions import DRAW_CAPTIONS, field_name, listed
@@ -188,17 +194,13 @@ def pack(
     others = options.fields
     if others is not None and group_by is not None:
         others = (*others, group_by)  # Table reads a column once
-    tables = [
-        Table(
-            path,
-            image_column=options.image_column,
-            caption_column=options.caption_column,
-            encoded=True,
-            others=others,
-        )
-        for path in paths
-        if folder is None
-    ]
+    open_table = partial(
+        Table, image_column=options.image_column, caption_column=options.caption_column, encoded=True
+    )
+    if others is not None and folder is None:
+        columns = open_table(paths[0], others=None).others
+        others = (*others, *(name for name in columns if plain_name(name) == "split" and name not in others))
+    tables = [open_table(path, others=others) for path in paths] if folder is None else []
     if tables and group_by == tables[0].image_column:
         group_by = None
     bad, marks = Counter[str](), Counter[str]()
@@ -334,6 +336,9 @@ def _pack_sample(
 ) -> _Packed | str:
     captions = list(dict.fromkeys(texts))
     try:
+        split = read_split(fields)
+        if isinstance(samples, FolderSamples):
+            split = select_split(samples.locate(i)[1].partition("/")[0])
         data = samples.read(i, "")
         if len(data) > LARGEST_FILE:
             raise DataError(f"file of more than {LARGEST_FILE // 2**20} MiB")
@@ -348,7 +353,7 @@ def _pack_sample(
         "equal captions": len(texts) - len(captions),
     }
     return _Packed(
-        split=_split(data, test),
+        split=split if split in SPLIT_NAMES else _draw_split(data, test),
         record=Record(
             key=f"{samples.rows(i)[0].number:09d}",
             image=image.data,
@@ -362,7 +367,7 @@ def _pack_sample(
     )
 
 
-def _split(data: bytes, test: float) -> str:
+def _draw_split(data: bytes, test: float) -> str:
     number = int.from_bytes(hashlib.sha256(data).digest()[:8], "big")
     return "test" if test and number < test * 2**64 else "train"
 
@@ -433,7 +438,7 @@ def fields_of(
     return meta
 
 
-_REVISION = 7  # of packed folders in the cache; increased when the same input is packed differently
+_REVISION = 8  # of packed folders in the cache; increased when the same input is packed differently
 
 
 def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
@@ -499,13 +504,14 @@ def run_pack(options: PackCommand) -> int:
         print("  bad rows, by cause:")
         for cause, count in report.bad.items():
             print(f"  {count:>9,}  {cause}")
-    held_out, bad = report.splits.get("test", 0), sum(report.bad.values())
-    test = f" and {held_out:,} into test" if options.test else ""
+    bad = sum(report.bad.values())
+    counts = {"train": 0, **({"test": 0} if options.test else {}), **report.splits}
     pairs = report.summary == counted(report.packed, "pair")
     if not pairs:
         print(report.summary)
     noun = "pair" if pairs else "image"
-    print(f"packed {counted(report.splits.get('train', 0), noun)} into train{test}")
+    into = " and ".join(f"{count:,} into {split}" for split, count in counts.items() if split != "train")
+    print(f"packed {counted(counts['train'], noun)} into train" + (f" and {into}" if into else ""))
     if bad:
         mostly = "warning: " if bad >= report.rows else ""
         print(f"{mostly}{bad:,} bad of {counted(bad + report.rows, 'row')}: see {report.bad_rows}")

@@ -42,6 +42,7 @@ from .folders import (
     images_below as images_below,
     is_hidden as is_hidden,
     read_file as read_file,
+    select_split as select_split,
 )
 from .image_folder import (
     CLASS_NAMES as CLASS_NAMES,
@@ -102,6 +103,7 @@ from .table import (
     is_table as is_table,
     listed_path as listed_path,
     plain_name as plain_name,
+    read_split as read_split,
     safe_cell as safe_cell,
 )
 from .table.captions import (

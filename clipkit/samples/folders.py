@@ -18,6 +18,13 @@ SPLIT_NAMES = {
 }
 SPLIT_WORDS = frozenset(word for words in SPLIT_NAMES.values() for word in words)
 
+
+def select_split(word: str) -> str:
+    """Return the split that a word names, such as "val" for "dev"; "" for other words."""
+    word = word.strip().lower()
+    return next((split for split, names in SPLIT_NAMES.items() if word in names), "")
+
+
 # name without its suffix of a part of a dataset in Parquet files, such as train-00000-of-00002
 PARQUET_PART = re.compile(r"(?:(.*?)[-_.])?(\d{4,5})-of-(\d{4,5})(?:[-_.][0-9a-f]+)?", flags=re.ASCII)
 

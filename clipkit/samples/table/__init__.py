@@ -27,7 +27,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from clipkit.errors import DataError, nearest
-from clipkit.samples.folders import is_hidden
+from clipkit.samples.folders import is_hidden, select_split
 from clipkit.samples.table.captions import find_texts
 from clipkit.samples.table.delimited import Delimited, safe_cell
 from clipkit.samples.table.formats import ColumnRequest, OpenFormat, find_column, plain_name
@@ -45,6 +45,7 @@ __all__ = [
     "is_table",
     "listed_path",
     "plain_name",
+    "read_split",
     "safe_cell",
 ]
 
@@ -277,6 +278,19 @@ class Table:
 
 def _is_image_type(kind: object) -> bool:
     return str(kind).startswith(("binary", "large_binary", "struct<bytes: binary"))
+
+
+def read_split(fields: Mapping[str, Any]) -> str:
+    """Return the split that the column ``split`` of a row states, such as "val" for "dev"; "" without this column.
+
+    Raises:
+        DataError: the rows of an image are in several splits.
+    """
+    value = next((value for column, value in fields.items() if plain_name(column) == "split"), None)
+    if isinstance(value, list):
+        raise DataError("its rows are in several splits")
+    word = str(value or "").strip().lower()
+    return select_split(word) or word
 
 
 def is_table(path: Path) -> bool:
