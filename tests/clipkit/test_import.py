@@ -1,5 +1,6 @@
 """Tests of ``import clipkit``: public names, lazy imports, and the folder layout."""
 
+import ast
 import importlib
 import os
 import pkgutil
@@ -7,10 +8,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import clipkit
+import eval as evaluation
 from clipkit.model.architectures import ARCHITECTURES
 from tests.small_trainings import write_pairs
 
@@ -39,6 +42,22 @@ def test_modules_have_a_docstring_and_unique_exports(module: str) -> None:
     names = getattr(loaded, "__all__", ())  # of packages
     assert all(hasattr(loaded, name) for name in names)
     assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("package", [clipkit, evaluation])
+def test_names_imported_on_first_use_are_those_that_type_checkers_see(package: ModuleType) -> None:
+    tree = ast.parse(Path(str(package.__file__)).read_text(encoding="utf-8"))
+    typed = next(
+        node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    imports = [node for node in typed.body if isinstance(node, ast.ImportFrom)]
+    modules = {str(node.module): tuple(alias.name for alias in node.names) for node in imports}
+    assert modules == package._MODULES
+    for name in package.__all__:
+        assert name in dir(package)
+        assert getattr(package, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        package.nothing
 
 
 def test_import_loads_no_heavy_module() -> None:
