@@ -57,13 +57,39 @@ def test_names_imported_on_first_use_are_those_that_type_checkers_see(package: M
         assert name in dir(package)
         assert getattr(package, name) is not None
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        package.nothing
+        _ = package.nothing
 
 
 def test_import_loads_no_heavy_module() -> None:
     code = f"import sys, clipkit; print([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("clipkit", "--help"),
+        ("clipkit", "export", "--to", "nothing"),
+        ("data", "pack", "--nothing"),
+        ("eval", "run", "--help"),
+        ("eval", "zero-shot", "--seed", "-1"),
+        ("train.py", "--help"),
+        ("train.py", "--profile", "-1"),
+    ],
+)
+def test_help_and_errors_in_options_load_no_torch(command: tuple[str, ...]) -> None:
+    program = command[0]
+    start = "run_path" if program.endswith(".py") else "run_module"
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv = {list(command)}\n"
+        f"try:\n    runpy.{start}({program!r}, run_name='__main__')\n"
+        "finally:\n    print([name for name in ('torch', 'numpy', 'msgspec', 'jinja2') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == (0 if "--help" in command else 1)
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_training_imports_only_what_the_first_step_uses(tmp_path: Path) -> None:
