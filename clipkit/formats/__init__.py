@@ -13,13 +13,6 @@ from clipkit.formats.checkpoint import (
 from clipkit.formats.open_clip import newest_epoch
 
 __all__ = [
-    "check_free",
-    "is_complete",
-    "latest_checkpoint",
-    "model_hash",
-    "newest_epoch",
-    "resolve_checkpoint",
-    "save_model",
-    "serialize_architecture",
-    "step_of",
-]
+    "check_free", "is_complete", "latest_checkpoint", "model_hash", "newest_epoch", "resolve_checkpoint",
+    "save_model", "serialize_architecture", "step_of",
+]  # fmt: skip
