@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from clipkit.errors import DataError, report_errors, run_command
-from clipkit.training.arguments import Arguments, parse_arguments
+from clipkit.options import Arguments, parse_arguments
 
 PARENT = os.getppid()  # read before torch is imported, which takes seconds: torchrun may die in the meantime
 

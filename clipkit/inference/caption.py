@@ -26,9 +26,9 @@ from clipkit.files.atomic import lock_output, replacing
 from clipkit.files.terminal import CountProgress, counted, printable
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.inputs import Item, Stream
-from clipkit.inference.options import CaptionOptions
 from clipkit.inference.stream import PRECISIONS, Failure, FeatureStream
 from clipkit.model.generate import check_generation, generate_captions
+from clipkit.options import CaptionOptions
 from clipkit.samples.table import safe_cell
 
 _GENERATION = ("beams", "top_p", "prefix", "length")

@@ -42,10 +42,10 @@ from clipkit.files.terminal import CountProgress, counted, printable
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.calibrate import FOLDS, LEAST, LEAST_SCALE, Calibration, calibrate, read_calibration
 from clipkit.inference.inputs import Stream
-from clipkit.inference.options import ClassifyOptions
 from clipkit.inference.stream import Failure, FeatureStream
 from clipkit.model.clip import CLIP
 from clipkit.model.zero_shot import DEFAULT_TEMPLATES, fill_template, zero_shot_classifier
+from clipkit.options import ClassifyOptions
 from clipkit.samples.folders import SPLIT_WORDS, is_hidden
 from clipkit.samples.table import safe_cell
 from clipkit.samples.traits import TraitCounts

@@ -7,10 +7,10 @@ from torch import Tensor
 from clipkit.errors import ConfigError
 from clipkit.files.terminal import CountProgress
 from clipkit.inference.explain import SIDE, check_files, sheet, write_png
-from clipkit.inference.options import CompleteOptions
 from clipkit.inference.stream import load_for_inference
 from clipkit.model.pixels import PixelTransformer
 from clipkit.model.preprocess import eval_pixels
+from clipkit.options import CompleteOptions
 
 
 def run_complete(options: CompleteOptions) -> int:

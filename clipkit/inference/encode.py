@@ -45,9 +45,9 @@ from clipkit.inference.folder import (
     only_writer,
 )
 from clipkit.inference.inputs import Item, Sample, Stream
-from clipkit.inference.options import EncodeOptions
 from clipkit.inference.storage import STORAGE, ReusableRows, recall, unpacked
 from clipkit.inference.stream import Failure, FeatureStream
+from clipkit.options import EncodeOptions
 from clipkit.samples.depth import format_pixel_range
 from clipkit.samples.traits import TraitCounts, hex_of
 

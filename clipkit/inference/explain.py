@@ -12,9 +12,9 @@ from clipkit.api import explain
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.atomic import replacing
 from clipkit.files.terminal import printable
-from clipkit.inference.options import ExplainOptions
 from clipkit.inference.stream import load_for_inference
 from clipkit.model.preprocess import Preprocess, eval_pixels
+from clipkit.options import ExplainOptions
 
 SIDE, _MARGIN, _LINE = 320, 8, 20  # of an image and its label, in pixels
 # colors of heat 0, 1/4, … 1 (Matplotlib's "inferno", every quarter)

@@ -45,11 +45,11 @@ from clipkit.files.terminal import CountProgress, counted, printable, size_of
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.index import ApproximateIndex, Stamp, write_index
 from clipkit.inference.inputs import Item, Sample, Stream, read_image
-from clipkit.inference.options import IndexOptions, SearchOptions, ServeOptions
 from clipkit.inference.storage import Storage, content_digest, storage_of, unpacked
 from clipkit.inference.stream import pick_device
 from clipkit.model.clip import CLIP
 from clipkit.model.preprocess import ImageLike
+from clipkit.options import IndexOptions, SearchOptions, ServeOptions
 from clipkit.samples.decode import decode_pixels
 from clipkit.samples.depth import STRETCH
 from clipkit.samples.sources import PARQUET_SUFFIXES

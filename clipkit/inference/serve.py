@@ -26,7 +26,6 @@ from torch import Tensor
 
 from clipkit.errors import ClipkitError, ConfigError, DataError, nearest
 from clipkit.files.terminal import counted, printable
-from clipkit.inference.options import ServeOptions
 from clipkit.inference.search import (
     TEMPLATES,
     Embeddings,
@@ -37,6 +36,7 @@ from clipkit.inference.search import (
     thumbnail,
 )
 from clipkit.model.clip import CLIP
+from clipkit.options import ServeOptions
 
 MAX_UPLOAD = 32 << 20  # bytes of a request
 _UPLOAD_SECONDS = 60.0

@@ -1,4 +1,4 @@
-"""The training engine, which train.py drives; here the optimizers and learning rate schedules. Imports no torch."""
+"""The training engine, which train.py drives; here the optimizers and learning rate schedules."""
 
 import math
 from collections.abc import Callable

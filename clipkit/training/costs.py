@@ -40,8 +40,8 @@ from clipkit.model.measure import (
 )
 from clipkit.model.names import architecture
 from clipkit.objectives import OBJECTIVES, Term, select_objective, select_terms
+from clipkit.options import Target
 from clipkit.training import OPTIMIZERS
-from clipkit.training.arguments import Target
 from clipkit.training.build import adapters_of, check_split, lock, patch_counts, shape_of, tower_of
 from clipkit.training.ema import AveragedWeights
 from clipkit.training.optim import expected_state, make_optimizer
