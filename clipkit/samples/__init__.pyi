@@ -106,6 +106,7 @@ from .table import (
 )
 from .table.captions import (
     check_captions as check_captions,
+    usable_texts as usable_texts,
 )
 from .table.groups import (
     MOST_ROWS as MOST_ROWS,

@@ -28,20 +28,18 @@ from torch import Tensor
 
 from clipkit.errors import DataError
 from clipkit.samples import (
-    CACHE_GB,
     CAPTION_COLUMNS,
     ENCODED_COLUMNS,
     IMAGE_COLUMNS,
     IMAGE_EXTENSIONS,
-    PARQUET_PART,
     SPLIT_NAMES,
     MissingSplit,
     ParquetSamples,
     find_column,
     join_place,
     plain_name,
+    usable_texts,
 )
-from clipkit.samples.remote import ShardFile, shard_cache
 from eval.datasets.dataset import EvalDataset, SampleImages
 from eval.readers.files import checked_set, file_images
 from eval.readers.shards import files_of_split
@@ -68,26 +66,22 @@ _LABEL = ("label", "labels", "fine_label", "cls", "class")
 _CAPTION = ("caption", "captions", "text", "txt", "sentences", "raw", *CAPTION_COLUMNS)
 
 PARQUET_SUFFIXES = (".parquet", ".pq")
-_FETCHING = 2  # files fetched at a time
 _MAX_LABEL = 10**7  # larger numbers are not labels
 _MAX_CELLS = 10**10  # of a multi-hot label
 
 
-def open_hugging_face(
-    place: Path | str, shards: Sequence[ShardFile], name: str, *, split: str
-) -> EvalDataset:
-    """Open one split of a dataset in parquet files.
+def open_hugging_face(place: Path | str, files: ParquetSamples, name: str, *, split: str) -> EvalDataset:
+    """Bind the columns of one split of a dataset in parquet files.
 
     Args:
         place: a file, or the folder, local or in a store; ``hf://datasets/OWNER/NAME`` at Hugging Face.
-        shards: the files of the split.
+        files: the rows of the split.
         name: the dataset's name.
         split: the split's name.
 
     Raises:
         DataError: a file is damaged, or the columns match no known format.
     """
-    files = _open_files(name, shards)
     if not len(files):
         raise DataError(f"dataset {name}: {files.files[0].shown} has no rows")
     table = _Table(files, name, split)
@@ -228,14 +222,13 @@ class _Table:
         return column
 
     def captions(self, column: str) -> tuple[tuple[str, ...], ...]:
-        found = []
+        captions = []
         for row, value in enumerate(self.files.columns(column)[0]):
-            listed = value if isinstance(value, list) else [value]
-            own = tuple(text.strip() for text in listed if isinstance(text, str) and text.strip())
-            if not own:
+            texts = tuple(usable_texts(value))
+            if not texts:
                 raise self.fault(row, f"has no {column}")
-            found.append(own)
-        return tuple(found)
+            captions.append(texts)
+        return tuple(captions)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -253,7 +246,7 @@ def _texts_in_splits(table: _Table, column: str, place: Path | str) -> set[str]:
             unread.append(split)
             continue
         try:
-            files = _open_files(table.name, files_of_split(table.name, place, split, PARQUET_SUFFIXES))
+            files = ParquetSamples(files_of_split(table.name, place, split, PARQUET_SUFFIXES))
             if column in files.schema.names:
                 texts.update(text for text in files.columns(column)[0] if isinstance(text, str) and text)
         except MissingSplit:
@@ -291,11 +284,9 @@ def _labels(table: _Table, column: str, place: Path | str) -> tuple[Tensor, tupl
             if isinstance(label, float) and label.is_integer():  # a column with gaps may be stored as floats
                 label = int(label)
             if not isinstance(label, int) or abs(label) > _MAX_LABEL:
-                wrong = "which is not a class number, 0 or more"
-                if numbers:
-                    wrong = "which is not a class of its schema"
-                elif multilabel:
-                    wrong = "which are not class numbers"
+                wrong = (
+                    "which are not class numbers" if multilabel else "which is not a class number, 0 or more"
+                )
                 raise table.fault(row, f"has {column} {repr(value)[:40]}, {wrong}")
             labels.append(int(label))
         rows.append(labels)
@@ -389,26 +380,3 @@ def _parse_names(value: Any) -> list[str]:
         except (ValueError, RecursionError):
             return []
     return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
-
-
-def _open_files(name: str, files: Sequence[ShardFile]) -> ParquetSamples:
-    """Fetch and open the files of a split.
-
-    Raises:
-        DataError: a file cannot be read, or has other columns than the first; pyarrow is missing.
-    """
-    parts = [match for file in files if (match := PARQUET_PART.fullmatch(file.name.removesuffix(".parquet")))]
-    numbers = {part[2] for part in parts}
-    totals = {part[3] for part in parts}
-    if parts and (len(parts) != len(files) or len(totals) > 1 or len(numbers) < len(parts)):
-        raise DataError(f"dataset {name}: {files[0].shown} and its neighbours belong to several datasets")
-    cache = shard_cache([file.url for file in files], CACHE_GB)
-    if cache is not None:
-        cache.prefetch(files, threads=_FETCHING)
-    try:
-        return ParquetSamples(files, cache)
-    except DataError as error:
-        raise DataError(f"dataset {name}: {error}") from error
-    finally:
-        if cache is not None:
-            cache.close()  # everything is fetched

@@ -38,15 +38,15 @@ from torch import Tensor
 from clipkit.errors import DataError
 from clipkit.files import counted, shown
 from clipkit.samples import (
-    CACHE_GB,
     IMAGE_EXTENSIONS,
     MissingSplit,
     ShardSamples,
     decode_text,
     find_split,
     join_place,
+    usable_texts,
 )
-from clipkit.samples.remote import ShardFile, Unreachable, list_folder, shard_cache
+from clipkit.samples.remote import ShardFile, Unreachable, list_folder
 from data.captions import TEXT, CaptionRule, is_utf8
 from data.shards.manifest import list_members, suggest_members
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, SampleImages, short_hash
@@ -59,7 +59,6 @@ from eval.readers.files import (
 )
 from eval.tasks import TASKS
 
-_FETCHING = 4  # shards fetched at a time
 _SET_MARKS = ("card.json", "dataset_type.txt")  # files that only a complete dataset has
 _TYPES = ("classification", "multilabel", "retrieval", "image_caption_selection")
 _log = logging.getLogger("eval")
@@ -84,19 +83,19 @@ class _SetCard(msgspec.Struct, kw_only=True):
 
 def open_published(
     place: Path | str,
-    files: Sequence[ShardFile],
+    samples: ShardSamples,
     name: str,
     *,
     split: str,
     metadata_names: Sequence[str],
     members: Members,
 ) -> EvalDataset:
-    """Open one split of a published dataset; remote shards are downloaded now and cached.
+    """Bind labels, captions and metadata to the samples of one split of a published dataset.
 
     Args:
         place: the dataset, a local folder or URL. A local folder may be a single split's; then the files in its
             parent describe the dataset.
-        files: the shards of the split.
+        samples: the samples of the split.
         name: the dataset's name.
         split: the split's name.
         metadata_names: names of all columns of each sample's ``npy``.
@@ -116,19 +115,14 @@ def open_published(
     if kind not in ("", *_TYPES):
         raise DataError(f"dataset {name} is of type {kind[:40]!r}; known: {', '.join(_TYPES)}")
 
-    stems = [file.name.removesuffix(".tar") for file in files]
-    if all(map(str.isdecimal, stems)):  # published shards are 0.tar … N-1.tar
-        missing = sorted(set(range(len(files))) - set(map(int, stems)))
-        if missing:
-            folder = files[0].shown.rpartition("/")[0]
-            raise DataError(f"shard {missing[0]}.tar is missing in {folder}; fetch the dataset again")
-    cache = shard_cache([file.url for file in files], CACHE_GB)
-    if cache is not None:
-        cache.prefetch([file for file in files if file.is_remote], threads=_FETCHING)
+    if samples.faults:
+        raise DataError(
+            f"dataset {name}: {samples.faults[0]}: neighbouring files with the same name up to the first dot are "
+            "one sample"
+        )
     images_in = (members.image.lower(),) if members.image else IMAGE_EXTENSIONS
-    samples = ShardSamples(files, cache)
     stated = card.samples.get(own_split)
-    shards = map(samples.open_shard, range(len(files)))
+    shards = map(samples.open_shard, range(len(samples.files)))
     complete = sum(int(shard.index.has_any(images_in).sum()) for shard in shards)
     if not complete and len(samples):
         raise _nothing_usable(name, samples, members, "an image")
@@ -143,10 +137,8 @@ def open_published(
     numbers, all_captions, arrays = _annotations(
         name, samples, members, arrays=multilabel or bool(metadata_names)
     )
-    if cache is not None:
-        cache.close()  # everything is fetched; otherwise a suite would keep the threads of every dataset
 
-    images = SampleImages(samples, files, member=members.image.lower())
+    images = SampleImages(samples, samples.files, member=members.image.lower())
     labels: Tensor | None = None
     captions: tuple[tuple[str, ...], ...] | None = None
     if multilabel:
@@ -167,7 +159,7 @@ def open_published(
                 len(samples) - len(kept),
                 len(samples),
             )
-            images = SampleImages(samples, files, cells=[(number, images.member) for number in kept])
+            images = SampleImages(samples, samples.files, cells=[(number, images.member) for number in kept])
             all_captions = [all_captions[number] for number in kept]
             numbers = [None] * len(kept)
         for what, present in (
@@ -234,34 +226,28 @@ def _annotations(
     if the first one is its caption.
     """
     wanted = ("txt", "cls", "json", "npy") if arrays else ("txt", "cls", "json")
-    for number in range(len(samples.files)):
-        shard = samples.open_shard(number)
-        for what, names in (("images", IMAGE_EXTENSIONS), *((f"{one} members", (one,)) for one in wanted)):
-            count = sum(shard.index.names.get(member, 0) for member in names)
-            if count > (rows := int(shard.index.has_any(names).sum())):
-                raise DataError(
-                    f"dataset {name}: {shard.shown} has {count:,} {what} in {counted(rows, 'sample')}: "
-                    "neighbouring files with the same name up to the first dot are one sample"
-                )
     labels: list[int | None] = []
     captions: list[tuple[str, ...]] = []
-    found: list[Array | None] = []
+    npy: list[Array | None] = []
     rule = CaptionRule(fields=where.captions)
     for i in range(len(samples)):
         shard, row = samples.find(i)
         try:
-            members = shard.read_present(row, {*wanted, *rule.members(shard.index.members(row))})
+            names = shard.index.members(row)
+            if not where.image and sum(name in IMAGE_EXTENSIONS for name in names) > 1:
+                raise DataError(f"several images, {', '.join(names)}: choose one with --image")
+            members = shard.read_present(row, {*wanted, *rule.members(names)})
             fields = rule.parse(members)
             texts = [text for texts in rule.by_field(fields) for text in texts]
             listed = fields.get("captions")
             if where.captions != (TEXT,) or not isinstance(listed, list) or listed[:1] != texts[:1]:
                 listed = [line for text in texts for line in text.split("\n")]
             labels.append(_label_of(members["cls"]) if "cls" in members else None)
-            captions.append(tuple(one.strip() for one in listed if isinstance(one, str) and one.strip()))
-            found.append(array_of(members["npy"]) if "npy" in members else None)
+            captions.append(tuple(usable_texts(listed)))
+            npy.append(array_of(members["npy"]) if "npy" in members else None)
         except DataError as error:
             raise _at(name, samples, i, str(error), separator=": ") from error
-    return labels, captions, found
+    return labels, captions, npy
 
 
 def _label_of(data: bytes) -> int:
@@ -416,19 +402,19 @@ def find_published(root: str | Path, names: Sequence[str]) -> str | None:
 
 def _is_dataset(address: str) -> bool:
     """Return whether there is a dataset; a web server, which may not list folders, is asked for typical files."""
+    is_web = address.startswith(("http://", "https://"))
     try:
-        if not address.startswith(("http://", "https://")):
-            return any(list_folder(f"{address}{inside}", ("",)) for inside in ("", f"/{TEST}", "/data"))
+        if is_web:
+            return any(read_text_file(f"{address}/{name}") is not None for name in _PROBES)
+        return any(list_folder(f"{address}{inside}", ("",)) for inside in ("", f"/{TEST}", "/data"))
     except Unreachable:
         raise
-    except DataError:  # there is no such bucket, dataset or revision, or no permission to read it
+    except DataError as error:
+        # a file that a web server lacks is no error, so the server failed: do not retry for every dataset
+        if is_web:
+            raise Unreachable(str(error)) from error
+        # there is no such bucket, dataset or revision, or no permission to read it
         return False
-    try:
-        return any(read_text_file(f"{address}/{name}") is not None for name in _PROBES)
-    except Unreachable:
-        raise
-    except DataError as error:  # missing files are None, so the server failed: do not retry for every dataset
-        raise Unreachable(str(error)) from error
 
 
 def files_of_split(name: str, place: str | Path, split: str, suffixes: tuple[str, ...]) -> list[ShardFile]:
@@ -436,6 +422,7 @@ def files_of_split(name: str, place: str | Path, split: str, suffixes: tuple[str
 
     Raises:
         MissingSplit: there are none.
+        DataError: a file is missing.
     """
     stated, files = "", []
     if isinstance(place, Path) and place.is_file():
@@ -450,4 +437,10 @@ def files_of_split(name: str, place: str | Path, split: str, suffixes: tuple[str
         raise MissingSplit(
             f"dataset {name} has no split {split!r}: all of {shown(str(place))} is for testing"
         )
+    stems = [file.name.removesuffix(".tar") for file in files]
+    if all(map(str.isdecimal, stems)):  # published shards are 0.tar … N-1.tar
+        missing = sorted(set(range(len(files))) - set(map(int, stems)))
+        if missing:
+            folder = files[0].shown.rpartition("/")[0]
+            raise DataError(f"shard {missing[0]}.tar is missing in {folder}; fetch the dataset again")
     return files

@@ -180,8 +180,16 @@ def test_captions_that_are_not_utf8_are_rejected_or_ignored(
 @pytest.mark.parametrize(
     ("samples", "names", "told"),
     [
-        ([{"cls": 0}, {"cls": 1}], ["a", "a"], "has 2 images in 1 sample:"),
-        ([{"cls": 0, "png": b"another"}], ["a"], "has 2 images in 1 sample:"),
+        (
+            [{"cls": 0}, {"cls": 1}],
+            ["a", "a"],
+            "/0.tar: 1 more cls in samples that have one already, 1 more webp in samples that have one already: ",
+        ),
+        (
+            [{"cls": 0, "png": b"another"}],
+            ["a"],
+            "0.tar: several images, cls, png, webp: choose one with --image",
+        ),
         ([{"cls": 0}, {"cls": 1}, {"cls": 0}], ["a", "b", "a"], ""),  # equal keys that are not adjacent
     ],
 )
