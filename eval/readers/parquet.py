@@ -14,7 +14,6 @@ The columns decide what the dataset is:
 Letters in shape comments: N images, C classes.
 """
 
-import hashlib
 import json
 import logging
 import re
@@ -35,6 +34,7 @@ from clipkit.samples import (
     SPLIT_NAMES,
     MissingSplit,
     ParquetSamples,
+    digest_key,
     find_column,
     join_place,
     plain_name,
@@ -87,7 +87,7 @@ def open_hugging_face(place: Path | str, files: ParquetSamples, name: str, *, sp
     table = _Table(files, name, split)
     columns = set(files.schema.names)
     if columns >= set(_WINOGROUND):  # two images per item, each with its own caption and the other's
-        choices = []
+        choices: list[tuple[str, ...]] = []
         for row, (first, second) in enumerate(zip(*files.columns("caption_0", "caption_1"), strict=True)):
             if not (isinstance(first, str) and isinstance(second, str)):
                 raise table.fault(row, "lacks a caption")
@@ -110,10 +110,11 @@ def open_hugging_face(place: Path | str, files: ParquetSamples, name: str, *, sp
         wrong = sorted(filter(pattern.fullmatch, columns))
         if right in columns and wrong:
             choices = []
-            for row, own in enumerate(zip(*files.columns(right, *wrong), strict=True)):
-                if not all(isinstance(text, str) and text.strip() for text in own):
+            for row, texts in enumerate(zip(*files.columns(right, *wrong), strict=True)):
+                options = usable_texts(list(texts))
+                if len(options) < len(texts):
                     raise table.fault(row, f"lacks one of {', '.join((right, *wrong))}")
-                choices.append(tuple(text.strip() for text in own))
+                choices.append(tuple(options))
             return table.dataset(images, "compositional", choices=tuple(choices))
     label = table.column_of("ClassLabel", _LABEL)
     others = [name for name in files.schema.names if plain_name(name) not in _LABEL and name != label]
@@ -140,7 +141,7 @@ def open_hugging_face(place: Path | str, files: ParquetSamples, name: str, *, sp
     if caption:
         captions = table.captions(caption)
         if str(files.schema.field(caption).type) in ("string", "large_string"):
-            images, captions = _group_rows(table, image, captions)
+            images, captions = _group_rows(table, images, captions)
         return table.dataset(images, "retrieval", captions=captions)
     raise DataError(
         f"dataset {name}: its columns are {_listed(files.schema.names)}; none is a label or a caption"
@@ -148,23 +149,20 @@ def open_hugging_face(place: Path | str, files: ParquetSamples, name: str, *, sp
 
 
 def _group_rows(
-    table: "_Table", image: str, captions: Sequence[tuple[str, ...]]
+    table: "_Table", images: SampleImages, captions: Sequence[tuple[str, ...]]
 ) -> tuple[SampleImages, tuple[tuple[str, ...], ...]]:
     """Make one image of the rows with the same encoded image, with the captions of all, as of tables."""
-    files = table.files
+    first_rows: dict[bytes, int] = {}
     groups: dict[bytes, dict[str, None]] = {}
-    cells: list[tuple[int, str]] = []
     for row, texts in enumerate(captions):
         try:
-            key = hashlib.sha256(files.read(row, image)).digest()
+            key = digest_key(images.read(row))
         except DataError as error:
             raise table.fault(row, f"has a bad image: {error}") from error
-        if key not in groups:
-            cells.append((row, image))
+        first_rows.setdefault(key, row)
         groups.setdefault(key, {}).update(dict.fromkeys(texts))
-    images = SampleImages(files, files.files, member=image)
-    if len(cells) < len(files):
-        images = SampleImages(files, files.files, cells=cells)
+    if len(groups) < len(images):
+        images = images.select(list(first_rows.values()))
     return images, tuple(map(tuple, groups.values()))
 
 

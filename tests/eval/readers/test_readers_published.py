@@ -188,7 +188,7 @@ def test_captions_that_are_not_utf8_are_rejected_or_ignored(
         (
             [{"cls": 0, "png": b"another"}],
             ["a"],
-            "0.tar: several images, cls, png, webp: choose one with --image",
+            "0.tar has several images, png, webp: choose one with --image",
         ),
         ([{"cls": 0}, {"cls": 1}, {"cls": 0}], ["a", "b", "a"], ""),  # equal keys that are not adjacent
     ],
