@@ -24,7 +24,7 @@ from clipkit.samples.remote import transfer
 from clipkit.samples.remote.transfer import Patience, Unreachable
 from eval.datasets.dataset import EvalDataset
 from eval.datasets.targets import find_suites
-from eval.readers import find_published, open_dataset, shards as places
+from eval.readers import Members, find_published, open_dataset, shards as places
 from eval.readers.files import read_text_file
 from eval.readers.shards import address_of, array_of
 from tests.clipkit.samples.remote import servers
@@ -203,6 +203,14 @@ def test_adjacent_samples_with_equal_keys_are_rejected(
     else:
         labels = open_dataset(folder).labels
         assert labels is not None and labels.tolist() == [0, 1, 0]
+
+
+def test_one_of_several_images_can_be_chosen(tmp_path: Path) -> None:
+    samples = [{"cls": number, "png": b"%d" % number} for number in range(2)]
+    folder = publish(tmp_path / "set", samples)
+    assert "has several images, png, webp: choose one with --image" in refusal(folder)
+    dataset = open_dataset(folder, members=Members(image="png"))
+    assert [dataset.images.read(number) for number in range(2)] == [b"0", b"1"]
 
 
 def test_invalid_multi_hot_labels_are_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
