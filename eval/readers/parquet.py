@@ -29,7 +29,6 @@ from clipkit.errors import DataError
 from clipkit.samples import (
     CAPTION_COLUMNS,
     ENCODED_COLUMNS,
-    IMAGE_COLUMNS,
     IMAGE_EXTENSIONS,
     SPLIT_NAMES,
     MissingSplit,
@@ -61,7 +60,6 @@ _RIGHT_AND_WRONG = (
     ("caption", re.compile(r"negative_caption")),
 )
 # common column names, compared in the form of ``plain_name``
-_IMAGE = (*ENCODED_COLUMNS, *IMAGE_COLUMNS)
 _LABEL = ("label", "labels", "fine_label", "cls", "class")
 _CAPTION = ("caption", "captions", "text", "txt", "sentences", "raw", *CAPTION_COLUMNS)
 
@@ -101,8 +99,8 @@ def open_hugging_face(place: Path | str, files: ParquetSamples, name: str, *, sp
     image = table.image_column()
     if not image:
         raise DataError(
-            f"dataset {name}: its columns are {_listed(files.schema.names)}; none is called image, and not exactly "
-            "one contains bytes (name a table of paths itself, not its folder)"
+            f"dataset {name}: its columns are {_listed(files.schema.names)}; expected one with images, or several "
+            "of which one is called image (name a table of paths itself, not its folder)"
         )
     files.check_single(image)
     images = SampleImages(files, files.files, member=image)
@@ -212,12 +210,10 @@ class _Table:
     def image_column(self) -> str:
         """Return the column of images by the schema or a usual name, or the only column of bytes, or ""."""
         encoded = list(self.files.members(0))
-        column = self.column_of("Image", _IMAGE)
-        if column not in encoded:  # a usual name may be that of a column of paths
-            usual = [name for name in encoded if plain_name(name) in _IMAGE] or encoded
-            if len(usual) == 1:
-                return usual[0]
-        return column
+        names = [name for name in encoded if self.feature(name).get("_type") == "Image"] or encoded
+        if len(names) == 1:
+            return names[0]
+        return find_column(ENCODED_COLUMNS, names)
 
     def captions(self, column: str) -> tuple[tuple[str, ...], ...]:
         captions = []
