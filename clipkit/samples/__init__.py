@@ -98,7 +98,7 @@ from clipkit.samples.table import (
     read_split,
     safe_cell,
 )
-from clipkit.samples.table.captions import check_captions
+from clipkit.samples.table.captions import check_captions, usable_texts
 from clipkit.samples.table.groups import MOST_ROWS, RowsByKey, digest_key, merge_rows
 from clipkit.samples.table.parquet import ENCODED_COLUMNS, ParquetSamples
 from clipkit.samples.table.values import json_value
@@ -137,6 +137,6 @@ __all__ = [
     "orientation_of", "pack_arrays", "parse_fields", "parse_pixel_range", "pillow_errors",
     "plain_jpeg_size", "plain_name", "read_arrays", "read_class_names", "read_file", "read_split", "read_values",
     "readable_formats", "refuse_deep_alpha", "safe_cell", "select_split", "stored_index", "suggest_pixel_range",
-    "tar_files", "tar_files_of", "to_16_bit", "unpack_arrays", "upright_array", "upright_image",
+    "tar_files", "tar_files_of", "to_16_bit", "unpack_arrays", "upright_array", "upright_image", "usable_texts",
     "value_extrema", "with_content", "write_arrays",
 ]  # fmt: skip

@@ -132,18 +132,21 @@ def _names(folder: Path) -> Iterator[str]:
 
 
 def check_parts(files: Iterable[str]) -> None:
-    """Check that no part is missing of datasets in numbered Parquet files, see ``PARQUET_PART``."""
-    numbers: dict[tuple[str, str, str], set[int]] = {}
-    firsts: dict[tuple[str, str, str], str] = {}
+    """Check that each part of datasets in numbered Parquet files is there once, see ``PARQUET_PART``."""
+    numbers: dict[tuple[str, str], set[int]] = {}
+    firsts: dict[tuple[str, str], tuple[str, int]] = {}
     for path in files:
         folder, _, name = path.rpartition("/")
         part = PARQUET_PART.fullmatch(name.removesuffix(".parquet"))
         if part is None:
             continue
-        dataset = (folder, part[1] or "", part[3])
-        firsts.setdefault(dataset, path)
-        numbers.setdefault(dataset, set()).add(int(part[2]))
-    for dataset, first in firsts.items():
-        total = int(dataset[2])
-        if missing := sorted(set(range(total)) - numbers[dataset]):
+        dataset = (folder, part[1] or "")
+        first, total = firsts.setdefault(dataset, (path, int(part[3])))
+        seen = numbers.setdefault(dataset, set())
+        if int(part[3]) != total or int(part[2]) in seen:
+            raise DataError(f"{first} and {path} are parts of different datasets: remove one of them")
+        seen.add(int(part[2]))
+    for dataset, (first, total) in firsts.items():
+        missing = sorted(set(range(total)) - numbers[dataset])
+        if missing:
             raise DataError(f"part {missing[0]} of {total} is missing next to {first}; download it again")

@@ -56,9 +56,9 @@ def open_table(file: Path, name: str, *, split: str = TEST) -> EvalDataset:
     return _open_pairs(samples, table.image_folder, file, name, split)
 
 
-def open_captioned_folder(folder: Path, name: str, *, split: str = TEST) -> EvalDataset:
+def open_captioned_folder(samples: FolderSamples, name: str) -> EvalDataset:
     """Open a folder of images with captions in files beside them, which are a test split; see ``open_table``."""
-    return _open_pairs(FolderSamples(folder), folder, folder, name, split)
+    return _open_pairs(samples, samples.folder, samples.folder, name, TEST)
 
 
 def _open_pairs(

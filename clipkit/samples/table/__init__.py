@@ -30,7 +30,13 @@ from clipkit.errors import DataError, nearest
 from clipkit.samples.folders import is_hidden, select_split
 from clipkit.samples.table.captions import find_texts
 from clipkit.samples.table.delimited import Delimited, safe_cell
-from clipkit.samples.table.formats import ColumnRequest, OpenFormat, find_column, plain_name
+from clipkit.samples.table.formats import (
+    IMAGE_COLUMNS,
+    ColumnRequest,
+    OpenFormat,
+    find_column,
+    plain_name,
+)
 from clipkit.samples.table.json_rows import JsonLines, open_json
 from clipkit.samples.table.parquet import Parquet
 
@@ -49,11 +55,7 @@ __all__ = [
     "safe_cell",
 ]
 
-# common names, most specific first; compared in lower case with "_" for spaces and hyphens
-IMAGE_COLUMNS = (
-    "filepath", "file_path", "image_path", "img_path", "path", "filename", "file_name", "image_file",
-    "image_filename", "image_name", "image", "img", "picture", "photo", "file",
-)  # fmt: skip
+# common names, most specific first; compared in the form of ``plain_name``
 CAPTION_COLUMNS = (
     "caption", "text", "title", "description", "sentence", "alt_text", "alt", "prompt", "comment", "label",
     "captions", "sentences", "texts", "conversations",

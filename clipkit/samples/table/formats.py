@@ -9,6 +9,12 @@ from typing import Any
 
 from clipkit.errors import DataError
 
+# common names, most specific first; compared in the form of ``plain_name``
+IMAGE_COLUMNS = (
+    "filepath", "file_path", "image_path", "img_path", "path", "filename", "file_name", "image_file",
+    "image_filename", "image_name", "image", "img", "picture", "photo", "file",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ColumnRequest:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from clipkit.errors import DataError
 from clipkit.samples.base import Samples
 from clipkit.samples.remote import ShardCache, ShardFile
-from clipkit.samples.table.formats import ColumnRequest, Format, Record, find_column
+from clipkit.samples.table.formats import IMAGE_COLUMNS, ColumnRequest, Format, Record, find_column
 from clipkit.samples.table.values import json_value
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _KEPT_BYTES = 256 << 20  # of row groups in memory; the last two are kept whatev
 _MAX_GROUP_BYTES = 16 << 30
 _MAX_IMAGE_BYTES = 256 << 20
 # common names of columns with encoded images
-ENCODED_COLUMNS = ("image", "img", "images", "picture", "jpg", "png", "webp")
+ENCODED_COLUMNS = ("image", "img", "images", "picture", "jpg", "png", "webp", *IMAGE_COLUMNS)
 _LISTED = re.compile(r"(.+)\[(\d+)\]")
 
 
