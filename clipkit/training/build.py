@@ -13,6 +13,7 @@ from torch import nn
 
 from clipkit.api import load
 from clipkit.config import (
+    Config,
     LoraConfig,
     LossConfig,
     ModelConfig,
@@ -39,7 +40,7 @@ from clipkit.model.clip import CLIP, create
 from clipkit.model.lora import Adapters, add_adapters
 from clipkit.model.names import IMAGE_TOWERS, architecture
 from clipkit.model.tokenizer import stored_tokenizer, trained_tokenizer
-from clipkit.objectives import OBJECTIVES, Term
+from clipkit.objectives import OBJECTIVES, Term, select_terms
 from clipkit.training.ema import AveragedWeights, RunningStatistics
 from clipkit.training.parallel import gathered
 
@@ -111,6 +112,18 @@ def shape_of(
     shape = replace(shape, **heads)
     has_bias = OBJECTIVES[loss.name].initial_bias is not None
     return replace(shape, logit_bias=True) if has_bias else shape
+
+
+def select_shape(config: Config) -> Architecture:
+    """Return the architecture that the settings of a run select, see ``shape_of``."""
+    return shape_of(
+        config.model,
+        config.loss,
+        config.small,
+        terms=select_terms(config),
+        sizes=config.shape,
+        pixels=config.pixels,
+    )
 
 
 Tower = TypeVar("Tower", bound=TowerArchitecture)

@@ -42,7 +42,7 @@ from clipkit.model.names import architecture
 from clipkit.objectives import OBJECTIVES, Term, select_objective, select_terms
 from clipkit.training import OPTIMIZERS
 from clipkit.training.arguments import Target
-from clipkit.training.build import adapters_of, check_split, lock, patch_counts, shape_of, tower_of
+from clipkit.training.build import adapters_of, check_split, lock, patch_counts, select_shape, tower_of
 from clipkit.training.ema import AveragedWeights
 from clipkit.training.optim import expected_state, make_optimizer
 from clipkit.training.parallel import is_sharded, recompute_blocks, without_values
@@ -813,14 +813,7 @@ def dry_run(config: Config, device: torch.device, target: Target) -> list[str]:
     Raises:
         ConfigError: the GPU is unknown, or the batch cannot be split over so many.
     """
-    shape = shape_of(
-        config.model,
-        config.loss,
-        config.small,
-        terms=select_terms(config),
-        sizes=config.shape,
-        pixels=config.pixels,
-    )
+    shape = select_shape(config)
     world = target.gpus or world_size()
     check_split(config.batch_size, world=world, parts=config.accumulate)
     bf16 = computes_in_bf16(config.precision, device)

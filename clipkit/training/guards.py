@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipkit.batch import Batch
+from clipkit.batch import BadSample, Batch
 from clipkit.config import load_config
 from clipkit.distributed import gather_objects, world_size
 from clipkit.errors import ClipkitError, ConfigError, DataError, Stopped
+from clipkit.files.atomic import write_atomic
 from clipkit.formats.checkpoint import latest_checkpoint, step_of
 from clipkit.model.clip import CLIP
-from clipkit.training.metrics import drop_lines_after
 from clipkit.training.parallel import local_part
 from clipkit.training.step import Features, TrainingStep
 
@@ -47,7 +47,20 @@ def _write_lines(path: Path, records: Sequence[Mapping[str, Any]], *, append: bo
         raise DataError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def append_bad_samples(run: Path, bad: Sequence[Mapping[str, Any]], step: int, *, rank: int) -> None:
+def drop_lines_after(path: Path, step: int) -> None:
+    """Remove lines of steps after ``step``, and lines cut short by a kill, from a JSONL file."""
+    if not path.is_file():
+        return
+    kept = []
+    # split at "\n" only: text in a line may contain other separators, at which splitlines would cut
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        with suppress(ValueError, AttributeError, TypeError):
+            if (json.loads(line).get("step") or 0) <= step:
+                kept.append(line + "\n")
+    write_atomic(path, "".join(kept))
+
+
+def append_bad_samples(run: Path, bad: Sequence[BadSample], step: int, *, rank: int) -> None:
     """Append the bad samples of a step to this rank's list.
 
     Raises:
@@ -55,7 +68,7 @@ def append_bad_samples(run: Path, bad: Sequence[Mapping[str, Any]], step: int, *
     """
     if bad:
         path = run / (f"bad_samples-{rank}.jsonl" if rank else "bad_samples.jsonl")
-        _write_lines(path, [{"step": step, **one} for one in bad], append=True)
+        _write_lines(path, [{"step": step, **asdict(sample)} for sample in bad], append=True)
 
 
 def drop_bad_samples_after(run: Path, step: int) -> None:

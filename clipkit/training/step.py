@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clipkit.api import load
 from clipkit.batch import Batch
-from clipkit.config import DistillConfig, LossConfig
+from clipkit.config import Config, DistillConfig, LossConfig
 from clipkit.distributed import rank, sum_over_ranks, world_size
 from clipkit.errors import ConfigError
 from clipkit.formats.checkpoint import model_hash
@@ -25,7 +25,15 @@ from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
 from clipkit.model.towers import kept_patches
 from clipkit.model.zero_shot import evaluating, zero_shot_classifier
-from clipkit.objectives import Objective, Outputs, Targets, Term, TermBatch
+from clipkit.objectives import (
+    Objective,
+    Outputs,
+    Targets,
+    Term,
+    TermBatch,
+    select_objective,
+    select_terms,
+)
 from clipkit.objectives.distill import Teaching
 from clipkit.training.build import patch_counts
 from clipkit.training.ema import AveragedWeights, RunningStatistics
@@ -422,6 +430,31 @@ class TrainingStep:
     bf16: bool
     terms: Mapping[str, Term] = field(default_factory=dict)
     averaged: AveragedWeights | None = None
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Config,
+        shape: Architecture,
+        *,
+        bf16: bool,
+        teacher: Teacher | None,
+        averaged: AveragedWeights | None,
+    ) -> "TrainingStep":
+        """Return the step that the settings of a run select."""
+        return cls(
+            shape=shape,
+            objective=select_objective(config),
+            loss=config.loss,
+            distill=config.distill,
+            teacher=teacher,
+            patch_dropout=config.model.patch_dropout,
+            seed=config.seed,
+            accumulate=config.accumulate,
+            bf16=bf16,
+            terms=select_terms(config),
+            averaged=averaged,
+        )
 
     def gradients(
         self, module: nn.Module, batch: Batch, step: int, watch: Stopwatch | None = None
