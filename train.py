@@ -35,7 +35,7 @@ from clipkit.config import load_config, shown_settings, to_toml
 from clipkit.objectives import select_terms
 from clipkit.training import build, checkpoint, costs, ema, guards, optim, parallel, sam
 from clipkit.training.log import Log, describe_model, describe_start
-from clipkit.training.step import Teacher, TrainingStep, check_rows
+from clipkit.training.step import TrainingStep, check_rows
 from data import augment, loader, order, training_data
 from data.batch import small_stages
 from eval import Ranks, check_image, check_tasks, find_targets
@@ -123,10 +123,7 @@ def main(arguments: Arguments) -> int:
         averaged = ema.AveragedWeights(model, config.optim.average) if config.optim.average else None
         after = {name: term.after for name, term in terms.items()}
         unfreezing = build.Unfreezing(model, every=config.lock.unfreeze_every, after=after)
-        source, teacher = config.distill.teacher, None
-        if source and not config.distill.averages:
-            teacher = Teacher(source, model, device=device, bf16=bf16)
-        compute = TrainingStep.from_config(config, shape, bf16=bf16, teacher=teacher, averaged=averaged)
+        compute = TrainingStep.from_config(config, shape, model, bf16=bf16, averaged=averaged)
         size, length = shape.vision.image_size, shape.text.context_length
         train_loader = loader.Loader(
             shards=shards,
@@ -146,7 +143,7 @@ def main(arguments: Arguments) -> int:
         distributed.broadcast_bytes(b"")  # wait for rank 0, which may have read many files
 
         # 6. Resume. The state of the loop is what ``LoopState`` lists, and nothing else.
-        taught_by = teacher or train_loader.teacher
+        taught_by = compute.teacher or train_loader.teacher
         fingerprint = taught_by.fingerprint if taught_by is not None else ""
         state = checkpoint.LoopState(step=0, data=shards.fingerprint(), teacher=fingerprint)
         planned = config.steps
@@ -216,7 +213,7 @@ def main(arguments: Arguments) -> int:
             if training.is_due(step, config.eval.every_steps) or (step == 0 and config.model.weights):
                 scorer.score_if_owed(step)
             stop.save_first(True, guards.loss_after(writer.saved_step))
-            log.start()
+            log.leave_out()  # what happened before the first step
             while step < config.steps and not stopped:
                 # 7a. The next batch, prefetched.
                 log.watch.begin("data")

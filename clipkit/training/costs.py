@@ -22,7 +22,7 @@ from numpy.polynomial import Polynomial
 
 from clipkit.api import load
 from clipkit.batch import Batch
-from clipkit.config import Config, DistillConfig, LossConfig, OptimConfig, shown_settings
+from clipkit.config import Config, LossConfig, OptimConfig, shown_settings
 from clipkit.distributed import barrier, ranks_of_host, world_size
 from clipkit.errors import ClipkitError, ConfigError, nearest
 from clipkit.expected import expected_score
@@ -214,11 +214,7 @@ def measure_step(
             shape=model.architecture,
             objective=OBJECTIVES["none"](),
             loss=LossConfig(name="none"),
-            distill=DistillConfig(),
-            teacher=None,
             patch_dropout=patch_dropout,
-            seed=0,
-            accumulate=1,
             bf16=bf16,
             terms=terms,
             averaged=AveragedWeights(shadow, 0.0) if _encodes_twice(terms) else None,

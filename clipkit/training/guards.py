@@ -141,12 +141,7 @@ def list_not_finite(run: Path, names: Sequence[tuple[str, str]], *, step: int, r
 def failed_step(run: Path, step: int, *, causes: Sequence[str], loss: float, norm: float) -> ClipkitError:
     """Return the error of a step after ``step`` updates.
 
-    Args:
-        run: the run folder.
-        step: updates made.
-        causes: for each rank the reason why it has no batch, or "". If all are "", a value is not finite.
-        loss: the loss.
-        norm: the norm of the gradient.
+    ``causes`` has the reason why a rank has no batch, or "", for each rank. If all are "", a value is not finite.
     """
     if cause := next(filter(None, causes), ""):
         kept = f"step {step} is saved; the same command resumes once this is fixed"
@@ -162,11 +157,7 @@ def failed_step(run: Path, step: int, *, causes: Sequence[str], loss: float, nor
 def weights_error(run: Path, step: int, name: str, *, saved: int | None) -> str:
     """Return the error message for weights that are not finite and therefore not saved.
 
-    Args:
-        run: the run folder.
-        step: updates made.
-        name: name of the first such tensor.
-        saved: the step of the newest checkpoint; None if there is none.
+    ``name`` is the first such tensor, and ``saved`` the step of the newest checkpoint.
     """
     if not step:
         return f"the initial weights of {run} are not finite, first {name}: set another model.weights"
@@ -216,12 +207,8 @@ def replay(
 ) -> list[str]:
     """Repeat a step in its precision and in fp32 without changing weights, and report what is not finite.
 
-    Args:
-        model: the model in one process, with the weights before the step; its gradients are replaced.
-        compute: the step.
-        batch: the whole global batch, on the model's device.
-        step: updates made before.
-        names: shard and key of each row.
+    The model has the weights before the step, and its gradients are replaced. ``batch`` is the whole global batch,
+    and ``names`` are shard and key of each row.
 
     Raises:
         ConfigError: there are several processes.
@@ -262,12 +249,7 @@ def replay_parts(run: Path, accumulate: int, batch_size: int) -> int:
 
 
 def find(model: nn.Module, compute: Callable[[], Features]) -> Finding:
-    """Compute a step's loss and gradients again, and find the first value that is not finite.
-
-    Args:
-        model: a CLIP in one process; its gradients are replaced.
-        compute: the step's backward pass.
-    """
+    """Compute a step's loss and gradients again, and find the first value that is not finite."""
     for parameter in model.parameters():
         parameter.grad = None
     found = [f"the weight {name}" for name, one in model.named_parameters() if not bool(one.isfinite().all())]
@@ -303,13 +285,9 @@ _FIRST_UPDATES = 20  # without skipping
 
 
 def is_spike(norm: float, usual: float, *, factor: float, updates: int) -> bool:
-    """Return whether the update with this gradient is skipped.
+    """Return whether the update with a gradient of this norm, before clipping, is skipped.
 
-    Args:
-        norm: norm of the gradient before clipping.
-        usual: the usual norm, see ``next_usual``.
-        factor: multiple of the usual norm above which a gradient is a spike; 0 skips nothing.
-        updates: made so far.
+    ``factor`` is the multiple of the usual norm above which a gradient is a spike; 0 skips nothing.
     """
     return factor > 0 and updates >= _FIRST_UPDATES and norm > factor * usual
 
@@ -386,11 +364,7 @@ class StopRequest:
 
 
 def launcher_of(parent: int) -> int | None:
-    """Return the process ID of torchrun (torch.distributed.elastic), or None if it did not start this process.
-
-    Args:
-        parent: ID of the parent process, read when this process started.
-    """
+    """Return the process ID of torchrun (torch.distributed.elastic), or None if it did not start this process."""
     return parent if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 

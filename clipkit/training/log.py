@@ -94,13 +94,8 @@ class Log:
         self.watch = Stopwatch(device)
         self._rates = StepMetrics(self.watch, device=device, ranks=world_size())
 
-    def start(self) -> None:
-        """Begin to measure, before the first step."""
-        self._rates.leave_out()
-        self._profile.start()
-
     def leave_out(self) -> None:
-        """Do not count the time since the last step."""
+        """Do not count the time since the last step in the rates."""
         self._rates.leave_out()
 
     def print_line(self, line: str) -> None:
@@ -167,7 +162,7 @@ class Log:
         return step == 1 or is_due(step, self._config.log.every_steps)
 
     def write(self, state: LoopState, figures: Mapping[str, float], *, transfer_time: float) -> None:
-        """Print and record the metrics of a step, with the rates of the steps since the last call.
+        """Print and record the metrics of a step, with the rates since the last call.
 
         Raises:
             DataError: the file cannot be written, for example on a full disk.
@@ -380,15 +375,7 @@ def describe_model(model: CLIP, *, world: int, device: torch.device, bf16: bool)
 
 
 def describe_start(run: Path, step: int, steps: int, planned: int, optim: OptimConfig) -> list[str]:
-    """Return lines on how training starts or resumes.
-
-    Args:
-        run: the run folder.
-        step: updates made so far.
-        steps: number of steps of the whole run.
-        planned: ``steps`` of the run before it was resumed.
-        optim: for the learning rates, if ``steps`` has changed.
-    """
+    """Return lines on how training starts or resumes; ``planned`` is the number of steps before it was resumed."""
     if step >= steps:
         return [f"{run} has made all its {steps} steps"]
     lines = [f"resuming {run} at step {step}" if step else f"starting {run}"]

@@ -20,9 +20,6 @@ class Stopwatch:
 
     On a GPU phases are timed by events in its queue, which ``read`` waits for; on a CPU by the clock. Communication
     that overlaps the backward pass counts as backward.
-
-    Args:
-        device: the training device.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -74,11 +71,6 @@ class StepMetrics:
     Metrics that open_clip records too have its names: ``data_time`` and ``batch_time`` (seconds of a step),
     ``samples_per_second``, ``samples_per_second_per_gpu``, ``scale``, ``lr``.
 
-    Args:
-        watch: the stopwatch that times the loop's phases.
-        device: the training device.
-        ranks: number of ranks.
-
     Attributes:
         peak: FLOP/s that one rank's device reaches; 0 before ``measure_peak``: no MFU.
     """
@@ -102,13 +94,9 @@ class StepMetrics:
             self._measure = measure
 
     def step(self, *, samples: int, flops: int, read: float = 0.0, made: float = 0.0) -> None:
-        """Count one step.
+        """Count one step of all ranks' samples, with the FLOPs of this rank, 0 if not known.
 
-        Args:
-            samples: size of the global batch.
-            flops: model FLOPs of this rank; 0 if not known.
-            read: seconds to read the samples of this rank's batch.
-            made: seconds to make the batch, including reading.
+        ``read`` is the time to read this rank's samples, and ``made`` to make the batch, including reading.
         """
         self._steps += 1
         self._samples += samples
@@ -155,12 +143,7 @@ class StepMetrics:
         self._watch.read()
 
     def explain_waiting(self, workers: int, sources: str) -> str:
-        """Return a line, once, if much of the time is spent waiting for data; otherwise "".
-
-        Args:
-            workers: ``data.workers``.
-            sources: names of the sources.
-        """
+        """Return a line, once, if much of the time is spent waiting for data; otherwise ""."""
         if self._warned or self._elapsed < _STARVED_SECONDS:
             return ""
         fraction = self._waited / self._elapsed
@@ -193,12 +176,6 @@ class Profile:
 
     RUN/profile/table.txt         own time of each operation, longest first, 74 columns wide
     RUN/profile/trace.json.gz     timeline of all operations, for https://ui.perfetto.dev
-
-    Args:
-        run: the run folder.
-        steps: number of steps; 0 records nothing.
-        device: the training device.
-        say: prints where the files are.
     """
 
     def __init__(self, run: Path, steps: int, *, device: torch.device, say: Callable[[str], None]) -> None:
@@ -215,11 +192,7 @@ class Profile:
                 on_trace_ready=self._write,
                 record_shapes=True,
             )
-
-    def start(self) -> None:
-        """Call this before the first step."""
-        if self._profile is not None:
-            self._profile.start()
+            self._profile.start()  # records nothing before the warm-up step
 
     def step(self) -> None:
         """Call this after each step."""

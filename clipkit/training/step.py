@@ -92,11 +92,7 @@ class LocalTerms:
 def check_rows(model: nn.Module, *, batch_size: int, world: int, parts: int) -> None:
     """Check that batch norms get at least two rows at a time: one row has no variance.
 
-    Args:
-        model: in training mode, in which locked batch norms are not.
-        batch_size: pairs of all ranks.
-        world: number of ranks.
-        parts: parts in which each rank computes its rows.
+    The model is in training mode, in which locked batch norms are not.
 
     Raises:
         ConfigError: the smallest part has fewer.
@@ -422,12 +418,12 @@ class TrainingStep:
     shape: Architecture
     objective: Objective
     loss: LossConfig
-    distill: DistillConfig
-    teacher: Teacher | None
-    patch_dropout: float
-    seed: int
-    accumulate: int
-    bf16: bool
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    teacher: Teacher | None = None
+    patch_dropout: float = 0.0
+    seed: int = 0
+    accumulate: int = 1
+    bf16: bool = False
     terms: Mapping[str, Term] = field(default_factory=dict)
     averaged: AveragedWeights | None = None
 
@@ -436,12 +432,15 @@ class TrainingStep:
         cls,
         config: Config,
         shape: Architecture,
+        model: CLIP,
         *,
         bf16: bool,
-        teacher: Teacher | None,
         averaged: AveragedWeights | None,
     ) -> "TrainingStep":
-        """Return the step that the settings of a run select."""
+        """Return the step that the settings of a run select, and load the teacher if there is one."""
+        teacher = None
+        if config.distill.teacher and not config.distill.averages:
+            teacher = Teacher(config.distill.teacher, model, device=model.logit_scale.device, bf16=bf16)
         return cls(
             shape=shape,
             objective=select_objective(config),

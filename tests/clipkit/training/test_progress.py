@@ -205,7 +205,7 @@ def test_facts_of_a_step_may_arrive_after_the_next_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = open_log(tmp_path, after(0), opening=["first", "", "second"])
-    log.start()
+    log.leave_out()
     for step in range(1, 6):
         log.add_bad_samples(step, [BadSample(shard="a", key=str(step), cause="empty")])
         if step > 2:
