@@ -96,17 +96,7 @@ def main(arguments: Arguments) -> int:
 
         # 5. The model, from the inside out, the optimizer, and the batches.
         first_lines: list[str] = []
-        model = build.first_model(
-            config.model,
-            config.loss,
-            shape,
-            seed=config.seed,
-            small=config.small,
-            lora=config.lora,
-            extend=config.pixels.extend,
-            checkpoint=newest,
-            say=first_lines.append,
-        )
+        model = build.first_model(config, shape, checkpoint=newest, say=first_lines.append)
         if newest is None:  # otherwise the checkpoint's
             model.preprocess = training_data.trained_preprocess(model.preprocess, config.pixels, packed)
         else:

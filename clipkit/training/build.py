@@ -161,22 +161,16 @@ def _with_tower_sizes(tower: Tower, sizes: Mapping[str, Any], wanted: str) -> To
 
 
 def first_model(
-    model: ModelConfig,
-    loss: LossConfig,
+    config: Config,
     shape: Architecture,
     *,
-    seed: int,
-    small: SmallConfig,
-    lora: LoraConfig | None = None,
-    extend: str = "zeros",
     checkpoint: Path | None = None,
     say: Callable[[str], object] = lambda line: None,
 ) -> CLIP:
     """Return a model with fresh weights or those of ``model.weights``, in training mode on the CPU.
 
     A run that resumes takes weights, tokenizer and preprocessing from its ``checkpoint``; ``model.weights`` may no
-    longer exist, unless the run trains adapters of them. The preprocessing is always the checkpoint's. ``extend``
-    says how weights of RGB images get further channels, see ``CLIP.extend_channels``. ``say``
+    longer exist, unless the run trains adapters of them. The preprocessing is always the checkpoint's. ``say``
     gets a line if ``model.weights`` is not read, and if the decoder of captions starts with fresh weights, because
     those given have none or another one.
 
@@ -184,9 +178,11 @@ def first_model(
         ConfigError: the weights have another architecture.
         CheckpointError: they cannot be loaded, or have changed since the adapters of ``checkpoint`` were trained.
     """
-    objective = OBJECTIVES[loss.name]
+    model, small, lora, seed = config.model, config.small, config.lora, config.seed
+    extend = config.pixels.extend
+    objective = OBJECTIVES[config.loss.name]
     fresh = False  # whether temperature and bias start with the objective's values
-    adapted = lora is not None and lora.rank > 0
+    adapted = lora.rank > 0
     adapters: Adapters | None = None
     if model.weights and checkpoint is not None and not adapted:
         first = load_checkpoint(checkpoint)
@@ -206,7 +202,7 @@ def first_model(
             if adapted:
                 raise ConfigError("lora.rank: adapters require model.weights with all of pixels.channels")
             first.extend_channels(shape.vision.channels, extend=extend)
-        if lora is not None and adapted:
+        if adapted:
             path = Path(model.weights).expanduser()
             source = str(path.resolve()) if path.exists() else model.weights
             adapters = adapters_of(lora, source=source, weights=model_hash(first))
