@@ -3,7 +3,6 @@
 Letters: B samples of a rank's part of a batch, S image side in pixels, L tokens of the longest caption.
 """
 
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from clipkit.batch import BadSample, Batch
+from clipkit.batch import BadSample
 from clipkit.errors import DataError
 from clipkit.model import MAX_CHARACTERS
 from clipkit.samples import (
@@ -411,33 +410,3 @@ class DeviceBatches(Iterator[LoaderBatch]):
             return error
         self._timed.append((began, arrived))
         return batch, arrived
-
-
-class Starvation:
-    """Explain why training waits for batches."""
-
-    def __init__(self, workers: int, sources: str) -> None:
-        self._workers, self._sources = workers, sources
-        self._read = self._made = 0.0
-
-    def count(self, batch: Batch) -> None:
-        """Count a batch that training waited for."""
-        self._read += batch.read_seconds
-        self._made += batch.make_seconds
-
-    def cause(self) -> str:
-        """Return the slowest part of the input pipeline, and how to speed it up."""
-        reading = self._read / self._made if self._made else 0.0
-        if reading > 0.5:
-            return (
-                f"reading from {self._sources} takes {reading:.0%} of the time per batch: use faster storage, set "
-                "data.cache_gb large enough for all shards, or raise data.workers"
-            )
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        more = f"raise data.workers = {self._workers} ({cores} cores here)"
-        if self._workers >= cores:
-            more = f"all {cores} cores are in use; store smaller images"
-        return (
-            f"decoding and cropping images takes {1 - reading:.0%} of the time per batch: {more}, or set "
-            "data.scaled_decode, or with a GPU data.nvjpeg"
-        )

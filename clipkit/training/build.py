@@ -13,6 +13,7 @@ from torch import nn
 
 from clipkit.api import load
 from clipkit.config import (
+    Config,
     LoraConfig,
     LossConfig,
     ModelConfig,
@@ -39,7 +40,7 @@ from clipkit.model.clip import CLIP, create
 from clipkit.model.lora import Adapters, add_adapters
 from clipkit.model.names import IMAGE_TOWERS, architecture
 from clipkit.model.tokenizer import stored_tokenizer, trained_tokenizer
-from clipkit.objectives import OBJECTIVES, Term
+from clipkit.objectives import OBJECTIVES, Term, select_terms
 from clipkit.training.ema import AveragedWeights, RunningStatistics
 from clipkit.training.parallel import gathered
 
@@ -113,6 +114,18 @@ def shape_of(
     return replace(shape, logit_bias=True) if has_bias else shape
 
 
+def select_shape(config: Config) -> Architecture:
+    """Return the architecture that the settings of a run select, see ``shape_of``."""
+    return shape_of(
+        config.model,
+        config.loss,
+        config.small,
+        terms=select_terms(config),
+        sizes=config.shape,
+        pixels=config.pixels,
+    )
+
+
 Tower = TypeVar("Tower", bound=TowerArchitecture)
 _SAME_FEATURES = 1e-3  # difference of unit-norm features that is rounding
 _MODEL_SIZES = {name: f"model.{name}" for name in ("image_size", "context_length")}
@@ -148,22 +161,16 @@ def _with_tower_sizes(tower: Tower, sizes: Mapping[str, Any], wanted: str) -> To
 
 
 def first_model(
-    model: ModelConfig,
-    loss: LossConfig,
+    config: Config,
     shape: Architecture,
     *,
-    seed: int,
-    small: SmallConfig,
-    lora: LoraConfig | None = None,
-    extend: str = "zeros",
     checkpoint: Path | None = None,
     say: Callable[[str], object] = lambda line: None,
 ) -> CLIP:
     """Return a model with fresh weights or those of ``model.weights``, in training mode on the CPU.
 
     A run that resumes takes weights, tokenizer and preprocessing from its ``checkpoint``; ``model.weights`` may no
-    longer exist, unless the run trains adapters of them. The preprocessing is always the checkpoint's. ``extend``
-    says how weights of RGB images get further channels, see ``CLIP.extend_channels``. ``say``
+    longer exist, unless the run trains adapters of them. The preprocessing is always the checkpoint's. ``say``
     gets a line if ``model.weights`` is not read, and if the decoder of captions starts with fresh weights, because
     those given have none or another one.
 
@@ -171,9 +178,11 @@ def first_model(
         ConfigError: the weights have another architecture.
         CheckpointError: they cannot be loaded, or have changed since the adapters of ``checkpoint`` were trained.
     """
-    objective = OBJECTIVES[loss.name]
+    model, small, lora, seed = config.model, config.small, config.lora, config.seed
+    extend = config.pixels.extend
+    objective = OBJECTIVES[config.loss.name]
     fresh = False  # whether temperature and bias start with the objective's values
-    adapted = lora is not None and lora.rank > 0
+    adapted = lora.rank > 0
     adapters: Adapters | None = None
     if model.weights and checkpoint is not None and not adapted:
         first = load_checkpoint(checkpoint)
@@ -193,7 +202,7 @@ def first_model(
             if adapted:
                 raise ConfigError("lora.rank: adapters require model.weights with all of pixels.channels")
             first.extend_channels(shape.vision.channels, extend=extend)
-        if lora is not None and adapted:
+        if adapted:
             path = Path(model.weights).expanduser()
             source = str(path.resolve()) if path.exists() else model.weights
             adapters = adapters_of(lora, source=source, weights=model_hash(first))

@@ -22,7 +22,7 @@ from numpy.polynomial import Polynomial
 
 from clipkit.api import load
 from clipkit.batch import Batch
-from clipkit.config import Config, DistillConfig, LossConfig, OptimConfig, shown_settings
+from clipkit.config import Config, LossConfig, OptimConfig, shown_settings
 from clipkit.distributed import barrier, ranks_of_host, world_size
 from clipkit.errors import ClipkitError, ConfigError, nearest
 from clipkit.expected import expected_score
@@ -42,7 +42,7 @@ from clipkit.model.names import architecture
 from clipkit.objectives import OBJECTIVES, Term, select_objective, select_terms
 from clipkit.options import Target
 from clipkit.training import OPTIMIZERS
-from clipkit.training.build import adapters_of, check_split, lock, patch_counts, shape_of, tower_of
+from clipkit.training.build import adapters_of, check_split, lock, patch_counts, select_shape, tower_of
 from clipkit.training.ema import AveragedWeights
 from clipkit.training.optim import expected_state, make_optimizer
 from clipkit.training.parallel import is_sharded, recompute_blocks, without_values
@@ -214,11 +214,7 @@ def measure_step(
             shape=model.architecture,
             objective=OBJECTIVES["none"](),
             loss=LossConfig(name="none"),
-            distill=DistillConfig(),
-            teacher=None,
             patch_dropout=patch_dropout,
-            seed=0,
-            accumulate=1,
             bf16=bf16,
             terms=terms,
             averaged=AveragedWeights(shadow, 0.0) if _encodes_twice(terms) else None,
@@ -813,14 +809,7 @@ def dry_run(config: Config, device: torch.device, target: Target) -> list[str]:
     Raises:
         ConfigError: the GPU is unknown, or the batch cannot be split over so many.
     """
-    shape = shape_of(
-        config.model,
-        config.loss,
-        config.small,
-        terms=select_terms(config),
-        sizes=config.shape,
-        pixels=config.pixels,
-    )
+    shape = select_shape(config)
     world = target.gpus or world_size()
     check_split(config.batch_size, world=world, parts=config.accumulate)
     bf16 = computes_in_bf16(config.precision, device)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipkit.batch import Batch
+from clipkit.batch import BadSample, Batch
 from clipkit.config import load_config
 from clipkit.distributed import gather_objects, world_size
 from clipkit.errors import ClipkitError, ConfigError, DataError, Stopped
+from clipkit.files.atomic import write_atomic
 from clipkit.formats.checkpoint import latest_checkpoint, step_of
 from clipkit.model.clip import CLIP
-from clipkit.training.metrics import drop_lines_after
 from clipkit.training.parallel import local_part
 from clipkit.training.step import Features, TrainingStep
 
@@ -47,7 +47,20 @@ def _write_lines(path: Path, records: Sequence[Mapping[str, Any]], *, append: bo
         raise DataError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def append_bad_samples(run: Path, bad: Sequence[Mapping[str, Any]], step: int, *, rank: int) -> None:
+def drop_lines_after(path: Path, step: int) -> None:
+    """Remove lines of steps after ``step``, and lines cut short by a kill, from a JSONL file."""
+    if not path.is_file():
+        return
+    kept = []
+    # split at "\n" only: text in a line may contain other separators, at which splitlines would cut
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        with suppress(ValueError, AttributeError, TypeError):
+            if (json.loads(line).get("step") or 0) <= step:
+                kept.append(line + "\n")
+    write_atomic(path, "".join(kept))
+
+
+def append_bad_samples(run: Path, bad: Sequence[BadSample], step: int, *, rank: int) -> None:
     """Append the bad samples of a step to this rank's list.
 
     Raises:
@@ -55,7 +68,7 @@ def append_bad_samples(run: Path, bad: Sequence[Mapping[str, Any]], step: int, *
     """
     if bad:
         path = run / (f"bad_samples-{rank}.jsonl" if rank else "bad_samples.jsonl")
-        _write_lines(path, [{"step": step, **one} for one in bad], append=True)
+        _write_lines(path, [{"step": step, **asdict(sample)} for sample in bad], append=True)
 
 
 def drop_bad_samples_after(run: Path, step: int) -> None:
@@ -128,12 +141,7 @@ def list_not_finite(run: Path, names: Sequence[tuple[str, str]], *, step: int, r
 def failed_step(run: Path, step: int, *, causes: Sequence[str], loss: float, norm: float) -> ClipkitError:
     """Return the error of a step after ``step`` updates.
 
-    Args:
-        run: the run folder.
-        step: updates made.
-        causes: for each rank the reason why it has no batch, or "". If all are "", a value is not finite.
-        loss: the loss.
-        norm: the norm of the gradient.
+    ``causes`` has the reason why a rank has no batch, or "", for each rank. If all are "", a value is not finite.
     """
     if cause := next(filter(None, causes), ""):
         kept = f"step {step} is saved; the same command resumes once this is fixed"
@@ -149,11 +157,7 @@ def failed_step(run: Path, step: int, *, causes: Sequence[str], loss: float, nor
 def weights_error(run: Path, step: int, name: str, *, saved: int | None) -> str:
     """Return the error message for weights that are not finite and therefore not saved.
 
-    Args:
-        run: the run folder.
-        step: updates made.
-        name: name of the first such tensor.
-        saved: the step of the newest checkpoint; None if there is none.
+    ``name`` is the first such tensor, and ``saved`` the step of the newest checkpoint.
     """
     if not step:
         return f"the initial weights of {run} are not finite, first {name}: set another model.weights"
@@ -203,12 +207,8 @@ def replay(
 ) -> list[str]:
     """Repeat a step in its precision and in fp32 without changing weights, and report what is not finite.
 
-    Args:
-        model: the model in one process, with the weights before the step; its gradients are replaced.
-        compute: the step.
-        batch: the whole global batch, on the model's device.
-        step: updates made before.
-        names: shard and key of each row.
+    The model has the weights before the step, and its gradients are replaced. ``batch`` is the whole global batch,
+    and ``names`` are shard and key of each row.
 
     Raises:
         ConfigError: there are several processes.
@@ -249,12 +249,7 @@ def replay_parts(run: Path, accumulate: int, batch_size: int) -> int:
 
 
 def find(model: nn.Module, compute: Callable[[], Features]) -> Finding:
-    """Compute a step's loss and gradients again, and find the first value that is not finite.
-
-    Args:
-        model: a CLIP in one process; its gradients are replaced.
-        compute: the step's backward pass.
-    """
+    """Compute a step's loss and gradients again, and find the first value that is not finite."""
     for parameter in model.parameters():
         parameter.grad = None
     found = [f"the weight {name}" for name, one in model.named_parameters() if not bool(one.isfinite().all())]
@@ -290,13 +285,9 @@ _FIRST_UPDATES = 20  # without skipping
 
 
 def is_spike(norm: float, usual: float, *, factor: float, updates: int) -> bool:
-    """Return whether the update with this gradient is skipped.
+    """Return whether the update with a gradient of this norm, before clipping, is skipped.
 
-    Args:
-        norm: norm of the gradient before clipping.
-        usual: the usual norm, see ``next_usual``.
-        factor: multiple of the usual norm above which a gradient is a spike; 0 skips nothing.
-        updates: made so far.
+    ``factor`` is the multiple of the usual norm above which a gradient is a spike; 0 skips nothing.
     """
     return factor > 0 and updates >= _FIRST_UPDATES and norm > factor * usual
 
@@ -373,11 +364,7 @@ class StopRequest:
 
 
 def launcher_of(parent: int) -> int | None:
-    """Return the process ID of torchrun (torch.distributed.elastic), or None if it did not start this process.
-
-    Args:
-        parent: ID of the parent process, read when this process started.
-    """
+    """Return the process ID of torchrun (torch.distributed.elastic), or None if it did not start this process."""
     return parent if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 

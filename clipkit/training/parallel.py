@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from clipkit.config import Config
 from clipkit.distributed import ranks_of_host, sum_over_ranks, world_size
 from clipkit.errors import ConfigError
 from clipkit.model.clip import CLIP
@@ -108,6 +109,22 @@ def shard(
     model.reset_constants()
     for name, own in model.state_dict().items():
         put(own, weights[name])
+
+
+def prepare(model: CLIP, config: Config, device: torch.device, *, sharding: str) -> CLIP:
+    """Shard the model if ``sharding`` is not "none", compile and recompute blocks, and move it to the device."""
+    if sharding != "none":
+        weights = model.state_dict()
+        model = without_values(model)
+        shard(model, weights, sharding, device=device, reshard=config.reshard)
+        del weights
+    if config.deterministic:
+        use_deterministic_algorithms(model, device)
+    if config.compile:
+        compile_blocks(model)
+    if config.recompute:
+        recompute_blocks(model, every=config.recompute)
+    return model.to(device)
 
 
 def replicated(model: CLIP) -> nn.Module:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clipkit.api import load
 from clipkit.batch import Batch
-from clipkit.config import DistillConfig, LossConfig
+from clipkit.config import Config, DistillConfig, LossConfig
 from clipkit.distributed import rank, sum_over_ranks, world_size
 from clipkit.errors import ConfigError
 from clipkit.formats.checkpoint import model_hash
@@ -25,7 +25,15 @@ from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
 from clipkit.model.towers import kept_patches
 from clipkit.model.zero_shot import evaluating, zero_shot_classifier
-from clipkit.objectives import Objective, Outputs, Targets, Term, TermBatch
+from clipkit.objectives import (
+    Objective,
+    Outputs,
+    Targets,
+    Term,
+    TermBatch,
+    select_objective,
+    select_terms,
+)
 from clipkit.objectives.distill import Teaching
 from clipkit.training.build import patch_counts
 from clipkit.training.ema import AveragedWeights, RunningStatistics
@@ -84,11 +92,7 @@ class LocalTerms:
 def check_rows(model: nn.Module, *, batch_size: int, world: int, parts: int) -> None:
     """Check that batch norms get at least two rows at a time: one row has no variance.
 
-    Args:
-        model: in training mode, in which locked batch norms are not.
-        batch_size: pairs of all ranks.
-        world: number of ranks.
-        parts: parts in which each rank computes its rows.
+    The model is in training mode, in which locked batch norms are not.
 
     Raises:
         ConfigError: the smallest part has fewer.
@@ -414,14 +418,42 @@ class TrainingStep:
     shape: Architecture
     objective: Objective
     loss: LossConfig
-    distill: DistillConfig
-    teacher: Teacher | None
-    patch_dropout: float
-    seed: int
-    accumulate: int
-    bf16: bool
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    teacher: Teacher | None = None
+    patch_dropout: float = 0.0
+    seed: int = 0
+    accumulate: int = 1
+    bf16: bool = False
     terms: Mapping[str, Term] = field(default_factory=dict)
     averaged: AveragedWeights | None = None
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Config,
+        shape: Architecture,
+        model: CLIP,
+        *,
+        bf16: bool,
+        averaged: AveragedWeights | None,
+    ) -> "TrainingStep":
+        """Return the step that the settings of a run select, and load the teacher if there is one."""
+        teacher = None
+        if config.distill.teacher and not config.distill.averages:
+            teacher = Teacher(config.distill.teacher, model, device=model.logit_scale.device, bf16=bf16)
+        return cls(
+            shape=shape,
+            objective=select_objective(config),
+            loss=config.loss,
+            distill=config.distill,
+            teacher=teacher,
+            patch_dropout=config.model.patch_dropout,
+            seed=config.seed,
+            accumulate=config.accumulate,
+            bf16=bf16,
+            terms=select_terms(config),
+            averaged=averaged,
+        )
 
     def gradients(
         self, module: nn.Module, batch: Batch, step: int, watch: Stopwatch | None = None

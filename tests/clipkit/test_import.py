@@ -105,11 +105,11 @@ def test_training_imports_only_what_the_first_step_uses(tmp_path: Path) -> None:
     )  # fmt: skip
     code = (
         "import os, runpy, sys\n"
-        "from clipkit.training.metrics import MetricsLog\n"
-        "def write(*_):\n"
+        "from clipkit.training.log import Log\n"
+        "def write(*_, **__):\n"
         f"    print([name for name in {unused} if name in sys.modules], flush=True)\n"
         "    os._exit(0)\n"
-        "MetricsLog.write = write\n"
+        "Log.write = write\n"
         f"sys.argv = {arguments}\n"
         "runpy.run_path('train.py', run_name='__main__')"
     )
