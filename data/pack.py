@@ -180,7 +180,8 @@ def pack(
             paths[0], image_column=options.image_column, caption_column=options.caption_column
         )
         if table is not None:
-            root, paths = paths[0], [table]
+            root = paths[0]
+            paths = [table]
         elif group_by is not None:
             raise ConfigError(f"--group-by {group_by}: {paths[0]} is a folder of images, not a table")
         else:
@@ -201,7 +202,8 @@ def pack(
     ]
     if tables and group_by == tables[0].image_column:
         group_by = None
-    bad, marks = Counter[str](), Counter[str]()
+    bad = Counter[str]()
+    marks = Counter[str]()
     caption_counts = Counter[int]()
     packed_rows = 0
     firsts: dict[str, str] = {}
@@ -262,7 +264,8 @@ def pack(
         classes: list[str] = []
         caption_source = samples.caption_column
         if folder is not None:
-            classes, caption_source = sorted(set(folder.class_names.values())), folder.captions_from
+            classes = sorted(set(folder.class_names.values()))
+            caption_source = folder.captions_from
         card = {
             "name": paths[0].stem,
             "description": "images and captions from a table or folder",
@@ -363,8 +366,8 @@ def _pack_sample(
 
 
 def _split(data: bytes, test: float) -> str:
-    number = int.from_bytes(hashlib.sha256(data).digest()[:8], "big")
-    return "test" if test and number < test * 2**64 else "train"
+    drawn = int.from_bytes(hashlib.sha256(data).digest()[:8], "big")
+    return "test" if test and drawn < test * 2**64 else "train"
 
 
 def _unlisted_images(folder: Path, table: Table) -> Iterator[tuple[str, str]]:
@@ -455,8 +458,8 @@ def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
             else:  # with the permissions: a file may have been unreadable
                 facts.append(f"{file}\0{status.st_size} {status.st_mtime_ns} {status.st_mode}")
     digest.update("".join(f"{fact}\n" for fact in facts).encode("utf-8", "surrogateescape"))
-    shown = remote[0].shown if remote else str(sources[0])
-    what = shown if len(sources) == 1 else f"{len(sources)} tables such as {shown}"
+    title = remote[0].shown if remote else str(sources[0])
+    what = title if len(sources) == 1 else f"{len(sources)} tables such as {title}"
     name = field_name(Path(sources[0].name).stem)[:_LONGEST_NAME]
     folder = cache_folder() / "packed" / f"{name}-{digest.hexdigest()[:16]}"
     copies = folder.with_name(f".{folder.name}.tables")  # kept after an interruption, to resume
@@ -475,11 +478,11 @@ def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
         )
 
     try:
-        created_once(folder, make, name=f"the shards of {shown}")
+        created_once(folder, make, name=f"the shards of {title}")
     except DataError as error:
         if "which column is" not in str(error):
             raise
-        table = shlex.quote(shown)
+        table = shlex.quote(title)
         raise DataError(
             f"{error}. Write shards with `python -m data pack {table} OUT`, or, if it lists URLs, with "
             f"`python -m data download {table} OUT`"
@@ -493,13 +496,14 @@ def run_pack(options: PackCommand) -> int:
     report = pack(options.table, options.out, options, progress=not options.quiet)
     print(f"created {options.out} in {time.monotonic() - start:.1f} s")
     print(f"  columns  {report.image_column} (image), {report.caption_column} (caption)")
-    for line in _remarks(report, kept=options.keep_orientation, background=options.background):
+    for line in _remarks(report, keep_orientation=options.keep_orientation, background=options.background):
         print(textwrap.fill(line, 79, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False))
     if report.bad:
         print("  bad rows, by cause:")
         for cause, count in report.bad.items():
             print(f"  {count:>9,}  {cause}")
-    held_out, bad = report.splits.get("test", 0), sum(report.bad.values())
+    held_out = report.splits.get("test", 0)
+    bad = sum(report.bad.values())
     test = f" and {held_out:,} into test" if options.test else ""
     pairs = report.summary == counted(report.packed, "pair")
     if not pairs:
@@ -512,7 +516,7 @@ def run_pack(options: PackCommand) -> int:
     return 0
 
 
-def _remarks(report: PackReport, *, kept: bool, background: str | None) -> Iterator[str]:
+def _remarks(report: PackReport, *, keep_orientation: bool, background: str | None) -> Iterator[str]:
     """Yield remarks about other columns and about images, with the options that apply."""
     if are_ids(report.classes):
         yield (
@@ -525,7 +529,11 @@ def _remarks(report: PackReport, *, kept: bool, background: str | None) -> Itera
     if report.left_out:
         left_out = [f"{name!r} ({why})" for name, why in report.left_out.items()]
         yield f"columns left out: {', '.join(left_out[:8])}{', …' if len(left_out) > 8 else ''}"
-    orientation = "unchanged, and CLIP ignores it" if kept else "upright (unless --keep-orientation is given)"
+    orientation = (
+        "unchanged, and CLIP ignores it"
+        if keep_orientation
+        else "upright (unless --keep-orientation is given)"
+    )
     colors = "CLIP sees the colors hidden below them; --background white blends them onto white"
     if background:
         colors = f"blended onto {background}"

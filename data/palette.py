@@ -49,13 +49,13 @@ def run_palette(options: PaletteOptions) -> int:
     shards = Shards(make_manifest([files], selection, cache=cache, stats=False), selection, cache=cache)
     count = min(len(shards), options.images)
     # evenly spaced samples
-    numbers = [number for number in range(len(shards)) if number * count % len(shards) < count]
+    numbers = [i for i in range(len(shards)) if i * count % len(shards) < count]
     random = np.random.default_rng(0)
     samples = []
     with CountProgress("reading images", total=count, shown=not options.quiet) as progress:
-        for done, number in enumerate(numbers, 1):
+        for done, index in enumerate(numbers, 1):
             with suppress(DataError):
-                pixels = decode_image(shards.read(number).image).reshape(-1, 3)
+                pixels = decode_image(shards.read(index).image).reshape(-1, 3)
                 samples.append(pixels[random.integers(0, len(pixels), max(1, _PIXELS // count))])
             progress.show(done, done - len(samples))
     if not samples:

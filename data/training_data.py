@@ -86,7 +86,7 @@ def open_training_data(
                     "samples were compared with the recorded data",
                     file=sys.stderr,
                 )
-            manifest = manifest.with_counts_of(earlier)
+            manifest = manifest.copy_counts(earlier)
         manifest.save(recorded)
         content = manifest.to_bytes()
     shared = Manifest.from_bytes(broadcast(content))

@@ -36,7 +36,8 @@ class FetchError(Exception):
 
     def __init__(self, cause: str, *, temporary: bool = False, pause: float = 0.0) -> None:
         super().__init__(cause)
-        self.temporary, self.pause = temporary, pause
+        self.temporary = temporary
+        self.pause = pause
 
 
 @dataclass
@@ -88,7 +89,8 @@ class Fetcher:
         """
         try:
             target = encode_url(url)
-            scheme, host = target.scheme, target.raw_host or ""
+            scheme = target.scheme
+            host = target.raw_host or ""
         except ValueError:
             raise FetchError("invalid URL") from None
         if scheme not in ("http", "https"):
@@ -191,7 +193,7 @@ def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
         inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
         if address in ipaddress.ip_network("64:ff9b::/96"):  # NAT64
             inner.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
-        if not all(_is_public(one) for one in inner if one is not None):
+        if not all(_is_public(inner_address) for inner_address in inner if inner_address is not None):
             return False
         if address.ipv4_mapped is not None:
             return True
@@ -215,13 +217,13 @@ def _forbidden(tags: list[str]) -> bool:
 
     A header is a list of directives; those after ``NAME:`` apply to one crawler only.
     """
-    own = _USER_AGENT.split()[0]
+    product = _USER_AGENT.split()[0]
     for tag in tags:
         addressed = True
         for directive in tag.lower().split(","):
             crawler, colon, rest = directive.partition(":")
             if colon and crawler.strip() not in _WITH_VALUE:
-                addressed = crawler.strip() == own
+                addressed = crawler.strip() == product
             if addressed and (rest if colon else crawler).strip() in _NO_TRAINING:
                 return True
     return False

@@ -80,11 +80,11 @@ def make_digits(out: Path, progress: bool = False) -> None:
     bunch = load_digits()
     images = (bunch.images * 255 / 16).round().astype("uint8")  # (1797, 8, 8)
     with DatasetWriter(out) as writer:
-        for number, (image, label) in enumerate(zip(images, bunch.target.tolist(), strict=True)):
+        for i, (image, label) in enumerate(zip(images, bunch.target.tolist(), strict=True)):
             file = io.BytesIO()
             Image.fromarray(image).save(file, "png")
             caption = f"a handwritten digit {_DIGITS[label]}"
-            key = f"{number:08d}"
+            key = f"{i:08d}"
             writer.write(
                 "test", Record(key=key, image=file.getvalue(), extension="png", caption=caption, label=label)
             )

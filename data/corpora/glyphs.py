@@ -224,7 +224,7 @@ def _generate(
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            yield from _with_progress(chunks, map(_make_chunk, chunks), progress=progress)
+            yield from _show_drawing(chunks, map(_make_chunk, chunks), progress=progress)
         finally:
             torch.set_num_threads(threads)
         return
@@ -232,7 +232,7 @@ def _generate(
     try:
         pool = ProcessPoolExecutor(processes, mp_context=spawn, initializer=_start_process)
         try:
-            yield from _with_progress(chunks, pool.map(_make_chunk, chunks), progress=progress)
+            yield from _show_drawing(chunks, pool.map(_make_chunk, chunks), progress=progress)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
     except BrokenProcessPool as error:  # spawned processes import the script, which must have a main guard
@@ -242,21 +242,23 @@ def _generate(
         ) from error
 
 
-def _with_progress(
+def _show_drawing(
     chunks: list[_Chunk], results: Iterable[list[Record]], *, progress: bool
 ) -> Iterator[tuple[_Chunk, list[Record]]]:
     """Yield the chunks with their records, and report progress on stderr."""
-    count, start, drawn = sum(chunk.count for chunk in chunks), time.monotonic(), 0
+    count = sum(chunk.count for chunk in chunks)
+    start = time.monotonic()
+    drawn = 0
     lines = progress and sys.stderr is not None and not sys.stderr.isatty()
     if lines:
         minutes = round(count / _PER_MINUTE)
         long = f", about {minutes} min on two cores" if minutes else ""
         print(f"drawing {count:,} glyphs{long}", file=sys.stderr, flush=True)
-    with CountProgress("glyphs drawn:", total=count, shown=progress) as shown:
+    with CountProgress("glyphs drawn:", total=count, shown=progress) as bar:
         for chunk, result in zip(chunks, results, strict=True):
             yield chunk, result
             drawn += chunk.count
-            shown.show(drawn)
+            bar.show(drawn)
     if lines:
         print(f"drew {count:,} glyphs in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
 
@@ -324,9 +326,11 @@ def _make_chunk(chunk: _Chunk) -> list[Record]:
 
     training = chunk.split == "train"
     rng = np.random.default_rng([chunk.seed, int(training), chunk.start])
-    pen, crop = np.zeros(chunk.count, bool), np.zeros(chunk.count, bool)
+    pen = np.zeros(chunk.count, bool)
+    crop = np.zeros(chunk.count, bool)
     if training:
-        pools, names = _pools(), list(_KINDS)
+        pools = _pools()
+        names = list(_KINDS)
         weights, pens, crops = (np.array(column) for column in zip(*_KINDS.values(), strict=True))
         kinds = rng.choice(len(names), size=chunk.count, p=weights / weights.sum())
         glyphs = [pools[names[kind]].draw(rng) for kind in kinds]
@@ -348,7 +352,8 @@ def _make_chunk(chunk: _Chunk) -> list[Record]:
         # a pen keeps only the slant of the type
         styles = [style for style in glyph.styles if not pen[index] or style in ("italic", "oblique")]
         if training:
-            label, cropped = None, bool(crop[index])
+            label = None
+            cropped = bool(crop[index])
             caption = write_caption(rng, glyph.character, styles=styles, visible=visible, cropped=cropped)
         else:
             label = CLASS_CHARACTERS.index(glyph.character)
@@ -387,14 +392,15 @@ def _shapes(
         fields = [outline_field(ink)] if kinds == (-1,) else skeleton_fields(ink)
         for kind, shapes in zip(kinds, fields, strict=True):
             stored = np.round(shapes * _STEPS).astype(np.int8)
-            for glyph, one, shape in zip(some, ink, stored, strict=True):
-                rows, columns = np.flatnonzero(one.any(1)), np.flatnonzero(one.any(0))
+            for glyph, inked, shape in zip(some, ink, stored, strict=True):
+                rows = np.flatnonzero(inked.any(1))
+                columns = np.flatnonzero(inked.any(0))
                 box = (int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1)
                 _shape_cache[glyph, kind] = (shape, -float(shape.min()) / _STEPS, box)
-    found = [_shape_cache[pair] for pair in pairs]
-    stacked = np.stack([shape for shape, _, _ in found]).astype(np.float32) / np.float32(_STEPS)
-    reach = np.array([reach for _, reach, _ in found], np.float32)
-    return stacked, reach, np.array([box for _, _, box in found], np.float32)
+    results = [_shape_cache[pair] for pair in pairs]
+    stacked = np.stack([shape for shape, _, _ in results]).astype(np.float32) / np.float32(_STEPS)
+    reach = np.array([reach for _, reach, _ in results], np.float32)
+    return stacked, reach, np.array([box for _, _, box in results], np.float32)
 
 
 def _pngs(images: NDArray[np.uint8]) -> list[bytes]:

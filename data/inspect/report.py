@@ -19,7 +19,10 @@ from data.inspect.findings import DeepImages, Findings, Histogram, Names, Place
 from data.inspect.survey import inspect
 from data.options import InspectOptions
 
-_MEMBERS_SHOWN, _BROKEN_SHOWN, _LEFT_OUT_SHOWN, _CAUSES_SHOWN = 20, 10, 8, 10
+_MEMBERS_SHOWN = 20
+_BROKEN_SHOWN = 10
+_LEFT_OUT_SHOWN = 8
+_CAUSES_SHOWN = 10
 _TRAITS = {
     "rotated": "rotated by EXIF", "clamped": "outside the range", "deep_colors": "16 bits per color",
     "frames": "several frames", "cmyk": "CMYK",
@@ -96,7 +99,8 @@ def headline(findings: Findings) -> str:
 
 def parts(findings: Findings) -> list[Part]:
     """Return all parts in order."""
-    captions, images = findings.captions, findings.pictures
+    captions = findings.captions
+    images = findings.pictures
     return [
         Part("shards", "Shards", _shard_rows(findings)),
         Part("samples", "Samples and their files", _member_rows(findings.names)),
@@ -108,7 +112,8 @@ def parts(findings: Findings) -> list[Part]:
 
 
 def _shard_rows(findings: Findings) -> list[Row]:
-    shards, filtered = findings.shards, findings.filtered
+    shards = findings.shards
+    filtered = findings.filtered
     rows = [Row("shards", [f"{counted(shards.count, 'tar file')}, {size_of(shards.bytes)}"])]
     samples = _count(shards.samples, shards.samples_known)
     more = " pairs of image and caption" if shards.samples_known else "; python -m data index counts all"
@@ -222,8 +227,8 @@ def _deep_row(deep: DeepImages, decoding: Decoding) -> Row:
         setting = f"pixels.range={format_pixel_range(decoding.pixel_range)}"
     several = len(deep.channels) > 1
     lines = [f"{kinds}; {setting}"]
-    for number, channel in enumerate(deep.channels, start=1):
-        prefix = f"channel {number}: " if several else ""
+    for index, channel in enumerate(deep.channels, start=1):
+        prefix = f"channel {index}: " if several else ""
         percentiles = ", ".join(f"{value:g}" for value in channel.percentiles)
         lines.append(
             f"{prefix}values from {channel.low:.10g} to {channel.high:.10g}; "
@@ -243,7 +248,8 @@ def notes(findings: Findings) -> list[Note]:
 
 
 def _shard_notes(findings: Findings) -> Iterator[Note]:
-    shards, filtered = findings.shards, findings.filtered
+    shards = findings.shards
+    filtered = findings.filtered
     if shards.broken:
         yield Note(
             f"{len(shards.broken):,} of {counted(shards.looked_into, 'scanned shard')} are unreadable; training "
@@ -270,7 +276,8 @@ def _shard_notes(findings: Findings) -> Iterator[Note]:
 
 
 def _sample_notes(findings: Findings) -> Iterator[Note]:
-    sampled, captions = findings.sampled, findings.captions
+    sampled = findings.sampled
+    captions = findings.captions
     if sampled.bad > findings.max_bad * sampled.tried:
         bad = f"{_percent(sampled.bad, sampled.tried)} of the samples are bad"
         yield Note(f"{bad}; training stops above {100 * findings.max_bad:g}% (data.max_bad)", grave=True)
@@ -286,7 +293,9 @@ def _sample_notes(findings: Findings) -> Iterator[Note]:
 
 
 def _image_notes(findings: Findings) -> Iterator[Note]:
-    images, held_out, decoding = findings.pictures, findings.held_out, findings.decoding
+    images = findings.pictures
+    held_out = findings.held_out
+    decoding = findings.decoding
     if held_out is not None and held_out.trained_on:
         among = "the train split" if findings.all_decoded else "the part of the train split that was read"
         yield Note(

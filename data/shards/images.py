@@ -79,13 +79,14 @@ class Resize:
             return None
         if side == self.size and self.mode.startswith("keep_ratio"):
             return None
-        return tuple(max(1, round(one * self.size / side)) for one in (width, height))  # type: ignore[return-value]
+        return tuple(max(1, round(length * self.size / side)) for length in (width, height))  # type: ignore[return-value]
 
     def box(self, width: int, height: int) -> tuple[int, int, int, int] | None:
         """Return left, top, right and bottom of the square in a resized image, beyond it for a border."""
         if self.mode.startswith("keep_ratio"):
             return None
-        left, top = (width - self.size) // 2, (height - self.size) // 2
+        left = (width - self.size) // 2
+        top = (height - self.size) // 2
         return left, top, left + self.size, top + self.size
 
 
@@ -232,7 +233,9 @@ def _stored(image: Image.Image, data: bytes, how: Storing) -> StoredImage:
         image.draft("RGB", (2 * max(target), 2 * max(target)))
     image.load()
     if deep and target is None and image.format == "TIFF" and to_16_bit(image) is None:
-        extension, as_is, original = "tif", True, image.size
+        extension = "tif"
+        as_is = True
+        original = image.size
     transparent = is_transparent(image)
     size = original
     if not as_is or (transparent and how.background is not None):

@@ -58,10 +58,14 @@ from data.selection import OUTSIDE, SelectedShard, Selection
 
 _LOOKED_SHARDS = 8
 _LOOKED_REMOTE = 2  # besides the first, since each may take minutes to download
-_SHOWN_MEMBERS, _MAX_NAME = 8, 40  # members in a message, characters of their names
+# members in a message, characters of their names
+_SHOWN_MEMBERS = 8
+_MAX_NAME = 40
 _MANY_NAMES = 50  # of members
 _SUGGESTED = 4  # samples of which all members are read to find image and text
-_LOOKED_SAMPLES, _LOOKED_REQUESTS = 1000, 32  # per shard; the latter if each is a request over the network
+# per shard; the latter if each is a request over the network
+_LOOKED_SAMPLES = 1000
+_LOOKED_REQUESTS = 32
 
 
 @dataclass(kw_only=True)
@@ -193,8 +197,8 @@ def _some_opened(
 ) -> Iterator[SelectedShard]:
     """Open a few shards, spread over all: other sources may have other fields."""
     most = min(most, len(shards))
-    for number in range(most):
-        yield SelectedShard(shards[number * len(shards) // most], selection, cache)
+    for i in range(most):
+        yield SelectedShard(shards[i * len(shards) // most], selection, cache)
 
 
 def list_members(members: Mapping[str, int]) -> str:
@@ -290,12 +294,12 @@ def take_census(
     """Yield number and census of each shard as they become known, the first shard first."""
     done: list[int] = []
     samples = 0
-    for number, census in _counted(shards, selection, cache, stats):
-        done.append(number)
+    for index, census in _counted(shards, selection, cache, stats):
+        done.append(index)
         samples += census.count
         if not samples and len(done) == min(_FIRST, len(shards)):
             _reject_unknown_fields([shards[i] for i in done], selection, cache)
-        yield number, census
+        yield index, census
 
 
 def _counted(
@@ -311,8 +315,8 @@ def _counted(
     yield 0, _census_of(first)
     del first  # close it
     if len(shards) <= _ALONE:
-        for number in range(1, len(shards)):
-            yield number, _count(shards[number], selection, cache, stats)
+        for index in range(1, len(shards)):
+            yield index, _count(shards[index], selection, cache, stats)
         return
     processes = min(len(os.sched_getaffinity(0)), _MAX_PROCESSES)
     context = get_context("fork")
@@ -321,8 +325,8 @@ def _counted(
         ahead = iter(range(1, len(shards)))
         try:
             while True:
-                while len(running) < processes * _UNDER_WAY and (number := next(ahead, 0)):
-                    running[pool.submit(_count, shards[number], selection, cache, stats)] = number
+                while len(running) < processes * _UNDER_WAY and (index := next(ahead, 0)):
+                    running[pool.submit(_count, shards[index], selection, cache, stats)] = index
                 if not running:
                     return
                 for done in wait(running, return_when=FIRST_COMPLETED).done:
@@ -344,8 +348,8 @@ def _count(shard: ShardFile, selection: Selection, cache: ShardCache | None, sta
     plain = not selection.reads_json and selection.fraction == 1
     if selection.truncated == "use" and not shard.is_remote:
         stats = False  # it includes the samples that are cut off
-    if stats and plain and stored_index(shard) is None and (stated := _stated_count(shard)) is not None:
-        return Census(count=stated, digest="", content="", dropped={}, members={})
+    if stats and plain and stored_index(shard) is None and (recorded := _stated_count(shard)) is not None:
+        return Census(count=recorded, digest="", content="", dropped={}, members={})
     return _census_of(SelectedShard(shard, selection, cache))
 
 
@@ -364,17 +368,18 @@ def _stated_count(shard: ShardFile) -> int | None:
     stem, dot, _ = shard.url.rpartition(".tar")
     if not dot or shard.url.startswith("pipe:"):
         return None
-    url, text = f"{stem}_stats.json", None
+    url = f"{stem}_stats.json"
+    text = None
     if shard.is_remote:
         text = read_text(url, limit=_MAX_STATS_BYTES)
     elif Path(url).is_file():  # opening a named pipe would block
         with suppress(OSError), Path(url).open(encoding="utf-8", errors="replace") as file:
             text = file.read(_MAX_STATS_BYTES)
     try:
-        stated: Any = json.loads(text)["successes"] if text else None
+        count: Any = json.loads(text)["successes"] if text else None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return stated if type(stated) is int and 0 <= stated <= _MAX_STATED else None
+    return count if type(count) is int and 0 <= count <= _MAX_STATED else None
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -418,9 +423,9 @@ class Manifest:
     def __len__(self) -> int:
         return len(self.counts)
 
-    def shard(self, number: int) -> ShardFile:
+    def shard(self, index: int) -> ShardFile:
         """Return one of the shards."""
-        return ShardFile(url=self.urls[number], size=int(self.sizes[number]), version=self.versions[number])
+        return ShardFile(url=self.urls[index], size=int(self.sizes[index]), version=self.versions[index])
 
     def left_out(self, selection: Selection) -> str:
         """Return how many samples are unused and why, in one line; empty if all are used."""
@@ -432,7 +437,7 @@ class Manifest:
 
     def truncated_shards(self) -> list[tuple[str, int]]:
         """Return name and number of used samples of each truncated shard."""
-        return [(self.shard(number).shown, kept) for number, kept in self.truncated]
+        return [(self.shard(index).shown, samples) for index, samples in self.truncated]
 
     @property
     def stated(self) -> int:
@@ -499,7 +504,7 @@ class Manifest:
                 sources=tuple(about["sources"]),
                 selection=about["selection"],
                 dropped=about["dropped"],
-                truncated=tuple((number, kept) for number, kept in about.get("truncated", ())),
+                truncated=tuple((index, samples) for index, samples in about.get("truncated", ())),
                 index_version=about.get("index_version", 0),
             )
         except (KeyError, TypeError):
@@ -510,10 +515,12 @@ class Manifest:
         changes = []
         if self.selection != earlier.selection:
             changes.append("the settings of captions or filters, data.fraction, or the scores, differ")
-        before, now = list(map(_name, earlier.urls)), list(map(_name, self.urls))
+        before = list(map(_name, earlier.urls))
+        now = list(map(_name, self.urls))
         if len(before) != len(now):
             changes.append(f"{len(now)} shards instead of {len(before)}")
-        counts_before, counts_now = Counter(before), Counter(now)
+        counts_before = Counter(before)
+        counts_now = Counter(now)
         changes += _first([f"{name} is gone" for name in (counts_before - counts_now).elements()])
         changes += _first([f"{name} is new" for name in (counts_now - counts_before).elements()])
         if changes:
@@ -543,7 +550,7 @@ class Manifest:
                 changes.append(f"{name} has other captions or images of the same names and sizes")
         return _first(changes)
 
-    def with_counts_of(self, earlier: "Manifest") -> "Manifest":
+    def copy_counts(self, earlier: "Manifest") -> "Manifest":
         """Return this manifest with an earlier one's counts, which define the sample numbers of a started run."""
         if self.index_version == earlier.index_version:
             contents = [then or now for then, now in zip(earlier.contents, self.contents, strict=True)]
@@ -621,8 +628,8 @@ def make_manifest(
     by_shard: dict[int, Census] = {}
     samples = complete = 0  # ``complete`` have the needed members, but are not used
     lacking = {f"without {member}" for member in selection.need}
-    for number, census in take_census(shards, selection, cache=cache, stats=stats):
-        by_shard[number] = census
+    for index, census in take_census(shards, selection, cache=cache, stats=stats):
+        by_shard[index] = census
         samples += census.count
         complete += sum(count for reason, count in census.dropped.items() if reason not in lacking)
         if not samples and (len(by_shard) == len(shards) or (len(by_shard) >= _FIRST and not complete)):

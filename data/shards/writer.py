@@ -49,8 +49,8 @@ class Record:
     def __post_init__(self) -> None:
         name = self.key.rpartition("/")[2]
         assert name and "." not in name, f"key {self.key!r} is empty or has a dot"
-        known = (*IMAGE_EXTENSIONS, *ARRAY_EXTENSIONS)
-        assert self.extension in known, f"extension {self.extension!r} is not of an image"
+        extensions = (*IMAGE_EXTENSIONS, *ARRAY_EXTENSIONS)
+        assert self.extension in extensions, f"extension {self.extension!r} is not of an image"
 
     def members(self) -> dict[str, Any]:
         """Return the members of this sample for WebDataset's writer."""

@@ -322,11 +322,11 @@ def test_progress_without_a_terminal_is_one_line_at_start_and_end(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     chunks = [glyphs._Chunk(split="train", start=start, count=20, size=32, seed=0) for start in (0, 20)]
-    assert list(glyphs._with_progress(chunks, [[], []], progress=True)) == [(chunk, []) for chunk in chunks]
+    assert list(glyphs._show_drawing(chunks, [[], []], progress=True)) == [(chunk, []) for chunk in chunks]
     output = capsys.readouterr()
     start, end = output.err.splitlines()
     assert start == "drawing 40 glyphs"
     assert re.fullmatch(r"drew 40 glyphs in \d+ s", end)
     assert output.out == ""
-    assert len(list(glyphs._with_progress(chunks, [[], []], progress=False))) == 2
+    assert len(list(glyphs._show_drawing(chunks, [[], []], progress=False))) == 2
     assert capsys.readouterr().err == ""
