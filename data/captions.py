@@ -205,11 +205,8 @@ class CaptionRule:
 
         Args:
             fields: of the sample, from ``parse``.
-            number: index of the caption, for "all".
+            index: of the caption, for "all".
             random: random generator, required if ``draws``.
-
-        Raises:
-            DataError: the caption is not UTF-8.
         """
         by_field = self.by_field(fields)
         flat = [caption for captions in by_field for caption in captions]

@@ -414,11 +414,7 @@ class FieldNames:
 def fields_of(
     others: Mapping[str, object], names: Mapping[str, str], captions: Sequence[str]
 ) -> dict[str, Any]:
-    """Return a sample's json.
-
-    Raises:
-        DataError: it is too large, nested too deeply, or has columns without a name.
-    """
+    """Return a sample's json."""
     if len(names) < len(others):
         raise DataError(
             f"more than {_MOST_FIELDS:,} different columns in the table (select some with --fields)"

@@ -14,9 +14,6 @@ def find_shards(source: str, *, split: str = "train") -> list[ShardFile]:
     Args:
         source: see ``clipkit.samples.sources``, or the name of a built-in dataset.
         split: which files of a dataset to use.
-
-    Raises:
-        DataError: the source does not exist, or has no images with captions.
     """
     if source in BUILTIN and not Path(source).exists():
         source = str(built_in(source))

@@ -77,11 +77,7 @@ class Workers(Generic[T]):
         atexit.register(self.close)  # runs before multiprocessing's own hook, which waits for the workers
 
     def next(self) -> T | None:
-        """Return the next batch, None after the last.
-
-        Raises:
-            DataError: a worker was killed, or ended by itself.
-        """
+        """Return the next batch, None after the last."""
         assert self._iterator is not None
         self._waiting = True
         try:

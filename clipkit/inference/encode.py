@@ -159,14 +159,14 @@ def encode(
 
     def contents(parts: Sequence[int]) -> dict[int, str]:
         """Read the items of some parts (ascending) and return the digest of each part's content."""
-        found = {part: ContentDigest() for part in parts}
+        digests = {part: ContentDigest() for part in parts}
         items = _items_of(stream, parts, rows_per_file)
         with CountProgress("comparing", total=sum(map(manifest.items_of, parts)), shown=progress) as bar:
             read = features.contents(items, kind=stream.kind, captions=captions)
             for done, (part, item, content) in enumerate(read, 1):
-                found[part].add(item, content)
+                digests[part].add(item, content)
                 bar.show(done)
-        return {part: digest.hexdigest() for part, digest in found.items()}
+        return {part: digest.hexdigest() for part, digest in digests.items()}
 
     with only_writer(options.out, process, processes):
         folder = EmbeddingFolder(
@@ -179,12 +179,12 @@ def encode(
             contents=contents,
         )
         complete = [part for part in range(manifest.files) if folder.is_done(part)]
-        own = sorted({*range(process, manifest.files, processes)} - {*complete})
+        assigned = sorted({*range(process, manifest.files, processes)} - {*complete})
         done = failed = written = reused = 0
         sample: list[npt.NDArray[np.float32]] = []
         began = time.monotonic()
-        with CountProgress("encoding", total=sum(map(manifest.items_of, own)), shown=progress) as bar:
-            todo = _refreshing(folder.reusable, _items_of(stream, own, rows_per_file))
+        with CountProgress("encoding", total=sum(map(manifest.items_of, assigned)), shown=progress) as bar:
+            todo = _refreshing(folder.reusable, _items_of(stream, assigned, rows_per_file))
             encode_parts = encode_parts or partial(_parts_of, reusable=folder.reusable)
             with closing(encode_parts(todo, manifest, features, bar.show)) as parts:
                 for part in parts:
@@ -193,7 +193,7 @@ def encode(
                     done, failed, written = done + len(part), failed + len(part.failures), written + 1
                     reused += part.reused
                     bar.show(done, failed)
-        if written < len(own):
+        if written < len(assigned):
             raise DataError(_CHANGED)
         sampled = np.concatenate(sample) if sample else np.zeros((0, 1), np.float32)
         enough = len(sampled) >= _LEAST_SAMPLE
@@ -264,12 +264,7 @@ class RayEncoder:
         features: FeatureStream,
         show: Callable[[int, int], None],
     ) -> Parts:
-        """Yield parts in the order in which they are complete; see ``encode``.
-
-        Raises:
-            ConfigError: there is no cluster.
-            DataError: a node does not see the sources or the model, or a task failed several times.
-        """
+        """Yield parts in the order in which they are complete; see ``encode``."""
         on_gpu = features.device.type == "cuda"
         options = replace(self.options, batch_size=features.batch_size, device=features.device.type)
         if options.workers is None and not on_gpu:
@@ -277,8 +272,8 @@ class RayEncoder:
 
         def arguments() -> Iterator[tuple[object, ...]]:
             for _, group in groupby(items, key=itemgetter(0)):
-                own = list(group)
-                yield own, manifest, options, _a_file_of(own)
+                task_parts = list(group)
+                yield task_parts, manifest, options, _a_file_of(task_parts)
 
         with ray_cluster(self.address, [Path(clipkit.__file__).parent]) as ray:
             for part, counts in ray_tasks(
@@ -308,8 +303,8 @@ def _encode_part(
     if key not in _here:
         _here.clear()
         features = FeatureStream.from_options(options)
-        if (found := model_hash(features.model)) != manifest.weights:
-            raise DataError(f"{options.model} on the node {os.uname().nodename} is another model ({found})")
+        if (weights := model_hash(features.model)) != manifest.weights:
+            raise DataError(f"{options.model} on the node {os.uname().nodename} is another model ({weights})")
         _here[key] = features
     features = _here[key]
     features.counts = TraitCounts()
@@ -338,14 +333,14 @@ def _refreshing(reusable: ReusableRows, items: Iterator[tuple[int, Item]]) -> It
 def _items_of(stream: Stream, parts: Iterable[int], length: int) -> Iterator[tuple[int, Item]]:
     """Iterate over the items of some parts (ascending) of ``length`` items each, with the part's number."""
     rest = iter(parts)
-    wanted = next(rest, None)
-    for number, item in enumerate(stream):
-        part = number // length
-        while wanted is not None and part > wanted:
-            wanted = next(rest, None)
-        if wanted is None:
+    next_part = next(rest, None)
+    for i, item in enumerate(stream):
+        part = i // length
+        while next_part is not None and part > next_part:
+            next_part = next(rest, None)
+        if next_part is None:
             return
-        if part == wanted:
+        if part == next_part:
             yield part, item
 
 
@@ -386,11 +381,7 @@ def _survey(
 
 
 def run_encode(options: EncodeOptions) -> int:
-    """Run the command and return its exit status: 1 if no item could be encoded.
-
-    Raises:
-        ClipkitError: a user error.
-    """
+    """Run the command and return its exit status: 1 if no item could be encoded."""
     process, processes = rank_and_world()
     if "-" in options.sources and processes > 1:
         raise ConfigError("only one process can read standard input: save the texts in a .txt file")
@@ -444,7 +435,7 @@ def _report(encoded: Encoded, options: EncodeOptions, who: str) -> None:
         return
     what = counted(encoded.done, "text" if options.text else "image")
     rate = f"{encoded.done / max(encoded.seconds, 1e-9):,.1f}/s"
-    found = f"; {encoded.found:,} already complete" if encoded.found else ""
+    already_complete = f"; {encoded.found:,} already complete" if encoded.found else ""
     why = "" if options.retry_failed else " because their sources changed"
     if encoded.unknown:
         why = " because an earlier version wrote them without recording the content of their sources"
@@ -452,12 +443,12 @@ def _report(encoded: Encoded, options: EncodeOptions, who: str) -> None:
     reused = f", {encoded.reused:,} of them unchanged and not encoded again" if encoded.reused else ""
     print(
         f"{who}{what}{reused} in {encoded.seconds:,.1f} s ({rate}), "
-        f"wrote {encoded.written:,} of {counted(encoded.files, 'file')}{stale}{found}{compared}"
+        f"wrote {encoded.written:,} of {counted(encoded.files, 'file')}{stale}{already_complete}{compared}"
     )
     if encoded.recall is not None and options.dtype != "float32":
-        whole = f" of dimension {options.dim}" if options.dim else ""
+        dimension = f" of dimension {options.dim}" if options.dim else ""
         print(
-            f"{who}recall@10 {encoded.recall:.3f} of {options.dtype} against float32{whole}, among a sample of "
+            f"{who}recall@10 {encoded.recall:.3f} of {options.dtype} against float32{dimension}, among a sample of "
             f"{encoded.sampled:,}"
         )
     if totals is None:

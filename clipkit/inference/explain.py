@@ -40,16 +40,12 @@ def overlay(image: Image.Image, heat: npt.NDArray[np.float32]) -> Image.Image:
 
 
 def run_explain(options: ExplainOptions) -> int:
-    """Run the command and return its exit status.
-
-    Raises:
-        ClipkitError: a user error.
-    """
+    """Run the command and return its exit status."""
     check_files(options.image, options.out)
     model = load_for_inference(options)
     heat = explain(options.image, options.prompts, model)[0].numpy()  # (T, g, g)
     image = _seen(options.image, model.preprocess)
-    images = [image, *(overlay(image, one) for one in heat)]
+    images = [image, *(overlay(image, heatmap) for heatmap in heat)]
     write_png(sheet(images, ["", *map(printable, options.prompts)]), options.out)
     return 0
 
@@ -81,8 +77,8 @@ def _seen(file: Path, preprocess: Preprocess) -> Image.Image:
 
 def enlarged(pixels: Tensor, side: int) -> Image.Image:
     """Return pixels (C, S, S) uint8 as an RGB image: the first three channels, or the first of fewer."""
-    shown = pixels[:3] if len(pixels) >= 3 else pixels[:1].expand(3, -1, -1)
-    return Image.fromarray(shown.permute(1, 2, 0).numpy()).resize((side, side), Image.Resampling.BICUBIC)
+    rgb = pixels[:3] if len(pixels) >= 3 else pixels[:1].expand(3, -1, -1)
+    return Image.fromarray(rgb.permute(1, 2, 0).numpy()).resize((side, side), Image.Resampling.BICUBIC)
 
 
 def sheet(images: Sequence[Image.Image], labels: Sequence[str]) -> Image.Image:
@@ -90,12 +86,12 @@ def sheet(images: Sequence[Image.Image], labels: Sequence[str]) -> Image.Image:
     step = SIDE + _MARGIN
     row = Image.new("RGB", (_MARGIN + step * len(images), SIDE + 2 * _MARGIN + _LINE), "white")
     draw, font = ImageDraw.Draw(row), ImageFont.load_default(14)
-    for place, (image, label) in enumerate(zip(images, labels, strict=True)):
-        left = _MARGIN + place * step
+    for i, (image, label) in enumerate(zip(images, labels, strict=True)):
+        left = _MARGIN + i * step
         row.paste(image, (left, _MARGIN))
-        shown = label
-        while shown and draw.textlength(shown, font) > SIDE:
+        title = label
+        while title and draw.textlength(title, font) > SIDE:
             label = label[:-1]
-            shown = f"{label}…"
-        draw.text((left, SIDE + _MARGIN + 3), shown, "black", font)
+            title = f"{label}…"
+        draw.text((left, SIDE + _MARGIN + 3), title, "black", font)
     return row

@@ -115,8 +115,8 @@ def _difference(stored: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
     missing = sorted((Counter(stored_sources) - Counter(sources)).elements())
     if not missing:
         return ""
-    shown = ", ".join(sources[:3]) + (", …" if len(sources) > 3 else "")
-    return f"{missing[0]} was one of the sources, which are now {shown}"
+    listed = ", ".join(sources[:3]) + (", …" if len(sources) > 3 else "")
+    return f"{missing[0]} was one of the sources, which are now {listed}"
 
 
 _CONTENT = ("sources", "items", "digest", "captions")  # fields that may change

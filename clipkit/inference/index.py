@@ -111,14 +111,17 @@ def write_index(
         ConfigError: usearch is missing, or another process is writing the index.
         OSError: it cannot be written.
     """
-    usearch, given = _usearch(folder), {number: (stamp, rows) for number, stamp, rows in parts}
-    own = folder / "index"
-    own.mkdir(exist_ok=True)
-    with lock_output(own, "clipkit index", lock=own / ".lock"):
+    usearch, stamped_rows = _usearch(folder), {number: (stamp, rows) for number, stamp, rows in parts}
+    index_folder = folder / "index"
+    index_folder.mkdir(exist_ok=True)
+    with lock_output(index_folder, "clipkit index", lock=index_folder / ".lock"):
         engine, covers = None, dict[int, Stamp]()
         try:
             earlier = ApproximateIndex(folder, view=False)
-            if all(number in given and given[number][0] == stamp for number, stamp in earlier.covers.items()):
+            if all(
+                number in stamped_rows and stamped_rows[number][0] == stamp
+                for number, stamp in earlier.covers.items()
+            ):
                 engine, covers = earlier.engine, earlier.covers
         except (DataError, FileNotFoundError):  # replaced by a new one
             pass
@@ -135,7 +138,7 @@ def write_index(
                 {},
             )
         done = 0
-        for number, (stamp, rows) in given.items():
+        for number, (stamp, rows) in stamped_rows.items():
             if number in covers:
                 continue
             for start in range(0, len(rows), _BLOCK):
@@ -146,21 +149,21 @@ def write_index(
                 done += len(valid)
                 show(done)
             covers[number] = stamp
-        path = own / f"rows-{secrets.token_hex(8)}.usearch"
+        path = index_folder / f"rows-{secrets.token_hex(8)}.usearch"
         with replacing(path, durable=True) as temporary:
             try:
                 engine.save(temporary)
             except RuntimeError as error:
-                raise DataError(f"cannot write {own}: {error}; is the disk full?") from error
+                raise DataError(f"cannot write {index_folder}: {error}; is the disk full?") from error
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         described: Mapping[str, Any] = {
             "format": _FORMAT, "file": path.name, "sha256": digest, "rows": len(engine), "covers": covers,
         }  # fmt: skip
-        write_atomic(own / "index.json", json.dumps(described) + "\n", durable=True)
+        write_atomic(index_folder / "index.json", json.dumps(described) + "\n", durable=True)
         for other in [
-            *own.glob("rows-*.usearch"),
-            *own.glob(".*.partial"),
+            *index_folder.glob("rows-*.usearch"),
+            *index_folder.glob(".*.partial"),
         ]:  # readers keep what they have mapped
             if other != path:
                 other.unlink(missing_ok=True)

@@ -299,11 +299,11 @@ def _lines(origin: Path | BinaryIO, source: str) -> Iterator[Item]:
         encoding = "utf-16" if file.read(2) in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
         file.seek(0)
         text = TextIOWrapper(file, encoding=encoding, errors="replace", newline="\n")
-        number = 0
+        line_number = 0
         while line := text.readline(MAX_LINE + 1):
-            number += 1
+            line_number += 1
             cause = "" if len(line) <= MAX_LINE else f"line of more than {MAX_LINE:,} characters"
             while cause and not line.endswith("\n") and (line := text.readline(MAX_LINE)):
                 pass
             caption = None if cause else line.removesuffix("\n").removesuffix("\r")
-            yield Item(source=source, key=str(number), caption=caption, cause=cause)
+            yield Item(source=source, key=str(line_number), caption=caption, cause=cause)

@@ -185,10 +185,10 @@ class _Part:
         """Return the similarities with all rows, (N,), in float16 for rows in float16, otherwise in float32."""
         if self.rows.dtype == np.float16:
             return torch.from_numpy(self.rows) @ half
-        found = torch.empty(len(self.rows))
+        scores = torch.empty(len(self.rows))
         for block, numbers in self._blocks():
-            torch.mv(torch.from_numpy(numbers), query, out=found[block])
-        return found if self.storage.unit else found.div_(torch.from_numpy(self.norms))
+            torch.mv(torch.from_numpy(numbers), query, out=scores[block])
+        return scores if self.storage.unit else scores.div_(torch.from_numpy(self.norms))
 
     def floats(self, rows: npt.NDArray[np.int64]) -> Tensor:
         """Return rows in float32, (len(rows), O), unit norm up to rounding."""
@@ -274,16 +274,16 @@ class Embeddings:
         with self._lock:
             if not self._exact:
                 self._refresh_index()
-            known = {part.digits: part for part in self._parts}
-            found, self.left_out = [], []
+            opened_parts = {part.digits: part for part in self._parts}
+            parts, self.left_out = [], []
             complete = set[int]()
             for number, rows, table in _files(self.folder):
                 part = None
                 try:
                     stats = [path.stat() for path in (rows, table)]
-                    stamps = [_stamp_of(one) for one in stats]
+                    stamps = [_stamp_of(status) for status in stats]
                     digits = hashlib.sha256(repr((number, stamps)).encode()).hexdigest()[:8]
-                    part = known.get(digits) or _opened(number, digits, rows, table, stamps)
+                    part = opened_parts.get(digits) or _opened(number, digits, rows, table, stamps)
                 except (FileNotFoundError, EmbeddingsChanged):  # being replaced
                     pass
                 if part is None:
@@ -291,43 +291,43 @@ class Embeddings:
                     continue
                 complete.add(number)
                 if len(part.rows):
-                    found.append(part)
+                    parts.append(part)
             # after the files, which are written later
-            self._refresh_manifest(has_rows=bool(found))
+            self._refresh_manifest(has_rows=bool(parts))
             if complete != self._complete:
                 self._check_complete(complete)
                 self._complete = complete
-            if not found and len(complete) < self._file_count:
+            if not parts and len(complete) < self._file_count:
                 raise DataError(
                     f"{self.folder} has no complete embedding file: if clipkit encode is running, wait for it; "
                     "if it was interrupted, run its command again"
                 )
-            if self.left_out and not found:
+            if self.left_out and not parts:
                 raise DataError(
                     f"{self.left_out[0]} lacks its metadata: expected as many rows in {self.folder / 'metadata'}"
                 )
-            if not found:
+            if not parts:
                 raise DataError(
                     f"{self.folder} contains no embeddings: expected a folder written by clipkit encode, with "
                     "img_emb and metadata"
                 )
-            if len({part.width for part in found}) > 1:
+            if len({part.width for part in parts}) > 1:
                 raise DataError(f"the files in {self.folder} have embeddings of different dimensions")
-            self._parts = tuple(found)
+            self._parts = tuple(parts)
 
     def sample(self, count: int) -> Tensor:
         """Return at most ``count`` rows that are finite and not zero, evenly spaced, (count, O) float32."""
         ends = np.cumsum([len(part.rows) for part in self._parts])
         rows = np.unique(np.linspace(0, ends[-1] - 1, count).astype(np.int64))
-        places = np.searchsorted(ends, rows, side="right")
-        both = zip(places.tolist(), rows, strict=True)
-        found = torch.cat([self._parts[place].floats(np.array([row - ends[place]])) for place, row in both])
-        return found[found.isfinite().all(dim=1) & found.any(dim=1)]
+        file_indices = np.searchsorted(ends, rows, side="right")
+        both = zip(file_indices.tolist(), rows, strict=True)
+        vectors = torch.cat([self._parts[index].floats(np.array([row - ends[index]])) for index, row in both])
+        return vectors[vectors.isfinite().all(dim=1) & vectors.any(dim=1)]
 
     def write_index(self, show: Callable[[int], None]) -> tuple[int, int]:
         """Write or extend the index of the folder; see ``clipkit.inference.index.write_index``."""
-        given = ((part.number, part.stamp, part.rows) for part in self._parts)
-        return write_index(self.folder, given, self.width, show)
+        stamped_rows = ((part.number, part.stamp, part.rows) for part in self._parts)
+        return write_index(self.folder, stamped_rows, self.width, show)
 
     def _refresh_manifest(self, *, has_rows: bool) -> None:
         path = self.folder / "manifest.json"
@@ -432,8 +432,8 @@ class Embeddings:
         for number, rows in near.items():
             if number in covered:
                 scores = (parts[covered[number]].floats(rows) @ query).tolist()
-                places = [covered[number]] * len(rows)
-                ranked += zip([-one for one in scores], places, rows.tolist(), strict=True)
+                indices = [covered[number]] * len(rows)
+                ranked += zip([-score for score in scores], indices, rows.tolist(), strict=True)
         if len(ranked) < min(k, sum(len(parts[place].rows) for place in covered.values())):
             return None
         indexed = {*covered.values()}
@@ -463,17 +463,15 @@ class Embeddings:
             for rows in (scores >= least).nonzero()[:, 0].split(_BLOCK):
                 if len(rows):
                     exact = (part.floats(rows.numpy()) @ query).tolist()
-                    ranked += zip([-one for one in exact], [place] * len(rows), rows.tolist(), strict=True)
+                    ranked += zip(
+                        [-score for score in exact], [place] * len(rows), rows.tolist(), strict=True
+                    )
         return ranked
 
     def row(self, name: str) -> tuple[Hit, Tensor]:
-        """Return a row by the id of a hit, with similarity 1, and its embedding, (O,) float32.
-
-        Raises:
-            DataError: there is no such row, or its file has changed.
-        """
+        """Return a row by the id of a hit, with similarity 1, and its embedding, (O,) float32."""
         match = re.fullmatch(r"(\d{1,9})-(\d{1,12})-([0-9a-f]{8})", name)
-        part = next((one for one in self._parts if match and one.digits == match[3]), None)
+        part = next((candidate for candidate in self._parts if match and candidate.digits == match[3]), None)
         if match is None or part is None or part.number != int(match[1]) or int(match[2]) >= len(part.rows):
             raise DataError(f"no row {printable(name, 40)}: the embeddings may have changed, search again")
         row = int(match[2])
@@ -528,8 +526,8 @@ class Embeddings:
             path=str(path),
             source=str(values.pop("source", "")),
             metadata={
-                name: one if one is None or isinstance(one, str | int | float) else str(one)
-                for name, one in values.items()
+                name: value if value is None or isinstance(value, str | int | float) else str(value)
+                for name, value in values.items()
             },
             directory=str(self.manifest.get("directory", "")),
             is_image=column == "image_path",
@@ -548,7 +546,7 @@ class Embeddings:
         part.check()
         with self._lock:
             self._tables[part.digits] = table
-            while len(self._tables) > 1 and sum(one.nbytes for one in self._tables.values()) > _TABLES:
+            while len(self._tables) > 1 and sum(cached.nbytes for cached in self._tables.values()) > _TABLES:
                 self._tables.popitem(last=False)
         return table
 
@@ -563,27 +561,27 @@ class Embeddings:
                 values = table[column].cast(pyarrow.string())
             except pyarrow.ArrowException as error:
                 raise DataError(f"column {column} has no text: {error}") from error
-            found = pyarrow.compute.match_substring(values, text, ignore_case=True).fill_null(False)
-            own = torch.from_numpy(found.to_numpy(zero_copy_only=False).copy())
-            mask = own if mask is None else mask & own
+            matches = pyarrow.compute.match_substring(values, text, ignore_case=True).fill_null(False)
+            column_mask = torch.from_numpy(matches.to_numpy(zero_copy_only=False).copy())
+            mask = column_mask if mask is None else mask & column_mask
         return mask
 
 
 def _files(folder: Path) -> Iterator[tuple[int, Path, Path]]:
     """Yield the number, embedding file and metadata file of each part, in order."""
-    found = []
+    kinds = []
     for kind in ("img_emb", "text_emb"):
         if (folder / kind).is_dir():
             for entry in os.scandir(folder / kind):
                 if match := _NAMED.fullmatch(entry.name):
                     table = folder / "metadata" / f"metadata_{match[2]}.parquet"
-                    found.append((int(match[2]), Path(entry.path), table))
+                    kinds.append((int(match[2]), Path(entry.path), table))
             break
-    yield from sorted(found)
+    yield from sorted(kinds)
 
 
-def _stamp_of(found: os.stat_result) -> FileStamp:
-    return found.st_mtime_ns, found.st_size, found.st_ino
+def _stamp_of(status: os.stat_result) -> FileStamp:
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def _opened(number: int, digits: str, rows: Path, table: Path, stamps: Sequence[FileStamp]) -> _Part | None:
@@ -636,15 +634,11 @@ class Query:
 
     @staticmethod
     def _encoded(model: CLIP, texts: Sequence[str], images: Sequence[ImageLike]) -> list[Tensor]:
-        found = [*encode_text(list(texts), model)] if texts else []
-        return [*found, *encode_image(list(images), model)] if images else found
+        vectors = [*encode_text(list(texts), model)] if texts else []
+        return [*vectors, *encode_image(list(images), model)] if images else vectors
 
     def vector(self) -> Tensor:
-        """Return the mean of what is searched for minus half the mean of what is not, (O,) float32, unit norm.
-
-        Raises:
-            DataError: an embedding is not finite, or no direction is left.
-        """
+        """Return the mean of what is searched for minus half the mean of what is not, (O,) float32, unit norm."""
         total = torch.stack(self.wanted).mean(dim=0)
         if self.unwanted:
             total = total - NOT_WEIGHT * torch.stack(self.unwanted).mean(dim=0)
@@ -656,11 +650,7 @@ class Query:
 
 
 def load_model(embeddings: Embeddings, options: SearchOptions | ServeOptions, name: str = "") -> CLIP:
-    """Load the model of embeddings, by default the one that ``clipkit encode`` recorded.
-
-    Raises:
-        ConfigError: no model is known, or the embeddings are of another one.
-    """
+    """Load the model of embeddings, by default the one that ``clipkit encode`` recorded."""
     recorded = embeddings.manifest
     source = name or recorded.get("model")
     if not source:
@@ -711,12 +701,8 @@ def _located(path: str, directory: str) -> Path:
 
 
 def thumbnail(hit: Hit, side: int) -> bytes:
-    """Return the image of a hit as a JPEG of at most ``side`` pixels along each side.
-
-    Raises:
-        DataError: it cannot be read or decoded, or has changed since it was encoded.
-    """
-    source, image = (_located(one, hit.directory) for one in (hit.source, hit.path))
+    """Return the image of a hit as a JPEG of at most ``side`` pixels along each side."""
+    source, image = (_located(location, hit.directory) for location in (hit.source, hit.path))
     images: Sequence[Path | Sample] = [image]
     try:
         if _contains_images(hit.source) and source.is_file():
@@ -742,11 +728,7 @@ def thumbnail(hit: Hit, side: int) -> bytes:
 
 
 def run_search(options: SearchOptions) -> int:
-    """Run the command and return its exit status: 0 if something was found.
-
-    Raises:
-        ClipkitError: a user error.
-    """
+    """Run the command and return its exit status: 0 if something was found."""
     check_page("--html", options.html)
     texts = [options.text] if options.text else []
     if not texts and not options.image:
@@ -765,8 +747,8 @@ def run_search(options: SearchOptions) -> int:
         lead = (
             f"The {len(hits)} nearest of {counted(len(embeddings), 'row')} in {embeddings.folder}{unwanted}."
         )
-        shown = [(hit, embedded(hit)) for hit in hits]
-        page = TEMPLATES.get_template("found.html").render(title=title, lead=lead, notes=[], hits=shown)
+        results = [(hit, embedded(hit)) for hit in hits]
+        page = TEMPLATES.get_template("found.html").render(title=title, lead=lead, notes=[], hits=results)
         print(f"wrote {write_page(options.html, page)}")
         return 0 if hits else 1
     captions = "  caption" if any(hit.metadata.get("caption") for hit in hits) else ""
@@ -797,11 +779,7 @@ def stale_note(embeddings: Embeddings) -> str:
 
 
 def run_index(options: IndexOptions) -> int:
-    """Run ``clipkit index`` and return its exit status.
-
-    Raises:
-        ClipkitError: a user error.
-    """
+    """Run ``clipkit index`` and return its exit status."""
     embeddings = Embeddings(options.embeddings, exact=True)
     queries = embeddings.sample(_QUERIES)
     if not len(queries):

@@ -179,10 +179,6 @@ class FeatureStream:
             thumbnails: also return thumbnails of images.
             pad: compute incomplete batches of images at the full size, so that rows do not depend on other images.
             reusable: rows that are not computed again.
-
-        Raises:
-            ConfigError: a batch does not fit in memory.
-            DataError: the model's output is not finite.
         """
         if kind == "caption":  # some tokenizers are initialized by the first text, which is not thread-safe
             self.empty(kind)

@@ -267,8 +267,8 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
 
 def plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
     """Return ``jpeg_size`` of a complete sequential JPEG, which every decoder can read; None for other images."""
-    whole = data.endswith(b"\xff\xd9") and len(data) <= MAX_BYTES
-    return jpeg_size(data) if whole and _has_one_scan(data) else None
+    is_complete = data.endswith(b"\xff\xd9") and len(data) <= MAX_BYTES
+    return jpeg_size(data) if is_complete and _has_one_scan(data) else None
 
 
 def _refuse_many_scans(data: bytes, pixels: int) -> None:

@@ -47,11 +47,7 @@ class PixelRangeError(DataError):
 
 
 def parse_pixel_range(value: object, *, setting: str = "pixel_range") -> PixelRange:
-    """Parse "auto", "dtype", "LOW,HIGH", "LOW,HIGH;LOW,HIGH;…", two numbers, or a list of pairs.
-
-    Raises:
-        ConfigError: the value is none of these; ``setting`` is its name in the message.
-    """
+    """Parse "auto", "dtype", "LOW,HIGH", "LOW,HIGH;LOW,HIGH;…", two numbers, or a list of pairs."""
     parsed: object = value
     try:
         if isinstance(value, str) and "," in value:
@@ -69,7 +65,7 @@ def parse_pixel_range(value: object, *, setting: str = "pixel_range") -> PixelRa
 
 
 def _parse_pair(numbers: Sequence[Any]) -> tuple[float, ...]:
-    return tuple(float(number) for number in numbers)
+    return tuple(float(value) for value in numbers)
 
 
 def is_pixel_range(value: object) -> TypeGuard[PixelRange]:
@@ -82,7 +78,7 @@ def is_pixel_range(value: object) -> TypeGuard[PixelRange]:
 
 
 def _is_pair(value: tuple[Any, ...]) -> bool:
-    if len(value) != 2 or not all(type(number) in (int, float) for number in value):
+    if len(value) != 2 or not all(type(bound) in (int, float) for bound in value):
         return False
     low, high = value
     return bool(low < high) and math.isfinite(float(high - low) * 255)
@@ -93,11 +89,11 @@ def format_pixel_range(pixel_range: PixelRange) -> str:
     if isinstance(pixel_range, str):
         return pixel_range
     pairs = [pixel_range] if isinstance(pixel_range[0], int | float) else pixel_range
-    return ";".join(",".join(_format_number(number) for number in pair) for pair in pairs)
+    return ";".join(",".join(_format_number(bound) for bound in pair) for pair in pairs)
 
 
-def _format_number(number: Any) -> str:
-    return repr(number).removesuffix(".0")
+def _format_number(value: Any) -> str:
+    return repr(value).removesuffix(".0")
 
 
 def is_deep(image: "Image") -> bool:

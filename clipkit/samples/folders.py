@@ -101,7 +101,7 @@ def files_below(folder: Path) -> Iterator[tuple[Path, str]]:
                 if any(above.is_relative_to(target) for _, above, _ in waiting):
                     yield inner, "link to a folder that contains it"
                     continue
-                if target in linked and any(one.is_symlink() for one, _, _ in waiting[1:]):
+                if target in linked and any(path.is_symlink() for path, _, _ in waiting[1:]):
                     yield inner, "link to a folder that is read through another link"
                     continue
                 linked.add(target)

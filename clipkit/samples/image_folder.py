@@ -200,9 +200,6 @@ def read_class_names(folder: Path, subfolders: Sequence[str]) -> tuple[list[str]
 
     Returns:
         The names by label, and the labels by subfolder; None if there is no file.
-
-    Raises:
-        DataError: the file cannot be read, or the subfolders do not match the lines.
     """
     file = folder / CLASS_NAMES
     if not file.is_file():

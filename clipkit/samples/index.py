@@ -65,9 +65,9 @@ class Strings:
     def __len__(self) -> int:
         return len(self.ends)
 
-    def __getitem__(self, number: int) -> str:
-        start = int(self.ends[number - 1]) if number else 0
-        return os.fsdecode(bytes(self.content[start : int(self.ends[number])]))
+    def __getitem__(self, index: int) -> str:
+        start = int(self.ends[index - 1]) if index else 0
+        return os.fsdecode(bytes(self.content[start : int(self.ends[index])]))
 
     def __iter__(self) -> Iterator[str]:
         content, start = self.content.tobytes(), 0
@@ -182,8 +182,8 @@ class ShardIndex:
 
     def is_same(self, other: "ShardIndex") -> bool:
         """Whether both have the same samples, as far as their content is known."""
-        known = bool(self.content and other.content)
-        return self.digest == other.digest and (not known or self.content == other.content)
+        both_contents = bool(self.content and other.content)
+        return self.digest == other.digest and (not both_contents or self.content == other.content)
 
     def members(self, row: int) -> tuple[str, ...]:
         """Return the names of a sample's members in file order."""
@@ -213,7 +213,7 @@ class ShardIndex:
         names, positions = self._layouts.get(layout, ((), {}))
         if not positions and layout:
             texts = [*self.names]
-            names = tuple(texts[number] for number in np.frombuffer(layout, self.member_names.dtype).tolist())
+            names = tuple(texts[i] for i in np.frombuffer(layout, self.member_names.dtype).tolist())
             positions = {name: position for position, name in enumerate(names)}
             if image := find_image(names):
                 positions[""] = positions[image]
@@ -223,7 +223,7 @@ class ShardIndex:
     def has_any(self, names: Iterable[str]) -> npt.NDArray[np.bool_]:
         """Return which samples have at least one of these members, (N,)."""
         names = set(names)
-        numbers = [number for number, name in enumerate(self.names) if name in names]
+        numbers = [i for i, name in enumerate(self.names) if name in names]
         counts = np.concatenate([[0], np.cumsum(np.isin(self.member_names, numbers))])  # (M + 1,)
         ends = counts[self.member_ends]
         has: npt.NDArray[np.bool_] = np.diff(ends, prepend=0) > 0
@@ -353,8 +353,8 @@ def index_of_members(
         fault = str(error)
         texts = [*number_of]
         if len(keys) > 1:
-            previous = {texts[number] for number in numbers[starts[-2] : start]}
-            names = {texts[number] for number in numbers[start:]}
+            previous = {texts[i] for i in numbers[starts[-2] : start]}
+            names = {texts[i] for i in numbers[start:]}
             if find_image([*previous]) and find_image([*names]):
                 previous -= {*IMAGE_EXTENSIONS}
             if not previous <= names:

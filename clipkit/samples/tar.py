@@ -105,18 +105,18 @@ def tar_files_of(shard: str, tar: Content, *, at_hand: bool = False) -> Iterator
         raise TruncatedError(f"shard {shard} is empty (0 bytes)")
     run, steps = _Run(position=0), _FEW
     while not run.ended:
-        found = _scan(tar, run) if at_hand else None
-        if found is None or len(found.headers) < _WORTH:
+        scanned = _scan(tar, run) if at_hand else None
+        if scanned is None or len(scanned.headers) < _WORTH:
             run = _follow(shard, tar, run, most=steps if at_hand else _AT_ONCE)
             steps = min(4 * steps, _AT_ONCE)  # headers to follow before the next scan
         else:
-            run, steps = found, _FEW
+            run, steps = scanned, _FEW
         sound = _count_sound(run.headers)
         files = bisect_left(run.files, sound)
         names = _names(run.headers[run.files[:files]])
-        for place, name in run.long_names.items():
-            if place < files:
-                names[place] = name
+        for index, name in run.long_names.items():
+            if index < files:
+                names[index] = name
         yield from zip(names, run.offsets, run.sizes)  # noqa: B905 (only sound headers have names)
         if sound < len(run.headers):
             header, position = run.headers[sound].tobytes(), run.positions[sound]
@@ -193,8 +193,8 @@ def _scan(tar: Content, before: _Run) -> _Run | None:
     short = (lengths >= 0) & (lengths <= BLOCK) & (first < len(blocks))
     if short.any():
         content = blocks[first[short], : lengths[short].max()].tobytes()
-        if found := [content.find(word) for word in _PAX_WORDS if word in content]:
-            short[np.flatnonzero(short)[min(found) // (len(content) // int(short.sum())) :]] = False
+        if matches := [content.find(word) for word in _PAX_WORDS if word in content]:
+            short[np.flatnonzero(short)[min(matches) // (len(content) // int(short.sum())) :]] = False
     usual[is_pax] &= short
     count = len(at) if usual.all() else int(usual.argmin())
     if count == 0:
@@ -289,10 +289,10 @@ def _unusual(run: _Run, shard: str, tar: Content, kind: bytes, size: int) -> int
             if any(key.startswith("GNU.sparse.") for key in records):
                 raise DataError(sparse)
             name = records.get("path")
-            if (stated := records.get("size")) is not None:
-                if run.long_size is not None or not _PAX_SIZE.fullmatch(stated):
+            if (size_text := records.get("size")) is not None:
+                if run.long_size is not None or not _PAX_SIZE.fullmatch(size_text):
                     raise _damaged(shard, ambiguous)
-                run.extended, run.long_size = True, int(stated)
+                run.extended, run.long_size = True, int(size_text)
         if name is not None:
             if run.long_name is not None:
                 raise _damaged(shard, ambiguous)
@@ -361,12 +361,12 @@ def _count_sound(headers: npt.NDArray[np.uint8]) -> int:
     # the checksum is computed with spaces in its own eight bytes
     sums = headers.sum(axis=1, dtype=np.uint32) - fields.sum(axis=1, dtype=np.uint32) + np.uint32(8 * 32)
     digits = fields[:, :6] - np.uint8(ord("0"))
-    stated = digits @ _OCTAL_PLACES
+    octal_sums = digits @ _OCTAL_PLACES
     unusual = (digits > 7).any(1) | (fields[:, 6] != 0)
-    for number in np.flatnonzero(unusual).tolist():
-        written = _octal(fields[number].tobytes())
-        stated[number] = written if written is not None and written < 2**32 else 0
-    wrong = np.flatnonzero(stated != sums)  # no sum is 0
+    for row in np.flatnonzero(unusual).tolist():
+        written = _octal(fields[row].tobytes())
+        octal_sums[row] = written if written is not None and written < 2**32 else 0
+    wrong = np.flatnonzero(octal_sums != sums)  # no sum is 0
     return int(wrong[0]) if len(wrong) else len(headers)
 
 
@@ -398,9 +398,9 @@ def _names(headers: npt.NDArray[np.uint8]) -> list[str]:
         names = list(map(_text, fields))
     else:
         names = together.decode("utf-8", "backslashreplace").split("\0")
-    for number in np.flatnonzero(headers[:, 345]).tolist():  # with a prefix
-        if headers[number, 257:263].tobytes() == b"ustar\0":
-            names[number] = f"{_text(headers[number, 345:500].tobytes())}/{names[number]}"
+    for row in np.flatnonzero(headers[:, 345]).tolist():  # with a prefix
+        if headers[row, 257:263].tobytes() == b"ustar\0":
+            names[row] = f"{_text(headers[row, 345:500].tobytes())}/{names[row]}"
     return names
 
 

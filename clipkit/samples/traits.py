@@ -188,7 +188,7 @@ def is_rgb(values: object) -> TypeGuard[Color]:
     return (
         isinstance(values, tuple)
         and len(values) == 3
-        and all(type(one) is int and 0 <= one <= 255 for one in values)
+        and all(type(value) is int and 0 <= value <= 255 for value in values)
     )
 
 

@@ -60,11 +60,7 @@ class Arguments:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> Arguments:
-    """Parse a command line, by default this process's; print --help or --settings and exit if asked.
-
-    Raises:
-        ConfigError: an option is unknown, invalid or without effect, or two config files are given.
-    """
+    """Parse a command line, by default this process's; print --help or --settings and exit if asked."""
     parser = Parser(
         prog="train.py",
         description="Train a CLIP model. The same command again resumes a run that was stopped.",

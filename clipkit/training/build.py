@@ -61,11 +61,7 @@ def shape_of(
     sizes: ShapeConfig | None = None,
     pixels: PixelsConfig | None = None,
 ) -> Architecture:
-    """Return the architecture that settings select, with a bias or heads if the objective or terms need them.
-
-    Raises:
-        ConfigError: a name is unknown, or the towers do not support patch dropout, smaller inputs or captions.
-    """
+    """Return the architecture that settings select, with a bias or heads if the objective or terms need them."""
     options = {name: f"model.image_options: {name}" for name in model.tower_options}
     with _called({**_MODEL_SIZES, **options}):
         shape = architecture(
@@ -140,9 +136,9 @@ def _with_sizes(shape: Architecture, sizes: ShapeConfig, model: ModelConfig) -> 
         return replace(shape, embed_dim=embed_dim, vision=vision, text=text)
 
 
-def _with_tower_sizes(tower: Tower, sizes: Mapping[str, Any], wanted: str) -> Tower:
+def _with_tower_sizes(tower: Tower, sizes: Mapping[str, Any], setting: str) -> Tower:
     if sizes.keys() - tower.sizes.keys():
-        raise ConfigError(f"to set {' and '.join(f'shape.{name}' for name in sizes)}, the {wanted}")
+        raise ConfigError(f"to set {' and '.join(f'shape.{name}' for name in sizes)}, the {setting}")
     with _called(_MODEL_SIZES | {field: f"shape.{name}" for name, field in tower.sizes.items()}):
         return tower.with_sizes(sizes)
 
@@ -218,11 +214,11 @@ def first_model(
             rgb = replace(shape, vision=shape.vision.with_channels(3))
         first, fresh = create(rgb, name=model.label, seed=seed), True
         if model.tokenizer:
-            own = trained_tokenizer(model.tokenizer, shape.text.context_length)
-            first.tokenizer = own
+            tokenizer = trained_tokenizer(model.tokenizer, shape.text.context_length)
+            first.tokenizer = tokenizer
             if (
                 checkpoint is not None
-                and stored_tokenizer(checkpoint).library().get_vocab() != own.library().get_vocab()
+                and stored_tokenizer(checkpoint).library().get_vocab() != tokenizer.library().get_vocab()
             ):
                 raise CheckpointError(
                     f"{checkpoint} has another tokenizer than model.tokenizer = {model.tokenizer!r}: restore "
@@ -264,9 +260,6 @@ def check_texts(model: CLIP, *, called: str) -> None:
     Args:
         model: the model on the CPU.
         called: the setting of the text tower, for error messages.
-
-    Raises:
-        ConfigError: the text tower cannot encode what the tokenizer returns, or features depend on padding.
     """
     text, tokenizer = model.architecture.text, model.tokenizer
     if text.vocab_size and tokenizer.vocab_size > text.vocab_size:
@@ -320,8 +313,10 @@ def _take_image_tower(first: CLIP, model: ModelConfig, extend: str) -> None:
     source = load(model.weights, image_size=model.image_size)
     if _lacks_channels(source, first.architecture):
         source.extend_channels(first.architecture.vision.channels, extend=extend)
-    own, other = first.architecture, source.architecture
-    if any(getattr(own, name) != getattr(other, name) for name in ("vision", "embed_dim", "quick_gelu")):
+    architecture, other = first.architecture, source.architecture
+    if any(
+        getattr(architecture, name) != getattr(other, name) for name in ("vision", "embed_dim", "quick_gelu")
+    ):
         raise ConfigError(
             f"model.weights: the weights in {model.weights!r} are of {source.name or 'another architecture'}, "
             f"whose image tower is not that of {model.label}: set model.name, model.image or model.image_options"
@@ -351,8 +346,8 @@ def _fits(first: CLIP, shape: Architecture) -> bool:
 
     That is a bias, which softmax ignores, the initialization, and whether text attention is causal.
     """
-    own = replace(first.architecture, logit_bias=shape.logit_bias, small_data=shape.small_data)
-    return replace(own, text=own.text.with_attention(causal=shape.text.is_causal)) == shape
+    converted = replace(first.architecture, logit_bias=shape.logit_bias, small_data=shape.small_data)
+    return replace(converted, text=converted.text.with_attention(causal=shape.text.is_causal)) == shape
 
 
 def _misfit(first: CLIP, shape: Architecture, model: ModelConfig) -> str:
@@ -373,41 +368,46 @@ def _misfit(first: CLIP, shape: Architecture, model: ModelConfig) -> str:
         return f"are of images of {counted(channels, 'channel')}: set pixels.channels={channels}"
     name, *others = first.name.split(" + ")
     named = {"model.name": name}
-    for one in others:
-        if one != "classes":
-            named["model.image" if selected(one, IMAGE_TOWERS) else "model.text"] = one
+    for part in others:
+        if part != "classes":
+            named["model.image" if selected(part, IMAGE_TOWERS) else "model.text"] = part
     set_to = " ".join(f"{key}={value}" for key, value in named.items()) if name else "model.name"
     if first.name == model.label and (sizes := _other_sizes(first.architecture, shape)):
         return f"are of {model.label} with other sizes: set {' '.join(sizes)}"
     return f"are of {first.name or 'another architecture'}, not of {model.label}: set {set_to}"
 
 
-def _other_sizes(own: Architecture, shape: Architecture) -> list[str]:
-    """Return the settings of [shape] that would select the sizes of ``own``."""
+def _other_sizes(stored: Architecture, shape: Architecture) -> list[str]:
+    """Return the settings of [shape] that would select the sizes of ``stored``."""
 
-    def settings(one: Architecture) -> dict[str, object]:
-        sizes = {**one.vision.size_settings, **one.text.size_settings}
-        return {"distilled": False, **sizes, "embed": one.embed_dim}
+    def settings(architecture: Architecture) -> dict[str, object]:
+        sizes = {**architecture.vision.size_settings, **architecture.text.size_settings}
+        return {"distilled": False, **sizes, "embed": architecture.embed_dim}
 
-    wanted = settings(shape)
+    expected = settings(shape)
     return [
         f"shape.{name}={str(value).lower()}"
-        for name, value in settings(own).items()
-        if value != wanted.get(name)
+        for name, value in settings(stored).items()
+        if value != expected.get(name)
     ]
 
 
 def _other_classes(first: CLIP, shape: Architecture) -> str:
     """Describe how class names differ; "" if there are none, or more than they differs."""
-    own, given = first.architecture.text.classes, shape.text.classes
-    if not own or not given or own == given or not _fits(first, replace(shape, text=first.architecture.text)):
+    names, expected = first.architecture.text.classes, shape.text.classes
+    if (
+        not names
+        or not expected
+        or names == expected
+        or not _fits(first, replace(shape, text=first.architecture.text))
+    ):
         return ""
-    if len(own) != len(given):
-        return f"{len(own):,} classes, not of {len(given):,}"
-    pairs = enumerate(zip(own, given, strict=True), start=1)
-    number, (old, new) = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
-    order = "classes in another order" if sorted(own) == sorted(given) else "other classes"
-    return f"{order}, number {number} is {old[:80]!r} and not {new[:80]!r}"
+    if len(names) != len(expected):
+        return f"{len(names):,} classes, not of {len(expected):,}"
+    pairs = enumerate(zip(names, expected, strict=True), start=1)
+    index, (old, new) = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
+    order = "classes in another order" if sorted(names) == sorted(expected) else "other classes"
+    return f"{order}, number {index} is {old[:80]!r} and not {new[:80]!r}"
 
 
 def patch_counts(shape: Architecture, patch_dropout: float, image_size: int) -> tuple[int, int] | None:
@@ -468,34 +468,32 @@ def tower_of(name: str) -> str:
 
 
 def places(model: CLIP) -> dict[str, Place]:
-    """Return the place of every parameter by name, see ``TowerArchitecture.layer_of``.
-
-    Raises:
-        ConfigError: the blocks of a library's tower are not recognized.
-    """
+    """Return the place of every parameter by name, see ``TowerArchitecture.layer_of``."""
     names = [name for name, _ in model.named_parameters()]
     # nothing is below the decoder: it is never locked, and has the full rate
     single = ("", "decoder")
-    found = {name: Place(tower=tower_of(name), depth=0, top=0) for name in names if tower_of(name) in single}
+    positions = {
+        name: Place(tower=tower_of(name), depth=0, top=0) for name in names if tower_of(name) in single
+    }
     shape = model.architecture
     text_module = model if model.text is None else model.text
     for tower, kind, module in (("image", shape.vision, model.visual), ("text", shape.text, text_module)):
         layer = kind.layer_of(module)
-        own: dict[str, Layer] = {}
+        layers: dict[str, Layer] = {}
         if layer is not None:
             prefix = "visual." if tower == "image" else "text."
-            own = {name: layer(name.removeprefix(prefix)) for name in names if tower_of(name) == tower}
-        blocks = sorted({one for one in own.values() if one is not None and one != STEM})
+            layers = {name: layer(name.removeprefix(prefix)) for name in names if tower_of(name) == tower}
+        blocks = sorted({block for block in layers.values() if block is not None and block != STEM})
         if layer is None or (kind.has_blocks and not blocks):
             raise ConfigError(
                 f"the blocks of the {tower} tower are not recognized, so its layers are not known: "
                 "lock it whole or not at all, set optim.layer_decay=1, and use another optim.name than muon"
             )
-        depths = {STEM: 0, **{block: number for number, block in enumerate(blocks, start=1)}}
+        depths = {STEM: 0, **{block: i for i, block in enumerate(blocks, start=1)}}
         top = len(blocks) + 1
-        for name, one in own.items():
-            found[name] = Place(tower=tower, depth=top if one is None else depths[one], top=top)
-    return {name: found[name] for name in names}
+        for name, block in layers.items():
+            positions[name] = Place(tower=tower, depth=top if block is None else depths[block], top=top)
+    return {name: positions[name] for name in names}
 
 
 def lock(
@@ -511,20 +509,19 @@ def lock(
         image: "" locks nothing; "all" the image tower; a number all but that many top layers.
         text: the same for the text tower.
         terms: local terms that are trained; the heads of others are locked, since they get no gradient.
-
-    Raises:
-        ConfigError: a tower has fewer layers, they are not known, or nothing but the temperature is left to train.
     """
     settings = {"image": image, "text": text}
-    kept = {tower: 0 if value == "all" else int(value) for tower, value in settings.items() if value != ""}
-    where = places(model) if any(kept.values()) else {}
-    for tower, depths in kept.items():
+    unlocked = {
+        tower: 0 if value == "all" else int(value) for tower, value in settings.items() if value != ""
+    }
+    where = places(model) if any(unlocked.values()) else {}
+    for tower, depths in unlocked.items():
         if depths:
             count = 1 + max(place.top for place in where.values() if place.tower == tower)
             most = f"expected at most {count}, the tower's layers including stem and head"
             require(depths <= count, f"lock.{tower}", depths, most)
     for name, parameter in model.named_parameters():
-        depths = kept.get(tower_of(name), -1)
+        depths = unlocked.get(tower_of(name), -1)
         unused = any(name.startswith(head) for term, head in HEADS.items() if term not in terms)
         if unused or depths == 0 or (depths > 0 and where[name].above >= depths):
             parameter.requires_grad_(False)
@@ -542,8 +539,8 @@ def still_statistics(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, _BATCH_NORMS):
-            own = list(module.parameters(recurse=False))
-            if own and not any(parameter.requires_grad for parameter in own):
+            parameters = list(module.parameters(recurse=False))
+            if parameters and not any(parameter.requires_grad for parameter in parameters):
                 module.eval()
 
 

@@ -150,9 +150,9 @@ def _claim(run: Path, config: Config) -> None:
                 "or remove that folder"
             )
         checkpoint = latest_checkpoint(run)
-        if checkpoint is not None and config.steps < (made := step_of(checkpoint.name)):
+        if checkpoint is not None and config.steps < (step := step_of(checkpoint.name)):
             raise ConfigError(
-                f"steps = {config.steps}, but {run} has made {made}: set steps={made} or more, "
+                f"steps = {config.steps}, but {run} has made {step}: set steps={step} or more, "
                 "or out=… for a new run"
             )
     elif not stored.is_file() and any(path.name != _LOCK and not _is_partial(path) for path in run.iterdir()):
@@ -214,29 +214,21 @@ class LoopState:
 
 
 def loop_state(stored: Mapping[str, Any], *, origin: Path) -> LoopState:
-    """Build the state from the content of state.json.
-
-    Raises:
-        CheckpointError: a value is missing, unknown, of the wrong type, or out of range.
-    """
+    """Build the state from the content of state.json."""
     try:
         state = LoopState(**stored)
     except TypeError as error:
         raise CheckpointError(f"{origin}: state.json is invalid: {error}") from error
-    for one in fields(state):
-        value = getattr(state, one.name)
-        valid = type(value) is str if one.type is str else type(value) in (int, one.type)
-        if not valid or (one.type is not str and not 0 <= value < _MAX_COUNT):  # NaN fails too
-            raise CheckpointError(f"{origin}: state.json is invalid: {one.name} = {shown(value)}")
+    for field in fields(state):
+        value = getattr(state, field.name)
+        valid = type(value) is str if field.type is str else type(value) in (int, field.type)
+        if not valid or (field.type is not str and not 0 <= value < _MAX_COUNT):  # NaN fails too
+            raise CheckpointError(f"{origin}: state.json is invalid: {field.name} = {shown(value)}")
     return state
 
 
 def newest_checkpoint(run: Path) -> Path | None:
-    """Return the newest checkpoint that rank 0 sees, on every rank; None if there is none.
-
-    Raises:
-        CheckpointError: another rank does not see it.
-    """
+    """Return the newest checkpoint that rank 0 sees, on every rank; None if there is none."""
     newest = latest_checkpoint(run) if rank() == 0 else None
     name = broadcast_bytes(newest.name.encode() if newest else b"").decode()
     if not name:
@@ -282,17 +274,14 @@ def restore_optimizer(
         tensors: the state.
         origin: source of the tensors, for error messages.
         partly: whether parameters may lack state because they have had no gradient yet.
-
-    Raises:
-        CheckpointError: the state is for other parameters, incomplete, or of other shapes or dtypes.
     """
     parameters = dict(model.named_parameters())
     stored: dict[str, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         name, _, kind = key.rpartition("/")
         stored.setdefault(name, {})[kind] = value
-    held = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    missing = {name for name, one in parameters.items() if one.requires_grad} - stored.keys()
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    missing = {name for name, parameter in parameters.items() if parameter.requires_grad} - stored.keys()
     if (missing and not partly) or any(id(parameters.get(name)) not in held for name in stored):
         raise CheckpointError(f"{origin}: the optimizer's state is for other parameters than the model has")
     for name, state in stored.items():
@@ -311,14 +300,14 @@ def restore_optimizer(
                     f"{where}: {kind} is {tuple(value.shape)} {value.dtype} instead of {tuple(shape)} {dtype}"
                 )
     for name, state in stored.items():
-        parameter, own = parameters[name], {}
+        parameter, restored = parameters[name], {}
         for kind, value in state.items():
             if value.ndim:
-                own[kind] = zeros_of(parameter, value.shape, value.dtype)
-                put(own[kind], value)
+                restored[kind] = zeros_of(parameter, value.shape, value.dtype)
+                put(restored[kind], value)
             else:
-                own[kind] = value.to(parameter.device, copy=True)
-        optimizer.state[parameter] = own
+                restored[kind] = value.to(parameter.device, copy=True)
+        optimizer.state[parameter] = restored
 
 
 Files = dict[str, dict[str, Tensor]]  # tensors of each file
@@ -355,11 +344,7 @@ class CheckpointWriter:
     def save_now(
         self, model: CLIP, optimizer: Optimizer, state: LoopState, averaged: AveragedWeights | None = None
     ) -> None:
-        """Save this step unless it is saved, and wait until every rank has done so; all ranks call this.
-
-        Raises:
-            CheckpointError: see ``begin`` and ``finish``.
-        """
+        """Save this step unless it is saved, and wait until every rank has done so; all ranks call this."""
         self.finish()
         if self._saved != state.step:
             self.begin(model, optimizer, state, averaged)
@@ -480,12 +465,12 @@ class CheckpointWriter:
         names = [name for name in files if files[name]]  # an optimizer that made no update has no state
         tensors = {name: tensor for content in files.values() for name, tensor in content.items()}
         # scalars are copied: they are written after training has continued
-        scalars = {name: one.to("cpu", copy=True) for name, one in tensors.items() if not one.ndim}
+        scalars = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items() if not tensor.ndim}
         response = async_save(
             tensors,
             storage_writer=HuggingFaceStorageWriter(
                 str(temporary),
-                {tensor: number for number, name in enumerate(names, 1) for tensor in files[name]},
+                {tensor: i for i, name in enumerate(names, 1) for tensor in files[name]},
                 save_distributed=True,
                 enable_consolidation=True,
                 thread_count_consolidation=len(names),
@@ -500,8 +485,8 @@ class CheckpointWriter:
         def write() -> None:
             uploaded.result()
             if rank() == 0:
-                for number, name in enumerate(names, 1):
-                    joined = temporary / f"model-{number:05d}-of-{len(names):05d}.safetensors"
+                for i, name in enumerate(names, 1):
+                    joined = temporary / f"model-{i:05d}-of-{len(names):05d}.safetensors"
                     _write_scalars(joined, scalars)
                     joined.rename(temporary / name)
                 for name in files.keys() - names:
@@ -557,8 +542,8 @@ class CheckpointWriter:
         shutil.rmtree(self._temporary(), ignore_errors=True)
         cause: BaseException = error
         if isinstance(error, CheckpointException):  # one cause for each rank that failed
-            causes = (one[0] for one in error.failures.values())
-            cause = next((one for one in causes if isinstance(one, BaseException)), error)
+            causes = (failure[0] for failure in error.failures.values())
+            cause = next((reason for reason in causes if isinstance(reason, BaseException)), error)
         return CheckpointError(f"the checkpoint of step {self._step} was not written: {cause}")
 
 
@@ -615,18 +600,18 @@ def load_training(
     if STEP_FOLDER.fullmatch(folder.name) and state.step != step_of(folder.name):
         raise CheckpointError(f"{folder}: state.json is of step {state.step}")
     own_names = adapter_tensors(model, model.state_dict()).keys()
-    base = {name: one for name, one in model.state_dict().items() if name not in own_names}
+    base = {name: tensor for name, tensor in model.state_dict().items() if name not in own_names}
     weights = {**base, **_load(folder / "model.safetensors")}
     _check(model, weights, folder)
     if averaged is not None:
         averaged.restore(weights, origin=folder)
         trained = _load(folder / "trained.safetensors")
-        weights |= {name.removesuffix(TRAINED): one for name, one in trained.items()}
+        weights |= {name.removesuffix(TRAINED): tensor for name, tensor in trained.items()}
         _check(model, weights, folder)
     elif (folder / "trained.safetensors").exists():
         raise CheckpointError(f"{folder}: its weights are averaged; set optim.average as before")
-    for name, own in adapter_tensors(model, model.state_dict()).items():
-        put(own, weights[name])
+    for name, adapter in adapter_tensors(model, model.state_dict()).items():
+        put(adapter, weights[name])
     partly = partly or not state.step  # before the first update an optimizer has no state
     restore_optimizer(model, optimizer, _load(folder / "optimizer.safetensors"), origin=folder, partly=partly)
     return state
@@ -642,6 +627,6 @@ def _load(path: Path) -> dict[str, Tensor]:
 
 def _check(model: CLIP, weights: Mapping[str, Tensor], folder: Path) -> None:
     check_weights(model, weights, origin=folder)
-    for name, own in model.state_dict().items():
-        if weights[name].dtype != own.dtype:  # a conversion would change the run
-            raise CheckpointError(f"{folder}: {name} is {weights[name].dtype}, not {own.dtype}")
+    for name, tensor in model.state_dict().items():
+        if weights[name].dtype != tensor.dtype:  # a conversion would change the run
+            raise CheckpointError(f"{folder}: {name} is {weights[name].dtype}, not {tensor.dtype}")

@@ -55,21 +55,18 @@ class AveragedWeights:
         Args:
             tensors: not sharded; names that are not averaged, such as locked weights, are ignored.
             origin: source of the tensors, for error messages.
-
-        Raises:
-            CheckpointError: one is missing, or of another shape or dtype; nothing is changed then.
         """
         if missing := [name for name in self._averages if name not in tensors]:
             raise CheckpointError(f"{origin}: the averaged weights lack {missing[0]}, which is trained")
-        for name, own in self._averages.items():
-            given = tensors[name]
-            if given.shape != own.shape or given.dtype != own.dtype:
+        for name, average in self._averages.items():
+            stored = tensors[name]
+            if stored.shape != average.shape or stored.dtype != average.dtype:
                 raise CheckpointError(
-                    f"{origin}: the average of {name} is {tuple(given.shape)} {given.dtype} "
-                    f"instead of {tuple(own.shape)} {own.dtype}"
+                    f"{origin}: the average of {name} is {tuple(stored.shape)} {stored.dtype} "
+                    f"instead of {tuple(average.shape)} {average.dtype}"
                 )
-        for name, own in self._averages.items():
-            put(own, tensors[name])
+        for name, average in self._averages.items():
+            put(average, tensors[name])
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -87,14 +84,14 @@ class AveragedWeights:
     def _swap(self) -> None:
         """Exchange values in place, since FSDP and DDP hold the memory of the weights."""
         for weight, average in zip(self._parts(self._weights), self._parts(self._averages), strict=True):
-            kept = weight.clone()
+            weight_copy = weight.clone()
             weight.copy_(average)
-            average.copy_(kept)
+            average.copy_(weight_copy)
         drop_gathered(self._model)
 
     @staticmethod
     def _parts(tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        return [local_part(one) for one in tensors.values()]
+        return [local_part(tensor) for tensor in tensors.values()]
 
 
 class RunningStatistics:
@@ -106,7 +103,11 @@ class RunningStatistics:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        norms = [one for one in model.modules() if isinstance(one, _NormBase) and one.track_running_stats]
+        norms = [
+            module
+            for module in model.modules()
+            if isinstance(module, _NormBase) and module.track_running_stats
+        ]
         self._buffers = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
         self._kept = [buffer.clone() for buffer in self._buffers]
 
@@ -116,14 +117,14 @@ class RunningStatistics:
     @torch.no_grad()
     def keep(self) -> None:
         """Remember the current values."""
-        for kept, buffer in zip(self._kept, self._buffers, strict=True):
-            kept.copy_(buffer)
+        for saved, buffer in zip(self._kept, self._buffers, strict=True):
+            saved.copy_(buffer)
 
     @torch.no_grad()
     def put_back(self) -> None:
         """Restore the values that were kept."""
-        for kept, buffer in zip(self._kept, self._buffers, strict=True):
-            buffer.copy_(kept)
+        for saved, buffer in zip(self._kept, self._buffers, strict=True):
+            buffer.copy_(saved)
 
     def broadcast(self) -> None:
         """Give all ranks the values of rank 0, which are saved; each rank has those of its part of the batches."""

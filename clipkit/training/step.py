@@ -89,9 +89,6 @@ def check_rows(model: nn.Module, *, batch_size: int, world: int, parts: int) -> 
         batch_size: pairs of all ranks.
         world: number of ranks.
         parts: parts in which each rank computes its rows.
-
-    Raises:
-        ConfigError: the smallest part has fewer.
     """
     rows = batch_size // world // parts
     if rows < 2 and any(isinstance(module, _BatchNorm) and module.training for module in model.modules()):
@@ -227,11 +224,11 @@ def _gradient(tensor: Tensor) -> Tensor:
 _MASK = 2**63 - 1
 
 
-def seed_of(seed: int, *places: int) -> int:
+def seed_of(seed: int, *coordinates: int) -> int:
     """Derive a seed, 0 to 2^63 - 1, from the run's seed and places, such as a step."""
     mixed = seed
-    for place in (len(places), *places):
-        mixed = (mixed ^ (place + 0x9E3779B97F4A7C15 + (mixed << 6) + (mixed >> 2))) * 0xBF58476D1CE4E5B9
+    for coordinate in (len(coordinates), *coordinates):
+        mixed = (mixed ^ (coordinate + 0x9E3779B97F4A7C15 + (mixed << 6) + (mixed >> 2))) * 0xBF58476D1CE4E5B9
         mixed = (mixed ^ (mixed >> 31)) & _MASK
     return mixed
 

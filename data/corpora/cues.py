@@ -46,11 +46,7 @@ TEXTURES: Mapping[str, Callable[[_Plane, _Plane], _Plane]] = {
 
 
 def make(out: Path) -> None:
-    """Write the dataset.
-
-    Raises:
-        DataError: ``out`` is not empty.
-    """
+    """Write the dataset."""
     seen, unseen = (
         {digit: _inks(str(digit), held_out=held_out) for digit in range(10)} for held_out in (False, True)
     )

@@ -166,9 +166,6 @@ def make(
         seed: random seed.
         processes: number of processes; None for all cores. It does not affect the files.
         progress: show a bar on stderr, or lines if stderr is not a terminal.
-
-    Raises:
-        DataError: ``out`` is not empty, or a number is out of range.
     """
     if samples < 1 or seed < 0 or not 16 <= size <= 512:
         raise DataError(

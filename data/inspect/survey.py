@@ -196,10 +196,6 @@ def inspect(
         augmentation: for the contact sheet and the measured speed; None for the defaults.
         max_bad: fraction of bad samples above which training stops.
         cache: for copies of remote shards; None reads parts of them over the network.
-
-    Raises:
-        ConfigError: a filter is invalid.
-        DataError: there are no shards, or the first of them contain no pair of image and caption.
     """
     began = time.monotonic()
     decoding = decoding or Decoding()

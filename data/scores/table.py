@@ -160,12 +160,7 @@ class Scores:
 
 
 def scored_filters(texts: Sequence[str], name: str) -> tuple[tuple[Filter, ...], Scores | None]:
-    """Parse ``data.filters``: replace presets by their filters, and ``top P%`` by a number.
-
-    Raises:
-        ConfigError: a filter, preset, column or the name is invalid, or pyarrow is missing.
-        DataError: the scores cannot be read.
-    """
+    """Parse ``data.filters``: replace presets by their filters, and ``top P%`` by a number."""
     texts = [part for text in texts for part in _expanded(text)]
     uses = any(text.lstrip().startswith(PREFIX) for text in texts)
     if not name:

@@ -77,11 +77,7 @@ class Shards(OpenShards[SelectedShard]):
             return file.shown, index.key(int(rows[within])) if within < len(rows) else ""
 
     def read(self, sample_id: int) -> Sample:
-        """Read sample ``sample_id`` (0 ≤ sample_id < len).
-
-        Raises:
-            DataError: the shard cannot be read or has changed, or a member is too large.
-        """
+        """Read sample ``sample_id`` (0 ≤ sample_id < len)."""
         shard, within = self._position(sample_id)
         opened = self.open_shard(shard)
         row = opened.row(within)

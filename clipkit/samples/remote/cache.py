@@ -145,11 +145,7 @@ class ShardCache:
         return self._find(shard)
 
     def fetch(self, shard: ShardFile) -> Path:
-        """Return the file of a shard, downloading it if needed; one process downloads while the others wait.
-
-        Raises:
-            DataError: it cannot be downloaded or stored, or its bytes differ from an earlier download.
-        """
+        """Return the file of a shard, downloading it if needed; one process downloads while the others wait."""
         path = self.path(shard) or self._fetch(shard)
         assert path is not None
         return path
@@ -167,8 +163,8 @@ class ShardCache:
                 answered(shard.url)
             ahead.later.clear()
             ahead.threads = [thread for thread in ahead.threads if thread.is_alive()]
-            for number in range(len(ahead.threads), threads):
-                name = f"shard-cache-{number}"
+            for index in range(len(ahead.threads), threads):
+                name = f"shard-cache-{index}"
                 thread = threading.Thread(target=self._work, args=(ahead,), name=name, daemon=True)
                 ahead.threads.append(thread)
                 thread.start()
@@ -284,20 +280,20 @@ class ShardCache:
 
     def _download(self, shard: ShardFile, stem: Path, ahead: _Prefetch | None) -> None:
         part, record, fault = (stem.with_suffix(suffix) for suffix in (".part", ".json", ".fault"))
-        known: tuple[int, int] | None = None
+        earlier: tuple[int, int] | None = None
         with suppress(OSError, ValueError, KeyError, TypeError):
             recorded = json.loads(record.read_text())
-            known = int(recorded["size"]), int(recorded["crc32"])
+            earlier = int(recorded["size"]), int(recorded["crc32"])
         try:
             received = self._receive(shard, part, ahead)
-            if known is not None and known != received:
+            if earlier is not None and earlier != received:
                 received = self._receive(shard, part, ahead)
-                if known != received:
+                if earlier != received:
                     raise DataError(
                         f"{shown(shard.url)}: the bytes differ from an earlier download (CRC-32 {received[1]:08x}, "
-                        f"before {known[1]:08x}) at the same size and version; remove {record} to accept them"
+                        f"before {earlier[1]:08x}) at the same size and version; remove {record} to accept them"
                     )
-            if known is None:
+            if earlier is None:
                 size, crc = received
                 about = {"url": shown(shard.url), "version": shard.version, "size": size, "crc32": crc}
                 write_atomic(record, json.dumps(about) + "\n")

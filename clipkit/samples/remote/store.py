@@ -151,11 +151,7 @@ def _links(folder: str) -> list[str]:
 
 
 def describe(urls: Sequence[str]) -> list[ShardFile]:
-    """Return size and version of local and remote files; both are unknown for a stream (``pipe:``).
-
-    Raises:
-        DataError: files are missing, or the store does not answer.
-    """
+    """Return size and version of local and remote files; both are unknown for a stream (``pipe:``)."""
     failed = threading.Event()  # only the first of many shards is retried
 
     def look(url: str) -> ShardFile | None:
@@ -204,11 +200,7 @@ def _retried(url: str, request: Callable[[], T], *, none_for: Sequence[int] = ()
 
 
 def read_text(url: str, *, limit: int) -> str | None:
-    """Read a small file next to shards; None if it does not exist or access is denied.
-
-    Raises:
-        DataError: the file is longer than ``limit`` bytes, or the store does not answer.
-    """
+    """Read a small file next to shards; None if it does not exist or access is denied."""
 
     def read() -> bytes:
         with open_transfer(url) as transfer:

@@ -139,8 +139,8 @@ class Table:
             raise DataError(f"{path} is not a file: expected {_EXPECTED}")
         suffix = _suffix_of(path.name)
         if suffix not in _FORMATS:
-            shown = suffix or "a file without a suffix"
-            raise DataError(f"{path}: expected {_EXPECTED}, not {shown}")
+            actual = suffix or "a file without a suffix"
+            raise DataError(f"{path}: expected {_EXPECTED}, not {actual}")
         self.path = path
         image = ColumnRequest(content=image_name, name=image_column, common=image_columns)
         caption = ColumnRequest(content="caption", name=caption_column, common=CAPTION_COLUMNS)
@@ -201,11 +201,11 @@ class Table:
 
     def __iter__(self) -> Iterator[Row]:
         records = self._format.records(self._required, list(self.others))
-        for number, record in enumerate(records, 1):
+        for row_number, record in enumerate(records, 1):
             path = record.cells.get(self.image_column) if self.image_column else None
             path = path.strip() if isinstance(path, str) else path
             if record.cause:
-                yield Row(number=number, path=path, cause=record.cause, progress=record.progress)
+                yield Row(number=row_number, path=path, cause=record.cause, progress=record.progress)
                 continue
             caption = record.cells.get(self.caption_column) if self.caption_column else None
             others = self._other_cells(record.cells)
@@ -217,9 +217,9 @@ class Table:
                 if self.needs_caption:
                     cause = cause or str(error)
             if cause:
-                yield Row(number=number, path=path, cause=cause, progress=record.progress)
+                yield Row(number=row_number, path=path, cause=cause, progress=record.progress)
                 continue
-            yield Row(number=number, path=path, caption=captions, progress=record.progress, others=others)
+            yield Row(number=row_number, path=path, caption=captions, progress=record.progress, others=others)
 
     def _check_encoding(self, others: Mapping[str, object]) -> str:
         """Return which column is not UTF-8, otherwise ""."""
@@ -254,9 +254,9 @@ class Table:
         if not name and len(with_images) == 1:
             name = with_images[0]
         if not name and required:
-            shown = ", ".join(" ".join(name.split())[:40] for name in names[:30]) or "none"
+            listed = ", ".join(" ".join(name.split())[:40] for name in names[:30]) or "none"
             raise DataError(
-                f"{self.path}: which column is the {content}? Set --{content}-column; the columns are {shown}"
+                f"{self.path}: which column is the {content}? Set --{content}-column; the columns are {listed}"
             )
         kind = str(self._format.types.get(name, "string"))
         if "string" in kind and not kind.startswith(
@@ -300,9 +300,6 @@ def listed_path(folder: Path, text: str) -> Path:
 
     Percent escapes of URLs are decoded. Backslashes separate folders, as on Windows, unless there is a file whose
     name contains them.
-
-    Raises:
-        DataError: it is a web address.
     """
     if text.startswith("file://"):
         text = unquote(text.removeprefix("file://"), errors="surrogateescape")
@@ -339,5 +336,5 @@ def _is_list_of_text(kind: str) -> bool:
 
 def _is_plain(kind: Any) -> bool:
     if kind.num_fields:
-        return all(_is_plain(kind.field(number).type) for number in range(kind.num_fields))
+        return all(_is_plain(kind.field(i).type) for i in range(kind.num_fields))
     return "binary" not in str(kind) and not str(kind).startswith("extension")

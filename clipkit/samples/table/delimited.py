@@ -196,9 +196,9 @@ class Delimited(Format):
             return True
         has_location = any(_kind_of(cell) in ("image", "url") for cell in fields)
         kinds = Counter[tuple[int, str]]()
-        for number, line in enumerate(lines):
+        for line_index, line in enumerate(lines):
             cells = line.rstrip("\r\n").split(self._delimiter)
-            if number == 0 or len(cells) >= self._width:
+            if line_index == 0 or len(cells) >= self._width:
                 kinds.update((i, _kind_of(cell)) for i, cell in enumerate(cells))
         before_quote = lines[0].partition('"')[0].split(self._delimiter)[:-1]
         for (i, kind), count in kinds.items():

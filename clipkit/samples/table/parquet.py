@@ -120,11 +120,11 @@ class ParquetSamples(Samples):
         if not member and not self._members:
             raise DataError("no column with images")
         member = member or self._members[0]
-        place = 0
+        index = 0
         if member not in self.schema.names and (match := _LISTED.fullmatch(member)):
-            member, place = match[1], int(match[2])
+            member, index = match[1], int(match[2])
         group = self._group_of(i)
-        return _image_in(self._values(group, member)[i - self._starts[group]], place)
+        return _image_in(self._values(group, member)[i - self._starts[group]], index)
 
     def columns(self, *names: str) -> list[list[Any]]:
         """Return all values of some columns, which should be small."""
@@ -186,7 +186,9 @@ class ParquetSamples(Samples):
             with self._lock:
                 self._kept[key] = values
                 self.group_reads += 1
-                while len(self._kept) > 2 and sum(one.nbytes for one in self._kept.values()) > _KEPT_BYTES:
+                while (
+                    len(self._kept) > 2 and sum(values.nbytes for values in self._kept.values()) > _KEPT_BYTES
+                ):
                     self._kept.popitem(last=False)
         return values
 
@@ -255,16 +257,16 @@ def has_bytes(kind: "pa.DataType") -> bool:
     return bool(types.is_binary(kind) or types.is_large_binary(kind))
 
 
-def _image_in(value: Any, place: int) -> bytes:
+def _image_in(value: Any, index: int) -> bytes:
     """Return the image in pyarrow's scalar of bytes, of a struct with bytes, or of a list of either."""
     from pyarrow import types
 
     if not value.is_valid:
         raise DataError("there is no image")
     if types.is_list(value.type) or types.is_large_list(value.type) or types.is_fixed_size_list(value.type):
-        if not 0 <= place < len(value.values):
-            raise DataError(f"there are {len(value.values)} images, no number {place}")
-        value = value.values[place]
+        if not 0 <= index < len(value.values):
+            raise DataError(f"there are {len(value.values)} images, no number {index}")
+        value = value.values[index]
     if types.is_struct(value.type):
         names = [field.name for field in value.type]
         if "bytes" not in names or not value["bytes"].is_valid:
@@ -288,7 +290,7 @@ def python_value(scalar: Any) -> Any:
     if not scalar.is_valid:
         return None
     if types.is_map(kind):
-        pairs = [(python_value(one["key"]), python_value(one["value"])) for one in scalar.values]
+        pairs = [(python_value(entry["key"]), python_value(entry["value"])) for entry in scalar.values]
         return dict(pairs) if str(kind.key_type) in ("string", "large_string", "string_view") else pairs
     if "map<" not in str(kind) and "[ns" not in str(kind):  # with pandas, nanoseconds would be its types
         with suppress(ValueError, OverflowError):  # years beyond 9999
