@@ -205,7 +205,6 @@ class CaptionRule:
 
         Args:
             fields: of the sample, from ``parse``.
-            index: of the caption, for "all".
             random: random generator, required if ``draws``.
         """
         by_field = self.by_field(fields)
@@ -226,7 +225,7 @@ class CaptionRule:
             index = 0
         if index >= len(flat):
             return None
-        return self._finished(flat[index], random)
+        return self._apply_template(flat[index], random)
 
     def several(self, fields: Fields, random: np.random.Generator | None) -> list[str]:
         """Return ``count`` captions of a sample, repeated if it has fewer; none if it has none.
@@ -237,10 +236,9 @@ class CaptionRule:
         if self.choice == "random":
             assert random is not None
             flat = [flat[i] for i in random.permutation(len(flat))]
-        return [self._finished(flat[i % len(flat)], random) for i in range(self.count)] if flat else []
+        return [self._apply_template(flat[i % len(flat)], random) for i in range(self.count)] if flat else []
 
-    def _finished(self, caption: str, random: np.random.Generator | None) -> str:
-        """Apply a template and the prefix."""
+    def _apply_template(self, caption: str, random: np.random.Generator | None) -> str:
         if self.templates:
             drawn = int(random.integers(len(self.templates))) if random and len(self.templates) > 1 else 0
             caption = self.templates[drawn].replace("{}", caption)

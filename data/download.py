@@ -115,8 +115,6 @@ class DownloadReport:
 
 @dataclass(slots=True)
 class _Sample:
-    """A row and the result of its download."""
-
     row: Row
     fields: Mapping[str, object] = field(default_factory=dict)  # of the json, from other columns
     captions: list[str] = field(default_factory=list)
@@ -245,7 +243,7 @@ def download(
     out = out.absolute()
     if any(out.glob("[!.]*")) and not (out / "download.json").exists():
         raise DataError(f"{out} is not empty: use a new folder")
-    paths = _tables([tables] if isinstance(tables, str | Path) else tables, out / ".tables")
+    paths = _list_tables([tables] if isinstance(tables, str | Path) else tables, out / ".tables")
     readers = [
         Table(
             path,
@@ -309,8 +307,7 @@ def _report(out: Path, written: int, caption_column: str) -> DownloadReport:
     )
 
 
-def _tables(tables: Sequence[str | Path], copies: Path) -> list[Path]:
-    """Return the files of tables; those of remote tables are downloaded into the folder ``copies``."""
+def _list_tables(tables: Sequence[str | Path], copies: Path) -> list[Path]:
     paths: list[Path] = []
     for table in map(str, tables):
         if is_remote(table):
@@ -335,7 +332,6 @@ _MAY_CHANGE = ("allow_private", "ignore_robots")
 
 
 def _check_options(out: Path, paths: Sequence[Path], options: DownloadOptions, fetch: FetchOptions) -> None:
-    """Store the options in a new folder; for an existing one, check that they are the same."""
     stored = asdict(options)
     stored["keep_duplicates"] = not stored.pop("deduplicate")
     # how training treats the images, as recorded by pack
@@ -422,7 +418,6 @@ def _other_table(out: Path, shard: str) -> ConfigError:
 
 
 def _complete_shards(out: Path) -> list[str]:
-    """Return the names of complete shards, those of retries last."""
     return sorted(
         (path.name.removesuffix("_stats.json") for path in out.glob("*_stats.json")), key=name_order
     )
@@ -538,8 +533,6 @@ def _read_attempts(out: Path, shard: str, *more_columns: str) -> list[dict[str, 
 
 
 def _read_retries(out: Path, shards: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Return the last attempts of the rows of retry shards, by the key of the first attempt."""
-
     def end_time(shard: str) -> float:
         return float(json.loads(_stats_path(out, shard).read_bytes())["end_time"])
 

@@ -68,9 +68,6 @@ class Loader:
         decode_later: leave plain JPEGs to ``on_device``, except those that must be rotated.
         stages: smaller sizes for the first steps; the crops are the same at every size.
         teacher: stored features of the samples.
-
-    Raises:
-        ConfigError: there are more ranks than samples in a batch.
     """
 
     shards: Shards
@@ -294,8 +291,6 @@ class Loader:
 
 
 class _Batches(Dataset[LoaderBatch | DataError]):
-    """Batches as a map-style dataset: a worker makes whole batches."""
-
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
         self._ahead: tuple[list[int], list[int]] = [], []

@@ -118,10 +118,6 @@ class Order:
         resample: draw with replacement: ``window`` shards at a time, each with probability proportional to its
             number of samples, and from these the number of samples that they contain on average. Every sample is
             equally likely.
-
-    Raises:
-        ConfigError: there are fewer samples than in one batch, weights do not match the sources, or a source has no
-            samples.
     """
 
     def __init__(
@@ -182,7 +178,7 @@ class Order:
         part = self.part(rank, world_size)
         rows = np.arange(part.start, part.stop)
         if len(self._sources) == 1:
-            return replace(self._sources[0].take(self._start(step) + rows), first_row=part.start)
+            return replace(self._sources[0].take(self._start_position(step) + rows), first_row=part.start)
         size = np.full(len(part), self.batch_size)
         batch_key = np.full(len(part), key(self.seed, _BATCH, step), dtype=np.uint64)
         # before the permutation, the samples of a source are contiguous in the batch
@@ -190,7 +186,9 @@ class Order:
         ids = np.empty_like(positions)
         epochs = np.empty_like(positions)
         first = 0
-        for source, begin, end in zip(self._sources, self._taken(step), self._taken(step + 1), strict=True):
+        for source, begin, end in zip(
+            self._sources, self._count_drawn(step), self._count_drawn(step + 1), strict=True
+        ):
             here = (positions >= first) & (positions < first + end - begin)
             draw = source.take(begin + positions[here] - first)
             ids[here] = draw.ids
@@ -201,10 +199,10 @@ class Order:
     def shards_ahead(self, step: int) -> tuple[list[int], list[int]]:
         """Return the shards of the windows that the batch of a step is drawn from, and of the next windows."""
         if len(self._sources) > 1:
-            starts = self._taken(step)
-            ends = self._taken(step + 1)
+            starts = self._count_drawn(step)
+            ends = self._count_drawn(step + 1)
         else:
-            starts = [self._start(step)]
+            starts = [self._start_position(step)]
             ends = [starts[0] + self.batch_size]
         near = [source.windows(*part) for source, *part in zip(self._sources, starts, ends, strict=True)]
         return [shard for now, _ in near for shard in now], [shard for _, later in near for shard in later]
@@ -215,12 +213,12 @@ class Order:
         Of several weighted sources it is that of the source with the fewest. With replacement, an epoch is as many
         draws as there are samples.
         """
-        starts = self._taken(step) if len(self._sources) > 1 else [self._start(step)]
+        starts = self._count_drawn(step) if len(self._sources) > 1 else [self._start_position(step)]
         return min(start // source.samples for start, source in zip(starts, self._sources, strict=True))
 
     def describe(self, steps: int, names: Sequence[str] = ()) -> str:
         """Describe the number of epochs in ``steps`` steps, and what happens to the last samples of an epoch."""
-        drawn = self._taken(steps)
+        drawn = self._count_drawn(steps)
         times = [f"{n / source.samples:.3g}" for n, source in zip(drawn, self._sources, strict=True)]
         resampled = isinstance(self._sources[0], _Resampled)
         if len(times) > 1:
@@ -238,14 +236,13 @@ class Order:
             epochs = f"{steps / self.batches_per_epoch:.3g}"
         return f"{self.batches_per_epoch:,} batches of {self.batch_size} an epoch, {last}, {epochs} epochs in all"
 
-    def _start(self, step: int) -> int:
-        """Return the position of a step in the only source's endless sequence."""
+    def _start_position(self, step: int) -> int:
         if not self.leaves_out:
             return step * self.batch_size
         epoch, batch = divmod(step, self.batches_per_epoch)
         return epoch * self.samples + batch * self.batch_size
 
-    def _taken(self, step: int) -> list[int]:
+    def _count_drawn(self, step: int) -> list[int]:
         """Return the number of samples drawn from each source before a step; never decreases."""
         drawn = step * self.batch_size
         taken = []
@@ -334,22 +331,21 @@ class _Resampled(_Source):
 
     def take(self, positions: Int64s) -> Draw:
         slot = (hashed(key(self.seed, _SLOT), positions) % np.uint64(self.window)).astype(np.int64)
-        shard = self._drawn(positions // self._window_samples() * self.window + slot)
+        shard = self._draw_shards(positions // self._window_samples() * self.window + slot)
         within = hashed(key(self.seed, _WITHIN), positions) % self.counts[shard].astype(np.uint64)
         return Draw(ids=self.first + self.starts[shard] + within.astype(np.int64), epochs=positions)
 
     def windows(self, begin: int, end: int) -> tuple[list[int], list[int]]:
         first, last = (position // self._window_samples() for position in (begin, max(begin, end - 1)))
-        drawn = self._drawn(np.arange(first * self.window, (last + 2) * self.window)) + self.first_shard
+        drawn = self._draw_shards(np.arange(first * self.window, (last + 2) * self.window)) + self.first_shard
         now = drawn[: -self.window].tolist()
         following = drawn[-self.window :].tolist()
         return list(dict.fromkeys(now)), following
 
     def _window_samples(self) -> int:
-        """Return the number of samples drawn from a window: what its shards contain on average."""
         return max(1, self.samples * self.window // len(self.counts))
 
-    def _drawn(self, slots: Int64s) -> Int64s:
+    def _draw_shards(self, slots: Int64s) -> Int64s:
         """Return the shard of each slot of each window, with probability proportional to its samples."""
         sample = hashed(key(self.seed, _WINDOW), slots) % np.uint64(self.samples)
         return np.searchsorted(self.starts, sample.astype(np.int64), side="right") - 1

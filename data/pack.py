@@ -371,7 +371,6 @@ def _split(data: bytes, test: float) -> str:
 
 
 def _unlisted_images(folder: Path, table: Table) -> Iterator[tuple[str, str]]:
-    """Yield the images below a folder that its table does not list, relative to the folder, with the cause."""
     root = folder.absolute()
     listed = set[str]()
     for row in table:
@@ -393,7 +392,7 @@ class FieldNames:
     def __init__(self, columns: Iterable[str], *, taken: Iterable[str] = ()) -> None:
         self._names: dict[str, str] = {}
         self._own = {*_OWN_FIELDS, *taken}
-        self._taken = set(self._own)
+        self._count_drawn = set(self._own)
         self.of(columns)
 
     def of(self, columns: Iterable[str]) -> dict[str, str]:
@@ -404,9 +403,9 @@ class FieldNames:
             if len(self._names) == _MOST_FIELDS:
                 break
             name = field_name(column)
-            while name in self._taken:
+            while name in self._count_drawn:
                 name += "_"
-            self._taken.add(name)
+            self._count_drawn.add(name)
             self._names[column] = name
         return {column: self._names[column] for column in columns if column in self._names}
 
@@ -513,7 +512,6 @@ def run_pack(options: PackCommand) -> int:
 
 
 def _remarks(report: PackReport, *, keep_orientation: bool, background: str | None) -> Iterator[str]:
-    """Yield remarks about other columns and about images, with the options that apply."""
     if are_ids(report.classes):
         yield (
             f"warning: the captions are names of folders that look like ids, such as {report.classes[0]!r}: write "

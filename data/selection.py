@@ -47,8 +47,7 @@ class Chosen:
         return len(self.rows)
 
 
-def _draw(shard: str, key: str, occurrence: int) -> float:
-    """Return a number from 0 to 1 for the n-th sample with a key in a shard."""
+def _hash_to_fraction(shard: str, key: str, occurrence: int) -> float:
     sample = f"{shard}\0{key}\0{occurrence}".encode("utf-8", "surrogatepass")
     digest = hashlib.blake2b(sample, digest_size=8).digest()
     return int.from_bytes(digest) / 2**64
@@ -147,7 +146,7 @@ class Selection:
             for row in rows.tolist():
                 key = index.key(row)
                 occurrences[key] += 1
-                drawn.append(_draw(shard, key, occurrences[key]) < self.fraction)
+                drawn.append(_hash_to_fraction(shard, key, occurrences[key]) < self.fraction)
             dropped[OUTSIDE] += drawn.count(False)
             rows = rows[np.array(drawn, dtype=np.bool_)]
         if not self.reads_json:

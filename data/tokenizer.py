@@ -35,7 +35,7 @@ _END = "<|endoftext|>"
 LEAST = 256 + 2  # the bytes, and start and end of text
 
 
-def train(texts: Iterable[str], vocab: int) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
     """Return a tokenizer with at most ``vocab`` tokens, at least ``LEAST``."""
     assert vocab >= LEAST
     tokenizer = Tokenizer(models.BPE())
@@ -57,7 +57,7 @@ def train(texts: Iterable[str], vocab: int) -> Tokenizer:
     return tokenizer
 
 
-def write(tokenizer: Tokenizer, folder: Path) -> None:
+def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write the files that transformers and ``model.tokenizer`` read; ``folder`` must not exist, or be empty."""
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -99,7 +99,7 @@ def run_tokenizer(options: TokenizerOptions) -> int:
                 progress.show(done, 0)
 
     with CountProgress("reading captions", total=count, shown=not options.quiet) as progress:
-        tokenizer = train(texts(), options.vocab)
-    write(tokenizer, out)
+        tokenizer = train_tokenizer(texts(), options.vocab)
+    write_tokenizer(tokenizer, out)
     print(f"wrote {out}: {tokenizer.get_vocab_size():,} tokens from {count:,} captions")
     return 0

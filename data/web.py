@@ -83,9 +83,6 @@ class Fetcher:
         """Download a URL and pass its body to ``use``.
 
         The request ends when ``use`` returns, so at most ``connections`` bodies are in memory.
-
-        Raises:
-            FetchError: the download failed or is not allowed.
         """
         try:
             target = encode_url(url)
@@ -119,7 +116,6 @@ class Fetcher:
 
     @asynccontextmanager
     async def _host(self, name: str) -> AsyncIterator[_Host]:
-        """Hold one of the request slots of a host."""
         state = self._hosts.setdefault(name, _Host(asyncio.Semaphore(self._options.per_host)))
         state.users += 1
         try:
@@ -139,9 +135,11 @@ class Fetcher:
                     raise FetchError(
                         f"HTTP {response.status}",
                         temporary=response.status in _RETRIED,
-                        pause=_pause(response.headers.get("Retry-After", "")),
+                        pause=_parse_retry_after(response.headers.get("Retry-After", "")),
                     )
-                if not options.ignore_robots and _forbidden(response.headers.getall("X-Robots-Tag", [])):
+                if not options.ignore_robots and _forbids_training(
+                    response.headers.getall("X-Robots-Tag", [])
+                ):
                     raise FetchError("use forbidden by X-Robots-Tag")
                 if response.headers.get("Content-Encoding", "identity").lower() not in _ENCODINGS:
                     raise FetchError("unsupported Content-Encoding")
@@ -180,7 +178,6 @@ class Fetcher:
 
 
 def _public_socket(info: Any) -> socket.socket:
-    """Open a socket for an address that a name was resolved to, if it is public."""
     family, kind, protocol, _, address = info
     if not _is_public(ipaddress.ip_address(address[0].partition("%")[0])):
         raise OSError(f"{address[0]} is not public")
@@ -200,7 +197,7 @@ def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
     return address.is_global and not address.is_multicast
 
 
-def _pause(retry_after: str) -> float:
+def _parse_retry_after(retry_after: str) -> float:
     """Return the seconds in a ``Retry-After`` header; 0 if it is invalid or too long."""
     try:
         seconds = float(retry_after)
@@ -212,7 +209,7 @@ def _pause(retry_after: str) -> float:
     return seconds if 0 < seconds <= _LONGEST_PAUSE else 0.0
 
 
-def _forbidden(tags: list[str]) -> bool:
+def _forbids_training(tags: list[str]) -> bool:
     """Return whether ``X-Robots-Tag`` headers forbid training on an image.
 
     A header is a list of directives; those after ``NAME:`` apply to one crawler only.

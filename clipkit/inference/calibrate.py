@@ -25,7 +25,8 @@ from clipkit.files.atomic import write_atomic
 
 FOLDS = 5
 _DECAY = 1e-3
-LEAST_SCALE, _GREATEST_SCALE = 1e-3, 1e4
+LEAST_SCALE = 1e-3
+_GREATEST_SCALE = 1e4
 LEAST = 30  # right predictions of a label for a threshold of its own; others share one
 
 
@@ -34,7 +35,6 @@ class HeldOut:
     """What thresholds do on images that they were not chosen on.
 
     Attributes:
-        images: number of images.
         accepted: number of labels that were predicted above their thresholds.
         precision: fraction of these that are right, with its 95% interval (Wilson).
         low, high: the interval.
@@ -60,7 +60,6 @@ class Calibration:
         weights: hash of the model.
         labels, templates: C labels and the prompts.
         several: whether images may have several labels.
-        scale: a.
         biases: C values b.
         thresholds: by label, the probability from which it is accepted; more than 1: never.
         target: the precision that was asked for.
@@ -132,9 +131,6 @@ def calibrate(
         several: whether images may have several labels.
         target: the precision to reach, 0 to 1.
         seed: seed of the fifths.
-
-    Raises:
-        DataError: there are fewer than ten images, or a label or everything but it has none.
     """
     if len(targets) < 2 * FOLDS:
         raise DataError(
@@ -151,13 +147,15 @@ def calibrate(
     accepted = torch.zeros_like(targets)
     other = torch.zeros_like(similarities)  # probabilities of images by what was fitted to others
     for i in range(FOLDS):
-        learn, held = fold != i, fold == i
+        learn = fold != i
+        held = fold == i
         fitted = _fit(similarities[learn], targets[learn], several=several, scale=scale)
         learned = _probabilities(similarities[learn], *fitted, several=several)
         other[held] = _probabilities(similarities[held], *fitted, several=several)
         chosen = _thresholds(learned, targets[learn], target, several=several)
-        accepted[held] = _predicted(other[held], several=several) & (other[held] >= chosen)
-    right, count = int((accepted & targets).sum()), int(accepted.sum())
+        accepted[held] = _select_predicted(other[held], several=several) & (other[held] >= chosen)
+    right = int((accepted & targets).sum())
+    count = int(accepted.sum())
     low, high = wilson_interval(right, count)
     held_out = HeldOut(
         images=len(targets),
@@ -189,7 +187,6 @@ def _probabilities(similarities: Tensor, scale: float, biases: Tensor, *, severa
 
 
 def _fit(similarities: Tensor, targets: Tensor, *, several: bool, scale: float) -> tuple[float, Tensor]:
-    """Return the scale and (C,) biases with the smallest cross-entropy."""
     logarithm = torch.tensor(math.log(scale), requires_grad=True)
     biases = torch.zeros(similarities.shape[1], requires_grad=True)
     if several:
@@ -214,7 +211,7 @@ def _fit(similarities: Tensor, targets: Tensor, *, several: bool, scale: float) 
     return float(logarithm.detach().exp().clamp(LEAST_SCALE, _GREATEST_SCALE)), biases.detach()
 
 
-def _predicted(probabilities: Tensor, *, several: bool) -> Tensor:
+def _select_predicted(probabilities: Tensor, *, several: bool) -> Tensor:
     """Return (N, C) bool, the labels that may be accepted: all, or only the most probable one."""
     if several:
         return torch.ones_like(probabilities, dtype=torch.bool)
@@ -223,8 +220,7 @@ def _predicted(probabilities: Tensor, *, several: bool) -> Tensor:
 
 
 def _thresholds(probabilities: Tensor, targets: Tensor, target: float, *, several: bool) -> Tensor:
-    """Return (C,) thresholds, those of labels with few predictions from the predictions of all labels."""
-    predicted = _predicted(probabilities, several=several)
+    predicted = _select_predicted(probabilities, several=several)
     shared = _threshold(probabilities[predicted], targets[predicted], target)
     thresholds = []
     for label in range(probabilities.shape[1]):
@@ -268,7 +264,6 @@ def wilson_interval(hits: float, n: float, *, miss: float = 0.05) -> tuple[float
 
 
 def _ece(probabilities: Tensor, targets: Tensor, bins: int = 15) -> float:
-    """Return the expected calibration error of the most probable label of images with one label."""
     single_label = targets.sum(dim=1) == 1
     confidence, best = probabilities[single_label].max(dim=1)
     right = targets[single_label].gather(1, best[:, None])[:, 0].double()

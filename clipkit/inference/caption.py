@@ -42,17 +42,12 @@ def caption_images(
     """Describe images, a few batches at a time.
 
     Args:
-        items: the images.
         features: the model, and how images are read.
         first: number of the first image, which selects the random numbers of ``top_p``.
         generation: arguments of ``clipkit.caption``.
 
     Yields:
         for each image in order its name "image", its "source", and "caption", or "error" if it cannot be read.
-
-    Raises:
-        ConfigError: a batch does not fit in memory.
-        DataError: the model's output is not finite.
     """
     dtype = PRECISIONS[features.precision]
     autocast = torch.autocast(features.device.type, dtype or torch.bfloat16, enabled=dtype is not None)
@@ -112,7 +107,6 @@ def run_caption(options: CaptionOptions) -> int:
 
 
 def _print_table(records: Iterator[dict[str, str]]) -> tuple[int, int]:
-    """Print each image with its caption on the next lines; return how many were described and failed."""
     done = failed = 0
     for record in records:
         if _print_failure(record):
@@ -134,7 +128,6 @@ def _print_failure(record: dict[str, str]) -> bool:
 
 
 def _write(out: Path, stream: Stream, features: FeatureStream, generation: dict[str, Any]) -> tuple[int, int]:
-    """Append results to the partial file from where it ends, then write ``out``."""
     partial = _partial(out)
     with lock_output(out, "clipkit caption"):
         settings = json.dumps(
@@ -154,7 +147,8 @@ def _write(out: Path, stream: Stream, features: FeatureStream, generation: dict[
         ):
             if not count:
                 file.write(settings + "\n")
-            failed, block = 0, []
+            failed = 0
+            block = []
             described = caption_images(islice(stream, count, None), features, first=count, **generation)
             for described_count, record in enumerate(described, count + 1):
                 failed += _print_failure(record)
@@ -178,7 +172,8 @@ def _resumable(partial: Path, settings: str, stream: Stream, block: int) -> int:
     """Cut a partial file to whole blocks and return its number of images; remove it if it cannot be resumed."""
     if not partial.exists():
         return 0
-    count, end = 0, 0
+    count = 0
+    end = 0
     with partial.open("rb") as file:
         same = file.readline() == f"{settings}\n".encode()
         end = file.tell()
@@ -204,7 +199,6 @@ def _resumable(partial: Path, settings: str, stream: Stream, block: int) -> int:
 
 
 def _convert(partial: Path, out: Path) -> tuple[int, int]:
-    """Write the captions of a partial file as .csv or .jsonl; return how many there are, and failures."""
     done = failed = 0
     with (
         partial.open(encoding="utf-8") as lines,

@@ -52,7 +52,8 @@ from clipkit.samples.traits import TraitCounts
 
 # widths of the table's columns, separated by two spaces
 _WIDTH = 80
-_LABEL_WIDTH, _PROBABILITY_WIDTH = 30, len("probability")
+_LABEL_WIDTH = 30
+_PROBABILITY_WIDTH = len("probability")
 _IMAGE_WIDTH = _WIDTH - _LABEL_WIDTH - _PROBABILITY_WIDTH - 4
 PRECISION = 0.9  # that thresholds must reach
 NONE = "none"  # the folder of images without a label
@@ -92,16 +93,12 @@ def classify_images(
     """Classify the images of a stream.
 
     Args:
-        stream: the images.
         features: the encoder.
         labels: C names.
         weights: (O, C), see ``clipkit.zero_shot_classifier``.
         top: number of labels per image at most; with several labels, the most probable accepted ones.
         calibration: probabilities and thresholds; None for the model's own probabilities.
         below: return the most probable labels, too, if they are below their thresholds.
-
-    Raises:
-        DataError: the model's output is not finite.
     """
     weights = weights.float().cpu()
     scale = features.model.logit_scale.detach().float().exp().cpu()
@@ -199,11 +196,11 @@ def run_classify(options: ClassifyOptions) -> int:
     below = not (options.none or options.multi_label)
     uncertain: list[_Uncertain] = []
     done = failed = cut = 0
-    with _opened(options.out, top) as writer:
+    with _open_writer(options.out, top) as writer:
         features = FeatureStream.from_options(options)
         weights = zero_shot_classifier(features.model, labels, templates)
         if options.calibrate is not None:
-            calibration = _calibrated(options, features, labels, templates, weights)
+            calibration = _calibrate_on_folder(options, features, labels, templates, weights)
             for line in features.lines(options):
                 print(f"{options.calibrate}: {line}", file=sys.stderr)
             features.counts = TraitCounts()
@@ -315,7 +312,6 @@ def _labels(options: ClassifyOptions) -> tuple[list[str], Calibration | None]:
 
 
 def _check_calibration(calibration: Calibration, file: Path, model: CLIP) -> None:
-    """Check that a calibration is of this model, and of images that were decoded in the same way."""
     if calibration.weights == model_hash(model):
         return
     decoding = str(model.preprocess.decoding)
@@ -331,14 +327,13 @@ def _check_calibration(calibration: Calibration, file: Path, model: CLIP) -> Non
     )
 
 
-def _calibrated(
+def _calibrate_on_folder(
     options: ClassifyOptions,
     features: FeatureStream,
     labels: Sequence[str],
     templates: Sequence[str],
     weights: Tensor,
 ) -> Calibration:
-    """Calibrate on a folder with a folder of images for each label; an image in several folders has all labels."""
     folder = options.calibrate
     assert folder is not None
     out = options.calibration or Path("calibration.json")
@@ -408,7 +403,6 @@ def _calibrated(
 
 
 def _print(text: str) -> None:
-    """Print a line; errors name standard output, to distinguish it from the output file."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -418,15 +412,16 @@ def _print(text: str) -> None:
 
 
 def _line(image: str, label: str, probability: str) -> str:
-    """Format a row of at most 80 columns; long paths are shortened at the start, long labels at the end."""
-    image, label = printable(image), printable(label)
+    image = printable(image)
+    label = printable(label)
     if cell_len(image) > _IMAGE_WIDTH:
         while cell_len(image) > _IMAGE_WIDTH - 1:
             image = image[1:]
         image = "…" + image
     if cell_len(label) > _LABEL_WIDTH:
         label = set_cell_size(label, _LABEL_WIDTH - 1).rstrip() + "…"
-    image, label = set_cell_size(image, _IMAGE_WIDTH), set_cell_size(label, _LABEL_WIDTH)
+    image = set_cell_size(image, _IMAGE_WIDTH)
+    label = set_cell_size(label, _LABEL_WIDTH)
     return f"{image}  {label}  {probability:>{_PROBABILITY_WIDTH}}".rstrip()
 
 
@@ -434,7 +429,10 @@ class _Writer:
     """Write images to a file: rows of a .csv, an array in a .json, or lines of a .jsonl."""
 
     def __init__(self, file: TextIO, suffix: str, top: int) -> None:
-        self._file, self._suffix, self._first, self._top = file, suffix, True, top
+        self._file = file
+        self._suffix = suffix
+        self._first = True
+        self._top = top
         if suffix == ".csv":
             names = (f"{name}_{i}" for i in range(1, top + 1) for name in ("label", "probability"))
             self._write_row("image", "source", *names)
@@ -472,8 +470,7 @@ class _Writer:
 
 
 @contextmanager
-def _opened(path: Path | None, top: int) -> Iterator[_Writer | None]:
-    """Open a writer for the suffix of ``path``; it writes a temporary file that is renamed when complete."""
+def _open_writer(path: Path | None, top: int) -> Iterator[_Writer | None]:
     if path is None:
         yield None
         return

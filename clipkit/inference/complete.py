@@ -48,7 +48,6 @@ def run_complete(options: CompleteOptions) -> int:
 
 
 def _image(colors: Tensor, palette: Tensor, side: int) -> Image.Image:
-    """Return colors (P,) as an enlarged image; -1 is white."""
     values = ((palette[colors.clamp(min=0)] + 1) * 127.5).round()
     values[colors < 0] = 255
     image = Image.fromarray(values.view(side, side, 3).to(torch.uint8).cpu().numpy())

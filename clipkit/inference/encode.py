@@ -57,7 +57,9 @@ EncodeParts = Callable[
 ]
 _CHANGED = "the sources changed while they were being read: run the same command again"
 
-_SAMPLE, _LEAST_SAMPLE = 2000, 20  # rows that the recall is measured among
+# rows that the recall is measured among
+_SAMPLE = 2000
+_LEAST_SAMPLE = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +119,6 @@ def encode(
         options: ``out`` may be the folder of an earlier run with the same settings and the same or fewer sources,
             which is resumed. The manifest records ``model`` and ``sources``.
         process: index of this process, which encodes only its own parts.
-        processes: number of processes.
         encode_parts: encodes parts elsewhere, in any order, see ``RayEncoder``; None encodes in this process.
 
     Raises:
@@ -190,7 +191,9 @@ def encode(
                 for part in parts:
                     folder.write(part)
                     sample += part.sample
-                    done, failed, written = done + len(part), failed + len(part.failures), written + 1
+                    done = done + len(part)
+                    failed = failed + len(part.failures)
+                    written = written + 1
                     reused += part.reused
                     bar.show(done, failed)
         if written < len(assigned):
@@ -224,9 +227,9 @@ def _parts_of(
     *,
     reusable: ReusableRows | None = None,
 ) -> Parts:
-    """Encode items, and yield each part when it is complete; at most two are in memory."""
     parts: dict[int, Part] = {}
-    every, pack = max(1, manifest.items // _SAMPLE), STORAGE[manifest.dtype].pack
+    every = max(1, manifest.items // _SAMPLE)
+    pack = STORAGE[manifest.dtype].pack
     done = failed = 0
     outcomes = features.run(
         items, kind=manifest.kind, captions=manifest.captions, pad=True, reusable=reusable
@@ -235,7 +238,8 @@ def _parts_of(
         part = parts.setdefault(outcome.part, Part(outcome.part, dtype=manifest.dtype, every=every))
         part.add(outcome)
         if isinstance(outcome, Failure):
-            done, failed = done + 1, failed + 1
+            done = done + 1
+            failed = failed + 1
         else:
             done += len(outcome.items)
         show(done, failed)
@@ -289,7 +293,6 @@ _here: dict[str, FeatureStream] = {}  # the model of this worker of Ray, by its 
 def _encode_part(
     items: Sequence[tuple[int, Item]], manifest: Manifest, options: ModelOptions, file: Path | None
 ) -> tuple[Part, TraitCounts]:
-    """Ray task that encodes one part; ``file`` is one that the calling process sees."""
     try:
         os.chdir(manifest.directory)
         if file is not None:
@@ -331,7 +334,6 @@ def _refreshing(reusable: ReusableRows, items: Iterator[tuple[int, Item]]) -> It
 
 
 def _items_of(stream: Stream, parts: Iterable[int], length: int) -> Iterator[tuple[int, Item]]:
-    """Iterate over the items of some parts (ascending) of ``length`` items each, with the part's number."""
     rest = iter(parts)
     next_part = next(rest, None)
     for i, item in enumerate(stream):
@@ -354,7 +356,11 @@ def _survey(
         of empty lines in lists of texts.
     """
     digests: list[tuple[str, str]] = []
-    names, files, count, captions, empty = hashlib.sha256(), hashlib.sha256(), 0, False, 0
+    names = hashlib.sha256()
+    files = hashlib.sha256()
+    count = 0
+    captions = False
+    empty = 0
     for count, item in enumerate(stream, 1):
         text = item.caption if isinstance(item.caption, str) else ""
         for part in (item.source, item.key, text):
@@ -370,7 +376,8 @@ def _survey(
         empty += isinstance(item.caption, str) and not text.strip()
         if count % length == 0:
             digests.append((names.hexdigest(), files.hexdigest()))
-            names, files = hashlib.sha256(), hashlib.sha256()
+            names = hashlib.sha256()
+            files = hashlib.sha256()
         if count % 1000 == 0:
             show(count)
     if count % length:
@@ -420,7 +427,8 @@ def run_encode(options: EncodeOptions) -> int:
 
 
 def _report(encoded: Encoded, options: EncodeOptions, who: str) -> None:
-    totals, listing = encoded.totals, options.out / "failures.jsonl"
+    totals = encoded.totals
+    listing = options.out / "failures.jsonl"
     compared = ""
     if encoded.compared:
         compared = (

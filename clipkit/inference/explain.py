@@ -16,7 +16,10 @@ from clipkit.inference.options import ExplainOptions
 from clipkit.inference.stream import load_for_inference
 from clipkit.model.preprocess import Preprocess, eval_pixels
 
-SIDE, _MARGIN, _LINE = 320, 8, 20  # of an image and its label, in pixels
+# of an image and its label, in pixels
+SIDE = 320
+_MARGIN = 8
+_LINE = 20
 # colors of heat 0, 1/4, … 1 (Matplotlib's "inferno", every quarter)
 _COLORS = np.array(
     [(0, 0, 4), (87, 16, 110), (188, 55, 84), (249, 142, 9), (252, 255, 164)], dtype=np.float32
@@ -44,7 +47,7 @@ def run_explain(options: ExplainOptions) -> int:
     check_files(options.image, options.out)
     model = load_for_inference(options)
     heat = explain(options.image, options.prompts, model)[0].numpy()  # (T, g, g)
-    image = _seen(options.image, model.preprocess)
+    image = _crop_as_seen(options.image, model.preprocess)
     images = [image, *(overlay(image, heatmap) for heatmap in heat)]
     write_png(sheet(images, ["", *map(printable, options.prompts)]), options.out)
     return 0
@@ -70,8 +73,7 @@ def write_png(image: Image.Image, out: Path) -> None:
     print(f"wrote {out}")
 
 
-def _seen(file: Path, preprocess: Preprocess) -> Image.Image:
-    """Return the preprocessed part of an image, enlarged."""
+def _crop_as_seen(file: Path, preprocess: Preprocess) -> Image.Image:
     return enlarged(eval_pixels(file, preprocess), SIDE)
 
 
@@ -85,7 +87,8 @@ def sheet(images: Sequence[Image.Image], labels: Sequence[str]) -> Image.Image:
     """Place images of ``SIDE`` pixels in a row, each with its label below."""
     step = SIDE + _MARGIN
     row = Image.new("RGB", (_MARGIN + step * len(images), SIDE + 2 * _MARGIN + _LINE), "white")
-    draw, font = ImageDraw.Draw(row), ImageFont.load_default(14)
+    draw = ImageDraw.Draw(row)
+    font = ImageFont.load_default(14)
     for i, (image, label) in enumerate(zip(images, labels, strict=True)):
         left = _MARGIN + i * step
         row.paste(image, (left, _MARGIN))

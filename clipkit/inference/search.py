@@ -64,7 +64,9 @@ _ROUNDING = 2.0**-10  # of a product in float16; half of it by the result, the r
 _AS_SHOWN = Decoding(background=(255, 255, 255), upright=True, pixel_range=STRETCH)
 _BLOCK = 1 << 16  # rows that are compared in float32 at a time
 _MOST_FROM_INDEX = 1000  # results; more are searched exactly
-_LEAST_CANDIDATES, _CANDIDATES = 256, 4  # from the index, at least and for each result
+# from the index, at least and for each result
+_LEAST_CANDIDATES = 256
+_CANDIDATES = 4
 _QUERIES = 50  # that the recall of an index is measured with
 _NUMBERS = 1 << 19  # that are converted to float32 at a time, so that they stay in the cache
 
@@ -205,10 +207,6 @@ class Embeddings:
     Attributes:
         manifest: what ``clipkit encode`` recorded; empty for other folders.
         left_out: embedding files without as many rows of metadata.
-
-    Raises:
-        DataError: it is not such a folder, has no complete embeddings, or its index is damaged.
-        ConfigError: it has an index, and usearch is missing.
     """
 
     def __init__(self, folder: Path, *, exact: bool = False) -> None:
@@ -217,7 +215,7 @@ class Embeddings:
         self._parts: tuple[_Part, ...] = ()
         self._complete: set[int] | None = None  # numbers of the files that were opened
         self.left_out: list[Path] = []
-        self._tables: OrderedDict[str, pyarrow.Table] = OrderedDict()
+        self._list_tables: OrderedDict[str, pyarrow.Table] = OrderedDict()
         self._lock = Lock()
         self._exact = exact
         # with the stamps of its files
@@ -259,7 +257,8 @@ class Embeddings:
     @property
     def _file_count(self) -> int:
         """Number of embedding files when ``clipkit encode`` is complete; 0 if it is unknown."""
-        items, length = self.manifest.get("items"), self.manifest.get("rows_per_file")
+        items = self.manifest.get("items")
+        length = self.manifest.get("rows_per_file")
         if not (isinstance(items, int) and isinstance(length, int) and length > 0):
             return 0
         return math.ceil(items / length)
@@ -275,7 +274,8 @@ class Embeddings:
             if not self._exact:
                 self._refresh_index()
             opened_parts = {part.digits: part for part in self._parts}
-            parts, self.left_out = [], []
+            parts = []
+            self.left_out = []
             complete = set[int]()
             for number, rows, table in _files(self.folder):
                 part = None
@@ -283,7 +283,7 @@ class Embeddings:
                     stats = [path.stat() for path in (rows, table)]
                     stamps = [_stamp_of(status) for status in stats]
                     digits = hashlib.sha256(repr((number, stamps)).encode()).hexdigest()[:8]
-                    part = opened_parts.get(digits) or _opened(number, digits, rows, table, stamps)
+                    part = opened_parts.get(digits) or _open_part(number, digits, rows, table, stamps)
                 except (FileNotFoundError, EmbeddingsChanged):  # being replaced
                     pass
                 if part is None:
@@ -411,7 +411,7 @@ class Embeddings:
         if (index := self._index) is not None and not filters and k <= _MOST_FROM_INDEX:
             ranked = self._from_index(index[1], parts, query, k)
         if ranked is None:
-            ranked = self._compared(dict(enumerate(parts)), masks, query, k)
+            ranked = self._compare_rows(dict(enumerate(parts)), masks, query, k)
         return [self._hit(parts[place], row, -score) for score, place, row in sorted(ranked)[:k]]
 
     def _from_index(
@@ -438,10 +438,10 @@ class Embeddings:
             return None
         indexed = {*covered.values()}
         rest = {place: part for place, part in enumerate(parts) if place not in indexed}
-        return ranked + self._compared(rest, [None] * len(parts), query, k) if rest else ranked
+        return ranked + self._compare_rows(rest, [None] * len(parts), query, k) if rest else ranked
 
     @staticmethod
-    def _compared(
+    def _compare_rows(
         parts: Mapping[int, _Part], masks: Sequence[Tensor | None], query: Tensor, k: int
     ) -> list[tuple[float, int, int]]:
         """Compare all rows of parts, given by their places, that pass the masks; see ``_from_index``."""
@@ -479,11 +479,7 @@ class Embeddings:
         return self._hit(part, row, 1.0), F.normalize(part.floats(np.array([row]))[0], dim=0)
 
     def vector_of(self, hit: Hit) -> Tensor:
-        """Return the embedding of another folder's image or text in this folder, (O,) float32, unit norm.
-
-        Raises:
-            DataError: it has none here; or several with the key of its shard, and no digests.
-        """
+        """Return the embedding of another folder's image or text in this folder, (O,) float32, unit norm."""
         matches = [(part, row) for part in self._parts for row in self._rows_like(part, hit)]
         is_sample = hit.identity[0] == "sample"
         if not matches or (len(matches) > 1 and is_sample and not (hit.digest and "digest" in self.columns)):
@@ -495,7 +491,6 @@ class Embeddings:
         return F.normalize(part.floats(np.array([row]))[0], dim=0)
 
     def _rows_like(self, part: _Part, hit: Hit) -> list[int]:
-        """Return the rows of a part that are of the same image or text as another folder's hit."""
         table = self._table(part)
         if hit.digest and "digest" in table.column_names:
             equal = pyarrow.compute.equal(table["digest"].cast(pyarrow.string()), hit.digest)
@@ -535,9 +530,9 @@ class Embeddings:
 
     def _table(self, part: _Part) -> pyarrow.Table:
         with self._lock:
-            if part.digits in self._tables:
-                self._tables.move_to_end(part.digits)
-                return self._tables[part.digits]
+            if part.digits in self._list_tables:
+                self._list_tables.move_to_end(part.digits)
+                return self._list_tables[part.digits]
         try:
             table = pyarrow.parquet.read_table(part.table)
         except (OSError, pyarrow.ArrowException) as error:
@@ -545,9 +540,12 @@ class Embeddings:
             raise DataError(f"cannot read {part.table}: {error}") from error
         part.check()
         with self._lock:
-            self._tables[part.digits] = table
-            while len(self._tables) > 1 and sum(cached.nbytes for cached in self._tables.values()) > _TABLES:
-                self._tables.popitem(last=False)
+            self._list_tables[part.digits] = table
+            while (
+                len(self._list_tables) > 1
+                and sum(cached.nbytes for cached in self._list_tables.values()) > _TABLES
+            ):
+                self._list_tables.popitem(last=False)
         return table
 
     def _mask(self, part: _Part, filters: Sequence[tuple[str, str]]) -> Tensor | None:
@@ -568,7 +566,6 @@ class Embeddings:
 
 
 def _files(folder: Path) -> Iterator[tuple[int, Path, Path]]:
-    """Yield the number, embedding file and metadata file of each part, in order."""
     kinds = []
     for kind in ("img_emb", "text_emb"):
         if (folder / kind).is_dir():
@@ -584,7 +581,9 @@ def _stamp_of(status: os.stat_result) -> FileStamp:
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-def _opened(number: int, digits: str, rows: Path, table: Path, stamps: Sequence[FileStamp]) -> _Part | None:
+def _open_part(
+    number: int, digits: str, rows: Path, table: Path, stamps: Sequence[FileStamp]
+) -> _Part | None:
     """Open a part; None if the numbers of rows differ because it is being replaced.
 
     Raises:
@@ -682,7 +681,6 @@ def load_model(embeddings: Embeddings, options: SearchOptions | ServeOptions, na
 
 @lru_cache(_SHARDS)
 def _images_of(source: Path, _changed: tuple[int, int]) -> dict[str, list[Sample]]:
-    """Return the images of each key of a shard or Parquet file: several if samples have the same key."""
     images: dict[str, list[Sample]] = {}
     for item in Stream([str(source)]):
         if isinstance(item.image, Sample):
@@ -694,15 +692,14 @@ def _contains_images(source: str) -> bool:
     return source.lower().endswith((".tar", *PARQUET_SUFFIXES))
 
 
-def _located(path: str, directory: str) -> Path:
-    """Return a path as it was given in a directory, or in the current one if it is not there."""
+def _locate_path(path: str, directory: str) -> Path:
     there = Path(directory) / path
     return there if there.exists() else Path(path)
 
 
 def thumbnail(hit: Hit, side: int) -> bytes:
     """Return the image of a hit as a JPEG of at most ``side`` pixels along each side."""
-    source, image = (_located(location, hit.directory) for location in (hit.source, hit.path))
+    source, image = (_locate_path(location, hit.directory) for location in (hit.source, hit.path))
     images: Sequence[Path | Sample] = [image]
     try:
         if _contains_images(hit.source) and source.is_file():
@@ -734,7 +731,8 @@ def run_search(options: SearchOptions) -> int:
     if not texts and not options.image:
         raise ConfigError("nothing to search for: give a text or --image FILE")
     embeddings = Embeddings(options.embeddings, exact=options.exact)
-    model, query = load_model(embeddings, options, options.model), Query()
+    model = load_model(embeddings, options, options.model)
+    query = Query()
     query.add(model, texts=texts, images=options.image)
     query.add_unwanted(model, texts=options.unwanted)
     embeddings.refresh()  # loading the model took time, in which files may have been replaced
@@ -762,7 +760,8 @@ def run_search(options: SearchOptions) -> int:
 
 def stale_note(embeddings: Embeddings) -> str:
     """Return lines about files that are not encoded yet and rows that the index lacks; "" if there are none."""
-    notes, folder = [], embeddings.folder
+    notes = []
+    folder = embeddings.folder
     if embeddings.missing:
         files = counted(embeddings.missing, "complete embedding file")
         notes.append(f"note: {folder} lacks {files}: clipkit encode is running or was interrupted")

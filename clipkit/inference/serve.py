@@ -40,8 +40,12 @@ from clipkit.model.clip import CLIP
 
 MAX_UPLOAD = 32 << 20  # bytes of a request
 _UPLOAD_SECONDS = 60.0
-_MOST, _MAX_TEXT = 200, 10_000  # results; characters
-_MAX_PARTS, _MAX_IMAGES = 20, 8  # of a query
+# results; characters
+_MOST = 200
+_MAX_TEXT = 10_000
+# of a query
+_MAX_PARTS = 20
+_MAX_IMAGES = 8
 _SIDE = 320  # of thumbnails
 _AT_ONCE = 2  # requests that compute
 _POLICY = (
@@ -120,7 +124,7 @@ def application(collections: Sequence[Collection], *, token: str = "", hosts: Se
             raise ConfigError(f"no collection {index}: there are {len(collections)}, from 0")
         return collections[index]
 
-    def of_result(name: str) -> tuple[Collection, str]:
+    def parse_result(name: str) -> tuple[Collection, str]:
         """Return the collection of the result with this id, and the id of its row."""
         number, _, row = name.partition("-")
         if not re.fullmatch(r"[0-9]{1,4}", number):
@@ -129,7 +133,7 @@ def application(collections: Sequence[Collection], *, token: str = "", hosts: Se
 
     def embedding(name: str, of: Collection) -> Tensor:
         """Return the embedding of a result, in another collection that of the same image."""
-        collection, row = of_result(name)
+        collection, row = parse_result(name)
         hit, vector = collection.embeddings.row(row)
         return vector if collection is of else of.embeddings.vector_of(hit)
 
@@ -137,7 +141,8 @@ def application(collections: Sequence[Collection], *, token: str = "", hosts: Se
         for name in (parts.model_extra or {}).keys() - {"token"}:
             names = (field.alias or field_name for field_name, field in Parts.model_fields.items())
             raise ConfigError(f"unknown parameter {printable(name, 40)!r}: {nearest(name, names)}")
-        collection, query = chosen(parts.collection), Query()
+        collection = chosen(parts.collection)
+        query = Query()
         if not (any(text.strip() for text in parts.text) or parts.like or images):
             raise ConfigError("nothing to search for: give text, like or a file")
         with computing:
@@ -197,7 +202,7 @@ def application(collections: Sequence[Collection], *, token: str = "", hosts: Se
     @app.get("/api/thumbnails/{name}", response_class=Response)
     def image(name: str) -> Response:
         """Return a result's image as a JPEG."""
-        collection, row = of_result(name)
+        collection, row = parse_result(name)
         hit, _ = collection.embeddings.row(row)
         return Response(
             thumbnail(hit, _SIDE),
@@ -234,7 +239,9 @@ class _Guard:
     """Check the host, the token and the size of requests before anything reads them, and add security headers."""
 
     def __init__(self, app: ASGIApp, *, token: str, hosts: Sequence[str]) -> None:
-        self.app, self.token, self.hosts = app, token, hosts
+        self.app = app
+        self.token = token
+        self.hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -243,7 +250,7 @@ class _Guard:
         request = Request(scope)
         token = request.query_params.get("token", "")
 
-        async def with_headers(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 added = {
                     "content-security-policy": _POLICY,
@@ -259,7 +266,7 @@ class _Guard:
             await send(message)
 
         async def refuse(status: int, why: str) -> None:
-            await JSONResponse({"detail": why}, status_code=status)(scope, receive, with_headers)
+            await JSONResponse({"detail": why}, status_code=status)(scope, receive, send_with_headers)
 
         if self.hosts and request.url.hostname not in self.hosts:  # another site's name for this address
             await refuse(400, "unknown host")
@@ -269,7 +276,7 @@ class _Guard:
             await refuse(401, "a token is required: open the address that clipkit serve printed")
             return
         if request.method not in ("POST", "PUT", "PATCH"):
-            await self.app(scope, receive, with_headers)
+            await self.app(scope, receive, send_with_headers)
             return
         length = request.headers.get("content-length", "")  # of the body, as the protocol ensures
         if not length.isdecimal():
@@ -281,7 +288,7 @@ class _Guard:
         until = asyncio.get_running_loop().time() + _UPLOAD_SECONDS
         complete = False
 
-        async def in_time() -> Message:
+        async def receive_in_time() -> Message:
             nonlocal complete
             try:
                 async with asyncio.timeout_at(None if complete else until):
@@ -291,7 +298,7 @@ class _Guard:
             complete = complete or not message.get("more_body", False)
             return message
 
-        await self.app(scope, in_time, with_headers)
+        await self.app(scope, receive_in_time, send_with_headers)
 
     def _is_token(self, token: str) -> bool:
         return hmac.compare_digest(token.encode(), self.token.encode())

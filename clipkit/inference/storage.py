@@ -169,7 +169,9 @@ def recall(rows: Rows, stored: Rows, *, k: int = 10, queries: int = 500) -> floa
     sampled = np.unique(np.linspace(0, len(rows) - 1, queries).astype(np.int64))
     prefixes = rows[sampled, : stored.shape[1]]
     prefixes = prefixes / np.maximum(np.linalg.norm(prefixes, axis=1, keepdims=True), 1e-12)
-    exact, approximate = rows[sampled] @ rows.T, prefixes @ stored.T  # (Q, S)
+    # (Q, S)
+    exact = rows[sampled] @ rows.T
+    approximate = prefixes @ stored.T
     for scores in (exact, approximate):
         scores[np.arange(len(sampled)), sampled] = -np.inf
     least = -np.partition(-exact, k - 1, axis=1)[:, k - 1 : k]  # (Q, 1)

@@ -33,7 +33,10 @@ _EXPECTED = (
     "each channel"
 )
 # TIFF tags
-_BITS, _PHOTOMETRIC, _SAMPLES, _SAMPLE_FORMAT = 258, 262, 277, 339
+_BITS = 258
+_PHOTOMETRIC = 262
+_SAMPLES = 277
+_SAMPLE_FORMAT = 339
 # numpy type of integers that Pillow decodes to int32, by bits and TIFF sample format (1 unsigned, 2 signed)
 _TIFF_TYPES = {(16, 2): "int16", (32, 1): "uint32"}
 _BLOCK = 1 << 20  # values converted at a time, because the conversion takes 40 times their memory
@@ -102,7 +105,6 @@ def is_deep(image: "Image") -> bool:
 
 
 def _is_signed_byte(image: "Image") -> bool:
-    """Check for a TIFF with values from -128 to 127, which Pillow decodes to their bytes."""
     return image.mode == "L" and _tiff_tag(image, _SAMPLE_FORMAT, default=1) == 2
 
 
@@ -150,7 +152,8 @@ def gray_values(image: "Image") -> "npt.NDArray[Any]":
         return values
     if image.format == "PPM":
         return values.astype(np.uint16)
-    bits, sample_format = _tiff_tag(image, _BITS, default=0), _tiff_tag(image, _SAMPLE_FORMAT, default=1)
+    bits = _tiff_tag(image, _BITS, default=0)
+    sample_format = _tiff_tag(image, _SAMPLE_FORMAT, default=1)
     return values.astype(_TIFF_TYPES.get((bits, sample_format), values.dtype))
 
 
@@ -210,7 +213,8 @@ class Bands(NamedTuple):
         """
         import numpy as np
 
-        values, clamped = self.values, False
+        values = self.values
+        clamped = False
         bands = values.shape[2]
         if pixel_range == STRETCH and bands not in (1, channels):
             values = values[..., : 3 if bands > 2 else 1]
@@ -246,7 +250,6 @@ def _scale(values: "npt.NDArray[Any]", pixel_range: PixelRange) -> tuple["npt.ND
 
 
 def _bounds(values: "npt.NDArray[Any]", pixel_range: PixelRange) -> "tuple[Any, Any]":
-    """Return the values that become 0 and 255: numbers, or arrays with one for each channel."""
     import numpy as np
 
     bands = values.shape[2]

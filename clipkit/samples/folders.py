@@ -89,7 +89,8 @@ def files_below(folder: Path) -> Iterator[tuple[Path, str]]:
         if name is None:
             waiting.pop()
         elif name.endswith("/"):
-            inner, target = here / name, real / name
+            inner = here / name
+            target = real / name
             try:
                 is_link = inner.is_symlink()
                 if is_link:
@@ -111,7 +112,6 @@ def files_below(folder: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _names(folder: Path) -> Iterator[str]:
-    """Yield the names of files and folders; folders end with "/", so that sorting names sorts paths."""
     names: list[str] = []
     with os.scandir(folder) as entries:
         for entry in entries:

@@ -176,7 +176,6 @@ class FolderSamples(Samples):
         return all(path.parent != self.folder for path in self._images())
 
     def _check_no_caption_tables(self) -> None:
-        """Check that names of subfolders do not replace the captions of a table."""
         opened = open_caption_tables(sorted(self.folder.iterdir()), NAMED_SUFFIXES)
         opened += open_caption_tables((path for path, _ in files_below(self.folder)), SUFFIXES)
         if opened:

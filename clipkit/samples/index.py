@@ -70,7 +70,8 @@ class Strings:
         return os.fsdecode(bytes(self.content[start : int(self.ends[index])]))
 
     def __iter__(self) -> Iterator[str]:
-        content, start = self.content.tobytes(), 0
+        content = self.content.tobytes()
+        start = 0
         for end in self.ends.tolist():  # ten times faster than iterating over the array
             yield os.fsdecode(content[start:end])
             start = end
@@ -131,7 +132,8 @@ _BLOCK = 512  # bytes; the data of every member start at a multiple of it
 _MAX_UINT32 = 2**32 - 1
 # last extensions of texts, and how many bytes at the end of a text or another member are digested
 _TEXTS = {"txt", "json", "cls"}
-_DIGESTED_TEXT, _DIGESTED = 64 << 10, 1 << 10
+_DIGESTED_TEXT = 64 << 10
+_DIGESTED = 1 << 10
 # different images and arrays may end with the same bytes (uncompressed, or metadata at the end): 512 bytes at each
 # quarter are also included
 _SIMILAR_ENDS = {"bmp", "ppm", "pgm", "tif", "tiff", "webp", "npy"}
@@ -317,7 +319,10 @@ def index_of_members(
     """
     keys: list[str] = []
     # arrays, because lists per sample would slow down the garbage collector
-    starts, numbers, offsets, sizes = array("q"), array("q"), array("q"), array("q")
+    starts = array("q")
+    numbers = array("q")
+    offsets = array("q")
+    sizes = array("q")
     number_of: dict[str, int] = {}  # by name
     counts: list[int] = []  # members of each name
     latest: list[int] = []  # start of the last sample with each name

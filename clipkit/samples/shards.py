@@ -18,11 +18,11 @@ from clipkit.errors import DataError
 from clipkit.samples.base import Samples, is_json, parse_fields
 from clipkit.samples.index import (
     ShardIndex,
+    with_content,
     index_of_members,
     index_shard,
     keep_index,
     stored_index,
-    with_content,
 )
 from clipkit.samples.remote.cache import ShardCache
 from clipkit.samples.remote.store import RangedBytes, ShardFile, read_range
@@ -41,7 +41,6 @@ class Shard:
     """An open shard: its index, and the content of its members. Thread-safe.
 
     Args:
-        file: the shard.
         cache: cache of remote shards; None reads their members over the network.
         truncated: "error", or "use" to use the intact part of a truncated shard.
         index: the index of a remote shard that is read over the network, if it is known.
@@ -51,7 +50,6 @@ class Shard:
         DataError: the shard is missing or not a tar, or cannot be downloaded.
 
     Attributes:
-        file: the shard.
         shown: its name in messages.
         index: index of all its samples.
     """
@@ -123,7 +121,8 @@ class Shard:
                 same = False
             if not same:
                 raise DataError(_CHANGED)
-            self._sound, self._changed = now, None
+            self._sound = now
+            self._changed = None
         return contents
 
     def read_present(self, row: int, names: Iterable[str]) -> dict[str, bytes]:
@@ -134,7 +133,6 @@ class Shard:
         return {name: data for name, data in contents if data is not None}
 
     def _read_remote(self, spans: list[tuple[int, int]]) -> list[bytes | None]:
-        """Read members over the network, with one request if they are close together."""
         there = [span for span in spans if span[0]]
         first = min((offset for offset, _ in there), default=0)
         last = max((offset + size for offset, size in there), default=0)
@@ -155,7 +153,8 @@ class Shard:
             raise DataError(f"shard {self.shown}: {error.strerror}") from error
 
     def _find_index(self) -> ShardIndex:
-        file, truncated = self.file, self._truncated
+        file = self.file
+        truncated = self._truncated
         if self._descriptor >= 0:
             status = os.fstat(self._descriptor)
             if not stat.S_ISREG(status.st_mode):
@@ -238,7 +237,8 @@ class ShardSamples(OpenShards[Shard], Samples):
         self, files: Sequence[ShardFile], cache: ShardCache | None = None, *, truncated: str = "error"
     ) -> None:
         self.files = tuple(files)
-        self._cache, self._truncated = cache, truncated
+        self._cache = cache
+        self._truncated = truncated
         digest = hashlib.sha256()
         counts = []
         self._faults: list[str] = []

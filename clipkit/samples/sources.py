@@ -210,11 +210,7 @@ FORMATS: Mapping[str, Format] = {
 
 
 def open_samples(source: str, *, split: str = "train", options: OpenOptions = OpenOptions()) -> Samples:
-    """Open one split of a source as a random-access list of samples.
-
-    Raises:
-        DataError: as for ``find_source``, or a file cannot be read.
-    """
+    """Open one split of a source as a random-access list of samples."""
     files = find_source(source, split=split)
     return FORMATS[files.format].open(files, options)
 
@@ -303,7 +299,6 @@ def _folder_errors(source: str) -> Iterator[None]:
 
 
 def _list_source(source: str) -> Iterator[Path | str | list[ShardFile]]:
-    """Yield the folders that a source names, paths or URLs, and the files that each name of a pattern matches."""
     if not source:
         raise DataError("no data: the source is empty")
     if not is_remote(source):
@@ -428,10 +423,6 @@ def list_files(folder: Path | str, suffixes: tuple[str, ...]) -> list[ShardFile]
 
 
 def _list(folder: Path | str, suffixes: tuple[str, ...]) -> tuple[list[ShardFile], list[str]]:
-    """List the files with these suffixes and ``nshards.txt``, 2.tar before 10.tar, and the names of folders.
-
-    Both are empty if there is no folder, or if a web server does not list it. Files on a web server have no sizes.
-    """
     suffixes = (*suffixes, _COUNT)
     if isinstance(folder, str):
         files, folders = list_entries(folder)
@@ -469,7 +460,6 @@ def _describe_parts(files: list[ShardFile]) -> list[ShardFile]:
 
 
 def _group_by_split(folder: Path | str, files: Sequence[ShardFile]) -> dict[str, list[ShardFile]]:
-    """Return the tars, Parquet files or tables by the split that their names state, "" if they state none."""
     tars = [file for file in files if file.name.endswith(".tar")]
     if tars:
         count = _stated_count(folder) if any(file.name == _COUNT for file in files) else None

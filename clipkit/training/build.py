@@ -63,7 +63,7 @@ def shape_of(
 ) -> Architecture:
     """Return the architecture that settings select, with a bias or heads if the objective or terms need them."""
     options = {name: f"model.image_options: {name}" for name in model.tower_options}
-    with _called({**_MODEL_SIZES, **options}):
+    with _name_settings({**_MODEL_SIZES, **options}):
         shape = architecture(
             model.name,
             image=model.image,
@@ -73,7 +73,7 @@ def shape_of(
             context_length=model.context_length,
         )
     if sizes is not None and sizes.changed:
-        shape = _with_sizes(shape, sizes, model)
+        shape = _apply_sizes(shape, sizes, model)
     if model.tokenizer:
         tokenizer = trained_tokenizer(model.tokenizer, shape.text.context_length)
         shape = replace(shape, text=shape.text.with_vocabulary(tokenizer.vocab_size))
@@ -85,7 +85,8 @@ def shape_of(
         )
     if small.steps and small.image_size:
         name = f"small.image_size = {small.image_size} does not fit {model.label}"
-        step, largest = shape.vision.size_step, shape.vision.image_size
+        step = shape.vision.size_step
+        largest = shape.vision.image_size
         if not step:
             raise ConfigError(f"{name}: it requires clipkit's own image towers")
         if small.image_size % step or small.image_size > largest:
@@ -115,7 +116,7 @@ _MODEL_SIZES = {name: f"model.{name}" for name in ("image_size", "context_length
 
 
 @contextmanager
-def _called(settings: Mapping[str, str]) -> Iterator[None]:
+def _name_settings(settings: Mapping[str, str]) -> Iterator[None]:
     """Name settings instead of an architecture's fields in errors such as "layers = 0 is not an integer"."""
     try:
         yield
@@ -124,22 +125,23 @@ def _called(settings: Mapping[str, str]) -> Iterator[None]:
         raise ConfigError(text) from error
 
 
-def _with_sizes(shape: Architecture, sizes: ShapeConfig, model: ModelConfig) -> Architecture:
-    """Return the architecture with the sizes of [shape]."""
+def _apply_sizes(shape: Architecture, sizes: ShapeConfig, model: ModelConfig) -> Architecture:
     changed = sizes.changed
     embed_dim = changed.pop("embed", shape.embed_dim)
     text_sizes = {name: changed.pop(name) for name in list(changed) if name.startswith("text_")}
-    vision = _with_tower_sizes(shape.vision, changed, f"image tower must be clipkit's ViT, not {model.label}")
+    vision = _apply_tower_sizes(
+        shape.vision, changed, f"image tower must be clipkit's ViT, not {model.label}"
+    )
     transformer = f"text tower must be clipkit's transformer, not {model.label}"
-    text = _with_tower_sizes(shape.text, text_sizes, transformer)
-    with _called({"embed_dim": "shape.embed"}):
+    text = _apply_tower_sizes(shape.text, text_sizes, transformer)
+    with _name_settings({"embed_dim": "shape.embed"}):
         return replace(shape, embed_dim=embed_dim, vision=vision, text=text)
 
 
-def _with_tower_sizes(tower: Tower, sizes: Mapping[str, Any], setting: str) -> Tower:
+def _apply_tower_sizes(tower: Tower, sizes: Mapping[str, Any], setting: str) -> Tower:
     if sizes.keys() - tower.sizes.keys():
         raise ConfigError(f"to set {' and '.join(f'shape.{name}' for name in sizes)}, the {setting}")
-    with _called(_MODEL_SIZES | {field: f"shape.{name}" for name, field in tower.sizes.items()}):
+    with _name_settings(_MODEL_SIZES | {field: f"shape.{name}" for name, field in tower.sizes.items()}):
         return tower.with_sizes(sizes)
 
 
@@ -162,10 +164,6 @@ def first_model(
     says how weights of RGB images get further channels, see ``CLIP.extend_channels``. ``say``
     gets a line if ``model.weights`` is not read, and if the decoder of captions starts with fresh weights, because
     those given have none or another one.
-
-    Raises:
-        ConfigError: the weights have another architecture.
-        CheckpointError: they cannot be loaded, or have changed since the adapters of ``checkpoint`` were trained.
     """
     objective = OBJECTIVES[loss.name]
     fresh = False  # whether temperature and bias start with the objective's values
@@ -212,7 +210,8 @@ def first_model(
         rgb = shape
         if model.image_weights and checkpoint is None and shape.vision.channels != 3:
             rgb = replace(shape, vision=shape.vision.with_channels(3))
-        first, fresh = create(rgb, name=model.label, seed=seed), True
+        first = create(rgb, name=model.label, seed=seed)
+        fresh = True
         if model.tokenizer:
             tokenizer = trained_tokenizer(model.tokenizer, shape.text.context_length)
             first.tokenizer = tokenizer
@@ -261,7 +260,8 @@ def check_texts(model: CLIP, *, called: str) -> None:
         model: the model on the CPU.
         called: the setting of the text tower, for error messages.
     """
-    text, tokenizer = model.architecture.text, model.tokenizer
+    text = model.architecture.text
+    tokenizer = model.tokenizer
     if text.vocab_size and tokenizer.vocab_size > text.vocab_size:
         raise ConfigError(
             f"{called}: the tokenizer has {tokenizer.vocab_size:,} tokens and the text tower embeddings of only "
@@ -304,16 +304,15 @@ def adapters_of(lora: LoraConfig, *, source: str = "", weights: str = "") -> Ada
 
 
 def _lacks_channels(first: CLIP, shape: Architecture) -> bool:
-    """Whether weights are of RGB images and the architecture is of more channels."""
     return first.architecture.vision.channels == 3 != shape.vision.channels
 
 
 def _take_image_tower(first: CLIP, model: ModelConfig, extend: str) -> None:
-    """Copy the image tower of ``model.weights``, and its preprocessing."""
     source = load(model.weights, image_size=model.image_size)
     if _lacks_channels(source, first.architecture):
         source.extend_channels(first.architecture.vision.channels, extend=extend)
-    architecture, other = first.architecture, source.architecture
+    architecture = first.architecture
+    other = source.architecture
     if any(
         getattr(architecture, name) != getattr(other, name) for name in ("vision", "embed_dim", "quick_gelu")
     ):
@@ -327,8 +326,8 @@ def _take_image_tower(first: CLIP, model: ModelConfig, extend: str) -> None:
 
 
 def _take_backbone(first: CLIP, model: ModelConfig) -> None:
-    """Copy the weights of the image tower's backbone, and their normalization of images."""
-    vision, source = first.architecture.vision, model.image_weights
+    vision = first.architecture.vision
+    source = model.image_weights
     if source == "timm":
         if not vision.published:
             raise ConfigError(f"timm publishes no weights for {model.image}")
@@ -351,7 +350,6 @@ def _fits(first: CLIP, shape: Architecture) -> bool:
 
 
 def _misfit(first: CLIP, shape: Architecture, model: ModelConfig) -> str:
-    """Describe how weights differ from the architecture that settings select, and what to do."""
     if other := _other_classes(first, shape):
         return f"are of {other}: set {model.text} as it was for them, or model.new_head=true"
     if shape.text.classes and not first.architecture.text.classes:
@@ -378,8 +376,6 @@ def _misfit(first: CLIP, shape: Architecture, model: ModelConfig) -> str:
 
 
 def _other_sizes(stored: Architecture, shape: Architecture) -> list[str]:
-    """Return the settings of [shape] that would select the sizes of ``stored``."""
-
     def settings(architecture: Architecture) -> dict[str, object]:
         sizes = {**architecture.vision.size_settings, **architecture.text.size_settings}
         return {"distilled": False, **sizes, "embed": architecture.embed_dim}
@@ -393,8 +389,8 @@ def _other_sizes(stored: Architecture, shape: Architecture) -> list[str]:
 
 
 def _other_classes(first: CLIP, shape: Architecture) -> str:
-    """Describe how class names differ; "" if there are none, or more than they differs."""
-    names, expected = first.architecture.text.classes, shape.text.classes
+    names = first.architecture.text.classes
+    expected = shape.text.classes
     if (
         not names
         or not expected
@@ -566,7 +562,9 @@ class Unfreezing:
 
     def __init__(self, model: CLIP, *, every: int = 0, after: Mapping[str, int] | None = None) -> None:
         assert every >= 0, every
-        self._model, self.layers, where = model, 1, places(model) if every else {}
+        self._model = model
+        self.layers = 1
+        where = places(model) if every else {}
         heads = {HEADS[name]: steps for name, steps in (after or {}).items() if name in HEADS}
         self._first: list[tuple[nn.Parameter, int]] = []  # the first step in which each is trained
         for name, parameter in model.named_parameters():

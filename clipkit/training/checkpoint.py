@@ -63,7 +63,9 @@ if TYPE_CHECKING:
 # RUN/config.toml               the configuration
 # RUN/data.manifest             the training data, see data/shards/manifest.py
 
-_LOCK, _CONFIG, _MANIFEST = ".lock", "config.toml", "data.manifest"
+_LOCK = ".lock"
+_CONFIG = "config.toml"
+_MANIFEST = "data.manifest"
 # written before the first step
 _AT_START = {_LOCK, _CONFIG, _MANIFEST, "metrics.jsonl", "truncated_shards.jsonl", "tensorboard"}
 _LOCK_SECONDS = 10.0  # to wait for a lock: ranks of a killed launcher end within a second
@@ -122,8 +124,6 @@ def only_trainer_of(run: Path, config: Config, *, rank0: bool, launcher: int | N
 
 
 def _acquire(lock: FileLock, run: Path) -> None:
-    """Take the lock, or raise ConfigError if another process still holds it after some seconds."""
-
     def holder() -> str:
         return f" ({lock.holder})" if lock.holder else ""
 
@@ -140,7 +140,6 @@ def _acquire(lock: FileLock, run: Path) -> None:
 
 
 def _claim(run: Path, config: Config) -> None:
-    """Write the run's configuration, after comparing it with that of the checkpoints in the folder."""
     stored = run / _CONFIG
     if stored.is_file() and ((run / "checkpoints").exists() or (run / SAVED).exists()):
         if differing := changes(load_config(stored), config):
@@ -161,7 +160,6 @@ def _claim(run: Path, config: Config) -> None:
 
 
 def _is_partial(path: Path) -> bool:
-    """Whether the file was being written when its process was killed or the disk was full."""
     return path.name.startswith(".") and path.name.endswith(".partial")
 
 
@@ -285,10 +283,8 @@ def restore_optimizer(
     if (missing and not partly) or any(id(parameters.get(name)) not in held for name in stored):
         raise CheckpointError(f"{origin}: the optimizer's state is for other parameters than the model has")
     for name, state in stored.items():
-        expected, where = (
-            expected_state(optimizer, parameters[name]),
-            f"{origin}: the optimizer's state of {name}",
-        )
+        expected = expected_state(optimizer, parameters[name])
+        where = f"{origin}: the optimizer's state of {name}"
         if state.keys() != expected.keys():
             raise CheckpointError(
                 f"{where} holds {', '.join(sorted(state))} instead of {', '.join(expected)}"
@@ -300,7 +296,8 @@ def restore_optimizer(
                     f"{where}: {kind} is {tuple(value.shape)} {value.dtype} instead of {tuple(shape)} {dtype}"
                 )
     for name, state in stored.items():
-        parameter, restored = parameters[name], {}
+        parameter = parameters[name]
+        restored = {}
         for kind, value in state.items():
             if value.ndim:
                 restored[kind] = zeros_of(parameter, value.shape, value.dtype)
@@ -324,7 +321,9 @@ class CheckpointWriter:
     """
 
     def __init__(self, run: Path, settings: str, *, keep: int, newest: Path | None = None) -> None:
-        self._run, self._settings, self._keep = run, settings, keep
+        self._run = run
+        self._settings = settings
+        self._keep = keep
         self._root = run / "checkpoints"
         # damaged checkpoints do not count as kept
         self._damaged = set() if newest is None else set(passed_over(newest))
@@ -416,12 +415,10 @@ class CheckpointWriter:
             self._copied.result()
 
     def finish(self) -> None:
-        """Wait until everything is written.
-
-        Raises:
-            CheckpointError: writing failed, for example on a full disk; earlier checkpoints are unchanged.
-        """
-        written, self._written, self._copied = self._written, None, None
+        """Wait until everything is written."""
+        written = self._written
+        self._written = None
+        self._copied = None
         if written is None:
             return
         from torch.distributed.checkpoint.api import CheckpointException
@@ -509,7 +506,6 @@ class CheckpointWriter:
         return self._stager
 
     def _commit(self, temporary: Path, folder: Path) -> None:
-        """Turn the temporary folder into a checkpoint, the newest one, and delete the oldest."""
         (temporary / COMPLETE).write_text(listing(temporary))
         for path in (path for path in temporary.rglob("*") if path.is_file()):
             path.chmod((temporary / COMPLETE).stat().st_mode & 0o777)  # safetensors makes files private
@@ -618,7 +614,6 @@ def load_training(
 
 
 def _load(path: Path) -> dict[str, Tensor]:
-    """Map the tensors of a file into memory, which are read from disk when they are used."""
     try:
         return load_file(path)
     except (OSError, SafetensorError, json.JSONDecodeError) as error:

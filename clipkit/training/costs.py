@@ -137,7 +137,8 @@ def measured_peak(
 
     if together:
         barrier()
-    operations, times = 0, [0.0]
+    operations = 0
+    times = [0.0]
     for size in _SIZES:
         generator = torch.Generator(device).manual_seed(0)  # zeros would draw less power, and be faster
         a, b = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))
@@ -205,8 +206,10 @@ def measure_step(
     Raises:
         Unmeasurable: a library's tower reads values.
     """
-    vision, text = model.architecture.vision, model.architecture.text
-    size, length = image_size or vision.image_size, length or text.context_length
+    vision = model.architecture.vision
+    text = model.architecture.text
+    size = image_size or vision.image_size
+    length = length or text.context_length
     with measuring() as meter:
         shadow = copy_without_values(model)
         recompute_blocks(shadow, every=recompute)
@@ -239,7 +242,6 @@ def measure_step(
 
 
 def _encodes_twice(terms: Mapping[str, Term]) -> bool:
-    """Return whether averaged weights encode the batch for a term."""
     return any(term.averages for term in terms.values())
 
 
@@ -317,7 +319,6 @@ def _fit_lengths(measure: Callable[[int], float], shape: Architecture) -> Polyno
 
 
 def _loss_flops(model: CLIP, rows: int, text_rows: int, dims: Sequence[int]) -> int:
-    """Compute the FLOPs of the logits (rows, text_rows), and of the gradients of both features."""
     product = 2 * rows * text_rows * (model.architecture.embed_dim + sum(dims))
     encoders = ("image", "text")
     trained = any(
@@ -327,7 +328,9 @@ def _loss_flops(model: CLIP, rows: int, text_rows: int, dims: Sequence[int]) -> 
 
 
 _TILE = 1 << 22  # logits of a tiled loss in memory, three times: themselves, their gradients, a product
-_BYTE, _HALF, _FLOAT = 1, 2, 4
+_BYTE = 1
+_HALF = 2
+_FLOAT = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,7 +360,6 @@ class Workload:
     Attributes:
         model: may be on the meta device; parameters that require no gradient are not trained.
         batch_size: pairs of a step over all ranks.
-        steps: number of steps.
         world: number of ranks, one for each GPU.
         parts: parts in which each rank computes its rows (``accumulate``).
         patch_dropout: fraction of patches that is dropped.
@@ -469,7 +471,8 @@ def communication_of(work: Workload) -> Communication:
     def sent(ranks: int, size: int) -> float:
         return size * (ranks - 1) / ranks
 
-    ways, copies = work.ways, work.world // work.ways
+    ways = work.ways
+    copies = work.world // work.ways
     weights = gradients = 0.0
     for name, parameter in work.model.named_parameters():
         size = _FLOAT * parameter.numel()
@@ -520,8 +523,10 @@ def memory_of(work: Workload, costs: StepCosts | None = None) -> Memory:
         work: the workload.
         costs: measured costs of a step with as many rows or about as many; None: they are measured.
     """
-    model, shape = work.model, work.model.architecture
-    rows, part = math.ceil(work.batch_size / work.world), _rows_of_part(work)
+    model = work.model
+    shape = work.model.architecture
+    rows = math.ceil(work.batch_size / work.world)
+    part = _rows_of_part(work)
     try:
         costs = costs or measure_workload(work)
     except Unmeasurable:
@@ -585,7 +590,8 @@ def estimate(work: Workload, speed: float | None = None) -> Estimate:
         speed: FLOP/s that each GPU is expected to reach; None: no hours.
     """
     shape = work.model.architecture
-    parameters, trained = {"image": 0, "text": 0, "decoder": 0, "other": 0}, 0
+    parameters = {"image": 0, "text": 0, "decoder": 0, "other": 0}
+    trained = 0
     for name, parameter in work.model.named_parameters():
         parameters[tower_of(name) or "other"] += parameter.numel()
         trained += parameter.numel() if parameter.requires_grad else 0
@@ -615,7 +621,8 @@ def estimate(work: Workload, speed: float | None = None) -> Estimate:
 
 def _measure_step_flops(work: Workload, costs: StepCosts | None = None) -> int:
     """Return the FLOPs of a step on all ranks together; ``costs`` are those of ``measure_workload``."""
-    model, rows = work.model, math.ceil(work.batch_size / work.world)
+    model = work.model
+    rows = math.ceil(work.batch_size / work.world)
     if costs is None or work.recompute:  # what is computed again does not count
         costs = measure_workload(replace(work, batch_size=_FEW * work.world, parts=1, recompute=0))
     flops = rows * costs.flops // costs.rows
@@ -655,7 +662,6 @@ class Costs:
 
     Attributes:
         whole: estimate for all steps; memory is that at full size.
-        steps: number of steps.
         machine: machine of the run.
         mfu: fraction of its peak that is reached.
         assumed: whether ``mfu`` is the default.
@@ -674,7 +680,8 @@ class Costs:
     @property
     def fits(self) -> bool | None:
         """Whether the memory suffices; None if it is not known."""
-        memory, needed = self.machine.memory, self.whole.memory
+        memory = self.machine.memory
+        needed = self.whole.memory
         if memory is None or not self.machine.gpu:
             return None
         if needed.total > COUNTED_ON * memory:
@@ -701,11 +708,14 @@ def workloads_of(
         bf16: whether the towers compute in bfloat16.
         teacher: a model that encodes each batch.
     """
-    small, caption, masked = config.small, config.caption, config.masked
+    small = config.small
+    caption = config.caption
+    masked = config.masked
     selected = select_terms(config)
     starts = (0, small.steps, *(term.after for term in selected.values()))
     bounds = {min(start, config.steps) for start in starts}
-    works, objective = [], select_objective(config)
+    works = []
+    objective = select_objective(config)
     for begin, end in pairwise([*sorted(bounds), config.steps]):
         stage_shape = shape
         if begin < small.steps:
@@ -813,9 +823,6 @@ def dry_run(config: Config, device: torch.device, target: Target) -> list[str]:
         config: configuration of the run.
         device: device of this process, which is measured unless ``target`` names a GPU.
         target: the machines.
-
-    Raises:
-        ConfigError: the GPU is unknown, or the batch cannot be split over so many.
     """
     shape = shape_of(
         config.model,
@@ -829,7 +836,8 @@ def dry_run(config: Config, device: torch.device, target: Target) -> list[str]:
     check_split(config.batch_size, world=world, parts=config.accumulate)
     bf16 = computes_in_bf16(config.precision, device)
     if gpu := target.gpu:
-        bf16, sheet = config.precision != "fp32", published_gpu(gpu)
+        bf16 = config.precision != "fp32"
+        sheet = published_gpu(gpu)
         if sheet is None:
             raise ConfigError(f"--gpu {gpu} is unknown: {nearest(gpu, GPUS)}")
         peak = sheet.bf16 if bf16 else None
@@ -840,7 +848,8 @@ def dry_run(config: Config, device: torch.device, target: Target) -> list[str]:
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             machine = replace(machine, gpu=properties.name, memory=properties.total_memory)
-    teacher, source = None, "" if config.distill.averages else config.distill.teacher
+    teacher = None
+    source = "" if config.distill.averages else config.distill.teacher
     if source.startswith(_OPEN_CLIP):
         try:
             with torch.device("meta"):
@@ -856,7 +865,9 @@ def dry_run(config: Config, device: torch.device, target: Target) -> list[str]:
     return [title, shown_settings(config), *cost_table(costs, expected=expected_score(config))]
 
 
-_WIDTH, _NAME = 80, 16  # columns of the table, and of a row's name
+# columns of the table, and of a row's name
+_WIDTH = 80
+_NAME = 16
 
 
 def cost_table(costs: Costs, *, expected: str = "") -> list[str]:
@@ -904,7 +915,8 @@ def _model_rows(estimate: Estimate) -> Iterator[Row]:
 
 
 def _memory_rows(costs: Costs) -> Iterator[Row]:
-    memory, machine = costs.whole.memory, costs.machine
+    memory = costs.whole.memory
+    machine = costs.machine
     yield "memory per GPU" if machine.gpu else "memory", f"{_gib(memory.weights)} weights"
     rows = [
         (memory.gradients, "gradients"),
@@ -940,7 +952,9 @@ def _memory_rows(costs: Costs) -> Iterator[Row]:
 
 
 def _time_rows(costs: Costs) -> Iterator[Row]:
-    estimate, machine, world = costs.whole, costs.machine, costs.whole.work.world
+    estimate = costs.whole
+    machine = costs.machine
+    world = costs.whole.work.world
     if machine.peak is None:
         yield "time", "not known: the published rates of GPUs are for bf16"
         return
@@ -968,13 +982,12 @@ def _time_rows(costs: Costs) -> Iterator[Row]:
         needed = sent.total * costs.steps / estimate.hours / 3600 / 1e9
         text = (
             f"{sent.total / 2**30:.2f} GiB sent by each {'GPU' if machine.gpu else 'process'} and step ({named}): "
-            f"takes as long as the computation at {_rounded(needed)} GB/s; much faster links hide it"
+            f"takes as long as the computation at {_round_to_two_digits(needed)} GB/s; much faster links hide it"
         )
         yield from _wrapped("communication", text)
 
 
-def _rounded(value: float) -> str:
-    """Format a number with two significant digits, without an exponent."""
+def _round_to_two_digits(value: float) -> str:
     return f"{value:.2g}" if value < 100 else f"{round(value, 1 - math.floor(math.log10(value))):,.0f}"
 
 

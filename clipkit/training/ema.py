@@ -25,13 +25,13 @@ class AveragedWeights:
     locked permanently, and before any are locked temporarily.
 
     Args:
-        model: the model.
         decay: at least 0, below 1.
     """
 
     def __init__(self, model: CLIP, decay: float) -> None:
         assert 0 <= decay < 1, decay
-        self.decay, self._model = decay, model
+        self.decay = decay
+        self._model = model
         self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
         # an average in half precision would not change
         assert all(p.dtype in (torch.float32, torch.float64) for p in self._weights.values())

@@ -125,7 +125,6 @@ def failed_step(run: Path, step: int, *, causes: Sequence[str], loss: float, nor
         run: the run folder.
         step: updates made.
         causes: for each rank the reason why it has no batch, or "". If all are "", a value is not finite.
-        loss: the loss.
         norm: the norm of the gradient.
     """
     if cause := next(filter(None, causes), ""):
@@ -233,7 +232,8 @@ def replay_parts(run: Path, accumulate: int, batch_size: int) -> int:
     checkpoint = latest_checkpoint(run)
     if checkpoint is None:
         raise ConfigError(f"--replay requires a saved run: there is no checkpoint in {run}")
-    ranks, failed = 0, step_of(checkpoint.name) + 1
+    ranks = 0
+    failed = step_of(checkpoint.name) + 1
     for path in run.glob("not_finite*.jsonl"):
         with suppress(OSError, ValueError, AttributeError), path.open(encoding="utf-8") as file:
             ranks += json.loads(file.readline()).get("step") == failed
@@ -329,7 +329,9 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self.number, self.saves, self.agreed = 0, False, False
+        self.number = 0
+        self.saves = False
+        self.agreed = False
         self._signalled = False
         self.otherwise = "no step was made; the same command starts again"
         self._owner = os.getpid()  # loader processes leave signals to the trainer
@@ -359,7 +361,8 @@ class StopRequest:
 
     def save_first(self, saves: bool, otherwise: str) -> None:
         """Set whether to save before exiting from now on."""
-        self.saves, self.otherwise = saves, otherwise
+        self.saves = saves
+        self.otherwise = otherwise
         if self.asked and not saves:
             raise Stopped(self.number, otherwise)
 
@@ -391,7 +394,8 @@ def end_with_launcher(parent: int, *, leaving: Callable[[], bool]) -> None:
         parent: ID of the parent process, read when this process started.
         leaving: whether this process is about to save and exit, which it may finish.
     """
-    launcher, environment = launcher_of(parent), os.environ
+    launcher = launcher_of(parent)
+    environment = os.environ
     if launcher is None:
         return
 

@@ -41,7 +41,8 @@ def parameter_groups(model: CLIP, config: OptimConfig) -> Groups:
     groups: dict[tuple[float, float, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            decay, scale = decays[name] if parameter.ndim >= 2 else 0.0, scales[name]
+            decay = decays[name] if parameter.ndim >= 2 else 0.0
+            scale = scales[name]
             group = {"params": [], "weight_decay": decay, "lr": config.lr * scale, "lr_scale": scale}
             # fused operations take tensors of one kind: FSDP2 does not shard the temperature, which is a scalar
             groups.setdefault((decay, scale, is_sharded(parameter)), group)["params"].append(parameter)
@@ -50,13 +51,15 @@ def parameter_groups(model: CLIP, config: OptimConfig) -> Groups:
 
 def adamw(model: CLIP, config: OptimConfig) -> Optimizer:
     """Build AdamW (Loshchilov & Hutter 2019)."""
-    groups, betas = parameter_groups(model, config), (config.beta1, config.beta2)
+    groups = parameter_groups(model, config)
+    betas = (config.beta1, config.beta2)
     return AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 
 def stable_adamw(model: CLIP, config: OptimConfig) -> Optimizer:
     """Build ``StableAdamW``."""
-    groups, betas = parameter_groups(model, config), (config.beta1, config.beta2)
+    groups = parameter_groups(model, config)
+    betas = (config.beta1, config.beta2)
     return StableAdamW(groups, lr=config.lr, betas=betas, eps=config.eps)
 
 
@@ -186,7 +189,6 @@ class MuonWithAdamW(Uncompiled):
         return loss
 
     def _step_stacked(self, group: dict[str, Any]) -> None:
-        """Make Muon's update of all matrices of a group, those of one shape together."""
         by_shape: dict[torch.Size, list[Tensor]] = {}
         for parameter in group["params"]:
             if parameter.grad is not None:
@@ -201,7 +203,6 @@ class MuonWithAdamW(Uncompiled):
                 torch._foreach_add_(chunk, list(steps.float().unbind()), alpha=-rate)
 
     def _average_gradients(self, parameters: list[Tensor], momentum: float) -> Tensor:
-        """Update the moving averages of gradients and return Nesterov's, (N, A, B) in bfloat16."""
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -213,13 +214,11 @@ class MuonWithAdamW(Uncompiled):
         return stack
 
     def _step_matrix(self, group: dict[str, Any], parameter: Tensor) -> None:
-        """Make Muon's update of one matrix."""
         optimizer = Muon([{**group, "params": [parameter]}])
         optimizer.state = self.state
         optimizer.step()  # type: ignore[no-untyped-call]
 
     def _step_sharded(self, groups: Groups) -> None:
-        """Make Muon's update of sharded matrices, one gathered at a time."""
         for group in groups:
             momentum, rate, decay = (group[name] for name in ("momentum", "lr", "weight_decay"))
             for parameter in group["params"]:
@@ -248,7 +247,9 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
     Five steps of the quintic Newton–Schulz iteration with the coefficients of Jordan (2024), as in torch's Muon.
     """
-    a, b, c = 3.4445, -4.7750, 2.0315
+    a = 3.4445
+    b = -4.7750
+    c = 2.0315
     is_tall = matrices.shape[1] > matrices.shape[2]
     if is_tall:
         matrices = matrices.mT
@@ -354,17 +355,20 @@ class StableAdamW(Uncompiled):
 def _chunks(
     tensors: list[tuple[dict[str, Any], list[_Piece]]],
 ) -> Iterator[tuple[dict[str, Any], list[_Piece]]]:
-    """Combine pieces of one parameter group up to the size of a chunk."""
-    waiting, numbers, last = list[_Piece](), 0, tensors[0][0]
+    waiting = list[_Piece]()
+    numbers = 0
+    last = tensors[0][0]
     for group, pieces in tensors:
         for piece in pieces:
             size = piece.parameter.numel()
             most = _CHUNK.get(piece.parameter.device.type, _LARGE_CHUNK)
             if waiting and (group is not last or numbers + size > most):
                 yield last, waiting
-                waiting, numbers = [], 0
+                waiting = []
+                numbers = 0
             waiting.append(piece)
-            numbers, last = numbers + size, group
+            numbers = numbers + size
+            last = group
     yield last, waiting
 
 

@@ -81,7 +81,8 @@ def shard(
 
     if not model.architecture.is_own:
         raise ConfigError(f"sharding = {sharding!r} requires clipkit's own towers, not {model.name}")
-    world, per_host = world_size(), ranks_of_host()
+    world = world_size()
+    per_host = ranks_of_host()
     if world == 1:
         raise ConfigError(f"sharding = {sharding!r} requires several processes: start with torchrun")
     if sharding == "full":
@@ -112,7 +113,8 @@ def replicated(model: CLIP) -> nn.Module:
     if world_size() == 1 or _is_sharded_module(model):
         return model
     # buffers of clipkit's own towers do not change: without copying rank 0's, a step has one message less
-    changing, option = not model.architecture.is_own, "forward_sync_buffers"
+    changing = not model.architecture.is_own
+    option = "forward_sync_buffers"
     if option not in signature(DistributedDataParallel).parameters:
         option = "broadcast_buffers"  # its name in older torch
     return DistributedDataParallel(model, gradient_as_bucket_view=True, **{option: changing})  # type: ignore[arg-type]
@@ -312,7 +314,6 @@ def zeros_of(tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     Args:
         tensor: plain or sharded.
         shape: that of the tensor, but for reduced dimensions.
-        dtype: of the zeros.
     """
     if not is_sharded(tensor):
         return torch.zeros(shape, dtype=dtype, device=tensor.device)

@@ -23,7 +23,8 @@ def perturbed_weights(model: CLIP, radius: float) -> Iterator[None]:
     moved = [parameter for parameter in model.parameters() if parameter.grad is not None]
     weights = [local_part(parameter) for parameter in moved]
     gradients = [local_part(parameter.grad) for parameter in moved if parameter.grad is not None]
-    originals, statistics = [weight.clone() for weight in weights], RunningStatistics(model)
+    originals = [weight.clone() for weight in weights]
+    statistics = RunningStatistics(model)
     with torch.no_grad():
         step = radius / clip_gradients(model, 0.0).clamp(min=1e-12)
         for weight, gradient in zip(weights, gradients, strict=True):

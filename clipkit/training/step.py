@@ -194,7 +194,8 @@ def backward(
             outputs = encode(model, i, terms)
             all_sums += outputs[len(first[0]) :]
             grads = [grad_images[i], grad_texts[i], *grad_scalars, *grad_sums]
-            trained, trained_grads = [], []
+            trained = []
+            trained_grads = []
             for output, grad in zip(outputs, grads, strict=True):
                 if output.requires_grad:  # not locked
                     trained.append(output)
@@ -206,7 +207,6 @@ def backward(
 def _detach(
     value: Tensor, images: Tensor, texts: Tensor, terms: LocalTerms | None, sums: Sequence[Tensor]
 ) -> Features:
-    """Add the terms of the global batch, given their (K,) sums over parts, to the loss."""
     value = value.detach()
     means: dict[str, Tensor] = {}
     if terms is not None:
@@ -217,7 +217,6 @@ def _detach(
 
 
 def _gradient(tensor: Tensor) -> Tensor:
-    """Return the gradient, or zeros if the loss does not depend on the tensor."""
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
@@ -284,7 +283,8 @@ class Teacher:
         self._model = load(source).requires_grad_(False)
         self.fingerprint = model_hash(self._model)
         self._model.to(device)
-        self._device, self._bf16 = device, bf16
+        self._device = device
+        self._bf16 = bf16
         self._classes: Tensor | None = None  # (C, P)
         if names := student.architecture.text.classes:
             own_names = self._model.architecture.text.classes
@@ -296,7 +296,8 @@ class Teacher:
             self._classes = zero_shot_classifier(self._model, names, allow_indistinguishable=True).T
             return
         sample = ["a photo of two cats, 3:4", "Ünï 猫"]
-        tokens, student_tokens = self._model.tokenizer(sample), student.tokenizer(sample)
+        tokens = self._model.tokenizer(sample)
+        student_tokens = student.tokenizer(sample)
         length = min(tokens.shape[1], student_tokens.shape[1])  # context lengths may differ
         if not torch.equal(_cut(tokens, length), _cut(student_tokens, length)):
             raise ConfigError(
@@ -345,8 +346,6 @@ def batch_loss(
 
     Args:
         *features: see ``Outputs``.
-        objective: the objective.
-        targets: its targets.
         settings: sizes and weights of prefixes, which are trained to be embeddings of their own (Matryoshka;
             Kusupati et al. 2022, https://arxiv.org/abs/2205.13147).
         several_captions: whether texts (MB, O) are the first captions of all images, their second captions, and so
@@ -396,7 +395,6 @@ class TrainingStep:
 
     Attributes:
         shape: the model's architecture.
-        objective: the objective.
         loss: settings of the loss.
         terms: the local terms by name.
         distill: settings of distillation.
@@ -499,7 +497,8 @@ class TrainingStep:
         terms = {name: term for name, term in self.terms.items() if step >= term.after}
         if not terms:
             return None
-        inputs, counts = {}, []
+        inputs = {}
+        counts = []
         for name, term in terms.items():
             seed = seed_of(self.seed, step, term.stream)
             draw = TermBatch(batch=batch, seed=seed, shape=self.shape, teach=teach)

@@ -17,13 +17,15 @@ from clipkit.training.parallel import is_sharded, zeros_of
 
 def lamb(model: CLIP, config: OptimConfig) -> Optimizer:
     """Build ``Lamb``; gradients are clipped outside."""
-    groups, betas = parameter_groups(model, config), (config.beta1, config.beta2)
+    groups = parameter_groups(model, config)
+    betas = (config.beta1, config.beta2)
     return Lamb(groups, lr=config.lr, betas=betas, eps=config.eps, max_grad_norm=None)
 
 
 def adafactor(model: CLIP, config: OptimConfig) -> Optimizer:
     """Build ``Adafactor``; its second moments have a schedule and a constant of their own."""
-    groups, momentum = parameter_groups(model, config), config.beta1 or None
+    groups = parameter_groups(model, config)
+    momentum = config.beta1 or None
     return Adafactor(groups, lr=config.lr, momentum=momentum)
 
 

@@ -48,7 +48,8 @@ TEXTURES: Mapping[str, Callable[[_Plane, _Plane], _Plane]] = {
 def make(out: Path) -> None:
     """Write the dataset."""
     seen, unseen = (
-        {digit: _inks(str(digit), held_out=held_out) for digit in range(10)} for held_out in (False, True)
+        {digit: _crop_digits(str(digit), held_out=held_out) for digit in range(10)}
+        for held_out in (False, True)
     )
     with DatasetWriter(out) as writer:
         for split, count, fonts in (("train", _TRAIN, seen), ("val", _VAL, unseen)):
@@ -76,8 +77,7 @@ def make(out: Path) -> None:
         writer.finish(card, class_names=_NAMES, templates=("the digit {c}", "{c}"))
 
 
-def _inks(digit: str, *, held_out: bool) -> list[Image.Image]:
-    """Return the digit in all fonts, cropped to the ink."""
+def _crop_digits(digit: str, *, held_out: bool) -> list[Image.Image]:
     glyphs: list[Glyph] = [
         glyph
         for face in FACES
@@ -90,7 +90,6 @@ def _inks(digit: str, *, held_out: bool) -> list[Image.Image]:
 
 
 def _draw(rng: np.random.Generator, inks: list[Image.Image], texture: int) -> Image.Image:
-    """Draw a digit that is filled with a texture, on a plain background."""
     ink = inks[int(rng.integers(len(inks)))]
     height = int(rng.integers(48, 60))
     width = int(np.clip(height * ink.width / ink.height * rng.uniform(1.0, 1.3), 16, 60))

@@ -98,8 +98,8 @@ def make(out: Path, *, packages: Path | None = None, progress: bool = True) -> N
         raise Unavailable(message, cause="missing")
     with DatasetWriter(out) as writer:
         if packages is None:
-            packages = _downloaded(cache_folder() / "npm")
-        elif missing := _missing(packages):
+            packages = _download_packages(cache_folder() / "npm")
+        elif missing := _list_missing(packages):
             count = counted(len(missing), "package")
             raise DataError(f"{packages} lacks {count}: run there: npm pack {' '.join(missing)}")
         _write(writer, packages, progress=progress)
@@ -119,7 +119,7 @@ def _write(writer: DatasetWriter, folder: Path, *, progress: bool) -> None:
         for artist, package in sources.items()
         for drawing in _drawings(package, codes, concepts)
     ]
-    images = map(_rendered, (content for *_, content in drawings))
+    images = map(_render_png, (content for *_, content in drawings))
     images_with_bar = track(
         images,
         "drawing emoji",
@@ -172,8 +172,6 @@ def _write(writer: DatasetWriter, folder: Path, *, progress: bool) -> None:
 
 
 class _Package:
-    """A package of the npm registry, as the .tgz file that ``npm pack`` makes."""
-
     def __init__(self, folder: Path, package: str) -> None:
         self.path = folder / _file_name(package)
 
@@ -211,15 +209,15 @@ def _file_name(package: str) -> str:
     return f"{name}-{version}.tgz"
 
 
-def _missing(folder: Path) -> list[str]:
+def _list_missing(folder: Path) -> list[str]:
     return [
         package for package in (*PACKAGES.values(), NAMES) if not (folder / _file_name(package)).is_file()
     ]
 
 
-def _downloaded(folder: Path) -> Path:
+def _download_packages(folder: Path) -> Path:
     """Download the packages that are not in the folder yet, 32 MB in all."""
-    missing = _missing(folder)
+    missing = _list_missing(folder)
     if not missing:
         return folder
     npm = shutil.which("npm")
@@ -282,7 +280,6 @@ def _slug(text: str) -> str:
 
 
 def _codes_by_name(sources: Mapping[str, _Package], concepts: Mapping[str, Concept]) -> dict[str, str]:
-    """Return the code of each name that packages give their icons."""
     codes = {_slug(concept.names["en"]): code for code, concept in concepts.items()}
     for package in sources.values():
         for code, name in (package.json("chars.json") or {}).items():
@@ -320,8 +317,7 @@ def _drawings(
             yield code, f'<svg {links} viewBox="{box}">{icon["body"]}</svg>'.encode()
 
 
-def _rendered(content: bytes) -> bytes:
-    """Return a PNG of ``SIDE`` × ``SIDE`` pixels on white."""
+def _render_png(content: bytes) -> bytes:
     if content.startswith(b"<svg"):
         import resvg_py
 

@@ -161,19 +161,19 @@ def glyphs_of(face: Face) -> tuple[Glyph, ...]:
             or unicodedata.category(truth)[0] not in "LNPS"
         ):
             continue
-        character, styles = _plain(truth, face)
+        character, styles = _simplify_character(truth, face)
         glyph = Glyph(face=face, draw=chr(code), character=character, styles=styles)
         glyphs.setdefault((character, styles), glyph)
     fitting = []
     for glyph in glyphs.values():
-        left, top, right, bottom = _place(glyph)[1]
+        left, top, right, bottom = _locate_ink(glyph)[1]
         inside = left >= 1 and top >= 1 and max(right, bottom) < CANVAS
         if glyph.draw.strip() and left < right and top < bottom and inside:
             fitting.append(glyph)
     return tuple(fitting)
 
 
-def _plain(character: str, face: Face) -> tuple[str, tuple[str, ...]]:
+def _simplify_character(character: str, face: Face) -> tuple[str, tuple[str, ...]]:
     """Map a mathematical letter or digit to the plain one and its style; others are unchanged."""
     folded = unicodedata.normalize("NFKC", character)
     words = unicodedata.name(character).lower().split()
@@ -196,7 +196,7 @@ def _truetype(file: str) -> "FreeTypeFont":
     return ImageFont.truetype(str(font_folder() / file), EM, layout_engine=ImageFont.Layout.BASIC)
 
 
-def _place(glyph: Glyph) -> tuple[int, tuple[float, float, float, float]]:
+def _locate_ink(glyph: Glyph) -> tuple[int, tuple[float, float, float, float]]:
     """Return the starting column that centers the advance width, and the bounding box of the ink."""
     font = _truetype(glyph.face.file)
     start = round((CANVAS - font.getlength(glyph.draw)) / 2)
@@ -210,7 +210,7 @@ def rasterize(glyph: Glyph) -> NDArray[np.uint8]:
 
     image = Image.new("L", (CANVAS, CANVAS))
     font = _truetype(glyph.face.file)
-    pen = (_place(glyph)[0], BASELINE)
+    pen = (_locate_ink(glyph)[0], BASELINE)
     ImageDraw.Draw(image).text(pen, glyph.draw, fill=255, font=font, anchor="ls")
     return np.asarray(image)
 
@@ -271,7 +271,7 @@ def _neighbors(lines: NDArray[np.bool_]) -> NDArray[np.uint8]:
 
 
 @cache
-def _removed() -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+def _tabulate_removals() -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """For each of the 256 neighborhoods, whether its pixel is removed in the two steps of a round of thinning."""
     bits = (np.arange(256)[:, None] >> np.arange(8)) & 1 == 1  # (256, 8)
     count = bits.sum(1)
@@ -292,7 +292,7 @@ def _thin(ink: NDArray[np.bool_]) -> NDArray[np.bool_]:
     left = np.arange(len(lines))  # not thin yet
     while len(left):
         some = before = lines[left]
-        for table in _removed():
+        for table in _tabulate_removals():
             some = some & ~table[_neighbors(some)]
         lines[left] = some
         left = left[(some != before).any(axis=(1, 2))]

@@ -81,7 +81,6 @@ def _pick(rng: np.random.Generator, choices: _Choices) -> str:
 
 
 def _name(rng: np.random.Generator, character: str, *, cropped: bool) -> str:
-    """Draw one of the names of a character."""
     name = character_name(character)
     if character in string.digits:
         return _pick(rng, _DIGIT_NAMES).format(w=name.split()[-1], f=character)
@@ -210,7 +209,6 @@ class _Chunk:
 def _generate(
     chunks: list[_Chunk], processes: int, *, progress: bool
 ) -> Iterator[tuple[_Chunk, list[Record]]]:
-    """Yield each chunk with its records, in order."""
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
     from concurrent.futures.process import BrokenProcessPool
@@ -242,7 +240,6 @@ def _generate(
 def _show_drawing(
     chunks: list[_Chunk], results: Iterable[list[Record]], *, progress: bool
 ) -> Iterator[tuple[_Chunk, list[Record]]]:
-    """Yield the chunks with their records, and report progress on stderr."""
     count = sum(chunk.count for chunk in chunks)
     start = time.monotonic()
     drawn = 0
@@ -308,7 +305,6 @@ def _pools() -> dict[str, _Pool]:
 
 @cache
 def _held_out() -> tuple[Glyph, ...]:
-    """Return the glyphs of the test split: every class in every face of the held-out families."""
     return tuple(
         glyph
         for face in FACES
@@ -319,7 +315,7 @@ def _held_out() -> tuple[Glyph, ...]:
 
 
 def _make_chunk(chunk: _Chunk) -> list[Record]:
-    from data.corpora.distortion import draw_distortions, draw_images, mild, visible_words
+    from data.corpora.distortion import draw_distortions, draw_images, soften_distortion, visible_words
 
     training = chunk.split == "train"
     rng = np.random.default_rng([chunk.seed, int(training), chunk.start])
@@ -339,10 +335,10 @@ def _make_chunk(chunk: _Chunk) -> list[Record]:
         glyphs = [held_out[(chunk.start + index) % len(held_out)] for index in range(chunk.count)]
     distortion = draw_distortions(rng, pen=pen, crop=crop)
     if not training:
-        distortion = mild(distortion)
+        distortion = soften_distortion(distortion)
     shortened = rng.choice(PRUNED, size=chunk.count, p=[0.5, 0.35, 0.15])
-    fields, reach, boxes = _shapes(glyphs, np.where(pen, shortened, -1).tolist())
-    images = _pngs(draw_images(rng, fields, reach, boxes, distortion, size=chunk.size))
+    fields, reach, boxes = _measure_shapes(glyphs, np.where(pen, shortened, -1).tolist())
+    images = _encode_pngs(draw_images(rng, fields, reach, boxes, distortion, size=chunk.size))
     records = []
     for index, (glyph, image) in enumerate(zip(glyphs, images, strict=True)):
         visible = visible_words(distortion, index)
@@ -370,7 +366,7 @@ _Shape: TypeAlias = tuple[NDArray[np.int8], float, tuple[int, int, int, int]]
 _shape_cache: dict[tuple[Glyph, int], _Shape] = {}
 
 
-def _shapes(
+def _measure_shapes(
     glyphs: list[Glyph], shorten: list[int]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
     """Distance fields (N, CANVAS, CANVAS), reach of the ink (N,) and ink boxes (N, 4).
@@ -400,7 +396,7 @@ def _shapes(
     return stacked, reach, np.array([box for _, _, box in results], np.float32)
 
 
-def _pngs(images: NDArray[np.uint8]) -> list[bytes]:
+def _encode_pngs(images: NDArray[np.uint8]) -> list[bytes]:
     """Encode grayscale images (N, S, S) as PNG, four times as fast as Pillow."""
     count, size = images.shape[:2]
     lines = np.zeros((count, size, size + 1), np.uint8)  # each line starts with its filter type, 0

@@ -207,7 +207,6 @@ class SampleChecker:
         return sample
 
     def _crop(self, i: int, data: bytes) -> tuple[Tensor, Traits]:
-        """Return the pixels that the model sees, (C, S, S) uint8."""
         crop = empty_batch(1, self.image_size, self.decoding.channels)[0]
         traits = training_pixels(
             data,

@@ -91,8 +91,6 @@ _KINDS = {bool: "true or false", int: "number", float: "number", str: "text", li
 
 
 class _FieldValues:
-    """The kinds of values of one field, the range of numbers, and some texts."""
-
     def __init__(self) -> None:
         self.kinds: Counter[str] = Counter()
         self._low = math.inf

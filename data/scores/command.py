@@ -69,7 +69,7 @@ class _Shard:
             try:
                 features = np.load(self.table.with_suffix(".npy"), mmap_mode="r", allow_pickle=False)
             except (OSError, ValueError) as error:
-                raise _damaged(self.table.with_suffix(".npy"), error) from error
+                raise _describe_damage(self.table.with_suffix(".npy"), error) from error
             yield np.array(features[start : start + _ROWS])
 
     def name(self, row: int) -> str:
@@ -82,7 +82,7 @@ def _keys(path: Path) -> Any:
     return pq.read_table(path, columns=["key"]).column("key")
 
 
-def _damaged(path: Path, error: Exception) -> DataError:
+def _describe_damage(path: Path, error: Exception) -> DataError:
     return DataError(
         f"{path} is damaged ({' '.join(str(error).split())}): delete it and run the same command"
     )
@@ -125,7 +125,7 @@ def run_score(options: ScoreOptions) -> int:
             re.sub(r"[^\w-]+", "-", options.model.rstrip("/").rpartition("/")[2])[:40].strip("-") or "model"
         )
         name = f"{slug}-{hashlib.sha256(which.encode()).hexdigest()[:8]}"
-        manifest = _match([*trained.values()], [*evaluated.values()], scores_folder() / name, options)
+        manifest = _score_shards([*trained.values()], [*evaluated.values()], scores_folder() / name, options)
     _report(name, manifest, options)
     if options.html is not None:
         files = [*trained.values()]
@@ -251,10 +251,9 @@ def _names_class(caption: str) -> bool:
 # Duplicates and evaluation images.
 
 
-def _match(
+def _score_shards(
     trained: Sequence[_Shard], evaluated: Sequence[_Shard], folder: Path, options: ScoreOptions
 ) -> dict[str, Any]:
-    """Write the scores of all shards to a folder unless they are there, and return the manifest."""
     with suppress(OSError, ValueError):
         stored: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         return stored
@@ -281,17 +280,17 @@ def _match(
                         for names in _MATCHES:
                             if names[1] == "duplicate" and searched[names[1]]:
                                 others = [*trained[:index], shard]
-                                columns |= _matches(names, queries, others, group, valid, options)
+                                columns |= _find_matches(names, queries, others, group, valid, options)
                             elif searched[names[1]]:
-                                columns |= _matches(names, queries, evaluated, None, valid, options)
+                                columns |= _find_matches(names, queries, evaluated, None, valid, options)
                         writer.write_table(pa.table(columns, schema=schema))
                         bar.show(counts["samples"] + (group + 1) * _ROWS)
             digest.update(hashlib.sha256(target.read_bytes()).digest())
-            _count(pq.ParquetFile(target), bins, counts, causes)
+            _count_scores(pq.ParquetFile(target), bins, counts, causes)
             bar.show(counts["samples"])
     if not counts["scored"]:
         raise DataError(
-            f"no sample could be scored: {counted(counts['samples'], 'sample')}, {_listed(causes)}"
+            f"no sample could be scored: {counted(counts['samples'], 'sample')}, {_join_causes(causes)}"
         )
     above = bins[::-1].cumsum()[::-1]  # samples in each bin or a higher one
     ranks = [max(1, -(-permille * counts["scored"] // PERMILLE)) for permille in range(PERMILLE)]
@@ -306,7 +305,7 @@ def _match(
     return manifest
 
 
-def _matches(
+def _find_matches(
     names: tuple[str, str, str],
     queries: npt.NDArray[Any],
     shards: Sequence[_Shard],
@@ -341,7 +340,7 @@ def _matches(
     }
 
 
-def _count(file: Any, bins: npt.NDArray[np.int64], counts: Counter[str], causes: Counter[str]) -> None:
+def _count_scores(file: Any, bins: npt.NDArray[np.int64], counts: Counter[str], causes: Counter[str]) -> None:
     for group in range(file.num_row_groups):
         table = file.read_row_group(group)
         clip = table.column("clip").drop_null().to_numpy().astype(np.float64)
@@ -355,7 +354,7 @@ def _count(file: Any, bins: npt.NDArray[np.int64], counts: Counter[str], causes:
 # --------------------------------------------------------------------------------------------------------------
 
 
-def _listed(causes: Mapping[str, int]) -> str:
+def _join_causes(causes: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {printable(cause, 80)}" for cause, count in list(causes.items())[:4])
 
 
@@ -367,7 +366,7 @@ def _report(name: str, manifest: dict[str, Any], options: ScoreOptions) -> None:
         f"in {counted(manifest['shards'], 'shard')}"
     )
     if manifest["causes"]:
-        print(f"  not scored       {_listed(manifest['causes'])}")
+        print(f"  not scored       {_join_causes(manifest['causes'])}")
     print(
         "  clip score       "
         + ", ".join(f"top {percent}%: {top[percent * 10]:.4f}" for percent in (10, 30, 50, 90))

@@ -28,8 +28,6 @@ Sample = tuple[int, int]  # number of the shard, row
 
 @dataclass
 class _Effect:
-    """What one filter does, alone."""
-
     filter: Filter
     kept: int = 0
     dropped: int = 0

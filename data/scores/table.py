@@ -92,7 +92,7 @@ def scores_folder() -> Path:
     return cache_folder() / "scores"
 
 
-def find(folder: Path, index: ShardIndex) -> Path | None:
+def find_scores(folder: Path, index: ShardIndex) -> Path | None:
     """Return the file of a shard, None if it has no scores."""
     for name in (f"{index.digest}-{index.content}.parquet", f"{index.digest}-.parquet"):
         if (path := folder / name).is_file():
@@ -140,7 +140,7 @@ class Scores:
         names = sorted(
             {filter_.name.removeprefix(PREFIX) for filter_ in filters if filter_.name.startswith(PREFIX)}
         )
-        path = find(self.folder, index)
+        path = find_scores(self.folder, index)
         if path is None:
             raise DataError(
                 f"shard {shard} has no scores in {self.name}, or has changed: score all shards of data.train with "
@@ -161,7 +161,7 @@ class Scores:
 
 def scored_filters(texts: Sequence[str], name: str) -> tuple[tuple[Filter, ...], Scores | None]:
     """Parse ``data.filters``: replace presets by their filters, and ``top P%`` by a number."""
-    texts = [part for text in texts for part in _expanded(text)]
+    texts = [part for text in texts for part in _expand_preset(text)]
     uses = any(text.lstrip().startswith(PREFIX) for text in texts)
     if not name:
         presets = [text for text in texts if _TOP.fullmatch(text)]
@@ -186,12 +186,11 @@ def parse_filters(texts: Sequence[str], columns: Sequence[str], top: Sequence[fl
     """Parse filters on scores; other filters are accepted, too.
 
     Args:
-        texts: the filters.
         columns: names of the scores.
         top: by per mille of the samples, the least clip score of those with the highest ones.
     """
     filters = []
-    for text in [part for name in texts for part in _expanded(name)]:
+    for text in [part for name in texts for part in _expand_preset(name)]:
         if match := _TOP.fullmatch(text):
             permille = round(float(match[1]) * 10)
             if not 0 < permille < PERMILLE:
@@ -205,7 +204,7 @@ def parse_filters(texts: Sequence[str], columns: Sequence[str], top: Sequence[fl
     return tuple(filters)
 
 
-def _expanded(text: str) -> Sequence[str]:
+def _expand_preset(text: str) -> Sequence[str]:
     if not text.startswith(PRESET):
         return (text,)
     name = text.removeprefix(PRESET).strip()

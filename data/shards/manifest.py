@@ -125,7 +125,6 @@ def _examine(
 def _reject_unknown_fields(
     shards: Sequence[ShardFile], selection: Selection, cache: ShardCache | None
 ) -> None:
-    """Raise DataError if no sample of these shards has a field that filters or captions name."""
     plain = Selection(need=selection.need, image=selection.image)
     missing = {condition.name for condition in selection.json_filters}
 
@@ -135,7 +134,7 @@ def _reject_unknown_fields(
 
     examined = None
     if missing:
-        examined = _examine(_some_opened(shards, plain, cache), selection.captions, cache, has_rest)
+        examined = _examine(_open_some(shards, plain, cache), selection.captions, cache, has_rest)
     if examined is not None:
         name = min(missing)
         raise DataError(
@@ -143,7 +142,7 @@ def _reject_unknown_fields(
             f"has: {field_hint(name, examined.fields)}"
         )
     if "caption" in selection.need and (selection.reads_json or TEXT not in selection.captions.fields):
-        reject_unknown_captions(_some_opened(shards, plain, cache), selection.captions, cache)
+        reject_unknown_captions(_open_some(shards, plain, cache), selection.captions, cache)
 
 
 def reject_unknown_captions(
@@ -179,7 +178,7 @@ def reject_unknown_negatives(
         return bool(rule.wrong_captions(fields))
 
     most = _LOOKED_REMOTE + 1 if any(shard.is_remote for shard in shards) else _LOOKED_SHARDS
-    examined = _examine(_some_opened(shards, selection, cache, most=most), rule, cache, has_negative)
+    examined = _examine(_open_some(shards, selection, cache, most=most), rule, cache, has_negative)
     if examined is not None:
         raise DataError(
             f"data.negatives names the json field {rule.negatives!r}, which has text in none of "
@@ -188,14 +187,13 @@ def reject_unknown_negatives(
         )
 
 
-def _some_opened(
+def _open_some(
     shards: Sequence[ShardFile],
     selection: Selection,
     cache: ShardCache | None,
     *,
     most: int = _LOOKED_SHARDS,
 ) -> Iterator[SelectedShard]:
-    """Open a few shards, spread over all: other sources may have other fields."""
     most = min(most, len(shards))
     for i in range(most):
         yield SelectedShard(shards[i * len(shards) // most], selection, cache)
@@ -221,7 +219,6 @@ def suggest_members(shard: Shard, rule: CaptionRule, image: str = "") -> dict[st
     """Find image and text in the first samples of a shard by their content, by setting: "image" and "captions".
 
     Args:
-        shard: the shard.
         rule: where captions were expected; captions are suggested if no sample has one of its members.
         image: where the image was expected, as in ``Selection``.
     """
@@ -294,7 +291,7 @@ def take_census(
     """Yield number and census of each shard as they become known, the first shard first."""
     done: list[int] = []
     samples = 0
-    for index, census in _counted(shards, selection, cache, stats):
+    for index, census in _count_shards(shards, selection, cache, stats):
         done.append(index)
         samples += census.count
         if not samples and len(done) == min(_FIRST, len(shards)):
@@ -302,7 +299,7 @@ def take_census(
         yield index, census
 
 
-def _counted(
+def _count_shards(
     shards: Sequence[ShardFile], selection: Selection, cache: ShardCache | None, stats: bool
 ) -> Iterator[tuple[int, Census]]:
     # The first shard is always opened, so that a problem of all shards is found at once.
@@ -310,7 +307,7 @@ def _counted(
     # "all" drops samples without captions
     if "caption" in selection.need and selection.captions.choice != "all":
         most = _LOOKED_REMOTE if any(shard.is_remote for shard in shards) else _LOOKED_SHARDS - 1
-        others = _some_opened(shards[1:], selection, cache, most=most)
+        others = _open_some(shards[1:], selection, cache, most=most)
         reject_unknown_captions(chain([first], others), selection.captions, cache)
     yield 0, _census_of(first)
     del first  # close it
@@ -338,7 +335,6 @@ def _counted(
 
 
 def _initialize_process() -> None:
-    """End at Ctrl-C without a traceback, and with the parent."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_with_parent()
@@ -348,7 +344,12 @@ def _count(shard: ShardFile, selection: Selection, cache: ShardCache | None, sta
     plain = not selection.reads_json and selection.fraction == 1
     if selection.truncated == "use" and not shard.is_remote:
         stats = False  # it includes the samples that are cut off
-    if stats and plain and stored_index(shard) is None and (recorded := _stated_count(shard)) is not None:
+    if (
+        stats
+        and plain
+        and stored_index(shard) is None
+        and (recorded := _read_stated_count(shard)) is not None
+    ):
         return Census(count=recorded, digest="", content="", dropped={}, members={})
     return _census_of(SelectedShard(shard, selection, cache))
 
@@ -364,7 +365,7 @@ def _census_of(opened: SelectedShard) -> Census:
     )
 
 
-def _stated_count(shard: ShardFile) -> int | None:
+def _read_stated_count(shard: ShardFile) -> int | None:
     stem, dot, _ = shard.url.rpartition(".tar")
     if not dot or shard.url.startswith("pipe:"):
         return None
@@ -606,9 +607,6 @@ def make_manifest(
         progress: called with the number of counted shards.
         stats: use the counts in ``_stats.json`` for shards that were never indexed, if only image and caption
             file are needed.
-
-    Raises:
-        DataError: a shard is broken, or the first ones have no used sample.
     """
     shards = [shard for source in sources for shard in source]
     if not shards:

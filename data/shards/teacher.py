@@ -69,11 +69,11 @@ class StoredRows:
         self.made_by = " ".join(str(self._manifest.get(name)) for name in _MADE_BY)
         if _is_compact(self._manifest):
             self.made_by += f" {self._manifest['dtype']}"
-        embeddings = _numbered(folder / _FOLDER[kind])
-        metadata = _numbered(folder / "metadata")
+        embeddings = _list_numbered(folder / _FOLDER[kind])
+        metadata = _list_numbered(folder / "metadata")
         both = sorted(embeddings.keys() & metadata.keys())
         if (folder / ".parts").is_dir():  # lists the complete parts
-            both = sorted(set(both) & _numbered(folder / ".parts").keys())
+            both = sorted(set(both) & _list_numbered(folder / ".parts").keys())
         if not both:
             raise DataError(
                 f"{folder} has no complete embeddings: run its clipkit encode command to completion"
@@ -227,7 +227,7 @@ def _is_compact(manifest: Mapping[str, Any]) -> bool:
     return bool(manifest.get("dtype", "float16") != "float16")
 
 
-def _numbered(folder: Path) -> dict[int, Path]:
+def _list_numbered(folder: Path) -> dict[int, Path]:
     matches = ((_NUMBER.search(path.name), path) for path in folder.glob("[!.]*"))
     return {int(match[1]): path for match, path in matches if match}
 
@@ -271,10 +271,6 @@ class StoredFeatures:
         images: folder that ``clipkit encode`` wrote for the training's images.
         texts: folder that ``clipkit encode --text`` wrote for their captions with the same model.
 
-    Raises:
-        DataError: a folder has no such embeddings, or damaged ones.
-        ConfigError: the folders do not match, or pyarrow is missing.
-
     Attributes:
         width: T.
         fingerprint: changes with the model and settings that computed the features.
@@ -303,10 +299,6 @@ class StoredFeatures:
         """Check before training that samples have features: all of a small set, otherwise evenly spaced ones.
 
         Samples of remote shards are not read. In training, any sample without features is a bad sample.
-
-        Raises:
-            DataError: features are missing, or of other data; the message has the command that creates them.
-            ConfigError: captions are changed in training, but were encoded unchanged.
         """
         rule = shards.selection.captions
         changed = rule.fields != (TEXT,) or rule.choice != "first" or rule.templates or rule.prefix
@@ -359,7 +351,6 @@ class StoredFeatures:
 
 
 def _reject_lacking(stored: StoredRows, lacking: Sequence[tuple[ShardFile, str]], examined: int) -> None:
-    """Raise DataError if samples lack features."""
     if not lacking:
         return
     shard, key = lacking[0]

@@ -130,11 +130,7 @@ class ShardCache:
         return self._by_process.setdefault(os.getpid(), _Prefetch())
 
     def path(self, shard: ShardFile) -> Path | None:
-        """Return the file of a shard if it is present, and mark it as used; for a local shard its own path.
-
-        Raises:
-            DataError: its download ahead of time failed; raised once.
-        """
+        """Return the file of a shard if it is present, and mark it as used; for a local shard its own path."""
         if not shard.is_remote:
             return Path(shard.url)
         ahead = self._ahead
@@ -217,7 +213,8 @@ class ShardCache:
 
         When prefetching, return None while another process downloads it or there is no space for it.
         """
-        stem, began = self._stem(shard), time.time()
+        stem = self._stem(shard)
+        began = time.time()
         try:
             stem.parent.mkdir(parents=True, exist_ok=True)
             lock = FileLock(stem.with_suffix(".lock"))
@@ -265,13 +262,14 @@ class ShardCache:
         return path
 
     def _wait_for(self, lock: FileLock, stem: Path) -> None:
-        """Take the lock of a shard, waiting while its holder makes progress."""
-        last, since = 0, time.monotonic()
+        last = 0
+        since = time.monotonic()
         while not lock.try_acquire():
             time.sleep(_POLL_SECONDS)
             with suppress(OSError):
                 if (now := stem.with_suffix(".part").stat().st_mtime_ns) != last:
-                    last, since = now, time.monotonic()
+                    last = now
+                    since = time.monotonic()
             if time.monotonic() - since > STILL_SECONDS:
                 raise DataError(
                     f"another process has been downloading {stem}.tar without progress for {STILL_SECONDS:.0f} s: "
@@ -363,8 +361,9 @@ class ShardCache:
             time.sleep(_POLL_SECONDS)
 
     def _make_space(self, part: Path, size: int, urgent: bool) -> bool:
-        """Remove the least recently used files until ``part`` fits; return False if that is impossible."""
-        files, sizes, unwritten = list[tuple[int, Path, int]](), dict[Path, int](), 0
+        files = list[tuple[int, Path, int]]()
+        sizes = dict[Path, int]()
+        unwritten = 0
         # parts first: other processes may rename them to shards meanwhile
         for path in self.folder.glob("??/*.part"):
             if path == part:

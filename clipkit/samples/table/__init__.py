@@ -75,7 +75,9 @@ _GZIP = ".gz"
 SUFFIXES = (*_TEXT_FORMATS, *(suffix + _GZIP for suffix in _TEXT_FORMATS), ".parquet", ".pq")
 NAMED_SUFFIXES = (*_NAMED_FORMATS, *(suffix + _GZIP for suffix in _NAMED_FORMATS))
 _EXPECTED = "a .csv, .tsv, .jsonl, .json or .parquet table, or a .txt list"
-_FIRST_ROWS, _MOST_FOLDERS = 20, 100  # images that are looked for, and folders in which they may be
+# images that are looked for, and folders in which they may be
+_FIRST_ROWS = 20
+_MOST_FOLDERS = 100
 _NOT_TEXT = re.compile("[\udc80-\udcff]")  # bytes that are not UTF-8, see ``open_text``
 
 
@@ -222,7 +224,6 @@ class Table:
             yield Row(number=row_number, path=path, caption=captions, progress=record.progress, others=others)
 
     def _check_encoding(self, others: Mapping[str, object]) -> str:
-        """Return which column is not UTF-8, otherwise ""."""
         if self._format.types:  # Parquet, whose text is not decoded here
             return ""
         for name, value in others.items():
@@ -241,8 +242,8 @@ class Table:
         return {name: cells.get(name) for name in self.others}
 
     def _find_column(self, request: ColumnRequest, *, required: bool, encoded: bool = False) -> str:
-        """Return the column of a request; "" if there is none and none is required."""
-        names, content = self._format.names, request.content
+        names = self._format.names
+        content = request.content
         if request.name is not None and request.name not in names:
             raise DataError(
                 f"{self.path} has no column {request.name!r} ({nearest(request.name, names[:30])})"

@@ -59,7 +59,8 @@ class Delimited(Format):
         with open_text(path) as (text, _):
             start = text.read(_DETECTED)
         if match := _EXCEL_DELIMITER.match(start):
-            delimiters, self._skip = match[1], match.end()
+            delimiters = match[1]
+            self._skip = match.end()
         most = (-1, -1, -1)
         first_rows: list[list[str]] = []
         for delimiter in delimiters:
@@ -77,8 +78,11 @@ class Delimited(Format):
                 columns = list(guess.values())
             score = sum(map(bool, columns)), fits, len(names)
             if score > most:
-                most, first_rows = score, rows
-                self.names, self._delimiter, self.guesses = names, delimiter, guess
+                most = score
+                first_rows = rows
+                self.names = names
+                self._delimiter = delimiter
+                self.guesses = guess
         is_list = suffix != ".txt" and len(self.names) == 1 and bool(self.guesses)
         if is_list and _URL.fullmatch(first_rows[0][0].strip()):
             lines = "".join(cell for fields in first_rows for cell in fields)
@@ -91,9 +95,9 @@ class Delimited(Format):
         # columns up to the last one with a name
         self._width = max((i for i, name in enumerate(self.names, 1) if name), default=0)
         # whether paths have the numbers of their captions
-        self._numbered = not self._has_header and any(map(_is_numbered, first_rows[0]))
+        self._list_numbered = not self._has_header and any(map(_is_numbered, first_rows[0]))
         is_quoted = start[self._skip :].lstrip().startswith('"')
-        self._quotes_are_text = self._numbered and self._delimiter == "\t" and not is_quoted
+        self._quotes_are_text = self._list_numbered and self._delimiter == "\t" and not is_quoted
 
     def records(self, required: Sequence[str], others: Sequence[str]) -> Iterator[Record]:
         indices = {name: i for i, name in reversed([*enumerate(self.names)])}  # the first of equal names
@@ -120,7 +124,7 @@ class Delimited(Format):
                         cell[1:] if cell[:1] == "'" and _FORMULA.match(cell) else cell for cell in fields
                     ]
                 cells = {name: fields[indices[name]] for name in required}
-                if self._numbered:
+                if self._list_numbered:
                     cells[image_column] = _CAPTION_NUMBER.sub("", fields[indices[image_column]])
                 for name in others:
                     if indices[name] < len(fields):
@@ -155,7 +159,6 @@ class Delimited(Format):
             yield fields, cause
 
     def _parse_line(self, line: str, is_open: bool) -> tuple[list[str], str]:
-        """Split a line that is not quoted correctly; return its cells or why this is not possible."""
         if '\\"' in line:  # quotes with backslashes, as Spark and MySQL write them
             reader = csv.reader(
                 [line], delimiter=self._delimiter, escapechar="\\", doublequote=False, strict=True
@@ -209,7 +212,6 @@ class Delimited(Format):
 
 
 def _take_lines(text: TextIO, unread: deque[str], lines: list[str]) -> Iterator[str]:
-    """Yield unread lines and those of a file, and append them to ``lines``; ends when these are too long."""
     size = 0
     while size <= LONGEST:
         line = unread.popleft() if unread else _read_line(text)
@@ -221,7 +223,6 @@ def _take_lines(text: TextIO, unread: deque[str], lines: list[str]) -> Iterator[
 
 
 def _read_line(text: TextIO) -> str:
-    """Read a line, of which at most one character more than ``LONGEST`` is returned."""
     line = rest = text.readline(LONGEST + 1)
     while len(line) > LONGEST and rest and not rest.endswith(("\n", "\r")):
         rest = text.readline(LONGEST)
@@ -240,7 +241,6 @@ def _first_rows(start: str, delimiter: str) -> list[list[str]]:
 
 
 def _kind_of(cell: str) -> str:
-    """Return the kind of a cell of which a caption is none: "image", "url", "number", otherwise ""."""
     if cell.isdecimal():
         return "number"
     cell = cell.strip().strip('"')

@@ -21,7 +21,9 @@ from clipkit.samples.table.values import json_value
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_BATCH, _BATCH_WITH_BYTES = 1024, 16  # rows that are read at a time, and rows with images
+# rows that are read at a time, and rows with images
+_BATCH = 1024
+_BATCH_WITH_BYTES = 16
 _KEPT_BYTES = 256 << 20  # of row groups in memory; the last two are kept whatever their size
 _MAX_GROUP_BYTES = 16 << 30
 _MAX_IMAGE_BYTES = 256 << 20
@@ -37,14 +39,14 @@ class ParquetSamples(Samples):
     these, whose elements are ``NAME[0]``, ``NAME[1]`` and so on. The first one is probably the image.
 
     Attributes:
-        files: the files.
         schema: pyarrow's schema of all files.
         marks: by file, a hash of its footer, which holds the sizes and positions of its content.
         group_reads: number of row groups that this process has read.
     """
 
     def __init__(self, files: Sequence[ShardFile], cache: ShardCache | None = None) -> None:
-        self.files, self.cache = tuple(files), cache
+        self.files = tuple(files)
+        self.cache = cache
         schema: pa.Schema | None = None
         self._groups: list[tuple[int, int]] = []  # index of the file, and of the row group in the file
         self._sizes: list[int] = []  # rows of each group
@@ -65,7 +67,8 @@ class ParquetSamples(Samples):
                 content.seek(max(0, size - length))
                 marks.append(hashlib.sha256(content.read(length)).hexdigest()[:16])
         assert schema is not None
-        self.schema, self.marks = schema, tuple(marks)
+        self.schema = schema
+        self.marks = tuple(marks)
         self._starts = [0, *accumulate(self._sizes)]
         with_images = [field.name for field in schema if has_bytes(field.type)]
         first = find_column(ENCODED_COLUMNS, with_images)
@@ -122,7 +125,8 @@ class ParquetSamples(Samples):
         member = member or self._members[0]
         index = 0
         if member not in self.schema.names and (match := _LISTED.fullmatch(member)):
-            member, index = match[1], int(match[2])
+            member = match[1]
+            index = int(match[2])
         group = self._group_of(i)
         return _image_in(self._values(group, member)[i - self._starts[group]], index)
 
@@ -175,7 +179,8 @@ class ParquetSamples(Samples):
             with self._lock:
                 if key in self._kept:
                     return self._kept[key]
-            file, within = self.files[index], self._groups[group][1]
+            file = self.files[index]
+            within = self._groups[group][1]
             with _open_parquet(file, self.local_path(index)) as opened:
                 size = opened.metadata.row_group(within).total_byte_size
                 if size > _MAX_GROUP_BYTES:
@@ -232,7 +237,6 @@ class Parquet(Format):
 
 @contextmanager
 def _open_parquet(file: ShardFile, path: Path) -> Iterator[Any]:
-    """Open a file, and turn pyarrow's errors into DataError; some damaged footers crash the process anyway."""
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -258,7 +262,6 @@ def has_bytes(kind: "pa.DataType") -> bool:
 
 
 def _image_in(value: Any, index: int) -> bytes:
-    """Return the image in pyarrow's scalar of bytes, of a struct with bytes, or of a list of either."""
     from pyarrow import types
 
     if not value.is_valid:

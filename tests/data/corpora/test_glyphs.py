@@ -250,7 +250,7 @@ def clean(count: int) -> Distortion:
 
 
 def drawn(some: list[Glyph]) -> NDArray[np.uint8]:
-    shape, reach, boxes = glyphs._shapes(some, [-1] * len(some))
+    shape, reach, boxes = glyphs._measure_shapes(some, [-1] * len(some))
     return draw_images(np.random.default_rng(0), shape, reach, boxes, clean(len(some)), size=32)
 
 
@@ -304,7 +304,7 @@ def test_strokes_are_shortened_by_twice_the_pruned_pixels() -> None:
 
 def test_png_files_contain_the_images() -> None:
     images = np.random.default_rng(0).integers(0, 256, (5, 24, 24)).astype(np.uint8)
-    for array, content in zip(images, glyphs._pngs(images), strict=True):
+    for array, content in zip(images, glyphs._encode_pngs(images), strict=True):
         with Image.open(io.BytesIO(content)) as image:
             image.verify()
         with Image.open(io.BytesIO(content)) as image:
