@@ -30,7 +30,7 @@ from pathlib import Path
 
 import webdataset
 
-from clipkit.samples import with_content, index_of_members, tar_files
+from clipkit.samples import index_of_members, tar_files, with_content
 from clipkit.samples.remote import ShardFile
 from data.shards.samples import Shards
 

@@ -146,8 +146,6 @@ class _Shard:
 
 
 class _FirstRows:
-    """The key of the row in which each image occurred first, in a temporary file."""
-
     def __init__(self, complete: Sequence[Path] = ()) -> None:
         """Begin with the images in these listings (Parquet) of complete shards."""
         self._data = sqlite3.connect("", isolation_level=None, check_same_thread=False)

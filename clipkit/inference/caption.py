@@ -119,7 +119,6 @@ def _print_table(records: Iterator[dict[str, str]]) -> tuple[int, int]:
 
 
 def _print_failure(record: dict[str, str]) -> bool:
-    """Print why an image has no caption; return whether that is so."""
     if "error" not in record:
         return False
     where = f" (in {record['source']})" if record["source"] not in record["image"] else ""

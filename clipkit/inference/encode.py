@@ -327,7 +327,6 @@ def _a_file_of(items: Sequence[tuple[int, Item]]) -> Path | None:
 
 
 def _refreshing(reusable: ReusableRows, items: Iterator[tuple[int, Item]]) -> Iterator[tuple[int, Item]]:
-    """Yield items; before each part, open the files that other processes have made reusable since."""
     for _, part in groupby(items, key=itemgetter(0)):
         reusable.refresh()
         yield from part

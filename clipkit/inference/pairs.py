@@ -125,7 +125,6 @@ def closest(
 
 
 def _unit(images: Images, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return unit embeddings (N, O) and centered unit thumbnails (N, T + 1), both float32."""
     embeddings = torch.from_numpy(np.ascontiguousarray(images["embedding"])).to(device).float()
     gray = torch.from_numpy(np.ascontiguousarray(images["thumbnail"])).to(device).float()
     gray = torch.cat([gray - gray.mean(dim=1, keepdim=True), torch.full_like(gray[:, :1], _FLAT)], dim=1)

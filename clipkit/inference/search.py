@@ -264,12 +264,7 @@ class Embeddings:
         return math.ceil(items / length)
 
     def refresh(self) -> None:
-        """Open files that are new or have changed since; incomplete ones are left out until they are complete.
-
-        Raises:
-            DataError: a file or the index is damaged, a complete file is missing, no complete file is left, or the
-                embeddings are now of another model.
-        """
+        """Open files that are new or have changed since; incomplete ones are left out until they are complete."""
         with self._lock:
             if not self._exact:
                 self._refresh_index()
@@ -549,7 +544,6 @@ class Embeddings:
         return table
 
     def _mask(self, part: _Part, filters: Sequence[tuple[str, str]]) -> Tensor | None:
-        """Return which rows of a part pass the filters, (N,) bool; None for all."""
         mask = None
         for column, text in filters:
             table = self._table(part)

@@ -232,7 +232,6 @@ class Bands(NamedTuple):
 
 
 def _scale(values: "npt.NDArray[Any]", pixel_range: PixelRange) -> tuple["npt.NDArray[np.uint8]", bool]:
-    """Map values (H, W, B) to (H, W, C) uint8, see ``Bands``."""
     import numpy as np
 
     low, high = _bounds(values, pixel_range)

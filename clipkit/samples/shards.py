@@ -18,11 +18,11 @@ from clipkit.errors import DataError
 from clipkit.samples.base import Samples, is_json, parse_fields
 from clipkit.samples.index import (
     ShardIndex,
-    with_content,
     index_of_members,
     index_shard,
     keep_index,
     stored_index,
+    with_content,
 )
 from clipkit.samples.remote.cache import ShardCache
 from clipkit.samples.remote.store import RangedBytes, ShardFile, read_range

@@ -585,9 +585,6 @@ def load_training(
         optimizer: optimizer of the model.
         averaged: averaged weights, if the run averages them.
         partly: whether parameters may lack optimizer state because they are unfrozen later.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or does not match the model.
     """
     stored = read_json(folder / "state.json")
     if stored.pop("format", None) != FORMAT:

@@ -88,10 +88,6 @@ def make(out: Path, *, packages: Path | None = None, progress: bool = True) -> N
     Args:
         packages: a folder with the packages' .tgz files; None downloads them with ``npm pack``.
         progress: show a progress bar on stderr.
-
-    Raises:
-        Unavailable: resvg_py is not installed, or npm is needed and not installed or without a network.
-        DataError: ``packages`` lacks a package, or one is damaged.
     """
     if find_spec("resvg_py") is None:
         message = "the built-in dataset emoji requires resvg_py: pip install -e '.[emoji]'"
@@ -291,7 +287,6 @@ def _codes_by_name(sources: Mapping[str, _Package], concepts: Mapping[str, Conce
 def _drawings(
     package: _Package, codes: Mapping[str, str], concepts: Mapping[str, Concept]
 ) -> Iterator[tuple[str, bytes]]:
-    """Yield the code of each drawing and its SVG or WebP file, one per code."""
     icons = package.json("icons.json")
     if icons is None:
         files = package.members(r"assets/[0-9a-f-]+\.webp")

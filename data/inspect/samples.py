@@ -233,7 +233,6 @@ def explain_bad_start(survey: ShardSurvey, samples: Sequence[Sample]) -> DataErr
 
 
 def _group_by_cause(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """Group bad samples by cause, most frequent first; causes that differ only in numbers are merged."""
     groups: defaultdict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
         if sample.cause:

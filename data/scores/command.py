@@ -57,8 +57,6 @@ _MATCHES = (("similarity", "duplicate", "duplicate_of"), ("contamination", "cont
 
 @dataclass(frozen=True, kw_only=True)
 class _Shard:
-    """An encoded shard: the file, the table of its scores, with the features next to it, and the number of rows."""
-
     file: ShardFile
     table: Path
     rows: int

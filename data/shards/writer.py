@@ -68,12 +68,7 @@ class Record:
 
 
 class DatasetWriter:
-    """Write one dataset folder; nothing appears at ``out`` before ``finish``.
-
-    Raises:
-        DataError: ``out`` is not empty, or, on leaving the context, the disk is full.
-        ConfigError: another process is writing to ``out``.
-    """
+    """Write one dataset folder; nothing appears at ``out`` before ``finish``."""
 
     def __init__(self, out: Path, *, samples_per_shard: int = 10_000) -> None:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -274,9 +274,6 @@ def download(shard: ShardFile, path: Path, *, reserve: Callable[[int], None] | N
 
     Returns:
         The CRC-32 of the bytes.
-
-    Raises:
-        DataError: the file cannot be downloaded or has changed, or ``path`` cannot be written.
     """
     attempts = Attempts(shard.url, known=shard.size >= 0 or bool(shard.version))
     is_stream = protocol_of(shard.url) == "pipe"
