@@ -205,6 +205,7 @@ class CaptionRule:
 
         Args:
             fields: of the sample, from ``parse``.
+            index: of the caption, for "all".
             random: random generator, required if ``draws``.
         """
         by_field = self.by_field(fields)
@@ -214,9 +215,7 @@ class CaptionRule:
             index = int(random.integers(len(flat)))
         elif self.choice == "weighted" and flat:
             assert random is not None
-            weights = np.array(
-                [weight if of else 0 for weight, of in zip(self.weights, by_field, strict=True)]
-            )
+            weights = np.array(self.weights) * list(map(bool, by_field))
             flat = []
             if weights.any():
                 flat = by_field[int(random.choice(len(weights), p=weights / weights.sum()))]

@@ -141,7 +141,8 @@ class Loader:
         count = self.shards.selection.captions.count
         captions = [caption for i in range(count) for caption in part.captions[i::count]]
         texts = captions + part.negatives
-        tokens = (self._tokenizers[stage.context_length] if stage else self.tokenize)(texts)
+        tokenize = self._tokenizers[stage.context_length] if stage else self.tokenize
+        tokens = tokenize(texts)
         lengths = token_lengths(tokens)
         count_cut = getattr(self.tokenize, "count_cut", None)
         cut = count_cut(captions, tokens[: len(captions)]) if count_cut and not stage else 0

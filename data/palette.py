@@ -19,7 +19,7 @@ from data.options import PaletteOptions
 from data.selection import Selection
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
-from data.sources import find_shards
+from data.sources import find_all_shards
 
 _PIXELS = 1 << 20  # over all images
 
@@ -44,7 +44,7 @@ def run_palette(options: PaletteOptions) -> int:
     if out.exists():
         raise DataError(f"{out} already exists: name a new file, or remove it first")
     selection = Selection(need=("image",), image=options.image)
-    files = [file for source in options.sources for file in find_shards(source, split=options.split)]
+    files = find_all_shards(options.sources, split=options.split)
     cache = shard_cache(options.sources, options.cache_gb)
     shards = Shards(make_manifest([files], selection, cache=cache, stats=False), selection, cache=cache)
     count = min(len(shards), options.images)

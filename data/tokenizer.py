@@ -28,7 +28,7 @@ from data.filters import Filter
 from data.options import TokenizerOptions
 from data.selection import SelectedShard, Selection
 from data.shards.manifest import make_manifest
-from data.sources import find_shards
+from data.sources import find_all_shards
 
 _START = "<|startoftext|>"
 _END = "<|endoftext|>"
@@ -81,7 +81,7 @@ def run_tokenizer(options: TokenizerOptions) -> int:
         raise DataError(f"{out} already exists and is not empty: use a new folder, or remove it first")
     rule = CaptionRule(fields=options.captions, choice="all")
     selection = Selection(need=("caption",), filters=tuple(map(Filter.of, options.filters)), captions=rule)
-    shards = [shard for source in options.sources for shard in find_shards(source, split=options.split)]
+    shards = find_all_shards(options.sources, split=options.split)
     cache = shard_cache(options.sources, options.cache_gb)
     manifest = make_manifest([shards], selection, cache=cache, stats=False)
     count = int(manifest.counts.sum())

@@ -182,7 +182,9 @@ def _simplify_character(character: str, face: Face) -> tuple[str, tuple[str, ...
     if not styled or len(folded) != 1 or not folded.isalnum():
         return character, face.styles
     # the weight of the face remains; a sans alphabet in a serif face is sans
-    face_styles = {*face.styles} - ({*_STYLE_ORDER[3:]} if {*styles} & {*_STYLE_ORDER[3:]} else set())
+    face_styles = {*face.styles}
+    if {*styles} & {*_STYLE_ORDER[3:]}:
+        face_styles -= {*_STYLE_ORDER[3:]}
     either = face_styles | {*styles}
     if "italic" in either:
         either.discard("oblique")

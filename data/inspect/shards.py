@@ -30,7 +30,7 @@ from clipkit.samples.remote import ShardCache, ShardFile, read_range
 from data.inspect.findings import Broken, Member, Names, ShardsFound
 from data.selection import SelectedShard, Selection
 from data.shards.manifest import Census, nothing_usable, suggest_setting
-from data.sources import find_shards
+from data.sources import find_all_shards
 
 FIRST_PLACES = 3  # examples of a finding
 _BLOCK = 512
@@ -84,7 +84,7 @@ class ShardSurvey(OpenShards[Shard]):
     ) -> None:
         self.cache = cache
         self.selection = selection
-        self._files = [file for source in sources for file in find_shards(source, split=split)]
+        self._files = find_all_shards(sources, split=split)
         self.remote = any(file.is_remote for file in self._files)
         self.scans: list[ShardScan] = []
         count = min(shards or (_REMOTE_SHARDS if self.remote else _SHARDS), len(self._files))

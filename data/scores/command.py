@@ -42,7 +42,7 @@ from data.captions import CaptionRule
 from data.options import ScoreOptions
 from data.scores.page import check_filters, write_filters
 from data.scores.table import PERMILLE, scores_folder
-from data.sources import find_shards
+from data.sources import find_all_shards
 
 _VERSION = 1  # of columns and features; increase it when one is computed differently
 _ROWS = 2048  # samples encoded, compared and written at a time
@@ -88,8 +88,8 @@ def _describe_damage(path: Path, error: Exception) -> DataError:
 
 def run_score(options: ScoreOptions) -> int:
     """Run the command and return its exit status."""
-    shards = [shard for source in options.sources for shard in find_shards(source, split=options.split)]
-    against = [shard for source in options.against for shard in find_shards(source, split="test")]
+    shards = find_all_shards(options.sources, split=options.split)
+    against = find_all_shards(options.against, split="test")
     cache = shard_cache([*options.sources, *options.against], options.cache_gb)
     rule = CaptionRule(fields=options.captions)
     if options.filters and options.html is None:

@@ -74,7 +74,9 @@ class Resize:
 
     def target(self, width: int, height: int) -> tuple[int, int] | None:
         """Return the width and height to resize to, before cropping and borders; None to keep the size."""
-        side = (min if self.mode in ("keep_ratio", "center_crop") else max)(width, height)
+        side = max(width, height)
+        if self.mode in ("keep_ratio", "center_crop"):
+            side = min(width, height)
         if (side < self.size and not self.enlarge) or (side == self.size and width == height):
             return None
         if side == self.size and self.mode.startswith("keep_ratio"):
