@@ -230,7 +230,7 @@ class Loader:
         chosen = sample_id
         for _ in range(_SUBSTITUTES):
             try:
-                self._add(row, chosen, epoch, part)
+                self._add_sample(row, chosen, epoch, part)
                 return
             except PixelRangeError as error:
                 shard, key = self.shards.locate(chosen)
@@ -246,7 +246,7 @@ class Loader:
             tuple(part.bad),
         )
 
-    def _add(self, row: int, sample_id: int, epoch: int, part: BatchPart) -> None:
+    def _add_sample(self, row: int, sample_id: int, epoch: int, part: BatchPart) -> None:
         """Add a sample; if this raises DataError, the lists of the part are unchanged."""
         began = time.perf_counter()
         sample = self.shards.read(sample_id)

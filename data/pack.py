@@ -392,7 +392,7 @@ class FieldNames:
     def __init__(self, columns: Iterable[str], *, taken: Iterable[str] = ()) -> None:
         self._names: dict[str, str] = {}
         self._own = {*_OWN_FIELDS, *taken}
-        self._count_drawn = set(self._own)
+        self._taken = set(self._own)
         self.of(columns)
 
     def of(self, columns: Iterable[str]) -> dict[str, str]:
@@ -403,9 +403,9 @@ class FieldNames:
             if len(self._names) == _MOST_FIELDS:
                 break
             name = field_name(column)
-            while name in self._count_drawn:
+            while name in self._taken:
                 name += "_"
-            self._count_drawn.add(name)
+            self._taken.add(name)
             self._names[column] = name
         return {column: self._names[column] for column in columns if column in self._names}
 
@@ -491,7 +491,9 @@ def run_pack(options: PackCommand) -> int:
     report = pack(options.table, options.out, options, progress=not options.quiet)
     print(f"created {options.out} in {time.monotonic() - start:.1f} s")
     print(f"  columns  {report.image_column} (image), {report.caption_column} (caption)")
-    for line in _remarks(report, keep_orientation=options.keep_orientation, background=options.background):
+    for line in _list_remarks(
+        report, keep_orientation=options.keep_orientation, background=options.background
+    ):
         print(textwrap.fill(line, 79, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False))
     if report.bad:
         print("  bad rows, by cause:")
@@ -511,7 +513,7 @@ def run_pack(options: PackCommand) -> int:
     return 0
 
 
-def _remarks(report: PackReport, *, keep_orientation: bool, background: str | None) -> Iterator[str]:
+def _list_remarks(report: PackReport, *, keep_orientation: bool, background: str | None) -> Iterator[str]:
     if are_ids(report.classes):
         yield (
             f"warning: the captions are names of folders that look like ids, such as {report.classes[0]!r}: write "

@@ -252,12 +252,12 @@ def run_classify(options: ClassifyOptions) -> int:
 
 def _write_review(out: Path, uncertain: Sequence[_Uncertain], labels: Sequence[str]) -> Path:
     """Write the page of the least certain images; those that cannot be read again are left out."""
-    from clipkit.inference.search import TEMPLATES, Hit, embedded  # requires the extra pack
+    from clipkit.inference.search import TEMPLATES, Hit, embed_thumbnail  # requires the extra pack
 
     images = []
     for entry in sorted(uncertain, reverse=True):
         hit = Hit(id="", similarity=0.0, path=entry.found.image, source=entry.found.source, metadata={})
-        if (image := embedded(hit)) is not None:
+        if (image := embed_thumbnail(hit)) is not None:
             images.append({"found": entry.found, "image": image})
     page = TEMPLATES.get_template("review.html").render(
         title="Labels to review",

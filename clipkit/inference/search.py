@@ -215,7 +215,7 @@ class Embeddings:
         self._parts: tuple[_Part, ...] = ()
         self._complete: set[int] | None = None  # numbers of the files that were opened
         self.left_out: list[Path] = []
-        self._list_tables: OrderedDict[str, pyarrow.Table] = OrderedDict()
+        self._tables: OrderedDict[str, pyarrow.Table] = OrderedDict()
         self._lock = Lock()
         self._exact = exact
         # with the stamps of its files
@@ -475,7 +475,7 @@ class Embeddings:
 
     def vector_of(self, hit: Hit) -> Tensor:
         """Return the embedding of another folder's image or text in this folder, (O,) float32, unit norm."""
-        matches = [(part, row) for part in self._parts for row in self._rows_like(part, hit)]
+        matches = [(part, row) for part in self._parts for row in self._find_rows_like(part, hit)]
         is_sample = hit.identity[0] == "sample"
         if not matches or (len(matches) > 1 and is_sample and not (hit.digest and "digest" in self.columns)):
             count = "several embeddings" if matches else "no embedding"
@@ -485,7 +485,7 @@ class Embeddings:
         part.check()
         return F.normalize(part.floats(np.array([row]))[0], dim=0)
 
-    def _rows_like(self, part: _Part, hit: Hit) -> list[int]:
+    def _find_rows_like(self, part: _Part, hit: Hit) -> list[int]:
         table = self._table(part)
         if hit.digest and "digest" in table.column_names:
             equal = pyarrow.compute.equal(table["digest"].cast(pyarrow.string()), hit.digest)
@@ -525,9 +525,9 @@ class Embeddings:
 
     def _table(self, part: _Part) -> pyarrow.Table:
         with self._lock:
-            if part.digits in self._list_tables:
-                self._list_tables.move_to_end(part.digits)
-                return self._list_tables[part.digits]
+            if part.digits in self._tables:
+                self._tables.move_to_end(part.digits)
+                return self._tables[part.digits]
         try:
             table = pyarrow.parquet.read_table(part.table)
         except (OSError, pyarrow.ArrowException) as error:
@@ -535,12 +535,9 @@ class Embeddings:
             raise DataError(f"cannot read {part.table}: {error}") from error
         part.check()
         with self._lock:
-            self._list_tables[part.digits] = table
-            while (
-                len(self._list_tables) > 1
-                and sum(cached.nbytes for cached in self._list_tables.values()) > _TABLES
-            ):
-                self._list_tables.popitem(last=False)
+            self._tables[part.digits] = table
+            while len(self._tables) > 1 and sum(cached.nbytes for cached in self._tables.values()) > _TABLES:
+                self._tables.popitem(last=False)
         return table
 
     def _mask(self, part: _Part, filters: Sequence[tuple[str, str]]) -> Tensor | None:
@@ -739,7 +736,7 @@ def run_search(options: SearchOptions) -> int:
         lead = (
             f"The {len(hits)} nearest of {counted(len(embeddings), 'row')} in {embeddings.folder}{unwanted}."
         )
-        results = [(hit, embedded(hit)) for hit in hits]
+        results = [(hit, embed_thumbnail(hit)) for hit in hits]
         page = TEMPLATES.get_template("found.html").render(title=title, lead=lead, notes=[], hits=results)
         print(f"wrote {write_page(options.html, page)}")
         return 0 if hits else 1
@@ -803,7 +800,7 @@ def run_index(options: IndexOptions) -> int:
     return 0
 
 
-def embedded(hit: Hit) -> Markup | None:
+def embed_thumbnail(hit: Hit) -> Markup | None:
     """Return a thumbnail as a data URI; None if there is none."""
     try:
         return Markup("data:image/jpeg;base64,") + base64.b64encode(thumbnail(hit, 240)).decode()

@@ -79,7 +79,7 @@ class TableSamples(Samples):
                     number += 1
                     if progress is not None and number % _EVERY == 0:
                         progress((part + row.progress) / len(tables), number)
-                    self._add(row, number, table, group, group_by)
+                    self._add_row(row, number, table, group, group_by)
             except DataError as error:
                 self.damage = str(error)
                 self._rows.add(number + 1, Row(number=number + 1, cause=self.damage, progress=1.0), b"")
@@ -89,7 +89,7 @@ class TableSamples(Samples):
         self.repeated = self._rows.repeated
         self.other_images = self._rows.other_images
 
-    def _add(self, row: Row, number: int, table: Table, group: bool, group_by: str | None) -> None:
+    def _add_row(self, row: Row, number: int, table: Table, group: bool, group_by: str | None) -> None:
         """Store a row with its key, which is empty if it belongs to no group."""
         content = row.content
         image = b""

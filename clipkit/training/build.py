@@ -174,7 +174,7 @@ def first_model(
         say(f"the checkpoint contains all weights: model.weights = {model.weights!r} is not read")
         if not _fits(first, shape):
             cause = f"of another architecture than {model.label}"
-            if other := _other_classes(first, shape):
+            if other := _describe_other_classes(first, shape):
                 cause = f"of {other}: set {model.text} as it was when the run began, or out=… for a new run"
             raise CheckpointError(f"{checkpoint} is {cause}")
         if not shape.text.classes:
@@ -350,7 +350,7 @@ def _fits(first: CLIP, shape: Architecture) -> bool:
 
 
 def _misfit(first: CLIP, shape: Architecture, model: ModelConfig) -> str:
-    if other := _other_classes(first, shape):
+    if other := _describe_other_classes(first, shape):
         return f"are of {other}: set {model.text} as it was for them, or model.new_head=true"
     if shape.text.classes and not first.architecture.text.classes:
         return (
@@ -370,12 +370,12 @@ def _misfit(first: CLIP, shape: Architecture, model: ModelConfig) -> str:
         if part != "classes":
             named["model.image" if selected(part, IMAGE_TOWERS) else "model.text"] = part
     set_to = " ".join(f"{key}={value}" for key, value in named.items()) if name else "model.name"
-    if first.name == model.label and (sizes := _other_sizes(first.architecture, shape)):
+    if first.name == model.label and (sizes := _list_other_sizes(first.architecture, shape)):
         return f"are of {model.label} with other sizes: set {' '.join(sizes)}"
     return f"are of {first.name or 'another architecture'}, not of {model.label}: set {set_to}"
 
 
-def _other_sizes(stored: Architecture, shape: Architecture) -> list[str]:
+def _list_other_sizes(stored: Architecture, shape: Architecture) -> list[str]:
     def settings(architecture: Architecture) -> dict[str, object]:
         sizes = {**architecture.vision.size_settings, **architecture.text.size_settings}
         return {"distilled": False, **sizes, "embed": architecture.embed_dim}
@@ -388,7 +388,7 @@ def _other_sizes(stored: Architecture, shape: Architecture) -> list[str]:
     ]
 
 
-def _other_classes(first: CLIP, shape: Architecture) -> str:
+def _describe_other_classes(first: CLIP, shape: Architecture) -> str:
     names = first.architecture.text.classes
     expected = shape.text.classes
     if (

@@ -42,7 +42,7 @@ class AveragedWeights:
         """Add the weights after ``step`` updates, at least 1, to the average."""
         assert step >= 1, step
         weight = 1 - min(self.decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(self._parts(self._averages), self._parts(self._weights), weight)
+        torch._foreach_lerp_(self._local_parts(self._averages), self._local_parts(self._weights), weight)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the averages by parameter name, sharded like the parameters; not copies."""
@@ -74,23 +74,25 @@ class AveragedWeights:
 
         Values are exchanged, which takes no memory. Do not update the model meanwhile.
         """
-        self._swap()
+        self._swap_weights()
         try:
             yield
         finally:
-            self._swap()
+            self._swap_weights()
 
     @torch.no_grad()
-    def _swap(self) -> None:
+    def _swap_weights(self) -> None:
         """Exchange values in place, since FSDP and DDP hold the memory of the weights."""
-        for weight, average in zip(self._parts(self._weights), self._parts(self._averages), strict=True):
+        for weight, average in zip(
+            self._local_parts(self._weights), self._local_parts(self._averages), strict=True
+        ):
             weight_copy = weight.clone()
             weight.copy_(average)
             average.copy_(weight_copy)
         drop_gathered(self._model)
 
     @staticmethod
-    def _parts(tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    def _local_parts(tensors: Mapping[str, Tensor]) -> list[Tensor]:
         return [local_part(tensor) for tensor in tensors.values()]
 
 

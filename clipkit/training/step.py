@@ -459,7 +459,7 @@ class TrainingStep:
         loss = partial(
             batch_loss,
             objective=self.objective,
-            targets=self._targets(batch),
+            targets=self._make_targets(batch),
             settings=self.loss,
             several_captions=batch.more is not None,
             teaching=teaching,
@@ -514,7 +514,7 @@ class TrainingStep:
 
         All ranks call this together.
         """
-        targets = self._targets(batch)
+        targets = self._make_targets(batch)
         figures = {f"loss_{name}": float(value) for name, value in features.terms.items()}
         # the levels would depend on the teacher, and terms and wrong captions have none
         further = batch.negatives is not None or batch.more is not None
@@ -531,7 +531,7 @@ class TrainingStep:
             targets = replace(targets, identities=targets.identities[: len(texts)])
         return {**figures, **self.objective.figures(features.images, texts, targets)}
 
-    def _targets(self, batch: Batch) -> Targets:
+    def _make_targets(self, batch: Batch) -> Targets:
         return Targets(
             identities=batch.identities,
             tokens=batch.tokens,

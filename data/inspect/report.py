@@ -69,7 +69,7 @@ def _fraction(part: int, total: int) -> str:
     return f"{part:,} of {total:,} ({_percent(part, total)})"
 
 
-def _count(value: float, is_exact: bool) -> str:
+def _format_count(value: float, is_exact: bool) -> str:
     """Return a count; an estimate with three significant digits."""
     return f"{value:,.0f}" if is_exact else f"about {float(f'{value:.3g}'):,.0f}"
 
@@ -78,12 +78,12 @@ def _name(url: str) -> str:
     return printable(url.rpartition("/")[2] or url, 60)
 
 
-def _place(place: Place) -> str:
+def _format_place(place: Place) -> str:
     return f"{_name(place.shard)}: {printable(place.key, 60)}"
 
 
-def _places(places: Sequence[Place]) -> str:
-    return "; ".join(map(_place, places))
+def _join_places(places: Sequence[Place]) -> str:
+    return "; ".join(map(_format_place, places))
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def _places(places: Sequence[Place]) -> str:
 def headline(findings: Findings) -> str:
     """Summarize the shards in one line."""
     shards = findings.shards
-    samples = _count(shards.samples, shards.samples_known)
+    samples = _format_count(shards.samples, shards.samples_known)
     return f"{counted(shards.count, 'shard')}, {samples} samples, {size_of(shards.bytes)}"
 
 
@@ -115,20 +115,20 @@ def _shard_rows(findings: Findings) -> list[Row]:
     shards = findings.shards
     filtered = findings.filtered
     rows = [Row("shards", [f"{counted(shards.count, 'tar file')}, {size_of(shards.bytes)}"])]
-    samples = _count(shards.samples, shards.samples_known)
+    samples = _format_count(shards.samples, shards.samples_known)
     more = " pairs of image and caption" if shards.samples_known else "; python -m data index counts all"
     rows.append(Row("samples", [f"{samples}{more}"]))
     is_exact = shards.samples_known
     if filtered is not None:
         is_exact = findings.all_read
         passed = _percent(filtered.passed, filtered.read)
-        left = _count(findings.left, is_exact)
+        left = _format_count(findings.left, is_exact)
         lines = [f"{left} samples ({passed}); the rest of this report covers all samples"]
         for reason, count in [*filtered.left_out.items()][:_LEFT_OUT_SHOWN]:
             lines.append(f"{count:,} left out: {printable(reason, 80)}")
         rows.append(Row("after filters", lines))
     steps = findings.left // findings.batch_size
-    steps_text = counted(steps, "step") if is_exact else f"{_count(steps, is_exact)} steps"
+    steps_text = counted(steps, "step") if is_exact else f"{_format_count(steps, is_exact)} steps"
     rows.append(
         Row("one epoch", [f"{steps_text} of {findings.batch_size:,} samples (--batch-size sets the batch)"])
     )
@@ -174,7 +174,7 @@ def _bad_rows(findings: Findings) -> list[Row]:
         Row("bad", [f"{sampled.bad:,} ({_percent(sampled.bad, sampled.tried)})"]),
     ]
     for group in sampled.causes[:_CAUSES_SHOWN]:
-        lines = [printable(group.cause, 160), f"in {_places(group.first)}"]
+        lines = [printable(group.cause, 160), f"in {_join_places(group.first)}"]
         rows.append(Row(counted(group.count, "sample"), lines))
     return rows
 
@@ -211,10 +211,10 @@ def _image_rows(findings: Findings) -> list[Row]:
         if places:
             count = getattr(images.traits, trait)
             more = "; …" if count > len(places) else ""
-            line = f"{_fraction(count, images.read)}, in {_places(places)}{more}"
+            line = f"{_fraction(count, images.read)}, in {_join_places(places)}{more}"
             rows.append(Row(_TRAITS.get(trait, trait), [line]))
     rows += [_deep_row(deep, findings.decoding) for deep in images.deep]
-    groups = [" = ".join(map(_place, group)) for group in images.same_groups]
+    groups = [" = ".join(map(_format_place, group)) for group in images.same_groups]
     same = f"{images.same:,} images:" if images.same else "none among the decoded images"
     rows.append(Row("identical files", [same, *groups]))
     return rows
@@ -285,7 +285,7 @@ def _sample_notes(findings: Findings) -> Iterator[Note]:
         read = captions.read + captions.empty + captions.not_utf8
         yield Note(
             f"{_fraction(captions.not_utf8, read)} captions are not UTF-8, such as "
-            f"{_places(captions.not_utf8_at)}: training replaces these samples",
+            f"{_join_places(captions.not_utf8_at)}: training replaces these samples",
             grave=True,
         )
     for unknown in captions.unknown:

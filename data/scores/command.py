@@ -226,7 +226,7 @@ def _languages() -> Any:
 
 
 @cache
-def _class_names() -> frozenset[tuple[str, ...]]:
+def _load_class_words() -> frozenset[tuple[str, ...]]:
     return frozenset(tuple(_words(str(name))) for name in prompt_list("IMAGENET_CLASSNAMES"))
 
 
@@ -236,7 +236,7 @@ def _words(text: str) -> list[str]:
 
 def _names_class(caption: str) -> bool:
     words = _words(caption)
-    names = _class_names()
+    names = _load_class_words()
     longest = max(map(len, names))
     return any(
         tuple(words[start : start + length]) in names

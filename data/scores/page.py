@@ -14,7 +14,7 @@ from clipkit.files import printable, templates, write_page
 from clipkit.samples import decode_image
 from data.filters import Filter
 from data.inspect.samples import encode_webp
-from data.scores.table import COLUMNS, PERMILLE, PREFIX, PRESET, PRESETS, parse_filters, scored_filters
+from data.scores.table import COLUMNS, PERMILLE, PREFIX, PRESET, PRESETS, parse_filters, parse_scored_filters
 
 _EXAMPLES = 12  # kept, and as many dropped
 # of numbers; most frequent other values
@@ -92,7 +92,7 @@ def write_filters(
     there = pq.read_schema(tables[0]).names
     flags = [f"{PREFIX}{name} = false" for name in ("duplicate", "contaminated") if name in there]
     texts = texts or [f"{PREFIX}clip >= top 30%", *flags, "preset:datacomp_basic"]
-    filters, _ = scored_filters(texts, name)
+    filters, _ = parse_scored_filters(texts, name)
     presets = {text: PRESETS[text.removeprefix(PRESET).strip()] for text in texts if text.startswith(PRESET)}
     effects = [_Effect(filter_) for filter_ in filters]
     for effect in effects:  # edges of histograms

@@ -159,7 +159,7 @@ class Scores:
         return rows
 
 
-def scored_filters(texts: Sequence[str], name: str) -> tuple[tuple[Filter, ...], Scores | None]:
+def parse_scored_filters(texts: Sequence[str], name: str) -> tuple[tuple[Filter, ...], Scores | None]:
     """Parse ``data.filters``: replace presets by their filters, and ``top P%`` by a number."""
     texts = [part for text in texts for part in _expand_preset(text)]
     uses = any(text.lstrip().startswith(PREFIX) for text in texts)

@@ -453,7 +453,7 @@ class Manifest:
         Only ``changes_since`` compares the content, because not every shard is read.
         """
         digest = hashlib.sha256(json.dumps([self.selection, len(self)]).encode())
-        digest.update(os.fsencode("\0".join(map(_name, self.urls))))
+        digest.update(os.fsencode("\0".join(map(_strip_folder, self.urls))))
         for array in (self.sizes, self.counts, self.digests.ends, self.digests.content):
             digest.update(array.tobytes())
         return digest.hexdigest()[:16]
@@ -516,8 +516,8 @@ class Manifest:
         changes = []
         if self.selection != earlier.selection:
             changes.append("the settings of captions or filters, data.fraction, or the scores, differ")
-        before = list(map(_name, earlier.urls))
-        now = list(map(_name, self.urls))
+        before = list(map(_strip_folder, earlier.urls))
+        now = list(map(_strip_folder, self.urls))
         if len(before) != len(now):
             changes.append(f"{len(now)} shards instead of {len(before)}")
         counts_before = Counter(before)
@@ -579,7 +579,7 @@ class Manifest:
         )
 
 
-def _name(url: str) -> str:
+def _strip_folder(url: str) -> str:
     if url.startswith("pipe:"):
         return url
     path = url.partition("?")[0] if "://" in url else url  # a signature may contain slashes

@@ -375,7 +375,7 @@ class RangedBytes:
         if shard.size < 0:
             raise DataError(f"{shown(shard.url)}: its size is unknown, so it cannot be read in parts")
         self._shard = shard
-        self._start_position = 0
+        self._start = 0
         self._block = b""
         self._block_size = _SMALLEST_BLOCK
         self._served = 0  # reads from the current block
@@ -390,14 +390,14 @@ class RangedBytes:
         assert step == 1
         if stop <= start:
             return b""
-        if not self._start_position <= start <= stop <= self._start_position + len(self._block):
+        if not self._start <= start <= stop <= self._start + len(self._block):
             if self._block:
-                close = 0 <= (start - self._start_position) / max(self._served, 1) <= _FAR
+                close = 0 <= (start - self._start) / max(self._served, 1) <= _FAR
                 self._block_size = min(self._block_size * 2, _LARGEST_BLOCK) if close else _SMALLEST_BLOCK
             self._block = read_range(self._shard, start, min(max(stop, start + self._block_size), len(self)))
-            self._start_position = start
+            self._start = start
             self._served = 0
             self.requests += 1
             self.bytes_read += len(self._block)
         self._served += 1
-        return self._block[start - self._start_position : stop - self._start_position]
+        return self._block[start - self._start : stop - self._start]

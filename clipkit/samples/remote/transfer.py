@@ -129,10 +129,10 @@ def http_error(status: int, *, wait: float = 0.0) -> TransferError:
 
 def answered(url: str) -> None:
     """Record that the store of a URL has answered: later failures to reach it are treated as outages."""
-    _answered.add(_store_of(url))
+    _answered.add(_identify_store(url))
 
 
-def _store_of(url: str) -> str:
+def _identify_store(url: str) -> str:
     protocol, _, rest = url.partition(":")
     if protocol == "pipe":
         return f"pipe:{next((word for word in rest.split() if '=' not in word), '')}"
@@ -185,7 +185,7 @@ class Attempts:
         if not error.temporary:
             self.give_up(str(error))
         now = time.monotonic()
-        if error.unreached and _store_of(self._url) not in _answered:
+        if error.unreached and _identify_store(self._url) not in _answered:
             self._unreached.append(now)
             tries = len(self._unreached)
             since = self._unreached[0]

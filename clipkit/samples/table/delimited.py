@@ -95,9 +95,9 @@ class Delimited(Format):
         # columns up to the last one with a name
         self._width = max((i for i, name in enumerate(self.names, 1) if name), default=0)
         # whether paths have the numbers of their captions
-        self._list_numbered = not self._has_header and any(map(_is_numbered, first_rows[0]))
+        self._numbered = not self._has_header and any(map(_is_numbered, first_rows[0]))
         is_quoted = start[self._skip :].lstrip().startswith('"')
-        self._quotes_are_text = self._list_numbered and self._delimiter == "\t" and not is_quoted
+        self._quotes_are_text = self._numbered and self._delimiter == "\t" and not is_quoted
 
     def records(self, required: Sequence[str], others: Sequence[str]) -> Iterator[Record]:
         indices = {name: i for i, name in reversed([*enumerate(self.names)])}  # the first of equal names
@@ -124,7 +124,7 @@ class Delimited(Format):
                         cell[1:] if cell[:1] == "'" and _FORMULA.match(cell) else cell for cell in fields
                     ]
                 cells = {name: fields[indices[name]] for name in required}
-                if self._list_numbered:
+                if self._numbered:
                     cells[image_column] = _CAPTION_NUMBER.sub("", fields[indices[image_column]])
                 for name in others:
                     if indices[name] < len(fields):

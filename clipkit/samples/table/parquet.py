@@ -116,7 +116,7 @@ class ParquetSamples(Samples):
     def fields(self, i: int) -> dict[str, Any]:
         group = self._group_of(i)
         row = i - self._starts[group]
-        return {name: json_value(python_value(self._values(group, name)[row])) for name in self._others}
+        return {name: json_value(python_value(self._read_column(group, name)[row])) for name in self._others}
 
     def read(self, i: int, member: str) -> bytes:
         """Return an encoded image, with "" the first member; raise DataError if it cannot be read."""
@@ -128,7 +128,7 @@ class ParquetSamples(Samples):
             member = match[1]
             index = int(match[2])
         group = self._group_of(i)
-        return _image_in(self._values(group, member)[i - self._starts[group]], index)
+        return _image_in(self._read_column(group, member)[i - self._starts[group]], index)
 
     def columns(self, *names: str) -> list[list[Any]]:
         """Return all values of some columns, which should be small."""
@@ -165,7 +165,7 @@ class ParquetSamples(Samples):
     def _group_of(self, i: int) -> int:
         return bisect_right(self._starts, i) - 1
 
-    def _values(self, group: int, column: str) -> Any:
+    def _read_column(self, group: int, column: str) -> Any:
         """Return a column of a row group, which one thread reads while others wait for it."""
         if self._process != os.getpid():  # locks may have been held during the fork
             self._forget()
