@@ -303,7 +303,6 @@ def pack(
 def _pack_in_order(
     samples: TableSamples | FolderSamples, how: Storing, test: float
 ) -> Iterator[tuple[int, _Packed | str]]:
-    """Yield each sample, or the cause why it cannot be packed."""
     Image.init()
     workers = min(8, os.cpu_count() or 1)  # threads, because reading and decoding release the GIL
     waiting: deque[tuple[int, Future[_Packed | str]]] = deque()

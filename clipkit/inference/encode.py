@@ -120,11 +120,6 @@ def encode(
             which is resumed. The manifest records ``model`` and ``sources``.
         process: index of this process, which encodes only its own parts.
         encode_parts: encodes parts elsewhere, in any order, see ``RayEncoder``; None encodes in this process.
-
-    Raises:
-        ConfigError: the folder contains embeddings of another model, setting or source, or another process is
-            writing to it.
-        DataError: a source is missing, empty or changed while it was read, or the model's output is not finite.
     """
     assert options.rows_per_file >= 1
     rows_per_file = options.rows_per_file
