@@ -186,7 +186,8 @@ def pack(
             paths[0], image_column=options.image_column, caption_column=options.caption_column
         )
         if table is not None:
-            root, paths = paths[0], [table]
+            root = paths[0]
+            paths = [table]
         elif group_by is not None:
             raise ConfigError(f"--group-by {group_by}: {paths[0]} is a folder of images, not a table")
         else:
@@ -203,7 +204,8 @@ def pack(
     tables = [open_table(path, others=others) for path in paths] if folder is None else []
     if tables and group_by == tables[0].image_column:
         group_by = None
-    bad, marks = Counter[str](), Counter[str]()
+    bad = Counter[str]()
+    marks = Counter[str]()
     caption_counts = Counter[int]()
     packed_rows = 0
     firsts: dict[str, str] = {}
@@ -264,7 +266,8 @@ def pack(
         classes: list[str] = []
         caption_source = samples.caption_column
         if folder is not None:
-            classes, caption_source = sorted(set(folder.class_names.values())), folder.captions_from
+            classes = sorted(set(folder.class_names.values()))
+            caption_source = folder.captions_from
         card = {
             "name": paths[0].stem,
             "description": "images and captions from a table or folder",
@@ -302,7 +305,6 @@ def pack(
 def _pack_in_order(
     samples: TableSamples | FolderSamples, how: Storing, test: float
 ) -> Iterator[tuple[int, _Packed | str]]:
-    """Yield each sample, or the cause why it cannot be packed."""
     Image.init()
     workers = min(8, os.cpu_count() or 1)  # threads, because reading and decoding release the GIL
     waiting: deque[tuple[int, Future[_Packed | str]]] = deque()
@@ -373,7 +375,6 @@ def _draw_split(data: bytes, test: float) -> str:
 
 
 def _unlisted_images(folder: Path, table: Table) -> Iterator[tuple[str, str]]:
-    """Yield the images below a folder that its table does not list, relative to the folder, with the cause."""
     root = folder.absolute()
     listed = set[str]()
     for row in table:
@@ -416,11 +417,7 @@ class FieldNames:
 def fields_of(
     others: Mapping[str, object], names: Mapping[str, str], captions: Sequence[str]
 ) -> dict[str, Any]:
-    """Return a sample's json.
-
-    Raises:
-        DataError: it is too large, nested too deeply, or has columns without a name.
-    """
+    """Return a sample's json."""
     if len(names) < len(others):
         raise DataError(
             f"more than {_MOST_FIELDS:,} different columns in the table (select some with --fields)"
@@ -460,8 +457,8 @@ def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
             else:  # with the permissions: a file may have been unreadable
                 facts.append(f"{file}\0{status.st_size} {status.st_mtime_ns} {status.st_mode}")
     digest.update("".join(f"{fact}\n" for fact in facts).encode("utf-8", "surrogateescape"))
-    shown = remote[0].shown if remote else str(sources[0])
-    what = shown if len(sources) == 1 else f"{len(sources)} tables such as {shown}"
+    title = remote[0].shown if remote else str(sources[0])
+    what = title if len(sources) == 1 else f"{len(sources)} tables such as {title}"
     name = field_name(Path(sources[0].name).stem)[:_LONGEST_NAME]
     folder = cache_folder() / "packed" / f"{name}-{digest.hexdigest()[:16]}"
     copies = folder.with_name(f".{folder.name}.tables")  # kept after an interruption, to resume
@@ -480,11 +477,11 @@ def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
         )
 
     try:
-        created_once(folder, make, name=f"the shards of {shown}")
+        created_once(folder, make, name=f"the shards of {title}")
     except DataError as error:
         if "which column is" not in str(error):
             raise
-        table = shlex.quote(shown)
+        table = shlex.quote(title)
         raise DataError(
             f"{error}. Write shards with `python -m data pack {table} OUT`, or, if it lists URLs, with "
             f"`python -m data download {table} OUT`"
@@ -498,7 +495,9 @@ def run_pack(options: PackCommand) -> int:
     report = pack(options.table, options.out, options, progress=not options.quiet)
     print(f"created {options.out} in {time.monotonic() - start:.1f} s")
     print(f"  columns  {report.image_column} (image), {report.caption_column} (caption)")
-    for line in _remarks(report, kept=options.keep_orientation, background=options.background):
+    for line in _list_remarks(
+        report, keep_orientation=options.keep_orientation, background=options.background
+    ):
         print(textwrap.fill(line, 79, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False))
     if report.bad:
         print("  bad rows, by cause:")
@@ -518,8 +517,7 @@ def run_pack(options: PackCommand) -> int:
     return 0
 
 
-def _remarks(report: PackReport, *, kept: bool, background: str | None) -> Iterator[str]:
-    """Yield remarks about other columns and about images, with the options that apply."""
+def _list_remarks(report: PackReport, *, keep_orientation: bool, background: str | None) -> Iterator[str]:
     if are_ids(report.classes):
         yield (
             f"warning: the captions are names of folders that look like ids, such as {report.classes[0]!r}: write "
@@ -531,7 +529,11 @@ def _remarks(report: PackReport, *, kept: bool, background: str | None) -> Itera
     if report.left_out:
         left_out = [f"{name!r} ({why})" for name, why in report.left_out.items()]
         yield f"columns left out: {', '.join(left_out[:8])}{', …' if len(left_out) > 8 else ''}"
-    orientation = "unchanged, and CLIP ignores it" if kept else "upright (unless --keep-orientation is given)"
+    orientation = (
+        "unchanged, and CLIP ignores it"
+        if keep_orientation
+        else "upright (unless --keep-orientation is given)"
+    )
     colors = "CLIP sees the colors hidden below them; --background white blends them onto white"
     if background:
         colors = f"blended onto {background}"

@@ -81,9 +81,6 @@ class Stream:
         caption_column: column of tables with captions; found by common names if not given.
         cache_gb: size of the cache of remote files.
 
-    Raises:
-        DataError: a source is missing or, when iterating, contains no items of this kind.
-
     Attributes:
         repeated: number of rows of tables whose image is that of an earlier row.
     """
@@ -151,7 +148,6 @@ class Stream:
         return lambda: _lines(spool, "-")
 
     def _open(self, source: Source, text: str) -> Callable[[], Iterator[Item]]:
-        """Return a function that iterates over the samples of a source; tables and folders are read now."""
         if self.kind == "caption" and source.format == "images":
             raise DataError(f"{text}: texts are read from a .txt file, a table, shards or - (standard input)")
         files = source.files
@@ -179,7 +175,8 @@ class Stream:
 
     def _items_in_files(self, parts: Sequence[Source]) -> Iterator[Item]:
         """Yield the samples of shards or Parquet files, and an item for each fault of a file."""
-        image, caption = self._options.image_column or "", self._options.caption_column or ""
+        image = self._options.image_column or ""
+        caption = self._options.caption_column or ""
         has_field = False
         cache = self._options.cache
         if cache is not None:
@@ -210,7 +207,8 @@ class Stream:
 
     def _items(self, samples: Samples, *, has_captions: bool) -> Iterator[Item]:
         for i in range(len(samples)):
-            source, key = readable(samples.locate(i)[0]), readable(samples.key(i))
+            source = readable(samples.locate(i)[0])
+            key = readable(samples.key(i))
             cause = samples.cause(i)
             path = None
             captions: list[str] = []
@@ -267,7 +265,8 @@ def read_caption(item: Item) -> str:
         raise DataError("no caption")
     if isinstance(item.caption, str):
         return readable(item.caption)
-    samples, i = item.caption.samples, item.caption.i
+    samples = item.caption.samples
+    i = item.caption.i
     if "txt" in samples.members(i) and not item.caption.caption:
         try:
             value: Any = samples.read(i, "txt").decode()
@@ -299,11 +298,11 @@ def _lines(origin: Path | BinaryIO, source: str) -> Iterator[Item]:
         encoding = "utf-16" if file.read(2) in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
         file.seek(0)
         text = TextIOWrapper(file, encoding=encoding, errors="replace", newline="\n")
-        number = 0
+        line_number = 0
         while line := text.readline(MAX_LINE + 1):
-            number += 1
+            line_number += 1
             cause = "" if len(line) <= MAX_LINE else f"line of more than {MAX_LINE:,} characters"
             while cause and not line.endswith("\n") and (line := text.readline(MAX_LINE)):
                 pass
             caption = None if cause else line.removesuffix("\n").removesuffix("\r")
-            yield Item(source=source, key=str(number), caption=caption, cause=cause)
+            yield Item(source=source, key=str(line_number), caption=caption, cause=cause)

@@ -96,7 +96,8 @@ def files_below(folder: Path) -> Iterator[tuple[Path, str]]:
         if name is None:
             waiting.pop()
         elif name.endswith("/"):
-            inner, target = here / name, real / name
+            inner = here / name
+            target = real / name
             try:
                 is_link = inner.is_symlink()
                 if is_link:
@@ -108,7 +109,7 @@ def files_below(folder: Path) -> Iterator[tuple[Path, str]]:
                 if any(above.is_relative_to(target) for _, above, _ in waiting):
                     yield inner, "link to a folder that contains it"
                     continue
-                if target in linked and any(one.is_symlink() for one, _, _ in waiting[1:]):
+                if target in linked and any(path.is_symlink() for path, _, _ in waiting[1:]):
                     yield inner, "link to a folder that is read through another link"
                     continue
                 linked.add(target)
@@ -118,7 +119,6 @@ def files_below(folder: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _names(folder: Path) -> Iterator[str]:
-    """Yield the names of files and folders; folders end with "/", so that sorting names sorts paths."""
     names: list[str] = []
     with os.scandir(folder) as entries:
         for entry in entries:

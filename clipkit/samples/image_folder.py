@@ -210,9 +210,6 @@ def read_class_names(folder: Path, subfolders: Sequence[str]) -> tuple[list[str]
 
     Returns:
         The names by label, and the labels by subfolder; None if there is no file.
-
-    Raises:
-        DataError: the file cannot be read, or the subfolders do not match the lines.
     """
     file = folder / CLASS_NAMES
     if not file.is_file():
@@ -221,11 +218,11 @@ def read_class_names(folder: Path, subfolders: Sequence[str]) -> tuple[list[str]
         names = [line.strip() for line in file.read_text(encoding="utf-8-sig").rstrip().split("\n")]
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file} cannot be read as UTF-8 text: {error}") from error
-    lines = {_plain(name): line for line, name in reversed([*enumerate(names)])}
-    if all(_plain(name) in lines for name in subfolders):
-        return names, {name: lines[_plain(name)] for name in subfolders}
+    lines = {_normalize_name(name): line for line, name in reversed([*enumerate(names)])}
+    if all(_normalize_name(name) in lines for name in subfolders):
+        return names, {name: lines[_normalize_name(name)] for name in subfolders}
     if not are_ids(subfolders):
-        unknown = next(name for name in subfolders if _plain(name) not in lines)
+        unknown = next(name for name in subfolders if _normalize_name(name) not in lines)
         raise DataError(f"{file} does not contain {unknown!r}, which is a folder: add it, or remove the file")
     numbered = all(map(_NUMBER.fullmatch, subfolders))
     if numbered and "0" in {name.lstrip("0") or "0" for name in subfolders}:
@@ -241,7 +238,7 @@ def read_class_names(folder: Path, subfolders: Sequence[str]) -> tuple[list[str]
     return names, {name: label for label, name in enumerate(ordered)}
 
 
-def _plain(name: str) -> str:
+def _normalize_name(name: str) -> str:
     return " ".join(name.replace("_", " ").split()).casefold()
 
 

@@ -102,9 +102,6 @@ class Format(ABC):
         """Read all rows in order, with the cells of these columns.
 
         A row without a cell for one of the required columns has a cause.
-
-        Raises:
-            DataError: the file is damaged.
         """
 
 
