@@ -33,7 +33,10 @@ _EXPECTED = (
     "each channel"
 )
 # TIFF tags
-_BITS, _PHOTOMETRIC, _SAMPLES, _SAMPLE_FORMAT = 258, 262, 277, 339
+_BITS, _COMPRESSION, _PHOTOMETRIC, _SAMPLES, _PLANAR, _EXTRA, _SAMPLE_FORMAT = 258, 259, 262, 277, 284, 338, 339
+_SEPARATE = 2  # planar configuration
+_UNCOMPRESSED = 1
+_PREMULTIPLIED = 1  # extra sample
 # numpy type of integers that Pillow decodes to int32, by bits and TIFF sample format (1 unsigned, 2 signed)
 _TIFF_TYPES = {(16, 2): "int16", (32, 1): "uint32"}
 _BLOCK = 1 << 20  # values converted at a time, because the conversion takes 40 times their memory
@@ -177,6 +180,20 @@ def is_white_zero(image: "Image") -> bool:
 def samples_per_pixel(image: "Image") -> int:
     """Return the number of channels of a TIFF, of which Pillow may read only some."""
     return _tiff_tag(image, _SAMPLES, default=1)
+
+
+def has_unread_planes(image: "Image") -> bool:
+    """Check whether a TIFF stores its channels one after the other in a way that Pillow does not read.
+
+    Of uncompressed values of more than 8 bits, Pillow would read single bytes. It refuses planes of gray with alpha
+    and of premultiplied colors.
+    """
+    if _tiff_tag(image, _PLANAR, default=1) != _SEPARATE:
+        return False
+    if _tiff_tag(image, _COMPRESSION, default=_UNCOMPRESSED) != _UNCOMPRESSED:
+        return False
+    is_premultiplied = _tiff_tag(image, _EXTRA, default=0) == _PREMULTIPLIED
+    return is_premultiplied or image.mode == "LA" or _tiff_tag(image, _BITS, default=1) > 8
 
 
 def _tiff_tag(image: "Image", tag: int, *, default: int) -> int:
