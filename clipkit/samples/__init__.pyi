@@ -26,6 +26,8 @@ from .depth import (
     describe_depth as describe_depth,
     format_pixel_range as format_pixel_range,
     gray_values as gray_values,
+    has_deep_colors as has_deep_colors,
+    is_beyond_png as is_beyond_png,
     is_deep as is_deep,
     is_white_zero as is_white_zero,
     parse_pixel_range as parse_pixel_range,

@@ -33,7 +33,15 @@ _EXPECTED = (
     "each channel"
 )
 # TIFF tags
-_BITS, _COMPRESSION, _PHOTOMETRIC, _SAMPLES, _PLANAR, _EXTRA, _SAMPLE_FORMAT = 258, 259, 262, 277, 284, 338, 339
+_BITS, _COMPRESSION, _PHOTOMETRIC, _SAMPLES, _PLANAR, _EXTRA, _SAMPLE_FORMAT = (
+    258,
+    259,
+    262,
+    277,
+    284,
+    338,
+    339,
+)
 _SEPARATE = 2  # planar configuration
 _UNCOMPRESSED = 1
 _PREMULTIPLIED = 1  # extra sample
@@ -194,6 +202,19 @@ def has_unread_planes(image: "Image") -> bool:
         return False
     is_premultiplied = _tiff_tag(image, _EXTRA, default=0) == _PREMULTIPLIED
     return is_premultiplied or image.mode == "LA" or _tiff_tag(image, _BITS, default=1) > 8
+
+
+def is_beyond_png(image: "Image") -> bool:
+    """Check whether a PNG would lose bits, channels or pages of a loaded TIFF."""
+    if getattr(image, "is_animated", False):
+        return True
+    if is_deep(image):
+        return to_16_bit(image) is None
+    if has_deep_colors(image):
+        return True
+    is_premultiplied = _tiff_tag(image, _EXTRA, default=0) == _PREMULTIPLIED
+    is_converted = image.mode in ("CMYK", "LA") or is_premultiplied
+    return is_converted or (image.mode != "P" and samples_per_pixel(image) != len(image.getbands()))
 
 
 def _tiff_tag(image: "Image", tag: int, *, default: int) -> int:

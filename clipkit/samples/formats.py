@@ -137,7 +137,9 @@ def _has_channels_first(shape: tuple[int, ...], channels: int) -> bool:
 
 def _read_tiff(data: bytes, channels: int) -> Bands:
     """Read the first page of a TIFF with all channels and bits, or the pages if each has one of the channels."""
-    tifffile = _import_extra("tifffile", "TIFF images that are damaged, of floats, planes or many channels; such")
+    tifffile = _import_extra(
+        "tifffile", "TIFF images that are damaged, of floats, planes or many channels; such"
+    )
     with tifffile.TiffFile(io.BytesIO(data)) as file:
         page = file.pages[0]
         height, width, bands = page.imagelength, page.imagewidth, page.samplesperpixel
@@ -171,4 +173,5 @@ def _read_tiff(data: bytes, channels: int) -> Bands:
 
 def _to_8_bits(values: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
     """Scale values of fewer than 8 bits to 0–255, as Pillow does."""
-    return (values.astype(np.uint16) * 255 // (2**bits - 1)).astype(np.uint8)
+    scaled: npt.NDArray[np.uint8] = (values.astype(np.uint16) * 255 // (2**bits - 1)).astype(np.uint8)
+    return scaled
