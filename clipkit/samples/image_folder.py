@@ -169,7 +169,7 @@ class FolderSamples(Samples):
 
     @cached_property
     def _has_classes(self) -> bool:
-        if len(self._subfolders) < 2 or SPLIT_WORDS.intersection(self._subfolders):
+        if len(self._subfolders) < 2 or any(name.lower() in SPLIT_WORDS for name in self._subfolders):
             return False
         if self._captioned and not self._has_class_names:
             return False
