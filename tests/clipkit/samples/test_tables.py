@@ -177,3 +177,18 @@ def test_rows_before_damage_are_samples(tmp_path: Path) -> None:
     assert 1000 < len(samples) < 99_999
     assert samples.damage.endswith("t.csv.gz is damaged: it is cut off") or "damaged" in samples.damage
     assert samples.cause(len(samples) - 1) == samples.damage and samples.cause(0) == ""
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_every_row_is_looked_up_in_the_folders_beside_the_table(tmp_path: Path, reverse: bool) -> None:
+    names = [f"{folder}{i}.png" for folder in ("A", "B") for i in range(25)]
+    for name in names:
+        path = tmp_path / name[0] / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(encoded(1))
+    (tmp_path / "here.png").write_bytes(encoded(2))
+    names = sorted(["here.png", *names], reverse=reverse)
+    table = write_lines(tmp_path / "t.jsonl", [{"image": name, "caption": "text"} for name in names])
+    samples = open_tables(table)
+    assert [samples.path(i).name for i in range(len(samples))] == names
+    assert all(samples.path(i).is_file() for i in range(len(samples)))
