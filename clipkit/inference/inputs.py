@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from pathlib import Path
@@ -180,7 +180,6 @@ class Stream:
     def _items_in_files(self, parts: Sequence[Source]) -> Iterator[Item]:
         """Yield the samples of shards or Parquet files, and an item for each fault of a file."""
         image, caption = self._options.image_column or "", self._options.caption_column or ""
-        has_field = False
         cache = self._options.cache
         if cache is not None:
             cache.prefetch([part.files[0] for part in parts], threads=_AHEAD)
@@ -194,10 +193,8 @@ class Stream:
                 continue
             for i in range(len(samples)):
                 members = samples.members(i)
-                if i == 0:  # a column is in all rows
-                    has_field = "json" not in members and bool(_find_caption(samples.fields(i), caption))
                 sample = Sample(samples=samples, i=i, image=image, caption=caption)
-                has_caption = has_field or "txt" in members or "json" in members
+                has_caption = bool(samples.caption_column) or "txt" in members or "json" in members
                 yield Item(
                     source=readable(samples.locate(i)[0]),
                     key=readable(samples.key(i)),
@@ -218,9 +215,7 @@ class Stream:
                 if not cause and self.kind == "image":
                     path = samples.path(i)
                 if not cause and has_captions:
-                    captions = usable_texts(
-                        _find_caption(samples.fields(i), self._options.caption_column or "")
-                    )
+                    captions = _read_captions(samples, i)
             except DataError as error:
                 cause = str(error)
             if cause or self.kind == "image":
@@ -231,8 +226,28 @@ class Stream:
                 yield Item(source=source, key=key, caption=caption)
 
 
-def _find_caption(fields: Mapping[str, Any], name: str) -> Any:
-    return fields.get(name or find_column(CAPTION_COLUMNS, list(fields)))
+def _read_captions(samples: Samples, i: int, name: str = "") -> list[str]:
+    """Return the captions of a sample, without blank ones: of its text member or a field with a common name.
+
+    Args:
+        samples: the source.
+        i: index of the sample.
+        name: a field to read instead.
+    """
+    name = name or samples.caption_column
+    if not name and "txt" in samples.members(i):
+        try:
+            value: Any = samples.read(i, "txt").decode()
+        except UnicodeDecodeError as error:
+            raise DataError("caption is not UTF-8") from error
+    else:
+        fields = samples.fields(i)
+        value = fields.get(name or find_column(CAPTION_COLUMNS, list(fields)))
+    if not isinstance(value, str):
+        return usable_texts(value)
+    if not value.strip():
+        raise DataError("empty caption")
+    return [value]
 
 
 def read_image(item: Item) -> bytes:
@@ -267,20 +282,10 @@ def read_caption(item: Item) -> str:
         raise DataError("no caption")
     if isinstance(item.caption, str):
         return readable(item.caption)
-    samples, i = item.caption.samples, item.caption.i
-    if "txt" in samples.members(i) and not item.caption.caption:
-        try:
-            value: Any = samples.read(i, "txt").decode()
-        except UnicodeDecodeError as error:
-            raise DataError("caption is not UTF-8") from error
-    else:
-        value = _find_caption(samples.fields(i), item.caption.caption)
-    texts = [value] if isinstance(value, str) else usable_texts(value)
-    if not texts:
+    captions = _read_captions(item.caption.samples, item.caption.i, item.caption.caption)
+    if not captions:
         raise DataError("no caption")
-    if not texts[0].strip():
-        raise DataError("empty caption")
-    return readable(texts[0])
+    return readable(captions[0])
 
 
 def readable(text: str) -> str:

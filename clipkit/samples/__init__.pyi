@@ -106,6 +106,7 @@ from .table import (
 )
 from .table.captions import (
     check_captions as check_captions,
+    parse_captions as parse_captions,
 )
 from .table.groups import (
     MOST_ROWS as MOST_ROWS,
@@ -114,7 +115,6 @@ from .table.groups import (
     merge_rows as merge_rows,
 )
 from .table.parquet import (
-    ENCODED_COLUMNS as ENCODED_COLUMNS,
     ParquetSamples as ParquetSamples,
 )
 from .table.values import (

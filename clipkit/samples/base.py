@@ -18,9 +18,11 @@ class Samples(Protocol):
 
     Attributes:
         repeated: number of rows of tables that are not the first of their image.
+        caption_column: the field with the list of captions; "" if captions are members or other fields.
     """
 
     repeated: int = 0
+    caption_column: str = ""
 
     def __len__(self) -> int: ...
 

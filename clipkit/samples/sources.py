@@ -201,7 +201,12 @@ FORMATS: Mapping[str, Format] = {
     "parquet": Format(
         name="Parquet files",
         recognize=_recognize_parquet,
-        open=lambda source, options: ParquetSamples(source.files, options.cache),
+        open=lambda source, options: ParquetSamples(
+            source.files,
+            options.cache,
+            image_column=options.image_column,
+            caption_column=options.caption_column,
+        ),
         many_files=True,
     ),
     "table": Format(name="tables", recognize=_recognize_tables, open=_open_tables),

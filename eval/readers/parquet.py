@@ -30,7 +30,6 @@ from clipkit.errors import DataError
 from clipkit.samples import (
     CACHE_GB,
     CAPTION_COLUMNS,
-    ENCODED_COLUMNS,
     IMAGE_COLUMNS,
     IMAGE_EXTENSIONS,
     PARQUET_PART,
@@ -39,6 +38,7 @@ from clipkit.samples import (
     ParquetSamples,
     find_column,
     join_place,
+    parse_captions,
     plain_name,
 )
 from clipkit.samples.remote import ShardFile, shard_cache
@@ -63,9 +63,7 @@ _RIGHT_AND_WRONG = (
     ("caption", re.compile(r"negative_caption")),
 )
 # common column names, compared in the form of ``plain_name``
-_IMAGE = (*ENCODED_COLUMNS, *IMAGE_COLUMNS)
 _LABEL = ("label", "labels", "fine_label", "cls", "class")
-_CAPTION = ("caption", "captions", "text", "txt", "sentences", "raw", *CAPTION_COLUMNS)
 
 PARQUET_SUFFIXES = (".parquet", ".pq")
 _FETCHING = 2  # files fetched at a time
@@ -123,7 +121,7 @@ def open_hugging_face(
             return table.dataset(images, "compositional", choices=tuple(choices))
     label = table.column_of("ClassLabel", _LABEL)
     others = [name for name in files.schema.names if plain_name(name) not in _LABEL and name != label]
-    caption = find_column(_CAPTION, others)
+    caption = find_column(CAPTION_COLUMNS, others)
     if label and not _is_text(files.schema, caption):
         caption = ""
     if label:
@@ -220,18 +218,15 @@ class _Table:
     def image_column(self) -> str:
         """Return the column of images by the schema or a usual name, or the only column of bytes, or ""."""
         encoded = list(self.files.members(0))
-        column = self.column_of("Image", _IMAGE)
-        if column not in encoded:  # a usual name may be that of a column of paths
-            usual = [name for name in encoded if plain_name(name) in _IMAGE] or encoded
-            if len(usual) == 1:
-                return usual[0]
-        return column
+        column = self.column_of("Image", IMAGE_COLUMNS)
+        if column in encoded:
+            return column
+        return self.files.image_column or column
 
     def captions(self, column: str) -> tuple[tuple[str, ...], ...]:
         found = []
         for row, value in enumerate(self.files.columns(column)[0]):
-            listed = value if isinstance(value, list) else [value]
-            own = tuple(text.strip() for text in listed if isinstance(text, str) and text.strip())
+            own = tuple(parse_captions(value))
             if not own:
                 raise self.fault(row, f"has no {column}")
             found.append(own)

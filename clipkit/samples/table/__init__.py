@@ -30,7 +30,14 @@ from clipkit.errors import DataError, nearest
 from clipkit.samples.folders import is_hidden
 from clipkit.samples.table.captions import find_texts
 from clipkit.samples.table.delimited import Delimited, safe_cell
-from clipkit.samples.table.formats import ColumnRequest, OpenFormat, find_column, plain_name
+from clipkit.samples.table.formats import (
+    CAPTION_COLUMNS,
+    IMAGE_COLUMNS,
+    ColumnRequest,
+    OpenFormat,
+    find_column,
+    plain_name,
+)
 from clipkit.samples.table.json_rows import JsonLines, open_json
 from clipkit.samples.table.parquet import Parquet
 
@@ -48,15 +55,6 @@ __all__ = [
     "safe_cell",
 ]
 
-# common names, most specific first; compared in lower case with "_" for spaces and hyphens
-IMAGE_COLUMNS = (
-    "filepath", "file_path", "image_path", "img_path", "path", "filename", "file_name", "image_file",
-    "image_filename", "image_name", "image", "img", "picture", "photo", "file",
-)  # fmt: skip
-CAPTION_COLUMNS = (
-    "caption", "text", "title", "description", "sentence", "alt_text", "alt", "prompt", "comment", "label",
-    "captions", "sentences", "texts", "conversations",
-)  # fmt: skip
 _TEXT_FORMATS: Mapping[str, OpenFormat] = {
     ".csv": Delimited,
     ".tsv": Delimited,

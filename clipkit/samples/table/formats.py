@@ -9,6 +9,16 @@ from typing import Any
 
 from clipkit.errors import DataError
 
+# common names, most specific first; compared in lower case with "_" for spaces and hyphens
+IMAGE_COLUMNS = (
+    "filepath", "file_path", "image_path", "img_path", "path", "filename", "file_name", "image_file",
+    "image_filename", "image_name", "image", "img", "picture", "photo", "file", "images", "jpg", "png", "webp",
+)  # fmt: skip
+CAPTION_COLUMNS = (
+    "caption", "text", "title", "description", "sentence", "alt_text", "alt", "prompt", "comment", "captions",
+    "sentences", "texts", "txt", "raw", "conversations", "label",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ColumnRequest:

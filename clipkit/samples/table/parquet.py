@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 from clipkit.errors import DataError
 from clipkit.samples.base import Samples
 from clipkit.samples.remote import ShardCache, ShardFile
-from clipkit.samples.table.formats import ColumnRequest, Format, Record, find_column
+from clipkit.samples.table.captions import parse_captions
+from clipkit.samples.table.formats import (
+    CAPTION_COLUMNS,
+    IMAGE_COLUMNS,
+    ColumnRequest,
+    Format,
+    Record,
+    find_column,
+)
 from clipkit.samples.table.values import json_value
 
 if TYPE_CHECKING:
@@ -25,8 +33,6 @@ _BATCH, _BATCH_WITH_BYTES = 1024, 16  # rows that are read at a time, and rows w
 _KEPT_BYTES = 256 << 20  # of row groups in memory; the last two are kept whatever their size
 _MAX_GROUP_BYTES = 16 << 30
 _MAX_IMAGE_BYTES = 256 << 20
-# common names of columns with encoded images
-ENCODED_COLUMNS = ("image", "img", "images", "picture", "jpg", "png", "webp")
 _LISTED = re.compile(r"(.+)\[(\d+)\]")
 
 
@@ -34,16 +40,32 @@ class ParquetSamples(Samples):
     """The rows of Parquet files, see ``clipkit.samples.Samples``; reading is thread-safe, also after a fork.
 
     Members are the columns of bytes, of structs with ``bytes`` (the hub's image datasets), and of lists of one of
-    these, whose elements are ``NAME[0]``, ``NAME[1]`` and so on. The first one is probably the image.
+    these, whose elements are ``NAME[0]``, ``NAME[1]`` and so on. The first one is probably the image. The field of
+    the captions is a list.
+
+    Args:
+        files: the files.
+        cache: cache of remote files.
+        image_column: column of the images; found by common names by default.
+        caption_column: column of the captions, likewise.
 
     Attributes:
         files: the files.
+        image_column: column of the images: given, with a common name, or the only one with images; otherwise "".
+        caption_column: column of the captions, given or with a common name; otherwise "".
         schema: pyarrow's schema of all files.
         marks: by file, a hash of its footer, which holds the sizes and positions of its content.
         group_reads: number of row groups that this process has read.
     """
 
-    def __init__(self, files: Sequence[ShardFile], cache: ShardCache | None = None) -> None:
+    def __init__(
+        self,
+        files: Sequence[ShardFile],
+        cache: ShardCache | None = None,
+        *,
+        image_column: str | None = None,
+        caption_column: str | None = None,
+    ) -> None:
         self.files, self.cache = tuple(files), cache
         schema: pa.Schema | None = None
         self._groups: list[tuple[int, int]] = []  # index of the file, and of the row group in the file
@@ -68,9 +90,12 @@ class ParquetSamples(Samples):
         self.schema, self.marks = schema, tuple(marks)
         self._starts = [0, *accumulate(self._sizes)]
         with_images = [field.name for field in schema if has_bytes(field.type)]
-        first = find_column(ENCODED_COLUMNS, with_images)
-        self._members = sorted(with_images, key=lambda name: name != first)
+        self.image_column = image_column or find_column(IMAGE_COLUMNS, with_images)
+        if not self.image_column and len(with_images) == 1:
+            self.image_column = with_images[0]
+        self._members = sorted(with_images, key=lambda name: name != self.image_column)
         self._others = [name for name in schema.names if name not in with_images]
+        self.caption_column = caption_column or find_column(CAPTION_COLUMNS, self._others)
         self._forget()
 
     def _forget(self) -> None:
@@ -113,7 +138,10 @@ class ParquetSamples(Samples):
     def fields(self, i: int) -> dict[str, Any]:
         group = self._group_of(i)
         row = i - self._starts[group]
-        return {name: json_value(python_value(self._values(group, name)[row])) for name in self._others}
+        fields = {name: json_value(python_value(self._values(group, name)[row])) for name in self._others}
+        if self.caption_column in fields:
+            fields[self.caption_column] = parse_captions(fields[self.caption_column])
+        return fields
 
     def read(self, i: int, member: str) -> bytes:
         """Return an encoded image, with "" the first member; raise DataError if it cannot be read."""

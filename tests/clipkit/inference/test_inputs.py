@@ -456,3 +456,35 @@ def test_image_in_several_rows_is_read_once(tmp_path: Path) -> None:
     texts = Stream([str(table)], kind="caption")
     assert [item.caption for item in texts] == ["first", "second", "third", "fourth", "fifth"]
     assert texts.note == ""
+
+
+def write_parquet(path: Path, columns: dict[str, Any]) -> Path:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
+def test_captions_of_parquet_files_are_read_as_of_other_tables(tmp_path: Path) -> None:
+    images = [b"1", b"2", b"3"]
+    cells = ['["a cat", "a pet"]', "['c' 'd']", "e"]
+    file = write_parquet(tmp_path / "lists.parquet", {"image": images, "caption": cells})
+    assert texts(file) == ["a cat", "c", "e"]
+    conversation = [{"from": "human", "value": "what?"}, {"from": "gpt", "value": "a dog"}]
+    file = write_parquet(tmp_path / "llava.parquet", {"image": images, "conversations": [conversation] * 3})
+    assert texts(file) == ["a dog"] * 3
+
+
+def test_columns_of_parquet_files_are_chosen_as_of_other_tables(tmp_path: Path) -> None:
+    columns = {"jpg": [b"other"], "photo": [b"image"], "captions": [["other"]], "text": ["caption"]}
+    file = write_parquet(tmp_path / "t.parquet", columns)
+    assert [read_image(item) for item in Stream([str(file)])] == [b"image"]
+    assert texts(file) == ["caption"]
+
+
+def test_captions_of_tables_without_header_are_found(tmp_path: Path) -> None:
+    for name in ("a.jpg", "b.jpg"):
+        (tmp_path / name).write_bytes(b"x")
+    table = tmp_path / "Flickr8k.token"
+    table.write_text("a.jpg#0\tA dog runs .\na.jpg#1\tA dog .\nb.jpg#0\tA cat .\n")
+    assert [item.caption for item in Stream([str(table)])] == ["A dog runs .", "A cat ."]
+    assert texts(table) == ["A dog runs .", "A dog .", "A cat ."]
