@@ -206,21 +206,25 @@ class Stream:
                 yield Item(source=source, key="", cause=fault)
 
     def _items(self, samples: Samples, *, has_captions: bool) -> Iterator[Item]:
+        stamp = ""
         for i in range(len(samples)):
             source, key = readable(samples.locate(i)[0]), readable(samples.key(i))
             cause = samples.cause(i)
-            path = None
+            image: Path | Sample | None = None
             captions: list[str] = []
             try:
                 if not cause and self.kind == "image":
-                    path = samples.path(i)
+                    image = samples.path(i)
+                    if image is None:
+                        image = Sample(samples=samples, i=i)
+                        stamp = stamp or samples.content_id
                 if not cause and has_captions:
                     captions = _read_captions(samples, i)
             except DataError as error:
                 cause = str(error)
             if cause or self.kind == "image":
                 caption = captions[0] if captions else None
-                yield Item(source=source, key=key, image=path, caption=caption, cause=cause)
+                yield Item(source=source, key=key, image=image, caption=caption, cause=cause, stamp=stamp)
                 continue
             for caption in captions:
                 yield Item(source=source, key=key, caption=caption)

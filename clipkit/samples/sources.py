@@ -153,10 +153,9 @@ def _recognize_parquet(files: Sequence[ShardFile]) -> Sequence[ShardFile]:
 def _holds_images(table: Path) -> bool:
     try:
         rows = Table(table, image_column=None, caption_column=None, need=("image",), encoded=True)
-        row = next(iter(rows), None)
+        return rows.contains_images
     except DataError:
         return False
-    return row is not None and isinstance(row.path, bytes | dict)
 
 
 def _recognize_tables(files: Sequence[ShardFile]) -> Sequence[ShardFile]:

@@ -152,12 +152,12 @@ class TableSamples(Samples):
     def cause(self, i: int) -> str:
         return self.row(i).cause
 
-    def path(self, i: int) -> Path:
+    def path(self, i: int) -> Path | None:
         row = self.row(i)
         if row.cause:
             raise DataError(row.cause)
         if not isinstance(row.path, str):
-            raise DataError("the image is in the table")
+            return None
         return self._find_path(self._table_of(row).image_folder, row.path)
 
     def key(self, i: int) -> str:
@@ -193,7 +193,9 @@ class TableSamples(Samples):
         if isinstance(row.path, bytes) and not row.cause:
             part = self._part_of(row)
             return self.tables[part].read_image(row.number - 1 - self._starts[part])
-        return read_file(self.path(i))
+        path = self.path(i)
+        assert path is not None
+        return read_file(path)
 
     @property
     def content_id(self) -> str:

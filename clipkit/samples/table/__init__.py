@@ -74,6 +74,7 @@ SUFFIXES = (*_TEXT_FORMATS, *(suffix + _GZIP for suffix in _TEXT_FORMATS), ".par
 NAMED_SUFFIXES = (*_NAMED_FORMATS, *(suffix + _GZIP for suffix in _NAMED_FORMATS))
 _EXPECTED = "a .csv, .tsv, .jsonl, .json or .parquet table, or a .txt list"
 _FIRST_ROWS, _MOST_FOLDERS = 20, 100  # images that are looked for, and folders in which they may be
+_EXAMINED = 1000  # rows in which an image in the table is looked for
 _NOT_TEXT = re.compile("[\udc80-\udcff]")  # bytes that are not UTF-8, see ``open_text``
 
 
@@ -192,6 +193,16 @@ class Table:
                     if listed_path(inner, path).is_file():
                         return inner
         return folder
+
+    @property
+    def contains_images(self) -> bool:
+        """Whether the images are in the table, by the type of the column and the first image that is not null."""
+        if not _is_image_type(self._format.types.get(self.image_column)):
+            return False
+        for row in islice(self, _EXAMINED):
+            if row.content and not row.cause:
+                return isinstance(row.content, bytes)
+        return True
 
     def read_image(self, row: int) -> bytes:
         """Return the encoded image of a row, counted from 0, of a table whose images are in it."""

@@ -159,7 +159,8 @@ class ParquetSamples(Samples):
         values: list[list[Any]] = [[] for _ in names]
         for batch in self.batches(names):
             for column, name in zip(values, names, strict=True):
-                column += batch.column(name).to_pylist()
+                # by position, because batch.column(name) fails for duplicate names
+                column += batch.column(batch.schema.names.index(name)).to_pylist()
         if any(len(column) != len(self) for column in values):
             raise DataError(f"{self.files[0].shown}: the number of rows does not match its footer")
         return values
@@ -208,7 +209,9 @@ class ParquetSamples(Samples):
                 size = opened.metadata.row_group(within).total_byte_size
                 if size > _MAX_GROUP_BYTES:
                     raise DataError(f"{file.shown} has a row group of {size} bytes: write smaller row groups")
-                values = opened.read_row_group(within, columns=[column], use_threads=False).column(column)
+                rows = opened.read_row_group(within, columns=[column], use_threads=False)
+            # by position, because rows.column(name) fails for duplicate names
+            values = rows.column(rows.column_names.index(column))
             if len(values) != self._sizes[group]:
                 raise DataError(f"{file.shown} has {len(values)} rows, which does not match its footer")
             with self._lock:

@@ -488,3 +488,26 @@ def test_captions_of_tables_without_header_are_found(tmp_path: Path) -> None:
     table.write_text("a.jpg#0\tA dog runs .\na.jpg#1\tA dog .\nb.jpg#0\tA cat .\n")
     assert [item.caption for item in Stream([str(table)])] == ["A dog runs .", "A cat ."]
     assert texts(table) == ["A dog runs .", "A dog .", "A cat ."]
+
+
+def test_parquet_files_with_null_images_and_paths_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(b"a")
+    null = write_parquet(tmp_path / "null.parquet", {"image": [None, {"bytes": b"b", "path": "b.jpg"}]})
+    items = list(Stream([str(null)]))
+    with pytest.raises(DataError, match="there is no image"):
+        read_image(items[0])
+    assert read_image(items[1]) == b"b"
+    images = [{"bytes": None, "path": "a.jpg"}, {"bytes": b"b", "path": "b.jpg"}]
+    paths = write_parquet(tmp_path / "paths.parquet", {"image": images, "text": ["one", "two"]})
+    items = list(Stream([str(paths)]))
+    assert [read_image(item) for item in items] == [b"a", b"b"]
+    assert [item.caption for item in items] == ["one", "two"]
+
+
+def test_first_of_parquet_columns_with_one_name_is_used(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    columns = [pyarrow.array(values) for values in ([b"1"], ["first"], ["second"])]
+    table = pyarrow.Table.from_arrays(columns, names=["image", "caption", "caption"])
+    parquet.write_table(table, tmp_path / "t.parquet")
+    assert texts(tmp_path / "t.parquet") == ["first"]
+    assert [read_image(item) for item in Stream([str(tmp_path / "t.parquet")])] == [b"1"]
