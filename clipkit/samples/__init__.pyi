@@ -4,6 +4,7 @@ from .base import (
     find_image as find_image,
     is_json as is_json,
     parse_fields as parse_fields,
+    value_at as value_at,
 )
 from .decode import (
     decode_image as decode_image,

@@ -116,3 +116,11 @@ def parse_fields(members: Mapping[str, bytes]) -> dict[str, Any]:
         elif isinstance(value, dict):
             fields = {**value, **fields}
     return fields
+
+
+def value_at(fields: Mapping[str, Any], name: str) -> Any:
+    """Return the value of a field, None if it does not exist; ``a.b`` is field b of the object in field a."""
+    value: Any = fields
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value

@@ -44,10 +44,11 @@ from clipkit.samples import (
     read_arrays,
     stored_index,
     unpack_arrays,
+    value_at,
     write_arrays,
 )
 from clipkit.samples.remote import ShardCache, ShardFile, cache_folder, read_range, read_text, shard_cache
-from data.captions import TEXT, CaptionRule, Fields, field_hint, is_utf8, leaf_fields, listed, value_at
+from data.captions import TEXT, CaptionRule, Fields, field_hint, is_utf8, leaf_fields, listed
 from data.options import IndexOptions
 from data.selection import OUTSIDE, SelectedShard, Selection
 

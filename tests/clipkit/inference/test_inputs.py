@@ -331,7 +331,7 @@ def test_tables_of_paths_and_captions(tmp_path: Path) -> None:
         "<caption is neither a string nor a list of strings>",
         "<not JSON>",
     ]
-    assert texts(lone, caption_column="other") == ["y", "<no caption>", "<not JSON>"]
+    assert texts(lone, captions=["other"]) == ["y", "<no caption>", "<not JSON>"]
 
 
 def test_text_files_with_columns_are_tables(tmp_path: Path) -> None:
@@ -511,3 +511,31 @@ def test_first_of_parquet_columns_with_one_name_is_used(tmp_path: Path) -> None:
     parquet.write_table(table, tmp_path / "t.parquet")
     assert texts(tmp_path / "t.parquet") == ["first"]
     assert [read_image(item) for item in Stream([str(tmp_path / "t.parquet")])] == [b"1"]
+
+
+def test_members_are_read_by_name(tmp_path: Path) -> None:
+    files = [("1.png", b"other"), ("1.mask", b"image"), ("1.sci.txt", b"felis"), ("1.com.txt", b"cat")]
+    files += [("2.mask", b"image"), ("2.com.txt", b"dog"), ("2.json", b'{"names": {"de": "Hund"}}')]
+    shard = write_tar(tmp_path / "0.tar", files)
+    assert texts(shard, captions=["sci.txt", "com.txt"]) == ["felis", "dog"]
+    assert texts(shard, captions=["names.de"]) == ["<no caption>", "Hund"]
+    items = list(Stream([str(shard)], image="mask", captions=["com.txt"]))
+    assert [(read_image(item), read_caption(item)) for item in items] == [
+        (b"image", "cat"),
+        (b"image", "dog"),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["0.tar", "t.parquet", "t.csv"])
+@pytest.mark.parametrize("option", ["image", "captions"])
+def test_names_that_no_sample_has_are_one_error(tmp_path: Path, kind: str, option: str) -> None:
+    path = tmp_path / kind
+    if kind == "0.tar":
+        write_tar(path, [(f"{i}.{name}", b"x") for i in range(3) for name in ("jpg", "txt")])
+    elif kind == "t.csv":
+        path.write_text("jpg,txt\na.jpg,x\n")
+    else:
+        write_parquet(path, {"jpg": [b"x"] * 3, "txt": ["x"] * 3})
+    options: dict[str, Any] = {option: {"image": "jpeg", "captions": ["tx"]}[option]}
+    with pytest.raises(DataError, match=r"has no .* \(did you mean '(jpg|txt)'\?\)"):
+        list(Stream([str(path)], **options))
