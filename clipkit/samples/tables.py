@@ -62,8 +62,12 @@ class TableSamples(Samples):
         self._options = {"group": group, "group_by": group_by}
         if group_by is not None:
             for table in tables:
+                if group_by == table.caption_column:
+                    raise DataError(
+                        f"--group-by: {group_by!r} is the column of captions: name another column"
+                    )
                 if group_by not in table.others:
-                    names = list(table.others)[:30]
+                    names = [table.image_column, *table.others][:30]
                     raise DataError(
                         f"--group-by: {table.path} has no such column {group_by!r} ({nearest(group_by, names)})"
                     )

@@ -262,6 +262,8 @@ class Table:
         name = name or request.find_column(names)
         if not name and len(with_images) == 1:
             name = with_images[0]
+        if not names and required:
+            raise DataError(f"{self.path} is empty")
         if not name and required:
             shown = ", ".join(" ".join(name.split())[:40] for name in names[:30]) or "none"
             raise DataError(

@@ -409,7 +409,9 @@ def test_standard_input_can_be_read_twice() -> None:
         ("a.jpg", "caption", "texts are read from a .txt file"),
         ("photos", "caption", "photos: texts are read from a .txt file"),
         ("table.csv", "caption", "which column is the caption"),
-        ("empty", "image", "no tar, table or Parquet file of split 'val' in empty"),
+        ("empty", "image", "empty has no images, tars, tables or Parquet files"),
+        ("arrays", "image", "Parquet files; .npy files are images only if a table lists them"),
+        ("empty.csv", "image", "empty.csv is empty"),
         ("no*.tar", "image", "no local file or folder matches 'no*.tar'"),
         ("{photos,none}/*", "image", "1 of 2 files are missing, the first is none/*"),
         ("empty.txt", "caption", "contains no text"),
@@ -420,7 +422,7 @@ def test_invalid_sources_raise_one_line_errors(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
-    for name in ("lines.txt", "0.tar.gz", "a.jpg", "photos/a.jpg", "empty.txt"):
+    for name in ("lines.txt", "0.tar.gz", "a.jpg", "photos/a.jpg", "empty.txt", "empty.csv", "arrays/a.npy"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()
     Path("table.csv").write_text("path\na.jpg\n")

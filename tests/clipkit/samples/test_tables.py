@@ -177,3 +177,17 @@ def test_rows_before_damage_are_samples(tmp_path: Path) -> None:
     assert 1000 < len(samples) < 99_999
     assert samples.damage.endswith("t.csv.gz is damaged: it is cut off") or "damaged" in samples.damage
     assert samples.cause(len(samples) - 1) == samples.damage and samples.cause(0) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("caption", "'caption' is the column of captions: name another column"),
+        ("imag", r"no such column 'imag' \(did you mean 'image'\?\)"),
+    ],
+)
+def test_columns_that_cannot_group_rows_are_refused(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "t.csv").write_text("image,caption\na.png,a\n")
+    table = Table(tmp_path / "t.csv", image_column=None, caption_column=None)
+    with pytest.raises(DataError, match=message):
+        TableSamples([table], group_by=name)
