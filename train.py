@@ -10,12 +10,12 @@ import os
 import signal
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from clipkit.errors import DataError, report_errors, run_command
-from clipkit.training.arguments import Arguments, parse_arguments
+from clipkit.options import Arguments, parse_arguments
 
 PARENT = os.getppid()  # read before torch is imported, which takes seconds: torchrun may die in the meantime
 
@@ -32,9 +32,10 @@ import torch
 
 from clipkit import distributed, training
 from clipkit.config import load_config, shown_settings, to_toml
-from clipkit.objectives import select_objective, select_terms
-from clipkit.training import build, checkpoint, costs, ema, guards, metrics, optim, parallel, sam
-from clipkit.training.step import Teacher, TrainingStep, check_rows
+from clipkit.objectives import select_terms
+from clipkit.training import build, checkpoint, costs, ema, guards, optim, parallel, sam
+from clipkit.training.log import Log, describe_model, describe_start
+from clipkit.training.step import TrainingStep, check_rows
 from data import augment, loader, order, training_data
 from data.batch import small_stages
 from eval import Ranks, check_image, check_tasks, find_targets
@@ -62,14 +63,7 @@ def main(arguments: Arguments) -> int:
         return 0
     if arguments.replay:
         config = replace(config, accumulate=guards.replay_parts(run, config.accumulate, config.batch_size))
-    shape = build.shape_of(
-        config.model,
-        config.loss,
-        config.small,
-        terms=select_terms(config),
-        sizes=config.shape,
-        pixels=config.pixels,
-    )
+    shape = build.select_shape(config)
     build.check_split(config.batch_size, world=world, parts=config.accumulate)
     if config.data.nvjpeg:
         augment.require_nvjpeg(device)
@@ -102,17 +96,7 @@ def main(arguments: Arguments) -> int:
 
         # 5. The model, from the inside out, the optimizer, and the batches.
         first_lines: list[str] = []
-        model = build.first_model(
-            config.model,
-            config.loss,
-            shape,
-            seed=config.seed,
-            small=config.small,
-            lora=config.lora,
-            extend=config.pixels.extend,
-            checkpoint=newest,
-            say=first_lines.append,
-        )
+        model = build.first_model(config, shape, checkpoint=newest, say=first_lines.append)
         if newest is None:  # otherwise the checkpoint's
             model.preprocess = training_data.trained_preprocess(model.preprocess, config.pixels, packed)
         else:
@@ -120,41 +104,16 @@ def main(arguments: Arguments) -> int:
         model.reset_constants()
         for dataset in datasets:
             check_image(dataset, 0, model.preprocess)
-        terms, objective = select_terms(config), select_objective(config)
+        terms = select_terms(config)
         build.lock(model, image=config.lock.image, text=config.lock.text, terms=terms)
         check_rows(model, batch_size=config.batch_size, world=world, parts=config.accumulate)
-        if config.sharding != "none" and not arguments.replay:  # a replay runs in one process
-            weights = model.state_dict()
-            model = parallel.without_values(model)
-            parallel.shard(model, weights, config.sharding, device=device, reshard=config.reshard)
-            del weights
-        if config.deterministic:
-            parallel.use_deterministic_algorithms(model, device)
-        if config.compile:
-            parallel.compile_blocks(model)
-        if config.recompute:
-            parallel.recompute_blocks(model, every=config.recompute)
-        model.to(device)
+        sharding = "none" if arguments.replay else config.sharding  # a replay runs in one process
+        model = parallel.prepare(model, config, device, sharding=sharding)
         optimizer = optim.make_optimizer(model, config.optim)
         averaged = ema.AveragedWeights(model, config.optim.average) if config.optim.average else None
         after = {name: term.after for name, term in terms.items()}
         unfreezing = build.Unfreezing(model, every=config.lock.unfreeze_every, after=after)
-        source, teacher = config.distill.teacher, None
-        if source and not config.distill.averages:
-            teacher = Teacher(source, model, device=device, bf16=bf16)
-        compute = TrainingStep(
-            shape=shape,
-            objective=objective,
-            loss=config.loss,
-            distill=config.distill,
-            teacher=teacher,
-            patch_dropout=config.model.patch_dropout,
-            seed=config.seed,
-            accumulate=config.accumulate,
-            bf16=bf16,
-            terms=terms,
-            averaged=averaged,
-        )
+        compute = TrainingStep.from_config(config, shape, model, bf16=bf16, averaged=averaged)
         size, length = shape.vision.image_size, shape.text.context_length
         train_loader = loader.Loader(
             shards=shards,
@@ -174,24 +133,24 @@ def main(arguments: Arguments) -> int:
         distributed.broadcast_bytes(b"")  # wait for rank 0, which may have read many files
 
         # 6. Resume. The state of the loop is what ``LoopState`` lists, and nothing else.
-        taught_by = teacher or train_loader.teacher
+        taught_by = compute.teacher or train_loader.teacher
         fingerprint = taught_by.fingerprint if taught_by is not None else ""
         state = checkpoint.LoopState(step=0, data=shards.fingerprint(), teacher=fingerprint)
         planned = config.steps
         if newest is not None:
-            found = checkpoint.load_training(newest, model, optimizer, averaged, partly=unfreezing.wanted)
-            if found.data != state.data:
-                raise training_data.other_data(run, f"fingerprint {state.data}, it was {found.data}")
-            if found.teacher not in ("", fingerprint):
+            stored = checkpoint.load_training(newest, model, optimizer, averaged, partly=unfreezing.wanted)
+            if stored.data != state.data:
+                raise training_data.other_data(run, f"fingerprint {state.data}, it was {stored.data}")
+            if stored.teacher not in ("", fingerprint):
                 raise training_data.other_teacher(run, config.distill)
-            drawn = found.step * config.batch_size
-            guards.check_bad_samples(found.bad_samples, drawn, config.data.max_bad, run)
-            state = replace(found, teacher=fingerprint)
+            drawn = stored.step * config.batch_size
+            guards.check_bad_samples(stored.bad_samples, drawn, config.data.max_bad, run)
+            state = replace(stored, teacher=fingerprint)
             planned = checkpoint.planned_steps(newest, otherwise=config.steps)
         # Lines that a killed run wrote after its last checkpoint will be written again.
         if rank0 and not arguments.replay:
             guards.drop_bad_samples_after(run, state.step)
-            metrics.drop_lines_after(run / "results.jsonl", state.step)
+            guards.drop_lines_after(run / "results.jsonl", state.step)
         distributed.barrier()  # no rank writes before that is done
         unfreezing.lock_for_step(state.step)
         trained = parallel.replicated(model)
@@ -201,26 +160,24 @@ def main(arguments: Arguments) -> int:
             print(*guards.replay(model, compute, batch, state.step, names), sep="\n")
             return 0
 
-        # 7. The loop: first what observes it.
+        # 7. The loop: first its log.
         if rank0:
             print(shown_settings(config), file=sys.stderr)
-        progress = metrics.ProgressLine(steps=config.steps, done=state.step, shown=rank0)
-        sources, settings = config.data.shown_sources, to_toml(config)
+        notes = guards.list_truncated(run, shards.manifest.truncated_shards()) if rank0 else []
+        notes += packed.notes if newest is None else checkpoint.damaged_notes(newest)
         samples = [f"{sample_order.samples} samples", shards.manifest.left_out(shards.selection)]
-        lines = (
-            metrics.model_line(model, world=world, device=device, bf16=bf16),
-            f"{', '.join(filter(None, samples))}; {sample_order.describe(config.steps, sources)}",
+        order_line = sample_order.describe(config.steps, config.data.shown_sources)
+        opening = [
+            describe_model(model, world=world, device=device, bf16=bf16),
+            f"{', '.join(filter(None, samples))}; {order_line}",
             str(model.preprocess.decoding),
             *first_lines,
-            *metrics.beginning(run, state.step, config.steps, planned, config.optim),
+            *describe_start(run, state.step, config.steps, planned, config.optim),
             *config.notes(step=state.step, samples=sample_order.samples, layers=unfreezing.layers),
-            *(guards.list_truncated(run, shards.manifest.truncated_shards()) if rank0 else ()),
-            *(packed.notes if newest is None else checkpoint.damaged_notes(newest)),
-        )
-        for line in filter(None, lines):
-            progress.say(line)
-        log = metrics.MetricsLog(run, config.log, settings, step=state.step, kept=rank0)
-        trait_lines = metrics.TraitLines(progress, train_loader.decoding, config.pixels)
+            *notes,
+        ]
+        decoding = model.preprocess.decoding
+        log = Log(config, state, device=device, decoding=decoding, opening=opening, profile=arguments.profile)
         scorer = Scorer(
             model=model,
             datasets=datasets,
@@ -229,32 +186,16 @@ def main(arguments: Arguments) -> int:
             batch_size=config.eval.batch_size,
             bf16=bf16,
             dims=config.loss.dims,
-            say=progress.say,
+            say=log.print_line,
             record=log.write_scores,
-            note=trait_lines.say,
+            note=log.note_traits,
             as_scored=partial(build.scored_weights, model, averaged, reshard=config.reshard),
         )
-        writer = checkpoint.CheckpointWriter(run, settings, keep=config.checkpoint.keep, newest=newest)
-        bad_lines = metrics.BadSampleLines(progress, run, total=state.bad_samples)
+        writer = checkpoint.CheckpointWriter(run, to_toml(config), keep=config.checkpoint.keep, newest=newest)
         statistics = ema.RunningStatistics(model)
-        watch = metrics.Stopwatch(device)
-        count_flops = partial(
-            costs.flops_of_steps,
-            model,
-            terms=terms,
-            text_rows=objective.text_rows(shape.text, config.batch_size),
-            patch_dropout=config.model.patch_dropout,
-            loss_dims=config.loss.dims,
-            averaged=config.distill.averages,
-            gradients=1 + bool(config.optim.sam),
-        )
-        flops = count_flops(step=state.step)
-        measure = partial(costs.measured_peak, device, torch.bfloat16 if bf16 else torch.float32)
-        peak = measure() if flops is not None else None
+        log.count_flops(model, compute, state.step)
         batches = loader.DeviceBatches(train_loader, state.step, config.steps, device)
-        starvation = loader.Starvation(config.data.workers, ", ".join(sources))
-        profiled = metrics.Profile(run, arguments.profile if rank0 else 0, device=device, say=progress.say)
-        max_logit_scale = math.log(objective.max_scale)
+        max_logit_scale = math.log(compute.objective.max_scale)
         step, stopped = state.step, False
         began, saved_at = time.monotonic() - state.seconds, time.monotonic()
         try:
@@ -262,22 +203,20 @@ def main(arguments: Arguments) -> int:
             if training.is_due(step, config.eval.every_steps) or (step == 0 and config.model.weights):
                 scorer.score_if_owed(step)
             stop.save_first(True, guards.loss_after(writer.saved_step))
-            rates = metrics.StepMetrics(watch, device=device, ranks=world, peak=peak, measure=measure)
-            profiled.start()
+            log.leave_out()  # what happened before the first step
             while step < config.steps and not stopped:
                 # 7a. The next batch, prefetched.
-                watch.begin("data")
+                log.watch.begin("data")
                 fault: DataError | None = None
                 try:
                     batch = next(batches)
                 except DataError as error:  # of this rank alone: all ranks agree in 7c, and stop together
                     fault = error
                     batch = train_loader.placeholder(step, error).to(device)
-                starvation.count(batch)
                 if changed := unfreezing.lock_for_step(step):
                     trained = parallel.replicated(model)
                 if changed or any(0 < term.after == step for term in terms.values()):
-                    flops = count_flops(step=step)
+                    log.count_flops(model, compute, step)
 
                 # 7b. The gradient of the global batch, clipped.
                 rate = training.learning_rate(step, config.steps, config.optim)
@@ -287,25 +226,23 @@ def main(arguments: Arguments) -> int:
                 if statistics or config.optim.sam or compute.swaps(step):
                     writer.wait_until_copied()
                 statistics.keep()
-                features = compute.gradients(trained, batch, step, watch)
+                features = compute.gradients(trained, batch, step, log.watch)
                 parallel.complete_gradients(model)
                 if config.optim.sam:
                     with sam.perturbed_weights(model, config.optim.sam):
-                        compute.gradients(trained, batch, step, watch)
+                        compute.gradients(trained, batch, step, log.watch)
                         parallel.complete_gradients(model)
                 norm_here = parallel.clip_gradients(model, config.optim.clip_norm)
                 loss, norm = torch.stack([features.loss.float(), norm_here.float()]).tolist()
 
                 # 7c. What all ranks must agree on before the weights change. Only rank 0's clock counts.
-                watch.begin("agreement")
-                bad_here = [asdict(one) for one in batch.bad]
-                guards.append_bad_samples(run, bad_here, step + 1, rank=rank)
-                bad_lines.found(bad_here)
+                log.watch.begin("agreement")
+                log.add_bad_samples(step + 1, batch.bad)
                 minutes = (time.monotonic() - saved_at) / 60
                 updates, factor = step - state.skipped, config.optim.skip_above
                 ranks = distributed.totals(
                     asked_to_stop=stop.asked,
-                    bad_samples=len(bad_here),
+                    bad_samples=len(batch.bad),
                     time_to_save=rank0 and 0 < config.checkpoint.every_minutes <= minutes,
                     faults=fault is not None,
                     not_finite=not (math.isfinite(loss) and math.isfinite(norm)),
@@ -324,7 +261,7 @@ def main(arguments: Arguments) -> int:
                     raise guards.failed_step(run, step, causes=causes, loss=loss, norm=norm)
 
                 # 7d. One update, unless the gradient is a spike.
-                watch.begin("optimizer")
+                log.watch.begin("optimizer")
                 writer.wait_until_copied()
                 if ranks["spikes"]:
                     statistics.put_back()
@@ -337,19 +274,14 @@ def main(arguments: Arguments) -> int:
                 step += 1
                 usual = guards.next_usual(state.usual_norm, norm, factor=factor, updates=updates)
                 state = state.next(ranks, seconds=time.monotonic() - began, usual_norm=usual)
-                watch.begin("other")
-                drawn = step * config.batch_size
-                trait_lines.say("drawn so far, repeats counted", state.trait_counts(drawn))
-                progress.advance(step)
-                profiled.step()
-                flops_here = flops and flops(
-                    batch.lengths, batch.images.shape[-1], batch.more_lengths + batch.negative_lengths
-                )
-                rates.step(samples=config.batch_size, flops=flops_here)
+                log.watch.begin("other")
+                log.count_batch(batch)
+                log.update(state)
                 writer.finish_if_done()
                 stop.otherwise = guards.loss_after(writer.saved_step)
 
                 # 7e. What is due after this step.
+                drawn = step * config.batch_size
                 too_many_bad = guards.too_many_bad(state.bad_samples, drawn, config.data.max_bad)
                 stopped = stop.agreed = ranks["asked_to_stop"] > 0 or too_many_bad
                 last = step == config.steps
@@ -358,8 +290,8 @@ def main(arguments: Arguments) -> int:
                 due_save |= training.is_due(step, config.checkpoint.every_steps)
 
                 # 7f. Metrics.
-                if step == 1 or training.is_due(step, config.log.every_steps) or due_score or due_save:
-                    values = {
+                if log.is_due(step) or due_score or due_save:
+                    figures = {
                         "epoch": sample_order.epoch(step - 1),
                         "samples": drawn,
                         "loss": loss,
@@ -368,17 +300,8 @@ def main(arguments: Arguments) -> int:
                         "lr": rate,
                         "grad_norm": norm,
                         "truncated_shards": len(shards.manifest.truncated),
-                        **state.figures(),
-                        **rates.read(),
-                        "transfer_time": batches.seconds().transfer,
                     }
-                    progress.update(step, values)
-                    if waited := rates.starved():
-                        progress.say(
-                            f"training spent {waited:.0%} of its time waiting for data; {starvation.cause()}"
-                        )
-                    bad_lines.sum_up(state.bad_samples)
-                    log.write(step, values)
+                    log.write(state, figures, transfer_time=batches.seconds().transfer)
 
                 # 7g. Scores on held-out data, by all ranks together; then a checkpoint.
                 if due_score:
@@ -389,36 +312,27 @@ def main(arguments: Arguments) -> int:
                         writer.finish()
                     saved_at = time.monotonic()
                 if due_score or due_save:
-                    rates.leave_out()
+                    log.leave_out()
 
             # 8. The end: the last scores and the report.
             if not stopped:
                 stop.save_first(False, "all steps are saved; the same command scores and reports")
                 scorer.score_if_owed(step)
         finally:
-            profiled.close()
             batches.close()
-            bad_lines.sum_up(state.bad_samples, at_once=True)
-            progress.close()
-            log.close()
+            log.close(state)
             writer.close()
-        drawn = step * config.batch_size
         if stopped:
             # waits for all ranks: a rank that exits with an error would end rank 0 while it saves
-            number = int(distributed.greatest_over_ranks(torch.tensor(stop.number)))
+            signal_number = int(distributed.greatest_over_ranks(torch.tensor(stop.number)))
             guards.check_bad_samples(state.bad_samples, drawn, config.data.max_bad, run)
-        if state.bad_samples:
-            progress.say(guards.bad_fraction(state.bad_samples, drawn, config.data.max_bad))
-        trait_lines.say("drawn in all, repeats counted", state.trait_counts(drawn))
-        captions = drawn * shards.selection.captions.count
-        if line := metrics.cut_captions_line(state.cut_captions, captions, length):
-            progress.say(line)
+        log.sum_up(state, captions=shards.selection.captions.count, context_length=length)
         if stopped:
-            progress.say(f"stopped and saved at step {step} of {config.steps}; the same command resumes")
+            log.print_line(f"stopped and saved at step {step} of {config.steps}; the same command resumes")
         elif rank0:
-            progress.say(f"done: {build_report(run)}")
+            log.print_line(f"done: {build_report(run)}")
     distributed.stop()
-    return 128 + number if stopped else 0
+    return 128 + signal_number if stopped else 0
 
 
 if __name__ == "__main__":

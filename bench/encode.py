@@ -40,10 +40,10 @@ from torch import Tensor
 import clipkit
 from clipkit.inference.encode import encode
 from clipkit.inference.inputs import Stream
-from clipkit.inference.options import EncodeOptions
 from clipkit.inference.stream import FeatureStream
 from clipkit.model.cpu import one_core_each
 from clipkit.model.preprocess import batch_of
+from clipkit.options import EncodeOptions
 
 RESULTS = Path(__file__).parent / "results"
 

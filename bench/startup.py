@@ -28,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import clipkit.__main__
+import clipkit.options
 import data.options
 import eval.options
 from bench.options import ROOT
@@ -38,7 +38,7 @@ RESULT = Path(__file__).parent / "results" / "startup.json"
 LIMIT = 300.0  # seconds, after which a command has failed
 HELP: dict[str, list[str]] = {"train.py": ["train.py"]}
 for _package, _commands in (
-    ("clipkit", clipkit.__main__.COMMANDS),
+    ("clipkit", clipkit.options.COMMANDS),
     ("data", data.options.COMMANDS),
     ("eval", eval.options.COMMANDS),
 ):

@@ -6,12 +6,14 @@ images = clipkit.encode_image(["cat.jpg", "dog.png"], model)        # (2, O) flo
 texts = clipkit.encode_text(["a photo of a cat"], model)            # (1, O) float32, unit norm
 probabilities = clipkit.classify("cat.jpg", ["cat", "dog"], model)  # (1, 2) float32, rows sum to 1
 
-Names that need torch are imported on first use, so that the command line responds to --help and Ctrl-C immediately.
+Names that need torch are imported on first use, because the command line imports this package before --help.
 """
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
-import lazy_loader
+from clipkit.errors import CheckpointError, ClipkitError, ConfigError, DataError
 
 if TYPE_CHECKING:
     from clipkit.api import (
@@ -22,12 +24,6 @@ if TYPE_CHECKING:
         explain as explain,
         load as load,
     )
-    from clipkit.errors import (
-        CheckpointError as CheckpointError,
-        ClipkitError as ClipkitError,
-        ConfigError as ConfigError,
-        DataError as DataError,
-    )
     from clipkit.model.clip import CLIP as CLIP, create as create
     from clipkit.model.tokenizer import tokenize as tokenize
     from clipkit.model.zero_shot import zero_shot_classifier as zero_shot_classifier
@@ -35,14 +31,30 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__getattr__, __dir__, __all__ = lazy_loader.attach(
-    __name__,
-    submod_attrs={
-        "api": ["caption", "classify", "encode_image", "encode_text", "explain", "load"],
-        "errors": ["CheckpointError", "ClipkitError", "ConfigError", "DataError"],
-        "model.clip": ["CLIP", "create"],
-        "model.tokenizer": ["tokenize"],
-        "model.zero_shot": ["zero_shot_classifier"],
-        "objectives.clip": ["clip_loss"],
-    },
-)
+_MODULES = {
+    "clipkit.api": ("caption", "classify", "encode_image", "encode_text", "explain", "load"),
+    "clipkit.model.clip": ("CLIP", "create"),
+    "clipkit.model.tokenizer": ("tokenize",),
+    "clipkit.model.zero_shot": ("zero_shot_classifier",),
+    "clipkit.objectives.clip": ("clip_loss",),
+}
+
+__all__ = [
+    "CheckpointError",
+    "ClipkitError",
+    "ConfigError",
+    "DataError",
+    *chain.from_iterable(_MODULES.values()),
+]
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        for module, names in _MODULES.items():
+            if name in names:
+                return getattr(import_module(module), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return __all__

@@ -1,17 +1,11 @@
-"""The command ``clipkit``, also available as ``python -m clipkit``.
-
-``COMMANDS`` has its sub-commands; the module of a command is imported only when the command is run.
-"""
+"""The command ``clipkit``, also available as ``python -m clipkit``."""
 
 from collections.abc import Sequence
 from typing import NoReturn
 
 from clipkit.cli import chosen_command, command_parser
 from clipkit.errors import run_command
-from clipkit.export.options import COMMANDS as EXPORT_COMMANDS
-from clipkit.inference.options import COMMANDS as INFERENCE_COMMANDS
-
-COMMANDS = {**INFERENCE_COMMANDS, **EXPORT_COMMANDS}
+from clipkit.options import COMMANDS
 
 
 def main() -> NoReturn:

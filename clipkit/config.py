@@ -1,7 +1,7 @@
 """The configuration of a run: frozen dataclasses, validated on construction.
 
 ``setting(…)`` defines each field with its documentation and valid values. Objectives and local terms declare
-sections of their own. Importing this module does not import torch; ``Config()`` imports the objectives, and torch.
+sections of their own.
 """
 
 import json
@@ -56,7 +56,7 @@ _BELOW_ONE = Within(words="at least 0 and below 1", holds=lambda value: 0 <= val
 
 
 def late(path: str) -> Callable[..., Any]:
-    """Return a function that imports "module:name" when called, so that registries do not import torch."""
+    """Return a function that imports "module:name" when called, so that registries import no layer above."""
 
     def call(*arguments: Any, **named: Any) -> Any:
         return import_attribute(path)(*arguments, **named)

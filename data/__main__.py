@@ -9,11 +9,7 @@ from data.options import COMMANDS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status.
-
-    Raises:
-        ClipkitError: a user error.
-    """
+    """Run one command and return the exit status."""
     parser = command_parser(
         COMMANDS,
         prog="python -m data",

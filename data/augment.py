@@ -66,12 +66,12 @@ def image_settings(words: Sequence[str]) -> tuple[Augmentation, Decoding, list[s
         The augmentation, the decoding, and the other arguments.
     """
     overrides = [word for word in words if re.match(r"(data|pixels)\.\w+=", word)]
-    known = [f"data.{field.name}" for field in fields(Augmentation)]
-    known += [f"pixels.{name}" for name in ("background", "channels", "range", "upright")]
+    allowed = [f"data.{field.name}" for field in fields(Augmentation)]
+    allowed += [f"pixels.{name}" for name in ("background", "channels", "range", "upright")]
     config = load_config(Path(os.devnull), overrides)
     for name in (word.partition("=")[0] for word in overrides):
-        if RENAMED.get(name, name) not in known:
-            raise ConfigError(f"{name} has no effect here; settings with an effect: {', '.join(known)}")
+        if RENAMED.get(name, name) not in allowed:
+            raise ConfigError(f"{name} has no effect here; settings with an effect: {', '.join(allowed)}")
     pixels = config.pixels
     decoding = Decoding(
         background=color_of(pixels.background) if pixels.background else None,
@@ -165,8 +165,10 @@ def training_pixels(
         if image.shape[1:] != size:  # Pillow decodes some files at full size
             if image.shape[1:] != tuple(-(-side // by) for side in size):
                 raise DataError("image does not decode: its size differs from its header")
-            top, left = round(box[0] / by), round(box[1] / by)
-            bottom, right = round((box[0] + box[2]) / by), round((box[1] + box[3]) / by)
+            top = round(box[0] / by)
+            left = round(box[1] / by)
+            bottom = round((box[0] + box[2]) / by)
+            right = round((box[1] + box[3]) / by)
             box = top, left, bottom - top, right - left
     top, left, height, width = box
     # torch's fast path for bytes needs contiguous pixels; it would copy them more slowly
@@ -181,9 +183,11 @@ def draw_recipe(height: int, width: int, augmentation: Augmentation, random: np.
     """Draw the random changes for an image of this size; disabled options draw no random numbers."""
     box = _crop(height, width, augmentation.crop_scale, random)
     mirrored = bool(augmentation.flip) and random.random() < augmentation.flip
-    strength, colors = augmentation.color_jitter, None
+    strength = augmentation.color_jitter
+    colors = None
     if strength and random.random() < _JITTERED:
-        low, high = max(0.0, 1 - strength), 1 + strength
+        low = max(0.0, 1 - strength)
+        high = 1 + strength
         brightness, contrast, saturation = (random.uniform(low, high) for _ in range(3))
         colors = brightness, contrast, saturation, random.uniform(-1, 1) * _HUE * strength
     gray = bool(augmentation.grayscale) and random.random() < augmentation.grayscale
@@ -202,9 +206,9 @@ def follow_recipe(pixels: Tensor, recipe: Recipe, out: Tensor) -> None:
 def _finish(crop: Tensor, recipe: Recipe, out: Tensor) -> None:
     """Resize, flip and recolor a crop, (1, C, H, W) uint8 → (C, S, S) uint8."""
     if crop.shape[1:] != out.shape:
-        given = crop if crop.device.type == "cpu" else crop.float()  # other devices resize floats only
+        source = crop if crop.device.type == "cpu" else crop.float()  # other devices resize floats only
         resized = torch.nn.functional.interpolate(
-            given, size=out.shape[1:], mode="bicubic", align_corners=False, antialias=True
+            source, size=out.shape[1:], mode="bicubic", align_corners=False, antialias=True
         )
         crop = resized if resized.dtype == torch.uint8 else resized.round_().clamp_(0, 255).to(torch.uint8)
     pixels = crop[0]  # (3, S, S)
@@ -230,7 +234,8 @@ def _crop(height: int, width: int, crop_scale: float, random: np.random.Generato
         for _ in range(_TRIES):
             area = height * width * random.uniform(crop_scale, 1.0)
             aspect = math.exp(random.uniform(math.log(_ASPECT[0]), math.log(_ASPECT[1])))
-            crop_width, crop_height = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+            crop_width = round(math.sqrt(area * aspect))
+            crop_height = round(math.sqrt(area / aspect))
             if 0 < crop_width <= width and 0 < crop_height <= height:
                 top = int(random.integers(height - crop_height + 1))
                 left = int(random.integers(width - crop_width + 1))
@@ -238,7 +243,8 @@ def _crop(height: int, width: int, crop_scale: float, random: np.random.Generato
         low, high = _ASPECT
     else:
         low = high = 1.0
-    crop_height, crop_width = min(height, round(width / low)), min(width, round(height * high))
+    crop_height = min(height, round(width / low))
+    crop_width = min(width, round(height * high))
     return (height - crop_height) // 2, (width - crop_width) // 2, max(1, crop_height), max(1, crop_width)
 
 
@@ -274,9 +280,9 @@ class Undecoded:
     @classmethod
     def of(cls, jpegs: Sequence[JpegOfRow]) -> "Undecoded":
         """Concatenate the data of JPEGs."""
-        content = torch.frombuffer(bytearray().join(one.data for one in jpegs), dtype=torch.uint8)
-        ends = np.cumsum([len(one.data) for one in jpegs]).tolist()
-        return cls(content=content, ends=tuple(ends), jpegs=tuple(one._replace(data=b"") for one in jpegs))
+        content = torch.frombuffer(bytearray().join(jpeg.data for jpeg in jpegs), dtype=torch.uint8)
+        ends = np.cumsum([len(jpeg.data) for jpeg in jpegs]).tolist()
+        return cls(content=content, ends=tuple(ends), jpegs=tuple(jpeg._replace(data=b"") for jpeg in jpegs))
 
 
 def decode_into(images: Tensor, undecoded: Undecoded) -> None:
@@ -288,10 +294,10 @@ def decode_into(images: Tensor, undecoded: Undecoded) -> None:
         raise
     except RuntimeError as error:
         raise DataError(f"an image does not decode on {images.device}: {error}") from error
-    for pixels, one in zip(decoded, undecoded.jpegs, strict=True):
-        if tuple(pixels.shape[1:]) != one.size:
+    for pixels, jpeg in zip(decoded, undecoded.jpegs, strict=True):
+        if tuple(pixels.shape[1:]) != jpeg.size:
             raise DataError("image does not decode: its size differs from its header")
-        follow_recipe(pixels, one.recipe, images[one.row])
+        follow_recipe(pixels, jpeg.recipe, images[jpeg.row])
 
 
 def require_nvjpeg(device: torch.device) -> None:

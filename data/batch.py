@@ -101,7 +101,8 @@ def small_stages(small: SmallConfig, *, image_size: int, context_length: int) ->
     """Return the stage of the settings, if any; unset sizes are those of the model."""
     if not small.steps:
         return ()
-    size, length = small.image_size or image_size, small.context_length or context_length
+    size = small.image_size or image_size
+    length = small.context_length or context_length
     return (Stage(until_step=small.steps, image_size=size, context_length=length),)
 
 

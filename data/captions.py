@@ -66,12 +66,12 @@ def json_members(fields: Iterable[str], names: Collection[str]) -> list[str]:
     return [name for name in dict.fromkeys(members) if name in names]
 
 
-def field_hint(name: str, known: Iterable[str]) -> str:
+def field_hint(name: str, field_names: Iterable[str]) -> str:
     """Return the field closest to an unknown name, and the names of all fields, for a one-line message."""
-    names = {printable(one, _MAX_NAME) for one in known}
+    names = {printable(field, _MAX_NAME) for field in field_names}
     if not names:
         return "the samples have no json fields"
-    same = [one for one in sorted(names) if one.lower() == name.lower()]
+    same = [field for field in sorted(names) if field.lower() == name.lower()]
     hint = f"did you mean {same[0]!r}?" if same else nearest(name, names)
     fields = f"available fields: {listed(names)}"
     return f"{hint} {fields}" if hint.startswith("did you mean") else fields
@@ -79,9 +79,9 @@ def field_hint(name: str, known: Iterable[str]) -> str:
 
 def listed(names: Iterable[str]) -> str:
     """Join field names in one line; only the first ones if there are many."""
-    shown = sorted({printable(name, _MAX_NAME) for name in names})
-    more = f" and {len(shown) - _SHOWN:,} more" if len(shown) > _SHOWN else ""
-    return ", ".join(shown[:_SHOWN]) + more
+    listed_names = sorted({printable(name, _MAX_NAME) for name in names})
+    more = f" and {len(listed_names) - _SHOWN:,} more" if len(listed_names) > _SHOWN else ""
+    return ", ".join(listed_names[:_SHOWN]) + more
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -135,7 +135,8 @@ class CaptionRule:
 
     def members(self, names: Collection[str]) -> list[str]:
         """Return those of a sample's members that may contain captions, or json fields with captions."""
-        texts, fields = [], []
+        texts = []
+        fields = []
         for field in self.fields:
             if field.lower() in names and not is_json(field.lower()):
                 texts.append(field.lower())
@@ -169,7 +170,11 @@ class CaptionRule:
         """Return the wrong captions of an image, with the prefix, except empty ones and those not in UTF-8."""
         value = value_at(fields, self.negatives)
         values = value if isinstance(value, list) else [value]
-        return [self.prefix + one for one in values if isinstance(one, str) and one.strip() and is_utf8(one)]
+        return [
+            self.prefix + caption
+            for caption in values
+            if isinstance(caption, str) and caption.strip() and is_utf8(caption)
+        ]
 
     def by_field(self, fields: Fields) -> list[list[str]]:
         """Return the non-empty captions of each field."""
@@ -184,39 +189,34 @@ class CaptionRule:
             if value is None and (name == TEXT or (name == CAPTIONS and TEXT not in self.fields)):
                 value = text
             values = value if isinstance(value, list) else [value]
-            captions.append([one for one in values if isinstance(one, str) and one.strip()])
+            captions.append([caption for caption in values if isinstance(caption, str) and caption.strip()])
         return captions
 
-    def caption(self, fields: Fields, number: int, random: np.random.Generator | None) -> str | None:
+    def caption(self, fields: Fields, index: int, random: np.random.Generator | None) -> str | None:
         """Return the caption of a sample, None if it has none.
 
         Args:
             fields: of the sample, from ``parse``.
-            number: index of the caption, for "all".
+            index: of the caption, for "all".
             random: random generator, required if ``draws``.
-
-        Raises:
-            DataError: the caption is not UTF-8.
         """
         by_field = self.by_field(fields)
         flat = [caption for captions in by_field for caption in captions]
         if self.choice == "random" and flat:
             assert random is not None
-            number = int(random.integers(len(flat)))
+            index = int(random.integers(len(flat)))
         elif self.choice == "weighted" and flat:
             assert random is not None
-            weights = np.array(
-                [weight if of else 0 for weight, of in zip(self.weights, by_field, strict=True)]
-            )
+            weights = np.array(self.weights) * list(map(bool, by_field))
             flat = []
             if weights.any():
                 flat = by_field[int(random.choice(len(weights), p=weights / weights.sum()))]
-                number = int(random.integers(len(flat)))
+                index = int(random.integers(len(flat)))
         elif self.choice == "first":
-            number = 0
-        if number >= len(flat):
+            index = 0
+        if index >= len(flat):
             return None
-        return self._finished(flat[number], random)
+        return self._apply_template(flat[index], random)
 
     def several(self, fields: Fields, random: np.random.Generator | None) -> list[str]:
         """Return ``count`` captions of a sample, repeated if it has fewer; none if it has none.
@@ -226,13 +226,10 @@ class CaptionRule:
         flat = [caption for captions in self.by_field(fields) for caption in captions]
         if self.choice == "random":
             assert random is not None
-            flat = [flat[number] for number in random.permutation(len(flat))]
-        return (
-            [self._finished(flat[number % len(flat)], random) for number in range(self.count)] if flat else []
-        )
+            flat = [flat[i] for i in random.permutation(len(flat))]
+        return [self._apply_template(flat[i % len(flat)], random) for i in range(self.count)] if flat else []
 
-    def _finished(self, caption: str, random: np.random.Generator | None) -> str:
-        """Apply a template and the prefix."""
+    def _apply_template(self, caption: str, random: np.random.Generator | None) -> str:
         if self.templates:
             drawn = int(random.integers(len(self.templates))) if random and len(self.templates) > 1 else 0
             caption = self.templates[drawn].replace("{}", caption)

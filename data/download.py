@@ -85,7 +85,9 @@ _NOT_ADDED = f"URL of more than {MOST_ROWS} rows: the caption is left out"
 _RETRY = "-retry"  # in the names of shards of failed rows
 _OPEN_SHARDS = 8  # shards in progress; bounds memory while one waits for its slowest response
 _MOST_FAILED = 0.99  # fraction of the last rows from which a download stops
-_LEAST_WATCHED, _MOST_WATCHED = 200, 1000  # rows of which this fraction is computed
+# rows of which this fraction is computed
+_LEAST_WATCHED = 200
+_MOST_WATCHED = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +115,6 @@ class DownloadReport:
 
 @dataclass(slots=True)
 class _Sample:
-    """A row and the result of its download."""
-
     row: Row
     fields: Mapping[str, object] = field(default_factory=dict)  # of the json, from other columns
     captions: list[str] = field(default_factory=list)
@@ -146,8 +146,6 @@ class _Shard:
 
 
 class _FirstRows:
-    """The key of the row in which each image occurred first, in a temporary file."""
-
     def __init__(self, complete: Sequence[Path] = ()) -> None:
         """Begin with the images in these listings (Parquet) of complete shards."""
         self._data = sqlite3.connect("", isolation_level=None, check_same_thread=False)
@@ -159,15 +157,15 @@ class _FirstRows:
 
     def claim(self, rows: Iterable[tuple[str, str]]) -> list[bool]:
         """Record digests with the keys of their rows; return for each whether no other row has it."""
-        found: list[bool] = []
+        is_first: list[bool] = []
         for sha256, key in rows:
             digest = bytes.fromhex(sha256)[:16]
             if self._data.execute("INSERT OR IGNORE INTO first VALUES (?, ?)", (digest, key)).rowcount:
-                found.append(True)
+                is_first.append(True)
             else:
                 (first,) = self._data.execute("SELECT key FROM first WHERE digest = ?", (digest,)).fetchone()
-                found.append(first == key)
-        return found
+                is_first.append(first == key)
+        return is_first
 
 
 def run_download(options: DownloadCommand) -> int:
@@ -180,7 +178,7 @@ def run_download(options: DownloadCommand) -> int:
         raise ConfigError(f"--part {options.part}: expected I/N with 1 ≤ I ≤ N, such as 3/16")
     began = time.monotonic()
     with CountProgress("downloading", total=None, shown=not options.quiet) as progress:
-        found = download(
+        report = download(
             options.table,
             options.out,
             options.stored,
@@ -190,19 +188,21 @@ def run_download(options: DownloadCommand) -> int:
             ray_address=options.ray,
             show=progress.show,
         )
-    fraction = found.kept / max(1, found.rows)
+    fraction = report.kept / max(1, report.rows)
     seconds = time.monotonic() - began
-    print(f"{options.out}: {counted(found.shards, 'shard')}, {found.written:,} of them new, {seconds:.1f} s")
-    print(f"  {found.kept:>11,}  of {counted(found.rows, 'row')} kept ({fraction:.1%})")
-    for cause, count in found.failures.items():
+    print(
+        f"{options.out}: {counted(report.shards, 'shard')}, {report.written:,} of them new, {seconds:.1f} s"
+    )
+    print(f"  {report.kept:>11,}  of {counted(report.rows, 'row')} kept ({fraction:.1%})")
+    for cause, count in report.failures.items():
         print(f"  {count:>11,}  {printable(cause)}")
-    print(f"  {size_of(found.downloaded)} downloaded")
-    if not found.caption_column:
+    print(f"  {size_of(report.downloaded)} downloaded")
+    if not report.caption_column:
         print("  no captions: the table has no caption column (--caption-column names one)")
-    if _ADDED in found.failures:
+    if _ADDED in report.failures:
         print(f"  images with several captions: training uses the first, or draws one with {DRAW_CAPTIONS}")
-    if not found.kept and (found.rows or parts == "1"):
-        rows = f"{counted(found.rows, 'row')} of {shown(options.table)}"
+    if not report.kept and (report.rows or parts == "1"):
+        rows = f"{counted(report.rows, 'row')} of {shown(options.table)}"
         raise DataError(f"none of the {rows} gave an image; --retry-failed tries these rows again")
     return 0
 
@@ -241,7 +241,7 @@ def download(
     out = out.absolute()
     if any(out.glob("[!.]*")) and not (out / "download.json").exists():
         raise DataError(f"{out} is not empty: use a new folder")
-    paths = _tables([tables] if isinstance(tables, str | Path) else tables, out / ".tables")
+    paths = _list_tables([tables] if isinstance(tables, str | Path) else tables, out / ".tables")
     readers = [
         Table(
             path,
@@ -305,10 +305,9 @@ def _report(out: Path, written: int, caption_column: str) -> DownloadReport:
     )
 
 
-def _tables(given: Sequence[str | Path], copies: Path) -> list[Path]:
-    """Return the files of tables; those of remote tables are downloaded into the folder ``copies``."""
-    found: list[Path] = []
-    for table in map(str, given):
+def _list_tables(tables: Sequence[str | Path], copies: Path) -> list[Path]:
+    paths: list[Path] = []
+    for table in map(str, tables):
         if is_remote(table):
             name = table.partition("?")[0].lower()
             is_file = name.endswith((*SUFFIXES, *NAMED_SUFFIXES))
@@ -322,8 +321,8 @@ def _tables(given: Sequence[str | Path], copies: Path) -> list[Path]:
             inside = [path]
         if not inside:
             raise DataError(f"{shown(table)} contains no table ({', '.join(SUFFIXES)})")
-        found += inside
-    return found
+        paths += inside
+    return paths
 
 
 # options that decide only which rows fail; --retry-failed tries these rows again
@@ -331,7 +330,6 @@ _MAY_CHANGE = ("allow_private", "ignore_robots")
 
 
 def _check_options(out: Path, paths: Sequence[Path], options: DownloadOptions, fetch: FetchOptions) -> None:
-    """Store the options in a new folder; for an existing one, check that they are the same."""
     stored = asdict(options)
     stored["keep_duplicates"] = not stored.pop("deduplicate")
     # how training treats the images, as recorded by pack
@@ -360,20 +358,20 @@ def _check_options(out: Path, paths: Sequence[Path], options: DownloadOptions, f
 
 def _check_other_parts(out: Path, parts: int) -> None:
     for path in out.glob(".part-*-of-*.lock"):
-        place, _, others = path.stem.removeprefix(".part-").partition("-of-")
+        index, _, others = path.stem.removeprefix(".part-").partition("-of-")
         if others == str(parts):
             continue
         lock = FileLock(path)
         if not lock.try_acquire():
             raise ConfigError(
-                f"{out}: {lock.holder or 'another process'} is downloading part {place}/{others}: use the same "
+                f"{out}: {lock.holder or 'another process'} is downloading part {index}/{others}: use the same "
                 "number of parts, or wait for the end"
             )
         lock.release()
 
 
-def _shard_name(number: int) -> str:
-    return f"{number:05d}"
+def _shard_name(index: int) -> str:
+    return f"{index:05d}"
 
 
 def _stats_path(out: Path, shard: str) -> Path:
@@ -418,7 +416,6 @@ def _other_table(out: Path, shard: str) -> ConfigError:
 
 
 def _complete_shards(out: Path) -> list[str]:
-    """Return the names of complete shards, those of retries last."""
     return sorted(
         (path.name.removesuffix("_stats.json") for path in out.glob("*_stats.json")), key=name_order
     )
@@ -454,19 +451,22 @@ def _samples_of(
         yield from _add_rows(tables, groups, keep_captions)
     complete_before = _complete_shards(out)
     names = FieldNames(chain.from_iterable(table.others for table in tables), taken=_OWN_FIELDS)
-    place, parts = part
-    number, complete = -1, False
+    first_part, parts = part
+    current = -1
+    complete = False
     rows = _check_rows(_merge_groups(tables, groups), out, options.samples_per_shard)
     for at, row in enumerate(rows):
         shard = at // options.samples_per_shard
-        known = names.of(row.others)
-        own = shard % parts == place - 1
-        if own and shard != number:
-            number, complete = shard, _stats_path(out, _shard_name(shard)).exists()
-        if own and not complete:
-            sample = _make_sample(row, known, keep_captions)
+        fields = names.of(row.others)
+        in_this_part = shard % parts == first_part - 1
+        if in_this_part and shard != current:
+            current = shard
+            complete = _stats_path(out, _shard_name(shard)).exists()
+        if in_this_part and not complete:
+            sample = _make_sample(row, fields, keep_captions)
             if position := groups.position(at):
-                sample.status, sample.cause = "duplicate", "URL of an earlier row"
+                sample.status = "duplicate"
+                sample.cause = "URL of an earlier row"
                 if keep_captions:
                     sample.cause = _ADDED if position < MOST_ROWS else _NOT_ADDED
             yield _shard_name(shard), sample
@@ -495,7 +495,8 @@ def _samples_of(
         last = last_attempts.get(key, attempts[i])
         if last["status"].startswith("failed"):
             sample = _make_sample(row, names.of(row.others), keep_captions)
-            sample.retry_of, sample.earlier_cause = key, last["error_message"]
+            sample.retry_of = key
+            sample.earlier_cause = last["error_message"]
             if retried % options.samples_per_shard == 0:
                 turn = 1
                 while (retry_shard := f"{table_shard}{_RETRY}{turn}") in in_part:
@@ -530,8 +531,6 @@ def _read_attempts(out: Path, shard: str, *more_columns: str) -> list[dict[str, 
 
 
 def _read_retries(out: Path, shards: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Return the last attempts of the rows of retry shards, by the key of the first attempt."""
-
     def end_time(shard: str) -> float:
         return float(json.loads(_stats_path(out, shard).read_bytes())["end_time"])
 
@@ -551,7 +550,8 @@ def _make_sample(row: Row, names: Mapping[str, str], keep_captions: bool) -> _Sa
             sample.captions = list(dict.fromkeys(check_captions(row.caption)))
         sample.fields = fields_of(row.others, names, sample.captions)
     except DataError as error:
-        sample.status, sample.cause = "failed_to_download", str(error)
+        sample.status = "failed_to_download"
+        sample.cause = str(error)
     return sample
 
 
@@ -573,7 +573,11 @@ class _Download:
         show: Callable[[int, int], None],
         threads: int = os.cpu_count() or 1,
     ) -> None:
-        self._out, self._options, self._fetch, self._claim, self._show = out, options, fetch, claim, show
+        self._out = out
+        self._options = options
+        self._fetch = fetch
+        self._claim = claim
+        self._show = show
         resize = None
         if options.resize != "no":
             resize = Resize(
@@ -591,11 +595,11 @@ class _Download:
         Image.init()  # not thread-safe
         connections = self._fetch.connections
         window = asyncio.Semaphore(4 * connections)  # rows in progress, most of them waiting for their host
-        places = asyncio.Semaphore(_OPEN_SHARDS)
+        open_shards = asyncio.Semaphore(_OPEN_SHARDS)
         shards: asyncio.Queue[_Shard | None] = asyncio.Queue()
         with ExitStack() as spools, ThreadPoolExecutor(self._threads, "decode") as pool:
             async with Fetcher(self._fetch) as fetcher, asyncio.TaskGroup() as group:
-                group.create_task(self._write_shards(shards, places, pool))
+                group.create_task(self._write_shards(shards, open_shards, pool))
 
                 async def one(sample: _Sample, shard: _Shard) -> None:
                     try:
@@ -606,16 +610,16 @@ class _Download:
                     shard.check()
 
                 shard: _Shard | None = None
-                for found in samples:
-                    if found is None:
+                for item in samples:
+                    if item is None:
                         await asyncio.sleep(0)
                         continue
-                    name, sample = found
+                    name, sample = item
                     if shard is None or shard.name != name:
                         if shard is not None:
                             shard.last = True
                             shard.check()
-                        await places.acquire()
+                        await open_shards.acquire()
                         shard = _Shard(name, tempfile.TemporaryFile(dir=self._out))  # noqa: SIM115
                         spools.enter_context(shard.spool)
                         shards.put_nowait(shard)
@@ -643,7 +647,8 @@ class _Download:
             sample.downloaded = len(data)
             stored = await asyncio.get_running_loop().run_in_executor(pool, self._stored, data)
             if isinstance(stored, str):
-                sample.status, sample.cause = "failed_to_resize", stored
+                sample.status = "failed_to_resize"
+                sample.cause = stored
                 return
             image, sample.facts, sample.sha256 = stored
             sample.place = shard.spool.tell(), len(image.data)
@@ -657,7 +662,8 @@ class _Download:
                 raise FetchError("no URL")
             await fetcher.fetch(row.path.strip(), use)
         except FetchError as error:
-            sample.status, sample.cause = "failed_to_download", str(error)
+            sample.status = "failed_to_download"
+            sample.cause = str(error)
         self._count(sample)
 
     def _count(self, sample: _Sample) -> None:
@@ -707,7 +713,7 @@ class _Download:
         return image, facts, hashlib.sha256(data).hexdigest()
 
     async def _write_shards(
-        self, shards: "asyncio.Queue[_Shard | None]", places: asyncio.Semaphore, pool: ThreadPoolExecutor
+        self, shards: "asyncio.Queue[_Shard | None]", open_shards: asyncio.Semaphore, pool: ThreadPoolExecutor
     ) -> None:
         while (shard := await shards.get()) is not None:
             await shard.complete.wait()
@@ -719,19 +725,21 @@ class _Download:
                 ]
                 for (sample, _), first in zip(images, self._claim([row for _, row in images]), strict=True):
                     if not first:
-                        sample.status, sample.cause = "duplicate", "image of an earlier row"
+                        sample.status = "duplicate"
+                        sample.cause = "image of an earlier row"
             is_retry = bool(shard.samples[0].retry_of)
             if not is_retry or not all(sample.status.startswith("failed") for sample in shard.samples):
                 await asyncio.get_running_loop().run_in_executor(pool, self._write, shard)
                 self._written += 1
             shard.spool.close()
-            places.release()
+            open_shards.release()
 
     def _write(self, shard: _Shard) -> None:
         for path in self._out.glob(f".{shard.name}[._]*.partial"):  # of a killed process
             path.unlink(missing_ok=True)
         listing: list[dict[str, object]] = []
-        causes, digest = Counter[str](), hashlib.sha256()
+        causes = Counter[str]()
+        digest = hashlib.sha256()
         with (
             replacing(self._out / f"{shard.name}.tar", durable=True) as temporary,
             # a whole-number mtime makes equal shards equal on all machines
@@ -821,7 +829,9 @@ def _download_on_ray(
                 raise
             if counts[0] > counts[1] and not _stats_path(out, shard).exists():
                 raise DataError(f"{out} is not on a file system that the machines of the Ray cluster share")
-            written, rows, failed = written + 1, rows + counts[0], failed + counts[1]
+            written = written + 1
+            rows = rows + counts[0]
+            failed = failed + counts[1]
             show(rows, failed)
 
         for turn, (name, group) in enumerate(groupby(filter(None, samples), key=itemgetter(0))):
@@ -848,10 +858,10 @@ class _Claims:
     async def claim(self, turn: int, rows: Sequence[tuple[str, str]]) -> list[bool]:
         async with self._changed:
             await self._changed.wait_for(lambda: turn <= self._turn)  # less in a task that runs again
-            found = self._first_images.claim(rows)
+            is_first = self._first_images.claim(rows)
             self._turn = max(self._turn, turn + 1)
             self._changed.notify_all()
-        return found
+        return is_first
 
 
 def _download_shard(

@@ -53,12 +53,14 @@ class Filter:
         value = value_at(fields, self.name)
         if value is None:
             return None
-        wanted, found = parse_number(self.value), parse_number(value)
-        if wanted is not None and found is not None:
-            if not (isinstance(wanted, int) and isinstance(found, int)):
+        expected = parse_number(self.value)
+        actual = parse_number(value)
+        if expected is not None and actual is not None:
+            if not (isinstance(expected, int) and isinstance(actual, int)):
                 with suppress(OverflowError):  # an integer too large for a float; Python compares it exactly
-                    wanted, found = float(wanted), float(found)
-            return _COMPARE[self.compare](found, wanted)
+                    expected = float(expected)
+                    actual = float(actual)
+            return _COMPARE[self.compare](actual, expected)
         if self.compare in ("<", ">", "<=", ">="):
             return None
         if isinstance(value, bool):  # lower case in JSON

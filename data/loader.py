@@ -3,7 +3,6 @@
 Letters: B samples of a rank's part of a batch, S image side in pixels, L tokens of the longest caption.
 """
 
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from clipkit.batch import BadSample, Batch
+from clipkit.batch import BadSample
 from clipkit.errors import DataError
 from clipkit.model import MAX_CHARACTERS
 from clipkit.samples import (
@@ -68,9 +67,6 @@ class Loader:
         decode_later: leave plain JPEGs to ``on_device``, except those that must be rotated.
         stages: smaller sizes for the first steps; the crops are the same at every size.
         teacher: stored features of the samples.
-
-    Raises:
-        ConfigError: there are more ranks than samples in a batch.
     """
 
     shards: Shards
@@ -135,14 +131,17 @@ class Loader:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # waking all cores for each image takes longer than resizing it
         try:
-            for row, (number, epoch) in enumerate(zip(draw.ids.tolist(), draw.epochs.tolist(), strict=True)):
-                self._fill(row, number, epoch, part)
+            for row, (sample_id, epoch) in enumerate(
+                zip(draw.ids.tolist(), draw.epochs.tolist(), strict=True)
+            ):
+                self._fill(row, sample_id, epoch, part)
         finally:
             torch.set_num_threads(threads)
         count = self.shards.selection.captions.count
-        captions = [one for number in range(count) for one in part.captions[number::count]]
+        captions = [caption for i in range(count) for caption in part.captions[i::count]]
         texts = captions + part.negatives
-        tokens = (self._tokenizers[stage.context_length] if stage else self.tokenize)(texts)
+        tokenize = self._tokenizers[stage.context_length] if stage else self.tokenize
+        tokens = tokenize(texts)
         lengths = token_lengths(tokens)
         count_cut = getattr(self.tokenize, "count_cut", None)
         cut = count_cut(captions, tokens[: len(captions)]) if count_cut and not stage else 0
@@ -163,7 +162,7 @@ class Loader:
             teacher=None if self.teacher is None else self.teacher.read(part.features),
             more=more if count > 1 else None,
             more_lengths=lengths[rows : len(captions)],
-            negatives=negatives if self._with_negatives else None,
+            negatives=negatives if self._has_negatives else None,
             negative_lengths=lengths[len(captions) :],
             read_seconds=part.read_seconds,
             make_seconds=time.perf_counter() - began,
@@ -177,7 +176,8 @@ class Loader:
         """
         stage = stage_at(self.stages, step)
         draw = self.order.batch(step, rank=self.rank, world_size=self.world_size)
-        count, ids = len(draw.ids), torch.from_numpy(draw.ids)
+        count = len(draw.ids)
+        ids = torch.from_numpy(draw.ids)
         more = self.shards.selection.captions.count - 1
         return LoaderBatch(
             images=self._empty_batch(count, stage).zero_(),
@@ -190,20 +190,20 @@ class Loader:
             teacher=None if self.teacher is None else self.teacher.zeros(count),
             more=torch.zeros(more * count, 1, dtype=torch.int64) if more else None,
             more_lengths=(1,) * (more * count),
-            negatives=torch.zeros(count, 1, dtype=torch.int64) if self._with_negatives else None,
-            negative_lengths=(1,) * count if self._with_negatives else (),
+            negatives=torch.zeros(count, 1, dtype=torch.int64) if self._has_negatives else None,
+            negative_lengths=(1,) * count if self._has_negatives else (),
         )
 
     def _empty_batch(self, count: int, stage: Stage | None) -> Tensor:
         return empty_batch(count, stage.image_size if stage else self.image_size, self.decoding.channels)
 
     @property
-    def _with_negatives(self) -> bool:
+    def _has_negatives(self) -> bool:
         return bool(self.shards.selection.captions.negatives)
 
     def names(self, ids: Tensor | Sequence[int]) -> list[tuple[str, str]]:
         """Return shard and key of samples; the key is empty if it is no longer known."""
-        return [self.shards.locate(int(number)) for number in ids]
+        return [self.shards.locate(int(sample_id)) for sample_id in ids]
 
     def on_device(self, batch: LoaderBatch, step: int, device: torch.device) -> LoaderBatch:
         """Copy the batch of a step to a device and decode its remaining JPEGs there.
@@ -220,16 +220,16 @@ class Loader:
             return replace(self, decode_later=False).batch(step).to(device)
         return replace(moved, undecoded=None)
 
-    def _fill(self, row: int, number: int, epoch: int, part: BatchPart) -> None:
+    def _fill(self, row: int, sample_id: int, epoch: int, part: BatchPart) -> None:
         """Add a sample; a bad one is replaced by a sample determined by (seed, epoch, number).
 
         Deep images without a pixel range are not replaced, because none of them can be used.
         """
         substitutes = None
-        chosen = number
+        chosen = sample_id
         for _ in range(_SUBSTITUTES):
             try:
-                self._add(row, chosen, epoch, part)
+                self._add_sample(row, chosen, epoch, part)
                 return
             except PixelRangeError as error:
                 shard, key = self.shards.locate(chosen)
@@ -237,7 +237,7 @@ class Loader:
             except DataError as error:
                 shard, key = self.shards.locate(chosen)
                 part.bad.append(BadSample(shard=shard, key=key, cause=str(error)))
-            substitutes = substitutes or random_of(self.order.seed, _SUBSTITUTE, epoch, number)
+            substitutes = substitutes or random_of(self.order.seed, _SUBSTITUTE, epoch, sample_id)
             chosen = int(substitutes.integers(len(self.shards)))
         last = part.bad[-1]
         raise BatchError(
@@ -245,13 +245,13 @@ class Loader:
             tuple(part.bad),
         )
 
-    def _add(self, row: int, number: int, epoch: int, part: BatchPart) -> None:
+    def _add_sample(self, row: int, sample_id: int, epoch: int, part: BatchPart) -> None:
         """Add a sample; if this raises DataError, the lists of the part are unchanged."""
         began = time.perf_counter()
-        sample = self.shards.read(number)
+        sample = self.shards.read(sample_id)
         part.read_seconds += time.perf_counter() - began
         rule = self.shards.selection.captions
-        random = random_of(self.order.seed, _CAPTION, epoch, number) if rule.draws else None
+        random = random_of(self.order.seed, _CAPTION, epoch, sample_id) if rule.draws else None
         if rule.count > 1:
             captions = rule.several(sample.fields, random)
         else:
@@ -264,7 +264,7 @@ class Loader:
         if (longest := max(map(len, captions))) > MAX_CHARACTERS:
             raise DataError(f"caption of {longest} characters")
         features = self.teacher.find(sample.image, captions[0]) if self.teacher is not None else None
-        random = random_of(self.order.seed, _CROP, epoch, number)
+        random = random_of(self.order.seed, _CROP, epoch, sample_id)
         size = plain_jpeg_size(sample.image) if self.decode_later else None
         traits = Traits() if size is None else Traits(rotated=jpeg_orientation(sample.image) != 1)
         if size is not None and not (traits.rotated and self.decoding.upright):
@@ -281,18 +281,16 @@ class Loader:
             )
         part.traits.add(traits)
         part.captions += captions
-        if self._with_negatives:
+        if self._has_negatives:
             wrong = rule.wrong_captions(sample.fields) or captions
-            random = random_of(self.order.seed, _NEGATIVE, epoch, number)
+            random = random_of(self.order.seed, _NEGATIVE, epoch, sample_id)
             part.negatives.append(wrong[int(random.integers(len(wrong)))][:MAX_CHARACTERS])
-        part.numbers.append(number - sample.caption_number)  # of the first sample with this image
+        part.numbers.append(sample_id - sample.caption_number)  # of the first sample with this image
         if features is not None:
             part.features.append(features)
 
 
 class _Batches(Dataset[LoaderBatch | DataError]):
-    """Batches as a map-style dataset: a worker makes whole batches."""
-
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
         self._ahead: tuple[list[int], list[int]] = [], []
@@ -340,7 +338,8 @@ class DeviceBatches(Iterator[LoaderBatch]):
     """
 
     def __init__(self, loader: Loader, start: int, stop: int, device: torch.device) -> None:
-        self._loader, self._device = loader, device
+        self._loader = loader
+        self._device = device
         self._step = start  # of the next batch from the loader
         self._batches = loader.batches(start, stop)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -355,7 +354,8 @@ class DeviceBatches(Iterator[LoaderBatch]):
             batch = self._loader.on_device(batch, self._step - 1, self._device)
             self._transfer += time.perf_counter() - began
             return batch
-        now, self._ahead = self._ahead or self._fetch(self._stream), None
+        now = self._ahead or self._fetch(self._stream)
+        self._ahead = None
         if isinstance(now, Exception):
             raise now
         self._ahead = self._fetch(self._stream)
@@ -385,7 +385,9 @@ class DeviceBatches(Iterator[LoaderBatch]):
             else:
                 running.append((began, ended))
         spent = InputSeconds(waiting=self._waiting, transfer=self._transfer)
-        self._timed, self._waiting, self._transfer = running, 0.0, 0.0
+        self._timed = running
+        self._waiting = 0.0
+        self._transfer = 0.0
         return spent
 
     def _next(self) -> LoaderBatch:
@@ -411,33 +413,3 @@ class DeviceBatches(Iterator[LoaderBatch]):
             return error
         self._timed.append((began, arrived))
         return batch, arrived
-
-
-class Starvation:
-    """Explain why training waits for batches."""
-
-    def __init__(self, workers: int, sources: str) -> None:
-        self._workers, self._sources = workers, sources
-        self._read = self._made = 0.0
-
-    def count(self, batch: Batch) -> None:
-        """Count a batch that training waited for."""
-        self._read += batch.read_seconds
-        self._made += batch.make_seconds
-
-    def cause(self) -> str:
-        """Return the slowest part of the input pipeline, and how to speed it up."""
-        reading = self._read / self._made if self._made else 0.0
-        if reading > 0.5:
-            return (
-                f"reading from {self._sources} takes {reading:.0%} of the time per batch: use faster storage, set "
-                "data.cache_gb large enough for all shards, or raise data.workers"
-            )
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        more = f"raise data.workers = {self._workers} ({cores} cores here)"
-        if self._workers >= cores:
-            more = f"all {cores} cores are in use; store smaller images"
-        return (
-            f"decoding and cropping images takes {1 - reading:.0%} of the time per batch: {more}, or set "
-            "data.scaled_decode, or with a GPU data.nvjpeg"
-        )

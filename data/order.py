@@ -118,10 +118,6 @@ class Order:
         resample: draw with replacement: ``window`` shards at a time, each with probability proportional to its
             number of samples, and from these the number of samples that they contain on average. Every sample is
             equally likely.
-
-    Raises:
-        ConfigError: there are fewer samples than in one batch, weights do not match the sources, or a source has no
-            samples.
     """
 
     def __init__(
@@ -147,22 +143,23 @@ class Order:
             raise ConfigError(f"data.weights has {len(weights)} weights for {len(sources)} sources")
         if not all(0 < weight < math.inf for weight in weights):
             raise ConfigError(f"data.weights = {list(weights)}: expected positive, finite numbers")
-        self.seed, self.batch_size = seed, batch_size
+        self.seed = seed
+        self.batch_size = batch_size
         self.batches_per_epoch = self.samples // batch_size
         self.leaves_out = not (wrap or weights or resample)  # the last samples of an epoch
         # Fraction of each source in what the previous sources leave; exact, so that errors do not accumulate.
         exact = [Fraction(repr(float(weight))) for weight in weights or (1.0,)]
-        self._fractions = [one / sum(exact[number:]) for number, one in enumerate(exact)]
+        self._fractions = [weight / sum(exact[i:]) for i, weight in enumerate(exact)]
         parts = list(sources) if weights else [len(self.counts)]
         assert sum(parts) == len(self.counts)
         kind = _Resampled if resample else _Source
         self._sources: list[_Source] = []
         first_shard = first_sample = 0
-        for number, shards in enumerate(parts):
+        for source, shards in enumerate(parts):
             part = self.counts[first_shard : first_shard + shards]
             if not part.sum():
-                raise ConfigError(f"source {number + 1} of data.train has no usable sample: remove it")
-            self._sources.append(kind(part, key(seed, number), first_sample, first_shard, window))
+                raise ConfigError(f"source {source + 1} of data.train has no usable sample: remove it")
+            self._sources.append(kind(part, key(seed, source), first_sample, first_shard, window))
             first_shard += shards
             first_sample += int(part.sum())
 
@@ -181,26 +178,31 @@ class Order:
         part = self.part(rank, world_size)
         rows = np.arange(part.start, part.stop)
         if len(self._sources) == 1:
-            return replace(self._sources[0].take(self._start(step) + rows), first_row=part.start)
+            return replace(self._sources[0].take(self._start_position(step) + rows), first_row=part.start)
         size = np.full(len(part), self.batch_size)
         batch_key = np.full(len(part), key(self.seed, _BATCH, step), dtype=np.uint64)
         # before the permutation, the samples of a source are contiguous in the batch
         positions = permuted(rows, size, batch_key)
-        ids, epochs = np.empty_like(positions), np.empty_like(positions)
+        ids = np.empty_like(positions)
+        epochs = np.empty_like(positions)
         first = 0
-        for source, begin, end in zip(self._sources, self._taken(step), self._taken(step + 1), strict=True):
+        for source, begin, end in zip(
+            self._sources, self._count_drawn(step), self._count_drawn(step + 1), strict=True
+        ):
             here = (positions >= first) & (positions < first + end - begin)
             draw = source.take(begin + positions[here] - first)
-            ids[here], epochs[here] = draw.ids, draw.epochs
+            ids[here] = draw.ids
+            epochs[here] = draw.epochs
             first += end - begin
         return Draw(ids=ids, epochs=epochs, first_row=part.start)
 
     def shards_ahead(self, step: int) -> tuple[list[int], list[int]]:
         """Return the shards of the windows that the batch of a step is drawn from, and of the next windows."""
         if len(self._sources) > 1:
-            starts, ends = self._taken(step), self._taken(step + 1)
+            starts = self._count_drawn(step)
+            ends = self._count_drawn(step + 1)
         else:
-            starts = [self._start(step)]
+            starts = [self._start_position(step)]
             ends = [starts[0] + self.batch_size]
         near = [source.windows(*part) for source, *part in zip(self._sources, starts, ends, strict=True)]
         return [shard for now, _ in near for shard in now], [shard for _, later in near for shard in later]
@@ -211,40 +213,44 @@ class Order:
         Of several weighted sources it is that of the source with the fewest. With replacement, an epoch is as many
         draws as there are samples.
         """
-        starts = self._taken(step) if len(self._sources) > 1 else [self._start(step)]
+        starts = self._count_drawn(step) if len(self._sources) > 1 else [self._start_position(step)]
         return min(start // source.samples for start, source in zip(starts, self._sources, strict=True))
 
     def describe(self, steps: int, names: Sequence[str] = ()) -> str:
         """Describe the number of epochs in ``steps`` steps, and what happens to the last samples of an epoch."""
-        drawn = self._taken(steps)
+        drawn = self._count_drawn(steps)
         times = [f"{n / source.samples:.3g}" for n, source in zip(drawn, self._sources, strict=True)]
         resampled = isinstance(self._sources[0], _Resampled)
         if len(times) > 1:
-            named = names or [f"source {number + 1}" for number in range(len(times))]
+            named = names or [f"source {i + 1}" for i in range(len(times))]
             each = ", ".join(f"{name} {n}" for name, n in zip(named, times, strict=True))
             how = " with replacement; draws per sample" if resampled else "; epochs"
             return f"mixed in batches of {self.batch_size}{how}: {each}"
         if resampled:
             return f"drawn with replacement in batches of {self.batch_size}, {times[0]} draws per sample"
         left = self.samples % self.batch_size
-        last, epochs = "no sample left out", times[0]
+        last = "no sample left out"
+        epochs = times[0]
         if self.leaves_out:
-            last, epochs = f"{left} samples left out of each epoch", f"{steps / self.batches_per_epoch:.3g}"
+            last = f"{left} samples left out of each epoch"
+            epochs = f"{steps / self.batches_per_epoch:.3g}"
         return f"{self.batches_per_epoch:,} batches of {self.batch_size} an epoch, {last}, {epochs} epochs in all"
 
-    def _start(self, step: int) -> int:
-        """Return the position of a step in the only source's endless sequence."""
+    def _start_position(self, step: int) -> int:
         if not self.leaves_out:
             return step * self.batch_size
         epoch, batch = divmod(step, self.batches_per_epoch)
         return epoch * self.samples + batch * self.batch_size
 
-    def _taken(self, step: int) -> list[int]:
+    def _count_drawn(self, step: int) -> list[int]:
         """Return the number of samples drawn from each source before a step; never decreases."""
-        drawn, taken = step * self.batch_size, []
-        for one in self._fractions:
+        drawn = step * self.batch_size
+        taken = []
+        for fraction in self._fractions:
             # round to nearest: rounding down would favor the last source
-            taken.append((2 * drawn * one.numerator + one.denominator) // (2 * one.denominator))
+            taken.append(
+                (2 * drawn * fraction.numerator + fraction.denominator) // (2 * fraction.denominator)
+            )
             drawn -= taken[-1]
         return taken
 
@@ -253,7 +259,10 @@ class _Source:
     """The endless sequence of one source: epoch after epoch, each with every sample once."""
 
     def __init__(self, counts: Int64s, seed: int, first: int, first_shard: int, window: int) -> None:
-        self.counts, self.seed, self.first, self.first_shard = counts, seed, first, first_shard
+        self.counts = counts
+        self.seed = seed
+        self.first = first
+        self.first_shard = first_shard
         self.window = min(window, len(counts))  # a larger one has no effect, but may exceed int64
         self.samples = int(counts.sum())
         self.starts = np.cumsum(counts) - counts
@@ -265,12 +274,12 @@ class _Source:
         ids = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
-            place = within[here]
+            epoch_positions = within[here]
             shards, cumulative, ends = self._shards(epoch)
-            window = np.searchsorted(ends, place, side="right")
+            window = np.searchsorted(ends, epoch_positions, side="right")
             start = np.where(window > 0, ends[window - 1], 0)
             keys = hashed(key(self.seed, _SAMPLES, epoch), window)
-            mixed = start + permuted(place - start, ends[window] - start, keys)
+            mixed = start + permuted(epoch_positions - start, ends[window] - start, keys)
             slot = np.searchsorted(cumulative, mixed, side="right")
             shard = shards[slot]
             ids[here] = self.starts[shard] + mixed - (cumulative[slot] - self.counts[shard])
@@ -304,17 +313,17 @@ class _Source:
 
     def _shards(self, epoch: int) -> tuple[Int64s, ...]:
         """Return an epoch's order of shards, and the cumulative numbers of samples by shard and by window."""
-        made = self._recent.pop(epoch, None)
-        if made is None:
+        windows = self._recent.pop(epoch, None)
+        if windows is None:
             drawn = hashed(key(self.seed, _SHARDS, epoch), np.arange(len(self.counts)))
             shards = np.argsort(drawn, kind="stable")
             cumulative = np.cumsum(self.counts[shards])
             last = np.arange(self.window - 1, len(shards) + self.window - 1, self.window)
-            made = shards, cumulative, cumulative[np.minimum(last, len(shards) - 1)]
-        self._recent[epoch] = made  # the most recently used is last
+            windows = shards, cumulative, cumulative[np.minimum(last, len(shards) - 1)]
+        self._recent[epoch] = windows  # the most recently used is last
         while len(self._recent) > _KEPT_EPOCHS:
             del self._recent[next(iter(self._recent))]
-        return made
+        return windows
 
 
 class _Resampled(_Source):
@@ -322,21 +331,21 @@ class _Resampled(_Source):
 
     def take(self, positions: Int64s) -> Draw:
         slot = (hashed(key(self.seed, _SLOT), positions) % np.uint64(self.window)).astype(np.int64)
-        shard = self._drawn(positions // self._window_samples() * self.window + slot)
+        shard = self._draw_shards(positions // self._window_samples() * self.window + slot)
         within = hashed(key(self.seed, _WITHIN), positions) % self.counts[shard].astype(np.uint64)
         return Draw(ids=self.first + self.starts[shard] + within.astype(np.int64), epochs=positions)
 
     def windows(self, begin: int, end: int) -> tuple[list[int], list[int]]:
         first, last = (position // self._window_samples() for position in (begin, max(begin, end - 1)))
-        drawn = self._drawn(np.arange(first * self.window, (last + 2) * self.window)) + self.first_shard
-        now, following = drawn[: -self.window].tolist(), drawn[-self.window :].tolist()
+        drawn = self._draw_shards(np.arange(first * self.window, (last + 2) * self.window)) + self.first_shard
+        now = drawn[: -self.window].tolist()
+        following = drawn[-self.window :].tolist()
         return list(dict.fromkeys(now)), following
 
     def _window_samples(self) -> int:
-        """Return the number of samples drawn from a window: what its shards contain on average."""
         return max(1, self.samples * self.window // len(self.counts))
 
-    def _drawn(self, slots: Int64s) -> Int64s:
+    def _draw_shards(self, slots: Int64s) -> Int64s:
         """Return the shard of each slot of each window, with probability proportional to its samples."""
         sample = hashed(key(self.seed, _WINDOW), slots) % np.uint64(self.samples)
         return np.searchsorted(self.starts, sample.astype(np.int64), side="right") - 1

@@ -9,8 +9,9 @@ Images: JPEG, PNG and WebP files are stored byte for byte, except those with an 
 preprocessing ignores; they are stored upright (JPEG at quality 95 without chroma subsampling, PNG without loss,
 WebP as it was encoded). Other formats become PNG. Every image is decoded once, to find broken ones before training.
 
-Splits: the hash of an image's bytes decides between train and test, so that equal images are in one split and the
-splits are the same on all machines. A larger test fraction is a superset of a smaller one.
+Splits: a column ``split``, or folders named like splits, decide which split an image belongs to. Otherwise the hash
+of its bytes decides between train and test, so that equal images are in one split and the splits are the same on
+all machines. A larger test fraction is a superset of a smaller one.
 
 Captions: a row may have a list of captions, and rows of the same image become one sample with the captions of all.
 Equal captions of an image are stored once. By default training uses the first; ``data.captions=captions`` with
@@ -40,6 +41,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,7 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.files import CountProgress, counted, size_of
 from clipkit.samples import (
     CLASS_NAMES,
+    SPLIT_NAMES,
     FolderSamples,
     Table,
     TableSamples,
@@ -60,6 +63,9 @@ from clipkit.samples import (
     images_below,
     json_value,
     listed_path,
+    plain_name,
+    read_split,
+    select_split,
 )
 from clipkit.samples.remote import ShardFile, cache_folder, created_once, download_all
 from data.captions import DRAW_CAPTIONS, field_name, listed
@@ -180,7 +186,8 @@ def pack(
             paths[0], image_column=options.image_column, caption_column=options.caption_column
         )
         if table is not None:
-            root, paths = paths[0], [table]
+            root = paths[0]
+            paths = [table]
         elif group_by is not None:
             raise ConfigError(f"--group-by {group_by}: {paths[0]} is a folder of images, not a table")
         else:
@@ -188,20 +195,17 @@ def pack(
     others = options.fields
     if others is not None and group_by is not None:
         others = (*others, group_by)  # Table reads a column once
-    tables = [
-        Table(
-            path,
-            image_column=options.image_column,
-            caption_column=options.caption_column,
-            encoded=True,
-            others=others,
-        )
-        for path in paths
-        if folder is None
-    ]
+    open_table = partial(
+        Table, image_column=options.image_column, caption_column=options.caption_column, encoded=True
+    )
+    if others is not None and folder is None:
+        columns = open_table(paths[0], others=None).others
+        others = (*others, *(name for name in columns if plain_name(name) == "split" and name not in others))
+    tables = [open_table(path, others=others) for path in paths] if folder is None else []
     if tables and group_by == tables[0].image_column:
         group_by = None
-    bad, marks = Counter[str](), Counter[str]()
+    bad = Counter[str]()
+    marks = Counter[str]()
     caption_counts = Counter[int]()
     packed_rows = 0
     firsts: dict[str, str] = {}
@@ -262,7 +266,8 @@ def pack(
         classes: list[str] = []
         caption_source = samples.caption_column
         if folder is not None:
-            classes, caption_source = sorted(set(folder.class_names.values())), folder.captions_from
+            classes = sorted(set(folder.class_names.values()))
+            caption_source = folder.captions_from
         card = {
             "name": paths[0].stem,
             "description": "images and captions from a table or folder",
@@ -300,7 +305,6 @@ def pack(
 def _pack_in_order(
     samples: TableSamples | FolderSamples, how: Storing, test: float
 ) -> Iterator[tuple[int, _Packed | str]]:
-    """Yield each sample, or the cause why it cannot be packed."""
     Image.init()
     workers = min(8, os.cpu_count() or 1)  # threads, because reading and decoding release the GIL
     waiting: deque[tuple[int, Future[_Packed | str]]] = deque()
@@ -334,6 +338,9 @@ def _pack_sample(
 ) -> _Packed | str:
     captions = list(dict.fromkeys(texts))
     try:
+        split = read_split(fields)
+        if isinstance(samples, FolderSamples):
+            split = select_split(samples.locate(i)[1].partition("/")[0])
         data = samples.read(i, "")
         if len(data) > LARGEST_FILE:
             raise DataError(f"file of more than {LARGEST_FILE // 2**20} MiB")
@@ -348,7 +355,7 @@ def _pack_sample(
         "equal captions": len(texts) - len(captions),
     }
     return _Packed(
-        split=_split(data, test),
+        split=split if split in SPLIT_NAMES else _draw_split(data, test),
         record=Record(
             key=f"{samples.rows(i)[0].number:09d}",
             image=image.data,
@@ -362,13 +369,12 @@ def _pack_sample(
     )
 
 
-def _split(data: bytes, test: float) -> str:
+def _draw_split(data: bytes, test: float) -> str:
     number = int.from_bytes(hashlib.sha256(data).digest()[:8], "big")
     return "test" if test and number < test * 2**64 else "train"
 
 
 def _unlisted_images(folder: Path, table: Table) -> Iterator[tuple[str, str]]:
-    """Yield the images below a folder that its table does not list, relative to the folder, with the cause."""
     root = folder.absolute()
     listed = set[str]()
     for row in table:
@@ -411,11 +417,7 @@ class FieldNames:
 def fields_of(
     others: Mapping[str, object], names: Mapping[str, str], captions: Sequence[str]
 ) -> dict[str, Any]:
-    """Return a sample's json.
-
-    Raises:
-        DataError: it is too large, nested too deeply, or has columns without a name.
-    """
+    """Return a sample's json."""
     if len(names) < len(others):
         raise DataError(
             f"more than {_MOST_FIELDS:,} different columns in the table (select some with --fields)"
@@ -433,7 +435,7 @@ def fields_of(
     return meta
 
 
-_REVISION = 7  # of packed folders in the cache; increased when the same input is packed differently
+_REVISION = 8  # of packed folders in the cache; increased when the same input is packed differently
 
 
 def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
@@ -455,8 +457,8 @@ def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
             else:  # with the permissions: a file may have been unreadable
                 facts.append(f"{file}\0{status.st_size} {status.st_mtime_ns} {status.st_mode}")
     digest.update("".join(f"{fact}\n" for fact in facts).encode("utf-8", "surrogateescape"))
-    shown = remote[0].shown if remote else str(sources[0])
-    what = shown if len(sources) == 1 else f"{len(sources)} tables such as {shown}"
+    title = remote[0].shown if remote else str(sources[0])
+    what = title if len(sources) == 1 else f"{len(sources)} tables such as {title}"
     name = field_name(Path(sources[0].name).stem)[:_LONGEST_NAME]
     folder = cache_folder() / "packed" / f"{name}-{digest.hexdigest()[:16]}"
     copies = folder.with_name(f".{folder.name}.tables")  # kept after an interruption, to resume
@@ -475,11 +477,11 @@ def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
         )
 
     try:
-        created_once(folder, make, name=f"the shards of {shown}")
+        created_once(folder, make, name=f"the shards of {title}")
     except DataError as error:
         if "which column is" not in str(error):
             raise
-        table = shlex.quote(shown)
+        table = shlex.quote(title)
         raise DataError(
             f"{error}. Write shards with `python -m data pack {table} OUT`, or, if it lists URLs, with "
             f"`python -m data download {table} OUT`"
@@ -493,27 +495,29 @@ def run_pack(options: PackCommand) -> int:
     report = pack(options.table, options.out, options, progress=not options.quiet)
     print(f"created {options.out} in {time.monotonic() - start:.1f} s")
     print(f"  columns  {report.image_column} (image), {report.caption_column} (caption)")
-    for line in _remarks(report, kept=options.keep_orientation, background=options.background):
+    for line in _list_remarks(
+        report, keep_orientation=options.keep_orientation, background=options.background
+    ):
         print(textwrap.fill(line, 79, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False))
     if report.bad:
         print("  bad rows, by cause:")
         for cause, count in report.bad.items():
             print(f"  {count:>9,}  {cause}")
-    held_out, bad = report.splits.get("test", 0), sum(report.bad.values())
-    test = f" and {held_out:,} into test" if options.test else ""
+    bad = sum(report.bad.values())
+    counts = {"train": 0, **({"test": 0} if options.test else {}), **report.splits}
     pairs = report.summary == counted(report.packed, "pair")
     if not pairs:
         print(report.summary)
     noun = "pair" if pairs else "image"
-    print(f"packed {counted(report.splits.get('train', 0), noun)} into train{test}")
+    into = " and ".join(f"{count:,} into {split}" for split, count in counts.items() if split != "train")
+    print(f"packed {counted(counts['train'], noun)} into train" + (f" and {into}" if into else ""))
     if bad:
         mostly = "warning: " if bad >= report.rows else ""
         print(f"{mostly}{bad:,} bad of {counted(bad + report.rows, 'row')}: see {report.bad_rows}")
     return 0
 
 
-def _remarks(report: PackReport, *, kept: bool, background: str | None) -> Iterator[str]:
-    """Yield remarks about other columns and about images, with the options that apply."""
+def _list_remarks(report: PackReport, *, keep_orientation: bool, background: str | None) -> Iterator[str]:
     if are_ids(report.classes):
         yield (
             f"warning: the captions are names of folders that look like ids, such as {report.classes[0]!r}: write "
@@ -525,7 +529,11 @@ def _remarks(report: PackReport, *, kept: bool, background: str | None) -> Itera
     if report.left_out:
         left_out = [f"{name!r} ({why})" for name, why in report.left_out.items()]
         yield f"columns left out: {', '.join(left_out[:8])}{', …' if len(left_out) > 8 else ''}"
-    orientation = "unchanged, and CLIP ignores it" if kept else "upright (unless --keep-orientation is given)"
+    orientation = (
+        "unchanged, and CLIP ignores it"
+        if keep_orientation
+        else "upright (unless --keep-orientation is given)"
+    )
     colors = "CLIP sees the colors hidden below them; --background white blends them onto white"
     if background:
         colors = f"blended onto {background}"

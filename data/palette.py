@@ -19,7 +19,7 @@ from data.options import PaletteOptions
 from data.selection import Selection
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
-from data.sources import find_shards
+from data.sources import find_all_shards
 
 _PIXELS = 1 << 20  # over all images
 
@@ -44,18 +44,18 @@ def run_palette(options: PaletteOptions) -> int:
     if out.exists():
         raise DataError(f"{out} already exists: name a new file, or remove it first")
     selection = Selection(need=("image",), image=options.image)
-    files = [file for source in options.sources for file in find_shards(source, split=options.split)]
+    files = find_all_shards(options.sources, split=options.split)
     cache = shard_cache(options.sources, options.cache_gb)
     shards = Shards(make_manifest([files], selection, cache=cache, stats=False), selection, cache=cache)
     count = min(len(shards), options.images)
     # evenly spaced samples
-    numbers = [number for number in range(len(shards)) if number * count % len(shards) < count]
+    numbers = [i for i in range(len(shards)) if i * count % len(shards) < count]
     random = np.random.default_rng(0)
     samples = []
     with CountProgress("reading images", total=count, shown=not options.quiet) as progress:
-        for done, number in enumerate(numbers, 1):
+        for done, index in enumerate(numbers, 1):
             with suppress(DataError):
-                pixels = decode_image(shards.read(number).image).reshape(-1, 3)
+                pixels = decode_image(shards.read(index).image).reshape(-1, 3)
                 samples.append(pixels[random.integers(0, len(pixels), max(1, _PIXELS // count))])
             progress.show(done, done - len(samples))
     if not samples:

@@ -47,8 +47,7 @@ class Chosen:
         return len(self.rows)
 
 
-def _draw(shard: str, key: str, occurrence: int) -> float:
-    """Return a number from 0 to 1 for the n-th sample with a key in a shard."""
+def _hash_to_fraction(shard: str, key: str, occurrence: int) -> float:
     sample = f"{shard}\0{key}\0{occurrence}".encode("utf-8", "surrogatepass")
     digest = hashlib.blake2b(sample, digest_size=8).digest()
     return int.from_bytes(digest) / 2**64
@@ -85,7 +84,11 @@ class Selection:
     @property
     def json_filters(self) -> tuple[Filter, ...]:
         """The filters on the json rather than on scores."""
-        return tuple(one for one in self.filters if self.scores is None or not one.name.startswith("score."))
+        return tuple(
+            filter_
+            for filter_ in self.filters
+            if self.scores is None or not filter_.name.startswith("score.")
+        )
 
     @property
     def needs_content(self) -> bool:
@@ -94,7 +97,7 @@ class Selection:
 
     def members(self, names: Collection[str]) -> list[str]:
         """Return those of a sample's members that decide whether it is used."""
-        filtered = json_members([one.name for one in self.json_filters], names)
+        filtered = json_members([filter_.name for filter_ in self.json_filters], names)
         return [*dict.fromkeys([*self.captions.members(names), *filtered])]
 
     @property
@@ -103,7 +106,9 @@ class Selection:
         identity = [sorted(self.need), sorted(map(str, self.filters)), self.captions.which()]
         # Earlier versions compared these integers as floats; do not use the selections that they stored.
         large = [
-            one for one in self.filters if isinstance(n := parse_number(one.value), int) and abs(n) >= 2**53
+            filter_
+            for filter_ in self.filters
+            if isinstance(n := parse_number(filter_.value), int) and abs(n) >= 2**53
         ]
         if large:
             identity.append(sorted(map(str, large)))
@@ -141,12 +146,12 @@ class Selection:
             for row in rows.tolist():
                 key = index.key(row)
                 occurrences[key] += 1
-                drawn.append(_draw(shard, key, occurrences[key]) < self.fraction)
+                drawn.append(_hash_to_fraction(shard, key, occurrences[key]) < self.fraction)
             dropped[OUTSIDE] += drawn.count(False)
             rows = rows[np.array(drawn, dtype=np.bool_)]
         if not self.reads_json:
             return Chosen(rows=rows, captions=None, dropped=dict(+dropped))
-        kept: list[int] = []
+        used_rows: list[int] = []
         caption_numbers: list[int] = []
         for row in rows.tolist():
             try:
@@ -163,16 +168,16 @@ class Selection:
                 if not count:
                     dropped["without caption"] += 1
                 numbers = range(min(count, _MAX_CAPTIONS))
-            kept += [row] * len(numbers)
+            used_rows += [row] * len(numbers)
             caption_numbers += numbers
         separate = np.array(caption_numbers, dtype=np.uint16) if self.captions.choice == "all" else None
-        return Chosen(rows=np.array(kept, dtype=np.uint32), captions=separate, dropped=dict(+dropped))
+        return Chosen(rows=np.array(used_rows, dtype=np.uint32), captions=separate, dropped=dict(+dropped))
 
     def refuses(self, fields: Fields) -> str:
         """Return why a sample with these fields fails the filters; empty if it passes."""
-        for one in self.filters:
-            if not (passes := one.passes(fields)):
-                return f"without {one.name}" if passes is None else f"not {one}"
+        for filter_ in self.filters:
+            if not (passes := filter_.passes(fields)):
+                return f"without {filter_.name}" if passes is None else f"not {filter_}"
         return ""
 
 
@@ -191,23 +196,23 @@ class SelectedShard(Shard):
     def __len__(self) -> int:
         return len(self.chosen)
 
-    def row(self, number: int) -> int:
-        """Return the index row of the ``number``-th used sample."""
-        if number >= len(self._rows):
+    def row(self, index: int) -> int:
+        """Return the index row of the ``index``-th used sample."""
+        if index >= len(self._rows):
             raise DataError(f"its shard has only {len(self._rows)} samples, fewer than stated")
-        row: int = self._rows[number]
+        row: int = self._rows[index]
         return row
 
-    def caption_number(self, number: int) -> int:
-        """Return the index of the caption of the ``number``-th used sample."""
-        return 0 if self.chosen.captions is None else int(self.chosen.captions[number])
+    def caption_number(self, index: int) -> int:
+        """Return the index of the caption of the ``index``-th used sample."""
+        return 0 if self.chosen.captions is None else int(self.chosen.captions[index])
 
     def _choose(self, selection: Selection) -> Chosen:
         if not selection.reads_json:
             return selection.choose(self.index, lambda row: {}, shard=self.file.name)
-        place = index_place(self.file).with_suffix(f".{self.index.digest}.{selection.identity}")
+        path = index_place(self.file).with_suffix(f".{self.index.digest}.{selection.identity}")
         with suppress(KeyError, TypeError):
-            if (stored := read_arrays(place)) is not None:
+            if (stored := read_arrays(path)) is not None:
                 about, arrays = stored
                 return Chosen(rows=arrays["rows"], captions=arrays.get("captions"), dropped=about["dropped"])
         scores: list[dict[str, Any]] = []
@@ -224,5 +229,5 @@ class SelectedShard(Shard):
         chosen = selection.choose(self.index, content, shard=self.file.name)
         arrays = {"rows": chosen.rows} | ({} if chosen.captions is None else {"captions": chosen.captions})
         with suppress(OSError):
-            write_arrays(place, {"dropped": chosen.dropped}, arrays)
+            write_arrays(path, {"dropped": chosen.dropped}, arrays)
         return chosen

@@ -1,5 +1,7 @@
 """The shards of a source to train on; sources that are no shards are packed into shards in the cache first."""
 
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 from clipkit.errors import DataError
@@ -14,9 +16,6 @@ def find_shards(source: str, *, split: str = "train") -> list[ShardFile]:
     Args:
         source: see ``clipkit.samples.sources``, or the name of a built-in dataset.
         split: which files of a dataset to use.
-
-    Raises:
-        DataError: the source does not exist, or has no images with captions.
     """
     if source in BUILTIN and not Path(source).exists():
         source = str(built_in(source))
@@ -42,3 +41,8 @@ def find_shards(source: str, *, split: str = "train") -> list[ShardFile]:
     else:
         folder = packed([Path(file.url) for file in files.files])
     return list(find_source(str(folder)).files)
+
+
+def find_all_shards(sources: Iterable[str], *, split: str = "train") -> list[ShardFile]:
+    """Return the tars of all sources in order."""
+    return list(chain.from_iterable(find_shards(source, split=split) for source in sources))

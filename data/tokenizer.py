@@ -28,33 +28,36 @@ from data.filters import Filter
 from data.options import TokenizerOptions
 from data.selection import SelectedShard, Selection
 from data.shards.manifest import make_manifest
-from data.sources import find_shards
+from data.sources import find_all_shards
 
-_START, _END = "<|startoftext|>", "<|endoftext|>"
+_START = "<|startoftext|>"
+_END = "<|endoftext|>"
 LEAST = 256 + 2  # the bytes, and start and end of text
 
 
-def train(texts: Iterable[str], vocab: int) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
     """Return a tokenizer with at most ``vocab`` tokens, at least ``LEAST``."""
     assert vocab >= LEAST
-    made = Tokenizer(models.BPE())
-    made.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
     # a word has the same tokens at the start of a text as within it
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    made.decoder = decoders.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab - 2,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    made.train_from_iterator(texts, trainer)
-    made.add_special_tokens([_START, _END])
-    special = [(token, made.token_to_id(token)) for token in (_START, _END)]
-    made.post_processor = processors.TemplateProcessing(single=f"{_START} $A {_END}", special_tokens=special)
-    return made
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([_START, _END])
+    special = [(token, tokenizer.token_to_id(token)) for token in (_START, _END)]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{_START} $A {_END}", special_tokens=special
+    )
+    return tokenizer
 
 
-def write(made: Tokenizer, folder: Path) -> None:
+def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write the files that transformers and ``model.tokenizer`` read; ``folder`` must not exist, or be empty."""
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -66,7 +69,7 @@ def write(made: Tokenizer, folder: Path) -> None:
     with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.partial-") as inside:
         aside = Path(inside, "tokenizer")
         aside.mkdir()
-        (aside / "tokenizer.json").write_text(made.to_str(pretty=True), encoding="utf-8")
+        (aside / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
         (aside / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
         aside.replace(folder)  # an empty folder, too
 
@@ -78,7 +81,7 @@ def run_tokenizer(options: TokenizerOptions) -> int:
         raise DataError(f"{out} already exists and is not empty: use a new folder, or remove it first")
     rule = CaptionRule(fields=options.captions, choice="all")
     selection = Selection(need=("caption",), filters=tuple(map(Filter.of, options.filters)), captions=rule)
-    shards = [shard for source in options.sources for shard in find_shards(source, split=options.split)]
+    shards = find_all_shards(options.sources, split=options.split)
     cache = shard_cache(options.sources, options.cache_gb)
     manifest = make_manifest([shards], selection, cache=cache, stats=False)
     count = int(manifest.counts.sum())
@@ -87,16 +90,16 @@ def run_tokenizer(options: TokenizerOptions) -> int:
         done = 0
         for file in shards:
             shard = SelectedShard(file, selection, cache)
-            for number in range(len(shard)):
-                row = shard.row(number)
+            for i in range(len(shard)):
+                row = shard.row(i)
                 members = shard.read_present(row, rule.members(shard.index.members(row)))
                 flat = [*chain.from_iterable(rule.by_field(rule.parse(members)))]
-                yield flat[shard.caption_number(number)]
+                yield flat[shard.caption_number(i)]
                 done += 1
                 progress.show(done, 0)
 
     with CountProgress("reading captions", total=count, shown=not options.quiet) as progress:
-        made = train(texts(), options.vocab)
-    write(made, out)
-    print(f"wrote {out}: {made.get_vocab_size():,} tokens from {count:,} captions")
+        tokenizer = train_tokenizer(texts(), options.vocab)
+    write_tokenizer(tokenizer, out)
+    print(f"wrote {out}: {tokenizer.get_vocab_size():,} tokens from {count:,} captions")
     return 0

@@ -17,7 +17,7 @@ from clipkit.samples import Color, TruncatedError, color_of, format_pixel_range,
 from clipkit.samples.remote import is_remote, read_text, shard_cache
 from data.captions import DRAW_CAPTIONS, TEXT, CaptionRule
 from data.corpora.builtin import BUILTIN
-from data.scores.table import scored_filters
+from data.scores.table import parse_scored_filters
 from data.selection import Selection
 from data.shards.manifest import Manifest, make_manifest, reject_unknown_negatives
 from data.shards.samples import Shards
@@ -48,7 +48,7 @@ def open_training_data(
         DataError: there are no shards, or they cannot be read.
         CheckpointError: the run was started with other data.
     """
-    filters, scores = scored_filters(settings.filters, settings.scores)
+    filters, scores = parse_scored_filters(settings.filters, settings.scores)
     selection = Selection(
         filters=filters,
         scores=scores,
@@ -86,7 +86,7 @@ def open_training_data(
                     "samples were compared with the recorded data",
                     file=sys.stderr,
                 )
-            manifest = manifest.with_counts_of(earlier)
+            manifest = manifest.copy_counts(earlier)
         manifest.save(recorded)
         content = manifest.to_bytes()
     shared = Manifest.from_bytes(broadcast(content))

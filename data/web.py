@@ -36,7 +36,8 @@ class FetchError(Exception):
 
     def __init__(self, cause: str, *, temporary: bool = False, pause: float = 0.0) -> None:
         super().__init__(cause)
-        self.temporary, self.pause = temporary, pause
+        self.temporary = temporary
+        self.pause = pause
 
 
 @dataclass
@@ -82,13 +83,11 @@ class Fetcher:
         """Download a URL and pass its body to ``use``.
 
         The request ends when ``use`` returns, so at most ``connections`` bodies are in memory.
-
-        Raises:
-            FetchError: the download failed or is not allowed.
         """
         try:
             target = encode_url(url)
-            scheme, host = target.scheme, target.raw_host or ""
+            scheme = target.scheme
+            host = target.raw_host or ""
         except ValueError:
             raise FetchError("invalid URL") from None
         if scheme not in ("http", "https"):
@@ -117,7 +116,6 @@ class Fetcher:
 
     @asynccontextmanager
     async def _host(self, name: str) -> AsyncIterator[_Host]:
-        """Hold one of the request slots of a host."""
         state = self._hosts.setdefault(name, _Host(asyncio.Semaphore(self._options.per_host)))
         state.users += 1
         try:
@@ -137,9 +135,11 @@ class Fetcher:
                     raise FetchError(
                         f"HTTP {response.status}",
                         temporary=response.status in _RETRIED,
-                        pause=_pause(response.headers.get("Retry-After", "")),
+                        pause=_parse_retry_after(response.headers.get("Retry-After", "")),
                     )
-                if not options.ignore_robots and _forbidden(response.headers.getall("X-Robots-Tag", [])):
+                if not options.ignore_robots and _forbids_training(
+                    response.headers.getall("X-Robots-Tag", [])
+                ):
                     raise FetchError("use forbidden by X-Robots-Tag")
                 if response.headers.get("Content-Encoding", "identity").lower() not in _ENCODINGS:
                     raise FetchError("unsupported Content-Encoding")
@@ -178,7 +178,6 @@ class Fetcher:
 
 
 def _public_socket(info: Any) -> socket.socket:
-    """Open a socket for an address that a name was resolved to, if it is public."""
     family, kind, protocol, _, address = info
     if not _is_public(ipaddress.ip_address(address[0].partition("%")[0])):
         raise OSError(f"{address[0]} is not public")
@@ -191,14 +190,14 @@ def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
         inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
         if address in ipaddress.ip_network("64:ff9b::/96"):  # NAT64
             inner.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
-        if not all(_is_public(one) for one in inner if one is not None):
+        if not all(_is_public(inner_address) for inner_address in inner if inner_address is not None):
             return False
         if address.ipv4_mapped is not None:
             return True
     return address.is_global and not address.is_multicast
 
 
-def _pause(retry_after: str) -> float:
+def _parse_retry_after(retry_after: str) -> float:
     """Return the seconds in a ``Retry-After`` header; 0 if it is invalid or too long."""
     try:
         seconds = float(retry_after)
@@ -210,18 +209,18 @@ def _pause(retry_after: str) -> float:
     return seconds if 0 < seconds <= _LONGEST_PAUSE else 0.0
 
 
-def _forbidden(tags: list[str]) -> bool:
+def _forbids_training(tags: list[str]) -> bool:
     """Return whether ``X-Robots-Tag`` headers forbid training on an image.
 
     A header is a list of directives; those after ``NAME:`` apply to one crawler only.
     """
-    own = _USER_AGENT.split()[0]
+    product = _USER_AGENT.split()[0]
     for tag in tags:
         addressed = True
         for directive in tag.lower().split(","):
             crawler, colon, rest = directive.partition(":")
             if colon and crawler.strip() not in _WITH_VALUE:
-                addressed = crawler.strip() == own
+                addressed = crawler.strip() == product
             if addressed and (rest if colon else crawler).strip() in _NO_TRAINING:
                 return True
     return False

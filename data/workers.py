@@ -64,7 +64,9 @@ class Workers(Generic[T]):
             self._iterator = iter(loader)
         finally:
             gc.unfreeze()
-            self._processes = [one for one in multiprocessing.active_children() if one not in others]
+            self._processes = [
+                process for process in multiprocessing.active_children() if process not in others
+            ]
             if self._iterator is None:  # a worker was killed already, or Ctrl-C
                 try:
                     self._check()
@@ -75,11 +77,7 @@ class Workers(Generic[T]):
         atexit.register(self.close)  # runs before multiprocessing's own hook, which waits for the workers
 
     def next(self) -> T | None:
-        """Return the next batch, None after the last.
-
-        Raises:
-            DataError: a worker was killed, or ended by itself.
-        """
+        """Return the next batch, None after the last."""
         assert self._iterator is not None
         self._waiting = True
         try:
@@ -87,7 +85,7 @@ class Workers(Generic[T]):
             return next(self._iterator, None)
         except Exception:  # a broken connection raises various errors in torch and multiprocessing
             # the connections of a killed worker break before its exit status is known
-            sentinels = {one.sentinel: one for one in self._processes}
+            sentinels = {process.sentinel: process for process in self._processes}
             for broken in wait(list(sentinels), timeout=1) if sentinels else []:
                 assert type(broken) is int
                 sentinels[broken].join(timeout=5)
@@ -103,7 +101,7 @@ class Workers(Generic[T]):
             return
         if self._processes:
             self._handle(self._earlier)
-        if any(one.exitcode for one in self._processes):
+        if any(process.exitcode for process in self._processes):
             _abandoned.append(self._iterator)
         still = weakref.ref(self._iterator)
         self._iterator = None  # torch ends the workers with it
@@ -111,27 +109,29 @@ class Workers(Generic[T]):
             _abandoned.append(held)
         self._kill()
 
-    def _on_child(self, number: int, frame: FrameType | None) -> None:
+    def _on_child(self, signal_number: int, frame: FrameType | None) -> None:
         if self._waiting and sys.exception() is None:
             self._check()
         if callable(self._earlier):
             with suppress(RuntimeError):  # torch's handler, which also knows our workers
-                self._earlier(number, frame)
+                self._earlier(signal_number, frame)
 
     def _check(self) -> None:
-        killed = [one for one in self._processes if one.exitcode]  # None while alive, 0 if torch ended it
+        killed = [
+            process for process in self._processes if process.exitcode
+        ]  # None while alive, 0 if torch ended it
         if killed:
-            for one in self._processes:  # at once: they would print errors about broken connections
-                one.kill()
+            for process in self._processes:  # at once: they would print errors about broken connections
+                process.kill()
             status = killed[0].exitcode or 0
             how = f"was killed (signal {-status})" if status < 0 else f"ended (status {status})"
             raise DataError(f"a loader process {how}{_LIKELY_CAUSE.get(-status, '')}") from None
 
     def _kill(self) -> None:
-        for one in self._processes:
-            one.kill()
-        for one in self._processes:
-            one.join(timeout=10)
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join(timeout=10)
 
     @staticmethod
     def _handle(handler: Any) -> None:

@@ -4,12 +4,12 @@ import eval
 scores = eval.evaluate(model, "digits")                             # a list of eval.Score
 scores = eval.evaluate(model, "digits", out=Path("results.jsonl"))  # also appended to a file, with provenance
 
-Names that need torch are imported on first use, so that ``--help`` and Ctrl-C respond immediately.
+Names are imported on first use, because most need torch and ``python -m eval --help`` imports this package.
 """
 
-from typing import TYPE_CHECKING
-
-import lazy_loader
+from importlib import import_module
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eval.datasets.dataset import EvalDataset as EvalDataset
@@ -29,24 +29,30 @@ if TYPE_CHECKING:
     from eval.tasks import TASKS as TASKS
     from eval.tasks.subject import Subject as Subject
 
-__getattr__, __dir__, __all__ = lazy_loader.attach(
-    __name__,
-    submod_attrs={
-        "datasets.dataset": ["EvalDataset"],
-        "datasets.targets": ["find_targets"],
-        "features.encoder": ["Encoder", "Ranks", "check_image"],
-        "features.mteb": ["mteb_model"],
-        "readers": ["open_dataset", "open_datasets"],
-        "results.scores": [
-            "Score",
-            "append_results",
-            "latest_results",
-            "provenance",
-            "read_results",
-            "weights_id",
-        ],
-        "run": ["check_tasks", "evaluate"],
-        "tasks": ["TASKS"],
-        "tasks.subject": ["Subject"],
-    },
-)
+_MODULES = {
+    "eval.datasets.dataset": ("EvalDataset",),
+    "eval.datasets.targets": ("find_targets",),
+    "eval.features.encoder": ("Encoder", "Ranks", "check_image"),
+    "eval.features.mteb": ("mteb_model",),
+    "eval.readers": ("open_dataset", "open_datasets"),
+    "eval.results.scores": (
+        "Score", "append_results", "latest_results", "provenance", "read_results", "weights_id",
+    ),
+    "eval.run": ("check_tasks", "evaluate"),
+    "eval.tasks": ("TASKS",),
+    "eval.tasks.subject": ("Subject",),
+}  # fmt: skip
+
+__all__ = sorted(chain.from_iterable(_MODULES.values()))
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        for module, names in _MODULES.items():
+            if name in names:
+                return getattr(import_module(module), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return __all__

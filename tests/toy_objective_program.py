@@ -10,7 +10,7 @@ from clipkit.cli import setting
 from clipkit.config import above
 from clipkit.errors import run_command
 from clipkit.objectives import OBJECTIVES, Objective, Outputs, Targets
-from clipkit.training.arguments import parse_arguments
+from clipkit.options import parse_arguments
 
 
 @dataclass(frozen=True, kw_only=True)

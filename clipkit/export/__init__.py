@@ -8,26 +8,11 @@
     onnx-int8                the same with int8 weights
 
 One folder can contain several exports, but not timm and transformers or sentence-transformers, and not onnx and
-onnx-int8, because their files have the same names. ``EXPORTS`` registers the targets. Importing this package does
-not import torch.
+onnx-int8, because their files have the same names. ``EXPORTS`` registers the targets.
 """
 
-from typing import TYPE_CHECKING
-
-import lazy_loader
-
-if TYPE_CHECKING:
-    from clipkit.export.interpolation import interpolate, load_alike
-    from clipkit.export.targets import EXPORTS, ExportTarget
-    from clipkit.export.write import export
+from clipkit.export.interpolation import interpolate, load_alike
+from clipkit.export.targets import EXPORTS, ExportTarget
+from clipkit.export.write import export
 
 __all__ = ["EXPORTS", "ExportTarget", "export", "interpolate", "load_alike"]
-
-__getattr__, _, _ = lazy_loader.attach(
-    __name__,
-    submod_attrs={
-        "interpolation": ["interpolate", "load_alike"],
-        "targets": ["EXPORTS", "ExportTarget"],
-        "write": ["export"],
-    },
-)

@@ -14,10 +14,10 @@ import torch
 
 from clipkit.api import load
 from clipkit.errors import ConfigError
-from clipkit.export.options import InterpolateOptions
 from clipkit.files.patterns import output_folder
 from clipkit.formats.checkpoint import check_free, model_hash, save_model
 from clipkit.model.clip import CLIP
+from clipkit.options import InterpolateOptions
 
 # texts that distinguish tokenizers: case, accents, numbers, scripts, length
 _PROBES = (

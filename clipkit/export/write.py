@@ -28,7 +28,6 @@ from clipkit.api import load
 from clipkit.errors import CheckpointError, ConfigError, nearest
 from clipkit.export.checks import draw_samples
 from clipkit.export.model_card import Source, by_caller, model_card, source_of
-from clipkit.export.options import ExportOptions
 from clipkit.export.targets import EXPORTS
 from clipkit.files.atomic import lock_output
 from clipkit.files.hub import HUB, check_push, push_folder
@@ -37,6 +36,7 @@ from clipkit.formats.checkpoint import collect_tensors, model_hash
 from clipkit.model.architectures import HEADS
 from clipkit.model.clip import CLIP
 from clipkit.model.zero_shot import evaluating
+from clipkit.options import ExportOptions
 
 MANIFEST, CARD, NEW_CARD = "clipkit_export.json", "README.md", "README.new.md"
 TOLERANCE = 1e-5  # largest allowed difference of embeddings

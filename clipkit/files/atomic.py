@@ -4,8 +4,6 @@ import errno
 import fcntl
 import math
 import os
-import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -48,7 +46,7 @@ def write_atomic(path: Path, content: str | bytes, *, durable: bool = False) -> 
 def temporary_path(path: Path) -> Path:
     """Return a hidden name next to ``path`` that no other process on any host uses."""
     start = path.name[:50]  # the name may already have the maximum length
-    return path.with_name(f".{start}.{secrets.token_hex(4)}.partial")
+    return path.with_name(f".{start}.{os.urandom(4).hex()}.partial")
 
 
 def sync(path: Path) -> None:
@@ -146,7 +144,7 @@ class FileLock:
             if kept:
                 with suppress(OSError):  # a full disk; the name is only for messages
                     os.ftruncate(descriptor, 0)
-                    name = f"process {os.getpid()} on {socket.gethostname()}{self._note}\n"
+                    name = f"process {os.getpid()} on {os.uname().nodename}{self._note}\n"
                     os.pwrite(descriptor, name.encode(), 0)
         except FileNotFoundError:
             return None

@@ -3,8 +3,6 @@
 A task whose worker or node dies runs again elsewhere. Errors are reported in one line, as without Ray.
 """
 
-import logging
-import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +29,9 @@ def ray_cluster(address: str, packages: Iterable[Path]) -> Iterator[Any]:
         ConfigError: ray is not installed, or there is no cluster.
         DataError: a task failed, also after it ran again.
     """
+    import logging
+    import socket
+
     try:
         import ray
     except ImportError:

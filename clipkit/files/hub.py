@@ -3,11 +3,6 @@
 Failures raise a one-line error without delay; by default, the libraries would retry, wait and log each attempt.
 """
 
-import http.client
-import logging
-import ssl
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -210,13 +205,19 @@ def _offline_if_unreachable(name: str) -> Iterator[None]:
 
 
 def _reachable(address: str) -> bool:
+    import ssl
+    from http.client import HTTPException
+    from urllib.error import HTTPError, URLError
+    from urllib.request import Request, urlopen
+
     try:
-        urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=_TIMEOUT).close()
-    except urllib.error.HTTPError:
+        urlopen(Request(address, method="HEAD"), timeout=_TIMEOUT).close()
+    except HTTPError:
         return True
-    except urllib.error.URLError as error:  # the library may use other certificates
+    # the library may use other certificates
+    except URLError as error:
         return isinstance(error.reason, ssl.SSLError)
-    except (OSError, http.client.HTTPException):
+    except (OSError, HTTPException):
         return False
     except ValueError:  # an unusual address
         return True
@@ -226,6 +227,8 @@ def _reachable(address: str) -> bool:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Suppress log messages of the hub client."""
+    import logging
+
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -4,28 +4,33 @@ All pages extend ``templates/page.html`` with ``templates/page.css``. Output is 
 policy forbids loading anything from outside the file.
 """
 
-import base64
-import hashlib
 from functools import cache
 from pathlib import Path
-
-import jinja2
-from markupsafe import Markup
+from typing import TYPE_CHECKING
 
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.atomic import write_atomic
+
+if TYPE_CHECKING:
+    import jinja2
 
 _SHARED = Path(__file__).with_name("templates")
 
 
 @cache
-def templates(folder: Path, *, html: bool = True) -> jinja2.Environment:
+def templates(folder: Path, *, html: bool = True) -> "jinja2.Environment":
     """Load templates from a folder and from the folder shared by all pages.
 
     Args:
         folder: contains templates, style sheets and scripts.
         html: escape the output; False for Markdown.
     """
+    import base64
+    import hashlib
+
+    import jinja2
+    from markupsafe import Markup
+
     loader = jinja2.FileSystemLoader([folder, _SHARED])
     environment = jinja2.Environment(
         loader=loader,

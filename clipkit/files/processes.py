@@ -1,12 +1,12 @@
 """Child processes."""
 
 import os
-from multiprocessing import parent_process
 from threading import Thread
 
 
 def end_with_parent() -> None:
     """End this process, a child of ``multiprocessing``, as soon as its parent ends."""
+    from multiprocessing import parent_process
 
     def wait() -> None:
         parent = parent_process()

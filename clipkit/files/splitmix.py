@@ -5,10 +5,9 @@ Only integer arithmetic is used, so results are the same on all machines, device
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from torch import Tensor
 
 MASK = 2**64 - 1
@@ -23,8 +22,10 @@ def mix(state: int) -> int:
     return state ^ (state >> 31)
 
 
-def mix_array(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def mix_array(state: "npt.NDArray[np.uint64]") -> "npt.NDArray[np.uint64]":
     """Apply ``mix`` to each number in place and return the array."""
+    import numpy as np
+
     for shift, factor in _FACTORS:
         state ^= state >> np.uint64(shift)
         state *= np.uint64(factor)

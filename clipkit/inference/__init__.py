@@ -1,5 +1,12 @@
-"""Encode and classify images and texts: the implementation of ``clipkit encode`` and ``clipkit classify``."""
+"""The commands of ``clipkit`` that run a model: encode, classify, caption, explain, search and serve."""
 
-import lazy_loader
+from clipkit.inference.calibrate import wilson_interval
+from clipkit.inference.explain import enlarged, heat_colors, overlay
+from clipkit.inference.inputs import Item, Sample
+from clipkit.inference.pairs import PairEncoder, PairFeatures, closest
+from clipkit.inference.storage import content_digest, storage_of, unpacked
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [
+    "Item", "PairEncoder", "PairFeatures", "Sample", "closest", "content_digest", "enlarged", "heat_colors",
+    "overlay", "storage_of", "unpacked", "wilson_interval",
+]  # fmt: skip

@@ -25,7 +25,8 @@ from clipkit.files.atomic import write_atomic
 
 FOLDS = 5
 _DECAY = 1e-3
-LEAST_SCALE, _GREATEST_SCALE = 1e-3, 1e4
+LEAST_SCALE = 1e-3
+_GREATEST_SCALE = 1e4
 LEAST = 30  # right predictions of a label for a threshold of its own; others share one
 
 
@@ -34,7 +35,6 @@ class HeldOut:
     """What thresholds do on images that they were not chosen on.
 
     Attributes:
-        images: number of images.
         accepted: number of labels that were predicted above their thresholds.
         precision: fraction of these that are right, with its 95% interval (Wilson).
         low, high: the interval.
@@ -60,7 +60,6 @@ class Calibration:
         weights: hash of the model.
         labels, templates: C labels and the prompts.
         several: whether images may have several labels.
-        scale: a.
         biases: C values b.
         thresholds: by label, the probability from which it is accepted; more than 1: never.
         target: the precision that was asked for.
@@ -84,11 +83,7 @@ class Calibration:
         return _probabilities(similarities, self.scale, torch.tensor(self.biases), several=self.several)
 
     def write(self, path: Path) -> None:
-        """Write a JSON file.
-
-        Raises:
-            DataError: it cannot be written.
-        """
+        """Write a JSON file."""
         try:
             write_atomic(path, json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n")
         except OSError as error:
@@ -96,26 +91,22 @@ class Calibration:
 
 
 def read_calibration(path: Path) -> Calibration:
-    """Read a file written by ``Calibration.write``.
-
-    Raises:
-        DataError: it is not such a file.
-    """
+    """Read a file written by ``Calibration.write``."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Calibration)
-        numbers = [found.scale, *found.biases, *found.thresholds]
-        same = len(found.labels) == len(found.biases) == len(found.thresholds) > 1
+        calibration = msgspec.json.decode(path.read_bytes(), type=Calibration)
+        numbers = [calibration.scale, *calibration.biases, *calibration.thresholds]
+        same = len(calibration.labels) == len(calibration.biases) == len(calibration.thresholds) > 1
         if not same or not all(map(math.isfinite, numbers)):
             raise ValueError("its labels, biases and thresholds do not match")
-        if not LEAST_SCALE <= found.scale <= _GREATEST_SCALE:
-            raise ValueError(f"the scale {found.scale:g} is out of range")
+        if not LEAST_SCALE <= calibration.scale <= _GREATEST_SCALE:
+            raise ValueError(f"the scale {calibration.scale:g} is out of range")
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise DataError(
             f"{path} is not a calibration written by clipkit classify --calibrate: {error}"
         ) from error
-    return found
+    return calibration
 
 
 def calibrate(
@@ -140,32 +131,31 @@ def calibrate(
         several: whether images may have several labels.
         target: the precision to reach, 0 to 1.
         seed: seed of the fifths.
-
-    Raises:
-        DataError: there are fewer than ten images, or a label or everything but it has none.
     """
     if len(targets) < 2 * FOLDS:
         raise DataError(
             f"{len(targets)} labelled images are too few to calibrate: expected at least {2 * FOLDS}"
         )
-    for number, count in enumerate(targets.sum(dim=0).tolist()):
+    for label, count in enumerate(targets.sum(dim=0).tolist()):
         if not 0 < count < len(targets):
             raise DataError(
-                f"label {labels[number]!r} has {count} of {len(targets)} labelled images: add others"
+                f"label {labels[label]!r} has {count} of {len(targets)} labelled images: add others"
             )
     order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(seed))
     fold = torch.empty(len(targets), dtype=torch.int64)
     fold[order] = torch.arange(len(targets)) % FOLDS
     accepted = torch.zeros_like(targets)
     other = torch.zeros_like(similarities)  # probabilities of images by what was fitted to others
-    for number in range(FOLDS):
-        learn, held = fold != number, fold == number
+    for i in range(FOLDS):
+        learn = fold != i
+        held = fold == i
         fitted = _fit(similarities[learn], targets[learn], several=several, scale=scale)
-        own = _probabilities(similarities[learn], *fitted, several=several)
+        learned = _probabilities(similarities[learn], *fitted, several=several)
         other[held] = _probabilities(similarities[held], *fitted, several=several)
-        chosen = _thresholds(own, targets[learn], target, several=several)
-        accepted[held] = _predicted(other[held], several=several) & (other[held] >= chosen)
-    right, count = int((accepted & targets).sum()), int(accepted.sum())
+        chosen = _thresholds(learned, targets[learn], target, several=several)
+        accepted[held] = _select_predicted(other[held], several=several) & (other[held] >= chosen)
+    right = int((accepted & targets).sum())
+    count = int(accepted.sum())
     low, high = wilson_interval(right, count)
     held_out = HeldOut(
         images=len(targets),
@@ -197,7 +187,6 @@ def _probabilities(similarities: Tensor, scale: float, biases: Tensor, *, severa
 
 
 def _fit(similarities: Tensor, targets: Tensor, *, several: bool, scale: float) -> tuple[float, Tensor]:
-    """Return the scale and (C,) biases with the smallest cross-entropy."""
     logarithm = torch.tensor(math.log(scale), requires_grad=True)
     biases = torch.zeros(similarities.shape[1], requires_grad=True)
     if several:
@@ -205,7 +194,7 @@ def _fit(similarities: Tensor, targets: Tensor, *, several: bool, scale: float) 
             biases.fill_(-scale * float(similarities.mean()))
     parameters = [logarithm, biases]
     optimizer = torch.optim.LBFGS(parameters, max_iter=200, line_search_fn="strong_wolfe")
-    one = targets.sum(dim=1) == 1
+    single_label = targets.sum(dim=1) == 1
 
     def loss() -> Tensor:
         optimizer.zero_grad()
@@ -213,7 +202,7 @@ def _fit(similarities: Tensor, targets: Tensor, *, several: bool, scale: float) 
         if several:
             value = F.binary_cross_entropy_with_logits(logits, targets.float())
         else:
-            value = F.cross_entropy(logits[one], targets[one].float().argmax(dim=1))
+            value = F.cross_entropy(logits[single_label], targets[single_label].float().argmax(dim=1))
         value = value + _DECAY * biases.var(correction=0)  # labels with few images stay near the others
         value.backward()
         return value
@@ -222,7 +211,7 @@ def _fit(similarities: Tensor, targets: Tensor, *, several: bool, scale: float) 
     return float(logarithm.detach().exp().clamp(LEAST_SCALE, _GREATEST_SCALE)), biases.detach()
 
 
-def _predicted(probabilities: Tensor, *, several: bool) -> Tensor:
+def _select_predicted(probabilities: Tensor, *, several: bool) -> Tensor:
     """Return (N, C) bool, the labels that may be accepted: all, or only the most probable one."""
     if several:
         return torch.ones_like(probabilities, dtype=torch.bool)
@@ -231,15 +220,16 @@ def _predicted(probabilities: Tensor, *, several: bool) -> Tensor:
 
 
 def _thresholds(probabilities: Tensor, targets: Tensor, target: float, *, several: bool) -> Tensor:
-    """Return (C,) thresholds, those of labels with few predictions from the predictions of all labels."""
-    predicted = _predicted(probabilities, several=several)
+    predicted = _select_predicted(probabilities, several=several)
     shared = _threshold(probabilities[predicted], targets[predicted], target)
-    found = []
+    thresholds = []
     for label in range(probabilities.shape[1]):
-        own = predicted[:, label]
-        enough = int((own & targets[:, label]).sum()) >= LEAST
-        found.append(_threshold(probabilities[own, label], targets[own, label], target) if enough else shared)
-    return torch.tensor(found)
+        rows = predicted[:, label]
+        enough = int((rows & targets[:, label]).sum()) >= LEAST
+        thresholds.append(
+            _threshold(probabilities[rows, label], targets[rows, label], target) if enough else shared
+        )
+    return torch.tensor(thresholds)
 
 
 def _threshold(probabilities: Tensor, right: Tensor, target: float) -> float:
@@ -274,10 +264,9 @@ def wilson_interval(hits: float, n: float, *, miss: float = 0.05) -> tuple[float
 
 
 def _ece(probabilities: Tensor, targets: Tensor, bins: int = 15) -> float:
-    """Return the expected calibration error of the most probable label of images with one label."""
-    one = targets.sum(dim=1) == 1
-    confidence, best = probabilities[one].max(dim=1)
-    right = targets[one].gather(1, best[:, None])[:, 0].double()
-    place = (confidence * bins).long().clamp(max=bins - 1)
-    gaps = torch.zeros(bins, dtype=torch.float64).index_add(0, place, confidence.double() - right)
+    single_label = targets.sum(dim=1) == 1
+    confidence, best = probabilities[single_label].max(dim=1)
+    right = targets[single_label].gather(1, best[:, None])[:, 0].double()
+    bin_index = (confidence * bins).long().clamp(max=bins - 1)
+    gaps = torch.zeros(bins, dtype=torch.float64).index_add(0, bin_index, confidence.double() - right)
     return float(gaps.abs().sum() / max(1, len(right)))

@@ -26,9 +26,9 @@ from clipkit.files.atomic import lock_output, replacing
 from clipkit.files.terminal import CountProgress, counted, printable
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.inputs import Item, Stream
-from clipkit.inference.options import CaptionOptions
 from clipkit.inference.stream import PRECISIONS, Failure, FeatureStream
 from clipkit.model.generate import check_generation, generate_captions
+from clipkit.options import CaptionOptions
 from clipkit.samples.table import safe_cell
 
 _GENERATION = ("beams", "top_p", "prefix", "length")
@@ -42,27 +42,22 @@ def caption_images(
     """Describe images, a few batches at a time.
 
     Args:
-        items: the images.
         features: the model, and how images are read.
         first: number of the first image, which selects the random numbers of ``top_p``.
         generation: arguments of ``clipkit.caption``.
 
     Yields:
         for each image in order its name "image", its "source", and "caption", or "error" if it cannot be read.
-
-    Raises:
-        ConfigError: a batch does not fit in memory.
-        DataError: the model's output is not finite.
     """
     dtype = PRECISIONS[features.precision]
     autocast = torch.autocast(features.device.type, dtype or torch.bfloat16, enabled=dtype is not None)
     remaining = iter(items)
     while block := list(islice(remaining, _BLOCK * features.batch_size)):
-        numbers = {id(item): number for number, item in enumerate(block, first)}
-        found: dict[int, tuple[str, str]] = {}
+        numbers = {id(item): i for i, item in enumerate(block, first)}
+        outcomes: dict[int, tuple[str, str]] = {}
         for outcome in features.pixel_batches(block):
             if isinstance(outcome, Failure):
-                found[id(outcome.item)] = "error", outcome.cause
+                outcomes[id(outcome.item)] = "error", outcome.cause
                 continue
             batch, pixels = outcome
             rows = [numbers[id(item)] for item in batch]
@@ -73,19 +68,15 @@ def caption_images(
                 raise ConfigError(
                     f"out of memory with --batch-size {features.batch_size}: use a smaller batch size"
                 ) from error
-            found |= {id(item): ("caption", text) for item, text in zip(batch, captions, strict=True)}
+            outcomes |= {id(item): ("caption", text) for item, text in zip(batch, captions, strict=True)}
         for item in block:
-            name, text = found[id(item)]
+            name, text = outcomes[id(item)]
             yield {"image": item.key, "source": item.source, name: text}
         first += len(block)
 
 
 def run_caption(options: CaptionOptions) -> int:
-    """Run the command and return its exit status: 0 if at least one image was described.
-
-    Raises:
-        ClipkitError: a user error.
-    """
+    """Run the command and return its exit status: 0 if at least one image was described."""
     if options.seed is not None and not options.top_p:
         raise ConfigError("--seed has no effect without --top-p")
     stream = Stream(
@@ -117,30 +108,27 @@ def run_caption(options: CaptionOptions) -> int:
     return 0 if done else 1
 
 
-def _print_table(found: Iterator[dict[str, str]]) -> tuple[int, int]:
-    """Print each image with its caption on the next lines; return how many were described and failed."""
+def _print_table(records: Iterator[dict[str, str]]) -> tuple[int, int]:
     done = failed = 0
-    for one in found:
-        if _print_failure(one):
+    for record in records:
+        if _print_failure(record):
             failed += 1
             continue
         done += 1
-        caption = textwrap.wrap(printable(one["caption"]) or "(empty)", _WIDTH - 2)
-        print(printable(one["image"]), *(f"  {line}" for line in caption), sep="\n", flush=True)
+        caption = textwrap.wrap(printable(record["caption"]) or "(empty)", _WIDTH - 2)
+        print(printable(record["image"]), *(f"  {line}" for line in caption), sep="\n", flush=True)
     return done, failed
 
 
-def _print_failure(one: dict[str, str]) -> bool:
-    """Print why an image has no caption; return whether that is so."""
-    if "error" not in one:
+def _print_failure(record: dict[str, str]) -> bool:
+    if "error" not in record:
         return False
-    where = f" (in {one['source']})" if one["source"] not in one["image"] else ""
-    print(f"failed: {printable(one['image'] + where)}: {one['error']}", file=sys.stderr)
+    where = f" (in {record['source']})" if record["source"] not in record["image"] else ""
+    print(f"failed: {printable(record['image'] + where)}: {record['error']}", file=sys.stderr)
     return True
 
 
 def _write(out: Path, stream: Stream, features: FeatureStream, generation: dict[str, Any]) -> tuple[int, int]:
-    """Append results to the partial file from where it ends, then write ``out``."""
     partial = _partial(out)
     with lock_output(out, "clipkit caption"):
         settings = json.dumps(
@@ -160,16 +148,17 @@ def _write(out: Path, stream: Stream, features: FeatureStream, generation: dict[
         ):
             if not count:
                 file.write(settings + "\n")
-            failed, block = 0, []
+            failed = 0
+            block = []
             described = caption_images(islice(stream, count, None), features, first=count, **generation)
-            for number, one in enumerate(described, count + 1):
-                failed += _print_failure(one)
-                block.append(json.dumps(one, ensure_ascii=False))
-                if number % (_BLOCK * features.batch_size) == 0:
+            for described_count, record in enumerate(described, count + 1):
+                failed += _print_failure(record)
+                block.append(json.dumps(record, ensure_ascii=False))
+                if described_count % (_BLOCK * features.batch_size) == 0:
                     file.write("".join(f"{line}\n" for line in block))
                     file.flush()
                     block.clear()
-                bar.show(number, failed)
+                bar.show(described_count, failed)
             file.write("".join(f"{line}\n" for line in block))
         done, failed = _convert(partial, out)
         partial.unlink()
@@ -184,16 +173,17 @@ def _resumable(partial: Path, settings: str, stream: Stream, block: int) -> int:
     """Cut a partial file to whole blocks and return its number of images; remove it if it cannot be resumed."""
     if not partial.exists():
         return 0
-    count, end = 0, 0
+    count = 0
+    end = 0
     with partial.open("rb") as file:
         same = file.readline() == f"{settings}\n".encode()
         end = file.tell()
         for item, line in zip(stream, file, strict=False):
             try:
-                one = json.loads(line)
+                record = json.loads(line)
             except ValueError:  # cut by kill -9
                 break
-            if not same or (one["image"], one["source"]) != (item.key, item.source):
+            if not same or (record["image"], record["source"]) != (item.key, item.source):
                 same = False
                 break
             count += 1
@@ -210,7 +200,6 @@ def _resumable(partial: Path, settings: str, stream: Stream, block: int) -> int:
 
 
 def _convert(partial: Path, out: Path) -> tuple[int, int]:
-    """Write the captions of a partial file as .csv or .jsonl; return how many there are, and failures."""
     done = failed = 0
     with (
         partial.open(encoding="utf-8") as lines,
@@ -221,13 +210,13 @@ def _convert(partial: Path, out: Path) -> tuple[int, int]:
         if table is not None:
             table.writerow(("image", "source", "caption"))
         for line in islice(lines, 1, None):
-            one = json.loads(line)
-            if "error" in one:
+            record = json.loads(line)
+            if "error" in record:
                 failed += 1
                 continue
             done += 1
             if table is None:
                 file.write(line)
             else:
-                table.writerow([safe_cell(one[name]) for name in ("image", "source", "caption")])
+                table.writerow([safe_cell(record[name]) for name in ("image", "source", "caption")])
     return done, failed

@@ -42,17 +42,18 @@ from clipkit.files.terminal import CountProgress, counted, printable
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.calibrate import FOLDS, LEAST, LEAST_SCALE, Calibration, calibrate, read_calibration
 from clipkit.inference.inputs import Stream
-from clipkit.inference.options import ClassifyOptions
 from clipkit.inference.stream import Failure, FeatureStream
 from clipkit.model.clip import CLIP
 from clipkit.model.zero_shot import DEFAULT_TEMPLATES, fill_template, zero_shot_classifier
+from clipkit.options import ClassifyOptions
 from clipkit.samples.folders import SPLIT_WORDS, is_hidden
 from clipkit.samples.table import safe_cell
 from clipkit.samples.traits import TraitCounts
 
 # widths of the table's columns, separated by two spaces
 _WIDTH = 80
-_LABEL_WIDTH, _PROBABILITY_WIDTH = 30, len("probability")
+_LABEL_WIDTH = 30
+_PROBABILITY_WIDTH = len("probability")
 _IMAGE_WIDTH = _WIDTH - _LABEL_WIDTH - _PROBABILITY_WIDTH - 4
 PRECISION = 0.9  # that thresholds must reach
 NONE = "none"  # the folder of images without a label
@@ -92,16 +93,12 @@ def classify_images(
     """Classify the images of a stream.
 
     Args:
-        stream: the images.
         features: the encoder.
         labels: C names.
         weights: (O, C), see ``clipkit.zero_shot_classifier``.
         top: number of labels per image at most; with several labels, the most probable accepted ones.
         calibration: probabilities and thresholds; None for the model's own probabilities.
         below: return the most probable labels, too, if they are below their thresholds.
-
-    Raises:
-        DataError: the model's output is not finite.
     """
     weights = weights.float().cpu()
     scale = features.model.logit_scale.detach().float().exp().cpu()
@@ -125,46 +122,40 @@ def classify_images(
             if calibration.several:
                 margins = distances.abs().amin(dim=-1)
             else:
-                own = distances.gather(1, probabilities.argmax(dim=-1, keepdim=True))
-                accepted = (own >= 0).expand_as(probabilities)
-                margins = torch.minimum(margins, own[:, 0].abs())
+                best_distance = distances.gather(1, probabilities.argmax(dim=-1, keepdim=True))
+                accepted = (best_distance >= 0).expand_as(probabilities)
+                margins = torch.minimum(margins, best_distance[:, 0].abs())
         ranks = probabilities if below else probabilities.masked_fill(~accepted, -1)  # accepted ones first
         best = ranks.topk(min(top, len(labels)), dim=-1)
-        for number, item in enumerate(outcome.items):
+        for row, item in enumerate(outcome.items):
             named = [
                 (labels[index], value)
-                for index, value in zip(
-                    best.indices[number].tolist(), best.values[number].tolist(), strict=True
-                )
-                if below or accepted[number, index]
+                for index, value in zip(best.indices[row].tolist(), best.values[row].tolist(), strict=True)
+                if below or accepted[row, index]
             ]
             yield Classification(
                 image=item.key,
                 source=item.source,
                 labels=named,
-                accepted=int(accepted[number].sum()),
-                margin=float(margins[number]),
+                accepted=int(accepted[row].sum()),
+                margin=float(margins[row]),
             )
 
 
-def labels_of(given: str) -> list[str]:
-    """Read labels from a file, one per line, or split a comma-separated list.
-
-    Raises:
-        DataError: there are fewer than two labels, one is repeated or not UTF-8, or the file cannot be read.
-    """
-    path = user_path(given)
+def labels_of(text: str) -> list[str]:
+    """Read labels from a file, one per line, or split a comma-separated list."""
+    path = user_path(text)
     if _is_file(path):
-        found = _lines(path)
-    elif "," not in given:
+        parts = _lines(path)
+    elif "," not in text:
         raise DataError(
-            f"{given!r} is neither a file nor a comma-separated list of labels such as --labels 'cat,dog'"
+            f"{text!r} is neither a file nor a comma-separated list of labels such as --labels 'cat,dog'"
         )
     else:
-        found = [label.strip() for label in given.split(",")]
-    labels = [label for label in found if label]
+        parts = [label.strip() for label in text.split(",")]
+    labels = [label for label in parts if label]
     if len(labels) < 2:
-        raise DataError(f"{given!r} has {counted(len(labels), 'label')}: classification needs at least two")
+        raise DataError(f"{text!r} has {counted(len(labels), 'label')}: classification needs at least two")
     for label, count in Counter(labels).items():
         if count > 1:
             raise DataError(f"label {label!r} occurs {'twice' if count == 2 else f'{count} times'}")
@@ -172,23 +163,21 @@ def labels_of(given: str) -> list[str]:
     return labels
 
 
-def templates_of(given: Sequence[str]) -> list[str]:
-    """Return the templates, with file names replaced by the lines of the file.
-
-    Raises:
-        DataError: a template has no ``{c}`` or is not UTF-8, or the file is missing, unreadable or empty.
-    """
-    if not given:
+def templates_of(texts: Sequence[str]) -> list[str]:
+    """Return the templates, with file names replaced by the lines of the file."""
+    if not texts:
         return list(DEFAULT_TEMPLATES)
     templates: list[str] = []
-    for one in given:
-        path = user_path(one)
-        if "{" in one:
-            templates.append(one)
+    for text in texts:
+        path = user_path(text)
+        if "{" in text:
+            templates.append(text)
         elif _is_file(path):
             templates += [line for line in _lines(path) if line]
         else:
-            raise DataError(f"{one!r} is neither a file of templates nor a template with {{c}} for the label")
+            raise DataError(
+                f"{text!r} is neither a file of templates nor a template with {{c}} for the label"
+            )
     for template in templates:
         _check_text(template, "template")
         fill_template(template, "")
@@ -198,11 +187,7 @@ def templates_of(given: Sequence[str]) -> list[str]:
 
 
 def run_classify(options: ClassifyOptions) -> int:
-    """Run the command and return its exit status: 0 if at least one image was classified.
-
-    Raises:
-        ClipkitError: a user error.
-    """
+    """Run the command and return its exit status: 0 if at least one image was classified."""
     labels, calibration = _labels(options)
     check_page("--review", options.review)
     templates = templates_of(options.templates) if calibration is None else list(calibration.templates)
@@ -213,11 +198,11 @@ def run_classify(options: ClassifyOptions) -> int:
     below = not (options.none or options.multi_label)
     uncertain: list[_Uncertain] = []
     done = failed = cut = 0
-    with _opened(options.out, top) as writer:
+    with _open_writer(options.out, top) as writer:
         features = FeatureStream.from_options(options)
         weights = zero_shot_classifier(features.model, labels, templates)
         if options.calibrate is not None:
-            calibration = _calibrated(options, features, labels, templates, weights)
+            calibration = _calibrate_on_folder(options, features, labels, templates, weights)
             for line in features.lines(options):
                 print(f"{options.calibrate}: {line}", file=sys.stderr)
             features.counts = TraitCounts()
@@ -225,10 +210,10 @@ def run_classify(options: ClassifyOptions) -> int:
             assert options.calibration is not None
             _check_calibration(calibration, options.calibration, features.model)
         with CountProgress("classifying", total=None, shown=writer is not None) as bar:
-            found = classify_images(
+            outcomes = classify_images(
                 stream, features, labels, weights, top=top, calibration=calibration, below=below
             )
-            for outcome in found:
+            for outcome in outcomes:
                 if isinstance(outcome, Failure):
                     failed += 1
                     item = outcome.item
@@ -267,15 +252,15 @@ def run_classify(options: ClassifyOptions) -> int:
     return 0 if done else 1
 
 
-def _write_review(out: Path, kept: Sequence[_Uncertain], labels: Sequence[str]) -> Path:
+def _write_review(out: Path, uncertain: Sequence[_Uncertain], labels: Sequence[str]) -> Path:
     """Write the page of the least certain images; those that cannot be read again are left out."""
-    from clipkit.inference.search import TEMPLATES, Hit, embedded  # requires the extra pack
+    from clipkit.inference.search import TEMPLATES, Hit, embed_thumbnail  # requires the extra pack
 
     images = []
-    for one in sorted(kept, reverse=True):
-        hit = Hit(id="", similarity=0.0, path=one.found.image, source=one.found.source, metadata={})
-        if (image := embedded(hit)) is not None:
-            images.append({"found": one.found, "image": image})
+    for entry in sorted(uncertain, reverse=True):
+        hit = Hit(id="", similarity=0.0, path=entry.found.image, source=entry.found.source, metadata={})
+        if (image := embed_thumbnail(hit)) is not None:
+            images.append({"found": entry.found, "image": image})
     page = TEMPLATES.get_template("review.html").render(
         title="Labels to review",
         lead="The least certain images first. Choose the right label where it is wrong, then save the corrections.",
@@ -287,29 +272,24 @@ def _write_review(out: Path, kept: Sequence[_Uncertain], labels: Sequence[str]) 
 
 
 def _labels(options: ClassifyOptions) -> tuple[list[str], Calibration | None]:
-    """Return the labels that the options name, and a calibration that is used again.
-
-    Raises:
-        ConfigError: options are missing or contradict each other.
-        DataError: a file cannot be read.
-    """
+    """Return the labels that the options name, and a calibration that is used again."""
     if options.calibrate is not None:
         if options.labels is not None:
             return labels_of(options.labels), None
         folder = options.calibrate
         if not folder.is_dir():
             raise DataError(f"{folder}: no such folder")
-        names = sorted(one.name for one in folder.iterdir() if one.is_dir() and not is_hidden(one.name))
-        found = [name for name in names if name != NONE]
-        if len(found) < 2:
+        names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not is_hidden(path.name))
+        labels = [name for name in names if name != NONE]
+        if len(labels) < 2:
             raise DataError(
-                f"{folder} has {counted(len(found), 'label')}: expected a folder for each of several"
+                f"{folder} has {counted(len(labels), 'label')}: expected a folder for each of several"
             )
-        if all(name.lower() in SPLIT_WORDS for name in found):
+        if all(name.lower() in SPLIT_WORDS for name in labels):
             raise DataError(
-                f"{folder} contains splits, not labels: choose one of them, such as {folder / found[0]}"
+                f"{folder} contains splits, not labels: choose one of them, such as {folder / labels[0]}"
             )
-        return found, None
+        return labels, None
     if options.calibration is not None:
         calibration = read_calibration(options.calibration)
         for name in ("templates", "least_precision"):
@@ -334,7 +314,6 @@ def _labels(options: ClassifyOptions) -> tuple[list[str], Calibration | None]:
 
 
 def _check_calibration(calibration: Calibration, file: Path, model: CLIP) -> None:
-    """Check that a calibration is of this model, and of images that were decoded in the same way."""
     if calibration.weights == model_hash(model):
         return
     decoding = str(model.preprocess.decoding)
@@ -350,20 +329,19 @@ def _check_calibration(calibration: Calibration, file: Path, model: CLIP) -> Non
     )
 
 
-def _calibrated(
+def _calibrate_on_folder(
     options: ClassifyOptions,
     features: FeatureStream,
     labels: Sequence[str],
     templates: Sequence[str],
     weights: Tensor,
 ) -> Calibration:
-    """Calibrate on a folder with a folder of images for each label; an image in several folders has all labels."""
     folder = options.calibrate
     assert folder is not None
     out = options.calibration or Path("calibration.json")
     if not out.parent.is_dir():
         raise ConfigError(f"{out.parent} is not a folder: create it first")
-    known = {label: number for number, label in enumerate(labels)}
+    indices = {label: i for i, label in enumerate(labels)}
     rows: dict[bytes, Tensor] = {}  # by content
     marked: dict[bytes, set[int]] = {}
     for outcome in features.run(((0, item) for item in Stream([str(folder)])), kind="image"):
@@ -372,17 +350,17 @@ def _calibrated(
         for item, content, row in zip(outcome.items, outcome.contents, outcome.rows, strict=True):
             image = Path(item.key)
             name = image.relative_to(folder).parts[0] if image.is_relative_to(folder) else ""
-            if name not in known and name != NONE:
+            if name not in indices and name != NONE:
                 raise DataError(f"{item.key} is not in the folder of a label: expected {folder}/LABEL/IMAGE")
             rows[content] = torch.from_numpy(row) @ weights.float().cpu()
-            marked.setdefault(content, set()).update({known[name]} if name != NONE else ())
+            marked.setdefault(content, set()).update({indices[name]} if name != NONE else ())
     targets = torch.zeros(len(rows), len(labels), dtype=torch.bool)
-    for number, own in enumerate(marked.values()):
-        targets[number, sorted(own)] = True
+    for row, image_labels in enumerate(marked.values()):
+        targets[row, sorted(image_labels)] = True
     several = int((targets.sum(dim=1) > 1).sum())
     if several and not options.multi_label:
         raise DataError(f"{counted(several, 'image')} in {folder} have several labels: add --multi-label")
-    found = calibrate(
+    calibration = calibrate(
         torch.stack(list(rows.values())) if rows else torch.empty(0, len(labels)),
         targets,
         labels=labels,
@@ -392,9 +370,9 @@ def _calibrated(
         several=options.multi_label,
         target=PRECISION if options.least_precision is None else options.least_precision,
     )
-    found = replace(found, decoding=str(features.model.preprocess.decoding))
-    found.write(out)
-    held = found.held_out
+    calibration = replace(calibration, decoding=str(features.model.preprocess.decoding))
+    calibration.write(out)
+    held = calibration.held_out
     accepted = (
         f"precision {held.precision:.1%} [{held.low:.1%}, {held.high:.1%}] of "
         f"{counted(held.accepted, 'accepted label')}, recall {held.recall:.1%}"
@@ -407,7 +385,7 @@ def _calibrated(
         f"{accepted if held.accepted else 'no accepted label'}{error}",
         file=sys.stderr,
     )
-    if found.scale <= LEAST_SCALE:
+    if calibration.scale <= LEAST_SCALE:
         print(
             "note: the model's similarities say nothing about these labels: use another model",
             file=sys.stderr,
@@ -416,18 +394,17 @@ def _calibrated(
     if few := [label for label, count in zip(labels, counts, strict=True) if count < LEAST]:
         which = f"{counted(len(few), 'label')} (such as {few[0]!r})"
         print(f"note: {which} with fewer than {LEAST} images: these share a threshold", file=sys.stderr)
-    if never := [label for label, least in zip(labels, found.thresholds, strict=True) if least > 1]:
+    if never := [label for label, least in zip(labels, calibration.thresholds, strict=True) if least > 1]:
         which = f"{counted(len(never), 'label')} (such as {never[0]!r})"
         why = "no threshold reaches the precision, so 2 is stored"
         print(f"note: {which} never accepted: {why}", file=sys.stderr)
-    if held.high < found.target or not held.accepted:
+    if held.high < calibration.target or not held.accepted:
         advice = "add labelled images, or lower --least-precision"
-        print(f"note: the precision of {found.target:.0%} is not reached: {advice}", file=sys.stderr)
-    return found
+        print(f"note: the precision of {calibration.target:.0%} is not reached: {advice}", file=sys.stderr)
+    return calibration
 
 
 def _print(text: str) -> None:
-    """Print a line; errors name standard output, to distinguish it from the output file."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -437,15 +414,16 @@ def _print(text: str) -> None:
 
 
 def _line(image: str, label: str, probability: str) -> str:
-    """Format a row of at most 80 columns; long paths are shortened at the start, long labels at the end."""
-    image, label = printable(image), printable(label)
+    image = printable(image)
+    label = printable(label)
     if cell_len(image) > _IMAGE_WIDTH:
         while cell_len(image) > _IMAGE_WIDTH - 1:
             image = image[1:]
         image = "…" + image
     if cell_len(label) > _LABEL_WIDTH:
         label = set_cell_size(label, _LABEL_WIDTH - 1).rstrip() + "…"
-    image, label = set_cell_size(image, _IMAGE_WIDTH), set_cell_size(label, _LABEL_WIDTH)
+    image = set_cell_size(image, _IMAGE_WIDTH)
+    label = set_cell_size(label, _LABEL_WIDTH)
     return f"{image}  {label}  {probability:>{_PROBABILITY_WIDTH}}".rstrip()
 
 
@@ -453,21 +431,28 @@ class _Writer:
     """Write images to a file: rows of a .csv, an array in a .json, or lines of a .jsonl."""
 
     def __init__(self, file: TextIO, suffix: str, top: int) -> None:
-        self._file, self._suffix, self._first, self._top = file, suffix, True, top
+        self._file = file
+        self._suffix = suffix
+        self._first = True
+        self._top = top
         if suffix == ".csv":
             names = (f"{name}_{i}" for i in range(1, top + 1) for name in ("label", "probability"))
             self._write_row("image", "source", *names)
 
-    def write(self, found: Classification) -> None:
+    def write(self, classification: Classification) -> None:
         """Append one image."""
         if self._suffix == ".csv":
-            cells = (cell for label, value in found.labels for cell in (safe_cell(label), f"{value:.6f}"))
-            missing = 2 * (self._top - len(found.labels))  # labels below their thresholds
-            self._write_row(safe_cell(found.image), safe_cell(found.source), *cells, *[""] * missing)
+            cells = (
+                cell for label, value in classification.labels for cell in (safe_cell(label), f"{value:.6f}")
+            )
+            missing = 2 * (self._top - len(classification.labels))  # labels below their thresholds
+            self._write_row(
+                safe_cell(classification.image), safe_cell(classification.source), *cells, *[""] * missing
+            )
             return
-        labels = [{"label": label, "probability": round(value, 6)} for label, value in found.labels]
-        one = {"image": found.image, "source": found.source, "labels": labels}
-        text = json.dumps(one, ensure_ascii=False, allow_nan=False)
+        labels = [{"label": label, "probability": round(value, 6)} for label, value in classification.labels]
+        record = {"image": classification.image, "source": classification.source, "labels": labels}
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False)
         if self._suffix == ".json":
             self._file.write(("[\n" if self._first else ",\n") + text)
         else:
@@ -487,8 +472,7 @@ class _Writer:
 
 
 @contextmanager
-def _opened(path: Path | None, top: int) -> Iterator[_Writer | None]:
-    """Open a writer for the suffix of ``path``; it writes a temporary file that is renamed when complete."""
+def _open_writer(path: Path | None, top: int) -> Iterator[_Writer | None]:
     if path is None:
         yield None
         return

@@ -7,18 +7,14 @@ from torch import Tensor
 from clipkit.errors import ConfigError
 from clipkit.files.terminal import CountProgress
 from clipkit.inference.explain import SIDE, check_files, sheet, write_png
-from clipkit.inference.options import CompleteOptions
 from clipkit.inference.stream import load_for_inference
 from clipkit.model.pixels import PixelTransformer
 from clipkit.model.preprocess import eval_pixels
+from clipkit.options import CompleteOptions
 
 
 def run_complete(options: CompleteOptions) -> int:
-    """Run the command and return its exit status.
-
-    Raises:
-        ClipkitError: a user error.
-    """
+    """Run the command and return its exit status."""
     check_files(options.image, options.out)
     model = load_for_inference(options)
     visual = model.visual
@@ -31,24 +27,27 @@ def run_complete(options: CompleteOptions) -> int:
     with torch.inference_mode():
         colors = visual.colors_of(pixels)  # (1, P)
         side = pixels.shape[-1]
-        kept = round(options.keep * side) * side  # whole rows
+        given_pixels = round(options.keep * side) * side  # whole rows
         random = torch.Generator(colors.device).manual_seed(options.seed)
-        with CountProgress("pixels", total=side**2 - kept, shown=True) as bar:
+        with CountProgress("pixels", total=side**2 - given_pixels, shown=True) as bar:
             drawn = visual.completed(
-                colors[:, :kept].repeat(options.samples, 1),
+                colors[:, :given_pixels].repeat(options.samples, 1),
                 temperature=options.temperature,
                 generator=random,
                 show=bar.show,
             )
-        seen = [colors[0], torch.cat([colors[0, :kept], colors.new_full((side**2 - kept,), -1)]), *drawn]
-    images = [_image(one, visual.palette, side) for one in seen]
-    labels = ["image", "given", *(f"sample {number}" for number in range(1, options.samples + 1))]
+        seen = [
+            colors[0],
+            torch.cat([colors[0, :given_pixels], colors.new_full((side**2 - given_pixels,), -1)]),
+            *drawn,
+        ]
+    images = [_image(sequence, visual.palette, side) for sequence in seen]
+    labels = ["image", "given", *(f"sample {i}" for i in range(1, options.samples + 1))]
     write_png(sheet(images, labels), options.out)
     return 0
 
 
 def _image(colors: Tensor, palette: Tensor, side: int) -> Image.Image:
-    """Return colors (P,) as an enlarged image; -1 is white."""
     values = ((palette[colors.clamp(min=0)] + 1) * 127.5).round()
     values[colors < 0] = 255
     image = Image.fromarray(values.view(side, side, 3).to(torch.uint8).cpu().numpy())

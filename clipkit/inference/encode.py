@@ -45,9 +45,9 @@ from clipkit.inference.folder import (
     only_writer,
 )
 from clipkit.inference.inputs import Item, Sample, Stream
-from clipkit.inference.options import EncodeOptions
 from clipkit.inference.storage import STORAGE, ReusableRows, recall, unpacked
 from clipkit.inference.stream import Failure, FeatureStream
+from clipkit.options import EncodeOptions
 from clipkit.samples.depth import format_pixel_range
 from clipkit.samples.traits import TraitCounts, hex_of
 
@@ -57,7 +57,9 @@ EncodeParts = Callable[
 ]
 _CHANGED = "the sources changed while they were being read: run the same command again"
 
-_SAMPLE, _LEAST_SAMPLE = 2000, 20  # rows that the recall is measured among
+# rows that the recall is measured among
+_SAMPLE = 2000
+_LEAST_SAMPLE = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,13 +119,7 @@ def encode(
         options: ``out`` may be the folder of an earlier run with the same settings and the same or fewer sources,
             which is resumed. The manifest records ``model`` and ``sources``.
         process: index of this process, which encodes only its own parts.
-        processes: number of processes.
         encode_parts: encodes parts elsewhere, in any order, see ``RayEncoder``; None encodes in this process.
-
-    Raises:
-        ConfigError: the folder contains embeddings of another model, setting or source, or another process is
-            writing to it.
-        DataError: a source is missing, empty or changed while it was read, or the model's output is not finite.
     """
     assert options.rows_per_file >= 1
     rows_per_file = options.rows_per_file
@@ -159,14 +155,14 @@ def encode(
 
     def contents(parts: Sequence[int]) -> dict[int, str]:
         """Read the items of some parts (ascending) and return the digest of each part's content."""
-        found = {part: ContentDigest() for part in parts}
+        digests = {part: ContentDigest() for part in parts}
         items = _items_of(stream, parts, rows_per_file)
         with CountProgress("comparing", total=sum(map(manifest.items_of, parts)), shown=progress) as bar:
             read = features.contents(items, kind=stream.kind, captions=captions)
             for done, (part, item, content) in enumerate(read, 1):
-                found[part].add(item, content)
+                digests[part].add(item, content)
                 bar.show(done)
-        return {part: digest.hexdigest() for part, digest in found.items()}
+        return {part: digest.hexdigest() for part, digest in digests.items()}
 
     with only_writer(options.out, process, processes):
         folder = EmbeddingFolder(
@@ -179,21 +175,23 @@ def encode(
             contents=contents,
         )
         complete = [part for part in range(manifest.files) if folder.is_done(part)]
-        own = sorted({*range(process, manifest.files, processes)} - {*complete})
+        assigned = sorted({*range(process, manifest.files, processes)} - {*complete})
         done = failed = written = reused = 0
         sample: list[npt.NDArray[np.float32]] = []
         began = time.monotonic()
-        with CountProgress("encoding", total=sum(map(manifest.items_of, own)), shown=progress) as bar:
-            todo = _refreshing(folder.reusable, _items_of(stream, own, rows_per_file))
+        with CountProgress("encoding", total=sum(map(manifest.items_of, assigned)), shown=progress) as bar:
+            todo = _refreshing(folder.reusable, _items_of(stream, assigned, rows_per_file))
             encode_parts = encode_parts or partial(_parts_of, reusable=folder.reusable)
             with closing(encode_parts(todo, manifest, features, bar.show)) as parts:
                 for part in parts:
                     folder.write(part)
                     sample += part.sample
-                    done, failed, written = done + len(part), failed + len(part.failures), written + 1
+                    done = done + len(part)
+                    failed = failed + len(part.failures)
+                    written = written + 1
                     reused += part.reused
                     bar.show(done, failed)
-        if written < len(own):
+        if written < len(assigned):
             raise DataError(_CHANGED)
         sampled = np.concatenate(sample) if sample else np.zeros((0, 1), np.float32)
         enough = len(sampled) >= _LEAST_SAMPLE
@@ -224,9 +222,9 @@ def _parts_of(
     *,
     reusable: ReusableRows | None = None,
 ) -> Parts:
-    """Encode items, and yield each part when it is complete; at most two are in memory."""
     parts: dict[int, Part] = {}
-    every, pack = max(1, manifest.items // _SAMPLE), STORAGE[manifest.dtype].pack
+    every = max(1, manifest.items // _SAMPLE)
+    pack = STORAGE[manifest.dtype].pack
     done = failed = 0
     outcomes = features.run(
         items, kind=manifest.kind, captions=manifest.captions, pad=True, reusable=reusable
@@ -235,7 +233,8 @@ def _parts_of(
         part = parts.setdefault(outcome.part, Part(outcome.part, dtype=manifest.dtype, every=every))
         part.add(outcome)
         if isinstance(outcome, Failure):
-            done, failed = done + 1, failed + 1
+            done = done + 1
+            failed = failed + 1
         else:
             done += len(outcome.items)
         show(done, failed)
@@ -264,12 +263,7 @@ class RayEncoder:
         features: FeatureStream,
         show: Callable[[int, int], None],
     ) -> Parts:
-        """Yield parts in the order in which they are complete; see ``encode``.
-
-        Raises:
-            ConfigError: there is no cluster.
-            DataError: a node does not see the sources or the model, or a task failed several times.
-        """
+        """Yield parts in the order in which they are complete; see ``encode``."""
         on_gpu = features.device.type == "cuda"
         options = replace(self.options, batch_size=features.batch_size, device=features.device.type)
         if options.workers is None and not on_gpu:
@@ -277,8 +271,8 @@ class RayEncoder:
 
         def arguments() -> Iterator[tuple[object, ...]]:
             for _, group in groupby(items, key=itemgetter(0)):
-                own = list(group)
-                yield own, manifest, options, _a_file_of(own)
+                task_parts = list(group)
+                yield task_parts, manifest, options, _a_file_of(task_parts)
 
         with ray_cluster(self.address, [Path(clipkit.__file__).parent]) as ray:
             for part, counts in ray_tasks(
@@ -294,7 +288,6 @@ _here: dict[str, FeatureStream] = {}  # the model of this worker of Ray, by its 
 def _encode_part(
     items: Sequence[tuple[int, Item]], manifest: Manifest, options: ModelOptions, file: Path | None
 ) -> tuple[Part, TraitCounts]:
-    """Ray task that encodes one part; ``file`` is one that the calling process sees."""
     try:
         os.chdir(manifest.directory)
         if file is not None:
@@ -308,8 +301,8 @@ def _encode_part(
     if key not in _here:
         _here.clear()
         features = FeatureStream.from_options(options)
-        if (found := model_hash(features.model)) != manifest.weights:
-            raise DataError(f"{options.model} on the node {os.uname().nodename} is another model ({found})")
+        if (weights := model_hash(features.model)) != manifest.weights:
+            raise DataError(f"{options.model} on the node {os.uname().nodename} is another model ({weights})")
         _here[key] = features
     features = _here[key]
     features.counts = TraitCounts()
@@ -329,23 +322,21 @@ def _a_file_of(items: Sequence[tuple[int, Item]]) -> Path | None:
 
 
 def _refreshing(reusable: ReusableRows, items: Iterator[tuple[int, Item]]) -> Iterator[tuple[int, Item]]:
-    """Yield items; before each part, open the files that other processes have made reusable since."""
     for _, part in groupby(items, key=itemgetter(0)):
         reusable.refresh()
         yield from part
 
 
 def _items_of(stream: Stream, parts: Iterable[int], length: int) -> Iterator[tuple[int, Item]]:
-    """Iterate over the items of some parts (ascending) of ``length`` items each, with the part's number."""
     rest = iter(parts)
-    wanted = next(rest, None)
-    for number, item in enumerate(stream):
-        part = number // length
-        while wanted is not None and part > wanted:
-            wanted = next(rest, None)
-        if wanted is None:
+    next_part = next(rest, None)
+    for i, item in enumerate(stream):
+        part = i // length
+        while next_part is not None and part > next_part:
+            next_part = next(rest, None)
+        if next_part is None:
             return
-        if part == wanted:
+        if part == next_part:
             yield part, item
 
 
@@ -359,7 +350,11 @@ def _survey(
         of empty lines in lists of texts.
     """
     digests: list[tuple[str, str]] = []
-    names, files, count, captions, empty = hashlib.sha256(), hashlib.sha256(), 0, False, 0
+    names = hashlib.sha256()
+    files = hashlib.sha256()
+    count = 0
+    captions = False
+    empty = 0
     for count, item in enumerate(stream, 1):
         text = item.caption if isinstance(item.caption, str) else ""
         for part in (item.source, item.key, text):
@@ -375,7 +370,8 @@ def _survey(
         empty += isinstance(item.caption, str) and not text.strip()
         if count % length == 0:
             digests.append((names.hexdigest(), files.hexdigest()))
-            names, files = hashlib.sha256(), hashlib.sha256()
+            names = hashlib.sha256()
+            files = hashlib.sha256()
         if count % 1000 == 0:
             show(count)
     if count % length:
@@ -386,11 +382,7 @@ def _survey(
 
 
 def run_encode(options: EncodeOptions) -> int:
-    """Run the command and return its exit status: 1 if no item could be encoded.
-
-    Raises:
-        ClipkitError: a user error.
-    """
+    """Run the command and return its exit status: 1 if no item could be encoded."""
     process, processes = rank_and_world()
     if "-" in options.sources and processes > 1:
         raise ConfigError("only one process can read standard input: save the texts in a .txt file")
@@ -432,7 +424,8 @@ def run_encode(options: EncodeOptions) -> int:
 
 
 def _report(encoded: Encoded, options: EncodeOptions, who: str) -> None:
-    totals, listing = encoded.totals, options.out / "failures.jsonl"
+    totals = encoded.totals
+    listing = options.out / "failures.jsonl"
     compared = ""
     if encoded.compared:
         compared = (
@@ -447,7 +440,7 @@ def _report(encoded: Encoded, options: EncodeOptions, who: str) -> None:
         return
     what = counted(encoded.done, "text" if options.text else "image")
     rate = f"{encoded.done / max(encoded.seconds, 1e-9):,.1f}/s"
-    found = f"; {encoded.found:,} already complete" if encoded.found else ""
+    already_complete = f"; {encoded.found:,} already complete" if encoded.found else ""
     why = "" if options.retry_failed else " because their sources changed"
     if encoded.unknown:
         why = " because an earlier version wrote them without recording the content of their sources"
@@ -455,12 +448,12 @@ def _report(encoded: Encoded, options: EncodeOptions, who: str) -> None:
     reused = f", {encoded.reused:,} of them unchanged and not encoded again" if encoded.reused else ""
     print(
         f"{who}{what}{reused} in {encoded.seconds:,.1f} s ({rate}), "
-        f"wrote {encoded.written:,} of {counted(encoded.files, 'file')}{stale}{found}{compared}"
+        f"wrote {encoded.written:,} of {counted(encoded.files, 'file')}{stale}{already_complete}{compared}"
     )
     if encoded.recall is not None and options.dtype != "float32":
-        whole = f" of dimension {options.dim}" if options.dim else ""
+        dimension = f" of dimension {options.dim}" if options.dim else ""
         print(
-            f"{who}recall@10 {encoded.recall:.3f} of {options.dtype} against float32{whole}, among a sample of "
+            f"{who}recall@10 {encoded.recall:.3f} of {options.dtype} against float32{dimension}, among a sample of "
             f"{encoded.sampled:,}"
         )
     if totals is None:

@@ -12,11 +12,14 @@ from clipkit.api import explain
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.atomic import replacing
 from clipkit.files.terminal import printable
-from clipkit.inference.options import ExplainOptions
 from clipkit.inference.stream import load_for_inference
 from clipkit.model.preprocess import Preprocess, eval_pixels
+from clipkit.options import ExplainOptions
 
-SIDE, _MARGIN, _LINE = 320, 8, 20  # of an image and its label, in pixels
+# of an image and its label, in pixels
+SIDE = 320
+_MARGIN = 8
+_LINE = 20
 # colors of heat 0, 1/4, … 1 (Matplotlib's "inferno", every quarter)
 _COLORS = np.array(
     [(0, 0, 4), (87, 16, 110), (188, 55, 84), (249, 142, 9), (252, 255, 164)], dtype=np.float32
@@ -40,16 +43,12 @@ def overlay(image: Image.Image, heat: npt.NDArray[np.float32]) -> Image.Image:
 
 
 def run_explain(options: ExplainOptions) -> int:
-    """Run the command and return its exit status.
-
-    Raises:
-        ClipkitError: a user error.
-    """
+    """Run the command and return its exit status."""
     check_files(options.image, options.out)
     model = load_for_inference(options)
     heat = explain(options.image, options.prompts, model)[0].numpy()  # (T, g, g)
-    image = _seen(options.image, model.preprocess)
-    images = [image, *(overlay(image, one) for one in heat)]
+    image = _crop_as_seen(options.image, model.preprocess)
+    images = [image, *(overlay(image, heatmap) for heatmap in heat)]
     write_png(sheet(images, ["", *map(printable, options.prompts)]), options.out)
     return 0
 
@@ -74,28 +73,28 @@ def write_png(image: Image.Image, out: Path) -> None:
     print(f"wrote {out}")
 
 
-def _seen(file: Path, preprocess: Preprocess) -> Image.Image:
-    """Return the preprocessed part of an image, enlarged."""
+def _crop_as_seen(file: Path, preprocess: Preprocess) -> Image.Image:
     return enlarged(eval_pixels(file, preprocess), SIDE)
 
 
 def enlarged(pixels: Tensor, side: int) -> Image.Image:
     """Return pixels (C, S, S) uint8 as an RGB image: the first three channels, or the first of fewer."""
-    shown = pixels[:3] if len(pixels) >= 3 else pixels[:1].expand(3, -1, -1)
-    return Image.fromarray(shown.permute(1, 2, 0).numpy()).resize((side, side), Image.Resampling.BICUBIC)
+    rgb = pixels[:3] if len(pixels) >= 3 else pixels[:1].expand(3, -1, -1)
+    return Image.fromarray(rgb.permute(1, 2, 0).numpy()).resize((side, side), Image.Resampling.BICUBIC)
 
 
 def sheet(images: Sequence[Image.Image], labels: Sequence[str]) -> Image.Image:
     """Place images of ``SIDE`` pixels in a row, each with its label below."""
     step = SIDE + _MARGIN
     row = Image.new("RGB", (_MARGIN + step * len(images), SIDE + 2 * _MARGIN + _LINE), "white")
-    draw, font = ImageDraw.Draw(row), ImageFont.load_default(14)
-    for place, (image, label) in enumerate(zip(images, labels, strict=True)):
-        left = _MARGIN + place * step
+    draw = ImageDraw.Draw(row)
+    font = ImageFont.load_default(14)
+    for i, (image, label) in enumerate(zip(images, labels, strict=True)):
+        left = _MARGIN + i * step
         row.paste(image, (left, _MARGIN))
-        shown = label
-        while shown and draw.textlength(shown, font) > SIDE:
+        title = label
+        while title and draw.textlength(title, font) > SIDE:
             label = label[:-1]
-            shown = f"{label}…"
-        draw.text((left, SIDE + _MARGIN + 3), shown, "black", font)
+            title = f"{label}…"
+        draw.text((left, SIDE + _MARGIN + 3), title, "black", font)
     return row

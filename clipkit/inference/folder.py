@@ -95,11 +95,11 @@ class Manifest:
 
 
 def _difference(stored: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
-    """Describe the settings that prevent encoding into an existing folder; "" if there are none."""
     stored = {"dim": manifest["dim"], **_EARLIER, **stored}
     changes = []
     for name, what in _SETTINGS.items():
-        before, now = stored.get(name), manifest[name]
+        before = stored.get(name)
+        now = manifest[name]
         if before == now:
             continue
         if name == "weights":
@@ -115,8 +115,8 @@ def _difference(stored: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
     missing = sorted((Counter(stored_sources) - Counter(sources)).elements())
     if not missing:
         return ""
-    shown = ", ".join(sources[:3]) + (", …" if len(sources) > 3 else "")
-    return f"{missing[0]} was one of the sources, which are now {shown}"
+    listed = ", ".join(sources[:3]) + (", …" if len(sources) > 3 else "")
+    return f"{missing[0]} was one of the sources, which are now {listed}"
 
 
 _CONTENT = ("sources", "items", "digest", "captions")  # fields that may change
@@ -156,7 +156,6 @@ class Part:
     """Rows and failures of one part, collected in memory until it is complete.
 
     Args:
-        number: of the part.
         dtype: how rows are stored, a key of ``clipkit.inference.storage.STORAGE``.
         every: distance of the rows in ``sample``, which are kept in float32, except reused ones.
     """
@@ -165,7 +164,8 @@ class Part:
         self.number = number
         self.rows: list[npt.NDArray[Any]] = []
         self.sample: list[npt.NDArray[np.float32]] = []
-        self._dtype, self._every = dtype, every
+        self._dtype = dtype
+        self._every = every
         self.metadata: list[tuple[str, str | None, str, str]] = []  # key, caption, source, digest
         self.failures: list[Failure] = []
         self.content = ContentDigest()
@@ -224,7 +224,6 @@ class EmbeddingFolder:
         manifest: its intended content.
         digests: digest of the items of each part.
         process: index of this process, which writes the parts whose number modulo ``processes`` equals it.
-        processes: number of processes.
         retry_failed: encode parts with failures again.
         contents: reads the items of some parts and returns a ``ContentDigest`` of each; called for parts whose
             files have other times or inodes than when they were encoded.
@@ -234,10 +233,6 @@ class EmbeddingFolder:
         unknown: number of stale parts written by an earlier version, which did not record content digests.
         compared: number of parts kept because their content is unchanged.
         reusable: rows of outdated parts, of all processes.
-
-    Raises:
-        ConfigError: the folder contains embeddings of other sources, another model or other settings.
-        DataError: it contains embeddings without a manifest, or with a damaged one.
     """
 
     def __init__(
@@ -252,8 +247,11 @@ class EmbeddingFolder:
         contents: Callable[[Sequence[int]], Mapping[int, str]] = lambda _: {},
     ) -> None:
         assert len(digests) == manifest.files
-        self.out, self.manifest, self._digests = out, manifest, digests
-        self._process, self._processes = process, processes
+        self.out = out
+        self.manifest = manifest
+        self._digests = digests
+        self._process = process
+        self._processes = processes
         self.embeddings = "img_emb" if manifest.kind == "image" else "text_emb"
         self._records = out / ".parts"
         self._folders = (out / self.embeddings, out / "metadata", self._records)
@@ -341,7 +339,8 @@ class EmbeddingFolder:
             for part in range(self.manifest.files):
                 with self._record(part).open("rb") as record:
                     counts = json.loads(record.readline())
-                    rows, failures = rows + counts["rows"], failures + counts["failures"]
+                    rows = rows + counts["rows"]
+                    failures = failures + counts["failures"]
                     file.writelines(record)
             file.flush()
             os.fsync(file.fileno())

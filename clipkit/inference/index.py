@@ -25,7 +25,9 @@ from clipkit.files.atomic import lock_output, replacing, write_atomic
 from clipkit.inference.storage import STORAGE, unpacked
 
 _FORMAT = 1
-_CONNECTIVITY, _EXPANSION = 32, 256  # neighbors of a row, and candidates for them while it is added
+# neighbors of a row, and candidates for them while it is added
+_CONNECTIVITY = 32
+_EXPANSION = 256
 _BLOCK = 10_000  # rows that are added at a time
 _ROW_BITS = 32  # of a key; the others are the number of the embedding file
 
@@ -85,7 +87,8 @@ class ApproximateIndex:
         with self._lock:
             self.engine.expansion_search = count
             keys = self.engine.search(STORAGE["int8"].pack(query[None])[0], count, threads=1).keys
-        numbers, rows = keys >> _ROW_BITS, (keys & (2**_ROW_BITS - 1)).astype(np.int64)
+        numbers = keys >> _ROW_BITS
+        rows = (keys & (2**_ROW_BITS - 1)).astype(np.int64)
         return {int(number): np.sort(rows[numbers == number]) for number in np.unique(numbers)}
 
 
@@ -111,31 +114,35 @@ def write_index(
         ConfigError: usearch is missing, or another process is writing the index.
         OSError: it cannot be written.
     """
-    usearch, given = _usearch(folder), {number: (stamp, rows) for number, stamp, rows in parts}
-    own = folder / "index"
-    own.mkdir(exist_ok=True)
-    with lock_output(own, "clipkit index", lock=own / ".lock"):
-        engine, covers = None, dict[int, Stamp]()
+    usearch = _usearch(folder)
+    stamped_rows = {number: (stamp, rows) for number, stamp, rows in parts}
+    index_folder = folder / "index"
+    index_folder.mkdir(exist_ok=True)
+    with lock_output(index_folder, "clipkit index", lock=index_folder / ".lock"):
+        engine = None
+        covers = dict[int, Stamp]()
         try:
             earlier = ApproximateIndex(folder, view=False)
-            if all(number in given and given[number][0] == stamp for number, stamp in earlier.covers.items()):
-                engine, covers = earlier.engine, earlier.covers
+            if all(
+                number in stamped_rows and stamped_rows[number][0] == stamp
+                for number, stamp in earlier.covers.items()
+            ):
+                engine = earlier.engine
+                covers = earlier.covers
         except (DataError, FileNotFoundError):  # replaced by a new one
             pass
         if engine is None or engine.ndim != width:
-            engine, covers = (
-                usearch.Index(
-                    ndim=width,
-                    metric="cos",
-                    dtype="i8",
-                    connectivity=_CONNECTIVITY,
-                    expansion_add=_EXPANSION,
-                    enable_key_lookups=False,
-                ),
-                {},
+            engine = usearch.Index(
+                ndim=width,
+                metric="cos",
+                dtype="i8",
+                connectivity=_CONNECTIVITY,
+                expansion_add=_EXPANSION,
+                enable_key_lookups=False,
             )
+            covers = {}
         done = 0
-        for number, (stamp, rows) in given.items():
+        for number, (stamp, rows) in stamped_rows.items():
             if number in covers:
                 continue
             for start in range(0, len(rows), _BLOCK):
@@ -146,21 +153,21 @@ def write_index(
                 done += len(valid)
                 show(done)
             covers[number] = stamp
-        path = own / f"rows-{secrets.token_hex(8)}.usearch"
+        path = index_folder / f"rows-{secrets.token_hex(8)}.usearch"
         with replacing(path, durable=True) as temporary:
             try:
                 engine.save(temporary)
             except RuntimeError as error:
-                raise DataError(f"cannot write {own}: {error}; is the disk full?") from error
+                raise DataError(f"cannot write {index_folder}: {error}; is the disk full?") from error
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         described: Mapping[str, Any] = {
             "format": _FORMAT, "file": path.name, "sha256": digest, "rows": len(engine), "covers": covers,
         }  # fmt: skip
-        write_atomic(own / "index.json", json.dumps(described) + "\n", durable=True)
+        write_atomic(index_folder / "index.json", json.dumps(described) + "\n", durable=True)
         for other in [
-            *own.glob("rows-*.usearch"),
-            *own.glob(".*.partial"),
+            *index_folder.glob("rows-*.usearch"),
+            *index_folder.glob(".*.partial"),
         ]:  # readers keep what they have mapped
             if other != path:
                 other.unlink(missing_ok=True)

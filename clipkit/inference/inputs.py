@@ -84,10 +84,6 @@ class Stream:
             common names if not given.
         cache_gb: size of the cache of remote files.
 
-    Raises:
-        DataError: a source is missing or has no column of these names or, when iterating, contains no items of this
-            kind or no samples with such members.
-
     Attributes:
         repeated: number of rows of tables whose image is that of an earlier row.
     """
@@ -156,7 +152,6 @@ class Stream:
         return lambda: _lines(spool, "-")
 
     def _open(self, source: Source, text: str) -> Callable[[], Iterator[Item]]:
-        """Return a function that iterates over the samples of a source; tables and folders are read now."""
         if self.kind == "caption" and source.format == "images":
             raise DataError(f"{text}: texts are read from a .txt file, a table, shards or - (standard input)")
         files = source.files
@@ -218,7 +213,8 @@ class Stream:
     def _items(self, samples: Samples, *, has_captions: bool) -> Iterator[Item]:
         stamp = ""
         for i in range(len(samples)):
-            source, key = readable(samples.locate(i)[0]), readable(samples.key(i))
+            source = readable(samples.locate(i)[0])
+            key = readable(samples.key(i))
             cause = samples.cause(i)
             image: Path | Sample | None = None
             captions: list[str] = []
@@ -362,11 +358,11 @@ def _lines(origin: Path | BinaryIO, source: str) -> Iterator[Item]:
         encoding = "utf-16" if file.read(2) in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
         file.seek(0)
         text = TextIOWrapper(file, encoding=encoding, errors="replace", newline="\n")
-        number = 0
+        line_number = 0
         while line := text.readline(MAX_LINE + 1):
-            number += 1
+            line_number += 1
             cause = "" if len(line) <= MAX_LINE else f"line of more than {MAX_LINE:,} characters"
             while cause and not line.endswith("\n") and (line := text.readline(MAX_LINE)):
                 pass
             caption = None if cause else line.removesuffix("\n").removesuffix("\r")
-            yield Item(source=source, key=str(number), caption=caption, cause=cause)
+            yield Item(source=source, key=str(line_number), caption=caption, cause=cause)

@@ -62,28 +62,23 @@ class PairEncoder:
         self._options = options
 
     def encode(self, items: Sequence[Item]) -> PairFeatures:
-        """Encode B pairs.
-
-        Raises:
-            ConfigError: a batch does not fit in memory.
-            DataError: the model's output is not finite.
-        """
-        numbered = [replace(item, key=str(number)) for number, item in enumerate(items)]
+        """Encode B pairs."""
+        numbered = [replace(item, key=str(i)) for i, item in enumerate(items)]
         images = np.zeros(len(items), dtype=self.dtype)
         rows = np.full((2, len(items), self.dtype["embedding"].shape[0]), np.nan, dtype=np.float32)
         causes = [""] * len(items)
         kinds: tuple[Kind, ...] = ("image", "caption")
-        for number, kind in enumerate(kinds):
-            todo = ((0, one) for one in numbered if not causes[int(one.key)])
-            for found in self._stream.run(todo, kind=kind, thumbnails=kind == "image"):
-                if isinstance(found, Failure):
-                    causes[int(found.item.key)] = found.cause
+        for row, kind in enumerate(kinds):
+            todo = ((0, item) for item in numbered if not causes[int(item.key)])
+            for outcome in self._stream.run(todo, kind=kind, thumbnails=kind == "image"):
+                if isinstance(outcome, Failure):
+                    causes[int(outcome.item.key)] = outcome.cause
                     continue
-                places = [int(item.key) for item in found.items]
-                rows[number, places] = found.rows
-                if found.thumbnails is not None:
-                    images["embedding"][places] = found.rows
-                    images["thumbnail"][places] = found.thumbnails
+                places = [int(item.key) for item in outcome.items]
+                rows[row, places] = outcome.rows
+                if outcome.thumbnails is not None:
+                    images["embedding"][places] = outcome.rows
+                    images["thumbnail"][places] = outcome.thumbnails
         return PairFeatures(images=images, scores=(rows[0] * rows[1]).sum(-1), causes=causes)
 
     def notes(self) -> list[str]:
@@ -109,26 +104,27 @@ def closest(
     Returns:
         (N,) float32 similarity and (N,) int64 number of the image in all blocks; both -1 without any other image.
     """
-    place = torch.device(pick_device(device))
-    embeddings, thumbnails = _unit(queries, place)
-    best = torch.full((len(queries),), -1.0, device=place)
-    found = torch.full((len(queries),), -1, dtype=torch.int64, device=place)
+    target = torch.device(pick_device(device))
+    embeddings, thumbnails = _unit(queries, target)
+    best = torch.full((len(queries),), -1.0, device=target)
+    matches = torch.full((len(queries),), -1, dtype=torch.int64, device=target)
     start = 0
     for block in others:
-        one, other = (embeddings, thumbnails) if block is queries else _unit(block, place)
-        similarity = torch.minimum(embeddings @ one.T, thumbnails @ other.T)  # (N, M)
+        other_embeddings, other_thumbnails = (
+            (embeddings, thumbnails) if block is queries else _unit(block, target)
+        )
+        similarity = torch.minimum(embeddings @ other_embeddings.T, thumbnails @ other_thumbnails.T)  # (N, M)
         if block is queries:
             earlier = torch.ones_like(similarity, dtype=torch.bool).tril(-1)
             similarity.masked_fill_(~earlier, -1.0)
-        value, number = similarity.max(dim=1)
-        found = torch.where(value > best, number + start, found)
+        value, nearest = similarity.max(dim=1)
+        matches = torch.where(value > best, nearest + start, matches)
         best = torch.maximum(value, best)
         start += len(block)
-    return best.cpu().numpy(), found.cpu().numpy()
+    return best.cpu().numpy(), matches.cpu().numpy()
 
 
 def _unit(images: Images, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return unit embeddings (N, O) and centered unit thumbnails (N, T + 1), both float32."""
     embeddings = torch.from_numpy(np.ascontiguousarray(images["embedding"])).to(device).float()
     gray = torch.from_numpy(np.ascontiguousarray(images["thumbnail"])).to(device).float()
     gray = torch.cat([gray - gray.mean(dim=1, keepdim=True), torch.full_like(gray[:, :1], _FLAT)], dim=1)

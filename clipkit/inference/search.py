@@ -45,11 +45,11 @@ from clipkit.files.terminal import CountProgress, counted, printable, size_of
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.index import ApproximateIndex, Stamp, write_index
 from clipkit.inference.inputs import Item, Sample, Stream, read_image
-from clipkit.inference.options import IndexOptions, SearchOptions, ServeOptions
 from clipkit.inference.storage import Storage, content_digest, storage_of, unpacked
 from clipkit.inference.stream import pick_device
 from clipkit.model.clip import CLIP
 from clipkit.model.preprocess import ImageLike
+from clipkit.options import IndexOptions, SearchOptions, ServeOptions
 from clipkit.samples.decode import decode_pixels
 from clipkit.samples.depth import STRETCH
 from clipkit.samples.sources import PARQUET_SUFFIXES
@@ -64,7 +64,9 @@ _ROUNDING = 2.0**-10  # of a product in float16; half of it by the result, the r
 _AS_SHOWN = Decoding(background=(255, 255, 255), upright=True, pixel_range=STRETCH)
 _BLOCK = 1 << 16  # rows that are compared in float32 at a time
 _MOST_FROM_INDEX = 1000  # results; more are searched exactly
-_LEAST_CANDIDATES, _CANDIDATES = 256, 4  # from the index, at least and for each result
+# from the index, at least and for each result
+_LEAST_CANDIDATES = 256
+_CANDIDATES = 4
 _QUERIES = 50  # that the recall of an index is measured with
 _NUMBERS = 1 << 19  # that are converted to float32 at a time, so that they stay in the cache
 
@@ -185,10 +187,10 @@ class _Part:
         """Return the similarities with all rows, (N,), in float16 for rows in float16, otherwise in float32."""
         if self.rows.dtype == np.float16:
             return torch.from_numpy(self.rows) @ half
-        found = torch.empty(len(self.rows))
+        scores = torch.empty(len(self.rows))
         for block, numbers in self._blocks():
-            torch.mv(torch.from_numpy(numbers), query, out=found[block])
-        return found if self.storage.unit else found.div_(torch.from_numpy(self.norms))
+            torch.mv(torch.from_numpy(numbers), query, out=scores[block])
+        return scores if self.storage.unit else scores.div_(torch.from_numpy(self.norms))
 
     def floats(self, rows: npt.NDArray[np.int64]) -> Tensor:
         """Return rows in float32, (len(rows), O), unit norm up to rounding."""
@@ -205,10 +207,6 @@ class Embeddings:
     Attributes:
         manifest: what ``clipkit encode`` recorded; empty for other folders.
         left_out: embedding files without as many rows of metadata.
-
-    Raises:
-        DataError: it is not such a folder, has no complete embeddings, or its index is damaged.
-        ConfigError: it has an index, and usearch is missing.
     """
 
     def __init__(self, folder: Path, *, exact: bool = False) -> None:
@@ -259,31 +257,28 @@ class Embeddings:
     @property
     def _file_count(self) -> int:
         """Number of embedding files when ``clipkit encode`` is complete; 0 if it is unknown."""
-        items, length = self.manifest.get("items"), self.manifest.get("rows_per_file")
+        items = self.manifest.get("items")
+        length = self.manifest.get("rows_per_file")
         if not (isinstance(items, int) and isinstance(length, int) and length > 0):
             return 0
         return math.ceil(items / length)
 
     def refresh(self) -> None:
-        """Open files that are new or have changed since; incomplete ones are left out until they are complete.
-
-        Raises:
-            DataError: a file or the index is damaged, a complete file is missing, no complete file is left, or the
-                embeddings are now of another model.
-        """
+        """Open files that are new or have changed since; incomplete ones are left out until they are complete."""
         with self._lock:
             if not self._exact:
                 self._refresh_index()
-            known = {part.digits: part for part in self._parts}
-            found, self.left_out = [], []
+            opened_parts = {part.digits: part for part in self._parts}
+            parts = []
+            self.left_out = []
             complete = set[int]()
             for number, rows, table in _files(self.folder):
                 part = None
                 try:
                     stats = [path.stat() for path in (rows, table)]
-                    stamps = [_stamp_of(one) for one in stats]
+                    stamps = [_stamp_of(status) for status in stats]
                     digits = hashlib.sha256(repr((number, stamps)).encode()).hexdigest()[:8]
-                    part = known.get(digits) or _opened(number, digits, rows, table, stamps)
+                    part = opened_parts.get(digits) or _open_part(number, digits, rows, table, stamps)
                 except (FileNotFoundError, EmbeddingsChanged):  # being replaced
                     pass
                 if part is None:
@@ -291,43 +286,43 @@ class Embeddings:
                     continue
                 complete.add(number)
                 if len(part.rows):
-                    found.append(part)
+                    parts.append(part)
             # after the files, which are written later
-            self._refresh_manifest(has_rows=bool(found))
+            self._refresh_manifest(has_rows=bool(parts))
             if complete != self._complete:
                 self._check_complete(complete)
                 self._complete = complete
-            if not found and len(complete) < self._file_count:
+            if not parts and len(complete) < self._file_count:
                 raise DataError(
                     f"{self.folder} has no complete embedding file: if clipkit encode is running, wait for it; "
                     "if it was interrupted, run its command again"
                 )
-            if self.left_out and not found:
+            if self.left_out and not parts:
                 raise DataError(
                     f"{self.left_out[0]} lacks its metadata: expected as many rows in {self.folder / 'metadata'}"
                 )
-            if not found:
+            if not parts:
                 raise DataError(
                     f"{self.folder} contains no embeddings: expected a folder written by clipkit encode, with "
                     "img_emb and metadata"
                 )
-            if len({part.width for part in found}) > 1:
+            if len({part.width for part in parts}) > 1:
                 raise DataError(f"the files in {self.folder} have embeddings of different dimensions")
-            self._parts = tuple(found)
+            self._parts = tuple(parts)
 
     def sample(self, count: int) -> Tensor:
         """Return at most ``count`` rows that are finite and not zero, evenly spaced, (count, O) float32."""
         ends = np.cumsum([len(part.rows) for part in self._parts])
         rows = np.unique(np.linspace(0, ends[-1] - 1, count).astype(np.int64))
-        places = np.searchsorted(ends, rows, side="right")
-        both = zip(places.tolist(), rows, strict=True)
-        found = torch.cat([self._parts[place].floats(np.array([row - ends[place]])) for place, row in both])
-        return found[found.isfinite().all(dim=1) & found.any(dim=1)]
+        file_indices = np.searchsorted(ends, rows, side="right")
+        both = zip(file_indices.tolist(), rows, strict=True)
+        vectors = torch.cat([self._parts[index].floats(np.array([row - ends[index]])) for index, row in both])
+        return vectors[vectors.isfinite().all(dim=1) & vectors.any(dim=1)]
 
     def write_index(self, show: Callable[[int], None]) -> tuple[int, int]:
         """Write or extend the index of the folder; see ``clipkit.inference.index.write_index``."""
-        given = ((part.number, part.stamp, part.rows) for part in self._parts)
-        return write_index(self.folder, given, self.width, show)
+        stamped_rows = ((part.number, part.stamp, part.rows) for part in self._parts)
+        return write_index(self.folder, stamped_rows, self.width, show)
 
     def _refresh_manifest(self, *, has_rows: bool) -> None:
         path = self.folder / "manifest.json"
@@ -411,7 +406,7 @@ class Embeddings:
         if (index := self._index) is not None and not filters and k <= _MOST_FROM_INDEX:
             ranked = self._from_index(index[1], parts, query, k)
         if ranked is None:
-            ranked = self._compared(dict(enumerate(parts)), masks, query, k)
+            ranked = self._compare_rows(dict(enumerate(parts)), masks, query, k)
         return [self._hit(parts[place], row, -score) for score, place, row in sorted(ranked)[:k]]
 
     def _from_index(
@@ -432,16 +427,16 @@ class Embeddings:
         for number, rows in near.items():
             if number in covered:
                 scores = (parts[covered[number]].floats(rows) @ query).tolist()
-                places = [covered[number]] * len(rows)
-                ranked += zip([-one for one in scores], places, rows.tolist(), strict=True)
+                indices = [covered[number]] * len(rows)
+                ranked += zip([-score for score in scores], indices, rows.tolist(), strict=True)
         if len(ranked) < min(k, sum(len(parts[place].rows) for place in covered.values())):
             return None
         indexed = {*covered.values()}
         rest = {place: part for place, part in enumerate(parts) if place not in indexed}
-        return ranked + self._compared(rest, [None] * len(parts), query, k) if rest else ranked
+        return ranked + self._compare_rows(rest, [None] * len(parts), query, k) if rest else ranked
 
     @staticmethod
-    def _compared(
+    def _compare_rows(
         parts: Mapping[int, _Part], masks: Sequence[Tensor | None], query: Tensor, k: int
     ) -> list[tuple[float, int, int]]:
         """Compare all rows of parts, given by their places, that pass the masks; see ``_from_index``."""
@@ -463,17 +458,15 @@ class Embeddings:
             for rows in (scores >= least).nonzero()[:, 0].split(_BLOCK):
                 if len(rows):
                     exact = (part.floats(rows.numpy()) @ query).tolist()
-                    ranked += zip([-one for one in exact], [place] * len(rows), rows.tolist(), strict=True)
+                    ranked += zip(
+                        [-score for score in exact], [place] * len(rows), rows.tolist(), strict=True
+                    )
         return ranked
 
     def row(self, name: str) -> tuple[Hit, Tensor]:
-        """Return a row by the id of a hit, with similarity 1, and its embedding, (O,) float32.
-
-        Raises:
-            DataError: there is no such row, or its file has changed.
-        """
+        """Return a row by the id of a hit, with similarity 1, and its embedding, (O,) float32."""
         match = re.fullmatch(r"(\d{1,9})-(\d{1,12})-([0-9a-f]{8})", name)
-        part = next((one for one in self._parts if match and one.digits == match[3]), None)
+        part = next((candidate for candidate in self._parts if match and candidate.digits == match[3]), None)
         if match is None or part is None or part.number != int(match[1]) or int(match[2]) >= len(part.rows):
             raise DataError(f"no row {printable(name, 40)}: the embeddings may have changed, search again")
         row = int(match[2])
@@ -481,12 +474,8 @@ class Embeddings:
         return self._hit(part, row, 1.0), F.normalize(part.floats(np.array([row]))[0], dim=0)
 
     def vector_of(self, hit: Hit) -> Tensor:
-        """Return the embedding of another folder's image or text in this folder, (O,) float32, unit norm.
-
-        Raises:
-            DataError: it has none here; or several with the key of its shard, and no digests.
-        """
-        matches = [(part, row) for part in self._parts for row in self._rows_like(part, hit)]
+        """Return the embedding of another folder's image or text in this folder, (O,) float32, unit norm."""
+        matches = [(part, row) for part in self._parts for row in self._find_rows_like(part, hit)]
         is_sample = hit.identity[0] == "sample"
         if not matches or (len(matches) > 1 and is_sample and not (hit.digest and "digest" in self.columns)):
             count = "several embeddings" if matches else "no embedding"
@@ -496,8 +485,7 @@ class Embeddings:
         part.check()
         return F.normalize(part.floats(np.array([row]))[0], dim=0)
 
-    def _rows_like(self, part: _Part, hit: Hit) -> list[int]:
-        """Return the rows of a part that are of the same image or text as another folder's hit."""
+    def _find_rows_like(self, part: _Part, hit: Hit) -> list[int]:
         table = self._table(part)
         if hit.digest and "digest" in table.column_names:
             equal = pyarrow.compute.equal(table["digest"].cast(pyarrow.string()), hit.digest)
@@ -528,8 +516,8 @@ class Embeddings:
             path=str(path),
             source=str(values.pop("source", "")),
             metadata={
-                name: one if one is None or isinstance(one, str | int | float) else str(one)
-                for name, one in values.items()
+                name: value if value is None or isinstance(value, str | int | float) else str(value)
+                for name, value in values.items()
             },
             directory=str(self.manifest.get("directory", "")),
             is_image=column == "image_path",
@@ -548,12 +536,11 @@ class Embeddings:
         part.check()
         with self._lock:
             self._tables[part.digits] = table
-            while len(self._tables) > 1 and sum(one.nbytes for one in self._tables.values()) > _TABLES:
+            while len(self._tables) > 1 and sum(cached.nbytes for cached in self._tables.values()) > _TABLES:
                 self._tables.popitem(last=False)
         return table
 
     def _mask(self, part: _Part, filters: Sequence[tuple[str, str]]) -> Tensor | None:
-        """Return which rows of a part pass the filters, (N,) bool; None for all."""
         mask = None
         for column, text in filters:
             table = self._table(part)
@@ -563,30 +550,31 @@ class Embeddings:
                 values = table[column].cast(pyarrow.string())
             except pyarrow.ArrowException as error:
                 raise DataError(f"column {column} has no text: {error}") from error
-            found = pyarrow.compute.match_substring(values, text, ignore_case=True).fill_null(False)
-            own = torch.from_numpy(found.to_numpy(zero_copy_only=False).copy())
-            mask = own if mask is None else mask & own
+            matches = pyarrow.compute.match_substring(values, text, ignore_case=True).fill_null(False)
+            column_mask = torch.from_numpy(matches.to_numpy(zero_copy_only=False).copy())
+            mask = column_mask if mask is None else mask & column_mask
         return mask
 
 
 def _files(folder: Path) -> Iterator[tuple[int, Path, Path]]:
-    """Yield the number, embedding file and metadata file of each part, in order."""
-    found = []
+    kinds = []
     for kind in ("img_emb", "text_emb"):
         if (folder / kind).is_dir():
             for entry in os.scandir(folder / kind):
                 if match := _NAMED.fullmatch(entry.name):
                     table = folder / "metadata" / f"metadata_{match[2]}.parquet"
-                    found.append((int(match[2]), Path(entry.path), table))
+                    kinds.append((int(match[2]), Path(entry.path), table))
             break
-    yield from sorted(found)
+    yield from sorted(kinds)
 
 
-def _stamp_of(found: os.stat_result) -> FileStamp:
-    return found.st_mtime_ns, found.st_size, found.st_ino
+def _stamp_of(status: os.stat_result) -> FileStamp:
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-def _opened(number: int, digits: str, rows: Path, table: Path, stamps: Sequence[FileStamp]) -> _Part | None:
+def _open_part(
+    number: int, digits: str, rows: Path, table: Path, stamps: Sequence[FileStamp]
+) -> _Part | None:
     """Open a part; None if the numbers of rows differ because it is being replaced.
 
     Raises:
@@ -636,15 +624,11 @@ class Query:
 
     @staticmethod
     def _encoded(model: CLIP, texts: Sequence[str], images: Sequence[ImageLike]) -> list[Tensor]:
-        found = [*encode_text(list(texts), model)] if texts else []
-        return [*found, *encode_image(list(images), model)] if images else found
+        vectors = [*encode_text(list(texts), model)] if texts else []
+        return [*vectors, *encode_image(list(images), model)] if images else vectors
 
     def vector(self) -> Tensor:
-        """Return the mean of what is searched for minus half the mean of what is not, (O,) float32, unit norm.
-
-        Raises:
-            DataError: an embedding is not finite, or no direction is left.
-        """
+        """Return the mean of what is searched for minus half the mean of what is not, (O,) float32, unit norm."""
         total = torch.stack(self.wanted).mean(dim=0)
         if self.unwanted:
             total = total - NOT_WEIGHT * torch.stack(self.unwanted).mean(dim=0)
@@ -656,11 +640,7 @@ class Query:
 
 
 def load_model(embeddings: Embeddings, options: SearchOptions | ServeOptions, name: str = "") -> CLIP:
-    """Load the model of embeddings, by default the one that ``clipkit encode`` recorded.
-
-    Raises:
-        ConfigError: no model is known, or the embeddings are of another one.
-    """
+    """Load the model of embeddings, by default the one that ``clipkit encode`` recorded."""
     recorded = embeddings.manifest
     source = name or recorded.get("model")
     if not source:
@@ -692,7 +672,6 @@ def load_model(embeddings: Embeddings, options: SearchOptions | ServeOptions, na
 
 @lru_cache(_SHARDS)
 def _images_of(source: Path, _changed: tuple[int, int]) -> dict[str, list[Sample]]:
-    """Return the images of each key of a shard or Parquet file: several if samples have the same key."""
     images: dict[str, list[Sample]] = {}
     for item in Stream([str(source)]):
         if isinstance(item.image, Sample):
@@ -704,19 +683,14 @@ def _contains_images(source: str) -> bool:
     return source.lower().endswith((".tar", *PARQUET_SUFFIXES))
 
 
-def _located(path: str, directory: str) -> Path:
-    """Return a path as it was given in a directory, or in the current one if it is not there."""
+def _locate_path(path: str, directory: str) -> Path:
     there = Path(directory) / path
     return there if there.exists() else Path(path)
 
 
 def thumbnail(hit: Hit, side: int) -> bytes:
-    """Return the image of a hit as a JPEG of at most ``side`` pixels along each side.
-
-    Raises:
-        DataError: it cannot be read or decoded, or has changed since it was encoded.
-    """
-    source, image = (_located(one, hit.directory) for one in (hit.source, hit.path))
+    """Return the image of a hit as a JPEG of at most ``side`` pixels along each side."""
+    source, image = (_locate_path(location, hit.directory) for location in (hit.source, hit.path))
     images: Sequence[Path | Sample] = [image]
     try:
         if _contains_images(hit.source) and source.is_file():
@@ -742,17 +716,14 @@ def thumbnail(hit: Hit, side: int) -> bytes:
 
 
 def run_search(options: SearchOptions) -> int:
-    """Run the command and return its exit status: 0 if something was found.
-
-    Raises:
-        ClipkitError: a user error.
-    """
+    """Run the command and return its exit status: 0 if something was found."""
     check_page("--html", options.html)
     texts = [options.text] if options.text else []
     if not texts and not options.image:
         raise ConfigError("nothing to search for: give a text or --image FILE")
     embeddings = Embeddings(options.embeddings, exact=options.exact)
-    model, query = load_model(embeddings, options, options.model), Query()
+    model = load_model(embeddings, options, options.model)
+    query = Query()
     query.add(model, texts=texts, images=options.image)
     query.add_unwanted(model, texts=options.unwanted)
     embeddings.refresh()  # loading the model took time, in which files may have been replaced
@@ -765,8 +736,8 @@ def run_search(options: SearchOptions) -> int:
         lead = (
             f"The {len(hits)} nearest of {counted(len(embeddings), 'row')} in {embeddings.folder}{unwanted}."
         )
-        shown = [(hit, embedded(hit)) for hit in hits]
-        page = TEMPLATES.get_template("found.html").render(title=title, lead=lead, notes=[], hits=shown)
+        results = [(hit, embed_thumbnail(hit)) for hit in hits]
+        page = TEMPLATES.get_template("found.html").render(title=title, lead=lead, notes=[], hits=results)
         print(f"wrote {write_page(options.html, page)}")
         return 0 if hits else 1
     captions = "  caption" if any(hit.metadata.get("caption") for hit in hits) else ""
@@ -780,7 +751,8 @@ def run_search(options: SearchOptions) -> int:
 
 def stale_note(embeddings: Embeddings) -> str:
     """Return lines about files that are not encoded yet and rows that the index lacks; "" if there are none."""
-    notes, folder = [], embeddings.folder
+    notes = []
+    folder = embeddings.folder
     if embeddings.missing:
         files = counted(embeddings.missing, "complete embedding file")
         notes.append(f"note: {folder} lacks {files}: clipkit encode is running or was interrupted")
@@ -797,11 +769,7 @@ def stale_note(embeddings: Embeddings) -> str:
 
 
 def run_index(options: IndexOptions) -> int:
-    """Run ``clipkit index`` and return its exit status.
-
-    Raises:
-        ClipkitError: a user error.
-    """
+    """Run ``clipkit index`` and return its exit status."""
     embeddings = Embeddings(options.embeddings, exact=True)
     queries = embeddings.sample(_QUERIES)
     if not len(queries):
@@ -832,7 +800,7 @@ def run_index(options: IndexOptions) -> int:
     return 0
 
 
-def embedded(hit: Hit) -> Markup | None:
+def embed_thumbnail(hit: Hit) -> Markup | None:
     """Return a thumbnail as a data URI; None if there is none."""
     try:
         return Markup("data:image/jpeg;base64,") + base64.b64encode(thumbnail(hit, 240)).decode()

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from clipkit.errors import ClipkitError, ConfigError, DataError, nearest
 from clipkit.files.terminal import counted, printable
-from clipkit.inference.options import ServeOptions
 from clipkit.inference.search import (
     TEMPLATES,
     Embeddings,
@@ -37,11 +36,16 @@ from clipkit.inference.search import (
     thumbnail,
 )
 from clipkit.model.clip import CLIP
+from clipkit.options import ServeOptions
 
 MAX_UPLOAD = 32 << 20  # bytes of a request
 _UPLOAD_SECONDS = 60.0
-_MOST, _MAX_TEXT = 200, 10_000  # results; characters
-_MAX_PARTS, _MAX_IMAGES = 20, 8  # of a query
+# results; characters
+_MOST = 200
+_MAX_TEXT = 10_000
+# of a query
+_MAX_PARTS = 20
+_MAX_IMAGES = 8
 _SIDE = 320  # of thumbnails
 _AT_ONCE = 2  # requests that compute
 _POLICY = (
@@ -115,12 +119,12 @@ def application(collections: Sequence[Collection], *, token: str = "", hosts: Se
     async def user_error(_: Request, error: ClipkitError) -> JSONResponse:
         return JSONResponse({"detail": str(error)}, status_code=400)
 
-    def chosen(number: int) -> Collection:
-        if not 0 <= number < len(collections):
-            raise ConfigError(f"no collection {number}: there are {len(collections)}, from 0")
-        return collections[number]
+    def chosen(index: int) -> Collection:
+        if not 0 <= index < len(collections):
+            raise ConfigError(f"no collection {index}: there are {len(collections)}, from 0")
+        return collections[index]
 
-    def of_result(name: str) -> tuple[Collection, str]:
+    def parse_result(name: str) -> tuple[Collection, str]:
         """Return the collection of the result with this id, and the id of its row."""
         number, _, row = name.partition("-")
         if not re.fullmatch(r"[0-9]{1,4}", number):
@@ -129,37 +133,38 @@ def application(collections: Sequence[Collection], *, token: str = "", hosts: Se
 
     def embedding(name: str, of: Collection) -> Tensor:
         """Return the embedding of a result, in another collection that of the same image."""
-        own, row = of_result(name)
-        hit, vector = own.embeddings.row(row)
-        return vector if own is of else of.embeddings.vector_of(hit)
+        collection, row = parse_result(name)
+        hit, vector = collection.embeddings.row(row)
+        return vector if collection is of else of.embeddings.vector_of(hit)
 
     def found(parts: Parts, images: Sequence[bytes] = ()) -> Results:
         for name in (parts.model_extra or {}).keys() - {"token"}:
-            known = (field.alias or own for own, field in Parts.model_fields.items())
-            raise ConfigError(f"unknown parameter {printable(name, 40)!r}: {nearest(name, known)}")
-        one, query = chosen(parts.collection), Query()
+            names = (field.alias or field_name for field_name, field in Parts.model_fields.items())
+            raise ConfigError(f"unknown parameter {printable(name, 40)!r}: {nearest(name, names)}")
+        collection = chosen(parts.collection)
+        query = Query()
         if not (any(text.strip() for text in parts.text) or parts.like or images):
             raise ConfigError("nothing to search for: give text, like or a file")
         with computing:
             try:
-                one.embeddings.refresh()
+                collection.embeddings.refresh()
             except DataError as error:  # files of the server, not the query
                 raise HTTPException(503, str(error)) from error
-            query.add(one.model, texts=[text for text in parts.text if text.strip()], images=images)
-            query.add_unwanted(one.model, texts=parts.unwanted)
-            query.wanted += [embedding(name, one) for name in parts.like]
-            query.unwanted += [embedding(name, one) for name in parts.unlike]
+            query.add(collection.model, texts=[text for text in parts.text if text.strip()], images=images)
+            query.add_unwanted(collection.model, texts=parts.unwanted)
+            query.wanted += [embedding(name, collection) for name in parts.like]
+            query.unwanted += [embedding(name, collection) for name in parts.unlike]
             filters = [(column, text) for column, _, text in (part.partition(":") for part in parts.where)]
             try:
-                hits = one.embeddings.search(query.vector(), parts.k, filters=filters)
+                hits = collection.embeddings.search(query.vector(), parts.k, filters=filters)
             except EmbeddingsChanged as error:  # since they were refreshed
                 raise HTTPException(503, str(error)) from error
         results = []
         for rank, hit in enumerate(hits, start=1):
             name = f"{parts.collection}-{hit.id}"
-            address = f"/api/thumbnails/{name}" if one.embeddings.has_images else ""
+            address = f"/api/thumbnails/{name}" if collection.embeddings.has_images else ""
             results.append(Result(**asdict(hit) | {"id": name}, rank=rank, thumbnail=address))
-        return Results(results=results, rows=len(one.embeddings))
+        return Results(results=results, rows=len(collection.embeddings))
 
     @app.get("/api/search")
     def search(parts: Annotated[Parts, QueryField()]) -> Results:
@@ -177,7 +182,7 @@ def application(collections: Sequence[Collection], *, token: str = "", hosts: Se
             )
         if len(file) > _MAX_IMAGES:
             raise ConfigError(f"expected at most {_MAX_IMAGES} files")
-        images = [await one.read() for one in file]
+        images = [await upload.read() for upload in file]
         return await asyncio.to_thread(found, parts, images)
 
     @app.get("/api/collections")
@@ -185,20 +190,20 @@ def application(collections: Sequence[Collection], *, token: str = "", hosts: Se
         """List the collections: name, rows, dimension, model, and metadata columns that can be filtered."""
         return [
             {
-                "name": one.name,
-                "rows": len(one.embeddings),
-                "dimension": one.embeddings.width,
-                "model": one.model.name,
-                "columns": one.embeddings.columns,
+                "name": collection.name,
+                "rows": len(collection.embeddings),
+                "dimension": collection.embeddings.width,
+                "model": collection.model.name,
+                "columns": collection.embeddings.columns,
             }
-            for one in collections
+            for collection in collections
         ]
 
     @app.get("/api/thumbnails/{name}", response_class=Response)
     def image(name: str) -> Response:
         """Return a result's image as a JPEG."""
-        own, row = of_result(name)
-        hit, _ = own.embeddings.row(row)
+        collection, row = parse_result(name)
+        hit, _ = collection.embeddings.row(row)
         return Response(
             thumbnail(hit, _SIDE),
             media_type="image/jpeg",
@@ -207,9 +212,11 @@ def application(collections: Sequence[Collection], *, token: str = "", hosts: Se
 
     @app.get("/", include_in_schema=False)
     def page() -> Response:
-        names = [one.name for one in collections]
-        rows = [len(one.embeddings) for one in collections]
-        columns = list(dict.fromkeys(column for one in collections for column in one.embeddings.columns))
+        names = [collection.name for collection in collections]
+        rows = [len(collection.embeddings) for collection in collections]
+        columns = list(
+            dict.fromkeys(column for collection in collections for column in collection.embeddings.columns)
+        )
         html = TEMPLATES.get_template("search.html").render(names=names, rows=rows, columns=columns)
         return Response(html, media_type="text/html; charset=utf-8")
 
@@ -232,16 +239,18 @@ class _Guard:
     """Check the host, the token and the size of requests before anything reads them, and add security headers."""
 
     def __init__(self, app: ASGIApp, *, token: str, hosts: Sequence[str]) -> None:
-        self.app, self.token, self.hosts = app, token, hosts
+        self.app = app
+        self.token = token
+        self.hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         request = Request(scope)
-        given = request.query_params.get("token", "")
+        token = request.query_params.get("token", "")
 
-        async def with_headers(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 added = {
                     "content-security-policy": _POLICY,
@@ -249,7 +258,7 @@ class _Guard:
                     "referrer-policy": "no-referrer",
                     "cross-origin-resource-policy": "same-origin",
                 }
-                if self.token and self._is_token(given):
+                if self.token and self._is_token(token):
                     added["set-cookie"] = f"clipkit={self.token}; HttpOnly; SameSite=Strict; Path=/"
                 message["headers"] = [
                     *message["headers"], *((name.encode(), value.encode()) for name, value in added.items()),
@@ -257,17 +266,17 @@ class _Guard:
             await send(message)
 
         async def refuse(status: int, why: str) -> None:
-            await JSONResponse({"detail": why}, status_code=status)(scope, receive, with_headers)
+            await JSONResponse({"detail": why}, status_code=status)(scope, receive, send_with_headers)
 
         if self.hosts and request.url.hostname not in self.hosts:  # another site's name for this address
             await refuse(400, "unknown host")
             return
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if self.token and not any(map(self._is_token, (given, bearer, request.cookies.get("clipkit", "")))):
+        if self.token and not any(map(self._is_token, (token, bearer, request.cookies.get("clipkit", "")))):
             await refuse(401, "a token is required: open the address that clipkit serve printed")
             return
         if request.method not in ("POST", "PUT", "PATCH"):
-            await self.app(scope, receive, with_headers)
+            await self.app(scope, receive, send_with_headers)
             return
         length = request.headers.get("content-length", "")  # of the body, as the protocol ensures
         if not length.isdecimal():
@@ -279,7 +288,7 @@ class _Guard:
         until = asyncio.get_running_loop().time() + _UPLOAD_SECONDS
         complete = False
 
-        async def in_time() -> Message:
+        async def receive_in_time() -> Message:
             nonlocal complete
             try:
                 async with asyncio.timeout_at(None if complete else until):
@@ -289,18 +298,14 @@ class _Guard:
             complete = complete or not message.get("more_body", False)
             return message
 
-        await self.app(scope, in_time, with_headers)
+        await self.app(scope, receive_in_time, send_with_headers)
 
-    def _is_token(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(), self.token.encode())
+    def _is_token(self, token: str) -> bool:
+        return hmac.compare_digest(token.encode(), self.token.encode())
 
 
 def run_serve(options: ServeOptions) -> int:
-    """Run the command and return its exit status.
-
-    Raises:
-        ClipkitError: a user error.
-    """
+    """Run the command and return its exit status."""
     folders = options.embeddings
     models = options.model or ("",)
     if len(models) not in (1, len(folders)):

@@ -45,11 +45,7 @@ class Storage:
     packed: int = 1
 
     def check(self, width: int) -> None:
-        """Check that embeddings of dimension ``width`` can be stored.
-
-        Raises:
-            ConfigError: they cannot.
-        """
+        """Check that embeddings of dimension ``width`` can be stored."""
         if width % self.packed:
             raise ConfigError(
                 f"embeddings of dimension {width} cannot be stored with {self.packed} elements in a byte: use a "
@@ -84,28 +80,20 @@ STORAGE = {
 
 
 def storage_of(rows: Stored) -> Storage:
-    """Return the storage type of an array.
-
-    Raises:
-        DataError: it has no rows of embeddings.
-    """
+    """Return the storage type of an array."""
     for storage in STORAGE.values():
         if rows.ndim == 2 and rows.shape[1] and rows.dtype == storage.dtype:
             return storage
-    known = ", ".join(np.dtype(one.dtype).name for one in STORAGE.values())
-    raise DataError(f"an array of {rows.dtype} of shape {rows.shape}: expected rows of {known}")
+    dtypes = ", ".join(np.dtype(storage_type.dtype).name for storage_type in STORAGE.values())
+    raise DataError(f"an array of {rows.dtype} of shape {rows.shape}: expected rows of {dtypes}")
 
 
 def unpacked(rows: Stored) -> Rows:
-    """Return stored rows as (N, O) float32, unit norm (NaN for zero rows); those of float32 and float16 as stored.
-
-    Raises:
-        DataError: the array has no rows of embeddings.
-    """
+    """Return stored rows as (N, O) float32 of unit norm, NaN for zero rows; float32 and float16 as stored."""
     storage = storage_of(rows)
-    found = storage.numbers(rows)
+    floats = storage.numbers(rows)
     with np.errstate(invalid="ignore"):
-        return found if storage.unit else found / np.linalg.norm(found, axis=1, keepdims=True)
+        return floats if storage.unit else floats / np.linalg.norm(floats, axis=1, keepdims=True)
 
 
 class ReusableRows:
@@ -152,16 +140,16 @@ class ReusableRows:
     def find(self, digest: str) -> int | None:
         """Return the number of a row that was computed from this content; None if there is none."""
         digests, rows = self._sorted
-        wanted = np.uint64(int(digest, 16))
-        index = int(digests.searchsorted(wanted))
-        return int(rows[index]) if index < len(digests) and digests[index] == wanted else None
+        value = np.uint64(int(digest, 16))
+        index = int(digests.searchsorted(value))
+        return int(rows[index]) if index < len(digests) and digests[index] == value else None
 
     def read(self, numbers: Sequence[int]) -> Rows:
         """Return rows by their numbers, (N, O) float32; ``Storage.pack`` turns them into the stored rows."""
         stored = []
-        for number in numbers:
-            file = bisect_right(self._ends, number)
-            stored.append(self._arrays[file][number - self._ends[file]])
+        for row in numbers:
+            file = bisect_right(self._ends, row)
+            stored.append(self._arrays[file][row - self._ends[file]])
         rows = np.stack(stored)
         return storage_of(rows).numbers(rows)
 
@@ -178,14 +166,16 @@ def recall(rows: Rows, stored: Rows, *, k: int = 10, queries: int = 500) -> floa
         queries: Q, at most.
     """
     assert len(rows) == len(stored) > k
-    asked = np.unique(np.linspace(0, len(rows) - 1, queries).astype(np.int64))
-    prefixes = rows[asked, : stored.shape[1]]
+    sampled = np.unique(np.linspace(0, len(rows) - 1, queries).astype(np.int64))
+    prefixes = rows[sampled, : stored.shape[1]]
     prefixes = prefixes / np.maximum(np.linalg.norm(prefixes, axis=1, keepdims=True), 1e-12)
-    exact, found = rows[asked] @ rows.T, prefixes @ stored.T  # (Q, S)
-    for scores in (exact, found):
-        scores[np.arange(len(asked)), asked] = -np.inf
+    # (Q, S)
+    exact = rows[sampled] @ rows.T
+    approximate = prefixes @ stored.T
+    for scores in (exact, approximate):
+        scores[np.arange(len(sampled)), sampled] = -np.inf
     least = -np.partition(-exact, k - 1, axis=1)[:, k - 1 : k]  # (Q, 1)
-    nearest = np.argpartition(-found, k - 1, axis=1)[:, :k]
+    nearest = np.argpartition(-approximate, k - 1, axis=1)[:, :k]
     return float((np.take_along_axis(exact, nearest, axis=1) >= least - 1e-6).mean())
 
 

@@ -44,7 +44,8 @@ from clipkit.model.zero_shot import evaluating
 from clipkit.samples.traits import NO_TRAITS, TraitCounts, Traits
 
 PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-_CPU_BATCH, _GPU_BATCH = 32, 256
+_CPU_BATCH = 32
+_GPU_BATCH = 256
 _GPU_LANES = 2  # one batch is prepared and copied while the other is computed
 _MAX_WORKERS = 16
 THUMBNAIL = 16  # side of the gray thumbnail of the preprocessed image, T = 16 · 16
@@ -60,7 +61,6 @@ class Failure:
 
     Attributes:
         part: number of the item's part.
-        item: the item.
         cause: why it could not be encoded.
         content: digest of the bytes read, see ``FeatureStream.contents``.
         digest: ``content_digest`` of the image or text; of no bytes if it cannot be read.
@@ -78,7 +78,6 @@ class Features:
     """The features of consecutive items of one part.
 
     Attributes:
-        part: number of the part.
         items: B items.
         captions: B texts; None for items without one, or if captions were not requested.
         contents: B digests of the bytes read, see ``FeatureStream.contents``.
@@ -140,7 +139,8 @@ class FeatureStream:
             raise ConfigError(f"workers = {workers} must not be negative")
         if precision not in PRECISIONS:
             raise ConfigError(f"precision = {precision!r} is not one of {', '.join(PRECISIONS)}")
-        self.model, self.precision = model, precision
+        self.model = model
+        self.precision = precision
         self._weights = PackedWeights(model)
         self.counts = TraitCounts()
         self.device = next(model.parameters()).device
@@ -179,10 +179,6 @@ class FeatureStream:
             thumbnails: also return thumbnails of images.
             pad: compute incomplete batches of images at the full size, so that rows do not depend on other images.
             reusable: rows that are not computed again.
-
-        Raises:
-            ConfigError: a batch does not fit in memory.
-            DataError: the model's output is not finite.
         """
         if kind == "caption":  # some tokenizers are initialized by the first text, which is not thread-safe
             self.empty(kind)
@@ -256,7 +252,8 @@ class FeatureStream:
 
     def empty(self, kind: Kind) -> npt.NDArray[np.float32]:
         """Return an empty array of features, (0, O); encodes a dummy item to determine O."""
-        size, tokenizer = self.model.preprocess.image_size, self.model.tokenizer
+        size = self.model.preprocess.image_size
+        tokenizer = self.model.tokenizer
         text = tokenizer.names[0] if isinstance(tokenizer, ClassTokenizer) else ""
         pixels = torch.zeros(self.model.preprocess.channels, size, size, dtype=torch.uint8)
         with evaluating(self.model):
@@ -294,7 +291,8 @@ class FeatureStream:
                 return _Ready(
                     part=part, item=item, caption=caption, content=content, digest=digest, reusable=row
                 )
-        pixels, traits = None, NO_TRAITS
+        pixels = None
+        traits = NO_TRAITS
         if kind == "image" and not cause:
             try:
                 pixels, traits = pixels_and_traits(image, self.model.preprocess)
@@ -377,19 +375,22 @@ def _batches(outcomes: Iterable[_Ready | Failure], batch_size: int) -> Iterator[
             continue
         if batch and outcome.part != batch[0].part:
             yield batch
-            batch, computed = [], 0
+            batch = []
+            computed = 0
         batch.append(outcome)
         computed += outcome.reusable is None
         if computed == batch_size:
             yield batch
-            batch, computed = [], 0
+            batch = []
+            computed = 0
     if batch:
         yield batch
 
 
 def _read(item: Item, kind: Kind, *, captions: bool) -> tuple[bytes, str | None, str, bytes]:
-    """Return an item's encoded image, its caption, the cause if it cannot be read, and a digest of these."""
-    image, caption, cause = b"", None, ""
+    image = b""
+    caption = None
+    cause = ""
     try:
         if kind == "image":
             image = read_image(item)

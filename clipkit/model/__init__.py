@@ -1,8 +1,60 @@
-"""The CLIP model: towers, architectures, tokenizer, preprocessing, and the zero-shot classifier.
+"""The CLIP model: towers, architectures, tokenizer, preprocessing, and the zero-shot classifier."""
 
-Importing this package does not import torch.
-"""
+from clipkit.model.architectures import (
+    ARCHITECTURES,
+    QUICKGELU,
+    Architecture,
+    BagOfWords,
+    ClassTable,
+    ImageArchitecture,
+    PixelTower,
+    TextArchitecture,
+    TextTower,
+    VisionTower,
+)
+from clipkit.model.attention import (
+    attention_blocks,
+    attention_maps,
+    encode_all_tokens,
+    patch_grid,
+    reads_class_token,
+    text_heatmaps,
+)
+from clipkit.model.clip import CLIP
+from clipkit.model.cpu import in_parallel, keep_memory, one_core_each
+from clipkit.model.generate import caption_likelihoods, check_generation, generate_captions
+from clipkit.model.library_towers import OpenClipText, OpenClipVision, TimmVision, TransformersText
+from clipkit.model.measure import architecture_gflops, image_gflops
+from clipkit.model.names import IMAGE_TOWERS, TEXT_TOWERS, architecture
+from clipkit.model.preprocess import Preprocess, eval_pixels, pixels_and_traits
+from clipkit.model.probes import image_representations, layer_count
+from clipkit.model.tokenizer import (
+    CONTEXT_LENGTH,
+    END_OF_TEXT,
+    MAX_CHARACTERS,
+    ClassTokenizer,
+    ClipTokenizer,
+    create_tokenizer,
+    tokenize,
+)
+from clipkit.model.zero_shot import (
+    encode_prompts,
+    evaluating,
+    fill_template,
+    indistinguishable_classes,
+    token_numbers,
+    with_class_head,
+)
 
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [
+    "ARCHITECTURES", "CLIP", "CONTEXT_LENGTH", "END_OF_TEXT", "IMAGE_TOWERS", "MAX_CHARACTERS", "QUICKGELU",
+    "TEXT_TOWERS", "Architecture", "BagOfWords", "ClassTable", "ClassTokenizer", "ClipTokenizer",
+    "ImageArchitecture", "OpenClipText", "OpenClipVision", "PixelTower", "Preprocess", "TextArchitecture",
+    "TextTower", "TimmVision", "TransformersText", "VisionTower", "architecture", "architecture_gflops",
+    "attention_blocks", "attention_maps", "caption_likelihoods", "check_generation", "create_tokenizer",
+    "encode_all_tokens", "encode_prompts", "eval_pixels", "evaluating", "fill_template",
+    "generate_captions", "image_gflops", "image_representations", "in_parallel",
+    "indistinguishable_classes", "keep_memory", "layer_count", "one_core_each", "patch_grid",
+    "pixels_and_traits", "reads_class_token", "text_heatmaps", "token_numbers", "tokenize",
+    "with_class_head",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Architectures of CLIP models, described without torch so that configurations are checked before it is imported.
+"""Architectures of CLIP models: sizes of towers, which build their modules.
 
 An ``Architecture`` is an image tower, a text tower, and the dimension of the space both project to. Each kind of
 tower is a frozen dataclass derived from ``ImageArchitecture`` or ``TextArchitecture`` and registered in

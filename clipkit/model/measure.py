@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -113,6 +114,174 @@ _FORMULAS: Mapping[Any, Callable[..., int]] = {
 }
 
 
+def _same(values: Tensor, *rest: Any, **options: Any) -> Tensor:
+    return values.new_empty(values.shape)
+
+
+def _empty_like(values: Tensor, **options: Any) -> Tensor:
+    return values.new_empty(values.shape, dtype=options.get("dtype") or values.dtype)
+
+
+def _same_as_input(gradient: Tensor, values: Tensor, **options: Any) -> Tensor:
+    return values.new_empty(values.shape)
+
+
+def _combine(a: Tensor, b: Tensor, **options: Any) -> Tensor:
+    shape = np.broadcast_shapes(a.shape, b.shape) if isinstance(b, Tensor) else a.shape
+    return torch.empty(shape, dtype=torch.result_type(a, b), device=_META)
+
+
+def _fill_size(gradient: Tensor, size: list[int], *rest: Any) -> Tensor:
+    return gradient.new_empty(size)
+
+
+def _count_up(end: int, **options: Any) -> Tensor:
+    return torch.empty(end, dtype=options.get("dtype") or torch.int64, device=_META)
+
+
+def _take(values: Tensor, indices: list[Tensor | None]) -> Tensor:
+    shapes = [index.shape for index in indices if index is not None]
+    return values.new_empty(*np.broadcast_shapes(*shapes), *values.shape[len(shapes) :])
+
+
+def _embed(weight: Tensor, indices: Tensor, *rest: Any) -> Tensor:
+    return weight.new_empty(*indices.shape, weight.shape[1])
+
+
+def _embed_backward(gradient: Tensor, indices: Tensor, size: int, *rest: Any) -> Tensor:
+    return gradient.new_empty(size, gradient.shape[-1])
+
+
+def _compare(a: Tensor, b: Any) -> Tensor:
+    return a.new_empty(a.shape, dtype=torch.bool)
+
+
+def _select_by_mask(mask: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    shape = np.broadcast_shapes(mask.shape, a.shape, b.shape)
+    return torch.empty(shape, dtype=torch.result_type(a, b), device=_META)
+
+
+def _change_in_place(a: Tensor, *rest: Any, **options: Any) -> Tensor:
+    return a
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1])
+
+
+def _product_with_bias(bias: Tensor, a: Tensor, b: Tensor, **options: Any) -> Tensor:
+    return _product(a, b)
+
+
+def _layer_norm(values: Tensor, shape: list[int], *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    statistics = [*values.shape[: values.ndim - len(shape)], *[1] * len(shape)]
+    sums = [torch.empty(statistics, dtype=torch.float32, device=_META) for _ in range(2)]
+    return _same(values), sums[0], sums[1]
+
+
+def _layer_norm_backward(
+    gradient: Tensor, values: Tensor, shape: list[int], mean: Tensor, deviation: Tensor,
+    weight: Tensor | None, bias: Tensor | None, needed: list[bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    gradients = []
+    for like, is_needed in zip((values, weight, bias), needed, strict=True):
+        gradients.append(_same(like) if is_needed and like is not None else None)
+    return tuple(gradients)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    batch, heads, length, _ = q.shape
+    mixed = q.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2)
+    return mixed, torch.empty(batch, length, heads, dtype=torch.float32, device=_META).transpose(1, 2)
+
+
+def _attention_backward(gradient: Tensor, *inputs: Any, **options: Any) -> tuple[Tensor, ...]:
+    gradients = []
+    for values in inputs[:3]:
+        batch, heads, length, width = values.shape
+        gradients.append(values.new_empty(batch, length, heads, width).transpose(1, 2))
+    return tuple(gradients)
+
+
+def _sum(values: Tensor, dims: list[int], keep: bool = False, **options: Any) -> Tensor:
+    summed = {dim % values.ndim for dim in dims}
+    shape = []
+    for dim, size in enumerate(values.shape):
+        if dim not in summed:
+            shape.append(size)
+        elif keep:
+            shape.append(1)
+    return torch.empty(shape, dtype=options.get("dtype") or values.dtype, device=_META)
+
+
+def _norm(values: Tensor, order: float, dims: list[int], keep: bool = False, **options: Any) -> Tensor:
+    return _sum(values, dims, keep, **options)
+
+
+def _concatenate(tensors: list[Tensor], dim: int = 0) -> Tensor:
+    shape = list(tensors[0].shape)
+    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+    dtype = tensors[0].dtype
+    for tensor in tensors[1:]:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return torch.empty(shape, dtype=dtype, device=_META)
+
+
+def _stack(tensors: list[Tensor], dim: int = 0) -> Tensor:
+    shape = list(tensors[0].shape)
+    shape.insert(dim % (len(shape) + 1), len(tensors))
+    return tensors[0].new_empty(shape)
+
+
+# Results of the operations of clipkit's own towers. torch's meta kernels for them import its compiler, which takes
+# as long as importing torch.
+_RESULTS: Mapping[Any, Callable[..., Any]] = {
+    **dict.fromkeys((_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor), _combine),
+    **dict.fromkeys(
+        (
+            _aten.add_.Tensor,
+            _aten.sub_.Tensor,
+            _aten.mul_.Tensor,
+            _aten.div_.Tensor,
+            _aten.masked_fill_.Scalar,
+        ),
+        _change_in_place,
+    ),
+    **dict.fromkeys((_aten.gt.Scalar, _aten.ge.Scalar, _aten.eq.Scalar), _compare),
+    **dict.fromkeys(
+        (_aten.empty_like.default, _aten.ones_like.default, _aten.zeros_like.default), _empty_like
+    ),
+    _aten.arange.default: _count_up,
+    _aten.index.Tensor: _take,
+    _aten.embedding.default: _embed,
+    _aten.embedding_dense_backward.default: _embed_backward,
+    _aten.where.self: _select_by_mask,
+    _aten.mm.default: _product,
+    _aten.addmm.default: _product_with_bias,
+    _aten.native_layer_norm.default: _layer_norm,
+    _aten.native_layer_norm_backward.default: _layer_norm_backward,
+    **dict.fromkeys(
+        (
+            _aten.gelu.default,
+            _aten.clamp_min.default,
+            _aten.neg.default,
+            _aten.cumsum.default,
+            _aten.exp.default,
+            _aten.index_put.default,
+        ),
+        _same,
+    ),
+    **dict.fromkeys((_aten.slice_backward.default, _aten.select_backward.default), _fill_size),
+    _aten.gelu_backward.default: _same_as_input,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+    _aten.sum.dim_IntList: _sum,
+    _aten.linalg_vector_norm.default: _norm,
+    _aten.cat.default: _concatenate,
+    _aten.stack.default: _stack,
+}
+
+
 def _to_float32(norm: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Under autocast, norms return float32 on GPUs, and the dtype of their input on CPUs: do as on GPUs."""
     if torch.is_autocast_enabled("cpu"):
@@ -149,7 +318,7 @@ class Meter(TorchDispatchMode):
         meta_kwargs = {name: _to_meta(value) for name, value in (kwargs or {}).items()}
         if func is _aten.lift_fresh.default:
             return self._shadow_of(meta_args[0])
-        result = func(*meta_args, **meta_kwargs)
+        result = _RESULTS.get(func, func)(*meta_args, **meta_kwargs)
         formula = _FORMULAS.get(func.overloadpacket)
         if formula is not None:
             self.flops += formula(*meta_args, **meta_kwargs, out_val=result)

@@ -61,7 +61,9 @@ MAX_BYTES = 64 << 20  # size limit of files decoded for training
 _MAX_SCANS = 500  # per JPEG; progressive JPEGs have about ten
 _MAX_SCANNED = 16 * MAX_PIXELS  # pixels times scans
 _MAX_SEGMENTS = 1000  # before a JPEG's first scan
-_EXIF, _XMP = b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/\0"  # prefixes of APP1 segments in JPEGs
+# prefixes of APP1 segments in JPEGs
+_EXIF = b"Exif\0\0"
+_XMP = b"http://ns.adobe.com/xap/1.0/\0"
 _ROTATED_BY_XMP = re.compile(rb'tiff:Orientation(="|>)[02-9]')
 # by the first bytes of EXIF data: byte order for struct, and the orientation entry of upright images
 _UPRIGHT_TAGS = {
@@ -163,7 +165,8 @@ def load_image(
             traits = traits._replace(clamped=clamped)
             if rule.channels != 3:
                 return upright_array(pixels, orientation), traits
-            alpha, image = image, _from_array(pixels)
+            alpha = image
+            image = _from_array(pixels)
             if background is not None:
                 image.putalpha(alpha_of(alpha))
         if background is not None:
@@ -267,8 +270,8 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
 
 def plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
     """Return ``jpeg_size`` of a complete sequential JPEG, which every decoder can read; None for other images."""
-    whole = data.endswith(b"\xff\xd9") and len(data) <= MAX_BYTES
-    return jpeg_size(data) if whole and _has_one_scan(data) else None
+    is_complete = data.endswith(b"\xff\xd9") and len(data) <= MAX_BYTES
+    return jpeg_size(data) if is_complete and _has_one_scan(data) else None
 
 
 def _refuse_many_scans(data: bytes, pixels: int) -> None:
@@ -282,11 +285,13 @@ def _refuse_many_scans(data: bytes, pixels: int) -> None:
 
 def _has_one_scan(data: bytes) -> bool:
     """Check that a JPEG has only one scan: it is sequential, and the first scan contains all colors."""
-    colors, at = 0, 2
+    colors = 0
+    at = 2
     for _ in range(_MAX_SEGMENTS):
         if at + 10 > len(data) or data[at] != 0xFF:
             return False
-        marker, length = data[at + 1], int.from_bytes(data[at + 2 : at + 4], "big")
+        marker = data[at + 1]
+        length = int.from_bytes(data[at + 2 : at + 4], "big")
         if marker == 0xDA:  # start of scan
             return 0 < colors == data[at + 4]
         if marker in (0xC0, 0xC1, 0xC9):  # frames without progression
@@ -319,7 +324,6 @@ def jpeg_orientation(data: bytes) -> int:
 
 
 def _may_rotate(segment: bytes) -> bool:
-    """Check whether an APP1 segment of a JPEG may contain an orientation other than upright."""
     if segment.startswith(_XMP):
         return _ROTATED_BY_XMP.search(segment) is not None
     if not segment.startswith(_EXIF):
@@ -375,7 +379,8 @@ def open_image(content: "bytes | Image") -> "Image":
         _refuse_many_scans(content, image.height * image.width)
     if image.format == "TIFF":  # Pillow unpacks whole tiles, even if the image covers only a small part
         tags = getattr(image, "tag_v2", {})
-        wide, high = tags.get(322, 0), tags.get(323, 0)
+        wide = tags.get(322, 0)
+        high = tags.get(323, 0)
         if not isinstance(wide, int) or not isinstance(high, int):
             raise DataError("image does not decode: the size of its tiles is not a number")
         if wide * high > max(MAX_TILE, 4 * image.width * image.height):
@@ -402,7 +407,8 @@ class _Silence:
     """Suppress the libraries' warnings; concurrent threads share one change of Python's warning filters."""
 
     def __init__(self) -> None:
-        self._lock, self._inside = Lock(), 0
+        self._lock = Lock()
+        self._inside = 0
 
     def __enter__(self) -> None:
         with self._lock:

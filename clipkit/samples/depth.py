@@ -33,7 +33,10 @@ _EXPECTED = (
     "each channel"
 )
 # TIFF tags
-_BITS, _PHOTOMETRIC, _SAMPLES, _SAMPLE_FORMAT = 258, 262, 277, 339
+_BITS = 258
+_PHOTOMETRIC = 262
+_SAMPLES = 277
+_SAMPLE_FORMAT = 339
 # numpy type of integers that Pillow decodes to int32, by bits and TIFF sample format (1 unsigned, 2 signed)
 _TIFF_TYPES = {(16, 2): "int16", (32, 1): "uint32"}
 _BLOCK = 1 << 20  # values converted at a time, because the conversion takes 40 times their memory
@@ -47,11 +50,7 @@ class PixelRangeError(DataError):
 
 
 def parse_pixel_range(value: object, *, setting: str = "pixel_range") -> PixelRange:
-    """Parse "auto", "dtype", "LOW,HIGH", "LOW,HIGH;LOW,HIGH;…", two numbers, or a list of pairs.
-
-    Raises:
-        ConfigError: the value is none of these; ``setting`` is its name in the message.
-    """
+    """Parse "auto", "dtype", "LOW,HIGH", "LOW,HIGH;LOW,HIGH;…", two numbers, or a list of pairs."""
     parsed: object = value
     try:
         if isinstance(value, str) and "," in value:
@@ -69,7 +68,7 @@ def parse_pixel_range(value: object, *, setting: str = "pixel_range") -> PixelRa
 
 
 def _parse_pair(numbers: Sequence[Any]) -> tuple[float, ...]:
-    return tuple(float(number) for number in numbers)
+    return tuple(float(value) for value in numbers)
 
 
 def is_pixel_range(value: object) -> TypeGuard[PixelRange]:
@@ -82,7 +81,7 @@ def is_pixel_range(value: object) -> TypeGuard[PixelRange]:
 
 
 def _is_pair(value: tuple[Any, ...]) -> bool:
-    if len(value) != 2 or not all(type(number) in (int, float) for number in value):
+    if len(value) != 2 or not all(type(bound) in (int, float) for bound in value):
         return False
     low, high = value
     return bool(low < high) and math.isfinite(float(high - low) * 255)
@@ -93,11 +92,11 @@ def format_pixel_range(pixel_range: PixelRange) -> str:
     if isinstance(pixel_range, str):
         return pixel_range
     pairs = [pixel_range] if isinstance(pixel_range[0], int | float) else pixel_range
-    return ";".join(",".join(_format_number(number) for number in pair) for pair in pairs)
+    return ";".join(",".join(_format_number(bound) for bound in pair) for pair in pairs)
 
 
-def _format_number(number: Any) -> str:
-    return repr(number).removesuffix(".0")
+def _format_number(value: Any) -> str:
+    return repr(value).removesuffix(".0")
 
 
 def is_deep(image: "Image") -> bool:
@@ -106,7 +105,6 @@ def is_deep(image: "Image") -> bool:
 
 
 def _is_signed_byte(image: "Image") -> bool:
-    """Check for a TIFF with values from -128 to 127, which Pillow decodes to their bytes."""
     return image.mode == "L" and _tiff_tag(image, _SAMPLE_FORMAT, default=1) == 2
 
 
@@ -154,7 +152,8 @@ def gray_values(image: "Image") -> "npt.NDArray[Any]":
         return values
     if image.format == "PPM":
         return values.astype(np.uint16)
-    bits, sample_format = _tiff_tag(image, _BITS, default=0), _tiff_tag(image, _SAMPLE_FORMAT, default=1)
+    bits = _tiff_tag(image, _BITS, default=0)
+    sample_format = _tiff_tag(image, _SAMPLE_FORMAT, default=1)
     return values.astype(_TIFF_TYPES.get((bits, sample_format), values.dtype))
 
 
@@ -214,7 +213,8 @@ class Bands(NamedTuple):
         """
         import numpy as np
 
-        values, clamped = self.values, False
+        values = self.values
+        clamped = False
         bands = values.shape[2]
         if pixel_range == STRETCH and bands not in (1, channels):
             values = values[..., : 3 if bands > 2 else 1]
@@ -232,7 +232,6 @@ class Bands(NamedTuple):
 
 
 def _scale(values: "npt.NDArray[Any]", pixel_range: PixelRange) -> tuple["npt.NDArray[np.uint8]", bool]:
-    """Map values (H, W, B) to (H, W, C) uint8, see ``Bands``."""
     import numpy as np
 
     low, high = _bounds(values, pixel_range)
@@ -250,7 +249,6 @@ def _scale(values: "npt.NDArray[Any]", pixel_range: PixelRange) -> tuple["npt.ND
 
 
 def _bounds(values: "npt.NDArray[Any]", pixel_range: PixelRange) -> "tuple[Any, Any]":
-    """Return the values that become 0 and 255: numbers, or arrays with one for each channel."""
     import numpy as np
 
     bands = values.shape[2]

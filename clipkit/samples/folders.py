@@ -18,6 +18,13 @@ SPLIT_NAMES = {
 }
 SPLIT_WORDS = frozenset(word for words in SPLIT_NAMES.values() for word in words)
 
+
+def select_split(word: str) -> str:
+    """Return the split that a word names, such as "val" for "dev"; "" for other words."""
+    word = word.strip().lower()
+    return next((split for split, names in SPLIT_NAMES.items() if word in names), "")
+
+
 # name without its suffix of a part of a dataset in Parquet files, such as train-00000-of-00002
 PARQUET_PART = re.compile(r"(?:(.*?)[-_.])?(\d{4,5})-of-(\d{4,5})(?:[-_.][0-9a-f]+)?", flags=re.ASCII)
 
@@ -89,7 +96,8 @@ def files_below(folder: Path) -> Iterator[tuple[Path, str]]:
         if name is None:
             waiting.pop()
         elif name.endswith("/"):
-            inner, target = here / name, real / name
+            inner = here / name
+            target = real / name
             try:
                 is_link = inner.is_symlink()
                 if is_link:
@@ -101,7 +109,7 @@ def files_below(folder: Path) -> Iterator[tuple[Path, str]]:
                 if any(above.is_relative_to(target) for _, above, _ in waiting):
                     yield inner, "link to a folder that contains it"
                     continue
-                if target in linked and any(one.is_symlink() for one, _, _ in waiting[1:]):
+                if target in linked and any(path.is_symlink() for path, _, _ in waiting[1:]):
                     yield inner, "link to a folder that is read through another link"
                     continue
                 linked.add(target)
@@ -111,7 +119,6 @@ def files_below(folder: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _names(folder: Path) -> Iterator[str]:
-    """Yield the names of files and folders; folders end with "/", so that sorting names sorts paths."""
     names: list[str] = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -125,18 +132,21 @@ def _names(folder: Path) -> Iterator[str]:
 
 
 def check_parts(files: Iterable[str]) -> None:
-    """Check that no part is missing of datasets in numbered Parquet files, see ``PARQUET_PART``."""
-    numbers: dict[tuple[str, str, str], set[int]] = {}
-    firsts: dict[tuple[str, str, str], str] = {}
+    """Check that each part of datasets in numbered Parquet files is there once, see ``PARQUET_PART``."""
+    numbers: dict[tuple[str, str], set[int]] = {}
+    firsts: dict[tuple[str, str], tuple[str, int]] = {}
     for path in files:
         folder, _, name = path.rpartition("/")
         part = PARQUET_PART.fullmatch(name.removesuffix(".parquet"))
         if part is None:
             continue
-        dataset = (folder, part[1] or "", part[3])
-        firsts.setdefault(dataset, path)
-        numbers.setdefault(dataset, set()).add(int(part[2]))
-    for dataset, first in firsts.items():
-        total = int(dataset[2])
-        if missing := sorted(set(range(total)) - numbers[dataset]):
+        dataset = (folder, part[1] or "")
+        first, total = firsts.setdefault(dataset, (path, int(part[3])))
+        seen = numbers.setdefault(dataset, set())
+        if int(part[3]) != total or int(part[2]) in seen:
+            raise DataError(f"{first} and {path} are parts of different datasets: remove one of them")
+        seen.add(int(part[2]))
+    for dataset, (first, total) in firsts.items():
+        missing = sorted(set(range(total)) - numbers[dataset])
+        if missing:
             raise DataError(f"part {missing[0]} of {total} is missing next to {first}; download it again")

@@ -104,7 +104,6 @@ def _read_archive(data: bytes, channels: int) -> Bands:
 
 
 def _read_array(file: Any, channels: int) -> Bands:
-    """Read an .npy file: (H, W), (H, W, C) or (C, H, W)."""
     start = file.tell()
     version = np.lib.format.read_magic(file)
     read_header = (
@@ -139,7 +138,9 @@ def _read_tiff(data: bytes, channels: int) -> Bands:
     tifffile = _import_extra("tifffile", "TIFF images that are damaged, of floats or of many channels; such")
     with tifffile.TiffFile(io.BytesIO(data)) as file:
         page = file.pages[0]
-        height, width, bands = page.imagelength, page.imagewidth, page.samplesperpixel
+        height = page.imagelength
+        width = page.imagewidth
+        bands = page.samplesperpixel
         pages = [page]
         if bands == 1 and len(file.pages) == channels > 1:
             pages = list(file.pages)

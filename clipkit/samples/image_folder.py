@@ -42,9 +42,9 @@ class FolderSamples(Samples):
     """The images below a folder in the order of their paths, see ``clipkit.samples.Samples``.
 
     Paths are kept on disk. The only member of a sample is the image, named by the extension of the file. An image,
-    or a folder, that cannot be read is a bad sample. If there are no files that may contain captions and all images
-    are in subfolders, these are classes: the field ``class`` of a sample is the name of its subfolder, or the name
-    in ``classnames.txt``.
+    or a folder, that cannot be read is a bad sample. If there are no files that may contain captions, and images in
+    two subfolders or more, these are classes: the field ``class`` of a sample is the name of its subfolder, or the
+    name in ``classnames.txt``; an image outside the subfolders has no fields, which is an error.
     Otherwise the field ``captions`` lists the captions in the file beside the image.
     """
 
@@ -89,6 +89,10 @@ class FolderSamples(Samples):
     def cause(self, i: int) -> str:
         return self._causes.get(i, "")
 
+    def subfolder(self, i: int) -> str:
+        """Return the name of the subfolder that an image is in or below; "" if it is directly in the folder."""
+        return self._name(i).rpartition("/")[0].partition("/")[0]
+
     def key(self, i: int) -> str:
         return str(self.path(i))
 
@@ -103,7 +107,10 @@ class FolderSamples(Samples):
         if cause := self.cause(i):
             raise DataError(cause)
         if self.class_names:
-            return {"class": self.class_names.get(self._name(i).partition("/")[0], "")}
+            subfolder = self.subfolder(i)
+            if not subfolder:
+                raise DataError("outside the class folders")
+            return {"class": self.class_names[subfolder]}
         file = caption_file_of(self.path(i), self._list_texts)
         texts = read_captions(file) if file is not None else []
         return {"captions": [text.strip() for text in texts if text.strip()]}
@@ -135,7 +142,7 @@ class FolderSamples(Samples):
         """What the captions are read from."""
         if self.class_names:
             return CLASS_NAMES if self._has_class_names else "names of folders"
-        suffix = self._captioned.suffix.lower() if self._captioned else ".txt"
+        suffix = self.caption_file.suffix.lower() if self.caption_file else ".txt"
         return f"{suffix} files"
 
     @cached_property
@@ -148,8 +155,28 @@ class FolderSamples(Samples):
             lines, labels = listed
             names = {subfolder: " ".join(lines[label].split()) for subfolder, label in labels.items()}
         if not self._has_class_names:
-            self._check_no_caption_tables()
+            self.check_no_caption_tables()
         return names
+
+    @cached_property
+    def caption_file(self) -> Path | None:
+        """The first file beside an image that may contain captions; None if there is none."""
+        return find_captions(self._images())
+
+    def check_no_caption_tables(self) -> None:
+        """Check that names of subfolders do not replace the captions of a table.
+
+        Raises:
+            DataError: a file in the folder, or a table below it, lists captions of images.
+        """
+        tables = open_caption_tables(sorted(self.folder.iterdir()), NAMED_SUFFIXES)
+        tables += open_caption_tables((path for path, _ in files_below(self.folder)), SUFFIXES)
+        if tables:
+            raise DataError(
+                f"{tables[0].path} is a table of images and captions, so the names of folders are not read as "
+                f"classes: name the table instead of the folder, or write the names of classes into "
+                f"{self.folder / CLASS_NAMES}"
+            )
 
     def _images(self) -> Iterator[Path]:
         return (self.path(i) for i in range(len(self)) if i not in self._causes)
@@ -160,31 +187,14 @@ class FolderSamples(Samples):
 
     @cached_property
     def _subfolders(self) -> list[str]:
-        names = (path.relative_to(self.folder).parts for path in self._images())
-        return sorted({parts[0] for parts in names if len(parts) > 1})
+        names = {self.subfolder(i) for i in range(len(self)) if i not in self._causes}
+        return sorted(names - {""})
 
-    @cached_property
-    def _captioned(self) -> Path | None:
-        return find_captions(self._images())
-
-    @cached_property
+    @property
     def _has_classes(self) -> bool:
         if len(self._subfolders) < 2 or SPLIT_WORDS.intersection(self._subfolders):
             return False
-        if self._captioned and not self._has_class_names:
-            return False
-        return all(path.parent != self.folder for path in self._images())
-
-    def _check_no_caption_tables(self) -> None:
-        """Check that names of subfolders do not replace the captions of a table."""
-        opened = open_caption_tables(sorted(self.folder.iterdir()), NAMED_SUFFIXES)
-        opened += open_caption_tables((path for path, _ in files_below(self.folder)), SUFFIXES)
-        if opened:
-            raise DataError(
-                f"{self.folder}: the names of its subfolders are not read as captions, because {opened[0].path} is "
-                f"a table of images and captions: pack a table instead of the folder, or write the names of "
-                f"classes into {self.folder / CLASS_NAMES}"
-            )
+        return self._has_class_names or self.caption_file is None
 
 
 def are_ids(names: Collection[str]) -> bool:
@@ -200,9 +210,6 @@ def read_class_names(folder: Path, subfolders: Sequence[str]) -> tuple[list[str]
 
     Returns:
         The names by label, and the labels by subfolder; None if there is no file.
-
-    Raises:
-        DataError: the file cannot be read, or the subfolders do not match the lines.
     """
     file = folder / CLASS_NAMES
     if not file.is_file():
@@ -211,11 +218,11 @@ def read_class_names(folder: Path, subfolders: Sequence[str]) -> tuple[list[str]
         names = [line.strip() for line in file.read_text(encoding="utf-8-sig").rstrip().split("\n")]
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file} cannot be read as UTF-8 text: {error}") from error
-    lines = {_plain(name): line for line, name in reversed([*enumerate(names)])}
-    if all(_plain(name) in lines for name in subfolders):
-        return names, {name: lines[_plain(name)] for name in subfolders}
+    lines = {_normalize_name(name): line for line, name in reversed([*enumerate(names)])}
+    if all(_normalize_name(name) in lines for name in subfolders):
+        return names, {name: lines[_normalize_name(name)] for name in subfolders}
     if not are_ids(subfolders):
-        unknown = next(name for name in subfolders if _plain(name) not in lines)
+        unknown = next(name for name in subfolders if _normalize_name(name) not in lines)
         raise DataError(f"{file} does not contain {unknown!r}, which is a folder: add it, or remove the file")
     numbered = all(map(_NUMBER.fullmatch, subfolders))
     if numbered and "0" in {name.lstrip("0") or "0" for name in subfolders}:
@@ -231,7 +238,7 @@ def read_class_names(folder: Path, subfolders: Sequence[str]) -> tuple[list[str]
     return names, {name: label for label, name in enumerate(ordered)}
 
 
-def _plain(name: str) -> str:
+def _normalize_name(name: str) -> str:
     return " ".join(name.replace("_", " ").split()).casefold()
 
 

@@ -65,12 +65,13 @@ class Strings:
     def __len__(self) -> int:
         return len(self.ends)
 
-    def __getitem__(self, number: int) -> str:
-        start = int(self.ends[number - 1]) if number else 0
-        return os.fsdecode(bytes(self.content[start : int(self.ends[number])]))
+    def __getitem__(self, index: int) -> str:
+        start = int(self.ends[index - 1]) if index else 0
+        return os.fsdecode(bytes(self.content[start : int(self.ends[index])]))
 
     def __iter__(self) -> Iterator[str]:
-        content, start = self.content.tobytes(), 0
+        content = self.content.tobytes()
+        start = 0
         for end in self.ends.tolist():  # ten times faster than iterating over the array
             yield os.fsdecode(content[start:end])
             start = end
@@ -131,7 +132,8 @@ _BLOCK = 512  # bytes; the data of every member start at a multiple of it
 _MAX_UINT32 = 2**32 - 1
 # last extensions of texts, and how many bytes at the end of a text or another member are digested
 _TEXTS = {"txt", "json", "cls"}
-_DIGESTED_TEXT, _DIGESTED = 64 << 10, 1 << 10
+_DIGESTED_TEXT = 64 << 10
+_DIGESTED = 1 << 10
 # different images and arrays may end with the same bytes (uncompressed, or metadata at the end): 512 bytes at each
 # quarter are also included
 _SIMILAR_ENDS = {"bmp", "ppm", "pgm", "tif", "tiff", "webp", "npy"}
@@ -182,8 +184,8 @@ class ShardIndex:
 
     def is_same(self, other: "ShardIndex") -> bool:
         """Whether both have the same samples, as far as their content is known."""
-        known = bool(self.content and other.content)
-        return self.digest == other.digest and (not known or self.content == other.content)
+        both_contents = bool(self.content and other.content)
+        return self.digest == other.digest and (not both_contents or self.content == other.content)
 
     def members(self, row: int) -> tuple[str, ...]:
         """Return the names of a sample's members in file order."""
@@ -213,7 +215,7 @@ class ShardIndex:
         names, positions = self._layouts.get(layout, ((), {}))
         if not positions and layout:
             texts = [*self.names]
-            names = tuple(texts[number] for number in np.frombuffer(layout, self.member_names.dtype).tolist())
+            names = tuple(texts[i] for i in np.frombuffer(layout, self.member_names.dtype).tolist())
             positions = {name: position for position, name in enumerate(names)}
             if image := find_image(names):
                 positions[""] = positions[image]
@@ -223,7 +225,7 @@ class ShardIndex:
     def has_any(self, names: Iterable[str]) -> npt.NDArray[np.bool_]:
         """Return which samples have at least one of these members, (N,)."""
         names = set(names)
-        numbers = [number for number, name in enumerate(self.names) if name in names]
+        numbers = [i for i, name in enumerate(self.names) if name in names]
         counts = np.concatenate([[0], np.cumsum(np.isin(self.member_names, numbers))])  # (M + 1,)
         ends = counts[self.member_ends]
         has: npt.NDArray[np.bool_] = np.diff(ends, prepend=0) > 0
@@ -317,7 +319,10 @@ def index_of_members(
     """
     keys: list[str] = []
     # arrays, because lists per sample would slow down the garbage collector
-    starts, numbers, offsets, sizes = array("q"), array("q"), array("q"), array("q")
+    starts = array("q")
+    numbers = array("q")
+    offsets = array("q")
+    sizes = array("q")
     number_of: dict[str, int] = {}  # by name
     counts: list[int] = []  # members of each name
     latest: list[int] = []  # start of the last sample with each name
@@ -353,8 +358,8 @@ def index_of_members(
         fault = str(error)
         texts = [*number_of]
         if len(keys) > 1:
-            previous = {texts[number] for number in numbers[starts[-2] : start]}
-            names = {texts[number] for number in numbers[start:]}
+            previous = {texts[i] for i in numbers[starts[-2] : start]}
+            names = {texts[i] for i in numbers[start:]}
             if find_image([*previous]) and find_image([*names]):
                 previous -= {*IMAGE_EXTENSIONS}
             if not previous <= names:

@@ -41,7 +41,6 @@ class Shard:
     """An open shard: its index, and the content of its members. Thread-safe.
 
     Args:
-        file: the shard.
         cache: cache of remote shards; None reads their members over the network.
         truncated: "error", or "use" to use the intact part of a truncated shard.
         index: the index of a remote shard that is read over the network, if it is known.
@@ -51,7 +50,6 @@ class Shard:
         DataError: the shard is missing or not a tar, or cannot be downloaded.
 
     Attributes:
-        file: the shard.
         shown: its name in messages.
         index: index of all its samples.
     """
@@ -95,11 +93,7 @@ class Shard:
         return Path(f"/dev/fd/{self._descriptor}")
 
     def read(self, row: int, names: Sequence[str]) -> list[bytes | None]:
-        """Read members of a sample by name, None for missing ones; "" is the image, see ``find_image``.
-
-        Raises:
-            DataError: they cannot be read, the shard has changed since it was indexed, or a member is too large.
-        """
+        """Read members of a sample by name, None for missing ones; "" is the image, see ``find_image``."""
         spans = self.index.spans(row, names)
         if self._has_large:
             for name, (_, size) in zip(names, spans, strict=True):
@@ -127,7 +121,8 @@ class Shard:
                 same = False
             if not same:
                 raise DataError(_CHANGED)
-            self._sound, self._changed = now, None
+            self._sound = now
+            self._changed = None
         return contents
 
     def read_present(self, row: int, names: Iterable[str]) -> dict[str, bytes]:
@@ -138,7 +133,6 @@ class Shard:
         return {name: data for name, data in contents if data is not None}
 
     def _read_remote(self, spans: list[tuple[int, int]]) -> list[bytes | None]:
-        """Read members over the network, with one request if they are close together."""
         there = [span for span in spans if span[0]]
         first = min((offset for offset, _ in there), default=0)
         last = max((offset + size for offset, size in there), default=0)
@@ -159,7 +153,8 @@ class Shard:
             raise DataError(f"shard {self.shown}: {error.strerror}") from error
 
     def _find_index(self) -> ShardIndex:
-        file, truncated = self.file, self._truncated
+        file = self.file
+        truncated = self._truncated
         if self._descriptor >= 0:
             status = os.fstat(self._descriptor)
             if not stat.S_ISREG(status.st_mode):
@@ -195,7 +190,7 @@ class OpenShards(ABC, Generic[S]):
         self._forget_open()
 
     @abstractmethod
-    def _new_shard(self, number: int) -> S:
+    def _new_shard(self, index: int) -> S:
         """Open a shard."""
 
     def __len__(self) -> int:
@@ -219,17 +214,17 @@ class OpenShards(ABC, Generic[S]):
         shard = bisect_right(self._starts, i) - 1
         return shard, i - self._starts[shard]
 
-    def open_shard(self, number: int) -> S:
+    def open_shard(self, index: int) -> S:
         """Return a shard, which may already be open."""
         if self._open_in != os.getpid():  # forked
             self._forget_open()
         with self._open_lock:
-            if (opened := self._open.get(number)) is not None:
-                self._open.move_to_end(number)
+            if (opened := self._open.get(index)) is not None:
+                self._open.move_to_end(index)
                 return opened
-        opened = self._new_shard(number)
+        opened = self._new_shard(index)
         with self._open_lock:
-            self._open[number] = opened
+            self._open[index] = opened
             while len(self._open) > _MAX_OPEN:  # readers of a removed shard still refer to it
                 self._open.popitem(last=False)
         return opened
@@ -242,12 +237,13 @@ class ShardSamples(OpenShards[Shard], Samples):
         self, files: Sequence[ShardFile], cache: ShardCache | None = None, *, truncated: str = "error"
     ) -> None:
         self.files = tuple(files)
-        self._cache, self._truncated = cache, truncated
+        self._cache = cache
+        self._truncated = truncated
         digest = hashlib.sha256()
         counts = []
         self._faults: list[str] = []
-        for number, file in enumerate(self.files):
-            index = self._new_shard(number).index
+        for shard_index, file in enumerate(self.files):
+            index = self._new_shard(shard_index).index
             counts.append(len(index))
             if index.truncated:
                 self._faults.append(index.truncated)
@@ -259,8 +255,8 @@ class ShardSamples(OpenShards[Shard], Samples):
         self._content_id = digest.hexdigest()[:16]
         super().__init__(counts)
 
-    def _new_shard(self, number: int) -> Shard:
-        return Shard(self.files[number], self._cache, truncated=self._truncated)
+    def _new_shard(self, index: int) -> Shard:
+        return Shard(self.files[index], self._cache, truncated=self._truncated)
 
     @property
     def faults(self) -> list[str]:
@@ -268,8 +264,8 @@ class ShardSamples(OpenShards[Shard], Samples):
 
     def find(self, i: int) -> tuple[Shard, int]:
         """Return the open shard of a sample, and its row in the shard's index."""
-        number, row = self._position(i)
-        shard = self.open_shard(number)
+        shard_index, row = self._position(i)
+        shard = self.open_shard(shard_index)
         if row >= len(shard.index):
             raise DataError(f"its shard has only {len(shard.index)} samples, fewer than before")
         return shard, row
@@ -278,10 +274,10 @@ class ShardSamples(OpenShards[Shard], Samples):
         return self.locate(i)[1]
 
     def locate(self, i: int) -> tuple[str, str]:
-        number, row = self._position(i)
-        file = self.files[number]
+        shard_index, row = self._position(i)
+        file = self.files[shard_index]
         try:
-            index = self.open_shard(number).index
+            index = self.open_shard(shard_index).index
         except DataError:  # the shard is gone; its index may still exist
             stored = stored_index(file, truncated=self._truncated)
             return file.shown, stored.key(row) if stored is not None else ""

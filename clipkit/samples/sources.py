@@ -218,11 +218,7 @@ FORMATS: Mapping[str, Format] = {
 
 
 def open_samples(source: str, *, split: str = "train", options: OpenOptions = OpenOptions()) -> Samples:
-    """Open one split of a source as a random-access list of samples.
-
-    Raises:
-        DataError: as for ``find_source``, or a file cannot be read.
-    """
+    """Open one split of a source as a random-access list of samples."""
     files = find_source(source, split=split)
     return FORMATS[files.format].open(files, options)
 
@@ -311,7 +307,6 @@ def _folder_errors(source: str) -> Iterator[None]:
 
 
 def _list_source(source: str) -> Iterator[Path | str | list[ShardFile]]:
-    """Yield the folders that a source names, paths or URLs, and the files that each name of a pattern matches."""
     if not source:
         raise DataError("no data: the source is empty")
     if not is_remote(source):
@@ -380,23 +375,23 @@ def find_split(
         suffixes = tuple(suffix for suffix in suffixes if suffix in (".tar", *PARQUET_SUFFIXES))
     files, folders = _list(folder, suffixes)
     if not files and not folders:
-        stated, files = _find_numbered(folder, split)
+        split_of_numbered, files = _find_numbered(folder, split)
         if files:
-            return stated, files
+            return split_of_numbered, files
     splits = set[str]()
-    place = folder
+    location = folder
     folders_of_dataset = folders
     for inside in _INSIDE:
         if inside and inside not in folders_of_dataset:
             continue
         if inside:
-            place = join_place(folder, inside)
-            files, folders = _list(place, suffixes)
-        inner = folder_of_split([join_place(place, name) for name in folders], split)
+            location = join_place(folder, inside)
+            files, folders = _list(location, suffixes)
+        inner = folder_of_split([join_place(location, name) for name in folders], split)
         by_split = {} if inner is None else _group_by_split(inner, _list(inner, suffixes)[0])
         matches = next(iter(by_split.values()), [])
         if not matches:
-            by_split = _group_by_split(place, files)
+            by_split = _group_by_split(location, files)
             matches = next((by_split[name] for name in _names_of(split) if name in by_split), [])
         if matches:
             return split, _describe_parts(matches)
@@ -405,9 +400,9 @@ def find_split(
         if unnamed and unnamed[0].name.endswith(".tar"):
             return "", _describe_parts(unnamed)
         for name in folders:
-            is_split = isinstance(place, Path) or name.lower() in SPLIT_WORDS
+            is_split = isinstance(location, Path) or name.lower() in SPLIT_WORDS
             with suppress(OSError):  # it may be unreadable
-                if is_split and list_files(join_place(place, name), (".tar",)):
+                if is_split and list_files(join_place(location, name), (".tar",)):
                     splits.add(name)
         # tables beside the folders of splits list other things, such as bad rows
         if splits == {""}:
@@ -436,10 +431,6 @@ def list_files(folder: Path | str, suffixes: tuple[str, ...]) -> list[ShardFile]
 
 
 def _list(folder: Path | str, suffixes: tuple[str, ...]) -> tuple[list[ShardFile], list[str]]:
-    """List the files with these suffixes and ``nshards.txt``, 2.tar before 10.tar, and the names of folders.
-
-    Both are empty if there is no folder, or if a web server does not list it. Files on a web server have no sizes.
-    """
     suffixes = (*suffixes, _COUNT)
     if isinstance(folder, str):
         files, folders = list_entries(folder)
@@ -463,10 +454,10 @@ def _list(folder: Path | str, suffixes: tuple[str, ...]) -> tuple[list[ShardFile
 def _find_numbered(folder: Path | str, split: str) -> tuple[str, list[ShardFile]]:
     """Return the tars 0.tar to N-1.tar on a web server that does not list folders, if ``nshards.txt`` states N."""
     if isinstance(folder, str) and folder.startswith(("http://", "https://")):
-        for place in (*(f"{folder}/{name}" for name in _names_of(split)), folder):
-            if count := _stated_count(place):
-                files = describe([f"{place}/{i}.tar" for i in range(count)])
-                return "" if place == folder else split, files
+        for location in (*(f"{folder}/{name}" for name in _names_of(split)), folder):
+            if count := _stated_count(location):
+                files = describe([f"{location}/{i}.tar" for i in range(count)])
+                return "" if location == folder else split, files
     return "", []
 
 
@@ -477,7 +468,6 @@ def _describe_parts(files: list[ShardFile]) -> list[ShardFile]:
 
 
 def _group_by_split(folder: Path | str, files: Sequence[ShardFile]) -> dict[str, list[ShardFile]]:
-    """Return the tars, Parquet files or tables by the split that their names state, "" if they state none."""
     tars = [file for file in files if file.name.endswith(".tar")]
     if tars:
         count = _stated_count(folder) if any(file.name == _COUNT for file in files) else None

@@ -38,7 +38,6 @@ class TableSamples(Samples):
         progress: called now and then while the tables are read, with the fraction and the number of rows read.
 
     Attributes:
-        tables: the tables.
         image_column: column of the images; "" if there is none.
         caption_column: column of the captions; "" if there is none.
         others: names of the other columns of the first table; rows of JSON may have more.
@@ -56,7 +55,8 @@ class TableSamples(Samples):
         progress: Callable[[float, int], object] | None = None,
     ) -> None:
         self.tables = tuple(tables)
-        self.image_column, self.caption_column = tables[0].image_column, tables[0].caption_column
+        self.image_column = tables[0].image_column
+        self.caption_column = tables[0].caption_column
         self.others = list(tables[0].others)
         self.damage = ""
         self._options = {"group": group, "group_by": group_by}
@@ -83,16 +83,17 @@ class TableSamples(Samples):
                     number += 1
                     if progress is not None and number % _EVERY == 0:
                         progress((part + row.progress) / len(tables), number)
-                    self._add(row, number, table, group, group_by)
+                    self._add_row(row, number, table, group, group_by)
             except DataError as error:
                 self.damage = str(error)
                 self._rows.add(number + 1, Row(number=number + 1, cause=self.damage, progress=1.0), b"")
                 break
         self._count = self._rows.number_groups()
         self._last: tuple[int, list[Row], Row] | None = None  # the sample that was looked at last
-        self.repeated, self.other_images = self._rows.repeated, self._rows.other_images
+        self.repeated = self._rows.repeated
+        self.other_images = self._rows.other_images
 
-    def _add(self, row: Row, number: int, table: Table, group: bool, group_by: str | None) -> None:
+    def _add_row(self, row: Row, number: int, table: Table, group: bool, group_by: str | None) -> None:
         """Store a row with its key, which is empty if it belongs to no group."""
         content = row.content
         image = b""

@@ -103,23 +103,26 @@ def tar_files_of(shard: str, tar: Content, *, at_hand: bool = False) -> Iterator
     """
     if len(tar) == 0:
         raise TruncatedError(f"shard {shard} is empty (0 bytes)")
-    run, steps = _Run(position=0), _FEW
+    run = _Run(position=0)
+    steps = _FEW
     while not run.ended:
-        found = _scan(tar, run) if at_hand else None
-        if found is None or len(found.headers) < _WORTH:
+        scanned = _scan(tar, run) if at_hand else None
+        if scanned is None or len(scanned.headers) < _WORTH:
             run = _follow(shard, tar, run, most=steps if at_hand else _AT_ONCE)
             steps = min(4 * steps, _AT_ONCE)  # headers to follow before the next scan
         else:
-            run, steps = found, _FEW
+            run = scanned
+            steps = _FEW
         sound = _count_sound(run.headers)
         files = bisect_left(run.files, sound)
         names = _names(run.headers[run.files[:files]])
-        for place, name in run.long_names.items():
-            if place < files:
-                names[place] = name
+        for index, name in run.long_names.items():
+            if index < files:
+                names[index] = name
         yield from zip(names, run.offsets, run.sizes)  # noqa: B905 (only sound headers have names)
         if sound < len(run.headers):
-            header, position = run.headers[sound].tobytes(), run.positions[sound]
+            header = run.headers[sound].tobytes()
+            position = run.positions[sound]
             if position == 0 and header[:2] in (b"\x1f\x8b", b"BZ", b"\xfd7", b"(\xb5"):
                 raise DataError(
                     f"shard {shard} is compressed: random access needs a plain tar, unpack it first"
@@ -175,7 +178,9 @@ def _scan(tar: Content, before: _Run) -> _Run | None:
     headers = blocks[at]
     marked = np.ascontiguousarray(headers[:, 257:262]).view("S5").ravel() == _MARK
     if not marked.all():
-        at, headers = at[marked], headers[marked]  # (N,), (N, 512) blocks that look like headers
+        # (N,), (N, 512) blocks that look like headers
+        at = at[marked]
+        headers = headers[marked]
     if len(at) == 0:
         return None
     # sizes in the usual form, eleven octal digits; -1 for other forms
@@ -185,16 +190,18 @@ def _scan(tar: Content, before: _Run) -> _Run | None:
         sizes[(digits > 7).any(1)] = -1
     sizes[(headers[:, 135] != 0) & (headers[:, 135] != ord(" "))] = -1
     after = at + 1 + -(-sizes // BLOCK)
-    is_file, is_pax = headers[:, 156] == _PLAIN, headers[:, 156] == _PAX
+    is_file = headers[:, 156] == _PLAIN
+    is_pax = headers[:, 156] == _PAX
     usual = (sizes >= 0) & (start + (at + 1) * BLOCK + sizes <= len(tar)) & (is_file | is_pax)
     usual &= at == np.concatenate([[0], after[:-1]])
     # PAX members of one block without relevant keywords need no special treatment
-    first, lengths = at[is_pax] + 1, sizes[is_pax]
+    first = at[is_pax] + 1
+    lengths = sizes[is_pax]
     short = (lengths >= 0) & (lengths <= BLOCK) & (first < len(blocks))
     if short.any():
         content = blocks[first[short], : lengths[short].max()].tobytes()
-        if found := [content.find(word) for word in _PAX_WORDS if word in content]:
-            short[np.flatnonzero(short)[min(found) // (len(content) // int(short.sum())) :]] = False
+        if matches := [content.find(word) for word in _PAX_WORDS if word in content]:
+            short[np.flatnonzero(short)[min(matches) // (len(content) // int(short.sum())) :]] = False
     usual[is_pax] &= short
     count = len(at) if usual.all() else int(usual.argmin())
     if count == 0:
@@ -212,20 +219,27 @@ def _scan(tar: Content, before: _Run) -> _Run | None:
 
 
 def _follow(shard: str, tar: Content, before: _Run, *, most: int) -> _Run:
-    """Follow at most ``most`` headers from one to the next, up to the end or an error."""
     position = before.position
     run = _Run(
         position=position, extended=before.extended, long_name=before.long_name, long_size=before.long_size
     )
-    positions, files, offsets, sizes, end = run.positions, run.files, run.offsets, run.sizes, len(tar)
+    positions = run.positions
+    files = run.files
+    offsets = run.offsets
+    sizes = run.sizes
+    end = len(tar)
     headers: list[bytes] = []
-    piece, start = b"", position  # headers are close together if members are small
+    # headers are close together if members are small
+    piece = b""
+    start = position
     try:
         while len(headers) < most:
             at = position - start
             header = piece[at : at + BLOCK]
             if len(header) < BLOCK:
-                piece, start, at = tar[position : position + _PIECE], position, 0
+                piece = tar[position : position + _PIECE]
+                start = position
+                at = 0
                 header = piece[:BLOCK]
             if len(header) < BLOCK:
                 stop = min(end, position + len(header))  # the file may have been truncated meanwhile
@@ -236,7 +250,8 @@ def _follow(shard: str, tar: Content, before: _Run, *, most: int) -> _Run:
                 break
             headers.append(header)
             positions.append(position)
-            digits, data = header[124:135], position + BLOCK
+            digits = header[124:135]
+            data = position + BLOCK
             size = int(digits, 8) if digits.isdigit() and header[135] in _BLANK else _unusual_size(header)
             if header[156] == _PLAIN and not run.extended and 0 <= size <= end - data:
                 files.append(len(headers) - 1)
@@ -247,21 +262,24 @@ def _follow(shard: str, tar: Content, before: _Run, *, most: int) -> _Run:
                 or not 0 <= size <= len(piece) - at - BLOCK
                 or _PAX_MATTERS.search(piece, at + BLOCK, at + BLOCK + size)
             ):
-                size = _unusual(run, shard, tar, header[156:157], size)
+                size = _add_unusual(run, shard, tar, header[156:157], size)
             position = data + (size + BLOCK - 1) // BLOCK * BLOCK
     except DataError as fault:
-        run.fault, run.ended = fault, True
+        run.fault = fault
+        run.ended = True
     except ValueError:  # an invalid octal digit
-        run.fault, run.ended = _damaged(shard, f"has a broken size at byte {position}"), True
+        run.fault = _damaged(shard, f"has a broken size at byte {position}")
+        run.ended = True
     run.position = position
     run.headers = np.frombuffer(b"".join(headers), dtype=np.uint8).reshape(-1, BLOCK)
     return run
 
 
-def _unusual(run: _Run, shard: str, tar: Content, kind: bytes, size: int) -> int:
+def _add_unusual(run: _Run, shard: str, tar: Content, kind: bytes, size: int) -> int:
     """Add a member that is not a plain file or is described by a preceding header; return the size of its data."""
     position = run.positions[-1]
-    data, end = position + BLOCK, len(tar)
+    data = position + BLOCK
+    end = len(tar)
     if size < 0:
         raise _damaged(shard, f"has a broken size at byte {position}")
     if kind in _WITHOUT_DATA:
@@ -289,14 +307,16 @@ def _unusual(run: _Run, shard: str, tar: Content, kind: bytes, size: int) -> int
             if any(key.startswith("GNU.sparse.") for key in records):
                 raise DataError(sparse)
             name = records.get("path")
-            if (stated := records.get("size")) is not None:
-                if run.long_size is not None or not _PAX_SIZE.fullmatch(stated):
+            if (size_text := records.get("size")) is not None:
+                if run.long_size is not None or not _PAX_SIZE.fullmatch(size_text):
                     raise _damaged(shard, ambiguous)
-                run.extended, run.long_size = True, int(stated)
+                run.extended = True
+                run.long_size = int(size_text)
         if name is not None:
             if run.long_name is not None:
                 raise _damaged(shard, ambiguous)
-            run.extended, run.long_name = True, name
+            run.extended = True
+            run.long_name = name
         return size
     if kind == b"S":
         raise DataError(sparse)
@@ -310,7 +330,9 @@ def _unusual(run: _Run, shard: str, tar: Content, kind: bytes, size: int) -> int
         run.files.append(len(run.positions) - 1)
         run.offsets.append(data)
         run.sizes.append(size)
-    run.extended, run.long_name, run.long_size = False, None, None
+    run.extended = False
+    run.long_name = None
+    run.long_size = None
     return size
 
 
@@ -329,7 +351,8 @@ def _check_end(shard: str, tar: Content, position: int, end: int) -> None:
         if rest := chunk.lstrip(b"\0"):
             other = start + len(chunk) - len(rest)
             break
-    zeros, block = other - position, other - other % BLOCK
+    zeros = other - position
+    block = other - other % BLOCK
     if other == end:
         power = end & -end  # largest power of two that divides end
         if zeros <= 2 * BLOCK + max(_RECORD, min(power, _MAX_RECORD)):
@@ -356,22 +379,20 @@ def _damaged(shard: str, what: str) -> DataError:
 
 
 def _count_sound(headers: npt.NDArray[np.uint8]) -> int:
-    """Count the (N, 512) headers before the first with a wrong checksum."""
     fields = headers[:, 148:156]
     # the checksum is computed with spaces in its own eight bytes
     sums = headers.sum(axis=1, dtype=np.uint32) - fields.sum(axis=1, dtype=np.uint32) + np.uint32(8 * 32)
     digits = fields[:, :6] - np.uint8(ord("0"))
-    stated = digits @ _OCTAL_PLACES
+    octal_sums = digits @ _OCTAL_PLACES
     unusual = (digits > 7).any(1) | (fields[:, 6] != 0)
-    for number in np.flatnonzero(unusual).tolist():
-        written = _octal(fields[number].tobytes())
-        stated[number] = written if written is not None and written < 2**32 else 0
-    wrong = np.flatnonzero(stated != sums)  # no sum is 0
+    for row in np.flatnonzero(unusual).tolist():
+        written = _octal(fields[row].tobytes())
+        octal_sums[row] = written if written is not None and written < 2**32 else 0
+    wrong = np.flatnonzero(octal_sums != sums)  # no sum is 0
     return int(wrong[0]) if len(wrong) else len(headers)
 
 
 def _unusual_size(header: bytes) -> int:
-    """Parse a size in one of the less common forms; -1 if it is invalid."""
     # base 256 if the first bit is set, for 8 GiB and more; negative if the second bit is set
     if header[124] == 0x80:
         return int.from_bytes(header[125:136], "big")
@@ -398,9 +419,9 @@ def _names(headers: npt.NDArray[np.uint8]) -> list[str]:
         names = list(map(_text, fields))
     else:
         names = together.decode("utf-8", "backslashreplace").split("\0")
-    for number in np.flatnonzero(headers[:, 345]).tolist():  # with a prefix
-        if headers[number, 257:263].tobytes() == b"ustar\0":
-            names[number] = f"{_text(headers[number, 345:500].tobytes())}/{names[number]}"
+    for row in np.flatnonzero(headers[:, 345]).tolist():  # with a prefix
+        if headers[row, 257:263].tobytes() == b"ustar\0":
+            names[row] = f"{_text(headers[row, 345:500].tobytes())}/{names[row]}"
     return names
 
 

@@ -135,18 +135,18 @@ class TraitCounts:
             upright: how to apply the orientation; "" if the user chose not to.
         """
 
-        def of_all(count: int) -> str:
+        def format_of_all(count: int) -> str:
             return f"{count:,} of {counted(self.images, 'image')} {'is' if count == 1 else 'are'}"
 
         lines = {}
         if self.transparent and decoding.background is None and background:
             lines["transparent"] = (
-                f"{of_all(self.transparent)} transparent and without a background: the colors hidden under "
+                f"{format_of_all(self.transparent)} transparent and without a background: the colors hidden under "
                 f"the transparent parts are used, as open_clip does; set {background}"
             )
         if self.rotated and not decoding.upright and upright:
             lines["rotated"] = (
-                f"{of_all(self.rotated)} rotated by an EXIF tag that is not applied, as in open_clip; set "
+                f"{format_of_all(self.rotated)} rotated by an EXIF tag that is not applied, as in open_clip; set "
                 f"{upright}"
             )
         pixel_range = format_pixel_range(decoding.pixel_range)
@@ -175,7 +175,8 @@ def color_of(color: str | Color, *, setting: str = "background") -> Color | None
             parsed: tuple[int, ...] = ImageColor.getrgb(color)
         except ValueError:
             parsed = ()
-        rgb, alpha = parsed[:3], parsed[3:]
+        rgb = parsed[:3]
+        alpha = parsed[3:]
     if not is_rgb(rgb):
         raise ConfigError(f"{setting} = {color!r} is not a color: use a color such as white or #ffffff")
     if alpha not in ((), (255,)):
@@ -188,7 +189,7 @@ def is_rgb(values: object) -> TypeGuard[Color]:
     return (
         isinstance(values, tuple)
         and len(values) == 3
-        and all(type(one) is int and 0 <= one <= 255 for one in values)
+        and all(type(value) is int and 0 <= value <= 255 for value in values)
     )
 
 

@@ -1,4 +1,4 @@
-"""The training engine, which train.py drives; here the optimizers and learning rate schedules. Imports no torch."""
+"""The training engine, which train.py drives; here the optimizers and learning rate schedules."""
 
 import math
 from collections.abc import Callable
@@ -37,7 +37,8 @@ class OptimizerEntry:
     def check(self, config: Config) -> None:
         """Raise ConfigError if other settings do not fit."""
         if not self.parameters_join_late:
-            never, every = f"expected 0 with optim.name={config.optim.name}", config.lock.unfreeze_every
+            never = f"expected 0 with optim.name={config.optim.name}"
+            every = config.lock.unfreeze_every
             require(not every, "lock.unfreeze_every", every, never)
             for term in config.terms.values():
                 require(not term.after, f"{term.section}after", term.after, never)

@@ -13,6 +13,7 @@ from torch import nn
 
 from clipkit.api import load
 from clipkit.config import (
+    Config,
     LoraConfig,
     LossConfig,
     ModelConfig,
@@ -39,7 +40,7 @@ from clipkit.model.clip import CLIP, create
 from clipkit.model.lora import Adapters, add_adapters
 from clipkit.model.names import IMAGE_TOWERS, architecture
 from clipkit.model.tokenizer import stored_tokenizer, trained_tokenizer
-from clipkit.objectives import OBJECTIVES, Term
+from clipkit.objectives import OBJECTIVES, Term, select_terms
 from clipkit.training.ema import AveragedWeights, RunningStatistics
 from clipkit.training.parallel import gathered
 
@@ -61,13 +62,9 @@ def shape_of(
     sizes: ShapeConfig | None = None,
     pixels: PixelsConfig | None = None,
 ) -> Architecture:
-    """Return the architecture that settings select, with a bias or heads if the objective or terms need them.
-
-    Raises:
-        ConfigError: a name is unknown, or the towers do not support patch dropout, smaller inputs or captions.
-    """
+    """Return the architecture that settings select, with a bias or heads if the objective or terms need them."""
     options = {name: f"model.image_options: {name}" for name in model.tower_options}
-    with _called({**_MODEL_SIZES, **options}):
+    with _name_settings({**_MODEL_SIZES, **options}):
         shape = architecture(
             model.name,
             image=model.image,
@@ -77,7 +74,7 @@ def shape_of(
             context_length=model.context_length,
         )
     if sizes is not None and sizes.changed:
-        shape = _with_sizes(shape, sizes, model)
+        shape = _apply_sizes(shape, sizes, model)
     if model.tokenizer:
         tokenizer = trained_tokenizer(model.tokenizer, shape.text.context_length)
         shape = replace(shape, text=shape.text.with_vocabulary(tokenizer.vocab_size))
@@ -89,7 +86,8 @@ def shape_of(
         )
     if small.steps and small.image_size:
         name = f"small.image_size = {small.image_size} does not fit {model.label}"
-        step, largest = shape.vision.size_step, shape.vision.image_size
+        step = shape.vision.size_step
+        largest = shape.vision.image_size
         if not step:
             raise ConfigError(f"{name}: it requires clipkit's own image towers")
         if small.image_size % step or small.image_size > largest:
@@ -113,13 +111,25 @@ def shape_of(
     return replace(shape, logit_bias=True) if has_bias else shape
 
 
+def select_shape(config: Config) -> Architecture:
+    """Return the architecture that the settings of a run select, see ``shape_of``."""
+    return shape_of(
+        config.model,
+        config.loss,
+        config.small,
+        terms=select_terms(config),
+        sizes=config.shape,
+        pixels=config.pixels,
+    )
+
+
 Tower = TypeVar("Tower", bound=TowerArchitecture)
 _SAME_FEATURES = 1e-3  # difference of unit-norm features that is rounding
 _MODEL_SIZES = {name: f"model.{name}" for name in ("image_size", "context_length")}
 
 
 @contextmanager
-def _called(settings: Mapping[str, str]) -> Iterator[None]:
+def _name_settings(settings: Mapping[str, str]) -> Iterator[None]:
     """Name settings instead of an architecture's fields in errors such as "layers = 0 is not an integer"."""
     try:
         yield
@@ -128,59 +138,52 @@ def _called(settings: Mapping[str, str]) -> Iterator[None]:
         raise ConfigError(text) from error
 
 
-def _with_sizes(shape: Architecture, sizes: ShapeConfig, model: ModelConfig) -> Architecture:
-    """Return the architecture with the sizes of [shape]."""
+def _apply_sizes(shape: Architecture, sizes: ShapeConfig, model: ModelConfig) -> Architecture:
     changed = sizes.changed
     embed_dim = changed.pop("embed", shape.embed_dim)
     text_sizes = {name: changed.pop(name) for name in list(changed) if name.startswith("text_")}
-    vision = _with_tower_sizes(shape.vision, changed, f"image tower must be clipkit's ViT, not {model.label}")
+    vision = _apply_tower_sizes(
+        shape.vision, changed, f"image tower must be clipkit's ViT, not {model.label}"
+    )
     transformer = f"text tower must be clipkit's transformer, not {model.label}"
-    text = _with_tower_sizes(shape.text, text_sizes, transformer)
-    with _called({"embed_dim": "shape.embed"}):
+    text = _apply_tower_sizes(shape.text, text_sizes, transformer)
+    with _name_settings({"embed_dim": "shape.embed"}):
         return replace(shape, embed_dim=embed_dim, vision=vision, text=text)
 
 
-def _with_tower_sizes(tower: Tower, sizes: Mapping[str, Any], wanted: str) -> Tower:
+def _apply_tower_sizes(tower: Tower, sizes: Mapping[str, Any], setting: str) -> Tower:
     if sizes.keys() - tower.sizes.keys():
-        raise ConfigError(f"to set {' and '.join(f'shape.{name}' for name in sizes)}, the {wanted}")
-    with _called(_MODEL_SIZES | {field: f"shape.{name}" for name, field in tower.sizes.items()}):
+        raise ConfigError(f"to set {' and '.join(f'shape.{name}' for name in sizes)}, the {setting}")
+    with _name_settings(_MODEL_SIZES | {field: f"shape.{name}" for name, field in tower.sizes.items()}):
         return tower.with_sizes(sizes)
 
 
 def first_model(
-    model: ModelConfig,
-    loss: LossConfig,
+    config: Config,
     shape: Architecture,
     *,
-    seed: int,
-    small: SmallConfig,
-    lora: LoraConfig | None = None,
-    extend: str = "zeros",
     checkpoint: Path | None = None,
     say: Callable[[str], object] = lambda line: None,
 ) -> CLIP:
     """Return a model with fresh weights or those of ``model.weights``, in training mode on the CPU.
 
     A run that resumes takes weights, tokenizer and preprocessing from its ``checkpoint``; ``model.weights`` may no
-    longer exist, unless the run trains adapters of them. The preprocessing is always the checkpoint's. ``extend``
-    says how weights of RGB images get further channels, see ``CLIP.extend_channels``. ``say``
+    longer exist, unless the run trains adapters of them. The preprocessing is always the checkpoint's. ``say``
     gets a line if ``model.weights`` is not read, and if the decoder of captions starts with fresh weights, because
     those given have none or another one.
-
-    Raises:
-        ConfigError: the weights have another architecture.
-        CheckpointError: they cannot be loaded, or have changed since the adapters of ``checkpoint`` were trained.
     """
-    objective = OBJECTIVES[loss.name]
+    model, small, lora, seed = config.model, config.small, config.lora, config.seed
+    extend = config.pixels.extend
+    objective = OBJECTIVES[config.loss.name]
     fresh = False  # whether temperature and bias start with the objective's values
-    adapted = lora is not None and lora.rank > 0
+    adapted = lora.rank > 0
     adapters: Adapters | None = None
     if model.weights and checkpoint is not None and not adapted:
         first = load_checkpoint(checkpoint)
         say(f"the checkpoint contains all weights: model.weights = {model.weights!r} is not read")
         if not _fits(first, shape):
             cause = f"of another architecture than {model.label}"
-            if other := _other_classes(first, shape):
+            if other := _describe_other_classes(first, shape):
                 cause = f"of {other}: set {model.text} as it was when the run began, or out=… for a new run"
             raise CheckpointError(f"{checkpoint} is {cause}")
         if not shape.text.classes:
@@ -193,7 +196,7 @@ def first_model(
             if adapted:
                 raise ConfigError("lora.rank: adapters require model.weights with all of pixels.channels")
             first.extend_channels(shape.vision.channels, extend=extend)
-        if lora is not None and adapted:
+        if adapted:
             path = Path(model.weights).expanduser()
             source = str(path.resolve()) if path.exists() else model.weights
             adapters = adapters_of(lora, source=source, weights=model_hash(first))
@@ -216,13 +219,14 @@ def first_model(
         rgb = shape
         if model.image_weights and checkpoint is None and shape.vision.channels != 3:
             rgb = replace(shape, vision=shape.vision.with_channels(3))
-        first, fresh = create(rgb, name=model.label, seed=seed), True
+        first = create(rgb, name=model.label, seed=seed)
+        fresh = True
         if model.tokenizer:
-            own = trained_tokenizer(model.tokenizer, shape.text.context_length)
-            first.tokenizer = own
+            tokenizer = trained_tokenizer(model.tokenizer, shape.text.context_length)
+            first.tokenizer = tokenizer
             if (
                 checkpoint is not None
-                and stored_tokenizer(checkpoint).library().get_vocab() != own.library().get_vocab()
+                and stored_tokenizer(checkpoint).library().get_vocab() != tokenizer.library().get_vocab()
             ):
                 raise CheckpointError(
                     f"{checkpoint} has another tokenizer than model.tokenizer = {model.tokenizer!r}: restore "
@@ -264,11 +268,9 @@ def check_texts(model: CLIP, *, called: str) -> None:
     Args:
         model: the model on the CPU.
         called: the setting of the text tower, for error messages.
-
-    Raises:
-        ConfigError: the text tower cannot encode what the tokenizer returns, or features depend on padding.
     """
-    text, tokenizer = model.architecture.text, model.tokenizer
+    text = model.architecture.text
+    tokenizer = model.tokenizer
     if text.vocab_size and tokenizer.vocab_size > text.vocab_size:
         raise ConfigError(
             f"{called}: the tokenizer has {tokenizer.vocab_size:,} tokens and the text tower embeddings of only "
@@ -311,17 +313,18 @@ def adapters_of(lora: LoraConfig, *, source: str = "", weights: str = "") -> Ada
 
 
 def _lacks_channels(first: CLIP, shape: Architecture) -> bool:
-    """Whether weights are of RGB images and the architecture is of more channels."""
     return first.architecture.vision.channels == 3 != shape.vision.channels
 
 
 def _take_image_tower(first: CLIP, model: ModelConfig, extend: str) -> None:
-    """Copy the image tower of ``model.weights``, and its preprocessing."""
     source = load(model.weights, image_size=model.image_size)
     if _lacks_channels(source, first.architecture):
         source.extend_channels(first.architecture.vision.channels, extend=extend)
-    own, other = first.architecture, source.architecture
-    if any(getattr(own, name) != getattr(other, name) for name in ("vision", "embed_dim", "quick_gelu")):
+    architecture = first.architecture
+    other = source.architecture
+    if any(
+        getattr(architecture, name) != getattr(other, name) for name in ("vision", "embed_dim", "quick_gelu")
+    ):
         raise ConfigError(
             f"model.weights: the weights in {model.weights!r} are of {source.name or 'another architecture'}, "
             f"whose image tower is not that of {model.label}: set model.name, model.image or model.image_options"
@@ -332,8 +335,8 @@ def _take_image_tower(first: CLIP, model: ModelConfig, extend: str) -> None:
 
 
 def _take_backbone(first: CLIP, model: ModelConfig) -> None:
-    """Copy the weights of the image tower's backbone, and their normalization of images."""
-    vision, source = first.architecture.vision, model.image_weights
+    vision = first.architecture.vision
+    source = model.image_weights
     if source == "timm":
         if not vision.published:
             raise ConfigError(f"timm publishes no weights for {model.image}")
@@ -351,13 +354,12 @@ def _fits(first: CLIP, shape: Architecture) -> bool:
 
     That is a bias, which softmax ignores, the initialization, and whether text attention is causal.
     """
-    own = replace(first.architecture, logit_bias=shape.logit_bias, small_data=shape.small_data)
-    return replace(own, text=own.text.with_attention(causal=shape.text.is_causal)) == shape
+    converted = replace(first.architecture, logit_bias=shape.logit_bias, small_data=shape.small_data)
+    return replace(converted, text=converted.text.with_attention(causal=shape.text.is_causal)) == shape
 
 
 def _misfit(first: CLIP, shape: Architecture, model: ModelConfig) -> str:
-    """Describe how weights differ from the architecture that settings select, and what to do."""
-    if other := _other_classes(first, shape):
+    if other := _describe_other_classes(first, shape):
         return f"are of {other}: set {model.text} as it was for them, or model.new_head=true"
     if shape.text.classes and not first.architecture.text.classes:
         return (
@@ -373,41 +375,44 @@ def _misfit(first: CLIP, shape: Architecture, model: ModelConfig) -> str:
         return f"are of images of {counted(channels, 'channel')}: set pixels.channels={channels}"
     name, *others = first.name.split(" + ")
     named = {"model.name": name}
-    for one in others:
-        if one != "classes":
-            named["model.image" if selected(one, IMAGE_TOWERS) else "model.text"] = one
+    for part in others:
+        if part != "classes":
+            named["model.image" if selected(part, IMAGE_TOWERS) else "model.text"] = part
     set_to = " ".join(f"{key}={value}" for key, value in named.items()) if name else "model.name"
-    if first.name == model.label and (sizes := _other_sizes(first.architecture, shape)):
+    if first.name == model.label and (sizes := _list_other_sizes(first.architecture, shape)):
         return f"are of {model.label} with other sizes: set {' '.join(sizes)}"
     return f"are of {first.name or 'another architecture'}, not of {model.label}: set {set_to}"
 
 
-def _other_sizes(own: Architecture, shape: Architecture) -> list[str]:
-    """Return the settings of [shape] that would select the sizes of ``own``."""
+def _list_other_sizes(stored: Architecture, shape: Architecture) -> list[str]:
+    def settings(architecture: Architecture) -> dict[str, object]:
+        sizes = {**architecture.vision.size_settings, **architecture.text.size_settings}
+        return {"distilled": False, **sizes, "embed": architecture.embed_dim}
 
-    def settings(one: Architecture) -> dict[str, object]:
-        sizes = {**one.vision.size_settings, **one.text.size_settings}
-        return {"distilled": False, **sizes, "embed": one.embed_dim}
-
-    wanted = settings(shape)
+    expected = settings(shape)
     return [
         f"shape.{name}={str(value).lower()}"
-        for name, value in settings(own).items()
-        if value != wanted.get(name)
+        for name, value in settings(stored).items()
+        if value != expected.get(name)
     ]
 
 
-def _other_classes(first: CLIP, shape: Architecture) -> str:
-    """Describe how class names differ; "" if there are none, or more than they differs."""
-    own, given = first.architecture.text.classes, shape.text.classes
-    if not own or not given or own == given or not _fits(first, replace(shape, text=first.architecture.text)):
+def _describe_other_classes(first: CLIP, shape: Architecture) -> str:
+    names = first.architecture.text.classes
+    expected = shape.text.classes
+    if (
+        not names
+        or not expected
+        or names == expected
+        or not _fits(first, replace(shape, text=first.architecture.text))
+    ):
         return ""
-    if len(own) != len(given):
-        return f"{len(own):,} classes, not of {len(given):,}"
-    pairs = enumerate(zip(own, given, strict=True), start=1)
-    number, (old, new) = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
-    order = "classes in another order" if sorted(own) == sorted(given) else "other classes"
-    return f"{order}, number {number} is {old[:80]!r} and not {new[:80]!r}"
+    if len(names) != len(expected):
+        return f"{len(names):,} classes, not of {len(expected):,}"
+    pairs = enumerate(zip(names, expected, strict=True), start=1)
+    index, (old, new) = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
+    order = "classes in another order" if sorted(names) == sorted(expected) else "other classes"
+    return f"{order}, number {index} is {old[:80]!r} and not {new[:80]!r}"
 
 
 def patch_counts(shape: Architecture, patch_dropout: float, image_size: int) -> tuple[int, int] | None:
@@ -468,34 +473,32 @@ def tower_of(name: str) -> str:
 
 
 def places(model: CLIP) -> dict[str, Place]:
-    """Return the place of every parameter by name, see ``TowerArchitecture.layer_of``.
-
-    Raises:
-        ConfigError: the blocks of a library's tower are not recognized.
-    """
+    """Return the place of every parameter by name, see ``TowerArchitecture.layer_of``."""
     names = [name for name, _ in model.named_parameters()]
     # nothing is below the decoder: it is never locked, and has the full rate
     single = ("", "decoder")
-    found = {name: Place(tower=tower_of(name), depth=0, top=0) for name in names if tower_of(name) in single}
+    positions = {
+        name: Place(tower=tower_of(name), depth=0, top=0) for name in names if tower_of(name) in single
+    }
     shape = model.architecture
     text_module = model if model.text is None else model.text
     for tower, kind, module in (("image", shape.vision, model.visual), ("text", shape.text, text_module)):
         layer = kind.layer_of(module)
-        own: dict[str, Layer] = {}
+        layers: dict[str, Layer] = {}
         if layer is not None:
             prefix = "visual." if tower == "image" else "text."
-            own = {name: layer(name.removeprefix(prefix)) for name in names if tower_of(name) == tower}
-        blocks = sorted({one for one in own.values() if one is not None and one != STEM})
+            layers = {name: layer(name.removeprefix(prefix)) for name in names if tower_of(name) == tower}
+        blocks = sorted({block for block in layers.values() if block is not None and block != STEM})
         if layer is None or (kind.has_blocks and not blocks):
             raise ConfigError(
                 f"the blocks of the {tower} tower are not recognized, so its layers are not known: "
                 "lock it whole or not at all, set optim.layer_decay=1, and use another optim.name than muon"
             )
-        depths = {STEM: 0, **{block: number for number, block in enumerate(blocks, start=1)}}
+        depths = {STEM: 0, **{block: i for i, block in enumerate(blocks, start=1)}}
         top = len(blocks) + 1
-        for name, one in own.items():
-            found[name] = Place(tower=tower, depth=top if one is None else depths[one], top=top)
-    return {name: found[name] for name in names}
+        for name, block in layers.items():
+            positions[name] = Place(tower=tower, depth=top if block is None else depths[block], top=top)
+    return {name: positions[name] for name in names}
 
 
 def lock(
@@ -511,20 +514,19 @@ def lock(
         image: "" locks nothing; "all" the image tower; a number all but that many top layers.
         text: the same for the text tower.
         terms: local terms that are trained; the heads of others are locked, since they get no gradient.
-
-    Raises:
-        ConfigError: a tower has fewer layers, they are not known, or nothing but the temperature is left to train.
     """
     settings = {"image": image, "text": text}
-    kept = {tower: 0 if value == "all" else int(value) for tower, value in settings.items() if value != ""}
-    where = places(model) if any(kept.values()) else {}
-    for tower, depths in kept.items():
+    unlocked = {
+        tower: 0 if value == "all" else int(value) for tower, value in settings.items() if value != ""
+    }
+    where = places(model) if any(unlocked.values()) else {}
+    for tower, depths in unlocked.items():
         if depths:
             count = 1 + max(place.top for place in where.values() if place.tower == tower)
             most = f"expected at most {count}, the tower's layers including stem and head"
             require(depths <= count, f"lock.{tower}", depths, most)
     for name, parameter in model.named_parameters():
-        depths = kept.get(tower_of(name), -1)
+        depths = unlocked.get(tower_of(name), -1)
         unused = any(name.startswith(head) for term, head in HEADS.items() if term not in terms)
         if unused or depths == 0 or (depths > 0 and where[name].above >= depths):
             parameter.requires_grad_(False)
@@ -542,8 +544,8 @@ def still_statistics(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, _BATCH_NORMS):
-            own = list(module.parameters(recurse=False))
-            if own and not any(parameter.requires_grad for parameter in own):
+            parameters = list(module.parameters(recurse=False))
+            if parameters and not any(parameter.requires_grad for parameter in parameters):
                 module.eval()
 
 
@@ -569,7 +571,9 @@ class Unfreezing:
 
     def __init__(self, model: CLIP, *, every: int = 0, after: Mapping[str, int] | None = None) -> None:
         assert every >= 0, every
-        self._model, self.layers, where = model, 1, places(model) if every else {}
+        self._model = model
+        self.layers = 1
+        where = places(model) if every else {}
         heads = {HEADS[name]: steps for name, steps in (after or {}).items() if name in HEADS}
         self._first: list[tuple[nn.Parameter, int]] = []  # the first step in which each is trained
         for name, parameter in model.named_parameters():

@@ -63,7 +63,9 @@ if TYPE_CHECKING:
 # RUN/config.toml               the configuration
 # RUN/data.manifest             the training data, see data/shards/manifest.py
 
-_LOCK, _CONFIG, _MANIFEST = ".lock", "config.toml", "data.manifest"
+_LOCK = ".lock"
+_CONFIG = "config.toml"
+_MANIFEST = "data.manifest"
 # written before the first step
 _AT_START = {_LOCK, _CONFIG, _MANIFEST, "metrics.jsonl", "truncated_shards.jsonl", "tensorboard"}
 _LOCK_SECONDS = 10.0  # to wait for a lock: ranks of a killed launcher end within a second
@@ -122,8 +124,6 @@ def only_trainer_of(run: Path, config: Config, *, rank0: bool, launcher: int | N
 
 
 def _acquire(lock: FileLock, run: Path) -> None:
-    """Take the lock, or raise ConfigError if another process still holds it after some seconds."""
-
     def holder() -> str:
         return f" ({lock.holder})" if lock.holder else ""
 
@@ -140,7 +140,6 @@ def _acquire(lock: FileLock, run: Path) -> None:
 
 
 def _claim(run: Path, config: Config) -> None:
-    """Write the run's configuration, after comparing it with that of the checkpoints in the folder."""
     stored = run / _CONFIG
     if stored.is_file() and ((run / "checkpoints").exists() or (run / SAVED).exists()):
         if differing := changes(load_config(stored), config):
@@ -150,9 +149,9 @@ def _claim(run: Path, config: Config) -> None:
                 "or remove that folder"
             )
         checkpoint = latest_checkpoint(run)
-        if checkpoint is not None and config.steps < (made := step_of(checkpoint.name)):
+        if checkpoint is not None and config.steps < (step := step_of(checkpoint.name)):
             raise ConfigError(
-                f"steps = {config.steps}, but {run} has made {made}: set steps={made} or more, "
+                f"steps = {config.steps}, but {run} has made {step}: set steps={step} or more, "
                 "or out=… for a new run"
             )
     elif not stored.is_file() and any(path.name != _LOCK and not _is_partial(path) for path in run.iterdir()):
@@ -161,7 +160,6 @@ def _claim(run: Path, config: Config) -> None:
 
 
 def _is_partial(path: Path) -> bool:
-    """Whether the file was being written when its process was killed or the disk was full."""
     return path.name.startswith(".") and path.name.endswith(".partial")
 
 
@@ -214,29 +212,21 @@ class LoopState:
 
 
 def loop_state(stored: Mapping[str, Any], *, origin: Path) -> LoopState:
-    """Build the state from the content of state.json.
-
-    Raises:
-        CheckpointError: a value is missing, unknown, of the wrong type, or out of range.
-    """
+    """Build the state from the content of state.json."""
     try:
         state = LoopState(**stored)
     except TypeError as error:
         raise CheckpointError(f"{origin}: state.json is invalid: {error}") from error
-    for one in fields(state):
-        value = getattr(state, one.name)
-        valid = type(value) is str if one.type is str else type(value) in (int, one.type)
-        if not valid or (one.type is not str and not 0 <= value < _MAX_COUNT):  # NaN fails too
-            raise CheckpointError(f"{origin}: state.json is invalid: {one.name} = {shown(value)}")
+    for field in fields(state):
+        value = getattr(state, field.name)
+        valid = type(value) is str if field.type is str else type(value) in (int, field.type)
+        if not valid or (field.type is not str and not 0 <= value < _MAX_COUNT):  # NaN fails too
+            raise CheckpointError(f"{origin}: state.json is invalid: {field.name} = {shown(value)}")
     return state
 
 
 def newest_checkpoint(run: Path) -> Path | None:
-    """Return the newest checkpoint that rank 0 sees, on every rank; None if there is none.
-
-    Raises:
-        CheckpointError: another rank does not see it.
-    """
+    """Return the newest checkpoint that rank 0 sees, on every rank; None if there is none."""
     newest = latest_checkpoint(run) if rank() == 0 else None
     name = broadcast_bytes(newest.name.encode() if newest else b"").decode()
     if not name:
@@ -282,24 +272,19 @@ def restore_optimizer(
         tensors: the state.
         origin: source of the tensors, for error messages.
         partly: whether parameters may lack state because they have had no gradient yet.
-
-    Raises:
-        CheckpointError: the state is for other parameters, incomplete, or of other shapes or dtypes.
     """
     parameters = dict(model.named_parameters())
     stored: dict[str, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         name, _, kind = key.rpartition("/")
         stored.setdefault(name, {})[kind] = value
-    held = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    missing = {name for name, one in parameters.items() if one.requires_grad} - stored.keys()
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    missing = {name for name, parameter in parameters.items() if parameter.requires_grad} - stored.keys()
     if (missing and not partly) or any(id(parameters.get(name)) not in held for name in stored):
         raise CheckpointError(f"{origin}: the optimizer's state is for other parameters than the model has")
     for name, state in stored.items():
-        expected, where = (
-            expected_state(optimizer, parameters[name]),
-            f"{origin}: the optimizer's state of {name}",
-        )
+        expected = expected_state(optimizer, parameters[name])
+        where = f"{origin}: the optimizer's state of {name}"
         if state.keys() != expected.keys():
             raise CheckpointError(
                 f"{where} holds {', '.join(sorted(state))} instead of {', '.join(expected)}"
@@ -311,14 +296,15 @@ def restore_optimizer(
                     f"{where}: {kind} is {tuple(value.shape)} {value.dtype} instead of {tuple(shape)} {dtype}"
                 )
     for name, state in stored.items():
-        parameter, own = parameters[name], {}
+        parameter = parameters[name]
+        restored = {}
         for kind, value in state.items():
             if value.ndim:
-                own[kind] = zeros_of(parameter, value.shape, value.dtype)
-                put(own[kind], value)
+                restored[kind] = zeros_of(parameter, value.shape, value.dtype)
+                put(restored[kind], value)
             else:
-                own[kind] = value.to(parameter.device, copy=True)
-        optimizer.state[parameter] = own
+                restored[kind] = value.to(parameter.device, copy=True)
+        optimizer.state[parameter] = restored
 
 
 Files = dict[str, dict[str, Tensor]]  # tensors of each file
@@ -335,7 +321,9 @@ class CheckpointWriter:
     """
 
     def __init__(self, run: Path, settings: str, *, keep: int, newest: Path | None = None) -> None:
-        self._run, self._settings, self._keep = run, settings, keep
+        self._run = run
+        self._settings = settings
+        self._keep = keep
         self._root = run / "checkpoints"
         # damaged checkpoints do not count as kept
         self._damaged = set() if newest is None else set(passed_over(newest))
@@ -355,11 +343,7 @@ class CheckpointWriter:
     def save_now(
         self, model: CLIP, optimizer: Optimizer, state: LoopState, averaged: AveragedWeights | None = None
     ) -> None:
-        """Save this step unless it is saved, and wait until every rank has done so; all ranks call this.
-
-        Raises:
-            CheckpointError: see ``begin`` and ``finish``.
-        """
+        """Save this step unless it is saved, and wait until every rank has done so; all ranks call this."""
         self.finish()
         if self._saved != state.step:
             self.begin(model, optimizer, state, averaged)
@@ -431,12 +415,10 @@ class CheckpointWriter:
             self._copied.result()
 
     def finish(self) -> None:
-        """Wait until everything is written.
-
-        Raises:
-            CheckpointError: writing failed, for example on a full disk; earlier checkpoints are unchanged.
-        """
-        written, self._written, self._copied = self._written, None, None
+        """Wait until everything is written."""
+        written = self._written
+        self._written = None
+        self._copied = None
         if written is None:
             return
         from torch.distributed.checkpoint.api import CheckpointException
@@ -480,12 +462,12 @@ class CheckpointWriter:
         names = [name for name in files if files[name]]  # an optimizer that made no update has no state
         tensors = {name: tensor for content in files.values() for name, tensor in content.items()}
         # scalars are copied: they are written after training has continued
-        scalars = {name: one.to("cpu", copy=True) for name, one in tensors.items() if not one.ndim}
+        scalars = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items() if not tensor.ndim}
         response = async_save(
             tensors,
             storage_writer=HuggingFaceStorageWriter(
                 str(temporary),
-                {tensor: number for number, name in enumerate(names, 1) for tensor in files[name]},
+                {tensor: i for i, name in enumerate(names, 1) for tensor in files[name]},
                 save_distributed=True,
                 enable_consolidation=True,
                 thread_count_consolidation=len(names),
@@ -500,8 +482,8 @@ class CheckpointWriter:
         def write() -> None:
             uploaded.result()
             if rank() == 0:
-                for number, name in enumerate(names, 1):
-                    joined = temporary / f"model-{number:05d}-of-{len(names):05d}.safetensors"
+                for i, name in enumerate(names, 1):
+                    joined = temporary / f"model-{i:05d}-of-{len(names):05d}.safetensors"
                     _write_scalars(joined, scalars)
                     joined.rename(temporary / name)
                 for name in files.keys() - names:
@@ -524,7 +506,6 @@ class CheckpointWriter:
         return self._stager
 
     def _commit(self, temporary: Path, folder: Path) -> None:
-        """Turn the temporary folder into a checkpoint, the newest one, and delete the oldest."""
         (temporary / COMPLETE).write_text(listing(temporary))
         for path in (path for path in temporary.rglob("*") if path.is_file()):
             path.chmod((temporary / COMPLETE).stat().st_mode & 0o777)  # safetensors makes files private
@@ -557,8 +538,8 @@ class CheckpointWriter:
         shutil.rmtree(self._temporary(), ignore_errors=True)
         cause: BaseException = error
         if isinstance(error, CheckpointException):  # one cause for each rank that failed
-            causes = (one[0] for one in error.failures.values())
-            cause = next((one for one in causes if isinstance(one, BaseException)), error)
+            causes = (failure[0] for failure in error.failures.values())
+            cause = next((reason for reason in causes if isinstance(reason, BaseException)), error)
         return CheckpointError(f"the checkpoint of step {self._step} was not written: {cause}")
 
 
@@ -604,9 +585,6 @@ def load_training(
         optimizer: optimizer of the model.
         averaged: averaged weights, if the run averages them.
         partly: whether parameters may lack optimizer state because they are unfrozen later.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or does not match the model.
     """
     stored = read_json(folder / "state.json")
     if stored.pop("format", None) != FORMAT:
@@ -615,25 +593,24 @@ def load_training(
     if STEP_FOLDER.fullmatch(folder.name) and state.step != step_of(folder.name):
         raise CheckpointError(f"{folder}: state.json is of step {state.step}")
     own_names = adapter_tensors(model, model.state_dict()).keys()
-    base = {name: one for name, one in model.state_dict().items() if name not in own_names}
+    base = {name: tensor for name, tensor in model.state_dict().items() if name not in own_names}
     weights = {**base, **_load(folder / "model.safetensors")}
     _check(model, weights, folder)
     if averaged is not None:
         averaged.restore(weights, origin=folder)
         trained = _load(folder / "trained.safetensors")
-        weights |= {name.removesuffix(TRAINED): one for name, one in trained.items()}
+        weights |= {name.removesuffix(TRAINED): tensor for name, tensor in trained.items()}
         _check(model, weights, folder)
     elif (folder / "trained.safetensors").exists():
         raise CheckpointError(f"{folder}: its weights are averaged; set optim.average as before")
-    for name, own in adapter_tensors(model, model.state_dict()).items():
-        put(own, weights[name])
+    for name, adapter in adapter_tensors(model, model.state_dict()).items():
+        put(adapter, weights[name])
     partly = partly or not state.step  # before the first update an optimizer has no state
     restore_optimizer(model, optimizer, _load(folder / "optimizer.safetensors"), origin=folder, partly=partly)
     return state
 
 
 def _load(path: Path) -> dict[str, Tensor]:
-    """Map the tensors of a file into memory, which are read from disk when they are used."""
     try:
         return load_file(path)
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
@@ -642,6 +619,6 @@ def _load(path: Path) -> dict[str, Tensor]:
 
 def _check(model: CLIP, weights: Mapping[str, Tensor], folder: Path) -> None:
     check_weights(model, weights, origin=folder)
-    for name, own in model.state_dict().items():
-        if weights[name].dtype != own.dtype:  # a conversion would change the run
-            raise CheckpointError(f"{folder}: {name} is {weights[name].dtype}, not {own.dtype}")
+    for name, tensor in model.state_dict().items():
+        if weights[name].dtype != tensor.dtype:  # a conversion would change the run
+            raise CheckpointError(f"{folder}: {name} is {weights[name].dtype}, not {tensor.dtype}")

@@ -22,7 +22,7 @@ from numpy.polynomial import Polynomial
 
 from clipkit.api import load
 from clipkit.batch import Batch
-from clipkit.config import Config, DistillConfig, LossConfig, OptimConfig, shown_settings
+from clipkit.config import Config, LossConfig, OptimConfig, shown_settings
 from clipkit.distributed import barrier, ranks_of_host, world_size
 from clipkit.errors import ClipkitError, ConfigError, nearest
 from clipkit.expected import expected_score
@@ -40,9 +40,9 @@ from clipkit.model.measure import (
 )
 from clipkit.model.names import architecture
 from clipkit.objectives import OBJECTIVES, Term, select_objective, select_terms
+from clipkit.options import Target
 from clipkit.training import OPTIMIZERS
-from clipkit.training.arguments import Target
-from clipkit.training.build import adapters_of, check_split, lock, patch_counts, shape_of, tower_of
+from clipkit.training.build import adapters_of, check_split, lock, patch_counts, select_shape, tower_of
 from clipkit.training.ema import AveragedWeights
 from clipkit.training.optim import expected_state, make_optimizer
 from clipkit.training.parallel import is_sharded, recompute_blocks, without_values
@@ -96,16 +96,16 @@ def published_gpu(device_name: str) -> Gpu | None:
     """Return the data sheet for a name from ``torch.cuda.get_device_name``; None if it is not known."""
     words = device_name.replace("-", " ").split()
     for name, gpu in GPUS.items():
-        wanted = name.split()
-        if any(words[at : at + len(wanted)] == wanted for at in range(len(words))):
+        gpu_words = name.split()
+        if any(words[at : at + len(gpu_words)] == gpu_words for at in range(len(words))):
             return gpu
     return None
 
 
 def published_memory(device_name: str) -> int | None:
     """Return a GPU's bytes of memory; a name that states them, such as "A100-PCIE-40GB", overrides the table."""
-    if stated := re.search(r"\b(\d+) ?GB\b", device_name, re.IGNORECASE):
-        return int(stated[1]) << 30
+    if match := re.search(r"\b(\d+) ?GB\b", device_name, re.IGNORECASE):
+        return int(match[1]) << 30
     gpu = published_gpu(device_name)
     return None if gpu is None else gpu.gb << 30
 
@@ -137,7 +137,8 @@ def measured_peak(
 
     if together:
         barrier()
-    operations, times = 0, [0.0]
+    operations = 0
+    times = [0.0]
     for size in _SIZES:
         generator = torch.Generator(device).manual_seed(0)  # zeros would draw less power, and be faster
         a, b = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))
@@ -205,8 +206,10 @@ def measure_step(
     Raises:
         Unmeasurable: a library's tower reads values.
     """
-    vision, text = model.architecture.vision, model.architecture.text
-    size, length = image_size or vision.image_size, length or text.context_length
+    vision = model.architecture.vision
+    text = model.architecture.text
+    size = image_size or vision.image_size
+    length = length or text.context_length
     with measuring() as meter:
         shadow = copy_without_values(model)
         recompute_blocks(shadow, every=recompute)
@@ -214,11 +217,7 @@ def measure_step(
             shape=model.architecture,
             objective=OBJECTIVES["none"](),
             loss=LossConfig(name="none"),
-            distill=DistillConfig(),
-            teacher=None,
             patch_dropout=patch_dropout,
-            seed=0,
-            accumulate=1,
             bf16=bf16,
             terms=terms,
             averaged=AveragedWeights(shadow, 0.0) if _encodes_twice(terms) else None,
@@ -234,12 +233,11 @@ def measure_step(
         )
         meter.begin(shadow.parameters())
         step.gradients(shadow, batch, max((term.after for term in terms.values()), default=0))
-        gradients = [one.grad for one in shadow.parameters() if one.grad is not None]
+        gradients = [parameter.grad for parameter in shadow.parameters() if parameter.grad is not None]
         return StepCosts(rows=rows, flops=meter.flops, bytes=meter.most_bytes(gradients))
 
 
 def _encodes_twice(terms: Mapping[str, Term]) -> bool:
-    """Return whether averaged weights encode the batch for a term."""
     return any(term.averages for term in terms.values())
 
 
@@ -317,15 +315,18 @@ def _fit_lengths(measure: Callable[[int], float], shape: Architecture) -> Polyno
 
 
 def _loss_flops(model: CLIP, rows: int, text_rows: int, dims: Sequence[int]) -> int:
-    """Compute the FLOPs of the logits (rows, text_rows), and of the gradients of both features."""
     product = 2 * rows * text_rows * (model.architecture.embed_dim + sum(dims))
     encoders = ("image", "text")
-    trained = any(one.requires_grad and tower_of(name) in encoders for name, one in model.named_parameters())
+    trained = any(
+        parameter.requires_grad and tower_of(name) in encoders for name, parameter in model.named_parameters()
+    )
     return 3 * product if trained else product
 
 
 _TILE = 1 << 22  # logits of a tiled loss in memory, three times: themselves, their gradients, a product
-_BYTE, _HALF, _FLOAT = 1, 2, 4
+_BYTE = 1
+_HALF = 2
+_FLOAT = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,7 +346,7 @@ class Memory:
     @property
     def total(self) -> int:
         """The sum of what is known."""
-        return sum(getattr(self, one.name) or 0 for one in fields(self))
+        return sum(getattr(self, field.name) or 0 for field in fields(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,7 +356,6 @@ class Workload:
     Attributes:
         model: may be on the meta device; parameters that require no gradient are not trained.
         batch_size: pairs of a step over all ranks.
-        steps: number of steps.
         world: number of ranks, one for each GPU.
         parts: parts in which each rank computes its rows (``accumulate``).
         patch_dropout: fraction of patches that is dropped.
@@ -457,8 +457,8 @@ class Estimate:
 
 def _block_of(name: str) -> str:
     """Return the block of a parameter, which FSDP gathers on its own; "" for those outside of blocks."""
-    before, found, after = name.partition("resblocks.")
-    return before + after.split(".")[0] if found else ""
+    before, separator, after = name.partition("resblocks.")
+    return before + after.split(".")[0] if separator else ""
 
 
 def communication_of(work: Workload) -> Communication:
@@ -467,22 +467,23 @@ def communication_of(work: Workload) -> Communication:
     def sent(ranks: int, size: int) -> float:
         return size * (ranks - 1) / ranks
 
-    ways, copies = work.ways, work.world // work.ways
+    ways = work.ways
+    copies = work.world // work.ways
     weights = gradients = 0.0
-    for name, one in work.model.named_parameters():
-        size = _FLOAT * one.numel()
-        if ways > 1 and one.ndim:
+    for name, parameter in work.model.named_parameters():
+        size = _FLOAT * parameter.numel()
+        if ways > 1 and parameter.ndim:
             size = (
-                size // len(one) * math.ceil(len(one) / ways) * ways
+                size // len(parameter) * math.ceil(len(parameter) / ways) * ways
             )  # the rows of all ranks are padded alike
             # a pass without and one with a graph for each part, and what was freed again for each backward pass
             passes = 2 if work.parts == 1 else 3 * work.parts
             freed = work.reshard or not _block_of(name)
             weights += sent(ways, size) * (passes if freed else work.parts)
-            if OPTIMIZERS[work.optimizer].gathers_matrices and one.ndim == 2 and _block_of(name):
-                weights += sent(ways, size) * one.requires_grad
-        if one.requires_grad:
-            if ways > 1 and one.ndim:
+            if OPTIMIZERS[work.optimizer].gathers_matrices and parameter.ndim == 2 and _block_of(name):
+                weights += sent(ways, size) * parameter.requires_grad
+        if parameter.requires_grad:
+            if ways > 1 and parameter.ndim:
                 gradients += sent(ways, size) + 2 * sent(copies, size // ways)
             else:
                 gradients += 2 * sent(work.world, size)
@@ -518,8 +519,10 @@ def memory_of(work: Workload, costs: StepCosts | None = None) -> Memory:
         work: the workload.
         costs: measured costs of a step with as many rows or about as many; None: they are measured.
     """
-    model, shape = work.model, work.model.architecture
-    rows, part = math.ceil(work.batch_size / work.world), _rows_of_part(work)
+    model = work.model
+    shape = work.model.architecture
+    rows = math.ceil(work.batch_size / work.world)
+    part = _rows_of_part(work)
     try:
         costs = costs or measure_workload(work)
     except Unmeasurable:
@@ -537,8 +540,8 @@ def memory_of(work: Workload, costs: StepCosts | None = None) -> Memory:
             for size, dtype in expected_state(optimizer, parameter).values():
                 state += size.numel() * dtype.itemsize
     ways = work.ways
-    own = math.ceil(_FLOAT * numbers / ways)
-    weights = own
+    weight_bytes = math.ceil(_FLOAT * numbers / ways)
+    weights = weight_bytes
     if ways > 1:
         # two blocks are gathered at a time, and have a whole gradient; the parameters outside of blocks always are
         outside = blocks.pop("", 0)
@@ -566,7 +569,7 @@ def memory_of(work: Workload, costs: StepCosts | None = None) -> Memory:
         gradients=math.ceil(_FLOAT * trained / ways),
         optimizer=math.ceil(state / ways),
         average=math.ceil(_FLOAT * trained / ways) if work.average else 0,
-        copy=own if work.sam else 0,
+        copy=weight_bytes if work.sam else 0,
         activations=activations,
         loss=_FLOAT * (2 * text_rows * shape.embed_dim + 4 * rows * shape.embed_dim + 3 * logits),
         # this step's and the next one's as they are stored
@@ -583,10 +586,11 @@ def estimate(work: Workload, speed: float | None = None) -> Estimate:
         speed: FLOP/s that each GPU is expected to reach; None: no hours.
     """
     shape = work.model.architecture
-    parameters, trained = {"image": 0, "text": 0, "decoder": 0, "other": 0}, 0
-    for name, one in work.model.named_parameters():
-        parameters[tower_of(name) or "other"] += one.numel()
-        trained += one.numel() if one.requires_grad else 0
+    parameters = {"image": 0, "text": 0, "decoder": 0, "other": 0}
+    trained = 0
+    for name, parameter in work.model.named_parameters():
+        parameters[tower_of(name) or "other"] += parameter.numel()
+        trained += parameter.numel() if parameter.requires_grad else 0
     costs = image = text = step = hours = None
     try:
         costs = measure_workload(work)
@@ -613,7 +617,8 @@ def estimate(work: Workload, speed: float | None = None) -> Estimate:
 
 def _measure_step_flops(work: Workload, costs: StepCosts | None = None) -> int:
     """Return the FLOPs of a step on all ranks together; ``costs`` are those of ``measure_workload``."""
-    model, rows = work.model, math.ceil(work.batch_size / work.world)
+    model = work.model
+    rows = math.ceil(work.batch_size / work.world)
     if costs is None or work.recompute:  # what is computed again does not count
         costs = measure_workload(replace(work, batch_size=_FEW * work.world, parts=1, recompute=0))
     flops = rows * costs.flops // costs.rows
@@ -653,7 +658,6 @@ class Costs:
 
     Attributes:
         whole: estimate for all steps; memory is that at full size.
-        steps: number of steps.
         machine: machine of the run.
         mfu: fraction of its peak that is reached.
         assumed: whether ``mfu`` is the default.
@@ -672,12 +676,13 @@ class Costs:
     @property
     def fits(self) -> bool | None:
         """Whether the memory suffices; None if it is not known."""
-        memory, wanted = self.machine.memory, self.whole.memory
+        memory = self.machine.memory
+        needed = self.whole.memory
         if memory is None or not self.machine.gpu:
             return None
-        if wanted.total > COUNTED_ON * memory:
+        if needed.total > COUNTED_ON * memory:
             return False
-        return None if wanted.activations is None or self.unknown_teacher else True
+        return None if needed.activations is None or self.unknown_teacher else True
 
 
 def workloads_of(
@@ -699,21 +704,26 @@ def workloads_of(
         bf16: whether the towers compute in bfloat16.
         teacher: a model that encodes each batch.
     """
-    small, caption, masked = config.small, config.caption, config.masked
+    small = config.small
+    caption = config.caption
+    masked = config.masked
     selected = select_terms(config)
     starts = (0, small.steps, *(term.after for term in selected.values()))
-    bounds = {min(one, config.steps) for one in starts}
-    works, objective = [], select_objective(config)
+    bounds = {min(start, config.steps) for start in starts}
+    works = []
+    objective = select_objective(config)
     for begin, end in pairwise([*sorted(bounds), config.steps]):
-        own = shape
+        stage_shape = shape
         if begin < small.steps:
-            own = own.resized(image_size=small.image_size, context_length=small.context_length)
+            stage_shape = stage_shape.resized(
+                image_size=small.image_size, context_length=small.context_length
+            )
         if begin < caption.after:
-            own = replace(own, decoder=None)
+            stage_shape = replace(stage_shape, decoder=None)
         if begin < masked.after:
-            own = replace(own, masked=None)
+            stage_shape = replace(stage_shape, masked=None)
         with torch.device("meta"):
-            model = CLIP(own, name=config.model.label)
+            model = CLIP(stage_shape, name=config.model.label)
         if config.lora.rank:
             add_adapters(model, adapters_of(config.lora))
         terms = {name: term for name, term in selected.items() if begin >= term.after}
@@ -730,7 +740,7 @@ def workloads_of(
                 recompute=config.recompute,
                 optimizer=config.optim.name,
                 tiled=objective.tiled,
-                text_rows=objective.text_rows(own.text, config.batch_size),
+                text_rows=objective.text_rows(stage_shape.text, config.batch_size),
                 loss_dims=config.loss.dims,
                 terms=terms,
                 further=config.data.caption_count - 1 + bool(config.data.negatives),
@@ -809,23 +819,14 @@ def dry_run(config: Config, device: torch.device, target: Target) -> list[str]:
         config: configuration of the run.
         device: device of this process, which is measured unless ``target`` names a GPU.
         target: the machines.
-
-    Raises:
-        ConfigError: the GPU is unknown, or the batch cannot be split over so many.
     """
-    shape = shape_of(
-        config.model,
-        config.loss,
-        config.small,
-        terms=select_terms(config),
-        sizes=config.shape,
-        pixels=config.pixels,
-    )
+    shape = select_shape(config)
     world = target.gpus or world_size()
     check_split(config.batch_size, world=world, parts=config.accumulate)
     bf16 = computes_in_bf16(config.precision, device)
     if gpu := target.gpu:
-        bf16, sheet = config.precision != "fp32", published_gpu(gpu)
+        bf16 = config.precision != "fp32"
+        sheet = published_gpu(gpu)
         if sheet is None:
             raise ConfigError(f"--gpu {gpu} is unknown: {nearest(gpu, GPUS)}")
         peak = sheet.bf16 if bf16 else None
@@ -836,7 +837,8 @@ def dry_run(config: Config, device: torch.device, target: Target) -> list[str]:
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             machine = replace(machine, gpu=properties.name, memory=properties.total_memory)
-    teacher, source = None, "" if config.distill.averages else config.distill.teacher
+    teacher = None
+    source = "" if config.distill.averages else config.distill.teacher
     if source.startswith(_OPEN_CLIP):
         try:
             with torch.device("meta"):
@@ -852,7 +854,9 @@ def dry_run(config: Config, device: torch.device, target: Target) -> list[str]:
     return [title, shown_settings(config), *cost_table(costs, expected=expected_score(config))]
 
 
-_WIDTH, _NAME = 80, 16  # columns of the table, and of a row's name
+# columns of the table, and of a row's name
+_WIDTH = 80
+_NAME = 16
 
 
 def cost_table(costs: Costs, *, expected: str = "") -> list[str]:
@@ -870,31 +874,38 @@ def cost_table(costs: Costs, *, expected: str = "") -> list[str]:
 Row = tuple[str, str]
 
 
-def _model_rows(found: Estimate) -> Iterator[Row]:
+def _model_rows(estimate: Estimate) -> Iterator[Row]:
     image, text, total = (
         f"{count / 1e6:,.1f} M"
-        for count in (found.parameters["image"], found.parameters["text"], sum(found.parameters.values()))
+        for count in (
+            estimate.parameters["image"],
+            estimate.parameters["text"],
+            sum(estimate.parameters.values()),
+        )
     )
-    trained = f"{found.trained / 1e6:,.1f} M"
-    if count := found.parameters["decoder"]:
+    trained = f"{estimate.trained / 1e6:,.1f} M"
+    if count := estimate.parameters["decoder"]:
         text += f", decoder {count / 1e6:,.1f} M"
     yield "parameters", f"image {image}, text {text}, {total} in all, {trained} trained"
-    if found.image_flops is None or found.text_flops is None:
+    if estimate.image_flops is None or estimate.text_flops is None:
         yield "FLOPs", "not known, as a tower of another library reads values"
         return
-    tokens = found.work.model.architecture.text.context_length
-    of_text = f"{_flops(found.text_flops.both)} a caption of {tokens} tokens"
-    yield "FLOPs", f"{_flops(found.image_flops.both)} an image, {of_text}"
-    if found.step_flops is not None:
-        teacher = ", with the teacher's" if found.work.teacher is not None or found.work.averaged else ""
+    tokens = estimate.work.model.architecture.text.context_length
+    of_text = f"{_flops(estimate.text_flops.both)} a caption of {tokens} tokens"
+    yield "FLOPs", f"{_flops(estimate.image_flops.both)} an image, {of_text}"
+    if estimate.step_flops is not None:
+        teacher = (
+            ", with the teacher's" if estimate.work.teacher is not None or estimate.work.averaged else ""
+        )
         yield (
             "",
-            f"{_flops(found.step_flops)} a step of {found.work.batch_size:,} pairs, both passes{teacher}",
+            f"{_flops(estimate.step_flops)} a step of {estimate.work.batch_size:,} pairs, both passes{teacher}",
         )
 
 
 def _memory_rows(costs: Costs) -> Iterator[Row]:
-    memory, machine = costs.whole.memory, costs.machine
+    memory = costs.whole.memory
+    machine = costs.machine
     yield "memory per GPU" if machine.gpu else "memory", f"{_gib(memory.weights)} weights"
     rows = [
         (memory.gradients, "gradients"),
@@ -913,34 +924,36 @@ def _memory_rows(costs: Costs) -> Iterator[Row]:
             yield "", f"{_gib(size)} {name}"
     if costs.unknown_teacher:
         yield "", "        a teacher that is not on this machine: not known"
-    known = "at least" if memory.activations is None or costs.unknown_teacher else "in all"
-    yield "", f"{_gib(memory.total)} {known}, besides that of {'CUDA' if machine.gpu else 'Python'} itself"
+    bound = "at least" if memory.activations is None or costs.unknown_teacher else "in all"
+    yield "", f"{_gib(memory.total)} {bound}, besides that of {'CUDA' if machine.gpu else 'Python'} itself"
     if costs.fits is None or machine.memory is None:
         return
-    whole = machine.memory / 2**30
+    gib = machine.memory / 2**30
     answer = "yes" if costs.fits else "no"
     yield (
         "fits",
-        f"{answer}: {_short(machine.gpu)} has {whole:.0f} GB, {COUNTED_ON * whole:.0f} of them usable",
+        f"{answer}: {_short(machine.gpu)} has {gib:.0f} GB, {COUNTED_ON * gib:.0f} of them usable",
     )
     if not costs.fits and not costs.instead:
         yield "", "try more GPUs (--gpus), a smaller model or a smaller batch_size"
-    for number, settings in enumerate(costs.instead):
-        yield "", f"{'or' if number else 'it fits'} with {settings}"
+    for i, settings in enumerate(costs.instead):
+        yield "", f"{'or' if i else 'it fits'} with {settings}"
 
 
 def _time_rows(costs: Costs) -> Iterator[Row]:
-    found, machine, world = costs.whole, costs.machine, costs.whole.work.world
+    estimate = costs.whole
+    machine = costs.machine
+    world = costs.whole.work.world
     if machine.peak is None:
         yield "time", "not known: the published rates of GPUs are for bf16"
         return
-    if found.hours is None:
+    if estimate.hours is None:
         yield "time", "not known: the FLOPs of another library's tower"
         return
-    text = f"{duration(found.hours)} for {costs.steps:,} steps, without evaluation, "
+    text = f"{duration(estimate.hours)} for {costs.steps:,} steps, without evaluation, "
     rate = f"{costs.mfu:.0%} (--mfu) of {machine.peak / 1e12:,.3g} TFLOP/s are reached"
     if machine.gpu:
-        text += f"on {world} × {_short(machine.gpu)}: {found.hours * world:,.0f} GPU-hours, "
+        text += f"on {world} × {_short(machine.gpu)}: {estimate.hours * world:,.0f} GPU-hours, "
         origin = "measured now" if machine.measured else "according to its data sheet"
         text += f"if loading data is fast enough and {rate}, the rate {origin}"
     else:
@@ -952,25 +965,24 @@ def _time_rows(costs: Costs) -> Iterator[Row]:
         text += f" (published runs reached {least:.0%} to {most:.0%}, see configs/README.md)"
     yield from _wrapped("time", text)
     if world > 1:
-        sent = communication_of(found.work)
+        sent = communication_of(estimate.work)
         parts = {"gradients": sent.gradients, "weights": sent.weights, "features": sent.features}
         named = ", ".join(f"{size / 2**30:.2f} of {name}" for name, size in parts.items() if size)
-        needed = sent.total * costs.steps / found.hours / 3600 / 1e9
+        needed = sent.total * costs.steps / estimate.hours / 3600 / 1e9
         text = (
             f"{sent.total / 2**30:.2f} GiB sent by each {'GPU' if machine.gpu else 'process'} and step ({named}): "
-            f"takes as long as the computation at {_rounded(needed)} GB/s; much faster links hide it"
+            f"takes as long as the computation at {_round_to_two_digits(needed)} GB/s; much faster links hide it"
         )
         yield from _wrapped("communication", text)
 
 
-def _rounded(value: float) -> str:
-    """Format a number with two significant digits, without an exponent."""
+def _round_to_two_digits(value: float) -> str:
     return f"{value:.2g}" if value < 100 else f"{round(value, 1 - math.floor(math.log10(value))):,.0f}"
 
 
 def _wrapped(name: str, text: str) -> Iterator[Row]:
-    for number, line in enumerate(textwrap.wrap(text, _WIDTH - _NAME, break_on_hyphens=False)):
-        yield "" if number else name, line
+    for i, line in enumerate(textwrap.wrap(text, _WIDTH - _NAME, break_on_hyphens=False)):
+        yield "" if i else name, line
 
 
 def duration(hours: float) -> str:

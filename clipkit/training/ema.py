@@ -25,13 +25,13 @@ class AveragedWeights:
     locked permanently, and before any are locked temporarily.
 
     Args:
-        model: the model.
         decay: at least 0, below 1.
     """
 
     def __init__(self, model: CLIP, decay: float) -> None:
         assert 0 <= decay < 1, decay
-        self.decay, self._model = decay, model
+        self.decay = decay
+        self._model = model
         self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
         # an average in half precision would not change
         assert all(p.dtype in (torch.float32, torch.float64) for p in self._weights.values())
@@ -42,7 +42,7 @@ class AveragedWeights:
         """Add the weights after ``step`` updates, at least 1, to the average."""
         assert step >= 1, step
         weight = 1 - min(self.decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(self._parts(self._averages), self._parts(self._weights), weight)
+        torch._foreach_lerp_(self._local_parts(self._averages), self._local_parts(self._weights), weight)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the averages by parameter name, sharded like the parameters; not copies."""
@@ -55,21 +55,18 @@ class AveragedWeights:
         Args:
             tensors: not sharded; names that are not averaged, such as locked weights, are ignored.
             origin: source of the tensors, for error messages.
-
-        Raises:
-            CheckpointError: one is missing, or of another shape or dtype; nothing is changed then.
         """
         if missing := [name for name in self._averages if name not in tensors]:
             raise CheckpointError(f"{origin}: the averaged weights lack {missing[0]}, which is trained")
-        for name, own in self._averages.items():
-            given = tensors[name]
-            if given.shape != own.shape or given.dtype != own.dtype:
+        for name, average in self._averages.items():
+            stored = tensors[name]
+            if stored.shape != average.shape or stored.dtype != average.dtype:
                 raise CheckpointError(
-                    f"{origin}: the average of {name} is {tuple(given.shape)} {given.dtype} "
-                    f"instead of {tuple(own.shape)} {own.dtype}"
+                    f"{origin}: the average of {name} is {tuple(stored.shape)} {stored.dtype} "
+                    f"instead of {tuple(average.shape)} {average.dtype}"
                 )
-        for name, own in self._averages.items():
-            put(own, tensors[name])
+        for name, average in self._averages.items():
+            put(average, tensors[name])
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -77,24 +74,26 @@ class AveragedWeights:
 
         Values are exchanged, which takes no memory. Do not update the model meanwhile.
         """
-        self._swap()
+        self._swap_weights()
         try:
             yield
         finally:
-            self._swap()
+            self._swap_weights()
 
     @torch.no_grad()
-    def _swap(self) -> None:
+    def _swap_weights(self) -> None:
         """Exchange values in place, since FSDP and DDP hold the memory of the weights."""
-        for weight, average in zip(self._parts(self._weights), self._parts(self._averages), strict=True):
-            kept = weight.clone()
+        for weight, average in zip(
+            self._local_parts(self._weights), self._local_parts(self._averages), strict=True
+        ):
+            weight_copy = weight.clone()
             weight.copy_(average)
-            average.copy_(kept)
+            average.copy_(weight_copy)
         drop_gathered(self._model)
 
     @staticmethod
-    def _parts(tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        return [local_part(one) for one in tensors.values()]
+    def _local_parts(tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        return [local_part(tensor) for tensor in tensors.values()]
 
 
 class RunningStatistics:
@@ -106,7 +105,11 @@ class RunningStatistics:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        norms = [one for one in model.modules() if isinstance(one, _NormBase) and one.track_running_stats]
+        norms = [
+            module
+            for module in model.modules()
+            if isinstance(module, _NormBase) and module.track_running_stats
+        ]
         self._buffers = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
         self._kept = [buffer.clone() for buffer in self._buffers]
 
@@ -116,14 +119,14 @@ class RunningStatistics:
     @torch.no_grad()
     def keep(self) -> None:
         """Remember the current values."""
-        for kept, buffer in zip(self._kept, self._buffers, strict=True):
-            kept.copy_(buffer)
+        for saved, buffer in zip(self._kept, self._buffers, strict=True):
+            saved.copy_(buffer)
 
     @torch.no_grad()
     def put_back(self) -> None:
         """Restore the values that were kept."""
-        for kept, buffer in zip(self._kept, self._buffers, strict=True):
-            buffer.copy_(kept)
+        for saved, buffer in zip(self._kept, self._buffers, strict=True):
+            buffer.copy_(saved)
 
     def broadcast(self) -> None:
         """Give all ranks the values of rank 0, which are saved; each rank has those of its part of the batches."""

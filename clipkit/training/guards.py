@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipkit.batch import Batch
+from clipkit.batch import BadSample, Batch
 from clipkit.config import load_config
 from clipkit.distributed import gather_objects, world_size
 from clipkit.errors import ClipkitError, ConfigError, DataError, Stopped
+from clipkit.files.atomic import write_atomic
 from clipkit.formats.checkpoint import latest_checkpoint, step_of
 from clipkit.model.clip import CLIP
-from clipkit.training.metrics import drop_lines_after
 from clipkit.training.parallel import local_part
 from clipkit.training.step import Features, TrainingStep
 
@@ -42,12 +42,25 @@ _ADVICE = "for a new run try a lower optim.lr, a longer optim.warmup, optim.skip
 def _write_lines(path: Path, records: Sequence[Mapping[str, Any]], *, append: bool = False) -> None:
     try:
         with path.open("a" if append else "w", encoding="utf-8") as file:
-            file.write("".join(json.dumps(one) + "\n" for one in records))
+            file.write("".join(json.dumps(record) + "\n" for record in records))
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def append_bad_samples(run: Path, bad: Sequence[Mapping[str, Any]], step: int, *, rank: int) -> None:
+def drop_lines_after(path: Path, step: int) -> None:
+    """Remove lines of steps after ``step``, and lines cut short by a kill, from a JSONL file."""
+    if not path.is_file():
+        return
+    kept = []
+    # split at "\n" only: text in a line may contain other separators, at which splitlines would cut
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        with suppress(ValueError, AttributeError, TypeError):
+            if (json.loads(line).get("step") or 0) <= step:
+                kept.append(line + "\n")
+    write_atomic(path, "".join(kept))
+
+
+def append_bad_samples(run: Path, bad: Sequence[BadSample], step: int, *, rank: int) -> None:
     """Append the bad samples of a step to this rank's list.
 
     Raises:
@@ -55,7 +68,7 @@ def append_bad_samples(run: Path, bad: Sequence[Mapping[str, Any]], step: int, *
     """
     if bad:
         path = run / (f"bad_samples-{rank}.jsonl" if rank else "bad_samples.jsonl")
-        _write_lines(path, [{"step": step, **one} for one in bad], append=True)
+        _write_lines(path, [{"step": step, **asdict(sample)} for sample in bad], append=True)
 
 
 def drop_bad_samples_after(run: Path, step: int) -> None:
@@ -97,18 +110,15 @@ def check_bad_samples(bad: int, used: int, limit: float, run: Path) -> None:
 
 
 def list_truncated(run: Path, shards: Sequence[tuple[str, int]]) -> list[str]:
-    """Write the truncated shards and their numbers of intact samples to a file, and return notes to print.
-
-    Raises:
-        DataError: the file cannot be written.
-    """
+    """Write the truncated shards and their numbers of intact samples to a file, and return notes to print."""
     path = run / "truncated_shards.jsonl"
     if not shards:
         path.unlink(missing_ok=True)
         return []
-    _write_lines(path, [{"shard": shard, "samples_kept": kept} for shard, kept in shards])
+    _write_lines(path, [{"shard": shard, "samples_kept": samples} for shard, samples in shards])
     notes = [
-        f"note: shard {shard} is truncated: {kept:,} samples kept" for shard, kept in shards[:_SHOWN_SHARDS]
+        f"note: shard {shard} is truncated: {samples:,} samples kept"
+        for shard, samples in shards[:_SHOWN_SHARDS]
     ]
     if more := len(shards) - len(notes):
         notes.append(f"note: {more:,} more truncated shards are listed in {path}")
@@ -128,16 +138,11 @@ def list_not_finite(run: Path, names: Sequence[tuple[str, str]], *, step: int, r
 def failed_step(run: Path, step: int, *, causes: Sequence[str], loss: float, norm: float) -> ClipkitError:
     """Return the error of a step after ``step`` updates.
 
-    Args:
-        run: the run folder.
-        step: updates made.
-        causes: for each rank the reason why it has no batch, or "". If all are "", a value is not finite.
-        loss: the loss.
-        norm: the norm of the gradient.
+    ``causes`` has the reason why a rank has no batch, or "", for each rank. If all are "", a value is not finite.
     """
     if cause := next(filter(None, causes), ""):
-        kept = f"step {step} is saved; the same command resumes once this is fixed"
-        return DataError(f"{cause}; {kept if step else 'no step was made'}")
+        state = f"step {step} is saved; the same command resumes once this is fixed"
+        return DataError(f"{cause}; {state if step else 'no step was made'}")
     name, value = ("gradient", norm) if math.isfinite(loss) else ("loss", loss)
     return ClipkitError(
         f"the {name} of step {step + 1} is {value}; step {step} is saved, and {run}/not_finite*.jsonl lists the "
@@ -149,18 +154,18 @@ def failed_step(run: Path, step: int, *, causes: Sequence[str], loss: float, nor
 def weights_error(run: Path, step: int, name: str, *, saved: int | None) -> str:
     """Return the error message for weights that are not finite and therefore not saved.
 
-    Args:
-        run: the run folder.
-        step: updates made.
-        name: name of the first such tensor.
-        saved: the step of the newest checkpoint; None if there is none.
+    ``name`` is the first such tensor, and ``saved`` the step of the newest checkpoint.
     """
     if not step:
         return f"the initial weights of {run} are not finite, first {name}: set another model.weights"
-    kept = "no checkpoint exists"
+    newest = "no checkpoint exists"
     if saved is not None:
-        kept = f"the newest checkpoint is step {saved}: model.weights={run} starts a new run from its weights"
-    return f"the weights after step {step} are not finite, first {name}, and are not saved; {kept}; {_ADVICE}"
+        newest = (
+            f"the newest checkpoint is step {saved}: model.weights={run} starts a new run from its weights"
+        )
+    return (
+        f"the weights after step {step} are not finite, first {name}, and are not saved; {newest}; {_ADVICE}"
+    )
 
 
 @torch.no_grad()
@@ -173,14 +178,14 @@ def first_not_finite(tensors: Mapping[str, Tensor]) -> str:
     Args:
         tensors: tensors by name, on any device, possibly sharded; integers count as finite.
     """
-    parts = {name: local_part(one) for name, one in tensors.items() if one.is_floating_point()}
+    parts = {name: local_part(tensor) for name, tensor in tensors.items() if tensor.is_floating_point()}
     parts = {name: part for name, part in parts.items() if part.numel()}
-    found = ""
+    bad_name = ""
     if parts:
         finite = torch.stack(torch._foreach_norm(list(parts.values()))).isfinite().tolist()
         large = (name for name, is_finite in zip(parts, finite, strict=True) if not is_finite)
-        found = next((name for name in large if not bool(parts[name].isfinite().all())), "")
-    return next(filter(None, gather_objects(found)), "")
+        bad_name = next((name for name in large if not bool(parts[name].isfinite().all())), "")
+    return next(filter(None, gather_objects(bad_name)), "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,12 +208,8 @@ def replay(
 ) -> list[str]:
     """Repeat a step in its precision and in fp32 without changing weights, and report what is not finite.
 
-    Args:
-        model: the model in one process, with the weights before the step; its gradients are replaced.
-        compute: the step.
-        batch: the whole global batch, on the model's device.
-        step: updates made before.
-        names: shard and key of each row.
+    The model has the weights before the step, and its gradients are replaced. ``batch`` is the whole global batch,
+    and ``names`` are shard and key of each row.
 
     Raises:
         ConfigError: there are several processes.
@@ -219,12 +220,14 @@ def replay(
         )
     lines = []
     for bf16 in dict.fromkeys((compute.bf16, False)):
-        found = find(model, partial(replace(compute, bf16=bf16).gradients, model, batch, step))
+        finding = find(model, partial(replace(compute, bf16=bf16).gradients, model, batch, step))
         result = (
-            f"{found.where} is not finite" if found.where else f"all is finite, the loss is {found.loss:.4f}"
+            f"{finding.where} is not finite"
+            if finding.where
+            else f"all is finite, the loss is {finding.loss:.4f}"
         )
         lines.append(f"step {step + 1} in {'bf16' if bf16 else 'fp32'}: {result}")
-        bad = [names[row] for row in found.rows[:_SHOWN_ROWS]]
+        bad = [names[row] for row in finding.rows[:_SHOWN_ROWS]]
         lines += [f"  its features are not finite: {key} in {shard}" for shard, key in bad]
     return lines
 
@@ -233,14 +236,12 @@ def replay_parts(run: Path, accumulate: int, batch_size: int) -> int:
     """Return ``accumulate`` with which one process computes a failed step in the same parts as all ranks did.
 
     The number of ranks is that of the not_finite files of the step.
-
-    Raises:
-        ConfigError: the run has no checkpoint.
     """
     checkpoint = latest_checkpoint(run)
     if checkpoint is None:
         raise ConfigError(f"--replay requires a saved run: there is no checkpoint in {run}")
-    ranks, failed = 0, step_of(checkpoint.name) + 1
+    ranks = 0
+    failed = step_of(checkpoint.name) + 1
     for path in run.glob("not_finite*.jsonl"):
         with suppress(OSError, ValueError, AttributeError), path.open(encoding="utf-8") as file:
             ranks += json.loads(file.readline()).get("step") == failed
@@ -249,34 +250,33 @@ def replay_parts(run: Path, accumulate: int, batch_size: int) -> int:
 
 
 def find(model: nn.Module, compute: Callable[[], Features]) -> Finding:
-    """Compute a step's loss and gradients again, and find the first value that is not finite.
-
-    Args:
-        model: a CLIP in one process; its gradients are replaced.
-        compute: the step's backward pass.
-    """
+    """Compute a step's loss and gradients again, and find the first value that is not finite."""
     for parameter in model.parameters():
         parameter.grad = None
-    found = [f"the weight {name}" for name, one in model.named_parameters() if not bool(one.isfinite().all())]
+    origins = [
+        f"the weight {name}"
+        for name, parameter in model.named_parameters()
+        if not bool(parameter.isfinite().all())
+    ]
 
-    def look(name: str, module: nn.Module, given: Any, output: Any) -> None:
+    def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if isinstance(output, Tensor) and not bool(output.isfinite().all()):
-            found.append(f"the output of {name or 'the model'}")
+            origins.append(f"the output of {name or 'the model'}")
 
-    hooks = [one.register_forward_hook(partial(look, name)) for name, one in model.named_modules()]
+    hooks = [module.register_forward_hook(partial(look, name)) for name, module in model.named_modules()]
     try:
         features = compute()
     finally:
         for hook in hooks:
             hook.remove()
     if not bool(features.loss.isfinite()):
-        found.append("the loss")
+        origins.append("the loss")
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
-            found.append(f"the gradient of {name}")
+            origins.append(f"the gradient of {name}")
     finite = features.images.isfinite().all(dim=1) & features.texts.isfinite().all(dim=1)  # (B,)
     rows = tuple((~finite).nonzero().flatten().tolist())
-    return Finding(where=found[0] if found else "", rows=rows, loss=float(features.loss))
+    return Finding(where=origins[0] if origins else "", rows=rows, loss=float(features.loss))
 
 
 # Gradient spikes: a single update with a gradient far above the usual norm can undo much training.
@@ -290,13 +290,9 @@ _FIRST_UPDATES = 20  # without skipping
 
 
 def is_spike(norm: float, usual: float, *, factor: float, updates: int) -> bool:
-    """Return whether the update with this gradient is skipped.
+    """Return whether the update with a gradient of this norm, before clipping, is skipped.
 
-    Args:
-        norm: norm of the gradient before clipping.
-        usual: the usual norm, see ``next_usual``.
-        factor: multiple of the usual norm above which a gradient is a spike; 0 skips nothing.
-        updates: made so far.
+    ``factor`` is the multiple of the usual norm above which a gradient is a spike; 0 skips nothing.
     """
     return factor > 0 and updates >= _FIRST_UPDATES and norm > factor * usual
 
@@ -332,13 +328,17 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self.number, self.saves, self.agreed = 0, False, False
+        self.number = 0
+        self.saves = False
+        self.agreed = False
         self._signalled = False
         self.otherwise = "no step was made; the same command starts again"
         self._owner = os.getpid()  # loader processes leave signals to the trainer
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # ignored by nohup
-                signal.signal(number, self._ask)
+        for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            if (
+                signal_number != signal.SIGHUP or signal.getsignal(signal_number) != signal.SIG_IGN
+            ):  # ignored by nohup
+                signal.signal(signal_number, self._ask)
         # Python calls ``_ask`` only between two instructions of the main thread, which may spend seconds in a
         # backward pass; the number of a signal arrives in this pipe at once.
         self._arrived, write_end = os.pipe()
@@ -350,7 +350,7 @@ class StopRequest:
         """Return whether this process is about to save and exit, for the thread that watches the launcher."""
         with suppress(BlockingIOError):
             numbers = os.read(self._arrived, 4096)  # of other signals too, such as SIGCHLD
-            self._signalled |= any(signal.getsignal(number) == self._ask for number in numbers)
+            self._signalled |= any(signal.getsignal(signal_number) == self._ask for signal_number in numbers)
         return self._signalled or self.agreed
 
     @property
@@ -360,24 +360,21 @@ class StopRequest:
 
     def save_first(self, saves: bool, otherwise: str) -> None:
         """Set whether to save before exiting from now on."""
-        self.saves, self.otherwise = saves, otherwise
+        self.saves = saves
+        self.otherwise = otherwise
         if self.asked and not saves:
             raise Stopped(self.number, otherwise)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
+    def _ask(self, signal_number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._owner:
             return
-        if not self.saves or (self.asked and number == signal.SIGINT):
-            raise Stopped(number, self.otherwise)
-        self.number = number
+        if not self.saves or (self.asked and signal_number == signal.SIGINT):
+            raise Stopped(signal_number, self.otherwise)
+        self.number = signal_number
 
 
 def launcher_of(parent: int) -> int | None:
-    """Return the process ID of torchrun (torch.distributed.elastic), or None if it did not start this process.
-
-    Args:
-        parent: ID of the parent process, read when this process started.
-    """
+    """Return the process ID of torchrun (torch.distributed.elastic), or None if it did not start this process."""
     return parent if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
@@ -392,15 +389,16 @@ def end_with_launcher(parent: int, *, leaving: Callable[[], bool]) -> None:
         parent: ID of the parent process, read when this process started.
         leaving: whether this process is about to save and exit, which it may finish.
     """
-    launcher, environment = launcher_of(parent), os.environ
+    launcher = launcher_of(parent)
+    environment = os.environ
     if launcher is None:
         return
 
     def end() -> None:
         if environment.get("LOCAL_RANK") == "0":
             with suppress(OSError):
-                kept = "the last checkpoint is kept, and the same command resumes"
-                os.write(2, f"error: torchrun has died, so its ranks end; {kept}\n".encode())
+                advice = "the last checkpoint is kept, and the same command resumes"
+                os.write(2, f"error: torchrun has died, so its ranks end; {advice}\n".encode())
         os._exit(1)
 
     def watch() -> None:

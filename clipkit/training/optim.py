@@ -29,22 +29,20 @@ def parameter_groups(model: CLIP, config: OptimConfig) -> Groups:
     one dimension, do not. ``params`` is in the model's order. A strong decay of the head is that of Zhai et al.
     (2022, https://arxiv.org/abs/2106.04560). Lower rates for lower layers (``layer_decay``) are
     BEiT's (Bao et al. 2021, https://arxiv.org/abs/2106.08254).
-
-    Raises:
-        ConfigError: rates or decay differ by layer, and the layers of a library's tower are not known.
     """
     of_tower = {"image": config.image_lr_scale, "text": config.text_lr_scale, "decoder": 1.0, "": 1.0}
     scales = {name: of_tower[tower_of(name)] for name, _ in model.named_parameters()}
     decays = dict.fromkeys(scales, config.weight_decay)
     if config.layer_decay < 1 or config.head_decay >= 0:  # otherwise layers need not be known
-        for name, place in places(model).items():
-            scales[name] *= config.layer_decay**place.above
-            if config.head_decay >= 0 and place.tower in ("image", "text") and not place.above:
+        for name, position in places(model).items():
+            scales[name] *= config.layer_decay**position.above
+            if config.head_decay >= 0 and position.tower in ("image", "text") and not position.above:
                 decays[name] = config.head_decay
     groups: dict[tuple[float, float, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            decay, scale = decays[name] if parameter.ndim >= 2 else 0.0, scales[name]
+            decay = decays[name] if parameter.ndim >= 2 else 0.0
+            scale = scales[name]
             group = {"params": [], "weight_decay": decay, "lr": config.lr * scale, "lr_scale": scale}
             # fused operations take tensors of one kind: FSDP2 does not shard the temperature, which is a scalar
             groups.setdefault((decay, scale, is_sharded(parameter)), group)["params"].append(parameter)
@@ -53,13 +51,15 @@ def parameter_groups(model: CLIP, config: OptimConfig) -> Groups:
 
 def adamw(model: CLIP, config: OptimConfig) -> Optimizer:
     """Build AdamW (Loshchilov & Hutter 2019)."""
-    groups, betas = parameter_groups(model, config), (config.beta1, config.beta2)
+    groups = parameter_groups(model, config)
+    betas = (config.beta1, config.beta2)
     return AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 
 def stable_adamw(model: CLIP, config: OptimConfig) -> Optimizer:
     """Build ``StableAdamW``."""
-    groups, betas = parameter_groups(model, config), (config.beta1, config.beta2)
+    groups = parameter_groups(model, config)
+    betas = (config.beta1, config.beta2)
     return StableAdamW(groups, lr=config.lr, betas=betas, eps=config.eps)
 
 
@@ -68,13 +68,13 @@ def muon(model: CLIP, config: OptimConfig) -> Optimizer:
     parameters = dict(model.named_parameters())
     blocks = {
         id(parameters[name])
-        for name, place in places(model).items()
-        if 0 < place.depth < place.top and parameters[name].ndim == 2
+        for name, position in places(model).items()
+        if 0 < position.depth < position.top and parameters[name].ndim == 2
     }
     groups = []
     for group in parameter_groups(model, config):
         for matrices in (True, False):
-            chosen = [one for one in group["params"] if (id(one) in blocks) == matrices]
+            chosen = [parameter for parameter in group["params"] if (id(parameter) in blocks) == matrices]
             if chosen:
                 groups.append({**group, "params": chosen, "matrices": matrices})
     return MuonWithAdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
@@ -86,9 +86,6 @@ def make_optimizer(model: CLIP, config: OptimConfig) -> Optimizer:
     Args:
         model: a CLIP, on its device, and already sharded if it is to be.
         config: name, rate, decay, betas and eps, and how rates differ by tower and layer.
-
-    Raises:
-        ConfigError: rates differ by layer, and the layers of a library's tower are not known.
     """
     return OPTIMIZERS[config.name].make(model, config)
 
@@ -99,8 +96,8 @@ def expected_state(optimizer: Optimizer, parameter: Tensor) -> StateShapes:
     An optimizer with other state than AdamW's has a method ``expected_state(parameter)``.
     """
     if hasattr(optimizer, "expected_state"):
-        own: StateShapes = optimizer.expected_state(parameter)
-        return own
+        shapes: StateShapes = optimizer.expected_state(parameter)
+        return shapes
     return _adamw_state(parameter)
 
 
@@ -152,12 +149,14 @@ class MuonWithAdamW(Uncompiled):
             self._optimizers.append(Muon(matrices, lr=lr, momentum=momentum, adjust_lr_fn="match_rms_adamw"))
         if others:
             self._optimizers.append(AdamW(others, lr=lr, betas=betas, eps=eps, fused=True))
-        super().__init__([group for one in self._optimizers for group in one.param_groups], {"lr": lr})
+        super().__init__(
+            [group for optimizer in self._optimizers for group in optimizer.param_groups], {"lr": lr}
+        )
 
     def expected_state(self, parameter: Tensor) -> StateShapes:
         """See the function of this name."""
-        matrices = [one for group in self.param_groups if group["matrices"] for one in group["params"]]
-        if any(one is parameter for one in matrices):
+        matrices = [matrix for group in self.param_groups if group["matrices"] for matrix in group["params"]]
+        if any(matrix is parameter for matrix in matrices):
             return {"momentum_buffer": (parameter.shape, parameter.dtype)}
         return _adamw_state(parameter)
 
@@ -170,14 +169,16 @@ class MuonWithAdamW(Uncompiled):
                 loss = closure()
         for optimizer in self._optimizers:
             # groups and state are this object's, and may have been replaced by load_state_dict
-            wanted = isinstance(optimizer, torch.optim.Muon)
-            optimizer.param_groups = [group for group in self.param_groups if group["matrices"] == wanted]
+            takes_matrices = isinstance(optimizer, torch.optim.Muon)
+            optimizer.param_groups = [
+                group for group in self.param_groups if group["matrices"] == takes_matrices
+            ]
             optimizer.state = self.state
-            if not wanted:
+            if not takes_matrices:
                 optimizer.step()
                 continue
-            pairs = [(group, one) for group in optimizer.param_groups for one in group["params"]]
-            if any(is_sharded(one) for _, one in pairs):
+            pairs = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
+            if any(is_sharded(parameter) for _, parameter in pairs):
                 self._step_sharded(optimizer.param_groups)
             elif pairs[0][1].device.type == "cpu":  # small products do not scale to all cores
                 with one_core_each(torch.get_num_threads()) as pool:
@@ -188,7 +189,6 @@ class MuonWithAdamW(Uncompiled):
         return loss
 
     def _step_stacked(self, group: dict[str, Any]) -> None:
-        """Make Muon's update of all matrices of a group, those of one shape together."""
         by_shape: dict[torch.Size, list[Tensor]] = {}
         for parameter in group["params"]:
             if parameter.grad is not None:
@@ -203,7 +203,6 @@ class MuonWithAdamW(Uncompiled):
                 torch._foreach_add_(chunk, list(steps.float().unbind()), alpha=-rate)
 
     def _average_gradients(self, parameters: list[Tensor], momentum: float) -> Tensor:
-        """Update the moving averages of gradients and return Nesterov's, (N, A, B) in bfloat16."""
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -215,13 +214,11 @@ class MuonWithAdamW(Uncompiled):
         return stack
 
     def _step_matrix(self, group: dict[str, Any], parameter: Tensor) -> None:
-        """Make Muon's update of one matrix."""
-        one = Muon([{**group, "params": [parameter]}])
-        one.state = self.state
-        one.step()  # type: ignore[no-untyped-call]
+        optimizer = Muon([{**group, "params": [parameter]}])
+        optimizer.state = self.state
+        optimizer.step()  # type: ignore[no-untyped-call]
 
     def _step_sharded(self, groups: Groups) -> None:
-        """Make Muon's update of sharded matrices, one gathered at a time."""
         for group in groups:
             momentum, rate, decay = (group[name] for name in ("momentum", "lr", "weight_decay"))
             for parameter in group["params"]:
@@ -250,7 +247,9 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
     Five steps of the quintic Newton–Schulz iteration with the coefficients of Jordan (2024), as in torch's Muon.
     """
-    a, b, c = 3.4445, -4.7750, 2.0315
+    a = 3.4445
+    b = -4.7750
+    c = 2.0315
     is_tall = matrices.shape[1] > matrices.shape[2]
     if is_tall:
         matrices = matrices.mT
@@ -304,20 +303,25 @@ class StableAdamW(Uncompiled):
             with torch.enable_grad():
                 loss = closure()
         ready = [
-            (group, one) for group in self.param_groups for one in group["params"] if one.grad is not None
+            (group, parameter)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
         ]
         if not ready:
             return loss
         chunks = list(
-            _chunks([(group, self._pieces(owner, one)) for owner, (group, one) in enumerate(ready)])
+            _chunks(
+                [(group, self._pieces(owner, parameter)) for owner, (group, parameter) in enumerate(ready)]
+            )
         )
         parts: list[list[Tensor]] = [[] for _ in ready]
         for group, pieces in chunks:
             for piece, part in zip(pieces, _update_moments(group, pieces), strict=True):
                 parts[piece.owner].append(part)
-        here = [torch.stack(own).sum() for own in parts]
-        sums = sums_over_parts([one for _, one in ready], here)
-        means = [total / max(1, one.numel()) for total, (_, one) in zip(sums, ready, strict=True)]
+        here = [torch.stack(sums_of_pieces).sum() for sums_of_pieces in parts]
+        sums = sums_over_parts([parameter for _, parameter in ready], here)
+        means = [total / max(1, parameter.numel()) for total, (_, parameter) in zip(sums, ready, strict=True)]
         for group, pieces in chunks:
             _update_parameters(group, pieces, means)
         return loss
@@ -334,33 +338,37 @@ class StableAdamW(Uncompiled):
         state["step"] = state["step"].cpu()
         state["step"] += 1
         tensors = [
-            local_part(one) for one in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+            local_part(tensor)
+            for tensor in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
         ]
-        split = [[one] for one in tensors]
-        if all(one.is_contiguous() for one in tensors):
+        split = [[tensor] for tensor in tensors]
+        if all(tensor.is_contiguous() for tensor in tensors):
             size = _CHUNK.get(tensors[0].device.type, _LARGE_CHUNK)
-            split = [list(one.view(-1).split(size)) for one in tensors]
+            split = [list(tensor.view(-1).split(size)) for tensor in tensors]
         step = int(state["step"])
         return [
-            _Piece(owner=owner, step=step, parameter=own, gradient=gradient, mean=mean, square=square)
-            for own, gradient, mean, square in zip(*split, strict=True)
+            _Piece(owner=owner, step=step, parameter=weight, gradient=gradient, mean=mean, square=square)
+            for weight, gradient, mean, square in zip(*split, strict=True)
         ]
 
 
 def _chunks(
     tensors: list[tuple[dict[str, Any], list[_Piece]]],
 ) -> Iterator[tuple[dict[str, Any], list[_Piece]]]:
-    """Combine pieces of one parameter group up to the size of a chunk."""
-    waiting, numbers, last = list[_Piece](), 0, tensors[0][0]
+    waiting = list[_Piece]()
+    numbers = 0
+    last = tensors[0][0]
     for group, pieces in tensors:
         for piece in pieces:
             size = piece.parameter.numel()
             most = _CHUNK.get(piece.parameter.device.type, _LARGE_CHUNK)
             if waiting and (group is not last or numbers + size > most):
                 yield last, waiting
-                waiting, numbers = [], 0
+                waiting = []
+                numbers = 0
             waiting.append(piece)
-            numbers, last = numbers + size, group
+            numbers = numbers + size
+            last = group
     yield last, waiting
 
 

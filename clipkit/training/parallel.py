@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from clipkit.config import Config
 from clipkit.distributed import ranks_of_host, sum_over_ranks, world_size
 from clipkit.errors import ConfigError
 from clipkit.model.clip import CLIP
@@ -51,8 +52,8 @@ def without_values(model: CLIP) -> CLIP:
     empty.origin = model.origin
     if model.adapters is not None:
         add_adapters(empty, model.adapters)
-    for parameter, own in zip(empty.parameters(), model.parameters(), strict=True):
-        parameter.requires_grad_(own.requires_grad)
+    for parameter, original in zip(empty.parameters(), model.parameters(), strict=True):
+        parameter.requires_grad_(original.requires_grad)
     return empty.train()
 
 
@@ -75,16 +76,14 @@ def shard(
         sharding: "full": over all ranks; "hybrid": over the ranks of each host, replicated on the hosts.
         device: the device of the shards.
         reshard: whether blocks are freed after the forward pass and gathered again for the backward pass.
-
-    Raises:
-        ConfigError: the towers are another library's, there is one process, or hosts differ in size.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     if not model.architecture.is_own:
         raise ConfigError(f"sharding = {sharding!r} requires clipkit's own towers, not {model.name}")
-    world, per_host = world_size(), ranks_of_host()
+    world = world_size()
+    per_host = ranks_of_host()
     if world == 1:
         raise ConfigError(f"sharding = {sharding!r} requires several processes: start with torchrun")
     if sharding == "full":
@@ -106,8 +105,24 @@ def shard(
         register_fsdp_forward_method(model, method)
     model.to_empty(device=device)
     model.reset_constants()
-    for name, own in model.state_dict().items():
-        put(own, weights[name])
+    for name, tensor in model.state_dict().items():
+        put(tensor, weights[name])
+
+
+def prepare(model: CLIP, config: Config, device: torch.device, *, sharding: str) -> CLIP:
+    """Shard the model if ``sharding`` is not "none", compile and recompute blocks, and move it to the device."""
+    if sharding != "none":
+        weights = model.state_dict()
+        model = without_values(model)
+        shard(model, weights, sharding, device=device, reshard=config.reshard)
+        del weights
+    if config.deterministic:
+        use_deterministic_algorithms(model, device)
+    if config.compile:
+        compile_blocks(model)
+    if config.recompute:
+        recompute_blocks(model, every=config.recompute)
+    return model.to(device)
 
 
 def replicated(model: CLIP) -> nn.Module:
@@ -115,7 +130,8 @@ def replicated(model: CLIP) -> nn.Module:
     if world_size() == 1 or _is_sharded_module(model):
         return model
     # buffers of clipkit's own towers do not change: without copying rank 0's, a step has one message less
-    changing, option = not model.architecture.is_own, "forward_sync_buffers"
+    changing = not model.architecture.is_own
+    option = "forward_sync_buffers"
     if option not in signature(DistributedDataParallel).parameters:
         option = "broadcast_buffers"  # its name in older torch
     return DistributedDataParallel(model, gradient_as_bucket_view=True, **{option: changing})  # type: ignore[arg-type]
@@ -244,9 +260,6 @@ def compile_blocks(model: CLIP, *, backend: str = "inductor") -> None:
     Args:
         model: the model; its state dict keeps its names, and copies of it are compiled too.
         backend: backend of ``torch.compile``.
-
-    Raises:
-        ConfigError: no tower is clipkit's own.
     """
     if not model.transformers:
         raise ConfigError("compile requires towers of clipkit's own, and this model has none")
@@ -270,19 +283,16 @@ def recompute_blocks(model: CLIP, every: int = 1) -> None:
     Activation checkpointing (Chen et al. 2016, https://arxiv.org/abs/1604.06174): the block keeps only its input.
     Gradients are the same, bit for bit. Towers of other libraries have one switch for all their blocks, which any
     ``every`` from 1 turns on. May be called at any time, see ``compile_blocks``.
-
-    Raises:
-        ConfigError: a library's tower cannot.
     """
     assert every >= 0, every
     for transformer in model.transformers.values():
-        for number, block in enumerate(transformer.blocks):
-            block.recompute = every > 0 and number % every == 0
+        for depth, block in enumerate(transformer.blocks):
+            block.recompute = every > 0 and depth % every == 0
     if model.text_decoder is not None:
-        for number, own in enumerate(model.text_decoder.blocks):
-            own.recompute = every > 0 and number % every == 0
-        for number, cross in enumerate(model.text_decoder.cross_blocks):
-            cross.recompute = every > 0 and number % every == 0
+        for depth, block in enumerate(model.text_decoder.blocks):
+            block.recompute = every > 0 and depth % every == 0
+        for depth, cross in enumerate(model.text_decoder.cross_blocks):
+            cross.recompute = every > 0 and depth % every == 0
     if "image" not in model.transformers and model.architecture.vision.has_blocks:
         _switch(model.visual, "image", on=every > 0)
     if model.text is not None and model.architecture.text.has_blocks:
@@ -321,18 +331,21 @@ def zeros_of(tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     Args:
         tensor: plain or sharded.
         shape: that of the tensor, but for reduced dimensions.
-        dtype: of the zeros.
     """
     if not is_sharded(tensor):
         return torch.zeros(shape, dtype=dtype, device=tensor.device)
     from torch.distributed.tensor import Replicate, Shard, zeros
 
-    places = [
-        Replicate() if isinstance(one, Shard) and shape[one.dim] != tensor.shape[one.dim] else one
-        for one in tensor.placements
+    placements = [
+        Replicate()
+        if isinstance(placement, Shard) and shape[placement.dim] != tensor.shape[placement.dim]
+        else placement
+        for placement in tensor.placements
     ]
-    made: Tensor = zeros(tuple(shape), dtype=dtype, device_mesh=tensor.device_mesh, placements=places)
-    return made
+    zero_tensor: Tensor = zeros(
+        tuple(shape), dtype=dtype, device_mesh=tensor.device_mesh, placements=placements
+    )
+    return zero_tensor
 
 
 def sums_over_parts(tensors: Sequence[Tensor], sums: Sequence[Tensor]) -> list[Tensor]:

@@ -20,22 +20,23 @@ def perturbed_weights(model: CLIP, radius: float) -> Iterator[None]:
         model: a CLIP with gradients that are complete, see ``complete_gradients``.
         radius: ρ: weights become w + ρ g / ‖g‖.
     """
-    moved = [one for one in model.parameters() if one.grad is not None]
-    weights = [local_part(one) for one in moved]
-    gradients = [local_part(one.grad) for one in moved if one.grad is not None]
-    kept, statistics = [one.clone() for one in weights], RunningStatistics(model)
+    moved = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    weights = [local_part(parameter) for parameter in moved]
+    gradients = [local_part(parameter.grad) for parameter in moved if parameter.grad is not None]
+    originals = [weight.clone() for weight in weights]
+    statistics = RunningStatistics(model)
     with torch.no_grad():
         step = radius / clip_gradients(model, 0.0).clamp(min=1e-12)
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.addcmul_(gradient, step.to(weight.dtype))
-    for one in moved:
-        one.grad = None
+    for parameter in moved:
+        parameter.grad = None
     drop_gathered(model)
     try:
         yield
     finally:
         with torch.no_grad():
-            for weight, value in zip(weights, kept, strict=True):
+            for weight, value in zip(weights, originals, strict=True):
                 weight.copy_(value)
         statistics.put_back()
         drop_gathered(model)

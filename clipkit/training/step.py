@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clipkit.api import load
 from clipkit.batch import Batch
-from clipkit.config import DistillConfig, LossConfig
+from clipkit.config import Config, DistillConfig, LossConfig
 from clipkit.distributed import rank, sum_over_ranks, world_size
 from clipkit.errors import ConfigError
 from clipkit.formats.checkpoint import model_hash
@@ -25,7 +25,15 @@ from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
 from clipkit.model.towers import kept_patches
 from clipkit.model.zero_shot import evaluating, zero_shot_classifier
-from clipkit.objectives import Objective, Outputs, Targets, Term, TermBatch
+from clipkit.objectives import (
+    Objective,
+    Outputs,
+    Targets,
+    Term,
+    TermBatch,
+    select_objective,
+    select_terms,
+)
 from clipkit.objectives.distill import Teaching
 from clipkit.training.build import patch_counts
 from clipkit.training.ema import AveragedWeights, RunningStatistics
@@ -84,11 +92,7 @@ class LocalTerms:
 def check_rows(model: nn.Module, *, batch_size: int, world: int, parts: int) -> None:
     """Check that batch norms get at least two rows at a time: one row has no variance.
 
-    Args:
-        model: in training mode, in which locked batch norms are not.
-        batch_size: pairs of all ranks.
-        world: number of ranks.
-        parts: parts in which each rank computes its rows.
+    The model is in training mode, in which locked batch norms are not.
 
     Raises:
         ConfigError: the smallest part has fewer.
@@ -197,7 +201,8 @@ def backward(
             outputs = encode(model, i, terms)
             all_sums += outputs[len(first[0]) :]
             grads = [grad_images[i], grad_texts[i], *grad_scalars, *grad_sums]
-            trained, trained_grads = [], []
+            trained = []
+            trained_grads = []
             for output, grad in zip(outputs, grads, strict=True):
                 if output.requires_grad:  # not locked
                     trained.append(output)
@@ -209,7 +214,6 @@ def backward(
 def _detach(
     value: Tensor, images: Tensor, texts: Tensor, terms: LocalTerms | None, sums: Sequence[Tensor]
 ) -> Features:
-    """Add the terms of the global batch, given their (K,) sums over parts, to the loss."""
     value = value.detach()
     means: dict[str, Tensor] = {}
     if terms is not None:
@@ -220,18 +224,17 @@ def _detach(
 
 
 def _gradient(tensor: Tensor) -> Tensor:
-    """Return the gradient, or zeros if the loss does not depend on the tensor."""
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
 _MASK = 2**63 - 1
 
 
-def seed_of(seed: int, *places: int) -> int:
+def seed_of(seed: int, *coordinates: int) -> int:
     """Derive a seed, 0 to 2^63 - 1, from the run's seed and places, such as a step."""
     mixed = seed
-    for place in (len(places), *places):
-        mixed = (mixed ^ (place + 0x9E3779B97F4A7C15 + (mixed << 6) + (mixed >> 2))) * 0xBF58476D1CE4E5B9
+    for coordinate in (len(coordinates), *coordinates):
+        mixed = (mixed ^ (coordinate + 0x9E3779B97F4A7C15 + (mixed << 6) + (mixed >> 2))) * 0xBF58476D1CE4E5B9
         mixed = (mixed ^ (mixed >> 31)) & _MASK
     return mixed
 
@@ -287,7 +290,8 @@ class Teacher:
         self._model = load(source).requires_grad_(False)
         self.fingerprint = model_hash(self._model)
         self._model.to(device)
-        self._device, self._bf16 = device, bf16
+        self._device = device
+        self._bf16 = bf16
         self._classes: Tensor | None = None  # (C, P)
         if names := student.architecture.text.classes:
             own_names = self._model.architecture.text.classes
@@ -299,7 +303,8 @@ class Teacher:
             self._classes = zero_shot_classifier(self._model, names, allow_indistinguishable=True).T
             return
         sample = ["a photo of two cats, 3:4", "Ünï 猫"]
-        tokens, student_tokens = self._model.tokenizer(sample), student.tokenizer(sample)
+        tokens = self._model.tokenizer(sample)
+        student_tokens = student.tokenizer(sample)
         length = min(tokens.shape[1], student_tokens.shape[1])  # context lengths may differ
         if not torch.equal(_cut(tokens, length), _cut(student_tokens, length)):
             raise ConfigError(
@@ -348,8 +353,6 @@ def batch_loss(
 
     Args:
         *features: see ``Outputs``.
-        objective: the objective.
-        targets: its targets.
         settings: sizes and weights of prefixes, which are trained to be embeddings of their own (Matryoshka;
             Kusupati et al. 2022, https://arxiv.org/abs/2205.13147).
         several_captions: whether texts (MB, O) are the first captions of all images, their second captions, and so
@@ -399,7 +402,6 @@ class TrainingStep:
 
     Attributes:
         shape: the model's architecture.
-        objective: the objective.
         loss: settings of the loss.
         terms: the local terms by name.
         distill: settings of distillation.
@@ -414,14 +416,42 @@ class TrainingStep:
     shape: Architecture
     objective: Objective
     loss: LossConfig
-    distill: DistillConfig
-    teacher: Teacher | None
-    patch_dropout: float
-    seed: int
-    accumulate: int
-    bf16: bool
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    teacher: Teacher | None = None
+    patch_dropout: float = 0.0
+    seed: int = 0
+    accumulate: int = 1
+    bf16: bool = False
     terms: Mapping[str, Term] = field(default_factory=dict)
     averaged: AveragedWeights | None = None
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Config,
+        shape: Architecture,
+        model: CLIP,
+        *,
+        bf16: bool,
+        averaged: AveragedWeights | None,
+    ) -> "TrainingStep":
+        """Return the step that the settings of a run select, and load the teacher if there is one."""
+        teacher = None
+        if config.distill.teacher and not config.distill.averages:
+            teacher = Teacher(config.distill.teacher, model, device=model.logit_scale.device, bf16=bf16)
+        return cls(
+            shape=shape,
+            objective=select_objective(config),
+            loss=config.loss,
+            distill=config.distill,
+            teacher=teacher,
+            patch_dropout=config.model.patch_dropout,
+            seed=config.seed,
+            accumulate=config.accumulate,
+            bf16=bf16,
+            terms=select_terms(config),
+            averaged=averaged,
+        )
 
     def gradients(
         self, module: nn.Module, batch: Batch, step: int, watch: Stopwatch | None = None
@@ -464,7 +494,7 @@ class TrainingStep:
         loss = partial(
             batch_loss,
             objective=self.objective,
-            targets=self._targets(batch),
+            targets=self._make_targets(batch),
             settings=self.loss,
             several_captions=batch.more is not None,
             teaching=teaching,
@@ -502,7 +532,8 @@ class TrainingStep:
         terms = {name: term for name, term in self.terms.items() if step >= term.after}
         if not terms:
             return None
-        inputs, counts = {}, []
+        inputs = {}
+        counts = []
         for name, term in terms.items():
             seed = seed_of(self.seed, step, term.stream)
             draw = TermBatch(batch=batch, seed=seed, shape=self.shape, teach=teach)
@@ -518,7 +549,7 @@ class TrainingStep:
 
         All ranks call this together.
         """
-        targets = self._targets(batch)
+        targets = self._make_targets(batch)
         figures = {f"loss_{name}": float(value) for name, value in features.terms.items()}
         # the levels would depend on the teacher, and terms and wrong captions have none
         further = batch.negatives is not None or batch.more is not None
@@ -535,7 +566,7 @@ class TrainingStep:
             targets = replace(targets, identities=targets.identities[: len(texts)])
         return {**figures, **self.objective.figures(features.images, texts, targets)}
 
-    def _targets(self, batch: Batch) -> Targets:
+    def _make_targets(self, batch: Batch) -> Targets:
         return Targets(
             identities=batch.identities,
             tokens=batch.tokens,

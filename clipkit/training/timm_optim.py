@@ -17,13 +17,15 @@ from clipkit.training.parallel import is_sharded, zeros_of
 
 def lamb(model: CLIP, config: OptimConfig) -> Optimizer:
     """Build ``Lamb``; gradients are clipped outside."""
-    groups, betas = parameter_groups(model, config), (config.beta1, config.beta2)
+    groups = parameter_groups(model, config)
+    betas = (config.beta1, config.beta2)
     return Lamb(groups, lr=config.lr, betas=betas, eps=config.eps, max_grad_norm=None)
 
 
 def adafactor(model: CLIP, config: OptimConfig) -> Optimizer:
     """Build ``Adafactor``; its second moments have a schedule and a constant of their own."""
-    groups, momentum = parameter_groups(model, config), config.beta1 or None
+    groups = parameter_groups(model, config)
+    momentum = config.beta1 or None
     return Adafactor(groups, lr=config.lr, momentum=momentum)
 
 
@@ -43,21 +45,21 @@ class Adafactor(AdafactorBigVision):
     def expected_state(self, parameter: Tensor) -> StateShapes:
         """See the function of this name."""
         shape = list(parameter.shape)
-        found = {"step": (torch.Size(), torch.float32)}
+        shapes = {"step": (torch.Size(), torch.float32)}
         if self.defaults["momentum"] is not None:
-            found["exp_avg"] = (parameter.shape, self.defaults["momentum_dtype"])
+            shapes["exp_avg"] = (parameter.shape, self.defaults["momentum_dtype"])
         order = sorted(range(len(shape)), key=lambda dim: (shape[dim], dim))
         if len(order) < 2 or shape[order[-2]] < self.defaults["min_dim_size_to_factor"]:
-            return {**found, "exp_avg_sq": (parameter.shape, parameter.dtype)}
+            return {**shapes, "exp_avg_sq": (parameter.shape, parameter.dtype)}
         for name, dim in (("exp_avg_sq_r", order[-1]), ("exp_avg_sq_c", order[-2])):
-            reduced = torch.Size(1 if one == dim else size for one, size in enumerate(shape))
-            found[name] = (reduced, parameter.dtype)
-        return found
+            reduced = torch.Size(1 if i == dim else size for i, size in enumerate(shape))
+            shapes[name] = (reduced, parameter.dtype)
+        return shapes
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one update and return the result of ``closure``."""
-        for parameter in (one for group in self.param_groups for one in group["params"]):
+        for parameter in (candidate for group in self.param_groups for candidate in group["params"]):
             if is_sharded(parameter) and parameter.grad is not None and parameter not in self.state:
                 expected = self.expected_state(parameter)
                 step = torch.zeros((), dtype=torch.float32)
@@ -81,7 +83,9 @@ class Lamb(TimmLamb):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one update and return the result of ``closure``."""
         for group in self.param_groups:
-            counts = [self.state[one]["step"] for one in group["params"] if self.state.get(one)]
+            counts = [
+                self.state[parameter]["step"] for parameter in group["params"] if self.state.get(parameter)
+            ]
             if counts:
                 group["step"] = counts[0].to("cpu", copy=True)
             else:

@@ -62,10 +62,6 @@ def make_digits(out: Path, progress: bool = False) -> None:
     It has the 1,797 digits of the UCI machine learning repository that scikit-learn ships, as 8 x 8 grayscale PNGs,
     light ink on black (E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", 1998, CC BY 4.0).
     There is only a test split.
-
-    Raises:
-        DataError: ``out`` is not empty.
-        Unavailable: scikit-learn is not installed.
     """
     try:
         from sklearn.datasets import load_digits
@@ -80,11 +76,11 @@ def make_digits(out: Path, progress: bool = False) -> None:
     bunch = load_digits()
     images = (bunch.images * 255 / 16).round().astype("uint8")  # (1797, 8, 8)
     with DatasetWriter(out) as writer:
-        for number, (image, label) in enumerate(zip(images, bunch.target.tolist(), strict=True)):
+        for i, (image, label) in enumerate(zip(images, bunch.target.tolist(), strict=True)):
             file = io.BytesIO()
             Image.fromarray(image).save(file, "png")
             caption = f"a handwritten digit {_DIGITS[label]}"
-            key = f"{number:08d}"
+            key = f"{i:08d}"
             writer.write(
                 "test", Record(key=key, image=file.getvalue(), extension="png", caption=caption, label=label)
             )
@@ -108,11 +104,7 @@ BUILTIN: dict[str, BuiltIn] = {
 
 
 def built_in(name: str, *, progress: bool = True) -> Path:
-    """Return the folder of a built-in dataset, creating it if needed; only one of several processes creates it.
-
-    Raises:
-        DataError: the name is unknown, or the dataset cannot be created.
-    """
+    """Return the folder of a built-in dataset, creating it if needed; only one of several processes creates it."""
     if name not in BUILTIN:
         raise DataError(f"unknown built-in dataset {name!r}: {nearest(name, BUILTIN)}")
     chosen = BUILTIN[name]

@@ -18,7 +18,8 @@ from data.shards.writer import DatasetWriter, Record
 
 REVISION = "1"  # changes whenever the images do
 SIDE = 64  # pixels
-_TRAIN, _VAL = 20_000, 1_000
+_TRAIN = 20_000
+_VAL = 1_000
 _PER_PAIR = 20  # test images of each shape with each other texture
 _NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
@@ -45,28 +46,25 @@ TEXTURES: Mapping[str, Callable[[_Plane, _Plane], _Plane]] = {
 
 
 def make(out: Path) -> None:
-    """Write the dataset.
-
-    Raises:
-        DataError: ``out`` is not empty.
-    """
+    """Write the dataset."""
     seen, unseen = (
-        {digit: _inks(str(digit), held_out=held_out) for digit in range(10)} for held_out in (False, True)
+        {digit: _crop_digits(str(digit), held_out=held_out) for digit in range(10)}
+        for held_out in (False, True)
     )
     with DatasetWriter(out) as writer:
         for split, count, fonts in (("train", _TRAIN, seen), ("val", _VAL, unseen)):
             rng = np.random.default_rng([0, count])
-            for number in range(count):
-                digit = number % 10
+            for i in range(count):
+                digit = i % 10
                 image = _draw(rng, fonts[digit], digit)
                 caption = f"the digit {_NAMES[digit]}"
-                writer.write(split, _record(number, image, shape=digit, texture=digit, caption=caption))
+                writer.write(split, _record(i, image, shape=digit, texture=digit, caption=caption))
         rng = np.random.default_rng([0, _PER_PAIR])
         pairs = [(shape, texture) for shape in range(10) for texture in range(10) if shape != texture]
-        for number, (shape, texture) in enumerate(pairs * _PER_PAIR):
+        for i, (shape, texture) in enumerate(pairs * _PER_PAIR):
             image = _draw(rng, unseen[shape], texture)
             caption = f"the shape of {_NAMES[shape]} with the texture of {_NAMES[texture]}"
-            writer.write("test", _record(number, image, shape=shape, texture=texture, caption=caption))
+            writer.write("test", _record(i, image, shape=shape, texture=texture, caption=caption))
         card = {
             "name": "cues",
             "revision": REVISION,
@@ -79,8 +77,7 @@ def make(out: Path) -> None:
         writer.finish(card, class_names=_NAMES, templates=("the digit {c}", "{c}"))
 
 
-def _inks(digit: str, *, held_out: bool) -> list[Image.Image]:
-    """Return the digit in all fonts, cropped to the ink."""
+def _crop_digits(digit: str, *, held_out: bool) -> list[Image.Image]:
     glyphs: list[Glyph] = [
         glyph
         for face in FACES
@@ -93,17 +90,18 @@ def _inks(digit: str, *, held_out: bool) -> list[Image.Image]:
 
 
 def _draw(rng: np.random.Generator, inks: list[Image.Image], texture: int) -> Image.Image:
-    """Draw a digit that is filled with a texture, on a plain background."""
     ink = inks[int(rng.integers(len(inks)))]
     height = int(rng.integers(48, 60))
     width = int(np.clip(height * ink.width / ink.height * rng.uniform(1.0, 1.3), 16, 60))
-    left, top = rng.integers(0, SIDE - width + 1), rng.integers(0, SIDE - height + 1)
+    left = rng.integers(0, SIDE - width + 1)
+    top = rng.integers(0, SIDE - height + 1)
     mask = Image.new("L", (SIDE, SIDE))
     mask.paste(ink.resize((width, height), Image.Resampling.BICUBIC), (int(left), int(top)))
     period = rng.uniform(6, 9)
     y, x = (np.mgrid[:SIDE, :SIDE] - rng.uniform(0, SIDE, (2, 1, 1))) / period
     fill = list(TEXTURES.values())[texture](x, y) > 0
-    dark, bright = rng.uniform(0, 60, 3), rng.uniform(195, 255, 3)
+    dark = rng.uniform(0, 60, 3)
+    bright = rng.uniform(195, 255, 3)
     first, second = (dark, bright) if rng.random() < 0.5 else (bright, dark)
     colors = np.where(fill[..., None], first, second).astype(np.uint8)
     background = Image.new("RGB", (SIDE, SIDE), tuple(rng.integers(100, 156, 3).tolist()))
@@ -111,11 +109,11 @@ def _draw(rng: np.random.Generator, inks: list[Image.Image], texture: int) -> Im
     return background
 
 
-def _record(number: int, image: Image.Image, *, shape: int, texture: int, caption: str) -> Record:
+def _record(index: int, image: Image.Image, *, shape: int, texture: int, caption: str) -> Record:
     file = io.BytesIO()
     image.save(file, "png")
     return Record(
-        key=f"{number:08d}",
+        key=f"{index:08d}",
         image=file.getvalue(),
         extension="png",
         caption=caption,

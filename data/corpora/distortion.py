@@ -57,7 +57,9 @@ class Distortion:
     dark: NDArray[np.bool_]  # light ink on dark paper
 
 
-def _sometimes(rng: np.random.Generator, count: int, chance: float, values: NDArray[np.float64]) -> _Array:
+def _apply_sometimes(
+    rng: np.random.Generator, count: int, chance: float, values: NDArray[np.float64]
+) -> _Array:
     return np.where(rng.random(count) < chance, values, 0).astype(np.float32)
 
 
@@ -80,8 +82,8 @@ def draw_distortions(
     harm = (
         np.where((low > 0) & (low < 12), 0.4, 1.0) * strength
     )  # at low resolution, stronger distortions make characters illegible
-    unevenness = _sometimes(rng, n, 0.4, rng.uniform(0, 0.6, n) * harm)
-    blur = _sometimes(rng, n, 0.5, rng.uniform(0, 0.06, n) * harm)
+    unevenness = _apply_sometimes(rng, n, 0.4, rng.uniform(0, 0.6, n) * harm)
+    blur = _apply_sometimes(rng, n, 0.5, rng.uniform(0, 0.06, n) * harm)
     levels = np.where(rng.random(n) < 0.25 * strength, rng.choice([2, 4, 8, 16, 17], n), 0)
     soft = (blur > 0) | (low > 0) | (unevenness > 0.4)  # soft strokes need gray levels
     levels = np.where(soft & (levels == 2), 4, levels)
@@ -103,15 +105,15 @@ def draw_distortions(
         low_side=low.astype(np.int64),
         upscale=rng.integers(0, 3, n),
         levels=levels,
-        noise=_sometimes(rng, n, 0.5, rng.uniform(0, 0.12, n) * harm),
-        contrast=(1 - _sometimes(rng, n, 0.5, rng.uniform(0, 0.6, n) * harm)).astype(f32),
+        noise=_apply_sometimes(rng, n, 0.5, rng.uniform(0, 0.12, n) * harm),
+        contrast=(1 - _apply_sometimes(rng, n, 0.5, rng.uniform(0, 0.6, n) * harm)).astype(f32),
         brightness=rng.uniform(0, 1, n).astype(f32),
         slope=(rng.normal(0, 0.12, (n, 2)) * (strength * (rng.random(n) < 0.3))[:, None]).astype(f32),
         dark=rng.random(n) < 0.5,
     )
 
 
-def mild(distortion: Distortion) -> Distortion:
+def soften_distortion(distortion: Distortion) -> Distortion:
     """Weaken distortions for the test split, which measures unseen fonts."""
     n = len(distortion.pen)
     return replace(
@@ -233,16 +235,18 @@ def _strokes(
 
 
 def _warp(fields: _Array, boxes: _Array, d: Distortion, *, step: _Array, glyph: _Array) -> Tensor:
-    """The fields on the working canvas, (N, W, W), in canvas pixels."""
-    n, finest = len(fields), _KNOTS[-1]
+    n = len(fields)
+    finest = _KNOTS[-1]
     bend = torch.zeros(n, 2, finest, finest)  # displacements in working pixels
     for scale, knots in enumerate(d.knots):
         amount = torch.from_numpy(d.warp[:, scale] * glyph)[:, None, None, None]
         bend += _spread(torch.from_numpy(knots).clamp(-2, 2) * amount, finest)
     # working pixel → canvas pixel: rotate, then shear, then stretch
-    cosine, sine = np.cos(d.rotation), np.sin(d.rotation)
+    cosine = np.cos(d.rotation)
+    sine = np.sin(d.rotation)
     zoom = step * np.where(d.crop, 1, np.exp(-d.zoom))
-    wide, high = zoom * np.exp(-d.aspect / 2), zoom * np.exp(d.aspect / 2)
+    wide = zoom * np.exp(-d.aspect / 2)
+    high = zoom * np.exp(d.aspect / 2)
     lean = np.array([[cosine - d.shear * sine, sine + d.shear * cosine], [-sine, cosine]])
     affine = torch.from_numpy((lean * np.array([wide, high])[:, None]).transpose(2, 0, 1).astype(np.float32))
     middle = np.stack([boxes[:, 0] + boxes[:, 2], boxes[:, 1] + boxes[:, 3]], axis=1) / 2
@@ -255,9 +259,9 @@ def _warp(fields: _Array, boxes: _Array, d: Distortion, *, step: _Array, glyph: 
     terms[:, :, finest, finest] = torch.from_numpy(middle)
     terms[:, :, finest, finest + 1] = affine[:, :, 0]
     terms[:, :, finest + 1, finest] = affine[:, :, 1]
-    places = weights @ (terms * (2 / CANVAS)) @ weights.T - 1  # (N, 2, W, W)
+    coordinates = weights @ (terms * (2 / CANVAS)) @ weights.T - 1  # (N, 2, W, W)
     source = torch.from_numpy(fields)[:, None]
-    grid = places.permute(0, 2, 3, 1).contiguous()
+    grid = coordinates.permute(0, 2, 3, 1).contiguous()
     return F.grid_sample(source, grid, padding_mode="border", align_corners=False)[:, 0]
 
 
@@ -323,7 +327,6 @@ def _blur(images: Tensor, sigmas: NDArray[np.float32]) -> Tensor:
 
 
 def _reduce(images: Tensor, d: Distortion) -> Tensor:
-    """Reduce images to few pixels and enlarge them again."""
     size = images.shape[-1]
     result = images.clone()
     modes: Sequence[str] = ("nearest", "bilinear", "bicubic")

@@ -88,20 +88,16 @@ def make(out: Path, *, packages: Path | None = None, progress: bool = True) -> N
     Args:
         packages: a folder with the packages' .tgz files; None downloads them with ``npm pack``.
         progress: show a progress bar on stderr.
-
-    Raises:
-        Unavailable: resvg_py is not installed, or npm is needed and not installed or without a network.
-        DataError: ``packages`` lacks a package, or one is damaged.
     """
     if find_spec("resvg_py") is None:
         message = "the built-in dataset emoji requires resvg_py: pip install -e '.[emoji]'"
         raise Unavailable(message, cause="missing")
     with DatasetWriter(out) as writer:
         if packages is None:
-            packages = _downloaded(cache_folder() / "npm")
-        elif missing := _missing(packages):
-            number = counted(len(missing), "package")
-            raise DataError(f"{packages} lacks {number}: run there: npm pack {' '.join(missing)}")
+            packages = _download_packages(cache_folder() / "npm")
+        elif missing := _list_missing(packages):
+            count = counted(len(missing), "package")
+            raise DataError(f"{packages} lacks {count}: run there: npm pack {' '.join(missing)}")
         _write(writer, packages, progress=progress)
 
 
@@ -119,8 +115,8 @@ def _write(writer: DatasetWriter, folder: Path, *, progress: bool) -> None:
         for artist, package in sources.items()
         for drawing in _drawings(package, codes, concepts)
     ]
-    images = map(_rendered, (content for *_, content in drawings))
-    shown = track(
+    images = map(_render_png, (content for *_, content in drawings))
+    images_with_bar = track(
         images,
         "drawing emoji",
         len(drawings),
@@ -128,7 +124,7 @@ def _write(writer: DatasetWriter, folder: Path, *, progress: bool) -> None:
         console=Console(stderr=True),
         transient=True,
     )
-    for (artist, code, _), image in zip(drawings, shown, strict=True):
+    for (artist, code, _), image in zip(drawings, images_with_bar, strict=True):
         concept = concepts[code]
         if artist in HELD_OUT and concept.unseen:
             continue
@@ -172,8 +168,6 @@ def _write(writer: DatasetWriter, folder: Path, *, progress: bool) -> None:
 
 
 class _Package:
-    """A package of the npm registry, as the .tgz file that ``npm pack`` makes."""
-
     def __init__(self, folder: Path, package: str) -> None:
         self.path = folder / _file_name(package)
 
@@ -200,7 +194,8 @@ class _Package:
     def license(self) -> str:
         """Return the license and the author."""
         facts = self.json("info.json") or self.json("package.json")
-        license, author = facts["license"], facts.get("author", "")
+        license = facts["license"]
+        author = facts.get("author", "")
         name = author["name"] if isinstance(author, dict) else author
         return f"{license['title'] if isinstance(license, dict) else license}, {name}"
 
@@ -210,13 +205,15 @@ def _file_name(package: str) -> str:
     return f"{name}-{version}.tgz"
 
 
-def _missing(folder: Path) -> list[str]:
-    return [one for one in (*PACKAGES.values(), NAMES) if not (folder / _file_name(one)).is_file()]
+def _list_missing(folder: Path) -> list[str]:
+    return [
+        package for package in (*PACKAGES.values(), NAMES) if not (folder / _file_name(package)).is_file()
+    ]
 
 
-def _downloaded(folder: Path) -> Path:
+def _download_packages(folder: Path) -> Path:
     """Download the packages that are not in the folder yet, 32 MB in all."""
-    missing = _missing(folder)
+    missing = _list_missing(folder)
     if not missing:
         return folder
     npm = shutil.which("npm")
@@ -260,12 +257,12 @@ def _concepts(package: _Package) -> Iterator[Concept]:
     for code, (name, _) in tables["en"].items():
         if kinds[code] != "component" and name not in seen:
             seen.add(name)
-            known = {language: table[code] for language, table in tables.items() if code in table}
+            entries = {language: table[code] for language, table in tables.items() if code in table}
             yield Concept(
                 code=code,
                 group=kinds[code],
-                names={language: name for language, (name, _) in known.items()},
-                keywords={language: keywords for language, (_, keywords) in known.items()},
+                names={language: name for language, (name, _) in entries.items()},
+                keywords={language: keywords for language, (_, keywords) in entries.items()},
             )
 
 
@@ -279,7 +276,6 @@ def _slug(text: str) -> str:
 
 
 def _codes_by_name(sources: Mapping[str, _Package], concepts: Mapping[str, Concept]) -> dict[str, str]:
-    """Return the code of each name that packages give their icons."""
     codes = {_slug(concept.names["en"]): code for code, concept in concepts.items()}
     for package in sources.values():
         for code, name in (package.json("chars.json") or {}).items():
@@ -291,7 +287,6 @@ def _codes_by_name(sources: Mapping[str, _Package], concepts: Mapping[str, Conce
 def _drawings(
     package: _Package, codes: Mapping[str, str], concepts: Mapping[str, Concept]
 ) -> Iterator[tuple[str, bytes]]:
-    """Yield the code of each drawing and its SVG or WebP file, one per code."""
     icons = package.json("icons.json")
     if icons is None:
         files = package.members(r"assets/[0-9a-f-]+\.webp")
@@ -302,13 +297,13 @@ def _drawings(
             if code in concepts and not concepts[code].names["en"].startswith("flag:"):
                 yield code, content
         return
-    found: dict[str, str] = {}
+    icon_names: dict[str, str] = {}
     aliases = {name: alias["parent"] for name, alias in icons.get("aliases", {}).items()}
     for name in (*icons["icons"], *aliases):
-        known = codes.get(name) or codes.get(re.sub(r"^flag-for-(flag-)?", "flag-", name))
-        if known is not None:
-            found.setdefault(known, aliases.get(name, name))
-    for code, name in found.items():
+        icon_code = codes.get(name) or codes.get(re.sub(r"^flag-for-(flag-)?", "flag-", name))
+        if icon_code is not None:
+            icon_names.setdefault(icon_code, aliases.get(name, name))
+    for code, name in icon_names.items():
         icon = icons["icons"].get(name)
         if icon is not None:
             width, height = (icon.get(side, icons.get(side, 16)) for side in ("width", "height"))
@@ -317,8 +312,7 @@ def _drawings(
             yield code, f'<svg {links} viewBox="{box}">{icon["body"]}</svg>'.encode()
 
 
-def _rendered(content: bytes) -> bytes:
-    """Return a PNG of ``SIDE`` × ``SIDE`` pixels on white."""
+def _render_png(content: bytes) -> bytes:
     if content.startswith(b"<svg"):
         import resvg_py
 

@@ -150,7 +150,7 @@ def glyphs_of(face: Face) -> tuple[Glyph, ...]:
 
     with TTFont(font_folder() / face.file, lazy=True) as font:
         names: dict[int, str] = font.getBestCmap()
-    found: dict[tuple[str, tuple[str, ...]], Glyph] = {}
+    glyphs: dict[tuple[str, tuple[str, ...]], Glyph] = {}
     for code, name in sorted(names.items()):
         # Computer Modern's files use TeX's encodings: the glyph's name is correct, its code is not
         truth = _OLD_STYLE.get(name) or (agl.toUnicode(name) if face.file.startswith("cm") else chr(code))
@@ -161,19 +161,19 @@ def glyphs_of(face: Face) -> tuple[Glyph, ...]:
             or unicodedata.category(truth)[0] not in "LNPS"
         ):
             continue
-        character, styles = _plain(truth, face)
+        character, styles = _simplify_character(truth, face)
         glyph = Glyph(face=face, draw=chr(code), character=character, styles=styles)
-        found.setdefault((character, styles), glyph)
+        glyphs.setdefault((character, styles), glyph)
     fitting = []
-    for glyph in found.values():
-        left, top, right, bottom = _place(glyph)[1]
+    for glyph in glyphs.values():
+        left, top, right, bottom = _locate_ink(glyph)[1]
         inside = left >= 1 and top >= 1 and max(right, bottom) < CANVAS
         if glyph.draw.strip() and left < right and top < bottom and inside:
             fitting.append(glyph)
     return tuple(fitting)
 
 
-def _plain(character: str, face: Face) -> tuple[str, tuple[str, ...]]:
+def _simplify_character(character: str, face: Face) -> tuple[str, tuple[str, ...]]:
     """Map a mathematical letter or digit to the plain one and its style; others are unchanged."""
     folded = unicodedata.normalize("NFKC", character)
     words = unicodedata.name(character).lower().split()
@@ -182,8 +182,10 @@ def _plain(character: str, face: Face) -> tuple[str, tuple[str, ...]]:
     if not styled or len(folded) != 1 or not folded.isalnum():
         return character, face.styles
     # the weight of the face remains; a sans alphabet in a serif face is sans
-    kept = {*face.styles} - ({*_STYLE_ORDER[3:]} if {*styles} & {*_STYLE_ORDER[3:]} else set())
-    either = kept | {*styles}
+    face_styles = {*face.styles}
+    if {*styles} & {*_STYLE_ORDER[3:]}:
+        face_styles -= {*_STYLE_ORDER[3:]}
+    either = face_styles | {*styles}
     if "italic" in either:
         either.discard("oblique")
     return folded, tuple(style for style in _STYLE_ORDER if style in either)
@@ -196,7 +198,7 @@ def _truetype(file: str) -> "FreeTypeFont":
     return ImageFont.truetype(str(font_folder() / file), EM, layout_engine=ImageFont.Layout.BASIC)
 
 
-def _place(glyph: Glyph) -> tuple[int, tuple[float, float, float, float]]:
+def _locate_ink(glyph: Glyph) -> tuple[int, tuple[float, float, float, float]]:
     """Return the starting column that centers the advance width, and the bounding box of the ink."""
     font = _truetype(glyph.face.file)
     start = round((CANVAS - font.getlength(glyph.draw)) / 2)
@@ -210,7 +212,7 @@ def rasterize(glyph: Glyph) -> NDArray[np.uint8]:
 
     image = Image.new("L", (CANVAS, CANVAS))
     font = _truetype(glyph.face.file)
-    pen = (_place(glyph)[0], BASELINE)
+    pen = (_locate_ink(glyph)[0], BASELINE)
     ImageDraw.Draw(image).text(pen, glyph.draw, fill=255, font=font, anchor="ls")
     return np.asarray(image)
 
@@ -231,9 +233,12 @@ def skeleton_fields(ink: NDArray[np.uint8]) -> list[NDArray[np.float32]]:
     There is one field for each of ``PRUNED``: that many pixels are removed from every free end, and with them short
     spurs such as serifs.
     """
-    lines, done, fields = _thin(ink > 127), 0, []
+    lines = _thin(ink > 127)
+    done = 0
+    fields = []
     for pixels in PRUNED:
-        lines, done = _prune(lines, pixels - done), pixels
+        lines = _prune(lines, pixels - done)
+        done = pixels
         fields.append(_root_of_nearest(np.where(lines, np.int16(0), _FAR)))
     return fields
 
@@ -248,7 +253,8 @@ def _root_of_nearest(squares: NDArray[np.int16]) -> NDArray[np.float32]:
     for start in range(0, len(best), 32):  # a few at a time, for the CPU cache
         some = best[start : start + 32]
         for axis in (1, 2):
-            near, values = np.moveaxis(some, axis, 0), np.moveaxis(some.copy(), axis, 0)
+            near = np.moveaxis(some, axis, 0)
+            values = np.moveaxis(some.copy(), axis, 0)
             for step in range(1, _REACH + 1):
                 more = values + np.int16(step * step * _FINE)
                 np.minimum(near[step:], more[:-step], out=near[step:])
@@ -267,12 +273,15 @@ def _neighbors(lines: NDArray[np.bool_]) -> NDArray[np.uint8]:
 
 
 @cache
-def _removed() -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+def _tabulate_removals() -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """For each of the 256 neighborhoods, whether its pixel is removed in the two steps of a round of thinning."""
     bits = (np.arange(256)[:, None] >> np.arange(8)) & 1 == 1  # (256, 8)
     count = bits.sum(1)
     rises = (~bits & np.roll(bits, -1, axis=1)).sum(1)
-    up, right, down, left = bits[:, 0], bits[:, 2], bits[:, 4], bits[:, 6]
+    up = bits[:, 0]
+    right = bits[:, 2]
+    down = bits[:, 4]
+    left = bits[:, 6]
     border = (count >= 2) & (count <= 6) & (rises == 1)
     first = border & ~(up & right & down) & ~(right & down & left)
     second = border & ~(up & right & left) & ~(up & down & left)
@@ -285,7 +294,7 @@ def _thin(ink: NDArray[np.bool_]) -> NDArray[np.bool_]:
     left = np.arange(len(lines))  # not thin yet
     while len(left):
         some = before = lines[left]
-        for table in _removed():
+        for table in _tabulate_removals():
             some = some & ~table[_neighbors(some)]
         lines[left] = some
         left = left[(some != before).any(axis=(1, 2))]

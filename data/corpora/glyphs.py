@@ -81,7 +81,6 @@ def _pick(rng: np.random.Generator, choices: _Choices) -> str:
 
 
 def _name(rng: np.random.Generator, character: str, *, cropped: bool) -> str:
-    """Draw one of the names of a character."""
     name = character_name(character)
     if character in string.digits:
         return _pick(rng, _DIGIT_NAMES).format(w=name.split()[-1], f=character)
@@ -166,9 +165,6 @@ def make(
         seed: random seed.
         processes: number of processes; None for all cores. It does not affect the files.
         progress: show a bar on stderr, or lines if stderr is not a terminal.
-
-    Raises:
-        DataError: ``out`` is not empty, or a number is out of range.
     """
     if samples < 1 or seed < 0 or not 16 <= size <= 512:
         raise DataError(
@@ -213,7 +209,6 @@ class _Chunk:
 def _generate(
     chunks: list[_Chunk], processes: int, *, progress: bool
 ) -> Iterator[tuple[_Chunk, list[Record]]]:
-    """Yield each chunk with its records, in order."""
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
     from concurrent.futures.process import BrokenProcessPool
@@ -224,7 +219,7 @@ def _generate(
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            yield from _with_progress(chunks, map(_make_chunk, chunks), progress=progress)
+            yield from _show_drawing(chunks, map(_make_chunk, chunks), progress=progress)
         finally:
             torch.set_num_threads(threads)
         return
@@ -232,7 +227,7 @@ def _generate(
     try:
         pool = ProcessPoolExecutor(processes, mp_context=spawn, initializer=_start_process)
         try:
-            yield from _with_progress(chunks, pool.map(_make_chunk, chunks), progress=progress)
+            yield from _show_drawing(chunks, pool.map(_make_chunk, chunks), progress=progress)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
     except BrokenProcessPool as error:  # spawned processes import the script, which must have a main guard
@@ -242,21 +237,22 @@ def _generate(
         ) from error
 
 
-def _with_progress(
+def _show_drawing(
     chunks: list[_Chunk], results: Iterable[list[Record]], *, progress: bool
 ) -> Iterator[tuple[_Chunk, list[Record]]]:
-    """Yield the chunks with their records, and report progress on stderr."""
-    count, start, drawn = sum(chunk.count for chunk in chunks), time.monotonic(), 0
+    count = sum(chunk.count for chunk in chunks)
+    start = time.monotonic()
+    drawn = 0
     lines = progress and sys.stderr is not None and not sys.stderr.isatty()
     if lines:
         minutes = round(count / _PER_MINUTE)
         long = f", about {minutes} min on two cores" if minutes else ""
         print(f"drawing {count:,} glyphs{long}", file=sys.stderr, flush=True)
-    with CountProgress("glyphs drawn:", total=count, shown=progress) as shown:
+    with CountProgress("glyphs drawn:", total=count, shown=progress) as bar:
         for chunk, result in zip(chunks, results, strict=True):
             yield chunk, result
             drawn += chunk.count
-            shown.show(drawn)
+            bar.show(drawn)
     if lines:
         print(f"drew {count:,} glyphs in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
 
@@ -309,7 +305,6 @@ def _pools() -> dict[str, _Pool]:
 
 @cache
 def _held_out() -> tuple[Glyph, ...]:
-    """Return the glyphs of the test split: every class in every face of the held-out families."""
     return tuple(
         glyph
         for face in FACES
@@ -320,13 +315,15 @@ def _held_out() -> tuple[Glyph, ...]:
 
 
 def _make_chunk(chunk: _Chunk) -> list[Record]:
-    from data.corpora.distortion import draw_distortions, draw_images, mild, visible_words
+    from data.corpora.distortion import draw_distortions, draw_images, soften_distortion, visible_words
 
     training = chunk.split == "train"
     rng = np.random.default_rng([chunk.seed, int(training), chunk.start])
-    pen, crop = np.zeros(chunk.count, bool), np.zeros(chunk.count, bool)
+    pen = np.zeros(chunk.count, bool)
+    crop = np.zeros(chunk.count, bool)
     if training:
-        pools, names = _pools(), list(_KINDS)
+        pools = _pools()
+        names = list(_KINDS)
         weights, pens, crops = (np.array(column) for column in zip(*_KINDS.values(), strict=True))
         kinds = rng.choice(len(names), size=chunk.count, p=weights / weights.sum())
         glyphs = [pools[names[kind]].draw(rng) for kind in kinds]
@@ -338,17 +335,18 @@ def _make_chunk(chunk: _Chunk) -> list[Record]:
         glyphs = [held_out[(chunk.start + index) % len(held_out)] for index in range(chunk.count)]
     distortion = draw_distortions(rng, pen=pen, crop=crop)
     if not training:
-        distortion = mild(distortion)
+        distortion = soften_distortion(distortion)
     shortened = rng.choice(PRUNED, size=chunk.count, p=[0.5, 0.35, 0.15])
-    fields, reach, boxes = _shapes(glyphs, np.where(pen, shortened, -1).tolist())
-    images = _pngs(draw_images(rng, fields, reach, boxes, distortion, size=chunk.size))
+    fields, reach, boxes = _measure_shapes(glyphs, np.where(pen, shortened, -1).tolist())
+    images = _encode_pngs(draw_images(rng, fields, reach, boxes, distortion, size=chunk.size))
     records = []
     for index, (glyph, image) in enumerate(zip(glyphs, images, strict=True)):
         visible = visible_words(distortion, index)
         # a pen keeps only the slant of the type
         styles = [style for style in glyph.styles if not pen[index] or style in ("italic", "oblique")]
         if training:
-            label, cropped = None, bool(crop[index])
+            label = None
+            cropped = bool(crop[index])
             caption = write_caption(rng, glyph.character, styles=styles, visible=visible, cropped=cropped)
         else:
             label = CLASS_CHARACTERS.index(glyph.character)
@@ -368,7 +366,7 @@ _Shape: TypeAlias = tuple[NDArray[np.int8], float, tuple[int, int, int, int]]
 _shape_cache: dict[tuple[Glyph, int], _Shape] = {}
 
 
-def _shapes(
+def _measure_shapes(
     glyphs: list[Glyph], shorten: list[int]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
     """Distance fields (N, CANVAS, CANVAS), reach of the ink (N,) and ink boxes (N, 4).
@@ -387,17 +385,18 @@ def _shapes(
         fields = [outline_field(ink)] if kinds == (-1,) else skeleton_fields(ink)
         for kind, shapes in zip(kinds, fields, strict=True):
             stored = np.round(shapes * _STEPS).astype(np.int8)
-            for glyph, one, shape in zip(some, ink, stored, strict=True):
-                rows, columns = np.flatnonzero(one.any(1)), np.flatnonzero(one.any(0))
+            for glyph, inked, shape in zip(some, ink, stored, strict=True):
+                rows = np.flatnonzero(inked.any(1))
+                columns = np.flatnonzero(inked.any(0))
                 box = (int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1)
                 _shape_cache[glyph, kind] = (shape, -float(shape.min()) / _STEPS, box)
-    found = [_shape_cache[pair] for pair in pairs]
-    stacked = np.stack([shape for shape, _, _ in found]).astype(np.float32) / np.float32(_STEPS)
-    reach = np.array([reach for _, reach, _ in found], np.float32)
-    return stacked, reach, np.array([box for _, _, box in found], np.float32)
+    results = [_shape_cache[pair] for pair in pairs]
+    stacked = np.stack([shape for shape, _, _ in results]).astype(np.float32) / np.float32(_STEPS)
+    reach = np.array([reach for _, reach, _ in results], np.float32)
+    return stacked, reach, np.array([box for _, _, box in results], np.float32)
 
 
-def _pngs(images: NDArray[np.uint8]) -> list[bytes]:
+def _encode_pngs(images: NDArray[np.uint8]) -> list[bytes]:
     """Encode grayscale images (N, S, S) as PNG, four times as fast as Pillow."""
     count, size = images.shape[:2]
     lines = np.zeros((count, size, size + 1), np.uint8)  # each line starts with its filter type, 0

@@ -19,7 +19,10 @@ from data.inspect.findings import DeepImages, Findings, Histogram, Names, Place
 from data.inspect.survey import inspect
 from data.options import InspectOptions
 
-_MEMBERS_SHOWN, _BROKEN_SHOWN, _LEFT_OUT_SHOWN, _CAUSES_SHOWN = 20, 10, 8, 10
+_MEMBERS_SHOWN = 20
+_BROKEN_SHOWN = 10
+_LEFT_OUT_SHOWN = 8
+_CAUSES_SHOWN = 10
 _TRAITS = {
     "rotated": "rotated by EXIF", "clamped": "outside the range", "deep_colors": "16 bits per color",
     "frames": "several frames", "cmyk": "CMYK",
@@ -66,7 +69,7 @@ def _fraction(part: int, total: int) -> str:
     return f"{part:,} of {total:,} ({_percent(part, total)})"
 
 
-def _count(value: float, is_exact: bool) -> str:
+def _format_count(value: float, is_exact: bool) -> str:
     """Return a count; an estimate with three significant digits."""
     return f"{value:,.0f}" if is_exact else f"about {float(f'{value:.3g}'):,.0f}"
 
@@ -75,12 +78,12 @@ def _name(url: str) -> str:
     return printable(url.rpartition("/")[2] or url, 60)
 
 
-def _place(place: Place) -> str:
+def _format_place(place: Place) -> str:
     return f"{_name(place.shard)}: {printable(place.key, 60)}"
 
 
-def _places(places: Sequence[Place]) -> str:
-    return "; ".join(map(_place, places))
+def _join_places(places: Sequence[Place]) -> str:
+    return "; ".join(map(_format_place, places))
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -90,13 +93,14 @@ def _places(places: Sequence[Place]) -> str:
 def headline(findings: Findings) -> str:
     """Summarize the shards in one line."""
     shards = findings.shards
-    samples = _count(shards.samples, shards.samples_known)
+    samples = _format_count(shards.samples, shards.samples_known)
     return f"{counted(shards.count, 'shard')}, {samples} samples, {size_of(shards.bytes)}"
 
 
 def parts(findings: Findings) -> list[Part]:
     """Return all parts in order."""
-    captions, images = findings.captions, findings.pictures
+    captions = findings.captions
+    images = findings.pictures
     return [
         Part("shards", "Shards", _shard_rows(findings)),
         Part("samples", "Samples and their files", _member_rows(findings.names)),
@@ -108,22 +112,23 @@ def parts(findings: Findings) -> list[Part]:
 
 
 def _shard_rows(findings: Findings) -> list[Row]:
-    shards, filtered = findings.shards, findings.filtered
+    shards = findings.shards
+    filtered = findings.filtered
     rows = [Row("shards", [f"{counted(shards.count, 'tar file')}, {size_of(shards.bytes)}"])]
-    samples = _count(shards.samples, shards.samples_known)
+    samples = _format_count(shards.samples, shards.samples_known)
     more = " pairs of image and caption" if shards.samples_known else "; python -m data index counts all"
     rows.append(Row("samples", [f"{samples}{more}"]))
     is_exact = shards.samples_known
     if filtered is not None:
         is_exact = findings.all_read
         passed = _percent(filtered.passed, filtered.read)
-        left = _count(findings.left, is_exact)
+        left = _format_count(findings.left, is_exact)
         lines = [f"{left} samples ({passed}); the rest of this report covers all samples"]
         for reason, count in [*filtered.left_out.items()][:_LEFT_OUT_SHOWN]:
             lines.append(f"{count:,} left out: {printable(reason, 80)}")
         rows.append(Row("after filters", lines))
     steps = findings.left // findings.batch_size
-    steps_text = counted(steps, "step") if is_exact else f"{_count(steps, is_exact)} steps"
+    steps_text = counted(steps, "step") if is_exact else f"{_format_count(steps, is_exact)} steps"
     rows.append(
         Row("one epoch", [f"{steps_text} of {findings.batch_size:,} samples (--batch-size sets the batch)"])
     )
@@ -169,7 +174,7 @@ def _bad_rows(findings: Findings) -> list[Row]:
         Row("bad", [f"{sampled.bad:,} ({_percent(sampled.bad, sampled.tried)})"]),
     ]
     for group in sampled.causes[:_CAUSES_SHOWN]:
-        lines = [printable(group.cause, 160), f"in {_places(group.first)}"]
+        lines = [printable(group.cause, 160), f"in {_join_places(group.first)}"]
         rows.append(Row(counted(group.count, "sample"), lines))
     return rows
 
@@ -206,10 +211,10 @@ def _image_rows(findings: Findings) -> list[Row]:
         if places:
             count = getattr(images.traits, trait)
             more = "; …" if count > len(places) else ""
-            line = f"{_fraction(count, images.read)}, in {_places(places)}{more}"
+            line = f"{_fraction(count, images.read)}, in {_join_places(places)}{more}"
             rows.append(Row(_TRAITS.get(trait, trait), [line]))
     rows += [_deep_row(deep, findings.decoding) for deep in images.deep]
-    groups = [" = ".join(map(_place, group)) for group in images.same_groups]
+    groups = [" = ".join(map(_format_place, group)) for group in images.same_groups]
     same = f"{images.same:,} images:" if images.same else "none among the decoded images"
     rows.append(Row("identical files", [same, *groups]))
     return rows
@@ -222,8 +227,8 @@ def _deep_row(deep: DeepImages, decoding: Decoding) -> Row:
         setting = f"pixels.range={format_pixel_range(decoding.pixel_range)}"
     several = len(deep.channels) > 1
     lines = [f"{kinds}; {setting}"]
-    for number, channel in enumerate(deep.channels, start=1):
-        prefix = f"channel {number}: " if several else ""
+    for index, channel in enumerate(deep.channels, start=1):
+        prefix = f"channel {index}: " if several else ""
         percentiles = ", ".join(f"{value:g}" for value in channel.percentiles)
         lines.append(
             f"{prefix}values from {channel.low:.10g} to {channel.high:.10g}; "
@@ -243,7 +248,8 @@ def notes(findings: Findings) -> list[Note]:
 
 
 def _shard_notes(findings: Findings) -> Iterator[Note]:
-    shards, filtered = findings.shards, findings.filtered
+    shards = findings.shards
+    filtered = findings.filtered
     if shards.broken:
         yield Note(
             f"{len(shards.broken):,} of {counted(shards.looked_into, 'scanned shard')} are unreadable; training "
@@ -270,7 +276,8 @@ def _shard_notes(findings: Findings) -> Iterator[Note]:
 
 
 def _sample_notes(findings: Findings) -> Iterator[Note]:
-    sampled, captions = findings.sampled, findings.captions
+    sampled = findings.sampled
+    captions = findings.captions
     if sampled.bad > findings.max_bad * sampled.tried:
         bad = f"{_percent(sampled.bad, sampled.tried)} of the samples are bad"
         yield Note(f"{bad}; training stops above {100 * findings.max_bad:g}% (data.max_bad)", grave=True)
@@ -278,7 +285,7 @@ def _sample_notes(findings: Findings) -> Iterator[Note]:
         read = captions.read + captions.empty + captions.not_utf8
         yield Note(
             f"{_fraction(captions.not_utf8, read)} captions are not UTF-8, such as "
-            f"{_places(captions.not_utf8_at)}: training replaces these samples",
+            f"{_join_places(captions.not_utf8_at)}: training replaces these samples",
             grave=True,
         )
     for unknown in captions.unknown:
@@ -286,7 +293,9 @@ def _sample_notes(findings: Findings) -> Iterator[Note]:
 
 
 def _image_notes(findings: Findings) -> Iterator[Note]:
-    images, held_out, decoding = findings.pictures, findings.held_out, findings.decoding
+    images = findings.pictures
+    held_out = findings.held_out
+    decoding = findings.decoding
     if held_out is not None and held_out.trained_on:
         among = "the train split" if findings.all_decoded else "the part of the train split that was read"
         yield Note(

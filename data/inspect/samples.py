@@ -56,11 +56,16 @@ _VALUES = 1000  # of each deep image
 _READERS = 16  # threads, most of which wait for a store if samples are remote
 _AHEAD = 256  # samples that the threads work on
 _MOST_CAUSES = 20
-_BAD_SHOWN, _BAD_PER_CAUSE = 16, 4
+_BAD_SHOWN = 16
+_BAD_PER_CAUSE = 4
 _PIXEL_EDGES = (0, 32, 64, 128, 224, 256, 384, 512, 768, 1024, 2048)
-_GROUPS_SHOWN, _SHOWN_PER_GROUP = 3, 4
-_SIDE, _QUALITY = 224, 80
-_CAPTION_SHOWN, _MOST_COUNTED = 500, 5000  # characters
+_GROUPS_SHOWN = 3
+_SHOWN_PER_GROUP = 4
+_SIDE = 224
+_QUALITY = 80
+# characters
+_CAPTION_SHOWN = 500
+_MOST_COUNTED = 5000
 _MOST_TOKENS = 1024  # counted per caption
 
 
@@ -127,7 +132,8 @@ class Sample:
 
 def read_sample(survey: ShardSurvey, i: int, *, image: bool = False) -> tuple[Sample, bytes]:
     """Read a sample's caption and json, and with ``image`` its image file; errors are recorded in ``cause``."""
-    selection, rule = survey.selection, survey.selection.captions
+    selection = survey.selection
+    rule = survey.selection.captions
     shard, row = survey.find(i)
     sample = Sample(i=i, place=Place(shard=shard.shown, key=shard.index.key(row)))
     names = rule.members_and_json(shard.index.members(row))
@@ -201,7 +207,6 @@ class SampleChecker:
         return sample
 
     def _crop(self, i: int, data: bytes) -> tuple[Tensor, Traits]:
-        """Return the pixels that the model sees, (C, S, S) uint8."""
         crop = empty_batch(1, self.image_size, self.decoding.channels)[0]
         traits = training_pixels(
             data,
@@ -228,7 +233,6 @@ def explain_bad_start(survey: ShardSurvey, samples: Sequence[Sample]) -> DataErr
 
 
 def _group_by_cause(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """Group bad samples by cause, most frequent first; causes that differ only in numbers are merged."""
     groups: defaultdict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
         if sample.cause:
@@ -264,7 +268,8 @@ def image_digest(data: bytes) -> bytes:
 
 
 def _describe(data: bytes, traits: Traits, decoding: Decoding) -> ImageInfo:
-    bits, channels = "16-bit" if traits.deep_colors else "8-bit", 3
+    bits = "16-bit" if traits.deep_colors else "8-bit"
+    channels = 3
     bands = read_values(data, decoding)
     values = None if bands is None else bands.values
     if values is not None:
@@ -272,7 +277,8 @@ def _describe(data: bytes, traits: Traits, decoding: Decoding) -> ImageInfo:
     else:
         try:
             with pillow_errors(), open_image(data) as image:
-                (width, height), channels = image.size, len(image.getbands())
+                (width, height) = image.size
+                channels = len(image.getbands())
                 if is_deep(image):
                     image.load()
                     values = gray_values(image)[..., None]
@@ -280,7 +286,8 @@ def _describe(data: bytes, traits: Traits, decoding: Decoding) -> ImageInfo:
             height, width = jpeg_size(data) or (0, 0)
     deep = None
     if values is not None:
-        bits, channels = describe_depth(values), values.shape[2]
+        bits = describe_depth(values)
+        channels = values.shape[2]
         if values.dtype != np.uint8 or channels not in (1, 3):
             deep = DeepValues.of(values)
     return ImageInfo(
@@ -299,7 +306,8 @@ def summarize_deep(images: Sequence[DeepValues]) -> DeepImages:
     """Summarize images with the same number of channels."""
     pixels = np.concatenate([image.sample for image in images])  # (N, C)
     is_integer = all(image.is_integer for image in images)
-    channels, ranges = [], []
+    channels = []
+    ranges = []
     for i, values in enumerate(pixels.T):
         low = min(image.extrema[i][0] for image in images)
         high = max(image.extrema[i][1] for image in images)
@@ -344,7 +352,7 @@ def summarize_images(samples: Sequence[Sample], image_size: int) -> Images:
         if image.deep is not None:
             deep[len(image.deep.extrema)].append(image.deep)
     equal = group_equal([image.digest for image in images])
-    shown = [tuple(places[i] for i in group[:_SHOWN_PER_GROUP]) for group in equal[:_GROUPS_SHOWN]]
+    groups = [tuple(places[i] for i in group[:_SHOWN_PER_GROUP]) for group in equal[:_GROUPS_SHOWN]]
     return Images(
         read=len(images),
         formats=dict(Counter(image.format for image in images).most_common()),
@@ -357,7 +365,7 @@ def summarize_images(samples: Sequence[Sample], image_size: int) -> Images:
         traits_at=traits_at,
         deep=tuple(summarize_deep(deep[channels]) for channels in sorted(deep)),
         same=sum(map(len, equal)),
-        same_groups=tuple(shown),
+        same_groups=tuple(groups),
     )
 
 

@@ -30,15 +30,18 @@ from clipkit.samples.remote import ShardCache, ShardFile, read_range
 from data.inspect.findings import Broken, Member, Names, ShardsFound
 from data.selection import SelectedShard, Selection
 from data.shards.manifest import Census, nothing_usable, suggest_setting
-from data.sources import find_shards
+from data.sources import find_all_shards
 
 FIRST_PLACES = 3  # examples of a finding
 _BLOCK = 512
 _BEGINNING = 8 << 20  # bytes read of a remote shard without an index
 
-_SHARDS, _REMOTE_SHARDS = 64, 32  # scanned by default
+# scanned by default
+_SHARDS = 64
+_REMOTE_SHARDS = 32
 _FIRST_SHARDS = 8  # one of these must contain a pair
-_MOST_MEMBERS, _MOST_LISTED = 50, 50
+_MOST_MEMBERS = 50
+_MOST_LISTED = 50
 
 
 @dataclass(kw_only=True, eq=False)
@@ -79,8 +82,9 @@ class ShardSurvey(OpenShards[Shard]):
         shards: int = 0,
         quiet: bool = True,
     ) -> None:
-        self.cache, self.selection = cache, selection
-        self._files = [file for source in sources for file in find_shards(source, split=split)]
+        self.cache = cache
+        self.selection = selection
+        self._files = find_all_shards(sources, split=split)
         self.remote = any(file.is_remote for file in self._files)
         self.scans: list[ShardScan] = []
         count = min(shards or (_REMOTE_SHARDS if self.remote else _SHARDS), len(self._files))
@@ -97,10 +101,13 @@ class ShardSurvey(OpenShards[Shard]):
         try:
             index = self._open_part(scan).index
         except DataError as error:
-            scan.cause, scan.truncated = str(error), isinstance(error, TruncatedError)
+            scan.cause = str(error)
+            scan.truncated = isinstance(error, TruncatedError)
             return scan
         chosen = self.selection.choose(index, lambda row: {}, shard=file.name)
-        scan.rows, scan.samples, scan.repeated = chosen.rows, len(index), index.repeated
+        scan.rows = chosen.rows
+        scan.samples = len(index)
+        scan.repeated = index.repeated
         scan.census = Census(
             count=len(chosen), digest="", content="", dropped=chosen.dropped, members=index.names
         )
@@ -110,20 +117,21 @@ class ShardSurvey(OpenShards[Shard]):
 
     def _open_part(self, scan: ShardScan) -> Shard:
         """Open a shard; of a large remote one without an index only the beginning, unless there is a cache."""
-        file, truncated = scan.file, self.selection.truncated
+        file = scan.file
+        truncated = self.selection.truncated
         is_large = file.is_remote and self.cache is None and file.size > _BEGINNING
         if is_large and scan.beginning is None and stored_index(file, truncated=truncated) is None:
             members = tar_files_of(file.shown, read_range(file, 0, _BEGINNING))
             scan.beginning = index_of_members(file.shown, members, truncated="use")
         return Shard(file, self.cache, truncated=truncated, index=scan.beginning)
 
-    def _new_shard(self, number: int) -> Shard:
-        return self._open_part(self.scans[number])
+    def _new_shard(self, index: int) -> Shard:
+        return self._open_part(self.scans[index])
 
     def find(self, i: int) -> tuple[Shard, int]:
         """Return the open shard of a sample, and its row in the shard's index."""
-        number, position = self._position(i)
-        return self.open_shard(number), int(self.scans[number].rows[position])
+        shard_index, position = self._position(i)
+        return self.open_shard(shard_index), int(self.scans[shard_index].rows[position])
 
     def reopen_selected(self) -> Iterator[SelectedShard]:
         """Open the first readable shards as training does."""
@@ -146,7 +154,8 @@ class ShardSurvey(OpenShards[Shard]):
         broken = [scan for scan in self.scans if scan.cause]
         beginnings = sum(scan.beginning is not None for scan in self.scans)
         total = sum(max(0, file.size) for file in self._files)
-        samples, seen = len(self), sum(max(0, scan.bytes_seen) for scan in self.scans)
+        samples = len(self)
+        seen = sum(max(0, scan.bytes_seen) for scan in self.scans)
         is_complete = len(self.scans) == len(self._files) and not beginnings
         if not is_complete and seen:
             unreadable = sum(max(0, scan.file.size) for scan in broken)
@@ -201,11 +210,11 @@ class ShardSurvey(OpenShards[Shard]):
         return "caption" if member in self.selection.captions.members([member]) else ""
 
     def _first_content(self, member: str) -> bytes:
-        for number, scan in enumerate(self.scans):
+        for index, scan in enumerate(self.scans):
             if scan.census is None or member not in scan.census.members:
                 continue
             with suppress(DataError):
-                shard = self.open_shard(number)
+                shard = self.open_shard(index)
                 row = int(np.flatnonzero(shard.index.has_any([member]))[0])
                 (content,) = shard.read(row, [member])
                 return content or b""

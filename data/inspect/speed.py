@@ -47,7 +47,8 @@ class Measured:
 def run_speed(options: SpeedOptions) -> int:
     """Run the command."""
     loader, bytes_per_sample = make_loader(options)
-    batch_size, cores = loader.order.batch_size, len(os.sched_getaffinity(0))
+    batch_size = loader.order.batch_size
+    cores = len(os.sched_getaffinity(0))
     if not options.json:
         print(f"{options.image_size} pixels, batches of {batch_size}, {cores} cores")
         print("workers  samples/s     MB/s  first batch   bad")

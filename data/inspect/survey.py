@@ -39,7 +39,8 @@ _MORE_TEXTS = 20_000  # captions read in addition to those of decoded samples, w
 _FIRST_SAMPLES = 64  # one of them must be good
 _SHEET = 24  # samples on the contact sheet
 _TOKEN_EDGES = (0, 8, 16, 24, 32, 48, 64, 78, 128, 256)
-_FREQUENT, _CHARACTERS = 10, 200
+_FREQUENT = 10
+_CHARACTERS = 200
 _TOKENIZED = 256  # captions at a time
 _SEED = 0
 
@@ -81,18 +82,19 @@ def summarize_captions(samples: Sequence[Sample], unknown: tuple[str, ...]) -> C
 # --------------------------------------------------------------------------------------------------------------
 # Fields of the json
 
-_MOST_FIELDS, _FIELDS_SHOWN = 1000, 40
+_MOST_FIELDS = 1000
+_FIELDS_SHOWN = 40
 _MOST_VALUES = 500  # distinct texts counted per field
-_VALUES_SHOWN, _VALUE_LENGTH = 5, 40
+_VALUES_SHOWN = 5
+_VALUE_LENGTH = 40
 _KINDS = {bool: "true or false", int: "number", float: "number", str: "text", list: "list"}
 
 
 class _FieldValues:
-    """The kinds of values of one field, the range of numbers, and some texts."""
-
     def __init__(self) -> None:
         self.kinds: Counter[str] = Counter()
-        self._low, self._high = math.inf, -math.inf
+        self._low = math.inf
+        self._high = -math.inf
         self._texts: Counter[str] = Counter()
 
     def add(self, value: Any) -> None:
@@ -104,7 +106,8 @@ class _FieldValues:
             if text in self._texts or len(self._texts) < _MOST_VALUES:
                 self._texts[text] += 1
         elif abs(value) < 1e300:  # Python's json also parses NaN, Infinity and integers of any length
-            self._low, self._high = min(self._low, value), max(self._high, value)
+            self._low = min(self._low, value)
+            self._high = max(self._high, value)
 
     def summary(self) -> str:
         """Describe the values in words."""
@@ -191,13 +194,10 @@ def inspect(
         augmentation: for the contact sheet and the measured speed; None for the defaults.
         max_bad: fraction of bad samples above which training stops.
         cache: for copies of remote shards; None reads parts of them over the network.
-
-    Raises:
-        ConfigError: a filter is invalid.
-        DataError: there are no shards, or the first of them contain no pair of image and caption.
     """
     began = time.monotonic()
-    decoding, augmentation = decoding or Decoding(), augmentation or Augmentation()
+    decoding = decoding or Decoding()
+    augmentation = augmentation or Augmentation()
     if decoding.pixel_range == "auto":  # deep images are shown and measured, although training would stop
         decoding = replace(decoding, pixel_range=STRETCH)
     fields = FieldSurvey([Filter.of(condition) for condition in options.filters])

@@ -42,7 +42,7 @@ from data.captions import CaptionRule
 from data.options import ScoreOptions
 from data.scores.page import check_filters, write_filters
 from data.scores.table import PERMILLE, scores_folder
-from data.sources import find_shards
+from data.sources import find_all_shards
 
 _VERSION = 1  # of columns and features; increase it when one is computed differently
 _ROWS = 2048  # samples encoded, compared and written at a time
@@ -57,8 +57,6 @@ _MATCHES = (("similarity", "duplicate", "duplicate_of"), ("contamination", "cont
 
 @dataclass(frozen=True, kw_only=True)
 class _Shard:
-    """An encoded shard: the file, the table of its scores, with the features next to it, and the number of rows."""
-
     file: ShardFile
     table: Path
     rows: int
@@ -69,7 +67,7 @@ class _Shard:
             try:
                 features = np.load(self.table.with_suffix(".npy"), mmap_mode="r", allow_pickle=False)
             except (OSError, ValueError) as error:
-                raise _damaged(self.table.with_suffix(".npy"), error) from error
+                raise _describe_damage(self.table.with_suffix(".npy"), error) from error
             yield np.array(features[start : start + _ROWS])
 
     def name(self, row: int) -> str:
@@ -82,7 +80,7 @@ def _keys(path: Path) -> Any:
     return pq.read_table(path, columns=["key"]).column("key")
 
 
-def _damaged(path: Path, error: Exception) -> DataError:
+def _describe_damage(path: Path, error: Exception) -> DataError:
     return DataError(
         f"{path} is damaged ({' '.join(str(error).split())}): delete it and run the same command"
     )
@@ -90,8 +88,8 @@ def _damaged(path: Path, error: Exception) -> DataError:
 
 def run_score(options: ScoreOptions) -> int:
     """Run the command and return its exit status."""
-    shards = [one for source in options.sources for one in find_shards(source, split=options.split)]
-    against = [one for source in options.against for one in find_shards(source, split="test")]
+    shards = find_all_shards(options.sources, split=options.split)
+    against = find_all_shards(options.against, split="test")
     cache = shard_cache([*options.sources, *options.against], options.cache_gb)
     rule = CaptionRule(fields=options.captions)
     if options.filters and options.html is None:
@@ -111,32 +109,32 @@ def run_score(options: ScoreOptions) -> int:
         encoded: list[_Shard] = []
         with CountProgress("scoring samples", total=None, shown=not options.quiet) as progress:
             for file in [*shards, *against]:
-                done = sum(one.rows for one in encoded)
+                done = sum(shard.rows for shard in encoded)
                 encoded.append(_encode(file, folder, encoder, rule, image, cache, progress, done))
         for line in encoder.notes():
             print(line, file=sys.stderr)
-        trained = {one.table: one for one in encoded[: len(shards)]}  # of equal shards the last
-        evaluated = {one.table: one for one in encoded[len(shards) :]}
+        trained = {shard.table: shard for shard in encoded[: len(shards)]}  # of equal shards the last
+        evaluated = {shard.table: shard for shard in encoded[len(shards) :]}
         if same := len(shards) - len(trained):
             print(f"note: {same:,} of {len(shards):,} shards have the content of others; remove them")
-        compared = [[one.name for one in part] for part in (trained, evaluated)]
+        compared = [[table.name for table in part] for part in (trained, evaluated)]
         which = f"{identity} {compared} {options.threshold} {options.duplicates}"
         slug = (
             re.sub(r"[^\w-]+", "-", options.model.rstrip("/").rpartition("/")[2])[:40].strip("-") or "model"
         )
         name = f"{slug}-{hashlib.sha256(which.encode()).hexdigest()[:8]}"
-        found = _match([*trained.values()], [*evaluated.values()], scores_folder() / name, options)
-    _report(name, found, options)
+        manifest = _score_shards([*trained.values()], [*evaluated.values()], scores_folder() / name, options)
+    _report(name, manifest, options)
     if options.html is not None:
         files = [*trained.values()]
 
-        def read(number: int, row: int) -> tuple[str, bytes]:
-            shard = Shard(files[number].file, cache)
+        def read(index: int, row: int) -> tuple[str, bytes]:
+            shard = Shard(files[index].file, cache)
             (data,) = shard.read(row, (image,))
             caption = rule.caption(_fields(shard, row, rule), 0, None) or ""
             return f"{caption} ({shard.index.key(row)})", data or b""
 
-        tables = [scores_folder() / name / one.table.name for one in files]
+        tables = [scores_folder() / name / shard.table.name for shard in files]
         write_filters(options.html, name, tables, options.filters, read)
         print(f"\nwrote {printable(str(options.html))}")
     return 0
@@ -191,7 +189,9 @@ def _encode(
 def _facts(samples: ShardSamples, row: int, rule: CaptionRule, member: str) -> tuple[Item, dict[str, Any]]:
     shard = samples.open_shard(0)
     facts: dict[str, Any] = {"key": shard.index.key(row)}
-    caption, image, fields = None, None, dict[str, Any]()
+    caption = None
+    image = None
+    fields = dict[str, Any]()
     try:
         fields = _fields(shard, row, rule)
         caption = rule.caption(fields, 0, None)
@@ -207,7 +207,7 @@ def _facts(samples: ShardSamples, row: int, rule: CaptionRule, member: str) -> t
         with pillow_errors():
             size = open_image(data).size
         original = [fields.get("original_width"), fields.get("original_height")]
-        sides = [one for one in original if type(one) is int and 0 < one < 2**31]
+        sides = [side for side in original if type(side) is int and 0 < side < 2**31]
         width, height = sides if len(sides) == 2 else size
         facts |= {"width": width, "height": height, "shorter_side": min(width, height)}
         facts["aspect_ratio"] = max(width, height) / min(width, height)
@@ -226,7 +226,7 @@ def _languages() -> Any:
 
 
 @cache
-def _class_names() -> frozenset[tuple[str, ...]]:
+def _load_class_words() -> frozenset[tuple[str, ...]]:
     return frozenset(tuple(_words(str(name))) for name in prompt_list("IMAGENET_CLASSNAMES"))
 
 
@@ -235,7 +235,8 @@ def _words(text: str) -> list[str]:
 
 
 def _names_class(caption: str) -> bool:
-    words, names = _words(caption), _class_names()
+    words = _words(caption)
+    names = _load_class_words()
     longest = max(map(len, names))
     return any(
         tuple(words[start : start + length]) in names
@@ -248,23 +249,24 @@ def _names_class(caption: str) -> bool:
 # Duplicates and evaluation images.
 
 
-def _match(
+def _score_shards(
     trained: Sequence[_Shard], evaluated: Sequence[_Shard], folder: Path, options: ScoreOptions
 ) -> dict[str, Any]:
-    """Write the scores of all shards to a folder unless they are there, and return the manifest."""
     with suppress(OSError, ValueError):
         stored: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         return stored
     folder.mkdir(parents=True, exist_ok=True)
-    digest, bins = hashlib.sha256(), np.zeros(_BINS, dtype=np.int64)
-    counts, causes = Counter[str](), Counter[str]()
+    digest = hashlib.sha256()
+    bins = np.zeros(_BINS, dtype=np.int64)
+    counts = Counter[str]()
+    causes = Counter[str]()
     searched = {"duplicate": options.duplicates, "contaminated": bool(evaluated)}
     extra = [(name, kind) for names in _MATCHES if searched[names[1]] for name, kind in
              zip(names, (pa.float32(), pa.bool_(), pa.string()), strict=True)]  # fmt: skip
     with CountProgress(
-        "comparing images", total=sum(one.rows for one in trained), shown=not options.quiet
+        "comparing images", total=sum(shard.rows for shard in trained), shown=not options.quiet
     ) as bar:
-        for number, shard in enumerate(trained):
+        for index, shard in enumerate(trained):
             target = folder / shard.table.name
             if not target.is_file():
                 file = pq.ParquetFile(shard.table)
@@ -275,22 +277,22 @@ def _match(
                         valid = np.any(queries["embedding"] != 0, axis=1)
                         for names in _MATCHES:
                             if names[1] == "duplicate" and searched[names[1]]:
-                                others = [*trained[:number], shard]
-                                columns |= _matches(names, queries, others, group, valid, options)
+                                others = [*trained[:index], shard]
+                                columns |= _find_matches(names, queries, others, group, valid, options)
                             elif searched[names[1]]:
-                                columns |= _matches(names, queries, evaluated, None, valid, options)
+                                columns |= _find_matches(names, queries, evaluated, None, valid, options)
                         writer.write_table(pa.table(columns, schema=schema))
                         bar.show(counts["samples"] + (group + 1) * _ROWS)
             digest.update(hashlib.sha256(target.read_bytes()).digest())
-            _count(pq.ParquetFile(target), bins, counts, causes)
+            _count_scores(pq.ParquetFile(target), bins, counts, causes)
             bar.show(counts["samples"])
     if not counts["scored"]:
         raise DataError(
-            f"no sample could be scored: {counted(counts['samples'], 'sample')}, {_listed(causes)}"
+            f"no sample could be scored: {counted(counts['samples'], 'sample')}, {_join_causes(causes)}"
         )
     above = bins[::-1].cumsum()[::-1]  # samples in each bin or a higher one
-    wanted = [max(1, -(-permille * counts["scored"] // PERMILLE)) for permille in range(PERMILLE)]
-    top = [round(float(np.flatnonzero(above >= one)[-1]) * 2 / _BINS - 1, 6) for one in wanted]
+    ranks = [max(1, -(-permille * counts["scored"] // PERMILLE)) for permille in range(PERMILLE)]
+    top = [round(float(np.flatnonzero(above >= rank)[-1]) * 2 / _BINS - 1, 6) for rank in ranks]
     manifest = {
         "version": _VERSION, "model": options.model, "sources": options.sources, "against": options.against,
         "threshold": options.threshold, "columns": [name for name, _ in _BASIC[2:]] + [name for name, _ in extra],
@@ -301,7 +303,7 @@ def _match(
     return manifest
 
 
-def _matches(
+def _find_matches(
     names: tuple[str, str, str],
     queries: npt.NDArray[Any],
     shards: Sequence[_Shard],
@@ -322,26 +324,26 @@ def _matches(
                 yield block
             yield queries
 
-    similarity, number = closest(queries, blocks(), options.device)
-    starts = np.cumsum([0, *(one.rows for one in shards)])
-    found = similarity >= options.threshold
+    similarity, matched = closest(queries, blocks(), options.device)
+    starts = np.cumsum([0, *(shard.rows for shard in shards)])
+    is_match = similarity >= options.threshold
     origins: list[str | None] = [None] * len(queries)
-    for row in np.flatnonzero(found).tolist():
-        shard = int(starts.searchsorted(number[row], side="right")) - 1
-        origins[row] = shards[shard].name(int(number[row] - starts[shard]))
-    columns = (similarity.tolist(), found.tolist(), origins)
+    for row in np.flatnonzero(is_match).tolist():
+        shard = int(starts.searchsorted(matched[row], side="right")) - 1
+        origins[row] = shards[shard].name(int(matched[row] - starts[shard]))
+    columns = (similarity.tolist(), is_match.tolist(), origins)
     return {
         name: [value if has else None for value, has in zip(column, valid, strict=True)]
         for name, column in zip(names, columns, strict=True)
     }
 
 
-def _count(file: Any, bins: npt.NDArray[np.int64], counts: Counter[str], causes: Counter[str]) -> None:
+def _count_scores(file: Any, bins: npt.NDArray[np.int64], counts: Counter[str], causes: Counter[str]) -> None:
     for group in range(file.num_row_groups):
         table = file.read_row_group(group)
         clip = table.column("clip").drop_null().to_numpy().astype(np.float64)
         bins += np.bincount(((clip + 1) * (_BINS / 2)).astype(np.int64).clip(0, _BINS - 1), minlength=_BINS)
-        causes.update(one for one in table.column("cause").to_pylist() if one)
+        causes.update(cause for cause in table.column("cause").to_pylist() if cause)
         counts.update(samples=len(table), scored=len(clip))
         for name in {"duplicate", "contaminated"} & {*table.column_names}:
             counts[name] += sum(map(bool, table.column(name).to_pylist()))
@@ -350,21 +352,25 @@ def _count(file: Any, bins: npt.NDArray[np.int64], counts: Counter[str], causes:
 # --------------------------------------------------------------------------------------------------------------
 
 
-def _listed(causes: Mapping[str, int]) -> str:
+def _join_causes(causes: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {printable(cause, 80)}" for cause, count in list(causes.items())[:4])
 
 
-def _report(name: str, found: dict[str, Any], options: ScoreOptions) -> None:
-    counts, top = found["counts"], found["top"]
+def _report(name: str, manifest: dict[str, Any], options: ScoreOptions) -> None:
+    counts = manifest["counts"]
+    top = manifest["top"]
     print(
         f"scored {counts['scored']:,} of {counted(counts['samples'], 'sample')} "
-        f"in {counted(found['shards'], 'shard')}"
+        f"in {counted(manifest['shards'], 'shard')}"
     )
-    if found["causes"]:
-        print(f"  not scored       {_listed(found['causes'])}")
-    print("  clip score       " + ", ".join(f"top {one}%: {top[one * 10]:.4f}" for one in (10, 30, 50, 90)))
+    if manifest["causes"]:
+        print(f"  not scored       {_join_causes(manifest['causes'])}")
+    print(
+        "  clip score       "
+        + ", ".join(f"top {percent}%: {top[percent * 10]:.4f}" for percent in (10, 30, 50, 90))
+    )
     for column, what in (("duplicate", "near-duplicates"), ("contaminated", "contaminated")):
-        if column in found["columns"]:
+        if column in manifest["columns"]:
             print(f"  {what:<17}{counts.get(column, 0):,} (similarity of at least {options.threshold:g})")
     print(f"  stored in        {scores_folder() / name}")
     print(f"to select samples in training:\n  data.scores={name} data.filters='[\"score.clip >= top 30%\"]'")

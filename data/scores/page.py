@@ -14,10 +14,12 @@ from clipkit.files import printable, templates, write_page
 from clipkit.samples import decode_image
 from data.filters import Filter
 from data.inspect.samples import encode_webp
-from data.scores.table import COLUMNS, PERMILLE, PREFIX, PRESET, PRESETS, parse_filters, scored_filters
+from data.scores.table import COLUMNS, PERMILLE, PREFIX, PRESET, PRESETS, parse_filters, parse_scored_filters
 
 _EXAMPLES = 12  # kept, and as many dropped
-_BINS, _VALUES = 24, 12  # of numbers; most frequent other values
+# of numbers; most frequent other values
+_BINS = 24
+_VALUES = 12
 _SIDE = 128  # of images, in pixels
 _CAPTION = 120  # characters
 
@@ -26,8 +28,6 @@ Sample = tuple[int, int]  # number of the shard, row
 
 @dataclass
 class _Effect:
-    """What one filter does, alone."""
-
     filter: Filter
     kept: int = 0
     dropped: int = 0
@@ -45,9 +45,10 @@ class _Effect:
         if passes is None:
             self.missing += 1
             return False
-        self.kept, self.dropped = self.kept + passes, self.dropped + (not passes)
-        place = int(np.searchsorted(self.edges, value, side="right")) - 1 if self.edges else value
-        self.values[place, passes] += 1
+        self.kept = self.kept + passes
+        self.dropped = self.dropped + (not passes)
+        bar = int(np.searchsorted(self.edges, value, side="right")) - 1 if self.edges else value
+        self.values[bar, passes] += 1
         chosen = self.examples[passes]  # those of the smallest random numbers
         if len(chosen) < _EXAMPLES or priority < chosen[-1][0]:
             chosen.append((priority, sample))
@@ -60,7 +61,7 @@ class _Effect:
         totals: Counter[Any] = Counter()
         for (value, _), count in self.values.items():
             totals[value] += count
-        labels: dict[Any, str] = {place: f"{edge:.3g}" for place, edge in enumerate(self.edges)}
+        labels: dict[Any, str] = {bin_: f"{edge:.3g}" for bin_, edge in enumerate(self.edges)}
         if not labels:
             labels = {value: str(value).lower() for value, _ in totals.most_common(_VALUES)}
         counts = self.values
@@ -91,24 +92,30 @@ def write_filters(
     there = pq.read_schema(tables[0]).names
     flags = [f"{PREFIX}{name} = false" for name in ("duplicate", "contaminated") if name in there]
     texts = texts or [f"{PREFIX}clip >= top 30%", *flags, "preset:datacomp_basic"]
-    filters, _ = scored_filters(texts, name)
-    presets = {one: PRESETS[one.removeprefix(PRESET).strip()] for one in texts if one.startswith(PRESET)}
-    effects = [_Effect(one) for one in filters]
+    filters, _ = parse_scored_filters(texts, name)
+    presets = {text: PRESETS[text.removeprefix(PRESET).strip()] for text in texts if text.startswith(PRESET)}
+    effects = [_Effect(filter_) for filter_ in filters]
     for effect in effects:  # edges of histograms
         columns = (pq.read_table(path, columns=[effect.column]).column(0) for path in tables)
         if pq.read_schema(tables[0]).field(effect.column).type not in ("string", "bool"):
-            ends = [pc.min_max(one).as_py() for one in columns]
-            low = min((one["min"] for one in ends if one["min"] is not None), default=0)
-            high = max((one["max"] for one in ends if one["max"] is not None), default=0)
+            ends = [pc.min_max(column).as_py() for column in columns]
+            low = min(
+                (column_ends["min"] for column_ends in ends if column_ends["min"] is not None), default=0
+            )
+            high = max(
+                (column_ends["max"] for column_ends in ends if column_ends["max"] is not None), default=0
+            )
             if high > low:
                 effect.edges = np.linspace(low, high, _BINS + 1)[:-1].tolist()
-    together, samples, random = 0, 0, np.random.default_rng(0)
+    together = 0
+    samples = 0
+    random = np.random.default_rng(0)
     names = sorted({effect.column for effect in effects})
-    for number, path in enumerate(tables):
+    for shard, path in enumerate(tables):
         rows = pq.read_table(path, columns=names).to_pylist()
         samples += len(rows)
         for row, (values, priority) in enumerate(zip(rows, random.random(len(rows)).tolist(), strict=True)):
-            passed = [effect.add(values[effect.column], (number, row), priority) for effect in effects]
+            passed = [effect.add(values[effect.column], (shard, row), priority) for effect in effects]
             together += all(passed)
 
     def example(sample: Sample) -> dict[str, str]:
@@ -123,7 +130,9 @@ def write_filters(
     page = environment.get_template("scores.html").render(
         title=name,
         lead=f"{together:,} of {samples:,} samples pass all filters ({together / max(1, samples):.1%})",
-        notes=[f"{one}: {preset.source}; {preset.differs}" for one, preset in presets.items()],
+        notes=[
+            f"{preset_name}: {preset.source}; {preset.differs}" for preset_name, preset in presets.items()
+        ],
         effects=effects,
         columns=COLUMNS,
         samples=samples,

@@ -45,7 +45,8 @@ COLUMNS = {
 }
 PERMILLE = 1000
 _TOP = re.compile(r"\s*score\.clip\s*>=\s*top\s+([0-9]+(?:\.[0-9])?)\s*%\s*")
-PREFIX, PRESET = "score.", "preset:"
+PREFIX = "score."
+PRESET = "preset:"
 
 
 class Preset(NamedTuple):
@@ -91,14 +92,14 @@ def scores_folder() -> Path:
     return cache_folder() / "scores"
 
 
-def find(folder: Path, index: ShardIndex) -> Path | None:
+def find_scores(folder: Path, index: ShardIndex) -> Path | None:
     """Return the file of a shard, None if it has no scores."""
     for name in (f"{index.digest}-{index.content}.parquet", f"{index.digest}-.parquet"):
         if (path := folder / name).is_file():
             return path
     if not index.content:  # this index was read over the network, without the content
-        found = list(folder.glob(f"{index.digest}-*.parquet"))
-        return found[0] if len(found) == 1 else None
+        paths = list(folder.glob(f"{index.digest}-*.parquet"))
+        return paths[0] if len(paths) == 1 else None
     return None
 
 
@@ -122,8 +123,8 @@ class Scores:
         root = scores_folder()
         path = root / name / "manifest.json"
         if not re.fullmatch(r"[\w.-]+", name) or not path.is_file():
-            known = sorted(one.parent.name for one in root.glob("*/manifest.json"))
-            hint = f"{nearest(name, known)}" if known else "none are stored"
+            names = sorted(manifest_path.parent.name for manifest_path in root.glob("*/manifest.json"))
+            hint = f"{nearest(name, names)}" if names else "none are stored"
             raise ConfigError(
                 f"data.scores = {printable(name, 80)!r}: no such scores in {root} ({hint}); create them with "
                 "python -m data score"
@@ -134,13 +135,15 @@ class Scores:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path} cannot be read: {error}; delete its folder and score again") from error
 
-    def rows(self, index: ShardIndex, shown: str, filters: Sequence[Filter]) -> list[dict[str, Any]]:
+    def rows(self, index: ShardIndex, shard: str, filters: Sequence[Filter]) -> list[dict[str, Any]]:
         """Return the columns that filters refer to, for each sample of a shard."""
-        names = sorted({one.name.removeprefix(PREFIX) for one in filters if one.name.startswith(PREFIX)})
-        path = find(self.folder, index)
+        names = sorted(
+            {filter_.name.removeprefix(PREFIX) for filter_ in filters if filter_.name.startswith(PREFIX)}
+        )
+        path = find_scores(self.folder, index)
         if path is None:
             raise DataError(
-                f"shard {shown} has no scores in {self.name}, or has changed: score all shards of data.train with "
+                f"shard {shard} has no scores in {self.name}, or has changed: score all shards of data.train with "
                 "python -m data score, and set data.scores to the name that it prints"
             )
         import pyarrow.parquet
@@ -156,17 +159,12 @@ class Scores:
         return rows
 
 
-def scored_filters(texts: Sequence[str], name: str) -> tuple[tuple[Filter, ...], Scores | None]:
-    """Parse ``data.filters``: replace presets by their filters, and ``top P%`` by a number.
-
-    Raises:
-        ConfigError: a filter, preset, column or the name is invalid, or pyarrow is missing.
-        DataError: the scores cannot be read.
-    """
-    texts = [one for text in texts for one in _expanded(text)]
-    uses = any(one.lstrip().startswith(PREFIX) for one in texts)
+def parse_scored_filters(texts: Sequence[str], name: str) -> tuple[tuple[Filter, ...], Scores | None]:
+    """Parse ``data.filters``: replace presets by their filters, and ``top P%`` by a number."""
+    texts = [part for text in texts for part in _expand_preset(text)]
+    uses = any(text.lstrip().startswith(PREFIX) for text in texts)
     if not name:
-        presets = [one for one in texts if _TOP.fullmatch(one)]
+        presets = [text for text in texts if _TOP.fullmatch(text)]
         if presets:
             raise ConfigError(
                 f"filter {presets[0]!r} needs data.scores=NAME, the name that python -m data score prints"
@@ -188,26 +186,25 @@ def parse_filters(texts: Sequence[str], columns: Sequence[str], top: Sequence[fl
     """Parse filters on scores; other filters are accepted, too.
 
     Args:
-        texts: the filters.
         columns: names of the scores.
         top: by per mille of the samples, the least clip score of those with the highest ones.
     """
     filters = []
-    for text in [part for name in texts for part in _expanded(name)]:
+    for text in [part for name in texts for part in _expand_preset(name)]:
         if match := _TOP.fullmatch(text):
             permille = round(float(match[1]) * 10)
             if not 0 < permille < PERMILLE:
                 raise ConfigError(f"filter {text!r}: expected more than 0% and less than 100%")
             text = f"score.clip >= {top[permille]!r}"
-        one = Filter.of(text)
-        column = one.name.removeprefix(PREFIX)
-        if one.name != column and column not in columns:
+        filter_ = Filter.of(text)
+        column = filter_.name.removeprefix(PREFIX)
+        if filter_.name != column and column not in columns:
             raise ConfigError(f"unknown column in filter {text!r}: {nearest(column, columns)}")
-        filters.append(one)
+        filters.append(filter_)
     return tuple(filters)
 
 
-def _expanded(text: str) -> Sequence[str]:
+def _expand_preset(text: str) -> Sequence[str]:
     if not text.startswith(PRESET):
         return (text,)
     name = text.removeprefix(PRESET).strip()

@@ -74,18 +74,21 @@ class Resize:
 
     def target(self, width: int, height: int) -> tuple[int, int] | None:
         """Return the width and height to resize to, before cropping and borders; None to keep the size."""
-        side = (min if self.mode in ("keep_ratio", "center_crop") else max)(width, height)
+        side = max(width, height)
+        if self.mode in ("keep_ratio", "center_crop"):
+            side = min(width, height)
         if (side < self.size and not self.enlarge) or (side == self.size and width == height):
             return None
         if side == self.size and self.mode.startswith("keep_ratio"):
             return None
-        return tuple(max(1, round(one * self.size / side)) for one in (width, height))  # type: ignore[return-value]
+        return tuple(max(1, round(length * self.size / side)) for length in (width, height))  # type: ignore[return-value]
 
     def box(self, width: int, height: int) -> tuple[int, int, int, int] | None:
         """Return left, top, right and bottom of the square in a resized image, beyond it for a border."""
         if self.mode.startswith("keep_ratio"):
             return None
-        left, top = (width - self.size) // 2, (height - self.size) // 2
+        left = (width - self.size) // 2
+        top = (height - self.size) // 2
         return left, top, left + self.size, top + self.size
 
 
@@ -136,12 +139,12 @@ def store_image(data: bytes, how: Storing) -> StoredImage:
         BadImage: it is broken, too large, of an unknown format, or cannot be encoded again without losing depth.
     """
     try:
-        if how.resize is not None and (stored := _resized_jpeg(data, how)) is not None:
+        if how.resize is not None and (stored := _resize_jpeg(data, how)) is not None:
             return stored
         if (bands := read_values(data, Decoding())) is not None:
-            return _stored_as_is(bands, data, how)
+            return _store_as_is(bands, data, how)
         with Image.open(io.BytesIO(data), formats=readable_formats(data)) as image:
-            return _stored(image, data, how)
+            return _store_opened(image, data, how)
     except (DataError, PixelRangeError) as error:
         raise BadImage(str(error)) from None
     except Image.DecompressionBombError:
@@ -152,7 +155,7 @@ def store_image(data: bytes, how: Storing) -> StoredImage:
         raise BadImage("broken or truncated image") from None
 
 
-def _resized_jpeg(data: bytes, how: Storing) -> StoredImage | None:
+def _resize_jpeg(data: bytes, how: Storing) -> StoredImage | None:
     """Resize a JPEG without a color profile, several times as fast as Pillow; None for other images."""
     assert how.resize is not None
     if b"ICC_PROFILE" in data[: 2**16] or (size := jpeg_size(data)) is None:
@@ -197,8 +200,7 @@ def _resized_jpeg(data: bytes, how: Storing) -> StoredImage | None:
     )
 
 
-def _stored_as_is(bands: Bands, data: bytes, how: Storing) -> StoredImage:
-    """Return an image that Pillow cannot write."""
+def _store_as_is(bands: Bands, data: bytes, how: Storing) -> StoredImage:
     height, width, _ = bands.values.shape
     name = image_format(data)
     if how.resize is not None and how.resize.target(width, height) is not None:
@@ -214,7 +216,7 @@ def _stored_as_is(bands: Bands, data: bytes, how: Storing) -> StoredImage:
     )
 
 
-def _stored(image: Image.Image, data: bytes, how: Storing) -> StoredImage:
+def _store_opened(image: Image.Image, data: bytes, how: Storing) -> StoredImage:
     if image.width * image.height > MAX_PIXELS:
         raise BadImage(f"image of more than {MAX_PIXELS:,} pixels")
     refuse_deep_alpha(image)
@@ -232,15 +234,17 @@ def _stored(image: Image.Image, data: bytes, how: Storing) -> StoredImage:
         image.draft("RGB", (2 * max(target), 2 * max(target)))
     image.load()
     if deep and target is None and image.format == "TIFF" and to_16_bit(image) is None:
-        extension, as_is, original = "tif", True, image.size
+        extension = "tif"
+        as_is = True
+        original = image.size
     transparent = is_transparent(image)
     size = original
     if not as_is or (transparent and how.background is not None):
         extension = None if extension == "heic" else extension
-        result = _changed(image, how, orientation=orientation, target=target, transparent=transparent)
+        result = _transform_image(image, how, orientation=orientation, target=target, transparent=transparent)
         size = result.size
         lossless = image.format == "WEBP" and b"VP8L" in data
-        data = _encoded(result, extension or "png", resized=target is not None, lossless=lossless)
+        data = _encode_image(result, extension or "png", resized=target is not None, lossless=lossless)
     return StoredImage(
         data=data,
         extension=extension or "png",
@@ -252,7 +256,7 @@ def _stored(image: Image.Image, data: bytes, how: Storing) -> StoredImage:
     )
 
 
-def _changed(
+def _transform_image(
     image: Image.Image, how: Storing, *, orientation: int, target: tuple[int, int] | None, transparent: bool
 ) -> Image.Image:
     """Return the image rotated, blended onto the background and resized, with only its color profile and tags."""
@@ -296,7 +300,7 @@ def _changed(
     return result
 
 
-def _encoded(image: Image.Image, extension: str, *, resized: bool, lossless: bool) -> bytes:
+def _encode_image(image: Image.Image, extension: str, *, resized: bool, lossless: bool) -> bytes:
     header = {"exif": image.info.pop("exif"), "icc_profile": image.info.pop("icc_profile")}
     buffer = io.BytesIO()
     if extension == "jpg":

@@ -59,10 +59,14 @@ from data.selection import OUTSIDE, SelectedShard, Selection
 
 _LOOKED_SHARDS = 8
 _LOOKED_REMOTE = 2  # besides the first, since each may take minutes to download
-_SHOWN_MEMBERS, _MAX_NAME = 8, 40  # members in a message, characters of their names
+# members in a message, characters of their names
+_SHOWN_MEMBERS = 8
+_MAX_NAME = 40
 _MANY_NAMES = 50  # of members
 _SUGGESTED = 4  # samples of which all members are read to find image and text
-_LOOKED_SAMPLES, _LOOKED_REQUESTS = 1000, 32  # per shard; the latter if each is a request over the network
+# per shard; the latter if each is a request over the network
+_LOOKED_SAMPLES = 1000
+_LOOKED_REQUESTS = 32
 
 
 @dataclass(kw_only=True)
@@ -122,7 +126,6 @@ def _examine(
 def _reject_unknown_fields(
     shards: Sequence[ShardFile], selection: Selection, cache: ShardCache | None
 ) -> None:
-    """Raise DataError if no sample of these shards has a field that filters or captions name."""
     plain = Selection(need=selection.need, image=selection.image)
     missing = {condition.name for condition in selection.json_filters}
 
@@ -132,7 +135,7 @@ def _reject_unknown_fields(
 
     examined = None
     if missing:
-        examined = _examine(_some_opened(shards, plain, cache), selection.captions, cache, has_rest)
+        examined = _examine(_open_some(shards, plain, cache), selection.captions, cache, has_rest)
     if examined is not None:
         name = min(missing)
         raise DataError(
@@ -140,7 +143,7 @@ def _reject_unknown_fields(
             f"has: {field_hint(name, examined.fields)}"
         )
     if "caption" in selection.need and (selection.reads_json or TEXT not in selection.captions.fields):
-        reject_unknown_captions(_some_opened(shards, plain, cache), selection.captions, cache)
+        reject_unknown_captions(_open_some(shards, plain, cache), selection.captions, cache)
 
 
 def reject_unknown_captions(
@@ -176,7 +179,7 @@ def reject_unknown_negatives(
         return bool(rule.wrong_captions(fields))
 
     most = _LOOKED_REMOTE + 1 if any(shard.is_remote for shard in shards) else _LOOKED_SHARDS
-    examined = _examine(_some_opened(shards, selection, cache, most=most), rule, cache, has_negative)
+    examined = _examine(_open_some(shards, selection, cache, most=most), rule, cache, has_negative)
     if examined is not None:
         raise DataError(
             f"data.negatives names the json field {rule.negatives!r}, which has text in none of "
@@ -185,17 +188,16 @@ def reject_unknown_negatives(
         )
 
 
-def _some_opened(
+def _open_some(
     shards: Sequence[ShardFile],
     selection: Selection,
     cache: ShardCache | None,
     *,
     most: int = _LOOKED_SHARDS,
 ) -> Iterator[SelectedShard]:
-    """Open a few shards, spread over all: other sources may have other fields."""
     most = min(most, len(shards))
-    for number in range(most):
-        yield SelectedShard(shards[number * len(shards) // most], selection, cache)
+    for i in range(most):
+        yield SelectedShard(shards[i * len(shards) // most], selection, cache)
 
 
 def list_members(members: Mapping[str, int]) -> str:
@@ -220,7 +222,6 @@ def suggest_members(shard: Shard, rule: CaptionRule, image: str = "") -> dict[st
     Captions are all members called ``NAME.txt``, separated by commas; without any, the longest text.
 
     Args:
-        shard: the shard.
         rule: where captions were expected; captions are suggested if no sample has one of its members.
         image: where the image was expected, as in ``Selection``.
     """
@@ -300,15 +301,15 @@ def take_census(
     """Yield number and census of each shard as they become known, the first shard first."""
     done: list[int] = []
     samples = 0
-    for number, census in _counted(shards, selection, cache, stats):
-        done.append(number)
+    for index, census in _count_shards(shards, selection, cache, stats):
+        done.append(index)
         samples += census.count
         if not samples and len(done) == min(_FIRST, len(shards)):
             _reject_unknown_fields([shards[i] for i in done], selection, cache)
-        yield number, census
+        yield index, census
 
 
-def _counted(
+def _count_shards(
     shards: Sequence[ShardFile], selection: Selection, cache: ShardCache | None, stats: bool
 ) -> Iterator[tuple[int, Census]]:
     # The first shard is always opened, so that a problem of all shards is found at once.
@@ -316,13 +317,13 @@ def _counted(
     # "all" drops samples without captions
     if "caption" in selection.need and selection.captions.choice != "all":
         most = _LOOKED_REMOTE if any(shard.is_remote for shard in shards) else _LOOKED_SHARDS - 1
-        others = _some_opened(shards[1:], selection, cache, most=most)
+        others = _open_some(shards[1:], selection, cache, most=most)
         reject_unknown_captions(chain([first], others), selection.captions, cache)
     yield 0, _census_of(first)
     del first  # close it
     if len(shards) <= _ALONE:
-        for number in range(1, len(shards)):
-            yield number, _count(shards[number], selection, cache, stats)
+        for index in range(1, len(shards)):
+            yield index, _count(shards[index], selection, cache, stats)
         return
     processes = min(len(os.sched_getaffinity(0)), _MAX_PROCESSES)
     context = get_context("fork")
@@ -331,8 +332,8 @@ def _counted(
         ahead = iter(range(1, len(shards)))
         try:
             while True:
-                while len(running) < processes * _UNDER_WAY and (number := next(ahead, 0)):
-                    running[pool.submit(_count, shards[number], selection, cache, stats)] = number
+                while len(running) < processes * _UNDER_WAY and (index := next(ahead, 0)):
+                    running[pool.submit(_count, shards[index], selection, cache, stats)] = index
                 if not running:
                     return
                 for done in wait(running, return_when=FIRST_COMPLETED).done:
@@ -344,7 +345,6 @@ def _counted(
 
 
 def _initialize_process() -> None:
-    """End at Ctrl-C without a traceback, and with the parent."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_with_parent()
@@ -354,8 +354,13 @@ def _count(shard: ShardFile, selection: Selection, cache: ShardCache | None, sta
     plain = not selection.reads_json and selection.fraction == 1
     if selection.truncated == "use" and not shard.is_remote:
         stats = False  # it includes the samples that are cut off
-    if stats and plain and stored_index(shard) is None and (stated := _stated_count(shard)) is not None:
-        return Census(count=stated, digest="", content="", dropped={}, members={})
+    if (
+        stats
+        and plain
+        and stored_index(shard) is None
+        and (recorded := _read_stated_count(shard)) is not None
+    ):
+        return Census(count=recorded, digest="", content="", dropped={}, members={})
     return _census_of(SelectedShard(shard, selection, cache))
 
 
@@ -370,21 +375,22 @@ def _census_of(opened: SelectedShard) -> Census:
     )
 
 
-def _stated_count(shard: ShardFile) -> int | None:
+def _read_stated_count(shard: ShardFile) -> int | None:
     stem, dot, _ = shard.url.rpartition(".tar")
     if not dot or shard.url.startswith("pipe:"):
         return None
-    url, text = f"{stem}_stats.json", None
+    url = f"{stem}_stats.json"
+    text = None
     if shard.is_remote:
         text = read_text(url, limit=_MAX_STATS_BYTES)
     elif Path(url).is_file():  # opening a named pipe would block
         with suppress(OSError), Path(url).open(encoding="utf-8", errors="replace") as file:
             text = file.read(_MAX_STATS_BYTES)
     try:
-        stated: Any = json.loads(text)["successes"] if text else None
+        count: Any = json.loads(text)["successes"] if text else None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return stated if type(stated) is int and 0 <= stated <= _MAX_STATED else None
+    return count if type(count) is int and 0 <= count <= _MAX_STATED else None
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -428,9 +434,9 @@ class Manifest:
     def __len__(self) -> int:
         return len(self.counts)
 
-    def shard(self, number: int) -> ShardFile:
+    def shard(self, index: int) -> ShardFile:
         """Return one of the shards."""
-        return ShardFile(url=self.urls[number], size=int(self.sizes[number]), version=self.versions[number])
+        return ShardFile(url=self.urls[index], size=int(self.sizes[index]), version=self.versions[index])
 
     def left_out(self, selection: Selection) -> str:
         """Return how many samples are unused and why, in one line; empty if all are used."""
@@ -442,7 +448,7 @@ class Manifest:
 
     def truncated_shards(self) -> list[tuple[str, int]]:
         """Return name and number of used samples of each truncated shard."""
-        return [(self.shard(number).shown, kept) for number, kept in self.truncated]
+        return [(self.shard(index).shown, samples) for index, samples in self.truncated]
 
     @property
     def stated(self) -> int:
@@ -457,7 +463,7 @@ class Manifest:
         Only ``changes_since`` compares the content, because not every shard is read.
         """
         digest = hashlib.sha256(json.dumps([self.selection, len(self)]).encode())
-        digest.update(os.fsencode("\0".join(map(_name, self.urls))))
+        digest.update(os.fsencode("\0".join(map(_strip_folder, self.urls))))
         for array in (self.sizes, self.counts, self.digests.ends, self.digests.content):
             digest.update(array.tobytes())
         return digest.hexdigest()[:16]
@@ -509,7 +515,7 @@ class Manifest:
                 sources=tuple(about["sources"]),
                 selection=about["selection"],
                 dropped=about["dropped"],
-                truncated=tuple((number, kept) for number, kept in about.get("truncated", ())),
+                truncated=tuple((index, samples) for index, samples in about.get("truncated", ())),
                 index_version=about.get("index_version", 0),
             )
         except (KeyError, TypeError):
@@ -520,10 +526,12 @@ class Manifest:
         changes = []
         if self.selection != earlier.selection:
             changes.append("the settings of captions or filters, data.fraction, or the scores, differ")
-        before, now = list(map(_name, earlier.urls)), list(map(_name, self.urls))
+        before = list(map(_strip_folder, earlier.urls))
+        now = list(map(_strip_folder, self.urls))
         if len(before) != len(now):
             changes.append(f"{len(now)} shards instead of {len(before)}")
-        counts_before, counts_now = Counter(before), Counter(now)
+        counts_before = Counter(before)
+        counts_now = Counter(now)
         changes += _first([f"{name} is gone" for name in (counts_before - counts_now).elements()])
         changes += _first([f"{name} is new" for name in (counts_now - counts_before).elements()])
         if changes:
@@ -553,7 +561,7 @@ class Manifest:
                 changes.append(f"{name} has other captions or images of the same names and sizes")
         return _first(changes)
 
-    def with_counts_of(self, earlier: "Manifest") -> "Manifest":
+    def copy_counts(self, earlier: "Manifest") -> "Manifest":
         """Return this manifest with an earlier one's counts, which define the sample numbers of a started run."""
         if self.index_version == earlier.index_version:
             contents = [then or now for then, now in zip(earlier.contents, self.contents, strict=True)]
@@ -581,7 +589,7 @@ class Manifest:
         )
 
 
-def _name(url: str) -> str:
+def _strip_folder(url: str) -> str:
     if url.startswith("pipe:"):
         return url
     path = url.partition("?")[0] if "://" in url else url  # a signature may contain slashes
@@ -609,9 +617,6 @@ def make_manifest(
         progress: called with the number of counted shards.
         stats: use the counts in ``_stats.json`` for shards that were never indexed, if only image and caption
             file are needed.
-
-    Raises:
-        DataError: a shard is broken, or the first ones have no used sample.
     """
     shards = [shard for source in sources for shard in source]
     if not shards:
@@ -631,8 +636,8 @@ def make_manifest(
     by_shard: dict[int, Census] = {}
     samples = complete = 0  # ``complete`` have the needed members, but are not used
     lacking = {f"without {member}" for member in selection.need}
-    for number, census in take_census(shards, selection, cache=cache, stats=stats):
-        by_shard[number] = census
+    for index, census in take_census(shards, selection, cache=cache, stats=stats):
+        by_shard[index] = census
         samples += census.count
         complete += sum(count for reason, count in census.dropped.items() if reason not in lacking)
         if not samples and (len(by_shard) == len(shards) or (len(by_shard) >= _FIRST and not complete)):

@@ -40,7 +40,9 @@ class Shards(OpenShards[SelectedShard]):
     def __init__(self, manifest: Manifest, selection: Selection, *, cache: ShardCache | None = None) -> None:
         assert manifest.selection == selection.identity
         super().__init__(manifest.counts.tolist())
-        self.manifest, self.selection, self.cache = manifest, selection, cache
+        self.manifest = manifest
+        self.selection = selection
+        self.cache = cache
         self.counts = manifest.counts
         self._plans: dict[tuple[str, ...], list[str]] = {}  # members to read, the image first
 
@@ -60,9 +62,9 @@ class Shards(OpenShards[SelectedShard]):
         """Return 16 hexadecimal digits that change with the set of samples or its order."""
         return self.manifest.fingerprint
 
-    def locate(self, number: int) -> tuple[str, str]:
+    def locate(self, sample_id: int) -> tuple[str, str]:
         """Return shard and key of a sample without reading it; the key is empty if it is unknown."""
-        shard, within = self._position(number)
+        shard, within = self._position(sample_id)
         file = self.manifest.shard(shard)
         try:
             opened = self.open_shard(shard)
@@ -74,13 +76,9 @@ class Shards(OpenShards[SelectedShard]):
             rows = self.selection.choose(index, lambda row: {}, shard=file.name).rows
             return file.shown, index.key(int(rows[within])) if within < len(rows) else ""
 
-    def read(self, number: int) -> Sample:
-        """Read sample ``number`` (0 ≤ number < len).
-
-        Raises:
-            DataError: the shard cannot be read or has changed, or a member is too large.
-        """
-        shard, within = self._position(number)
+    def read(self, sample_id: int) -> Sample:
+        """Read sample ``sample_id`` (0 ≤ sample_id < len)."""
+        shard, within = self._position(sample_id)
         opened = self.open_shard(shard)
         row = opened.row(within)
         names = opened.index.members(row)
@@ -107,5 +105,5 @@ class Shards(OpenShards[SelectedShard]):
             if remote:
                 self.cache.prefetch(remote, threads=_FETCHING)
 
-    def _new_shard(self, number: int) -> SelectedShard:
-        return SelectedShard(self.manifest.shard(number), self.selection, self.cache)
+    def _new_shard(self, index: int) -> SelectedShard:
+        return SelectedShard(self.manifest.shard(index), self.selection, self.cache)

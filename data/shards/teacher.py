@@ -35,7 +35,9 @@ _MAX_BYTES = 64 << 20  # of manifest.json, which lists the sources
 _MAX_LINE = 1 << 20  # of failures.jsonl
 _SHOWN = 3  # sources in a message
 _EXAMINED = 1000  # samples that are compared before training
-_FAILED, _ABSENT = -1, -2  # instead of a row
+# instead of a row
+_FAILED = -1
+_ABSENT = -2
 _FOLDER = {"image": "img_emb", "caption": "text_emb"}
 _PLURAL = {"image": "images", "caption": "texts"}
 # entries of the manifest that the values depend on; devices round differently
@@ -60,21 +62,23 @@ class StoredRows:
     """
 
     def __init__(self, folder: Path, kind: str) -> None:
-        self.folder, self.kind = folder, kind
+        self.folder = folder
+        self.kind = kind
         self._manifest = _manifest(folder, kind)
         self.weights = str(self._manifest.get("weights"))
         self.made_by = " ".join(str(self._manifest.get(name)) for name in _MADE_BY)
         if _is_compact(self._manifest):
             self.made_by += f" {self._manifest['dtype']}"
-        embeddings, metadata = _numbered(folder / _FOLDER[kind]), _numbered(folder / "metadata")
+        embeddings = _list_numbered(folder / _FOLDER[kind])
+        metadata = _list_numbered(folder / "metadata")
         both = sorted(embeddings.keys() & metadata.keys())
         if (folder / ".parts").is_dir():  # lists the complete parts
-            both = sorted(set(both) & _numbered(folder / ".parts").keys())
+            both = sorted(set(both) & _list_numbered(folder / ".parts").keys())
         if not both:
             raise DataError(
                 f"{folder} has no complete embeddings: run its clipkit encode command to completion"
             )
-        self._files = [(embeddings[number], metadata[number]) for number in both]
+        self._files = [(embeddings[index], metadata[index]) for index in both]
         self._arrays: list[npt.NDArray[Any]] = []
         shapes = [array.shape for array in self._mapped()]
         widths = {array.shape[1] * storage_of(array).packed for array in self._mapped()}
@@ -83,7 +87,8 @@ class StoredRows:
         (self.width,) = widths
         self._ends: list[int] = np.cumsum([shape[0] for shape in shapes]).tolist()
         self._sources: set[str] = set()  # that the rows are of
-        encoded, failed = self._read_digests(), self._read_failures()
+        encoded = self._read_digests()
+        failed = self._read_failures()
         digests = np.concatenate([encoded, failed])
         rows = np.concatenate([np.arange(len(encoded)), np.full(len(failed), _FAILED)])
         order = np.lexsort((rows == _FAILED, digests))  # of equal ones the first row, failures last
@@ -112,7 +117,8 @@ class StoredRows:
         return self._command([shards or self._manifest["sources"]], f"{self.folder}-2")
 
     def _command(self, lists: Sequence[Sequence[str]], out: str) -> str:
-        manifest, words = self._manifest, ["clipkit", "encode"]
+        manifest = self._manifest
+        words = ["clipkit", "encode"]
         for sources in lists:
             words += [*sources[:_SHOWN], "…"] if len(sources) > 2 * _SHOWN else sources
         words += ["--text"] if self.kind == "caption" else []
@@ -144,11 +150,12 @@ class StoredRows:
 
     def read(self, rows: Sequence[int], out: npt.NDArray[np.float16]) -> None:
         """Copy rows into ``out``, (B, T)."""
-        arrays, ends = self._mapped(), self._ends
-        for place, row in enumerate(rows):
+        arrays = self._mapped()
+        ends = self._ends
+        for i, row in enumerate(rows):
             file = bisect_right(ends, row)
             row -= ends[file]  # relative to the end of the file
-            out[place] = unpacked(arrays[file][row : row + 1 or None])[0]
+            out[i] = unpacked(arrays[file][row : row + 1 or None])[0]
 
     def _mapped(self) -> list[npt.NDArray[Any]]:
         for path, _ in self._files if not self._arrays else ():
@@ -164,7 +171,8 @@ class StoredRows:
         return self._arrays
 
     def _read_digests(self) -> Digests:
-        parts, start = [], 0
+        parts = []
+        start = 0
         for (_, path), end in zip(self._files, self._ends, strict=True):
             digests, sources = self._read_columns(path)
             if len(digests) != end - start:
@@ -219,9 +227,9 @@ def _is_compact(manifest: Mapping[str, Any]) -> bool:
     return bool(manifest.get("dtype", "float16") != "float16")
 
 
-def _numbered(folder: Path) -> dict[int, Path]:
-    found = ((_NUMBER.search(path.name), path) for path in folder.glob("[!.]*"))
-    return {int(match[1]): path for match, path in found if match}
+def _list_numbered(folder: Path) -> dict[int, Path]:
+    matches = ((_NUMBER.search(path.name), path) for path in folder.glob("[!.]*"))
+    return {int(match[1]): path for match, path in matches if match}
 
 
 def _manifest(folder: Path, kind: str) -> dict[str, Any]:
@@ -263,10 +271,6 @@ class StoredFeatures:
         images: folder that ``clipkit encode`` wrote for the training's images.
         texts: folder that ``clipkit encode --text`` wrote for their captions with the same model.
 
-    Raises:
-        DataError: a folder has no such embeddings, or damaged ones.
-        ConfigError: the folders do not match, or pyarrow is missing.
-
     Attributes:
         width: T.
         fingerprint: changes with the model and settings that computed the features.
@@ -281,7 +285,9 @@ class StoredFeatures:
                 f"{images} and {texts} were encoded by different models, or with different --background or "
                 "--upright: encode one of them again"
             )
-        made_by = "\n".join(one.made_by for one in (self._images, self._texts) if one is not None)
+        made_by = "\n".join(
+            features.made_by for features in (self._images, self._texts) if features is not None
+        )
         self.fingerprint = hashlib.sha256(made_by.encode()).hexdigest()[:32]
 
     def describe(self) -> str:
@@ -293,10 +299,6 @@ class StoredFeatures:
         """Check before training that samples have features: all of a small set, otherwise evenly spaced ones.
 
         Samples of remote shards are not read. In training, any sample without features is a bad sample.
-
-        Raises:
-            DataError: features are missing, or of other data; the message has the command that creates them.
-            ConfigError: captions are changed in training, but were encoded unchanged.
         """
         rule = shards.selection.captions
         changed = rule.fields != (TEXT,) or rule.choice != "first" or rule.templates or rule.prefix
@@ -306,14 +308,15 @@ class StoredFeatures:
                 "data.caption_templates and data.caption_prefix, or distill.text_features"
             )
         examined = 0
-        without_image, without_text = list[tuple[ShardFile, str]](), list[tuple[ShardFile, str]]()
+        without_image = list[tuple[ShardFile, str]]()
+        without_text = list[tuple[ShardFile, str]]()
         ends = np.cumsum(shards.counts)
-        for number in np.unique(np.linspace(0, len(shards) - 1, _EXAMINED).astype(np.int64)).tolist():
-            file = shards.manifest.shard(int(np.searchsorted(ends, number, side="right")))
+        for index in np.unique(np.linspace(0, len(shards) - 1, _EXAMINED).astype(np.int64)).tolist():
+            file = shards.manifest.shard(int(np.searchsorted(ends, index, side="right")))
             if file.is_remote:
                 continue
             try:
-                sample = shards.read(number)
+                sample = shards.read(index)
                 caption = ""
                 if self._texts is not None:
                     caption = rule.caption(sample.fields, 0, None) or ""
@@ -333,12 +336,12 @@ class StoredFeatures:
         text = self._texts.find(caption.encode()) if self._texts is not None else -1
         return FoundRow(image=self._images.find(image), text=text)
 
-    def read(self, found: Sequence[FoundRow]) -> TeacherFeatures:
+    def read(self, matches: Sequence[FoundRow]) -> TeacherFeatures:
         """Return the features of B samples in one storage; each storage sent to a process takes a descriptor."""
-        features = np.empty((1 if self._texts is None else 2, len(found), self.width), dtype=np.float16)
-        self._images.read([one.image for one in found], features[0])
+        features = np.empty((1 if self._texts is None else 2, len(matches), self.width), dtype=np.float16)
+        self._images.read([match.image for match in matches], features[0])
         if self._texts is not None:
-            self._texts.read([one.text for one in found], features[1])
+            self._texts.read([match.text for match in matches], features[1])
         return TeacherFeatures(*torch.from_numpy(features))
 
     def zeros(self, count: int) -> TeacherFeatures:
@@ -348,7 +351,6 @@ class StoredFeatures:
 
 
 def _reject_lacking(stored: StoredRows, lacking: Sequence[tuple[ShardFile, str]], examined: int) -> None:
-    """Raise DataError if samples lack features."""
     if not lacking:
         return
     shard, key = lacking[0]

@@ -49,8 +49,8 @@ class Record:
     def __post_init__(self) -> None:
         name = self.key.rpartition("/")[2]
         assert name and "." not in name, f"key {self.key!r} is empty or has a dot"
-        known = (*IMAGE_EXTENSIONS, *ARRAY_EXTENSIONS)
-        assert self.extension in known, f"extension {self.extension!r} is not of an image"
+        extensions = (*IMAGE_EXTENSIONS, *ARRAY_EXTENSIONS)
+        assert self.extension in extensions, f"extension {self.extension!r} is not of an image"
 
     def members(self) -> dict[str, Any]:
         """Return the members of this sample for WebDataset's writer."""
@@ -68,12 +68,7 @@ class Record:
 
 
 class DatasetWriter:
-    """Write one dataset folder; nothing appears at ``out`` before ``finish``.
-
-    Raises:
-        DataError: ``out`` is not empty, or, on leaving the context, the disk is full.
-        ConfigError: another process is writing to ``out``.
-    """
+    """Write one dataset folder; nothing appears at ``out`` before ``finish``."""
 
     def __init__(self, out: Path, *, samples_per_shard: int = 10_000) -> None:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -15,8 +15,16 @@ from typing import Any
 
 from clipkit.errors import DataError, nearest
 from clipkit.files import shown, user_path
-from clipkit.samples import SPLIT_NAMES, MissingSplit, find_split, is_table
-from clipkit.samples.remote import is_remote
+from clipkit.samples import (
+    CACHE_GB,
+    SPLIT_NAMES,
+    MissingSplit,
+    ParquetSamples,
+    ShardSamples,
+    find_split,
+    is_table,
+)
+from clipkit.samples.remote import is_remote, shard_cache
 from data.corpora.builtin import BUILTIN, built_in
 from eval.datasets.dataset import TEST, EvalDataset
 from eval.readers.choices import open_caption_choices
@@ -40,6 +48,7 @@ __all__ = [
     "open_torchvision",
 ]
 
+_FETCHING = 4  # files fetched at a time
 _SHOWN = 200  # characters of a source in a message
 _TORCHVISION = "torchvision:"
 _HUB_PARTS = ("https:", "http:", "hf:", "datasets", "resolve")  # parts of a URL that are not names
@@ -95,16 +104,24 @@ def _open_samples(place: Path | str, name: str, options: OpenOptions) -> EvalDat
     if isinstance(place, str) and is_remote(place):
         place = address_of(place)
     files = files_of_split(name, place, options.split, (".tar", *PARQUET_SUFFIXES))
-    if not files[0].name.endswith(".tar"):
-        return open_hugging_face(place, files, name, split=options.split)
-    return open_published(
-        place,
-        files,
-        name,
-        split=options.split,
-        metadata_names=options.metadata_names,
-        members=options.members,
-    )
+    cache = shard_cache([file.url for file in files], CACHE_GB)
+    if cache is not None:
+        cache.prefetch(files, threads=_FETCHING)
+    try:
+        if not files[0].name.endswith(".tar"):
+            return open_hugging_face(place, ParquetSamples(files, cache), name, split=options.split)
+        return open_published(
+            place,
+            ShardSamples(files, cache),
+            name,
+            split=options.split,
+            metadata_names=options.metadata_names,
+            members=options.members,
+        )
+    finally:
+        # everything is fetched; otherwise a suite would keep the threads of every dataset
+        if cache is not None:
+            cache.close()
 
 
 READERS: Mapping[str, Reader] = {

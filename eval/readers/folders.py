@@ -14,15 +14,12 @@ from clipkit.samples import (
     CLASS_NAMES,
     SPLIT_NAMES,
     SPLIT_WORDS,
-    SUFFIXES,
+    FolderSamples,
     MissingSplit,
     caption_table_of,
-    files_below,
-    find_captions,
     folder_of_split,
     images_below,
     is_hidden,
-    open_caption_tables,
     read_class_names,
 )
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, some
@@ -50,48 +47,47 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
         if (inner := folder_of_split(folders, word, _visible_folders)) is not None:
             splits[word] = inner
     inside = _folder_of_split(folder, split, splits)
+    samples = FolderSamples(inside)
     # all splits number the same classes, including those that a split lacks
     subfolders = sorted({path.name for part in (inside, *splits.values()) for path in _visible_folders(part)})
     listed = read_class_names(folder, subfolders) or read_class_names(inside, subfolders)
-    classes, labels_of = listed or (subfolders, {one: label for label, one in enumerate(subfolders)})
+    if len(subfolders) < 2 and listed is None:
+        table = caption_table_of(inside, image_column=None, caption_column=None)
+        if table is not None:
+            return replace(open_table(table, name), split=split)
+        if samples.caption_file is not None:
+            return replace(open_captioned_folder(samples, name), split=split)
+    classes, labels_of = listed or (subfolders, {name: label for label, name in enumerate(subfolders)})
     labelled: list[tuple[int, Path]] = []
     outside: list[str] = []
-    for path, cause in images_below(inside):
-        within = path.relative_to(inside).parts
-        if cause and (len(within) > 1 or path.is_dir()):
+    for i in range(len(samples)):
+        path, subfolder, cause = samples.path(i), samples.subfolder(i), samples.cause(i)
+        if cause and (subfolder or path.is_dir()):
             raise DataError(f"{path}: {cause}")
-        if len(within) > 1:
-            labelled.append((labels_of[within[0]], path))
+        if subfolder:
+            labelled.append((labels_of[subfolder], path))
         else:
             outside.append(path.name)
     labelled.sort()
-    if len(subfolders) < 2 and listed is None:
-        if (table := caption_table_of(inside, image_column=None, caption_column=None)) is not None:
-            return replace(open_table(table, name), split=split)
-        if find_captions(path for path, cause in images_below(inside) if not cause) is not None:
-            return replace(open_captioned_folder(inside, name), split=split)
     if not labelled:
         raise DataError(
             f"{inside} contains no images in folders by class, such as {inside}/cat/1.jpg, nor images with captions"
         )
-    captions = find_captions(file for _, file in labelled)
-    if captions and listed is None:
-        raise DataError(
-            f"{captions} may contain captions of an image, so the names of folders are not read as classes: write "
-            f"the names of classes into {folder / CLASS_NAMES}, or pack the images with their captions"
-        )
-    paths_below = (path for path, _ in files_below(inside))
-    if listed is None and (tables_below := open_caption_tables(paths_below, SUFFIXES)):
-        raise DataError(
-            f"{tables_below[0].path} is a table of images and captions, so the names of folders are not read as "
-            f"classes: name the table instead, or write the names of classes into {folder / CLASS_NAMES}"
-        )
+    if listed is None:
+        if samples.caption_file is not None:
+            raise DataError(
+                f"{samples.caption_file} may contain captions of an image, so the names of folders are not read as "
+                f"classes: write the names of classes into {folder / CLASS_NAMES}, or pack the images with their "
+                "captions"
+            )
+        samples.check_no_caption_tables()
     if inside == folder and all(map(_LIKE_A_SPLIT.match, subfolders)):
         raise DataError(
             f"{folder} contains images in {some(subfolders)}, which are names of splits, not of classes: put the "
             f"images in a folder per class, such as {folder / subfolders[0] / 'cat'}, and name the test split test"
         )
-    if renamed := [f"{one} is {classes[i]!r}" for one, i in labels_of.items() if one != classes[i]]:
+    renamed = [f"{key} is {classes[label]!r}" for key, label in labels_of.items() if key != classes[label]]
+    if renamed:
         _log.warning("dataset %s: the names of classes are those of %s: %s", name, CLASS_NAMES, some(renamed))
     if outside:
         _log.warning("dataset %s: skips images outside the class folders: %s", name, some(sorted(outside)))
@@ -112,7 +108,7 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
             split=split,
             images=file_images(inside, [file for _, file in labelled]),
             tasks=("zero-shot",),
-            class_names=tuple(one.replace("_", " ").strip() for one in classes),
+            class_names=tuple(text.replace("_", " ").strip() for text in classes),
             templates=templates_in(folder) or DEFAULT_TEMPLATES,
             labels=labels,
             metadata=_textures(labelled, classes),

@@ -7,22 +7,20 @@ the test split. If the captions are a column ``label``, they are the classes of 
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from clipkit.errors import DataError
 from clipkit.files import counted
 from clipkit.samples import (
-    SPLIT_NAMES,
     FolderSamples,
     MissingSplit,
     Table,
     TableSamples,
     is_table,
     plain_name,
+    read_split,
 )
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, some
 from eval.readers.files import checked_set, file_images, templates_in
@@ -58,9 +56,9 @@ def open_table(file: Path, name: str, *, split: str = TEST) -> EvalDataset:
     return _open_pairs(samples, table.image_folder, file, name, split)
 
 
-def open_captioned_folder(folder: Path, name: str, *, split: str = TEST) -> EvalDataset:
+def open_captioned_folder(samples: FolderSamples, name: str) -> EvalDataset:
     """Open a folder of images with captions in files beside them, which are a test split; see ``open_table``."""
-    return _open_pairs(FolderSamples(folder), folder, folder, name, split)
+    return _open_pairs(samples, samples.folder, samples.folder, name, TEST)
 
 
 def _open_pairs(
@@ -81,7 +79,7 @@ def _open_pairs(
                 raise DataError("no caption")
             if not path.is_file():
                 raise DataError("missing file")
-            stated = _split_of(fields)
+            stated = read_split(fields)
         except DataError as error:
             bad[str(error)] += 1
             continue
@@ -115,15 +113,3 @@ def _open_pairs(
             captions=tuple(captions) if labels is None else None,
         )
     )
-
-
-def _split_of(fields: Mapping[str, Any]) -> str:
-    """Return the split that a row states, "" if there is no column ``split``."""
-    value = next((value for column, value in fields.items() if plain_name(column) == "split"), None)
-    if isinstance(value, list):
-        raise DataError("its rows are in several splits")
-    word = str(value or "").strip().lower()
-    for split, names in SPLIT_NAMES.items():
-        if word in names:
-            return split
-    return word

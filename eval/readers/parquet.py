@@ -14,7 +14,6 @@ The columns decide what the dataset is:
 Letters in shape comments: N images, C classes.
 """
 
-import hashlib
 import json
 import logging
 import re
@@ -28,20 +27,19 @@ from torch import Tensor
 
 from clipkit.errors import DataError
 from clipkit.samples import (
-    CACHE_GB,
     CAPTION_COLUMNS,
-    IMAGE_COLUMNS,
+    ENCODED_COLUMNS,
     IMAGE_EXTENSIONS,
-    PARQUET_PART,
     SPLIT_NAMES,
     MissingSplit,
     ParquetSamples,
+    digest_key,
     find_column,
     join_place,
     parse_captions,
     plain_name,
+    usable_texts,
 )
-from clipkit.samples.remote import ShardFile, shard_cache
 from eval.datasets.dataset import EvalDataset, SampleImages
 from eval.readers.files import checked_set, file_images
 from eval.readers.shards import files_of_split
@@ -66,32 +64,28 @@ _RIGHT_AND_WRONG = (
 _LABEL = ("label", "labels", "fine_label", "cls", "class")
 
 PARQUET_SUFFIXES = (".parquet", ".pq")
-_FETCHING = 2  # files fetched at a time
 _MAX_LABEL = 10**7  # larger numbers are not labels
 _MAX_CELLS = 10**10  # of a multi-hot label
 
 
-def open_hugging_face(
-    place: Path | str, shards: Sequence[ShardFile], name: str, *, split: str
-) -> EvalDataset:
-    """Open one split of a dataset in parquet files.
+def open_hugging_face(place: Path | str, files: ParquetSamples, name: str, *, split: str) -> EvalDataset:
+    """Bind the columns of one split of a dataset in parquet files.
 
     Args:
         place: a file, or the folder, local or in a store; ``hf://datasets/OWNER/NAME`` at Hugging Face.
-        shards: the files of the split.
+        files: the rows of the split.
         name: the dataset's name.
         split: the split's name.
 
     Raises:
         DataError: a file is damaged, or the columns match no known format.
     """
-    files = _open_files(name, shards)
     if not len(files):
         raise DataError(f"dataset {name}: {files.files[0].shown} has no rows")
     table = _Table(files, name, split)
     columns = set(files.schema.names)
     if columns >= set(_WINOGROUND):  # two images per item, each with its own caption and the other's
-        choices = []
+        choices: list[tuple[str, ...]] = []
         for row, (first, second) in enumerate(zip(*files.columns("caption_0", "caption_1"), strict=True)):
             if not (isinstance(first, str) and isinstance(second, str)):
                 raise table.fault(row, "lacks a caption")
@@ -105,8 +99,8 @@ def open_hugging_face(
     image = table.image_column()
     if not image:
         raise DataError(
-            f"dataset {name}: its columns are {_listed(files.schema.names)}; none is called image, and not exactly "
-            "one contains bytes (name a table of paths itself, not its folder)"
+            f"dataset {name}: its columns are {_listed(files.schema.names)}; expected one with images, or several "
+            "of which one is called image (name a table of paths itself, not its folder)"
         )
     files.check_single(image)
     images = SampleImages(files, files.files, member=image)
@@ -114,10 +108,11 @@ def open_hugging_face(
         wrong = sorted(filter(pattern.fullmatch, columns))
         if right in columns and wrong:
             choices = []
-            for row, own in enumerate(zip(*files.columns(right, *wrong), strict=True)):
-                if not all(isinstance(text, str) and text.strip() for text in own):
+            for row, texts in enumerate(zip(*files.columns(right, *wrong), strict=True)):
+                options = usable_texts(list(texts))
+                if len(options) < len(texts):
                     raise table.fault(row, f"lacks one of {', '.join((right, *wrong))}")
-                choices.append(tuple(text.strip() for text in own))
+                choices.append(tuple(options))
             return table.dataset(images, "compositional", choices=tuple(choices))
     label = table.column_of("ClassLabel", _LABEL)
     others = [name for name in files.schema.names if plain_name(name) not in _LABEL and name != label]
@@ -144,7 +139,7 @@ def open_hugging_face(
     if caption:
         captions = table.captions(caption)
         if str(files.schema.field(caption).type) in ("string", "large_string"):
-            images, captions = _group_rows(table, image, captions)
+            images, captions = _group_rows(table, images, captions)
         return table.dataset(images, "retrieval", captions=captions)
     raise DataError(
         f"dataset {name}: its columns are {_listed(files.schema.names)}; none is a label or a caption"
@@ -152,23 +147,20 @@ def open_hugging_face(
 
 
 def _group_rows(
-    table: "_Table", image: str, captions: Sequence[tuple[str, ...]]
+    table: "_Table", images: SampleImages, captions: Sequence[tuple[str, ...]]
 ) -> tuple[SampleImages, tuple[tuple[str, ...], ...]]:
     """Make one image of the rows with the same encoded image, with the captions of all, as of tables."""
-    files = table.files
+    first_rows: dict[bytes, int] = {}
     groups: dict[bytes, dict[str, None]] = {}
-    cells: list[tuple[int, str]] = []
     for row, texts in enumerate(captions):
         try:
-            key = hashlib.sha256(files.read(row, image)).digest()
+            key = digest_key(images.read(row))
         except DataError as error:
             raise table.fault(row, f"has a bad image: {error}") from error
-        if key not in groups:
-            cells.append((row, image))
+        first_rows.setdefault(key, row)
         groups.setdefault(key, {}).update(dict.fromkeys(texts))
-    images = SampleImages(files, files.files, member=image)
-    if len(cells) < len(files):
-        images = SampleImages(files, files.files, cells=cells)
+    if len(groups) < len(images):
+        images = images.select(list(first_rows.values()))
     return images, tuple(map(tuple, groups.values()))
 
 
@@ -218,19 +210,19 @@ class _Table:
     def image_column(self) -> str:
         """Return the column of images by the schema or a usual name, or the only column of bytes, or ""."""
         encoded = list(self.files.members(0))
-        column = self.column_of("Image", IMAGE_COLUMNS)
-        if column in encoded:
-            return column
-        return self.files.image_column or column
+        names = [name for name in encoded if self.feature(name).get("_type") == "Image"] or encoded
+        if len(names) == 1:
+            return names[0]
+        return find_column(ENCODED_COLUMNS, names)
 
     def captions(self, column: str) -> tuple[tuple[str, ...], ...]:
-        found = []
+        captions = []
         for row, value in enumerate(self.files.columns(column)[0]):
-            own = tuple(parse_captions(value))
-            if not own:
+            texts = tuple(parse_captions(value))
+            if not texts:
                 raise self.fault(row, f"has no {column}")
-            found.append(own)
-        return tuple(found)
+            captions.append(texts)
+        return tuple(captions)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -248,7 +240,7 @@ def _texts_in_splits(table: _Table, column: str, place: Path | str) -> set[str]:
             unread.append(split)
             continue
         try:
-            files = _open_files(table.name, files_of_split(table.name, place, split, PARQUET_SUFFIXES))
+            files = ParquetSamples(files_of_split(table.name, place, split, PARQUET_SUFFIXES))
             if column in files.schema.names:
                 texts.update(text for text in files.columns(column)[0] if isinstance(text, str) and text)
         except MissingSplit:
@@ -286,11 +278,9 @@ def _labels(table: _Table, column: str, place: Path | str) -> tuple[Tensor, tupl
             if isinstance(label, float) and label.is_integer():  # a column with gaps may be stored as floats
                 label = int(label)
             if not isinstance(label, int) or abs(label) > _MAX_LABEL:
-                wrong = "which is not a class number, 0 or more"
-                if numbers:
-                    wrong = "which is not a class of its schema"
-                elif multilabel:
-                    wrong = "which are not class numbers"
+                wrong = (
+                    "which are not class numbers" if multilabel else "which is not a class number, 0 or more"
+                )
                 raise table.fault(row, f"has {column} {repr(value)[:40]}, {wrong}")
             labels.append(int(label))
         rows.append(labels)
@@ -384,26 +374,3 @@ def _parse_names(value: Any) -> list[str]:
         except (ValueError, RecursionError):
             return []
     return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
-
-
-def _open_files(name: str, files: Sequence[ShardFile]) -> ParquetSamples:
-    """Fetch and open the files of a split.
-
-    Raises:
-        DataError: a file cannot be read, or has other columns than the first; pyarrow is missing.
-    """
-    parts = [match for file in files if (match := PARQUET_PART.fullmatch(file.name.removesuffix(".parquet")))]
-    numbers = {part[2] for part in parts}
-    totals = {part[3] for part in parts}
-    if parts and (len(parts) != len(files) or len(totals) > 1 or len(numbers) < len(parts)):
-        raise DataError(f"dataset {name}: {files[0].shown} and its neighbours belong to several datasets")
-    cache = shard_cache([file.url for file in files], CACHE_GB)
-    if cache is not None:
-        cache.prefetch(files, threads=_FETCHING)
-    try:
-        return ParquetSamples(files, cache)
-    except DataError as error:
-        raise DataError(f"dataset {name}: {error}") from error
-    finally:
-        if cache is not None:
-            cache.close()  # everything is fetched

@@ -38,15 +38,15 @@ from torch import Tensor
 from clipkit.errors import DataError
 from clipkit.files import counted, shown
 from clipkit.samples import (
-    CACHE_GB,
     IMAGE_EXTENSIONS,
     MissingSplit,
     ShardSamples,
     decode_text,
     find_split,
     join_place,
+    usable_texts,
 )
-from clipkit.samples.remote import ShardFile, Unreachable, list_folder, shard_cache
+from clipkit.samples.remote import ShardFile, Unreachable, list_folder
 from data.captions import TEXT, CaptionRule, is_utf8
 from data.shards.manifest import list_members, suggest_members
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, SampleImages, short_hash
@@ -59,8 +59,7 @@ from eval.readers.files import (
 )
 from eval.tasks import TASKS
 
-_FETCHING = 4  # shards fetched at a time
-_SET_MARKS = ("card.json", "dataset_type.txt")  # files that only a complete dataset has
+_SET_MARKS = ("card.json", "dataset_type.txt")  # files of published datasets
 _TYPES = ("classification", "multilabel", "retrieval", "image_caption_selection")
 _log = logging.getLogger("eval")
 
@@ -84,19 +83,19 @@ class _SetCard(msgspec.Struct, kw_only=True):
 
 def open_published(
     place: Path | str,
-    files: Sequence[ShardFile],
+    samples: ShardSamples,
     name: str,
     *,
     split: str,
     metadata_names: Sequence[str],
     members: Members,
 ) -> EvalDataset:
-    """Open one split of a published dataset; remote shards are downloaded now and cached.
+    """Bind labels, captions and metadata to the samples of one split of a published dataset.
 
     Args:
         place: the dataset, a local folder or URL. A local folder may be a single split's; then the files in its
             parent describe the dataset.
-        files: the shards of the split.
+        samples: the samples of the split.
         name: the dataset's name.
         split: the split's name.
         metadata_names: names of all columns of each sample's ``npy``.
@@ -105,81 +104,43 @@ def open_published(
     Raises:
         DataError: the split is incomplete or inconsistent.
     """
-    root, own_split = place, split
-    if split == TEST and isinstance(place, Path) and any(place.glob("*.tar")):
-        own, marks = place.absolute(), (*_SET_MARKS, "classnames.txt")
-        described = [any((one / mark).is_file() for mark in marks) for one in (own, own.parent)]
-        if described == [False, True]:
-            root, own_split = own.parent, own.name
+    root, split_in_card = _find_description(place, split)
     card = read_json_file(join_place(root, "card.json"), _SetCard) or _SetCard()
     kind = (*lines_of(join_place(root, "dataset_type.txt")), "")[0].lower()
     if kind not in ("", *_TYPES):
         raise DataError(f"dataset {name} is of type {kind[:40]!r}; known: {', '.join(_TYPES)}")
 
-    stems = [file.name.removesuffix(".tar") for file in files]
-    if all(map(str.isdecimal, stems)):  # published shards are 0.tar … N-1.tar
-        missing = sorted(set(range(len(files))) - set(map(int, stems)))
-        if missing:
-            folder = files[0].shown.rpartition("/")[0]
-            raise DataError(f"shard {missing[0]}.tar is missing in {folder}; fetch the dataset again")
-    cache = shard_cache([file.url for file in files], CACHE_GB)
-    if cache is not None:
-        cache.prefetch([file for file in files if file.is_remote], threads=_FETCHING)
-    images_in = (members.image.lower(),) if members.image else IMAGE_EXTENSIONS
-    samples = ShardSamples(files, cache)
-    stated = card.samples.get(own_split)
-    shards = map(samples.open_shard, range(len(files)))
-    complete = sum(int(shard.index.has_any(images_in).sum()) for shard in shards)
-    if not complete and len(samples):
-        raise _nothing_usable(name, samples, members, "an image")
-    if complete < len(samples) or stated not in (None, complete):
-        expected = f", its card says {stated}" if stated is not None else ""
-        raise DataError(
-            f"dataset {name}: split {own_split!r} has {counted(complete, 'sample')} with an image and "
-            f"{len(samples) - complete} without{expected}; fetch or write it again"
-        )
+    _check_images(name, samples, members, split=split_in_card, stated=card.samples.get(split_in_card))
     class_names = tuple(lines_of(join_place(root, "classnames.txt")))
     multilabel = kind == "multilabel"
-    numbers, all_captions, arrays = _annotations(
+    all_labels, all_captions, arrays = _read_annotations(
         name, samples, members, arrays=multilabel or bool(metadata_names)
     )
-    if cache is not None:
-        cache.close()  # everything is fetched; otherwise a suite would keep the threads of every dataset
-
-    images = SampleImages(samples, files, member=members.image.lower())
+    images = SampleImages(samples, samples.files, member=members.image.lower())
     labels: Tensor | None = None
     captions: tuple[tuple[str, ...], ...] | None = None
     if multilabel:
         labels = _multi_hot(name, arrays, samples, classes=len(class_names))
     else:
-        marks = (*_SET_MARKS, "nshards.txt")
-        crawled = not any(
-            read_text_file(join_place(one, mark)) is not None
-            for one in dict.fromkeys((place, root))
-            for mark in marks
-        )
-        known = [number for number in numbers if number is not None]
-        if crawled and not known and any(all_captions) and not all(all_captions):
-            kept = [number for number, own in enumerate(all_captions) if own]
-            _log.warning(
-                "dataset %s: %d of %d samples have no caption and are skipped",
-                name,
-                len(samples) - len(kept),
-                len(samples),
-            )
-            images = SampleImages(samples, files, cells=[(number, images.member) for number in kept])
-            all_captions = [all_captions[number] for number in kept]
-            numbers = [None] * len(kept)
-        for what, present in (
-            ("label", [one is not None for one in numbers]),
-            ("caption", list(map(bool, all_captions))),
-        ):
-            if any(present) and not all(present):
-                raise _at(name, samples, present.index(False), f"has no {what}, others have one")
-        if not known and not any(all_captions) and len(samples):
+        present_labels = [label for label in all_labels if label is not None]
+        has_captions = any(all_captions)
+        if not present_labels and not has_captions and len(samples):
             raise _nothing_usable(name, samples, members, "a label (.cls) or a caption")
-        labels = torch.tensor(known) if known else None
-        captions = tuple(all_captions) if any(all_captions) else None
+        if present_labels:
+            if len(present_labels) < len(samples):
+                raise _at(name, samples, all_labels.index(None), "has no label, others have one")
+            labels = torch.tensor(present_labels)
+        if has_captions and not all(all_captions):
+            if labels is not None or any(map(_is_complete, {place, root})):
+                raise _at(name, samples, all_captions.index(()), "has no caption, others have one")
+            captioned = [i for i, texts in enumerate(all_captions) if texts]
+            skipped = len(samples) - len(captioned)
+            _log.warning(
+                "dataset %s: %d of %d samples have no caption and are skipped", name, skipped, len(samples)
+            )
+            images = images.select(captioned)
+            all_captions = [all_captions[i] for i in captioned]
+        captions = tuple(all_captions) if has_captions else None
 
     tasks: tuple[str, ...] = ("zero-shot",)
     if card.tasks is not None:
@@ -190,7 +151,7 @@ def open_published(
         tasks = ("compositional",)
     elif kind == "retrieval" or (labels is None and captions):
         tasks = ("retrieval",)
-    broken = [number for number, own in enumerate(all_captions) if not all(map(is_utf8, own))]
+    broken = [i for i, texts in enumerate(all_captions) if not all(map(is_utf8, texts))]
     if broken:
         shard, key = images.locate(broken[0])
         what = f"{counted(len(broken), 'sample')} with a caption that is not UTF-8"
@@ -221,11 +182,55 @@ def open_published(
     )
 
 
+def _find_description(place: Path | str, split: str) -> tuple[Path | str, str]:
+    """Return the folder whose files describe a dataset, and the name of the split there."""
+    if split == TEST and isinstance(place, Path) and any(place.glob("*.tar")):
+        folder = place.absolute()
+        marks = (*_SET_MARKS, "classnames.txt")
+        if not _has_any(folder, marks) and _has_any(folder.parent, marks):
+            return folder.parent, folder.name
+    return place, split
+
+
+def _is_complete(place: Path | str) -> bool:
+    return _has_any(place, (*_SET_MARKS, "nshards.txt"))
+
+
+def _has_any(place: Path | str, names: Sequence[str]) -> bool:
+    return any(read_text_file(join_place(place, name)) is not None for name in names)
+
+
+def _check_images(
+    name: str, samples: ShardSamples, members: Members, *, split: str, stated: int | None
+) -> None:
+    """Check that each sample has one image, and that there are as many as the card states."""
+    if samples.faults:
+        raise DataError(
+            f"dataset {name}: {samples.faults[0]}: neighbouring files with the same name up to the first dot are "
+            "one sample"
+        )
+    extensions = (members.image.lower(),) if members.image else IMAGE_EXTENSIONS
+    complete = 0
+    for i in range(len(samples)):
+        images = [member for member in samples.members(i) if member in extensions]
+        if len(images) > 1:
+            raise _at(name, samples, i, f"has several images, {', '.join(images)}: choose one with --image")
+        complete += len(images)
+    if not complete and len(samples):
+        raise _nothing_usable(name, samples, members, "an image")
+    if complete < len(samples) or stated not in (None, complete):
+        expected = f", its card says {stated}" if stated is not None else ""
+        raise DataError(
+            f"dataset {name}: split {split!r} has {counted(complete, 'sample')} with an image and "
+            f"{len(samples) - complete} without{expected}; fetch or write it again"
+        )
+
+
 # --------------------------------------------------------------------------------------------------------------
 # Labels, captions and arrays of all samples; no image is read.
 
 
-def _annotations(
+def _read_annotations(
     name: str, samples: ShardSamples, where: Members, *, arrays: bool
 ) -> tuple[list[int | None], list[tuple[str, ...]], list[Array | None]]:
     """Return the ``cls``, the captions and, if requested, the ``npy`` of each sample.
@@ -234,18 +239,9 @@ def _annotations(
     if the first one is its caption.
     """
     wanted = ("txt", "cls", "json", "npy") if arrays else ("txt", "cls", "json")
-    for number in range(len(samples.files)):
-        shard = samples.open_shard(number)
-        for what, names in (("images", IMAGE_EXTENSIONS), *((f"{one} members", (one,)) for one in wanted)):
-            count = sum(shard.index.names.get(member, 0) for member in names)
-            if count > (rows := int(shard.index.has_any(names).sum())):
-                raise DataError(
-                    f"dataset {name}: {shard.shown} has {count:,} {what} in {counted(rows, 'sample')}: "
-                    "neighbouring files with the same name up to the first dot are one sample"
-                )
     labels: list[int | None] = []
     captions: list[tuple[str, ...]] = []
-    found: list[Array | None] = []
+    npy: list[Array | None] = []
     rule = CaptionRule(fields=where.captions)
     for i in range(len(samples)):
         shard, row = samples.find(i)
@@ -257,11 +253,11 @@ def _annotations(
             if where.captions != (TEXT,) or not isinstance(listed, list) or listed[:1] != texts[:1]:
                 listed = [line for text in texts for line in text.split("\n")]
             labels.append(_label_of(members["cls"]) if "cls" in members else None)
-            captions.append(tuple(one.strip() for one in listed if isinstance(one, str) and one.strip()))
-            found.append(array_of(members["npy"]) if "npy" in members else None)
+            captions.append(tuple(usable_texts(listed)))
+            npy.append(array_of(members["npy"]) if "npy" in members else None)
         except DataError as error:
             raise _at(name, samples, i, str(error), separator=": ") from error
-    return labels, captions, found
+    return labels, captions, npy
 
 
 def _label_of(data: bytes) -> int:
@@ -416,19 +412,19 @@ def find_published(root: str | Path, names: Sequence[str]) -> str | None:
 
 def _is_dataset(address: str) -> bool:
     """Return whether there is a dataset; a web server, which may not list folders, is asked for typical files."""
+    is_web = address.startswith(("http://", "https://"))
     try:
-        if not address.startswith(("http://", "https://")):
-            return any(list_folder(f"{address}{inside}", ("",)) for inside in ("", f"/{TEST}", "/data"))
+        if is_web:
+            return _has_any(address, _PROBES)
+        return any(list_folder(f"{address}{inside}", ("",)) for inside in ("", f"/{TEST}", "/data"))
     except Unreachable:
         raise
-    except DataError:  # there is no such bucket, dataset or revision, or no permission to read it
+    except DataError as error:
+        # a file that a web server lacks is no error, so the server failed: do not retry for every dataset
+        if is_web:
+            raise Unreachable(str(error)) from error
+        # there is no such bucket, dataset or revision, or no permission to read it
         return False
-    try:
-        return any(read_text_file(f"{address}/{name}") is not None for name in _PROBES)
-    except Unreachable:
-        raise
-    except DataError as error:  # missing files are None, so the server failed: do not retry for every dataset
-        raise Unreachable(str(error)) from error
 
 
 def files_of_split(name: str, place: str | Path, split: str, suffixes: tuple[str, ...]) -> list[ShardFile]:
@@ -436,6 +432,7 @@ def files_of_split(name: str, place: str | Path, split: str, suffixes: tuple[str
 
     Raises:
         MissingSplit: there are none.
+        DataError: a file is missing.
     """
     stated, files = "", []
     if isinstance(place, Path) and place.is_file():
@@ -450,4 +447,10 @@ def files_of_split(name: str, place: str | Path, split: str, suffixes: tuple[str
         raise MissingSplit(
             f"dataset {name} has no split {split!r}: all of {shown(str(place))} is for testing"
         )
+    stems = [file.name.removesuffix(".tar") for file in files]
+    if all(map(str.isdecimal, stems)):  # published shards are 0.tar … N-1.tar
+        missing = sorted(set(range(len(files))) - set(map(int, stems)))
+        if missing:
+            folder = files[0].shown.rpartition("/")[0]
+            raise DataError(f"shard {missing[0]}.tar is missing in {folder}; fetch the dataset again")
     return files

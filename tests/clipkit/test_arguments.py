@@ -11,10 +11,10 @@ from typing import Any, cast
 import pytest
 from hypothesis import given, strategies as st
 
-from clipkit.__main__ import COMMANDS as CLIPKIT
 from clipkit.cli import Command, Parser, add_options, number, whole
 from clipkit.errors import ConfigError
 from clipkit.files.patterns import user_path
+from clipkit.options import COMMANDS as CLIPKIT
 from data.options import COMMANDS as DATA
 from eval.options import COMMANDS as EVAL
 

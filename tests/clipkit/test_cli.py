@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 import clipkit
-from clipkit.__main__ import COMMANDS, dispatch
+from clipkit.__main__ import dispatch
 from clipkit.config import Config, OptimConfig
 from clipkit.errors import ConfigError, DataError, run_command
 from clipkit.files import terminal
@@ -25,6 +25,7 @@ from clipkit.inference.classify import Classification, classify_images, labels_o
 from clipkit.inference.inputs import Item, Stream
 from clipkit.inference.stream import FeatureStream
 from clipkit.model.clip import CLIP
+from clipkit.options import COMMANDS
 from clipkit.samples.table import Table
 from clipkit.training.checkpoint import LoopState, save_checkpoint
 from clipkit.training.optim import adamw

@@ -1,5 +1,6 @@
 """Tests of ``import clipkit``: public names, lazy imports, and the folder layout."""
 
+import ast
 import importlib
 import os
 import pkgutil
@@ -7,10 +8,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import clipkit
+import eval as evaluation
 from clipkit.model.architectures import ARCHITECTURES
 from tests.small_trainings import write_pairs
 
@@ -41,10 +44,52 @@ def test_modules_have_a_docstring_and_unique_exports(module: str) -> None:
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.parametrize("package", [clipkit, evaluation])
+def test_names_imported_on_first_use_are_those_that_type_checkers_see(package: ModuleType) -> None:
+    tree = ast.parse(Path(str(package.__file__)).read_text(encoding="utf-8"))
+    typed = next(
+        node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    imports = [node for node in typed.body if isinstance(node, ast.ImportFrom)]
+    modules = {str(node.module): tuple(alias.name for alias in node.names) for node in imports}
+    assert modules == package._MODULES
+    for name in package.__all__:
+        assert name in dir(package)
+        assert getattr(package, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = package.nothing
+
+
 def test_import_loads_no_heavy_module() -> None:
     code = f"import sys, clipkit; print([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("clipkit", "--help"),
+        ("clipkit", "export", "--to", "nothing"),
+        ("data", "pack", "--nothing"),
+        ("eval", "run", "--help"),
+        ("eval", "zero-shot", "--seed", "-1"),
+        ("train.py", "--help"),
+        ("train.py", "--profile", "-1"),
+    ],
+)
+def test_help_and_errors_in_options_load_no_torch(command: tuple[str, ...]) -> None:
+    program = command[0]
+    start = "run_path" if program.endswith(".py") else "run_module"
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv = {list(command)}\n"
+        f"try:\n    runpy.{start}({program!r}, run_name='__main__')\n"
+        "finally:\n    print([name for name in ('torch', 'numpy', 'msgspec', 'jinja2') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == (0 if "--help" in command else 1)
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_training_imports_only_what_the_first_step_uses(tmp_path: Path) -> None:
@@ -60,11 +105,11 @@ def test_training_imports_only_what_the_first_step_uses(tmp_path: Path) -> None:
     )  # fmt: skip
     code = (
         "import os, runpy, sys\n"
-        "from clipkit.training.metrics import MetricsLog\n"
-        "def write(*_):\n"
+        "from clipkit.training.log import Log\n"
+        "def write(*_, **__):\n"
         f"    print([name for name in {unused} if name in sys.modules], flush=True)\n"
         "    os._exit(0)\n"
-        "MetricsLog.write = write\n"
+        "Log.write = write\n"
         f"sys.argv = {arguments}\n"
         "runpy.run_path('train.py', run_name='__main__')"
     )

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from clipkit.__main__ import COMMANDS as CLIPKIT
 from clipkit.cli import (
     REQUIRED,
     Command,
@@ -23,6 +22,7 @@ from clipkit.cli import (
     whole,
 )
 from clipkit.errors import ConfigError
+from clipkit.options import COMMANDS as CLIPKIT
 from data.options import COMMANDS as DATA
 from eval.options import COMMANDS as EVAL
 

@@ -885,7 +885,7 @@ def test_private_addresses_are_recognized(address: str, public: bool) -> None:
     ],
 )  # fmt: skip
 def test_robots_tags_are_respected(tags: list[str], forbidden: bool) -> None:
-    assert web._forbidden(tags) is forbidden
+    assert web._forbids_training(tags) is forbidden
 
 
 @pytest.mark.parametrize(
@@ -893,6 +893,6 @@ def test_robots_tags_are_respected(tags: list[str], forbidden: bool) -> None:
     [("", 0), ("7", 7), ("-1", 0), ("nan", 0), ("1e9", 0), ("soon", 0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0)],
 )
 def test_retry_after_header_is_parsed(header: str, seconds: float) -> None:
-    assert web._pause(header) == seconds
+    assert web._parse_retry_after(header) == seconds
     later = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(time.time() + 60))
-    assert 50 < web._pause(later) <= 60
+    assert 50 < web._parse_retry_after(later) <= 60

@@ -27,7 +27,7 @@ from data.__main__ import main
 from data.captions import CaptionRule
 from data.filters import Filter
 from data.options import PackOptions
-from data.pack import _split, pack, packed
+from data.pack import _draw_split, pack, packed
 from data.selection import Selection
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
@@ -372,9 +372,9 @@ def test_split_depends_on_the_bytes_of_the_image(many: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("image", "first"), [(b"a", 0xCA97), (b"b", 0x3E23), (b"c", 0x2E7D)])
 def test_split_is_determined_by_the_start_of_sha_256(image: bytes, first: int) -> None:
-    assert _split(image, first / 2**16) == "train"
-    assert _split(image, (first + 1) / 2**16) == "test"
-    assert (_split(image, 0.0), _split(image, 1.0)) == ("train", "test")
+    assert _draw_split(image, first / 2**16) == "train"
+    assert _draw_split(image, (first + 1) / 2**16) == "test"
+    assert (_draw_split(image, 0.0), _draw_split(image, 1.0)) == ("train", "test")
 
 
 def test_no_test_split_by_default(images: Path) -> None:
@@ -407,8 +407,9 @@ def test_folder_names_become_classes(tmp_path: Path) -> None:
     found = pack(tmp_path / "photos", tmp_path / "captioned")
     assert found.bad["no caption"] == 2
     (tmp_path / "photos/bird/1.png").rename(tmp_path / "photos/cover.png")
-    with pytest.raises(DataError, match=r"no caption.*; expected a .txt file"):
-        pack(tmp_path / "photos", tmp_path / "mixed")
+    found = pack(tmp_path / "photos", tmp_path / "mixed")
+    assert found.bad == {"outside the class folders": 1, "link to a folder that contains it": 1}
+    assert found.classes == ["a dog", "bird"]
 
 
 def test_lists_of_captions_are_stored(images: Path) -> None:
@@ -1009,3 +1010,27 @@ def test_message_counts_packed_tables(
         write_table(images / name, ["path", "text"], [[file, f"caption of {file}"]])
     find_shards(f"{images}/t*.csv")
     assert f"packed 2 pairs of 2 tables such as {images}/t1.csv into" in capsys.readouterr().err
+
+
+def test_a_column_or_folders_named_split_decide_the_split(tmp_path: Path) -> None:
+    rows = []
+    (images := tmp_path / "images").mkdir()
+    for i, split in enumerate(["train", "test", "dev", "training", "restval"]):
+        Image.new("RGB", (9, 9), (i, 0, 0)).save(images / f"{i}.png")
+        rows.append({"filepath": f"images/{i}.png", "caption": f"caption {i}", "split": split})
+    table = tmp_path / "t.csv"
+    with table.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    expected = {"train": 3, "test": 1, "val": 1}
+    assert dict(pack(table, tmp_path / "all", progress=False).splits) == expected
+    some = PackOptions(fields=())
+    assert dict(pack(table, tmp_path / "few", some, progress=False).splits) == expected
+    for split in ("train", "Test"):
+        for i in range(2):
+            (tmp_path / "folder" / split).mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (9, 9), (0, i, len(split))).save(tmp_path / "folder" / split / f"{i}.png")
+            (tmp_path / "folder" / split / f"{i}.txt").write_text(f"{split} {i}")
+    report = pack(tmp_path / "folder", tmp_path / "out", progress=False)
+    assert dict(report.splits) == {"train": 2, "test": 2}

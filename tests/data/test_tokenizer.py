@@ -20,7 +20,7 @@ from clipkit.errors import ConfigError
 from clipkit.export.open_clip import obstacle
 from clipkit.training.build import shape_of
 from data.shards.writer import DatasetWriter, Record
-from data.tokenizer import train
+from data.tokenizer import train_tokenizer
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [
@@ -66,7 +66,7 @@ def folder(pairs: Path) -> Path:
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.text(st.characters(codec="utf-8"), max_size=30), min_size=1, max_size=5))
 def test_every_text_is_encoded_without_loss(texts: list[str]) -> None:
-    made = train([*texts, "a b"], 280)
+    made = train_tokenizer([*texts, "a b"], 280)
     end = made.get_vocab_size() - 1
     for text in [*texts, "other ünicode 🙂"]:
         ids = made.encode(text).ids
@@ -125,7 +125,7 @@ def test_training_stores_and_exports_the_tokenizer(pairs: Path, folder: Path, tm
         ]
     assert run("train.py", *arguments, "steps=4").returncode == 0  # resumes
     (tmp_path / "other").mkdir()
-    other = train(["something else entirely " * 5], 300)
+    other = train_tokenizer(["something else entirely " * 5], 300)
     other.save(str(tmp_path / "other" / "tokenizer.json"))
     (tmp_path / "other" / "tokenizer_config.json").write_text((folder / "tokenizer_config.json").read_text())
     changed = run("train.py", *arguments, "steps=6", f"model.tokenizer={tmp_path / 'other'}")

@@ -130,11 +130,7 @@ class ShardCache:
         return self._by_process.setdefault(os.getpid(), _Prefetch())
 
     def path(self, shard: ShardFile) -> Path | None:
-        """Return the file of a shard if it is present, and mark it as used; for a local shard its own path.
-
-        Raises:
-            DataError: its download ahead of time failed; raised once.
-        """
+        """Return the file of a shard if it is present, and mark it as used; for a local shard its own path."""
         if not shard.is_remote:
             return Path(shard.url)
         ahead = self._ahead
@@ -145,11 +141,7 @@ class ShardCache:
         return self._find(shard)
 
     def fetch(self, shard: ShardFile) -> Path:
-        """Return the file of a shard, downloading it if needed; one process downloads while the others wait.
-
-        Raises:
-            DataError: it cannot be downloaded or stored, or its bytes differ from an earlier download.
-        """
+        """Return the file of a shard, downloading it if needed; one process downloads while the others wait."""
         path = self.path(shard) or self._fetch(shard)
         assert path is not None
         return path
@@ -167,8 +159,8 @@ class ShardCache:
                 answered(shard.url)
             ahead.later.clear()
             ahead.threads = [thread for thread in ahead.threads if thread.is_alive()]
-            for number in range(len(ahead.threads), threads):
-                name = f"shard-cache-{number}"
+            for index in range(len(ahead.threads), threads):
+                name = f"shard-cache-{index}"
                 thread = threading.Thread(target=self._work, args=(ahead,), name=name, daemon=True)
                 ahead.threads.append(thread)
                 thread.start()
@@ -221,7 +213,8 @@ class ShardCache:
 
         When prefetching, return None while another process downloads it or there is no space for it.
         """
-        stem, began = self._stem(shard), time.time()
+        stem = self._stem(shard)
+        began = time.time()
         try:
             stem.parent.mkdir(parents=True, exist_ok=True)
             lock = FileLock(stem.with_suffix(".lock"))
@@ -269,13 +262,14 @@ class ShardCache:
         return path
 
     def _wait_for(self, lock: FileLock, stem: Path) -> None:
-        """Take the lock of a shard, waiting while its holder makes progress."""
-        last, since = 0, time.monotonic()
+        last = 0
+        since = time.monotonic()
         while not lock.try_acquire():
             time.sleep(_POLL_SECONDS)
             with suppress(OSError):
                 if (now := stem.with_suffix(".part").stat().st_mtime_ns) != last:
-                    last, since = now, time.monotonic()
+                    last = now
+                    since = time.monotonic()
             if time.monotonic() - since > STILL_SECONDS:
                 raise DataError(
                     f"another process has been downloading {stem}.tar without progress for {STILL_SECONDS:.0f} s: "
@@ -284,20 +278,20 @@ class ShardCache:
 
     def _download(self, shard: ShardFile, stem: Path, ahead: _Prefetch | None) -> None:
         part, record, fault = (stem.with_suffix(suffix) for suffix in (".part", ".json", ".fault"))
-        known: tuple[int, int] | None = None
+        earlier: tuple[int, int] | None = None
         with suppress(OSError, ValueError, KeyError, TypeError):
             recorded = json.loads(record.read_text())
-            known = int(recorded["size"]), int(recorded["crc32"])
+            earlier = int(recorded["size"]), int(recorded["crc32"])
         try:
             received = self._receive(shard, part, ahead)
-            if known is not None and known != received:
+            if earlier is not None and earlier != received:
                 received = self._receive(shard, part, ahead)
-                if known != received:
+                if earlier != received:
                     raise DataError(
                         f"{shown(shard.url)}: the bytes differ from an earlier download (CRC-32 {received[1]:08x}, "
-                        f"before {known[1]:08x}) at the same size and version; remove {record} to accept them"
+                        f"before {earlier[1]:08x}) at the same size and version; remove {record} to accept them"
                     )
-            if known is None:
+            if earlier is None:
                 size, crc = received
                 about = {"url": shown(shard.url), "version": shard.version, "size": size, "crc32": crc}
                 write_atomic(record, json.dumps(about) + "\n")
@@ -367,8 +361,9 @@ class ShardCache:
             time.sleep(_POLL_SECONDS)
 
     def _make_space(self, part: Path, size: int, urgent: bool) -> bool:
-        """Remove the least recently used files until ``part`` fits; return False if that is impossible."""
-        files, sizes, unwritten = list[tuple[int, Path, int]](), dict[Path, int](), 0
+        files = list[tuple[int, Path, int]]()
+        sizes = dict[Path, int]()
+        unwritten = 0
         # parts first: other processes may rename them to shards meanwhile
         for path in self.folder.glob("??/*.part"):
             if path == part:

@@ -31,7 +31,9 @@ from clipkit.samples.remote.transfer import (
 T = TypeVar("T")
 _THREADS = 32  # concurrent requests for size and version
 _MAX_PAGE_BYTES = 64 << 20  # of a listing: about 500,000 links
-_SMALLEST_BLOCK, _LARGEST_BLOCK = 64 << 10, 8 << 20  # bytes of a request of RangedBytes
+# bytes of a request of RangedBytes
+_SMALLEST_BLOCK = 64 << 10
+_LARGEST_BLOCK = 8 << 20
 _FAR = 1 << 20  # bytes between headers beyond which reading the data takes longer than another request
 
 
@@ -111,7 +113,7 @@ def list_entries(url: str) -> tuple[list[ShardFile], list[str]]:
         links = _links(url.partition("#")[0].partition("?")[0].rstrip("/") + "/")
         entries = [(link, -1, "") for link in links]
     else:
-        entries = _retried(url, lambda: listing(url), none_for=(404, 410)) or []
+        entries = _request_retrying(url, lambda: listing(url), none_for=(404, 410)) or []
     files: list[ShardFile] = []
     folders: list[str] = []
     for name, size, version in entries:
@@ -151,11 +153,7 @@ def _links(folder: str) -> list[str]:
 
 
 def describe(urls: Sequence[str]) -> list[ShardFile]:
-    """Return size and version of local and remote files; both are unknown for a stream (``pipe:``).
-
-    Raises:
-        DataError: files are missing, or the store does not answer.
-    """
+    """Return size and version of local and remote files; both are unknown for a stream (``pipe:``)."""
     failed = threading.Event()  # only the first of many shards is retried
 
     def look(url: str) -> ShardFile | None:
@@ -166,7 +164,7 @@ def describe(urls: Sequence[str]) -> list[ShardFile]:
         if protocol_of(url) == "pipe":
             return ShardFile(url=url, size=-1, version="")
         try:
-            facts = _retried(url, lambda: file_facts(url), none_for=(404, 410))
+            facts = _request_retrying(url, lambda: file_facts(url), none_for=(404, 410))
         except DataError:
             failed.set()
             raise
@@ -188,8 +186,7 @@ def describe(urls: Sequence[str]) -> list[ShardFile]:
     return [file for file in files if file is not None]
 
 
-def _retried(url: str, request: Callable[[], T], *, none_for: Sequence[int] = ()) -> T | None:
-    """Make a short request with retries; return None for the statuses in ``none_for``."""
+def _request_retrying(url: str, request: Callable[[], T], *, none_for: Sequence[int] = ()) -> T | None:
     attempts = Attempts(url)
     while True:
         try:
@@ -204,11 +201,7 @@ def _retried(url: str, request: Callable[[], T], *, none_for: Sequence[int] = ()
 
 
 def read_text(url: str, *, limit: int) -> str | None:
-    """Read a small file next to shards; None if it does not exist or access is denied.
-
-    Raises:
-        DataError: the file is longer than ``limit`` bytes, or the store does not answer.
-    """
+    """Read a small file next to shards; None if it does not exist or access is denied."""
 
     def read() -> bytes:
         with open_transfer(url) as transfer:
@@ -222,7 +215,7 @@ def read_text(url: str, *, limit: int) -> str | None:
             return data
 
     # a store may answer "forbidden" for a missing file, and a signed URL is valid for one file only
-    data = _retried(url, read, none_for=(401, 403, 404, 410))
+    data = _request_retrying(url, read, none_for=(401, 403, 404, 410))
     if data is None:
         return None
     if len(data) > limit:
@@ -231,11 +224,7 @@ def read_text(url: str, *, limit: int) -> str | None:
 
 
 def read_range(shard: ShardFile, start: int, stop: int) -> bytes:
-    """Read the bytes ``start`` to ``stop`` of a shard.
-
-    Raises:
-        DataError: the file has changed since it was indexed, or its server does not answer or support ranges.
-    """
+    """Read the bytes ``start`` to ``stop`` of a shard."""
     data = bytearray()
     attempts = Attempts(shard.url, known=shard.size >= 0 or bool(shard.version))
     while len(data) < stop - start:
@@ -285,14 +274,12 @@ def download(shard: ShardFile, path: Path, *, reserve: Callable[[int], None] | N
 
     Returns:
         The CRC-32 of the bytes.
-
-    Raises:
-        DataError: the file cannot be downloaded or has changed, or ``path`` cannot be written.
     """
     attempts = Attempts(shard.url, known=shard.size >= 0 or bool(shard.version))
     is_stream = protocol_of(shard.url) == "pipe"
     size = furthest = crc = 0
-    version, digest = "", None
+    version = ""
+    digest = None
     try:
         with path.open("r+b" if path.exists() else "wb") as file:
             while True:
@@ -300,7 +287,9 @@ def download(shard: ShardFile, path: Path, *, reserve: Callable[[int], None] | N
                     size = 0
                 if size == 0:
                     file.seek(0)
-                    version, digest, crc = "", None, 0
+                    version = ""
+                    digest = None
+                    crc = 0
                 try:
                     with open_transfer(shard.url, size) as transfer:
                         if not is_stream:  # a running command may still fail
@@ -379,7 +368,6 @@ class RangedBytes:
     takes longer than a request, only the surroundings of headers are read. Not thread-safe.
 
     Attributes:
-        requests: number of requests.
         bytes_read: bytes read by all requests.
     """
 
@@ -407,7 +395,8 @@ class RangedBytes:
                 close = 0 <= (start - self._start) / max(self._served, 1) <= _FAR
                 self._block_size = min(self._block_size * 2, _LARGEST_BLOCK) if close else _SMALLEST_BLOCK
             self._block = read_range(self._shard, start, min(max(stop, start + self._block_size), len(self)))
-            self._start, self._served = start, 0
+            self._start = start
+            self._served = 0
             self.requests += 1
             self.bytes_read += len(self._block)
         self._served += 1

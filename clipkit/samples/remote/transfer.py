@@ -112,7 +112,10 @@ class TransferError(Exception):
         unreached: bool = False,
     ) -> None:
         super().__init__(message)
-        self.temporary, self.status, self.wait, self.unreached = temporary, status, wait, unreached
+        self.temporary = temporary
+        self.status = status
+        self.wait = wait
+        self.unreached = unreached
 
 
 def http_error(status: int, *, wait: float = 0.0) -> TransferError:
@@ -126,11 +129,10 @@ def http_error(status: int, *, wait: float = 0.0) -> TransferError:
 
 def answered(url: str) -> None:
     """Record that the store of a URL has answered: later failures to reach it are treated as outages."""
-    _answered.add(_store_of(url))
+    _answered.add(_identify_store(url))
 
 
-def _store_of(url: str) -> str:
-    """Return the host, bucket, hub, or program of a command."""
+def _identify_store(url: str) -> str:
     protocol, _, rest = url.partition(":")
     if protocol == "pipe":
         return f"pipe:{next((word for word in rest.split() if '=' not in word), '')}"
@@ -183,14 +185,18 @@ class Attempts:
         if not error.temporary:
             self.give_up(str(error))
         now = time.monotonic()
-        if error.unreached and _store_of(self._url) not in _answered:
+        if error.unreached and _identify_store(self._url) not in _answered:
             self._unreached.append(now)
-            tries, since, limit = len(self._unreached), self._unreached[0], PATIENCE.contact_seconds
+            tries = len(self._unreached)
+            since = self._unreached[0]
+            limit = PATIENCE.contact_seconds
             last = tries > len(PATIENCE.contact_waits)
             wait = 0.0 if last else PATIENCE.contact_waits[tries - 1] * _random.uniform(0.8, 1.0)
         else:
             self._unreached.clear()
-            tries, since, limit = self._failures, self._since, PATIENCE.total_seconds
+            tries = self._failures
+            since = self._since
+            limit = PATIENCE.total_seconds
             last = tries >= PATIENCE.tries
             # random, so that readers that failed together do not retry together
             wait = min(PATIENCE.longest_wait, PATIENCE.first_wait * 2 ** (tries - 1))
@@ -388,7 +394,6 @@ def _unreached(error: Exception) -> TransferError | None:
 
 
 def _call(client: Any, function: Callable[..., Awaitable[Any]], *args: Any, **named: Any) -> Any:
-    """Run a coroutine on the client's event loop, in another thread."""
     from fsspec.asyn import sync
 
     seconds = PATIENCE.connect_seconds + PATIENCE.stall_seconds + _MARGIN
@@ -404,7 +409,6 @@ def _ask(client: Any, method: str, *args: Any, **named: Any) -> Any:
 
 
 def _hub_path(client: Any, url: str) -> Any:
-    """Resolve a URL of Hugging Face; a wrong name raises a ``TransferError`` that shows the form."""
     with _library_errors():
         try:
             return client.resolve_path(url)
@@ -667,11 +671,12 @@ async def _any_bytes(content: Any) -> bytes:
 
 
 def _chunks(client: Any, read: Callable[[], Awaitable[bytes]]) -> Iterator[bytes]:
-    """Yield the bytes of an asynchronous stream; an error is raised after the bytes received before it."""
     failures: list[Exception] = []
 
     async def collect() -> bytes:
-        until, parts, size = time.monotonic() + _CHUNK_SECONDS, list[bytes](), 0
+        until = time.monotonic() + _CHUNK_SECONDS
+        parts = list[bytes]()
+        size = 0
         try:
             while size < _CHUNK and time.monotonic() < until and (part := await read()):
                 parts.append(part)
@@ -689,7 +694,6 @@ def _chunks(client: Any, read: Callable[[], Awaitable[bytes]]) -> Iterator[bytes
 
 @contextmanager
 def _command_output(url: str) -> Iterator[Iterator[bytes]]:
-    """Run a command; its output is complete only if it exits with status 0."""
     command = url.removeprefix("pipe:")
     try:  # a session of its own, so that everything the shell starts can be killed
         process = subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, start_new_session=True)

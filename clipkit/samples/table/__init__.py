@@ -27,7 +27,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from clipkit.errors import DataError, nearest
-from clipkit.samples.folders import is_hidden
+from clipkit.samples.folders import is_hidden, select_split
 from clipkit.samples.table.captions import find_texts
 from clipkit.samples.table.delimited import Delimited, safe_cell
 from clipkit.samples.table.formats import (
@@ -52,6 +52,7 @@ __all__ = [
     "is_table",
     "listed_path",
     "plain_name",
+    "read_split",
     "safe_cell",
 ]
 
@@ -73,8 +74,10 @@ _GZIP = ".gz"
 SUFFIXES = (*_TEXT_FORMATS, *(suffix + _GZIP for suffix in _TEXT_FORMATS), ".parquet", ".pq")
 NAMED_SUFFIXES = (*_NAMED_FORMATS, *(suffix + _GZIP for suffix in _NAMED_FORMATS))
 _EXPECTED = "a .csv, .tsv, .jsonl, .json or .parquet table, or a .txt list"
-_FIRST_ROWS, _MOST_FOLDERS = 20, 100  # images that are looked for, and folders in which they may be
 _EXAMINED = 1000  # rows in which an image in the table is looked for
+# images that are looked for, and folders in which they may be
+_FIRST_ROWS = 20
+_MOST_FOLDERS = 100
 _NOT_TEXT = re.compile("[\udc80-\udcff]")  # bytes that are not UTF-8, see ``open_text``
 
 
@@ -138,8 +141,8 @@ class Table:
             raise DataError(f"{path} is not a file: expected {_EXPECTED}")
         suffix = _suffix_of(path.name)
         if suffix not in _FORMATS:
-            shown = suffix or "a file without a suffix"
-            raise DataError(f"{path}: expected {_EXPECTED}, not {shown}")
+            actual = suffix or "a file without a suffix"
+            raise DataError(f"{path}: expected {_EXPECTED}, not {actual}")
         self.path = path
         image = ColumnRequest(content=image_name, name=image_column, common=image_columns)
         caption = ColumnRequest(content="caption", name=caption_column, common=CAPTION_COLUMNS)
@@ -210,11 +213,11 @@ class Table:
 
     def __iter__(self) -> Iterator[Row]:
         records = self._format.records(self._required, list(self.others))
-        for number, record in enumerate(records, 1):
+        for row_number, record in enumerate(records, 1):
             path = record.cells.get(self.image_column) if self.image_column else None
             path = path.strip() if isinstance(path, str) else path
             if record.cause:
-                yield Row(number=number, path=path, cause=record.cause, progress=record.progress)
+                yield Row(number=row_number, path=path, cause=record.cause, progress=record.progress)
                 continue
             caption = record.cells.get(self.caption_column) if self.caption_column else None
             others = self._other_cells(record.cells)
@@ -226,12 +229,11 @@ class Table:
                 if self.needs_caption:
                     cause = cause or str(error)
             if cause:
-                yield Row(number=number, path=path, cause=cause, progress=record.progress)
+                yield Row(number=row_number, path=path, cause=cause, progress=record.progress)
                 continue
-            yield Row(number=number, path=path, caption=captions, progress=record.progress, others=others)
+            yield Row(number=row_number, path=path, caption=captions, progress=record.progress, others=others)
 
     def _check_encoding(self, others: Mapping[str, object]) -> str:
-        """Return which column is not UTF-8, otherwise ""."""
         if self._format.types:  # Parquet, whose text is not decoded here
             return ""
         for name, value in others.items():
@@ -250,8 +252,8 @@ class Table:
         return {name: cells.get(name) for name in self.others}
 
     def _find_column(self, request: ColumnRequest, *, required: bool, encoded: bool = False) -> str:
-        """Return the column of a request; "" if there is none and none is required."""
-        names, content = self._format.names, request.content
+        names = self._format.names
+        content = request.content
         if request.name is not None and request.name not in names:
             raise DataError(
                 f"{self.path} has no column {request.name!r} ({nearest(request.name, names[:30])})"
@@ -265,9 +267,9 @@ class Table:
         if not names and required:
             raise DataError(f"{self.path} is empty")
         if not name and required:
-            shown = ", ".join(" ".join(name.split())[:40] for name in names[:30]) or "none"
+            listed = ", ".join(" ".join(name.split())[:40] for name in names[:30]) or "none"
             raise DataError(
-                f"{self.path}: which column is the {content}? Set --{content}-column; the columns are {shown}"
+                f"{self.path}: which column is the {content}? Set --{content}-column; the columns are {listed}"
             )
         kind = str(self._format.types.get(name, "string"))
         if "string" in kind and not kind.startswith(
@@ -288,6 +290,19 @@ class Table:
 
 def _is_image_type(kind: object) -> bool:
     return str(kind).startswith(("binary", "large_binary", "struct<bytes: binary"))
+
+
+def read_split(fields: Mapping[str, Any]) -> str:
+    """Return the split that the column ``split`` of a row states, such as "val" for "dev"; "" without this column.
+
+    Raises:
+        DataError: the rows of an image are in several splits.
+    """
+    value = next((value for column, value in fields.items() if plain_name(column) == "split"), None)
+    if isinstance(value, list):
+        raise DataError("its rows are in several splits")
+    word = str(value or "").strip().lower()
+    return select_split(word) or word
 
 
 def is_table(path: Path) -> bool:
@@ -311,9 +326,6 @@ def listed_path(folder: Path, text: str) -> Path:
 
     Percent escapes of URLs are decoded. Backslashes separate folders, as on Windows, unless there is a file whose
     name contains them.
-
-    Raises:
-        DataError: it is a web address.
     """
     if text.startswith("file://"):
         text = unquote(text.removeprefix("file://"), errors="surrogateescape")
@@ -350,5 +362,5 @@ def _is_list_of_text(kind: str) -> bool:
 
 def _is_plain(kind: Any) -> bool:
     if kind.num_fields:
-        return all(_is_plain(kind.field(number).type) for number in range(kind.num_fields))
+        return all(_is_plain(kind.field(i).type) for i in range(kind.num_fields))
     return "binary" not in str(kind) and not str(kind).startswith("extension")

@@ -70,11 +70,7 @@ def usable_texts(value: object) -> list[str]:
 
 
 def check_captions(value: object) -> list[str]:
-    """Return the captions in a cell without blank ones, at least one; equal captions are kept.
-
-    Raises:
-        DataError: there is none, or one of them cannot be used.
-    """
+    """Return the captions in a cell without blank ones, at least one; equal captions are kept."""
     values = value if isinstance(value, list) else [value]
     texts = [text for text in values if isinstance(text, str)]
     if len(texts) + values.count(None) < len(values):

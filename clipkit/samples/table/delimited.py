@@ -59,7 +59,8 @@ class Delimited(Format):
         with open_text(path) as (text, _):
             start = text.read(_DETECTED)
         if match := _EXCEL_DELIMITER.match(start):
-            delimiters, self._skip = match[1], match.end()
+            delimiters = match[1]
+            self._skip = match.end()
         most = (-1, -1, -1)
         first_rows: list[list[str]] = []
         for delimiter in delimiters:
@@ -77,8 +78,11 @@ class Delimited(Format):
                 columns = list(guess.values())
             score = sum(map(bool, columns)), fits, len(names)
             if score > most:
-                most, first_rows = score, rows
-                self.names, self._delimiter, self.guesses = names, delimiter, guess
+                most = score
+                first_rows = rows
+                self.names = names
+                self._delimiter = delimiter
+                self.guesses = guess
         is_list = suffix != ".txt" and len(self.names) == 1 and bool(self.guesses)
         if is_list and _URL.fullmatch(first_rows[0][0].strip()):
             lines = "".join(cell for fields in first_rows for cell in fields)
@@ -155,7 +159,6 @@ class Delimited(Format):
             yield fields, cause
 
     def _parse_line(self, line: str, is_open: bool) -> tuple[list[str], str]:
-        """Split a line that is not quoted correctly; return its cells or why this is not possible."""
         if '\\"' in line:  # quotes with backslashes, as Spark and MySQL write them
             reader = csv.reader(
                 [line], delimiter=self._delimiter, escapechar="\\", doublequote=False, strict=True
@@ -196,9 +199,9 @@ class Delimited(Format):
             return True
         has_location = any(_kind_of(cell) in ("image", "url") for cell in fields)
         kinds = Counter[tuple[int, str]]()
-        for number, line in enumerate(lines):
+        for line_index, line in enumerate(lines):
             cells = line.rstrip("\r\n").split(self._delimiter)
-            if number == 0 or len(cells) >= self._width:
+            if line_index == 0 or len(cells) >= self._width:
                 kinds.update((i, _kind_of(cell)) for i, cell in enumerate(cells))
         before_quote = lines[0].partition('"')[0].split(self._delimiter)[:-1]
         for (i, kind), count in kinds.items():
@@ -209,7 +212,6 @@ class Delimited(Format):
 
 
 def _take_lines(text: TextIO, unread: deque[str], lines: list[str]) -> Iterator[str]:
-    """Yield unread lines and those of a file, and append them to ``lines``; ends when these are too long."""
     size = 0
     while size <= LONGEST:
         line = unread.popleft() if unread else _read_line(text)
@@ -221,7 +223,6 @@ def _take_lines(text: TextIO, unread: deque[str], lines: list[str]) -> Iterator[
 
 
 def _read_line(text: TextIO) -> str:
-    """Read a line, of which at most one character more than ``LONGEST`` is returned."""
     line = rest = text.readline(LONGEST + 1)
     while len(line) > LONGEST and rest and not rest.endswith(("\n", "\r")):
         rest = text.readline(LONGEST)
@@ -240,7 +241,6 @@ def _first_rows(start: str, delimiter: str) -> list[list[str]]:
 
 
 def _kind_of(cell: str) -> str:
-    """Return the kind of a cell of which a caption is none: "image", "url", "number", otherwise ""."""
     if cell.isdecimal():
         return "number"
     cell = cell.strip().strip('"')

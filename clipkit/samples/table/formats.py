@@ -9,10 +9,10 @@ from typing import Any
 
 from clipkit.errors import DataError
 
-# common names, most specific first; compared in lower case with "_" for spaces and hyphens
+# common names, most specific first; compared in the form of ``plain_name``
 IMAGE_COLUMNS = (
     "filepath", "file_path", "image_path", "img_path", "path", "filename", "file_name", "image_file",
-    "image_filename", "image_name", "image", "img", "picture", "photo", "file", "images", "jpg", "png", "webp",
+    "image_filename", "image_name", "image", "img", "picture", "photo", "file",
 )  # fmt: skip
 CAPTION_COLUMNS = (
     "caption", "text", "title", "description", "sentence", "alt_text", "alt", "prompt", "comment", "captions",
@@ -106,9 +106,6 @@ class Format(ABC):
         """Read all rows in order, with the cells of these columns.
 
         A row without a cell for one of the required columns has a cause.
-
-        Raises:
-            DataError: the file is damaged.
         """
 
 

@@ -63,7 +63,6 @@ class RowsByKey:
 
         Args:
             number: greater than that of the row before.
-            row: the row.
             key: 16 bytes, equal for the rows of a group; empty for a row that belongs to no group.
             image: 16 bytes that identify the row's image, if rows of a group may have different ones.
         """
@@ -72,7 +71,9 @@ class RowsByKey:
         except RecursionError:
             key = b""
             content = pickle.dumps(replace(row, caption=None, others={}, cause=NESTED))
-        first, size, first_image = number, 1, image
+        first = number
+        size = 1
+        first_image = image
         try:
             if key:
                 first, size, first_image = self._data.execute(

@@ -65,7 +65,6 @@ def record_of(value: dict[str, object] | str, progress: float) -> Record:
 
 
 def _read_objects(text: TextIO) -> Iterator[dict[str, object] | str]:
-    """Yield the objects of each line, and a string with the cause where a line cannot be read."""
     decoder = json.JSONDecoder()
     buffer = ""
     while piece := text.readline(LONGEST):
@@ -117,7 +116,8 @@ def open_json(path: Path, requests: Sequence[ColumnRequest]) -> Format:
     """Open a JSON file, which is a document or, if an object is followed by more text, JSON Lines."""
     with open_text(path) as (text, _):
         lines = (line for line in iter(lambda: text.readline(LONGEST), "") if line.strip())
-        first, following = next(lines, ""), next(lines, "")
+        first = next(lines, "")
+        following = next(lines, "")
     try:
         value, end = json.JSONDecoder().raw_decode(first.lstrip())
     except (ValueError, RecursionError):
@@ -162,7 +162,6 @@ class JsonDocument(Format):
 
 
 def _select_rows(path: Path, document: object) -> list[_Value]:
-    """Return the rows of a document: objects, and strings that are causes of bad rows."""
     if isinstance(document, list):
         return [value if isinstance(value, dict) else NOT_AN_OBJECT for value in document]
     if isinstance(document, dict):

@@ -29,10 +29,14 @@ from clipkit.samples.table.values import json_value
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_BATCH, _BATCH_WITH_BYTES = 1024, 16  # rows that are read at a time, and rows with images
+# rows that are read at a time, and rows with images
+_BATCH = 1024
+_BATCH_WITH_BYTES = 16
 _KEPT_BYTES = 256 << 20  # of row groups in memory; the last two are kept whatever their size
 _MAX_GROUP_BYTES = 16 << 30
 _MAX_IMAGE_BYTES = 256 << 20
+# common names of columns with encoded images
+ENCODED_COLUMNS = ("image", "img", "images", "picture", "jpg", "png", "webp", *IMAGE_COLUMNS)
 _LISTED = re.compile(r"(.+)\[(\d+)\]")
 
 
@@ -50,7 +54,6 @@ class ParquetSamples(Samples):
         caption_column: column of the captions, likewise.
 
     Attributes:
-        files: the files.
         image_column: column of the images: given, with a common name, or the only one with images; otherwise "".
         caption_column: column of the captions, given or with a common name; otherwise "".
         schema: pyarrow's schema of all files.
@@ -66,7 +69,8 @@ class ParquetSamples(Samples):
         image_column: str | None = None,
         caption_column: str | None = None,
     ) -> None:
-        self.files, self.cache = tuple(files), cache
+        self.files = tuple(files)
+        self.cache = cache
         schema: pa.Schema | None = None
         self._groups: list[tuple[int, int]] = []  # index of the file, and of the row group in the file
         self._sizes: list[int] = []  # rows of each group
@@ -87,10 +91,11 @@ class ParquetSamples(Samples):
                 content.seek(max(0, size - length))
                 marks.append(hashlib.sha256(content.read(length)).hexdigest()[:16])
         assert schema is not None
-        self.schema, self.marks = schema, tuple(marks)
+        self.schema = schema
+        self.marks = tuple(marks)
         self._starts = [0, *accumulate(self._sizes)]
         with_images = [field.name for field in schema if has_bytes(field.type)]
-        self.image_column = image_column or find_column(IMAGE_COLUMNS, with_images)
+        self.image_column = image_column or find_column(ENCODED_COLUMNS, with_images)
         if not self.image_column and len(with_images) == 1:
             self.image_column = with_images[0]
         self._members = sorted(with_images, key=lambda name: name != self.image_column)
@@ -138,7 +143,9 @@ class ParquetSamples(Samples):
     def fields(self, i: int) -> dict[str, Any]:
         group = self._group_of(i)
         row = i - self._starts[group]
-        fields = {name: json_value(python_value(self._values(group, name)[row])) for name in self._others}
+        fields = {
+            name: json_value(python_value(self._read_column(group, name)[row])) for name in self._others
+        }
         if self.caption_column in fields:
             fields[self.caption_column] = parse_captions(fields[self.caption_column])
         return fields
@@ -148,11 +155,12 @@ class ParquetSamples(Samples):
         if not member and not self._members:
             raise DataError("no column with images")
         member = member or self._members[0]
-        place = 0
+        index = 0
         if member not in self.schema.names and (match := _LISTED.fullmatch(member)):
-            member, place = match[1], int(match[2])
+            member = match[1]
+            index = int(match[2])
         group = self._group_of(i)
-        return _image_in(self._values(group, member)[i - self._starts[group]], place)
+        return _image_in(self._read_column(group, member)[i - self._starts[group]], index)
 
     def columns(self, *names: str) -> list[list[Any]]:
         """Return all values of some columns, which should be small."""
@@ -190,7 +198,7 @@ class ParquetSamples(Samples):
     def _group_of(self, i: int) -> int:
         return bisect_right(self._starts, i) - 1
 
-    def _values(self, group: int, column: str) -> Any:
+    def _read_column(self, group: int, column: str) -> Any:
         """Return a column of a row group, which one thread reads while others wait for it."""
         if self._process != os.getpid():  # locks may have been held during the fork
             self._forget()
@@ -204,7 +212,8 @@ class ParquetSamples(Samples):
             with self._lock:
                 if key in self._kept:
                     return self._kept[key]
-            file, within = self.files[index], self._groups[group][1]
+            file = self.files[index]
+            within = self._groups[group][1]
             with _open_parquet(file, self.local_path(index)) as opened:
                 size = opened.metadata.row_group(within).total_byte_size
                 if size > _MAX_GROUP_BYTES:
@@ -217,7 +226,9 @@ class ParquetSamples(Samples):
             with self._lock:
                 self._kept[key] = values
                 self.group_reads += 1
-                while len(self._kept) > 2 and sum(one.nbytes for one in self._kept.values()) > _KEPT_BYTES:
+                while (
+                    len(self._kept) > 2 and sum(values.nbytes for values in self._kept.values()) > _KEPT_BYTES
+                ):
                     self._kept.popitem(last=False)
         return values
 
@@ -261,7 +272,6 @@ class Parquet(Format):
 
 @contextmanager
 def _open_parquet(file: ShardFile, path: Path) -> Iterator[Any]:
-    """Open a file, and turn pyarrow's errors into DataError; some damaged footers crash the process anyway."""
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -286,16 +296,15 @@ def has_bytes(kind: "pa.DataType") -> bool:
     return bool(types.is_binary(kind) or types.is_large_binary(kind))
 
 
-def _image_in(value: Any, place: int) -> bytes:
-    """Return the image in pyarrow's scalar of bytes, of a struct with bytes, or of a list of either."""
+def _image_in(value: Any, index: int) -> bytes:
     from pyarrow import types
 
     if not value.is_valid:
         raise DataError("there is no image")
     if types.is_list(value.type) or types.is_large_list(value.type) or types.is_fixed_size_list(value.type):
-        if not 0 <= place < len(value.values):
-            raise DataError(f"there are {len(value.values)} images, no number {place}")
-        value = value.values[place]
+        if not 0 <= index < len(value.values):
+            raise DataError(f"there are {len(value.values)} images, no number {index}")
+        value = value.values[index]
     if types.is_struct(value.type):
         names = [field.name for field in value.type]
         if "bytes" not in names or not value["bytes"].is_valid:
@@ -319,7 +328,7 @@ def python_value(scalar: Any) -> Any:
     if not scalar.is_valid:
         return None
     if types.is_map(kind):
-        pairs = [(python_value(one["key"]), python_value(one["value"])) for one in scalar.values]
+        pairs = [(python_value(entry["key"]), python_value(entry["value"])) for entry in scalar.values]
         return dict(pairs) if str(kind.key_type) in ("string", "large_string", "string_view") else pairs
     if "map<" not in str(kind) and "[ns" not in str(kind):  # with pandas, nanoseconds would be its types
         with suppress(ValueError, OverflowError):  # years beyond 9999

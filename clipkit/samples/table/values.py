@@ -18,9 +18,9 @@ def json_value(value: object) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {json_value(str(name)): json_value(one) for name, one in value.items()}
+        return {json_value(str(name)): json_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [json_value(one) for one in value]
+        return [json_value(item) for item in value]
     if isinstance(value, datetime | date | time):
         return value.isoformat()
     if isinstance(value, timedelta):

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,11 @@ from clipkit.config import Config, OptimConfig, to_toml
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.export import EXPORTS, export, write as exporting
 from clipkit.export.model_card import KnownScore, Source, source_of
-from clipkit.export.options import ExportOptions
 from clipkit.export.write import run_export
 from clipkit.formats.checkpoint import model_hash, save_model
 from clipkit.model.architectures import Architecture, BagOfWords, TextTower, VisionTower
 from clipkit.model.clip import CLIP, create
+from clipkit.options import EXPORT_TARGETS, ExportOptions
 from clipkit.training.checkpoint import LoopState, save_checkpoint
 from clipkit.training.optim import adamw
 
@@ -36,6 +36,13 @@ LINE = {
     "step": 7, "dataset": "digits", "task": "zero-shot", "metric": "acc1", "value": 0.5, "n": 1797, "low": 0.48,
     "high": 0.525, "chance": 0.1,
 }  # fmt: skip
+
+
+def test_options_name_the_targets() -> None:
+    assert tuple(EXPORTS) == EXPORT_TARGETS
+    default = " and ".join(name for name, target in EXPORTS.items() if target.default)
+    to = next(field for field in fields(ExportOptions) if field.name == "to")
+    assert default in str(to.metadata)
 
 
 @pytest.fixture(autouse=True)

@@ -27,11 +27,11 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.encode import Encoded, encode
 from clipkit.inference.inputs import Item, Stream
-from clipkit.inference.options import EncodeOptions
 from clipkit.inference.storage import content_digest
 from clipkit.inference.stream import FeatureStream
 from clipkit.model.architectures import TextTower
 from clipkit.model.clip import CLIP
+from clipkit.options import EncodeOptions
 from clipkit.training.checkpoint import LoopState, save_checkpoint
 from clipkit.training.optim import adamw
 from tests.forked import Forked

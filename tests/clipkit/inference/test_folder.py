@@ -27,9 +27,9 @@ from clipkit.inference.classify import classify_images
 from clipkit.inference.encode import Encoded, encode
 from clipkit.inference.folder import only_writer
 from clipkit.inference.inputs import Item, Stream
-from clipkit.inference.options import EncodeOptions
 from clipkit.inference.stream import FeatureStream
 from clipkit.model.clip import CLIP
+from clipkit.options import EncodeOptions
 
 parquet = pytest.importorskip("pyarrow.parquet")
 
@@ -268,7 +268,7 @@ import clipkit
 from clipkit.inference import folder
 from clipkit.inference.encode import encode
 from clipkit.inference.inputs import Stream
-from clipkit.inference.options import EncodeOptions
+from clipkit.options import EncodeOptions
 from clipkit.inference.stream import FeatureStream
 photos, out, written = sys.argv[1:]
 write = folder.EmbeddingFolder.write

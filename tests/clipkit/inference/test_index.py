@@ -67,7 +67,7 @@ def test_index_recall_and_exact_similarities(
 
 def test_only_candidates_of_the_index_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     embeddings, query = Embeddings(folder), torch.from_numpy(rows_of(3, 1)[0])
-    monkeypatch.setattr(Embeddings, "_compared", lambda *_: pytest.fail("all rows were compared"))
+    monkeypatch.setattr(Embeddings, "_compare_rows", lambda *_: pytest.fail("all rows were compared"))
     assert len(embeddings.search(query, 10)) == 10 and embeddings.unindexed == 0
     for arguments in ({"filters": [("group", "odd")], "k": 5}, {"k": 1001}):
         with pytest.raises(pytest.fail.Exception, match="all rows were compared"):

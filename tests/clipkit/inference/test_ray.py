@@ -24,8 +24,8 @@ from clipkit.inference import encode as module
 from clipkit.inference.encode import RayEncoder, encode
 from clipkit.inference.folder import Manifest
 from clipkit.inference.inputs import Item, Stream
-from clipkit.inference.options import EncodeOptions
 from clipkit.inference.stream import FeatureStream
+from clipkit.options import EncodeOptions
 
 pytest.importorskip("pyarrow")
 COUNT, ROWS = 240, 10

@@ -470,14 +470,14 @@ def test_rows_are_never_reported_with_the_metadata_of_a_later_file(tmp_path: Pat
 def test_file_replaced_during_a_search_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = unit(np.random.default_rng(0), 10)
     write(tmp_path, rows.astype(np.float16))
-    embeddings, compared = Embeddings(tmp_path), Embeddings._compared
+    embeddings, compared = Embeddings(tmp_path), Embeddings._compare_rows
 
     def compared_then_replaced(*arguments: Any) -> Any:
         ranked = compared(*arguments)
         write(tmp_path, rows[::-1].astype(np.float16))
         return ranked
 
-    monkeypatch.setattr(Embeddings, "_compared", staticmethod(compared_then_replaced))
+    monkeypatch.setattr(Embeddings, "_compare_rows", staticmethod(compared_then_replaced))
     with pytest.raises(EmbeddingsChanged, match="changed while it was read: search again"):
         embeddings.search(torch.from_numpy(rows[9]), 1)
 

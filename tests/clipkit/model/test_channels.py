@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import clipkit
-from clipkit.config import LoraConfig, LossConfig, ModelConfig, PixelsConfig, SmallConfig
+from clipkit.config import Config, LoraConfig, LossConfig, ModelConfig, PixelsConfig, SmallConfig
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.formats.checkpoint import save_model
 from clipkit.model.clip import CLIP, create
@@ -28,7 +28,13 @@ def first(*, channels: int = BANDS, extend: str = "zeros", lora: int = 0, **sett
     model = ModelConfig(**{"name": "ViT-Ti-4-16", **settings})
     shape = shape_of(model, LossConfig(), SmallConfig(), pixels=PixelsConfig(channels=channels))
     return first_model(
-        model, LossConfig(), shape, seed=1, small=SmallConfig(), extend=extend, lora=LoraConfig(rank=lora)
+        Config(
+            model=model,
+            seed=1,
+            pixels=PixelsConfig(channels=channels, extend=extend),
+            lora=LoraConfig(rank=lora),
+        ),
+        shape,
     ).eval()
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from clipkit.model import (
     OpenClipVision,
     TextTower,
     VisionTower,
+    measure,
 )
 from clipkit.model.clip import CLIP, create
 from clipkit.model.measure import (
@@ -30,6 +32,7 @@ from clipkit.model.measure import (
     text_flops,
 )
 from clipkit.model.names import architecture
+from clipkit.training.costs import measure_step
 
 LIBRARY_TOWER = OpenClipVision(
     image_size=16, config={"layers": 1, "width": 64, "head_width": 32, "patch_size": 8}
@@ -206,3 +209,32 @@ def test_bytes_equal_saved_tensors(bf16: bool) -> None:
         del features
     assert found.activations + found.weight_copies == pytest.approx(expected, rel=0.2)
     assert (found.weight_copies > 0) == bf16
+
+
+def test_results_of_operations_equal_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes and dtypes of a step are those of torch's meta kernels, for each operation with a rule."""
+    compared: set[str] = set()
+
+    def compare(func: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
+        def compute(*arguments: Any, **options: Any) -> Any:
+            result, expected = rule(*arguments, **options), func(*arguments, **options)
+            several = isinstance(result, tuple)
+            for ours, theirs in zip(
+                result if several else [result], expected if several else [expected], strict=True
+            ):
+                assert (ours is None) == (theirs is None)
+                if ours is not None:
+                    assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), func
+            compared.add(str(func))
+            return result
+
+        return compute
+
+    rules = {func: compare(func, rule) for func, rule in measure._RESULTS.items()}
+    monkeypatch.setattr(measure, "_RESULTS", rules)
+    model = create(ARCHITECTURES["ViT-Ti-4-16"], name="ViT-Ti-4-16", seed=0)
+    for bf16 in (False, True):
+        measure_step(model, rows=3, terms={}, length=9, bf16=bf16)
+    image_flops(model)
+    text_flops(model, 20)
+    assert len(compared) > 25

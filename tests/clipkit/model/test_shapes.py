@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
 import clipkit
-from clipkit.config import LossConfig, ModelConfig, OptimConfig, ShapeConfig, SmallConfig, load_config
+from clipkit.config import Config, LossConfig, ModelConfig, OptimConfig, ShapeConfig, SmallConfig, load_config
 from clipkit.errors import ConfigError
 from clipkit.formats.checkpoint import model_hash, save_model
 from clipkit.model import Architecture, ClassTable, TextTower, VisionTower
@@ -183,7 +183,7 @@ def test_error_lists_the_settings_of_the_weights(tmp_path: Path) -> None:
     loss, sizes = LossConfig(name="classes"), ShapeConfig(distilled=True, image_layers=1, embed=64)
     save_model(create(shape_of(head, loss, SmallConfig(), sizes=sizes), name=head.label), tmp_path / "model")
     again = replace(head, weights=str(tmp_path / "model"))
-    first = partial(first_model, again, loss, seed=0, small=SmallConfig())
+    first = partial(first_model, Config(model=again, loss=loss))
     with pytest.raises(
         ConfigError,
         match=r"with other sizes: set shape.distilled=true shape.image_layers=1 shape.embed=64$",

@@ -79,7 +79,7 @@ if __name__ == "__main__":
     import eval.__main__
     import train
     from clipkit import distributed
-    from clipkit.training.arguments import parse_arguments
+    from clipkit.options import parse_arguments
 
     IMAGE_TOWERS["toy"] = ToyVision
     TEXT_TOWERS["toy_text"] = ToyText

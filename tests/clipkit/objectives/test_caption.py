@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from clipkit.api import load
-from clipkit.config import LossConfig, ModelConfig, SmallConfig, load_config
+from clipkit.config import Config, LossConfig, ModelConfig, SmallConfig, load_config
 from clipkit.errors import ConfigError
 from clipkit.export.write import export
 from clipkit.formats.checkpoint import model_hash, save_model, serialize_architecture
@@ -237,12 +237,12 @@ def test_decoder_is_stored_hashed_and_omitted_from_exports(tmp_path: Path) -> No
 def test_weights_keep_the_attention_mask_of_their_text_tower(weight: float, tmp_path: Path) -> None:
     fresh, shared = ModelConfig(name="ViT-Ti-4-16"), Caption(weight=1.0, feed="shared")
     shape = shape_of(fresh, LossConfig(), SmallConfig(), terms={"caption": shared})
-    first = first_model(fresh, LossConfig(), shape, seed=0, small=SmallConfig())
+    first = first_model(Config(model=fresh), shape)
     save_model(first, tmp_path / "m")
     again = ModelConfig(name="ViT-Ti-4-16", weights=str(tmp_path / "m"))
     shape = shape_of(again, LossConfig(), SmallConfig(), terms={"caption": shared} if weight else {})
     for checkpoint in (None, tmp_path / "m") if weight else (None,):
-        found = first_model(again, LossConfig(), shape, seed=1, small=SmallConfig(), checkpoint=checkpoint)
+        found = first_model(Config(model=again, seed=1), shape, checkpoint=checkpoint)
         for one in (first, found):
             assert one.architecture.text.plain is not None and not one.architecture.text.plain.causal
         tokens = first.tokenizer(["a photo of a cat"])
@@ -256,14 +256,14 @@ def test_weights_without_a_decoder_get_a_fresh_one(tmp_path: Path) -> None:
     assert shape.decoder == Decoder(
         width=128, layers=1, heads=4, context_length=9, mlp_ratio=4.0, feed="tokens", parallel=True
     )
-    plain = first_model(config.model, config.loss, replace(shape, decoder=None), seed=3, small=config.small)
-    fresh = first_model(config.model, config.loss, shape, seed=3, small=config.small)
+    plain = first_model(replace(config, seed=3), replace(shape, decoder=None))
+    fresh = first_model(replace(config, seed=3), shape)
     for name, value in plain.state_dict().items():  # towers start as they do without a decoder
         assert torch.equal(fresh.state_dict()[name], value), name
     save_model(plain, tmp_path / "model")
     lines: list[str] = []
     chosen = replace(config.model, weights=str(tmp_path / "model"))
-    found = first_model(chosen, config.loss, shape, seed=4, small=config.small, say=lines.append)
+    found = first_model(replace(config, model=chosen, seed=4), shape, say=lines.append)
     assert found.architecture == shape and len(lines) == 1 and "has no decoder of captions" in lines[0]
     assert all(value.isfinite().all() for value in found.state_dict().values())
     lock(found, image="all", text="all")

@@ -173,9 +173,7 @@ def begin(weights: Path, text: str, *, loss: str = "classes", checkpoint: Path |
     """Return the model that a training starts or resumes with."""
     model = ModelConfig(name=TINY, weights=str(weights), text=text)
     shape = shape_of(model, LossConfig(name=loss), SmallConfig())
-    return first_model(
-        model, LossConfig(name=loss), shape, seed=0, small=SmallConfig(), checkpoint=checkpoint
-    )
+    return first_model(Config(model=model, loss=LossConfig(name=loss)), shape, checkpoint=checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +211,7 @@ def test_new_head_keeps_the_image_tower_at_another_size(head: CLIP, tmp_path: Pa
             new_head=True,
         )
         shape = shape_of(model, BY_CLASSES, SmallConfig())
-        first = first_model(model, BY_CLASSES, shape, seed=0, small=SmallConfig())
+        first = first_model(Config(model=model, loss=BY_CLASSES), shape)
         kept, resized = one.visual.state_dict(), clipkit.load(tmp_path / name, image_size=32)
         for key, value in first.visual.state_dict().items():
             wanted = resized.visual.state_dict() if key == "positional_embedding" else kept
@@ -224,9 +222,7 @@ def test_new_head_keeps_the_image_tower_at_another_size(head: CLIP, tmp_path: Pa
     with pytest.raises(
         ConfigError, match="clip' are of ViT-Ti-4-16, whose image tower is not that of ViT-Ti-8"
     ):
-        first_model(
-            other, LossConfig(), shape_of(other, LossConfig(), SmallConfig()), seed=0, small=SmallConfig()
-        )
+        first_model(Config(model=other), shape_of(other, LossConfig(), SmallConfig()))
 
 
 def test_weights_with_another_kind_of_head_are_rejected(head: CLIP, tmp_path: Path) -> None:

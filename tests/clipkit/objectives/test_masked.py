@@ -223,9 +223,9 @@ def test_masked_settings(tmp_path: Path) -> None:
     ]
     assert found == [(600, 8, True), (300, 16, True), (100, 16, False)]
     first = load_config(QUICKSTART, [])
-    save_model(first_model(first.model, first.loss, shape(), seed=0, small=first.small), tmp_path / "start")
+    save_model(first_model(first, shape()), tmp_path / "start")
     config = load_config(QUICKSTART, ["masked.weight=1", f"model.weights={tmp_path / 'start'}"])
-    model = first_model(config.model, config.loss, shape("masked.weight=1"), seed=0, small=config.small)
+    model = first_model(config, shape("masked.weight=1"))
     assert model.masked_head is not None and model.masked_head.head.weight.std().item() == pytest.approx(
         0.02, rel=0.1
     )

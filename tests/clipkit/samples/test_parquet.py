@@ -70,3 +70,9 @@ def test_few_row_groups_are_in_memory(tmp_path: Path, monkeypatch: pytest.Monkey
     for i in (0, 1, 7, 12, 8, 0):  # groups 0, 0, 1, 2, 1, 0: the last two are kept
         assert again.read(i, "image") == b"image %d" % i
     assert again.group_reads == 4
+
+
+@pytest.mark.parametrize("name", ["photo", "File Path", "Image"])
+def test_column_with_a_common_name_precedes_others(tmp_path: Path, name: str) -> None:
+    samples = open_parquet(tmp_path, {"thumb": [b"1", b"2"], name: [b"3", b"4"]})
+    assert samples.members(0) == [name, "thumb"] and samples.read(1, "") == b"4"

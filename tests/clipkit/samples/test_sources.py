@@ -47,6 +47,19 @@ def sources(tmp_path: Path) -> dict[str, Path]:
     return {format: tmp_path / name for format, name in names.items()}
 
 
+@pytest.mark.parametrize(
+    "other", ["train-00000-of-00001", "train-00001-of-00002-4b1d", "train_00000-of-00002"]
+)
+def test_parts_of_different_datasets_are_refused(tmp_path: Path, other: str) -> None:
+    for name in ("test-00000-of-00001", "train-00000-of-00002", "train-00001-of-00002"):
+        (tmp_path / f"{name}.parquet").touch()
+    assert len(find_split(tmp_path, "train")[1]) == 2
+    (tmp_path / f"{other}.parquet").touch()
+    with pytest.raises(DataError, match=r"^\S+ and \S+ are parts of different datasets: remove one of them$"):
+        find_split(tmp_path, "train")
+    assert len(find_split(tmp_path, "test")[1]) == 1
+
+
 def test_every_format_opens_the_same_samples(sources: dict[str, Path]) -> None:
     for format, path in sources.items():
         assert find_source(str(path)).format == format

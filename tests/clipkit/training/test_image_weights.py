@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from clipkit.config import LossConfig, ModelConfig, SmallConfig
+from clipkit.config import Config, LossConfig, ModelConfig, SmallConfig
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.model.clip import CLIP
 from clipkit.training.build import first_model, shape_of
@@ -26,7 +26,7 @@ def begin(backbone: str, weights: Path | str, *, size: int = 0) -> CLIP:
         name="ViT-Ti-8-48", image=f"timm:{backbone}", image_weights=str(weights), image_size=size
     )
     shape = shape_of(model, LossConfig(), SmallConfig())
-    return first_model(model, LossConfig(), shape, seed=0, small=SmallConfig())
+    return first_model(Config(model=model), shape)
 
 
 @pytest.mark.parametrize("backbone", [VIT, RESNET])

@@ -7,19 +7,42 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
-from clipkit.config import LogConfig
+from clipkit.batch import BadSample
+from clipkit.config import load_config
 from clipkit.errors import DataError
-from clipkit.training import metrics as module
-from clipkit.training.metrics import BadSampleLines, MetricsLog, ProgressLine, _clock, drop_lines_after
+from clipkit.samples.traits import Decoding, TraitCounts
+from clipkit.training import log as module
+from clipkit.training.checkpoint import LoopState
+from clipkit.training.guards import drop_lines_after
+from clipkit.training.log import Log, ProgressLine, _clock
 
 FIGURES = {
     "loss": 1.25, "chance": 5.5, "samples_per_second": 100.0, "data_time": 0.05, "batch_time": 0.5, "scale": 14.3,
 }  # fmt: skip
-QUIET = LogConfig(tensorboard=False)
+QUIET = ("log.tensorboard=false",)
+QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.toml"
+
+
+def open_log(run: Path, state: LoopState, *settings: str, opening: Sequence[str] = ()) -> Log:
+    run.mkdir(exist_ok=True)
+    config = load_config(QUICKSTART, [f"out={run}", *(settings or QUIET)])
+    return Log(config, state, device=torch.device("cpu"), decoding=Decoding(), opening=opening)
+
+
+def after(step: int, *, bad_samples: int = 0, transparent: int = 0, cut_captions: int = 0) -> LoopState:
+    return LoopState(
+        step=step, data="", bad_samples=bad_samples, transparent=transparent, cut_captions=cut_captions
+    )
+
+
+def write(log: Log, step: int, loss: float) -> None:
+    log.write(after(step), {"loss": loss, "scale": 14.3}, transfer_time=0.0)
 
 
 def lines(path: Path) -> list[dict[str, object]]:
@@ -27,18 +50,18 @@ def lines(path: Path) -> list[dict[str, object]]:
 
 
 def test_resume_removes_figures_after_the_checkpoint(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path, QUIET, "", step=0)
+    log = open_log(tmp_path, after(0))
     for step in (10, 20, 30):
-        log.write(step, {"loss": 1.0 / step})
-    log.close()
+        write(log, step, 1.0 / step)
+    log.close(after(30))
     path = tmp_path / "metrics.jsonl"
     with path.open("a") as file:
         file.write('{"step": 40, "lo')  # truncated by a kill
-    log = MetricsLog(tmp_path, QUIET, "", step=20)
-    log.write(30, {"loss": 5.0})
+    log = open_log(tmp_path, after(20))
+    write(log, 30, 5.0)
     log.write_scores(30, {"digits/acc1": 0.5})
-    log.close()
-    assert lines(path) == [{"step": 10, "loss": 0.1}, {"step": 20, "loss": 0.05}, {"step": 30, "loss": 5.0}]
+    log.close(after(30))
+    assert [(line["step"], line["loss"]) for line in lines(path)] == [(10, 0.1), (20, 0.05), (30, 5.0)]
     assert [one.name for one in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
@@ -60,21 +83,23 @@ def test_kept_lines_are_unchanged(tmp_path: Path) -> None:
 
 def test_tensorboard_has_the_same_figures(tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    log = MetricsLog(tmp_path, LogConfig(), "", step=0)
-    log.write(10, {"loss": 2.0})
+    log = open_log(tmp_path, after(0), "log.tensorboard=true")
+    write(log, 10, 2.0)
     log.write_scores(10, {"digits/zero-shot/acc1": 0.25})
-    log.close()
+    log.close(after(10))
     events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert set(events.Tags()["scalars"]) == {"train/loss", "digits/zero-shot/acc1"}
+    (line,) = lines(tmp_path / "metrics.jsonl")
+    written = {f"train/{name}" for name in line if name != "step"}
+    assert set(events.Tags()["scalars"]) == {*written, "digits/zero-shot/acc1"}
     assert [(one.step, one.value) for one in events.Scalars("train/loss")] == [(10, 2.0)]
 
 
 def test_progress_prints_plain_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     for shown in (True, False):
         progress = ProgressLine(steps=100, done=0, shown=shown)
-        progress.say("[bold]starting[/bold] runs/x")
-        progress.say("bad sample replaced: a\x1b[2Jb\nc")
+        progress.print_line("[bold]starting[/bold] runs/x")
+        progress.print_line("bad sample replaced: a\x1b[2Jb\nc")
         progress.advance(1)
         progress.update(1, FIGURES)
         progress.update(2, FIGURES)  # too soon after the previous
@@ -117,7 +142,7 @@ def test_terminal_keeps_the_last_figures_and_wraps_lines_between_words(
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "40")
     progress = ProgressLine(steps=3, done=0, shown=True)
-    progress.say("a line of words that is longer than the terminal is wide")
+    progress.print_line("a line of words that is longer than the terminal is wide")
     progress.update(1, FIGURES)
     progress.update(2, FIGURES)
     progress.close()
@@ -140,31 +165,77 @@ def test_floor_is_shown_beside_chance(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_only_some_bad_samples_are_printed_and_the_rest_are_counted(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = BadSampleLines(ProgressLine(steps=9, done=0, shown=True), Path("runs/x"), total=10)
-    lines.sum_up(10, at_once=True)  # all were printed before
-    for number in range(3):
-        lines.found([{"shard": "0.tar", "key": f"{number}{k}", "cause": "empty caption"} for k in range(4)])
-        lines.found([{"shard": "0.tar", "key": "x", "cause": f"caption of {number} characters"}])
-    lines.sum_up(25)  # too soon
+    def write_bad(step: int, bad_samples: int) -> None:
+        log.write(after(step, bad_samples=bad_samples), {"loss": 1.0, "scale": 1.0}, transfer_time=0.0)
+
+    log = open_log(tmp_path, after(0, bad_samples=10))
+    capsys.readouterr()
+    for i in range(3):
+        bad = [BadSample(shard="0.tar", key=f"{i}{k}", cause="empty caption") for k in range(4)]
+        log.add_bad_samples(
+            i + 1, [*bad, BadSample(shard="0.tar", key="x", cause=f"caption of {i} characters")]
+        )
+    write_bad(1, 25)  # too soon
     monkeypatch.setattr(module, "_BAD_EVERY_SECONDS", 0.0)
-    lines.sum_up(25)
-    lines.sum_up(25)
-    lines.sum_up(1_026)
-    said = capsys.readouterr().err.splitlines()
-    assert said[0] == "bad sample replaced: 00 in 0.tar: empty caption"
-    assert [line.split()[3] for line in said[:5]] == ["00", "01", "02", "03", "x"]
-    assert said[5:] == [
-        f"{many} bad samples so far, all in runs/x/bad_samples*.jsonl; most often: empty caption"
+    write_bad(2, 25)
+    write_bad(3, 25)
+    write_bad(4, 1_026)
+    log.close(after(4, bad_samples=1_026))
+    printed = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("step ")]
+    assert printed[0] == "bad sample replaced: 00 in 0.tar: empty caption"
+    assert [line.split()[3] for line in printed[:5]] == ["00", "01", "02", "03", "x"]
+    assert printed[5:] == [
+        f"{many} bad samples so far, all in {tmp_path}/bad_samples*.jsonl; most often: empty caption"
         for many in ("25", "1,026")
     ]
+    assert [line["step"] for line in lines(tmp_path / "bad_samples.jsonl")] == [1] * 5 + [2] * 5 + [3] * 5
 
 
-def test_bad_samples_of_other_ranks_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = BadSampleLines(ProgressLine(steps=9, done=0, shown=True), Path("run"), total=0)
-    lines.sum_up(2, at_once=True)
-    assert capsys.readouterr().err == "2 bad samples so far, all in run/bad_samples*.jsonl\n"
+def test_bad_samples_of_other_ranks_are_counted_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for before, printed in ((2, ""), (0, f"2 bad samples so far, all in {tmp_path}/bad_samples*.jsonl\n")):
+        open_log(tmp_path, after(0, bad_samples=before)).close(after(1, bad_samples=2))
+        assert capsys.readouterr().err == printed
+
+
+def test_facts_of_a_step_may_arrive_after_the_next_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = open_log(tmp_path, after(0), opening=["first", "", "second"])
+    log.leave_out()
+    for step in range(1, 6):
+        log.add_bad_samples(step, [BadSample(shard="a", key=str(step), cause="empty")])
+        if step > 2:
+            log.update(after(step - 2, transparent=1))
+        if step == 5:
+            write(log, 3, 0.5)
+    log.close(after(5, bad_samples=5))
+    log.sum_up(after(5, bad_samples=5, transparent=1, cut_captions=2), captions=3, context_length=7)
+    assert [(line["step"], line["loss"]) for line in lines(tmp_path / "metrics.jsonl")] == [(3, 0.5)]
+    printed = capsys.readouterr().err.splitlines()
+    batch_size = load_config(QUICKSTART).batch_size
+    assert printed[:2] == ["first", "second"]
+    (note,) = [line for line in printed if line.startswith("note: drawn so far")]
+    assert f"1 of {batch_size} images is transparent" in note and printed.index(note) == 5
+    assert f"2 of {5 * batch_size * 3:,} captions drawn in all" in printed[-1]
+    assert printed[-3].startswith(
+        f"{100 * 5 / (5 * batch_size + 5):.3g}% of the {5 * batch_size + 5} samples"
+    )
+
+
+def test_a_trait_is_noted_once_for_each_kind_of_images(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = open_log(tmp_path, after(0), "pixels.background=white", *QUIET)
+    for images in ("drawn", "drawn", "dataset digits"):
+        log.note_traits(images, TraitCounts(images=9, transparent=2, rotated=3))
+    log.close(after(0))
+    printed = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[1].strip() for line in printed] == ["drawn", "dataset digits"]
+    assert all("EXIF" in line and "transparent" not in line for line in printed)
 
 
 @pytest.mark.parametrize(
@@ -178,10 +249,10 @@ def test_remaining_time_is_in_minutes_and_seconds(seconds: float, text: str) -> 
 @pytest.mark.parametrize("end", ["nobody reads", "a full disk"])
 def test_unwritable_stderr_does_not_stop_the_training(end: str) -> None:
     program = (
-        "from clipkit.training.metrics import ProgressLine\nfrom clipkit.errors import run_command\n"
+        "from clipkit.training.log import ProgressLine\nfrom clipkit.errors import run_command\n"
         "def main():\n"
         "    progress = ProgressLine(steps=9, done=0, shown=True)\n"
-        "    for _ in range(3): progress.say('a line – ö')\n"
+        "    for _ in range(3): progress.print_line('a line – ö')\n"
         "    progress.close()\n"
         "    print('went on')\n"
         "run_command(main)\n"
@@ -201,15 +272,17 @@ def test_wandb_without_login_raises_one_line_error(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     program = (
         "import sys\nfrom pathlib import Path\n"
-        "from clipkit.config import LogConfig\nfrom clipkit.errors import run_command\n"
-        "from clipkit.training.metrics import MetricsLog\n"
-        "log = LogConfig(tensorboard=False, wandb='mine')\n"
-        "run_command(lambda: MetricsLog(Path(sys.argv[1]), log, '', step=0).close())\n"
+        "import torch\nfrom clipkit.config import load_config\nfrom clipkit.errors import run_command\n"
+        "from clipkit.samples.traits import Decoding\n"
+        "from clipkit.training.checkpoint import LoopState\nfrom clipkit.training.log import Log\n"
+        "settings = ['out=' + sys.argv[1], 'log.tensorboard=false', 'log.wandb=mine']\n"
+        "config, state = load_config(Path(sys.argv[2]), settings), LoopState(step=0, data='')\n"
+        "run_command(lambda: Log(config, state, device=torch.device('cpu'), decoding=Decoding()))\n"
     )
     left_out = {name for name in os.environ if name.startswith("WANDB_")}
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     done = subprocess.run(
-        [sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=False,
+        [sys.executable, "-c", program, tmp_path, QUICKSTART], capture_output=True, text=True, check=False,
         env={**environment, "HOME": str(tmp_path), "NETRC": str(tmp_path / "none")},
     )  # fmt: skip
     assert done.returncode == 1 and "Traceback" not in done.stderr
@@ -220,7 +293,7 @@ def test_wandb_without_login_raises_one_line_error(tmp_path: Path) -> None:
 
 def test_unwritable_metrics_raise_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    log = MetricsLog(tmp_path, QUIET, "", step=0)
+    log = open_log(tmp_path, after(0))
     with pytest.raises(DataError, match=r"metrics\.jsonl cannot be written: No space left on device"):
-        log.write(1, {"loss": 1.0})
-    log.close()
+        write(log, 1, 1.0)
+    log.close(after(1))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from clipkit.batch import BadSample
 from clipkit.config import Config, load_config
 from clipkit.errors import ConfigError, DataError
 from clipkit.training.checkpoint import only_trainer_of
@@ -128,20 +129,26 @@ def test_run_may_be_extended_but_not_below_its_steps(tmp_path: Path) -> None:
     assert load_config(tmp_path / "config.toml").steps == 10
 
 
+def bad_sample(key: str) -> BadSample:
+    return BadSample(shard="0.tar", key=key, cause="empty")
+
+
 def test_bad_samples_are_listed_by_rank(tmp_path: Path) -> None:
     append_bad_samples(tmp_path, [], 1, rank=0)
     assert not list(tmp_path.iterdir())
-    append_bad_samples(tmp_path, [{"key": "a"}, {"key": "b"}], 2, rank=3)
+    append_bad_samples(tmp_path, [bad_sample("a"), bad_sample("b")], 2, rank=3)
     lines = (tmp_path / "bad_samples-3.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == [{"step": 2, "key": "a"}, {"step": 2, "key": "b"}]
+    assert [json.loads(line) for line in lines] == [
+        {"step": 2, "shard": "0.tar", "key": key, "cause": "empty"} for key in ("a", "b")
+    ]
     with pytest.raises(DataError, match="cannot be written: No such file"):
-        append_bad_samples(tmp_path / "gone", [{"key": "a"}], 2, rank=0)
+        append_bad_samples(tmp_path / "gone", [bad_sample("a")], 2, rank=0)
 
 
 def test_lists_of_former_ranks_are_truncated_at_the_checkpoint(tmp_path: Path) -> None:
     for rank in (0, 1, 12):
         for step in (4, 5, 6):
-            append_bad_samples(tmp_path, [{"key": f"{rank}"}], step, rank=rank)
+            append_bad_samples(tmp_path, [bad_sample(str(rank))], step, rank=rank)
     drop_bad_samples_after(tmp_path, 5)
     for name in ("bad_samples.jsonl", "bad_samples-1.jsonl", "bad_samples-12.jsonl"):
         lines = (tmp_path / name).read_text().splitlines()

@@ -6,7 +6,7 @@ import pytest
 
 from clipkit.config import load_config
 from clipkit.objectives import OBJECTIVES
-from clipkit.training.metrics import beginning
+from clipkit.training.log import describe_start
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 QUICKSTART = CONFIGS / "quickstart.toml"
@@ -58,9 +58,9 @@ def test_provided_configurations_print_no_note(path: Path) -> None:
 
 def test_start_and_resume_print_one_line_per_fact() -> None:
     run, config = Path("runs/a"), load_config(QUICKSTART, ["steps=8", "optim.warmup=2"])
-    assert beginning(run, 0, 8, 8, config.optim) == ["starting runs/a"]
-    assert beginning(run, 8, 8, 8, config.optim) == ["runs/a has made all its 8 steps"]
-    resumed = beginning(run, 4, 8, 6, config.optim)
+    assert describe_start(run, 0, 8, 8, config.optim) == ["starting runs/a"]
+    assert describe_start(run, 8, 8, 8, config.optim) == ["runs/a has made all its 8 steps"]
+    resumed = describe_start(run, 4, 8, 6, config.optim)
     assert resumed[0] == "resuming runs/a at step 4"
     assert resumed[1].startswith(
         "steps = 8 now, and was 6: from here on the learning rate follows the schedule of the longer run, "

@@ -15,22 +15,29 @@ class Training:
     """A training loop whose phases take the seconds given by the test."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, *, ranks: int, peak: float | None, measured: Sequence[float]
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        ranks: int,
+        peak: float | None,
+        measured: Sequence[float],
+        device: torch.device,
     ) -> None:
         self.now = 0.0
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         self.watch = Stopwatch(CPU)
-        peaks = iter(measured)
+        peaks = iter([peak, *measured])
 
-        def measure(*, together: bool) -> float:
-            assert not together
+        def measure(*, together: bool = True) -> float:
+            assert together == (not self.metrics.peak)
             self.now += 0.25
-            return next(peaks)
+            return next(peaks) or 0.0
 
-        again = measure if measured else None
-        self.metrics = StepMetrics(self.watch, device=CPU, ranks=ranks, peak=peak, measure=again)
+        self.metrics = StepMetrics(self.watch, device=device, ranks=ranks)
+        if peak:
+            self.metrics.measure_peak(measure)
 
-    def step(self, *, samples: int = 8, flops: int | None = 10**9, **seconds: float) -> None:
+    def step(self, *, samples: int = 8, flops: int = 10**9, **seconds: float) -> None:
         for phase, spent in seconds.items():
             self.watch.begin(phase)
             self.now += spent
@@ -39,8 +46,13 @@ class Training:
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Training]:
-    def training(ranks: int = 1, peak: float | None = 1e9, measured: Sequence[float] = ()) -> Training:
-        return Training(monkeypatch, ranks=ranks, peak=peak, measured=measured)
+    def training(
+        ranks: int = 1,
+        peak: float | None = 1e9,
+        measured: Sequence[float] = (),
+        device: torch.device = CPU,
+    ) -> Training:
+        return Training(monkeypatch, ranks=ranks, peak=peak, measured=measured, device=device)
 
     return training
 
@@ -82,8 +94,8 @@ def test_peak_is_measured_at_most_three_times(make: Callable[..., Training]) -> 
         assert "mfu" not in training.metrics.read()
 
 
-def test_mfu_above_1_is_omitted_if_the_peak_cannot_be_measured(make: Callable[..., Training]) -> None:
-    training = make(peak=1e9)
+def test_peak_of_a_gpu_is_measured_once(make: Callable[..., Training]) -> None:
+    training = make(peak=1e9, device=torch.device("cuda"))  # a second measurement would fail
     training.step(forward=1, flops=2 * 10**9)
     assert "mfu" not in training.metrics.read()
 
@@ -98,9 +110,9 @@ def test_leave_out_excludes_time_between_steps(make: Callable[..., Training]) ->
     assert training.metrics.read()["batch_time"] == 2
 
 
-@pytest.mark.parametrize(("flops", "peak"), [(None, 1e9), (10**9, None), (0, 1e9)])
+@pytest.mark.parametrize(("flops", "peak"), [(10**9, None), (0, 1e9)])
 def test_mfu_is_omitted_without_flops_or_peak(
-    make: Callable[..., Training], flops: int | None, peak: float | None
+    make: Callable[..., Training], flops: int, peak: float | None
 ) -> None:
     training = make(peak=peak)
     training.step(flops=flops, forward=1)
@@ -112,22 +124,48 @@ def test_figures_before_the_first_step_are_zero(make: Callable[..., Training]) -
     assert figures["samples_per_second"] == figures["batch_time"] == 0
 
 
+def explain(training: Training, workers: int = 0) -> str:
+    training.metrics.read()
+    return training.metrics.explain_waiting(workers, "s3://bucket/a.tar")
+
+
 def test_waiting_for_data_is_reported_once_and_only_if_it_lasts(make: Callable[..., Training]) -> None:
     training = make()
     training.step(data=9, forward=1)
-    training.metrics.read()
-    assert training.metrics.starved() == 0  # of the start alone
+    assert not explain(training)  # of the start alone
     training.step(data=21, forward=39)
-    training.metrics.read()
-    assert training.metrics.starved() == pytest.approx(30 / 70)
+    assert explain(training).startswith("training spent 43% of its time waiting for data; ")
     training.step(data=60, forward=1)
-    training.metrics.read()
-    assert training.metrics.starved() == 0
+    assert not explain(training)
 
 
 def test_slow_start_is_forgotten(make: Callable[..., Training]) -> None:
     training = make()
-    for data, told in ((12, 0), (6, 0), (30, 0.5)):
+    for data, reported in ((12, False), (6, False), (30, True)):
         training.step(data=data, forward=60 - data)
-        training.metrics.read()
-        assert training.metrics.starved() == (pytest.approx(told) if data > 12 else 0)
+        assert explain(training).startswith("training spent 50% of its time") == reported
+
+
+@pytest.mark.parametrize(
+    ("read", "made", "workers", "cause"),
+    [
+        (8.0, 10.0, 0, "reading from s3://bucket/a.tar takes 80% of the time per batch"),
+        (
+            1.0,
+            10.0,
+            0,
+            "decoding and cropping images takes 90% of the time per batch: raise data.workers = 0",
+        ),
+        (0.0, 0.0, 0, "raise data.workers = 0"),
+        (0.1, 1.0, 10_000, "cores are in use"),
+    ],
+)
+def test_slowest_part_of_the_input_is_explained(
+    make: Callable[..., Training], read: float, made: float, workers: int, cause: str
+) -> None:
+    training = make()
+    for _ in range(3):
+        training.watch.begin("data")
+        training.now += 30
+        training.metrics.step(samples=8, flops=0, read=read / 3, made=made / 3)
+    assert cause in explain(training, workers)

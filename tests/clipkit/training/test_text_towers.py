@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from clipkit.config import LossConfig, ModelConfig, SmallConfig
+from clipkit.config import Config, LossConfig, ModelConfig, SmallConfig
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import TextTower
 from clipkit.model.clip import CLIP, create
@@ -33,9 +33,7 @@ def write_encoder(folder: Path, kind: str = "Bert", tokenizer: Any = None, **con
 
 def make_model(folder: Path, context_length: int = 16) -> CLIP:
     config = ModelConfig(name="ViT-Ti-4-16", text=f"transformers:{folder}", context_length=context_length)
-    return first_model(
-        config, LossConfig(), shape_of(config, LossConfig(), SmallConfig()), seed=0, small=SmallConfig()
-    )
+    return first_model(Config(model=config), shape_of(config, LossConfig(), SmallConfig()))
 
 
 @pytest.mark.parametrize(

@@ -250,7 +250,7 @@ def clean(count: int) -> Distortion:
 
 
 def drawn(some: list[Glyph]) -> NDArray[np.uint8]:
-    shape, reach, boxes = glyphs._shapes(some, [-1] * len(some))
+    shape, reach, boxes = glyphs._measure_shapes(some, [-1] * len(some))
     return draw_images(np.random.default_rng(0), shape, reach, boxes, clean(len(some)), size=32)
 
 
@@ -304,7 +304,7 @@ def test_strokes_are_shortened_by_twice_the_pruned_pixels() -> None:
 
 def test_png_files_contain_the_images() -> None:
     images = np.random.default_rng(0).integers(0, 256, (5, 24, 24)).astype(np.uint8)
-    for array, content in zip(images, glyphs._pngs(images), strict=True):
+    for array, content in zip(images, glyphs._encode_pngs(images), strict=True):
         with Image.open(io.BytesIO(content)) as image:
             image.verify()
         with Image.open(io.BytesIO(content)) as image:
@@ -322,11 +322,11 @@ def test_progress_without_a_terminal_is_one_line_at_start_and_end(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     chunks = [glyphs._Chunk(split="train", start=start, count=20, size=32, seed=0) for start in (0, 20)]
-    assert list(glyphs._with_progress(chunks, [[], []], progress=True)) == [(chunk, []) for chunk in chunks]
+    assert list(glyphs._show_drawing(chunks, [[], []], progress=True)) == [(chunk, []) for chunk in chunks]
     output = capsys.readouterr()
     start, end = output.err.splitlines()
     assert start == "drawing 40 glyphs"
     assert re.fullmatch(r"drew 40 glyphs in \d+ s", end)
     assert output.out == ""
-    assert len(list(glyphs._with_progress(chunks, [[], []], progress=False))) == 2
+    assert len(list(glyphs._show_drawing(chunks, [[], []], progress=False))) == 2
     assert capsys.readouterr().err == ""

@@ -26,7 +26,7 @@ from clipkit.model.clip import CLIP
 from clipkit.training.checkpoint import LoopState, save_checkpoint
 from clipkit.training.optim import adamw
 from data.__main__ import main
-from data.scores.table import PRESETS, scored_filters, scores_folder
+from data.scores.table import PRESETS, parse_scored_filters, scores_folder
 from data.shards.samples import Shards
 from data.shards.writer import DatasetWriter, Record
 from data.training_data import open_training_data
@@ -173,7 +173,7 @@ def test_training_uses_the_samples_that_pass(
 @given(permille=st.integers(1, 999))
 @settings(max_examples=50)
 def test_top_percent_selects_the_exact_number_of_samples(name: str, permille: int) -> None:
-    (filter_,), _ = scored_filters([f"score.clip >= top {permille / 10}%"], name)
+    (filter_,), _ = parse_scored_filters([f"score.clip >= top {permille / 10}%"], name)
     clips = [row["clip"] for row in rows_of(name) if row["clip"] is not None]
     kept = sum(bool(filter_.passes({"score": {"clip": clip}})) for clip in clips)
     assert kept == -(-permille * len(clips) // 1000)
@@ -222,16 +222,16 @@ def test_shards_without_scores_are_reported(checkpoint: Path, name: str, tmp_pat
 )
 def test_wrong_filters_are_rejected(filters: list[str], message: str, name: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        scored_filters(filters, name)
+        parse_scored_filters(filters, name)
     with pytest.raises(ConfigError, match="no such scores"):
-        scored_filters(["score.clip > 0"], "../features")
+        parse_scored_filters(["score.clip > 0"], "../features")
     with pytest.raises(ConfigError, match=r"needs data\.scores"):
-        scored_filters(["preset:datacomp_clip_score"], "")
+        parse_scored_filters(["preset:datacomp_clip_score"], "")
 
 
 def test_presets_are_valid(name: str) -> None:
     for preset in PRESETS:
-        filters, scores = scored_filters([f"preset:{preset}"], name)
+        filters, scores = parse_scored_filters([f"preset:{preset}"], name)
         assert filters and scores is not None
         json.dumps([*map(str, filters)])
 

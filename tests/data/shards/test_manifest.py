@@ -123,7 +123,7 @@ def test_digests_of_other_versions_of_the_index_are_not_compared() -> None:
     assert earlier is not None and earlier.fingerprint == made_of(lines).fingerprint
     assert now.changes_since(earlier) == [] and now.changes_since(made_of(lines)) != []
     assert now.not_compared(earlier) == 1  # with another modification time
-    resumed = now.with_counts_of(earlier)
+    resumed = now.copy_counts(earlier)
     assert resumed.fingerprint == earlier.fingerprint and now.changes_since(resumed) == []
     fewer = made_of([other[0], ("1.tar", 100, 5, "f" * 16)])
     assert fewer.changes_since(earlier) == ["1.tar has 5 used samples instead of 4"]
@@ -246,7 +246,7 @@ def test_counts_of_an_earlier_manifest_are_kept() -> None:
     stated = made_of([(url, size, 100, "") for url, size, _, _ in BEFORE])
     now = made_of(BEFORE)
     assert now.fingerprint != stated.fingerprint  # computed before, as in training
-    kept = now.with_counts_of(stated)
+    kept = now.copy_counts(stated)
     assert kept.counts.tolist() == [100] * 3 and kept.fingerprint == stated.fingerprint and kept.stated == 3
     assert list(kept.urls) == list(now.urls)
 
@@ -351,7 +351,7 @@ def test_manifest_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     other = Manifest.load(tmp_path / "one")
     assert other is not None and other.fingerprint == one.fingerprint
     assert list(other.contents) == [""] * 3 and one.changes_since(other) == []
-    assert list(one.with_counts_of(other).contents) == ["c"] * 3
+    assert list(one.copy_counts(other).contents) == ["c"] * 3
 
 
 def test_fingerprint_does_not_depend_on_the_folder(tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ from clipkit.batch import Batch
 from clipkit.errors import ConfigError, DataError
 from clipkit.inference.encode import encode
 from clipkit.inference.inputs import Stream
-from clipkit.inference.options import EncodeOptions
 from clipkit.inference.stream import FeatureStream
 from clipkit.model.clip import CLIP
 from clipkit.model.tokenizer import ClipTokenizer
+from clipkit.options import EncodeOptions
 from data.captions import CaptionRule
 from data.loader import Loader
 from data.order import Order

@@ -13,6 +13,7 @@ from PIL import Image
 from pyarrow import parquet as pq
 
 from clipkit.errors import ConfigError, DataError
+from data.pack import pack
 from eval import readers
 from eval.__main__ import main
 from eval.datasets import read_card
@@ -95,6 +96,22 @@ def test_skipped_images_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFi
     (pets / "dog" / "3.JXL").write_bytes(b"x")
     cause = "JXL images cannot be read: convert them to JPEG or PNG"
     assert refusal(pets) == f"{pets / 'dog' / '3.JXL'}: {cause}"
+
+
+def test_training_leaves_out_the_same_images_as_evaluation(tmp_path: Path) -> None:
+    pets = fill(tmp_path / "pets", "cat/1.png", "cat/deep/2.png", "dog/3.png", "stray.png", "another.png")
+    dataset = open_dataset(pets)
+    assert dataset.labels is not None
+    report = pack(pets, tmp_path / "out", progress=False)
+    assert report.bad == {"outside the class folders": 2} and report.packed == len(dataset)
+    rows = map(json.loads, (tmp_path / "out/bad_rows.jsonl").read_text().splitlines())
+    assert [row["path"] for row in rows] == ["another.png", "stray.png"]
+    packed = open_dataset(tmp_path / "out", split="train")
+    labels = [dataset.class_names[label] for label in dataset.labels.tolist()]
+    assert packed.captions == tuple((label,) for label in labels)
+    (pets / "stray.txt").write_text("a cat")  # neither reads classes then
+    assert "names of folders are not read as classes" in refusal(pets)
+    assert pack(pets, tmp_path / "captioned", progress=False).bad == {"no caption": 4}
 
 
 def test_images_with_unusual_extensions_are_scored(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from clipkit.samples.remote import transfer
 from clipkit.samples.remote.transfer import Patience, Unreachable
 from eval.datasets.dataset import EvalDataset
 from eval.datasets.targets import find_suites
-from eval.readers import find_published, open_dataset, shards as places
+from eval.readers import Members, find_published, open_dataset, shards as places
 from eval.readers.files import read_text_file
 from eval.readers.shards import address_of, array_of
 from tests.clipkit.samples.remote import servers
@@ -180,8 +180,16 @@ def test_captions_that_are_not_utf8_are_rejected_or_ignored(
 @pytest.mark.parametrize(
     ("samples", "names", "told"),
     [
-        ([{"cls": 0}, {"cls": 1}], ["a", "a"], "has 2 images in 1 sample:"),
-        ([{"cls": 0, "png": b"another"}], ["a"], "has 2 images in 1 sample:"),
+        (
+            [{"cls": 0}, {"cls": 1}],
+            ["a", "a"],
+            "/0.tar: 1 more cls in samples that have one already, 1 more webp in samples that have one already: ",
+        ),
+        (
+            [{"cls": 0, "png": b"another"}],
+            ["a"],
+            "0.tar has several images, png, webp: choose one with --image",
+        ),
         ([{"cls": 0}, {"cls": 1}, {"cls": 0}], ["a", "b", "a"], ""),  # equal keys that are not adjacent
     ],
 )
@@ -195,6 +203,14 @@ def test_adjacent_samples_with_equal_keys_are_rejected(
     else:
         labels = open_dataset(folder).labels
         assert labels is not None and labels.tolist() == [0, 1, 0]
+
+
+def test_one_of_several_images_can_be_chosen(tmp_path: Path) -> None:
+    samples = [{"cls": number, "png": b"%d" % number} for number in range(2)]
+    folder = publish(tmp_path / "set", samples)
+    assert "has several images, png, webp: choose one with --image" in refusal(folder)
+    dataset = open_dataset(folder, members=Members(image="png"))
+    assert [dataset.images.read(number) for number in range(2)] == [b"0", b"1"]
 
 
 def test_invalid_multi_hot_labels_are_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

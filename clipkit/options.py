@@ -1,6 +1,10 @@
-"""The commands of ``clipkit`` that run a model: their options and ``--help``. Does not import torch."""
+"""The options of ``clipkit`` and of ``train.py``. Imports no torch, so --help and errors are printed at once.
 
-from dataclasses import dataclass
+``COMMANDS`` has the sub-commands of ``clipkit``; the module of a command is imported when the command runs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clipkit.cli import (
@@ -13,13 +17,22 @@ from clipkit.cli import (
     LoadOptions,
     ModelOptions,
     NameOptions,
+    Parser,
+    add_options,
+    build_options,
+    group,
     number,
     one_of,
     setting,
     whole,
 )
+from clipkit.errors import ConfigError
 
+# the names of ``clipkit.export.EXPORTS``, whose package imports torch
+EXPORT_TARGETS = ("open_clip", "transformers", "sentence-transformers", "timm", "onnx", "onnx-int8")
 _EMBEDDINGS = "a folder that clipkit encode wrote"
+_DEFAULT_CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.toml"
+_MOST = 1_000_000
 _EXACT = "compare all rows, although the folder has an index"
 SOURCES = """\
 SOURCE is
@@ -193,6 +206,47 @@ class ServeOptions(DeviceOptions, NameOptions):
     token: str | None = setting(None, "token that other addresses require", default_text="a random one")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(NameOptions):
+    """Export a model for other libraries."""
+
+    model: str = setting(REQUIRED, MODEL, positional=True)
+    out: Path = setting(REQUIRED, "a new folder, or an existing export to extend", positional=True)
+    to: tuple[str, ...] = setting(
+        (),
+        f"library to export to: {', '.join(EXPORT_TARGETS)}",
+        one_of(*EXPORT_TARGETS),
+        metavar="LIBRARY",
+        default_text="open_clip and transformers",
+    )
+    quantize: str | None = setting(
+        None, "with --to onnx: store int8 weights (the same as --to onnx-int8)", one_of("int8")
+    )
+    push: str | None = setting(
+        None,
+        "upload OUT to this repository of the Hugging Face hub, with the token of HF_TOKEN or `hf auth login`",
+        metavar="OWNER/NAME",
+    )
+    public: bool = setting(False, "with --push: a new repository is public", default_text="private")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InterpolateOptions(NameOptions):
+    """Interpolate or average the weights of models (WiSE-FT, soups)."""
+
+    first: str = setting(REQUIRED, f"{MODEL}, such as the model before fine-tuning", positional=True)
+    second: str = setting(REQUIRED, "the same model after further training", positional=True)
+    more: tuple[str, ...] = setting((), "further ones: the mean of all is written", positional=True)
+    out: Path = setting(REQUIRED, "output folder", metavar="DIR")
+    alpha: tuple[float, ...] = setting(
+        (),
+        "weight of SECOND, 0 to 1; several values write one model each, to DIR/alpha_A",
+        number(0, 1),
+        default_text="0.5",
+        listed=True,
+    )
+
+
 COMMANDS = {
     "encode": Command(
         epilog=SOURCES
@@ -317,4 +371,113 @@ described at /openapi.json:
         stopped="the server has ended",
         extra="serve",
     ),
+    "export": Command(
+        epilog="""\
+Each export is loaded with its library to check that it gives the same
+embeddings.
+
+  clipkit export runs/pets pets-clip
+  clipkit export runs/pets pets-clip --push me/pets
+  clipkit export runs/pets pets-onnx --to onnx
+  clipkit export runs/pets pets-int8 --to onnx --quantize int8
+  python -m eval zero-shot --model runs/pets --model pets-int8 --data FOLDER""",
+        run="clipkit.export.write:run_export",
+        options=ExportOptions,
+        stopped="no file was written",
+    ),
+    "interpolate": Command(
+        epilog="""\
+The models must have the same architecture, tokenizer and preprocessing. Every
+command accepts the result as a model. `python -m eval soup` averages those
+models that do not lower the score on a dataset.
+
+  clipkit interpolate open_clip:ViT-B-32/openai runs/pets --out between
+  clipkit interpolate runs/a runs/b --alpha 0.25 0.5 0.75 --out between
+  clipkit interpolate runs/a runs/b runs/c --out soup""",
+        run="clipkit.export.interpolation:run_interpolate",
+        options=InterpolateOptions,
+        stopped="models finished so far were written",
+    ),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The machines that a dry run is for; by default this process's device and the processes of this job."""
+
+    gpu: str | None = setting(None, "kind of GPU, such as H100 or A100-40GB", metavar="NAME")
+    gpus: int = setting(0, "total number of GPUs", whole(1, _MOST), default_text="this machine's")
+    gpus_per_host: int = setting(0, "for sharding=hybrid", whole(1, _MOST), default_text="8")
+    mfu: float | None = setting(
+        None,
+        "fraction of the GPU's peak FLOP/s that the run reaches",
+        number(0, 1, above=True),
+        metavar="FRACTION",
+        default_text="0.1, on a CPU 0.4",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """The command line of ``train.py``; see its --help."""
+
+    config: str = setting(
+        str(_DEFAULT_CONFIG),
+        "a complete configuration",
+        metavar="CONFIG.toml",
+        default_text="configs/quickstart.toml",
+        positional=True,
+    )
+    overrides: tuple[str, ...] = setting(
+        (),
+        "settings that override the file's; --settings lists them all",
+        metavar="key=value",
+        positional=True,
+    )
+    settings: bool | str = setting(
+        False,
+        "print every setting, or those whose name starts with NAME (such as optim or optim.lr), with its default, "
+        "meaning and valid values, and exit",
+        metavar="NAME",
+    )
+    dry_run: bool = setting(False, "print the run's settings and estimated costs, and exit; data is not read")
+    replay: bool = setting(
+        False, "compute the next step without changing anything, and report values that are not finite"
+    )
+    profile: int = setting(0, "record N steps with torch's profiler", whole(0, _MOST))
+    target: Target = group(Target, "with --dry-run", "default: this machine's processes and device")
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> Arguments:
+    """Parse a command line, by default this process's; print --help or --settings and exit if asked.
+
+    Raises:
+        ConfigError: an option is unknown, invalid or without effect, or two config files are given.
+    """
+    parser = Parser(
+        prog="train.py",
+        description="Train a CLIP model. The same command again resumes a run that was stopped.",
+        epilog="example: torchrun --nproc-per-node 8 train.py configs/vit_b_32.toml data.train=DIR",
+    )
+    add_options(parser, Arguments)
+    parsed = build_options(Arguments, vars(parser.parse_intermixed_args(arguments)))
+    target = parsed.target
+    if not parsed.dry_run and (target.gpu or target.gpus or target.gpus_per_host):
+        parser.error("--gpu, --gpus and --gpus-per-host require --dry-run")
+    # the first word is a setting if there is no file
+    words = list(parsed.overrides)
+    if parsed.config != Arguments.config:
+        words.insert(0, parsed.config)
+    files = [word for word in words if "=" not in word and (word == words[0] or word.endswith(".toml"))]
+    if len(files) > 1:
+        raise ConfigError(
+            f"{' and '.join(files)} are given: pass one config file, which is complete, and settings as key=value"
+        )
+    if parsed.settings:
+        from clipkit.config import settings_reference
+
+        prefix = parsed.settings if isinstance(parsed.settings, str) else ""
+        print(*settings_reference(prefix), sep="\n", flush=True)
+        raise SystemExit(0)
+    overrides = tuple(word for word in words if word not in files)
+    return replace(parsed, config=files[0] if files else Arguments.config, overrides=overrides)

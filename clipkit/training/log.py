@@ -1,0 +1,389 @@
+"""The log of a training: the terminal, ``metrics.jsonl``, TensorBoard, wandb, and lists of bad samples."""
+
+import json
+import sys
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from io import StringIO
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from clipkit.batch import BadSample, Batch
+from clipkit.config import Config, OptimConfig, to_toml
+from clipkit.distributed import rank, world_size
+from clipkit.errors import ConfigError, DataError, let_go_if_broken
+from clipkit.files.terminal import counted, printable, without_secrets
+from clipkit.model import ARCHITECTURES
+from clipkit.model.clip import CLIP
+from clipkit.samples.traits import Decoding, TraitCounts
+from clipkit.training import is_due, learning_rate
+from clipkit.training.checkpoint import LoopState
+from clipkit.training.costs import flops_of_steps, measured_peak
+from clipkit.training.guards import append_bad_samples, bad_fraction, drop_lines_after
+from clipkit.training.metrics import Profile, StepMetrics, Stopwatch
+from clipkit.training.step import TrainingStep
+
+_PLAIN_EVERY_SECONDS = 10.0
+_BAD_EVERY_SECONDS = 60.0
+_BAD_ONE_BY_ONE = 5
+_MAX_CAUSES = 1000  # that are counted; those with a number in them are all different
+
+
+class Log:
+    """Decides what a training prints, writes and leaves out. Rank 0 prints; each rank lists its own bad samples.
+
+    The loop states the facts of a step when it knows them. ``add_bad_samples`` and ``count_batch`` take what this
+    rank knows as soon as the step is launched. ``update`` and ``write`` take what all ranks have agreed on: the
+    state after a step, which contains the number of the step, so it may arrive some steps later.
+
+    Args:
+        config: configuration of the run.
+        state: the state before the first step; metrics of later steps, left by a killed run, are removed.
+        device: the training device.
+        decoding: how training decodes images.
+        opening: lines to print first; empty ones are left out.
+        profile: number of steps that rank 0 profiles.
+
+    Attributes:
+        watch: times the phases of a step.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        state: LoopState,
+        *,
+        device: torch.device,
+        decoding: Decoding,
+        opening: Iterable[str] = (),
+        profile: int = 0,
+    ) -> None:
+        rank0 = rank() == 0
+        self._config, self._decoding = config, decoding
+        self._run = Path(config.out)
+        self._progress = ProgressLine(steps=config.steps, done=state.step, shown=rank0)
+        for line in filter(None, opening):
+            self.print_line(line)
+        self._file: TextIO | None = None
+        self._writers: list[Callable[[int, Mapping[str, float]], None]] = []
+        self._closers: list[Callable[[], object]] = []
+        if rank0:
+            path = self._run / "metrics.jsonl"
+            drop_lines_after(path, state.step)
+            self._file = path.open("a", encoding="utf-8")
+            if config.log.tensorboard:
+                with suppress(ImportError):  # it is optional
+                    self._add_tensorboard(state.step)
+            if config.log.wandb:
+                self._add_wandb(config.log.wandb)
+        self._bad_causes: Counter[str] = Counter()
+        self._bad_printed = 0
+        self._bad_reported = state.bad_samples
+        self._bad_time = time.monotonic()
+        self._noted_traits: set[tuple[str, str]] = set()
+        self._profile = Profile(self._run, profile if rank0 else 0, device=device, say=self.print_line)
+        self._flops: Callable[[Sequence[int], int, Sequence[int]], int] | None = None
+        self.watch = Stopwatch(device)
+        self._rates = StepMetrics(self.watch, device=device, ranks=world_size())
+
+    def leave_out(self) -> None:
+        """Do not count the time since the last step in the rates."""
+        self._rates.leave_out()
+
+    def print_line(self, line: str) -> None:
+        """Print a line on rank 0."""
+        self._progress.print_line(line)
+
+    def note_traits(self, images: str, counts: TraitCounts) -> None:
+        """Print a note for each trait that some of these images have, unless it was printed for them before."""
+        pixels = self._config.pixels
+        background = "" if pixels.background else "pixels.background=white"
+        upright = "pixels.upright=true" if pixels.upright == "auto" else ""
+        for trait, line in counts.lines(self._decoding, background=background, upright=upright).items():
+            if (images, trait) not in self._noted_traits:
+                self._noted_traits.add((images, trait))
+                self.print_line(f"note: {images}: {line}")
+
+    def count_flops(self, model: CLIP, compute: TrainingStep, step: int) -> None:
+        """Count the FLOPs of the steps from ``step`` on, for the MFU; call it again after a change of what is
+        trained, on all ranks."""
+        self._flops = flops_of_steps(
+            model,
+            terms=compute.terms,
+            step=step,
+            text_rows=compute.objective.text_rows(compute.shape.text, self._config.batch_size),
+            patch_dropout=compute.patch_dropout,
+            loss_dims=compute.loss.dims,
+            averaged=compute.distill.averages,
+            gradients=2 if self._config.optim.sam else 1,
+        )
+        if self._flops is not None and not self._rates.peak:
+            dtype = torch.bfloat16 if compute.bf16 else torch.float32
+            self._rates.measure_peak(partial(measured_peak, model.logit_scale.device, dtype))
+
+    def add_bad_samples(self, step: int, bad: Sequence[BadSample]) -> None:
+        """List the samples that this rank has replaced in a step, and print the first ones."""
+        append_bad_samples(self._run, bad, step, rank=rank())
+        for sample in bad:
+            if sample.cause in self._bad_causes or len(self._bad_causes) < _MAX_CAUSES:
+                self._bad_causes[sample.cause] += 1
+            if self._bad_printed < _BAD_ONE_BY_ONE:
+                self._bad_printed += 1
+                self._bad_reported += 1
+                self.print_line(f"bad sample replaced: {sample.key} in {sample.shard}: {sample.cause}")
+
+    def count_batch(self, batch: Batch) -> None:
+        """Count a step of this rank for the rates."""
+        self._profile.step()
+        flops = 0
+        if self._flops is not None:
+            further = batch.more_lengths + batch.negative_lengths
+            flops = self._flops(batch.lengths, batch.images.shape[-1], further)
+        self._rates.step(
+            samples=self._config.batch_size, flops=flops, read=batch.read_seconds, made=batch.make_seconds
+        )
+
+    def update(self, state: LoopState) -> None:
+        """Show that a step is made."""
+        drawn = state.step * self._config.batch_size
+        self.note_traits("drawn so far, repeats counted", state.trait_counts(drawn))
+        self._progress.advance(state.step)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the metrics of a step are wanted even if nothing else is due after it."""
+        return step == 1 or is_due(step, self._config.log.every_steps)
+
+    def write(self, state: LoopState, figures: Mapping[str, float], *, transfer_time: float) -> None:
+        """Print and record the metrics of a step, with the rates since the last call.
+
+        Raises:
+            DataError: the file cannot be written, for example on a full disk.
+        """
+        metrics = {**figures, **state.figures(), **self._rates.read(), "transfer_time": transfer_time}
+        self._progress.update(state.step, metrics)
+        data = self._config.data
+        if line := self._rates.explain_waiting(data.workers, ", ".join(data.shown_sources)):
+            self.print_line(line)
+        if time.monotonic() - self._bad_time >= _BAD_EVERY_SECONDS:
+            self._print_bad_samples(state.bad_samples)
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps({"step": state.step, **metrics}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise DataError(f"{self._file.name} cannot be written: {error.strerror}") from error
+        self.write_scores(state.step, {f"train/{name}": value for name, value in metrics.items()})
+
+    def write_scores(self, step: int, scores: Mapping[str, float]) -> None:
+        """Send scores to TensorBoard and wandb; evaluation writes its own file."""
+        for write in self._writers:
+            write(step, scores)
+
+    def close(self, state: LoopState) -> None:
+        """Print the last metrics, write what is buffered, and close all loggers."""
+        self._profile.close()
+        self._print_bad_samples(state.bad_samples)
+        self._progress.close()
+        with suppress(OSError):  # ``write`` has reported it
+            if self._file is not None:
+                self._file.close()
+        for close in self._closers:
+            close()
+
+    def sum_up(self, state: LoopState, *, captions: int, context_length: int) -> None:
+        """Print what was lost of the data of the whole run, with ``captions`` of each image."""
+        drawn = state.step * self._config.batch_size
+        if state.bad_samples:
+            self.print_line(bad_fraction(state.bad_samples, drawn, self._config.data.max_bad))
+        self.note_traits("drawn in all, repeats counted", state.trait_counts(drawn))
+        if state.cut_captions:
+            self.print_line(
+                f"note: {state.cut_captions:,} of {counted(drawn * captions, 'caption')} drawn in all, repeats "
+                f"counted, had more than {context_length} tokens and were cut; a larger model.context_length reads "
+                "them whole"
+            )
+
+    def _print_bad_samples(self, total: int) -> None:
+        if total <= self._bad_reported:
+            return
+        self._bad_reported, self._bad_time = total, time.monotonic()
+        often = self._bad_causes.most_common(1)
+        cause = f"; most often: {often[0][0]}" if often else ""
+        self.print_line(f"{total:,} bad samples so far, all in {self._run}/bad_samples*.jsonl{cause}")
+
+    def _add_tensorboard(self, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = str(self._run / "tensorboard")
+        writer: Any = SummaryWriter(folder, purge_step=step + 1 if step else None)
+
+        def write(step: int, values: Mapping[str, float]) -> None:
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
+
+        self._writers.append(write)
+        self._closers.append(writer.close)
+
+    def _add_wandb(self, project: str) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError("log.wandb is set but wandb is missing: pip install -e '.[log]'") from error
+        identity = self._run / "wandb_id"
+        if not identity.is_file():
+            identity.write_text(f"{self._run.name}-{time.time_ns():x}\n")
+        try:
+            job: Any = wandb.init(
+                project=project,
+                name=self._run.name,
+                id=identity.read_text().strip(),
+                resume="allow",
+                dir=str(self._run),
+                config={"toml": without_secrets(to_toml(self._config))},
+            )
+        except wandb.errors.Error as error:
+            raise ConfigError(
+                f"log.wandb = {project!r}, but wandb does not start: {error}: run `wandb login`, or set "
+                f"WANDB_MODE=offline to keep its files in {self._run}"
+            ) from error
+        self._writers.append(lambda step, values: job.log(dict(values), step=step))
+        self._closers.append(job.finish)
+
+
+class ProgressLine:
+    """A progress bar on a terminal, otherwise a line every ten seconds; silent unless ``shown``.
+
+    The last metrics stay as a separate line. Errors of the output are ignored: training continues if nobody reads
+    it, as when Ctrl-C ends the ``tee`` behind a pipe.
+    """
+
+    def __init__(self, *, steps: int, done: int, shown: bool) -> None:
+        output = cast(TextIO, _Output(sys.stderr)) if sys.stderr is not None else StringIO()
+        self.console = Console(file=output, soft_wrap=True, highlight=False)
+        self._steps, self._shown = steps, shown
+        self._first: tuple[float, int] | None = None  # time and step of the first metrics
+        self._last_line = 0.0
+        self._newest, self._printed = "", True
+        columns = (
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=12),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(compact=True),
+        )
+        self._bar = Progress(*columns, console=self.console, transient=True, disable=not shown)
+        self._live = shown and self.console.is_terminal
+        self._task = self._bar.add_task("starting", total=steps, completed=done)
+        if self._live:
+            self._bar.start()
+
+    def print_line(self, line: str) -> None:
+        """Print a line above the bar; control characters, which keys may contain, are escaped."""
+        if not self._shown:
+            return
+        line = printable(line)
+        if self._live:  # in files a line stays one line, for searching
+            width, indent = self.console.width, "  "
+            line = textwrap.fill(
+                line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+            )
+        self.console.print(line, markup=False)
+
+    def advance(self, step: int) -> None:
+        """Show that ``step`` updates are made."""
+        if self._live:
+            self._bar.update(self._task, completed=step)
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the metrics of a step."""
+        waiting = metrics["data_time"] / metrics["batch_time"] if metrics["batch_time"] else 0.0
+        levels = [f"{name} {metrics[name]:.2f}" for name in ("chance", "floor") if name in metrics]
+        chance = f" ({', '.join(levels)})" if levels else ""
+        text = (
+            f"loss {metrics['loss']:.3f}{chance} "
+            f"{metrics['samples_per_second']:.0f}/s data {waiting:.0%} "
+            f"scale {metrics['scale']:.1f}"
+        )
+        now = time.monotonic()
+        self._newest, self._printed = f"step {step}/{self._steps} {text}", False
+        if self._live:
+            self._bar.update(self._task, completed=step, description=text)
+        elif now - self._last_line >= _PLAIN_EVERY_SECONDS and step < self._steps:
+            self._last_line, left = now, ""
+            if self._first is not None and step > self._first[1]:  # the first step is not representative
+                pace = (now - self._first[0]) / (step - self._first[1])
+                left = f" left {_clock(pace * (self._steps - step))}"
+            self._print(left)
+        if step >= self._steps:
+            self._print()
+        self._first = self._first or (now, step)
+
+    def _print(self, more: str = "") -> None:
+        self.print_line(self._newest + more)
+        self._printed = True
+
+    def close(self) -> None:
+        """Remove the bar and print the last metrics."""
+        if self._live:
+            self._bar.stop()
+        if not self._printed:
+            self._print()
+
+
+class _Output:
+    """A stream that becomes silent when writing fails."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            let_go_if_broken(self._stream)
+            return len(text)
+
+    def flush(self) -> None:
+        let_go_if_broken(self._stream)
+
+
+def _clock(seconds: float) -> str:
+    """Format 101.3 as "1m41s"."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}m{rest:02d}s"
+
+
+def describe_model(model: CLIP, *, world: int, device: torch.device, bf16: bool) -> str:
+    """Return the model's name and size, the precision and the devices, as a line."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    precision = "bf16" if bf16 else "fp32"
+    named, vision = ARCHITECTURES.get(model.name), model.architecture.vision
+    is_named = named is None or vision.resized(named.vision.image_size) == named.vision
+    other = "" if is_named else f" ({vision.description})"
+    return f"{model.name}{other}, {parameters / 1e6:.1f} M parameters, {precision} on {world} × {device.type}"
+
+
+def describe_start(run: Path, step: int, steps: int, planned: int, optim: OptimConfig) -> list[str]:
+    """Return lines on how training starts or resumes; ``planned`` is the number of steps before it was resumed."""
+    if step >= steps:
+        return [f"{run} has made all its {steps} steps"]
+    lines = [f"resuming {run} at step {step}" if step else f"starting {run}"]
+    if steps != planned:
+        lines.append(
+            f"steps = {steps} now, and was {planned}: from here on the learning rate follows the schedule of the "
+            f"{'longer' if steps > planned else 'shorter'} run, "
+            f"{learning_rate(step - 1, planned, optim):.3g} at step {step} and "
+            f"{learning_rate(step, steps, optim):.3g} at step {step + 1}"
+        )
+    return lines
