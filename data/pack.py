@@ -62,7 +62,6 @@ from clipkit.samples import (
     files_below,
     images_below,
     json_value,
-    listed_path,
     plain_name,
     read_split,
     select_split,
@@ -380,7 +379,7 @@ def _unlisted_images(folder: Path, table: Table) -> Iterator[tuple[str, str]]:
     for row in table:
         if isinstance(row.path, str):
             with suppress(DataError):  # a web address
-                listed.add(os.path.normpath(listed_path(table.image_folder.absolute(), row.path)))
+                listed.add(os.path.normpath(table.find_image(row.path).absolute()))
     for path, cause in images_below(root):
         if os.path.normpath(path) not in listed:
             yield str(path.relative_to(root)), cause or f"not listed in {table.path.name}"

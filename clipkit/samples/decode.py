@@ -34,6 +34,7 @@ from clipkit.samples.depth import (
     Bands,
     gray_values,
     has_deep_colors,
+    has_unread_planes,
     is_deep,
     is_white_zero,
     refuse_deep_alpha,
@@ -198,6 +199,8 @@ def _is_beyond_pillow(tiff: bytes, rule: Decoding) -> bool:
     except UnidentifiedImageError:
         return True
     if len(image.getbands()) == 1 and samples_per_pixel(image) > 1:  # Pillow would read the first band
+        return True
+    if has_unread_planes(image):
         return True
     return image.mode == "RGB" and has_deep_colors(image) and rule.pixel_range not in ("auto", STRETCH)
 

@@ -34,9 +34,15 @@ _EXPECTED = (
 )
 # TIFF tags
 _BITS = 258
+_COMPRESSION = 259
 _PHOTOMETRIC = 262
 _SAMPLES = 277
+_PLANAR = 284
+_EXTRA = 338
 _SAMPLE_FORMAT = 339
+_SEPARATE = 2  # planar configuration
+_UNCOMPRESSED = 1
+_PREMULTIPLIED = 1  # extra sample
 # numpy type of integers that Pillow decodes to int32, by bits and TIFF sample format (1 unsigned, 2 signed)
 _TIFF_TYPES = {(16, 2): "int16", (32, 1): "uint32"}
 _BLOCK = 1 << 20  # values converted at a time, because the conversion takes 40 times their memory
@@ -176,6 +182,33 @@ def is_white_zero(image: "Image") -> bool:
 def samples_per_pixel(image: "Image") -> int:
     """Return the number of channels of a TIFF, of which Pillow may read only some."""
     return _tiff_tag(image, _SAMPLES, default=1)
+
+
+def has_unread_planes(image: "Image") -> bool:
+    """Check whether a TIFF stores its channels one after the other in a way that Pillow does not read.
+
+    Of uncompressed values of more than 8 bits, Pillow would read single bytes. It refuses planes of gray with alpha
+    and of premultiplied colors.
+    """
+    if _tiff_tag(image, _PLANAR, default=1) != _SEPARATE:
+        return False
+    if _tiff_tag(image, _COMPRESSION, default=_UNCOMPRESSED) != _UNCOMPRESSED:
+        return False
+    is_premultiplied = _tiff_tag(image, _EXTRA, default=0) == _PREMULTIPLIED
+    return is_premultiplied or image.mode == "LA" or _tiff_tag(image, _BITS, default=1) > 8
+
+
+def is_beyond_png(image: "Image") -> bool:
+    """Check whether a PNG would lose bits, channels or pages of a loaded TIFF."""
+    if getattr(image, "is_animated", False):
+        return True
+    if is_deep(image):
+        return to_16_bit(image) is None
+    if has_deep_colors(image):
+        return True
+    is_premultiplied = _tiff_tag(image, _EXTRA, default=0) == _PREMULTIPLIED
+    is_converted = image.mode in ("CMYK", "LA") or is_premultiplied
+    return is_converted or (image.mode != "P" and samples_per_pixel(image) != len(image.getbands()))
 
 
 def _tiff_tag(image: "Image", tag: int, *, default: int) -> int:

@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from clipkit.errors import DataError
 from clipkit.samples.depth import Bands
@@ -135,7 +136,9 @@ def _has_channels_first(shape: tuple[int, ...], channels: int) -> bool:
 
 def _read_tiff(data: bytes, channels: int) -> Bands:
     """Read the first page of a TIFF with all channels and bits, or the pages if each has one of the channels."""
-    tifffile = _import_extra("tifffile", "TIFF images that are damaged, of floats or of many channels; such")
+    tifffile = _import_extra(
+        "tifffile", "TIFF images that are damaged, of floats, planes or many channels; such"
+    )
     with tifffile.TiffFile(io.BytesIO(data)) as file:
         page = file.pages[0]
         height = page.imagelength
@@ -156,6 +159,8 @@ def _read_tiff(data: bytes, channels: int) -> Bands:
             values = np.moveaxis(arrays[0], 0, 2)
         else:
             values = np.concatenate([array.reshape(height, width, bands) for array in arrays], axis=2)
+        if page.bitspersample < 8 and values.dtype.kind in "bu":
+            values = _to_8_bits(values, page.bitspersample)
         if values.dtype.kind not in "uif":
             raise DataError(f"a TIFF of {values.dtype} is not an image: expected integers or floats")
         orientation = page.tags.get("Orientation")
@@ -165,3 +170,9 @@ def _read_tiff(data: bytes, channels: int) -> Bands:
             white_zero=page.photometric == tifffile.PHOTOMETRIC.MINISWHITE,
             several=len(file.pages) > len(pages) and not file.pages[1].is_reduced,
         )
+
+
+def _to_8_bits(values: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
+    """Scale values of fewer than 8 bits to 0–255, as Pillow does."""
+    scaled: npt.NDArray[np.uint8] = (values.astype(np.uint16) * 255 // (2**bits - 1)).astype(np.uint8)
+    return scaled

@@ -21,7 +21,7 @@ from clipkit.errors import DataError
 from clipkit.samples.base import Samples
 from clipkit.samples.folders import SPLIT_WORDS, files_below, images_below, is_hidden, read_file
 from clipkit.samples.image_types import check_image
-from clipkit.samples.table import NAMED_SUFFIXES, SUFFIXES, Row, Table, listed_path, plain_name
+from clipkit.samples.table import NAMED_SUFFIXES, SUFFIXES, Row, Table, plain_name
 
 CLASS_NAMES = "classnames.txt"
 _NUMBER = re.compile(r"[0-9]+")
@@ -192,7 +192,7 @@ class FolderSamples(Samples):
 
     @property
     def _has_classes(self) -> bool:
-        if len(self._subfolders) < 2 or SPLIT_WORDS.intersection(self._subfolders):
+        if len(self._subfolders) < 2 or any(name.lower() in SPLIT_WORDS for name in self._subfolders):
             return False
         return self._has_class_names or self.caption_file is None
 
@@ -281,7 +281,7 @@ def open_caption_tables(
 ) -> list[Table]:
     """Open the files with these suffixes, in any case, that are tables of captions of images in their folders.
 
-    One of the first 1,000 rows must name an image that exists, see ``Table.image_folder``. Hidden files do not
+    One of the first 1,000 rows must name an image that exists, see ``Table.find_image``. Hidden files do not
     count. Tables whose caption column is ``label`` do not count either, unless ``caption_column`` names it.
     """
     tables = []
@@ -336,7 +336,7 @@ def _lists_an_image(table: Table) -> bool:
         if not isinstance(row.path, str):
             continue
         with suppress(DataError, OSError, ValueError):  # a web address, or not a path
-            path = listed_path(table.image_folder, row.path)
+            path = table.find_image(row.path)
             if path.is_file() and check_image(path) is not None:
                 return True
     return False

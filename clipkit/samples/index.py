@@ -255,8 +255,11 @@ class ShardIndex:
 
 
 def index_place(shard: ShardFile) -> Path:
-    """Return the path of a shard's stored index; that of a truncated shard has the suffix ``.truncated``."""
-    identity = f"{INDEX_VERSION}\n{shard.shown}\n{shard.size}\n{shard.version}"
+    """Return the path of a shard's stored index; that of a truncated shard has the suffix ``.truncated``.
+
+    The path is a hash of the full URL: names in messages omit queries and commands, so different shards share them.
+    """
+    identity = f"{INDEX_VERSION}\n{shard.url}\n{shard.size}\n{shard.version}"
     digest = hashlib.sha256(os.fsencode(identity)).hexdigest()[:32]
     return cache_folder() / "index" / digest[:2] / f"{digest}.index"
 
@@ -275,9 +278,9 @@ def stored_index(shard: ShardFile, *, truncated: str = "error") -> ShardIndex | 
 
 
 def keep_index(shard: ShardFile, index: ShardIndex) -> None:
-    """Store an index in the cache folder if possible."""
-    if index.truncated and shard.size < 0:
-        return  # a pipe: neither size nor version would change when it is repaired
+    """Store an index in the cache folder if possible; not that of a pipe, whose output may change between runs."""
+    if shard.size < 0 and not shard.version:
+        return
     path = index_place(shard)
     if index.truncated:
         path = path.with_suffix(".truncated")

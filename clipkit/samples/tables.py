@@ -72,7 +72,7 @@ class TableSamples(Samples):
                         f"--group-by: {table.path} has no such column {group_by!r} ({nearest(group_by, names)})"
                     )
         # consecutive calls are about the same sample
-        self._find_path = lru_cache(maxsize=4)(listed_path)
+        self._find_path = lru_cache(maxsize=4)(Table.find_image)
         self._rows = RowsByKey(every_row=True)
         self._starts: list[int] = []  # by table, the number of rows before it
         number = 0
@@ -102,7 +102,8 @@ class TableSamples(Samples):
             content = _CONTENT
         elif group and isinstance(content, str) and content:
             try:
-                path = os.path.normpath(listed_path(table.image_folder.absolute(), content))
+                # not the file, for which a network file system would be asked about every row
+                path = os.path.normpath(listed_path(table.path.parent.absolute(), content))
                 image = digest_key(b"path" + path.encode("utf-8", "surrogatepass"))
             except (DataError, ValueError):  # not a file, which is the cause of a bad sample
                 image = b""
@@ -163,14 +164,14 @@ class TableSamples(Samples):
             raise DataError(row.cause)
         if not isinstance(row.path, str):
             return None
-        return self._find_path(self._table_of(row).image_folder, row.path)
+        return self._find_path(self._table_of(row), row.path)
 
     def key(self, i: int) -> str:
         row = self.row(i)
         if not isinstance(row.path, str) or not row.path:
             return str(row.number)
         try:
-            return str(self._find_path(self._table_of(row).image_folder, row.path))
+            return str(self._find_path(self._table_of(row), row.path))
         except DataError:
             return row.path
 

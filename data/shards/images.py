@@ -1,9 +1,9 @@
 """Prepare the image of a packed sample: the original file, or the image rotated, resized or on a background.
 
-JPEG, PNG, WebP and HEIC files that need no change are stored byte for byte, and so are DICOM, arrays and TIFFs that
-Pillow cannot read. Other formats are stored as PNG; of an animation, the first frame. Deep grayscale images keep
-their values: 16-bit ones are stored as PNG, other TIFFs byte for byte. CLIP's preprocessing ignores EXIF
-orientation and alpha channels, so stored images look as a model sees them.
+JPEG, PNG, WebP and HEIC files that need no change are stored byte for byte, and so are DICOM, arrays, and TIFFs of
+which a PNG would lose bits, channels or pages. Other formats are stored as PNG; of an animation, the first frame.
+Deep grayscale images keep their values: 16-bit ones are stored as PNG, other TIFFs byte for byte. CLIP's
+preprocessing ignores EXIF orientation and alpha channels, so stored images look as a model sees them.
 """
 
 import io
@@ -24,7 +24,9 @@ from clipkit.samples import (
     decode_jpeg,
     describe_unreadable,
     flattened,
+    has_deep_colors,
     image_format,
+    is_beyond_png,
     is_deep,
     is_transparent,
     jpeg_orientation,
@@ -233,14 +235,17 @@ def _store_opened(image: Image.Image, data: bytes, how: Storing) -> StoredImage:
     elif target is not None:
         image.draft("RGB", (2 * max(target), 2 * max(target)))
     image.load()
-    if deep and target is None and image.format == "TIFF" and to_16_bit(image) is None:
+    has_deep_tiff_colors = image.format == "TIFF" and has_deep_colors(image)
+    if target is None and image.format == "TIFF" and is_beyond_png(image):
         extension = "tif"
         as_is = True
         original = image.size
     transparent = is_transparent(image)
+    if has_deep_tiff_colors and (target is not None or (transparent and how.background is not None)):
+        raise BadImage("TIFF of 16 bits per color cannot be changed without loss: pack it unchanged")
     size = original
     if not as_is or (transparent and how.background is not None):
-        extension = None if extension == "heic" else extension
+        extension = None if extension in ("heic", "tif") else extension
         result = _transform_image(image, how, orientation=orientation, target=target, transparent=transparent)
         size = result.size
         lossless = image.format == "WEBP" and b"VP8L" in data
@@ -252,7 +257,7 @@ def _store_opened(image: Image.Image, data: bytes, how: Storing) -> StoredImage:
         original_size=original,
         upright=orientation == 1,
         transparent=transparent,
-        deep=deep,
+        deep=deep or has_deep_tiff_colors,
     )
 
 

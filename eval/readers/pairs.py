@@ -53,7 +53,10 @@ def open_table(file: Path, name: str, *, split: str = TEST) -> EvalDataset:
     samples = TableSamples([table])
     if samples.damage:
         raise DataError(f"dataset {name}: {samples.damage}")
-    return _open_pairs(samples, table.image_folder, file, name, split)
+    folders = {table.find_folder(row.path) for row in table if isinstance(row.path, str)}
+    folders.discard(None)
+    root = folders.pop() if len(folders) == 1 else None
+    return _open_pairs(samples, root or file.parent, file, name, split)
 
 
 def open_captioned_folder(samples: FolderSamples, name: str) -> EvalDataset:

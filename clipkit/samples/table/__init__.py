@@ -75,8 +75,7 @@ SUFFIXES = (*_TEXT_FORMATS, *(suffix + _GZIP for suffix in _TEXT_FORMATS), ".par
 NAMED_SUFFIXES = (*_NAMED_FORMATS, *(suffix + _GZIP for suffix in _NAMED_FORMATS))
 _EXPECTED = "a .csv, .tsv, .jsonl, .json or .parquet table, or a .txt list"
 _EXAMINED = 1000  # rows in which an image in the table is looked for
-# images that are looked for, and folders in which they may be
-_FIRST_ROWS = 20
+# folders in which images are looked for
 _MOST_FOLDERS = 100
 _NOT_TEXT = re.compile("[\udc80-\udcff]")  # bytes that are not UTF-8, see ``open_text``
 
@@ -177,25 +176,28 @@ class Table:
         """16 hexadecimal digits that depend on the content and the columns of images and captions."""
         return hashlib.sha256(repr((self._format.content_id, self._required)).encode()).hexdigest()[:16]
 
-    @cached_property
-    def image_folder(self) -> Path:
-        """The folder that paths are relative to.
+    def find_image(self, text: str) -> Path:
+        """Return the file that a row lists as ``text``, see ``listed_path``; it may not exist.
 
-        That is the table's; or, if none of the first images is in it, the folder beside the table that contains one
-        of them, such as ``Images`` of Flickr8k.
+        Paths are relative to the folder of the table, or else to one of the folders in it, such as ``Images`` of
+        Flickr8k. Every row is looked up by itself, so the order of rows does not matter.
+
+        Raises:
+            DataError: it is a web address.
         """
-        folder = self.path.parent
-        paths: list[str] = []
-        for row in islice(self, _FIRST_ROWS):
-            content = row.content
-            if isinstance(content, str) and content:
-                paths.append(content)
-        for inner in chain([folder], _subfolders(folder) if paths else ()):
-            for path in paths:
-                with suppress(DataError, OSError, ValueError):  # a web address, or not a path
-                    if listed_path(inner, path).is_file():
-                        return inner
-        return folder
+        return listed_path(self.find_folder(text) or self.path.parent, text)
+
+    def find_folder(self, text: str) -> Path | None:
+        """Return the folder that the path ``text`` of a row is relative to; None if there is no such file."""
+        for folder in chain([self.path.parent], self._folders):
+            with suppress(DataError, OSError, ValueError):  # a web address, or not a path
+                if listed_path(folder, text).is_file():
+                    return folder
+        return None
+
+    @cached_property
+    def _folders(self) -> list[Path]:
+        return _subfolders(self.path.parent)
 
     @property
     def contains_images(self) -> bool:

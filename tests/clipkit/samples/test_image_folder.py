@@ -56,3 +56,8 @@ def test_subfolders_are_classes(tmp_path: Path) -> None:
     (tmp_path / "dog/2.json").write_text(json.dumps({"caption": "a dog"}))
     captioned = FolderSamples(tmp_path)
     assert captioned.fields(1) == {"captions": ["a dog"]}
+
+
+def test_splits_in_any_case_are_not_classes(tmp_path: Path) -> None:
+    write(tmp_path, Train__1_png="1", Test__2_png="2")
+    assert FolderSamples(tmp_path).caption_column == "captions"

@@ -20,9 +20,10 @@ from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from clipkit.errors import DataError
 from clipkit.samples import index
-from clipkit.samples.index import ShardIndex, index_shard as index_file
-from clipkit.samples.remote.cache import cache_folder
+from clipkit.samples.index import ShardIndex, index_shard as index_file, keep_index, stored_index
+from clipkit.samples.remote.cache import ShardCache, cache_folder
 from clipkit.samples.remote.store import ShardFile
+from clipkit.samples.shards import ShardSamples
 
 FORMATS = {"gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT, "ustar": tarfile.USTAR_FORMAT}
 Members = dict[str, bytes]
@@ -427,3 +428,41 @@ def test_path_that_is_not_utf8_is_indexed(tmp_path: Path) -> None:
     path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.tar"))
     path.write_bytes(tar_of(PAIRS))
     assert len(index_shard(path)) == len(index_shard(path)) == 3
+
+
+@pytest.mark.parametrize("version", ["", "etag"])
+def test_urls_that_differ_only_in_their_query_have_their_own_index(tmp_path: Path, version: str) -> None:
+    path = tmp_path / "0.tar"
+    path.write_bytes(tar_of(PAIRS))
+    first, second = (
+        ShardFile(
+            url=f"https://host/get?token=s1gn4ture&file={name}.tar", size=path.stat().st_size, version=version
+        )
+        for name in "ab"
+    )
+    keep_index(first, index_shard(path))
+    assert stored_index(first) is not None and stored_index(second) is None
+    for file in cache_folder().rglob("*"):
+        assert "s1gn4ture" not in str(file)
+        assert file.is_dir() or b"s1gn4ture" not in file.read_bytes()
+
+
+def read_texts(command: str, cache: ShardCache) -> list[tuple[str, bytes]]:
+    samples = ShardSamples([ShardFile(url=f"pipe:{command}", size=-1, version="")], cache)
+    return [(samples.key(i), samples.read(i, "txt")) for i in range(len(samples))]
+
+
+def test_index_of_a_pipe_belongs_to_its_output(tmp_path: Path) -> None:
+    expected = {}
+    for folder, count in (("a", 2), ("b", 3)):
+        (tmp_path / folder).mkdir()
+        expected[folder] = [(f"{folder}{i}", f"text {i} of {folder}".encode()) for i in range(count)]
+        tar = tar_of([(f"{key}.txt", text) for key, text in expected[folder]])
+        (tmp_path / folder / "0.tar").write_bytes(tar)
+    cache = ShardCache(tmp_path / "shards", 10**9)
+    for folder in ("a", "b", "a"):
+        assert read_texts(f"cat {tmp_path}/{folder}/0.tar", cache) == expected[folder]
+    # the same command with another output, and an empty cache of shards
+    (tmp_path / "a" / "0.tar").write_bytes((tmp_path / "b" / "0.tar").read_bytes())
+    cache = ShardCache(tmp_path / "empty", 10**9)
+    assert read_texts(f"cat {tmp_path}/a/0.tar", cache) == expected["b"]

@@ -191,3 +191,18 @@ def test_columns_that_cannot_group_rows_are_refused(tmp_path: Path, name: str, m
     table = Table(tmp_path / "t.csv", image_column=None, caption_column=None)
     with pytest.raises(DataError, match=message):
         TableSamples([table], group_by=name)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_every_row_is_looked_up_in_the_folders_beside_the_table(tmp_path: Path, reverse: bool) -> None:
+    names = [f"{folder}{i}.png" for folder in ("A", "B") for i in range(25)]
+    for name in names:
+        path = tmp_path / name[0] / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(encoded(1))
+    (tmp_path / "here.png").write_bytes(encoded(2))
+    names = sorted(["here.png", *names], reverse=reverse)
+    table = write_lines(tmp_path / "t.jsonl", [{"image": name, "caption": "text"} for name in names])
+    samples = open_tables(table)
+    assert [samples.path(i).name for i in range(len(samples))] == names
+    assert all(samples.path(i).is_file() for i in range(len(samples)))

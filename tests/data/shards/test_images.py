@@ -11,9 +11,17 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from PIL import Image, ImageCms, ImageOps, JpegImagePlugin
 
 from clipkit.errors import ConfigError
-from clipkit.samples import decode_image, gray_values, readable_formats
+from clipkit.samples import (
+    Decoding,
+    PixelRangeError,
+    decode_image,
+    decode_pixels,
+    gray_values,
+    readable_formats,
+)
 from data.shards.images import RESIZE_MODES, BadImage, Resize, StoredImage, Storing, store_image
 from tests.clipkit.deep_images import KINDS, color_png, encode_deep, tiff_of
+from tests.clipkit.tiff_layouts import Layout, all_layouts
 
 ORIENTATION = 0x0112
 WHITE = (255, 255, 255)
@@ -199,7 +207,6 @@ def test_other_formats_become_png() -> None:
     for kind, mode, stored_mode in [
         ("GIF", "RGB", "RGB"),
         ("TIFF", "L", "L"),
-        ("TIFF", "CMYK", "RGB"),
         ("BMP", "1", "L"),
     ]:
         stored = store(encoded(noise(mode), kind))
@@ -337,3 +344,32 @@ def test_settings_are_checked() -> None:
         Resize(mode="squash", size=8)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="at least 1"):
         Resize(mode="border", size=0)
+
+
+@pytest.mark.parametrize("layout", list(all_layouts()), ids=str)
+def test_packed_tiff_has_the_pixels_of_the_file(layout: Layout) -> None:
+    data = layout.encode()
+    stored = store(data)
+    for channels in range(1, 6):
+        for pixel_range in ("auto", "dtype", (0.0, 40000.0)):
+            rule = Decoding(channels=channels, pixel_range=pixel_range)
+            try:
+                expected = decode_pixels(data, rule).pixels
+            except PixelRangeError:
+                with pytest.raises(PixelRangeError):
+                    decode_pixels(stored.data, rule)
+                continue
+            assert np.array_equal(decode_pixels(stored.data, rule).pixels, expected), (rule, stored.extension)
+
+
+def test_tiff_of_16_bits_per_color_is_not_reduced_to_8() -> None:
+    opaque = Layout(bits=16, channels=3, photometric="rgb").encode()
+    assert (store(opaque).data, store(opaque).deep) == (opaque, True)
+    with pytest.raises(BadImage, match="16 bits per color"):
+        store(opaque, max_side=4)
+    transparent = Layout(bits=16, channels=4, photometric="rgb", extra="unassalpha").encode()
+    with pytest.raises(BadImage, match="16 bits per color"):
+        store(transparent, background=WHITE)
+    gray = Layout(bits=8, channels=2, photometric="minisblack", extra="unassalpha").encode()
+    stored = store(gray, background=WHITE)
+    assert (stored.extension, shown(stored.data).format) == ("png", "PNG")

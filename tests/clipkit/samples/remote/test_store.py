@@ -20,6 +20,7 @@ from clipkit.samples.remote.store import (
     ShardFile,
     describe,
     download,
+    download_all,
     list_folder,
     read_range,
     read_text,
@@ -184,6 +185,18 @@ def test_file_protocol_listing_download_and_ranges(tmp_path: Path) -> None:
     assert read_range(shard, 5 << 20, 7 << 20) == data[5 << 20 : 7 << 20]
     assert download(shard, tmp_path / "got") == zlib.crc32(data)
     assert (tmp_path / "got").read_bytes() == data
+
+
+def test_files_that_differ_only_in_their_query_are_downloaded_again(tmp_path: Path) -> None:
+    folder = tmp_path / "copies"
+    for name in "ab":
+        source = tmp_path / name / "0.tar"
+        source.parent.mkdir()
+        source.write_bytes(name.encode() * 9)
+        file = ShardFile(url=f"pipe:cat {source}", size=9, version="")
+        (path,) = download_all([file], folder)
+        assert path.read_bytes() == source.read_bytes()
+        assert all(str(source) not in file.read_text() for file in folder.iterdir())
 
 
 # Streams

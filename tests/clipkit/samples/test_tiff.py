@@ -1,0 +1,78 @@
+"""Tests of TIFFs in all layouts, compared with the values that were written."""
+
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from PIL import Image
+
+from clipkit.errors import DataError
+from clipkit.samples.decode import decode_pixels
+from clipkit.samples.depth import PixelRangeError
+from clipkit.samples.traits import Decoding
+from tests.clipkit.tiff_layouts import Layout, all_layouts
+
+RANGE = (0.0, 40000.0)
+EVERY_LAYOUT = pytest.mark.parametrize("layout", list(all_layouts()), ids=str)
+
+
+def map_values(values: npt.NDArray[Any], layout: Layout) -> npt.NDArray[np.uint8]:
+    """Map values to 8 bits with ``RANGE``."""
+    if layout.bits == 16:
+        values = np.rint(np.clip(values, *RANGE) * 255 / RANGE[1])
+    pixels = values.astype(np.uint8)
+    if layout.bits == 1:
+        pixels = pixels * 255
+    return 255 - pixels if layout.photometric == "miniswhite" else pixels
+
+
+@pytest.mark.parametrize("layout", [layout for layout in all_layouts() if layout.channels != 3], ids=str)
+def test_every_channel_has_the_values_of_the_file(layout: Layout) -> None:
+    pixels = decode_pixels(layout.encode(), Decoding(channels=layout.channels, pixel_range=RANGE)).pixels
+    assert np.array_equal(np.moveaxis(pixels, 0, 2), map_values(layout.values(), layout))
+
+
+def expected_colors(layout: Layout, *, pixel_range: object) -> npt.NDArray[np.uint8]:
+    """Return the pixels of three channels, or of one for grayscale."""
+    pixels = map_values(layout.values(), layout)
+    if layout.bits == 16 and (layout.extra or layout.channels > 3 or pixel_range == "auto"):
+        # Pillow reduces colors to the upper 8 bits
+        pixels = (layout.values() >> 8).astype(np.uint8)
+    if layout.photometric == "separated":
+        return np.asarray(
+            Image.frombytes("CMYK", pixels.shape[1::-1], pixels[..., :4].tobytes()).convert("RGB")
+        )
+    if layout.extra == "assocalpha":
+        premultiplied = Image.frombytes("RGBa", pixels.shape[1::-1], pixels.tobytes())
+        return np.asarray(premultiplied.convert("RGBA"))[..., :3]
+    return pixels[..., :3] if layout.channels >= 3 and not layout.pages else pixels[..., :1]
+
+
+@EVERY_LAYOUT
+@pytest.mark.parametrize("pixel_range", ["auto", RANGE])
+def test_colors_are_those_of_the_file_or_an_error(layout: Layout, pixel_range: Any) -> None:
+    rule = Decoding(pixel_range=pixel_range)
+    is_gray = layout.photometric.startswith("min") and (layout.channels == 1 or layout.pages)
+    try:
+        pixels = decode_pixels(layout.encode(), rule).pixels
+    except PixelRangeError:
+        assert is_gray or layout.channels != 3 or (layout.bits == 16 and pixel_range == "auto")
+        assert layout.bits == 16 or layout.channels not in (1, 3)
+        return
+    if is_gray and layout.bits == 16:
+        assert np.array_equal(pixels[0], map_values(layout.values(), layout)[..., 0])
+        return
+    expected = expected_colors(layout, pixel_range=pixel_range)
+    assert np.array_equal(np.moveaxis(pixels, 0, 2), np.broadcast_to(expected, (*expected.shape[:2], 3)))
+
+
+@pytest.mark.parametrize("big_endian", [False, True])
+def test_planes_of_16_bits_need_tifffile(big_endian: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout(bits=16, channels=3, photometric="rgb", planes=True, big_endian=big_endian)
+    with pytest.raises(PixelRangeError, match="16-bit image of 3 channels"):
+        decode_pixels(layout.encode())
+    monkeypatch.setitem(sys.modules, "tifffile", None)
+    with pytest.raises(DataError, match="need tifffile"):
+        decode_pixels(layout.encode())
