@@ -13,6 +13,7 @@ from clipkit.cli import (
     REQUIRED,
     Command,
     DeviceOptions,
+    ImageOptions,
     LoadOptions,
     ModelOptions,
     NameOptions,
@@ -53,7 +54,7 @@ and with --text
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceOptions(ModelOptions):
+class SourceOptions(ImageOptions, ModelOptions):
     """Images, and the model that reads them."""
 
     sources: tuple[str, ...] = setting(REQUIRED, "input; see below", positional=True)
@@ -79,6 +80,14 @@ class EncodeOptions(SourceOptions):
         one_of("float32", "float16", "int8", "binary"),
     )
     caption_column: str | None = setting(None, "column of tables", default_text="guessed")
+    captions: tuple[str, ...] = setting(
+        (),
+        "sources of captions as in data.captions: txt, other members or json fields, separated by commas; the "
+        "first of them with a caption is used",
+        metavar="NAMES",
+        separated=True,
+        default_text="guessed",
+    )
     retry_failed: bool = setting(False, "encode files that contain failures again")
     ray: str = setting(
         "",

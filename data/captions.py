@@ -11,7 +11,7 @@ import numpy as np
 
 from clipkit.errors import DataError, nearest
 from clipkit.files import printable
-from clipkit.samples import decode_text, is_json, parse_fields
+from clipkit.samples import decode_text, is_json, parse_fields, value_at
 
 Fields = Mapping[str, Any]
 
@@ -28,14 +28,6 @@ _MAX_NAME = 40  # characters of a name in a message
 def field_name(text: str) -> str:
     """Return a field name for filters and ``data.captions``; characters except letters, digits and - become _."""
     return re.sub(r"[^\w-]", "_", text.strip())
-
-
-def value_at(fields: Fields, name: str) -> Any:
-    """Return the value of a field, None if it does not exist."""
-    value: Any = fields
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
 
 
 def leaf_fields(fields: Fields) -> Iterator[tuple[str, Any]]:

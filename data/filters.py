@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from clipkit.errors import ConfigError
-from data.captions import Fields, value_at
+from clipkit.samples import value_at
+from data.captions import Fields
 
 _FORM = re.compile(r"\s*([\w.-]+)\s*(>=|<=|==|!=|=|>|<)\s*(.*?)\s*")
 _COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {

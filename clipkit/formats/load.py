@@ -153,6 +153,8 @@ def open_source(source: str, *, name: str = "", image_size: int = 0, context_len
         CheckpointError: the source does not exist, is damaged or inconsistent.
         ConfigError: a name is unknown, or needs a network.
     """
+    if not source:  # would be the current folder
+        raise CheckpointError("no model is named: the path is empty")
     tag = ""
     if name.startswith(OPEN_CLIP):
         name, _, tag = name.partition("/")

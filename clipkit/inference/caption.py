@@ -79,7 +79,9 @@ def run_caption(options: CaptionOptions) -> int:
     """Run the command and return its exit status: 0 if at least one image was described."""
     if options.seed is not None and not options.top_p:
         raise ConfigError("--seed has no effect without --top-p")
-    stream = Stream(options.sources, image_column=options.image_column, cache_gb=options.cache_gb)
+    stream = Stream(
+        options.sources, image=options.image or options.image_column or "", cache_gb=options.cache_gb
+    )
     generation = {name: getattr(options, name) for name in _GENERATION} | {"seed": options.seed or 0}
     out = options.out
     if out is not None and (out.suffix.lower() not in (".csv", ".jsonl") or out.is_dir()):

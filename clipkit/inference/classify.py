@@ -191,7 +191,9 @@ def run_classify(options: ClassifyOptions) -> int:
     labels, calibration = _labels(options)
     check_page("--review", options.review)
     templates = templates_of(options.templates) if calibration is None else list(calibration.templates)
-    stream = Stream(options.sources, image_column=options.image_column, cache_gb=options.cache_gb)
+    stream = Stream(
+        options.sources, image=options.image or options.image_column or "", cache_gb=options.cache_gb
+    )
     top = min(options.top, len(labels))
     below = not (options.none or options.multi_label)
     uncertain: list[_Uncertain] = []

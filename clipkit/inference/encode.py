@@ -388,11 +388,14 @@ def run_encode(options: EncodeOptions) -> int:
         raise ConfigError("only one process can read standard input: save the texts in a .txt file")
     if options.ray and processes > 1:
         raise ConfigError("--ray distributes the work itself: start it without torchrun")
+    captions = options.captions
+    if not captions and options.caption_column is not None:
+        captions = (options.caption_column,)
     stream = Stream(
         options.sources,
         kind="caption" if options.text else "image",
-        image_column=options.image_column,
-        caption_column=options.caption_column,
+        image=options.image or options.image_column or "",
+        captions=captions,
         cache_gb=options.cache_gb,
     )
     features = FeatureStream.from_options(options)

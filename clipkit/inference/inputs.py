@@ -12,15 +12,16 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from clipkit.errors import DataError
+from clipkit.errors import DataError, nearest
 from clipkit.files.patterns import user_path
-from clipkit.samples.base import Samples
+from clipkit.samples.base import Samples, is_json, value_at
 from clipkit.samples.folders import read_file
 from clipkit.samples.remote import shard_cache
 from clipkit.samples.sources import CACHE_GB, FORMATS, OpenOptions, Source, find_sources
@@ -28,6 +29,7 @@ from clipkit.samples.table import CAPTION_COLUMNS, find_column, is_table
 from clipkit.samples.table.captions import usable_texts
 
 MAX_LINE = 2**20  # limit for a line of a list of texts, in characters
+_EXAMINED = 100  # samples in which named members are looked for
 _AHEAD = 4  # remote files downloaded at a time
 
 Kind = Literal["image", "caption"]
@@ -41,13 +43,13 @@ class Sample:
         samples: the source.
         i: index of the sample.
         image: name of the image among its members; "" for the one that is an image by its name.
-        caption: name of the field with the caption; "" for the text member or a field with a common name.
+        captions: names of members and fields with captions; () for the text member or a field with a common name.
     """
 
     samples: Samples
     i: int
     image: str = ""
-    caption: str = ""
+    captions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,8 +79,9 @@ class Stream:
     Args:
         sources: paths, patterns and URLs, see the module's documentation.
         kind: whether to stream images or captions.
-        image_column: column of tables with images or their paths; found by common names if not given.
-        caption_column: column of tables with captions; found by common names if not given.
+        image: member, or column of tables, with images or their paths; found by common names if not given.
+        captions: members, fields or columns with captions, of which the first that a sample has is used; found by
+            common names if not given.
         cache_gb: size of the cache of remote files.
 
     Attributes:
@@ -90,18 +93,19 @@ class Stream:
         sources: Sequence[str],
         *,
         kind: Kind = "image",
-        image_column: str | None = None,
-        caption_column: str | None = None,
+        image: str = "",
+        captions: Sequence[str] = (),
         cache_gb: float = CACHE_GB,
     ) -> None:
         self.kind: Kind = kind
         self.repeated = 0
+        self._image, self._captions = image, tuple(captions)
         self._options = OpenOptions(
             cache=shard_cache(sources, cache_gb),
-            image_column=image_column,
-            caption_column=caption_column,
+            image_column=image or None,
+            caption_column=captions[0] if captions else None,
             need=(kind,),
-            others=(),
+            others=self._captions[1:],
             group=kind == "image",
             truncated="use",
         )
@@ -175,62 +179,129 @@ class Stream:
 
     def _items_in_files(self, parts: Sequence[Source]) -> Iterator[Item]:
         """Yield the samples of shards or Parquet files, and an item for each fault of a file."""
-        image = self._options.image_column or ""
-        caption = self._options.caption_column or ""
-        has_field = False
         cache = self._options.cache
         if cache is not None:
             cache.prefetch([part.files[0] for part in parts], threads=_AHEAD)
         for part in parts:
             file = part.files[0]
             source = readable(file.shown)
+            stamp = f"{file.size} {file.version}"
+            if self._image or self._captions:
+                stamp = f"{stamp} {self._image} {self._captions}"
             try:
                 samples = FORMATS[part.format].open(part, self._options)
             except DataError as error:
                 yield Item(source=source, key="", cause=str(error))
                 continue
+            if part is parts[0]:
+                _check_names(samples, source, self._image, self._captions)
             for i in range(len(samples)):
-                members = samples.members(i)
-                if i == 0:  # a column is in all rows
-                    has_field = "json" not in members and bool(_find_caption(samples.fields(i), caption))
-                sample = Sample(samples=samples, i=i, image=image, caption=caption)
-                has_caption = has_field or "txt" in members or "json" in members
+                sample = Sample(samples=samples, i=i, image=self._image, captions=self._captions)
+                has_caption = bool(samples.caption_column) or _may_have_caption(
+                    samples.members(i), self._captions
+                )
                 yield Item(
                     source=readable(samples.locate(i)[0]),
                     key=readable(samples.key(i)),
                     image=sample,
                     caption=sample if has_caption else None,
-                    stamp=f"{file.size} {file.version}",
+                    stamp=stamp,
                 )
             for fault in samples.faults:
                 yield Item(source=source, key="", cause=fault)
 
     def _items(self, samples: Samples, *, has_captions: bool) -> Iterator[Item]:
+        stamp = ""
         for i in range(len(samples)):
             source = readable(samples.locate(i)[0])
             key = readable(samples.key(i))
             cause = samples.cause(i)
-            path = None
+            image: Path | Sample | None = None
             captions: list[str] = []
             try:
                 if not cause and self.kind == "image":
-                    path = samples.path(i)
+                    image = samples.path(i)
+                    if image is None:
+                        image = Sample(samples=samples, i=i)
+                        stamp = stamp or samples.content_id
                 if not cause and has_captions:
-                    captions = usable_texts(
-                        _find_caption(samples.fields(i), self._options.caption_column or "")
-                    )
+                    captions = _read_captions(samples, i, self._captions)
             except DataError as error:
                 cause = str(error)
             if cause or self.kind == "image":
                 caption = captions[0] if captions else None
-                yield Item(source=source, key=key, image=path, caption=caption, cause=cause)
+                yield Item(source=source, key=key, image=image, caption=caption, cause=cause, stamp=stamp)
                 continue
             for caption in captions:
                 yield Item(source=source, key=key, caption=caption)
 
 
-def _find_caption(fields: Mapping[str, Any], name: str) -> Any:
-    return fields.get(name or find_column(CAPTION_COLUMNS, list(fields)))
+def _check_names(samples: Samples, source: str, image: str, captions: Sequence[str]) -> None:
+    """Raise DataError if none of the first samples has the image, or one of the captions."""
+    names: dict[str, None] = {}
+    has_image = not image or not len(samples)
+    has_caption = not captions or not len(samples)
+    for i in range(min(_EXAMINED, len(samples))):
+        if has_image and has_caption:
+            return
+        members = samples.members(i)
+        has_image = has_image or image.partition("[")[0] in members
+        has_caption = has_caption or any(name.lower() in members for name in captions)
+        names |= dict.fromkeys(members)
+        if not has_caption:
+            with suppress(DataError):
+                fields = samples.fields(i)
+                names |= dict.fromkeys(fields)
+                has_caption = any(name in fields or value_at(fields, name) is not None for name in captions)
+    if not has_image:
+        raise DataError(f"{source} has no image {image!r} ({nearest(image, names)})")
+    if not has_caption:
+        raise DataError(f"{source} has no caption {', '.join(captions)!r} ({nearest(captions[0], names)})")
+
+
+def _may_have_caption(members: Sequence[str], names: Sequence[str]) -> bool:
+    if names:
+        return any(name.lower() in members for name in names) or any(map(is_json, members))
+    return "txt" in members or "json" in members
+
+
+def _read_captions(samples: Samples, i: int, names: Sequence[str]) -> list[str]:
+    """Return the captions of a sample in the first of these members and fields that has one, without blank ones.
+
+    Without names, these are the text member or a field with a common name. As in ``data.captions``, ``txt`` is also
+    the field ``caption``, and ``captions`` also ``txt``.
+    """
+    members = samples.members(i)
+    if not names and samples.caption_column:
+        names = (samples.caption_column,)
+    elif not names and "txt" in members:
+        names = ("txt",)
+    elif not names:
+        names = (find_column(CAPTION_COLUMNS, list(samples.fields(i))),)
+    elif "captions" in names and "txt" not in names:
+        names = (*names, "txt")
+    is_blank = False
+    for name in names:
+        if name.lower() in members and not is_json(name.lower()):
+            try:
+                value: Any = samples.read(i, name.lower()).decode()
+            except UnicodeDecodeError as error:
+                raise DataError("caption is not UTF-8") from error
+        else:
+            fields = samples.fields(i)
+            value = fields.get("caption" if name == "txt" and name not in fields else name)
+            if value is None:
+                value = value_at(fields, name)
+        if not isinstance(value, str):
+            if texts := usable_texts(value):
+                return texts
+        elif value.strip():
+            return [value]
+        else:
+            is_blank = True
+    if is_blank:
+        raise DataError("empty caption")
+    return []
 
 
 def read_image(item: Item) -> bytes:
@@ -265,21 +336,10 @@ def read_caption(item: Item) -> str:
         raise DataError("no caption")
     if isinstance(item.caption, str):
         return readable(item.caption)
-    samples = item.caption.samples
-    i = item.caption.i
-    if "txt" in samples.members(i) and not item.caption.caption:
-        try:
-            value: Any = samples.read(i, "txt").decode()
-        except UnicodeDecodeError as error:
-            raise DataError("caption is not UTF-8") from error
-    else:
-        value = _find_caption(samples.fields(i), item.caption.caption)
-    texts = [value] if isinstance(value, str) else usable_texts(value)
-    if not texts:
+    captions = _read_captions(item.caption.samples, item.caption.i, item.caption.captions)
+    if not captions:
         raise DataError("no caption")
-    if not texts[0].strip():
-        raise DataError("empty caption")
-    return readable(texts[0])
+    return readable(captions[0])
 
 
 def readable(text: str) -> str:

@@ -1,6 +1,6 @@
 """Samples: every source as one list of samples, and every image as one kind of pixels."""
 
-from clipkit.samples.base import Samples, decode_text, find_image, is_json, parse_fields
+from clipkit.samples.base import Samples, decode_text, find_image, is_json, parse_fields, value_at
 from clipkit.samples.decode import (
     decode_image,
     decode_jpeg,
@@ -100,7 +100,7 @@ from clipkit.samples.table import (
     read_split,
     safe_cell,
 )
-from clipkit.samples.table.captions import check_captions, usable_texts
+from clipkit.samples.table.captions import check_captions, parse_captions, usable_texts
 from clipkit.samples.table.groups import MOST_ROWS, RowsByKey, digest_key, merge_rows
 from clipkit.samples.table.parquet import ENCODED_COLUMNS, ParquetSamples
 from clipkit.samples.table.values import json_value
@@ -214,6 +214,7 @@ __all__ = [
     "open_samples",
     "orientation_of",
     "pack_arrays",
+    "parse_captions",
     "parse_fields",
     "parse_pixel_range",
     "pillow_errors",
@@ -237,6 +238,7 @@ __all__ = [
     "upright_array",
     "upright_image",
     "usable_texts",
+    "value_at",
     "value_extrema",
     "with_content",
     "write_arrays",

@@ -18,9 +18,11 @@ class Samples(Protocol):
 
     Attributes:
         repeated: number of rows of tables that are not the first of their image.
+        caption_column: the field with the list of captions; "" if captions are members or other fields.
     """
 
     repeated: int = 0
+    caption_column: str = ""
 
     def __len__(self) -> int: ...
 
@@ -114,3 +116,11 @@ def parse_fields(members: Mapping[str, bytes]) -> dict[str, Any]:
         elif isinstance(value, dict):
             fields = {**value, **fields}
     return fields
+
+
+def value_at(fields: Mapping[str, Any], name: str) -> Any:
+    """Return the value of a field, None if it does not exist; ``a.b`` is field b of the object in field a."""
+    value: Any = fields
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value

@@ -133,7 +133,7 @@ class FolderSamples(Samples):
         return digest.hexdigest()[:16]
 
     @property
-    def caption_column(self) -> str:
+    def caption_column(self) -> str:  # type: ignore[override]
         """The field with the captions."""
         return "class" if self.class_names else "captions"
 

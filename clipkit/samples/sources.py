@@ -71,6 +71,10 @@ class MissingSplit(Unavailable):
     """A source has no files of a split."""
 
 
+class NoFiles(MissingSplit):
+    """A folder has no files of any split."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """Files of one format.
@@ -153,10 +157,9 @@ def _recognize_parquet(files: Sequence[ShardFile]) -> Sequence[ShardFile]:
 def _holds_images(table: Path) -> bool:
     try:
         rows = Table(table, image_column=None, caption_column=None, need=("image",), encoded=True)
-        row = next(iter(rows), None)
+        return rows.contains_images
     except DataError:
         return False
-    return row is not None and isinstance(row.path, bytes | dict)
 
 
 def _recognize_tables(files: Sequence[ShardFile]) -> Sequence[ShardFile]:
@@ -201,7 +204,12 @@ FORMATS: Mapping[str, Format] = {
     "parquet": Format(
         name="Parquet files",
         recognize=_recognize_parquet,
-        open=lambda source, options: ParquetSamples(source.files, options.cache),
+        open=lambda source, options: ParquetSamples(
+            source.files,
+            options.cache,
+            image_column=options.image_column,
+            caption_column=options.caption_column,
+        ),
         many_files=True,
     ),
     "table": Format(name="tables", recognize=_recognize_tables, open=_open_tables),
@@ -408,13 +416,13 @@ def find_split(
             raise
         except DataError:  # there is no such branch, or no such split in it
             pass
-    message = f"no tar, table or Parquet file of split {split!r} in {shown(str(folder))}"
     if names := sorted(filter(None, splits)):
-        message = f"{shown(str(folder))} has no split {split!r}, only {', '.join(names[:_SHOWN])}"
-    elif isinstance(folder, str):
+        raise MissingSplit(f"{shown(str(folder))} has no split {split!r}, only {', '.join(names[:_SHOWN])}")
+    message = f"no tar, table or Parquet file of split {split!r} in {shown(str(folder))}"
+    if isinstance(folder, str):
         form = HUB_FORM if folder.startswith("hf://") else f"{shown(folder)}/{{00000..00331}}.tar"
         message = f"{message}; name the shards as {form}"
-    raise MissingSplit(message)
+    raise NoFiles(message)
 
 
 def list_files(folder: Path | str, suffixes: tuple[str, ...]) -> list[ShardFile]:
@@ -577,6 +585,11 @@ def _find_all_splits(folder: Path | str) -> list[Source]:
         sources += _group_by_format(files)
         if not name:
             break
+    if isinstance(missing, NoFiles) and isinstance(folder, Path) and not sources:
+        hint = ""
+        if list_files(folder, (".npy",)):
+            hint = "; .npy files are images only if a table lists them"
+        raise MissingSplit(f"{folder} has no images, tars, tables or Parquet files{hint}")
     if missing is not None and not sources:
         raise missing
     return sources

@@ -62,8 +62,12 @@ class TableSamples(Samples):
         self._options = {"group": group, "group_by": group_by}
         if group_by is not None:
             for table in tables:
+                if group_by == table.caption_column:
+                    raise DataError(
+                        f"--group-by: {group_by!r} is the column of captions: name another column"
+                    )
                 if group_by not in table.others:
-                    names = list(table.others)[:30]
+                    names = [table.image_column, *table.others][:30]
                     raise DataError(
                         f"--group-by: {table.path} has no such column {group_by!r} ({nearest(group_by, names)})"
                     )
@@ -154,12 +158,12 @@ class TableSamples(Samples):
     def cause(self, i: int) -> str:
         return self.row(i).cause
 
-    def path(self, i: int) -> Path:
+    def path(self, i: int) -> Path | None:
         row = self.row(i)
         if row.cause:
             raise DataError(row.cause)
         if not isinstance(row.path, str):
-            raise DataError("the image is in the table")
+            return None
         return self._find_path(self._table_of(row), row.path)
 
     def key(self, i: int) -> str:
@@ -195,7 +199,9 @@ class TableSamples(Samples):
         if isinstance(row.path, bytes) and not row.cause:
             part = self._part_of(row)
             return self.tables[part].read_image(row.number - 1 - self._starts[part])
-        return read_file(self.path(i))
+        path = self.path(i)
+        assert path is not None
+        return read_file(path)
 
     @property
     def content_id(self) -> str:

@@ -44,10 +44,11 @@ from clipkit.samples import (
     read_arrays,
     stored_index,
     unpack_arrays,
+    value_at,
     write_arrays,
 )
 from clipkit.samples.remote import ShardCache, ShardFile, cache_folder, read_range, read_text, shard_cache
-from data.captions import TEXT, CaptionRule, Fields, field_hint, is_utf8, leaf_fields, listed, value_at
+from data.captions import TEXT, CaptionRule, Fields, field_hint, is_utf8, leaf_fields, listed
 from data.options import IndexOptions
 from data.selection import OUTSIDE, SelectedShard, Selection
 
@@ -218,6 +219,8 @@ def suggest_setting(data: bytes) -> str:
 def suggest_members(shard: Shard, rule: CaptionRule, image: str = "") -> dict[str, str]:
     """Find image and text in the first samples of a shard by their content, by setting: "image" and "captions".
 
+    Captions are all members called ``NAME.txt``, separated by commas; without any, the longest text.
+
     Args:
         rule: where captions were expected; captions are suggested if no sample has one of its members.
         image: where the image was expected, as in ``Selection``.
@@ -225,7 +228,7 @@ def suggest_members(shard: Shard, rule: CaptionRule, image: str = "") -> dict[st
     if len(shard.index.names) > _MANY_NAMES:
         return {}  # dots in keys
     settings: dict[str, str] = {}
-    longest = 0
+    lengths: dict[str, int] = {}
     has_image = bool(find_image(shard.index.names)) or image in shard.index.names
     has_text = any(name.lower() in shard.index.names for name in (TEXT, *rule.fields))
     for row in range(min(_SUGGESTED, len(shard.index))):
@@ -237,14 +240,21 @@ def suggest_members(shard: Shard, rule: CaptionRule, image: str = "") -> dict[st
                 kind = suggest_setting(data)
                 if kind == "image" and not has_image:
                     settings.setdefault(kind, name)
-                elif kind == "captions" and not has_text and len(data) > longest:
-                    settings[kind] = name
-                    longest = len(data)
+                elif kind == "captions" and not has_text:
+                    lengths[name] = max(len(data), lengths.get(name, 0))
+    if lengths:
+        captions = [name for name in lengths if name.endswith(f".{TEXT}")]
+        settings["captions"] = ",".join(captions) or max(lengths, key=lengths.__getitem__)
     return {name: settings[name] for name in ("image", "captions") if name in settings}
 
 
 def _write_settings(settings: Mapping[str, str]) -> str:
-    texts = [f"data.{name}={printable(member)}" for name, member in settings.items()]
+    texts = []
+    for name, member in settings.items():
+        value = printable(member)
+        if "," in value:  # as a list is written on a command line
+            value = f"'{json.dumps(value.split(','), separators=(',', ':'))}'"
+        texts.append(f"data.{name}={value}")
     return f": set {' '.join(texts)}" if texts else ""
 
 

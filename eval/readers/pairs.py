@@ -76,6 +76,8 @@ def _open_pairs(
             fields = samples.fields(i)
             texts = tuple(dict.fromkeys(fields[samples.caption_column]))
             path = samples.path(i)
+            # tables with encoded images are refused when they are opened
+            assert path is not None
             if not texts:
                 raise DataError("no caption")
             if not path.is_file():

@@ -36,6 +36,7 @@ from clipkit.samples import (
     digest_key,
     find_column,
     join_place,
+    parse_captions,
     plain_name,
     usable_texts,
 )
@@ -61,7 +62,6 @@ _RIGHT_AND_WRONG = (
 )
 # common column names, compared in the form of ``plain_name``
 _LABEL = ("label", "labels", "fine_label", "cls", "class")
-_CAPTION = ("caption", "captions", "text", "txt", "sentences", "raw", *CAPTION_COLUMNS)
 
 PARQUET_SUFFIXES = (".parquet", ".pq")
 _MAX_LABEL = 10**7  # larger numbers are not labels
@@ -116,7 +116,7 @@ def open_hugging_face(place: Path | str, files: ParquetSamples, name: str, *, sp
             return table.dataset(images, "compositional", choices=tuple(choices))
     label = table.column_of("ClassLabel", _LABEL)
     others = [name for name in files.schema.names if plain_name(name) not in _LABEL and name != label]
-    caption = find_column(_CAPTION, others)
+    caption = find_column(CAPTION_COLUMNS, others)
     if label and not _is_text(files.schema, caption):
         caption = ""
     if label:
@@ -218,7 +218,7 @@ class _Table:
     def captions(self, column: str) -> tuple[tuple[str, ...], ...]:
         captions = []
         for row, value in enumerate(self.files.columns(column)[0]):
-            texts = tuple(usable_texts(value))
+            texts = tuple(parse_captions(value))
             if not texts:
                 raise self.fault(row, f"has no {column}")
             captions.append(texts)

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 import clipkit
-from clipkit.errors import ConfigError, DataError
+from clipkit.errors import CheckpointError, ConfigError, DataError
 from clipkit.formats.checkpoint import model_hash, save_model
 from clipkit.model.clip import CLIP
 from clipkit.model.preprocess import eval_pixels
@@ -318,3 +318,8 @@ def test_load_sets_background_and_orientation(tiny: CLIP, special: list[Path], t
     assert again.preprocess == loaded.preprocess
     with pytest.raises(ConfigError, match="background = 255 is not a color"):
         clipkit.load(tmp_path / "plain", background=255)  # type: ignore[arg-type]
+
+
+def test_empty_path_is_not_the_current_folder() -> None:
+    with pytest.raises(CheckpointError, match="no model is named: the path is empty"):
+        clipkit.load("")

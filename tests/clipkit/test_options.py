@@ -107,6 +107,7 @@ def test_options_are_parsed(first: str, rest: list[str], options: dict[str, tupl
         (["a", "--count", "1001"], "--count: '1001' is not a whole number from -5 to 1,000"),
         (["a", "--choice", "three"], r"invalid choice: 'three' \(choose from 'one', 'two'\)"),
         (["a", "--separated", "1,,2"], "--separated: '' is not a whole number"),
+        (["a", "--path="], "--path: the path is empty"),
         (["a", "--listed"], "--listed: expected at least one argument"),
         (["a", "--ratio", "2"], "--ratio: '2' is not a number from 0 to 1"),
         (["a", "--internal", "1"], "unrecognized arguments"),

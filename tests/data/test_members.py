@@ -1,5 +1,6 @@
 """Tests of images and captions in members of any name, in the layouts of published datasets."""
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,8 +69,19 @@ def test_error_lists_members_and_the_settings_to_write(layout: str, tmp_path: Pa
         assert "(24)" in str(error.value) and f": set {NEEDED[layout]}" in str(error.value)
     written = str(training.value).split(": set ")[1].split()
     settings = dict(setting.removeprefix("data.").split("=") for setting in written)
-    shards = opened(path, tmp_path / "run", image=settings.get("image", ""), captions=(settings["captions"],))
+    captions = (settings["captions"],)
+    if settings["captions"].startswith("'"):
+        captions = tuple(json.loads(settings["captions"].strip("'")))
+    shards = opened(path, tmp_path / "run", image=settings.get("image", ""), captions=captions)
     assert len(shards) == 24
+
+
+def test_all_text_files_are_suggested(tmp_path: Path) -> None:
+    samples = [{"sci.txt": "felis catus", "com.txt": "cat", "name": "a much longer name"}] * 3
+    shard_of(tmp_path / "0.tar", samples)
+    with pytest.raises(DataError, match="no sample with") as caught:
+        opened(tmp_path / "0.tar", tmp_path / "run")
+    assert str(caught.value).endswith("""set data.captions='["com.txt","sci.txt"]'""")
 
 
 def test_text_members_are_suggested_if_the_json_has_no_caption(tmp_path: Path) -> None:

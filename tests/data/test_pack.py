@@ -299,7 +299,7 @@ def test_invalid_tables_raise_error(images: Path) -> None:
         ("nowhere.csv", "is not a file"),
         ("table.xlsx", "not .xlsx"),
         ("table.parquet", "cannot be read as Parquet"),
-        ("empty.csv", "columns are none"),
+        ("empty.csv", "empty.csv is empty"),
         ("empty.jsonl", "no JSON object"),
         ("header.csv", "it has no rows"),
     ]:

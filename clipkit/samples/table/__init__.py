@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -31,6 +31,7 @@ from clipkit.samples.folders import is_hidden, select_split
 from clipkit.samples.table.captions import find_texts
 from clipkit.samples.table.delimited import Delimited, safe_cell
 from clipkit.samples.table.formats import (
+    CAPTION_COLUMNS,
     IMAGE_COLUMNS,
     ColumnRequest,
     OpenFormat,
@@ -55,11 +56,6 @@ __all__ = [
     "safe_cell",
 ]
 
-# common names, most specific first; compared in the form of ``plain_name``
-CAPTION_COLUMNS = (
-    "caption", "text", "title", "description", "sentence", "alt_text", "alt", "prompt", "comment", "label",
-    "captions", "sentences", "texts", "conversations",
-)  # fmt: skip
 _TEXT_FORMATS: Mapping[str, OpenFormat] = {
     ".csv": Delimited,
     ".tsv": Delimited,
@@ -78,6 +74,7 @@ _GZIP = ".gz"
 SUFFIXES = (*_TEXT_FORMATS, *(suffix + _GZIP for suffix in _TEXT_FORMATS), ".parquet", ".pq")
 NAMED_SUFFIXES = (*_NAMED_FORMATS, *(suffix + _GZIP for suffix in _NAMED_FORMATS))
 _EXPECTED = "a .csv, .tsv, .jsonl, .json or .parquet table, or a .txt list"
+_EXAMINED = 1000  # rows in which an image in the table is looked for
 # folders in which images are looked for
 _MOST_FOLDERS = 100
 _NOT_TEXT = re.compile("[\udc80-\udcff]")  # bytes that are not UTF-8, see ``open_text``
@@ -202,6 +199,16 @@ class Table:
     def _folders(self) -> list[Path]:
         return _subfolders(self.path.parent)
 
+    @property
+    def contains_images(self) -> bool:
+        """Whether the images are in the table, by the type of the column and the first image that is not null."""
+        if not _is_image_type(self._format.types.get(self.image_column)):
+            return False
+        for row in islice(self, _EXAMINED):
+            if row.content and not row.cause:
+                return isinstance(row.content, bytes)
+        return True
+
     def read_image(self, row: int) -> bytes:
         """Return the encoded image of a row, counted from 0, of a table whose images are in it."""
         return self._format.read_image(row, self.image_column)
@@ -259,6 +266,8 @@ class Table:
         name = name or request.find_column(names)
         if not name and len(with_images) == 1:
             name = with_images[0]
+        if not names and required:
+            raise DataError(f"{self.path} is empty")
         if not name and required:
             listed = ", ".join(" ".join(name.split())[:40] for name in names[:30]) or "none"
             raise DataError(

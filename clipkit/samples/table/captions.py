@@ -54,6 +54,15 @@ def _read_list(text: str) -> object:
     return text
 
 
+def parse_captions(value: object) -> list[str]:
+    """Return the captions in a cell as its format reads it, see ``find_texts`` and ``usable_texts``.
+
+    Raises:
+        DataError: it is a list that cannot be read.
+    """
+    return usable_texts(find_texts(value))
+
+
 def usable_texts(value: object) -> list[str]:
     """Return the texts in a cell that are not blank, without spaces around them."""
     values = value if isinstance(value, list) else [value]

@@ -14,6 +14,10 @@ IMAGE_COLUMNS = (
     "filepath", "file_path", "image_path", "img_path", "path", "filename", "file_name", "image_file",
     "image_filename", "image_name", "image", "img", "picture", "photo", "file",
 )  # fmt: skip
+CAPTION_COLUMNS = (
+    "caption", "text", "title", "description", "sentence", "alt_text", "alt", "prompt", "comment", "captions",
+    "sentences", "texts", "txt", "raw", "conversations", "label",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 from clipkit.errors import DataError
 from clipkit.samples.base import Samples
 from clipkit.samples.remote import ShardCache, ShardFile
-from clipkit.samples.table.formats import IMAGE_COLUMNS, ColumnRequest, Format, Record, find_column
+from clipkit.samples.table.captions import parse_captions
+from clipkit.samples.table.formats import (
+    CAPTION_COLUMNS,
+    IMAGE_COLUMNS,
+    ColumnRequest,
+    Format,
+    Record,
+    find_column,
+)
 from clipkit.samples.table.values import json_value
 
 if TYPE_CHECKING:
@@ -36,15 +44,31 @@ class ParquetSamples(Samples):
     """The rows of Parquet files, see ``clipkit.samples.Samples``; reading is thread-safe, also after a fork.
 
     Members are the columns of bytes, of structs with ``bytes`` (the hub's image datasets), and of lists of one of
-    these, whose elements are ``NAME[0]``, ``NAME[1]`` and so on. The first one is probably the image.
+    these, whose elements are ``NAME[0]``, ``NAME[1]`` and so on. The first one is probably the image. The field of
+    the captions is a list.
+
+    Args:
+        files: the files.
+        cache: cache of remote files.
+        image_column: column of the images; found by common names by default.
+        caption_column: column of the captions, likewise.
 
     Attributes:
+        image_column: column of the images: given, with a common name, or the only one with images; otherwise "".
+        caption_column: column of the captions, given or with a common name; otherwise "".
         schema: pyarrow's schema of all files.
         marks: by file, a hash of its footer, which holds the sizes and positions of its content.
         group_reads: number of row groups that this process has read.
     """
 
-    def __init__(self, files: Sequence[ShardFile], cache: ShardCache | None = None) -> None:
+    def __init__(
+        self,
+        files: Sequence[ShardFile],
+        cache: ShardCache | None = None,
+        *,
+        image_column: str | None = None,
+        caption_column: str | None = None,
+    ) -> None:
         self.files = tuple(files)
         self.cache = cache
         schema: pa.Schema | None = None
@@ -71,9 +95,12 @@ class ParquetSamples(Samples):
         self.marks = tuple(marks)
         self._starts = [0, *accumulate(self._sizes)]
         with_images = [field.name for field in schema if has_bytes(field.type)]
-        first = find_column(ENCODED_COLUMNS, with_images)
-        self._members = sorted(with_images, key=lambda name: name != first)
+        self.image_column = image_column or find_column(ENCODED_COLUMNS, with_images)
+        if not self.image_column and len(with_images) == 1:
+            self.image_column = with_images[0]
+        self._members = sorted(with_images, key=lambda name: name != self.image_column)
         self._others = [name for name in schema.names if name not in with_images]
+        self.caption_column = caption_column or find_column(CAPTION_COLUMNS, self._others)
         self._forget()
 
     def _forget(self) -> None:
@@ -116,7 +143,12 @@ class ParquetSamples(Samples):
     def fields(self, i: int) -> dict[str, Any]:
         group = self._group_of(i)
         row = i - self._starts[group]
-        return {name: json_value(python_value(self._read_column(group, name)[row])) for name in self._others}
+        fields = {
+            name: json_value(python_value(self._read_column(group, name)[row])) for name in self._others
+        }
+        if self.caption_column in fields:
+            fields[self.caption_column] = parse_captions(fields[self.caption_column])
+        return fields
 
     def read(self, i: int, member: str) -> bytes:
         """Return an encoded image, with "" the first member; raise DataError if it cannot be read."""
@@ -135,7 +167,8 @@ class ParquetSamples(Samples):
         values: list[list[Any]] = [[] for _ in names]
         for batch in self.batches(names):
             for column, name in zip(values, names, strict=True):
-                column += batch.column(name).to_pylist()
+                # by position, because batch.column(name) fails for duplicate names
+                column += batch.column(batch.schema.names.index(name)).to_pylist()
         if any(len(column) != len(self) for column in values):
             raise DataError(f"{self.files[0].shown}: the number of rows does not match its footer")
         return values
@@ -185,7 +218,9 @@ class ParquetSamples(Samples):
                 size = opened.metadata.row_group(within).total_byte_size
                 if size > _MAX_GROUP_BYTES:
                     raise DataError(f"{file.shown} has a row group of {size} bytes: write smaller row groups")
-                values = opened.read_row_group(within, columns=[column], use_threads=False).column(column)
+                rows = opened.read_row_group(within, columns=[column], use_threads=False)
+            # by position, because rows.column(name) fails for duplicate names
+            values = rows.column(rows.column_names.index(column))
             if len(values) != self._sizes[group]:
                 raise DataError(f"{file.shown} has {len(values)} rows, which does not match its footer")
             with self._lock:

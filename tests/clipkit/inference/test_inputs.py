@@ -331,7 +331,7 @@ def test_tables_of_paths_and_captions(tmp_path: Path) -> None:
         "<caption is neither a string nor a list of strings>",
         "<not JSON>",
     ]
-    assert texts(lone, caption_column="other") == ["y", "<no caption>", "<not JSON>"]
+    assert texts(lone, captions=["other"]) == ["y", "<no caption>", "<not JSON>"]
 
 
 def test_text_files_with_columns_are_tables(tmp_path: Path) -> None:
@@ -409,7 +409,9 @@ def test_standard_input_can_be_read_twice() -> None:
         ("a.jpg", "caption", "texts are read from a .txt file"),
         ("photos", "caption", "photos: texts are read from a .txt file"),
         ("table.csv", "caption", "which column is the caption"),
-        ("empty", "image", "no tar, table or Parquet file of split 'val' in empty"),
+        ("empty", "image", "empty has no images, tars, tables or Parquet files"),
+        ("arrays", "image", "Parquet files; .npy files are images only if a table lists them"),
+        ("empty.csv", "image", "empty.csv is empty"),
         ("no*.tar", "image", "no local file or folder matches 'no*.tar'"),
         ("{photos,none}/*", "image", "1 of 2 files are missing, the first is none/*"),
         ("empty.txt", "caption", "contains no text"),
@@ -420,7 +422,7 @@ def test_invalid_sources_raise_one_line_errors(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
-    for name in ("lines.txt", "0.tar.gz", "a.jpg", "photos/a.jpg", "empty.txt"):
+    for name in ("lines.txt", "0.tar.gz", "a.jpg", "photos/a.jpg", "empty.txt", "empty.csv", "arrays/a.npy"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()
     Path("table.csv").write_text("path\na.jpg\n")
@@ -456,3 +458,86 @@ def test_image_in_several_rows_is_read_once(tmp_path: Path) -> None:
     texts = Stream([str(table)], kind="caption")
     assert [item.caption for item in texts] == ["first", "second", "third", "fourth", "fifth"]
     assert texts.note == ""
+
+
+def write_parquet(path: Path, columns: dict[str, Any]) -> Path:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
+def test_captions_of_parquet_files_are_read_as_of_other_tables(tmp_path: Path) -> None:
+    images = [b"1", b"2", b"3"]
+    cells = ['["a cat", "a pet"]', "['c' 'd']", "e"]
+    file = write_parquet(tmp_path / "lists.parquet", {"image": images, "caption": cells})
+    assert texts(file) == ["a cat", "c", "e"]
+    conversation = [{"from": "human", "value": "what?"}, {"from": "gpt", "value": "a dog"}]
+    file = write_parquet(tmp_path / "llava.parquet", {"image": images, "conversations": [conversation] * 3})
+    assert texts(file) == ["a dog"] * 3
+
+
+def test_columns_of_parquet_files_are_chosen_as_of_other_tables(tmp_path: Path) -> None:
+    columns = {"photo": [b"other"], "jpg": [b"image"], "captions": [["other"]], "text": ["caption"]}
+    file = write_parquet(tmp_path / "t.parquet", columns)
+    assert [read_image(item) for item in Stream([str(file)])] == [b"image"]
+    assert texts(file) == ["caption"]
+
+
+def test_captions_of_tables_without_header_are_found(tmp_path: Path) -> None:
+    for name in ("a.jpg", "b.jpg"):
+        (tmp_path / name).write_bytes(b"x")
+    table = tmp_path / "Flickr8k.token"
+    table.write_text("a.jpg#0\tA dog runs .\na.jpg#1\tA dog .\nb.jpg#0\tA cat .\n")
+    assert [item.caption for item in Stream([str(table)])] == ["A dog runs .", "A cat ."]
+    assert texts(table) == ["A dog runs .", "A dog .", "A cat ."]
+
+
+def test_parquet_files_with_null_images_and_paths_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(b"a")
+    null = write_parquet(tmp_path / "null.parquet", {"image": [None, {"bytes": b"b", "path": "b.jpg"}]})
+    items = list(Stream([str(null)]))
+    with pytest.raises(DataError, match="there is no image"):
+        read_image(items[0])
+    assert read_image(items[1]) == b"b"
+    images = [{"bytes": None, "path": "a.jpg"}, {"bytes": b"b", "path": "b.jpg"}]
+    paths = write_parquet(tmp_path / "paths.parquet", {"image": images, "text": ["one", "two"]})
+    items = list(Stream([str(paths)]))
+    assert [read_image(item) for item in items] == [b"a", b"b"]
+    assert [item.caption for item in items] == ["one", "two"]
+
+
+def test_first_of_parquet_columns_with_one_name_is_used(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    columns = [pyarrow.array(values) for values in ([b"1"], ["first"], ["second"])]
+    table = pyarrow.Table.from_arrays(columns, names=["image", "caption", "caption"])
+    parquet.write_table(table, tmp_path / "t.parquet")
+    assert texts(tmp_path / "t.parquet") == ["first"]
+    assert [read_image(item) for item in Stream([str(tmp_path / "t.parquet")])] == [b"1"]
+
+
+def test_members_are_read_by_name(tmp_path: Path) -> None:
+    files = [("1.png", b"other"), ("1.mask", b"image"), ("1.sci.txt", b"felis"), ("1.com.txt", b"cat")]
+    files += [("2.mask", b"image"), ("2.com.txt", b"dog"), ("2.json", b'{"names": {"de": "Hund"}}')]
+    shard = write_tar(tmp_path / "0.tar", files)
+    assert texts(shard, captions=["sci.txt", "com.txt"]) == ["felis", "dog"]
+    assert texts(shard, captions=["names.de"]) == ["<no caption>", "Hund"]
+    items = list(Stream([str(shard)], image="mask", captions=["com.txt"]))
+    assert [(read_image(item), read_caption(item)) for item in items] == [
+        (b"image", "cat"),
+        (b"image", "dog"),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["0.tar", "t.parquet", "t.csv"])
+@pytest.mark.parametrize("option", ["image", "captions"])
+def test_names_that_no_sample_has_are_one_error(tmp_path: Path, kind: str, option: str) -> None:
+    path = tmp_path / kind
+    if kind == "0.tar":
+        write_tar(path, [(f"{i}.{name}", b"x") for i in range(3) for name in ("jpg", "txt")])
+    elif kind == "t.csv":
+        path.write_text("image,txt\na.jpg,x\n")
+    else:
+        write_parquet(path, {"jpg": [b"x"] * 3, "txt": ["x"] * 3})
+    options: dict[str, Any] = {option: {"image": "jpeg", "captions": ["tx"]}[option]}
+    with pytest.raises(DataError, match=r"has no .*(jpg|txt)"):
+        list(Stream([str(path)], **options))

@@ -179,6 +179,20 @@ def test_rows_before_damage_are_samples(tmp_path: Path) -> None:
     assert samples.cause(len(samples) - 1) == samples.damage and samples.cause(0) == ""
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("caption", "'caption' is the column of captions: name another column"),
+        ("imag", r"no such column 'imag' \(did you mean 'image'\?\)"),
+    ],
+)
+def test_columns_that_cannot_group_rows_are_refused(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "t.csv").write_text("image,caption\na.png,a\n")
+    table = Table(tmp_path / "t.csv", image_column=None, caption_column=None)
+    with pytest.raises(DataError, match=message):
+        TableSamples([table], group_by=name)
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 def test_every_row_is_looked_up_in_the_folders_beside_the_table(tmp_path: Path, reverse: bool) -> None:
     names = [f"{folder}{i}.png" for folder in ("A", "B") for i in range(25)]

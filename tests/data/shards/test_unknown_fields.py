@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from clipkit.errors import DataError
-from data.captions import CaptionRule, leaf_fields, value_at
+from clipkit.samples import value_at
+from data.captions import CaptionRule, leaf_fields
 from data.filters import Filter
 from data.selection import SelectedShard, Selection
 from data.shards.manifest import make_manifest

@@ -358,3 +358,16 @@ def test_rows_with_the_same_image_are_one_image(tmp_path: Path) -> None:
     assert dataset.captions == (("a", "b"), ("c", "d"))
     assert read(dataset) == [b"image 0", b"image 1"]
     assert "row 2, image of" in dataset.where(1)
+
+
+def test_columns_and_captions_are_those_of_training(tmp_path: Path) -> None:
+    """Of several possible columns, and of lists written as text."""
+    columns: dict[str, Any] = {
+        "photo": [b"other 0", b"other 1"],
+        "jpg": [b"image 0", b"image 1"],
+        "captions": [["other"], ["other"]],
+        "text": ['["a cat", "a pet"]', "['c' 'd']"],
+    }
+    dataset = open_dataset(write(tmp_path / "test.parquet", columns))
+    assert read(dataset) == [b"image 0", b"image 1"]
+    assert dataset.captions == (("a cat", "a pet"), ("c", "d"))
