@@ -46,6 +46,12 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
     for word in SPLIT_NAMES:
         if (inner := folder_of_split(folders, word, _visible_folders)) is not None:
             splits[word] = inner
+    if not splits:
+        words = (split, "val") if split == TEST else (split,)
+        for word in words:
+            inner = folder_of_split(folders, word, _has_captions)
+            if inner is not None:
+                return replace(open_image_folder(inner, name), split=split)
     inside = _folder_of_split(folder, split, splits)
     samples = FolderSamples(inside)
     # all splits number the same classes, including those that a split lacks
@@ -114,6 +120,11 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
             metadata=_textures(labelled, classes),
         )
     )
+
+
+def _has_captions(folder: Path) -> bool:
+    table = caption_table_of(folder, image_column=None, caption_column=None)
+    return table is not None or FolderSamples(folder).caption_file is not None
 
 
 def _folder_of_split(folder: Path, split: str, splits: dict[str, Path]) -> Path:

@@ -204,6 +204,6 @@ def test_every_row_is_looked_up_in_the_folders_beside_the_table(tmp_path: Path, 
     names = sorted(["here.png", *names], reverse=reverse)
     table = write_lines(tmp_path / "t.jsonl", [{"image": name, "caption": "text"} for name in names])
     samples = open_tables(table)
-    paths = [path for i in range(len(samples)) if (path := samples.path(i)) is not None]
-    assert [path.name for path in paths] == names
-    assert all(path.is_file() for path in paths)
+    images = [image for i in range(len(samples)) if (image := samples.path(i)) is not None]
+    assert [image.name for image in images] == names
+    assert all(image.is_file() for image in images)

@@ -73,6 +73,23 @@ def test_labels_in_a_table_are_classes(tmp_path: Path) -> None:
         open_dataset(tmp_path / "t.tsv")
 
 
+@pytest.mark.parametrize("beside", [True, False])
+def test_folders_of_splits_with_captions_are_read(tmp_path: Path, beside: bool) -> None:
+    for split in ("train", "test"):
+        folder = fill(tmp_path / "set" / split, f"{split}0.png", f"{split}1.png")
+        lines = ["file_name,text"]
+        for i in range(2):
+            lines.append(f"{split}{i}.png,{split} caption {i}")
+            if beside:
+                (folder / f"{split}{i}.txt").write_text(f"{split} caption {i}")
+        if not beside:
+            (folder / "metadata.csv").write_text("\n".join(lines))
+    for split in ("test", "train"):
+        dataset = open_dataset(tmp_path / "set", split=split)
+        assert dataset.captions == ((f"{split} caption 0",), (f"{split} caption 1",))
+        assert dataset.split == split
+
+
 def test_folders_with_captions_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = fill(tmp_path / "photos", "a.png", "b.png", "in/c.png")
     (folder / "a.txt").write_text("one\ntwo\n")
