@@ -222,7 +222,7 @@ def _add_values(keywords: dict[str, Any], declared: Field[Any], kind: type, seve
     if within is not None and within.names:
         keywords["choices"] = within.names
     elif kind is Path:
-        keywords["type"] = _parse_path
+        keywords["type"] = parse_path
     elif within is not None:
         keywords["type"] = within.parse
     if several and option["separated"]:
@@ -241,7 +241,7 @@ def _default_metavar(declared: Field[Any], kind: type, several: bool) -> str:
     return word.removesuffix("S") if several else word
 
 
-def _parse_path(text: str) -> Path:
+def parse_path(text: str) -> Path:
     if not text:  # would be the current folder
         raise argparse.ArgumentTypeError("the path is empty; the current folder is .")
     return user_path(text)

@@ -11,9 +11,8 @@ from typing import Any, cast
 import pytest
 from hypothesis import given, strategies as st
 
-from clipkit.cli import Command, Parser, add_options, number, whole
+from clipkit.cli import Command, Parser, add_options, number, parse_path, whole
 from clipkit.errors import ConfigError
-from clipkit.files.patterns import user_path
 from clipkit.options import COMMANDS as CLIPKIT
 from data.options import COMMANDS as DATA
 from eval.options import COMMANDS as EVAL
@@ -41,7 +40,7 @@ def test_numeric_options_reject_invalid_values(commands: Mapping[str, Command]) 
         options = settings_of(command.options)
         for action in parser._actions:
             assert action.type not in (int, float), f"{name} {action.option_strings} takes any number"
-            if action.type is None or action.type is user_path:
+            if action.type is None or action.type is parse_path:
                 continue
             parse = cast(Callable[[str], Any], action.type)
             default = options[action.dest].default

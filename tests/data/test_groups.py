@@ -225,7 +225,7 @@ def test_group_by_the_image_column(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"group_by": "caption"}, "no such column 'caption'"),
+        ({"group_by": "caption"}, "'caption' is the column of captions: name another column"),
         ({"group_by": "idd"}, "has no such column 'idd' .*did you mean 'id'"),
         ({"group_by": "id", "group": False}, "--group-by and --no-group exclude each other"),
     ],
