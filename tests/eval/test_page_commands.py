@@ -120,6 +120,8 @@ def test_report_never_overwrites_results_or_run_files(tmp_path: Path, option: st
     with pytest.raises(
         ConfigError, match=f"^{option} .: expected the name of a file to write, such as scores"
     ):
+        main(["report", str(results), option, "."])
+    with pytest.raises(ConfigError, match=f"{option}: the path is empty"):
         main(["report", str(results), option, ""])
     other = "--markdown" if option == "--latex" else "--latex"
     with pytest.raises(ConfigError, match=r"would overwrite the output of --.*: choose different files"):
