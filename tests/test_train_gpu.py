@@ -5,13 +5,14 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.forked import Ended
 from tests.small_trainings import Trainings, digests, ends, pairs, trainings
 
 __all__ = ["pairs", "trainings"]
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 # 577 tokens an image, so that the backward pass of attention adds the gradients of several blocks of keys
 LONG = ("model.image_size=96", "precision=bf16", "batch_size=16")
