@@ -172,16 +172,17 @@ def _command(shards: str, out: Path, workers: int, *settings: str, profile: int 
 
 
 def check_repeats(
-    device: torch.device, models: Sequence[str], *, rows: int, repeats: int = REPEATS
+    device: torch.device, models: Sequence[str], *, tokens: Sequence[int], rows: int, repeats: int = REPEATS
 ) -> dict[str, Any]:
-    """Return by computation whether its gradients repeat bit for bit, and its seconds, by default and in
-    deterministic mode. Call this in a new process, before CUDA starts."""
+    """Check whether gradients repeat bit for bit, by default and in deterministic mode.
+
+    Call this in a new process, before CUDA starts. Returns the results and seconds by computation.
+    """
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     report: dict[str, Any] = {}
-    for tokens in (50, 77, 197, 257, 577):
-        report[f"attention over {tokens} tokens"] = _in_both_modes(
-            _image_attention(device, rows, tokens), repeats
-        )
+    for length in tokens:
+        compute = _image_attention(device, rows, length)
+        report[f"attention over {length} tokens"] = _in_both_modes(compute, repeats)
     report["attention over packed texts"] = _in_both_modes(_text_attention(device, rows), repeats)
     for name in models:
         report[name] = _in_both_modes(_model_gradients(device, name, rows), repeats)

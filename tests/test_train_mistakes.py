@@ -266,7 +266,7 @@ def test_ctrl_c_before_the_first_step_prints_one_line(place: Place) -> None:
         _, stderr = early.communicate(timeout=60)
     assert early.returncode == 130
     assert stderr.splitlines()[-1] == "stopped; no step was made; the same command starts again"
-    # if the signal arrives in a finalizer, Python prints the KeyboardInterrupt that it ignores; if it arrives while a
-    # file is opened, tests, in which warnings are errors, print that the file is not closed
+    # if the signal arrives in a finalizer, Python prints the KeyboardInterrupt that it ignores; if it arrives while
+    # a file is opened, tests, in which warnings are errors, print that the file is not closed
     ignored = r"Exception ignored in: .*\nTraceback .*\n(?: .*\n)*(?:KeyboardInterrupt|ResourceWarning).*\n"
     assert "Traceback" not in re.sub(ignored, "", stderr)

@@ -31,7 +31,8 @@ def test_all_parts_run_with_only_torch_torchvision_and_timm(tmp_path: Path) -> N
     out = tmp_path / "results" / "gpu.json"
     program = (
         f"import runpy, sys; sys.modules.update(dict.fromkeys({ABSENT!r})); "
-        f"sys.argv = ['gpu', '--device', 'cpu', '--small', '--out', {str(out)!r}]; "
+        f"sys.argv = ['gpu', '--device', 'cpu', '--small', '--out', {str(out)!r}, '--parts', "
+        "'right', 'copies', 'loss', 'training']; "
         "runpy.run_module('bench.gpu', run_name='__main__')"
     )
     done = subprocess.run(
@@ -49,6 +50,30 @@ def test_all_parts_run_with_only_torch_torchvision_and_timm(tmp_path: Path) -> N
         assert len(one["seconds_by_round"]) == len(one["clipkit_faster_by_round"]) == 2
     assert training["clipkit"]["clipkit_faster"] == 1
     assert [row["rows"] for row in found["loss"]] == [64, 128]
+
+
+@pytest.mark.long
+def test_train_py_is_measured_resumed_and_checked_for_repeats(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    command = [
+        "bench.gpu",
+        "--device",
+        "cpu",
+        "--small",
+        "--out",
+        str(out),
+        "--parts",
+        "exact",
+        "loop",
+        "resume",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-m", *command], cwd=ROOT, env=environment, check=True, timeout=540)
+    results = json.loads(out.read_text())
+    for modes in results["exact"].values():
+        assert modes["default"]["repeats exactly"] and modes["deterministic"]["repeats exactly"]
+    assert results["loop"]["ViT-Ti-4-16"]["samples_per_second"] > 0
+    assert results["resume"]["equal"]
 
 
 def shapes() -> Architecture:
