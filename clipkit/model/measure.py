@@ -27,6 +27,7 @@ from torch.utils.flop_counter import flop_registry
 from clipkit.distributed import alone
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
+from clipkit.model.resample import grid_weights
 
 _ROWS = 2  # with one, batch norms have no variance
 _CPU, _META = torch.device("cpu"), torch.device("meta")
@@ -392,6 +393,8 @@ def measuring() -> Iterator[Meter]:
             yield meter
     except (RuntimeError, TypeError, ValueError) as error:
         raise Unmeasurable(str(error)) from error
+    finally:
+        grid_weights.cache_clear()  # those of this context have no values
 
 
 def copy_without_values(model: _Module) -> _Module:

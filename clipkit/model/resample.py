@@ -68,7 +68,7 @@ def fitted_grid(positions: Tensor, side: int) -> Tensor:
     https://arxiv.org/abs/2212.08013).
     """
     own = math.isqrt(len(positions) - 1)
-    weights = _grid_weights(own, side, positions.device).to(positions.dtype)
+    weights = grid_weights(own, side, positions.device).to(positions.dtype)
     with torch.autocast(positions.device.type, enabled=False):
         return torch.cat([positions[:1], weights @ positions[1:]])
 
@@ -81,11 +81,11 @@ def smooth_grid(positions: Tensor, side: int) -> None:
     """
     own = math.isqrt(len(positions) - 1)
     small = positions[1 : 1 + side**2].clone()
-    positions[1:] = _grid_weights(side, own, positions.device).to(positions.dtype) @ small
+    positions[1:] = grid_weights(side, own, positions.device).to(positions.dtype) @ small
 
 
 @lru_cache(maxsize=16)
-def _grid_weights(side: int, new_side: int, device: torch.device) -> Tensor:
+def grid_weights(side: int, new_side: int, device: torch.device) -> Tensor:
     """Return the matrix (new_side², side²) of antialiased bicubic resizing, which is equal on all devices."""
     size = (new_side, new_side)
     with torch.inference_mode(False):  # the cached matrix is used in training too

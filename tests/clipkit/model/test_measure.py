@@ -238,3 +238,10 @@ def test_results_of_operations_equal_those_of_torch(monkeypatch: pytest.MonkeyPa
     image_flops(model)
     text_flops(model, 20)
     assert len(compared) > 25
+
+
+def test_measuring_leaves_no_tensors_without_values_behind() -> None:
+    model = create(ARCHITECTURES["ViT-Ti-4-16"], name="ViT-Ti-4-16", seed=0)
+    with measuring():
+        copy_without_values(model).encode_image(torch.empty(2, 3, 8, 8, dtype=torch.uint8))
+    assert model.encode_image(torch.zeros(2, 3, 8, 8, dtype=torch.uint8)).isfinite().all()
