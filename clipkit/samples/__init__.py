@@ -102,7 +102,7 @@ from clipkit.samples.table import (
 )
 from clipkit.samples.table.captions import check_captions, parse_captions, usable_texts
 from clipkit.samples.table.groups import MOST_ROWS, RowsByKey, digest_key, merge_rows
-from clipkit.samples.table.parquet import ENCODED_COLUMNS, ParquetSamples
+from clipkit.samples.table.parquet import ParquetSamples
 from clipkit.samples.table.values import json_value
 from clipkit.samples.tables import TableSamples
 from clipkit.samples.tar import Content, TruncatedError, tar_files, tar_files_of
@@ -127,7 +127,6 @@ __all__ = [
     "CACHE_GB",
     "CAPTION_COLUMNS",
     "CLASS_NAMES",
-    "ENCODED_COLUMNS",
     "FORMATS",
     "IMAGE_COLUMNS",
     "IMAGE_EXTENSIONS",

@@ -49,7 +49,7 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
     if not splits:
         words = (split, "val") if split == TEST else (split,)
         for word in words:
-            inner = folder_of_split(folders, word, _has_captions)
+            inner = folder_of_split(folders, word, _is_captioned)
             if inner is not None:
                 return replace(open_image_folder(inner, name), split=split)
     inside = _folder_of_split(folder, split, splits)
@@ -122,7 +122,7 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
     )
 
 
-def _has_captions(folder: Path) -> bool:
+def _is_captioned(folder: Path) -> bool:
     table = caption_table_of(folder, image_column=None, caption_column=None)
     return table is not None or FolderSamples(folder).caption_file is not None
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from clipkit.errors import DataError
 from clipkit.samples import (
     CAPTION_COLUMNS,
-    ENCODED_COLUMNS,
+    IMAGE_COLUMNS,
     IMAGE_EXTENSIONS,
     SPLIT_NAMES,
     MissingSplit,
@@ -213,7 +213,7 @@ class _Table:
         names = [name for name in encoded if self.feature(name).get("_type") == "Image"] or encoded
         if len(names) == 1:
             return names[0]
-        return find_column(ENCODED_COLUMNS, names)
+        return find_column(IMAGE_COLUMNS, names)
 
     def captions(self, column: str) -> tuple[tuple[str, ...], ...]:
         captions = []

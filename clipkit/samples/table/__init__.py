@@ -39,7 +39,7 @@ from clipkit.samples.table.formats import (
     plain_name,
 )
 from clipkit.samples.table.json_rows import JsonLines, open_json
-from clipkit.samples.table.parquet import Parquet
+from clipkit.samples.table.parquet import Parquet, has_bytes
 
 __all__ = [
     "CAPTION_COLUMNS",
@@ -280,7 +280,7 @@ class Table:
             return name
         if content == "caption" and _is_list_of_text(kind):
             return name
-        if encoded and _is_image_type(kind):
+        if encoded and _is_image_type(self._format.types.get(name)):
             return name
         if request.name is None and not required:
             return ""
@@ -290,8 +290,10 @@ class Table:
         )
 
 
-def _is_image_type(kind: object) -> bool:
-    return str(kind).startswith(("binary", "large_binary", "struct<bytes: binary"))
+def _is_image_type(kind: Any) -> bool:
+    """Whether values of a type of pyarrow, None for other formats, may be encoded images."""
+    is_list = str(kind).startswith(("list", "large_list", "fixed_size_list"))
+    return kind is not None and not is_list and has_bytes(kind)
 
 
 def read_split(fields: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from clipkit.errors import DataError
 # common names, most specific first; compared in the form of ``plain_name``
 IMAGE_COLUMNS = (
     "filepath", "file_path", "image_path", "img_path", "path", "filename", "file_name", "image_file",
-    "image_filename", "image_name", "image", "img", "picture", "photo", "file",
+    "image_filename", "image_name", "image", "img", "images", "picture", "jpg", "png", "webp", "photo", "file",
 )  # fmt: skip
 CAPTION_COLUMNS = (
     "caption", "text", "title", "description", "sentence", "alt_text", "alt", "prompt", "comment", "captions",

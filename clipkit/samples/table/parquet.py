@@ -35,8 +35,6 @@ _BATCH_WITH_BYTES = 16
 _KEPT_BYTES = 256 << 20  # of row groups in memory; the last two are kept whatever their size
 _MAX_GROUP_BYTES = 16 << 30
 _MAX_IMAGE_BYTES = 256 << 20
-# common names of columns with encoded images
-ENCODED_COLUMNS = ("image", "img", "images", "picture", "jpg", "png", "webp", *IMAGE_COLUMNS)
 _LISTED = re.compile(r"(.+)\[(\d+)\]")
 
 
@@ -95,7 +93,7 @@ class ParquetSamples(Samples):
         self.marks = tuple(marks)
         self._starts = [0, *accumulate(self._sizes)]
         with_images = [field.name for field in schema if has_bytes(field.type)]
-        self.image_column = image_column or find_column(ENCODED_COLUMNS, with_images)
+        self.image_column = image_column or find_column(IMAGE_COLUMNS, with_images)
         if not self.image_column and len(with_images) == 1:
             self.image_column = with_images[0]
         self._members = sorted(with_images, key=lambda name: name != self.image_column)

@@ -3,13 +3,14 @@
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from clipkit.errors import DataError
-from clipkit.samples import ParquetSamples
+from clipkit.samples import ParquetSamples, Table
 from clipkit.samples.remote import ShardFile
 
 arrow = pytest.importorskip("pyarrow")
@@ -76,3 +77,25 @@ def test_few_row_groups_are_in_memory(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_column_with_a_common_name_precedes_others(tmp_path: Path, name: str) -> None:
     samples = open_parquet(tmp_path, {"thumb": [b"1", b"2"], name: [b"3", b"4"]})
     assert samples.members(0) == [name, "thumb"] and samples.read(1, "") == b"4"
+
+
+def open_table(path: Path) -> Table:
+    return Table(path, image_column=None, caption_column=None, encoded=True)
+
+
+IMAGE_NAMES = ("photo", "jpg", "image", "png", "img", "images", "picture", "file", "webp")
+
+
+@pytest.mark.parametrize(("first", "second"), list(permutations(IMAGE_NAMES, 2)))
+def test_all_commands_choose_the_same_column_of_images(tmp_path: Path, first: str, second: str) -> None:
+    columns = {first: [b"1", b"2"], second: [b"3", b"4"], "text": ["x", "y"]}
+    samples = open_parquet(tmp_path, columns)
+    table = open_table(tmp_path / "0.parquet")
+    assert samples.image_column == table.image_column
+    assert samples.read(0, "") == table.read_image(0)
+
+
+def test_images_in_structs_are_found_wherever_their_bytes_are(tmp_path: Path) -> None:
+    rows = [{"path": "a.png", "bytes": b"1"}, {"path": "b.png", "bytes": b"2"}]
+    samples = open_parquet(tmp_path, {"shot": rows, "text": ["x", "y"]})
+    assert samples.image_column == open_table(tmp_path / "0.parquet").image_column == "shot"
