@@ -214,7 +214,7 @@ def _add_option(parser: argparse._ActionsContainer, declared: Field[Any], hint: 
 
 
 def _add_values(keywords: dict[str, Any], declared: Field[Any], kind: type, several: bool) -> None:
-    """Add how the values of an option are called and parsed."""
+    """Set the metavar and the parser of an option's values."""
     option = declared.metadata
     within = option["within"]
     assert within is not None or kind not in (int, float), f"{declared.name} takes any number"

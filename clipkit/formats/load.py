@@ -534,19 +534,19 @@ def _check_agreement(stored: StoredModel, request: LoadRequest) -> None:
     """Raise CheckpointError if the architecture or activation is not the requested one; sizes may differ."""
     if not request.name:
         return
-    found = replace(stored.shape, logit_bias=False, small_data=False, decoder=None)
+    stored_shape = replace(stored.shape, logit_bias=False, small_data=False, decoder=None)
     expected = replace(request.architecture(), logit_bias=False, small_data=False, decoder=None)
     # fails if the size is not a multiple of the patch size: another architecture
     with suppress(ConfigError):
         expected = expected.resized(
-            image_size=found.vision.image_size, context_length=found.text.context_length
+            image_size=stored_shape.vision.image_size, context_length=stored_shape.text.context_length
         )
-    if expected == found:
+    if expected == stored_shape:
         return
-    if replace(expected, quick_gelu=found.quick_gelu) == found:
+    if replace(expected, quick_gelu=stored_shape.quick_gelu) == stored_shape:
         activations = {True: "QuickGELU", False: "GELU"}
         raise CheckpointError(
-            f"{stored.file}: the weights are for {activations[found.quick_gelu]}, {request.name} is for "
+            f"{stored.file}: the weights are for {activations[stored_shape.quick_gelu]}, {request.name} is for "
             f"{activations[expected.quick_gelu]}"
         )
     raise CheckpointError(f"{stored.file}: the weights have another architecture than {request.name}")

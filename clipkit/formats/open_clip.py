@@ -132,16 +132,16 @@ def fitting_names(tensors: Mapping[str, Tensor]) -> list[str]:
         return (shape.embed_dim, shape.vision.image_size, vision, text)
 
     try:
-        found = infer_architecture(own_names(tensors, flat=True))
+        inferred = infer_architecture(own_names(tensors, flat=True))
     except CheckpointError:
         return []
     known = dict(ARCHITECTURES)
     for name in sorted(config_files().keys() - known.keys()):
         config = open_clip_config(name)
-        if config["embed_dim"] == found.embed_dim and not config["text_cfg"].get("hf_model_name"):
+        if config["embed_dim"] == inferred.embed_dim and not config["text_cfg"].get("hf_model_name"):
             known[OPEN_CLIP + name] = from_open_clip(config)
-    wanted = outline(found)
-    if exact := [name for name, shape in known.items() if outline(shape) == wanted]:
+    inferred_outline = outline(inferred)
+    if exact := [name for name, shape in known.items() if outline(shape) == inferred_outline]:
         return exact[:_MAX_SHOWN]
     names = []
     for name, shape in known.items():
@@ -149,11 +149,11 @@ def fitting_names(tensors: Mapping[str, Tensor]) -> list[str]:
             continue
         try:
             resized = shape.resized(
-                image_size=found.vision.image_size, context_length=found.text.context_length
+                image_size=inferred.vision.image_size, context_length=inferred.text.context_length
             )
         except ConfigError:  # not a multiple of its patch size
             continue
-        if outline(resized) == wanted:
+        if outline(resized) == inferred_outline:
             names.append(name)
     return names[:_MAX_SHOWN]
 
@@ -199,8 +199,8 @@ def training_record(file: Path) -> TrainingRecord:
     Raises:
         CheckpointError: the record is inconsistent.
     """
-    found = [folder / "params.txt" for folder in (file.parent, file.parent.parent)]
-    params = next((path for path in found if path.is_file()), None)
+    paths = [folder / "params.txt" for folder in (file.parent, file.parent.parent)]
+    params = next((path for path in paths if path.is_file()), None)
     if params is None:
         return TrainingRecord()
     with params.open(encoding="utf-8", errors="replace") as content:

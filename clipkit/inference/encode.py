@@ -70,7 +70,7 @@ class Encoded:
         folder: folder of the embeddings, such as OUT/img_emb.
         files: number of embedding files of all processes.
         written: number of files written by this process.
-        found: number of files that were already complete.
+        complete_files: number of files that were already complete.
         stale: number of this process's files that existed but were out of date.
         unknown: number of stale files written by an earlier version, which did not record content digests.
         compared: number of this process's files kept because their content is unchanged although times or inodes
@@ -88,7 +88,7 @@ class Encoded:
     folder: Path
     files: int
     written: int
-    found: int
+    complete_files: int
     stale: int
     unknown: int
     compared: int
@@ -199,7 +199,7 @@ def encode(
             folder=folder.out / folder.embeddings,
             files=manifest.files,
             written=written,
-            found=len(complete),
+            complete_files=len(complete),
             stale=folder.stale,
             unknown=folder.unknown,
             compared=folder.compared,
@@ -440,7 +440,7 @@ def _report(encoded: Encoded, options: EncodeOptions, who: str) -> None:
         return
     what = counted(encoded.done, "text" if options.text else "image")
     rate = f"{encoded.done / max(encoded.seconds, 1e-9):,.1f}/s"
-    already_complete = f"; {encoded.found:,} already complete" if encoded.found else ""
+    already_complete = f"; {encoded.complete_files:,} already complete" if encoded.complete_files else ""
     why = "" if options.retry_failed else " because their sources changed"
     if encoded.unknown:
         why = " because an earlier version wrote them without recording the content of their sources"

@@ -628,7 +628,7 @@ class Query:
         return [*vectors, *encode_image(list(images), model)] if images else vectors
 
     def vector(self) -> Tensor:
-        """Return the mean of what is searched for minus half the mean of what is not, (O,) float32, unit norm."""
+        """Return the mean of the wanted minus half the mean of the unwanted embeddings, (O,) float32, unit norm."""
         total = torch.stack(self.wanted).mean(dim=0)
         if self.unwanted:
             total = total - NOT_WEIGHT * torch.stack(self.unwanted).mean(dim=0)

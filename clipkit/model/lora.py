@@ -41,7 +41,7 @@ class Adapters:
 
 
 class AdaptableModel(Protocol):
-    """What adapters need of a CLIP: a module whose text tower is the module itself if ``text`` is None."""
+    """The part of CLIP's interface that adapters use. If ``text`` is None, the text tower is the model itself."""
 
     architecture: Architecture
     visual: nn.Module

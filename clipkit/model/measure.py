@@ -36,7 +36,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 class Unmeasurable(Exception):
-    """A tower of a library reads values, and there are none."""
+    """The computation depends on the values of tensors, which are not computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ def _to_meta(value: Any) -> Any:
     if isinstance(value, torch.device):
         return _META
     if isinstance(value, list | tuple):
-        return [_to_meta(one) for one in value]
+        return [_to_meta(element) for element in value]
     return value
 
 
@@ -325,9 +325,13 @@ class Meter(TorchDispatchMode):
             self.flops += formula(*meta_args, **meta_kwargs, out_val=result)
         if func is _aten._to_copy.default and _address(meta_args[0]) in self._parameters:
             self._copies.add(self._count)
-        written = {id(one.meta): one for one in (*args, *(kwargs or {}).values()) if isinstance(one, _Shadow)}
+        written = {
+            id(tensor.meta): tensor
+            for tensor in (*args, *(kwargs or {}).values())
+            if isinstance(tensor, _Shadow)
+        }
         if isinstance(result, list | tuple):
-            return type(result)(self._shadow_of(one, written) for one in result)
+            return type(result)(self._shadow_of(element, written) for element in result)
         return self._shadow_of(result, written)
 
     def _shadow_of(self, value: Any, written: Mapping[int, Tensor] | None = None) -> Any:

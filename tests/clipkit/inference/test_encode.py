@@ -141,7 +141,7 @@ def test_embeddings_equal_the_model_in_image_order(photos: Path, model: CLIP, tm
         }
         for number in (4, 12, 13, 14)
     ]
-    assert (done.files, done.written, done.found, done.done, done.failed) == (8, 8, 0, COUNT, 4)
+    assert (done.files, done.written, done.complete_files, done.done, done.failed) == (8, 8, 0, COUNT, 4)
     assert done.totals is not None
     assert (done.totals.rows, done.totals.width, done.totals.failures) == (COUNT - 4, rows.shape[1], 4)
 
@@ -246,7 +246,7 @@ def test_kill_at_any_file_operation_does_not_change_the_files(
             countdown[0] = -1
             complete = [int(path.stem) for path in out.glob(".parts/[0-9]*.jsonl")]
             done = encode_folder(images, out, small, **settings)
-            assert (done.found, done.written) == (len(complete), 2 - len(complete))
+            assert (done.complete_files, done.written) == (len(complete), 2 - len(complete))
             for part in complete:
                 for path in (out / f"img_emb/img_emb_{part}.npy", out / f"metadata/metadata_{part}.parquet"):
                     assert path.stat().st_ino == before[path]  # not written again

@@ -297,7 +297,7 @@ def test_update_that_was_killed_encodes_no_image_twice(
     command = [sys.executable, "-c", KILLED, str(photos), str(tmp_path / "out"), str(written)]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
     done = run(photos, tmp_path / "out", model)
-    assert (done.found, done.written) == (written, 5 - written)
+    assert (done.complete_files, done.written) == (written, 5 - written)
     assert done.done - done.failed - done.reused == (1 if written == 0 else 0)
     run(photos, tmp_path / "straight", model)
     assert tree(tmp_path / "out") == tree(tmp_path / "straight")
