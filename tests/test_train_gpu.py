@@ -65,7 +65,7 @@ def test_two_runs_are_equal(runs: dict[tuple[str, int], tuple[Path, "Future[Ende
 
 def test_resumed_run_equals_one_that_never_stopped(trainings: Trainings, tmp_path: Path) -> None:
     settings = (*LONG, "optim.schedule=constant")
-    trainings.run(tmp_path / "whole", *settings, "steps=8")
+    trainings.run(tmp_path / "whole", *settings, "steps=8", "checkpoint.every_steps=2")
     trainings.run(tmp_path / "parts", *settings, "steps=4")
     trainings.run(tmp_path / "parts", *settings, "steps=8")
     assert digests(tmp_path / "whole", 8) == digests(tmp_path / "parts", 8)

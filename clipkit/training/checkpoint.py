@@ -428,7 +428,8 @@ class CheckpointWriter:
         except (OSError, SafetensorError, CheckpointException) as error:
             raise self._failed(error) from error
         finally:
-            if self._stager is not None and not torch.cuda.is_available():  # it holds a copy of the state
+            if self._stager is not None:
+                # it holds a copy of the state, and in torch 2.11 it can be used only once
                 self._stager.close()
                 self._stager = None
         self._saved = self._step
