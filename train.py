@@ -31,9 +31,11 @@ if __name__ == "__main__":
 import torch
 
 from clipkit import distributed, training
+from clipkit.batch import Batch
 from clipkit.config import load_config, shown_settings, to_toml
 from clipkit.objectives import select_terms
 from clipkit.training import build, checkpoint, costs, ema, guards, optim, parallel, sam
+from clipkit.training.decisions import Decisions
 from clipkit.training.log import Log, describe_model, describe_start
 from clipkit.training.step import TrainingStep, check_rows
 from data import augment, loader, order, training_data
@@ -155,9 +157,9 @@ def main(arguments: Arguments) -> int:
         unfreezing.lock_for_step(state.step)
         trained = parallel.replicated(model)
         if arguments.replay:
-            batch = train_loader.on_device(train_loader.batch(state.step), state.step, device)
-            names = train_loader.names(batch.ids)
-            print(*guards.replay(model, compute, batch, state.step, names), sep="\n")
+            repeated = train_loader.on_device(train_loader.batch(state.step), state.step, device)
+            names = train_loader.names(repeated.ids)
+            print(*guards.replay(model, compute, repeated, state.step, names), sep="\n")
             return 0
 
         # 7. The loop: first its log.
@@ -196,7 +198,10 @@ def main(arguments: Arguments) -> int:
         log.count_flops(model, compute, state.step)
         batches = loader.DeviceBatches(train_loader, state.step, config.steps, device)
         max_logit_scale = math.log(compute.objective.max_scale)
-        step, stopped = state.step, False
+        decisions = Decisions(state, device=device, factor=config.optim.skip_above)
+        batch: Batch | None = None
+        step = state.step
+        stopped = False
         began, saved_at = time.monotonic() - state.seconds, time.monotonic()
         try:
             # a stopped run has not scored its last step; weights from elsewhere are scored before step 1
@@ -205,14 +210,24 @@ def main(arguments: Arguments) -> int:
             stop.save_first(True, guards.loss_after(writer.saved_step))
             log.leave_out()  # what happened before the first step
             while step < config.steps and not stopped:
-                # 7a. The next batch, prefetched.
+                # 7a. The next batch, prefetched, and a message about it to all ranks, which is read in 7d. A rank
+                # whose batch has a fault computes a loss that is not a number. Only rank 0's clock counts.
                 log.watch.begin("data")
-                fault: DataError | None = None
-                try:
-                    batch = next(batches)
-                except DataError as error:  # of this rank alone: all ranks agree in 7c, and stop together
-                    fault = error
-                    batch = train_loader.placeholder(step, error).to(device)
+                if batch is None or not batch.fault:
+                    try:
+                        batch = next(batches)
+                    except DataError as error:
+                        batch = train_loader.placeholder(step, error).to(device)
+                log.add_bad_samples(step + 1, batch.bad)
+                minutes = (time.monotonic() - saved_at) / 60
+                totals = distributed.start_totals(
+                    asked_to_stop=stop.asked,
+                    bad_samples=len(batch.bad),
+                    time_to_save=rank0 and 0 < config.checkpoint.every_minutes <= minutes,
+                    faults=bool(batch.fault),
+                    cut_captions=batch.cut_captions,
+                    **batch.traits.by_trait,
+                )
                 if changed := unfreezing.lock_for_step(step):
                     trained = parallel.replicated(model)
                 if changed or any(0 < term.after == step for term in terms.values()):
@@ -232,65 +247,64 @@ def main(arguments: Arguments) -> int:
                     with sam.perturbed_weights(model, config.optim.sam):
                         compute.gradients(trained, batch, step, log.watch)
                         parallel.complete_gradients(model)
-                norm_here = parallel.clip_gradients(model, config.optim.clip_norm)
-                loss, norm = torch.stack([features.loss.float(), norm_here.float()]).tolist()
+                norm = parallel.clip_gradients(model, config.optim.clip_norm)
 
-                # 7c. What all ranks must agree on before the weights change. Only rank 0's clock counts.
-                log.watch.begin("agreement")
-                log.add_bad_samples(step + 1, batch.bad)
-                minutes = (time.monotonic() - saved_at) / 60
-                updates, factor = step - state.skipped, config.optim.skip_above
-                ranks = distributed.totals(
-                    asked_to_stop=stop.asked,
-                    bad_samples=len(batch.bad),
-                    time_to_save=rank0 and 0 < config.checkpoint.every_minutes <= minutes,
-                    faults=fault is not None,
-                    not_finite=not (math.isfinite(loss) and math.isfinite(norm)),
-                    spikes=guards.is_spike(norm, state.usual_norm, factor=factor, updates=updates),
-                    cut_captions=batch.cut_captions,
-                    **batch.traits.by_trait,
-                )
-                if ranks["faults"] or ranks["not_finite"]:
-                    causes = distributed.gather_objects(str(fault or ""))
-                    if not ranks["faults"]:
-                        guards.list_not_finite(run, train_loader.names(batch.ids), step=step, rank=rank)
-                    statistics.put_back()
-                    if step or not ranks["faults"]:
-                        state = replace(state, seconds=time.monotonic() - began)
-                        writer.save_now(model, optimizer, state, averaged)
-                    raise guards.failed_step(run, step, causes=causes, loss=loss, norm=norm)
-
-                # 7d. One update, unless the gradient is a spike.
+                # 7c. One update, unless a value is not finite or the gradient is a spike, which all ranks decide
+                # alike and without waiting for the device.
                 log.watch.begin("optimizer")
+                skip = decisions.skip_update(features.loss, norm)
                 writer.wait_until_copied()
-                if ranks["spikes"]:
-                    statistics.put_back()
-                else:
-                    optimizer.step()
-                    with torch.no_grad():
-                        model.logit_scale.clamp_(0, max_logit_scale)
-                    if averaged is not None:
-                        averaged.update(updates + 1)
+                optim.make_update(optimizer, config.optim.name, skip=skip)
+                with torch.no_grad():
+                    scale = model.logit_scale
+                    scale.copy_(torch.where(skip, scale, scale.clamp(0, max_logit_scale)))
+                statistics.put_back(where=skip)
+                if averaged is not None:
+                    averaged.update(decisions.updates, skip=skip)
                 step += 1
-                usual = guards.next_usual(state.usual_norm, norm, factor=factor, updates=updates)
-                state = state.next(ranks, seconds=time.monotonic() - began, usual_norm=usual)
+                decisions.add(totals, batch.ids)
+
+                # 7d. What the steps came to. On a GPU that is known two steps later, and not waited for unless
+                # something is due after this step.
+                log.watch.begin("agreement")
+                last = step == config.steps
+                due_score = training.is_due(step, config.eval.every_steps) and not last
+                due_save = last or training.is_due(step, config.checkpoint.every_steps)
+                due_metrics = log.is_due(step) or due_score or due_save
+                while (outcome := decisions.next_outcome(wait=due_metrics)) is not None:
+                    ranks = outcome.totals
+                    if not outcome.is_finite:
+                        causes = distributed.gather_objects(batch.fault if ranks["faults"] else "")
+                        if not ranks["faults"]:
+                            names = train_loader.names(outcome.ids)
+                            guards.list_not_finite(run, names, step=state.step, rank=rank)
+                        if state.step or not ranks["faults"]:
+                            state = replace(state, seconds=time.monotonic() - began)
+                            writer.save_now(model, optimizer, state, averaged)
+                        raise guards.failed_step(
+                            run, state.step, causes=causes, loss=outcome.loss, norm=outcome.norm
+                        )
+                    state = state.next(
+                        ranks,
+                        seconds=time.monotonic() - began,
+                        is_spike=outcome.is_spike,
+                        usual_norm=outcome.usual_norm,
+                    )
+                    log.update(state)
+                    loss, grad_norm = outcome.loss, outcome.norm
+                    drawn = state.step * config.batch_size
+                    too_many_bad = guards.too_many_bad(state.bad_samples, drawn, config.data.max_bad)
+                    stopped = stopped or ranks["asked_to_stop"] > 0 or too_many_bad
+                    due_save = due_save or stopped or ranks["time_to_save"] > 0
+                    due_metrics = due_metrics or due_save
+                stop.agreed = stopped
                 log.watch.begin("other")
                 log.count_batch(batch)
-                log.update(state)
                 writer.finish_if_done()
                 stop.otherwise = guards.loss_after(writer.saved_step)
 
-                # 7e. What is due after this step.
-                drawn = step * config.batch_size
-                too_many_bad = guards.too_many_bad(state.bad_samples, drawn, config.data.max_bad)
-                stopped = stop.agreed = ranks["asked_to_stop"] > 0 or too_many_bad
-                last = step == config.steps
-                due_score = training.is_due(step, config.eval.every_steps) and not last and not stopped
-                due_save = last or stopped or ranks["time_to_save"] > 0
-                due_save |= training.is_due(step, config.checkpoint.every_steps)
-
-                # 7f. Metrics.
-                if log.is_due(step) or due_score or due_save:
+                # 7e. Metrics.
+                if due_metrics:
                     figures = {
                         "epoch": sample_order.epoch(step - 1),
                         "samples": drawn,
@@ -298,13 +312,13 @@ def main(arguments: Arguments) -> int:
                         **compute.figures(batch, features),
                         "scale": model.logit_scale.exp().item(),
                         "lr": rate,
-                        "grad_norm": norm,
+                        "grad_norm": grad_norm,
                         "truncated_shards": len(shards.manifest.truncated),
                     }
                     log.write(state, figures, transfer_time=batches.seconds().transfer)
 
-                # 7g. Scores on held-out data, by all ranks together; then a checkpoint.
-                if due_score:
+                # 7f. Scores on held-out data, by all ranks together; then a checkpoint.
+                if due_score and not stopped:
                     scorer.score(step)
                 if due_save:
                     writer.begin(model, optimizer, state, averaged)

@@ -46,6 +46,8 @@ class Batch:
         identities: (B, 2) int64, number of the image and hash of the caption: equal for
             samples that share one; a substitute has its own.
         first_row: index of the first sample in the global batch.
+        rank_rows: how many rows of the global batch each rank has; empty: not known.
+        fault: why the batch could not be made, in which case the values are placeholders.
         bad: the samples that were replaced.
         traits: how many images are transparent or have an EXIF orientation.
         cut_captions: how many captions are longer than the context length; not counted in a smaller stage.
@@ -60,6 +62,8 @@ class Batch:
     ids: Tensor
     identities: Tensor
     first_row: int = 0
+    rank_rows: tuple[int, ...] = ()
+    fault: str = ""
     bad: tuple[BadSample, ...] = ()
     traits: TraitCounts = field(default_factory=TraitCounts)
     cut_captions: int = 0

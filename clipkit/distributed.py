@@ -8,7 +8,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
@@ -348,10 +348,23 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return total
 
 
-def totals(**counts: int) -> dict[str, int]:
-    """Return the sums over ranks of counts by name, on each rank; a bool counts as 0 or 1."""
+def start_totals(**counts: int) -> Callable[[], dict[str, int]]:
+    """Start to sum counts by name over ranks; a bool counts as 0 or 1.
+
+    All ranks call this with the same names. The message travels while this process goes on.
+
+    Returns:
+        a function that waits for the sums and returns them by name.
+    """
     values = torch.tensor([int(count) for count in counts.values()], dtype=torch.int64)
-    return dict(zip(counts, sum_over_ranks(values).tolist(), strict=True))
+    work = dist.all_reduce(values, async_op=True) if world_size() > 1 else None
+
+    def wait() -> dict[str, int]:
+        if work is not None:
+            work.wait()
+        return dict(zip(counts, values.tolist(), strict=True))
+
+    return wait
 
 
 def gather_objects(value: Any) -> list[Any]:
@@ -398,15 +411,40 @@ def greatest_over_ranks(values: Tensor) -> Tensor:
     return greatest
 
 
-def counts_of_rows(own: int) -> list[int]:
-    """Return the number of rows of each rank, ordered by rank, without waiting for a GPU."""
+_known_rows: ContextVar[Sequence[int]] = ContextVar("_known_rows", default=())
+
+
+@contextmanager
+def known_rows(counts: Sequence[int]) -> Iterator[None]:
+    """State how many rows of the batch each rank has, so that ``counts_of_rows`` sends no message.
+
+    Args:
+        counts: by rank, each at least 1; empty: not known.
+    """
+    token = _known_rows.set(counts)
+    try:
+        yield
+    finally:
+        _known_rows.reset(token)
+
+
+def counts_of_rows(rows: int) -> list[int]:
+    """Return the number of rows of each rank, ordered by rank, without waiting for a GPU.
+
+    Args:
+        rows: those of this rank; within ``known_rows`` a multiple of them, the same on all ranks.
+    """
     if world_size() == 1:
-        return [own]
+        return [rows]
+    if counts := _known_rows.get():
+        factor, rest = divmod(rows, counts[rank()])
+        assert not rest, (rows, counts)
+        return [factor * count for count in counts]
     # a process group that was not created by start() may not support CPU tensors
     device = "cpu" if "cpu:" in dist.get_backend_config() else "cuda"
-    counts = torch.empty(world_size(), dtype=torch.int64, device=device)
-    _all_gather(counts, torch.tensor([own], device=device))
-    return [int(count) for count in counts.tolist()]
+    gathered = torch.empty(world_size(), dtype=torch.int64, device=device)
+    _all_gather(gathered, torch.tensor([rows], device=device))
+    return [int(count) for count in gathered.tolist()]
 
 
 def gather_rows(rows: Tensor, counts: list[int]) -> Tensor:

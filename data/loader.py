@@ -155,6 +155,7 @@ class Loader:
             ids=ids,
             identities=identities,
             first_row=draw.first_row,
+            rank_rows=self.order.rank_rows(self.world_size),
             bad=tuple(part.bad),
             traits=part.traits,
             cut_captions=cut,
@@ -171,8 +172,8 @@ class Loader:
     def placeholder(self, step: int, error: DataError) -> LoaderBatch:
         """Return a batch of zeros for a step whose batch cannot be created.
 
-        A rank computes on it until all ranks have agreed to stop, because the others wait for it in collectives.
-        The result must not be used.
+        A rank computes on it because the others wait for it in collectives; the loss is not a number, so that no
+        rank makes an update.
         """
         stage = stage_at(self.stages, step)
         draw = self.order.batch(step, rank=self.rank, world_size=self.world_size)
@@ -186,6 +187,8 @@ class Loader:
             ids=ids,
             identities=torch.stack([ids, ids], dim=1).repeat(more + 1, 1),
             first_row=draw.first_row,
+            rank_rows=self.order.rank_rows(self.world_size),
+            fault=str(error),
             bad=error.bad if isinstance(error, BatchError) else (),
             teacher=None if self.teacher is None else self.teacher.zeros(count),
             more=torch.zeros(more * count, 1, dtype=torch.int64) if more else None,

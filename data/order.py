@@ -173,6 +173,10 @@ class Order:
             )
         return range(rank * self.batch_size // world_size, (rank + 1) * self.batch_size // world_size)
 
+    def rank_rows(self, world_size: int) -> tuple[int, ...]:
+        """Return the number of rows of each rank."""
+        return tuple(len(self.part(rank, world_size)) for rank in range(world_size))
+
     def batch(self, step: int, *, rank: int = 0, world_size: int = 1) -> Draw:
         """Return a rank's part of the batch of a step (from 0); the parts of all ranks form the global batch."""
         part = self.part(rank, world_size)

@@ -39,6 +39,7 @@ class Trainings:
 
     def __init__(self, forked: Forked, pairs: Path, pool: ThreadPoolExecutor) -> None:
         self.pairs = pairs
+        self.program = "train.py"
         self.runs: set[Path] = set()
         self._forked, self._pool = forked, pool
 
@@ -58,7 +59,7 @@ class Trainings:
         settings = self.settings(out, more)
         self.runs.add(out)
         environment["CLIPKIT_CACHE"] = str(self.pairs.parent / "cache")
-        return self._pool.submit(self._forked.run, "train.py", settings, environment, timeout=SECONDS)
+        return self._pool.submit(self._forked.run, self.program, settings, environment, timeout=SECONDS)
 
     def clipkit(self, *arguments: str) -> None:
         """Run a clipkit command."""

@@ -23,6 +23,8 @@ class OptimizerEntry:
 
     Attributes:
         make: builds it for a model on its device, sharded or not.
+        gated: whether ``step`` changes nothing if the attribute ``found_inf``, a float scalar on the device, is 1;
+            with other optimizers the host waits for each decision whether to make an update.
         gathers_matrices: whether each step gathers the matrices in blocks, if they are sharded.
         parameters_join_late: whether parameters may get their first gradient after others, as with
             ``lock.unfreeze_every``.
@@ -30,6 +32,7 @@ class OptimizerEntry:
     """
 
     make: Callable[["CLIP", OptimConfig], "Optimizer"]
+    gated: bool = False
     gathers_matrices: bool = False
     parameters_join_late: bool = True
     ties_rows: bool = True
@@ -51,12 +54,12 @@ class OptimizerEntry:
 
 
 OPTIMIZERS: dict[str, OptimizerEntry] = {
-    "adamw": OptimizerEntry(make=late("clipkit.training.optim:adamw")),
+    "adamw": OptimizerEntry(make=late("clipkit.training.optim:adamw"), gated=True),
     "stable_adamw": OptimizerEntry(make=late("clipkit.training.optim:stable_adamw")),
     # counts steps by group: parameters that join later would start without bias correction
     "lamb": OptimizerEntry(make=late("clipkit.training.timm_optim:lamb"), parameters_join_late=False),
     "adafactor": OptimizerEntry(make=late("clipkit.training.timm_optim:adafactor"), ties_rows=False),
-    "muon": OptimizerEntry(make=late("clipkit.training.optim:muon"), gathers_matrices=True),
+    "muon": OptimizerEntry(make=late("clipkit.training.optim:muon"), gated=True, gathers_matrices=True),
 }
 
 

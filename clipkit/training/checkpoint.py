@@ -194,10 +194,12 @@ class LoopState:
     skipped: int = 0  # updates skipped because the gradient was a spike
     usual_norm: float = 0.0  # of gradients, see clipkit/training/guards.py
 
-    def next(self, counts: Mapping[str, int], *, seconds: float, usual_norm: float) -> "LoopState":
-        """Return the state after one more step, with its sums over ranks (``bad_samples``, ``spikes``, …)."""
+    def next(
+        self, counts: Mapping[str, int], *, seconds: float, is_spike: bool, usual_norm: float
+    ) -> "LoopState":
+        """Return the state after one more step, with its sums over ranks (``bad_samples``, …)."""
         sums = {name: getattr(self, name) + counts[name] for name in _SUMS}
-        skipped = self.skipped + (counts["spikes"] > 0)
+        skipped = self.skipped + is_spike
         return replace(
             self, step=self.step + 1, seconds=seconds, skipped=skipped, usual_norm=usual_norm, **sums
         )

@@ -38,11 +38,22 @@ class AveragedWeights:
         self._averages = {name: p.detach().clone() for name, p in self._weights.items()}
 
     @torch.no_grad()
-    def update(self, step: int) -> None:
-        """Add the weights after ``step`` updates, at least 1, to the average."""
-        assert step >= 1, step
-        weight = 1 - min(self.decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(self._local_parts(self._averages), self._local_parts(self._weights), weight)
+    def update(self, step: Tensor | int, *, skip: Tensor | bool = False) -> None:
+        """Add the weights after ``step`` updates, at least 1, to the average unless ``skip``.
+
+        Scalars on the device are not waited for.
+
+        Args:
+            step: a number, or a floating-point scalar.
+            skip: bool scalar.
+        """
+        if not isinstance(step, Tensor):
+            step = torch.tensor(step, dtype=torch.float64)
+        weight = 1 - ((1 + step) / (10 + step)).clamp(max=self.decay)
+        weight = torch.where(torch.as_tensor(skip), 0.0, weight)
+        averages = self._local_parts(self._averages)
+        weights = [weight.to(average.dtype) for average in averages]
+        torch._foreach_lerp_(averages, self._local_parts(self._weights), weights)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the averages by parameter name, sharded like the parameters; not copies."""
@@ -123,10 +134,11 @@ class RunningStatistics:
             saved.copy_(buffer)
 
     @torch.no_grad()
-    def put_back(self) -> None:
-        """Restore the values that were kept."""
+    def put_back(self, where: Tensor | bool = True) -> None:
+        """Restore the values that were kept, if the scalar ``where`` is true."""
+        condition = torch.as_tensor(where)
         for saved, buffer in zip(self._kept, self._buffers, strict=True):
-            buffer.copy_(saved)
+            buffer.copy_(torch.where(condition, saved, buffer))
 
     def broadcast(self) -> None:
         """Give all ranks the values of rank 0, which are saved; each rank has those of its part of the batches."""

@@ -279,32 +279,6 @@ def find(model: nn.Module, compute: Callable[[], Features]) -> Finding:
     return Finding(where=origins[0] if origins else "", rows=rows, loss=float(features.loss))
 
 
-# Gradient spikes: a single update with a gradient far above the usual norm can undo much training.
-#
-# The usual norm is a moving average, to which a spike contributes the largest norm that is not a spike: one spike
-# changes little, and norms that rise permanently, as when layers are unfrozen, soon become usual. It is part of
-# ``LoopState``, so a resumed run makes the same decisions.
-
-_MEMORY = 0.98  # of the average: about fifty steps
-_FIRST_UPDATES = 20  # without skipping
-
-
-def is_spike(norm: float, usual: float, *, factor: float, updates: int) -> bool:
-    """Return whether the update with a gradient of this norm, before clipping, is skipped.
-
-    ``factor`` is the multiple of the usual norm above which a gradient is a spike; 0 skips nothing.
-    """
-    return factor > 0 and updates >= _FIRST_UPDATES and norm > factor * usual
-
-
-def next_usual(usual: float, norm: float, *, factor: float, updates: int) -> float:
-    """Return the usual norm after one more step; arguments as for ``is_spike``."""
-    if is_spike(norm, usual, factor=factor, updates=updates):
-        norm = factor * usual
-    memory = min(_MEMORY, updates / (updates + 1))
-    return memory * usual + (1 - memory) * norm
-
-
 # Stopping: signals ask to save and exit, and a rank ends with its launcher.
 
 _PARENT_SECONDS = 0.2  # between two checks that the launcher is alive
@@ -316,7 +290,7 @@ def loss_after(saved: int) -> str:
 
 
 class StopRequest:
-    """Save and exit after the current step on Ctrl-C, SIGTERM, SIGHUP (end of an ssh session) or SIGUSR1.
+    """Save and exit within a few steps on Ctrl-C, SIGTERM, SIGHUP (end of an ssh session) or SIGUSR1.
 
     Cluster schedulers usually send SIGUSR1 before a job's time is up. A second Ctrl-C exits at once, and so does
     the first signal if there is nothing to save.

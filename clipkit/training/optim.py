@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from inspect import unwrap
 from typing import Any
@@ -12,11 +13,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from clipkit.config import OptimConfig
+from clipkit.distributed import gather_rows, rank, world_size
 from clipkit.model.clip import CLIP
 from clipkit.model.cpu import one_core_each
 from clipkit.training import OPTIMIZERS
 from clipkit.training.build import places, tower_of
-from clipkit.training.parallel import is_sharded, local_part, sharded_like, sums_over_parts, whole
+from clipkit.training.parallel import gather_stack, is_sharded, local_part, shard_stack, sums_over_parts
 
 Groups = list[dict[str, Any]]
 StateShapes = Mapping[str, tuple[torch.Size, torch.dtype]]
@@ -90,6 +92,21 @@ def make_optimizer(model: CLIP, config: OptimConfig) -> Optimizer:
     return OPTIMIZERS[config.name].make(model, config)
 
 
+def make_update(optimizer: Optimizer, name: str, *, skip: Tensor) -> None:
+    """Make one update unless ``skip``, a bool scalar on the device, which is not waited for if possible.
+
+    Args:
+        optimizer: from ``make_optimizer``.
+        name: the setting ``optim.name``.
+        skip: whether everything stays as it is.
+    """
+    if OPTIMIZERS[name].gated:
+        optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
+        optimizer.step()
+    elif not skip:
+        optimizer.step()
+
+
 def expected_state(optimizer: Optimizer, parameter: Tensor) -> StateShapes:
     """Return shape and dtype of everything that an optimizer keeps for a parameter after its first gradient.
 
@@ -122,36 +139,32 @@ class AdamW(Uncompiled, torch.optim.AdamW):
     step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
 
 
-class Muon(Uncompiled, torch.optim.Muon):
-    """torch's Muon (Jordan 2024; Liu et al. 2025, https://arxiv.org/abs/2502.16982)."""
-
-
 class MuonWithAdamW(Uncompiled):
-    """torch's Muon (Jordan 2024; Liu et al. 2025, https://arxiv.org/abs/2502.16982) and AdamW as one optimizer.
+    """Muon (Jordan 2024; Liu et al. 2025, https://arxiv.org/abs/2502.16982) and torch's AdamW as one optimizer.
 
     Muon orthogonalizes the update of a matrix, in bfloat16, and scales it to the norm of AdamW's updates (Liu et
     al., section 2.2), so both use one learning rate and weight decay. The projection of queries, keys and values is
-    one matrix. If parameters are sharded, so is their state, and each rank orthogonalizes the gathered matrices.
-    On CPUs each core orthogonalizes one matrix at a time; the result is bit-identical to torch's. On GPUs, matrices
-    of one shape are orthogonalized together, which equals torch's result up to the rounding of bfloat16.
+    one matrix. Each rank orthogonalizes some of the matrices of a shape, which are gathered first if parameters are
+    sharded, and ranks exchange the results. On CPUs each core orthogonalizes one matrix at a time, with the bits of
+    torch's Muon; on GPUs matrices are orthogonalized together, which is the same up to the rounding of bfloat16.
 
     Groups with ``"matrices": True`` are Muon's. State of their parameters: ``momentum_buffer``, of their shape and
     dtype; of others AdamW's ``exp_avg``, ``exp_avg_sq`` and ``step``.
+
+    Attributes:
+        found_inf: float scalar on the device of the parameters; if it is not 0, a step changes nothing.
     """
+
+    found_inf: Tensor | None = None
 
     def __init__(
         self, groups: Groups, *, lr: float, betas: tuple[float, float], eps: float, momentum: float = 0.95
     ) -> None:
-        matrices = [group for group in groups if group["matrices"]]
         others = [group for group in groups if not group["matrices"]]
-        self._optimizers: list[Optimizer] = []
-        if matrices:
-            self._optimizers.append(Muon(matrices, lr=lr, momentum=momentum, adjust_lr_fn="match_rms_adamw"))
-        if others:
-            self._optimizers.append(AdamW(others, lr=lr, betas=betas, eps=eps, fused=True))
-        super().__init__(
-            [group for optimizer in self._optimizers for group in optimizer.param_groups], {"lr": lr}
-        )
+        self._adamw = AdamW(others, lr=lr, betas=betas, eps=eps, fused=True) if others else None
+        self._momentum = momentum
+        matrices = [group for group in groups if group["matrices"]]
+        super().__init__([*matrices, *(self._adamw.param_groups if self._adamw else [])], {"lr": lr})
 
     def expected_state(self, parameter: Tensor) -> StateShapes:
         """See the function of this name."""
@@ -167,79 +180,84 @@ class MuonWithAdamW(Uncompiled):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for optimizer in self._optimizers:
+        skip = None if self.found_inf is None else self.found_inf > 0
+        if skip is not None and skip.device.type == "cpu":  # known: nothing is waited for
+            if skip:
+                return loss
+            skip = None
+        for group in self.param_groups:
+            if group["matrices"]:
+                by_shape: dict[torch.Size, list[Tensor]] = {}
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        by_shape.setdefault(parameter.shape, []).append(parameter)
+                for parameters in by_shape.values():
+                    self._step_matrices(group, parameters, skip)
+        if self._adamw is not None:
             # groups and state are this object's, and may have been replaced by load_state_dict
-            takes_matrices = isinstance(optimizer, torch.optim.Muon)
-            optimizer.param_groups = [
-                group for group in self.param_groups if group["matrices"] == takes_matrices
-            ]
-            optimizer.state = self.state
-            if not takes_matrices:
-                optimizer.step()
-                continue
-            pairs = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
-            if any(is_sharded(parameter) for _, parameter in pairs):
-                self._step_sharded(optimizer.param_groups)
-            elif pairs[0][1].device.type == "cpu":  # small products do not scale to all cores
-                with one_core_each(torch.get_num_threads()) as pool:
-                    deque(pool.map(self._step_matrix, *zip(*pairs, strict=True)), maxlen=0)
-            else:
-                for group in optimizer.param_groups:
-                    self._step_stacked(group)
+            self._adamw.param_groups = [group for group in self.param_groups if not group["matrices"]]
+            self._adamw.state = self.state
+            if self.found_inf is not None:
+                self._adamw.found_inf = self.found_inf  # type: ignore[attr-defined]
+            self._adamw.step()
         return loss
 
-    def _step_stacked(self, group: dict[str, Any]) -> None:
-        by_shape: dict[torch.Size, list[Tensor]] = {}
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                by_shape.setdefault(parameter.shape, []).append(parameter)
-        for shape, parameters in by_shape.items():
-            rate = group["lr"] * 0.2 * math.sqrt(max(shape))
-            size = max(1, _LARGE_CHUNK // shape.numel())
-            for start in range(0, len(parameters), size):
-                chunk = parameters[start : start + size]
-                steps = orthogonalize(self._average_gradients(chunk, group["momentum"]))
-                torch._foreach_mul_(chunk, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(chunk, list(steps.float().unbind()), alpha=-rate)
+    def _step_matrices(self, group: dict[str, Any], parameters: list[Tensor], skip: Tensor | None) -> None:
+        """Update N matrices (A, B) of one shape; of sharded ones a rank holds (a, B)."""
+        count = len(parameters)
+        first = parameters[0]
+        on_cpu = first.device.type == "cpu"
+        size = 1 if on_cpu else max(1, _LARGE_CHUNK // first.numel())
+        local = local_part(first)
+        directions = local.new_empty((count, *local.shape), dtype=torch.bfloat16)
 
-    def _average_gradients(self, parameters: list[Tensor], momentum: float) -> Tensor:
+        def average(chunk: slice) -> None:
+            self._average_gradients(parameters[chunk], skip, out=directions[chunk])
+
+        def orthogonalize_chunk(chunk: slice) -> None:
+            matrices[chunk] = orthogonalize(matrices[chunk])
+
+        def update(chunk: slice) -> None:
+            _update_matrices([local_part(parameter) for parameter in parameters[chunk]], steps[chunk])
+
+        def _update_matrices(weights: list[Tensor], steps: Tensor) -> None:
+            decay = 1 - group["lr"] * group["weight_decay"]
+            torch._foreach_mul_(weights, decay if skip is None else torch.where(skip, 1.0, decay))
+            rate = group["lr"] * 0.2 * math.sqrt(max(first.shape))
+            torch._foreach_add_(weights, list(steps.float().unbind()), alpha=-rate)
+
+        # small products do not scale to all cores
+        with one_core_each(torch.get_num_threads()) if on_cpu else nullcontext() as pool:
+            run = map if pool is None else pool.map
+            deque(run(average, _slices(range(count), size)), maxlen=0)
+            matrices = gather_stack(first, directions)  # (N, A, B)
+            parts = [
+                range(count * i // world_size(), count * (i + 1) // world_size()) for i in range(world_size())
+            ]
+            part = parts[rank()]
+            deque(run(orthogonalize_chunk, _slices(part, size)), maxlen=0)
+            matrices = gather_rows(matrices[part.start : part.stop], [len(part) for part in parts])
+            steps = shard_stack(first, matrices)  # (N, a, B)
+            deque(run(update, _slices(range(count), size)), maxlen=0)
+
+    def _average_gradients(self, parameters: list[Tensor], skip: Tensor | None, *, out: Tensor) -> None:
+        """Update the momentum, and write the direction of each local part to ``out`` (N, a, B)."""
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        averages = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        torch._foreach_lerp_(averages, gradients, 1 - momentum)
-        stack = parameters[0].new_empty((len(parameters), *parameters[0].shape), dtype=torch.bfloat16)
-        torch._foreach_copy_(list(stack.unbind()), torch._foreach_lerp(gradients, averages, momentum))
-        return stack
+        averages = [local_part(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
+        gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        updated = torch._foreach_lerp(averages, gradients, 1 - self._momentum)
+        torch._foreach_copy_(list(out.unbind()), torch._foreach_lerp(gradients, updated, self._momentum))
+        if skip is not None:
+            updated = torch.where(skip, torch.stack(averages), torch.stack(updated)).unbind()
+            out.masked_fill_(skip, 0)
+        torch._foreach_copy_(averages, updated)
 
-    def _step_matrix(self, group: dict[str, Any], parameter: Tensor) -> None:
-        optimizer = Muon([{**group, "params": [parameter]}])
-        optimizer.state = self.state
-        optimizer.step()  # type: ignore[no-untyped-call]
 
-    def _step_sharded(self, groups: Groups) -> None:
-        for group in groups:
-            momentum, rate, decay = (group[name] for name in ("momentum", "lr", "weight_decay"))
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(parameter)
-                average = state["momentum_buffer"].lerp_(parameter.grad, 1 - momentum)
-                gradient = whole(parameter.grad.lerp(average, momentum))
-                step = torch.nn.Parameter(torch.zeros_like(gradient))
-                step.grad = gradient
-                Muon(
-                    [step],
-                    lr=rate,
-                    momentum=0,
-                    nesterov=False,
-                    weight_decay=0,
-                    adjust_lr_fn=group["adjust_lr_fn"],
-                ).step()  # type: ignore[no-untyped-call]
-                parameter.mul_(1 - rate * decay).add_(sharded_like(parameter, step.detach()))
+def _slices(indices: range, size: int) -> Iterator[slice]:
+    for start in range(indices.start, indices.stop, size):
+        yield slice(start, min(start + size, indices.stop))
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
@@ -247,17 +265,24 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
     Five steps of the quintic Newton–Schulz iteration with the coefficients of Jordan (2024), as in torch's Muon.
     """
+    if len(matrices) == 1:  # on a CPU as torch computes it, bit for bit
+        return _iterate(matrices[0], torch.addmm)[None]
+    return _iterate(matrices, torch.baddbmm)
+
+
+def _iterate(matrices: Tensor, multiply: Callable[..., Tensor]) -> Tensor:
     a = 3.4445
     b = -4.7750
     c = 2.0315
-    is_tall = matrices.shape[1] > matrices.shape[2]
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
     if is_tall:
         matrices = matrices.mT
-    matrices = matrices / torch.linalg.matrix_norm(matrices, keepdim=True).clamp(min=1e-7)
+    norm = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True)
+    matrices = matrices / norm.clamp(min=1e-7)
     for _ in range(5):
         gram = matrices @ matrices.mT  # (N, A, A)
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        matrices = torch.baddbmm(matrices, polynomial, matrices, beta=a)
+        polynomial = multiply(gram, gram, gram, beta=b, alpha=c)
+        matrices = multiply(matrices, polynomial, matrices, beta=a)
     return matrices.mT if is_tall else matrices
 
 

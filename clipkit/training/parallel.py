@@ -224,6 +224,36 @@ def sharded_like(target: Tensor, value: Tensor) -> Tensor:
     return distribute_tensor(value.to(target.device), *layout, src_data_rank=None)
 
 
+def gather_stack(like: Tensor, stack: Tensor) -> Tensor:
+    """Gather (N, a, …), the local parts of N tensors that are all sharded as ``like`` (A, …), to (N, A, …)."""
+    if not is_sharded(like):
+        return stack
+    from torch.distributed.tensor import DTensor
+
+    shape = torch.Size((len(stack), *like.shape))
+    stride = torch.empty(shape, device="meta").stride()
+    placements = _stack_placements(like)
+    return DTensor.from_local(
+        stack, like.device_mesh, placements, run_check=False, shape=shape, stride=stride
+    ).full_tensor()
+
+
+def shard_stack(like: Tensor, stack: Tensor) -> Tensor:
+    """Return this rank's part (N, a, …) of N tensors (N, A, …), each sharded as ``like``; no communication."""
+    if not is_sharded(like):
+        return stack
+    from torch.distributed.tensor import distribute_tensor
+
+    placements = _stack_placements(like)
+    return distribute_tensor(stack, like.device_mesh, placements, src_data_rank=None).to_local()
+
+
+def _stack_placements(like: Any) -> list[Any]:
+    from torch.distributed.tensor import Shard
+
+    return [Shard(placement.dim + 1) if placement.is_shard() else placement for placement in like.placements]
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Gather a tensor that may be sharded; all ranks call it together."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor

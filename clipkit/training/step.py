@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from clipkit.api import load
 from clipkit.batch import Batch
 from clipkit.config import Config, DistillConfig, LossConfig
-from clipkit.distributed import rank, sum_over_ranks, world_size
+from clipkit.distributed import known_rows, rank, sum_over_ranks, world_size
 from clipkit.errors import ConfigError
 from clipkit.formats.checkpoint import model_hash
 from clipkit.model.architectures import Architecture
@@ -209,6 +209,10 @@ def backward(
                     trained_grads.append(grad.to(output.dtype))
             torch.autograd.backward(trained, trained_grads)
     return _detach(value, image_features, text_features, terms, all_sums)
+
+
+def _not_a_number(loss: Loss, *features: Tensor) -> Tensor:
+    return loss(*features) * math.nan
 
 
 def _detach(
@@ -456,7 +460,14 @@ class TrainingStep:
     def gradients(
         self, module: nn.Module, batch: Batch, step: int, watch: Stopwatch | None = None
     ) -> Features:
-        """Add the gradient of the global batch's loss to the module's parameters, after ``step`` updates."""
+        """Add the gradient of the global batch's loss to the module's parameters, after ``step`` updates.
+
+        If the batch has a fault, the loss and the gradients are not numbers.
+        """
+        with known_rows(batch.rank_rows):
+            return self._gradients(module, batch, step, watch)
+
+    def _gradients(self, module: nn.Module, batch: Batch, step: int, watch: Stopwatch | None) -> Features:
         if watch is not None:
             watch.begin("forward")  # includes a teacher's
 
@@ -491,7 +502,7 @@ class TrainingStep:
         teaching = teach() if self.distill.averages else self._teaching(batch)
 
         # 4. The loss of features and the local terms, and their gradients.
-        loss = partial(
+        loss: Loss = partial(
             batch_loss,
             objective=self.objective,
             targets=self._make_targets(batch),
@@ -501,6 +512,8 @@ class TrainingStep:
             distill=self.distill,
             halves=self.shape.distilled,
         )
+        if batch.fault:
+            loss = partial(_not_a_number, loss)
         return backward(
             module,
             inputs,
@@ -549,6 +562,10 @@ class TrainingStep:
 
         All ranks call this together.
         """
+        with known_rows(batch.rank_rows):
+            return self._figures(batch, features)
+
+    def _figures(self, batch: Batch, features: Features) -> dict[str, float]:
         targets = self._make_targets(batch)
         figures = {f"loss_{name}": float(value) for name, value in features.terms.items()}
         # the levels would depend on the teacher, and terms and wrong captions have none

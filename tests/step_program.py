@@ -1,0 +1,105 @@
+"""``train.py`` as rank 0 of many that do not exist; prints the messages and host reads of one step as JSON.
+
+python -m tests.step_program RANKS [key=value …]
+"""
+
+import json
+import os
+import sys
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train
+from clipkit import distributed
+from clipkit.options import parse_arguments
+from clipkit.training import checkpoint, decisions, log, parallel
+
+ROOT = Path(__file__).parents[1]
+STEP = 5  # which is not logged
+
+
+class Recorder(TorchDispatchMode):
+    """Counts collectives and reads of tensors by the host, with the function of clipkit that causes them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.events: Counter[str] = Counter()
+
+    def add(self, name: str) -> None:
+        for frame in reversed(traceback.extract_stack()):
+            path = Path(frame.filename)
+            if path.is_relative_to(ROOT) and path.parts[len(ROOT.parts)] in ("clipkit", "data", "train.py"):
+                self.events[f"{name} in {path.stem}.{frame.name}"] += 1
+                return
+        self.events[name] += 1  # by the autograd engine
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if "c10d" in name and "wait" not in name:
+            self.add(name.partition("::")[2].strip("_"))
+        elif name == "aten::_local_scalar_dense":
+            self.add("item")
+        return func(*args, **(kwargs or {}))
+
+
+def main() -> None:
+    ranks = int(sys.argv[1])
+    recorder = Recorder()
+    tolist = torch.Tensor.tolist
+    replicated = parallel.replicated
+    count_batch = log.Log.count_batch
+
+    def start() -> torch.device:
+        os.environ["LOCAL_WORLD_SIZE"] = "8"
+        if ranks > 1:
+            dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+        return torch.device("cpu")
+
+    def recorded_tolist(tensor: torch.Tensor) -> Any:
+        recorder.add("tolist")
+        return tolist(tensor)
+
+    def with_hook(model: Any) -> torch.nn.Module:
+        module = replicated(model)
+        if isinstance(module, DistributedDataParallel):
+            module.register_comm_hook(None, reduce_bucket)
+        return module
+
+    def reduce_bucket(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        recorder.events["gradients"] += 1
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    steps: list[Counter[str]] = []
+
+    def counted(self: log.Log, batch: Any) -> None:
+        steps.append(recorder.events)
+        recorder.events = Counter()
+        count_batch(self, batch)
+
+    distributed.start = start
+    distributed.broadcast_bytes = lambda content: content
+    torch.Tensor.tolist = recorded_tolist  # type: ignore[method-assign, assignment]
+    parallel.replicated = with_hook
+    vars(checkpoint)["broadcast_bytes"] = distributed.broadcast_bytes
+    checkpoint.CheckpointWriter.begin = lambda *_, **__: None  # type: ignore[method-assign]
+    log.Log.count_batch = counted  # type: ignore[method-assign]
+    decisions.LAG["cpu"] = 2
+    sys.argv = ["train.py", *sys.argv[2:]]
+    arguments = parse_arguments()
+    with recorder:
+        train.main(arguments)
+    print(json.dumps(steps[STEP - 1]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""A step between logged ones waits for no message and reads nothing from the device, on any number of ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.forked import Forked
+from tests.small_trainings import SETTINGS, write_pairs
+
+RANKS = 256
+# read two steps later, when they are known
+LATER = {"tolist in decisions.next_outcome": 1, "tolist in distributed.wait": 1}
+# of data on the CPU: captions that were cut, and a decision that MuonWithAdamW reads only on a CPU
+ON_CPU = {"item in tokenizer.count_cut", "item in optim.step"}
+MESSAGE = {"allreduce in distributed.start_totals": 1}  # started before the forward pass
+CASES = {
+    "adamw": ("optim.name=adamw", "optim.skip_above=3", "optim.average=0.9"),
+    "muon": ("optim.name=muon",),
+    "siglip": ("optim.name=adamw", "loss.name=siglip", "loss.same=positives"),
+    "prefixes": ("optim.name=adamw", "loss.dims=[8,16]"),
+    "parts": ("optim.name=adamw", "accumulate=2"),
+    "captions": ("optim.name=adamw", "caption.weight=1"),
+    "masked": ("optim.name=adamw", "masked.weight=1"),
+    "views": ("optim.name=adamw", "views.weight=1", "optim.average=0.9"),
+    "patch dropout": ("optim.name=adamw", "model.patch_dropout=0.5"),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pairs(tmp_path_factory.mktemp("data") / "pairs", 2 * RANKS)
+
+
+def events(forked: Forked, data: Path, out: Path, ranks: int, *settings: str) -> dict[str, int]:
+    """Return how often a step sends each message and reads tensors."""
+    chosen = {setting.partition("=")[0]: setting for setting in SETTINGS}
+    more = (f"data.train={data}", f"out={out}", f"batch_size={2 * ranks}", "log.every_steps=100", "steps=6")
+    chosen |= {setting.partition("=")[0]: setting for setting in (*more, *settings)}
+    environment = {"CLIPKIT_CACHE": str(data.parent / "cache")}
+    ended = forked.run("tests/step_program.py", [str(ranks), *chosen.values()], environment)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    counts: dict[str, int] = json.loads(ended.stdout.splitlines()[-1])
+    return {name: count for name, count in counts.items() if name not in ON_CPU}
+
+
+@pytest.mark.parametrize("ranks", [1, 8, RANKS])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_all_messages_of_a_step(
+    optimizer: str, ranks: int, forked: Forked, data: Path, tmp_path: Path
+) -> None:
+    expected = dict(LATER)
+    if ranks > 1:
+        shapes = 8 if optimizer == "muon" else 0  # of matrices, whose updates ranks exchange
+        expected |= {
+            **MESSAGE,
+            "allgather_base in distributed.gather_rows": 1 + shapes,
+            "allreduce in distributed.greatest_over_ranks": 1,
+            "allreduce in distributed.sum_over_ranks": 2,
+            "reduce_scatter_base in distributed.scatter_sums_of_rows": 1,
+            "gradients": 3,
+        }
+    assert events(forked, data, tmp_path / "run", ranks, f"optim.name={optimizer}") == expected
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_no_step_waits(case: str, forked: Forked, data: Path, tmp_path: Path) -> None:
+    counts = events(forked, data, tmp_path / "run", RANKS, *CASES[case])
+    reads = {name: count for name, count in counts.items() if name.startswith(("item", "tolist"))}
+    assert reads == LATER
+    messages = {name: count for name, count in counts.items() if "start_totals" in name}
+    assert messages == MESSAGE
+    assert not any("counts_of_rows" in name for name in counts)
