@@ -166,7 +166,7 @@ def _checksum(path: Path) -> str:
 def _command(shards: str, out: Path, workers: int, *settings: str, profile: int = 0) -> list[str]:
     return [
         sys.executable, "train.py", f"data.train={shards}", f"out={out}", f"data.workers={workers}",
-        "log.tensorboard=false", "eval.every_steps=0", *settings,
+        "log.tensorboard=false", "eval.data=[]", *settings,
         *(("--profile", str(profile)) if profile else ()),
     ]  # fmt: skip
 
