@@ -88,6 +88,7 @@ def main(arguments: Arguments) -> int:
             seed=config.seed,
             batch_size=config.batch_size,
             window=config.data.window,
+            groups=config.data.groups,
             wrap=config.data.last == "wrap",
             sources=shards.manifest.sources,
             weights=config.data.weights,

@@ -202,7 +202,17 @@ class DataConfig(Section):
     workers: int = setting(
         2, "Loader processes of each rank; 0 loads in the training process.", between(0, 512)
     )
-    window: int = setting(64, "Number of shards whose samples are shuffled together.", between(1, MOST))
+    window: int = setting(
+        64,
+        "Number of shards whose samples are shuffled together; data.groups divides them.",
+        between(1, MOST),
+    )
+    groups: int = setting(
+        1,
+        "Parts of the data that are read at the same time, each for its own rows of every batch, so that a machine "
+        "reads only the shards of its rows; a multiple of the number of machines, and a divisor of batch_size.",
+        at_least(1),
+    )
     crop_scale: float = setting(
         0.9,
         "Minimum area of a random crop as a fraction of the image; 1: center crop.",
@@ -858,6 +868,9 @@ class Config(Section):
         super().__post_init__()
         most = f"expected at most batch_size = {self.batch_size}"
         require(self.accumulate <= self.batch_size, "accumulate", self.accumulate, most)
+        divides = self.batch_size % self.data.groups == 0
+        divisor = f"expected a divisor of batch_size = {self.batch_size}"
+        require(divides, "data.groups", self.data.groups, divisor)
         kinds = import_attribute("clipkit.objectives:objective_sections")()
         assert self.objectives.keys() <= kinds.keys(), self.objectives
         sections = {name: self.objectives.get(name) or kind() for name, kind in kinds.items()}

@@ -42,6 +42,7 @@ from data.shards.teacher import StoredFeatures
 from data.workers import Workers, ignore_signals
 
 _SUBSTITUTES = 32  # attempts to replace a bad sample
+_NEARBY = 2  # of these, with groups, those that read the shard of the bad sample
 _CROP, _SUBSTITUTE, _CAPTION, _NEGATIVE = range(4)  # purposes of random numbers; part of their seed
 
 
@@ -227,7 +228,7 @@ class Loader:
         """
         substitutes = None
         chosen = sample_id
-        for _ in range(_SUBSTITUTES):
+        for attempt in range(_SUBSTITUTES):
             try:
                 self._add_sample(row, chosen, epoch, part)
                 return
@@ -238,7 +239,12 @@ class Loader:
                 shard, key = self.shards.locate(chosen)
                 part.bad.append(BadSample(shard=shard, key=key, cause=str(error)))
             substitutes = substitutes or random_of(self.order.seed, _SUBSTITUTE, epoch, sample_id)
-            chosen = int(substitutes.integers(len(self.shards)))
+            choices = range(len(self.shards))
+            if (
+                self.order.groups > 1 and attempt < _NEARBY
+            ):  # another shard would be downloaded for one sample
+                choices = self.shards.of_same_shard(sample_id)
+            chosen = choices[int(substitutes.integers(len(choices)))]
         last = part.bad[-1]
         raise BatchError(
             f"{_SUBSTITUTES} samples in a row are bad, the last is {last.key} in {last.shard}: {last.cause}",
@@ -298,17 +304,22 @@ class _Batches(Dataset[LoaderBatch | DataError]):
     def __getitem__(self, step: int) -> LoaderBatch | DataError:
         shards = self.loader.shards
         try:
-            if shards.cache is not None and (ahead := self.loader.order.shards_ahead(step)) != self._ahead:
-                self._ahead = ahead
-                worker = get_worker_info()
-                first = self.loader.rank * 7 + (
-                    worker.id if worker else 0
-                )  # processes start at different shards
-                rotated = [part[first % len(part) :] + part[: first % len(part)] for part in ahead]
-                shards.fetch_ahead([*rotated[0], *rotated[1]])
+            if shards.cache is not None:
+                self._fetch_ahead(step)
             return self.loader.batch(step)
         except DataError as error:
             return error  # raised in the main process, where its message stays one line
+
+    def _fetch_ahead(self, step: int) -> None:
+        loader = self.loader
+        ahead = loader.order.shards_ahead(step, rank=loader.rank, world_size=loader.world_size)
+        if ahead == self._ahead:
+            return
+        self._ahead = ahead
+        worker = get_worker_info()
+        first = loader.rank * 7 + (worker.id if worker else 0)  # processes start at different shards
+        rotated = [part[first % len(part) :] + part[: first % len(part)] for part in ahead]
+        loader.shards.fetch_ahead([*rotated[0], *rotated[1]])
 
 
 # --------------------------------------------------------------------------------------------------------------

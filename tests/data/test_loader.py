@@ -5,6 +5,7 @@ import io
 import multiprocessing
 import tarfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from PIL import Image
 from clipkit.batch import BadSample, Batch
 from clipkit.errors import ConfigError, DataError
 from clipkit.model.tokenizer import END_OF_TEXT, ClipTokenizer, tokenize
+from clipkit.samples.remote.cache import ShardCache
 from clipkit.samples.traits import Decoding
 from data.augment import Augmentation
 from data.batch import caption_hash
@@ -53,8 +55,8 @@ def make_shards(folder: Path, broken: Sequence[int] = (), no_caption: Sequence[i
     return Shards.of(find_shards(str(folder)))
 
 
-def make_loader(shards: Shards, seed: int = 3, **more: Any) -> Loader:
-    order = Order(shards.counts, seed=seed, batch_size=BATCH, window=2)
+def make_loader(shards: Shards, seed: int = 3, groups: int = 1, **more: Any) -> Loader:
+    order = Order(shards.counts, seed=seed, batch_size=BATCH, window=2, groups=groups)
     tokenizer = ClipTokenizer(context_length=20)
     return Loader(shards=shards, order=order, image_size=16, tokenize=tokenizer, **more)
 
@@ -273,6 +275,43 @@ def test_samples_of_a_deleted_shard_are_bad(own_cache: object, tmp_path: Path) -
     assert {bad.key for batch in batches for bad in batch.bad} == {
         f"{number:04d}" for number in range(14, 21)
     }
+
+
+def test_bad_samples_are_replaced_from_their_shard_with_groups(damaged: Shards, own_cache: object) -> None:
+    loader = make_loader(damaged, groups=4)
+    opened = []
+    for step in range(10):
+        for rank in range(4):
+            data = Shards(damaged.manifest, damaged.selection)
+            part = replace(loader, shards=data, rank=rank, world_size=4).batch(step)
+            assert set(data._open) == {data._position(i)[0] for i in part.ids.tolist()}
+            opened.append(len(part.bad))
+    assert sum(opened) >= 8  # otherwise nothing was replaced
+
+
+def test_samples_of_a_deleted_shard_are_replaced_with_groups(own_cache: object, tmp_path: Path) -> None:
+    data = make_shards(tmp_path / "set")
+    (tmp_path / "set" / "train" / "2.tar").unlink()
+    batches = list(make_loader(data, groups=4).batches(0, 5))
+    assert all(len(batch.images) == BATCH for batch in batches)
+    assert {bad.key for batch in batches for bad in batch.bad} == {
+        f"{number:04d}" for number in range(14, 21)
+    }
+    replaced = {row for batch in batches for row in range(BATCH) if 14 <= batch.ids[row] < 21}
+    assert replaced and all(batch.images.any() for batch in batches)
+
+
+def test_ranks_fetch_only_their_shards_ahead(shards: Shards, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[list[int]] = []
+    monkeypatch.setattr(Shards, "fetch_ahead", lambda self, ahead: fetched.append(list(ahead)))
+    cached = Shards(shards.manifest, shards.selection, cache=ShardCache(Path("unused"), 1))
+    for rank in range(4):
+        loader = make_loader(cached, groups=4, rank=rank, world_size=4)
+        fetched.clear()
+        list(loader.batches(0, 5))
+        now, following = loader.order.shards_ahead(0, rank=rank, world_size=4)
+        assert sorted(set(fetched[0])) == sorted({*now, *following})
+        assert len({shard for ahead in fetched for shard in ahead}) < len(shards.counts)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
