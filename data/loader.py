@@ -3,10 +3,12 @@
 Letters: B samples of a rank's part of a batch, S image side in pixels, L tokens of the longest caption.
 """
 
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +45,9 @@ from data.workers import Workers, ignore_signals
 
 _SUBSTITUTES = 32  # attempts to replace a bad sample
 _NEARBY = 2  # of these, with groups, those that read the shard of the bad sample
+_AHEAD = 4  # batches that each worker makes ahead, unless the memory below would not hold them
+_AHEAD_BYTES = 2 << 30  # of the batches that the workers of a rank make ahead; at least one batch each
+_SHARED_MEMORY = Path("/dev/shm")
 _CROP, _SUBSTITUTE, _CAPTION, _NEGATIVE = range(4)  # purposes of random numbers; part of their seed
 
 
@@ -98,7 +103,7 @@ class Loader:
 
         Raises:
             BatchError: no usable replacement was found for a bad sample, or a deep image has no pixel range.
-            DataError: a worker was killed.
+            DataError: a worker was killed, or there is too little shared memory.
         """
         if self.num_workers:
             preload(self.augmentation)
@@ -110,7 +115,7 @@ class Loader:
                 sampler=range(start, stop),
                 num_workers=self.num_workers,
                 pin_memory=self.pin_memory,
-                prefetch_factor=4 if self.num_workers else None,
+                prefetch_factor=self.batches_ahead() if self.num_workers else None,
                 worker_init_fn=ignore_signals,
                 generator=torch.Generator(),  # otherwise it would consume the training's random numbers
             )
@@ -122,6 +127,28 @@ class Loader:
                 yield batch
         finally:
             workers.close()
+
+    def batches_ahead(self) -> int:
+        """Return how many batches each worker makes ahead, fewer if they are large.
+
+        Raises:
+            DataError: the shared memory, in which workers return batches, does not hold one of each.
+        """
+        rows = len(self.order.part(self.rank, self.world_size))
+        batch = rows * self.decoding.channels * self.image_size**2
+        one_of_each = batch * self.num_workers
+        most = _AHEAD_BYTES
+        if _SHARED_MEMORY.is_dir():
+            disk = os.statvfs(_SHARED_MEMORY)
+            free = disk.f_bavail * disk.f_frsize
+            if one_of_each > free:
+                raise DataError(
+                    f"data.workers = {self.num_workers} with batches of {batch >> 20:,} MiB need "
+                    f"{one_of_each >> 20:,} MiB of shared memory ({_SHARED_MEMORY}), and {free >> 20:,} are free: "
+                    "enlarge it, or lower data.workers or batch_size"
+                )
+            most = min(most, free)
+        return max(1, min(_AHEAD, most // one_of_each))
 
     def batch(self, step: int) -> LoaderBatch:
         """Return this rank's part of the batch of a step (from 0)."""

@@ -3,15 +3,19 @@
 import hashlib
 import io
 import multiprocessing
+import os
 import tarfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 from PIL import Image
 
 from clipkit.batch import BadSample, Batch
@@ -312,6 +316,58 @@ def test_ranks_fetch_only_their_shards_ahead(shards: Shards, monkeypatch: pytest
         now, following = loader.order.shards_ahead(0, rank=rank, world_size=4)
         assert sorted(set(fetched[0])) == sorted({*now, *following})
         assert len({shard for ahead in fetched for shard in ahead}) < len(shards.counts)
+
+
+@settings(deadline=None)
+@given(
+    workers=st.integers(1, 16),
+    image_size=st.integers(1, 600),
+    memory=st.integers(0, 2**32),
+    free=st.integers(0, 2**32),
+    world=st.integers(1, BATCH),
+)
+def test_batches_ahead_are_bounded_by_bytes(
+    workers: int, image_size: int, memory: int, free: int, world: int, shards: Shards
+) -> None:
+    loader = replace(make_loader(shards, num_workers=workers, world_size=world), image_size=image_size)
+    one_of_each = BATCH // world * 3 * image_size**2 * workers
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("data.loader._AHEAD_BYTES", memory)
+        patch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free, f_frsize=1))
+        if one_of_each > free:
+            with pytest.raises(DataError, match="of shared memory") as caught:
+                loader.batches_ahead()
+            assert f"data.workers = {workers} with" in str(caught.value)
+            return
+        ahead = loader.batches_ahead()
+    assert ahead == 1 or ahead * one_of_each <= min(memory, free)
+    assert ahead == 4 or (ahead + 1) * one_of_each > min(memory, free)
+
+
+@pytest.mark.parametrize(("batches", "expected"), [(100, 4 * 2), (2 * 3, 3 * 2), (1, 2)])
+def test_workers_make_batches_ahead_that_fit_in_memory(
+    batches: int, expected: int, shards: Shards, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The memory holds so many batches, and two workers make at least one each."""
+    made = tmp_path / "made"
+    made.touch()
+    monkeypatch.setattr("data.loader._AHEAD_BYTES", batches * BATCH * 3 * 16**2)
+    loader = make_loader(shards, num_workers=2)
+    plain = loader.tokenize
+
+    def count_and_tokenize(texts: Sequence[str]) -> torch.Tensor:
+        with made.open("ab") as file:
+            file.write(b".")
+        return plain(texts)
+
+    iterator = replace(loader, tokenize=count_and_tokenize).batches(0, 30)
+    next(iterator)
+    until = time.monotonic() + 20
+    while made.stat().st_size < expected + 1 and time.monotonic() < until:
+        time.sleep(0.02)
+    time.sleep(0.2)  # more would be made
+    del iterator
+    assert made.stat().st_size == expected + 1  # the one taken, and those ahead
 
 
 @pytest.mark.parametrize("workers", [0, 1])
