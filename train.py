@@ -90,6 +90,7 @@ def main(arguments: Arguments) -> int:
             seed=config.seed,
             batch_size=config.batch_size,
             window=config.data.window,
+            groups=config.data.groups,
             wrap=config.data.last == "wrap",
             sources=shards.manifest.sources,
             weights=config.data.weights,
@@ -175,7 +176,12 @@ def main(arguments: Arguments) -> int:
             str(model.preprocess.decoding),
             *first_lines,
             *describe_start(run, state.step, config.steps, planned, config.optim),
-            *config.notes(step=state.step, samples=sample_order.samples, layers=unfreezing.layers),
+            *config.notes(
+                step=state.step,
+                samples=sample_order.samples,
+                layers=unfreezing.layers,
+                hosts=max(1, world // distributed.ranks_of_host()),
+            ),
             *notes,
         ]
         decoding = model.preprocess.decoding

@@ -1,11 +1,12 @@
 """Measure memory and time of the sample order for two billion samples on 4,096 ranks.
 
-    python bench/order_scale.py [--shards 200000] [--samples 10000] [--world 4096] [--batch-size 65536]
+    python bench/order_scale.py [--shards 200000] [--samples 10000] [--world 4096] [--groups 512]
 
 No data is read: the manifest and the order are created for nonexistent shards, in a process that imports
 nothing else. Measured: the memory they add; the seconds to the first batch at the first step, in the middle
-of an epoch and in epoch 10,000; and the microseconds per sample that one rank spends on its part of a batch,
-alone and together with the loader's query for the next shards.
+of an epoch and in epoch 10,000; the microseconds per sample that one rank spends on its part of a batch,
+alone and together with the loader's query for the next shards; and how many shards a node of 8 ranks reads
+for as many samples as a window has, with the samples it uses, counted in shards.
 
 Bounds: the order of shards in an epoch (sorting one hash per shard, once per epoch) and, because a rank's
 part of a batch is small, the overhead of numpy calls.
@@ -63,7 +64,7 @@ def one_rank(content: bytes, options: argparse.Namespace, answer: Connection) ->
     began = time.perf_counter()
     manifest = Manifest.from_bytes(content)
     assert manifest is not None
-    order = Order(manifest.counts, seed=0, batch_size=options.batch_size)
+    order = Order(manifest.counts, seed=0, batch_size=options.batch_size, groups=options.groups)
     made = time.perf_counter() - began
     starts = {}
     for name, step in (
@@ -82,10 +83,28 @@ def one_rank(content: bytes, options: argparse.Namespace, answer: Connection) ->
         for step in range(first, first + options.steps):
             order.batch(step, rank=77, world_size=options.world)
             if name != "batch":
-                order.shards_ahead(step)
+                order.shards_ahead(step, rank=77, world_size=options.world)
         times[name] = (time.process_time() - began) / options.steps / part * 1e6
+    megabytes = (resident() - before) / 1e6
+    ends = np.cumsum(order.counts)
+    shards = max(64, options.groups)  # of a window
+    steps = range(first, first + shards * options.samples // options.batch_size)
+    read: set[int] = set()
+    used = 0
+    for step in steps:
+        for rank in range(72, 80):  # of rank 77's node
+            ids = order.batch(step, rank=rank, world_size=options.world).ids
+            read.update(np.searchsorted(ends, ids, side="right").tolist())
+            used += len(ids)
     answer.send(
-        {"megabytes": (resident() - before) / 1e6, "seconds_to_start": starts, "microseconds_a_sample": times}
+        {
+            "megabytes": megabytes,
+            "seconds_to_start": starts,
+            "microseconds_a_sample": times,
+            "steps_of_a_window": len(steps),
+            "shards_read_by_a_node": len(read),
+            "shards_used_by_a_node": used / options.samples,
+        }
     )
 
 
@@ -95,6 +114,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=10_000, help="mean number of samples per shard")
     parser.add_argument("--world", type=int, default=4096)
     parser.add_argument("--batch-size", type=int, default=65_536)
+    parser.add_argument("--groups", type=int, default=512)
     parser.add_argument("--steps", type=int, default=300)
     options = parser.parse_args()
     manifest = one_manifest(options.shards, options.samples)

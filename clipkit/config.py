@@ -26,6 +26,7 @@ from clipkit.files.terminal import shown as shown_url, without_secrets
 from clipkit.model.architectures import TextArchitecture, selected
 from clipkit.model.names import TEXT_TOWERS, check_names
 from clipkit.samples.depth import parse_pixel_range
+from clipkit.samples.remote import is_remote
 from clipkit.samples.traits import color_of
 
 MOST = 2**40  # larger than any sensible count, small enough to compute indices with
@@ -202,7 +203,17 @@ class DataConfig(Section):
     workers: int = setting(
         2, "Loader processes of each rank; 0 loads in the training process.", between(0, 512)
     )
-    window: int = setting(64, "Number of shards whose samples are shuffled together.", between(1, MOST))
+    window: int = setting(
+        64,
+        "Number of shards whose samples are shuffled together; data.groups divides them.",
+        between(1, MOST),
+    )
+    groups: int = setting(
+        1,
+        "Parts of the data that are read at the same time, each for its own rows of every batch, so that a machine "
+        "reads only the shards of its rows; a multiple of the number of machines, and a divisor of batch_size.",
+        at_least(1),
+    )
     crop_scale: float = setting(
         0.9,
         "Minimum area of a random crop as a fraction of the image; 1: center crop.",
@@ -858,6 +869,9 @@ class Config(Section):
         super().__post_init__()
         most = f"expected at most batch_size = {self.batch_size}"
         require(self.accumulate <= self.batch_size, "accumulate", self.accumulate, most)
+        divides = self.batch_size % self.data.groups == 0
+        divisor = f"expected a divisor of batch_size = {self.batch_size}"
+        require(divides, "data.groups", self.data.groups, divisor)
         kinds = import_attribute("clipkit.objectives:objective_sections")()
         assert self.objectives.keys() <= kinds.keys(), self.objectives
         sections = {name: self.objectives.get(name) or kind() for name, kind in kinds.items()}
@@ -914,13 +928,14 @@ class Config(Section):
         terms: dict[str, Any] = import_attribute("clipkit.objectives:select_terms")(self)
         return terms
 
-    def notes(self, *, step: int, samples: int, layers: int) -> list[str]:
+    def notes(self, *, step: int, samples: int, layers: int, hosts: int = 1) -> list[str]:
         """Return notes on settings that may be unintentional, and the objective's note.
 
         Args:
             step: number of updates so far.
             samples: number of pairs in an epoch.
             layers: number of layers that ``lock.unfreeze_every`` unlocks in the tower with the most layers.
+            hosts: number of machines.
         """
         steps, optim, every = self.steps, self.optim, self.lock.unfreeze_every
         notes: list[str] = []
@@ -954,6 +969,14 @@ class Config(Section):
             notes.append(
                 f"each of the {samples:,} pairs is seen {seen:,.0f} times; steps={ten} would be 10 times"
             )
+        if not step and self.data.groups % hosts:
+            remote = any(map(is_remote, self.data.sources))
+            better = next((n for n in (64, hosts) if n % hosts == 0 and self.batch_size % n == 0), None)
+            if remote and better:
+                notes.append(
+                    f"data.groups = {self.data.groups} is not a multiple of the {hosts} machines, so they download "
+                    f"the same shards; with data.groups={better}, each downloads its own part"
+                )
         if not step and not self.model.weights:
             notes.append(import_attribute("clipkit.objectives:select_objective")(self).note)
         return [f"note: {note}" for note in notes if note]

@@ -3,10 +3,12 @@
 Letters: B samples of a rank's part of a batch, S image side in pixels, L tokens of the longest caption.
 """
 
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +44,10 @@ from data.shards.teacher import StoredFeatures
 from data.workers import Workers, ignore_signals
 
 _SUBSTITUTES = 32  # attempts to replace a bad sample
+_NEARBY = 2  # of these, with groups, those that read the shard of the bad sample
+_AHEAD = 4  # batches that each worker makes ahead, unless the memory below would not hold them
+_AHEAD_BYTES = 2 << 30  # of the batches that the workers of a rank make ahead; at least one batch each
+_SHARED_MEMORY = Path("/dev/shm")
 _CROP, _SUBSTITUTE, _CAPTION, _NEGATIVE = range(4)  # purposes of random numbers; part of their seed
 
 
@@ -97,7 +103,7 @@ class Loader:
 
         Raises:
             BatchError: no usable replacement was found for a bad sample, or a deep image has no pixel range.
-            DataError: a worker was killed.
+            DataError: a worker was killed, or there is too little shared memory.
         """
         if self.num_workers:
             preload(self.augmentation)
@@ -109,7 +115,7 @@ class Loader:
                 sampler=range(start, stop),
                 num_workers=self.num_workers,
                 pin_memory=self.pin_memory,
-                prefetch_factor=4 if self.num_workers else None,
+                prefetch_factor=self.batches_ahead() if self.num_workers else None,
                 worker_init_fn=ignore_signals,
                 generator=torch.Generator(),  # otherwise it would consume the training's random numbers
             )
@@ -121,6 +127,28 @@ class Loader:
                 yield batch
         finally:
             workers.close()
+
+    def batches_ahead(self) -> int:
+        """Return how many batches each worker makes ahead, fewer if they are large.
+
+        Raises:
+            DataError: the shared memory, in which workers return batches, does not hold one of each.
+        """
+        rows = len(self.order.part(self.rank, self.world_size))
+        batch = rows * self.decoding.channels * self.image_size**2
+        one_of_each = batch * self.num_workers
+        most = _AHEAD_BYTES
+        if _SHARED_MEMORY.is_dir():
+            disk = os.statvfs(_SHARED_MEMORY)
+            free = disk.f_bavail * disk.f_frsize
+            if one_of_each > free:
+                raise DataError(
+                    f"data.workers = {self.num_workers} with batches of {batch >> 20:,} MiB need "
+                    f"{one_of_each >> 20:,} MiB of shared memory ({_SHARED_MEMORY}), and {free >> 20:,} are free: "
+                    "enlarge it, or lower data.workers or batch_size"
+                )
+            most = min(most, free)
+        return max(1, min(_AHEAD, most // one_of_each))
 
     def batch(self, step: int) -> LoaderBatch:
         """Return this rank's part of the batch of a step (from 0)."""
@@ -230,7 +258,7 @@ class Loader:
         """
         substitutes = None
         chosen = sample_id
-        for _ in range(_SUBSTITUTES):
+        for attempt in range(_SUBSTITUTES):
             try:
                 self._add_sample(row, chosen, epoch, part)
                 return
@@ -241,7 +269,12 @@ class Loader:
                 shard, key = self.shards.locate(chosen)
                 part.bad.append(BadSample(shard=shard, key=key, cause=str(error)))
             substitutes = substitutes or random_of(self.order.seed, _SUBSTITUTE, epoch, sample_id)
-            chosen = int(substitutes.integers(len(self.shards)))
+            choices = range(len(self.shards))
+            if (
+                self.order.groups > 1 and attempt < _NEARBY
+            ):  # another shard would be downloaded for one sample
+                choices = self.shards.of_same_shard(sample_id)
+            chosen = choices[int(substitutes.integers(len(choices)))]
         last = part.bad[-1]
         raise BatchError(
             f"{_SUBSTITUTES} samples in a row are bad, the last is {last.key} in {last.shard}: {last.cause}",
@@ -301,17 +334,22 @@ class _Batches(Dataset[LoaderBatch | DataError]):
     def __getitem__(self, step: int) -> LoaderBatch | DataError:
         shards = self.loader.shards
         try:
-            if shards.cache is not None and (ahead := self.loader.order.shards_ahead(step)) != self._ahead:
-                self._ahead = ahead
-                worker = get_worker_info()
-                first = self.loader.rank * 7 + (
-                    worker.id if worker else 0
-                )  # processes start at different shards
-                rotated = [part[first % len(part) :] + part[: first % len(part)] for part in ahead]
-                shards.fetch_ahead([*rotated[0], *rotated[1]])
+            if shards.cache is not None:
+                self._fetch_ahead(step)
             return self.loader.batch(step)
         except DataError as error:
             return error  # raised in the main process, where its message stays one line
+
+    def _fetch_ahead(self, step: int) -> None:
+        loader = self.loader
+        ahead = loader.order.shards_ahead(step, rank=loader.rank, world_size=loader.world_size)
+        if ahead == self._ahead:
+            return
+        self._ahead = ahead
+        worker = get_worker_info()
+        first = loader.rank * 7 + (worker.id if worker else 0)  # processes start at different shards
+        rotated = [part[first % len(part) :] + part[: first % len(part)] for part in ahead]
+        loader.shards.fetch_ahead([*rotated[0], *rotated[1]])
 
 
 # --------------------------------------------------------------------------------------------------------------

@@ -1,13 +1,17 @@
-"""Sample order: a function of (seed, batch), computed and never stored.
+"""Sample order: a function of (seed, groups, batch), computed and never stored.
 
-An epoch permutes the shards, cuts that sequence into windows of a few shards, and permutes the samples within
-each window. A batch is a slice of the result, and a rank's part is a slice of the batch. The order does not
-depend on workers, ranks or time, and only the shards of one or two windows are read at any moment. Every
-position is computed independently: a step costs the same at the start and after billions of samples.
+An epoch permutes the shards, cuts the sequence of their samples into equal parts, one for each group, cuts the
+parts into windows of a few shards, and permutes the samples within each window. A batch consists of equally many
+rows of each group, the next samples of the group's part; a rank's part of the batch is a slice of the rows. With G
+groups, a machine that holds 1/M of the ranks therefore reads the shards of G/M groups, about 1/M of all.
+
+The number of groups is a setting, so the order does not depend on workers, ranks or time. Each group reads only the
+shards of one or two windows at any moment. Every position is computed independently: a step costs the same at the
+start and after billions of samples.
 
 Only 64-bit integer arithmetic is used, so the order is the same on every machine and with all library versions.
 
-Letters: N positions or samples, S shards.
+Letters: N positions or samples, S shards, G groups.
 """
 
 import math
@@ -109,7 +113,9 @@ class Order:
         counts: (S,) samples per shard.
         seed: random seed.
         batch_size: samples per global batch.
-        window: number of shards that are mixed at a time.
+        window: number of shards that are mixed at a time, by all groups together; each mixes at least one.
+        groups: number of parts of an epoch that are read at the same time, each for its own rows of the batch; a
+            divisor of ``batch_size``.
         wrap: whether the last samples of an epoch that do not fill a batch are combined with the first ones of the
             next epoch; otherwise they are left out, different samples in each epoch.
         sources: number of shards of each source, in order; the sum is S. Default: one source.
@@ -127,6 +133,7 @@ class Order:
         seed: int,
         batch_size: int,
         window: int = 64,
+        groups: int = 1,
         wrap: bool = False,
         sources: Sequence[int] = (),
         weights: Sequence[float] = (),
@@ -143,8 +150,11 @@ class Order:
             raise ConfigError(f"data.weights has {len(weights)} weights for {len(sources)} sources")
         if not all(0 < weight < math.inf for weight in weights):
             raise ConfigError(f"data.weights = {list(weights)}: expected positive, finite numbers")
+        assert batch_size % groups == 0
         self.seed = seed
         self.batch_size = batch_size
+        self.groups = groups
+        self.group_size = batch_size // groups
         self.batches_per_epoch = self.samples // batch_size
         self.leaves_out = not (wrap or weights or resample)  # the last samples of an epoch
         # Fraction of each source in what the previous sources leave; exact, so that errors do not accumulate.
@@ -152,6 +162,7 @@ class Order:
         self._fractions = [weight / sum(exact[i:]) for i, weight in enumerate(exact)]
         parts = list(sources) if weights else [len(self.counts)]
         assert sum(parts) == len(self.counts)
+        most = self.batches_per_epoch * self.group_size if self.leaves_out else self.samples
         kind = _Resampled if resample else _Source
         self._sources: list[_Source] = []
         first_shard = first_sample = 0
@@ -159,7 +170,22 @@ class Order:
             part = self.counts[first_shard : first_shard + shards]
             if not part.sum():
                 raise ConfigError(f"source {source + 1} of data.train has no usable sample: remove it")
-            self._sources.append(kind(part, key(seed, source), first_sample, first_shard, window))
+            if part.sum() < groups:
+                raise ConfigError(
+                    f"source {source + 1} of data.train has only {part.sum()} samples for data.groups = {groups}: "
+                    "remove it or set a smaller data.groups"
+                )
+            self._sources.append(
+                kind(
+                    part,
+                    seed=key(seed, source),
+                    first=first_sample,
+                    first_shard=first_shard,
+                    window=max(1, window // groups),
+                    groups=groups,
+                    most=most,
+                )
+            )
             first_shard += shards
             first_sample += int(part.sum())
 
@@ -180,36 +206,30 @@ class Order:
     def batch(self, step: int, *, rank: int = 0, world_size: int = 1) -> Draw:
         """Return a rank's part of the batch of a step (from 0); the parts of all ranks form the global batch."""
         part = self.part(rank, world_size)
-        rows = np.arange(part.start, part.stop)
+        group, row = np.divmod(np.arange(part.start, part.stop), self.group_size)
         if len(self._sources) == 1:
-            return replace(self._sources[0].take(self._start_position(step) + rows), first_row=part.start)
-        size = np.full(len(part), self.batch_size)
-        batch_key = np.full(len(part), key(self.seed, _BATCH, step), dtype=np.uint64)
-        # before the permutation, the samples of a source are contiguous in the batch
-        positions = permuted(rows, size, batch_key)
-        ids = np.empty_like(positions)
-        epochs = np.empty_like(positions)
-        first = 0
-        for source, begin, end in zip(
-            self._sources, self._count_drawn(step), self._count_drawn(step + 1), strict=True
-        ):
-            here = (positions >= first) & (positions < first + end - begin)
-            draw = source.take(begin + positions[here] - first)
-            ids[here] = draw.ids
-            epochs[here] = draw.epochs
-            first += end - begin
-        return Draw(ids=ids, epochs=epochs, first_row=part.start)
+            draw = self._sources[0].take(group, step * self.group_size + row)
+            return replace(draw, first_row=part.start)
+        draws = [self._mix_sources(step, i, row[group == i]) for i in np.unique(group).tolist()]
+        return Draw(
+            ids=np.concatenate([draw.ids for draw in draws]),
+            epochs=np.concatenate([draw.epochs for draw in draws]),
+            first_row=part.start,
+        )
 
-    def shards_ahead(self, step: int) -> tuple[list[int], list[int]]:
-        """Return the shards of the windows that the batch of a step is drawn from, and of the next windows."""
-        if len(self._sources) > 1:
-            starts = self._count_drawn(step)
-            ends = self._count_drawn(step + 1)
-        else:
-            starts = [self._start_position(step)]
-            ends = [starts[0] + self.batch_size]
-        near = [source.windows(*part) for source, *part in zip(self._sources, starts, ends, strict=True)]
-        return [shard for now, _ in near for shard in now], [shard for _, later in near for shard in later]
+    def shards_ahead(self, step: int, *, rank: int = 0, world_size: int = 1) -> tuple[list[int], list[int]]:
+        """Return the shards of the windows that a rank's part of a batch is drawn from, and of the next windows."""
+        part = self.part(rank, world_size)
+        now: dict[int, None] = {}  # in order, each once
+        later: dict[int, None] = {}
+        for group in range(part.start // self.group_size, (part.stop - 1) // self.group_size + 1):
+            begins = self._count_drawn(step, group)
+            ends = self._count_drawn(step + 1, group)
+            for source, begin, end in zip(self._sources, begins, ends, strict=True):
+                shards, following = source.windows(group, begin, end)
+                now.update(dict.fromkeys(shards))
+                later.update(dict.fromkeys(following))
+        return list(now), list(later)
 
     def epoch(self, step: int) -> int:
         """Return the number of complete epochs before a step, 0 in the first.
@@ -217,12 +237,15 @@ class Order:
         Of several weighted sources it is that of the source with the fewest. With replacement, an epoch is as many
         draws as there are samples.
         """
-        starts = self._count_drawn(step) if len(self._sources) > 1 else [self._start_position(step)]
-        return min(start // source.samples for start, source in zip(starts, self._sources, strict=True))
+        complete = []
+        for group in range(self.groups):
+            for source, drawn in zip(self._sources, self._count_drawn(step, group), strict=True):
+                complete.append(drawn // int(source.lengths[group]))
+        return min(complete)
 
     def describe(self, steps: int, names: Sequence[str] = ()) -> str:
         """Describe the number of epochs in ``steps`` steps, and what happens to the last samples of an epoch."""
-        drawn = self._count_drawn(steps)
+        drawn = np.sum([self._count_drawn(steps, group) for group in range(self.groups)], axis=0)
         times = [f"{n / source.samples:.3g}" for n, source in zip(drawn, self._sources, strict=True)]
         resampled = isinstance(self._sources[0], _Resampled)
         if len(times) > 1:
@@ -240,41 +263,72 @@ class Order:
             epochs = f"{steps / self.batches_per_epoch:.3g}"
         return f"{self.batches_per_epoch:,} batches of {self.batch_size} an epoch, {last}, {epochs} epochs in all"
 
-    def _start_position(self, step: int) -> int:
-        if not self.leaves_out:
-            return step * self.batch_size
-        epoch, batch = divmod(step, self.batches_per_epoch)
-        return epoch * self.samples + batch * self.batch_size
+    def _mix_sources(self, step: int, group: int, rows: Int64s) -> Draw:
+        """Return some rows of a group, in which the sources are permuted; (N,) 0 ≤ row < group_size."""
+        sizes = np.full(len(rows), self.group_size)
+        keys = np.full(len(rows), key(self.seed, _BATCH, step * self.groups + group), dtype=np.uint64)
+        # before the permutation, the samples of a source are contiguous in the group
+        positions = permuted(rows, sizes, keys)
+        ids = np.empty_like(positions)
+        epochs = np.empty_like(positions)
+        first = 0
+        begins = self._count_drawn(step, group)
+        ends = self._count_drawn(step + 1, group)
+        for source, begin, end in zip(self._sources, begins, ends, strict=True):
+            here = (positions >= first) & (positions < first + end - begin)
+            draw = source.take(np.full(np.count_nonzero(here), group), begin + positions[here] - first)
+            ids[here] = draw.ids
+            epochs[here] = draw.epochs
+            first += end - begin
+        return Draw(ids=ids, epochs=epochs)
 
-    def _count_drawn(self, step: int) -> list[int]:
-        """Return the number of samples drawn from each source before a step; never decreases."""
-        drawn = step * self.batch_size
+    def _count_drawn(self, step: int, group: int) -> list[int]:
+        """Return the number of samples drawn by a group from each source before a step; never decreases."""
+        drawn = step * self.group_size
         taken = []
+        # One group rounds to nearest: rounding down would favor the last source. Several round at different
+        # thresholds, so that a rare source is not drawn by all of them in the same step.
+        threshold = Fraction(2 * group + 1, 2 * self.groups)
         for fraction in self._fractions:
-            # round to nearest: rounding down would favor the last source
-            taken.append(
-                (2 * drawn * fraction.numerator + fraction.denominator) // (2 * fraction.denominator)
-            )
+            taken.append(math.floor(drawn * fraction + threshold))
             drawn -= taken[-1]
         return taken
 
 
 class _Source:
-    """The endless sequence of one source: epoch after epoch, each with every sample once."""
+    """The endless sequences of all groups in one source; an epoch of all contains every sample once.
 
-    def __init__(self, counts: Int64s, seed: int, first: int, first_shard: int, window: int) -> None:
+    Args:
+        counts: (S,) samples per shard.
+        seed: of this source.
+        first: number of the first sample in the data.
+        first_shard: number of the first shard in the data.
+        window: number of shards that a group mixes at a time.
+        groups: number of groups.
+        most: samples that a group draws in an epoch at most; the others are left out.
+    """
+
+    def __init__(
+        self, counts: Int64s, *, seed: int, first: int, first_shard: int, window: int, groups: int, most: int
+    ) -> None:
         self.counts = counts
         self.seed = seed
         self.first = first
         self.first_shard = first_shard
         self.window = min(window, len(counts))  # a larger one has no effect, but may exceed int64
+        self.groups = groups
         self.samples = int(counts.sum())
         self.starts = np.cumsum(counts) - counts
+        # (G + 1,) where the part of each group in an epoch begins, and the end; may lie within a shard
+        self.borders = self.samples * np.arange(groups + 1) // groups
+        # (G,) samples that each group draws in an epoch
+        self.lengths = np.minimum(np.diff(self.borders), most)
         self._recent: dict[int, tuple[Int64s, ...]] = {}
 
-    def take(self, positions: Int64s) -> Draw:
-        """Return the samples at (N,) positions of the sequence."""
-        epochs, within = np.divmod(positions, self.samples)
+    def take(self, group: Int64s, positions: Int64s) -> Draw:
+        """Return the samples at (N,) positions of (N,) groups' sequences."""
+        epochs, within = np.divmod(positions, self.lengths[group])
+        within += self.borders[group]
         ids = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
@@ -289,31 +343,28 @@ class _Source:
             ids[here] = self.starts[shard] + mixed - (cumulative[slot] - self.counts[shard])
         return Draw(ids=ids + self.first, epochs=epochs)
 
-    def windows(self, begin: int, end: int) -> tuple[list[int], list[int]]:
-        """Return the shards of the windows that contain positions ``begin`` to ``end - 1``, and of the next
-        window."""
+    def windows(self, group: int, begin: int, end: int) -> tuple[list[int], list[int]]:
+        """Return the shards of the windows with positions ``begin`` to ``end - 1`` of a group's sequence, and of
+        the next window."""
+        now, position = self._window_at(group, begin)
+        while position < end:
+            shards, position = self._window_at(group, position)
+            now += shards
+        following, _ = self._window_at(group, position)
+        return now, following
 
-        def window_at(position: int) -> tuple[int, int]:
-            epoch, within = divmod(position, self.samples)
-            return epoch, int(np.searchsorted(self._shards(epoch)[2], within, side="right"))
-
-        def shards_of(epoch: int, first: int, end: int | None) -> list[int]:
-            until = None if end is None else end * self.window
-            shards: list[int] = (
-                self._shards(epoch)[0][first * self.window : until] + self.first_shard
-            ).tolist()
-            return shards
-
-        epoch, first = window_at(begin)
-        last_epoch, last = window_at(max(begin, end - 1))
-        if last_epoch == epoch:
-            now = shards_of(epoch, first, last + 1)
-        elif last_epoch == epoch + 1:
-            now = shards_of(epoch, first, None) + shards_of(last_epoch, 0, last + 1)
-        else:  # at least one whole epoch
-            now = shards_of(last_epoch, 0, None)
-        following = shards_of(last_epoch, last + 1, last + 2) or shards_of(last_epoch + 1, 0, 1)
-        return list(dict.fromkeys(now)), following
+    def _window_at(self, group: int, position: int) -> tuple[list[int], int]:
+        """Return the shards of the window at a position of a group's sequence, and the next position after it."""
+        length = int(self.lengths[group])
+        epoch, within = divmod(position, length)
+        shards, cumulative, ends = self._shards(epoch)
+        epoch_position = int(self.borders[group]) + within
+        window = int(np.searchsorted(ends, epoch_position, side="right"))
+        start = ends[window - 1] if window else 0
+        first = np.searchsorted(cumulative, start, side="right")
+        last = np.searchsorted(cumulative, ends[window], side="left")
+        following = position + min(int(ends[window]) - epoch_position, length - within)
+        return (shards[first : last + 1] + self.first_shard).tolist(), following
 
     def _shards(self, epoch: int) -> tuple[Int64s, ...]:
         """Return an epoch's order of shards, and the cumulative numbers of samples by shard and by window."""
@@ -323,7 +374,9 @@ class _Source:
             shards = np.argsort(drawn, kind="stable")
             cumulative = np.cumsum(self.counts[shards])
             last = np.arange(self.window - 1, len(shards) + self.window - 1, self.window)
-            windows = shards, cumulative, cumulative[np.minimum(last, len(shards) - 1)]
+            ends = cumulative[np.minimum(last, len(shards) - 1)]
+            # a window also ends where the part of a group does
+            windows = shards, cumulative, np.sort(np.concatenate([ends, self.borders[1:-1]]))
         self._recent[epoch] = windows  # the most recently used is last
         while len(self._recent) > _KEPT_EPOCHS:
             del self._recent[next(iter(self._recent))]
@@ -331,20 +384,21 @@ class _Source:
 
 
 class _Resampled(_Source):
-    """The endless sequence of one source, drawn with replacement."""
+    """The endless sequences of all groups in one source, drawn with replacement."""
 
-    def take(self, positions: Int64s) -> Draw:
-        slot = (hashed(key(self.seed, _SLOT), positions) % np.uint64(self.window)).astype(np.int64)
-        shard = self._draw_shards(positions // self._window_samples() * self.window + slot)
-        within = hashed(key(self.seed, _WITHIN), positions) % self.counts[shard].astype(np.uint64)
-        return Draw(ids=self.first + self.starts[shard] + within.astype(np.int64), epochs=positions)
+    def take(self, group: Int64s, positions: Int64s) -> Draw:
+        draws = positions * self.groups + group
+        slot = (hashed(key(self.seed, _SLOT), draws) % np.uint64(self.window)).astype(np.int64)
+        window = positions // self._window_samples() * self.groups + group
+        shard = self._draw_shards(window * self.window + slot)
+        within = hashed(key(self.seed, _WITHIN), draws) % self.counts[shard].astype(np.uint64)
+        return Draw(ids=self.first + self.starts[shard] + within.astype(np.int64), epochs=draws)
 
-    def windows(self, begin: int, end: int) -> tuple[list[int], list[int]]:
-        first, last = (position // self._window_samples() for position in (begin, max(begin, end - 1)))
-        drawn = self._draw_shards(np.arange(first * self.window, (last + 2) * self.window)) + self.first_shard
-        now = drawn[: -self.window].tolist()
-        following = drawn[-self.window :].tolist()
-        return list(dict.fromkeys(now)), following
+    def _window_at(self, group: int, position: int) -> tuple[list[int], int]:
+        samples = self._window_samples()
+        window = position // samples
+        slots = (window * self.groups + group) * self.window + np.arange(self.window)
+        return (self._draw_shards(slots) + self.first_shard).tolist(), (window + 1) * samples
 
     def _window_samples(self) -> int:
         return max(1, self.samples * self.window // len(self.counts))

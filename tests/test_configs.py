@@ -143,6 +143,13 @@ def test_launch_commands_use_the_stated_number_of_gpus(path: Path) -> None:
     assert kinds >= {"sbatch"} and len(kinds) == 2, f"{path.name}: one line for SLURM, one without"
 
 
+@pytest.mark.parametrize("path", DESCRIBED, ids=name_of)
+def test_each_of_several_nodes_reads_its_part_of_the_shards(path: Path) -> None:
+    nodes = gpus_of(path) // GPUS_OF_NODE
+    if nodes > 1:
+        assert load_config(path).data.groups % nodes == 0
+
+
 def test_slurm_script_requests_gpus_per_node() -> None:
     text = (ROOT / SLURM).read_text(encoding="utf-8")
     assert re.findall(r"^#SBATCH --gpus-per-node=(\d+)$", text, re.MULTILINE) == [str(GPUS_OF_NODE)]

@@ -134,11 +134,14 @@ def test_sigterm_saves_exits_with_status_143_and_resumes(
 
 
 @pytest.mark.long
-def test_two_processes_have_the_same_losses_as_one(pairs: Path, train: Train, tmp_path: Path) -> None:
-    one, out, exact = tmp_path / "one", tmp_path / "two", "precision=fp32"
-    train(one, exact)
+@pytest.mark.parametrize("groups", [1, 4])
+def test_two_processes_have_the_same_losses_as_one(
+    groups: int, pairs: Path, train: Train, tmp_path: Path
+) -> None:
+    one, out, exact = tmp_path / "one", tmp_path / "two", ("precision=fp32", f"data.groups={groups}")
+    train(one, *exact)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launch, *_command(pairs, out, exact)[1:]]
+    command = [*launch, *_command(pairs, out, *exact)[1:]]
     done = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert _losses(out) == pytest.approx(_losses(one), rel=2e-3)
@@ -181,6 +184,25 @@ def test_closed_output_pipe_saves_and_missing_checkpoints_are_an_error(pairs: Pa
     assert again.returncode == 1
     assert again.stderr.splitlines()[-1].startswith(f"error: {out} has been trained, but its checkpoints")
     assert metrics.read_text() == history
+
+
+@pytest.mark.long
+def test_run_with_groups_resumes_and_keeps_their_number(train: Train, tmp_path: Path, pairs: Path) -> None:
+    whole, out = tmp_path / "whole", tmp_path / "resumed"
+    train(whole, "data.groups=4")
+    shutil.copytree(whole, out)
+    shutil.rmtree(out / "checkpoints" / f"step_{STEPS:08d}")
+    assert f"resuming {out} at step 20" in train(out, "data.groups=4")
+    assert _weights(out) == _weights(whole)
+    assert _losses(out) == _losses(whole)
+    for groups, cause in (("2", "data.groups"), ("3", "data.groups = 3 is invalid: expected a divisor of")):
+        refused = subprocess.run(
+            _command(pairs, out, f"data.groups={groups}"),
+            cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert refused.returncode == 1
+        assert refused.stderr.startswith("error: ") and cause in refused.stderr
+        assert len(refused.stderr.splitlines()) == 1
 
 
 @pytest.mark.slow

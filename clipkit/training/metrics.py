@@ -1,5 +1,6 @@
 """Measurements of a training: seconds of each phase of a step, rates and utilization, and a profile."""
 
+import math
 import os
 import resource
 import sys
@@ -147,12 +148,16 @@ class StepMetrics:
         if self._warned or self._elapsed < _STARVED_SECONDS:
             return ""
         fraction = self._waited / self._elapsed
-        self._waited = self._elapsed = 0.0
+        computing = self._elapsed - self._waited
+        made = self._made
+        reading = self._read / made if made else 0.0
+        self._waited = self._elapsed = self._read = self._made = 0.0
         self._warned = fraction > _STARVED
         if not self._warned:
             return ""
         line = f"training spent {fraction:.0%} of its time waiting for data; "
-        reading = self._read / self._made if self._made else 0.0
+        if made and computing:
+            line += f"about {math.ceil(made / computing)} loader processes per rank would keep up; "
         if reading > 0.5:
             return line + (
                 f"reading from {sources} takes {reading:.0%} of the time per batch: use faster storage, set "

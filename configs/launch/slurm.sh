@@ -24,7 +24,7 @@ CONFIG=${CONFIG:-configs/vit_b_32.toml}
 DATA=${DATA:-'/data/pairs/{00000..41455}.tar'}
 OUT=${OUT:-$REPOSITORY/runs/${SLURM_JOB_NAME:-clipkit}}  # an existing run is continued
 PORT=${PORT:-29500}
-SETTINGS=${SETTINGS:-}                            # further settings, such as "optim.lr=1e-3 steps=200000"
+SETTINGS=${SETTINGS:-}                            # further settings, such as "data.groups=64 steps=200000"
 # INTERFACE=ib0                                   # if nodes have several networks: the one that ranks talk over
 
 cd "$REPOSITORY"

@@ -62,6 +62,12 @@ class Shards(OpenShards[SelectedShard]):
         """Return 16 hexadecimal digits that change with the set of samples or its order."""
         return self.manifest.fingerprint
 
+    def of_same_shard(self, sample_id: int) -> range:
+        """Return the samples of the shard of a sample."""
+        shard, within = self._position(sample_id)
+        first = sample_id - within
+        return range(first, first + int(self.counts[shard]))
+
     def locate(self, sample_id: int) -> tuple[str, str]:
         """Return shard and key of a sample without reading it; the key is empty if it is unknown."""
         shard, within = self._position(sample_id)

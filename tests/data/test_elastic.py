@@ -21,7 +21,7 @@ from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
 
 COUNTS, BATCH = (1, 7, 1000), 48
-STEPS = {"plain": 23, "mixture": 8}  # an epoch has 21
+STEPS = {"plain": 23, "mixture": 8, "groups": 23}  # an epoch has 21
 Setup = tuple[int, int]  # ranks, and workers per rank
 ALONE, FEW, MANY = (1, 0), (2, 1), (4, 3)
 
@@ -66,6 +66,7 @@ def make_loader(files: list[ShardFile], kind: str, **more: Any) -> Loader:
         seed=5,
         batch_size=BATCH,
         window=2,
+        groups=6 if kind == "groups" else 1,
         sources=(1, 1, 1),
         weights=(0.02, 0.1, 1) if mixture else (),
     )
@@ -133,6 +134,8 @@ def test_batches_do_not_depend_on_ranks_and_workers(
         ("plain", 20, (3, 0)),
         ("plain", 21, (6, 0)),
         ("plain", 22, (5, 1)),
+        ("groups", 20, (4, 1)),
+        ("groups", 21, (48, 0)),
         ("mixture", 3, (3, 1)),
         ("mixture", 5, (7, 0)),
         ("mixture", 7, (48, 0)),

@@ -3,19 +3,25 @@
 import hashlib
 import io
 import multiprocessing
+import os
 import tarfile
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 from PIL import Image
 
 from clipkit.batch import BadSample, Batch
 from clipkit.errors import ConfigError, DataError
 from clipkit.model.tokenizer import END_OF_TEXT, ClipTokenizer, tokenize
+from clipkit.samples.remote.cache import ShardCache
 from clipkit.samples.traits import Decoding
 from data.augment import Augmentation
 from data.batch import caption_hash
@@ -53,8 +59,8 @@ def make_shards(folder: Path, broken: Sequence[int] = (), no_caption: Sequence[i
     return Shards.of(find_shards(str(folder)))
 
 
-def make_loader(shards: Shards, seed: int = 3, **more: Any) -> Loader:
-    order = Order(shards.counts, seed=seed, batch_size=BATCH, window=2)
+def make_loader(shards: Shards, seed: int = 3, groups: int = 1, **more: Any) -> Loader:
+    order = Order(shards.counts, seed=seed, batch_size=BATCH, window=2, groups=groups)
     tokenizer = ClipTokenizer(context_length=20)
     return Loader(shards=shards, order=order, image_size=16, tokenize=tokenizer, **more)
 
@@ -273,6 +279,95 @@ def test_samples_of_a_deleted_shard_are_bad(own_cache: object, tmp_path: Path) -
     assert {bad.key for batch in batches for bad in batch.bad} == {
         f"{number:04d}" for number in range(14, 21)
     }
+
+
+def test_bad_samples_are_replaced_from_their_shard_with_groups(damaged: Shards, own_cache: object) -> None:
+    loader = make_loader(damaged, groups=4)
+    opened = []
+    for step in range(10):
+        for rank in range(4):
+            data = Shards(damaged.manifest, damaged.selection)
+            part = replace(loader, shards=data, rank=rank, world_size=4).batch(step)
+            assert set(data._open) == {data._position(i)[0] for i in part.ids.tolist()}
+            opened.append(len(part.bad))
+    assert sum(opened) >= 8  # otherwise nothing was replaced
+
+
+def test_samples_of_a_deleted_shard_are_replaced_with_groups(own_cache: object, tmp_path: Path) -> None:
+    data = make_shards(tmp_path / "set")
+    (tmp_path / "set" / "train" / "2.tar").unlink()
+    batches = list(make_loader(data, groups=4).batches(0, 5))
+    assert all(len(batch.images) == BATCH for batch in batches)
+    assert {bad.key for batch in batches for bad in batch.bad} == {
+        f"{number:04d}" for number in range(14, 21)
+    }
+    replaced = {row for batch in batches for row in range(BATCH) if 14 <= batch.ids[row] < 21}
+    assert replaced and all(batch.images.any() for batch in batches)
+
+
+def test_ranks_fetch_only_their_shards_ahead(shards: Shards, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[list[int]] = []
+    monkeypatch.setattr(Shards, "fetch_ahead", lambda self, ahead: fetched.append(list(ahead)))
+    cached = Shards(shards.manifest, shards.selection, cache=ShardCache(Path("unused"), 1))
+    for rank in range(4):
+        loader = make_loader(cached, groups=4, rank=rank, world_size=4)
+        fetched.clear()
+        list(loader.batches(0, 5))
+        now, following = loader.order.shards_ahead(0, rank=rank, world_size=4)
+        assert sorted(set(fetched[0])) == sorted({*now, *following})
+        assert len({shard for ahead in fetched for shard in ahead}) < len(shards.counts)
+
+
+@settings(deadline=None)
+@given(
+    workers=st.integers(1, 16),
+    image_size=st.integers(1, 600),
+    memory=st.integers(0, 2**32),
+    free=st.integers(0, 2**32),
+    world=st.integers(1, BATCH),
+)
+def test_batches_ahead_are_bounded_by_bytes(
+    workers: int, image_size: int, memory: int, free: int, world: int, shards: Shards
+) -> None:
+    loader = replace(make_loader(shards, num_workers=workers, world_size=world), image_size=image_size)
+    one_of_each = BATCH // world * 3 * image_size**2 * workers
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("data.loader._AHEAD_BYTES", memory)
+        patch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free, f_frsize=1))
+        if one_of_each > free:
+            with pytest.raises(DataError, match="of shared memory") as caught:
+                loader.batches_ahead()
+            assert f"data.workers = {workers} with" in str(caught.value)
+            return
+        ahead = loader.batches_ahead()
+    assert ahead == 1 or ahead * one_of_each <= min(memory, free)
+    assert ahead == 4 or (ahead + 1) * one_of_each > min(memory, free)
+
+
+@pytest.mark.parametrize(("batches", "expected"), [(100, 4 * 2), (2 * 3, 3 * 2), (1, 2)])
+def test_workers_make_batches_ahead_that_fit_in_memory(
+    batches: int, expected: int, shards: Shards, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The memory holds so many batches, and two workers make at least one each."""
+    made = tmp_path / "made"
+    made.touch()
+    monkeypatch.setattr("data.loader._AHEAD_BYTES", batches * BATCH * 3 * 16**2)
+    loader = make_loader(shards, num_workers=2)
+    plain = loader.tokenize
+
+    def count_and_tokenize(texts: Sequence[str]) -> torch.Tensor:
+        with made.open("ab") as file:
+            file.write(b".")
+        return plain(texts)
+
+    iterator = replace(loader, tokenize=count_and_tokenize).batches(0, 30)
+    next(iterator)
+    until = time.monotonic() + 20
+    while made.stat().st_size < expected + 1 and time.monotonic() < until:
+        time.sleep(0.02)
+    time.sleep(0.2)  # more would be made
+    del iterator
+    assert made.stat().st_size == expected + 1  # the one taken, and those ahead
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -44,6 +44,30 @@ def test_questionable_settings_print_a_note(settings: list[str], note: str) -> N
     assert not config.notes(step=6, samples=960, layers=14)  # at the last step
 
 
+@pytest.mark.parametrize(
+    ("source", "groups", "hosts", "better"),
+    [
+        ("s3://bucket/{00..99}.tar", 1, 4, 64),
+        ("s3://bucket/{00..99}.tar", 64, 48, 48),
+        ("s3://bucket/{00..99}.tar", 64, 32, None),
+        ("s3://bucket/{00..99}.tar", 1, 1, None),
+        ("s3://bucket/{00..99}.tar", 1, 7, None),  # no number of groups divides the batch size
+        ("pairs", 1, 4, None),
+    ],
+)
+def test_machines_that_download_the_same_shards_print_a_note(
+    source: str, groups: int, hosts: int, better: int | None
+) -> None:
+    config = load_config(QUICKSTART, [f"data.train={source}", "batch_size=192", f"data.groups={groups}"])
+    notes = config.notes(step=0, samples=96_000, layers=14, hosts=hosts)
+    expected = (
+        f"note: data.groups = {groups} is not a multiple of the {hosts} machines, so they download the same "
+        f"shards; with data.groups={better}, each downloads its own part"
+    )
+    assert notes == ([expected] if better else [])
+    assert not config.notes(step=1, samples=96_000, layers=14, hosts=hosts)  # fixed since the first step
+
+
 def test_valid_boundary_settings_print_no_note() -> None:
     settings = ["optim.warmup=26", "small.steps=26", "small.image_size=8", "lock.unfreeze_every=2"]
     assert not load_config(QUICKSTART, ["steps=27", *settings]).notes(step=0, samples=9600, layers=14)

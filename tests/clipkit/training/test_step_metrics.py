@@ -146,6 +146,15 @@ def test_slow_start_is_forgotten(make: Callable[..., Training]) -> None:
         assert explain(training).startswith("training spent 50% of its time") == reported
 
 
+def test_loader_processes_that_would_keep_up_are_reported(make: Callable[..., Training]) -> None:
+    training = make()
+    for made in (1000.0, 250.0):  # only the last minute counts
+        training.metrics.step(samples=8, flops=0, read=1.0, made=made)
+        training.step(data=5 if made > 500 else 35, forward=60)
+        line = explain(training, workers=2)
+    assert "; about 5 loader processes per rank would keep up; decoding" in line
+
+
 @pytest.mark.parametrize(
     ("read", "made", "workers", "cause"),
     [
