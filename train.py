@@ -229,6 +229,7 @@ def main(arguments: Arguments) -> int:
                     **batch.traits.by_trait,
                 )
                 if changed := unfreezing.lock_for_step(step):
+                    del trained
                     trained = parallel.replicated(model)
                 if changed or any(0 < term.after == step for term in terms.values()):
                     log.count_flops(model, compute, step)

@@ -8,7 +8,6 @@ into the same files, so checkpoints do not depend on the number of ranks.
 
 import json
 import re
-import resource
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -458,10 +457,6 @@ class CheckpointWriter:
 
         if self._group is None:
             self._group = background_group()
-            soft, hard = resource.getrlimit(
-                resource.RLIMIT_NOFILE
-            )  # all shards are open while they are joined
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, hard), hard))
         names = [name for name in files if files[name]]  # an optimizer that made no update has no state
         tensors = {name: tensor for content in files.values() for name, tensor in content.items()}
         # scalars are copied: they are written after training has continued

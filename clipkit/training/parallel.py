@@ -4,6 +4,7 @@ Sharded parameters are DTensors: each rank holds some of the rows. The temperatu
 stay whole; their gradients are averaged here instead of by FSDP2.
 """
 
+import gc
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -125,16 +126,32 @@ def prepare(model: CLIP, config: Config, device: torch.device, *, sharding: str)
     return model.to(device)
 
 
+_LARGE_WORLD = 64  # ranks from which all-reduces of small buckets take as long as the latency allows
+_LARGE_BUCKET = 100  # MB, instead of torch's 25
+
+
 def replicated(model: CLIP) -> nn.Module:
-    """Return the model as a module that computes the mean gradient over ranks on every rank."""
+    """Return the model as a module that computes the mean gradient over ranks on every rank.
+
+    Deletes gradients. Delete the module that replaces an earlier one first: it holds as much memory as the gradients.
+    """
     if world_size() == 1 or _is_sharded_module(model):
         return model
+    # gradients are views of the earlier module's buckets, and the module is part of a reference cycle
+    model.zero_grad(set_to_none=True)
+    gc.collect()
     # buffers of clipkit's own towers do not change: without copying rank 0's, a step has one message less
     changing = not model.architecture.is_own
     option = "forward_sync_buffers"
     if option not in signature(DistributedDataParallel).parameters:
         option = "broadcast_buffers"  # its name in older torch
-    return DistributedDataParallel(model, gradient_as_bucket_view=True, **{option: changing})  # type: ignore[arg-type]
+    bucket = _LARGE_BUCKET if world_size() >= _LARGE_WORLD else None
+    return DistributedDataParallel(
+        model,
+        gradient_as_bucket_view=True,
+        bucket_cap_mb=bucket,
+        **{option: changing},  # type: ignore[arg-type]
+    )
 
 
 def scalars(model: CLIP) -> list[nn.Parameter]:

@@ -3,6 +3,8 @@
 test_distributed.py, test_sharded.py and tests/test_train_sharded.py cover several ranks.
 """
 
+import gc
+import weakref
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -14,10 +16,13 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import Architecture, TextTower, VisionTower
 from clipkit.model.clip import CLIP, create
+from clipkit.training import parallel
 from clipkit.training.parallel import (
     clip_gradients,
     complete_gradients,
@@ -145,6 +150,42 @@ def test_single_rank_needs_no_wrapper(model: CLIP) -> None:
         complete_gradients(model)
     assert all(torch.equal(one, before[name]) for name, one in gradients(model).items())
     assert scalars(model) == [model.logit_scale, model.logit_bias]
+
+
+@pytest.fixture
+def many_ranks() -> Iterator[None]:
+    """Rank 0 of 64 whose messages are not sent."""
+    dist.init_process_group("fake", rank=0, world_size=64, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("many_ranks")
+def test_replaced_module_is_freed_before_another_is_made(model: CLIP) -> None:
+    gc.disable()
+    try:
+        modules = []
+        for _ in range(3):
+            trained = replicated(model)
+            modules.append(weakref.ref(trained))
+            assert all(parameter.grad is None for parameter in model.parameters())
+            assert [former() is None for former in modules[:-1]] == [True] * (len(modules) - 1)
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            del trained
+    finally:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("many_ranks")
+def test_buckets_are_larger_for_many_ranks(model: CLIP, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    for ranks in (parallel._LARGE_WORLD - 1, parallel._LARGE_WORLD):
+        monkeypatch.setattr(parallel, "world_size", lambda ranks=ranks: ranks)
+        trained = replicated(model)
+        assert isinstance(trained, DistributedDataParallel)
+        sizes.append(trained.bucket_bytes_cap >> 20)
+    assert sizes == [25, 100]
 
 
 def test_sharding_with_one_process_raises_one_line_error(model: CLIP) -> None:
