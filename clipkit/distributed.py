@@ -332,11 +332,10 @@ def ranks_of_host() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def background_group() -> dist.ProcessGroup:
-    """Return a group of all ranks for collectives in a background thread; all ranks must call this."""
-    group = dist.new_group(backend="gloo", timeout=_LONG_TIMEOUT)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+def background_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """Return a group of ranks for collectives in a background thread, None on other ranks; all ranks call this."""
+    group = dist.new_group(list(ranks), backend="gloo", timeout=_LONG_TIMEOUT)
+    return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def barrier() -> None:

@@ -5,9 +5,10 @@ stay whole; their gradients are averaged here instead of by FSDP2.
 """
 
 import gc
+import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from inspect import signature
@@ -20,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from clipkit.config import Config
 from clipkit.distributed import ranks_of_host, sum_over_ranks, world_size
 from clipkit.errors import ConfigError
-from clipkit.model.clip import CLIP
+from clipkit.model.clip import CLIP, allocate
 from clipkit.model.decoder import CrossAttentionBlock
 from clipkit.model.lora import add_adapters
 from clipkit.model.towers import Kernel, ResidualAttentionBlock
@@ -63,7 +64,7 @@ def without_values(model: CLIP) -> CLIP:
 
 def shard(
     model: CLIP,
-    weights: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor] | None,
     sharding: str,
     *,
     device: torch.device,
@@ -77,7 +78,7 @@ def shard(
 
     Args:
         model: see ``without_values``; already locked, compiled and set to recompute.
-        weights: unsharded weights by name, the same on all ranks.
+        weights: unsharded weights by name, the same on all ranks; None if they are read later.
         sharding: "full": over all ranks; "hybrid": over the ranks of each host, replicated on the hosts.
         device: the device of the shards.
         gather_bf16: whether linear layers are gathered in bfloat16. Under autocast, which would convert them, the
@@ -106,8 +107,9 @@ def shard(
     apply_fsdp(model, mesh, gather_bf16=gather_bf16, reshard=reshard)
     model.to_empty(device=device)
     model.reset_constants()
-    for name, tensor in model.state_dict().items():
-        put(tensor, weights[name])
+    if weights is not None:
+        for name, tensor in model.state_dict().items():
+            put(tensor, weights[name])
 
 
 def apply_fsdp(model: CLIP, mesh: "DeviceMesh", *, gather_bf16: bool = False, reshard: bool = True) -> None:
@@ -188,13 +190,20 @@ def prepare(
     bf16: bool,
     terms: Mapping[str, Term],
 ) -> CLIP:
-    """Shard the model if ``sharding`` is not "none", compile and recompute blocks, and move it to the device."""
+    """Shard the model if ``sharding`` is not "none", compile and recompute blocks, and move it to the device.
+
+    A model without values stays without, but in memory of the device.
+    """
+    has_values = not model.logit_scale.is_meta
     if sharding != "none":
-        weights = model.state_dict()
+        weights = model.state_dict() if has_values else None
         model = without_values(model)
         gather_bf16 = bf16 and gathers_once(terms)
         shard(model, weights, sharding, device=device, gather_bf16=gather_bf16, reshard=config.reshard)
         del weights
+    elif not has_values:
+        allocate(model, device)
+        model.reset_constants()
     if config.deterministic:
         use_deterministic_algorithms(model, device)
     if config.compile:
@@ -306,17 +315,43 @@ def clip_gradients(model: CLIP, limit: float) -> Tensor:
 @torch.no_grad()
 def put(target: Tensor, value: Tensor) -> None:
     """Copy a whole tensor into one of the same shape that may be sharded."""
-    target.copy_(sharded_like(target, value))
+    if is_sharded(target):
+        target.to_local().copy_(value[_local_rows(target)])
+    else:
+        target.copy_(value)
 
 
 def sharded_like(target: Tensor, value: Tensor) -> Tensor:
     """Shard a whole tensor, which all ranks have, as ``target`` is sharded; without communication."""
     if not is_sharded(target):
         return value
-    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor import DTensor
 
+    rows = value[_local_rows(target)].to(target.device)
     layout = target.device_mesh, target.placements
-    return distribute_tensor(value.to(target.device), *layout, src_data_rank=None)
+    return DTensor.from_local(rows, *layout, run_check=False, shape=value.shape, stride=value.stride())
+
+
+def _local_rows(tensor: "DTensor") -> slice:
+    """Return which rows this rank holds, so that no others are read of a file that is mapped into memory."""
+    for dim, placement in enumerate(tensor.placements):
+        if placement.is_shard():
+            count = math.ceil(len(tensor) / tensor.device_mesh.size(dim))
+            start = count * tensor.device_mesh.get_local_rank(dim)
+            return slice(start, start + count)
+    return slice(None)
+
+
+def ranks_of_replica(tensors: Iterable[Tensor]) -> list[int] | None:
+    """Return the ranks that hold all rows of sharded tensors once; None if none of the tensors is sharded."""
+    for tensor in tensors:
+        if is_sharded(tensor):
+            ranks = tensor.device_mesh.mesh
+            for dim, placement in reversed(list(enumerate(tensor.placements))):
+                if placement.is_replicate():
+                    ranks = ranks.select(dim, 0)
+            return list(map(int, ranks.flatten()))
+    return None
 
 
 def gather_stack(like: Tensor, stack: Tensor) -> Tensor:

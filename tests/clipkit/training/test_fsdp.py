@@ -116,8 +116,10 @@ def test_terms_that_compute_blocks_again_say_so(
     """Otherwise gradients in half precision would be added."""
     if name != "caption" and feed != "tokens":
         return
-    settings: dict[str, Any] = {"feed": feed} if name == "caption" else {}
-    term = TERMS[name](weight=1.0, **settings)
+    settings: dict[str, Any] = {"weight": 1.0}
+    if name == "caption":
+        settings["feed"] = feed
+    term = TERMS[name](**settings)
     shape = ARCHITECTURES["ViT-Ti-4-16"]
     if name == "image_gpt":
         shape = replace(
