@@ -111,7 +111,7 @@ def main(arguments: Arguments) -> int:
         build.lock(model, image=config.lock.image, text=config.lock.text, terms=terms)
         check_rows(model, batch_size=config.batch_size, world=world, parts=config.accumulate)
         sharding = "none" if arguments.replay else config.sharding  # a replay runs in one process
-        model = parallel.prepare(model, config, device, sharding=sharding)
+        model = parallel.prepare(model, config, device, sharding=sharding, bf16=bf16, terms=terms)
         optimizer = optim.make_optimizer(model, config.optim)
         averaged = ema.AveragedWeights(model, config.optim.average) if config.optim.average else None
         after = {name: term.after for name, term in terms.items()}
@@ -235,6 +235,7 @@ def main(arguments: Arguments) -> int:
                     **batch.traits.by_trait,
                 )
                 if changed := unfreezing.lock_for_step(step):
+                    del trained
                     trained = parallel.replicated(model)
                 if changed or any(0 < term.after == step for term in terms.values()):
                     log.count_flops(model, compute, step)

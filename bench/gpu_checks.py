@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,10 +20,10 @@ from clipkit.errors import ConfigError
 from clipkit.model.architectures import ARCHITECTURES
 from clipkit.model.clip import create
 from clipkit.model.tokenizer import END_OF_TEXT, START_OF_TEXT
-from clipkit.model.towers import ResidualAttentionBlock, kept_patches
+from clipkit.model.towers import kept_patches
 from clipkit.objectives.clip import clip_loss
 from clipkit.objectives.siglip import siglip_loss
-from clipkit.training.parallel import compile_blocks, scalars
+from clipkit.training.parallel import apply_fsdp, compile_blocks
 
 __all__ = ["TINY", "check"]
 
@@ -144,11 +143,7 @@ def _one_rank(device: torch.device, kind: str) -> float:
             found = _gradients(DistributedDataParallel(model), device)
         else:  # clipkit.training.parallel.shard, which refuses a single process
             mesh = init_device_mesh(device.type, (1,))
-            for block in [one for one in model.modules() if isinstance(one, ResidualAttentionBlock)]:
-                fully_shard(block, mesh=mesh)
-            fully_shard(model, mesh=mesh, ignored_params=set(scalars(model)))
-            for method in ("encode_image", "encode_text"):
-                register_fsdp_forward_method(model, method)
+            apply_fsdp(model, mesh)
             found = _gradients(model, device)
     finally:
         dist.destroy_process_group()

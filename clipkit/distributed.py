@@ -5,11 +5,12 @@ Without a process group, all functions behave as for a single process.
 
 import os
 import re
+import resource
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
 from itertools import count
@@ -255,6 +256,10 @@ def start() -> torch.device:
     if cuda and local_rank < gpus:
         torch.cuda.set_device(local_rank)
     if int(environment.get("WORLD_SIZE", "1")) > 1:
+        # each group of CPU tensors takes a descriptor for each rank, and checkpoints open the shards of all ranks
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        with suppress(OSError, ValueError):  # no limit, which some systems refuse to set
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         store, rank, world = next(rendezvous("env://", timeout=_TIMEOUT))
         # torchrun's store outlives the ranks: after a restart (torch 2.15) it still contains their old addresses
         # and notes. With several torchruns, each counts its own restarts, and the counts differ.
@@ -270,6 +275,7 @@ def start() -> torch.device:
             rank=rank,
             world_size=world,
             timeout=_TIMEOUT,
+            device_id=own_device() if cuda and int(local_world or "1") <= gpus else None,
         )
     if cuda and local_rank >= gpus:  # checked after joining, so that it is reported once
         raise ConfigError(
@@ -326,11 +332,10 @@ def ranks_of_host() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def background_group() -> dist.ProcessGroup:
-    """Return a group of all ranks for collectives in a background thread; all ranks must call this."""
-    group = dist.new_group(backend="gloo", timeout=_LONG_TIMEOUT)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+def background_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """Return a group of ranks for collectives in a background thread, None on other ranks; all ranks call this."""
+    group = dist.new_group(list(ranks), backend="gloo", timeout=_LONG_TIMEOUT)
+    return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def barrier() -> None:

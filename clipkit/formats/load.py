@@ -190,6 +190,17 @@ def load_checkpoint(folder: Path) -> CLIP:
     return build_stored(_read_checkpoint(folder), LoadRequest())
 
 
+def outline_checkpoint(folder: Path) -> CLIP:
+    """Build the model of a checkpoint folder on the meta device; its weights are not read.
+
+    Raises:
+        CheckpointError: model.json is missing, damaged or of another version.
+    """
+    stored = _read_card(folder)
+    with torch.device("meta"):
+        return CLIP(stored.shape, name=stored.name, preprocess=stored.preprocess, tokenizer=stored.tokenizer)
+
+
 def build_stored(stored: StoredModel, request: LoadRequest) -> CLIP:
     """Build a model at the requested sizes."""
     shape = stored.shape.resized(image_size=request.image_size, context_length=request.context_length)
@@ -427,7 +438,8 @@ def _read_file(path: Path, request: LoadRequest) -> StoredModel:
     )
 
 
-def _read_checkpoint(folder: Path) -> StoredModel:
+def _read_card(folder: Path) -> StoredModel:
+    """Read all that a checkpoint stores of a model but the tensors."""
     card = read_json(folder / "model.json")
     if card.get("format") != FORMAT:
         raise CheckpointError(f"{folder}: this version cannot read the format of model.json")
@@ -435,24 +447,28 @@ def _read_checkpoint(folder: Path) -> StoredModel:
     preprocess = Preprocess.from_dict(card.get("preprocess", {}))
     if preprocess.image_size != shape.vision.image_size:
         raise CheckpointError(f"{folder}: the image sizes of architecture and preprocessing differ")
-    tokenizer = create_tokenizer(shape, stored=card.get("tokenizer", "none"), folder=folder)
+    return StoredModel(
+        file=folder,
+        shape=shape,
+        tensors={},
+        name=str(card.get("name", "")),
+        preprocess=preprocess,
+        tokenizer=create_tokenizer(shape, stored=card.get("tokenizer", "none"), folder=folder),
+        origin=f"clipkit checkpoint {folder}",
+    )
+
+
+def _read_checkpoint(folder: Path) -> StoredModel:
+    stored = _read_card(folder)
     weights = folder / "model.safetensors"
     try:
         tensors = load_file(weights)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {weights}: {error}") from error
     check_checksum(weights)
-    if card.get("adapters"):
-        tensors = _merge_with_base(folder, shape, tensors)
-    return StoredModel(
-        file=folder,
-        shape=shape,
-        tensors=tensors,
-        name=str(card.get("name", "")),
-        preprocess=preprocess,
-        tokenizer=tokenizer,
-        origin=f"clipkit checkpoint {folder}",
-    )
+    if read_json(folder / "model.json").get("adapters"):
+        tensors = _merge_with_base(folder, stored.shape, tensors)
+    return replace(stored, tensors=tensors)
 
 
 def _merge_with_base(folder: Path, shape: Architecture, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

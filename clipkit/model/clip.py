@@ -476,7 +476,7 @@ class CLIP(nn.Module):
     ) -> Head:
         with torch.device("meta"):
             made = make(self.architecture, kind)
-        _allocate(made, self.logit_scale.device)
+        allocate(made, self.logit_scale.device)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             initialize(made)
@@ -572,7 +572,7 @@ def build(
     with torch.device("meta"):  # skips the initialization of layers
         model = CLIP(shape, name=name, preprocess=preprocess, tokenizer=tokenizer)
     try:
-        _allocate(model, torch.device("cpu"))
+        allocate(model, torch.device("cpu"))
     except RuntimeError as error:  # torch has no class of its own for it
         if "allocate" not in str(error):
             raise
@@ -584,6 +584,6 @@ def build(
     return model
 
 
-def _allocate(module: nn.Module, device: torch.device) -> None:
+def allocate(module: nn.Module, device: torch.device) -> None:
     """Move a module from the meta device without values, as ``to_empty``, which imports sympy (0.3 seconds)."""
     module._apply(lambda one: torch.empty(one.shape, dtype=one.dtype, device=device))

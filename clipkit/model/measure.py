@@ -59,11 +59,13 @@ class Bytes:
     Attributes:
         activations: tensors besides gradients of parameters and copies of weights.
         weight_copies: copies of weights in half precision.
+        block_copies: those of ``parameters_in_blocks``, see ``Meter.begin``.
         together: all of them.
     """
 
     activations: int
     weight_copies: int
+    block_copies: int
     together: int
 
 
@@ -304,7 +306,9 @@ class Meter(TorchDispatchMode):
         self._numbers: dict[int, int] = {}
         self._count = self._first = 0
         self._parameters: set[int] = set()
-        self._copies: set[int] = set()
+        self._in_blocks: set[int] = set()
+        # copies of parameters: whether of those in blocks
+        self._copies: dict[int, bool] = {}
         self._changes: list[tuple[int, int]] = []
 
     @classmethod
@@ -324,7 +328,7 @@ class Meter(TorchDispatchMode):
         if formula is not None:
             self.flops += formula(*meta_args, **meta_kwargs, out_val=result)
         if func is _aten._to_copy.default and _address(meta_args[0]) in self._parameters:
-            self._copies.add(self._count)
+            self._copies[self._count] = _address(meta_args[0]) in self._in_blocks
         written = {
             id(tensor.meta): tensor
             for tensor in (*args, *(kwargs or {}).values())
@@ -353,27 +357,36 @@ class Meter(TorchDispatchMode):
         if number >= self._first:
             self._changes.append((number, -size))
 
-    def begin(self, parameters: Iterable[Tensor]) -> None:
+    def begin(self, parameters: Iterable[Tensor], parameters_in_blocks: Iterable[Tensor] = ()) -> None:
         """Count FLOPs and bytes from now on; tensors that exist already, such as these parameters, do not count."""
         self.flops = 0
         self._parameters = {_address(parameter) for parameter in parameters}
+        self._in_blocks = {_address(parameter) for parameter in parameters_in_blocks}
         self._first = self._count
         self._changes.clear()
 
     def most_bytes(self, gradients: Iterable[Tensor] = ()) -> Bytes:
         """Return the most memory since ``begin``, given the gradients of parameters, which are still alive."""
         numbers = {self._numbers[_address(gradient)] for gradient in gradients}
-        activations = copies = together = most_activations = most_copies = most_together = 0
+        activations = copies = block_copies = together = 0
+        most_activations = most_copies = most_block_copies = most_together = 0
         for number, size in self._changes:
             together += size
             if number in self._copies:
                 copies += size
+                block_copies += size * self._copies[number]
             elif number not in numbers:
                 activations += size
             most_activations = max(most_activations, activations)
             most_copies = max(most_copies, copies)
+            most_block_copies = max(most_block_copies, block_copies)
             most_together = max(most_together, together)
-        return Bytes(activations=most_activations, weight_copies=most_copies, together=most_together)
+        return Bytes(
+            activations=most_activations,
+            weight_copies=most_copies,
+            block_copies=most_block_copies,
+            together=most_together,
+        )
 
 
 def _address(tensor: Tensor) -> int:

@@ -215,6 +215,11 @@ class Term(Section):
         """Whether ``inputs`` calls ``teach``."""
         return False
 
+    @property
+    def encodes_again(self) -> bool:
+        """Whether ``total`` computes blocks of a tower once more, so that their gradients are sums of several."""
+        return False
+
     def check(self, config: Config) -> None:
         """Raise ConfigError if other settings do not fit; called if ``weight`` is not 0. Overrides call it too."""
         if self.trains_image_tower:

@@ -57,6 +57,10 @@ class Caption(Term):
         alone = f"expected 0 with caption.feed={self.feed}"
         require(not self.parallel or self.feed == "tokens", "caption.parallel", self.parallel, alone)
 
+    @property
+    def encodes_again(self) -> bool:
+        return self.feed == "shared"
+
     def check(self, config: Config) -> None:
         super().check(config)
         if self.feed != "tokens":

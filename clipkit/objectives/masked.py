@@ -48,6 +48,10 @@ class Masked(Term):
     def averages(self) -> bool:
         return self.target == "features"
 
+    @property
+    def encodes_again(self) -> bool:
+        return True
+
     def check(self, config: Config) -> None:
         super().check(config)
         if self.target == "features":

@@ -66,6 +66,10 @@ class Views(Term):
     def averages(self) -> bool:
         return True
 
+    @property
+    def encodes_again(self) -> bool:
+        return True
+
     def check(self, config: Config) -> None:
         super().check(config)
         require_use("views.weight", self.weight, "optim.average", bool(config.optim.average))

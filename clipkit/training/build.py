@@ -26,7 +26,7 @@ from clipkit.errors import CheckpointError, ConfigError
 from clipkit.files.hub import HUB, fetch_repository
 from clipkit.files.terminal import counted
 from clipkit.formats.checkpoint import model_hash, read_preprocess
-from clipkit.formats.load import check_base, load_checkpoint
+from clipkit.formats.load import check_base, load_checkpoint, outline_checkpoint
 from clipkit.formats.weights import read_weights
 from clipkit.model.architectures import (
     HEADS,
@@ -167,8 +167,9 @@ def first_model(
 ) -> CLIP:
     """Return a model with fresh weights or those of ``model.weights``, in training mode on the CPU.
 
-    A run that resumes takes weights, tokenizer and preprocessing from its ``checkpoint``; ``model.weights`` may no
-    longer exist, unless the run trains adapters of them. The preprocessing is always the checkpoint's. ``say``
+    A run that resumes takes tokenizer and preprocessing from its ``checkpoint``; ``model.weights`` may no longer
+    exist, unless the run trains adapters of them. Models of clipkit's own towers are then on the meta device: their
+    weights are read by ``clipkit.training.checkpoint.load_training``. ``say``
     gets a line if ``model.weights`` is not read, and if the decoder of captions starts with fresh weights, because
     those given have none or another one.
     """
@@ -178,14 +179,22 @@ def first_model(
     fresh = False  # whether temperature and bias start with the objective's values
     adapted = lora.rank > 0
     adapters: Adapters | None = None
-    if model.weights and checkpoint is not None and not adapted:
-        first = load_checkpoint(checkpoint)
-        say(f"the checkpoint contains all weights: model.weights = {model.weights!r} is not read")
+    if checkpoint is not None and not adapted:
+        first = outline_checkpoint(checkpoint) if shape.is_own else load_checkpoint(checkpoint)
+        if model.weights:
+            say(f"the checkpoint contains all weights: model.weights = {model.weights!r} is not read")
         if not _fits(first, shape):
             cause = f"of another architecture than {model.label}"
             if other := _describe_other_classes(first, shape):
                 cause = f"of {other}: set {model.text} as it was when the run began, or out=… for a new run"
             raise CheckpointError(f"{checkpoint} is {cause}")
+        if model.tokenizer:
+            vocabulary = trained_tokenizer(model.tokenizer, shape.text.context_length).library().get_vocab()
+            if stored_tokenizer(checkpoint).library().get_vocab() != vocabulary:
+                raise CheckpointError(
+                    f"{checkpoint} has another tokenizer than model.tokenizer = {model.tokenizer!r}: restore "
+                    "that, or set out=… for a new run"
+                )
         if not shape.text.classes:
             first.tokenizer(
                 ["a"]
@@ -217,26 +226,15 @@ def first_model(
             )
     else:
         rgb = shape
-        if model.image_weights and checkpoint is None and shape.vision.channels != 3:
+        if model.image_weights and shape.vision.channels != 3:
             rgb = replace(shape, vision=shape.vision.with_channels(3))
         first = create(rgb, name=model.label, seed=seed)
         fresh = True
         if model.tokenizer:
-            tokenizer = trained_tokenizer(model.tokenizer, shape.text.context_length)
-            first.tokenizer = tokenizer
-            if (
-                checkpoint is not None
-                and stored_tokenizer(checkpoint).library().get_vocab() != tokenizer.library().get_vocab()
-            ):
-                raise CheckpointError(
-                    f"{checkpoint} has another tokenizer than model.tokenizer = {model.tokenizer!r}: restore "
-                    "that, or set out=… for a new run"
-                )
-        if checkpoint is not None:
-            first.preprocess = read_preprocess(checkpoint)
+            first.tokenizer = trained_tokenizer(model.tokenizer, shape.text.context_length)
         if model.new_head:
             _take_image_tower(first, model, extend)
-        elif model.image_weights and checkpoint is None:
+        elif model.image_weights:
             _take_backbone(first, model)
             if _lacks_channels(first, shape):
                 first.extend_channels(shape.vision.channels, extend=extend)

@@ -2,13 +2,12 @@
 
 The state is copied first (on a GPU while the next step is computed), then a thread writes it to a temporary folder,
 syncs and renames it, and updates LATEST: a process that is killed leaves the previous checkpoint intact. Rank 0
-writes replicated models. Each rank writes its shards of a sharded model to the shared folder, and rank 0 joins them
-into the same files, so checkpoints do not depend on the number of ranks.
+writes replicated models. The ranks that together hold a sharded model once write their shards to the shared folder,
+and rank 0 joins them into the same files, so checkpoints do not depend on the number of ranks.
 """
 
 import json
 import re
-import resource
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -52,9 +51,10 @@ from clipkit.samples.traits import TraitCounts, Traits
 from clipkit.training.ema import AveragedWeights
 from clipkit.training.guards import first_not_finite, weights_error
 from clipkit.training.optim import expected_state
-from clipkit.training.parallel import is_sharded, put, zeros_of
+from clipkit.training.parallel import put, ranks_of_replica, zeros_of
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.staging import DefaultStager
 
 # The run folder while it is trained:
@@ -335,7 +335,9 @@ class CheckpointWriter:
         self._copied: Future[Any] | None = None  # when the model may change again
         self._written: Future[Any] | None = None
         self._stager: DefaultStager | None = None
-        self._group: Any = None
+        # of the ranks that write a sharded model, once it is needed; None on other ranks
+        self._group: ProcessGroup | None = None
+        self._has_group = False
 
     @property
     def saved_step(self) -> int:
@@ -373,8 +375,8 @@ class CheckpointWriter:
         if name := first_not_finite({**files["model.safetensors"], **files.get("trained.safetensors", {})}):
             raise CheckpointError(weights_error(self._run, state.step, name, saved=self._saved))
         self._step = state.step
-        sharded = any(is_sharded(tensor) for tensor in weights.values())
-        if rank() and not sharded:
+        holders = ranks_of_replica(weights.values())
+        if rank() and holders is None:
             self._saved = state.step
             return
         folder = self._folder(state.step)
@@ -391,7 +393,7 @@ class CheckpointWriter:
                 (temporary / "config.toml").write_text(self._settings, encoding="utf-8")
         except OSError as error:
             raise self._failed(error) from error
-        if sharded:
+        if holders is not None:
             barrier()
             # otherwise rank 0 would join only the shards that it sees
             if blind := int(sum_over_ranks(torch.tensor(int(not (temporary / "state.json").exists())))):
@@ -399,7 +401,13 @@ class CheckpointWriter:
                     f"{blind} ranks do not see {temporary}: with sharding, put the run folder on a filesystem "
                     "shared by all hosts"
                 )
-            self._begin_shards(files, temporary, folder)
+            if not self._has_group:
+                self._group = background_group(holders)
+                self._has_group = True
+            if self._group is None:
+                self._saved = state.step
+            else:
+                self._begin_shards(files, temporary, folder)
             return
         staged = self._staging().stage(files)
         self._copied = staged if isinstance(staged, Future) else None
@@ -456,12 +464,6 @@ class CheckpointWriter:
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
         from torch.distributed.checkpoint.state_dict_saver import async_save
 
-        if self._group is None:
-            self._group = background_group()
-            soft, hard = resource.getrlimit(
-                resource.RLIMIT_NOFILE
-            )  # all shards are open while they are joined
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, hard), hard))
         names = [name for name in files if files[name]]  # an optimizer that made no update has no state
         tensors = {name: tensor for content in files.values() for name, tensor in content.items()}
         # scalars are copied: they are written after training has continued
@@ -475,7 +477,9 @@ class CheckpointWriter:
                 enable_consolidation=True,
                 thread_count_consolidation=len(names),
             ),
-            planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+            # rank 0 divides the work in Python, which takes long for many ranks, and does it again only for other
+            # tensors than last time
+            planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True, enable_plan_caching=True),
             process_group=self._group,
             async_stager=self._staging(),
         )

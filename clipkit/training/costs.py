@@ -9,16 +9,16 @@ import math
 import re
 import textwrap
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.polynomial import Polynomial
+from torch import Tensor
 
 from clipkit.api import load
 from clipkit.batch import Batch
@@ -45,7 +45,14 @@ from clipkit.training import OPTIMIZERS
 from clipkit.training.build import adapters_of, check_split, lock, patch_counts, select_shape, tower_of
 from clipkit.training.ema import AveragedWeights
 from clipkit.training.optim import expected_state, make_optimizer
-from clipkit.training.parallel import is_sharded, recompute_blocks, without_values
+from clipkit.training.parallel import (
+    blocks,
+    gathers_once,
+    is_sharded,
+    linear_parameters,
+    recompute_blocks,
+    without_values,
+)
 from clipkit.training.step import TrainingStep
 
 
@@ -231,7 +238,7 @@ def measure_step(
             ids=torch.empty(rows, dtype=torch.int64),
             identities=torch.empty(rows * (1 + further), 2, dtype=torch.int64),
         )
-        meter.begin(shadow.parameters())
+        meter.begin(shadow.parameters(), chain.from_iterable(map(linear_parameters, blocks(shadow))))
         step.gradients(shadow, batch, max((term.after for term in terms.values()), default=0))
         gradients = [parameter.grad for parameter in shadow.parameters() if parameter.grad is not None]
         return StepCosts(rows=rows, flops=meter.flops, bytes=meter.most_bytes(gradients))
@@ -404,6 +411,11 @@ class Workload:
         """Number of ranks that share one copy of the weights."""
         return {"none": 1, "full": self.world, "hybrid": self.shard_ranks or self.world}[self.sharding]
 
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of a number in a block that is gathered."""
+        return _HALF if self.bf16 and gathers_once(self.terms) else _FLOAT
+
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
@@ -455,12 +467,6 @@ class Estimate:
     hours: float | None
 
 
-def _block_of(name: str) -> str:
-    """Return the block of a parameter, which FSDP gathers on its own; "" for those outside of blocks."""
-    before, separator, after = name.partition("resblocks.")
-    return before + after.split(".")[0] if separator else ""
-
-
 def communication_of(work: Workload) -> Communication:
     """Count the bytes that each rank sends in a step; those of a further objective's sums are not counted."""
 
@@ -470,18 +476,23 @@ def communication_of(work: Workload) -> Communication:
     ways = work.ways
     copies = work.world // work.ways
     weights = gradients = 0.0
-    for name, parameter in work.model.named_parameters():
+    in_blocks = {parameter for block in blocks(work.model) for parameter in linear_parameters(block)}
+    for parameter in work.model.parameters():
         size = _FLOAT * parameter.numel()
         if ways > 1 and parameter.ndim:
-            size = (
-                size // len(parameter) * math.ceil(len(parameter) / ways) * ways
-            )  # the rows of all ranks are padded alike
-            # a pass without and one with a graph for each part, and what was freed again for each backward pass
-            passes = 2 if work.parts == 1 else 3 * work.parts
-            freed = work.reshard or not _block_of(name)
-            weights += sent(ways, size) * (passes if freed else work.parts)
-            if OPTIMIZERS[work.optimizer].gathers_matrices and parameter.ndim == 2 and _block_of(name):
-                weights += sent(ways, size) * parameter.requires_grad
+            # the rows of all ranks are padded alike
+            numbers = parameter.numel() // len(parameter) * math.ceil(len(parameter) / ways) * ways
+            size = _FLOAT * numbers
+            if parameter in in_blocks:
+                # a pass without and one with a graph for each part, and what was freed again for each backward pass
+                passes = 2 if work.parts == 1 else 3 * work.parts
+                weights += sent(ways, work.gathered_bytes * numbers) * (
+                    passes if work.reshard else work.parts
+                )
+                if OPTIMIZERS[work.optimizer].gathers_matrices and parameter.ndim == 2:
+                    weights += sent(ways, size) * parameter.requires_grad
+            else:
+                weights += sent(ways, size) * work.parts
         if parameter.requires_grad:
             if ways > 1 and parameter.ndim:
                 gradients += sent(ways, size) + 2 * sent(copies, size // ways)
@@ -530,11 +541,9 @@ def memory_of(work: Workload, costs: StepCosts | None = None) -> Memory:
 
     # weights, gradients and state
     optimizer = make_optimizer(model, OptimConfig(name=work.optimizer))
-    blocks: Counter[str] = Counter()  # parameters of each
     numbers = trained = state = 0
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         numbers += parameter.numel()
-        blocks[_block_of(name)] += parameter.numel()
         if parameter.requires_grad:
             trained += parameter.numel()
             for size, dtype in expected_state(optimizer, parameter).values():
@@ -543,9 +552,12 @@ def memory_of(work: Workload, costs: StepCosts | None = None) -> Memory:
     weight_bytes = math.ceil(_FLOAT * numbers / ways)
     weights = weight_bytes
     if ways > 1:
-        # two blocks are gathered at a time, and have a whole gradient; the parameters outside of blocks always are
-        outside = blocks.pop("", 0)
-        weights += _FLOAT * (3 * max(blocks.values(), default=0) + 2 * outside)
+        # two blocks are gathered at a time, or all; the gradient of one is added up in float32. The parameters
+        # outside of blocks are gathered for the whole step, and so is their gradient
+        sizes = [sum(map(Tensor.numel, linear_parameters(block))) for block in blocks(model)]
+        largest = max(sizes, default=0)
+        weights += work.gathered_bytes * (2 * largest if work.reshard else sum(sizes))
+        weights += _FLOAT * (largest + 2 * (numbers - sum(sizes)))
     teacher = 0
     if work.teacher is not None:  # whole on each GPU
         for parameter in work.teacher.parameters():
@@ -555,6 +567,8 @@ def memory_of(work: Workload, costs: StepCosts | None = None) -> Memory:
     activations: int | None = None
     if costs is not None:
         copies = costs.bytes.weight_copies
+        if ways > 1 and work.gathered_bytes == _HALF:
+            copies -= costs.bytes.block_copies
         activations = costs.bytes.activations + copies
         if work.world == work.parts == 1:
             # gradients grow while activations are released; otherwise gradients are there from the start

@@ -4,10 +4,13 @@ Sharded parameters are DTensors: each rank holds some of the rows. The temperatu
 stay whole; their gradients are averaged here instead of by FSDP2.
 """
 
+import gc
+import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +21,14 @@ from torch.nn.parallel import DistributedDataParallel
 from clipkit.config import Config
 from clipkit.distributed import ranks_of_host, sum_over_ranks, world_size
 from clipkit.errors import ConfigError
-from clipkit.model.clip import CLIP
+from clipkit.model.clip import CLIP, allocate
 from clipkit.model.decoder import CrossAttentionBlock
 from clipkit.model.lora import add_adapters
 from clipkit.model.towers import Kernel, ResidualAttentionBlock
+from clipkit.objectives import Term
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
@@ -59,26 +64,28 @@ def without_values(model: CLIP) -> CLIP:
 
 def shard(
     model: CLIP,
-    weights: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor] | None,
     sharding: str,
     *,
     device: torch.device,
+    gather_bf16: bool = False,
     reshard: bool = True,
 ) -> None:
     """Shard a model's parameters over ranks (FSDP2, Zhao et al. 2023, https://arxiv.org/abs/2304.11277), in place.
 
-    Each block is gathered in float32 when it is computed, so results are those of the whole model. Gradients are
-    the mean over ranks. No device ever holds the whole model.
+    The linear layers of a block are gathered when it is computed, all other parameters in float32 for the whole
+    step. Results are those of the whole model. Gradients are summed in float32 and are the mean over ranks.
 
     Args:
         model: see ``without_values``; already locked, compiled and set to recompute.
-        weights: unsharded weights by name, the same on all ranks.
+        weights: unsharded weights by name, the same on all ranks; None if they are read later.
         sharding: "full": over all ranks; "hybrid": over the ranks of each host, replicated on the hosts.
         device: the device of the shards.
+        gather_bf16: whether linear layers are gathered in bfloat16. Under autocast, which would convert them, the
+            results are bit-identical if each block is computed once, see ``gathers_once``.
         reshard: whether blocks are freed after the forward pass and gathered again for the backward pass.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     if not model.architecture.is_own:
         raise ConfigError(f"sharding = {sharding!r} requires clipkit's own towers, not {model.name}")
@@ -97,25 +104,106 @@ def shard(
     else:
         shape = (world // per_host, per_host)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("hosts", "ranks"))
-    kinds = (ResidualAttentionBlock, CrossAttentionBlock)
-    for block in [module for module in model.modules() if isinstance(module, kinds)]:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, ignored_params=set(scalars(model)))
-    for method in ("encode_image", "encode_text", "image_tokens", "text_tokens", "decoder_input"):
-        register_fsdp_forward_method(model, method)
+    apply_fsdp(model, mesh, gather_bf16=gather_bf16, reshard=reshard)
     model.to_empty(device=device)
     model.reset_constants()
-    for name, tensor in model.state_dict().items():
-        put(tensor, weights[name])
+    if weights is not None:
+        for name, tensor in model.state_dict().items():
+            put(tensor, weights[name])
 
 
-def prepare(model: CLIP, config: Config, device: torch.device, *, sharding: str) -> CLIP:
-    """Shard the model if ``sharding`` is not "none", compile and recompute blocks, and move it to the device."""
+def apply_fsdp(model: CLIP, mesh: "DeviceMesh", *, gather_bf16: bool = False, reshard: bool = True) -> None:
+    """Shard the parameters over the ranks of a mesh; arguments as for ``shard``."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if gather_bf16:
+        policy = replace(policy, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    layers = {block: linear_parameters(block) for block in blocks(model)}
+    in_blocks = {parameter for parameters in layers.values() for parameter in parameters}
+    # the model before its blocks, because it takes no parameters of modules that are sharded already
+    fully_shard(model, mesh=mesh, ignored_params={*scalars(model), *in_blocks})
+    for block, parameters in layers.items():
+        others = set(block.parameters()).difference(parameters)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=others)
+    _register_methods(model)
+
+
+def _register_methods(model: CLIP) -> None:
+    """Gather weights for other methods than ``forward`` too, but once for methods that call each other.
+
+    After each call torch frees the weights outside of blocks, which would be gathered again for the backward pass.
+    """
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    is_called = False
+
+    def call_once(gather: Callable[..., Any], compute: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal is_called
+            if is_called:
+                return compute(*arguments, **options)
+            is_called = True
+            try:
+                return gather(*arguments, **options)
+            finally:
+                is_called = False
+
+        return call
+
+    # hooks of torch run around forward
+    model.forward = call_once(model.forward, model.forward)  # type: ignore[method-assign]
+    for name in ("encode_image", "encode_text", "image_tokens", "text_tokens", "decoder_input"):
+        compute = getattr(model, name)
+        register_fsdp_forward_method(model, name)
+        setattr(model, name, call_once(getattr(model, name), compute))
+
+
+def gathers_once(terms: Mapping[str, Term]) -> bool:
+    """Return whether each block is computed once in a step; otherwise gradients in bfloat16 would be added."""
+    return not any(term.encodes_again for term in terms.values())
+
+
+def blocks(model: CLIP) -> list[nn.Module]:
+    """Return the blocks of clipkit's own towers and of the decoder, which are gathered one at a time."""
+    kinds = (ResidualAttentionBlock, CrossAttentionBlock)
+    return [module for module in model.modules() if isinstance(module, kinds)]
+
+
+def linear_parameters(block: nn.Module) -> list[nn.Parameter]:
+    """Return a block's parameters that autocast uses in half precision: all but those of norms."""
+    norms = {
+        parameter
+        for module in block.modules()
+        if isinstance(module, nn.LayerNorm)
+        for parameter in module.parameters()
+    }
+    return [parameter for parameter in block.parameters() if parameter not in norms]
+
+
+def prepare(
+    model: CLIP,
+    config: Config,
+    device: torch.device,
+    *,
+    sharding: str,
+    bf16: bool,
+    terms: Mapping[str, Term],
+) -> CLIP:
+    """Shard the model if ``sharding`` is not "none", compile and recompute blocks, and move it to the device.
+
+    A model without values stays without, but in memory of the device.
+    """
+    has_values = not model.logit_scale.is_meta
     if sharding != "none":
-        weights = model.state_dict()
+        weights = model.state_dict() if has_values else None
         model = without_values(model)
-        shard(model, weights, sharding, device=device, reshard=config.reshard)
+        gather_bf16 = bf16 and gathers_once(terms)
+        shard(model, weights, sharding, device=device, gather_bf16=gather_bf16, reshard=config.reshard)
         del weights
+    elif not has_values:
+        allocate(model, device)
+        model.reset_constants()
     if config.deterministic:
         use_deterministic_algorithms(model, device)
     if config.compile:
@@ -125,16 +213,32 @@ def prepare(model: CLIP, config: Config, device: torch.device, *, sharding: str)
     return model.to(device)
 
 
+_LARGE_WORLD = 64  # ranks from which all-reduces of small buckets take as long as the latency allows
+_LARGE_BUCKET = 100  # MB, instead of torch's 25
+
+
 def replicated(model: CLIP) -> nn.Module:
-    """Return the model as a module that computes the mean gradient over ranks on every rank."""
+    """Return the model as a module that computes the mean gradient over ranks on every rank.
+
+    Deletes gradients. Delete an earlier such module first: it holds as much memory as the gradients.
+    """
     if world_size() == 1 or _is_sharded_module(model):
         return model
+    # gradients are views of the earlier module's buckets, and the module is part of a reference cycle
+    model.zero_grad(set_to_none=True)
+    gc.collect()
     # buffers of clipkit's own towers do not change: without copying rank 0's, a step has one message less
     changing = not model.architecture.is_own
     option = "forward_sync_buffers"
     if option not in signature(DistributedDataParallel).parameters:
         option = "broadcast_buffers"  # its name in older torch
-    return DistributedDataParallel(model, gradient_as_bucket_view=True, **{option: changing})  # type: ignore[arg-type]
+    bucket = _LARGE_BUCKET if world_size() >= _LARGE_WORLD else None
+    return DistributedDataParallel(
+        model,
+        gradient_as_bucket_view=True,
+        bucket_cap_mb=bucket,
+        **{option: changing},  # type: ignore[arg-type]
+    )
 
 
 def scalars(model: CLIP) -> list[nn.Parameter]:
@@ -211,17 +315,43 @@ def clip_gradients(model: CLIP, limit: float) -> Tensor:
 @torch.no_grad()
 def put(target: Tensor, value: Tensor) -> None:
     """Copy a whole tensor into one of the same shape that may be sharded."""
-    target.copy_(sharded_like(target, value))
+    if is_sharded(target):
+        target.to_local().copy_(value[_local_rows(target)])
+    else:
+        target.copy_(value)
 
 
 def sharded_like(target: Tensor, value: Tensor) -> Tensor:
     """Shard a whole tensor, which all ranks have, as ``target`` is sharded; without communication."""
     if not is_sharded(target):
         return value
-    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor import DTensor
 
+    rows = value[_local_rows(target)].to(target.device)
     layout = target.device_mesh, target.placements
-    return distribute_tensor(value.to(target.device), *layout, src_data_rank=None)
+    return DTensor.from_local(rows, *layout, run_check=False, shape=value.shape, stride=value.stride())
+
+
+def _local_rows(tensor: "DTensor") -> slice:
+    """Return which rows this rank holds, so that no others are read of a file that is mapped into memory."""
+    for dim, placement in enumerate(tensor.placements):
+        if placement.is_shard():
+            count = math.ceil(len(tensor) / tensor.device_mesh.size(dim))
+            start = count * tensor.device_mesh.get_local_rank(dim)
+            return slice(start, start + count)
+    return slice(None)
+
+
+def ranks_of_replica(tensors: Iterable[Tensor]) -> list[int] | None:
+    """Return the ranks that hold all rows of sharded tensors once; None if none of the tensors is sharded."""
+    for tensor in tensors:
+        if is_sharded(tensor):
+            ranks = tensor.device_mesh.mesh
+            for dim, placement in reversed(list(enumerate(tensor.placements))):
+                if placement.is_replicate():
+                    ranks = ranks.select(dim, 0)
+            return list(map(int, ranks.flatten()))
+    return None
 
 
 def gather_stack(like: Tensor, stack: Tensor) -> Tensor:

@@ -1,6 +1,10 @@
-"""Program run as two ranks by ``test_distributed``: writes a digest of the bytes received from rank 0."""
+"""Program run as two ranks by ``test_distributed``: writes a digest of the bytes received from rank 0.
+
+Starts with a low limit of open files, which must not be that of many ranks.
+"""
 
 import hashlib
+import resource
 import sys
 import time
 from datetime import timedelta
@@ -13,7 +17,10 @@ from clipkit import distributed
 CONTENTS = (b"x", bytes(range(256)) * 5000 + b"end", b"", b"\0" * 7)
 
 if __name__ == "__main__":
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, most_files))
     distributed.start()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most_files, most_files)
     rank = distributed.rank()
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2))
     if rank == 0:

@@ -17,7 +17,7 @@ from clipkit.export.write import export
 from clipkit.formats.checkpoint import model_hash, save_model, serialize_architecture
 from clipkit.model import decoder as decoders
 from clipkit.model.architectures import Architecture, Decoder, TextTower, VisionTower
-from clipkit.model.clip import CLIP
+from clipkit.model.clip import CLIP, allocate
 from clipkit.model.decoder import caption_nll
 from clipkit.model.towers import Padded, chosen_rows
 from clipkit.objectives import select_terms
@@ -245,6 +245,10 @@ def test_weights_keep_the_attention_mask_of_their_text_tower(weight: float, tmp_
         found = first_model(Config(model=again, seed=1), shape, checkpoint=checkpoint)
         for one in (first, found):
             assert one.architecture.text.plain is not None and not one.architecture.text.plain.causal
+        if checkpoint is not None:
+            assert found.logit_scale.is_meta  # its weights are read when the run resumes
+            allocate(found, torch.device("cpu"))
+            found.load_state_dict(first.state_dict())
         tokens = first.tokenizer(["a photo of a cat"])
         assert torch.equal(found.encode_text(tokens), first.encode_text(tokens))
         assert (found.text_decoder is None) == (not weight)

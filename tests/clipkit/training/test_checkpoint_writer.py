@@ -21,6 +21,7 @@ from clipkit.training.checkpoint import CheckpointWriter, load_training
 from clipkit.training.ema import AveragedWeights
 from clipkit.training.optim import adamw
 from tests.clipkit.saved_runs import CONFIG, bits, same_bits, small, state, step
+from tests.forked import Forked
 
 __all__ = ["small"]  # a fixture
 
@@ -188,3 +189,10 @@ def test_optimizer_state_is_optional_at_step_0_only(
     writer.finish()
     with pytest.raises(CheckpointError, match="the optimizer's state is for other parameters"):
         load_training(folder(tmp_path, 1), small, fresh)
+
+
+def test_ranks_of_one_host_write_hybrid_models_and_plan_once(forked: Forked, tmp_path: Path) -> None:
+    ended = forked.ranks("tests/clipkit/hybrid_program.py", str(tmp_path), world=4)
+    assert [one.stdout.split() for one in ended] == [
+        ["True", "1"], ["True", "0"], ["False", "0"], ["False", "0"],
+    ]  # fmt: skip

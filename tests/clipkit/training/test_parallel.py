@@ -3,9 +3,13 @@
 test_distributed.py, test_sharded.py and tests/test_train_sharded.py cover several ranks.
 """
 
+import gc
+import math
+import weakref
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,10 +18,13 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import Architecture, TextTower, VisionTower
 from clipkit.model.clip import CLIP, create
+from clipkit.training import parallel
 from clipkit.training.parallel import (
     clip_gradients,
     complete_gradients,
@@ -27,6 +34,7 @@ from clipkit.training.parallel import (
     replicated,
     scalars,
     shard,
+    sharded_like,
     without_values,
 )
 
@@ -53,6 +61,14 @@ def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
     """A mesh of one rank."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def many_ranks() -> Iterator[None]:
+    """Rank 0 of 64 whose messages are not sent."""
+    dist.init_process_group("fake", rank=0, world_size=64, store=FakeStore())
+    yield
     dist.destroy_process_group()
 
 
@@ -128,6 +144,35 @@ def test_put_copies_into_sharded_and_plain_tensors(model: CLIP, mesh: DeviceMesh
             assert torch.equal(whole, other[name]), name
 
 
+class Watched(Tensor):
+    """Records the shapes of tensors that are copied or moved."""
+
+    shapes: ClassVar[list[torch.Size]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.to, Tensor.copy_, Tensor.clone):
+            cls.shapes += [value.shape for value in args if isinstance(value, Watched)]
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.usefixtures("many_ranks")
+@pytest.mark.parametrize("rows", [64, 130, 192])
+def test_only_rows_of_this_rank_are_read(rows: int) -> None:
+    """A file that is mapped into memory is read where it is copied."""
+    mesh = init_device_mesh("cpu", (64,))
+    value = torch.randn(rows, 3)
+    target = distribute_tensor(torch.zeros(rows, 3), mesh, [Shard(0)], src_data_rank=None)
+    Watched.shapes.clear()
+    watched = value.as_subclass(Watched)
+    put(target, watched)
+    alike = sharded_like(target, watched)
+    assert isinstance(alike, DTensor) and isinstance(target, DTensor)
+    expected = value[: math.ceil(rows / 64)]
+    assert torch.equal(target.to_local(), expected) and torch.equal(alike.to_local(), expected)
+    assert alike.shape == value.shape and set(Watched.shapes) == {expected.shape}
+
+
 def test_model_without_values_keeps_architecture_and_flags(model: CLIP) -> None:
     model.visual.requires_grad_(False)
     empty = without_values(model.eval())
@@ -145,6 +190,34 @@ def test_single_rank_needs_no_wrapper(model: CLIP) -> None:
         complete_gradients(model)
     assert all(torch.equal(one, before[name]) for name, one in gradients(model).items())
     assert scalars(model) == [model.logit_scale, model.logit_bias]
+
+
+@pytest.mark.usefixtures("many_ranks")
+def test_replaced_module_is_freed_before_another_is_made(model: CLIP) -> None:
+    gc.disable()
+    try:
+        modules = []
+        for _ in range(3):
+            trained = replicated(model)
+            modules.append(weakref.ref(trained))
+            assert all(parameter.grad is None for parameter in model.parameters())
+            assert [former() is None for former in modules[:-1]] == [True] * (len(modules) - 1)
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            del trained
+    finally:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("many_ranks")
+def test_buckets_are_larger_for_many_ranks(model: CLIP, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    for ranks in (parallel._LARGE_WORLD - 1, parallel._LARGE_WORLD):
+        monkeypatch.setattr(parallel, "world_size", lambda ranks=ranks: ranks)
+        trained = replicated(model)
+        assert isinstance(trained, DistributedDataParallel)
+        sizes.append(trained.bucket_bytes_cap >> 20)
+    assert sizes == [25, 100]
 
 
 def test_sharding_with_one_process_raises_one_line_error(model: CLIP) -> None:

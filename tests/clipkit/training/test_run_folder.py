@@ -7,10 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from clipkit.batch import BadSample
-from clipkit.config import Config, load_config
-from clipkit.errors import ConfigError, DataError
+from clipkit.config import Config, ModelConfig, load_config
+from clipkit.errors import CheckpointError, ConfigError, DataError
+from clipkit.formats.checkpoint import save_model
+from clipkit.training.build import first_model, select_shape
 from clipkit.training.checkpoint import only_trainer_of
 from clipkit.training.guards import (
     append_bad_samples,
@@ -19,6 +22,7 @@ from clipkit.training.guards import (
     drop_bad_samples_after,
     too_many_bad,
 )
+from clipkit.training.parallel import prepare
 
 CONFIG = Config(out="runs/test")
 
@@ -202,3 +206,22 @@ def test_bad_fraction_does_not_grow_with_epochs(epochs: int) -> None:
 )
 def test_bad_fraction_is_printed_with_its_limit(bad: int, used: int, share: float, line: str) -> None:
     assert bad_fraction(bad, used, share) == line
+
+
+def test_resumed_model_is_built_without_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(model=ModelConfig(name="ViT-Ti-4-16"))
+    shape = select_shape(config)
+    begun = first_model(config, shape)
+    save_model(begun, tmp_path / "model")
+    monkeypatch.setattr("clipkit.training.build.create", None)  # draws weights
+    monkeypatch.setattr("clipkit.formats.load.load_file", None)
+    resumed = first_model(config, shape, checkpoint=tmp_path / "model")
+    assert all(parameter.is_meta for parameter in resumed.parameters())
+    assert resumed.training and resumed.name == begun.name and resumed.architecture == begun.architecture
+    assert [p.requires_grad for p in resumed.parameters()] == [p.requires_grad for p in begun.parameters()]
+    ready = prepare(resumed, config, torch.device("cpu"), sharding="none", bf16=False, terms={})
+    assert all(parameter.device.type == "cpu" for parameter in ready.parameters())
+    assert torch.equal(ready.colors[0], begun.colors[0]) and torch.equal(ready.colors[1], begun.colors[1])
+    other = replace(shape, quick_gelu=True)
+    with pytest.raises(CheckpointError, match="model is of another architecture than ViT-Ti-4-16"):
+        first_model(config, other, checkpoint=tmp_path / "model")
