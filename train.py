@@ -48,7 +48,7 @@ from eval.run import Scorer
 def main(arguments: Arguments) -> int:
     # 1. This process among the others, and its device.
     stop = guards.StopRequest()
-    guards.end_with_launcher(PARENT, leaving=stop.leaving)
+    guards.end_with_launcher(PARENT, stop)
     distributed.check_launch()
     device = distributed.start()
     rank, world = distributed.rank(), distributed.world_size()
@@ -297,7 +297,7 @@ def main(arguments: Arguments) -> int:
                     stopped = stopped or ranks["asked_to_stop"] > 0 or too_many_bad
                     due_save = due_save or stopped or ranks["time_to_save"] > 0
                     due_metrics = due_metrics or due_save
-                stop.agreed = stopped
+                stop.finish_step(agreed=stopped)
                 log.watch.begin("other")
                 log.count_batch(batch)
                 writer.finish_if_done()

@@ -239,7 +239,10 @@ class ShardCache:
             finally:
                 lock.release()
         except OSError as error:
-            raise DataError(f"the shard cache {self.folder} cannot be used: {error.strerror}") from error
+            raise DataError(
+                f"the shard cache {self.folder} cannot be used: {error.strerror}; set CLIPKIT_CACHE to a folder "
+                "on a local disk"
+            ) from error
         return stem.with_suffix(".tar")
 
     def _stem(self, shard: ShardFile) -> Path:
