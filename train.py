@@ -242,6 +242,9 @@ def main(arguments: Arguments) -> int:
                     writer.wait_until_copied()
                 statistics.keep()
                 features = compute.gradients(trained, batch, step, log.watch)
+                log.watch.begin("data")
+                batches.prefetch()  # while a GPU computes
+                log.watch.begin("backward")
                 parallel.complete_gradients(model)
                 if config.optim.sam:
                     with sam.perturbed_weights(model, config.optim.sam):
