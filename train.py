@@ -37,6 +37,7 @@ from clipkit.objectives import select_terms
 from clipkit.training import build, checkpoint, costs, ema, guards, optim, parallel, sam
 from clipkit.training.decisions import Decisions
 from clipkit.training.log import Log, describe_model, describe_start
+from clipkit.training.ranks import WeightComparison
 from clipkit.training.step import TrainingStep, check_rows
 from data import augment, loader, order, training_data
 from data.batch import small_stages
@@ -194,6 +195,7 @@ def main(arguments: Arguments) -> int:
             as_scored=partial(build.scored_weights, model, averaged, reshard=config.reshard),
         )
         writer = checkpoint.CheckpointWriter(run, to_toml(config), keep=config.checkpoint.keep, newest=newest)
+        comparison = WeightComparison(model, every=config.checkpoint.compare_every_steps)
         statistics = ema.RunningStatistics(model)
         log.count_flops(model, compute, state.step)
         batches = loader.DeviceBatches(train_loader, state.step, config.steps, device)
@@ -301,6 +303,7 @@ def main(arguments: Arguments) -> int:
                     due_save = due_save or stopped or ranks["time_to_save"] > 0
                     due_metrics = due_metrics or due_save
                 stop.finish_step(agreed=stopped)
+                comparison.finish_step(step, now=due_save)
                 log.watch.begin("other")
                 log.count_batch(batch)
                 writer.finish_if_done()

@@ -411,6 +411,40 @@ def greatest_over_ranks(values: Tensor) -> Tensor:
     return greatest
 
 
+class Gathering:
+    """Small tensors of all ranks on the way to each of them: neither a GPU nor the host waits until ``read``.
+
+    Args:
+        values: this rank's, of the same shape and dtype on all ranks; all ranks create this together.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self._shape = (world_size(), *values.shape)
+        self._values = values.flatten()  # kept until it is sent
+        self._gathered = values.new_empty(world_size() * values.numel())
+        self._work: Any = None
+        self._arrived: torch.cuda.Event | None = None
+        if world_size() == 1:
+            self._gathered.copy_(self._values)
+        else:
+            self._work = _all_gather(self._gathered, self._values, async_op=True)
+        if values.is_cuda:
+            if self._work is not None:
+                self._work.wait()  # in the queue of the GPU
+            on_host = torch.empty_like(self._gathered, device="cpu", pin_memory=True)
+            self._gathered = on_host.copy_(self._gathered, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def read(self) -> Tensor:
+        """Return the values of all ranks on the host, (W, …), ordered by rank."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        elif self._work is not None:
+            self._work.wait()
+        return self._gathered.view(self._shape)
+
+
 _known_rows: ContextVar[Sequence[int]] = ContextVar("_known_rows", default=())
 
 
