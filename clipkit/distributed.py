@@ -6,12 +6,14 @@ Without a process group, all functions behave as for a single process.
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
+from ipaddress import ip_address
 from itertools import count
 from typing import Any, TypeVar
 
@@ -263,6 +265,11 @@ def start() -> torch.device:
         attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
         _store = PrefixStore(f"attempt {attempt}", store)
         _failures = Failures(_store, rank=rank, host=rank == 0 and not torchruns)
+        if local_world not in (None, environment["WORLD_SIZE"]):
+            _check_own_address()
+        # what each rank was doing when a collective timed out; TORCH_FR_DUMP_TEMP_FILE says where it is written
+        environment.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+        environment.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
         # gloo for CPU tensors, so that agreeing on a flag does not wait for the GPU
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
@@ -276,6 +283,26 @@ def start() -> torch.device:
             f"{local_world} processes on a machine with {gpus} GPUs: set --nproc-per-node to the number of GPUs"
         )
     return own_device() if cuda or world_size() == 1 else torch.device("cpu")
+
+
+def _check_own_address() -> None:
+    """Raise ConfigError if gloo would tell other hosts an address that only this host can use."""
+    if os.environ.get("GLOO_SOCKET_IFNAME") or _is_loopback(os.environ.get("MASTER_ADDR", "")):
+        return
+    host = socket.gethostname()
+    if _is_loopback(host):
+        raise ConfigError(
+            f"the name of this host, {host}, stands for a loopback address, which other hosts cannot reach: set "
+            "GLOO_SOCKET_IFNAME to the network interface between the hosts, such as eth0 (`ip addr` lists them)"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return bool(addresses) and all(ip_address(address.partition("%")[0]).is_loopback for address in addresses)
 
 
 def stop() -> None:

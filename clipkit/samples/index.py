@@ -27,7 +27,7 @@ from clipkit.errors import DataError
 from clipkit.files import write_atomic
 from clipkit.samples.base import find_image
 from clipkit.samples.image_types import IMAGE_EXTENSIONS
-from clipkit.samples.remote.cache import cache_folder
+from clipkit.samples.remote.cache import index_folder
 from clipkit.samples.remote.store import ShardFile
 from clipkit.samples.tar import TruncatedError, sample_name, tar_files
 
@@ -261,7 +261,7 @@ def index_place(shard: ShardFile) -> Path:
     """
     identity = f"{INDEX_VERSION}\n{shard.url}\n{shard.size}\n{shard.version}"
     digest = hashlib.sha256(os.fsencode(identity)).hexdigest()[:32]
-    return cache_folder() / "index" / digest[:2] / f"{digest}.index"
+    return index_folder() / "index" / digest[:2] / f"{digest}.index"
 
 
 def stored_index(shard: ShardFile, *, truncated: str = "error") -> ShardIndex | None:

@@ -47,7 +47,7 @@ from clipkit.samples import (
     value_at,
     write_arrays,
 )
-from clipkit.samples.remote import ShardCache, ShardFile, cache_folder, read_range, read_text, shard_cache
+from clipkit.samples.remote import ShardCache, ShardFile, index_folder, read_range, read_text, shard_cache
 from data.captions import TEXT, CaptionRule, Fields, field_hint, is_utf8, leaf_fields, listed
 from data.options import IndexOptions
 from data.selection import OUTSIDE, SelectedShard, Selection
@@ -629,7 +629,7 @@ def make_manifest(
     name = hashlib.sha256(json.dumps([_VERSION, [len(source) for source in sources], *rules]).encode())
     for shard in shards:
         name.update(repr((shard.url, shard.size, shard.version)).encode())
-    path = cache_folder() / "manifest" / f"{name.hexdigest()[:32]}.manifest"
+    path = index_folder() / "manifest" / f"{name.hexdigest()[:32]}.manifest"
     stored = Manifest.load(path)
     if stored is not None and (stats or not stored.stated):
         return stored
@@ -691,7 +691,7 @@ def run_index(options: IndexOptions) -> int:
     from data.sources import find_shards  # which packs tables, with libraries that training does not need
 
     began = time.monotonic()
-    folder = cache_folder()
+    folder = index_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):  # an unwritable cache would be ignored
         pass

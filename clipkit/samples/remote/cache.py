@@ -47,6 +47,16 @@ def cache_folder() -> Path:
     return Path.home() / ".cache" / "clipkit"
 
 
+def index_folder() -> Path:
+    """Return the folder of indexes and manifests: ``$CLIPKIT_INDEX_CACHE``, else that of ``cache_folder``.
+
+    Indexes are small and the same for all machines: on a cluster, this folder is shared, and the cache, which holds
+    downloaded shards, is on each machine's own disk.
+    """
+    folder = os.environ.get("CLIPKIT_INDEX_CACHE")
+    return Path(folder).expanduser() if folder else cache_folder()
+
+
 def created_once(folder: Path, make: Callable[[Path], object], *, name: str) -> None:
     """Create a folder of the cache unless it exists; only one of several processes does, and others wait.
 
