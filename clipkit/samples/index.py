@@ -277,9 +277,20 @@ def stored_index(shard: ShardFile, *, truncated: str = "error") -> ShardIndex | 
     return None
 
 
+def is_indexed(shard: ShardFile, *, truncated: str = "error") -> bool:
+    """Return whether a shard has a stored index, without reading the index."""
+    path = index_place(shard)
+    return path.is_file() or (truncated == "use" and path.with_suffix(".truncated").is_file())
+
+
+def is_indexable(shard: ShardFile) -> bool:
+    """Return whether the index of a shard is stored; not that of a pipe, whose output may change between runs."""
+    return shard.size >= 0 or bool(shard.version)
+
+
 def keep_index(shard: ShardFile, index: ShardIndex) -> None:
-    """Store an index in the cache folder if possible; not that of a pipe, whose output may change between runs."""
-    if shard.size < 0 and not shard.version:
+    """Store an index in the cache folder if possible, see ``is_indexable``."""
+    if not is_indexable(shard):
         return
     path = index_place(shard)
     if index.truncated:
