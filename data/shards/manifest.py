@@ -365,7 +365,8 @@ def _require_index(shards: Sequence[ShardFile], selection: Selection) -> None:
         return
     raise DataError(
         f"{len(uncounted):,} remote shards have no index, and training would wait until all are read: run "
-        "`python -m data index SOURCE` once, on one machine, with CLIPKIT_INDEX_CACHE set to a folder that all machines share"
+        "`python -m data index SOURCE` once, on one machine, with CLIPKIT_INDEX_CACHE set to a folder that all "
+        "machines share"
     )
 
 
